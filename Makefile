@@ -1,0 +1,66 @@
+# Every target works on a fresh clone: it makes .venv with CPython 3.10 and installs what constraints.txt locks.
+# Choose the interpreter with PYTHON=/path/to/python3.10; hand more arguments to a tool with ARGS="...".
+
+VENV ?= .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+export PYTHON
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# By environment, not by -c alone, so that it holds in pip's build environments too.
+export PIP_CONSTRAINT := constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow bench lint format types wheel-check lock clean distclean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+$(PY):
+	@python=$$(scripts/find-python) && echo "$(VENV): $$python" && "$$python" -m venv $(VENV)
+
+# With -I the checkout is not on pip's path, where its egg-info would pass for an installed qtrace.
+$(STAMP): pyproject.toml constraints.txt | $(PY)
+	@$(PY) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 10))' || \
+		{ echo "error: $(VENV) is not CPython 3.10; remove it and run make again." >&2; exit 1; }
+	$(PY) -I -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+setup: $(STAMP) ## Make .venv and install qtrace into it (done by every other target)
+
+demo: $(STAMP) ## Quantize a small trained model end to end; writes demo-out/
+	$(PY) examples/demo.py $(ARGS)
+
+test: $(STAMP) ## Run the tests, without the slow ones
+	$(PY) -m pytest $(ARGS)
+
+test-slow: $(STAMP) ## Run the slow tests only
+	$(PY) -m pytest -m slow $(ARGS)
+
+bench: $(STAMP) ## Run the benchmarks
+	$(PY) -m benchmarks $(ARGS)
+
+lint: $(STAMP) ## Check style with ruff
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+
+format: $(STAMP) ## Repair style with ruff
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+types: $(STAMP) ## Check types with mypy
+	$(PY) -m mypy
+
+wheel-check: $(STAMP) ## Build sdist and wheel, install the wheel elsewhere, and use it there
+	$(PY) scripts/check_wheel.py
+
+lock: ## Resolve pyproject.toml afresh and rewrite constraints.txt
+	scripts/lock
+
+clean: ## Remove what builds and runs leave behind
+	rm -rf build dist demo-out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## The same, and .venv
+	rm -rf $(VENV)

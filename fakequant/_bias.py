@@ -1,0 +1,63 @@
+"""The bias of an integer conv or linear layer: int32 at the scale of the accumulator."""
+
+from __future__ import annotations
+
+import numpy as np
+from megengine import Tensor
+from megengine.module import Module
+
+from qtrace.errors import CalibrationError
+from qtrace.fakequant._kernel import as_float32, quant_dequant
+from qtrace.fakequant.base import FakeQuant, builtin
+
+__all__ = ["BiasQuant"]
+
+# The largest float32 below 2**31: the runtime adds the bias as int32.
+_QMAX = 2147483520
+
+
+@builtin
+class BiasQuant(Module):
+    """Rounds a bias to int32 multiples of ``s_in * s_w``, as runtimes add it to their accumulators.
+
+    It has no parameters of its own: the scales are those of the layer's input and weight sites, which
+    are passed at each call, so that learned scales are followed.
+
+    Args:
+        site: the name of the bias site.
+        shape: the shape of the bias.
+    """
+
+    def __init__(self, site: str, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.site, self.shape = site, tuple(shape)
+        self.phase = "float"
+
+    def forward(self, bias: Tensor, activation: FakeQuant, weight: FakeQuant) -> Tensor:
+        """Fake-quantizes ``bias``; a no-op in the phases float and observe.
+
+        Args:
+            bias: float32 of shape ``self.shape``.
+            activation: the fake quant of the layer's input (per tensor).
+            weight: the fake quant of the layer's weight (per tensor or per output channel).
+        """
+        if self.phase in ("float", "observe"):
+            return bias
+        if not (activation.calibrated and weight.calibrated):
+            raise CalibrationError(
+                f"site {self.site} has no quantization parameters: run qtrace.calibrate on data first."
+            )
+        scale, shape = self.scale(activation, weight)
+        # Which way a tie goes is ours to say, for the exporter writes the integers: away from zero, since
+        # the trick that rounds half to even fails beyond 2**22.
+        zero = as_float32(np.zeros(shape, np.float32))
+        return quant_dequant(bias, scale, zero, -_QMAX, _QMAX, half_even=False, shape=shape)
+
+    def scale(self, activation: FakeQuant, weight: FakeQuant) -> tuple[Tensor, tuple[int, ...]]:
+        """The scale ``s_in * s_w`` (float32), broadcastable to the bias, and its shape."""
+        product = activation.effective_scale() * weight.effective_scale()
+        shape = self.shape if weight.shape else ()
+        return product.reshape(shape), shape
+
+    def _module_info_string(self) -> str:
+        return f"{self.site}, int32, {self.phase}"

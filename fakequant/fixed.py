@@ -1,0 +1,29 @@
+"""Fixed parameters, straight-through gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megengine import Tensor
+
+from qtrace.fakequant.base import FakeQuant, builtin, reject_options
+
+__all__ = ["FixedFakeQuant"]
+
+
+@builtin
+class FixedFakeQuant(FakeQuant):
+    """Keeps the calibrated scale and zero point while the weights train.
+
+    The gradient passes unchanged where the value is in range and is zero where it clips
+    (Bengio et al. 2013, "Estimating or propagating gradients through stochastic neurons").
+    """
+
+    def _learns_scale(self) -> bool:
+        return False
+
+    def _setup(self, options: dict[str, Any]) -> None:
+        reject_options("fixed", options)
+
+    def _train(self, x: Tensor) -> Tensor:
+        return self.quantize_dequantize(x)

@@ -1,0 +1,161 @@
+"""A histogram that merges exactly and in any order.
+
+Bins are ``[i * 2**k, (i + 1) * 2**k)`` for integers i: a grid fixed at 0. The exponent k is the smallest at
+which the observed range, widened to 0, touches at most ``2 * bins`` of them, so it depends on the smallest and
+the largest value alone. A coarser grid is had by adding pairs of bins (``i // 2``), which is what counting on
+it would have given. So the state depends on the set of values only, not on their order or sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from qtrace.observers.base import Layout, Observer, Option, State
+
+__all__ = ["BINS", "HistogramObserver", "origin_of"]
+
+# Above 2**16, bin numbers of several lanes would leave the integers that float32 holds.
+BINS = Option(2048, 64, 65536)
+
+# 2**-k must be a float32: below this, values share a bin. It is also the smallest scale that is ever chosen.
+_LOWEST_EXPONENT = -126
+# Elements per block: the temporaries of a block stay in the cache.
+_BLOCK = 1 << 16
+# Neighbours count in different lanes: else runs of one value (zeros after ReLU) wait for each other.
+_LANES = 4
+# Counters per block of channels; also keeps float32 exact (below 2**24).
+_COUNTERS = 1 << 20
+
+
+class HistogramObserver(Observer):
+    """Abstract: counts values. The state, for C channels and N = 2 * bins::
+
+    lo, hi    float32 (C,)    the smallest and the largest value
+    exponent  int64 (C,)      k: bins are 2**k wide
+    zeros     int64 (C,)      how many values are exactly 0, which quantize without error
+    counts    int64 (C, N)    from the bin of min(lo, 0) on
+    """
+
+    def _layout(self) -> Layout:
+        size = 2 * int(self._options["bins"])
+        return {
+            "lo": (np.float32, ("C",)),
+            "hi": (np.float32, ("C",)),
+            "exponent": (np.int64, ("C",)),
+            "zeros": (np.int64, ("C",)),
+            "counts": (np.int64, ("C", size)),
+        }
+
+    def _measure(self, x: np.ndarray, lo: np.ndarray, hi: np.ndarray, batch: int) -> State:
+        size = 2 * int(self._options["bins"])
+        exponent = _exponent(lo, hi, size)
+        count = _count_tensor if x.shape[1] == 1 else _count_channels
+        counts, zeros = count(x, exponent, origin_of(lo, exponent), size)
+        return {"lo": lo, "hi": hi, "exponent": exponent, "zeros": zeros, "counts": counts}
+
+    def _combine(self, first: State, second: State) -> State:
+        lo, hi = np.minimum(first["lo"], second["lo"]), np.maximum(first["hi"], second["hi"])
+        exponent = _exponent(lo, hi, first["counts"].shape[1])
+        origin = origin_of(lo, exponent)
+        counts = _regrid(first, exponent, origin) + _regrid(second, exponent, origin)
+        zeros = first["zeros"] + second["zeros"]
+        return {"lo": lo, "hi": hi, "exponent": exponent, "zeros": zeros, "counts": counts}
+
+
+def origin_of(lo: np.ndarray, exponent: np.ndarray) -> np.ndarray:
+    """The index of the first bin that counts are kept of, int64 (C,): that of ``min(lo, 0)``."""
+    return _bin_of(np.minimum(lo, 0.0), exponent)
+
+
+def _bin_of(x: np.ndarray, exponent: np.ndarray) -> np.ndarray:
+    # In float64, where the product with 2**-k is exact for every float32.
+    return np.floor(np.ldexp(x.astype(np.float64), -exponent)).astype(np.int64)
+
+
+def _exponent(lo: np.ndarray, hi: np.ndarray, size: int) -> np.ndarray:
+    """The smallest k at which ``[min(lo, 0), max(hi, 0)]`` touches at most `size` bins, int64 (C,)."""
+    lo, hi = np.minimum(lo, 0.0).astype(np.float64), np.maximum(hi, 0.0).astype(np.float64)
+    # Bins half as wide as this never suffice, for range / size >= 2**(e - 1): start there and go up.
+    exponent = np.maximum(np.frexp((hi - lo) / size)[1] - 2, _LOWEST_EXPONENT).astype(np.int64)
+    while (wide := _bin_of(hi, exponent) - _bin_of(lo, exponent) >= size).any():
+        exponent += wide
+    return exponent
+
+
+def _regrid(state: State, exponent: np.ndarray, origin: np.ndarray) -> np.ndarray:
+    """The counts of a state on coarser or equal bins that begin at `origin`."""
+    counts = state["counts"]
+    old_origin = origin_of(state["lo"], state["exponent"])
+    if np.array_equal(exponent, state["exponent"]) and np.array_equal(origin, old_origin):
+        return counts
+    channels, size = counts.shape
+    shift = np.minimum(exponent - state["exponent"], 62)[:, None]  # an int64 is -1 or 0 from there on
+    new = ((old_origin[:, None] + np.arange(size)) >> shift) - origin[:, None]
+    # Bins past the end are empty ones, beyond the largest value.
+    new = np.minimum(new, size - 1) + size * np.arange(channels)[:, None]
+    result = np.zeros(channels * size, np.int64)
+    np.add.at(result, new.ravel(), counts.ravel())
+    return result.reshape(channels, size)
+
+
+def _precision(exponent: np.ndarray, origin: np.ndarray) -> type:
+    """The float type in which values times 2**-k get the right floor.
+
+    Scaling down may underflow, and -0.0 has another floor than a tiny negative number. Scaling up cannot,
+    and positive values are not harmed.
+    """
+    return np.float32 if ((exponent <= 0) | (origin >= 0)).all() else np.float64
+
+
+def _count_tensor(
+    x: np.ndarray, exponent: np.ndarray, origin: np.ndarray, size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Counts x of shape (A, 1, B) per bin: counts (1, size) and zeros (1,)."""
+    x, dtype = x.reshape(-1), _precision(exponent, origin)
+    length = min(_BLOCK, x.size)
+    factor = dtype(np.ldexp(1.0, -int(exponent[0])))
+    lane = (np.arange(length) % _LANES * size - int(origin[0])).astype(dtype)
+    scaled, bins = np.empty(length, dtype), np.empty(length, np.int32)
+    is_zero = np.empty(length, np.bool_)
+    counts, zeros = np.zeros(_LANES * size, np.int64), 0
+    for start in range(0, x.size, length):
+        block = x[start : start + length]
+        n = block.size
+        np.multiply(block, factor, out=scaled[:n])
+        np.floor(scaled[:n], out=scaled[:n])
+        np.add(scaled[:n], lane[:n], out=scaled[:n])
+        np.copyto(bins[:n], scaled[:n], casting="unsafe")
+        counts += np.bincount(bins[:n], minlength=counts.size)
+        zeros += np.count_nonzero(np.equal(block, 0, out=is_zero[:n]))
+    return counts.reshape(_LANES, size).sum(axis=0)[None], np.array([zeros], np.int64)
+
+
+def _count_channels(
+    x: np.ndarray, exponent: np.ndarray, origin: np.ndarray, size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Counts x of shape (A, C, B) per channel and bin: counts (C, size) and zeros (C,)."""
+    dtype = _precision(exponent, origin)
+    factor = np.ldexp(1.0, -exponent).astype(dtype)[:, None]
+    counts = np.zeros((x.shape[1], size), np.int64)
+    zeros = np.zeros(x.shape[1], np.int64)
+    for rows, channels in _blocks(x.shape, max(1, _COUNTERS // size)):
+        block = x[rows, channels]
+        row = size * np.arange(block.shape[1]) - origin[channels]
+        scaled = np.floor(block * factor[channels])
+        bins = np.add(scaled, row.astype(dtype)[:, None], dtype=dtype).astype(np.int32)
+        total = np.bincount(bins.ravel(), minlength=block.shape[1] * size)
+        counts[channels] += total.reshape(-1, size)
+        zeros[channels] += np.count_nonzero(block == 0, axis=(0, 2))
+    return counts, zeros
+
+
+def _blocks(shape: tuple[int, ...], most_channels: int) -> Iterator[tuple[slice, slice]]:
+    """Slices of the first two axes of (A, C, B) that make blocks of about `_BLOCK` elements."""
+    height, width, depth = shape
+    wide = max(1, min(width, _BLOCK // depth, most_channels))
+    high = max(1, _BLOCK // (wide * depth))
+    for channel in range(0, width, wide):
+        for row in range(0, height, high):
+            yield slice(row, row + high), slice(channel, channel + wide)

@@ -1,0 +1,329 @@
+"""What every observer is: statistics of one site that merge exactly, and the range they give.
+
+An observer is a fold: each batch is measured on its own, and states are combined by an associative operation.
+So one worker, N workers, and a run that was killed and resumed end in the same state, bit for bit.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from qtrace.errors import CalibrationError, ConfigError
+from qtrace.numerics import choose
+from qtrace.plugins import resolve
+from qtrace.scheme import QParams, QScheme
+
+__all__ = ["Layout", "Observer", "Option", "State", "from_dict", "to_dict"]
+
+State = dict[str, np.ndarray]
+Layout = dict[str, tuple[type, tuple[str | int, ...]]]
+
+_PACKAGE = "qtrace.observers"
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of an observer: a number between two bounds, both allowed.
+
+    Attributes:
+        default: what it is when not given; an int here means that only integers are taken.
+        low: the smallest value.
+        high: the largest value.
+    """
+
+    default: int | float
+    low: int | float
+    high: int | float
+
+    def check(self, owner: str, name: str, value: Any) -> int | float:
+        """`value` as an int or a float; `ConfigError` when it is not one between the bounds."""
+        whole = isinstance(self.default, int)
+        kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
+        fits = isinstance(value, kinds) and not isinstance(value, bool) and self.low <= value <= self.high
+        if not fits:
+            wanted = "an integer" if whole else "a number"
+            raise ConfigError(
+                f"observer {owner}: {name} is {value!r}: choose {wanted} from {self.low} to {self.high}."
+            )
+        return int(value) if whole else float(value)
+
+
+class Observer(ABC):
+    """Watches the values of one site and says which range to quantize.
+
+    A subclass states its `OPTIONS`, the `_layout` of its state, how a batch is measured, how two states are
+    combined, and which range a state gives. A state is a dict of arrays that nobody changes.
+
+    Args:
+        scheme: how the site is quantized; with an axis, every channel has statistics of its own.
+        **options: as `OPTIONS` of the class says.
+
+    Raises:
+        ConfigError: when an option is unknown or its value is out of bounds.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {}
+
+    def __init__(self, scheme: QScheme, **options: int | float) -> None:
+        for key in options:
+            if key not in self.OPTIONS:
+                raise ConfigError(
+                    f"observer {self.name} has no option {key!r}: it knows {', '.join(self.OPTIONS) or 'none'}."
+                )
+        self._scheme = scheme
+        self._options = {
+            key: option.check(self.name, key, options.get(key, option.default))
+            for key, option in self.OPTIONS.items()
+        }
+        self._batches = 0
+        self._state: State | None = None
+
+    @abstractmethod
+    def _layout(self) -> Layout:
+        """Name -> (dtype, shape) of the state's arrays; a letter in a shape is a size, "C" the channels'."""
+
+    @abstractmethod
+    def _measure(self, x: np.ndarray, lo: np.ndarray, hi: np.ndarray, batch: int) -> State:
+        """The state after one batch alone.
+
+        Args:
+            x: float32, contiguous, finite, of shape (A, C, B) with the channels in the middle.
+            lo, hi: float32 of shape (C,): the smallest and the largest value of each channel.
+            batch: the batch's index.
+        """
+
+    @abstractmethod
+    def _combine(self, first: State, second: State) -> State:
+        """The state after the batches of both: an associative operation, exact to the bit."""
+
+    @abstractmethod
+    def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
+        """The range (lo, hi) to quantize, each of shape (C,)."""
+
+    @property
+    def name(self) -> str:
+        """What a configuration calls this class: its file name, or ``pkg.mod:Class`` for a user's own."""
+        cls = type(self)
+        package, _, module = cls.__module__.rpartition(".")
+        return module if package == _PACKAGE else f"{cls.__module__}:{cls.__qualname__}"
+
+    @property
+    def scheme(self) -> QScheme:
+        """How the site is quantized."""
+        return self._scheme
+
+    @property
+    def options(self) -> dict[str, int | float]:
+        """All options with their values."""
+        return dict(self._options)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was observed yet."""
+        return self._state is None
+
+    def observe(self, x: np.ndarray, *, batch: int | None = None, site: str = "") -> None:
+        """Adds one batch. A batch that is refused leaves no trace.
+
+        Args:
+            x: floats of any rank, not empty; float64 is rounded to float32, which is what runtimes see.
+            batch: the batch's index in the whole run; None counts the batches seen here.
+            site: the name of the tensor, for errors.
+
+        Raises:
+            CalibrationError: when x is empty, is not made of finite floats, or does not have the channels
+                that the scheme and earlier batches ask for.
+        """
+        index = self._batches if batch is None else int(batch)
+        where = f"site {site or '(unnamed)'}, batch {index}"
+        array = self._as_channels(x, where)
+        lo, hi = _extremes(array)
+        # Minimum and maximum pass on NaN and infinity: no second look at the data is needed.
+        if not (np.isfinite(lo).all() and np.isfinite(hi).all()):
+            raise CalibrationError(
+                f"{where}: it holds NaN, infinity or a number beyond float32: repair the data or the model."
+            )
+        if self._state is not None and lo.size != (channels := self._channels(self._state)):
+            raise CalibrationError(
+                f"{where}: it has {lo.size} channels on axis {self._scheme.axis}, earlier batches had {channels}."
+            )
+        measured = self._measure(array, lo, hi, index)
+        self._state = measured if self._state is None else self._combine(self._state, measured)
+        self._batches += 1
+
+    def merge(self, other: Observer) -> Observer:
+        """A new observer that has seen what both have; neither of them changes. Associative, exactly.
+
+        Raises:
+            ConfigError: when class, scheme or options differ.
+            CalibrationError: when the numbers of channels differ.
+        """
+        if type(other) is not type(self):
+            raise ConfigError(
+                f"observers {self.name} and {getattr(other, 'name', other)} cannot merge: use one."
+            )
+        if (other.scheme, other.options) != (self._scheme, self._options):
+            raise ConfigError(
+                f"two {self.name} observers cannot merge: one has {self._scheme.describe()}, {self._options}, "
+                f"the other {other.scheme.describe()}, {other.options}; run all shards with one configuration."
+            )
+        merged = type(self)(self._scheme, **self._options)
+        merged._batches = self._batches + other._batches
+        if self._state is None or other._state is None:
+            merged._state = self._state if other._state is None else other._state
+            return merged
+        channels = self._channels(self._state), self._channels(other._state)
+        if channels[0] != channels[1]:
+            raise CalibrationError(
+                f"two {self.name} observers cannot merge: they saw {channels[0]} and {channels[1]} channels."
+            )
+        merged._state = self._combine(self._state, other._state)
+        return merged
+
+    def range(self) -> tuple[np.ndarray, np.ndarray]:
+        """The range to quantize: lo and hi, float64 of shape ``()`` per tensor or ``(C,)`` per channel.
+
+        Raises:
+            CalibrationError: when nothing was observed.
+        """
+        if self._state is None:
+            raise CalibrationError(f"observer {self.name} has seen no data: calibrate on at least one batch.")
+        shape = (-1,) if self._scheme.per_channel else ()
+        lo, hi = self._choose_range(self._state)
+        return lo.astype(np.float64).reshape(shape), hi.astype(np.float64).reshape(shape)
+
+    def qparams(self) -> QParams:
+        """The parameters for `range`; `CalibrationError` when nothing was observed."""
+        return choose(*self.range(), self._scheme)
+
+    def state_dict(self) -> dict[str, np.ndarray | int | float | str]:
+        """What was observed, fit for ``np.savez``: the number of batches, and arrays when there are any."""
+        return {"batches": self._batches, **{key: array.copy() for key, array in (self._state or {}).items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replaces what was observed by a `state_dict` of an observer with the same scheme and options.
+
+        Raises:
+            ConfigError: when a key, a type or a shape is not what this observer keeps.
+        """
+        layout = self._layout()
+        if set(state) not in ({"batches"}, {"batches", *layout}):
+            raise ConfigError(
+                f"observer {self.name}: the state holds {', '.join(sorted(map(str, state)))}, not "
+                f"{', '.join(['batches', *layout])}: it was saved by another observer."
+            )
+        arrays = {key: np.array(state[key]) for key in layout if key in state}
+        sizes: dict[str | int, int] = {} if self._scheme.per_channel else {"C": 1}
+        for key, array in arrays.items():
+            dtype, shape = layout[key]
+            named = zip(shape, array.shape, strict=False)
+            wanted = tuple(size if isinstance(size, int) else sizes.setdefault(size, n) for size, n in named)
+            if array.dtype != dtype or array.ndim != len(shape) or array.shape != wanted:
+                raise ConfigError(
+                    f"observer {self.name}: {key} is {array.dtype} of shape {array.shape}, not {dtype.__name__} "
+                    f"of shape ({', '.join(map(str, shape))}): was it saved with other options?"
+                )
+        batches = int(state["batches"])
+        if (batches > 0) != bool(arrays):
+            raise ConfigError(
+                f"observer {self.name}: the state counts {batches} batches, but its data do not fit."
+            )
+        self._batches, self._state = batches, arrays or None
+
+    def _channels(self, state: State) -> int:
+        """The number of channels in a state."""
+        key, axis = next(
+            (key, shape.index("C")) for key, (_, shape) in self._layout().items() if "C" in shape
+        )
+        return state[key].shape[axis]
+
+    def _as_channels(self, x: np.ndarray, where: str) -> np.ndarray:
+        """x as contiguous float32 of shape (A, C, B), C being 1 per tensor."""
+        x = np.asarray(x)
+        if x.dtype.kind != "f" or not x.size:
+            what = f"{x.dtype} values" if x.size else f"an empty array of shape {x.shape}"
+            raise CalibrationError(
+                f"{where}: it is {what}: give an array of floats with at least one element."
+            )
+        with np.errstate(over="ignore"):  # to infinity, which is refused by name
+            x = np.ascontiguousarray(x, dtype=np.float32)
+        axis = self._scheme.axis
+        if axis is None:
+            return x.reshape(1, 1, -1)
+        if not -x.ndim <= axis < x.ndim:
+            raise CalibrationError(
+                f"{where}: shape {x.shape} has no channel axis {axis}: choose another axis."
+            )
+        axis %= x.ndim
+        return x.reshape(int(np.prod(x.shape[:axis])), x.shape[axis], -1)
+
+
+def _extremes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Minimum and maximum of each channel of (A, C, B), shape (C,); NaN where there is one."""
+    if x.shape[1] == 1:
+        lo, hi = x.min().reshape(1), x.max().reshape(1)
+    elif x.shape[0] == 1:
+        lo, hi = x[0].min(axis=1), x[0].max(axis=1)
+    else:  # numpy is up to six times slower over both axes at once
+        lo, hi = x.min(axis=0).min(axis=1), x.max(axis=0).max(axis=1)
+    # + 0.0 makes 0.0 of -0.0: else the order of the data would show in the sign.
+    return lo + np.float32(0.0), hi + np.float32(0.0)
+
+
+def to_dict(observer: Observer) -> dict[str, Any]:
+    """An observer with name, options, scheme and state, fit for JSON; arrays are compressed base64."""
+    return {
+        "observer": observer.name,
+        "options": observer.options,
+        "scheme": observer.scheme.to_dict(),
+        "state": {key: _pack(value) for key, value in observer.state_dict().items()},
+    }
+
+
+def from_dict(data: Mapping[str, Any]) -> Observer:
+    """The inverse of `to_dict`.
+
+    A name ``pkg.mod:Class`` in it imports that module: load only what you trust.
+
+    Raises:
+        ConfigError: when the dict is not one of `to_dict`, or its observer is unknown.
+        SchemeError: when its scheme is impossible.
+    """
+    keys = ("observer", "options", "scheme", "state")
+    whole = isinstance(data, Mapping) and set(data) == set(keys)
+    if not whole or not all(isinstance(data[key], Mapping) for key in keys[1:]):
+        raise ConfigError(
+            f"a saved observer has {keys[0]}, and mappings {', '.join(keys[1:])}: this is none."
+        )
+    cls = resolve(_PACKAGE, data["observer"], Observer)
+    observer: Observer = cls(QScheme.from_dict(data["scheme"]), **data["options"])
+    observer.load_state_dict({key: _unpack(key, value) for key, value in data["state"].items()})
+    return observer
+
+
+def _pack(value: Any) -> Any:
+    """An array as a dict of strings and numbers; anything else as it is."""
+    if not isinstance(value, np.ndarray):
+        return value
+    little = np.ascontiguousarray(value, value.dtype.newbyteorder("<"))
+    packed = base64.b64encode(zlib.compress(little.tobytes(), 1)).decode("ascii")
+    return {"dtype": value.dtype.name, "shape": list(value.shape), "zlib": packed}
+
+
+def _unpack(key: str, value: Any) -> Any:
+    """The inverse of `_pack`."""
+    if not isinstance(value, Mapping):
+        return value
+    try:
+        dtype = np.dtype(value["dtype"]).newbyteorder("<")
+        flat = np.frombuffer(zlib.decompress(base64.b64decode(value["zlib"], validate=True)), dtype)
+        return flat.reshape(value["shape"]).astype(dtype.newbyteorder("="))
+    except (KeyError, TypeError, ValueError, zlib.error) as error:
+        raise ConfigError(f"a saved observer is damaged at {key!r} ({error}): calibrate again.") from None

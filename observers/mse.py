@@ -1,0 +1,28 @@
+"""The range that quantizes what was seen with the least squared error."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qtrace.observers._histogram import BINS, HistogramObserver
+from qtrace.observers._search import best_range
+from qtrace.observers.base import Option, State
+
+__all__ = ["MeanSquaredError"]
+
+
+class MeanSquaredError(HistogramObserver):
+    """Trades clipping against resolution: the quantizer of this scheme with the least squared error.
+
+    The error is that of the whole quantizer, rounding, clipping and rounded zero point included, computed
+    from a histogram in closed form (`qtrace.observers._search`).
+
+    Options:
+        bins: the range is resolved by `bins` to ``2 * bins`` bins.
+        candidates: how many ratios the first sweep tries.
+    """
+
+    OPTIONS = {"bins": BINS, "candidates": Option(64, 8, 1024)}
+
+    def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
+        return best_range(state, self._scheme, int(self._options["candidates"]))

@@ -1,0 +1,45 @@
+"""The range that leaves out a given share of the values at either end."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qtrace.observers._histogram import BINS, HistogramObserver, origin_of
+from qtrace.observers.base import Option, State
+
+__all__ = ["Percentile"]
+
+
+class Percentile(HistogramObserver):
+    """Cuts both tails: at most ``100 - percentile`` percent of the values clip at either end.
+
+    The ends are the quantiles of a histogram, values being spread evenly within a bin, and never lie outside
+    the smallest and the largest value; 100 gives exactly those.
+
+    Options:
+        percentile: 51 to 100; the share of values below the upper end, and above the lower end.
+        bins: the range is resolved by `bins` to ``2 * bins`` bins.
+    """
+
+    OPTIONS = {"percentile": Option(99.99, 51.0, 100.0), "bins": BINS}
+
+    def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
+        counts, size = state["counts"], state["counts"].shape[1]
+        # Rounded, so that 0.01 percent of 10000 is 1 and not a hair less, which would keep the extreme value.
+        tail = np.round(counts.sum(axis=1) * ((100.0 - self._options["percentile"]) / 100.0), 6)
+        origin = origin_of(state["lo"], state["exponent"])
+        width = np.ldexp(1.0, state["exponent"])
+        lo = (origin + _depth(counts, tail)) * width
+        hi = (origin + size - _depth(counts[:, ::-1], tail)) * width
+        lo64, hi64 = state["lo"].astype(np.float64), state["hi"].astype(np.float64)
+        return np.clip(lo, lo64, hi64), np.clip(hi, lo64, hi64)
+
+
+def _depth(counts: np.ndarray, tail: np.ndarray) -> np.ndarray:
+    """How many bins (with a fraction) to go in from the left until `tail` values are passed, shape (C,)."""
+    passed = np.cumsum(counts, axis=1)
+    # The first bin that holds a value beyond the tail; there is one, for a tail is at most half of all.
+    last = np.argmax(passed > tail[:, None], axis=1)
+    row = np.arange(len(last))
+    inside = counts[row, last]
+    return last + (tail - (passed[row, last] - inside)) / inside

@@ -1,0 +1,81 @@
+"""Quantization-aware training and post-training quantization for MegEngine, on its traced graph.
+
+Names are loaded when they are first used, so that ``qtrace --help`` does not wait for MegEngine.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qtrace import fakequant, graph, observers, recipes
+    from qtrace.calibration import calibrate
+    from qtrace.config import QConfig
+    from qtrace.explanation import explain
+    from qtrace.export import export
+    from qtrace.graph.serialize import load, save
+    from qtrace.graph.tracing import trace
+    from qtrace.passes.convert import convert
+    from qtrace.phases import set_phase
+    from qtrace.preparation import prepare
+    from qtrace.recipe import load_recipe
+    from qtrace.scheme import QParams, QScheme
+    from qtrace.verification import verify
+
+__all__ = [
+    "QConfig",
+    "QParams",
+    "QScheme",
+    "calibrate",
+    "convert",
+    "explain",
+    "export",
+    "fakequant",
+    "graph",
+    "load",
+    "load_recipe",
+    "observers",
+    "prepare",
+    "recipes",
+    "save",
+    "set_phase",
+    "trace",
+    "verify",
+]
+
+_HOME = {
+    "QConfig": "config",
+    "QParams": "scheme",
+    "QScheme": "scheme",
+    "calibrate": "calibration",
+    "convert": "passes.convert",
+    "explain": "explanation",
+    "export": "export",
+    "load": "graph.serialize",
+    "load_recipe": "recipe",
+    "prepare": "preparation",
+    "save": "graph.serialize",
+    "set_phase": "phases",
+    "trace": "graph.tracing",
+    "verify": "verification",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("qtrace")
+    elif name in _HOME:
+        value = getattr(importlib.import_module(f"qtrace.{_HOME[name]}"), name)
+    elif name in __all__:
+        value = importlib.import_module(f"qtrace.{name}")
+    else:
+        raise AttributeError(f"module 'qtrace' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

@@ -1,0 +1,73 @@
+"""What a backend is: the numbers its kernels use and the chains of ops they compute as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from qtrace.scheme import QScheme
+
+__all__ = ["Backend", "Limits"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The schemes that a backend can run for one sort of site.
+
+    Attributes:
+        bits: allowed widths.
+        per_channel: whether per-channel scales are allowed.
+        affine: whether a zero point is allowed.
+        signed: None for both, else the one sign that is allowed.
+    """
+
+    bits: tuple[int, ...]
+    per_channel: bool
+    affine: bool
+    signed: bool | None = None
+
+    def problem(self, scheme: QScheme) -> str | None:
+        """Why ``scheme`` cannot run, or None."""
+        if scheme.bits not in self.bits:
+            return f"{scheme.bits} bits (it runs {', '.join(map(str, self.bits))})"
+        if scheme.per_channel and not self.per_channel:
+            return "per-channel scales (it runs one scale per tensor)"
+        if not scheme.symmetric and not self.affine:
+            return "affine schemes (it runs symmetric ones)"
+        if self.signed is not None and scheme.signed != self.signed:
+            return f"{'signed' if scheme.signed else 'unsigned'} integers"
+        return None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A target runtime.
+
+    Attributes:
+        name: the name that configs use.
+        activation: scheme of activations unless a config changes it.
+        weight: scheme of weights; its axis says per channel (0) or per tensor (None).
+        ops: the op kinds that it computes on integers.
+        fused: op kind -> activations that it computes in the same kernel.
+        ties_concat: whether inputs and output of concat and stack must share their parameters.
+        limits: sort of site ("activation", "weight") -> what can run.
+    """
+
+    name: str
+    activation: QScheme
+    weight: QScheme
+    ops: frozenset[str]
+    fused: Mapping[str, frozenset[str]]
+    ties_concat: bool
+    limits: Mapping[str, Limits] = field(default_factory=dict)
+
+    @property
+    def rounding(self) -> str:
+        """How its kernels round."""
+        return self.activation.rounding
+
+    def problem(self, sort: str, scheme: QScheme) -> str | None:
+        """Why this backend cannot run ``scheme`` for an "activation" or a "weight"; None if it can."""
+        if scheme.rounding != self.rounding:
+            return f"{scheme.rounding} rounding (it rounds {self.rounding})"
+        return self.limits[sort].problem(scheme)

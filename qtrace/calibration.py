@@ -1,0 +1,140 @@
+"""calibrate: shows data to the observers and takes the quantization parameters from them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from megengine import Tensor
+from tqdm import tqdm
+
+from qtrace.errors import CalibrationError
+from qtrace.fakequant.base import FakeQuant
+from qtrace.graph.types import TracedModule
+from qtrace.observers.base import Observer
+from qtrace.phases import set_phase
+from qtrace.prepared import fake_quants, read_record
+from qtrace.scheme import QParams
+
+__all__ = ["as_arguments", "calibrate"]
+
+# A bias in int32 units must stay below 2**31; half of it is left to the accumulator.
+_BIAS_LIMIT = float(2**30)
+
+
+def calibrate(
+    prepared: TracedModule, batches: Iterable[Any], max_batches: int | None = None, progress: bool = True
+) -> TracedModule:
+    """Runs ``batches`` through the graph, records every site and sets its quantization parameters.
+
+    Statistics of an earlier calibration are forgotten. The module is left in the phase ``quantize``; on
+    an error it is left as it was.
+
+    Args:
+        prepared: a module made by ``qtrace.prepare``; it is calibrated in place.
+        batches: Tensors or arrays, or tuples (positional) or dicts (keyword) of them.
+        max_batches: how many batches to take at most; None for all.
+        progress: whether to show a progress bar with the time left, on stderr.
+
+    Returns:
+        ``prepared``.
+
+    Raises:
+        CalibrationError: when there is no batch, a batch does not fit the model, or a value is NaN or
+            infinite, naming site and batch.
+    """
+    read_record(prepared, "prepared")
+    sites = list(fake_quants(prepared))
+    before = [(fq.observer, fq.phase) for fq in sites]
+    try:
+        for fq in sites:
+            fq.observer = fresh(fq)
+        set_phase(prepared, "observe")
+        count = _observe(prepared, sites, batches, max_batches, progress)
+        if count == 0:
+            raise CalibrationError("calibration data has no batches: give at least one.")
+        parameters = [(fq, fq.observer.qparams()) for fq in sites if not fq.observer.empty]
+    except BaseException:
+        for fq, (observer, phase) in zip(sites, before):
+            fq.observer, fq.phase = observer, phase
+        raise
+    for fq, qparams in parameters:
+        fq.set_qparams(qparams)
+    _fit_biases(prepared)
+    set_phase(prepared, "quantize")
+    return prepared
+
+
+def fresh(fq: FakeQuant) -> Observer:
+    """A new observer of the kind that ``fq`` has, without data."""
+    assert fq.observer is not None
+    return type(fq.observer)(fq.observer.scheme, **fq.observer.options)
+
+
+def _observe(
+    prepared: TracedModule, sites: list[FakeQuant], batches: Iterable[Any], limit: int | None, progress: bool
+) -> int:
+    total = len(batches) if hasattr(batches, "__len__") else None  # type: ignore[arg-type]
+    if limit is not None:
+        total = limit if total is None else min(limit, total)
+    count = 0
+    taken = itertools.islice(batches, limit)
+    for batch in tqdm(taken, total=total, desc="calibrate", unit="batch", disable=not progress):
+        args, kwargs = as_arguments(batch, count)
+        for fq in sites:
+            fq.batch = count
+        try:
+            prepared(*args, **kwargs)
+        except (AssertionError, TypeError) as error:
+            raise CalibrationError(f"batch {count} does not fit the model: {error}") from error
+        count += 1
+    return count
+
+
+def as_arguments(batch: Any, index: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as the arguments of a call: arrays become float32 or integer Tensors.
+
+    Raises:
+        CalibrationError: when the batch is not made of arrays.
+    """
+    if isinstance(batch, Mapping):
+        return (), {str(k): _tensor(v, index) for k, v in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return tuple(_tensor(v, index) for v in batch), {}
+    return (_tensor(batch, index),), {}
+
+
+def _tensor(value: Any, index: int) -> Any:
+    if isinstance(value, Tensor):
+        return value
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise CalibrationError(f"batch {index} is ragged: every array needs one shape.") from error
+    if array.dtype == object or array.dtype.kind not in "fiub":
+        raise CalibrationError(f"batch {index} holds {array.dtype} values: give arrays of numbers.")
+    return Tensor(array.astype(np.float32) if array.dtype.kind == "f" else array)
+
+
+def _fit_biases(prepared: TracedModule) -> None:
+    """Widens weight scales that are so small that their layer's bias would not fit into int32."""
+    from qtrace.passes.insert import CONTAINER
+
+    annotation = read_record(prepared).annotation
+    container = getattr(prepared, CONTAINER)
+    values = {e.outputs[0].name: e for e in prepared.graph._exprs}
+    for site in annotation.sites:
+        if site.sort != "bias":
+            continue
+        activation, weight = getattr(container, site.activation), getattr(container, site.weight)
+        bias = values[site.node].interpret(prepared)[0].numpy().astype(np.float64).reshape(-1)
+        if not (activation.calibrated and weight.calibrated):
+            continue
+        need = np.abs(bias) / (float(activation.qparams().scale) * _BIAS_LIMIT)
+        have = weight.qparams()
+        floor = need if have.scale.ndim else need.max()
+        if np.any(floor > have.scale):
+            scale = np.maximum(have.scale, floor).astype(np.float32)
+            weight.set_qparams(QParams(have.scheme, scale, have.zero_point))

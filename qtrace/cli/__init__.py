@@ -1,0 +1,107 @@
+"""The command line: thin commands over the public API. Nothing heavy is imported until a command runs."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from qtrace.cli import help
+from qtrace.cli.commands.calibrate import calibrate
+from qtrace.cli.commands.explain import explain
+from qtrace.cli.commands.export import export
+from qtrace.cli.commands.recipes import recipes
+from qtrace.cli.commands.trace import trace
+from qtrace.cli.commands.verify import verify
+from qtrace.errors import QtraceError
+
+__all__ = ["group", "main"]
+
+INTERNAL_ERROR = 70  # EX_SOFTWARE: Python's own 1 would look like a failed check
+_debug = False
+
+
+def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if not wanted or ctx.resilient_parsing:
+        return
+    import qtrace
+
+    click.echo(f"qtrace {qtrace.__version__}")
+    ctx.exit()
+
+
+def _set_debug(_: click.Context, __: click.Parameter, wanted: bool) -> None:
+    global _debug
+    _debug = wanted
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    cls=help.Group,
+    example="""
+    qtrace trace models:resnet18 --shape 1x3x224x224 -o float.mge
+    qtrace calibrate float.mge --data images/ --recipe default --out int8
+    qtrace export int8/quantized.mge -o model.onnx
+    qtrace verify model.onnx --model int8/quantized.mge --data images/ --recipe default
+    """,
+)
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Print the version."
+)
+@click.option(
+    "--debug",
+    is_flag=True,
+    expose_value=False,
+    callback=_set_debug,
+    help="Print the traceback of an error, that of your own code included.",
+)
+def group() -> None:
+    """Quantize MegEngine models through their traced graph.
+
+    Results go to stdout, progress and notes to stderr. Exit codes: 0 success, 1 a failed check, 2 a mistake
+    in what was given, 70 an error in qtrace itself, 130 interrupted.
+    """
+
+
+for _command in (trace, calibrate, explain, export, verify, recipes):
+    group.add_command(_command)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Runs the command line and exits.
+
+    Args:
+        args: the arguments without the program's name; None for those of the process.
+    """
+    sys.exit(_run(args))
+
+
+def _run(args: Sequence[str] | None) -> int:
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        result: Any = group.main(args, prog_name="qtrace", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except QtraceError as error:
+        if _debug:
+            traceback.print_exc()
+        click.echo(f"error: {' '.join(str(error).split())}", err=True)
+        return 2
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted: nothing was written.", err=True)
+        return 130
+    except Exception:
+        traceback.print_exc()
+        click.echo("error: this is a fault in qtrace, not in what you gave it; please report it.", err=True)
+        return INTERNAL_ERROR
+
+
+def _terminate(number: int, _: Any) -> None:
+    """Lets a terminated command clean up behind itself."""
+    raise SystemExit(128 + number)

@@ -1,0 +1,115 @@
+"""``qtrace calibrate``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from qtrace.cli import help, models, options
+from qtrace.cli.console import Console
+from qtrace.cli.outputs import output_folder
+from qtrace.data import DataSource
+
+__all__ = ["FILES", "calibrate"]
+
+FILES = ("prepared.mge", "quantized.mge", "report.json", "explain.txt")
+
+
+@click.command(
+    cls=help.Command,
+    example="qtrace calibrate resnet18.mge --data images/ --recipe resnet50 --out resnet18-int8",
+)
+@click.argument("model")
+@options.data(required=True)
+@click.option(
+    "--recipe",
+    "-r",
+    metavar="R",
+    required=True,
+    help="A recipe: its name (see `recipes list`) or a YAML file.",
+)
+@click.option("--out", "-o", type=options.file_or_folder(), required=True, help="The folder to write.")
+@click.option("--force", is_flag=True, help="Replace the output folder of an earlier calibration.")
+@options.allow
+@options.progress
+@options.output
+def calibrate(
+    model: str,
+    data: str,
+    batch_size: int,
+    max_batches: int | None,
+    skip_bad: bool,
+    recipe: str,
+    out: Path,
+    force: bool,
+    allow: tuple[str, ...],
+    console: Console,
+) -> None:
+    """Quantize a model with calibration data.
+
+    MODEL is a file from `qtrace trace`, or pkg.mod:factory, which is traced on the first batch. The folder
+    --out appears whole or not at all. It holds prepared.mge (to be trained further), quantized.mge (to be
+    exported), report.json (scheme, scale and zero point of every site) and explain.txt (why each op is
+    quantized or not).
+
+    In an .npz, arrays called y, label(s) or target(s) are left out; a single other array is the first input,
+    several are inputs by name. A folder of images is read with its subfolders, as the recipe's preprocess
+    says.
+    """
+    with console.work():
+        import qtrace
+
+        qconfig = qtrace.load_recipe(recipe)
+        source = models.open_source(
+            data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
+        )
+        with output_folder(out, names=FILES, force=force) as folder:
+            if models.is_factory(model):
+                traced = models.trace_factory(model, data=source)
+            else:
+                traced = models.load_model(model, allow)
+            prepared = qtrace.prepare(traced, qconfig)
+            console.note(f"calibrating on {data}")
+            qtrace.calibrate(prepared, source, progress=console.progress)
+            summary = {"model": model, "data": data, "recipe": recipe, **_counts(source)}
+            _write(folder, prepared, summary)
+    if source.skipped:
+        console.note(f"{len(source.skipped)} left out: {', '.join(source.skipped[:5])}")
+    files = [str(out / name) for name in FILES]
+    console.result("\n".join(files), {**summary, "files": files})
+
+
+def _counts(source: DataSource) -> dict[str, Any]:
+    return {"batches": source.given, "skipped": list(source.skipped)}
+
+
+def _write(folder: Path, prepared: Any, summary: dict[str, Any]) -> None:
+    import qtrace
+
+    quantized = qtrace.convert(prepared)
+    explanation = qtrace.explain(prepared)
+    report = {
+        "qtrace": qtrace.__version__,
+        **summary,
+        "sites": _sites(prepared),
+    }
+    qtrace.save(prepared, folder / "prepared.mge")
+    qtrace.save(quantized, folder / "quantized.mge")
+    (folder / "report.json").write_text(
+        json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8"
+    )
+    (folder / "explain.txt").write_text(explanation.table() + "\n", encoding="utf-8")
+
+
+def _sites(prepared: Any) -> list[dict[str, Any]]:
+    """Every site with its numbers; those of a site that saw no data are null."""
+    from qtrace.prepared import fake_quants
+
+    sites = []
+    for site in fake_quants(prepared):
+        numbers = site.qparams().to_dict() if site.calibrated else {"scale": None, "zero_point": None}
+        sites.append({"site": site.site, "scheme": site.scheme.to_dict(), **numbers})
+    return sites

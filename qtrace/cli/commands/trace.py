@@ -1,0 +1,59 @@
+"""``qtrace trace``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from qtrace.cli import help, models, options
+from qtrace.cli.console import Console
+from qtrace.cli.outputs import output_file
+
+__all__ = ["trace"]
+
+
+@click.command(
+    cls=help.Command,
+    example="qtrace trace models:resnet18 --shape 1x3x224x224 -o resnet18.mge",
+)
+@click.argument("factory", metavar="PKG.MOD:FACTORY")
+@options.example
+@click.option(
+    "--data", "-d", metavar="D", help="Trace on the first batch of this data instead; see calibrate."
+)
+@options.recipe
+@click.option(
+    "--out", "-o", type=options.file_or_folder(), required=True, help="The file to write, or replace."
+)
+@click.option("--no-check", is_flag=True, help="Do not compare the trace with the module on other inputs.")
+@options.output
+def trace(
+    factory: str,
+    shapes: models.Shapes,
+    data: str | None,
+    recipe: str | None,
+    out: Path,
+    no_check: bool,
+    console: Console,
+) -> None:
+    """Trace a module into a file.
+
+    FACTORY is called without arguments and returns a Module with its weights loaded; it is imported from the
+    current directory or PYTHONPATH. --recipe is needed only for its preprocess, with a folder of images.
+    """
+    if bool(shapes) == (data is not None):
+        raise click.UsageError("give either --shape or --data.")
+    with console.work():
+        import qtrace
+
+        qconfig = qtrace.load_recipe(recipe) if recipe else None
+        source = None
+        if data is not None:
+            source = models.open_source(
+                data, console, qconfig=qconfig, batch_size=1, max_batches=1, skip_bad=False
+            )
+        with output_file(out) as partial:
+            traced = models.trace_factory(factory, shapes=shapes, data=source, check=not no_check)
+            qtrace.save(traced, partial)
+    console.result(str(out), {"model": str(out)})

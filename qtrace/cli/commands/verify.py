@@ -1,0 +1,50 @@
+"""``qtrace verify``."""
+
+from __future__ import annotations
+
+import click
+
+from qtrace.cli import help, models, options
+from qtrace.cli.console import Console
+
+__all__ = ["verify"]
+
+
+@click.command(
+    cls=help.Command,
+    example="qtrace verify resnet18.onnx --model int8/quantized.mge --data images/ --recipe resnet50",
+)
+@click.argument("file")
+@click.option(
+    "--model", "-m", metavar="QUANTIZED", required=True, help="The quantized.mge it was exported from."
+)
+@options.data(required=True)
+@options.recipe
+@options.allow
+@options.output
+def verify(
+    file: str,
+    model: str,
+    data: str,
+    batch_size: int,
+    max_batches: int | None,
+    skip_bad: bool,
+    recipe: str | None,
+    allow: tuple[str, ...],
+    console: Console,
+) -> int:
+    """Run an exported file in its runtime beside the quantized graph, and compare every site.
+
+    The exit code is 1 if they differ. --recipe is needed only for its preprocess: with images, or raw pixels.
+    """
+    with console.work():
+        import qtrace
+
+        qconfig = qtrace.load_recipe(recipe) if recipe else None
+        source = models.open_source(
+            data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
+        )
+        report = qtrace.verify(file, models.load_model(model, allow), source)
+        text, result = report.table(), report.to_dict()
+    console.result(text, {"passed": bool(report.passed), **result})
+    return 0 if report.passed else 1

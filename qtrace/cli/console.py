@@ -1,0 +1,72 @@
+"""The streams of a command: results on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from qtrace.cli import engine
+
+__all__ = ["Console"]
+
+
+@dataclass(frozen=True)
+class Console:
+    """What a command was told about its output.
+
+    Attributes:
+        quiet: print nothing but results and errors.
+        as_json: print the result as one JSON document.
+        forced: show progress bars where stderr is no terminal, too.
+    """
+
+    quiet: bool = False
+    as_json: bool = False
+    forced: bool = False
+
+    @property
+    def progress(self) -> bool:
+        """Whether to show a progress bar."""
+        return self.forced or (not self.quiet and sys.stderr.isatty())
+
+    @contextlib.contextmanager
+    def work(self) -> Iterator[None]:
+        """Surrounds all work of a command: what models and loaders print goes to stderr."""
+        with contextlib.redirect_stdout(sys.stderr):
+            engine.start()
+            yield
+            engine.synchronize()
+
+    def note(self, text: str) -> None:
+        """Tells what happens, unless quiet."""
+        if not self.quiet:
+            click.echo(text, err=True)
+
+    def result(self, text: str, data: Any) -> None:
+        """Prints the result of the command, as text or as JSON; there, numbers that are not finite are null."""
+        try:
+            click.echo(json.dumps(_plain(data), indent=2, allow_nan=False) if self.as_json else text)
+        except BrokenPipeError:  # `| head`: nobody reads on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(141) from None  # as a shell reports SIGPIPE; 1 is for failed checks
+
+
+def _plain(value: Any) -> Any:
+    """The value in terms that every JSON reader knows."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)

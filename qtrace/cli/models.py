@@ -1,0 +1,108 @@
+"""Models and data as the command line names them."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import click
+
+from qtrace.cli.console import Console
+from qtrace.data import Batch, DataSource, blame, import_object, is_object_name, open_data
+from qtrace.errors import QtraceError, TraceError
+
+__all__ = ["is_factory", "load_model", "open_source", "trace_factory"]
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def is_factory(model: str) -> bool:
+    """Whether MODEL is ``pkg.mod:factory`` rather than a file."""
+    return is_object_name(model) and not Path(model).exists()
+
+
+def load_model(model: str, allow: tuple[str, ...]) -> Any:
+    """Loads a saved model."""
+    import qtrace
+
+    if is_factory(model):
+        raise click.UsageError(f"{model} is code; this command takes a file that qtrace wrote.")
+    return qtrace.load(model, allow=allow)
+
+
+def open_source(
+    source: str,
+    console: Console,
+    *,
+    qconfig: Any = None,
+    batch_size: int,
+    max_batches: int | None,
+    skip_bad: bool,
+) -> DataSource:
+    """Opens --data, with the recipe's preprocess, and says which arrays are left out."""
+    preprocess = getattr(qconfig, "preprocess", None)
+    data = open_data(
+        source, preprocess=preprocess, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
+    )
+    if data.skipped:
+        console.note(f"{source}: taken for labels and left out: {', '.join(data.skipped)}")
+    return data
+
+
+def trace_factory(
+    name: str, *, shapes: Shapes = (), data: DataSource | None = None, check: bool = True
+) -> Any:
+    """Calls the factory and traces what it returns, on random inputs or on the first batch."""
+    import qtrace
+
+    module = _make(name)
+    if shapes:
+        example = _random(shapes)
+    elif data is not None:
+        example = _by_position(module, next(iter(data)), data.source)
+    else:
+        raise click.UsageError("the model must be traced: give --shape or --data.")
+    return qtrace.trace(module, *example, **({} if check else {"check": False}))
+
+
+def _make(name: str) -> Any:
+    from megengine.module import Module
+
+    target = import_object(name)
+    if isinstance(target, Module):
+        return target
+    if not callable(target):
+        raise TraceError(
+            f"{name} is a {type(target).__name__}; name a function or class that makes a Module."
+        )
+    try:
+        module = target()
+    except QtraceError:
+        raise
+    except Exception as error:
+        raise TraceError(blame(name, "calling it without arguments", error)) from error
+    if not isinstance(module, Module):
+        raise TraceError(f"{name} returned {type(module).__name__}, not a megengine.module.Module.")
+    return module
+
+
+def _random(shapes: Shapes) -> tuple[Any, ...]:
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    return tuple(generator.standard_normal(shape, dtype=np.float32) for shape in shapes)
+
+
+def _by_position(module: Any, batch: Batch, source: str) -> tuple[Any, ...]:
+    """A batch as positional inputs; named ones go by the parameters of forward."""
+    if isinstance(batch, tuple):
+        return batch
+    names = list(inspect.signature(module.forward).parameters)
+    wanted = names[: len(batch)]
+    if set(wanted) != set(batch):
+        raise TraceError(
+            f"{source} has the inputs {', '.join(batch)}, but {type(module).__name__}.forward takes "
+            f"{', '.join(names)}; name the arrays after its first parameters."
+        )
+    return tuple(batch[name] for name in wanted)

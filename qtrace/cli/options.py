@@ -1,0 +1,99 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from qtrace.cli.console import Console
+
+__all__ = ["ShapeType", "allow", "data", "example", "file_or_folder", "output", "progress", "recipe"]
+
+_MOST = 2**30  # values; 4 GiB of float32
+
+
+class ShapeType(click.ParamType):
+    """``1x3x224x224`` as a tuple of integers."""
+
+    name = "shape"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parses one shape."""
+        if isinstance(value, tuple):
+            return value
+        parts = str(value).lower().split("x")
+        if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) for part in parts):
+            self.fail(f"{value!r} is not a shape such as 1x3x224x224.", param, ctx)
+        shape = tuple(int(part) for part in parts)
+        if math.prod(shape) > _MOST:
+            self.fail(f"{value!r} has more than 2**30 values.", param, ctx)
+        return shape
+
+
+def file_or_folder() -> click.Path:
+    """A path as a Path; whether it is fit is checked where it is used, with a clearer message."""
+    return click.Path(path_type=Path)
+
+
+def _all(*options: Callable[..., Any]) -> Callable[..., Any]:
+    """Several options as one decorator, shown by --help in this order."""
+    return lambda function: functools.reduce(lambda f, option: option(f), reversed(options), function)
+
+
+allow = click.option(
+    "--allow",
+    metavar="PKG.MOD:NAME",
+    multiple=True,
+    help="Also accept this class of your own in a model file. Repeatable; only for files that you trust.",
+)
+
+recipe = click.option(
+    "--recipe", "-r", metavar="R", help="A recipe: its name (see `recipes list`) or a YAML file."
+)
+
+example = click.option(
+    "--shape",
+    "shapes",
+    type=ShapeType(),
+    multiple=True,
+    help="Shape of a random float32 input, such as 1x3x224x224. Repeat it for more inputs.",
+)
+
+
+def data(required: bool) -> Callable[..., Any]:
+    """--data and what belongs to it."""
+    return _all(
+        click.option(
+            "--data",
+            "-d",
+            metavar="D",
+            required=required,
+            help="An .npy or .npz file (first axis: samples), a folder of images, or pkg.mod:loader.",
+        ),
+        click.option(
+            "--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Samples a batch."
+        ),
+        click.option("--max-batches", type=click.IntRange(1), help="Stop after so many batches."),
+        click.option("--skip-bad", is_flag=True, help="Leave unreadable images out, and say which."),
+    )
+
+
+progress = click.option("--progress", is_flag=True, help="Show progress even if stderr is no terminal.")
+
+
+def output(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--json and --quiet; the command gets them, and --progress, as a Console, its argument ``console``."""
+
+    @functools.wraps(function)
+    def command(quiet: bool, as_json: bool, progress: bool = False, **arguments: Any) -> Any:
+        return function(console=Console(quiet, as_json, progress), **arguments)
+
+    return _all(
+        click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document."),
+        click.option("--quiet", "-q", is_flag=True, help="No progress and no notes on stderr."),
+    )(command)

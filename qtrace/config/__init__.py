@@ -1,0 +1,22 @@
+"""The config's models, checked when they are written down rather than when they are used.
+
+All are frozen and hashable, refuse unknown keys, and raise `ConfigError`: one sentence a mistake.
+"""
+
+from qtrace.config.qconfig import PTQ_ALGORITHMS, Bn, Expect, Preprocess, QConfig, Qat
+from qtrace.config.rule import Match, Observers, Rule, SchemePatch, Spec, Subgraph
+
+__all__ = [
+    "PTQ_ALGORITHMS",
+    "Bn",
+    "Expect",
+    "Match",
+    "Observers",
+    "Preprocess",
+    "QConfig",
+    "Qat",
+    "Rule",
+    "SchemePatch",
+    "Spec",
+    "Subgraph",
+]

@@ -1,0 +1,177 @@
+"""The base of the config's models: strict and frozen, with every mistake told in a plain sentence."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, TypeVar, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
+
+from qtrace.errors import ConfigError
+
+__all__ = ["Bool", "Float", "Int", "Loc", "Model", "Place", "Text", "Texts", "hint", "known_keys", "spell"]
+
+_M = TypeVar("_M", bound="Model")
+
+Loc = tuple["int | str", ...]
+
+# From a location in the data to a prefix such as "my.yaml:12: " and the spelling of the location there.
+Place = Callable[[Loc], tuple[str, str]]
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Bool = Annotated[bool, Strict()]
+Int = Annotated[int, Strict()]
+Float = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+Text = Annotated[str, Strict(), Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_list), Field(min_length=1)]
+
+
+class Model(BaseModel):
+    """A frozen model that refuses unknown keys and raises `ConfigError`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, validate_default=False)
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise ConfigError("\n".join(_explain(error, type(self)))) from None
+
+    # pydantic then builds nested models without calling __init__, so that one error reports all mistakes.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @classmethod
+    def model_validate(cls: type[_M], obj: Any, *args: Any, place: Place | None = None, **kwargs: Any) -> _M:
+        """Like the constructor, for a mapping.
+
+        Args:
+            obj: a mapping, or an instance.
+            *args: pydantic's own.
+            place: tells where a location in ``obj`` was written, for messages.
+            **kwargs: pydantic's own.
+
+        Raises:
+            ConfigError: with a line for each mistake.
+        """
+        try:
+            return super().model_validate(obj, *args, **kwargs)
+        except ValidationError as error:
+            raise ConfigError("\n".join(_explain(error, cls, place))) from None
+
+    def to_dict(self) -> Any:
+        """What was set, as data for JSON and YAML; the constructor takes it back."""
+        return {
+            field.alias or name: _plain(getattr(self, name))
+            for name, field in type(self).model_fields.items()
+            if name in self.model_fields_set and getattr(self, name) is not None
+        }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Model):
+        return value.to_dict()
+    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+
+
+# What pydantic wants, by the type of its error; the values of its context fill the braces.
+_WANTED = {
+    "bool_type": "true or false",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "greater_than": "greater than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "int_type": "a whole number",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "literal_error": "{expected}",
+    "string_type": "text",
+    "tuple_type": "a list",
+}
+
+
+def _explain(error: ValidationError, model: type[BaseModel], place: Place | None = None) -> list[str]:
+    """One sentence for each mistake in ``error``.
+
+    Args:
+        error: what validating ``model`` raised.
+        model: the model, for the keys that it knows.
+        place: tells where the data was written; by default, where it stands in the data.
+    """
+    return [_sentence(e, model, place or _in_python) for e in error.errors(include_url=False)]
+
+
+def hint(word: str, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` when one of ``known`` resembles ``word``, else a list of them."""
+    names = list(known)
+    close = difflib.get_close_matches(word, names, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names) or '(none)'}."
+
+
+def known_keys(model: type[BaseModel]) -> list[str]:
+    """The keys of ``model`` as users write them."""
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def spell(loc: Loc) -> str:
+    """A location as in ``rules[0].weight.bits``."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+    return text.removeprefix(".")
+
+
+def _in_python(loc: Loc) -> tuple[str, str]:
+    return "", spell(loc)
+
+
+def _sentence(error: Mapping[str, Any], model: type[BaseModel], place: Place) -> str:
+    kind, loc, value, context = error["type"], error["loc"], error["input"], error.get("ctx", {})
+    prefix, path = place(loc)
+    parent = place(loc[:-1])[1] if loc else ""
+    inside = f" in {parent}" if parent else ""
+    if kind == "extra_forbidden":
+        return f"{prefix}unknown key {loc[-1]!r}{inside}{hint(str(loc[-1]), _keys_at(model, loc[:-1]))}"
+    if kind == "missing":
+        return f"{prefix}{loc[-1]!r} is missing{inside}."
+    if kind == "invalid_key":
+        return f"{prefix}the key {loc[-1]!r}{inside} must be text."
+    if kind == "value_error":
+        message = str(context["error"])
+        return f"{prefix}{path}: {message}" if path else f"{prefix}{message}"
+    subject = path or "a config"
+    if kind == "too_short":
+        wanted = f"a list of {context['min_length']} or more"
+    elif kind in ("model_type", "model_attributes_type", "dict_type"):
+        wanted = f"a mapping with keys such as {', '.join(_keys_at(model, loc)[:3])}"
+    else:
+        wanted = _WANTED.get(kind, "").format(**context)
+    if not wanted:
+        return f"{prefix}{subject}: {error['msg']}, not {_show(value)}."
+    return f"{prefix}{subject} must be {wanted}, not {_show(value)}."
+
+
+def _show(value: Any) -> str:
+    """A value, cut to a readable length; the words of YAML where Python has others."""
+    text = "empty" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _keys_at(model: type[BaseModel], loc: Loc) -> list[str]:
+    """The keys that are known at a location."""
+    for part in loc:
+        if isinstance(part, str):
+            fields = {field.alias or name: field for name, field in model.model_fields.items()}
+            if part not in fields or (inner := _model_in(fields[part].annotation)) is None:
+                return []
+            model = inner
+    return known_keys(model)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model in an annotation such as ``tuple[Rule, ...] | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((m for a in get_args(annotation) if (m := _model_in(a)) is not None), None)

@@ -1,0 +1,219 @@
+"""QConfig: everything that ``prepare`` may be told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, field_validator, model_validator
+
+from qtrace.config.base import Bool, Float, Int, Model, Text, hint
+from qtrace.config.rule import FakeQuantSpec, Observers, Rule, SchemePatch, Spec
+
+__all__ = ["PTQ_ALGORITHMS", "Bn", "Expect", "Preprocess", "QConfig", "Qat"]
+
+PTQ_ALGORITHMS = ("fuse_bn",)
+
+_NUMBERED = re.compile(r"rules\[\d+\]")
+
+
+def _none_as_list(value: Any) -> Any:
+    return () if value is None else value  # `rules:` with every rule commented out
+
+
+def _none_as_mapping(value: Any) -> Any:
+    return {} if value is None else value
+
+
+def _positive(values: Iterable[float]) -> Any:
+    values = tuple(values)
+    if not all(value > 0 for value in values):
+        raise ValueError("every number must be greater than 0.")
+    return values
+
+
+class Preprocess(Model):
+    """How the pixels of an image become the model's input: ``(pixel * scale - mean) / std``.
+
+    Pixels are 0 to 255, in the order of ``channels``; mean and std are in that order too.
+
+    Attributes:
+        size: channels (1 for grey, or 3), height and width of the input.
+        mean: one number per channel.
+        std: one number per channel.
+        channels: the model's order of channels; images are decoded as bgr.
+        scale: factor for the pixels; ``0.00392156862745098`` (1/255) where mean and std are meant for 0 to 1.
+        resize: ``stretch`` resizes to height and width; ``center_crop`` keeps the aspect: it resizes the
+            image until it just covers height and width divided by ``crop_fraction``, and cuts out the middle.
+        crop_fraction: for ``center_crop``; 0.875 is 224 of 256.
+        interpolation: how pixels are resized, as OpenCV names it.
+    """
+
+    size: Annotated[tuple[Int, ...], AfterValidator(_positive)]
+    mean: tuple[Float, ...]
+    std: Annotated[tuple[Float, ...], AfterValidator(_positive)]
+    channels: Literal["bgr", "rgb"] = "bgr"
+    scale: Annotated[Float, Field(gt=0)] = 1.0
+    resize: Literal["stretch", "center_crop"] = "stretch"
+    crop_fraction: Annotated[Float, Field(gt=0, le=1)] = 0.875
+    interpolation: Literal["nearest", "linear", "cubic", "area"] = "linear"
+
+    @model_validator(mode="after")
+    def _agree(self) -> Preprocess:
+        if len(self.size) != 3 or self.size[0] not in (1, 3):
+            raise ValueError(
+                f"size must be [channels, height, width] with 1 or 3 channels, not {list(self.size)}."
+            )
+        for name in ("mean", "std"):
+            count = len(getattr(self, name))
+            if count != self.size[0]:
+                raise ValueError(f"{name} has {count} numbers for {self.size[0]} channels.")
+        if "crop_fraction" in self.model_fields_set and self.resize != "center_crop":
+            raise ValueError(f"crop_fraction has no effect with resize: {self.resize}.")
+        return self
+
+
+class Bn(Model):
+    """What happens to batch normalization in training.
+
+    Attributes:
+        fold: fold it into the weights before training.
+        freeze_after: the fraction of the training (0 to 1) after which its statistics stay; None for never.
+    """
+
+    fold: Bool = True
+    freeze_after: Annotated[Float, Field(ge=0, le=1)] | None = None
+
+
+class Qat(Model):
+    """Quantization-aware training.
+
+    Attributes:
+        fakequant: the fake quant that trains.
+        epochs: how long.
+        lr: learning rate at the start.
+        bn: batch normalization.
+    """
+
+    fakequant: FakeQuantSpec | None = None
+    epochs: Annotated[Int, Field(gt=0)] | None = None
+    lr: Annotated[Float, Field(gt=0)] | None = None
+    bn: Bn = Bn()
+
+
+class Expect(Model):
+    """What the quantized model must reach.
+
+    Attributes:
+        metric: name of the metric, such as ``top1``.
+        max_drop: how much lower than the float model's it may be, in the metric's unit.
+    """
+
+    metric: Text
+    max_drop: Annotated[Float, Field(ge=0)]
+
+
+def _known_backend(name: str) -> str:
+    from qtrace import backends  # here: it loads numpy
+
+    known = backends.known()
+    if name not in known:
+        raise ValueError(f"unknown backend {name!r}{hint(name, known)}")
+    return name
+
+
+def _known_algorithm(name: str) -> str:
+    if name not in PTQ_ALGORITHMS:
+        raise ValueError(f"unknown algorithm {name!r}{hint(name, PTQ_ALGORITHMS)}")
+    return name
+
+
+class QConfig(Model):
+    """How a model is quantized. Without arguments: int8 for onnxruntime.
+
+    Nested values may be given as plain data: ``QConfig(observers={"activation": "mse"}, fakequant="lsq")``.
+
+    Attributes:
+        name: a name for reports.
+        description: a sentence about it.
+        backend: the target; it gives the schemes that the rest changes.
+        preprocess: how images become inputs.
+        activation: changes to the backend's scheme of activations, for every op.
+        weight: changes to the backend's scheme of weights, for every op.
+        observers: which observers collect statistics.
+        fakequant: which fake quant is inserted.
+        rules: changes for some ops; a later rule wins, and one that matches nothing is an error in `prepare`.
+        ptq: algorithms applied after training, in order; None for the usual ones.
+        qat: how to train.
+        expect: what the result must reach.
+
+    Raises:
+        ConfigError: with a line for each mistake.
+    """
+
+    name: Text | None = None
+    description: Text | None = None
+    backend: Annotated[Text, AfterValidator(_known_backend)] = "onnxruntime"
+    preprocess: Preprocess | None = None
+    activation: SchemePatch | None = None
+    weight: SchemePatch | None = None
+    observers: Annotated[Observers, BeforeValidator(_none_as_mapping)] = Observers()
+    fakequant: FakeQuantSpec | None = None
+    rules: Annotated[tuple[Rule, ...], BeforeValidator(_none_as_list)] = ()
+    ptq: tuple[Annotated[Text, AfterValidator(_known_algorithm)], ...] | None = None
+    qat: Qat | None = None
+    expect: Expect | None = None
+    _origin: str = PrivateAttr("QConfig")
+
+    @property
+    def origin(self) -> str:
+        """Where the config was written: a file, or ``QConfig``. No part of equality."""
+        return self._origin
+
+    @property
+    def activation_observer(self) -> Spec:
+        """The observer of activations; ``mse`` unless given."""
+        return self.observers.activation or Spec(name="mse")
+
+    @property
+    def weight_observer(self) -> Spec:
+        """The observer of weights; ``minmax`` unless given."""
+        return self.observers.weight or Spec(name="minmax")
+
+    @property
+    def effective_fakequant(self) -> Spec:
+        """The fake quant, from ``fakequant`` or ``qat.fakequant``; ``fixed`` unless given."""
+        trained = self.qat.fakequant if self.qat is not None else None
+        return self.fakequant or trained or Spec(name="fixed")
+
+    def with_origin(self, origin: str, rules: Iterable[str]) -> QConfig:
+        """The same config, written at ``origin``, with rules that were written at ``rules``."""
+        placed = tuple(rule.with_origin(where) for rule, where in zip(self.rules, rules, strict=True))
+        config = self.model_copy(update={"rules": placed} if placed else {})
+        config._origin = origin
+        return config
+
+    @field_validator("rules", mode="after")
+    @classmethod
+    def _number(cls, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+        """Numbers the rules that come from no file."""
+        return tuple(
+            rule.with_origin(f"rules[{i}]") if _NUMBERED.fullmatch(rule.origin) else rule
+            for i, rule in enumerate(rules)
+        )
+
+    @model_validator(mode="after")
+    def _one_fakequant(self) -> QConfig:
+        trained = self.qat.fakequant if self.qat is not None else None
+        if self.fakequant is not None and trained is not None and self.fakequant != trained:
+            raise ValueError(
+                f"fakequant is {self.fakequant.to_dict()!r} but qat.fakequant is {trained.to_dict()!r}: give one."
+            )
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, QConfig) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.__dict__.values()))

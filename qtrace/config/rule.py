@@ -1,0 +1,247 @@
+"""A rule of a config: which ops it is for, and what changes for them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
+
+from qtrace import plugins
+from qtrace.config.base import Bool, Int, Model, Text, Texts, hint, known_keys
+
+if TYPE_CHECKING:
+    from qtrace.scheme import QScheme
+
+__all__ = ["FakeQuantSpec", "Match", "ObserverSpec", "Observers", "Rule", "SchemePatch", "Spec", "Subgraph"]
+
+_OWN_CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+class SchemePatch(Model):
+    """Changes to a `QScheme`; what is not given stays as it was.
+
+    Attributes:
+        bits: width, 2 to 16.
+        signed: signed integers rather than unsigned ones.
+        symmetric: the zero point is fixed.
+        narrow: the lowest integer is not used.
+        axis: the axis of the channels with a scale each; None for one scale per tensor.
+        power_of_two: scales are powers of two.
+        rounding: where ties go.
+    """
+
+    bits: Annotated[Int, Field(ge=2, le=16)] | None = None
+    signed: Bool | None = None
+    symmetric: Bool | None = None
+    narrow: Bool | None = None
+    axis: Int | None = None
+    power_of_two: Bool | None = None
+    rounding: Literal["half_even", "half_away"] | None = None
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The attributes that change. A given axis counts even when it is None: one scale per tensor."""
+        given = {
+            name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set
+        }
+        return {name: value for name, value in given.items() if value is not None or name == "axis"}
+
+    def apply(self, scheme: QScheme) -> QScheme:
+        """``scheme`` with the changes."""
+        return dataclasses.replace(scheme, **self.changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The changes."""
+        return self.changes
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SchemePatch) and self.changes == other.changes
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.changes.items()))
+
+
+class Spec(Model):
+    """A plugin and its options: written ``mse``, ``{mse: {bins: 2048}}`` or ``pkg.mod:Class``.
+
+    Attributes:
+        name: the plugin's file name, or ``pkg.mod:Class``.
+        options: keyword arguments, plain data.
+    """
+
+    name: Text
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {"name": value}
+        if not isinstance(value, Mapping):
+            return value
+        if "name" not in value:
+            if len(value) != 1:
+                raise ValueError(f"give one name, with options under it, not {len(value)} keys.")
+            ((name, options),) = value.items()
+            value = {"name": name, "options": {} if options is None else options}
+        return value
+
+    @field_validator("options", mode="before")
+    @classmethod
+    def _options(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"options are a mapping such as {{bins: 2048}}, not {value!r}.")
+        return _json(value)
+
+    def to_dict(self) -> str | dict[str, Any]:
+        """The short form: the name, or the name and its options."""
+        return {self.name: copy.deepcopy(self.options)} if self.options else self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)  # options may hold lists
+
+
+def _json(value: Any) -> Any:
+    """A deep copy made of what JSON has."""
+    if isinstance(value, Mapping):
+        wrong = next((key for key in value if not isinstance(key, str)), None)
+        if wrong is not None:
+            raise ValueError(f"the option {wrong!r} must be text.")
+        return {str(key): _json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"the option value {value!r} is not a finite number.")
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise ValueError(
+        f"the option value {value!r} is not plain data (text, numbers, true, false, lists, mappings)."
+    )
+
+
+def _known_plugin(package: str) -> AfterValidator:
+    def check(spec: Spec) -> Spec:
+        if ":" in spec.name:
+            if _OWN_CLASS.fullmatch(spec.name):
+                return spec
+            raise ValueError(f"{spec.name!r} is not of the form pkg.mod:Class.")
+        names = plugins.known(package)
+        if spec.name not in names:
+            kind = package.rpartition(".")[2].removesuffix("s")
+            raise ValueError(f"unknown {kind} {spec.name!r}{hint(spec.name, names)}")
+        return spec
+
+    return AfterValidator(check)
+
+
+ObserverSpec = Annotated[Spec, _known_plugin("qtrace.observers")]
+FakeQuantSpec = Annotated[Spec, _known_plugin("qtrace.fakequant")]
+
+
+class Observers(Model):
+    """Which observer collects statistics.
+
+    Attributes:
+        activation: for activations.
+        weight: for weights.
+    """
+
+    activation: ObserverSpec | None = None
+    weight: ObserverSpec | None = None
+
+
+class Subgraph(Model):
+    """The ops on a way from one node to another, both ends included.
+
+    Attributes:
+        from_: name of the node where it begins; written ``from``.
+        to: name of the node where it ends.
+    """
+
+    from_: Text = Field(alias="from")
+    to: Text
+
+
+class Match(Model):
+    """Which ops a rule is for: those that meet everything given. An empty one, ``{}``, means every op.
+
+    Attributes:
+        op: kinds of op, such as ``conv2d``; one or a list, any of which will do.
+        name: glob patterns for the module path or the node name; one or a list, any of which will do.
+        depthwise: convolutions with one input channel per group, or those with more.
+        position: the first or last ops that compute (several where a graph branches).
+        before_output: whether the op's result leaves the graph.
+        subgraph: the ops between two nodes.
+    """
+
+    op: Texts | None = None
+    name: Texts | None = None
+    depthwise: Bool | None = None
+    position: Literal["first", "last"] | None = None
+    before_output: Bool | None = None
+    subgraph: Subgraph | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was set; a list of one as that one."""
+        data: dict[str, Any] = super().to_dict()
+        return {k: v[0] if isinstance(v, list) and len(v) == 1 else v for k, v in data.items()}
+
+
+class Rule(Model):
+    """What changes for the ops that match; a later rule wins over an earlier one.
+
+    Attributes:
+        match: which ops.
+        quantize: False keeps them in float.
+        activation: changes to the scheme of their activations.
+        weight: changes to the scheme of their weights.
+        observers: other observers.
+        fakequant: another fake quant.
+    """
+
+    match: Match
+    quantize: Bool | None = None
+    activation: SchemePatch | None = None
+    weight: SchemePatch | None = None
+    observers: Observers | None = None
+    fakequant: FakeQuantSpec | None = None
+    _origin: str = PrivateAttr("rules[0]")
+
+    @property
+    def origin(self) -> str:
+        """Where the rule was written: ``FILE:LINE`` or ``rules[2]``. No part of equality."""
+        return self._origin
+
+    def with_origin(self, origin: str) -> Rule:
+        """The same rule with another `origin`."""
+        rule = self.model_copy()
+        rule._origin = origin
+        return rule
+
+    @model_validator(mode="after")
+    def _changes_something(self) -> Rule:
+        given = [name for name in ("activation", "weight", "observers", "fakequant") if _content(self, name)]
+        if self.quantize is None and not given:
+            raise ValueError(f"the rule changes nothing: give it one of {', '.join(known_keys(Rule)[1:])}.")
+        if self.quantize is False and given:
+            raise ValueError(
+                f"quantize: false leaves the ops in float, so {given[0]} has no effect: drop one."
+            )
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rule) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.__dict__.values()))
+
+
+def _content(rule: Rule, name: str) -> bool:
+    """Whether a field of ``rule`` says anything: ``weight: {}`` does not."""
+    value = getattr(rule, name)
+    return value is not None and bool(value.to_dict())

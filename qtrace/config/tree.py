@@ -1,0 +1,242 @@
+"""YAML that knows where it was written: text -> `Tree`, with every mistake at its line.
+
+Scalars follow YAML 1.2: ``yes``, ``on`` and dates are text and ``1e-4`` is a number, unlike in PyYAML. Only
+plain data is read; a tag can construct nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import yaml
+
+__all__ = ["Loc", "Tree", "dump", "merge", "read"]
+
+Loc = tuple["int | str", ...]
+
+# A recipe has a few hundred values; aliases could make billions of a few lines.
+_MOST_VALUES = 10_000
+_MOST_LEVELS = 50
+
+_RESOLVERS = (
+    ("null", r"~|null|Null|NULL|", "~nN"),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own tables stay as they are
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _kind, _pattern, _first in _RESOLVERS:
+    _expression = re.compile(rf"(?:{_pattern})\Z")
+    _letters = [*_first, ""] if _kind == "null" else list(_first)
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", _expression, _letters)
+    # In addition to PyYAML's own: text that either reader takes for something else is quoted.
+    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", _expression, _letters)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A value and where it was written.
+
+    Attributes:
+        value: a scalar, a dict of trees by key, or a list of trees.
+        file: the file, as messages name it.
+        line: the line of its key, of its list item, or of itself at the top.
+        path: its location within the file, such as ``rules[0].weight``.
+    """
+
+    value: Any
+    file: str
+    line: int
+    path: str
+
+    @property
+    def origin(self) -> str:
+        """``FILE:LINE``."""
+        return f"{self.file}:{self.line}"
+
+    def plain(self) -> Any:
+        """The same as dicts, lists and scalars."""
+        if isinstance(self.value, dict):
+            return {key: child.plain() for key, child in self.value.items()}
+        if isinstance(self.value, list):
+            return [child.plain() for child in self.value]
+        return self.value
+
+    def place(self, loc: Loc) -> tuple[str, str]:
+        """``FILE:LINE: `` and the path of what stands at ``loc``, or of what is nearest around it."""
+        tree, path = self, self.path
+        for index, part in enumerate(loc):
+            child = _child(tree.value, part)
+            if child is None:
+                rest = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in loc[index:])
+                path = f"{tree.path}{rest}".removeprefix(".")
+                break
+            tree, path = child, child.path
+        return f"{tree.origin}: ", path
+
+
+def _child(value: Any, part: int | str) -> Tree | None:
+    if isinstance(value, dict):
+        return value.get(part)
+    if isinstance(value, list) and isinstance(part, int) and part < len(value):
+        return value[part]
+    return None
+
+
+def read(text: str, file: str, problems: list[str]) -> Tree | None:
+    """Reads one YAML document.
+
+    Args:
+        text: the document.
+        file: its name for messages.
+        problems: receives a sentence for each mistake.
+
+    Returns:
+        What could be read, or None when nothing could.
+    """
+    try:
+        node = yaml.compose(text, _Loader)
+        if node is None:
+            problems.append(f"{file}:1: the file is empty.")
+            return None
+        return _Reader(file, problems).tree(node, node.start_mark.line + 1, "")
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        problems.append(f"{file}:{line}: the character U+{ord(error.character):04X} is not allowed in YAML.")
+    except yaml.MarkedYAMLError as error:
+        problems.append(_syntax(error, file))
+    except RecursionError:
+        problems.append(f"{file}:1: more than {_MOST_LEVELS} levels of nesting.")
+    except _LimitError as error:
+        problems.append(f"{file}:{error}.")
+    return None
+
+
+def _syntax(error: yaml.MarkedYAMLError, file: str) -> str:
+    mark = error.problem_mark or error.context_mark
+    line = mark.line + 1 if mark else 1
+    text = ", ".join(t for t in (error.context, error.problem) if t)
+    if "'\\t'" in text:
+        text += "; indent with spaces"
+    elif "alias" in text:
+        text += "; quote text that begins with *"
+    elif "single document" in text:
+        text = "a second document begins; a file holds one"
+    return f"{file}:{line}: not valid YAML: {text}."
+
+
+class _LimitError(Exception):
+    """A limit of this reader was passed; the text begins with the line."""
+
+
+class _Reader:
+    """Turns PyYAML's nodes into trees, counting values so that aliases cannot explode."""
+
+    def __init__(self, file: str, problems: list[str]) -> None:
+        self.file, self.problems, self.count = file, problems, 0
+
+    def tree(self, node: yaml.Node, line: int, path: str, level: int = 0) -> Tree:
+        self.count += 1
+        if self.count > _MOST_VALUES:
+            raise _LimitError(f"{line}: more than {_MOST_VALUES} values (an alias counts at each use)")
+        if level > _MOST_LEVELS:
+            raise _LimitError(f"{line}: more than {_MOST_LEVELS} levels of nesting")
+        if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
+            value: Any = dict(self._items(node, path, level + 1))
+        elif isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
+            value = [
+                self.tree(item, item.start_mark.line + 1, f"{path}[{i}]", level + 1)
+                for i, item in enumerate(node.value)
+            ]
+        else:
+            value = self._scalar(node, line)
+        return Tree(value, self.file, line, path)
+
+    def _items(self, node: yaml.MappingNode, path: str, level: int) -> Iterator[tuple[str, Tree]]:
+        first: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
+                shown = f" {key.value!r}" if isinstance(key, yaml.ScalarNode) else ""
+                self._problem(line, f"the key{shown} must be text")
+            elif key.value == "<<":
+                self._problem(line, "merge keys (<<) are not supported; use imports")
+            elif key.value in first:
+                self._problem(line, f"duplicate key {key.value!r}, first given in line {first[key.value]}")
+            else:
+                first[key.value] = line
+                yield key.value, self.tree(value, line, f"{path}.{key.value}".removeprefix("."), level)
+
+    def _scalar(self, node: yaml.Node, line: int) -> Any:
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        text = node.value if isinstance(node, yaml.ScalarNode) else None
+        try:
+            if text is not None and kind in _SCALARS:
+                return _SCALARS[kind](text)
+        except ValueError:
+            self._problem(line, f"{text!r} cannot be read as {kind}")
+            return None
+        self._problem(line, f"the tag {node.tag} is not supported; recipes are plain data")
+        return None
+
+    def _problem(self, line: int, text: str) -> None:
+        self.problems.append(f"{self.file}:{line}: {text}.")
+
+
+def _integer(text: str) -> int:
+    prefix = text[:2]
+    return int(text, 16 if prefix == "0x" else 8 if prefix == "0o" else 10)
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(text)
+    return text.lower() == "true"
+
+
+_SCALARS = {
+    "null": lambda text: None,
+    "bool": _boolean,
+    "int": _integer,
+    "float": lambda text: float(re.sub(r"\.(?=inf|nan)", "", text.lower())),
+    "str": str,
+}
+
+
+def merge(base: Tree, over: Tree, whole: frozenset[Loc], loc: Loc = ()) -> Tree:
+    """``over`` on top of ``base``: mappings merge by key, anything else is replaced.
+
+    Args:
+        base: what is imported.
+        over: what wins.
+        whole: locations of mappings that are replaced rather than merged.
+        loc: where the two stand.
+    """
+    if not (isinstance(base.value, dict) and isinstance(over.value, dict)) or loc in whole:
+        return over
+    merged = dict(base.value)
+    for key, child in over.value.items():
+        merged[key] = merge(merged[key], child, whole, (*loc, key)) if key in merged else child
+    return replace(over, value=merged)
+
+
+def dump(data: Any) -> str:
+    """Plain data as YAML that `read` gives back, and that YAML 1.1 readers understand alike."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)

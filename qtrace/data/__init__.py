@@ -1,0 +1,91 @@
+"""Where calibration data comes from: arrays in a file, a folder of images, or the user's own loader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qtrace.data.arrays import ArraySource
+from qtrace.data.base import Batch, DataSource, SizedSource
+from qtrace.data.images import ImageSource
+from qtrace.data.loader import blame, import_object, is_object_name, open_loader
+from qtrace.errors import DataError
+
+if TYPE_CHECKING:
+    from qtrace.config import Preprocess
+
+__all__ = [
+    "Batch",
+    "DataSource",
+    "SizedSource",
+    "blame",
+    "import_object",
+    "is_object_name",
+    "open_data",
+]
+
+_FORMS = "an .npy or .npz file, a folder of images, or pkg.mod:loader"
+
+
+def open_data(
+    source: str,
+    *,
+    preprocess: Preprocess | None = None,
+    batch_size: int = 8,
+    max_batches: int | None = None,
+    shape: tuple[int, ...] | None = None,
+    skip_bad: bool = False,
+) -> DataSource:
+    """Opens calibration data; headers and names are checked now, values are read at each iteration.
+
+    The forms of ``source``:
+
+    * ``.npy``: one input; its first axis counts the samples.
+    * ``.npz``: without arrays called ``y``, ``label(s)`` or ``target(s)``, unless it holds nothing else. One
+      array is the first input whatever its name; several are inputs by name, in the order of the file.
+    * a folder: the images in it and below (png, jpg, jpeg, bmp, webp, ppm), by path. Links that leave the
+      folder are refused. ``preprocess`` is needed.
+    * ``pkg.mod:loader``: an iterable, or a callable that returns one and is called again for each iteration.
+      A batch is a Tensor or array, a tuple of inputs by position, or a dict of inputs by name; labels do not
+      belong in it. ``batch_size`` has no say.
+
+    Inputs go in as they are, floats as float32. uint8 becomes float32; four-dimensional uint8 arrays in a
+    file are raw pixels, N x C x H x W in the model's order of channels, and normalized if there is a
+    ``preprocess``.
+
+    Args:
+        source: one of the forms above.
+        preprocess: the recipe's ``preprocess``: how pixels become inputs.
+        batch_size: samples a batch; the last batch may be smaller.
+        max_batches: how many batches to give at most.
+        shape: the shape that samples in a file must have, without the first axis.
+        skip_bad: leave unreadable images out, and list them in the source's ``skipped``.
+
+    Returns:
+        Batches from the start at each iteration: tuples of arrays, or dicts of arrays by input name. It has a
+        length if that is known beforehand.
+
+    Raises:
+        DataError: when the source cannot be read; some mistakes show only while iterating.
+    """
+    if batch_size < 1:
+        raise DataError(f"batch_size must be at least 1, not {batch_size}.")
+    if max_batches is not None and max_batches < 1:
+        raise DataError(f"max_batches must be at least 1, not {max_batches}.")
+    path = Path(source)
+    if path.is_dir():
+        if preprocess is None:
+            raise DataError(f"{source} is a folder of images: a recipe with the key `preprocess` is needed.")
+        return ImageSource(
+            path, preprocess=preprocess, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
+        )
+    if path.suffix.lower() in (".npy", ".npz"):
+        if not path.is_file():
+            raise DataError(f"There is no file {source}; the data must be {_FORMS}.")
+        return ArraySource(
+            path, batch_size=batch_size, max_batches=max_batches, shape=shape, preprocess=preprocess
+        )
+    if is_object_name(source) and not path.exists():
+        return open_loader(source, max_batches)
+    problem = "cannot be read as data" if path.exists() else "does not exist"
+    raise DataError(f"{source!r} {problem}; give {_FORMS}.")

@@ -1,0 +1,222 @@
+"""Inputs from .npy and .npz files, read batch by batch; nothing is allocated on the word of a header."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from qtrace.data.base import Batch, SizedSource, check_dtype, to_input
+from qtrace.data.pixels import normalize
+from qtrace.errors import DataError
+
+if TYPE_CHECKING:
+    from qtrace.config import Preprocess
+
+__all__ = ["ArraySource"]
+
+LABELS = frozenset({"y", "label", "labels", "target", "targets"})
+"""Names of arrays that an .npz may hold beside the inputs; compared without case."""
+
+_BAD_ZIP = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)
+_MAX_DEFLATE_RATIO = 1100  # deflate cannot do better than 1032
+_READERS: dict[tuple[int, int], Callable[[IO[bytes]], Any]] = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Array:
+    """One stored array: what its header declares, checked against the bytes that are there."""
+
+    path: Path
+    member: str | None  # within an .npz
+    where: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    fortran: bool
+    offset: int
+
+    @property
+    def key(self) -> str:
+        return (self.member or "").removesuffix(".npy")
+
+    @property
+    def sample_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    def batches(self, size: int) -> Iterator[np.ndarray]:
+        """Consecutive samples; the last batch may be smaller."""
+        total = self.shape[0]
+        with _open(self.path, self.member) as stream:
+            stream.read(self.offset)
+            if self.fortran:  # the samples are interleaved
+                whole = self._read(stream, total)
+                for start in range(0, total, size):
+                    yield whole[start : start + size]
+                return
+            for start in range(0, total, size):
+                yield self._read(stream, min(size, total - start))
+
+    def _read(self, stream: IO[bytes], count: int) -> np.ndarray:
+        wanted = count * self.sample_bytes
+        _check_memory(wanted, self.where)
+        data = stream.read(wanted)
+        if len(data) != wanted:
+            raise DataError(f"{self.where} is truncated: its header declares more values than there are.")
+        shape = (count, *self.shape[1:])
+        return np.frombuffer(data, self.dtype).reshape(shape, order="F" if self.fortran else "C")
+
+
+class ArraySource(SizedSource):
+    """The arrays of one .npy or .npz file; the first axis counts the samples."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        batch_size: int,
+        max_batches: int | None,
+        shape: tuple[int, ...] | None,
+        preprocess: Preprocess | None,
+    ) -> None:
+        super().__init__(str(path), max_batches)
+        self._batch_size = batch_size
+        self._preprocess = preprocess
+        arrays = [_header(path, None)] if path.suffix.lower() == ".npy" else _npz_headers(path)
+        self._arrays = self._without_labels(arrays)
+        _check_samples(self.source, self._arrays, shape)
+        for array in self._arrays:
+            if self._is_pixels(array):
+                _check_channels(array, preprocess)
+
+    def _without_labels(self, arrays: list[_Array]) -> list[_Array]:
+        if len(arrays) == 1:
+            return arrays
+        inputs = [array for array in arrays if array.key.lower() not in LABELS]
+        self.skipped = [array.key for array in arrays if array not in inputs]
+        if not inputs:
+            raise DataError(f"{self.source} holds only labels ({', '.join(self.skipped)}) and no input.")
+        return inputs
+
+    def _is_pixels(self, array: _Array) -> bool:
+        return self._preprocess is not None and array.dtype == np.uint8 and len(array.shape) == 4
+
+    def _count(self) -> int:
+        return math.ceil(self._arrays[0].shape[0] / self._batch_size)
+
+    def _batches(self) -> Iterator[Batch]:
+        streams = [array.batches(self._batch_size) for array in self._arrays]
+        for _ in range(self._count()):
+            values = [
+                self._input(array, next(rows)) for array, rows in zip(self._arrays, streams, strict=True)
+            ]
+            if len(values) == 1:
+                yield (values[0],)
+            else:
+                yield {array.key: value for array, value in zip(self._arrays, values, strict=True)}
+
+    def _input(self, array: _Array, rows: np.ndarray) -> np.ndarray:
+        value = to_input(rows, array.where)
+        if self._preprocess is not None and self._is_pixels(array):
+            return normalize(value, self._preprocess)
+        return value
+
+
+def _npz_headers(path: Path) -> list[_Array]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = [info for info in archive.infolist() if not info.is_dir()]
+    except _BAD_ZIP as error:
+        raise DataError(f"{path} is not a whole .npz file ({error}).") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+    if not members:
+        raise DataError(f"{path} holds no array.")
+    return [_header(path, info) for info in members]
+
+
+def _header(path: Path, info: zipfile.ZipInfo | None) -> _Array:
+    """Reads one header and compares it with the number of bytes that the file has for the array."""
+    member = info.filename if info else None
+    where = f"{path}[{member.removesuffix('.npy')}]" if member else str(path)
+    with _open(path, member) as stream:
+        try:
+            reader = _READERS[np.lib.format.read_magic(stream)]  # type: ignore[no-untyped-call]
+            shape, fortran, dtype = reader(stream)
+        except (ValueError, KeyError, SyntaxError) as error:
+            raise DataError(
+                f"{where} is not an array in NumPy's .npy format; write it with numpy.save."
+            ) from error
+        offset = stream.tell()
+    if dtype.hasobject:
+        raise DataError(f"{where} holds Python objects, which only pickle could load; store plain numbers.")
+    check_dtype(dtype, where)
+    if not shape:
+        raise DataError(f"{where} is a single number; the first axis must count the samples.")
+    if min(shape) <= 0:
+        raise DataError(f"{where} is empty: its shape is {shape}.")
+    declared = offset + math.prod(shape) * dtype.itemsize
+    stored = info.file_size if info else path.stat().st_size
+    if info and stored > max(info.compress_size * _MAX_DEFLATE_RATIO, 4096):
+        raise DataError(f"{where} claims {stored} bytes in {info.compress_size}: the file is damaged.")
+    if declared != stored:
+        raise DataError(
+            f"{where} is truncated or damaged: shape {shape} of {dtype} takes {declared} bytes, "
+            f"the file has {stored}."
+        )
+    return _Array(path, member, where, shape, dtype, fortran, offset)
+
+
+@contextlib.contextmanager
+def _open(path: Path, member: str | None) -> Iterator[IO[bytes]]:
+    """Opens a file, or a member of an .npz, and turns what can be wrong with it into a DataError."""
+    try:
+        if member is None:
+            with path.open("rb") as stream:
+                yield stream
+        else:
+            with zipfile.ZipFile(path) as archive, archive.open(member) as part:
+                yield part
+    except _BAD_ZIP as error:
+        raise DataError(f"{path}: {member or 'the file'} cannot be read, it is damaged ({error}).") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def _check_samples(source: str, arrays: list[_Array], shape: tuple[int, ...] | None) -> None:
+    counts = {array.key: array.shape[0] for array in arrays}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{key}: {count}" for key, count in counts.items())
+        raise DataError(
+            f"{source} has different numbers of samples ({listed}); keep only the model's inputs in the file."
+        )
+    if shape is not None and arrays[0].shape[1:] != shape:
+        raise DataError(f"{arrays[0].where} has samples of shape {arrays[0].shape[1:]}, not {shape}.")
+
+
+def _check_channels(array: _Array, preprocess: Preprocess | None) -> None:
+    channels = preprocess.size[0] if preprocess else None
+    if array.shape[1] != channels:
+        raise DataError(
+            f"{array.where} holds uint8 pixels of shape {array.shape}, but preprocess.size has {channels} "
+            "channel(s); store pixels as N x C x H x W, or floats that need no preprocessing."
+        )
+
+
+def _check_memory(wanted: int, where: str) -> None:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return
+    if wanted > total // 2:
+        raise DataError(f"{where} needs {wanted / 2**30:.1f} GiB at once; use smaller batches or samples.")

@@ -1,0 +1,145 @@
+"""Inputs from the user's own code, and the import of ``pkg.mod:name`` that the command line uses too."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from qtrace.data.base import Batch, DataSource, SizedSource, to_input
+from qtrace.errors import DataError, QtraceError
+
+__all__ = ["blame", "import_object", "is_object_name", "open_loader"]
+
+_END = object()
+_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def is_object_name(text: str) -> bool:
+    """Whether a text has the form ``pkg.mod:name``."""
+    return _NAME.fullmatch(text) is not None
+
+
+def import_object(name: str) -> Any:
+    """What ``pkg.mod:name`` stands for. The current directory is searched first, as ``python -m`` does.
+
+    Raises:
+        DataError: when there is no such module or name, or importing the module fails.
+    """
+    module, _, attribute = name.partition(":")
+    here = os.getcwd()
+    if here not in sys.path:  # it stays: the module may import its neighbours later
+        sys.path.insert(0, here)
+    try:
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise DataError(blame(name, "importing its module", error)) from error
+        raise DataError(f"{name}: there is no module {error.name!r} here or in PYTHONPATH.") from error
+    except Exception as error:
+        raise DataError(blame(name, "importing its module", error)) from error
+    try:
+        return reduce(getattr, attribute.split("."), imported)
+    except AttributeError:
+        raise DataError(f"{name}: module {module!r} has no {attribute!r}.") from None
+
+
+def blame(name: str, doing: str, error: BaseException) -> str:
+    """One line for an exception that the user's code raised: which, and at which of its lines."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    theirs = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith((ours, "<frozen")) and os.sep + "importlib" not in frame.filename
+    ]
+    line = f" at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
+    detail = " ".join(str(error).split())
+    return f"{name}: {doing} raised {type(error).__name__}{f': {detail}' if detail else ''}{line}."
+
+
+def open_loader(name: str, max_batches: int | None) -> DataSource:
+    """The batches of ``pkg.mod:name``: a callable that returns an iterable, or an iterable."""
+    target = import_object(name)
+    if _is_iterable(target):
+        if iter(target) is target:
+            raise DataError(
+                f"{name} can be iterated only once; name the function that makes it, to be called again."
+            )
+        kind = _SizedLoaderSource if hasattr(target, "__len__") else _LoaderSource
+        return kind(name, lambda: target, max_batches)
+    if callable(target):
+        return _LoaderSource(name, target, max_batches)
+    raise DataError(f"{name} is neither iterable nor a function that returns batches.")
+
+
+def _is_iterable(value: Any) -> bool:
+    return not isinstance(value, type) and (hasattr(value, "__iter__") or hasattr(value, "__getitem__"))
+
+
+class _LoaderSource(DataSource):
+    def __init__(self, name: str, make: Callable[[], Any], max_batches: int | None) -> None:
+        super().__init__(name, max_batches)
+        self._make = make
+
+    def _batches(self) -> Iterator[Batch]:
+        made = self._call("calling it", self._make)
+        if not _is_iterable(made):
+            raise DataError(f"{self.source} returned {type(made).__name__}, not batches to iterate over.")
+        iterator = self._call("iterating over it", lambda: iter(made))
+        for index in itertools.count():
+            batch = self._call(f"making batch {index}", lambda: next(iterator, _END))
+            if batch is _END:
+                return
+            yield _to_batch(batch, f"{self.source}, batch {index}")
+
+    def _call(self, doing: str, call: Callable[[], Any]) -> Any:
+        """Runs a piece of the user's code."""
+        try:
+            return call()
+        except QtraceError:
+            raise
+        except Exception as error:
+            raise DataError(blame(self.source, doing, error)) from error
+
+
+class _SizedLoaderSource(_LoaderSource, SizedSource):
+    def _count(self) -> int:
+        return len(self._make())
+
+
+def _to_batch(batch: Any, where: str) -> Batch:
+    if isinstance(batch, Mapping):
+        inputs = {str(key): _to_array(value, f"{where}[{key!r}]") for key, value in batch.items()}
+        if not inputs:
+            raise DataError(f"{where} is an empty dict.")
+        return inputs
+    if isinstance(batch, list | tuple):
+        if not batch:
+            raise DataError(f"{where} is an empty {type(batch).__name__}.")
+        return tuple(_to_array(value, f"{where}[{index}]") for index, value in enumerate(batch))
+    return (_to_array(batch, where),)
+
+
+def _to_array(value: Any, where: str) -> np.ndarray:
+    """An input from a numpy array, or from anything with ``numpy()``: MegEngine's and others' tensors."""
+    if not isinstance(value, np.ndarray):
+        if not callable(getattr(value, "numpy", None)):
+            raise DataError(
+                f"{where} is of type {type(value).__name__}; give Tensors or arrays, or tuples or dicts."
+            )
+        try:
+            value = np.asarray(value.numpy())
+        except Exception as error:
+            raise DataError(blame(where, "numpy()", error)) from error
+    if not value.ndim or not value.size:
+        raise DataError(f"{where} has shape {value.shape}; the first axis must count at least one sample.")
+    return to_input(value, where)

@@ -1,0 +1,93 @@
+"""From an image file to normalized pixels. Pixels are H x W x C as OpenCV has them, blue first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from qtrace.errors import DataError
+
+if TYPE_CHECKING:
+    from qtrace.config import Preprocess  # it loads MegEngine, which data can do without
+
+__all__ = ["decode", "fit", "normalize"]
+
+
+def decode(path: Path, channels: int) -> np.ndarray:
+    """Reads an image as uint8 with 1 or 3 channels, upright as its EXIF orientation says.
+
+    Grey becomes three equal channels and colour becomes grey where ``channels`` asks for it; transparency is
+    dropped; 16-bit values are reduced to 8.
+
+    Raises:
+        DataError: when the file is no whole image.
+    """
+    import cv2  # here: the command line stays fast without it
+
+    if channels not in (1, 3):
+        raise DataError(f"preprocess.size asks for {channels} channels; images give 1 or 3.")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+    if not data:
+        raise DataError(f"{path} is empty.")
+    if data.startswith(b"\xff\xd8") and not _is_whole_jpeg(data):
+        raise DataError(f"{path} is a truncated JPEG.")
+    flag = cv2.IMREAD_COLOR if channels == 3 else cv2.IMREAD_GRAYSCALE
+    level = cv2.setLogLevel(0)  # it would print what the error below says
+    try:
+        image = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
+    except cv2.error as error:
+        raise DataError(f"{path} cannot be decoded ({error.err}).") from error
+    finally:
+        cv2.setLogLevel(level)
+    if image is None:
+        raise DataError(f"{path} is not an image that OpenCV can decode, or it is damaged.")
+    return image.reshape(*image.shape[:2], channels)
+
+
+def _is_whole_jpeg(data: bytes) -> bool:
+    """Whether an end marker follows the pixels: OpenCV fills what a truncated JPEG lacks with grey."""
+    position = 2
+    while position + 4 <= len(data) and data[position] == 0xFF:
+        marker = data[position + 1]
+        if marker == 0xFF:  # a fill byte
+            position += 1
+            continue
+        position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
+        if marker == 0xDA:  # from here on pixels, in which FF D9 cannot occur; an EXIF thumbnail lies before
+            return data.find(b"\xff\xd9", position) >= 0
+    return False
+
+
+def fit(image: np.ndarray, preprocess: Preprocess) -> np.ndarray:
+    """Resizes, and crops where the recipe says so, to its height and width and its order of channels."""
+    import cv2
+
+    _, height, width = preprocess.size
+    wanted = height, width
+    if preprocess.resize == "center_crop":
+        fraction = preprocess.crop_fraction
+        ratio = max(height / image.shape[0], width / image.shape[1]) / fraction
+        wanted = max(height, round(image.shape[0] * ratio)), max(width, round(image.shape[1] * ratio))
+    if wanted != image.shape[:2]:
+        channels = image.shape[2]
+        interpolation = getattr(cv2, f"INTER_{preprocess.interpolation.upper()}")
+        image = cv2.resize(image, wanted[::-1], interpolation=interpolation)
+        image = image.reshape(*wanted, channels)  # OpenCV drops a single channel
+    top, left = (wanted[0] - height) // 2, (wanted[1] - width) // 2
+    image = image[top : top + height, left : left + width]
+    return image[..., ::-1] if preprocess.channels == "rgb" else image
+
+
+def normalize(batch: np.ndarray, preprocess: Preprocess) -> np.ndarray:
+    """``(pixel * scale - mean) / std`` for each channel of N x C x H x W, as float32."""
+    channels = batch.shape[1]
+    mean, std = (
+        np.broadcast_to(np.asarray(value, np.float32).reshape(-1), channels).reshape(1, channels, 1, 1)
+        for value in (preprocess.mean, preprocess.std)
+    )
+    return (batch.astype(np.float32) * np.float32(preprocess.scale) - mean) / std

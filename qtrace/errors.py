@@ -1,0 +1,39 @@
+"""Every error that a user can cause: one clear sentence that says what, where and what to do."""
+
+from __future__ import annotations
+
+
+class QtraceError(Exception):
+    """Base of all errors caused by the user's input; the command line prints it and exits with 2."""
+
+
+class SchemeError(QtraceError):
+    """A quantization scheme or its parameters are impossible."""
+
+
+class ConfigError(QtraceError):
+    """A qconfig or recipe is wrong; the message carries file and line where there is a file."""
+
+
+class GraphError(QtraceError):
+    """A traced graph is inconsistent, or an edit was asked for that would make it so."""
+
+
+class TraceError(QtraceError):
+    """A module cannot be traced faithfully."""
+
+
+class CalibrationError(QtraceError):
+    """Calibration data is missing, empty, not finite or of the wrong shape."""
+
+
+class UnsafeFileError(QtraceError):
+    """A model file asks for something that is not on the allow-list."""
+
+
+class ExportError(QtraceError):
+    """A graph cannot be expressed in the asked format."""
+
+
+class DataError(QtraceError):
+    """A data source cannot be read."""

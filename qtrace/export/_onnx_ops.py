@@ -1,0 +1,235 @@
+"""ONNX for each op kind. An emitter reads an `OpCall` and writes the nodes that compute its output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from qtrace.errors import ExportError
+from qtrace.export._onnx_writer import OnnxWriter
+from qtrace.graph.types import TensorNode
+from qtrace.graph.walk import get_module, owner
+from qtrace.ops import OpCall
+
+__all__ = ["EMITTERS", "Emitter", "weight_layout"]
+
+Emitter = Callable[[OnnxWriter, OpCall], None]
+
+
+def weight_layout(call: OpCall, weight: np.ndarray) -> tuple[np.ndarray, int]:
+    """A layer's weight in ONNX's layout, and the axis that counts its output channels there."""
+    if call.kind == "conv2d":
+        return weight.reshape(-1, *weight.shape[-3:]), 0
+    if call.kind == "conv_transpose2d":
+        return weight.reshape(-1, *weight.shape[-3:]), 1
+    if call.kind == "linear" and len(call.inputs[0].shape) != 2:
+        return weight.T, 1
+    return weight, 0
+
+
+def _conv(w: OnnxWriter, call: OpCall) -> None:
+    a = call.attrs
+    (ph, pw), weight = a["padding"], call.weight
+    assert weight is not None
+    attributes: dict[str, Any] = {
+        "kernel_shape": [int(n) for n in weight.shape[-2:]],
+        "strides": list(a["stride"]),
+        "dilations": list(a["dilation"]),
+        "group": a["groups"],
+        "pads": [ph, pw, ph, pw],
+    }
+    op = "Conv"
+    if call.kind == "conv_transpose2d":
+        op, attributes["output_padding"] = "ConvTranspose", list(a["output_padding"])
+    inputs = [w.name(call.inputs[0]), w.name(weight)]
+    w.emit(op, inputs if call.bias is None else [*inputs, w.name(call.bias)], call.out, **attributes)
+
+
+def _linear(w: OnnxWriter, call: OpCall) -> None:
+    x, weight = call.inputs[0], call.weight
+    assert weight is not None
+    inputs = [w.name(x), w.name(weight)]
+    if len(x.shape) == 2:
+        if call.bias is not None:
+            inputs.append(w.name(call.bias))
+        w.emit("Gemm", inputs, call.out, transB=1)
+    elif call.bias is None:
+        w.emit("MatMul", inputs, call.out)
+    else:
+        product = w.node("MatMul", inputs, w.fresh(call.out.name))
+        w.emit("Add", [product, w.name(call.bias)], call.out)
+
+
+def _matmul(w: OnnxWriter, call: OpCall) -> None:
+    names = []
+    for node, flip in zip(call.inputs, (call.attrs["transpose_a"], call.attrs["transpose_b"])):
+        name = w.name(node)
+        if flip:
+            rank = len(node.shape)
+            order = [*range(rank - 2), rank - 1, rank - 2]
+            name = w.node("Transpose", [name], w.fresh(node.name), perm=order)
+        names.append(name)
+    w.emit("MatMul", names, call.out)
+
+
+def _binary(op: str) -> Emitter:
+    def emit(w: OnnxWriter, call: OpCall) -> None:
+        operands = call.attrs["operands"]
+        names = [w.name(v) if isinstance(v, TensorNode) else w.scalar(v) for v in operands]
+        w.emit(op, names, call.out)
+
+    return emit
+
+
+def _unary(op: str, **fixed: Any) -> Emitter:
+    def emit(w: OnnxWriter, call: OpCall) -> None:
+        w.emit(op, [w.name(call.inputs[0])], call.out, **fixed)
+
+    return emit
+
+
+def _leaky_relu(w: OnnxWriter, call: OpCall) -> None:
+    w.emit("LeakyRelu", [w.name(call.inputs[0])], call.out, alpha=call.attrs["negative_slope"])
+
+
+def _clip(w: OnnxWriter, call: OpCall) -> None:
+    bounds = (0.0, 6.0) if call.kind == "relu6" else (call.attrs["lower"], call.attrs["upper"])
+    names = ["" if b is None else w.scalar(b) for b in bounds]
+    w.emit("Clip", [w.name(call.inputs[0]), *names], call.out)
+
+
+def _gated(gate: str, **fixed: Any) -> Emitter:
+    """x * gate(x)."""
+
+    def emit(w: OnnxWriter, call: OpCall) -> None:
+        x = w.name(call.inputs[0])
+        w.emit("Mul", [x, w.node(gate, [x], w.fresh(call.out.name), **fixed)], call.out)
+
+    return emit
+
+
+def _pool(op: str) -> Emitter:
+    def emit(w: OnnxWriter, call: OpCall) -> None:
+        a = call.attrs
+        ph, pw = a["padding"]
+        extra = {"count_include_pad": int(a["count_include_pad"])} if op == "AveragePool" else {}
+        window = {"kernel_shape": list(a["kernel"]), "strides": list(a["stride"]), "pads": [ph, pw, ph, pw]}
+        w.emit(op, [w.name(call.inputs[0])], call.out, **window, **extra)
+
+    return emit
+
+
+def _adaptive(everything: str, window: str) -> Emitter:
+    def emit(w: OnnxWriter, call: OpCall) -> None:
+        size, shape = call.attrs["output_size"], call.inputs[0].shape[-2:]
+        x = [w.name(call.inputs[0])]
+        if size == (1, 1):
+            w.emit(everything, x, call.out)
+            return
+        if any(n % s for n, s in zip(shape, size)):
+            raise ExportError(
+                f"{call.out.name}: adaptive pooling of {tuple(shape)} to {size} has windows of unequal size, "
+                "which ONNX cannot express: use a size that divides the input"
+            )
+        kernel = [int(n // s) for n, s in zip(shape, size)]
+        w.emit(window, x, call.out, kernel_shape=kernel, strides=kernel)
+
+    return emit
+
+
+def _mean(w: OnnxWriter, call: OpCall) -> None:
+    axis, rank = call.attrs["axis"], len(call.inputs[0].shape)
+    axes = list(range(rank)) if axis is None else [i % rank for i in axis]
+    keep = int(call.attrs["keepdims"])
+    w.emit("ReduceMean", [w.name(call.inputs[0])], call.out, axes=axes, keepdims=keep)
+
+
+def _batch_norm(w: OnnxWriter, call: OpCall) -> None:
+    module, names = owner(call.expr), ("weight", "bias", "running_mean", "running_var")
+    if module is not None:
+        found = [get_module(module, n) for n in names]
+        values = [None if t is None else t.numpy() for t in found]
+    else:
+        values = [None if call.attrs[n] is None else w.value(call.attrs[n]) for n in names]
+    size = next(v.size for v in values if v is not None)
+    defaults = (1.0, 0.0, 0.0, 1.0)
+    flat = [np.full(size, d, np.float32) if v is None else v.reshape(-1) for v, d in zip(values, defaults)]
+    inputs = [w.constant(f"{call.out.name}_{n}", v) for n, v in zip(names, flat)]
+    w.emit("BatchNormalization", [w.name(call.inputs[0]), *inputs], call.out, epsilon=call.attrs["eps"])
+
+
+def _join(w: OnnxWriter, call: OpCall) -> None:
+    axis = call.attrs["axis"]
+    names = [w.name(n) for n in call.inputs]
+    if call.kind == "stack":
+        names = [w.node("Unsqueeze", [n, w.ints([axis])], w.fresh(n)) for n in names]
+    w.emit("Concat", names, call.out, axis=axis)
+
+
+def _interpolate(w: OnnxWriter, call: OpCall) -> None:
+    a, shape, out = call.attrs, call.inputs[0].shape, call.out.shape
+    scales = [1.0, 1.0, *(float(o) / float(i) for o, i in zip(out[-2:], shape[-2:]))]
+    if a["mode"] == "nearest":
+        how = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    elif a["mode"] == "bilinear":
+        corners = "align_corners" if a["align_corners"] else "half_pixel"
+        how = {"mode": "linear", "coordinate_transformation_mode": corners}
+    else:
+        raise ExportError(f"{call.out.name}: interpolate mode {a['mode']!r} has no ONNX form")
+    factors = w.constant(f"{call.out.name}_scales", np.array(scales, np.float32))
+    w.emit("Resize", [w.name(call.inputs[0]), "", factors], call.out, **how)
+
+
+def _softmax(w: OnnxWriter, call: OpCall) -> None:
+    module = owner(call.expr)
+    axis = module.axis if module is not None else (*call.expr.args, None)[1]
+    rank = len(call.inputs[0].shape)
+    if axis is None:
+        axis = 1 if rank in (2, 4) else rank - 1
+    w.emit("Softmax", [w.name(call.inputs[0])], call.out, axis=int(axis))
+
+
+def _gelu(w: OnnxWriter, call: OpCall) -> None:
+    x, base = w.name(call.inputs[0]), call.out.name
+    inner = w.node("Erf", [w.node("Div", [x, w.scalar(math.sqrt(2.0))], w.fresh(base))], w.fresh(base))
+    half = w.node("Mul", [x, w.scalar(0.5)], w.fresh(base))
+    w.emit("Mul", [half, w.node("Add", [inner, w.scalar(1.0)], w.fresh(base))], call.out)
+
+
+_SIXTH = {"alpha": 1.0 / 6.0, "beta": 0.5}
+
+EMITTERS: dict[str, Emitter] = {
+    "conv2d": _conv,
+    "conv_transpose2d": _conv,
+    "linear": _linear,
+    "matmul": _matmul,
+    "add": _binary("Add"),
+    "sub": _binary("Sub"),
+    "mul": _binary("Mul"),
+    "div": _binary("Div"),
+    "relu": _unary("Relu"),
+    "relu6": _clip,
+    "clip": _clip,
+    "leaky_relu": _leaky_relu,
+    "sigmoid": _unary("Sigmoid"),
+    "tanh": _unary("Tanh"),
+    "hsigmoid": _unary("HardSigmoid", **_SIXTH),
+    "silu": _gated("Sigmoid"),
+    "hswish": _gated("HardSigmoid", **_SIXTH),
+    "exp": _unary("Exp"),
+    "log": _unary("Log"),
+    "max_pool2d": _pool("MaxPool"),
+    "avg_pool2d": _pool("AveragePool"),
+    "adaptive_avg_pool2d": _adaptive("GlobalAveragePool", "AveragePool"),
+    "adaptive_max_pool2d": _adaptive("GlobalMaxPool", "MaxPool"),
+    "mean": _mean,
+    "batch_norm": _batch_norm,
+    "concat": _join,
+    "stack": _join,
+    "interpolate": _interpolate,
+    "softmax": _softmax,
+    "gelu": _gelu,
+}

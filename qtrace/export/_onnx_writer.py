@@ -1,0 +1,125 @@
+"""Collects the nodes and initializers of one ONNX graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from qtrace.errors import ExportError
+from qtrace.graph.types import Node, TensorNode
+from qtrace.scheme import QParams, QScheme
+
+__all__ = ["OnnxWriter", "integer_type"]
+
+OPSET = 13
+IR_VERSION = 8
+
+_FLOAT = TensorProto.FLOAT
+
+
+def integer_type(scheme: QScheme, weight: bool) -> Any:
+    """The numpy type that holds the integers of ``scheme`` in an ONNX file of opset 13.
+
+    A weight may use fewer bits than its type has, since its integers are written into the file; an
+    activation is saturated by QuantizeLinear at the bounds of its type, so its bits must be those of the type.
+
+    Raises:
+        ExportError: when there is no such type; the caller adds the site.
+    """
+    kind = np.int8 if scheme.signed else np.uint8
+    fits = scheme.bits <= 8 if weight else scheme.bits == 8 and not scheme.narrow
+    if not fits:
+        raise ExportError(
+            f"{scheme.describe()} has no type in ONNX opset {OPSET}: use 8 bits there, or keep the op in float"
+        )
+    return kind
+
+
+class OnnxWriter:
+    """One ONNX graph in the making. Tensors are named like the nodes of the traced graph."""
+
+    def __init__(self) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self.initializers: dict[str, onnx.TensorProto] = {}
+        self.names: dict[int, str] = {}
+        self.values: dict[int, np.ndarray] = {}
+        self.integers: dict[str, QParams] = {}
+        self.counter = 0
+
+    def name(self, node: Node) -> str:
+        """The ONNX tensor that holds the value of ``node``; parameters are written when first read."""
+        if id(node) not in self.names:
+            self.names[id(node)] = self.constant(node.name, self.values[id(node)])
+        return self.names[id(node)]
+
+    def value(self, node: Node) -> np.ndarray | None:
+        """The value of a parameter or constant, None for what is computed."""
+        return self.values.get(id(node))
+
+    def constant(self, name: str, value: Any) -> str:
+        """Adds an initializer (once per name) and returns its name."""
+        if name not in self.initializers:
+            self.initializers[name] = numpy_helper.from_array(np.array(value, order="C"), name)
+        return name
+
+    def scalar(self, value: float) -> str:
+        """A float constant."""
+        return self.constant(f"const_{value!r}", np.array(value, np.float32))
+
+    def ints(self, values: Sequence[int]) -> str:
+        """An int64 vector constant."""
+        return self.constant("const_ints_" + "_".join(str(v) for v in values), np.array(values, np.int64))
+
+    def fresh(self, base: str) -> str:
+        """A tensor name that nothing else has."""
+        self.counter += 1
+        return f"{base}__{self.counter}"
+
+    def node(self, op: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
+        """Adds a node with one output and returns the output's name."""
+        self.nodes.append(helper.make_node(op, list(inputs), [output], name=f"{output}_{op}", **attributes))
+        return output
+
+    def emit(self, op: str, inputs: Sequence[str], node: TensorNode, **attributes: Any) -> None:
+        """Adds a node that computes the graph's ``node``."""
+        self.names[id(node)] = self.node(op, inputs, node.name, **attributes)
+
+    def quantize_dequantize(self, source: str, base: str, output: str, qparams: QParams) -> str:
+        """Adds QuantizeLinear and DequantizeLinear; the integers are named ``{base}_int``."""
+        kind = integer_type(qparams.scheme, weight=False)
+        scale, zero = self._parameters(base, qparams, kind)
+        integers = f"{base}_int"
+        axis = {"axis": qparams.scheme.axis} if qparams.scale.ndim else {}
+        self.node("QuantizeLinear", [source, scale, zero], integers, **axis)
+        self.integers[integers] = qparams
+        return self.node("DequantizeLinear", [integers, scale, zero], output, **axis)
+
+    def dequantize(self, base: str, integers: np.ndarray, qparams: QParams, axis: int, output: str) -> str:
+        """Adds stored integers ``{base}_int`` and the DequantizeLinear that reads them."""
+        kind = integer_type(qparams.scheme, weight=True)
+        scale, zero = self._parameters(base, qparams, kind)
+        stored = self.constant(f"{base}_int", integers.astype(kind))
+        extra = {"axis": axis} if qparams.scale.ndim else {}
+        return self.node("DequantizeLinear", [stored, scale, zero], output, **extra)
+
+    def _parameters(self, base: str, qparams: QParams, kind: Any) -> tuple[str, str]:
+        scale = self.constant(f"{base}_scale", qparams.scale.astype(np.float32))
+        zero = self.constant(f"{base}_zero_point", qparams.zero_point.astype(kind))
+        return scale, zero
+
+    def model(
+        self, name: str, inputs: list[Any], outputs: list[Any], metadata: dict[str, str], version: str
+    ) -> onnx.ModelProto:
+        """The finished model; initializers that no node reads are dropped."""
+        read = {i for n in self.nodes for i in n.input}
+        kept = [t for n, t in self.initializers.items() if n in read]
+        graph = helper.make_graph(self.nodes, name, inputs, outputs, kept)
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)])
+        model.ir_version = IR_VERSION
+        model.producer_name, model.producer_version = "qtrace", version
+        helper.set_model_props(model, metadata)
+        return model

@@ -1,0 +1,160 @@
+"""Turns an exception of MegEngine's tracer into one sentence that names the submodule and the way out."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sysconfig
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import megengine
+from megengine.module import Module
+from megengine.traced_module.expr import Constant
+from megengine.traced_module.node import ModuleNode, NodeMixin
+from megengine.traced_module.traced_module import InternalGraph, TracedModuleBuilder
+
+from qtrace.errors import TraceError
+
+__all__ = ["clean_up", "explain", "short", "user_line"]
+
+_LIBRARIES = (
+    str(Path(__file__).parent),
+    str(Path(megengine.__file__).parent.parent),
+    sysconfig.get_path("stdlib"),
+    sysconfig.get_path("purelib"),
+    "<",
+)
+
+# A part of MegEngine's message -> what to do. The first that fits is taken.
+_ADVICE = (
+    (
+        "in return values, MUST use Tensor",
+        "a forward may only return Tensors and dicts, lists and tuples of them: trace the part of the model "
+        "before this output",
+    ),
+    (
+        'MUST use "register_supported_type"',
+        "only Tensors, modules, numbers, strings and containers of them can pass between submodules: "
+        "register the type with megengine.traced_module.register_supported_type, or pass plain Tensors",
+    ),
+    (
+        "same container to store",
+        "one list or dict holds modules beside other objects: keep the modules in a container of their own",
+    ),
+    (
+        "do not support modify",
+        "forward assigns a tensor or module to an attribute, which a trace cannot keep: use a local variable",
+    ),
+    (
+        "got an unexpected keyword argument",
+        "a numpy function was given a Tensor, most likely a shape: use tensor operations, or x.ndim and "
+        "shapes known beforehand",
+    ),
+    (
+        "cannot be interpreted as an integer",
+        "Python wants a number where a trace has a Tensor (shapes are Tensors while tracing): use tensor "
+        "operations, or a number known beforehand",
+    ),
+    (
+        "missing required keyword-only",
+        "forward must take its inputs by position: give them a position or a default",
+    ),
+)
+
+
+def explain(error: Exception, source: Module, name: str) -> TraceError:
+    """The TraceError for an exception that ``trace_module`` raised.
+
+    Args:
+        error: the exception, with its traceback.
+        source: the module that was traced.
+        name: what to call it.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if "'TreeDef'" in str(error):
+        twice = _two_structures(frames)
+        if twice:
+            return TraceError(f"{name} cannot be traced: {twice}")
+    builders = _builders(frames)
+    paths = {id(m): path for path, m in source.named_modules()}
+    path = next((paths[id(b._mod)] for b in reversed(builders) if id(b._mod) in paths), "")
+    where = f"in submodule {path!r}" if path else "in its own forward"
+    line = user_line(error)
+    where += f" ({line})" if line else ""
+    module = builders[-1]._mod if builders else source
+    if isinstance(inspect.getattr_static(type(module), "forward", None), staticmethod):
+        advice = f"{type(module).__name__}.forward is static: make it a method `def forward(self, ...)`"
+    elif error.args and isinstance(error.args[0], ModuleNode):
+        advice = (
+            "a module is handed to another module's forward as an argument: hold it as an attribute where "
+            "it is called"
+        )
+    else:
+        advice = next((text for part, text in _ADVICE if part in str(error)), "")
+    return TraceError(
+        f"{name} cannot be traced: {where}, {advice or 'MegEngine refused the forward'}. "
+        f"MegEngine says: {short(error)}"
+    )
+
+
+def _builders(frames: list[FrameType]) -> list[Any]:
+    """The modules that were being traced, from the top to the innermost."""
+    found: list[Any] = []
+    for frame in frames:
+        if frame.f_code is TracedModuleBuilder.__call__.__code__:
+            found.append(frame.f_locals["self"])
+    return found
+
+
+def _two_structures(frames: list[FrameType]) -> str | None:
+    """Names the submodule that has two graphs; MegEngine stumbles on it while it builds the module tree."""
+    parts: list[str] = []
+    for frame in frames:
+        if frame.f_code is not TracedModuleBuilder.build.__code__:
+            continue
+        graphs = frame.f_locals["self"]._argdef_graph_map
+        if len(graphs) > 1:
+            calls = " and ".join(f"({d._args_kwargs_repr()})" for d in graphs)
+            return (
+                f"submodule {'.'.join(parts)!r} is called with two argument structures, {calls}; call it in "
+                "one way everywhere (the same arguments given, the same constants), or use two submodules."
+            )
+        parts.append(str(frame.f_locals.get("k")))
+    return None
+
+
+def clean_up(error: BaseException) -> None:
+    """Takes the marks of a failed trace off the tensors that outlive it.
+
+    MegEngine leaves its node on a tensor that was captured as a constant, such as a global of the user's
+    file; the next trace that meets the tensor dies with a KeyError.
+    """
+    graphs: list[Any] = []
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        graphs.extend(v for v in frame.f_locals.values() if isinstance(v, InternalGraph))
+        if frame.f_code is TracedModuleBuilder.__call__.__code__:
+            graphs.append(frame.f_locals["self"]._body)
+    for graph in graphs:
+        for expr in graph._exprs if graph is not None else ():
+            if isinstance(expr, Constant):
+                NodeMixin.clear_node(expr.value)
+
+
+def user_line(error: BaseException) -> str:
+    """File name and line of the innermost frame that is no library's; empty when there is none."""
+    found = ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES):
+            found = f"{Path(file).name}:{number}"
+    return found
+
+
+def short(error: BaseException) -> str:
+    """Type and message on one line, without the C++ place and stack that MegEngine adds."""
+    text = " ".join(str(error).split("backtrace:")[0].split())
+    text = re.sub(r" failed at \S+:\d+:.*?(extra message:|$)", r" failed; \1", text).rstrip("; ")
+    return f"{type(error).__name__}: {text[:300]}"

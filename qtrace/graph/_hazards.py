@@ -1,0 +1,181 @@
+"""What a trace loses without a word: state, custom gradients, parameters outside of attributes."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import numpy as np
+from megengine import Parameter, Tensor
+from megengine.autodiff import Function
+from megengine.module import Module
+from megengine.traced_module import TracedModule
+from megengine.traced_module.expr import Constant, GetAttr
+from megengine.traced_module.module_tracer import Patcher, module_tracer
+from megengine.traced_module.node import ModuleNode, TensorNode
+
+__all__ = [
+    "changed_state",
+    "hooked_modules",
+    "lost_parameters",
+    "read_parameters",
+    "tensors_in",
+    "watch_functions",
+]
+
+
+_ATOMS = (bool, int, float, str, type(None), FunctionType)  # what most attributes are; isinstance is slow
+
+
+def tensors_in(root: Module, objects: bool = False) -> Iterator[tuple[str, Tensor, bool]]:
+    """Every tensor that hangs below ``root``, each once: its path, itself, whether a module's own attribute.
+
+    Args:
+        root: the module to search.
+        objects: whether to look into plain Python objects too, not only modules and containers.
+    """
+    seen: set[int] = set()
+
+    def visit(obj: Any, path: str, own: bool) -> Iterator[tuple[str, Tensor, bool]]:
+        if type(obj) in _ATOMS or id(obj) in seen:
+            return
+        if isinstance(obj, Tensor):
+            seen.add(id(obj))
+            yield path, obj, own
+        elif isinstance(obj, (Module, list, tuple, dict)) or (objects and _is_plain_object(obj)):
+            seen.add(id(obj))
+            for key, value, is_own in _children(obj, path):
+                yield from visit(value, key, is_own)
+
+    yield from visit(root, "", False)
+
+
+def _children(obj: Any, path: str) -> Iterator[tuple[str, Any, bool]]:
+    if isinstance(obj, dict):
+        yield from ((f"{path}[{k!r}]", v, False) for k, v in list(obj.items()))
+    elif isinstance(obj, (list, tuple)):
+        yield from ((f"{path}[{i}]", v, False) for i, v in enumerate(list(obj)))
+    else:
+        own = isinstance(obj, Module)
+        yield from ((f"{path}.{k}".lstrip("."), v, own) for k, v in list(obj.__dict__.items()))
+
+
+def _is_plain_object(obj: Any) -> bool:
+    return isinstance(getattr(obj, "__dict__", None), dict) and not isinstance(
+        obj, (type, FunctionType, type(sys))
+    )
+
+
+def changed_state(before: Module, after: Module) -> dict[str, Tensor | None]:
+    """Paths of the tensors that differ between two copies of one module, with their new value."""
+    old = {path: tensor for path, tensor, _ in tensors_in(before)}
+    new = {path: tensor for path, tensor, _ in tensors_in(after)}
+    changed: dict[str, Tensor | None] = {p: None for p in old if p not in new}
+    changed.update((p, t) for p, t in new.items() if p not in old or not _same_bits(old[p], t))
+    return changed
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    x, y = a.numpy(), b.numpy()
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    return bool(np.array_equal(x, y) or x.tobytes() == y.tobytes())  # the bytes settle NaN
+
+
+@contextmanager
+def watch_functions(root: Module) -> Iterator[dict[str, str]]:
+    """Collects the custom autodiff Functions that a run of ``root`` calls where a trace would inline them.
+
+    Yields:
+        Class name -> path of the first module that called it; filled while the block runs.
+    """
+    found: dict[str, str] = {}
+    paths = {id(m): name for name, m in root.named_modules()}
+    opaque = _wrapped_code()
+    original = Function.__call__
+
+    @functools.wraps(original)
+    def call(self: Function, *args: Any) -> Any:
+        where = _calling_module(sys._getframe(1), paths, opaque)
+        if where is not None:
+            found.setdefault(type(self).__qualname__, where)
+        return original(self, *args)
+
+    Function.__call__ = call
+    try:
+        yield found
+    finally:
+        Function.__call__ = original
+
+
+def _wrapped_code() -> set[CodeType]:
+    """Code of the functions that the user gave to ``traced_module.wrap``: they stay one call."""
+    functions = (space.get(name) for space, name in Patcher._builtin_functions)
+    return {f.__code__ for f in functions if hasattr(f, "__code__")}
+
+
+def _calling_module(frame: FrameType | None, paths: dict[int, str], opaque: set[CodeType]) -> str | None:
+    """The path of the module that runs at ``frame``; None inside of what a trace keeps as one call."""
+    nearest: str | None = None
+    while frame is not None:
+        if frame.f_code in opaque or frame.f_globals.get("__name__", "").startswith("megengine.functional"):
+            return None
+        if frame.f_code is Module.__call__.__code__:
+            module = frame.f_locals["self"]
+            if module_tracer.is_builtin(module):
+                return None
+            if nearest is None:
+                nearest = paths.get(id(module), type(module).__name__)
+            if paths.get(id(module)) == "":
+                break
+        frame = frame.f_back
+    return nearest
+
+
+def lost_parameters(source: Module, traced: TracedModule) -> list[str]:
+    """Where the parameters are that became constants of the trace.
+
+    ``traced`` must have been traced from ``source`` itself, so that they share their tensors. A buffer counts
+    only where it is a module's own attribute: a plain tensor kept in a list holds a constant anyway.
+    """
+    known: dict[int, tuple[str, bool]] = {}
+    lost: dict[str, None] = {}
+    for expr in traced.graph.exprs():
+        if not isinstance(expr, Constant):
+            continue
+        known = known or {id(t): (path, own) for path, t, own in tensors_in(source, objects=True)}
+        for tensor in expr.value.parameters() if isinstance(expr.value, Module) else (expr.value,):
+            path, own = known.get(id(tensor), ("", False))
+            if isinstance(tensor, Parameter) or own:
+                lost[path or "a Parameter that is no attribute of the module"] = None
+    return list(lost)
+
+
+def read_parameters(traced: TracedModule) -> set[int]:
+    """The ids of the tensors that exprs of the trace read, by themselves or through a module's call."""
+    found: set[int] = set()
+    for expr in traced.graph.exprs():
+        if isinstance(expr, GetAttr) and isinstance(expr.outputs[0], TensorNode):
+            found.update(id(p) for p in expr.interpret(expr.inputs[0].owner))
+        elif not isinstance(expr, GetAttr):
+            for node in expr.inputs:
+                if isinstance(node, ModuleNode) and not _has_graph(node.owner):
+                    found.update(id(p) for p in node.owner.parameters())
+    return found
+
+
+def _has_graph(module: Module) -> bool:
+    return isinstance(module, TracedModule) and not module.is_qat
+
+
+def hooked_modules(root: Module) -> list[str]:
+    """Paths of the modules with forward hooks that a trace does not run."""
+    return [
+        name or type(m).__name__
+        for name, m in root.named_modules()
+        if (m._forward_hooks or m._forward_pre_hooks) and not module_tracer.is_builtin(m)
+    ]

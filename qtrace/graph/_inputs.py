@@ -1,0 +1,127 @@
+"""Example inputs of a trace, and other inputs of the same kind to try the trace on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from megengine import Tensor
+from megengine.traced_module.pytree import tree_flatten
+
+from qtrace.errors import TraceError
+
+__all__ = ["batch_size", "fresh", "to_tensors", "vary"]
+
+_SEED = 20130  # fixed: tracing the same model twice gives the same verdict
+
+
+def to_tensors(example: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The examples with numpy arrays made Tensors, in their containers.
+
+    Raises:
+        TraceError: when an example is of a type that MegEngine's tracer does not know.
+    """
+    converted = []
+    for index, value in enumerate(example):
+        try:
+            converted.append(_convert(value))
+            tree_flatten(converted[-1])
+        except (AssertionError, TypeError, ValueError, RuntimeError) as error:
+            raise TraceError(
+                f"example {index} ({type(value).__name__}) cannot be an input: give Tensors, numpy arrays, "
+                f"or dicts, lists and tuples of them ({error})."
+            ) from error
+    return tuple(converted)
+
+
+def _convert(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return Tensor(value)
+    if type(value) in (list, tuple):
+        return type(value)(_convert(v) for v in value)
+    if isinstance(value, dict):
+        result = copy.copy(value)  # keeps the kind of dict, and a defaultdict's factory
+        result.update((k, _convert(v)) for k, v in value.items())
+        return result
+    return value
+
+
+def fresh(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A copy of the inputs for one run: a forward may write into its inputs."""
+    return _map_tensors(lambda t: copy.deepcopy(t), args)
+
+
+def batch_size(args: tuple[Any, ...]) -> int | None:
+    """The leading dimension of the first tensor that has one."""
+    for tensor in _tensors(args):
+        if tensor.ndim:
+            return int(tensor._tuple_shape[0])
+    return None
+
+
+def vary(args: tuple[Any, ...], high: bool, extra: int = 0) -> tuple[Any, ...]:
+    """Inputs like ``args`` with other values, inside the range of the example's.
+
+    Args:
+        args: the example inputs.
+        high: whether the values crowd at the upper or the lower end of the range: a branch on a mean, a
+            minimum or a maximum goes the other way on one of the two.
+        extra: rows to add to every tensor whose leading dimension is the batch.
+    """
+    rng = np.random.default_rng(_SEED + high)
+    batch = batch_size(args)
+
+    def one(tensor: Tensor) -> Tensor:
+        array = tensor.numpy()
+        shape = array.shape
+        if extra and shape and shape[0] == batch:
+            shape = (shape[0] + extra, *shape[1:])
+        if tensor.dtype.metadata:  # quantized: its steps are not ours to guess
+            values = np.resize(array, shape)
+        else:
+            values = _other_values(array, shape, high, rng)
+        return type(tensor)(values, dtype=tensor.dtype, device=tensor.device)
+
+    return _map_tensors(one, args)
+
+
+def _other_values(
+    array: np.ndarray, shape: tuple[int, ...], high: bool, rng: np.random.Generator
+) -> np.ndarray:
+    if array.size == 0 or array.dtype.kind not in "fiub":
+        return np.resize(array, shape)
+    if array.dtype.kind != "f":
+        # A permutation: indices stay valid, and values that must be distinct stay so.
+        values = rng.permutation(array.ravel()).astype(np.int64)
+        if high:
+            values = values.min() + values.max() - values
+        return np.resize(values, shape).astype(array.dtype)
+    finite = array[np.isfinite(array)].astype(np.float64)
+    if finite.size == 0:
+        return np.resize(array, shape)
+    low, top = finite.min(), finite.max()
+    if low == top:  # zeros or ones: no range to go by
+        low, top = low - max(1.0, abs(low)), top + max(1.0, abs(top))
+    # Evenly spread before they are skewed, so that the mean of a few values moves too.
+    count = int(np.prod(shape))
+    spread = rng.permutation((np.arange(count) + 0.5) / count).reshape(shape)
+    step = 0.6 * (top - low) * spread**3
+    values = np.clip(top - step if high else low + step, low, top).astype(array.dtype)
+    if len(shape) == 2:
+        # A table such as RoIs: a column of whole numbers beside others is an index into something.
+        whole = (array == np.rint(array)).all(axis=0)
+        if not whole.all():
+            values[:, whole] = np.resize(array, shape)[:, whole]
+    return values
+
+
+def _tensors(args: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, Tensor)]
+
+
+def _map_tensors(fn: Callable[[Tensor], Tensor], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    leaves, definition = tree_flatten(args)
+    mapped = definition.unflatten([fn(v) if isinstance(v, Tensor) else v for v in leaves])
+    return tuple(mapped)

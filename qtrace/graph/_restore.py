@@ -1,0 +1,183 @@
+"""Puts a loaded TracedModule together, as MegEngine does but in linear time, and checks what it would run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from megengine import Parameter, Tensor
+from megengine.core._imperative_rt.core2 import Tensor as RawTensor
+from megengine.module import Module
+from megengine.traced_module import TracedModule
+from megengine.traced_module.expr import Apply, CallFunction, CallMethod, Constant, Expr, GetAttr, Input
+from megengine.traced_module.node import ModuleNode, TensorNode
+from megengine.traced_module.pytree import LeafDef, TreeDef
+from megengine.traced_module.serialization import (
+    load_apply_expr,
+    load_call_module_expr,
+    load_call_tensor_method_expr,
+    load_functional,
+)
+from megengine.traced_module.traced_module import InternalGraph, NameSpace
+
+from qtrace.graph import allowlist
+from qtrace.graph._names import RefusedError, refused, shown
+
+EXPRS = (Apply, CallFunction, CallMethod, Constant, GetAttr, Input)
+NODES = (ModuleNode, TensorNode)
+
+
+def restore(module: TracedModule, state: dict[str, Any]) -> None:
+    """What ``TracedModule.__setstate__`` does, with sets and counts where MegEngine searches lists.
+
+    Args:
+        module: a bare TracedModule.
+        state: its attributes; module states have become modules already.
+    """
+    Module.__setstate__(module, state)
+    check_structure(module)
+    module._update_ref()
+    graphs = list(module.argdef_graph_map.values())
+    for graph in graphs:
+        for expr in graph._exprs:
+            _apply_loaders(expr)
+    for graph in graphs:
+        _insert_missing(graph)
+        _fix_users(graph)
+        for expr in graph._exprs:
+            graph._namespace.auto_naming_for_outputs(expr)
+    module._update_ref()
+    for graph in graphs:
+        graph._reset_ids()
+
+
+def _apply_loaders(expr: Expr) -> None:
+    """MegEngine's own adaptations of exprs that an older version saved."""
+    if isinstance(expr, CallFunction):
+        load_functional(expr)
+    if isinstance(expr, CallMethod):
+        if expr.method == "__call__":
+            load_call_module_expr(expr)
+        else:
+            load_call_tensor_method_expr(expr)
+    if isinstance(expr, Apply):
+        load_apply_expr(expr)
+
+
+def _insert_missing(graph: InternalGraph) -> None:
+    """Puts exprs that a loader has made before the first expr that reads them."""
+    present = set(map(id, graph._exprs))
+    index = 0
+    while index < len(graph._exprs):
+        added = False
+        for node in graph._exprs[index].inputs:
+            if id(node.expr) not in present and not isinstance(node.expr, Input):
+                graph._exprs.insert(index, node.expr)
+                present.add(id(node.expr))
+                added = True
+        if not added:
+            index += 1
+
+
+def _fix_users(graph: InternalGraph) -> None:
+    """Makes ``users`` and ``expr`` of every node agree with the exprs."""
+    counts: dict[int, Counter[int]] = {}
+    for expr in graph._exprs:
+        for node in expr.inputs:
+            if id(node) not in counts:
+                counts[id(node)] = Counter(map(id, node.users))
+            missing = expr.inputs.count(node) - counts[id(node)][id(expr)]
+            if missing > 0:
+                node.users.extend([expr] * missing)
+            for _ in range(-missing):
+                node.users.remove(expr)
+            counts[id(node)][id(expr)] += missing
+        for node in expr.outputs:
+            if node.expr is not expr:
+                if node in node.expr.outputs:
+                    raise RefusedError(f"its node {shown(node._name)} is the output of two exprs")
+                node.expr = expr
+    for node in graph.nodes(False):
+        node.users = [user for user in node.users if node in user.inputs]
+
+
+def check_structure(module: TracedModule) -> None:
+    """Refuses a module whose graphs are not made of exactly MegEngine's own parts.
+
+    MegEngine calls methods of what it finds in a graph and sets attributes on it, so that only these may be
+    there.
+
+    Raises:
+        RefusedError: naming the part.
+    """
+    _all("argdef_graph_map", [module.argdef_graph_map], (dict,))
+    _all("argdef_outdef_map", [module.argdef_outdef_map], (dict,))
+    _all("argdef_graph_map", module.argdef_graph_map.values(), (InternalGraph,))
+    _all("argdef_graph_map", module.argdef_graph_map, (TreeDef,))
+    _all("argdef_outdef_map", module.argdef_outdef_map.values(), (TreeDef, LeafDef))
+    for graph in module.argdef_graph_map.values():
+        _all("namespace", [graph._namespace], (NameSpace,))
+        _all("list of exprs", [graph._exprs, graph._inputs, graph._outputs], (list,))
+        _all("list of exprs", graph._exprs, EXPRS)
+        _check_nodes(graph._inputs)
+        _check_nodes(graph._outputs)
+        _all("first input of a graph", graph._inputs[:1], (ModuleNode,))
+        for expr in graph._exprs:
+            _all("list of nodes", [expr.inputs, expr.outputs], (list,))
+            _check_nodes(expr.inputs)
+            _check_nodes(expr.outputs)
+
+
+def _check_nodes(nodes: list[Any]) -> None:
+    for node in nodes:
+        if type(node) not in NODES or type(node.expr) not in EXPRS or type(node.users) is not list:
+            raise RefusedError(f"a graph in it has {shown(node)} for a node")
+        for user in node.users:
+            if type(user) not in EXPRS:
+                raise RefusedError(f"a node in it has {shown(user)} for a user")
+
+
+def _all(what: str, values: Any, kinds: tuple[type, ...]) -> None:
+    for value in values:
+        if type(value) not in kinds:
+            raise RefusedError(f"the {what} of a graph in it holds {shown(value)}")
+
+
+def check_calls(module: TracedModule) -> None:
+    """Refuses a graph that would read or call anything but modules, tensors and listed methods of tensors.
+
+    Functions, ops and module classes were checked by name before they were imported.
+
+    Raises:
+        RefusedError: naming the attribute or method.
+    """
+    check_structure(module)
+    for graph in module.argdef_graph_map.values():
+        for expr in graph._exprs:
+            if type(expr) is GetAttr:
+                _check_getattr(expr)
+            elif type(expr) is CallMethod:
+                _check_method(expr)
+
+
+def _check_getattr(expr: GetAttr) -> None:
+    owner = expr.inputs[0].owner if type(expr.inputs[0]) is ModuleNode else None
+    if not isinstance(owner, Module) or len(expr.outputs) != 1:
+        raise RefusedError(f"it reads the attribute {shown(expr.name)} of something that is no module")
+    value = expr.interpret(owner)[0]
+    if not isinstance(value, Module if type(expr.outputs[0]) is ModuleNode else RawTensor):
+        raise RefusedError(f"it reads the attribute {shown(expr.name)} of a module, which is {shown(value)}")
+
+
+def _check_method(expr: CallMethod) -> None:
+    receiver = expr.args[0]
+    if type(receiver) is ModuleNode:
+        if expr.method != "__call__":
+            raise RefusedError(f"it calls the method {shown(expr.method)} of a module")
+        if not isinstance(receiver.owner, Module):
+            raise RefusedError("it calls a module that is not in it")
+    elif type(receiver) is TensorNode:
+        if type(expr.method) is not str or expr.method not in allowlist.TENSOR_METHODS:
+            raise refused("calls the tensor method", str(expr.method))
+    elif not (receiver in (Tensor, Parameter) and expr.method == "__new__"):
+        raise RefusedError(f"it calls the method {shown(expr.method)} of {shown(receiver)}")

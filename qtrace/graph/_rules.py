@@ -1,0 +1,340 @@
+"""Which objects a model file may make, and which state each may be given.
+
+Three questions come from the unpickler: make an instance without running a constructor (NEWOBJ), call
+something with arguments (REDUCE), give an object its state (BUILD). Each is answered from a table that is
+keyed by the exact class; what is not in a table is refused. The import strings inside exprs and nodes are
+checked here, before anything is imported. Containers that a file could still change after they were checked
+are copied.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from inspect import FullArgSpec
+from typing import Any
+
+import numpy as np
+from megengine import Parameter, Tensor
+from megengine.core._imperative_rt.common import CompNode
+from megengine.core._wrap import Device
+from megengine.core.tensor.dtype import QuantDtypeMeta, _builtin_quant_dtypes
+from megengine.distributed import Group
+from megengine.module import Module
+from megengine.quantization.utils import LSQParams, QParams, QuantMode
+from megengine.traced_module import TracedModule
+from megengine.traced_module.expr import Apply, CallFunction, CallMethod, Constant, GetAttr, Input
+from megengine.traced_module.node import ModuleNode, TensorNode
+from megengine.traced_module.pytree import ArgsIndex, LeafDef, TreeDef
+from megengine.traced_module.serialization import _ModuleState
+from megengine.traced_module.traced_module import InternalGraph, NameSpace
+
+from qtrace.graph import _restore, allowlist
+from qtrace.graph._names import AllowList, Ref, RefusedError, refused, shown
+from qtrace.graph._numpy import Pending, dtype_class, make_scalar, start_array, start_dtype
+
+__all__ = ["Pending", "Rules"]
+
+_EXPR = "_id _disable_remove inputs outputs"
+_CALL = f"{_EXPR} const_val arg_def out_def version"
+_NODE = "expr users _id _name _qualname"
+
+# The state that MegEngine writes for each part of a graph.
+FIELDS: dict[type, frozenset[str]] = {
+    cls: frozenset(fields.split())
+    for cls, fields in {
+        Input: f"{_EXPR} name",
+        GetAttr: f"{_EXPR} name",
+        Constant: f"{_EXPR} name value",
+        CallMethod: f"{_CALL} method",
+        CallFunction: f"{_CALL} func",
+        Apply: f"{_EXPR} opdef_state version",
+        TensorNode: f"{_NODE} _qparams _shape _dtype _device",
+        ModuleNode: f"{_NODE} module_type",
+        TreeDef: "type aux_data children_defs num_leaves",
+        LeafDef: "type aux_data children_defs num_leaves const_val",
+        ArgsIndex: "index name",
+        NameSpace: "name qualname _used_names",
+        InternalGraph: (
+            "_exprs _inputs _outputs _watch_point _end_point _namespace _rst _name _qualname _total_ids"
+        ),
+        _ModuleState: "module state version",
+        Group: "proc_ranks stream is_single_machine_cache",
+        Device: "_cn _logical_name",
+    }.items()
+}
+COMP_NODE = re.compile(r"[a-z]{3,12}[0-9]{0,3}(:[0-9]{1,3})?\Z")
+Rule = Callable[..., Any]
+
+
+class Rules:
+    """The tables for one file.
+
+    Args:
+        names: the allow-list, with the caller's own entries.
+
+    Attributes:
+        traced: every TracedModule of the file, children before parents.
+    """
+
+    def __init__(self, names: AllowList) -> None:
+        self.names = names
+        self.traced: list[TracedModule] = []
+        self._metas: dict[tuple, QuantDtypeMeta] = {tuple(m): m for m in _builtin_quant_dtypes.values()}
+        self._new: dict[type, Rule] = {
+            cls: _bare(cls) for cls in (*FIELDS, Module, QParams, LSQParams, TracedModule)
+        }
+        self._new |= {Tensor: _tensor(Tensor), Parameter: _tensor(Parameter), FullArgSpec: _argspec}
+        self._new |= {QuantDtypeMeta: self._meta, CompNode: lambda: Pending(_comp_node)}
+        self._build: dict[type, Rule] = {cls: self._fields(cls) for cls in FIELDS}
+        self._build |= {CallFunction: self._function, ModuleNode: self._module_node, Apply: self._apply}
+        self._build |= {Constant: self._constant, _ModuleState: self._module_state, GetAttr: self._getattr}
+        self._build |= {
+            Module: _module,
+            TracedModule: self._traced,
+            Tensor: _tensor_state,
+            Parameter: _tensor_state,
+        }
+        self._build |= {
+            QParams: _qparams,
+            LSQParams: _qparams,
+            Pending: lambda pending, state: pending.finish(state),
+        }
+        self._call: dict[str, Rule] = {
+            "builtins:bytearray": _only(bytearray, bytes),
+            "builtins:slice": slice,
+            "builtins:type": _singleton_type,
+            "collections:OrderedDict": _only(OrderedDict),
+            "collections:defaultdict": _defaultdict,
+            "numpy:dtype": start_dtype,
+            "numpy.core:_DType_reconstruct": dtype_class,
+            "numpy.core.multiarray:_reconstruct": start_array,
+            "numpy.core.multiarray:scalar": make_scalar,
+            "megengine.quantization.utils:QuantMode": _only(QuantMode, int),
+        }
+
+    def new(self, cls: Any, args: Any) -> Any:
+        """A bare instance of a class (NEWOBJ)."""
+        target, key, kind = self._identify(cls)
+        if type(args) is not tuple or not isinstance(target, type):
+            raise RefusedError("it makes an instance of something that is no class")
+        if kind == "extra":
+            return target.__new__(target, *args)
+        if kind in ("module", "qtrace"):
+            return _bare(target)(*args)
+        if target not in self._new:
+            raise RefusedError(f"it makes an instance of {key}, which a model does not hold")
+        return self._new[target](*args)
+
+    def call(self, function: Any, args: Any) -> Any:
+        """The result of a call (REDUCE): only a few names may be called, and the caller's own classes."""
+        target, key, kind = self._identify(function)
+        if type(args) is not tuple:
+            raise RefusedError("it calls something with arguments that are no tuple")
+        if kind == "extra" and isinstance(target, type):
+            return target(*args)
+        if key not in allowlist.REDUCERS:
+            raise RefusedError(f"it calls {key} while loading")
+        return self._call[key](*args)
+
+    def build(self, instance: Any, state: Any) -> Any:
+        """Gives an object its state (BUILD); returns the object, or what takes its place."""
+        cls = type(instance)
+        rule = self._build.get(cls)
+        if rule is None:
+            kind = self.names.kind(_key(cls))
+            if kind == "module":
+                rule = _module
+            elif kind in ("extra", "qtrace"):
+                rule = (
+                    _module if issubclass(cls, Module) and cls.__setstate__ is Module.__setstate__ else _own
+                )
+            else:
+                raise RefusedError(f"it sets the state of {_key(cls)}, which has none in a model")
+            self._build[cls] = rule
+        result = rule(instance, state)
+        return result if cls is Pending else instance
+
+    def _identify(self, value: Any) -> tuple[Any, str, str | None]:
+        """What a Ref or a type stands for, its key and its kind."""
+        if type(value) is Ref:
+            return value.target, value.key, self.names.kind(value.key)
+        if isinstance(value, type):
+            key = _key(value)
+            # The key of a type is what the type says of itself: only the very object that is listed counts.
+            if self.names.kind(key) is not None and self.names.find(*key.split(":", 1)) is value:
+                return value, key, self.names.kind(key)
+        raise RefusedError(f"it calls, or makes an instance of, {shown(value)}")
+
+    def _fields(self, cls: type) -> Rule:
+        known = FIELDS[cls]
+
+        def rule(instance: Any, state: Any) -> None:
+            if type(state) is not dict or not known.issuperset(state):
+                odd = sorted(set(state) - known, key=str) if type(state) is dict else type(state).__name__
+                raise RefusedError(
+                    f"it gives a {cls.__name__} the state {shown(odd)}, which MegEngine never writes"
+                )
+            instance.__dict__.update(state)
+
+        return rule
+
+    def _function(self, expr: CallFunction, state: Any) -> None:
+        self._fields(CallFunction)(expr, state)
+        expr.func = self.names.function(expr.func)
+
+    def _module_node(self, node: ModuleNode, state: Any) -> None:
+        self._fields(ModuleNode)(node, state)
+        node.module_type = self.names.module_type(node.module_type)
+
+    def _getattr(self, expr: GetAttr, state: Any) -> None:
+        self._fields(GetAttr)(expr, state)
+        parts = expr.name.split(".") if type(expr.name) is str else [""]
+        if not all(parts) or any(part.startswith("__") for part in parts):
+            raise RefusedError(f"it reads the attribute {shown(expr.name)} of a module")
+
+    def _apply(self, expr: Apply, state: Any) -> None:
+        self._fields(Apply)(expr, state)
+        op_state = dict(expr.opdef_state) if type(expr.opdef_state) is dict else {}
+        cls = op_state.pop("opdef_type", None)
+        key = _key(cls) if isinstance(cls, type) else shown(cls)
+        if key not in allowlist.OPDEFS or self.names.find(*key.split(":", 1)) is not cls:
+            raise refused("applies the op", key)
+        expr.opdef_state = {**op_state, "opdef_type": cls}
+        expr.opdef = cls()
+        expr.opdef.__setstate__(op_state)
+
+    def _constant(self, expr: Constant, state: Any) -> None:
+        self._fields(Constant)(expr, state)
+        expr.value = self.module_of(expr.value)
+        if not isinstance(expr.value, (Tensor, Module)):
+            raise RefusedError(f"a Constant in it holds a {type(expr.value).__name__}")
+
+    def _module_state(self, saved: _ModuleState, state: Any) -> None:
+        self._fields(_ModuleState)(saved, state)
+        cls = self.names.module_type(saved.module, instance=True)
+        _check_attributes(cls, saved.state)
+        saved.state = dict(saved.state)
+
+    def module_of(self, value: Any) -> Any:
+        """The module that a _ModuleState describes; any other value as it is."""
+        if type(value) is not _ModuleState:
+            return value
+        if value.obj is None:
+            cls = self.names.module_type(value.module, instance=True)
+            module = cls.__new__(cls)
+            module.__setstate__(value.state)
+            value.obj = module
+        return value.obj
+
+    def _traced(self, module: TracedModule, state: Any) -> None:
+        _check_attributes(TracedModule, state)
+        _restore.restore(module, {name: self.module_of(value) for name, value in state.items()})
+        self.traced.append(module)
+
+    def _meta(self, *fields: Any) -> QuantDtypeMeta:
+        """One object for equal dtype metas, MegEngine's own where there is one: it compares with ``is``."""
+        names, bounds = fields[:3:2], fields[3:5]
+        known = len(fields) == 6 and isinstance(fields[1], (str, type(None))) and type(fields[5]) is bool
+        if not known or not all(type(n) is str for n in names) or not all(type(b) is int for b in bounds):
+            raise RefusedError(f"a quantized dtype in it is {shown(fields)}")
+        meta = QuantDtypeMeta(*fields)
+        return self._metas.setdefault(tuple(meta), meta)
+
+
+def _key(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _bare(cls: Any) -> Rule:
+    return lambda: cls.__new__(cls)
+
+
+def _only(make: Rule, *kinds: type) -> Rule:
+    def rule(*args: Any) -> Any:
+        if tuple(map(type, args)) != kinds:
+            raise RefusedError(f"it calls {getattr(make, '__name__', make)} with {shown(args)}")
+        return make(*args)
+
+    return rule
+
+
+def _singleton_type(*args: Any) -> type:
+    if len(args) != 1 or not (args[0] is None or args[0] is Ellipsis):
+        raise RefusedError("it calls builtins:type with other arguments than None or Ellipsis")
+    return type(args[0])
+
+
+def _defaultdict(*args: Any) -> defaultdict:
+    if len(args) > 1 or not all(factory in (None, list, dict, int) for factory in args):
+        raise RefusedError("it calls collections:defaultdict with a factory of its own")
+    return defaultdict(*args)
+
+
+def _tensor(cls: type[Tensor]) -> Rule:
+    def rule(*args: Any) -> Tensor:
+        shape = len(args) == 3 and type(args[0]) is np.ndarray and isinstance(args[1], np.dtype)
+        if not shape or type(args[2]) is not str:
+            raise RefusedError(f"it makes a {cls.__name__} from something that is not data, dtype and device")
+        return cls.__new__(cls, *args)
+
+    return rule
+
+
+def _tensor_state(tensor: Tensor, state: Any) -> None:
+    if type(state) is not dict or not {"qparams"}.issuperset(state):
+        raise RefusedError(f"it gives a {type(tensor).__name__} a state that MegEngine never writes")
+    tensor.__setstate__(dict(state))
+
+
+def _argspec(*args: Any) -> FullArgSpec:
+    if len(args) != 7:
+        raise RefusedError("a signature in it is not a FullArgSpec")
+    return FullArgSpec(*args)
+
+
+def _comp_node(_: None, state: Any) -> CompNode:
+    if type(state) is not str or not COMP_NODE.match(state):
+        raise RefusedError(f"it names the device {shown(state)}")
+    return CompNode(state)
+
+
+def _qparams(params: QParams, state: Any) -> None:
+    slots = state[1] if type(state) is tuple and len(state) == 2 and state[0] is None else None
+    if type(slots) is not dict or not set(type(params).__slots__).issuperset(slots):
+        raise RefusedError("it gives quantization parameters a state that MegEngine never writes")
+    for name, value in slots.items():
+        setattr(params, name, value)
+
+
+def _check_attributes(cls: type, state: Any) -> None:
+    """Refuses attributes that would take the place of a method with something to call."""
+    if type(state) is not dict:
+        raise RefusedError(f"it gives a {cls.__name__} a state that is no dict")
+    for name, value in state.items():
+        if type(name) is not str or (name.startswith("__") and name.endswith("__")):
+            raise RefusedError(f"it sets the attribute {shown(name)} of a {cls.__name__}")
+        if isinstance(value, type) and callable(getattr(cls, name, None)):
+            raise RefusedError(f"it replaces the method {shown(name)} of a {cls.__name__}")
+
+
+def _module(module: Module, state: Any) -> None:
+    _check_attributes(type(module), state)
+    module.__setstate__(dict(state))
+
+
+def _own(instance: Any, state: Any) -> None:
+    """BUILD as Python does it, for qtrace's own classes and those that the caller listed."""
+    setstate = getattr(type(instance), "__setstate__", None)
+    if setstate is not None:
+        setstate(instance, state)
+        return
+    attributes, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
+    for part in (attributes, slots):
+        if part is not None:
+            _check_attributes(type(instance), part)
+    if attributes:
+        instance.__dict__.update(attributes)
+    for name, value in (slots or {}).items():
+        object.__setattr__(instance, name, value)  # a frozen dataclass refuses setattr

@@ -1,0 +1,285 @@
+"""Editing a flat graph in linear time: edits are collected and written once.
+
+Exprs and nodes are built directly. MegEngine's ``insert_exprs`` would run every inserted module on
+zeros (an observer would record them) and re-index the whole graph at each insertion.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+from megengine.module import Module
+from megengine.traced_module import TracedModule
+from megengine.traced_module.expr import CallFunction, CallMethod, Expr, GetAttr, Input
+from megengine.traced_module.node import ModuleNode, Node, TensorNode
+from megengine.traced_module.pytree import tree_flatten
+from megengine.traced_module.utils import _convert_kwargs_to_args
+
+from qtrace.errors import GraphError
+
+__all__ = ["GraphEditor", "add_submodule", "delete_attribute", "finish", "set_parameter"]
+
+
+class GraphEditor:
+    """Collects edits of a flat ``TracedModule`` and writes them when the ``with`` block ends.
+
+    New exprs are placed behind the expr named by ``after`` (in the order of the calls); users are
+    rewired at once; the expr list is rebuilt, dead exprs are dropped and ids are renewed once, at the end.
+
+    Example:
+        >>> with GraphEditor(traced) as ed:
+        ...     new = ed.call_function(F.relu, node, after=node.expr, like=node)
+        ...     ed.replace_uses(node, new)
+    """
+
+    def __init__(self, traced: TracedModule) -> None:
+        self.traced = traced
+        self.graph = traced.graph
+        self._after: dict[int, list[Expr]] = {}
+        self._front: list[Expr] = []
+        self._removed: set[int] = set()
+        self._attrs: dict[str, Node] = {}
+        self._in_front: set[int] = set()
+        for expr in self.graph._exprs:
+            if isinstance(expr, GetAttr) and expr.inputs[0] is self.graph._inputs[0]:
+                self._attrs.setdefault(expr.name, expr.outputs[0])
+
+    def __enter__(self) -> GraphEditor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.commit()
+
+    def get_attr(self, path: str) -> Node:
+        """The node for the attribute at the dotted ``path``; it stands before every other expr.
+
+        Raises:
+            GraphError: when the module has no such attribute.
+        """
+        node = self._attrs.get(path)
+        if node is None:
+            node = self._new_attr(path)
+        if id(node.expr) not in self._in_front:
+            self._in_front.add(id(node.expr))
+            self._front.append(node.expr)
+        return node
+
+    def _new_attr(self, path: str) -> Node:
+        value: Any = self.traced
+        for part in path.split("."):
+            value = getattr(value, part, None)
+        if value is None:
+            raise GraphError(f"the module has no attribute {path!r}: add it before the graph refers to it.")
+        kind = ModuleNode if isinstance(value, Module) else TensorNode
+        expr = GetAttr(self.graph._inputs[0], kind, path, "")
+        node = expr.outputs[0]
+        if kind is ModuleNode:
+            node.module_type = type(value)
+        else:
+            node._shape, node._dtype, node._device = tuple(value.shape), value.dtype, value.device
+        node._qualname = f"{self.graph._qualname}.{path}"
+        node._name = self._unique(path.replace(".", "_"), node)
+        self._attrs[path] = node
+        return node
+
+    def call_function(
+        self,
+        func: Callable[..., Any],
+        *args: Any,
+        after: Expr,
+        like: TensorNode,
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> TensorNode:
+        """Adds ``func(*args, **kwargs)`` behind ``after``; its one output has shape and dtype of ``like``."""
+        expr = CallFunction(func)
+        args, kwargs = _convert_kwargs_to_args(func, args, kwargs)
+        self._set_arguments(expr, args, kwargs)
+        return self._place(expr, after, like, name or f"{func.__name__}_out", f"[func_{func.__name__}]")
+
+    def call_module(
+        self, path: str, *args: Any, after: Expr, like: TensorNode, name: str | None = None
+    ) -> TensorNode:
+        """Adds a call of the submodule at ``path`` behind ``after``; output shaped as ``like``."""
+        callee = self.get_attr(path)
+        expr = CallMethod(callee)
+        callee.users.remove(expr)  # set again with the arguments, in step with inputs
+        self._set_arguments(expr, (callee, *args), {})
+        return self._place(expr, after, like, name or f"{path.replace('.', '_')}_out", f"{path}.[out]")
+
+    @staticmethod
+    def _set_arguments(expr: Expr, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, expr.arg_def = tree_flatten((tuple(args), kwargs))
+        expr.inputs, expr.const_val = [], []
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Node):
+                expr.inputs.append(leaf)
+                leaf.users.append(expr)
+            else:
+                expr.const_val.append((index, leaf))
+
+    def _place(self, expr: Expr, after: Expr, like: TensorNode, name: str, qualname: str) -> TensorNode:
+        node = TensorNode(expr, "", f"{self.graph._qualname}.{qualname}", like.shape, like.dtype)
+        node._device = like.device
+        expr.return_val = node
+        node._name = self._unique(name, node)
+        if isinstance(after, Input) or id(after) in self._in_front:
+            self._front.append(expr)
+            self._in_front.add(id(expr))
+        else:
+            self._after.setdefault(id(after), []).append(expr)
+        return node
+
+    def _unique(self, name: str, node: Node) -> str:
+        return str(self.graph._namespace.create_unique_name(name, node))
+
+    def replace_uses(
+        self, old: Node, new: Node, users: Iterable[Expr] | None = None, outputs: bool = True
+    ) -> None:
+        """Lets exprs read ``new`` where they read ``old``.
+
+        Args:
+            old: the node that is read now.
+            new: the node to read; its own expr is never rewired.
+            users: only these exprs; None means all users of ``old``.
+            outputs: whether graph outputs are replaced too (only when ``users`` is None).
+        """
+        chosen = None if users is None else {id(e) for e in users}
+        stay: list[Expr] = []
+        moved: dict[int, Expr] = {}
+        for expr in old.users:
+            if expr is new.expr or (chosen is not None and id(expr) not in chosen):
+                stay.append(expr)
+            else:
+                moved[id(expr)] = expr
+                new.users.append(expr)
+        old.users = stay
+        for expr in moved.values():
+            expr.inputs = [new if n is old else n for n in expr.inputs]
+        if users is None and outputs:
+            self.graph._outputs[:] = [new if n is old else n for n in self.graph._outputs]
+
+    def replace_expr(self, old: Expr, new: TensorNode) -> None:
+        """Puts ``new`` in the place of the one output of ``old``, with its name and path, and drops ``old``."""
+        (node,) = old.outputs
+        self.replace_uses(node, new)
+        names = self.graph._namespace.used_names
+        names[new._name] = None
+        names[node._name] = new
+        new._name, node._name, new._qualname = node._name, new._name, node._qualname
+        names[node._name] = node
+        self.remove(old)
+
+    def set_argument(self, expr: CallFunction, name: str, value: Any) -> None:
+        """Sets one argument of a function call by its parameter name."""
+        bound = inspect.signature(inspect.unwrap(expr.func)).bind(*expr.args, **expr.kwargs)
+        bound.apply_defaults()
+        bound.arguments[name] = value
+        for node in expr.inputs:
+            node.users = [u for u in node.users if u is not expr]
+        self._set_arguments(expr, bound.args, bound.kwargs)
+
+    def remove(self, expr: Expr) -> None:
+        """Drops ``expr``, whose outputs must be unused when the edits are written."""
+        self._removed.add(id(expr))
+
+    def commit(self) -> None:
+        """Writes the collected edits.
+
+        Raises:
+            GraphError: when an expr was removed whose output is still used.
+        """
+        order: list[Expr] = []
+        for start in (*self._front, *(e for e in self.graph._exprs if id(e) not in self._in_front)):
+            stack = [start]
+            while stack:
+                expr = stack.pop()
+                order.append(expr)
+                stack.extend(reversed(self._after.pop(id(expr), ())))
+        if self._after:
+            raise GraphError("an edit was placed behind an expr that is not in this graph.")
+        self.graph._exprs = [e for e in order if id(e) not in self._removed]
+        for expr in order:
+            if id(expr) in self._removed:
+                self._unlink(expr)
+        finish(self.traced)
+
+    def _unlink(self, expr: Expr) -> None:
+        outputs = {id(n) for n in self.graph._outputs}
+        for node in expr.outputs:
+            live = [u for u in node.users if id(u) not in self._removed]
+            if live or id(node) in outputs:
+                raise GraphError(f"{node._name} cannot be removed: it is still used by {live or 'the outputs'}.")
+            self.graph._namespace.unassociate_name_with_obj(node)
+        for node in expr.inputs:
+            node.users = [u for u in node.users if u is not expr]
+
+
+def finish(traced: TracedModule) -> None:
+    """Drops dead exprs and renews users, back references and ids: one pass, linear."""
+    graph = traced.graph
+    live = {id(n) for n in graph._outputs}
+    kept: list[Expr] = []
+    for expr in reversed(graph._exprs):
+        if expr._disable_remove or not expr.outputs or any(id(n) in live for n in expr.outputs):
+            kept.append(expr)
+            live.update(id(n) for n in expr.inputs)
+        else:
+            for node in expr.outputs:
+                graph._namespace.used_names[node._name] = None
+    kept.reverse()
+    graph._exprs = kept
+    counts: Counter[int] = Counter()
+    users: dict[int, list[Expr]] = {}
+    for expr in kept:
+        for node in expr.inputs:
+            users.setdefault(id(node), []).append(expr)
+            counts[id(node)] += 1
+    for node in (*graph._inputs, *(n for e in kept for n in e.outputs)):
+        node.users = users.get(id(node), [])
+    traced._update_ref()
+    graph._reset_ids()
+
+
+def add_submodule(traced: TracedModule, path: str, module: Module) -> None:
+    """Puts ``module`` at the dotted ``path``; the parent must exist and the name must be free.
+
+    Raises:
+        GraphError: when the name is taken or the parent is missing.
+    """
+    parent, name = _parent(traced, path)
+    if getattr(parent, name, None) is not None:
+        raise GraphError(f"the module has an attribute {path!r} already: choose another name.")
+    setattr(parent, name, module)
+
+
+def set_parameter(traced: TracedModule, path: str, value: Any) -> None:
+    """Puts a Parameter, Tensor or None at the dotted ``path``, in place of what is there."""
+    parent, name = _parent(traced, path)
+    setattr(parent, name, value)
+
+
+def delete_attribute(traced: TracedModule, path: str) -> None:
+    """Deletes the submodule or tensor at the dotted ``path``, and parents that hold nothing after it."""
+    parent, name = _parent(traced, path)
+    delattr(parent, name)
+    above = path.rpartition(".")[0]
+    if above and isinstance(parent, TracedModule) and not any(parent._flatten(recursive=False)):
+        delete_attribute(traced, above)
+
+
+def _parent(traced: TracedModule, path: str) -> tuple[Module, str]:
+    *parts, name = path.split(".")
+    parent: Any = traced
+    for part in parts:
+        parent = getattr(parent, part, None)
+        if not isinstance(parent, Module):
+            raise GraphError(f"the module has no submodule {part!r} on the way to {path!r}.")
+    return parent, name

@@ -1,0 +1,209 @@
+"""An independent, flat copy of a traced module, in time linear in its exprs.
+
+MegEngine's own ``TracedModule.flatten`` gives the same graph, but copies it by a deep recursion and
+searches lists while it removes dead code, so its time grows with the square of the graph.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from megengine.module import Module
+from megengine.traced_module import TracedModule
+from megengine.traced_module.expr import CallMethod, Constant, Expr, GetAttr, Input, is_call_module
+from megengine.traced_module.node import ModuleNode, Node, TensorNode
+from megengine.traced_module.traced_module import InternalGraph
+
+from qtrace.graph.edit import finish
+
+__all__ = ["flatten"]
+
+_NO_GRAPH: dict[str, Any] = {"watch_points": [], "watch_node_value": {}, "end_points": []}
+
+
+def flatten(traced: TracedModule) -> TracedModule:
+    """Copies ``traced`` without hierarchy: one graph, parameters under their old names.
+
+    Args:
+        traced: a traced module, flat or hierarchical; it is not changed and shares nothing with the copy.
+
+    Returns:
+        A flat ``TracedModule``. A submodule that is called twice becomes separate exprs on the same
+        parameters; submodules of MegEngine's own kinds stay calls.
+    """
+    memo: dict[int, Any] = {}
+    root = _copy_tree(traced, memo)
+    (arg_def, graph), (out_def,) = (
+        next(iter(traced.argdef_graph_map.items())),
+        traced.argdef_outdef_map.values(),
+    )
+    flat = InternalGraph(graph._name, graph._qualname)
+    emitter = _Emitter(root, flat, memo)
+    inputs = [emitter.copy_input(node) for node in graph._inputs]
+    flat._inputs[:] = inputs
+    outputs = emitter.inline(graph, inputs, "", "", {})
+    flat._outputs[:] = outputs
+    root.argdef_graph_map = {arg_def: flat}
+    root.argdef_outdef_map = {arg_def: out_def}
+    root.argspec = traced.argspec
+    finish(root)
+    return root
+
+
+def _copy_tree(module: TracedModule, memo: dict[int, Any]) -> TracedModule:
+    """A copy of the module tree with its tensors, without graphs."""
+    if id(module) in memo:
+        return memo[id(module)]
+    result = TracedModule.__new__(TracedModule)
+    memo[id(module)] = result
+    for key, value in module.__dict__.items():
+        if key in ("argdef_graph_map", "argdef_outdef_map"):
+            copied: Any = {}
+        elif key in _NO_GRAPH:
+            copied = type(_NO_GRAPH[key])()
+        elif key in ("argspec", "_m_dump_modulestate"):
+            copied = None
+        elif isinstance(value, TracedModule) and not value.is_qat:
+            copied = _copy_tree(value, memo)
+        else:
+            copied = copy.deepcopy(value, memo)
+        result.__dict__[key] = copied
+    result.__dict__.pop("_m_dump_modulestate", None)
+    return result
+
+
+class _Emitter:
+    """Writes the exprs of nested graphs into one flat graph."""
+
+    def __init__(self, root: TracedModule, flat: InternalGraph, memo: dict[int, Any]) -> None:
+        self.root = root
+        self.flat = flat
+        self.memo = memo
+        self.attrs: dict[str, Node] = {}
+
+    def copy_input(self, node: Node) -> Node:
+        new_expr = copy.copy(node.expr)
+        new = self._copy_node(node, new_expr, node._name)
+        new_expr.inputs, new_expr.outputs = [], [new]
+        return new
+
+    def inline(
+        self, graph: InternalGraph, inputs: list[Node], path: str, prefix: str, names: dict[int, str]
+    ) -> list[Node]:
+        """Emits ``graph`` with its inputs bound to ``inputs``; returns the nodes of its outputs.
+
+        Args:
+            path: dotted path of the graph's module below the root.
+            prefix: put before the names of the nodes inside.
+            names: names that the caller gives to output nodes, by id of the inner node.
+        """
+        bound: dict[int, Node] = {id(n): new for n, new in zip(graph._inputs, inputs)}
+        paths: dict[int, str] = {id(graph._inputs[0]): path}
+        objects: dict[int, Any] = {id(graph._inputs[0]): _lookup(self.root, path)}
+
+        def resolve(node: Node) -> Node:
+            if id(node) not in bound:
+                bound[id(node)] = self.attr(node, paths[id(node)])
+            return bound[id(node)]
+
+        for expr in graph._exprs:
+            if isinstance(expr, GetAttr):
+                base, out = expr.inputs[0], expr.outputs[0]
+                if id(base) in paths:
+                    paths[id(out)] = f"{paths[id(base)]}.{expr.name}".lstrip(".")
+                    objects[id(out)] = _lookup(self.root, paths[id(out)])
+                    if isinstance(out, TensorNode):
+                        resolve(out)
+                    continue
+            inner = self._inner_graph(expr, objects)
+            if inner is None:
+                self._clone(expr, resolve, bound, prefix, names)
+                continue
+            callee = expr.inputs[0]
+            args = [callee if n is callee else resolve(n) for n in expr.inputs]
+            given = {
+                id(i): names.get(id(o), _join(prefix, o._name)) for i, o in zip(inner._outputs, expr.outputs)
+            }
+            inner_path = paths[id(callee)]
+            results = self.inline(inner, args, inner_path, inner_path.replace(".", "_"), given)
+            bound.update((id(o), r) for o, r in zip(expr.outputs, results))
+        return [resolve(n) for n in graph._outputs]
+
+    @staticmethod
+    def _inner_graph(expr: Expr, objects: dict[int, Any]) -> InternalGraph | None:
+        """The graph to inline at ``expr``; the source's, since the copied tree carries none."""
+        if not (isinstance(expr, CallMethod) and is_call_module(expr)):
+            return None
+        source = expr.inputs[0].owner
+        if isinstance(source, TracedModule) and not source.is_qat and id(expr.inputs[0]) in objects:
+            return source.argdef_graph_map[expr.arg_def]
+        return None
+
+    def attr(self, node: Node, path: str) -> Node:
+        """The one node of the flat graph that stands for the attribute at ``path``."""
+        if path == "":
+            return self.flat._inputs[0]
+        if path not in self.attrs:
+            name = path.replace(".", "_")
+            expr = GetAttr(self.flat._inputs[0], type(node), path, name)
+            new = expr.outputs[0]
+            new.__dict__.update({k: v for k, v in node.__dict__.items() if k in _CARRIED})
+            new._qualname = f"{self.flat._qualname}.{path}"
+            self._name(new, name)
+            self.flat._exprs.append(expr)
+            self.attrs[path] = new
+        return self.attrs[path]
+
+    def _clone(
+        self, expr: Expr, resolve: Any, bound: dict[int, Node], prefix: str, names: dict[int, str]
+    ) -> None:
+        new = copy.copy(expr)
+        new.inputs = [resolve(n) for n in expr.inputs]
+        for node in new.inputs:
+            node.users.append(new)
+        if isinstance(expr, Constant):
+            new.value = copy.deepcopy(expr.value, self.memo)
+        if expr.const_val is not None:
+            new.const_val = list(expr.const_val)
+        new.outputs = [
+            self._copy_node(n, new, names.get(id(n), _join(prefix, n._name))) for n in expr.outputs
+        ]
+        bound.update((id(old), node) for old, node in zip(expr.outputs, new.outputs))
+        self.flat._exprs.append(new)
+
+    def _copy_node(self, node: Node, expr: Expr, name: str) -> Node:
+        new = copy.copy(node)
+        new.expr, new.users, new.actual_node = expr, [], []
+        new.__dict__.pop("_value", None)
+        self._name(new, name)
+        return new
+
+    def _name(self, node: Node, name: str) -> None:
+        node._name = self.flat._namespace.create_unique_name(name, node)
+
+
+_CARRIED = ("_shape", "_dtype", "_qparams", "_device", "module_type")
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}_{name}" if prefix else name
+
+
+def _lookup(root: Module, path: str) -> Any:
+    obj: Any = root
+    for part in path.split(".") if path else ():
+        obj = getattr(obj, part)
+    return obj
+
+
+def is_flat(traced: TracedModule) -> bool:
+    """True when no expr calls a traced submodule (MegEngine's QAT modules excepted)."""
+    for expr in traced.graph._exprs:
+        if isinstance(expr, CallMethod) and is_call_module(expr):
+            callee = expr.inputs[0].owner
+            if isinstance(callee, TracedModule) and not callee.is_qat:
+                return False
+        if isinstance(expr, GetAttr) and isinstance(expr.inputs[0].expr, GetAttr):
+            return False
+    return all(isinstance(n, (TensorNode, ModuleNode)) and isinstance(n.expr, Input) for n in traced.graph.inputs)

@@ -1,0 +1,303 @@
+"""Tracing a module faithfully: what a trace would lose or get wrong is an error, not a surprise later."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import megengine as mge
+from megengine.module import Module
+from megengine.traced_module import TracedModule, tm_config, trace_module
+from megengine.utils.naming import AutoNaming
+
+from qtrace.errors import TraceError
+from qtrace.graph import _diff, _failures, _hazards, _inputs
+
+__all__ = ["trace"]
+
+_BAKED = (
+    "A Python value was fixed while tracing (a branch or loop on a value, .item(), .numpy(), int() of a "
+    "shape): compute it with tensor operations, or take it out of forward."
+)
+
+
+def trace(module: Module, *example: Any, check: bool = True) -> TracedModule:
+    """Traces ``module`` in eval mode and reports what the trace would lose or get wrong.
+
+    The module stays as it is, training flags included, and the result shares nothing with it.
+
+    Args:
+        module: the model; a ``TracedModule`` is copied and put in eval mode, not traced again.
+        *example: inputs of ``forward`` by position: Tensors, numpy arrays, dicts, lists and tuples of them.
+        check: whether to compare module and trace on two other inputs: other values, and another batch size
+            where the module itself accepts one. Costs about five forwards.
+
+    Returns:
+        The trace, in eval mode.
+
+    Raises:
+        TraceError: when the module cannot be traced faithfully; the message names the submodule, parameter
+            or expr.
+    """
+    if not isinstance(module, Module):
+        raise TraceError(f"only a megengine.module.Module can be traced, not {type(module).__name__}.")
+    if isinstance(module, TracedModule):
+        copied = copy.deepcopy(module)
+        copied.eval()
+        return copied
+    args = _inputs.to_tensors(example)
+    _check_signature(module, args)
+    try:
+        with _engine(async_level=1):
+            return _Tracing(module, args).run(check)
+    except TraceError:
+        pass
+    # F.arange and F.linspace race when several are queued, so a verdict counts only without a queue.
+    with _engine(async_level=0):
+        return _Tracing(module, args).run(check)
+
+
+def _check_signature(module: Module, args: tuple[Any, ...]) -> None:
+    try:
+        inspect.signature(module.forward).bind(*args)
+    except TypeError as error:
+        raise TraceError(
+            f"{type(module).__name__}.forward{inspect.signature(module.forward)} cannot be called with "
+            f"{len(args)} example(s) by position ({error}); give the missing ones, and wrap a forward that "
+            "takes keywords only in a module that takes them by position."
+        ) from error
+
+
+@contextmanager
+def _engine(async_level: int) -> Iterator[None]:
+    """Sets how far ops may run ahead, and restores what MegEngine leaves behind after an exception."""
+    level, default_check, depth = (
+        mge.config.async_level,
+        tm_config._enable_default_checker,
+        len(AutoNaming.scopes),
+    )
+    mge.config.async_level = min(level, async_level)
+    # We compare on other inputs; MegEngine's own comparison on the example costs a forward more.
+    tm_config._enable_default_checker = False
+    try:
+        yield
+    finally:
+        mge.config.async_level = level
+        tm_config._enable_default_checker = default_check
+        while len(AutoNaming.scopes) > depth:
+            AutoNaming.pop_scope()
+
+
+class _Tracing:
+    """One call of ``trace``: the source, a private copy of it in eval mode, and the examples."""
+
+    def __init__(self, source: Module, args: tuple[Any, ...]) -> None:
+        self.source = source
+        self.name = type(source).__name__
+        self.args = args
+        self.module = self.copy()
+
+    def copy(self) -> Module:
+        try:
+            module = copy.deepcopy(self.source)
+        except Exception as error:
+            raise TraceError(
+                f"{self.name} cannot be copied, so it cannot be traced without changing it; take what cannot "
+                f"be copied out of its attributes ({_failures.short(error)})."
+            ) from error
+        module.eval()
+        return module
+
+    def results(self, inputs: tuple[Any, ...]) -> list[Any]:
+        """What the copy returns on ``inputs``."""
+        return _diff.values(self.module(*_inputs.fresh(inputs)))
+
+    def run(self, check: bool) -> TracedModule:
+        inputs, expected = self.first_run(check)
+        traced = self.trace(self.args)
+        self.check_parameters(traced, inputs, expected)
+        if check:
+            self.compare(traced, inputs, expected)
+            batch = _inputs.batch_size(self.args)
+            for extra in (1, 0) if batch else (0,):
+                other = _inputs.vary(self.args, high=True, extra=extra)
+                try:
+                    # Where shapes may not fit, one op at a time: a kernel after a failed one can crash.
+                    with _engine(async_level=0):
+                        expected = self.results(other)
+                except Exception:  # the module itself does not take it: nothing to compare
+                    continue
+                self.compare(traced, other, expected, batch if extra else None)
+                break
+        traced.eval()
+        return traced
+
+    def first_run(self, check: bool) -> tuple[tuple[Any, ...], list[Any]]:
+        """Runs the copy once, on other values where it takes them; reports Functions and changed state."""
+        candidates = [_inputs.vary(self.args, high=False), self.args] if check else [self.args]
+        failure: Exception | None = None
+        for inputs in candidates:
+            if failure is not None:
+                self.module = self.copy()
+            try:
+                with _hazards.watch_functions(self.module) as functions:
+                    expected = self.results(inputs)
+                break
+            except Exception as error:
+                failure = error
+        else:
+            assert failure is not None
+            line = _failures.user_line(failure)
+            raise TraceError(
+                f"{self.name} itself fails on the example{f' ({line})' if line else ''}, before any tracing: "
+                f"{_failures.short(failure)}"
+            ) from failure
+        self.check_functions(functions)
+        self.check_state()
+        return inputs, expected
+
+    def check_functions(self, functions: dict[str, str]) -> None:
+        if functions:
+            what = ", ".join(f"{name} in {_place(path)}" for name, path in functions.items())
+            raise TraceError(
+                f"{self.name} calls a custom autodiff Function, whose gradient a trace loses: {what}. Put "
+                "the call in a module of its own and register its class with "
+                "megengine.traced_module.register_as_builtin."
+            )
+
+    def check_state(self) -> None:
+        changed = _hazards.changed_state(self.source, self.module)
+        if not changed:
+            return
+        # Filled once and kept whatever the values are: a cache, which a trace may compute anew.
+        before = copy.deepcopy(self.module)
+        try:
+            self.results(_inputs.vary(self.args, high=True))
+            again = _hazards.changed_state(before, self.module)
+        except Exception:
+            again = changed
+        if again or any(isinstance(t, mge.Parameter) for t in changed.values()):
+            named = [path for path in changed if path in again] or changed
+            raise TraceError(
+                f"{self.name}.forward updates its own state in eval mode, which a trace drops: "
+                f"{_names(named)}. Return the new value as an output, or update it outside "
+                "of forward."
+            )
+        self.module = self.copy()
+
+    def trace(self, args: tuple[Any, ...]) -> TracedModule:
+        try:
+            return trace_module(self.module, *_inputs.fresh(args))
+        except Exception as error:
+            try:
+                raise _failures.explain(error, self.module, self.name) from error
+            finally:
+                _failures.clean_up(error)
+
+    def check_parameters(self, traced: TracedModule, inputs: tuple[Any, ...], expected: list[Any]) -> None:
+        lost = _hazards.lost_parameters(self.module, traced)
+        if lost:
+            raise TraceError(
+                f"{self.name} keeps parameters where a trace cannot see them, so they became constants: "
+                f"{_names(lost)}. Assign a Parameter as an attribute of its module, and keep modules in "
+                "plain lists or as attributes (no tuples inside)."
+            )
+        kept = _hazards.read_parameters(traced)
+        absent = {n: p for n, p in self.module.named_parameters() if id(p) not in kept}
+        used = self.used_parameters(absent, inputs, expected)
+        if used:
+            raise TraceError(
+                f"{self.name} uses a parameter as a Python or numpy value, which a trace fixes: "
+                f"{_names(used)}. Use the Tensor itself in forward (no .numpy(), .item() or float())."
+            )
+
+    def used_parameters(
+        self, absent: dict[str, mge.Parameter], inputs: tuple[Any, ...], expected: list[Any]
+    ) -> list[str]:
+        """Those of ``absent`` that change the output: all at once first, then one by one."""
+        names = list(absent) if absent and self.depends_on(list(absent.values()), inputs, expected) else []
+        if len(names) > 1:
+            names = [n for n in names if self.depends_on([absent[n]], inputs, expected)] or names
+        return names
+
+    def depends_on(
+        self, parameters: list[mge.Parameter], inputs: tuple[Any, ...], expected: list[Any]
+    ) -> bool:
+        saved = [mge.Tensor(p.numpy(), dtype=p.dtype, device=p.device) for p in parameters]
+        try:
+            for parameter in parameters:
+                parameter._reset(parameter * 1.25 + 0.125)
+            return _diff.output_mismatch(expected, self.results(inputs)) is not None
+        except Exception:  # not a parameter that can be moved freely: no verdict
+            return False
+        finally:
+            for parameter, value in zip(parameters, saved, strict=True):
+                parameter._reset(value)
+
+    def compare(
+        self, traced: TracedModule, inputs: tuple[Any, ...], expected: list[Any], batch: int | None = None
+    ) -> None:
+        """Raises when ``traced`` differs from the module; ``batch``: the example's, if not the inputs'."""
+        problem = _run_and_compare(traced, inputs, expected)
+        if problem is None:
+            return
+        # More than once: few random values can agree by chance.
+        if any(_diff.output_mismatch(expected, self.results(inputs)) for _ in range(3)):
+            draws = ", ".join(_diff.describe(e) for e in _diff.random_exprs(traced)[:3])
+            raise TraceError(
+                f"{self.name} is not deterministic in eval mode: two runs on the same input differ; "
+                f"{f'random: {draws}' if draws else 'it may keep a count in a Python attribute'}. Switch "
+                "this off when not self.training."
+            )
+        what = "with other values of the same shape"
+        if batch is not None and self.same_batch_agrees(traced):
+            what = f"of another batch size ({batch + 1} instead of {batch})"
+        raise TraceError(
+            f"{self.name}: the trace is wrong on an input {what}: {problem}; {self.where(traced, inputs)}"
+        )
+
+    def same_batch_agrees(self, traced: TracedModule) -> bool:
+        same = _inputs.vary(self.args, high=True)
+        try:
+            return _run_and_compare(traced, same, self.results(same)) is None
+        except Exception:  # the module takes only the other one: then the batch is not to blame
+            return False
+
+    def where(self, traced: TracedModule, inputs: tuple[Any, ...]) -> str:
+        """The first expr at which a trace on ``inputs`` differs, with advice."""
+        try:
+            found = _diff.first_difference(traced, self.trace(inputs))
+        except TraceError as error:
+            return f"tracing on that input fails too ({error}). {_BAKED}"
+        if found is not None:
+            return f"{found}. {_BAKED}"
+        hooked = _hazards.hooked_modules(self.module)
+        if hooked:
+            return (
+                f"a trace does not run forward hooks, such as those of {_names(hooked)}: use forward itself."
+            )
+        return (
+            "both graphs have the same steps, so the difference hides in a value that forward keeps outside "
+            "of tensors and attributes, or in a write into a shared tensor."
+        )
+
+
+def _run_and_compare(traced: TracedModule, inputs: tuple[Any, ...], expected: list[Any]) -> str | None:
+    try:
+        got = _diff.values(traced(*_inputs.fresh(inputs)))
+    except Exception as error:
+        return f"it fails with {_failures.short(error)}"
+    return _diff.output_mismatch(expected, got)
+
+
+def _place(path: str) -> str:
+    return f"submodule {path!r}" if path else "its own forward"
+
+
+def _names(names: Any, limit: int = 5) -> str:
+    listed = [str(n) for n in names]
+    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
+    return ", ".join(repr(n) for n in listed[:limit]) + more

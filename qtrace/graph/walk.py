@@ -1,0 +1,120 @@
+"""Read-only views of a traced graph: what an expr calls, where it came from, who uses a node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from megengine.module import Module
+from megengine.traced_module import TracedModule
+from megengine.traced_module.expr import (
+    Apply,
+    CallFunction,
+    CallMethod,
+    Constant,
+    Expr,
+    GetAttr,
+    Input,
+    is_call_module,
+)
+from megengine.traced_module.node import ModuleNode, Node, TensorNode
+
+__all__ = [
+    "exprs",
+    "get_module",
+    "is_float_tensor",
+    "module_path",
+    "node_path",
+    "op_label",
+    "owner",
+    "users",
+]
+
+
+def exprs(traced: TracedModule) -> list[Expr]:
+    """The exprs of the top graph in execution order (graph inputs are not exprs here)."""
+    return list(traced.graph._exprs)
+
+
+def users(node: Node) -> Iterator[Expr]:
+    """The exprs that read ``node``, each once, in the order in which they were recorded."""
+    seen: set[int] = set()
+    for expr in node.users:
+        if id(expr) not in seen:
+            seen.add(id(expr))
+            yield expr
+
+
+def is_float_tensor(node: Node) -> bool:
+    """True for a tensor node that holds float32 values: the only nodes that may be quantized."""
+    return isinstance(node, TensorNode) and node.dtype is not None and np.dtype(node.dtype) == np.float32
+
+
+def owner(expr: Expr) -> Module | None:
+    """The module that ``expr`` calls, or None when it does not call a module."""
+    if is_call_module(expr):
+        return expr.inputs[0].owner
+    return None
+
+
+def op_label(expr: Expr) -> str:
+    """What ``expr`` does, as a person would write it: ``Conv2d``, ``F.relu``, ``Tensor.reshape``."""
+    if isinstance(expr, Input):
+        return "input"
+    if isinstance(expr, GetAttr):
+        return "getattr"
+    if isinstance(expr, Constant):
+        return "constant"
+    if isinstance(expr, Apply):
+        return type(expr.opdef).__name__
+    if isinstance(expr, CallFunction):
+        module = expr.func.__module__
+        prefix = "F" if module.startswith(("megengine.functional", "megengine.core")) else module
+        return f"{prefix}.{expr.func.__qualname__}"
+    if isinstance(expr, CallMethod):
+        if is_call_module(expr):
+            return str(expr.inputs[0].module_type.__name__)
+        return f"Tensor.{expr.method}"
+    return type(expr).__name__
+
+
+def node_path(node: Node) -> str:
+    """The dotted path that MegEngine recorded for ``node``, without the root's name and the brackets.
+
+    ``ResNet.layer1.0.conv1.[out]`` gives ``layer1.0.conv1``; a function called in ``ResNet.layer1.0``
+    gives ``layer1.0``.
+    """
+    parts = [p for p in (node.qualname or "").split(".")[1:] if not p.startswith("[")]
+    return ".".join(parts)
+
+
+def module_path(expr: Expr) -> str:
+    """The path of the module in whose ``forward`` the expr was recorded (for a module call: that module)."""
+    if isinstance(expr, CallMethod) and is_call_module(expr):
+        return node_path(expr.inputs[0])
+    if expr.outputs:
+        return node_path(expr.outputs[0])
+    return ""
+
+
+def get_module(traced: Module, path: str) -> Any:
+    """The attribute at the dotted ``path`` below ``traced``.
+
+    Raises:
+        AttributeError: when there is none.
+    """
+    obj: Any = traced
+    for part in path.split(".") if path else ():
+        obj = getattr(obj, part)
+    return obj
+
+
+def tensor_inputs(expr: Expr) -> list[TensorNode]:
+    """The tensor nodes that ``expr`` reads, with repetitions, in order."""
+    return [n for n in expr.inputs if isinstance(n, TensorNode)]
+
+
+def is_module_node(node: Node) -> bool:
+    """True for a node that stands for a module."""
+    return isinstance(node, ModuleNode)

@@ -1,0 +1,258 @@
+"""The arithmetic of quantization in numpy: the reference that graphs, exporters and tests are held to.
+
+``q = saturate(round(x / scale) + zero_point)`` and ``x = (q - zero_point) * scale`` are the operators
+QuantizeLinear and DequantizeLinear of ONNX (https://onnx.ai/onnx/operators), with a true division, in the
+precision of x. The mapping is that of Jacob et al. 2018, "Quantization and Training of Neural Networks for
+Efficient Integer-Arithmetic-Only Inference", section 2.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from qtrace.errors import QtraceError, SchemeError
+from qtrace.scheme import QParams, QScheme, Rounding
+
+__all__ = [
+    "SMALLEST_SCALE",
+    "choose",
+    "dequantize",
+    "expand",
+    "fake_quantize",
+    "grid",
+    "quantize",
+    "round_half_away",
+    "round_half_even",
+    "round_to",
+    "sqnr_db",
+]
+
+# The smallest normal float32: runtimes flush smaller ones to zero, and 1 / scale must stay finite.
+SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
+
+
+def round_half_even(x: Any) -> np.ndarray:
+    """Rounds to the nearest integer, ties to the even one; float in, the same float type out."""
+    return np.asarray(np.rint(x))
+
+
+def round_half_away(x: Any) -> np.ndarray:
+    """Rounds to the nearest integer, ties away from zero; float in, the same float type out.
+
+    The fraction is exact in floating point, unlike ``floor(x + 0.5)``, which takes 0.49999997f to 1.
+    """
+    x = np.asarray(x)
+    whole = np.trunc(x)
+    with np.errstate(invalid="ignore"):  # inf - inf: the comparison says False, inf stays
+        tie_or_more = np.abs(x - whole) >= 0.5
+    return np.asarray(whole + np.copysign(tie_or_more.astype(whole.dtype), x))
+
+
+def round_to(x: Any, rounding: Rounding) -> np.ndarray:
+    """Rounds floats of any shape to integers in the manner of `QScheme.rounding`."""
+    return round_half_even(x) if rounding == "half_even" else round_half_away(x)
+
+
+def expand(param: np.ndarray, axis: int | None, ndim: int) -> np.ndarray:
+    """Views a scale or zero point so that it broadcasts against its tensor.
+
+    Args:
+        param: shape ``()`` per tensor, or ``(C,)`` per channel.
+        axis: the tensor's axis of channels (may be negative); None per tensor.
+        ndim: the rank of the tensor.
+
+    Returns:
+        A view of shape ``()``, or of rank `ndim` with C at `axis` and 1 elsewhere.
+
+    Raises:
+        SchemeError: when the tensor has no such axis, or the shapes do not fit.
+    """
+    if axis is None and param.ndim == 0:
+        return param
+    if axis is None or param.ndim != 1:
+        raise SchemeError(
+            f"a parameter of shape {param.shape} does not fit axis {axis}: (C,) goes with an axis."
+        )
+    if not -ndim <= axis < ndim:
+        raise SchemeError(f"channel axis {axis} lies outside a tensor of rank {ndim}: choose another axis.")
+    shape = [1] * ndim
+    shape[axis] = param.size
+    return param.reshape(shape)
+
+
+def grid(lo: Any, hi: Any, scheme: QScheme) -> tuple[np.ndarray, np.ndarray]:
+    """The scale and the zero point with which `scheme` covers ranges; what `choose` computes, unchecked.
+
+    Args:
+        lo, hi: float64 arrays of any shapes that broadcast, finite, ``lo <= hi``.
+        scheme: how to quantize.
+
+    Returns:
+        The scale (float32) and the zero point (int32), of the broadcast shape.
+    """
+    lo = np.minimum(np.asarray(lo, np.float64), 0.0)
+    hi = np.maximum(np.asarray(hi, np.float64), 0.0)
+    if scheme.symmetric:
+        span, steps = np.maximum(-lo, hi), scheme.qmax - scheme.symmetric_zero_point
+    else:
+        span, steps = hi - lo, scheme.qmax - scheme.qmin
+    scale = np.where(span > 0, span, 1.0) / steps
+    if scheme.power_of_two:
+        mantissa, exponent = np.frexp(scale)  # in [0.5, 1): 0.5 is a power of two itself
+        scale = np.ldexp(1.0, exponent - (mantissa == 0.5))
+    with np.errstate(over="ignore"):
+        scale = np.asarray(np.maximum(scale, SMALLEST_SCALE)).astype(np.float32)
+    if scheme.symmetric:
+        return scale, np.full(scale.shape, scheme.symmetric_zero_point, np.int32)
+    # With the scale as it was rounded to float32, for that is the one in use.
+    zero_point = round_to(scheme.qmin - lo / scale.astype(np.float64), scheme.rounding)
+    return scale, np.clip(zero_point, scheme.qmin, scheme.qmax).astype(np.int32)
+
+
+def choose(lo: Any, hi: Any, scheme: QScheme) -> QParams:
+    """Chooses scale and zero point so that a range is covered and 0.0 is exactly representable.
+
+    The range is widened to contain 0. A symmetric scheme covers ``max(|lo|, |hi|)`` on both sides; else the
+    scale is ``(hi - lo) / (qmax - qmin)``, and the zero point is rounded in the scheme's manner, which may
+    shift the covered range by half a step. A power-of-two scale is rounded up, so that nothing clips. A range
+    of nothing but 0 is treated as [0, 1]. No scale is smaller than the smallest normal float32, 2**-126.
+
+    Args:
+        lo, hi: the ends of the range, scalars per tensor or of shape ``(C,)`` per channel.
+        scheme: how to quantize.
+
+    Returns:
+        Parameters of shape ``()`` or ``(C,)``.
+
+    Raises:
+        SchemeError: when an end is not finite, ``lo > hi``, the range is too wide for float32, or the shapes
+            do not fit the scheme.
+    """
+    try:
+        ends = np.broadcast_arrays(np.asarray(lo, np.float64), np.asarray(hi, np.float64))
+    except (TypeError, ValueError):
+        raise SchemeError(
+            f"choose: {lo!r} to {hi!r} is no range: give two numbers, or one pair per channel."
+        ) from None
+    for end in ends:
+        if not np.isfinite(end).all():
+            raise SchemeError(f"choose: a range ends at {end[~np.isfinite(end)][0]}: give finite ends.")
+    crossed = ends[0] > ends[1]
+    if crossed.any():
+        raise SchemeError(
+            f"choose: lo {ends[0][crossed][0]} exceeds hi {ends[1][crossed][0]}: swap the ends."
+        )
+    with np.errstate(over="ignore"):
+        scale, zero_point = grid(*ends, scheme)
+    if np.isinf(scale).any():
+        raise SchemeError("choose: the range is so wide that float32 cannot hold its scale: clip the tensor.")
+    return QParams(scheme, scale, zero_point)
+
+
+def quantize(x: Any, qparams: QParams) -> np.ndarray:
+    """``saturate(round(x / scale) + zero_point)``, as ONNX's QuantizeLinear computes it.
+
+    Infinities saturate; NaN becomes `qmin`, as in onnxruntime.
+
+    Args:
+        x: numbers of any shape; the arithmetic is float32, or float64 when x is.
+        qparams: the parameters; per channel along ``qparams.scheme.axis``.
+
+    Returns:
+        int32 in ``[qmin, qmax]``, of the shape of x.
+
+    Raises:
+        SchemeError: when x has no such axis or another number of channels.
+    """
+    x, scheme = _floats(x), qparams.scheme
+    scale, zero_point = _fitted(qparams, x)
+    with np.errstate(over="ignore"):
+        q = np.asarray(x / scale.astype(x.dtype))
+    q = round_to(q, scheme.rounding) + zero_point.astype(x.dtype)
+    # fmax rather than clip: it takes NaN to qmin.
+    return np.asarray(np.fmin(np.fmax(q, scheme.qmin), scheme.qmax)).astype(np.int32)
+
+
+def dequantize(q: Any, qparams: QParams) -> np.ndarray:
+    """``(q - zero_point) * scale`` in float32, as ONNX's DequantizeLinear computes it.
+
+    Args:
+        q: integers of any shape.
+        qparams: the parameters; per channel along ``qparams.scheme.axis``.
+
+    Returns:
+        float32 of the shape of q.
+
+    Raises:
+        SchemeError: when q has no such axis or another number of channels.
+    """
+    return _dequantize(np.asarray(q), qparams, np.dtype(np.float32))
+
+
+def fake_quantize(x: Any, qparams: QParams) -> np.ndarray:
+    """Quantizes and dequantizes x: the nearest value that the integers can express.
+
+    Args:
+        x: numbers of any shape.
+        qparams: the parameters; per channel along ``qparams.scheme.axis``.
+
+    Returns:
+        An array of the shape of x: float64 when x is, else float32.
+
+    Raises:
+        SchemeError: as `quantize`.
+    """
+    x = _floats(x)
+    return _dequantize(quantize(x, qparams), qparams, x.dtype)
+
+
+def sqnr_db(reference: Any, test: Any) -> float:
+    """The signal to quantization noise ratio ``10 log10(sum(reference**2) / sum((reference - test)**2))``.
+
+    Args:
+        reference: the true values, any shape.
+        test: the values in their place, of the same shape.
+
+    Returns:
+        Decibels; infinity when both are equal, minus infinity when only the reference is all zero.
+
+    Raises:
+        QtraceError: when the shapes differ.
+    """
+    reference, test = np.asarray(reference, np.float64), np.asarray(test, np.float64)
+    if reference.shape != test.shape:
+        raise QtraceError(
+            f"sqnr_db: shapes {reference.shape} and {test.shape} differ: compare like with like."
+        )
+    noise = float(np.sum(np.square(reference - test)))
+    if noise == 0.0:
+        return float("inf")
+    with np.errstate(divide="ignore"):
+        return float(10.0 * np.log10(np.sum(np.square(reference)) / noise))
+
+
+def _dequantize(q: np.ndarray, qparams: QParams, dtype: np.dtype) -> np.ndarray:
+    scale, zero_point = _fitted(qparams, q)
+    # The difference has at most 17 bits: exact as int32 and as float32.
+    return np.asarray((q.astype(np.int32) - zero_point).astype(dtype) * scale.astype(dtype))
+
+
+def _floats(x: Any) -> np.ndarray:
+    """x as float32 (float16 too) or else float64: never the float16 that numpy 1 would divide in."""
+    x = np.asarray(x)
+    small = x.dtype in (np.float16, np.float32)
+    return x.astype(np.float32 if small else np.float64, copy=False)
+
+
+def _fitted(qparams: QParams, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scale and zero point, broadcastable to x."""
+    axis = qparams.scheme.axis
+    scale, zero_point = (expand(param, axis, x.ndim) for param in (qparams.scale, qparams.zero_point))
+    if axis is not None and x.shape[axis] != scale.size:
+        raise SchemeError(
+            f"a tensor of shape {x.shape} has {x.shape[axis]} channels on axis {axis}, but its parameters "
+            f"are for {scale.size}."
+        )
+    return scale, zero_point

@@ -1,0 +1,35 @@
+"""Binary arithmetic on activations: functions, operators, reversed and in-place operators."""
+
+from __future__ import annotations
+
+import megengine.functional as F
+
+from qtrace.graph.types import CallFunction, Expr, TensorNode
+from qtrace.graph.walk import is_float_tensor
+from qtrace.ops.base import OpRule, Reading, Role, Target, tensors
+
+__all__ = ["RULES"]
+
+
+def _binary(expr: Expr) -> Reading | str:
+    left, right = expr.args[:2]
+    if not isinstance(expr, CallFunction) and expr.method.startswith("__r"):
+        left, right = right, left
+    nodes = tensors(left, right)
+    if not nodes or not all(is_float_tensor(n) for n in (*nodes, expr.outputs[0])):
+        return "integer or shape arithmetic"
+    operands = tuple(v if isinstance(v, TensorNode) else float(v) for v in (left, right))
+    return Reading(nodes, {"operands": operands})
+
+
+def _targets(name: str, function: object, reversed_too: bool = True) -> tuple[Target, ...]:
+    names = [f"__{name}__", f"__i{name}__"] + ([f"__r{name}__"] if reversed_too else [])
+    return (Target(function=function), *(Target(method=n) for n in names))  # type: ignore[arg-type]
+
+
+RULES = (
+    OpRule("add", Role.ELEMENTWISE, _targets("add", F.add), _binary),
+    OpRule("sub", Role.ELEMENTWISE, _targets("sub", F.sub), _binary),
+    OpRule("mul", Role.ELEMENTWISE, _targets("mul", F.mul), _binary),
+    OpRule("div", Role.ELEMENTWISE, _targets("truediv", F.div), _binary),
+)

@@ -1,0 +1,146 @@
+"""What annotate decides, as frozen data that can be printed, saved and executed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from qtrace.scheme import QScheme
+
+__all__ = ["Annotation", "ExprNote", "Plan", "Site"]
+
+Sort = Literal["activation", "weight", "bias"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a site is quantized: scheme, observer and fake quant, with the options of both.
+
+    Attributes:
+        scheme: the scheme.
+        observer: name of the observer.
+        observer_options: its options as sorted pairs.
+        fakequant: name of the fake quant.
+        fakequant_options: its options as sorted pairs.
+    """
+
+    scheme: QScheme
+    observer: str
+    observer_options: tuple[tuple[str, Any], ...]
+    fakequant: str
+    fakequant_options: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One quantized tensor.
+
+    Attributes:
+        name: the name of the site.
+        sort: activation, weight or bias.
+        node: the name of the node whose value is quantized.
+        consumers: names of the first outputs of the exprs that read the quantized value; None for all.
+        group: the site whose parameters it shares; its own name unless tied.
+        plan: how; None for a bias, whose scale is that of its layer.
+        channel_axes: for a per-channel site, the axes of the node that count channels.
+        static: whether the value is a parameter.
+        activation: for a bias, the group of the layer's input.
+        weight: for a bias, the group of the layer's weight.
+    """
+
+    name: str
+    sort: Sort
+    node: str
+    consumers: tuple[str, ...] | None
+    group: str
+    plan: Plan | None
+    channel_axes: tuple[int, ...] = ()
+    static: bool = False
+    activation: str = ""
+    weight: str = ""
+
+
+@dataclass(frozen=True)
+class ExprNote:
+    """What was decided for one expr.
+
+    Attributes:
+        name: its first output.
+        op: what it calls.
+        kind: the op kind, or "" without a rule.
+        role: what quantization means for it.
+        path: the module path it comes from.
+        state: "int" (computed on integers), "fused" (into ``into``), "carried", or "float".
+        into: the op it is fused into.
+        inputs: the site or group of each input, "" for a float one.
+        output: the group of its output, "" for a float one.
+        scheme: the output's scheme in words.
+        weight: the weight's site.
+        rule: the op rule, file and line.
+        matched: the config rules that matched, file and line.
+        reason: why it stays float, or what else there is to say.
+    """
+
+    name: str
+    op: str
+    kind: str
+    role: str
+    path: str
+    state: str
+    into: str = ""
+    inputs: tuple[str, ...] = ()
+    output: str = ""
+    scheme: str = ""
+    weight: str = ""
+    rule: str = ""
+    matched: tuple[str, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """The decisions for a whole graph.
+
+    Attributes:
+        backend: name of the backend.
+        notes: one for each op expr, in graph order.
+        sites: every site, in graph order.
+        carried: node name -> group, for nodes whose values are integers of that group without rounding.
+    """
+
+    backend: str
+    notes: tuple[ExprNote, ...]
+    sites: tuple[Site, ...]
+    carried: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The annotation as a JSON document."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Annotation:
+        """Inverse of `to_json`."""
+        data = json.loads(text)
+        return cls(
+            data["backend"],
+            tuple(ExprNote(**{**n, "inputs": tuple(n["inputs"]), "matched": tuple(n["matched"])}) for n in data["notes"]),
+            tuple(_site(s) for s in data["sites"]),
+            data["carried"],
+        )
+
+
+def _site(data: dict[str, Any]) -> Site:
+    plan = data["plan"]
+    if plan is not None:
+        pairs = {k: tuple((a, b) for a, b in plan[k]) for k in ("observer_options", "fakequant_options")}
+        plan = Plan(**{**plan, **pairs, "scheme": QScheme.from_dict(plan["scheme"])})
+    consumers = data["consumers"]
+    return Site(
+        **{
+            **data,
+            "plan": plan,
+            "consumers": None if consumers is None else tuple(consumers),
+            "channel_axes": tuple(data["channel_axes"]),
+        }
+    )

@@ -1,0 +1,87 @@
+"""Insert: puts the fake quants that annotate decided on into the graph. It decides nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megengine.module import Module
+
+from qtrace import plugins
+from qtrace.fakequant.base import FakeQuant, builtin
+from qtrace.fakequant._bias import BiasQuant
+from qtrace.graph.edit import GraphEditor
+from qtrace.graph.types import Expr, TensorNode, TracedModule
+from qtrace.graph.walk import exprs
+from qtrace.observers.base import Observer
+from qtrace.passes.annotation import Annotation, Plan, Site
+from qtrace.passes.base import PassResult
+
+__all__ = ["CONTAINER", "insert"]
+
+# The attribute of the prepared module below which all fake quants live.
+CONTAINER = "qsites"
+
+
+def insert(traced: TracedModule, annotation: Annotation) -> PassResult:
+    """Adds one module per group of sites below ``qsites`` and one call per site.
+
+    Args:
+        traced: the flat, expanded graph that was annotated; it is edited in place.
+        annotation: the decisions.
+    """
+    container = Container()
+    setattr(traced, CONTAINER, container)
+    nodes: dict[str, TensorNode] = {n.name: n for n in traced.graph.inputs}
+    nodes.update((n.name, n) for e in exprs(traced) for n in e.outputs)
+    producers: dict[str, Expr] = {name: n.expr for name, n in nodes.items()}
+    changed: list[str] = []
+    with GraphEditor(traced) as editor:
+        for site in annotation.sites:
+            node = nodes[site.node]
+            if site.group == site.name:
+                setattr(container, site.name, _module(site, node))
+        for site in annotation.sites:
+            node = nodes[site.node]
+            path = f"{CONTAINER}.{site.group}"
+            args: tuple[Any, ...] = (node,)
+            if site.sort == "bias":
+                groups = (site.activation, site.weight)
+                args += tuple(editor.get_attr(f"{CONTAINER}.{g}") for g in groups)
+            new = editor.call_module(path, *args, after=node.expr, like=node, name=f"{site.name}_q")
+            readers = None if site.consumers is None else [producers[c] for c in site.consumers]
+            editor.replace_uses(node, new, readers)
+            changed.append(f"{site.name}: {site.sort}")
+    return PassResult(traced, tuple(changed))
+
+
+@builtin
+class Container(Module):
+    """Holds the fake quants of a prepared graph under the names of their sites."""
+
+    def forward(self, *args: Any) -> None:
+        """Not a layer: its children are called by the graph."""
+        raise NotImplementedError("qtrace's container of fake quants is not a layer")
+
+
+def _module(site: Site, node: TensorNode) -> Module:
+    shape = tuple(int(n) for n in node.shape)
+    if site.plan is None:
+        return BiasQuant(site.name, shape)
+    plan: Plan = site.plan
+    observer_class = plugins.resolve("qtrace.observers", plan.observer, Observer)
+    observer = observer_class(plan.scheme, **dict(plan.observer_options))
+    fake_class = plugins.resolve("qtrace.fakequant", plan.fakequant, FakeQuant)
+    axes = [a % len(shape) for a in site.channel_axes]
+    scales = tuple(n if i in axes else 1 for i, n in enumerate(shape)) if axes else ()
+    numel = math.prod(shape if site.static else shape[1:]) // max(math.prod(scales), 1)
+    module: Module = fake_class(
+        site.name,
+        plan.scheme,
+        shape=scales,
+        observer=observer,
+        static=site.static,
+        numel=numel,
+        **dict(plan.fakequant_options),
+    )
+    return module

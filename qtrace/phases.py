@@ -1,0 +1,40 @@
+"""Phases: what the fake quants of a prepared graph do. Switching them never changes the graph."""
+
+from __future__ import annotations
+
+from qtrace.errors import CalibrationError, ConfigError
+from qtrace.fakequant.base import PHASES
+from qtrace.graph.types import TracedModule
+from qtrace.prepared import bias_quants, fake_quants, read_record
+
+__all__ = ["set_phase"]
+
+
+def set_phase(prepared: TracedModule, phase: str) -> None:
+    """Sets the phase of every site of ``prepared``.
+
+    ``float`` passes values through; ``observe`` also records them; ``quantize`` rounds with frozen
+    parameters; ``train`` rounds, with gradients, and learned ranges learn. A ``jit.trace`` captured in one
+    phase must be captured again in another.
+
+    Args:
+        prepared: a module made by ``qtrace.prepare``.
+        phase: one of the four names.
+
+    Raises:
+        ConfigError: for an unknown phase.
+        GraphError: when the module is not prepared.
+        CalibrationError: for ``quantize`` and ``train`` when a site has no parameters yet.
+    """
+    if phase not in PHASES:
+        raise ConfigError(f"unknown phase {phase!r}; known: {', '.join(PHASES)}.")
+    read_record(prepared, "prepared")
+    if phase in ("quantize", "train"):
+        missing = [fq.site for fq in fake_quants(prepared) if not fq.calibrated]
+        if missing:
+            raise CalibrationError(
+                f"{len(missing)} sites have no quantization parameters, the first is {missing[0]}: "
+                f"run qtrace.calibrate on data before the phase {phase!r}."
+            )
+    for module in (*fake_quants(prepared), *bias_quants(prepared)):
+        module.phase = phase

@@ -1,0 +1,89 @@
+"""Name -> class, without a registry: the name is that of a file in the plugin folder.
+
+``minmax`` names the one class in ``__all__`` of ``qtrace.observers.minmax``; ``pkg.mod:Class`` names a user's
+own. The folder is read at every call, so that a new file is known at once and in whatever order.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from functools import reduce
+from typing import Any
+
+from qtrace.errors import ConfigError
+
+__all__ = ["known", "resolve"]
+
+_OWN = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*(\.[^\W\d]\w*)*)")
+
+
+def known(package: str) -> tuple[str, ...]:
+    """The names of the plugins in a package: its modules, sorted, without ``base`` and ``_private`` ones.
+
+    Args:
+        package: the dotted name of the plugin package, such as ``qtrace.observers``.
+    """
+    paths = importlib.import_module(package).__path__
+    names = (module.name for module in pkgutil.iter_modules(paths))
+    return tuple(sorted(name for name in names if not name.startswith("_") and name != "base"))
+
+
+def resolve(package: str, name: str, base: type) -> type:
+    """The class that a configuration names.
+
+    Nothing is imported but ``package.name`` for a `known` name, or the module in ``pkg.mod:Class``: naming
+    that one runs its code, so take such names from the user only.
+
+    Args:
+        package: the dotted name of the plugin package, such as ``qtrace.observers``.
+        name: a plugin's file name without suffix, or ``pkg.mod:Class``.
+        base: the class that the result derives from.
+
+    Raises:
+        ConfigError: when the name is unknown (the known ones are listed), its module cannot be imported, or
+            what it names is not a concrete subclass of `base`.
+    """
+    own = _OWN.fullmatch(name) if isinstance(name, str) else None
+    if own:
+        found = _own(own["module"], own["name"], base)
+    elif name in (names := known(package)):
+        found = _only_class(f"{package}.{name}")
+    else:
+        raise ConfigError(
+            f"{package} has no {name!r}: choose one of {', '.join(names) or '(none)'}, or name your own class "
+            "as 'pkg.mod:Class'."
+        )
+    if not (inspect.isclass(found) and issubclass(found, base)):
+        raise ConfigError(f"{package}: {name!r} is not a subclass of {base.__module__}.{base.__qualname__}.")
+    if inspect.isabstract(found):
+        raise ConfigError(f"{package}: {name!r} is abstract: name a class that implements all methods.")
+    return found
+
+
+def _own(module: str, name: str, base: type) -> Any:
+    """What a user's module calls `name`."""
+    try:
+        imported = importlib.import_module(module)
+    except Exception as error:  # it is the user's code: anything may be wrong with it
+        raise ConfigError(
+            f"'{module}:{name}': importing {module} failed with {type(error).__name__}: {error}. Is it on "
+            "PYTHONPATH?"
+        ) from error
+    try:
+        return reduce(getattr, name.split("."), imported)
+    except AttributeError:
+        raise ConfigError(
+            f"'{module}:{name}': {module} has no {name}: define it there as a subclass of {base.__name__}."
+        ) from None
+
+
+def _only_class(module: str) -> Any:
+    """The one name in ``__all__`` of a plugin file."""
+    imported = importlib.import_module(module)
+    names = getattr(imported, "__all__", ())
+    if len(names) != 1:
+        raise ConfigError(f"{module}: __all__ names {len(names)} things: a plugin file exports one class.")
+    return getattr(imported, names[0])

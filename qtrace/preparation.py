@@ -1,0 +1,72 @@
+"""prepare: from a traced module and a config to a graph with fake quants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qtrace.config import QConfig
+from qtrace.errors import GraphError
+from qtrace.graph.flatten import flatten
+from qtrace.graph.lint import check
+from qtrace.graph.types import TracedModule
+from qtrace.passes.annotate import annotate
+from qtrace.passes.annotation import Annotation
+from qtrace.passes.expand import expand
+from qtrace.passes.fuse_bn import fuse_bn
+from qtrace.passes.insert import insert
+from qtrace.prepared import Record, is_quantized, write_record
+from qtrace.recipe import as_qconfig
+
+__all__ = ["plan", "prepare"]
+
+
+def prepare(
+    traced: TracedModule, qconfig: QConfig | str | Path | Mapping[str, Any] | None = None
+) -> TracedModule:
+    """Returns a copy of ``traced`` with a fake quant at every site that the config asks for.
+
+    The copy is flat and independent; parameters keep their names. Its phase is ``float``: it still
+    computes what ``traced`` computes, until ``calibrate`` has seen data.
+
+    Args:
+        traced: a traced module, as ``qtrace.trace`` or MegEngine's ``trace_module`` gives it.
+        qconfig: a ``QConfig``, a mapping with its fields, a recipe's name or the path of a recipe file;
+            None for the default, int8 for onnxruntime.
+
+    Returns:
+        A prepared ``TracedModule``.
+
+    Raises:
+        ConfigError: for a config that is wrong or does not fit the graph.
+        GraphError: when ``traced`` is not a traced module, or is prepared already.
+    """
+    model, annotation, config, log = _decide(traced, qconfig)
+    insert(model, annotation)
+    check(model)
+    write_record(model, Record("prepared", annotation, config.to_dict(), log))
+    return model
+
+
+def plan(
+    traced: TracedModule, qconfig: QConfig | str | Path | Mapping[str, Any] | None = None
+) -> Annotation:
+    """What ``prepare`` would do, without doing it: the annotation that ``explain`` prints."""
+    return _decide(traced, qconfig)[1]
+
+
+def _decide(
+    traced: TracedModule, qconfig: QConfig | str | Path | Mapping[str, Any] | None
+) -> tuple[TracedModule, Annotation, QConfig, tuple[str, ...]]:
+    if not isinstance(traced, TracedModule):
+        raise GraphError(f"prepare takes a TracedModule, not {type(traced).__name__}: call qtrace.trace on it first.")
+    if is_quantized(traced):
+        raise GraphError("the module is prepared or converted already: prepare the float one.")
+    config = as_qconfig(QConfig() if qconfig is None else qconfig)
+    model = flatten(traced)
+    results = [expand(model)]
+    if config.qat is None or config.qat.bn.fold:
+        results.append(fuse_bn(model))
+    log = tuple(line for r in results for line in (*r.changed, *(f"left: {reason}" for reason in r.left)))
+    return model, annotate(model, config), config, log

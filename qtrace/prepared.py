@@ -1,0 +1,93 @@
+"""What a prepared or converted module carries: its fake quants and the record of how it was made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megengine.module import Module
+
+from qtrace.errors import GraphError
+from qtrace.fakequant._bias import BiasQuant
+from qtrace.fakequant.base import FakeQuant
+from qtrace.graph.types import TracedModule
+from qtrace.passes.annotation import Annotation
+from qtrace.passes.insert import CONTAINER
+
+__all__ = ["Record", "bias_quants", "fake_quants", "read_record", "write_record"]
+
+# MegEngine saves plain attributes of a TracedModule; JSON keeps the record free of classes.
+_ATTRIBUTE = "qtrace_record"
+
+
+@dataclass(frozen=True)
+class Record:
+    """How a graph was quantized.
+
+    Attributes:
+        stage: "prepared" or "converted".
+        annotation: the decisions that were executed.
+        qconfig: the config as plain data.
+        log: what the passes did and left, a line each.
+    """
+
+    stage: str
+    annotation: Annotation
+    qconfig: dict[str, Any]
+    log: tuple[str, ...]
+
+
+def write_record(model: TracedModule, record: Record) -> None:
+    """Attaches ``record`` to ``model``."""
+    document = {
+        "stage": record.stage,
+        "annotation": record.annotation.to_json(),
+        "qconfig": record.qconfig,
+        "log": list(record.log),
+    }
+    setattr(model, _ATTRIBUTE, json.dumps(document, sort_keys=True))
+
+
+def read_record(model: Module, stage: str | None = None) -> Record:
+    """The record of a prepared or converted module.
+
+    Args:
+        model: the module.
+        stage: the stage that the caller needs; None for either.
+
+    Raises:
+        GraphError: when the module is not at that stage.
+    """
+    text = getattr(model, _ATTRIBUTE, None)
+    if not isinstance(model, TracedModule) or text is None:
+        raise GraphError(
+            f"{type(model).__name__} is not a {stage or 'prepared'} module: call qtrace.prepare on a traced one first."
+        )
+    data = json.loads(text)
+    if stage is not None and data["stage"] != stage:
+        todo = "call qtrace.convert on it first" if stage == "converted" else "use the prepared one it came from"
+        raise GraphError(f"the module is {data['stage']}, not {stage}: {todo}.")
+    annotation = Annotation.from_json(data["annotation"])
+    return Record(data["stage"], annotation, data["qconfig"], tuple(data["log"]))
+
+
+def is_quantized(model: Module) -> bool:
+    """Whether ``model`` was made by ``prepare`` or ``convert``."""
+    return getattr(model, _ATTRIBUTE, None) is not None
+
+
+def fake_quants(model: TracedModule) -> Iterator[FakeQuant]:
+    """The fake quants of a prepared or converted module, in the order of their sites."""
+    return (m for m in _children(model) if isinstance(m, FakeQuant))
+
+
+def bias_quants(model: TracedModule) -> Iterator[BiasQuant]:
+    """The bias quantizers of a prepared or converted module."""
+    return (m for m in _children(model) if isinstance(m, BiasQuant))
+
+
+def _children(model: TracedModule) -> Iterator[Module]:
+    container = getattr(model, CONTAINER)
+    return (m for m in container.__dict__.values() if isinstance(m, Module))

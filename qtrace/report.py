@@ -1,0 +1,158 @@
+"""What verify found: a tally of integer differences for every site, and the noise at the outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from qtrace.graph.table import format_table
+
+__all__ = ["SiteTally", "VerifyReport"]
+
+_MODES = ("op_by_op", "end_to_end", "deployed")
+
+
+@dataclass
+class SiteTally:
+    """Differences at one site: how many values, how many equal, the largest difference in LSB."""
+
+    values: int = 0
+    equal: int = 0
+    worst: int = 0
+
+    def add(self, mine: np.ndarray, theirs: np.ndarray) -> None:
+        """Adds one comparison of integers of equal shape."""
+        difference = np.abs(mine.astype(np.int64) - theirs.astype(np.int64))
+        self.values += difference.size
+        self.equal += int(np.count_nonzero(difference == 0))
+        self.worst = max(self.worst, int(difference.max(initial=0)))
+
+
+@dataclass
+class _Noise:
+    """Running sums of squares of outputs and of their differences."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    rows: int = 0
+    same: int = 0
+
+    def add(self, mine: np.ndarray, theirs: np.ndarray) -> None:
+        a, b = mine.astype(np.float64), theirs.astype(np.float64)
+        self.signal += float(np.sum(a * a))
+        self.noise += float(np.sum((a - b) ** 2))
+        if a.ndim >= 2:
+            self.rows += len(a)
+            rows = (len(a), -1)
+            self.same += int(np.sum(a.reshape(rows).argmax(1) == b.reshape(rows).argmax(1)))
+
+    @property
+    def sqnr_db(self) -> float:
+        if self.noise == 0:
+            return float("inf")
+        return float(10 * np.log10(max(self.signal, 1e-300) / self.noise))
+
+
+@dataclass
+class VerifyReport:
+    """The outcome of ``qtrace.verify``.
+
+    ``op_by_op``: each op computed from the runtime's own integers, optimizations off. ``end_to_end``: both
+    from the same input, optimizations off. ``deployed``: the same with all optimizations.
+
+    Attributes:
+        path: the file.
+        max_lsb: largest difference allowed op by op.
+        min_equal: smallest share of equal values allowed op by op.
+        min_sqnr_db: smallest ratio allowed at the outputs, in dB.
+        sites: mode -> node -> tally.
+    """
+
+    path: str
+    max_lsb: int
+    min_equal: float
+    min_sqnr_db: float
+    sites: dict[str, dict[str, SiteTally]] = field(default_factory=lambda: {m: {} for m in _MODES})
+    outputs: dict[str, _Noise] = field(default_factory=dict)
+
+    def add(self, mode: str, node: str, mine: np.ndarray, theirs: np.ndarray) -> None:
+        """Adds the integers of one site in one batch."""
+        self.sites[mode].setdefault(node, SiteTally()).add(mine, theirs)
+
+    def add_outputs(self, mode: str, mine: list[np.ndarray], theirs: list[np.ndarray]) -> None:
+        """Adds the model's outputs of one batch."""
+        for a, b in zip(mine, theirs, strict=True):
+            self.outputs.setdefault(mode, _Noise()).add(a, b)
+
+    def worst_lsb(self, mode: str = "op_by_op") -> int:
+        """The largest difference at any site."""
+        return max((t.worst for t in self.sites[mode].values()), default=0)
+
+    def equal_share(self, mode: str = "op_by_op") -> float:
+        """The share of equal integers over all sites."""
+        values = sum(t.values for t in self.sites[mode].values())
+        return sum(t.equal for t in self.sites[mode].values()) / values if values else 1.0
+
+    def sqnr_db(self, mode: str = "reference") -> float:
+        """Signal-to-noise ratio of the runtime's outputs against the graph's, in dB."""
+        return self.outputs[mode].sqnr_db
+
+    def agreement(self, mode: str = "deployed") -> float:
+        """The share of samples whose largest output has the same index in the graph and the runtime."""
+        noise = self.outputs.get(mode) or self.outputs["reference"]
+        return noise.same / noise.rows if noise.rows else 1.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether every tolerance holds."""
+        return not self.problems()
+
+    def problems(self) -> list[str]:
+        """What does not hold, a line each."""
+        found = []
+        if self.worst_lsb() > self.max_lsb:
+            node = max(self.sites["op_by_op"], key=lambda n: self.sites["op_by_op"][n].worst)
+            found.append(f"site {node} differs by {self.worst_lsb()} LSB, {self.max_lsb} allowed")
+        if self.equal_share() < self.min_equal:
+            found.append(f"{self.equal_share():.4%} of the integers are equal, {self.min_equal:.4%} needed")
+        found += [
+            f"outputs ({mode}) have {noise.sqnr_db:.1f} dB, {self.min_sqnr_db:.1f} dB needed"
+            for mode, noise in self.outputs.items()
+            if noise.sqnr_db < self.min_sqnr_db
+        ]
+        return found
+
+    def table(self, max_width: int = 140) -> str:
+        """A text table: a row for each site, then the totals."""
+        headers = ("site", "values", "equal", "worst LSB", "end to end", "deployed")
+        rows = []
+        for node, tally in self.sites["op_by_op"].items():
+            others = [self.sites[m].get(node) for m in _MODES[1:]]
+            cells = ["" if t is None else f"{t.equal / t.values:.2%} / {t.worst}" for t in others]
+            rows.append((node, str(tally.values), f"{tally.equal / tally.values:.3%}", str(tally.worst), *cells))
+        return f"{format_table(headers, rows, max_width=max_width)}\n{self.summary()}"
+
+    def summary(self) -> str:
+        """The totals and the verdict, in a few lines."""
+        ratios = ", ".join(f"{m} {n.sqnr_db:.1f} dB" for m, n in self.outputs.items())
+        lines = [
+            f"op by op: worst {self.worst_lsb()} LSB, {self.equal_share():.4%} equal over {len(self.sites['op_by_op'])} sites",
+            f"outputs: {ratios}; same prediction {self.agreement():.2%}",
+            "passed" if self.passed else "FAILED: " + "; ".join(self.problems()),
+        ]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {
+            "path": self.path,
+            "passed": self.passed,
+            "problems": self.problems(),
+            "worst_lsb": {m: self.worst_lsb(m) for m in _MODES if self.sites[m]},
+            "equal_share": {m: self.equal_share(m) for m in _MODES if self.sites[m]},
+            "sqnr_db": {m: (n.sqnr_db if np.isfinite(n.sqnr_db) else None) for m, n in self.outputs.items()},
+            "agreement": self.agreement(),
+            "sites": {m: {k: vars(t) for k, t in self.sites[m].items()} for m in _MODES},
+        }

@@ -1,0 +1,159 @@
+"""verify: runs an exported file in its real runtime and compares its integers with the graph's.
+
+Two comparisons. *Op by op*: the graph computes every site from the integers that the runtime had for the
+sites before it, so an error is seen at the op that makes it. *End to end*: both run from the same input.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qtrace.calibration import as_arguments
+from qtrace.errors import CalibrationError, ExportError
+from qtrace.export._onnx_session import OnnxSession
+from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.types import Node, TracedModule
+from qtrace.numerics import dequantize, quantize
+from qtrace.passes.insert import CONTAINER
+from qtrace.prepared import read_record
+from qtrace.report import VerifyReport
+from qtrace.scheme import QParams
+
+__all__ = ["verify"]
+
+
+def verify(
+    path: str | os.PathLike[str],
+    converted: TracedModule,
+    batches: Iterable[Any],
+    *,
+    optimized: bool = True,
+    max_lsb: int = 1,
+    min_equal: float = 0.999,
+    min_sqnr_db: float = 35.0,
+) -> VerifyReport:
+    """Runs ``path`` in onnxruntime beside ``converted`` and compares integer by integer.
+
+    Args:
+        path: an ONNX file written by ``qtrace.export`` from ``converted``.
+        converted: the converted module.
+        batches: inputs as for ``qtrace.calibrate``.
+        optimized: whether to also run the file with all graph optimizations, as it will be deployed.
+        max_lsb: largest difference allowed at any site, op by op.
+        min_equal: smallest share of equal values allowed over all sites, op by op.
+        min_sqnr_db: smallest signal-to-noise ratio allowed at the outputs, end to end.
+
+    Returns:
+        A report; its ``passed`` says whether the tolerances hold.
+
+    Raises:
+        ExportError: when the file cannot be run or is not an export of ``converted``.
+        CalibrationError: when there are no batches.
+    """
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise ExportError("verification needs the package onnxruntime: run pip install 'qtrace[onnx]'.")
+    read_record(converted, "converted")
+    session = OnnxSession(Path(path), optimize=False)
+    fused = OnnxSession(Path(path), optimize=True) if optimized else None
+    report = VerifyReport(str(path), max_lsb, min_equal, min_sqnr_db)
+    table = _integer_names(converted)
+    missing = sorted(set(table.values()) - set(session.integer_names))
+    if missing:
+        raise ExportError(f"{path} is not an export of this module: it has no tensor {missing[0]!r}.")
+    count = 0
+    for count, batch in enumerate(batches, 1):
+        args, kwargs = as_arguments(batch, count - 1)
+        tensors = [*args, *kwargs.values()]
+        runtime = session.run([t.numpy() for t in tensors])
+        _OpByOp(converted, table, runtime.integers, report).run(*args, **kwargs)
+        expected = _EndToEnd(converted, table, report)
+        expected.compare(runtime.integers, "end_to_end", args, kwargs)
+        report.add_outputs("reference", expected.outputs, runtime.outputs)
+        if fused is not None:
+            deployed = fused.run([t.numpy() for t in tensors])
+            expected.tally(deployed.integers, "deployed")
+            report.add_outputs("deployed", expected.outputs, deployed.outputs)
+    if count == 0:
+        raise CalibrationError("verification data has no batches: give at least one.")
+    return report
+
+
+def _integer_names(converted: TracedModule) -> dict[str, str]:
+    """Node that holds dequantized integers -> name of the integer tensor in the file."""
+    annotation = read_record(converted).annotation
+    computed = [s for s in annotation.sites if s.sort == "activation" and not s.static]
+    names = {f"{s.name}_q": f"{s.name}_int" for s in computed}
+    names.update((name, f"{name}_int") for name in annotation.carried)
+    return names
+
+
+def _groups(converted: TracedModule) -> dict[str, QParams]:
+    annotation, container = read_record(converted).annotation, getattr(converted, CONTAINER)
+    found = {f"{s.name}_q": getattr(container, s.group).qparams() for s in annotation.sites if s.sort == "activation"}
+    found.update((name, getattr(container, group).qparams()) for name, group in annotation.carried.items())
+    return found
+
+
+class _OpByOp(Interpreter):
+    """Compares at every site, then goes on with the runtime's integers."""
+
+    def __init__(
+        self, converted: TracedModule, names: dict[str, str], integers: dict[str, np.ndarray], report: VerifyReport
+    ) -> None:
+        super().__init__(converted)
+        self.names, self.integers, self.report = names, integers, report
+        self.qparams = _groups(converted)
+
+    def on_node(self, node: Node, value: Any) -> Any:
+        """Replaces the graph's value at a site by what the runtime computed there."""
+        name = self.names.get(node.name)
+        if name is None:
+            return value
+        qparams = self.qparams[node.name]
+        theirs = self.integers[name]
+        self.report.add("op_by_op", node.name, quantize(value.numpy(), qparams), theirs)
+        return type(value)(dequantize(theirs, qparams))
+
+
+class _EndToEnd(Interpreter):
+    """Runs the graph alone and keeps the integers of every site."""
+
+    def __init__(self, converted: TracedModule, names: dict[str, str], report: VerifyReport) -> None:
+        super().__init__(converted)
+        self.names, self.report = names, report
+        self.qparams = _groups(converted)
+        self.found: dict[str, np.ndarray] = {}
+        self.outputs: list[np.ndarray] = []
+
+    def on_node(self, node: Node, value: Any) -> Any:
+        """Notes the integers of ``node``."""
+        if node.name in self.names:
+            self.found[node.name] = quantize(value.numpy(), self.qparams[node.name])
+        return value
+
+    def compare(
+        self, integers: dict[str, np.ndarray], mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Runs the graph and tallies its integers against the runtime's."""
+        result = self.run(*args, **kwargs)
+        self.outputs = [t.numpy() for t in _leaves(result)]
+        self.tally(integers, mode)
+
+    def tally(self, integers: dict[str, np.ndarray], mode: str) -> None:
+        """Tallies the integers found by `compare` against those of a run."""
+        for node, mine in self.found.items():
+            self.report.add(mode, node, mine, integers[self.names[node]])
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [leaf for key in sorted(value) for leaf in _leaves(value[key])]
+    if isinstance(value, (tuple, list)):
+        return [leaf for item in value for leaf in _leaves(item)]
+    return [value]

@@ -1,0 +1,124 @@
+"""The fake-quant kernel against float64 numpy and the LSQ paper's formula, eager and under jit.trace."""
+
+from __future__ import annotations
+
+import megengine as mge
+import megengine.functional as F
+import numpy as np
+import pytest
+from megengine.autodiff import GradManager
+from megengine.jit import trace
+
+from qtrace.fakequant._kernel import quant_dequant
+
+CASES = [
+    # qmin, qmax, zero point, channel axis
+    (-8, 7, 0, None),
+    (0, 15, 3, None),
+    (0, 255, 128, None),
+    (0, 255, 0, None),
+    (-127, 127, 0, 0),
+    (0, 15, 5, 1),
+    (-32768, 32767, 0, None),
+]
+
+
+def _parameters(zero: int, axis: int | None, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    if axis is None:
+        return np.float32(0.113), np.float32(zero)
+    form = tuple(n if i == axis else 1 for i, n in enumerate(shape))
+    count = shape[axis]
+    scale = np.linspace(0.05, 0.4, count, dtype=np.float32).reshape(form)
+    zeros = (zero + np.arange(count) % 2 * (zero != 0)).astype(np.float32).reshape(form)
+    return scale, zeros
+
+
+def _reference(
+    x: np.ndarray, s: np.ndarray, z: np.ndarray, qmin: int, qmax: int, even: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Forward, dy/dx and dy/ds in float64, from the float32 quotient that a runtime rounds."""
+    v = (x / s).astype(np.float64)
+    rounded = np.rint(v) if even else np.sign(v) * np.floor(np.abs(v) + 0.5)
+    q = np.clip(rounded, qmin - z, qmax - z).astype(np.float64)
+    inside = (v >= qmin - z) & (v <= qmax - z)
+    return q * s.astype(np.float64), inside.astype(np.float64), np.where(inside, q - v, q)
+
+
+def _data(shape: tuple[int, ...]) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=shape) * 1.5).astype(np.float32)
+    x.reshape(-1)[:8] = [0.0, -0.0, 0.0565, -0.0565, 1e6, -1e6, 3e-39, 0.16949999]
+    return x
+
+
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize(("qmin", "qmax", "zero", "axis"), CASES)
+@pytest.mark.parametrize("jit", [None, "static", "symbolic"])
+def test_forward_and_gradients(
+    qmin: int, qmax: int, zero: int, axis: int | None, even: bool, jit: str | None
+) -> None:
+    x = _data((6, 5, 7))
+    s, z = _parameters(zero, axis, x.shape)
+    upstream = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
+    y_ref, dx_ref, ds_ref = _reference(x, s, z, qmin, qmax, even)
+    xt, st, zt, ut = mge.Parameter(x), mge.Parameter(s), mge.Tensor(z), mge.Tensor(upstream)
+    manager = GradManager().attach([xt, st])
+    gain = 0.37
+
+    def step() -> mge.Tensor:
+        with manager:
+            y = quant_dequant(xt, st, zt, qmin, qmax, even, s.shape, gain)
+            manager.backward((y * ut).sum())
+        return y
+
+    run = step if jit is None else trace(step, symbolic=jit == "symbolic")
+    for _ in range(3 if jit else 1):
+        xt.grad = st.grad = None
+        y = run()
+    np.testing.assert_allclose(y.numpy(), y_ref, rtol=1e-6, atol=0)
+    np.testing.assert_array_equal(xt.grad.numpy(), (upstream * dx_ref).astype(np.float32))
+    axes = tuple(i for i in range(x.ndim) if i != axis) if axis is not None else None
+    want = (upstream * ds_ref).sum(axis=axes, keepdims=axis is not None) * gain
+    tolerance = 1e-4 * float(np.abs(upstream * ds_ref).sum())
+    assert np.abs(st.grad.numpy() - want).max() <= tolerance
+
+
+def test_scale_gradient_matches_finite_differences_where_values_clip() -> None:
+    """Clipped values are exactly linear in the scale, so a finite difference is the true derivative."""
+    x = np.array([50.0, -50.0, 80.0], np.float32)
+    zero, qmin, qmax, s, h = 3.0, 0, 15, 0.25, 0.0625
+
+    def loss(scale: float) -> float:
+        y = quant_dequant(
+            mge.Tensor(x), mge.Tensor(np.float32(scale)), mge.Tensor(np.float32(zero)), qmin, qmax, True, ()
+        )
+        return float((y * mge.Tensor([1.0, 2.0, -0.5])).sum().numpy())
+
+    st = mge.Parameter(np.float32(s))
+    manager = GradManager().attach([st])
+    with manager:
+        y = quant_dequant(mge.Tensor(x), st, mge.Tensor(np.float32(zero)), qmin, qmax, True, (), 1.0)
+        manager.backward((y * mge.Tensor([1.0, 2.0, -0.5])).sum())
+    assert float(st.grad.numpy()) == pytest.approx((loss(s + h) - loss(s - h)) / (2 * h), rel=1e-5)
+
+
+def test_ties_round_as_asked_under_jit_at_its_default_level() -> None:
+    x = mge.Tensor(np.array([0.5, 1.5, 2.5, -0.5, -1.5, -2.5], np.float32))
+    one, zero = mge.Tensor(np.float32(1)), mge.Tensor(np.float32(0))
+    want = {True: [0, 2, 2, 0, -2, -2], False: [1, 2, 3, -1, -2, -3]}
+    for even, integers in want.items():
+        run = trace(lambda v, even=even: quant_dequant(v, one, zero, -128, 127, even, ()), symbolic=True)
+        for _ in range(3):
+            y = run(x)
+        np.testing.assert_array_equal(y.numpy(), integers)
+
+
+def test_no_scale_gradient_when_it_is_not_learned() -> None:
+    st = mge.Parameter(np.float32(0.1))
+    x = mge.Parameter(np.ones(3, np.float32))
+    manager = GradManager().attach([st, x])
+    with manager:
+        y = quant_dequant(x, st, mge.Tensor(np.float32(0)), -8, 7, True, ())
+        manager.backward(F.sum(y))
+    assert st.grad is None or not np.any(st.grad.numpy())
+    np.testing.assert_array_equal(x.grad.numpy(), np.zeros(3))

@@ -1,0 +1,151 @@
+"""Models without a hazard trace in silence, and the source stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+from megengine.traced_module import TracedModule
+
+from qtrace.errors import TraceError
+from qtrace.graph.tracing import trace
+from tests.graph.planted import (
+    IMAGE,
+    ROWS,
+    Two,
+    buffer,
+    failure,
+    holder,
+    net,
+    parameter,
+    use_global,
+    write_slice,
+)
+
+
+class Residual(M.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = M.Conv2d(3, 4, 3, padding=1, bias=False)
+        self.bn1 = M.BatchNorm2d(4)
+        self.stages = [M.Sequential(M.Conv2d(4, 4, 3, padding=1), M.BatchNorm2d(4)) for _ in range(2)]
+        self.drop = M.Dropout(0.5)
+        self.fc = M.Linear(4, 5)
+
+    def forward(self, x):
+        x = F.relu(self.bn1(self.conv1(x)))
+        for stage in self.stages:
+            x += stage(x)
+        return self.fc(self.drop(F.flatten(F.adaptive_avg_pool2d(x, 1), 1)))
+
+
+def containers(self, pair):
+    return OrderedDict(total=pair["a"] + pair["b"][0], parts=[pair["a"], (pair["b"][1],)])
+
+
+def shapes(self, x):
+    n, c, h, w = x.shape
+    y = F.vision.interpolate(x, size=(h * 2, w * 2), mode="bilinear", align_corners=False)
+    y = y.reshape(n, c, h * w * 4)[:, :, ::2]
+    return F.broadcast_to(y.mean(axis=2, keepdims=True), (n, c, h)), F.zeros((n, c)), x[:, 1:, 2, 3:]
+
+
+def grid(self, x):
+    lines = [F.linspace(0, 1 + k, 7) + F.arange(0, 7, 1) for k in range(6)]
+    return x.sum() + F.stack(lines)
+
+
+def not_a_number(self, x):
+    return F.log(x - 10), F.maximum(x, 0) / F.maximum(x, 0)
+
+
+CLEAN = [
+    pytest.param(Residual(), (IMAGE,), id="residual"),
+    pytest.param(net(containers), ({"a": ROWS, "b": [ROWS * 2, mge.Tensor(ROWS)]},), id="containers"),
+    pytest.param(net(shapes), (IMAGE,), id="shapes"),
+    pytest.param(net(shapes), (IMAGE[:1],), id="batch-of-one"),
+    pytest.param(net(grid), (IMAGE,), id="racing-kernels"),
+    pytest.param(net(not_a_number), (ROWS,), id="nan"),
+    pytest.param(net(lambda self, x: self.fc(self.fc(x)), fc=M.Linear(4, 4)), (ROWS,), id="called-twice"),
+    pytest.param(net(lambda self, x: self.two(x, x), two=Two()), (ROWS,), id="two-arguments"),
+    pytest.param(net(use_global), (ROWS,), id="global-constant"),
+    pytest.param(net(lambda self, x: x * 1, spare=M.Linear(4, 4)), (ROWS,), id="unused-parameters"),
+    pytest.param(net(lambda self, x: x * self.t[0], t=[buffer() + 3]), (ROWS,), id="tensor-in-a-list"),
+    pytest.param(
+        net(lambda self, x: F.embedding(x, self.w), w=parameter().reshape(4, 1)),
+        (np.array([[3, 0]]),),
+        id="ids",
+    ),
+    pytest.param(net(lambda self, x, flag: x * 2 if flag else x), (ROWS, True), id="plain-argument"),
+    pytest.param(net(lambda self: self.w * 2, w=parameter()), (), id="no-input"),
+]
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(("model", "example"), CLEAN)
+def test_clean_models_trace_in_silence(model, example, check):
+    traced = trace(model, *example, check=check)
+    assert isinstance(traced, TracedModule)
+    assert not any(m.training for m in traced.modules())
+
+
+# The source stays as it is.
+
+
+def test_the_source_is_untouched_and_shares_nothing():
+    model = Residual()
+    model.train()
+    model.stages[1].eval()
+    model.drop.training = False
+    flags = [m.training for m in model.modules()]
+    before = copy.deepcopy(model.state_dict())
+    attributes = {k: id(v) for k, v in model.__dict__.items()}
+    image = mge.Tensor(IMAGE)
+    traced = trace(model, image)
+    assert [m.training for m in model.modules()] == flags
+    assert {k: id(v) for k, v in model.__dict__.items()} == attributes
+    for parameter_ in [*traced.parameters(), *traced.buffers()]:
+        parameter_[...] = 7
+    after = model.state_dict()
+    assert list(after) == list(before)
+    for name, value in after.items():
+        np.testing.assert_array_equal(value, before[name], err_msg=name)
+    np.testing.assert_array_equal(image.numpy(), IMAGE)
+
+
+def test_the_source_is_untouched_after_an_error():
+    model = holder(net(write_slice, buf=buffer()))
+    model.body.part.training = False
+    failure(model, ROWS)
+    assert [m.training for m in model.modules()] == [True, True, False]
+    assert not model.body.part.buf.numpy().any()
+
+
+def test_a_forward_that_writes_into_its_input_leaves_the_example():
+    def forward(self, x):
+        x[:, 0] = x[:, 0] * 2 + 1
+        return x
+
+    example = mge.Tensor(ROWS)
+    trace(net(forward), example)
+    np.testing.assert_array_equal(example.numpy(), ROWS)
+
+
+def test_a_traced_module_is_copied():
+    traced = trace(Residual(), IMAGE)
+    traced.train()
+    again = trace(traced)
+    assert traced.training
+    assert not any(m.training for m in again.modules())
+    again.fc.weight[...] = 0
+    assert traced.fc.weight.numpy().any()
+
+
+def test_only_modules_are_traced():
+    with pytest.raises(TraceError, match="not function"):
+        trace(use_global, ROWS)

@@ -1,0 +1,303 @@
+"""Every hazard has a planted model whose error must name it, and MegEngine must be usable afterwards."""
+
+from __future__ import annotations
+
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+from megengine.autodiff import Function
+from megengine.traced_module.module_tracer import module_tracer
+
+from qtrace.graph.tracing import trace
+from tests.graph.planted import GLOBAL, IMAGE, ROWS, Two, buffer, failure, holder, net, parameter, write_slice
+
+GLOBAL_PARAMETER = mge.Parameter(np.ones(4, "float32"))
+
+
+class Static(M.Module):
+    @staticmethod
+    def forward(x):
+        return F.relu(x)
+
+
+class Straight(Function):
+    def forward(self, x):
+        return F.round(x)
+
+    def backward(self, grad):
+        return grad
+
+
+class Box:
+    def __init__(self, value):
+        self.value = value
+
+
+# 1. Values that were fixed while tracing.
+
+
+def branch(self, x):
+    return F.relu(x) if float(x.mean()) > 0.5 else F.sigmoid(x)
+
+
+def item(self, x):
+    return x + x.max().item()
+
+
+def through_numpy(self, x):
+    return x - mge.Tensor(x.numpy().mean(axis=0))
+
+
+@pytest.mark.parametrize(
+    ("forward", "named"),
+    [
+        (branch, ["F.relu", "F.sigmoid"]),
+        (item, ["Tensor.__add__", "it holds"]),
+        (through_numpy, ["constant", "computes it from its input"]),
+    ],
+)
+def test_a_fixed_value_names_the_first_expr(forward, named):
+    message = failure(holder(net(forward)), np.abs(ROWS) if forward is branch else ROWS)
+    assert "other values of the same shape" in message
+    assert "in 'body.part'" in message
+    assert "`%" in message
+    for text in named:
+        assert text in message
+    trace(holder(net(forward)), ROWS, check=False)  # these are what `check` is for
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_branch_is_found_from_either_side(sign):
+    def forward(self, x):
+        return x * 2 if float(x.mean()) > 0 else x * 3
+
+    message = failure(net(forward), sign * (ROWS - ROWS.mean() + 0.05))
+    assert "it holds" in message
+    assert "Tensor.__mul__" in message
+
+
+def test_a_constant_example_is_varied_too():
+    assert "it holds" in failure(net(item), np.zeros((2, 4), "float32"))
+
+
+def test_integer_examples_are_varied_inside_their_range():
+    def forward(self, ids):
+        if int(ids.max()) > 6:
+            raise ValueError("out of range")
+        return F.embedding(ids, self.table) * ids[0, 0].item()
+
+    message = failure(
+        net(forward, table=mge.Parameter(np.eye(7, 3, dtype="float32"))), np.arange(6).reshape(2, 3)
+    )
+    assert "Tensor.__mul__" in message
+
+
+# 2. Another batch size.
+
+
+def test_a_fixed_batch_size_names_the_reshape():
+    def forward(self, x):
+        return (x * 2).reshape(int(x.shape[0]), 2, 2)
+
+    message = failure(holder(net(forward)), ROWS)
+    assert "another batch size (3 instead of 2)" in message
+    assert "Tensor.reshape in 'body.part'" in message
+    assert "it holds 2 where the module has 3" in message
+
+
+def test_a_loop_over_the_batch_is_reported():
+    def forward(self, x):
+        return F.stack([x[i].sum() for i in range(x.shape[0])])
+
+    message = failure(net(forward), ROWS)
+    assert "another batch size" in message
+    assert "output 0 has shape (2, 1) instead of (3, 1)" in message
+    assert "F.stack" in message or "Tensor.__getitem__" in message
+
+
+def test_a_module_that_refuses_another_batch_is_not_blamed():
+    def forward(self, x):
+        assert x.shape[0] == 2
+        return x.reshape(2, 2, 2)
+
+    trace(net(forward), ROWS)
+
+
+# 3. Parameters that became constants.
+
+
+@pytest.mark.parametrize(
+    ("attributes", "forward", "path"),
+    [
+        ({"gains": [parameter(), parameter()]}, lambda self, x: x * self.gains[1], "part.gains[1]"),
+        ({"gains": {"a": parameter()}}, lambda self, x: x * self.gains["a"], "part.gains['a']"),
+        ({"box": Box(parameter())}, lambda self, x: x * self.box.value, "part.box.value"),
+        ({"stages": [(M.Linear(4, 4), 1)]}, lambda self, x: self.stages[0][0](x), "part.stages[0][0].weight"),
+        ({"stages": (M.Linear(4, 4),)}, lambda self, x: self.stages[0](x), "part.stages[0].weight"),
+        ({}, lambda self, x: x * GLOBAL_PARAMETER, "a Parameter that is no attribute"),
+    ],
+)
+def test_parameters_in_containers_are_named(attributes, forward, path):
+    assert path in failure(holder(net(forward, **attributes)), ROWS, check=False)
+
+
+def test_running_statistics_in_a_tuple_are_named():
+    model = net(lambda self, x: self.parts[0](x), parts=(M.BatchNorm2d(3, affine=False),))
+    assert "parts[0].running_mean" in failure(model, IMAGE)
+
+
+def test_a_parameter_read_as_a_number_is_named():
+    def forward(self, x):
+        return (
+            self.unused(x) * 0 + x * self.scale.numpy().max() if x is None else x * self.scale.numpy().max()
+        )
+
+    message = failure(net(forward, scale=parameter(), unused=M.Linear(4, 4)), ROWS)
+    assert "'scale'" in message
+    assert "unused" not in message
+
+
+# 4. to 7.
+
+
+def test_a_custom_function_is_named_with_its_module():
+    message = failure(holder(net(lambda self, x: Straight()(x))), ROWS, check=False)
+    assert "Straight in submodule 'body.part'" in message
+
+
+def test_functions_inside_builtin_modules_are_none_of_our_business():
+    class Opaque(M.Module):
+        def forward(self, x):
+            return Straight()(x)
+
+    module_tracer.register_as_builtin(Opaque)
+    try:
+        assert any(isinstance(m, Opaque) for m in trace(holder(Opaque()), ROWS).modules())
+    finally:
+        module_tracer._opaque_types.discard(Opaque)
+
+
+def assign(self, x):
+    self.buf = self.buf * 0.9 + x.mean()
+    return x + self.buf
+
+
+def append(self, x):
+    self.seen.append(x + 1)
+    return x
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(
+    ("forward", "attributes", "path"),
+    [
+        (write_slice, {"buf": buffer()}, "'body.part.buf'"),
+        (assign, {"buf": buffer()}, "'body.part.buf'"),
+        (append, {"seen": []}, "'body.part.seen[0]'"),
+    ],
+)
+def test_state_updated_in_forward_is_named(forward, attributes, path, check):
+    model = holder(net(forward, **attributes))
+    message = failure(model, ROWS, check=check)
+    assert path in message
+    assert "updates its own state" in message
+
+
+def test_a_cache_that_depends_on_the_shape_only_is_no_state():
+    def forward(self, x):
+        if self.cache[0] is None or self.cache[0].shape[0] != x.shape[0]:
+            self.cache[0] = F.ones((x.shape[0], 1))
+        return x + self.cache[0]
+
+    for check in (True, False):
+        trace(net(forward, cache=[None]), ROWS, check=check)
+
+
+def test_two_argument_structures_name_the_submodule():
+    inner = net(lambda self, x: self.two(x) + self.two(x, x), two=Two())
+    message = failure(holder(inner), ROWS)
+    assert "submodule 'body.part.two' is called with two argument structures" in message
+    assert "(Module, Tensor, None) and (Module, Tensor, Tensor)" in message
+
+
+@pytest.mark.parametrize(
+    ("forward", "attributes", "named"),
+    [
+        (lambda self, x: Box(x), {}, ["'body.part'", "only return Tensors"]),
+        (lambda self, x: self.two(Box(x)), {"two": Two()}, ["'body.part.two'", "register_supported_type"]),
+        (
+            lambda self, x: self.parts[0](x),
+            {"parts": [M.ReLU(), 3]},
+            ["'body.part'", "container of their own"],
+        ),
+        (
+            lambda self, x: self.call(x, self.fc),
+            {"call": net(lambda self, x, part: part(x)), "fc": M.Linear(4, 4)},
+            ["as an argument"],
+        ),
+        (lambda self, x: self.act(x), {"act": Static()}, ["'body.part.act'", "Static.forward is static"]),
+        (
+            lambda self, x: x * float(np.prod(x.shape)),
+            {},
+            ["'body.part'", "numpy function", "test_tracing_hazards.py:"],
+        ),
+    ],
+)
+def test_tracer_failures_name_the_submodule(forward, attributes, named):
+    model = net(forward, **attributes)
+    # A box cannot pass through `* 2`: the module above hands it on.
+    model = net(lambda self, x: self.body(x), body=net(lambda self, x: self.part(x), part=model))
+    message = failure(model, ROWS)
+    assert "MegEngine says: " in message
+    for text in named:
+        assert text in message
+
+
+def test_a_constant_is_free_again_after_a_failure_deep_inside():
+    def forward(self, x):
+        y = x * GLOBAL
+        return y * float(np.prod(y.shape))
+
+    failure(holder(net(forward)), ROWS)  # traces a model with GLOBAL afterwards
+
+
+def test_keyword_only_inputs():
+    message = failure(net(lambda self, *, x: x), ROWS)
+    assert "Net.forward(*, x) cannot be called with 1 example(s) by position" in message
+
+
+def test_a_module_that_fails_itself():
+    message = failure(net(lambda self, x: F.matmul(x, x)), ROWS)
+    assert "Net itself fails on the example (test_tracing_hazards.py:" in message
+
+
+def test_what_cannot_be_copied():
+    assert "cannot be copied" in failure(net(lambda self, x: x, rows=(i for i in range(3))), ROWS)
+
+
+def test_examples_of_unknown_types():
+    assert "example 1 (Box)" in failure(net(lambda self, x, y: x), ROWS, Box(ROWS))
+
+
+def test_random_operations_are_named():
+    message = failure(holder(net(lambda self, x: F.dropout(x, 0.5, training=True))), ROWS)
+    assert "not deterministic in eval mode" in message
+    assert "F.dropout in 'body.part'" in message
+
+
+def test_a_count_in_a_python_attribute_is_reported():
+    def forward(self, x):
+        self.steps += 1
+        return x * self.steps
+
+    assert "Python attribute" in failure(net(forward, steps=0), ROWS)
+
+
+def test_hooks_that_change_the_output_are_named():
+    model = holder(net(lambda self, x: x + 1))
+    model.body.register_forward_hook(lambda module, inputs, outputs: outputs * 2)
+    message = failure(model, ROWS)
+    assert "forward hooks" in message
+    assert "'body'" in message

@@ -47,17 +47,30 @@ class BiasQuant(Module):
             raise CalibrationError(
                 f"site {self.site} has no quantization parameters: run qtrace.calibrate on data first."
             )
-        scale, shape = self.scale(activation, weight)
+        return self.quantize(bias, activation.effective_scale(), weight.effective_scale())
+
+    def quantize(self, bias: Tensor, activation: Tensor, weight: Tensor) -> Tensor:
+        """Rounds ``bias`` to multiples of the product of two scales.
+
+        Args:
+            bias: float32 of shape ``self.shape``.
+            activation: the input's scale, shape ``()``.
+            weight: the weight's scale, per tensor or in the weight's broadcast shape.
+        """
+        scale, shape = self.product(activation, weight)
         # Which way a tie goes is ours to say, for the exporter writes the integers: away from zero, since
         # the trick that rounds half to even fails beyond 2**22.
         zero = as_float32(np.zeros(shape, np.float32))
         return quant_dequant(bias, scale, zero, -_QMAX, _QMAX, half_even=False, shape=shape)
 
+    def product(self, activation: Tensor, weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """``s_in * s_w`` (float32), broadcastable to the bias, and its shape."""
+        shape = self.shape if weight.ndim else ()
+        return (activation * weight).reshape(shape), shape
+
     def scale(self, activation: FakeQuant, weight: FakeQuant) -> tuple[Tensor, tuple[int, ...]]:
-        """The scale ``s_in * s_w`` (float32), broadcastable to the bias, and its shape."""
-        product = activation.effective_scale() * weight.effective_scale()
-        shape = self.shape if weight.shape else ()
-        return product.reshape(shape), shape
+        """The scale that `forward` uses with these two fake quants, and its shape."""
+        return self.product(activation.effective_scale(), weight.effective_scale())
 
     def _module_info_string(self) -> str:
         return f"{self.site}, int32, {self.phase}"

@@ -63,7 +63,9 @@ class FakeQuant(Module):
         self.calibrated = False
         self.batch = 0
         if scheme.per_channel != (self.shape != ()):
-            raise SchemeError(f"{site}: scheme {scheme.describe()} does not fit scales of shape {self.shape}.")
+            raise SchemeError(
+                f"{site}: scheme {scheme.describe()} does not fit scales of shape {self.shape}."
+            )
         kind = Parameter if self._learns_scale() else Tensor
         self.scale = kind(np.ones(self.shape, np.float32))
         self.zero_point = as_float32(np.zeros(self.shape, np.float32))
@@ -119,7 +121,9 @@ class FakeQuant(Module):
 
     def _observe(self, x: Tensor) -> None:
         if self.observer is None:
-            raise CalibrationError(f"site {self.site} is converted and has no observer: prepare a graph again.")
+            raise CalibrationError(
+                f"site {self.site} is converted and has no observer: prepare a graph again."
+            )
         if self.static:
             if self.observer.empty:
                 self.observer.observe(self._channels_first(x.numpy()), site=self.site)

@@ -1,1 +1,1 @@
-"""Observers, one a file: what a site has seen, kept so that shards merge exactly, and the range drawn from it."""
+"""Observers, one a file: what a site has seen, kept so that shards merge exactly, and the range it gives."""

@@ -1,8 +1,8 @@
 """A histogram that merges exactly and in any order.
 
 Bins are ``[i * 2**k, (i + 1) * 2**k)`` for integers i: a grid fixed at 0. The exponent k is the smallest at
-which the observed range, widened to 0, touches at most ``2 * bins`` of them, so it depends on the smallest and
-the largest value alone. A coarser grid is had by adding pairs of bins (``i // 2``), which is what counting on
+which the observed range, widened to 0, touches at most ``2 * bins`` of them: it depends on the smallest and
+the largest value alone. A coarser grid is had by adding pairs of bins (``i // 2``), and is what counting on
 it would have given. So the state depends on the set of values only, not on their order or sharding.
 """
 
@@ -30,7 +30,9 @@ _COUNTERS = 1 << 20
 
 
 class HistogramObserver(Observer):
-    """Abstract: counts values. The state, for C channels and N = 2 * bins::
+    """Abstract: counts values.
+
+    The state, for C channels and N = 2 * bins::
 
     lo, hi    float32 (C,)    the smallest and the largest value
     exponent  int64 (C,)      k: bins are 2**k wide
@@ -77,8 +79,9 @@ def _bin_of(x: np.ndarray, exponent: np.ndarray) -> np.ndarray:
 def _exponent(lo: np.ndarray, hi: np.ndarray, size: int) -> np.ndarray:
     """The smallest k at which ``[min(lo, 0), max(hi, 0)]`` touches at most `size` bins, int64 (C,)."""
     lo, hi = np.minimum(lo, 0.0).astype(np.float64), np.maximum(hi, 0.0).astype(np.float64)
-    # Bins half as wide as this never suffice, for range / size >= 2**(e - 1): start there and go up.
-    exponent = np.maximum(np.frexp((hi - lo) / size)[1] - 2, _LOWEST_EXPONENT).astype(np.int64)
+    # frexp: 2**(e - 1) <= range / size, so bins of 2**(e - 2) are too narrow: start there and go up.
+    start = np.where(hi > lo, np.frexp((hi - lo) / size)[1] - 2, _LOWEST_EXPONENT)
+    exponent = np.maximum(start, _LOWEST_EXPONENT).astype(np.int64)
     while (wide := _bin_of(hi, exponent) - _bin_of(lo, exponent) >= size).any():
         exponent += wide
     return exponent
@@ -116,14 +119,15 @@ def _count_tensor(
     x, dtype = x.reshape(-1), _precision(exponent, origin)
     length = min(_BLOCK, x.size)
     factor = dtype(np.ldexp(1.0, -int(exponent[0])))
-    lane = (np.arange(length) % _LANES * size - int(origin[0])).astype(dtype)
-    scaled, bins = np.empty(length, dtype), np.empty(length, np.int32)
+    lane: np.ndarray = (np.arange(length) % _LANES * size - int(origin[0])).astype(dtype)
+    scaled: np.ndarray = np.empty(length, dtype)
+    bins = np.empty(length, np.int32)
     is_zero = np.empty(length, np.bool_)
     counts, zeros = np.zeros(_LANES * size, np.int64), 0
     for start in range(0, x.size, length):
         block = x[start : start + length]
         n = block.size
-        np.multiply(block, factor, out=scaled[:n])
+        np.multiply(block, factor, out=scaled[:n], dtype=dtype)  # else numpy 1 ignores a scalar's
         np.floor(scaled[:n], out=scaled[:n])
         np.add(scaled[:n], lane[:n], out=scaled[:n])
         np.copyto(bins[:n], scaled[:n], casting="unsafe")
@@ -137,7 +141,7 @@ def _count_channels(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Counts x of shape (A, C, B) per channel and bin: counts (C, size) and zeros (C,)."""
     dtype = _precision(exponent, origin)
-    factor = np.ldexp(1.0, -exponent).astype(dtype)[:, None]
+    factor: np.ndarray = np.ldexp(1.0, -exponent).astype(dtype)[:, None]
     counts = np.zeros((x.shape[1], size), np.int64)
     zeros = np.zeros(x.shape[1], np.int64)
     for rows, channels in _blocks(x.shape, max(1, _COUNTERS // size)):

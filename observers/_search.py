@@ -1,8 +1,8 @@
 """The squared error of a quantizer, in closed form from a histogram, and the search for the least.
 
-Let mu be the histogram's measure (counts spread evenly within a bin), F(t) its mass below t, G the integral of
-F and A twice that of G, so that ``G(t) = int_{x<t} (t - x) dmu`` and ``A(t) = int_{x<t} (t - x)**2 dmu``. A
-quantizer with levels ``v_i = v_0 + i s``, i = 0 ... L, and thresholds ``t_i = v_i + s / 2`` takes x to the
+Let mu be the histogram's measure (counts spread evenly within a bin), F(t) its mass below t, G the integral
+of F, and A twice that of G, so that ``G(t) = int_{x<t} (t - x) dmu`` and ``A(t) = int_{x<t} (t - x)**2 dmu``.
+A quantizer with levels ``v_i = v_0 + i s``, i = 0 ... L, and thresholds ``t_i = v_i + s / 2`` takes x to the
 nearest level and beyond the ends to v_0 or v_L. Summing ``int (x - v_i)**2 dmu`` over its cells by parts::
 
     E = int (x - v_L)**2 dmu - 2 s sum_{i<L} G(t_i)
@@ -137,9 +137,8 @@ def best_range(state: State, scheme: QScheme, candidates: int) -> tuple[np.ndarr
 def _search(state: State, scheme: QScheme, candidates: int) -> np.ndarray:
     """`best_range` for a few channels, float64 (2, C)."""
     table = tables(state)
-    full = np.stack([np.minimum(state["lo"], 0.0), np.maximum(state["hi"], 0.0)]).astype(np.float64)[
-        :, :, None
-    ]
+    ends = np.minimum(state["lo"], 0.0), np.maximum(state["hi"], 0.0)
+    full = np.stack(ends).astype(np.float64)[:, :, None]
     best = full
 
     def sweep(lo_ratio: np.ndarray, hi_ratio: np.ndarray) -> np.ndarray:

@@ -75,7 +75,8 @@ class Observer(ABC):
         for key in options:
             if key not in self.OPTIONS:
                 raise ConfigError(
-                    f"observer {self.name} has no option {key!r}: it knows {', '.join(self.OPTIONS) or 'none'}."
+                    f"observer {self.name} has no option {key!r}: correct it to one of "
+                    f"{', '.join(self.OPTIONS) or '(none)'}."
                 )
         self._scheme = scheme
         self._options = {
@@ -152,7 +153,8 @@ class Observer(ABC):
             )
         if self._state is not None and lo.size != (channels := self._channels(self._state)):
             raise CalibrationError(
-                f"{where}: it has {lo.size} channels on axis {self._scheme.axis}, earlier batches had {channels}."
+                f"{where}: it has {lo.size} channels on axis {self._scheme.axis}, but earlier batches had "
+                f"{channels}: correct the axis or the data."
             )
         measured = self._measure(array, lo, hi, index)
         self._state = measured if self._state is None else self._combine(self._state, measured)
@@ -167,12 +169,12 @@ class Observer(ABC):
         """
         if type(other) is not type(self):
             raise ConfigError(
-                f"observers {self.name} and {getattr(other, 'name', other)} cannot merge: use one."
+                f"observers {self.name} and {getattr(other, 'name', other)} cannot merge: use one kind."
             )
         if (other.scheme, other.options) != (self._scheme, self._options):
             raise ConfigError(
-                f"two {self.name} observers cannot merge: one has {self._scheme.describe()}, {self._options}, "
-                f"the other {other.scheme.describe()}, {other.options}; run all shards with one configuration."
+                f"two {self.name} observers cannot merge: one is {self._scheme.describe()} {self._options}, "
+                f"one {other.scheme.describe()} {other.options}: configure all shards alike."
             )
         merged = type(self)(self._scheme, **self._options)
         merged._batches = self._batches + other._batches
@@ -182,7 +184,8 @@ class Observer(ABC):
         channels = self._channels(self._state), self._channels(other._state)
         if channels[0] != channels[1]:
             raise CalibrationError(
-                f"two {self.name} observers cannot merge: they saw {channels[0]} and {channels[1]} channels."
+                f"two {self.name} observers cannot merge: they saw {channels[0]} and {channels[1]} channels: "
+                "show them the same site."
             )
         merged._state = self._combine(self._state, other._state)
         return merged
@@ -227,8 +230,9 @@ class Observer(ABC):
             wanted = tuple(size if isinstance(size, int) else sizes.setdefault(size, n) for size, n in named)
             if array.dtype != dtype or array.ndim != len(shape) or array.shape != wanted:
                 raise ConfigError(
-                    f"observer {self.name}: {key} is {array.dtype} of shape {array.shape}, not {dtype.__name__} "
-                    f"of shape ({', '.join(map(str, shape))}): was it saved with other options?"
+                    f"observer {self.name}: {key} is {array.dtype} of shape {array.shape}, not "
+                    f"{dtype.__name__} of shape ({', '.join(map(str, shape))}): keep the options that it was "
+                    "saved with."
                 )
         batches = int(state["batches"])
         if (batches > 0) != bool(arrays):
@@ -267,12 +271,13 @@ class Observer(ABC):
 
 def _extremes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Minimum and maximum of each channel of (A, C, B), shape (C,); NaN where there is one."""
-    if x.shape[1] == 1:
-        lo, hi = x.min().reshape(1), x.max().reshape(1)
-    elif x.shape[0] == 1:
-        lo, hi = x[0].min(axis=1), x[0].max(axis=1)
-    else:  # numpy is up to six times slower over both axes at once
-        lo, hi = x.min(axis=0).min(axis=1), x.max(axis=0).max(axis=1)
+    with np.errstate(invalid="ignore"):
+        if x.shape[1] == 1:
+            lo, hi = x.min().reshape(1), x.max().reshape(1)
+        elif x.shape[0] == 1:
+            lo, hi = x[0].min(axis=1), x[0].max(axis=1)
+        else:  # numpy is up to six times slower over both axes at once
+            lo, hi = x.min(axis=0).min(axis=1), x.max(axis=0).max(axis=1)
     # + 0.0 makes 0.0 of -0.0: else the order of the data would show in the sign.
     return lo + np.float32(0.0), hi + np.float32(0.0)
 

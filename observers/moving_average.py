@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import numpy as np
 
 from qtrace.observers.base import Layout, Observer, Option, State
@@ -24,7 +27,7 @@ class MovingAverage(Observer):
         momentum: 0 (only the last batch) to 1 (the plain mean).
     """
 
-    OPTIONS = {"momentum": Option(0.9, 0.0, 1.0)}
+    OPTIONS: ClassVar[Mapping[str, Option]] = {"momentum": Option(0.9, 0.0, 1.0)}
 
     def _layout(self) -> Layout:
         return {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import numpy as np
 
 from qtrace.observers._histogram import BINS, HistogramObserver
@@ -22,7 +25,7 @@ class MeanSquaredError(HistogramObserver):
         candidates: how many ratios the first sweep tries.
     """
 
-    OPTIONS = {"bins": BINS, "candidates": Option(64, 8, 1024)}
+    OPTIONS: ClassVar[Mapping[str, Option]] = {"bins": BINS, "candidates": Option(64, 8, 1024)}
 
     def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
         return best_range(state, self._scheme, int(self._options["candidates"]))

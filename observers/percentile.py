@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import numpy as np
 
 from qtrace.observers._histogram import BINS, HistogramObserver, origin_of
@@ -21,7 +24,7 @@ class Percentile(HistogramObserver):
         bins: the range is resolved by `bins` to ``2 * bins`` bins.
     """
 
-    OPTIONS = {"percentile": Option(99.99, 51.0, 100.0), "bins": BINS}
+    OPTIONS: ClassVar[Mapping[str, Option]] = {"percentile": Option(99.99, 51.0, 100.0), "bins": BINS}
 
     def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
         counts, size = state["counts"], state["counts"].shape[1]

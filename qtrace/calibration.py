@@ -14,8 +14,8 @@ from qtrace.errors import CalibrationError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import TracedModule
 from qtrace.observers.base import Observer
+from qtrace.passes.record import fake_quants, read_record
 from qtrace.phases import set_phase
-from qtrace.prepared import fake_quants, read_record
 from qtrace.scheme import QParams
 
 __all__ = ["as_arguments", "calibrate"]
@@ -55,9 +55,9 @@ def calibrate(
         count = _observe(prepared, sites, batches, max_batches, progress)
         if count == 0:
             raise CalibrationError("calibration data has no batches: give at least one.")
-        parameters = [(fq, fq.observer.qparams()) for fq in sites if not fq.observer.empty]
+        parameters = [(fq, fq.observer.qparams()) for fq in sites if fq.observer and not fq.observer.empty]
     except BaseException:
-        for fq, (observer, phase) in zip(sites, before):
+        for fq, (observer, phase) in zip(sites, before, strict=True):
             fq.observer, fq.phase = observer, phase
         raise
     for fq, qparams in parameters:

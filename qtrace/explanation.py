@@ -12,8 +12,8 @@ from qtrace.config import QConfig
 from qtrace.graph.table import format_table
 from qtrace.graph.types import TracedModule
 from qtrace.passes.annotation import Annotation, ExprNote
+from qtrace.passes.record import is_quantized, read_record
 from qtrace.preparation import plan
-from qtrace.prepared import is_quantized, read_record
 
 __all__ = ["Explanation", "explain"]
 

@@ -131,21 +131,19 @@ def choose(lo: Any, hi: Any, scheme: QScheme) -> QParams:
             do not fit the scheme.
     """
     try:
-        ends = np.broadcast_arrays(np.asarray(lo, np.float64), np.asarray(hi, np.float64))
+        low, high = np.broadcast_arrays(np.asarray(lo, np.float64), np.asarray(hi, np.float64))
     except (TypeError, ValueError):
         raise SchemeError(
             f"choose: {lo!r} to {hi!r} is no range: give two numbers, or one pair per channel."
         ) from None
-    for end in ends:
+    for end in (low, high):
         if not np.isfinite(end).all():
             raise SchemeError(f"choose: a range ends at {end[~np.isfinite(end)][0]}: give finite ends.")
-    crossed = ends[0] > ends[1]
+    crossed = low > high
     if crossed.any():
-        raise SchemeError(
-            f"choose: lo {ends[0][crossed][0]} exceeds hi {ends[1][crossed][0]}: swap the ends."
-        )
+        raise SchemeError(f"choose: lo {low[crossed][0]} exceeds hi {high[crossed][0]}: swap the ends.")
     with np.errstate(over="ignore"):
-        scale, zero_point = grid(*ends, scheme)
+        scale, zero_point = grid(low, high, scheme)
     if np.isinf(scale).any():
         raise SchemeError("choose: the range is so wide that float32 cannot hold its scale: clip the tensor.")
     return QParams(scheme, scale, zero_point)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.fakequant.base import PHASES
 from qtrace.graph.types import TracedModule
-from qtrace.prepared import bias_quants, fake_quants, read_record
+from qtrace.passes.record import fake_quants, followers, read_record
 
 __all__ = ["set_phase"]
 
@@ -36,5 +36,5 @@ def set_phase(prepared: TracedModule, phase: str) -> None:
                 f"{len(missing)} sites have no quantization parameters, the first is {missing[0]}: "
                 f"run qtrace.calibrate on data before the phase {phase!r}."
             )
-    for module in (*fake_quants(prepared), *bias_quants(prepared)):
+    for module in (*fake_quants(prepared), *followers(prepared)):
         module.phase = phase

@@ -53,8 +53,8 @@ def resolve(package: str, name: str, base: type) -> type:
         found = _only_class(f"{package}.{name}")
     else:
         raise ConfigError(
-            f"{package} has no {name!r}: choose one of {', '.join(names) or '(none)'}, or name your own class "
-            "as 'pkg.mod:Class'."
+            f"{package} has no {name!r}: choose one of {', '.join(names) or '(none)'}, or name your own as "
+            "'pkg.mod:Class'."
         )
     if not (inspect.isclass(found) and issubclass(found, base)):
         raise ConfigError(f"{package}: {name!r} is not a subclass of {base.__module__}.{base.__qualname__}.")
@@ -83,7 +83,7 @@ def _own(module: str, name: str, base: type) -> Any:
 def _only_class(module: str) -> Any:
     """The one name in ``__all__`` of a plugin file."""
     imported = importlib.import_module(module)
-    names = getattr(imported, "__all__", ())
+    names: list[str] = list(getattr(imported, "__all__", ()))
     if len(names) != 1:
         raise ConfigError(f"{module}: __all__ names {len(names)} things: a plugin file exports one class.")
     return getattr(imported, names[0])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import gc
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from qtrace.passes.annotation import Annotation
 from qtrace.passes.expand import expand
 from qtrace.passes.fuse_bn import fuse_bn
 from qtrace.passes.insert import insert
-from qtrace.prepared import Record, is_quantized, write_record
+from qtrace.passes.record import Record, is_quantized, write_record
 from qtrace.recipe import as_qconfig
 
 __all__ = ["plan", "prepare"]
@@ -42,25 +44,38 @@ def prepare(
         ConfigError: for a config that is wrong or does not fit the graph.
         GraphError: when ``traced`` is not a traced module, or is prepared already.
     """
-    model, annotation, config, log = _decide(traced, qconfig)
-    insert(model, annotation)
-    check(model)
-    write_record(model, Record("prepared", annotation, config.to_dict(), log))
+    with _gc_paused():
+        model, annotation, config, log = _decide(traced, qconfig)
+        insert(model, annotation)
+        check(model)
+        write_record(model, Record("prepared", annotation, config.to_dict(), log))
     return model
 
 
-def plan(
-    traced: TracedModule, qconfig: QConfig | str | Path | Mapping[str, Any] | None = None
-) -> Annotation:
+def plan(traced: TracedModule, qconfig: QConfig | str | Path | Mapping[str, Any] | None = None) -> Annotation:
     """What ``prepare`` would do, without doing it: the annotation that ``explain`` prints."""
     return _decide(traced, qconfig)[1]
+
+
+@contextlib.contextmanager
+def _gc_paused() -> Iterator[None]:
+    """A graph is one big cycle that only grows here: collecting meanwhile walks it again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _decide(
     traced: TracedModule, qconfig: QConfig | str | Path | Mapping[str, Any] | None
 ) -> tuple[TracedModule, Annotation, QConfig, tuple[str, ...]]:
     if not isinstance(traced, TracedModule):
-        raise GraphError(f"prepare takes a TracedModule, not {type(traced).__name__}: call qtrace.trace on it first.")
+        raise GraphError(
+            f"prepare takes a TracedModule, not {type(traced).__name__}: call qtrace.trace on it first."
+        )
     if is_quantized(traced):
         raise GraphError("the module is prepared or converted already: prepare the float one.")
     config = as_qconfig(QConfig() if qconfig is None else qconfig)

@@ -131,14 +131,17 @@ class VerifyReport:
         for node, tally in self.sites["op_by_op"].items():
             others = [self.sites[m].get(node) for m in _MODES[1:]]
             cells = ["" if t is None else f"{t.equal / t.values:.2%} / {t.worst}" for t in others]
-            rows.append((node, str(tally.values), f"{tally.equal / tally.values:.3%}", str(tally.worst), *cells))
+            rows.append(
+                (node, str(tally.values), f"{tally.equal / tally.values:.3%}", str(tally.worst), *cells)
+            )
         return f"{format_table(headers, rows, max_width=max_width)}\n{self.summary()}"
 
     def summary(self) -> str:
         """The totals and the verdict, in a few lines."""
         ratios = ", ".join(f"{m} {n.sqnr_db:.1f} dB" for m, n in self.outputs.items())
         lines = [
-            f"op by op: worst {self.worst_lsb()} LSB, {self.equal_share():.4%} equal over {len(self.sites['op_by_op'])} sites",
+            f"op by op: worst {self.worst_lsb()} LSB, {self.equal_share():.4%} equal "
+            f"over {len(self.sites['op_by_op'])} sites",
             f"outputs: {ratios}; same prediction {self.agreement():.2%}",
             "passed" if self.passed else "FAILED: " + "; ".join(self.problems()),
         ]

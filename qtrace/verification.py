@@ -21,7 +21,7 @@ from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Node, TracedModule
 from qtrace.numerics import dequantize, quantize
 from qtrace.passes.insert import CONTAINER
-from qtrace.prepared import read_record
+from qtrace.passes.record import read_record
 from qtrace.report import VerifyReport
 from qtrace.scheme import QParams
 
@@ -95,7 +95,11 @@ def _integer_names(converted: TracedModule) -> dict[str, str]:
 
 def _groups(converted: TracedModule) -> dict[str, QParams]:
     annotation, container = read_record(converted).annotation, getattr(converted, CONTAINER)
-    found = {f"{s.name}_q": getattr(container, s.group).qparams() for s in annotation.sites if s.sort == "activation"}
+    found = {
+        f"{s.name}_q": getattr(container, s.group).qparams()
+        for s in annotation.sites
+        if s.sort == "activation"
+    }
     found.update((name, getattr(container, group).qparams()) for name, group in annotation.carried.items())
     return found
 
@@ -104,7 +108,11 @@ class _OpByOp(Interpreter):
     """Compares at every site, then goes on with the runtime's integers."""
 
     def __init__(
-        self, converted: TracedModule, names: dict[str, str], integers: dict[str, np.ndarray], report: VerifyReport
+        self,
+        converted: TracedModule,
+        names: dict[str, str],
+        integers: dict[str, np.ndarray],
+        report: VerifyReport,
     ) -> None:
         super().__init__(converted)
         self.names, self.integers, self.report = names, integers, report

@@ -7,13 +7,16 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from qtrace.cli import engine
+
+if TYPE_CHECKING:
+    from qtrace.data import Batch, DataSource  # at run time it loads numpy, which --help does without
 
 __all__ = ["Console"]
 
@@ -45,13 +48,19 @@ class Console:
             yield
             engine.synchronize()
 
+    def bar(self, batches: DataSource, what: str) -> Iterable[Batch]:
+        """The batches, with a progress bar on stderr."""
+        from tqdm import tqdm
+
+        return tqdm(batches, desc=what, unit="batch", disable=not self.progress)
+
     def note(self, text: str) -> None:
         """Tells what happens, unless quiet."""
         if not self.quiet:
             click.echo(text, err=True)
 
     def result(self, text: str, data: Any) -> None:
-        """Prints the result of the command, as text or as JSON; there, numbers that are not finite are null."""
+        """Prints the result, as text or as JSON; there, numbers that are not finite are null."""
         try:
             click.echo(json.dumps(_plain(data), indent=2, allow_nan=False) if self.as_json else text)
         except BrokenPipeError:  # `| head`: nobody reads on

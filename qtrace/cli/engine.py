@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import warnings
 
 __all__ = ["start", "synchronize"]
 
@@ -19,6 +20,8 @@ def start() -> None:
     if _started:
         return
     _started = True
+    # MegEngine makes the processor flush subnormals to zero; numpy remarks on that.
+    warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
     sys.stderr.flush()
     try:
         kept = os.dup(2)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from qtrace.cli.console import Console
-from qtrace.data import Batch, DataSource, blame, import_object, is_object_name, open_data
 from qtrace.errors import QtraceError, TraceError
 
-__all__ = ["is_factory", "load_model", "open_source", "trace_factory"]
+if TYPE_CHECKING:
+    from qtrace.data import Batch, DataSource  # at run time it loads numpy, which --help does without
+
+__all__ = ["is_factory", "load_model", "open_source", "tell_skipped", "trace_factory"]
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
 def is_factory(model: str) -> bool:
     """Whether MODEL is ``pkg.mod:factory`` rather than a file."""
+    from qtrace.data import is_object_name
+
     return is_object_name(model) and not Path(model).exists()
 
 
@@ -41,6 +45,8 @@ def open_source(
     skip_bad: bool,
 ) -> DataSource:
     """Opens --data, with the recipe's preprocess, and says which arrays are left out."""
+    from qtrace.data import open_data
+
     preprocess = getattr(qconfig, "preprocess", None)
     data = open_data(
         source, preprocess=preprocess, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
@@ -48,6 +54,13 @@ def open_source(
     if data.skipped:
         console.note(f"{source}: taken for labels and left out: {', '.join(data.skipped)}")
     return data
+
+
+def tell_skipped(data: DataSource, console: Console) -> None:
+    """Says at the end which images --skip-bad left out."""
+    if data.skipped and Path(data.source).is_dir():
+        shown = ", ".join(data.skipped[:5]) + (", ..." if len(data.skipped) > 5 else "")
+        console.note(f"{len(data.skipped)} unreadable images left out: {shown}")
 
 
 def trace_factory(
@@ -68,6 +81,8 @@ def trace_factory(
 
 def _make(name: str) -> Any:
     from megengine.module import Module
+
+    from qtrace.data import blame, import_object
 
     target = import_object(name)
     if isinstance(target, Module):

@@ -81,6 +81,8 @@ def _workspace(path: Path, target: Path) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
+    except (FileExistsError, NotADirectoryError) as error:
+        raise QtraceError(f"{path} cannot be written: {error.filename} is a file, not a folder.") from error
     except OSError as error:
         raise QtraceError(f"{path} cannot be written: {error.strerror}.") from error
     try:

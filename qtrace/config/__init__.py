@@ -3,7 +3,7 @@
 All are frozen and hashable, refuse unknown keys, and raise `ConfigError`: one sentence a mistake.
 """
 
-from qtrace.config.qconfig import PTQ_ALGORITHMS, Bn, Expect, Preprocess, QConfig, Qat
+from qtrace.config.qconfig import PTQ_ALGORITHMS, Bn, Expect, Preprocess, Qat, QConfig
 from qtrace.config.rule import Match, Observers, Rule, SchemePatch, Spec, Subgraph
 
 __all__ = [

@@ -10,7 +10,20 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, Vali
 
 from qtrace.errors import ConfigError
 
-__all__ = ["Bool", "Float", "Int", "Loc", "Model", "Place", "Text", "Texts", "hint", "known_keys", "spell"]
+__all__ = [
+    "Bool",
+    "Float",
+    "Int",
+    "Loc",
+    "Model",
+    "Place",
+    "Text",
+    "Texts",
+    "hint",
+    "known_keys",
+    "show",
+    "spell",
+]
 
 _M = TypeVar("_M", bound="Model")
 
@@ -89,7 +102,9 @@ _WANTED = {
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
     "literal_error": "{expected}",
+    "string_too_short": "text that is not empty",
     "string_type": "text",
+    "string_unicode": "text that is valid Unicode",
     "tuple_type": "a list",
 }
 
@@ -149,11 +164,11 @@ def _sentence(error: Mapping[str, Any], model: type[BaseModel], place: Place) ->
     else:
         wanted = _WANTED.get(kind, "").format(**context)
     if not wanted:
-        return f"{prefix}{subject}: {error['msg']}, not {_show(value)}."
-    return f"{prefix}{subject} must be {wanted}, not {_show(value)}."
+        return f"{prefix}{subject}: {error['msg']}, not {show(value)}."
+    return f"{prefix}{subject} must be {wanted}, not {show(value)}."
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
     """A value, cut to a readable length; the words of YAML where Python has others."""
     text = "empty" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -62,9 +62,7 @@ class Preprocess(Model):
     @model_validator(mode="after")
     def _agree(self) -> Preprocess:
         if len(self.size) != 3 or self.size[0] not in (1, 3):
-            raise ValueError(
-                f"size must be [channels, height, width] with 1 or 3 channels, not {list(self.size)}."
-            )
+            raise ValueError("size must be [channels, height, width] with 1 or 3 channels.")
         for name in ("mean", "std"):
             count = len(getattr(self, name))
             if count != self.size[0]:
@@ -207,9 +205,8 @@ class QConfig(Model):
     def _one_fakequant(self) -> QConfig:
         trained = self.qat.fakequant if self.qat is not None else None
         if self.fakequant is not None and trained is not None and self.fakequant != trained:
-            raise ValueError(
-                f"fakequant is {self.fakequant.to_dict()!r} but qat.fakequant is {trained.to_dict()!r}: give one."
-            )
+            one, other = self.fakequant.to_dict(), trained.to_dict()
+            raise ValueError(f"fakequant is {one!r} but qat.fakequant is {other!r}: give one of them.")
         return self
 
     def __eq__(self, other: object) -> bool:

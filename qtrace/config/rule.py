@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
 
 from qtrace import plugins
-from qtrace.config.base import Bool, Int, Model, Text, Texts, hint, known_keys
+from qtrace.config.base import Bool, Int, Model, Text, Texts, hint, known_keys, show
 
 if TYPE_CHECKING:
     from qtrace.scheme import QScheme
@@ -46,10 +46,8 @@ class SchemePatch(Model):
     @property
     def changes(self) -> dict[str, Any]:
         """The attributes that change. A given axis counts even when it is None: one scale per tensor."""
-        given = {
-            name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set
-        }
-        return {name: value for name, value in given.items() if value is not None or name == "axis"}
+        given = ((name, getattr(self, name)) for name in _PATCHED if name in self.model_fields_set)
+        return {name: value for name, value in given if value is not None or name == "axis"}
 
     def apply(self, scheme: QScheme) -> QScheme:
         """``scheme`` with the changes."""
@@ -64,6 +62,9 @@ class SchemePatch(Model):
 
     def __hash__(self) -> int:
         return hash(tuple(self.changes.items()))
+
+
+_PATCHED = tuple(SchemePatch.model_fields)
 
 
 class Spec(Model):
@@ -82,8 +83,12 @@ class Spec(Model):
     def _short(cls, value: Any) -> Any:
         if isinstance(value, str):
             return {"name": value}
-        if not isinstance(value, Mapping):
+        if isinstance(value, Spec):
             return value
+        if not isinstance(value, Mapping):
+            raise ValueError(
+                f"give a name such as mse, or a mapping such as {{mse: {{bins: 2048}}}}, not {show(value)}."
+            )
         if "name" not in value:
             if len(value) != 1:
                 raise ValueError(f"give one name, with options under it, not {len(value)} keys.")
@@ -95,7 +100,7 @@ class Spec(Model):
     @classmethod
     def _options(cls, value: Any) -> Any:
         if not isinstance(value, Mapping):
-            raise ValueError(f"options are a mapping such as {{bins: 2048}}, not {value!r}.")
+            raise ValueError(f"options are a mapping such as {{bins: 2048}}, not {show(value)}.")
         return _json(value)
 
     def to_dict(self) -> str | dict[str, Any]:
@@ -120,7 +125,7 @@ def _json(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise ValueError(
-        f"the option value {value!r} is not plain data (text, numbers, true, false, lists, mappings)."
+        f"the option value {show(value)} is not plain data: text, numbers, lists and mappings are."
     )
 
 
@@ -229,9 +234,7 @@ class Rule(Model):
         if self.quantize is None and not given:
             raise ValueError(f"the rule changes nothing: give it one of {', '.join(known_keys(Rule)[1:])}.")
         if self.quantize is False and given:
-            raise ValueError(
-                f"quantize: false leaves the ops in float, so {given[0]} has no effect: drop one."
-            )
+            raise ValueError(f"with quantize: false the ops stay float, so {given[0]} has no effect.")
         return self
 
     def __eq__(self, other: object) -> bool:

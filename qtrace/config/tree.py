@@ -7,15 +7,17 @@ plain data is read; a tag can construct nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
 
-__all__ = ["Loc", "Tree", "dump", "merge", "read"]
+from qtrace.config.base import Loc, show, spell
 
-Loc = tuple["int | str", ...]
+__all__ = ["Tree", "dump", "merge", "read"]
+
+_TAG = "tag:yaml.org,2002:"
 
 # A recipe has a few hundred values; aliases could make billions of a few lines.
 _MOST_VALUES = 10_000
@@ -42,12 +44,20 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    # PyYAML writes these line breaks bare into single quotes, and reads them back as spaces.
+    style = '"' if re.search("[\x85\u2028\u2029]", text) else None
+    return dumper.represent_scalar(f"{_TAG}str", text, style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
 for _kind, _pattern, _first in _RESOLVERS:
     _expression = re.compile(rf"(?:{_pattern})\Z")
     _letters = [*_first, ""] if _kind == "null" else list(_first)
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", _expression, _letters)
+    _Loader.add_implicit_resolver(f"{_TAG}{_kind}", _expression, _letters)
     # In addition to PyYAML's own: text that either reader takes for something else is quoted.
-    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", _expression, _letters)
+    _Dumper.add_implicit_resolver(f"{_TAG}{_kind}", _expression, _letters)
 
 
 @dataclass(frozen=True)
@@ -85,8 +95,7 @@ class Tree:
         for index, part in enumerate(loc):
             child = _child(tree.value, part)
             if child is None:
-                rest = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in loc[index:])
-                path = f"{tree.path}{rest}".removeprefix(".")
+                path = spell((tree.path, *loc[index:]) if tree.path else loc[index:])
                 break
             tree, path = child, child.path
         return f"{tree.origin}: ", path
@@ -119,9 +128,11 @@ def read(text: str, file: str, problems: list[str]) -> Tree | None:
         return _Reader(file, problems).tree(node, node.start_mark.line + 1, "")
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        problems.append(f"{file}:{line}: the character U+{ord(error.character):04X} is not allowed in YAML.")
+        problems.append(f"{file}:{line}: the character U+{error.character:04X} is not allowed in YAML.")
     except yaml.MarkedYAMLError as error:
         problems.append(_syntax(error, file))
+    except (ValueError, OverflowError):  # PyYAML on "\UFFFFFFFF"
+        problems.append(f"{file}:1: not valid YAML: an escape or a number in it is impossible.")
     except RecursionError:
         problems.append(f"{file}:1: more than {_MOST_LEVELS} levels of nesting.")
     except _LimitError as error:
@@ -158,9 +169,11 @@ class _Reader:
             raise _LimitError(f"{line}: more than {_MOST_VALUES} values (an alias counts at each use)")
         if level > _MOST_LEVELS:
             raise _LimitError(f"{line}: more than {_MOST_LEVELS} levels of nesting")
-        if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
+        if node.tag not in _TAGS:
+            self._problem(line, f"the tag {node.tag} is not supported; recipes are plain data")
+        if isinstance(node, yaml.MappingNode):
             value: Any = dict(self._items(node, path, level + 1))
-        elif isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
+        elif isinstance(node, yaml.SequenceNode):
             value = [
                 self.tree(item, item.start_mark.line + 1, f"{path}[{i}]", level + 1)
                 for i, item in enumerate(node.value)
@@ -173,7 +186,7 @@ class _Reader:
         first: dict[str, int] = {}
         for key, value in node.value:
             line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
+            if not isinstance(key, yaml.ScalarNode) or key.tag != f"{_TAG}str":
                 shown = f" {key.value!r}" if isinstance(key, yaml.ScalarNode) else ""
                 self._problem(line, f"the key{shown} must be text")
             elif key.value == "<<":
@@ -185,16 +198,12 @@ class _Reader:
                 yield key.value, self.tree(value, line, f"{path}.{key.value}".removeprefix("."), level)
 
     def _scalar(self, node: yaml.Node, line: int) -> Any:
-        kind = node.tag.removeprefix("tag:yaml.org,2002:")
-        text = node.value if isinstance(node, yaml.ScalarNode) else None
+        kind = node.tag.removeprefix(_TAG)
         try:
-            if text is not None and kind in _SCALARS:
-                return _SCALARS[kind](text)
+            return _SCALARS.get(kind, str)(node.value)
         except ValueError:
-            self._problem(line, f"{text!r} cannot be read as {kind}")
-            return None
-        self._problem(line, f"the tag {node.tag} is not supported; recipes are plain data")
-        return None
+            self._problem(line, f"{show(node.value)} cannot be read as {kind}")
+            return node.value
 
     def _problem(self, line: int, text: str) -> None:
         self.problems.append(f"{self.file}:{line}: {text}.")
@@ -211,13 +220,19 @@ def _boolean(text: str) -> bool:
     return text.lower() == "true"
 
 
-_SCALARS = {
-    "null": lambda text: None,
+def _string(text: str) -> str:
+    text.encode("utf-8")  # an escape such as "\ud800" makes what no file and no terminal can hold
+    return text
+
+
+_SCALARS: dict[str, Callable[[str], Any]] = {
+    "null": lambda _: None,
     "bool": _boolean,
     "int": _integer,
     "float": lambda text: float(re.sub(r"\.(?=inf|nan)", "", text.lower())),
-    "str": str,
+    "str": _string,
 }
+_TAGS = {f"{_TAG}{kind}" for kind in (*_SCALARS, "map", "seq")}
 
 
 def merge(base: Tree, over: Tree, whole: frozenset[Loc], loc: Loc = ()) -> Tree:

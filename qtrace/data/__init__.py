@@ -73,7 +73,7 @@ def open_data(
     if max_batches is not None and max_batches < 1:
         raise DataError(f"max_batches must be at least 1, not {max_batches}.")
     path = Path(source)
-    if path.is_dir():
+    if source and path.is_dir():
         if preprocess is None:
             raise DataError(f"{source} is a folder of images: a recipe with the key `preprocess` is needed.")
         return ImageSource(
@@ -87,5 +87,5 @@ def open_data(
         )
     if is_object_name(source) and not path.exists():
         return open_loader(source, max_batches)
-    problem = "cannot be read as data" if path.exists() else "does not exist"
+    problem = "cannot be read as data" if source and path.exists() else "does not exist"
     raise DataError(f"{source!r} {problem}; give {_FORMS}.")

@@ -13,7 +13,7 @@ from typing import Any
 
 from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
-from qtrace.prepared import read_record
+from qtrace.passes.record import read_record
 
 __all__ = ["export", "formats"]
 
@@ -75,7 +75,8 @@ def _format_module(path: Path, name: str | None) -> Any:
             if path.suffix in found.SUFFIXES:
                 return found
         raise ExportError(
-            f"no format has the suffix {path.suffix!r} of {path.name}: name one with format= ({', '.join(modules)})."
+            f"no format has the suffix {path.suffix!r} of {path.name}: "
+            f"name one with format= ({', '.join(modules)})."
         )
     if name not in modules:
         raise ExportError(f"unknown format {name!r}; known: {', '.join(modules)}.")

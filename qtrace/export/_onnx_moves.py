@@ -130,7 +130,7 @@ def _index(w: OnnxWriter, source: str, index: Any, rank: int, out: str) -> str:
         axis += 1
     steps: list[tuple[str, list[str]]] = []
     if slices:
-        axes, starts, ends, strides = zip(*slices)
+        axes, starts, ends, strides = zip(*slices, strict=True)
         steps.append(("Slice", [w.ints(starts), w.ints(ends), w.ints(axes), w.ints(strides)]))
     if squeeze:
         steps.append(("Squeeze", [w.ints(squeeze)]))
@@ -173,12 +173,18 @@ def emit_shape_op(w: OnnxWriter, expr: Expr) -> bool:
         if expr.method.startswith("__r"):
             operands.reverse()
         names = [
-            w.name(v) if isinstance(v, TensorNode) else w.constant(f"const_int_{int(v)}", np.array(int(v), np.int64))
+            w.name(v)
+            if isinstance(v, TensorNode)
+            else w.constant(f"const_int_{int(v)}", np.array(int(v), np.int64))
             for v in operands
         ]
         w.emit(_ARITHMETIC[word], names, out)
         return True
-    if isinstance(expr, CallFunction) and expr.func.__name__ in ("concat", "stack") and "F." in op_label(expr):
+    if (
+        isinstance(expr, CallFunction)
+        and expr.func.__name__ in ("concat", "stack")
+        and "F." in op_label(expr)
+    ):
         w.names[id(out)] = shape_vector(w, tuple(expr.args[0]))
         return True
     return False

@@ -65,7 +65,7 @@ def _linear(w: OnnxWriter, call: OpCall) -> None:
 
 def _matmul(w: OnnxWriter, call: OpCall) -> None:
     names = []
-    for node, flip in zip(call.inputs, (call.attrs["transpose_a"], call.attrs["transpose_b"])):
+    for node, flip in zip(call.inputs, (call.attrs["transpose_a"], call.attrs["transpose_b"]), strict=True):
         name = w.name(node)
         if flip:
             rank = len(node.shape)
@@ -129,12 +129,12 @@ def _adaptive(everything: str, window: str) -> Emitter:
         if size == (1, 1):
             w.emit(everything, x, call.out)
             return
-        if any(n % s for n, s in zip(shape, size)):
+        if any(n % s for n, s in zip(shape, size, strict=True)):
             raise ExportError(
                 f"{call.out.name}: adaptive pooling of {tuple(shape)} to {size} has windows of unequal size, "
                 "which ONNX cannot express: use a size that divides the input"
             )
-        kernel = [int(n // s) for n, s in zip(shape, size)]
+        kernel = [int(n // s) for n, s in zip(shape, size, strict=True)]
         w.emit(window, x, call.out, kernel_shape=kernel, strides=kernel)
 
     return emit
@@ -156,8 +156,11 @@ def _batch_norm(w: OnnxWriter, call: OpCall) -> None:
         values = [None if call.attrs[n] is None else w.value(call.attrs[n]) for n in names]
     size = next(v.size for v in values if v is not None)
     defaults = (1.0, 0.0, 0.0, 1.0)
-    flat = [np.full(size, d, np.float32) if v is None else v.reshape(-1) for v, d in zip(values, defaults)]
-    inputs = [w.constant(f"{call.out.name}_{n}", v) for n, v in zip(names, flat)]
+    flat = [
+        np.full(size, d, np.float32) if v is None else v.reshape(-1)
+        for v, d in zip(values, defaults, strict=True)
+    ]
+    inputs = [w.constant(f"{call.out.name}_{n}", v) for n, v in zip(names, flat, strict=True)]
     w.emit("BatchNormalization", [w.name(call.inputs[0]), *inputs], call.out, epsilon=call.attrs["eps"])
 
 
@@ -171,7 +174,7 @@ def _join(w: OnnxWriter, call: OpCall) -> None:
 
 def _interpolate(w: OnnxWriter, call: OpCall) -> None:
     a, shape, out = call.attrs, call.inputs[0].shape, call.out.shape
-    scales = [1.0, 1.0, *(float(o) / float(i) for o, i in zip(out[-2:], shape[-2:]))]
+    scales = [1.0, 1.0, *(float(o) / float(i) for o, i in zip(out[-2:], shape[-2:], strict=True))]
     if a["mode"] == "nearest":
         how = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
     elif a["mode"] == "bilinear":

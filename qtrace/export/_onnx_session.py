@@ -48,7 +48,9 @@ class OnnxSession:
             if node.op_type == "QuantizeLinear":
                 name = node.output[0]
                 self.integer_names.append(name)
-                model.graph.output.append(onnx.helper.make_tensor_value_info(name, stored[node.input[2]], None))
+                model.graph.output.append(
+                    onnx.helper.make_tensor_value_info(name, stored[node.input[2]], None)
+                )
         options = ort.SessionOptions()
         levels = ort.GraphOptimizationLevel
         options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimize else levels.ORT_DISABLE_ALL

@@ -25,7 +25,7 @@ def integer_type(scheme: QScheme, weight: bool) -> Any:
     """The numpy type that holds the integers of ``scheme`` in an ONNX file of opset 13.
 
     A weight may use fewer bits than its type has, since its integers are written into the file; an
-    activation is saturated by QuantizeLinear at the bounds of its type, so its bits must be those of the type.
+    activation is saturated by QuantizeLinear at the bounds of its type, so it must have the type's bits.
 
     Raises:
         ExportError: when there is no such type; the caller adds the site.
@@ -34,7 +34,7 @@ def integer_type(scheme: QScheme, weight: bool) -> Any:
     fits = scheme.bits <= 8 if weight else scheme.bits == 8 and not scheme.narrow
     if not fits:
         raise ExportError(
-            f"{scheme.describe()} has no type in ONNX opset {OPSET}: use 8 bits there, or keep the op in float"
+            f"{scheme.describe()} has no type in ONNX opset {OPSET}: use 8 bits there, or keep it in float"
         )
     return kind
 

@@ -7,6 +7,7 @@ that is an integer in the graph is one in the file, under the name of its site w
 from __future__ import annotations
 
 import importlib.util
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from qtrace.numerics import quantize
 from qtrace.ops import OpCall
 from qtrace.passes.annotation import Annotation, Site
 from qtrace.passes.insert import CONTAINER
-from qtrace.prepared import read_record
+from qtrace.passes.record import read_record
 
 __all__ = ["SUFFIXES", "serialize"]
 
@@ -61,8 +62,6 @@ class _Exporter:
 
     def run(self) -> Any:
         """The whole model."""
-        from qtrace import __version__
-
         graph = self.model.graph
         for node in graph.inputs[1:]:
             self.writer.names[id(node)] = node.name
@@ -75,7 +74,7 @@ class _Exporter:
             name = self._output_name(node, index)
             outputs.append(self._value_info(node, name, batch))
         metadata = {"qtrace.backend": self.annotation.backend}
-        return self.writer.model(graph.name or "qtrace", inputs, outputs, metadata, __version__)
+        return self.writer.model(graph.name or "qtrace", inputs, outputs, metadata, version("qtrace"))
 
     def _output_name(self, node: TensorNode, index: int) -> str:
         """Outputs need names of their own, even where one tensor is returned twice or is an input."""
@@ -150,7 +149,9 @@ class _Exporter:
             else:
                 qparams = module.qparams()  # type: ignore[union-attr]
                 name = self.writer.name(source)
-                self.writer.names[id(out)] = self.writer.quantize_dequantize(name, site.name, out.name, qparams)
+                self.writer.names[id(out)] = self.writer.quantize_dequantize(
+                    name, site.name, out.name, qparams
+                )
         except ExportError as error:
             raise ExportError(f"site {site.name}: {error}.") from error
 

@@ -1,4 +1,4 @@
-"""Numpy's part of the rules: arrays, scalars and dtypes of plain numbers, checked before numpy sees them.
+"""Numpy's part of the rules: arrays, scalars and dtypes of numbers and text, checked before numpy sees them.
 
 Numpy trusts the state in a pickle: a dtype whose flags call its items objects, or an array that is given
 new memory while something else still looks at the old, corrupts the process. So nothing half-made is ever
@@ -9,6 +9,7 @@ the state are not used.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from megengine.core.tensor.dtype import bfloat16, intb1, intb2, intb4
 from qtrace.graph._names import RefusedError, shown
 
 CODES = frozenset("b1 i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8 c8 c16".split())  # noqa: SIM905 (shorter than a list)
+TEXT = re.compile(r"[SU][0-9]{1,4}\Z")
 OWN = {pybfloat16: bfloat16, pyintb1: intb1, pyintb2: intb2, pyintb4: intb4}
 
 
@@ -38,11 +40,11 @@ class Pending:
 def start_dtype(*args: Any) -> Pending:
     """The dtype that ``numpy.dtype(code, False, True)`` in a pickle means, before its byte order is known."""
     code = args[0] if len(args) == 3 else None
-    if type(code) is str and code in CODES:
+    if type(code) is str and (code in CODES or TEXT.match(code)):
         return Pending(make_dtype, np.dtype(code))
     if isinstance(code, type) and code in OWN:
         return Pending(make_dtype, OWN[code])
-    raise RefusedError(f"it holds data of the numpy dtype {shown(code)}, which is no plain number")
+    raise RefusedError(f"it holds data of the numpy dtype {shown(code)}, which is neither a number nor text")
 
 
 def make_dtype(start: np.dtype, state: Any) -> np.dtype:
@@ -80,17 +82,30 @@ def start_array(*args: Any) -> Pending:
 
 def make_array(_: None, state: Any) -> np.ndarray:
     """The array with this version, shape, dtype, order and bytes."""
-    if type(state) is not tuple or len(state) != 5 or state[0] != 1:
+    if type(state) is not tuple or len(state) != 5 or state[0] != 1 or type(state[4]) is not bytes:
         raise RefusedError("a numpy array in it has a state that numpy never writes")
     _version, shape, dtype, fortran, raw = state
-    plain = type(shape) is tuple and all(type(n) is int and n >= 0 for n in shape) and len(shape) <= 32
-    if not plain or not isinstance(dtype, np.dtype) or dtype.hasobject or type(raw) is not bytes:
-        raise RefusedError("a numpy array in it has a state that is not shape, dtype and bytes")
-    if math.prod(shape) * dtype.itemsize != len(raw):
-        raise RefusedError(f"a numpy array in it has shape {shape} and {len(raw)} bytes")
+    _check_array(shape, dtype, len(raw))
     array: np.ndarray = np.ndarray((0,), dtype)
     array.__setstate__((1, shape, dtype, bool(fortran), raw))
     return array
+
+
+def from_buffer(*args: Any) -> np.ndarray:
+    """The array that protocol 5 writes as bytes, dtype, shape and order."""
+    if len(args) != 4 or type(args[0]) not in (bytes, bytearray) or args[3] not in ("C", "F"):
+        raise RefusedError("a numpy array in it is not bytes, dtype, shape and order")
+    raw, dtype, shape, order = args
+    _check_array(shape, dtype, len(raw))
+    return np.frombuffer(raw, dtype).reshape(shape, order=order)
+
+
+def _check_array(shape: Any, dtype: Any, size: int) -> None:
+    plain = type(shape) is tuple and all(type(n) is int and n >= 0 for n in shape) and len(shape) <= 32
+    if not plain or not isinstance(dtype, np.dtype) or dtype.hasobject:
+        raise RefusedError("a numpy array in it has no plain shape and dtype")
+    if math.prod(shape) * dtype.itemsize != size:
+        raise RefusedError(f"a numpy array in it has shape {shape} and {size} bytes")
 
 
 def make_scalar(*args: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -21,10 +22,11 @@ from megengine.traced_module.serialization import (
 from megengine.traced_module.traced_module import InternalGraph, NameSpace
 
 from qtrace.graph import allowlist
-from qtrace.graph._names import RefusedError, refused, shown
+from qtrace.graph._names import RefusedError, shown
 
 EXPRS = (Apply, CallFunction, CallMethod, Constant, GetAttr, Input)
 NODES = (ModuleNode, TensorNode)
+PATTERN = re.compile(r"[*+?{}()|^$\\]")  # MegEngine makes a regular expression of a graph's name
 
 
 def restore(module: TracedModule, state: dict[str, Any]) -> None:
@@ -117,6 +119,8 @@ def check_structure(module: TracedModule) -> None:
     _all("argdef_outdef_map", module.argdef_outdef_map.values(), (TreeDef, LeafDef))
     for graph in module.argdef_graph_map.values():
         _all("namespace", [graph._namespace], (NameSpace,))
+        if type(graph._namespace.qualname) is not str or PATTERN.search(graph._namespace.qualname):
+            raise RefusedError(f"a graph in it is called {shown(graph._namespace.qualname)}")
         _all("list of exprs", [graph._exprs, graph._inputs, graph._outputs], (list,))
         _all("list of exprs", graph._exprs, EXPRS)
         _check_nodes(graph._inputs)
@@ -126,6 +130,12 @@ def check_structure(module: TracedModule) -> None:
             _all("list of nodes", [expr.inputs, expr.outputs], (list,))
             _check_nodes(expr.inputs)
             _check_nodes(expr.outputs)
+            if type(expr) in (GetAttr, Constant) and len(expr.outputs) != 1:
+                raise RefusedError(f"a {type(expr).__name__} in it has {len(expr.outputs)} outputs")
+            first = expr.inputs[0] if expr.inputs else None
+            if type(expr) is CallMethod and (expr.method == "__call__") != (type(first) is ModuleNode):
+                raise RefusedError(f"it calls the method {shown(expr.method)} of {shown(first)}")
+        _check_getattrs(module, graph)
 
 
 def _check_nodes(nodes: list[Any]) -> None:
@@ -146,7 +156,8 @@ def _all(what: str, values: Any, kinds: tuple[type, ...]) -> None:
 def check_calls(module: TracedModule) -> None:
     """Refuses a graph that would read or call anything but modules, tensors and listed methods of tensors.
 
-    Functions, ops and module classes were checked by name before they were imported.
+    Functions, ops and module classes were checked by name before they were imported. This runs when the whole
+    model is there: a file can change lists and dicts until its last byte.
 
     Raises:
         RefusedError: naming the attribute or method.
@@ -154,30 +165,54 @@ def check_calls(module: TracedModule) -> None:
     check_structure(module)
     for graph in module.argdef_graph_map.values():
         for expr in graph._exprs:
-            if type(expr) is GetAttr:
-                _check_getattr(expr)
-            elif type(expr) is CallMethod:
+            if type(expr) is CallMethod:
                 _check_method(expr)
+            elif type(expr) is GetAttr and expr.inputs[0].owner is None:
+                for owner in _passed_in(expr.inputs[0], 0):
+                    _read(expr, owner)
 
 
-def _check_getattr(expr: GetAttr) -> None:
-    owner = expr.inputs[0].owner if type(expr.inputs[0]) is ModuleNode else None
-    if not isinstance(owner, Module) or len(expr.outputs) != 1:
+def _check_getattrs(module: TracedModule, graph: InternalGraph) -> None:
+    """Follows the modules of a graph as ``_update_ref`` does, which trusts the names of attributes."""
+    owners: dict[int, Any] = {id(graph._inputs[0]): module}
+    passed_in = set(map(id, graph._inputs[1:]))
+    for expr in graph._exprs:
+        if type(expr) is Constant and type(expr.outputs[0]) is ModuleNode:
+            owners[id(expr.outputs[0])] = expr.value
+        if type(expr) is not GetAttr:
+            continue
+        source = expr.inputs[0]
+        if type(source) is ModuleNode and id(source) in passed_in and type(expr.outputs[0]) is TensorNode:
+            continue  # a module that the caller hands over: check_calls looks at it once the caller is there
+        owners[id(expr.outputs[0])] = _read(expr, owners.get(id(source)))
+
+
+def _passed_in(node: Any, depth: int) -> list[Any]:
+    """The modules that callers hand over as this input."""
+    if type(node) is not ModuleNode or depth > 100:
+        return [None]
+    if node.owner is not None:
+        return [node.owner]
+    return [found for actual in node.actual_node for found in _passed_in(actual, depth + 1)] or [None]
+
+
+def _read(expr: GetAttr, owner: Any) -> Any:
+    """The module or tensor that a GetAttr reads."""
+    if not isinstance(owner, Module):
         raise RefusedError(f"it reads the attribute {shown(expr.name)} of something that is no module")
     value = expr.interpret(owner)[0]
     if not isinstance(value, Module if type(expr.outputs[0]) is ModuleNode else RawTensor):
         raise RefusedError(f"it reads the attribute {shown(expr.name)} of a module, which is {shown(value)}")
+    return value
 
 
 def _check_method(expr: CallMethod) -> None:
     receiver = expr.args[0]
     if type(receiver) is ModuleNode:
-        if expr.method != "__call__":
-            raise RefusedError(f"it calls the method {shown(expr.method)} of a module")
-        if not isinstance(receiver.owner, Module):
-            raise RefusedError("it calls a module that is not in it")
+        known = expr.method == "__call__" and isinstance(receiver.owner, Module)
     elif type(receiver) is TensorNode:
-        if type(expr.method) is not str or expr.method not in allowlist.TENSOR_METHODS:
-            raise refused("calls the tensor method", str(expr.method))
-    elif not (receiver in (Tensor, Parameter) and expr.method == "__new__"):
+        known = expr.method in allowlist.TENSOR_METHODS
+    else:
+        known = expr.method == "__new__" and receiver in (Tensor, Parameter)
+    if not known or (expr.inputs and expr.inputs[0] is not receiver and isinstance(receiver, NODES)):
         raise RefusedError(f"it calls the method {shown(expr.method)} of {shown(receiver)}")

@@ -32,7 +32,7 @@ from megengine.traced_module.traced_module import InternalGraph, NameSpace
 
 from qtrace.graph import _restore, allowlist
 from qtrace.graph._names import AllowList, Ref, RefusedError, refused, shown
-from qtrace.graph._numpy import Pending, dtype_class, make_scalar, start_array, start_dtype
+from qtrace.graph._numpy import Pending, dtype_class, from_buffer, make_scalar, start_array, start_dtype
 
 __all__ = ["Pending", "Rules"]
 
@@ -90,6 +90,7 @@ class Rules:
         self._build: dict[type, Rule] = {cls: self._fields(cls) for cls in FIELDS}
         self._build |= {CallFunction: self._function, ModuleNode: self._module_node, Apply: self._apply}
         self._build |= {Constant: self._constant, _ModuleState: self._module_state, GetAttr: self._getattr}
+        self._build |= {CallMethod: self._method}
         self._build |= {
             Module: _module,
             TracedModule: self._traced,
@@ -111,6 +112,7 @@ class Rules:
             "numpy.core:_DType_reconstruct": dtype_class,
             "numpy.core.multiarray:_reconstruct": start_array,
             "numpy.core.multiarray:scalar": make_scalar,
+            "numpy.core.numeric:_frombuffer": from_buffer,
             "megengine.quantization.utils:QuantMode": _only(QuantMode, int),
         }
 
@@ -165,7 +167,7 @@ class Rules:
             # The key of a type is what the type says of itself: only the very object that is listed counts.
             if self.names.kind(key) is not None and self.names.find(*key.split(":", 1)) is value:
                 return value, key, self.names.kind(key)
-        raise RefusedError(f"it calls, or makes an instance of, {shown(value)}")
+        raise RefusedError(f"it calls, while loading, {shown(value)}")
 
     def _fields(self, cls: type) -> Rule:
         known = FIELDS[cls]
@@ -193,6 +195,14 @@ class Rules:
         parts = expr.name.split(".") if type(expr.name) is str else [""]
         if not all(parts) or any(part.startswith("__") for part in parts):
             raise RefusedError(f"it reads the attribute {shown(expr.name)} of a module")
+
+    def _method(self, expr: CallMethod, state: Any) -> None:
+        self._fields(CallMethod)(expr, state)
+        if type(expr.method) is not str or expr.method not in allowlist.TENSOR_METHODS | {
+            "__call__",
+            "__new__",
+        }:
+            raise RefusedError(f"it calls the method {shown(expr.method)}, which is not on the allow-list")
 
     def _apply(self, expr: Apply, state: Any) -> None:
         self._fields(Apply)(expr, state)

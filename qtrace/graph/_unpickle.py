@@ -49,11 +49,16 @@ class Machine:
             DamagedError: when it is not a complete pickle of protocol 3 or later.
         """
         data, table, position = self.data, self._table, 0
-        while True:
-            code = data[position]
-            if code == STOP:
-                break
-            position = table[code](position + 1)
+        try:
+            while True:
+                code = data[position]
+                if code == STOP:
+                    break
+                position = table[code](position + 1)
+        except IndexError:
+            if position + 2 < len(data):
+                raise DamagedError("it takes more from the stack than there is") from None
+            raise DamagedError("it is cut short") from None
         if len(self.stack) != 1 or self.marks:
             raise DamagedError("it ends in the middle of an object")
         return self.stack[0]

@@ -86,6 +86,7 @@ REDUCERS = _names(
         "numpy": "dtype",
         "numpy.core": "_DType_reconstruct",
         "numpy.core.multiarray": "_reconstruct scalar",
+        "numpy.core.numeric": "_frombuffer",
         "megengine.quantization.utils": "QuantMode",
     }
 )
@@ -268,10 +269,13 @@ QTRACE_CLASSES = frozenset(
     {
         "qtrace.scheme:QParams",
         "qtrace.scheme:QScheme",
-        # qtrace.fakequant.base: add the classes here that __all__ of its files does not name.
+        # Modules outside the plugin folders or in private files, which the enumeration below leaves out.
+        "qtrace.fakequant._bias:BiasQuant",
+        "qtrace.fakequant._bn_fold:BnFold",
+        "qtrace.passes.insert:Container",
     }
 )
-"""Classes of qtrace that no plugin file names in ``__all__``."""
+"""Classes of qtrace that a model may hold and that no public plugin file names in ``__all__``."""
 
 
 @lru_cache(maxsize=1)

@@ -98,7 +98,7 @@ class _Emitter:
             prefix: put before the names of the nodes inside.
             names: names that the caller gives to output nodes, by id of the inner node.
         """
-        bound: dict[int, Node] = {id(n): new for n, new in zip(graph._inputs, inputs)}
+        bound: dict[int, Node] = {id(n): new for n, new in zip(graph._inputs, inputs, strict=True)}
         paths: dict[int, str] = {id(graph._inputs[0]): path}
         objects: dict[int, Any] = {id(graph._inputs[0]): _lookup(self.root, path)}
 
@@ -123,11 +123,12 @@ class _Emitter:
             callee = expr.inputs[0]
             args = [callee if n is callee else resolve(n) for n in expr.inputs]
             given = {
-                id(i): names.get(id(o), _join(prefix, o._name)) for i, o in zip(inner._outputs, expr.outputs)
+                id(i): names.get(id(o), _join(prefix, o._name))
+                for i, o in zip(inner._outputs, expr.outputs, strict=True)
             }
             inner_path = paths[id(callee)]
             results = self.inline(inner, args, inner_path, inner_path.replace(".", "_"), given)
-            bound.update((id(o), r) for o, r in zip(expr.outputs, results))
+            bound.update((id(o), r) for o, r in zip(expr.outputs, results, strict=True))
         return [resolve(n) for n in graph._outputs]
 
     @staticmethod
@@ -169,7 +170,7 @@ class _Emitter:
         new.outputs = [
             self._copy_node(n, new, names.get(id(n), _join(prefix, n._name))) for n in expr.outputs
         ]
-        bound.update((id(old), node) for old, node in zip(expr.outputs, new.outputs))
+        bound.update((id(old), node) for old, node in zip(expr.outputs, new.outputs, strict=True))
         self.flat._exprs.append(new)
 
     def _copy_node(self, node: Node, expr: Expr, name: str) -> Node:
@@ -206,4 +207,6 @@ def is_flat(traced: TracedModule) -> bool:
                 return False
         if isinstance(expr, GetAttr) and isinstance(expr.inputs[0].expr, GetAttr):
             return False
-    return all(isinstance(n, (TensorNode, ModuleNode)) and isinstance(n.expr, Input) for n in traced.graph.inputs)
+    return all(
+        isinstance(n, (TensorNode, ModuleNode)) and isinstance(n.expr, Input) for n in traced.graph.inputs
+    )

@@ -33,6 +33,8 @@ from qtrace.graph._unpickle import Machine
 
 __all__ = ["load", "save"]
 
+BIG = 64 << 20
+
 
 def save(module: TracedModule, path: str | os.PathLike[str]) -> None:
     """Writes a traced, prepared or converted model to a file; the file appears complete or not at all.
@@ -85,7 +87,7 @@ def load(path: str | os.PathLike[str], allow: Iterable[str] = ()) -> TracedModul
     """
     rules = Rules(AllowList(allow))
     try:
-        with _contents(path) as data, _no_gc():
+        with _contents(path) as data, _no_gc(len(data)):
             model = Machine(data, rules).run()
             if type(model) is TracedModule:
                 for traced in rules.traced:
@@ -163,9 +165,11 @@ def _contents(path: str | os.PathLike[str]) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _no_gc() -> Iterator[None]:
+def _no_gc(size: int) -> Iterator[None]:
     """Collecting garbage amid a million new objects that all stay takes longer than making them."""
     enabled = gc.isenabled()
+    if enabled and size > BIG:  # a model that was dropped before may still lie there: graphs are cycles
+        gc.collect()
     gc.disable()
     try:
         yield

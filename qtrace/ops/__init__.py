@@ -10,7 +10,7 @@ import importlib
 import pkgutil
 from typing import Any
 
-from qtrace.graph.types import CallFunction, CallMethod, Expr, is_call_module
+from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, is_call_module
 from qtrace.ops.base import OpCall, OpRule, Role
 
 __all__ = ["OpCall", "OpRule", "Role", "kinds", "read", "rules", "target_key", "unsupported"]
@@ -41,13 +41,15 @@ def kinds() -> tuple[str, ...]:
 
 
 def target_key(expr: Expr) -> tuple[str, Any] | None:
-    """What ``expr`` calls, as the key of the rule table; None for attributes, constants and Apply."""
+    """What ``expr`` calls, as the key of the rule table; None for attributes and constants."""
     if isinstance(expr, CallFunction):
         return ("function", expr.func)
     if isinstance(expr, CallMethod):
         if is_call_module(expr):
             return ("module", type(expr.inputs[0].owner))
         return ("method", expr.method)
+    if isinstance(expr, Apply) and type(expr.opdef).__name__ == "Elemwise":
+        return ("kernel", str(expr.opdef))
     return None
 
 

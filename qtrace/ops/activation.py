@@ -7,13 +7,13 @@ import megengine.module as M
 
 from qtrace.graph.types import Expr
 from qtrace.graph.walk import owner
-from qtrace.ops.base import OpRule, Reading, Role, Target, tensors
+from qtrace.ops.base import OpRule, Reading, Role, Target, positional, tensors
 
 __all__ = ["RULES"]
 
 
 def _unary(expr: Expr) -> Reading | str:
-    nodes = tensors(*expr.args)
+    nodes = tensors(*positional(expr))
     return Reading(nodes[-1:]) if nodes else "its input is not a tensor of the graph"
 
 
@@ -39,8 +39,10 @@ def _rule(kind: str, *targets: Target, role: Role = Role.ELEMENTWISE) -> OpRule:
 
 
 RULES = (
-    _rule("relu", Target(module=M.ReLU), Target(function=F.relu), role=Role.ACTIVATION),
-    _rule("relu6", Target(function=F.relu6), role=Role.ACTIVATION),
+    _rule(
+        "relu", Target(module=M.ReLU), Target(function=F.relu), Target(kernel="RELU"), role=Role.ACTIVATION
+    ),
+    _rule("relu6", Target(function=F.relu6), Target(kernel="RELU6"), role=Role.ACTIVATION),
     OpRule("clip", Role.ACTIVATION, (Target(function=F.clip),), _clip),
     OpRule(
         "leaky_relu",
@@ -48,9 +50,9 @@ RULES = (
         (Target(module=M.LeakyReLU), Target(function=F.leaky_relu)),
         _leaky_relu,
     ),
-    _rule("sigmoid", Target(module=M.Sigmoid), Target(function=F.sigmoid)),
-    _rule("silu", Target(module=M.SiLU), Target(function=F.silu)),
-    _rule("hswish", Target(function=F.hswish)),
-    _rule("hsigmoid", Target(function=F.hsigmoid)),
-    _rule("tanh", Target(function=F.tanh)),
+    _rule("sigmoid", Target(module=M.Sigmoid), Target(function=F.sigmoid), Target(kernel="SIGMOID")),
+    _rule("silu", Target(module=M.SiLU), Target(function=F.silu), Target(kernel="SILU")),
+    _rule("hswish", Target(function=F.hswish), Target(kernel="H_SWISH")),
+    _rule("hsigmoid", Target(function=F.hsigmoid), Target(kernel="HSIGMOID")),
+    _rule("tanh", Target(function=F.tanh), Target(kernel="TANH")),
 )

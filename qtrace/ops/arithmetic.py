@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import megengine.functional as F
 
-from qtrace.graph.types import CallFunction, Expr, TensorNode
+from qtrace.graph.types import CallMethod, Expr, TensorNode
 from qtrace.graph.walk import is_float_tensor
-from qtrace.ops.base import OpRule, Reading, Role, Target, tensors
+from qtrace.ops.base import OpRule, Reading, Role, Target, positional, tensors
 
 __all__ = ["RULES"]
 
 
 def _binary(expr: Expr) -> Reading | str:
-    left, right = expr.args[:2]
-    if not isinstance(expr, CallFunction) and expr.method.startswith("__r"):
+    left, right = positional(expr)[:2]
+    if isinstance(expr, CallMethod) and expr.method.startswith("__r"):
         left, right = right, left
     nodes = tensors(left, right)
     if not nodes or not all(is_float_tensor(n) for n in (*nodes, expr.outputs[0])):
@@ -24,7 +24,8 @@ def _binary(expr: Expr) -> Reading | str:
 
 def _targets(name: str, function: object, reversed_too: bool = True) -> tuple[Target, ...]:
     names = [f"__{name}__", f"__i{name}__"] + ([f"__r{name}__"] if reversed_too else [])
-    return (Target(function=function), *(Target(method=n) for n in names))  # type: ignore[arg-type]
+    kernel = "TRUE_DIV" if name == "truediv" else name.upper()
+    return (Target(function=function), Target(kernel=kernel), *(Target(method=n) for n in names))  # type: ignore[arg-type]
 
 
 RULES = (

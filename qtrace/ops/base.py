@@ -12,9 +12,10 @@ from typing import Any
 from megengine import Tensor
 from megengine.module import Module
 
-from qtrace.graph.types import CallFunction, CallMethod, Expr, TensorNode, is_call_module
+from qtrace.graph.edit import signature
+from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, TensorNode, is_call_module
 
-__all__ = ["OpCall", "OpRule", "Reading", "Role", "Target", "arguments", "tensors"]
+__all__ = ["OpCall", "OpRule", "Reading", "Role", "Target", "arguments", "positional", "tensors"]
 
 
 class Role(enum.Enum):
@@ -53,11 +54,16 @@ class Reading:
 
 @dataclass(frozen=True)
 class Target:
-    """What an expr calls: a module class, a function or a Tensor method."""
+    """What an expr calls: a module class, a function, a Tensor method, or an elementwise kernel.
+
+    A kernel stands in the graph where the tracer did not see the function that called it, such as
+    ``F.relu`` kept in an attribute or a closure.
+    """
 
     module: type[Module] | None = None
     function: Callable[..., Any] | None = None
     method: str | None = None
+    kernel: str | None = None
 
     @property
     def key(self) -> tuple[str, Any]:
@@ -66,6 +72,8 @@ class Target:
             return ("module", self.module)
         if self.function is not None:
             return ("function", self.function)
+        if self.kernel is not None:
+            return ("kernel", self.kernel)
         return ("method", self.method)
 
 
@@ -148,7 +156,8 @@ def arguments(expr: Expr) -> dict[str, Any]:
         return _bind(expr.func, args, kwargs)
     assert isinstance(expr, CallMethod)
     if is_call_module(expr):
-        return _bind(expr.inputs[0].owner.forward, args[1:], kwargs)
+        owner = expr.inputs[0].owner
+        return _bind(type(owner).forward, (owner, *args[1:]), kwargs)
     return {**{f"arg{i}": a for i, a in enumerate(args)}, **kwargs}
 
 
@@ -158,9 +167,14 @@ def method_arguments(expr: Expr) -> dict[str, Any]:
 
 
 def _bind(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    bound = inspect.signature(inspect.unwrap(func)).bind(*args, **kwargs)
+    bound = signature(func).bind(*args, **kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
+
+
+def positional(expr: Expr) -> tuple[Any, ...]:
+    """The positional operands of a function, a method or an elementwise kernel."""
+    return tuple(expr.inputs) if isinstance(expr, Apply) else tuple(expr.args)
 
 
 def tensors(*values: Any) -> tuple[TensorNode, ...]:

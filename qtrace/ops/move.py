@@ -37,7 +37,7 @@ def _spread(key: str) -> Callable[[Expr], Reading | str]:
 
     def read(expr: Expr) -> Reading | str:
         a = _call(expr)
-        value = a.get(key, a.get("args"))
+        value: Any = a.get(key, a.get("args"))
         if "args" in a and len(value) == 1 and isinstance(value[0], (tuple, list)):
             value = value[0]
         return _moved(a["inp"], {key: value if tensors(value) else tuple(value)})

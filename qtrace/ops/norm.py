@@ -7,7 +7,7 @@ import megengine.module as M
 
 from qtrace.graph.types import Expr
 from qtrace.graph.walk import owner
-from qtrace.ops.base import OpRule, Reading, Role, Target, arguments, tensors
+from qtrace.ops.base import OpRule, Reading, Role, Target, arguments, positional, tensors
 
 __all__ = ["RULES"]
 
@@ -26,7 +26,7 @@ def _batch_norm(expr: Expr) -> Reading | str:
 
 
 def _float(expr: Expr) -> Reading | str:
-    return Reading(tensors(*expr.args)[:1])
+    return Reading(tensors(*positional(expr))[:1])
 
 
 _WHY = "it keeps its accuracy only in float between 8-bit neighbours"
@@ -39,9 +39,29 @@ RULES = (
         _batch_norm,
     ),
     OpRule("softmax", Role.FLOAT, (Target(module=M.Softmax), Target(function=F.softmax)), _float, _WHY),
-    OpRule("layer_norm", Role.FLOAT, (Target(module=M.LayerNorm), Target(function=F.nn.layer_norm)), _float, _WHY),
+    OpRule(
+        "layer_norm", Role.FLOAT, (Target(module=M.LayerNorm), Target(function=F.nn.layer_norm)), _float, _WHY
+    ),
     OpRule("group_norm", Role.FLOAT, (Target(module=M.GroupNorm),), _float, _WHY),
-    OpRule("gelu", Role.FLOAT, (Target(module=M.GELU), Target(function=F.gelu)), _float, _WHY),
-    OpRule("exp", Role.FLOAT, (Target(function=F.exp),), _float, "its output spans orders of magnitude"),
-    OpRule("log", Role.FLOAT, (Target(function=F.log),), _float, "its input spans orders of magnitude"),
+    OpRule(
+        "gelu",
+        Role.FLOAT,
+        (Target(module=M.GELU), Target(function=F.gelu), Target(kernel="GELU")),
+        _float,
+        _WHY,
+    ),
+    OpRule(
+        "exp",
+        Role.FLOAT,
+        (Target(function=F.exp), Target(kernel="EXP")),
+        _float,
+        "its output spans orders of magnitude",
+    ),
+    OpRule(
+        "log",
+        Role.FLOAT,
+        (Target(function=F.log), Target(kernel="LOG")),
+        _float,
+        "its input spans orders of magnitude",
+    ),
 )

@@ -45,9 +45,7 @@ def _adaptive(expr: Expr) -> Reading | str:
 
 
 RULES = (
-    OpRule(
-        "max_pool2d", Role.CARRY, (Target(module=M.MaxPool2d), Target(function=F.max_pool2d)), _window
-    ),
+    OpRule("max_pool2d", Role.CARRY, (Target(module=M.MaxPool2d), Target(function=F.max_pool2d)), _window),
     OpRule(
         "avg_pool2d", Role.ELEMENTWISE, (Target(module=M.AvgPool2d), Target(function=F.avg_pool2d)), _window
     ),

@@ -17,7 +17,9 @@ def _mean(expr: Expr) -> Reading | str:
     if not nodes or not is_float_tensor(nodes[0]):
         return "integer or shape arithmetic"
     axis = a["axis"]
-    axes = None if axis is None else tuple(int(i) for i in (axis if isinstance(axis, (tuple, list)) else [axis]))
+    axes = (
+        None if axis is None else tuple(int(i) for i in (axis if isinstance(axis, (tuple, list)) else [axis]))
+    )
     return Reading(nodes, {"axis": axes, "keepdims": bool(a["keepdims"])})
 
 

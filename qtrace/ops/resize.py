@@ -24,6 +24,4 @@ def _interpolate(expr: Expr) -> Reading | str:
     return Reading(tensors(a["inp"]), attrs, role=role)
 
 
-RULES = (
-    OpRule("interpolate", Role.ELEMENTWISE, (Target(function=F.vision.interpolate),), _interpolate),
-)
+RULES = (OpRule("interpolate", Role.ELEMENTWISE, (Target(function=F.vision.interpolate),), _interpolate),)

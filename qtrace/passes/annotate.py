@@ -13,9 +13,9 @@ from qtrace import backends, ops
 from qtrace.backends import Backend
 from qtrace.config import QConfig, Spec
 from qtrace.graph.types import Constant, Expr, GetAttr, Node, TensorNode, TracedModule
-from qtrace.graph.walk import exprs, is_float_tensor, module_path, op_label, users
+from qtrace.graph.walk import exprs, is_float_tensor, module_path, op_label, owner, users
 from qtrace.ops import OpCall, Role
-from qtrace.passes.annotation import Annotation, ExprNote, Plan, Site
+from qtrace.passes.annotation import Annotation, ExprNote, Fold, Plan, Site
 from qtrace.passes.select import Choice, choose
 from qtrace.scheme import QScheme
 
@@ -61,6 +61,7 @@ class _Annotator:
         self.weight_site: dict[int, str] = {}
         self.tie: dict[str, str] = {}
         self.plans: dict[str, Plan] = {}
+        self.norm: dict[int, Expr] = {}
 
     def run(self) -> Annotation:
         for expr in self.order:
@@ -111,12 +112,21 @@ class _Annotator:
         call = self.calls[id(expr)]
         self.head[id(expr)] = self.tail[id(expr)] = expr
         follower = self._only_user(expr)
-        if follower is not None and call.weight is not None and self.calls[id(follower)].role is Role.NORM:
+        if follower is not None and self._folds(call, self.calls[id(follower)]):
             self._join(expr, follower)
+            self.norm[id(expr)] = follower
             follower = self._only_user(follower)
         fused = self.backend.fused.get(call.kind, frozenset())
         if follower is not None and self.calls[id(follower)].kind in fused:
             self._join(expr, follower)
+
+    def _folds(self, layer: OpCall, norm: OpCall) -> bool:
+        """Whether ``norm`` can stay and be folded into ``layer`` whenever it does not train."""
+        if norm.role is not Role.NORM or layer.weight is None or owner(norm.expr) is None:
+            return False
+        plan, axes = self._weight_plan(layer)
+        alone = len(layer.weight.users) == 1 and isinstance(layer.weight.expr, GetAttr)
+        return alone and bool(axes) and plan.scheme.symmetric and plan.scheme.signed
 
     def _join(self, head: Expr, member: Expr) -> None:
         self.head[id(member)] = head
@@ -264,7 +274,7 @@ class _Annotator:
             if call is None or call.bias is None or id(expr) not in self.weight_site:
                 continue
             group = self._read(expr, call.inputs[0])
-            if not group or self.plans[group].scheme.per_channel:
+            if not group or id(expr) in self.norm or self.plans[group].scheme.per_channel:
                 continue
             count = readers.get(id(call.bias), 0)
             readers[id(call.bias)] = count + 1
@@ -299,7 +309,13 @@ class _Annotator:
             for n in e.outputs
             if id(n) in self.state and n.name not in at_site
         }
-        return Annotation(self.backend.name, notes, sites, carried)
+        folds = tuple(self._fold(e) for e in self.order if id(e) in self.norm)
+        return Annotation(self.backend.name, notes, sites, carried, folds)
+
+    def _fold(self, layer: Expr) -> Fold:
+        group = self._group(self._read(layer, self.calls[id(layer)].inputs[0]))
+        names = (layer.outputs[0].name, self.norm[id(layer)].outputs[0].name)
+        return Fold(*names, self.weight_site[id(layer)], group)
 
     def _note(self, expr: Expr) -> ExprNote:
         call, head = self.calls.get(id(expr)), self.head.get(id(expr))

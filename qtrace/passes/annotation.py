@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from qtrace.scheme import QScheme
 
-__all__ = ["Annotation", "ExprNote", "Plan", "Site"]
+__all__ = ["Annotation", "ExprNote", "Fold", "Plan", "Site"]
 
 Sort = Literal["activation", "weight", "bias"]
 
@@ -62,6 +62,23 @@ class Site:
 
 
 @dataclass(frozen=True)
+class Fold:
+    """A layer whose BatchNorm stays in the graph and is folded whenever it does not train.
+
+    Attributes:
+        layer: name of the layer's output.
+        norm: name of the BatchNorm's output.
+        weight: the weight's site.
+        activation: the group of the layer's input, "" for a float one.
+    """
+
+    layer: str
+    norm: str
+    weight: str
+    activation: str
+
+
+@dataclass(frozen=True)
 class ExprNote:
     """What was decided for one expr.
 
@@ -107,12 +124,14 @@ class Annotation:
         notes: one for each op expr, in graph order.
         sites: every site, in graph order.
         carried: node name -> group, for nodes whose values are integers of that group without rounding.
+        folds: layers whose BatchNorm trains on.
     """
 
     backend: str
     notes: tuple[ExprNote, ...]
     sites: tuple[Site, ...]
     carried: dict[str, str] = field(default_factory=dict)
+    folds: tuple[Fold, ...] = ()
 
     def to_json(self) -> str:
         """The annotation as a JSON document."""
@@ -124,9 +143,13 @@ class Annotation:
         data = json.loads(text)
         return cls(
             data["backend"],
-            tuple(ExprNote(**{**n, "inputs": tuple(n["inputs"]), "matched": tuple(n["matched"])}) for n in data["notes"]),
+            tuple(
+                ExprNote(**{**n, "inputs": tuple(n["inputs"]), "matched": tuple(n["matched"])})
+                for n in data["notes"]
+            ),
             tuple(_site(s) for s in data["sites"]),
             data["carried"],
+            tuple(Fold(**f) for f in data["folds"]),
         )
 
 

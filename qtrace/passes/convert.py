@@ -6,19 +6,23 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from megengine import Tensor
+from megengine import Parameter, Tensor
 from megengine.core.tensor.dtype import QuantDtypeMeta, _builtin_quant_dtypes
 from megengine.quantization.utils import QParams as NodeQParams
 from megengine.quantization.utils import QuantMode, create_qparams
 
+from qtrace.fakequant._bias import BiasQuant
+from qtrace.fakequant._bn_fold import LAYERS
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.fixed import FixedFakeQuant
+from qtrace.graph.edit import GraphEditor, delete_attribute, set_parameter
 from qtrace.graph.flatten import flatten
-from qtrace.graph.types import GetAttr, ModuleNode, TensorNode, TracedModule
-from qtrace.graph.walk import exprs
+from qtrace.graph.types import Expr, GetAttr, ModuleNode, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, get_module, owner
+from qtrace.passes.annotation import Annotation, Fold, Site
 from qtrace.passes.insert import CONTAINER
-from qtrace.prepared import bias_quants, fake_quants, read_record, write_record
-from qtrace.scheme import QScheme
+from qtrace.passes.record import fake_quants, followers, read_record, write_record
+from qtrace.scheme import QParams, QScheme
 
 __all__ = ["convert", "dtype_meta"]
 
@@ -47,14 +51,15 @@ def convert(prepared: TracedModule) -> TracedModule:
     for name, fq in list(container.__dict__.items()):
         if isinstance(fq, FakeQuant):
             setattr(container, name, _frozen(fq))
-    for bias in bias_quants(model):
-        bias.phase = "quantize"
+    for module in followers(model):
+        module.phase = "quantize"
+    annotation = _write_folds(model, record.annotation)
     model._update_ref()
     for expr in exprs(model):
         if isinstance(expr, GetAttr) and isinstance(expr.outputs[0], ModuleNode):
             expr.outputs[0].module_type = type(expr.outputs[0].owner)
-    _record_nodes(model, record.annotation)
-    write_record(model, dataclasses.replace(record, stage="converted"))
+    _record_nodes(model, annotation)
+    write_record(model, dataclasses.replace(record, stage="converted", annotation=annotation))
     return model
 
 
@@ -66,7 +71,67 @@ def _frozen(fq: FakeQuant) -> FixedFakeQuant:
     return frozen
 
 
-def _record_nodes(model: TracedModule, annotation: Any) -> None:
+def _write_folds(model: TracedModule, annotation: Annotation) -> Annotation:
+    """Writes layers whose BatchNorm was kept as plain layers with folded parameters."""
+    container = getattr(model, CONTAINER)
+    calls = {e.outputs[0].name: e for e in exprs(model) if e.outputs}
+    sites = {s.name: s for s in annotation.sites}
+    with GraphEditor(model) as editor:
+        for fold in annotation.folds:
+            sites.update((s.name, s) for s in _write_fold(editor, container, fold, calls[fold.norm], sites))
+    for fold in annotation.folds:
+        delattr(container, f"{fold.layer}_bn")
+        delete_attribute(model, calls[fold.norm].args[4].expr.name)
+    model._update_ref()
+    return dataclasses.replace(annotation, sites=tuple(sites.values()), folds=())
+
+
+def _write_fold(
+    editor: GraphEditor, container: Any, fold: Fold, expr: Expr, sites: dict[str, Site]
+) -> tuple[Site, ...]:
+    module: Any = owner(expr)
+    _, x, weight, bias, norm, _, source = expr.args
+    scales, out = getattr(container, fold.weight), expr.outputs[0]
+    path = weight.expr.name
+    bias_path = (
+        bias.expr.name if bias is not None else f"{path.removesuffix('weight').rstrip('.')}.bias".lstrip(".")
+    )
+    raw_bias = None if bias is None else get_module(editor.traced, bias_path)
+    folded = module.fold(get_module(editor.traced, path), raw_bias, norm.owner, scales.shape)
+    frozen = scales.qparams()
+    factor = module.scale(norm.owner, scales).numpy().reshape(-1)
+    scales.set_qparams(QParams(frozen.scheme, factor, frozen.zero_point))
+    for where, value in zip((path, bias_path), folded, strict=True):
+        set_parameter(editor.traced, where, Parameter(value.numpy()))
+    weight_node, bias_node = editor.get_attr(path), editor.get_attr(bias_path)
+    weight_site = sites[fold.weight]
+    quantized = editor.call_module(
+        f"{CONTAINER}.{fold.weight}",
+        weight_node,
+        after=weight_node.expr,
+        like=weight_node,
+        name=f"{fold.weight}_q",
+    )
+    added = [dataclasses.replace(weight_site, consumers=(out.name,))]
+    if source is not None:
+        name = f"{fold.layer}_bias"
+        setattr(container, name, BiasQuant(name, module.bias_shape))
+        getattr(container, name).phase = "quantize"
+        groups = tuple(editor.get_attr(f"{CONTAINER}.{g}") for g in (fold.activation, fold.weight))
+        bias_site = Site(
+            name, "bias", bias_node.name, (out.name,), name, None, (), True, fold.activation, fold.weight
+        )
+        added.append(bias_site)
+        bias_node = editor.call_module(
+            f"{CONTAINER}.{name}", bias_node, *groups, after=bias_node.expr, like=bias_node, name=f"{name}_q"
+        )
+    layer = LAYERS[module.kind]
+    new = editor.call_function(layer, x, quantized, bias_node, after=expr, like=out, **module.options)
+    editor.replace_expr(expr, new)
+    return tuple(added)
+
+
+def _record_nodes(model: TracedModule, annotation: Annotation) -> None:
     nodes: dict[str, TensorNode] = {n.name: n for n in model.graph.inputs}
     nodes.update((n.name, n) for e in exprs(model) for n in e.outputs)
     container = getattr(model, CONTAINER)

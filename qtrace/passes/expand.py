@@ -34,7 +34,9 @@ def expand(traced: TracedModule) -> PassResult:
             if write is None:
                 continue
             if not isinstance(expr.inputs[0].expr, GetAttr):
-                left.append(f"{expr.outputs[0].name}: its module is a constant of the trace, without parameters")
+                left.append(
+                    f"{expr.outputs[0].name}: its module is a constant of the trace, without parameters"
+                )
                 continue
             new = write(editor, expr, module, expr.inputs[0].expr.name)
             editor.replace_expr(expr, new)
@@ -60,7 +62,7 @@ def _conv2d(editor: GraphEditor, expr: Expr, module: Any, path: str) -> TensorNo
 
 
 def _padded(shape: Any, width: Any) -> tuple[int, ...]:
-    return tuple(int(n) + int(before) + int(behind) for n, (before, behind) in zip(shape, width))
+    return tuple(int(n) + int(before) + int(behind) for n, (before, behind) in zip(shape, width, strict=True))
 
 
 def _conv_transpose2d(editor: GraphEditor, expr: Expr, module: Any, path: str) -> TensorNode:

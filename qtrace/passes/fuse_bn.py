@@ -82,7 +82,7 @@ def _why_not(traced: TracedModule, layer: OpCall | None, bn: OpCall, calls: dict
             following = [calls.get(id(u)) for u in users(user.outputs[0])]
             norm = following[0] if len(following) == 1 else None
             if other is None or norm is None or norm.kind != "batch_norm" or _identity(norm) != mine:
-                return f"parameter {node.expr.name} is shared with {user.outputs[0].name}, which has no such norm"
+                return f"{node.expr.name} is shared with {user.outputs[0].name}, which has no such norm"
     if any(n is not None and not isinstance(n.expr, GetAttr) for n in _statistics(bn)):
         return "its statistics are computed"
     return None

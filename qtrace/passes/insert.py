@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 from megengine.module import Module
 
-from qtrace import plugins
-from qtrace.fakequant.base import FakeQuant, builtin
+from qtrace import ops, plugins
 from qtrace.fakequant._bias import BiasQuant
+from qtrace.fakequant._bn_fold import BnFold
+from qtrace.fakequant.base import FakeQuant, builtin
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.types import Expr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.observers.base import Observer
-from qtrace.passes.annotation import Annotation, Plan, Site
+from qtrace.passes.annotation import Annotation, Fold, Plan, Site
 from qtrace.passes.base import PassResult
 
 __all__ = ["CONTAINER", "insert"]
@@ -41,7 +43,15 @@ def insert(traced: TracedModule, annotation: Annotation) -> PassResult:
             node = nodes[site.node]
             if site.group == site.name:
                 setattr(container, site.name, _module(site, node))
+        for fold in annotation.folds:
+            new = _insert_fold(editor, container, fold, producers)
+            nodes[fold.norm] = new
+            producers[fold.layer] = producers[fold.norm] = new.expr
+            changed.append(f"{fold.norm}: BatchNorm kept in training")
+        folded = {f.weight for f in annotation.folds}
         for site in annotation.sites:
+            if site.name in folded:  # called inside of its layer's BnFold
+                continue
             node = nodes[site.node]
             path = f"{CONTAINER}.{site.group}"
             args: tuple[Any, ...] = (node,)
@@ -55,6 +65,27 @@ def insert(traced: TracedModule, annotation: Annotation) -> PassResult:
     return PassResult(traced, tuple(changed))
 
 
+def _insert_fold(
+    editor: GraphEditor, container: Module, fold: Fold, producers: dict[str, Expr]
+) -> TensorNode:
+    """Puts one call in the place of a layer and its BatchNorm."""
+    layer, norm = producers[fold.layer], producers[fold.norm]
+    call = ops.read(layer)
+    assert call is not None
+    assert call.weight is not None
+    channels = math.prod(call.weight.shape[a] for a in call.channel_axes)
+    shape = (channels,) if call.kind == "linear" else (1, channels, 1, 1)
+    name = f"{fold.layer}_bn"
+    setattr(container, name, BnFold(fold.layer, call.kind, dict(call.attrs), shape))
+    source = editor.get_attr(f"{CONTAINER}.{fold.activation}") if fold.activation else None
+    scales = editor.get_attr(f"{CONTAINER}.{fold.weight}")
+    args = (call.inputs[0], call.weight, call.bias, norm.inputs[0], scales, source)
+    new = editor.call_module(f"{CONTAINER}.{name}", *args, after=norm, like=norm.outputs[0])
+    editor.replace_expr(norm, new)
+    editor.remove(layer)
+    return new
+
+
 @builtin
 class Container(Module):
     """Holds the fake quants of a prepared graph under the names of their sites."""
@@ -64,14 +95,19 @@ class Container(Module):
         raise NotImplementedError("qtrace's container of fake quants is not a layer")
 
 
+@functools.lru_cache(maxsize=64)
+def _plugin(package: str, name: str, base: type) -> type:
+    return plugins.resolve(package, name, base)
+
+
 def _module(site: Site, node: TensorNode) -> Module:
     shape = tuple(int(n) for n in node.shape)
     if site.plan is None:
         return BiasQuant(site.name, shape)
     plan: Plan = site.plan
-    observer_class = plugins.resolve("qtrace.observers", plan.observer, Observer)
+    observer_class = _plugin("qtrace.observers", plan.observer, Observer)
     observer = observer_class(plan.scheme, **dict(plan.observer_options))
-    fake_class = plugins.resolve("qtrace.fakequant", plan.fakequant, FakeQuant)
+    fake_class = _plugin("qtrace.fakequant", plan.fakequant, FakeQuant)
     axes = [a % len(shape) for a in site.channel_axes]
     scales = tuple(n if i in axes else 1 for i, n in enumerate(shape)) if axes else ()
     numel = math.prod(shape if site.static else shape[1:]) // max(math.prod(scales), 1)

@@ -65,7 +65,9 @@ def choose(
     for rule in qconfig.rules:
         matched = selector.select(rule)
         if not matched:
-            raise ConfigError(f"{rule.origin}: the rule {_text(rule.match)} matches no op of this graph: fix or drop it.")
+            raise ConfigError(
+                f"{rule.origin}: the rule {_text(rule.match)} matches no op of this graph: fix or drop it."
+            )
         for key in matched:
             chosen[key] = _apply(chosen[key], rule, backend)
     return chosen
@@ -209,7 +211,9 @@ class _Selector:
         nodes.update((n.name, n) for n in self.traced.graph.inputs)
         for name in (start, end):
             if name not in nodes:
-                raise ConfigError(f"{origin}: subgraph names the node {name!r}, which this graph does not have.")
+                raise ConfigError(
+                    f"{origin}: subgraph names the node {name!r}, which this graph does not have."
+                )
         behind = _closure([nodes[start].expr], lambda e: [u for n in e.outputs for u in n.users])
         before = _closure([nodes[end].expr], lambda e: [n.expr for n in e.inputs])
         return behind & before

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from qtrace.cli import help, models, options
 from qtrace.cli.console import Console
 from qtrace.cli.outputs import output_folder
-from qtrace.data import DataSource
+
+if TYPE_CHECKING:
+    from qtrace.data import DataSource  # at run time it loads numpy, which --help does without
 
 __all__ = ["FILES", "calibrate"]
 
@@ -76,8 +78,7 @@ def calibrate(
             qtrace.calibrate(prepared, source, progress=console.progress)
             summary = {"model": model, "data": data, "recipe": recipe, **_counts(source)}
             _write(folder, prepared, summary)
-    if source.skipped:
-        console.note(f"{len(source.skipped)} left out: {', '.join(source.skipped[:5])}")
+    models.tell_skipped(source, console)
     files = [str(out / name) for name in FILES]
     console.result("\n".join(files), {**summary, "files": files})
 
@@ -106,7 +107,7 @@ def _write(folder: Path, prepared: Any, summary: dict[str, Any]) -> None:
 
 def _sites(prepared: Any) -> list[dict[str, Any]]:
     """Every site with its numbers; those of a site that saw no data are null."""
-    from qtrace.prepared import fake_quants
+    from qtrace.passes.record import fake_quants
 
     sites = []
     for site in fake_quants(prepared):

@@ -29,12 +29,15 @@ def explain(
     """
     with console.work():
         import qtrace
+        from qtrace.passes.record import is_quantized
 
         qconfig = qtrace.load_recipe(recipe) if recipe else None
         if models.is_factory(model):
             loaded = models.trace_factory(model, shapes=shapes)
         else:
             loaded = models.load_model(model, allow)
+        if recipe and is_quantized(loaded):
+            console.note(f"{model} is quantized already: this is what was done, --recipe has no say.")
         explanation = qtrace.explain(loaded, qconfig)
         text, data = explanation.table(), explanation.to_dict()
     console.result(text, data)

@@ -21,6 +21,7 @@ __all__ = ["verify"]
 @options.data(required=True)
 @options.recipe
 @options.allow
+@options.progress
 @options.output
 def verify(
     file: str,
@@ -44,7 +45,8 @@ def verify(
         source = models.open_source(
             data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
         )
-        report = qtrace.verify(file, models.load_model(model, allow), source)
+        report = qtrace.verify(file, models.load_model(model, allow), console.bar(source, "verify"))
         text, result = report.table(), report.to_dict()
+    models.tell_skipped(source, console)
     console.result(text, {"passed": bool(report.passed), **result})
     return 0 if report.passed else 1

@@ -11,12 +11,13 @@ from megengine.module import Module
 
 from qtrace.errors import GraphError
 from qtrace.fakequant._bias import BiasQuant
+from qtrace.fakequant._bn_fold import BnFold
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import TracedModule
 from qtrace.passes.annotation import Annotation
 from qtrace.passes.insert import CONTAINER
 
-__all__ = ["Record", "bias_quants", "fake_quants", "read_record", "write_record"]
+__all__ = ["Record", "fake_quants", "followers", "is_quantized", "read_record", "write_record"]
 
 # MegEngine saves plain attributes of a TracedModule; JSON keeps the record free of classes.
 _ATTRIBUTE = "qtrace_record"
@@ -63,11 +64,14 @@ def read_record(model: Module, stage: str | None = None) -> Record:
     text = getattr(model, _ATTRIBUTE, None)
     if not isinstance(model, TracedModule) or text is None:
         raise GraphError(
-            f"{type(model).__name__} is not a {stage or 'prepared'} module: call qtrace.prepare on a traced one first."
+            f"{type(model).__name__} is not a {stage or 'prepared'} module: "
+            "call qtrace.prepare on a traced one first."
         )
     data = json.loads(text)
     if stage is not None and data["stage"] != stage:
-        todo = "call qtrace.convert on it first" if stage == "converted" else "use the prepared one it came from"
+        todo = (
+            "call qtrace.convert on it first" if stage == "converted" else "use the prepared one it came from"
+        )
         raise GraphError(f"the module is {data['stage']}, not {stage}: {todo}.")
     annotation = Annotation.from_json(data["annotation"])
     return Record(data["stage"], annotation, data["qconfig"], tuple(data["log"]))
@@ -83,9 +87,9 @@ def fake_quants(model: TracedModule) -> Iterator[FakeQuant]:
     return (m for m in _children(model) if isinstance(m, FakeQuant))
 
 
-def bias_quants(model: TracedModule) -> Iterator[BiasQuant]:
-    """The bias quantizers of a prepared or converted module."""
-    return (m for m in _children(model) if isinstance(m, BiasQuant))
+def followers(model: TracedModule) -> Iterator[BiasQuant | BnFold]:
+    """The modules that have a phase but no parameters of their own: biases and folded layers."""
+    return (m for m in _children(model) if isinstance(m, (BiasQuant, BnFold)))
 
 
 def _children(model: TracedModule) -> Iterator[Module]:

@@ -1,0 +1,1 @@
+"""Benchmarks of qtrace: ``python -m benchmarks`` (``make bench``)."""

@@ -1,0 +1,169 @@
+"""An interpreter to subclass: runs a traced graph expr by expr, with a hook at every node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from megengine.core._imperative_rt.core2 import Tensor as RawTensor
+from megengine.module import Module
+from megengine.traced_module import TracedModule
+from megengine.traced_module.expr import Expr
+from megengine.traced_module.node import Node
+from megengine.traced_module.pytree import LeafDef, TreeDef, tree_flatten
+from megengine.traced_module.traced_module import InternalGraph
+from megengine.traced_module.utils import _convert_kwargs_to_args
+
+from qtrace.errors import GraphError
+
+__all__ = ["Interpreter"]
+
+
+class Interpreter:
+    """Computes what the traced module computes, bit for bit, unless a subclass overrides a hook.
+
+    ``run_expr`` computes one expr and ``on_node`` sees, and may replace, every value. A call of a submodule
+    in a hierarchical graph is one expr. Values are freed after their last use.
+
+    Example:
+        >>> class Ranges(Interpreter):
+        ...     def on_node(self, node, value):
+        ...         if isinstance(node, TensorNode):
+        ...             print(node.name, value.min(), value.max())
+        ...         return value
+        >>> Ranges(traced).run(x)
+
+    Args:
+        traced: the traced module to run, flat or hierarchical.
+
+    Raises:
+        GraphError: when ``traced`` is not a traced module.
+    """
+
+    def __init__(self, traced: TracedModule) -> None:
+        if not isinstance(traced, TracedModule):
+            raise GraphError(f"an Interpreter runs a TracedModule, not a {type(traced).__name__}.")
+        self.traced = traced
+
+    def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
+        """Computes the outputs of ``expr``, in the order of ``expr.outputs``; None when it has none.
+
+        Args:
+            expr: the expr; a ``GetAttr`` or ``Constant`` too.
+            inputs: the values of ``expr.inputs``: Tensors, and Modules where a module is called or passed.
+        """
+        return expr.interpret(*inputs)
+
+    def on_node(self, node: Node, value: Any) -> Any:
+        """Called with every value when it is there, graph inputs included; what it returns is used instead.
+
+        Args:
+            node: a ``TensorNode``, or a ``ModuleNode`` with a Module as its value.
+            value: what was computed.
+        """
+        return value
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the graph on the arguments of the module's forward; returns what forward returns.
+
+        Raises:
+            GraphError: when the arguments do not have the structure that was traced.
+        """
+        arg_def, inputs = self._bind(args, kwargs)
+        graph = self.traced.argdef_graph_map[arg_def]
+        values = self._execute(graph, inputs, None)
+        outputs = [values[id(node)] for node in graph._outputs]
+        return self.traced.argdef_outdef_map[arg_def].unflatten(outputs)
+
+    def run_until(self, node: Node, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the graph up to ``node`` and returns its value.
+
+        Raises:
+            GraphError: when the arguments do not have the structure that was traced, or the graph does not
+                produce ``node``.
+        """
+        arg_def, inputs = self._bind(args, kwargs)
+        values = self._execute(self.traced.argdef_graph_map[arg_def], inputs, node)
+        if id(node) not in values:
+            raise GraphError(f"the graph does not produce {node.name}: is it a node of another copy?")
+        return values[id(node)]
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[TreeDef, list[Any]]:
+        """The key of the graph for these arguments, and the values of its inputs, as forward finds them."""
+        try:
+            if self.traced.argspec is not None:
+                args, kwargs = _convert_kwargs_to_args(self.traced.argspec, args, kwargs, True)
+            leaves, arg_def = tree_flatten(((self.traced, *args), kwargs))
+            known = arg_def in self.traced.argdef_graph_map
+        except (TypeError, AssertionError) as error:
+            raise GraphError(f"the arguments do not fit the traced module: {error}") from error
+        if not known:
+            traced = " or ".join(_signature(d) for d in self.traced.argdef_graph_map)
+            hint = "; make Tensors of numpy arrays" if any(isinstance(v, np.ndarray) for v in leaves) else ""
+            raise GraphError(
+                f"the module was traced as {traced}, but is called as {_signature(arg_def)}{hint}."
+            )
+        return arg_def, [leaf for leaf in leaves if isinstance(leaf, (Module, RawTensor))]
+
+    def _execute(self, graph: InternalGraph, inputs: list[Any], until: Node | None) -> dict[int, Any]:
+        """Runs the exprs; returns the values that are alive at the end, by id of the node."""
+        frees = _last_uses(graph)
+        values: dict[int, Any] = {}
+        for node in graph._inputs:
+            values[id(node)] = self.on_node(node, inputs.pop(0))
+        if until is not None and id(until) in values:
+            return values
+        for key in frees[None]:
+            values.pop(key, None)
+        for expr in graph._exprs:
+            # Nothing else may hold a value here: a local name would keep it through the next expr.
+            self._store(expr, self.run_expr(expr, [values[id(n)] for n in expr.inputs]), values)
+            if until is not None and id(until) in values:
+                return values
+            for key in frees[expr]:
+                values.pop(key, None)
+        return values
+
+    def _store(self, expr: Expr, results: Sequence[Any] | None, values: dict[int, Any]) -> None:
+        found = () if results is None else results
+        if len(found) != len(expr.outputs):
+            raise GraphError(
+                f"%{expr._id} has the outputs {[n.name for n in expr.outputs]}, "
+                f"but run_expr returned {len(found)} values."
+            )
+        for node, value in zip(expr.outputs, found, strict=True):
+            values[id(node)] = self.on_node(node, value)
+
+
+def _signature(arg_def: TreeDef) -> str:
+    """How a call with arguments of this structure is written; the first one is the module itself."""
+    args, kwargs = arg_def.children_defs
+    shown = [_structure(d) for d in args.children_defs[1:]]
+    shown += [f"{key}={_structure(d)}" for key, d in zip(kwargs.aux_data, kwargs.children_defs, strict=True)]
+    return f"forward({', '.join(shown)})"
+
+
+def _structure(tree: TreeDef) -> str:
+    if isinstance(tree, LeafDef):
+        constant = tree.const_val is not None or type(None) in tree.type
+        small = constant and not isinstance(tree.const_val, np.ndarray)
+        return repr(tree.const_val) if small else str(tree.type[0].__name__)
+    parts = [_structure(d) for d in tree.children_defs]
+    if issubclass(tree.type, dict):
+        return f"{{{', '.join(f'{k!r}: {v}' for k, v in zip(tree.aux_data, parts, strict=True))}}}"
+    left, right = "[]" if issubclass(tree.type, list) else "()"
+    return f"{left}{', '.join(parts)}{right}"
+
+
+def _last_uses(graph: InternalGraph) -> dict[Expr | None, list[int]]:
+    """Which nodes to free after each expr, by id; under None, the inputs that nothing reads."""
+    kept = {id(node) for node in graph._outputs}
+    last: dict[int, Expr | None] = dict.fromkeys((id(node) for node in graph._inputs), None)
+    for expr in graph._exprs:
+        last.update((id(node), expr) for node in (*expr.outputs, *expr.inputs))
+    frees: dict[Expr | None, list[int]] = {None: [], **{expr: [] for expr in graph._exprs}}
+    for key, expr in last.items():
+        if key not in kept:
+            frees[expr].append(key)
+    return frees

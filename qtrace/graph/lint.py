@@ -1,0 +1,319 @@
+"""Lint: what is wrong with a traced graph, found by reading it, without running the model.
+
+A *fault* makes the graph compute something else or fail: a node that is read before it is produced, a
+users list that lies. A *leftover* only weighs: a dead expr, a module that no expr reaches. A user's own
+model may have leftovers (a head that its forward does not return), so ``check`` lets them pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megengine.core._imperative_rt.core2 import Tensor as RawTensor
+from megengine.module import Module
+from megengine.traced_module import TracedModule
+from megengine.traced_module.expr import CallMethod, Constant, Expr, GetAttr, is_call_module
+from megengine.traced_module.node import ModuleNode, Node, TensorNode
+from megengine.traced_module.pytree import TreeDef
+from megengine.traced_module.traced_module import InternalGraph
+
+from qtrace.errors import GraphError
+from qtrace.graph.walk import op_label
+
+__all__ = ["LEFTOVERS", "LintProblem", "check", "lint"]
+
+LEFTOVERS = frozenset({"dead-expr", "stale-module", "stale-tensor"})
+
+_SHOWN = 5
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class LintProblem:
+    """One thing that is wrong.
+
+    Attributes:
+        code: what kind of problem, such as ``used-before-produced``; those in ``LEFTOVERS`` are harmless.
+        where: the expr's or node's name, or the path of a module or tensor; in a nested graph
+            ``module.path/name``.
+        message: a sentence.
+    """
+
+    code: str
+    where: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message} [{self.code}]"
+
+
+def check(traced: TracedModule, leftovers: bool = False) -> None:
+    """Raises when ``traced`` has a fault.
+
+    Args:
+        traced: a traced module, flat or hierarchical.
+        leftovers: whether dead exprs and stale modules are errors too.
+
+    Raises:
+        GraphError: with the first few problems.
+    """
+    problems = [p for p in lint(traced) if leftovers or p.code not in LEFTOVERS]
+    if not problems:
+        return
+    lines = [f"the graph has {len(problems)} problem{'s' if len(problems) > 1 else ''}:"]
+    lines += [f"  {p}" for p in problems[:_SHOWN]]
+    if len(problems) > _SHOWN:
+        lines.append(f"  ... and {len(problems) - _SHOWN} more: call qtrace.graph.lint.lint for all.")
+    raise GraphError("\n".join(lines))
+
+
+def lint(traced: TracedModule) -> list[LintProblem]:
+    """Finds the problems of ``traced``: of its graph, of the graphs it calls, then leftovers in the tree.
+
+    Args:
+        traced: a traced module, flat or hierarchical; it is not changed and not run.
+
+    Returns:
+        The problems in graph order; an empty list when there are none.
+
+    Raises:
+        GraphError: when ``traced`` is not a traced module.
+    """
+    if not isinstance(traced, TracedModule):
+        raise GraphError(f"lint takes a TracedModule, not {type(traced).__name__}.")
+    reached: set[int] = set()
+    seen: set[int] = set()
+    problems: list[LintProblem] = []
+    pending = [(traced, "", arg_def) for arg_def in traced.argdef_graph_map]
+    while pending:
+        module, path, arg_def = pending.pop()
+        graph = module.argdef_graph_map[arg_def]
+        if id(graph) not in seen:
+            seen.add(id(graph))
+            linter = _GraphLinter(module, graph, path, module.argdef_outdef_map.get(arg_def), reached)
+            problems += linter.run()
+            pending += reversed(linter.calls)
+    return problems + list(_stale(traced, "", reached, set()))
+
+
+class _GraphLinter:
+    """Checks one graph; notes which modules and tensors it reaches and which graphs it calls."""
+
+    def __init__(
+        self,
+        module: TracedModule,
+        graph: InternalGraph,
+        path: str,
+        out_def: TreeDef | None,
+        reached: set[int],
+    ) -> None:
+        self.module, self.graph, self.path = module, graph, path
+        self.out_def, self.reached = out_def, reached
+        self.problems: list[LintProblem] = []
+        self.calls: list[tuple[TracedModule, str, TreeDef]] = []
+        # The modules that module nodes stand for, with their paths.
+        self.objects: dict[int, tuple[Any, str]] = {id(graph._inputs[0]): (module, path)}
+        self.nodes: dict[int, Node] = {}
+
+    def run(self) -> list[LintProblem]:
+        """All problems of the graph."""
+        self._order()
+        self._outputs()
+        self._users()
+        self._names_and_owners()
+        for expr in self.graph._exprs:
+            self._arguments(expr)
+            self._resolve(expr)
+        self._dead()
+        return self.problems
+
+    def _report(self, code: str, where: str, message: str) -> None:
+        self.problems.append(LintProblem(code, f"{self.path}/{where}" if self.path else where, message))
+
+    def _order(self) -> None:
+        """Every node has one producer, knows it, and is read only after it."""
+        producers: dict[int, Expr] = {}
+        for expr in self.graph._exprs:
+            for node in expr.outputs:
+                producers.setdefault(id(node), expr)
+        for node in self.graph._inputs:
+            self.nodes[id(node)] = node  # the same node may be an input twice: f(x, x)
+        for expr in self.graph._exprs:
+            for node in expr.inputs:
+                if id(node) in self.nodes:
+                    continue
+                later = producers.get(id(node))
+                if later is None:
+                    text = f"reads {_name(node)}, which no expr of this graph produces"
+                    self._report("not-produced", _where(expr), text)
+                else:
+                    text = f"reads {_name(node)} before {_show(later)} produces it"
+                    self._report("used-before-produced", _where(expr), text)
+            for node in expr.outputs:
+                if id(node) in self.nodes:
+                    text = f"is produced a second time, by {_show(expr)}"
+                    self._report("produced-twice", _name(node), text)
+                    continue
+                self.nodes[id(node)] = node
+                if node.expr is not expr:
+                    text = f"is produced by {_show(expr)}, but its expr is {_show(node.expr)}"
+                    self._report("wrong-producer", _name(node), text)
+
+    def _outputs(self) -> None:
+        """Graph outputs are nodes of the graph, as many as the module returns."""
+        for index, node in enumerate(self.graph._outputs):
+            if id(node) not in self.nodes:
+                text = f"is output {index} of the graph, but nothing in the graph produces it"
+                self._report("output-not-produced", _name(node), text)
+        found, wanted = len(self.graph._outputs), self.out_def and self.out_def.num_leaves
+        if wanted is not None and found != wanted:
+            text = f"the graph has {found} outputs, but the module returns {wanted} values"
+            self._report("wrong-outputs", self.graph._name, text)
+
+    def _users(self) -> None:
+        """A node's users are the exprs that read it, each as often as it reads it (outputs are no users)."""
+        reads: dict[int, Counter[int]] = {}
+        exprs: dict[int, Expr] = {}
+        for expr in self.graph._exprs:
+            exprs[id(expr)] = expr
+            for node in expr.inputs:
+                reads.setdefault(id(node), Counter())[id(expr)] += 1
+        for key, node in self.nodes.items():
+            listed = Counter(id(user) for user in node.users)
+            actual = reads.get(key, Counter())
+            if listed == actual:
+                continue
+            for user in node.users:
+                if id(user) not in exprs:
+                    text = f"lists {_show(user)} as a user, which is not in this graph"
+                    self._report("wrong-users", _name(node), text)
+                    exprs[id(user)] = user  # said once
+                    listed.pop(id(user), None)
+            for ident in dict.fromkeys((*actual, *listed)):
+                times, said = actual[ident], listed[ident]
+                if times != said and ident in exprs:
+                    text = f"is read {times} times by {_show(exprs[ident])}, but lists it {said} times"
+                    self._report("wrong-users", _name(node), text)
+
+    def _names_and_owners(self) -> None:
+        """Names are unique; every expr and node refers back to this graph."""
+        if self.graph._inputs[0].owner is not self.module:
+            text = "stands for the graph's module, but refers to another one"
+            self._report("wrong-owner", _name(self.graph._inputs[0]), text)
+        named: dict[str, Node] = {}
+        for node in self.nodes.values():
+            other = named.setdefault(node._name, node)
+            if other is not node:
+                text = f"is the name of two nodes, of {_show(other.expr)} and of {_show(node.expr)}"
+                self._report("name-twice", _name(node), text)
+            if node.top_graph is not self.graph:
+                self._report("wrong-graph", _name(node), "the node does not refer back to its graph")
+        for expr in self.graph._exprs:
+            if expr.top_graph is not self.graph:
+                self._report("wrong-graph", _where(expr), "the expr does not refer back to its graph")
+
+    def _arguments(self, expr: Expr) -> None:
+        """Inputs and constants fill the argument structure; outputs fill the result structure."""
+        if expr.arg_def is not None and expr.const_val is not None:
+            wanted, found = expr.arg_def.num_leaves, len(expr.inputs) + len(expr.const_val)
+            places = [index for index, _ in expr.const_val]
+            if wanted != found:
+                text = f"has {found} arguments, but its call takes {wanted}"
+                self._report("wrong-arguments", _where(expr), text)
+            elif places != sorted(set(places)) or any(not 0 <= i < wanted for i in places):
+                text = f"has its constants at the impossible places {places}"
+                self._report("wrong-arguments", _where(expr), text)
+        if expr.out_def is not None and expr.out_def.num_leaves != len(expr.outputs):
+            text = f"has {len(expr.outputs)} outputs, but its call returns {expr.out_def.num_leaves}"
+            self._report("wrong-outputs", _where(expr), text)
+
+    def _resolve(self, expr: Expr) -> None:
+        """Attributes exist; what is called or passed on counts as reached."""
+        if isinstance(expr, GetAttr):
+            self._attribute(expr)
+        elif isinstance(expr, Constant) and isinstance(expr.outputs[0], ModuleNode):
+            self.objects[id(expr.outputs[0])] = (expr.value, expr.outputs[0]._name)
+        else:
+            callee = expr.inputs[0] if isinstance(expr, CallMethod) and is_call_module(expr) else None
+            for node in expr.inputs:
+                if id(node) in self.objects:
+                    owner, path = self.objects[id(node)]
+                    if node is not callee or not self._call(expr, owner, path):
+                        self.reached.add(id(owner))
+
+    def _attribute(self, expr: GetAttr) -> None:
+        out = expr.outputs[0]
+        if id(expr.inputs[0]) not in self.objects:
+            return
+        base, path = self.objects[id(expr.inputs[0])]
+        path = f"{path}.{expr.name}".lstrip(".")
+        value = base
+        for part in expr.name.split("."):
+            value = getattr(value, part, _MISSING) if isinstance(value, Module) else _MISSING
+        wanted, kind = (Module, "module") if isinstance(out, ModuleNode) else (RawTensor, "tensor")
+        if value is _MISSING:
+            text = f"reads {path}, but the module has no such attribute"
+            self._report("missing-attribute", _name(out), text)
+        elif not isinstance(value, wanted):
+            text = f"reads {path} as a {kind}, but it is a {type(value).__name__}"
+            self._report("wrong-kind", _name(out), text)
+        elif isinstance(out, TensorNode):
+            self.reached.add(id(value))
+        else:
+            self.objects[id(out)] = (value, path)
+            if out.owner is not value:
+                self._report("wrong-owner", _name(out), f"stands for {path}, but refers to another module")
+
+    def _call(self, expr: CallMethod, owner: Any, path: str) -> bool:
+        """Notes the graph that a call runs; False when the module is opaque."""
+        if not isinstance(owner, TracedModule) or owner.is_qat:
+            return False  # a QAT module keeps fake quants that its graph does not call
+        if expr.arg_def in owner.argdef_graph_map:
+            self.calls.append((owner, path, expr.arg_def))
+        else:
+            text = f"calls {path} with arguments for which it has no graph"
+            self._report("no-graph", _where(expr), text)
+        return True
+
+    def _dead(self) -> None:
+        """Every result is used, unless the expr is kept on purpose or writes in place."""
+        live = {id(node) for node in self.graph._outputs}
+        dead: list[Expr] = []
+        for expr in reversed(self.graph._exprs):
+            writes = isinstance(expr, CallMethod) and expr.method == "__setitem__"
+            if expr._disable_remove or writes or not expr.outputs or any(id(n) in live for n in expr.outputs):
+                live.update(id(node) for node in expr.inputs)
+            else:
+                dead.append(expr)
+        for expr in reversed(dead):
+            self._report("dead-expr", _where(expr), f"nothing uses the result of {_show(expr)}")
+
+
+def _stale(module: Module, path: str, reached: set[int], seen: set[int]) -> Iterator[LintProblem]:
+    """Modules and tensors below ``module`` that no graph reaches; a wholly unreached layer is named once."""
+    for key, value in module._flatten(recursive=False, with_key=True):
+        below = f"{path}.{key}".lstrip(".")
+        if not isinstance(value, (Module, RawTensor)) or id(value) in seen or id(value) in reached:
+            continue
+        seen.add(id(value))
+        if isinstance(value, RawTensor):
+            yield LintProblem("stale-tensor", below, "no expr reads this tensor")
+        elif isinstance(value, TracedModule) or any(id(part) in reached for part in value._flatten()):
+            yield from _stale(value, below, reached, seen)
+        else:
+            yield LintProblem("stale-module", below, f"no expr reaches this {type(value).__name__}")
+
+
+def _name(node: Node) -> str:
+    return node._name or f"node {node._id}"
+
+
+def _where(expr: Expr) -> str:
+    return _name(expr.outputs[0]) if expr.outputs else f"expr {expr._id}"
+
+
+def _show(expr: Expr | None) -> str:
+    return "nothing" if expr is None else f"%{expr._id} {op_label(expr)}"

@@ -1,0 +1,366 @@
+"""Patterns over a traced graph, and the reason why one does not match. ``rewrite.py`` applies them.
+
+A pattern is a small tree of ``Op`` with ``Anything``, ``Const`` and ``Param`` at its leaves. It is laid on
+the exprs behind a node, from the output towards the inputs:
+
+    >>> conv = Op(M.Conv2d, Anything("x"), name="conv")
+    >>> pattern = Op(F.relu, Op(M.BatchNorm2d, conv, name="bn"))
+    >>> str(match(pattern, node))
+    'bn_out: produced by Tensor.__add__, expected BatchNorm2d'
+
+One object, or one name, that stands twice in a pattern must be the same node both times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from megengine import Tensor
+from megengine.module import Module
+from megengine.traced_module.expr import (
+    CallFunction,
+    CallMethod,
+    Constant,
+    Expr,
+    GetAttr,
+    Input,
+    is_call_module,
+)
+from megengine.traced_module.node import Node, TensorNode
+
+from qtrace.graph.edit import signature
+from qtrace.graph.walk import op_label, owner, users
+
+__all__ = [
+    "Anything",
+    "Const",
+    "Match",
+    "Matcher",
+    "Mismatch",
+    "Op",
+    "Param",
+    "Pattern",
+    "match",
+]
+
+_UNSET = object()
+
+Target = type[Module] | Callable[..., Any] | str
+Condition = Callable[[Expr], "str | bool | None"]
+
+
+class Pattern:
+    """What a node or a constant argument may be. ``name`` binds it in the match."""
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name
+
+    @property
+    def key(self) -> object:
+        """Patterns of equal key stand for the same value."""
+        return self.name if self.name is not None else id(self)
+
+
+class Anything(Pattern):
+    """Any node, or any constant argument."""
+
+
+class Const(Pattern):
+    """A constant Python argument, equal to ``value`` where one is given."""
+
+    def __init__(self, value: Any = _UNSET, name: str | None = None) -> None:
+        super().__init__(name)
+        self.value = value
+
+
+class Param(Pattern):
+    """A parameter or buffer that the graph reads. Other exprs may read it too."""
+
+
+class Op(Pattern):
+    """A call.
+
+    Args:
+        target: a module class (exactly this one, since a subclass may compute something else), a function,
+            the name of a Tensor method, a tuple of these for any of them, or None for every call.
+        *inputs: patterns for the leading arguments, a called module not counted, lists and tuples opened.
+            Every tensor argument must have its pattern. None given: all arguments fit.
+        name: binds the call's output in the match.
+        commutative: whether the two inputs may stand in either order.
+        shared: whether the output may be used outside the match too.
+        args: arguments by parameter name, or attributes of a called module, and the values they must have.
+        when: a further condition on the expr: None or True when it holds, False or the reason when not.
+    """
+
+    def __init__(
+        self,
+        target: Target | tuple[Target, ...] | None,
+        *inputs: Pattern,
+        name: str | None = None,
+        commutative: bool = False,
+        shared: bool = False,
+        args: Mapping[str, Any] | None = None,
+        when: Condition | None = None,
+    ) -> None:
+        super().__init__(name)
+        if commutative and len(inputs) != 2:
+            raise ValueError(f"a commutative pattern has two inputs, not {len(inputs)}.")
+        self.targets = None if target is None else target if isinstance(target, tuple) else (target,)
+        self.inputs = inputs
+        self.commutative = commutative
+        self.shared = shared
+        self.args = dict(args or {})
+        self.when = when
+
+
+@dataclass(frozen=True)
+class Match:
+    """Where a pattern fits.
+
+    Attributes:
+        node: the node that was matched.
+        exprs: the matched calls; the first one produces ``node``.
+        bound: the named nodes and constants.
+    """
+
+    node: TensorNode
+    exprs: tuple[Expr, ...]
+    bound: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.bound[name]
+
+    def expr(self, name: str) -> Expr:
+        """The expr that produces the node of that name."""
+        return self.bound[name].expr
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Why a pattern does not fit; false where a match is true.
+
+    Attributes:
+        where: the node or expr that does not fit, of the attempt that came furthest.
+        reason: why not, in words.
+        matched: how many calls had matched before.
+    """
+
+    where: str
+    reason: str
+    matched: int
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}"
+
+
+def match(pattern: Op, node: Node) -> Match | Mismatch:
+    """Lays ``pattern`` on the expr that produces ``node`` and on those before it.
+
+    Nodes inside the match must not be used outside it nor be graph outputs, ``shared`` ones excepted.
+    """
+    return Matcher().match(pattern, node)
+
+
+@dataclass(frozen=True)
+class _State:
+    """A partial match; never changed, so that another order of inputs can start from it again."""
+
+    bound: tuple[tuple[Pattern, Any], ...] = ()
+    exprs: tuple[Expr, ...] = ()
+
+    def value(self, pattern: Pattern) -> Any:
+        return next((v for p, v in self.bound if p.key == pattern.key), _UNSET)
+
+
+class Matcher:
+    """Searches one match in a graph that is being rewritten; ``match`` is the way in for all others.
+
+    Args:
+        taken: exprs that an earlier match has claimed.
+        gone: exprs that nothing uses any more, though users lists still name them.
+    """
+
+    def __init__(
+        self, taken: frozenset[Expr] | set[Expr] = frozenset(), gone: set[Expr] | None = None
+    ) -> None:
+        self.taken, self.gone = taken, gone or set()
+        self.best: Mismatch | None = None  # of the attempt that came furthest
+
+    def match(self, pattern: Op, node: Node) -> Match | Mismatch:
+        """The match of ``pattern`` at ``node``, or why there is none."""
+        for state in self._one(pattern, node, _State()):
+            trouble = self._used_outside(node, state)
+            if trouble is None:
+                named = {p.name: v for p, v in state.bound if p.name is not None}
+                return Match(node, state.exprs, named)
+            self._fail(*trouble, state)
+        assert self.best is not None
+        return self.best
+
+    def _fail(self, where: str, reason: str, state: _State) -> None:
+        if self.best is None or len(state.exprs) > self.best.matched:
+            self.best = Mismatch(where, reason, len(state.exprs))
+
+    def _one(self, pattern: Pattern, value: Any, state: _State) -> Iterator[_State]:
+        """The ways in which ``value`` fits ``pattern``."""
+        before = state.value(pattern)
+        if before is not _UNSET:
+            if _equal(before, value):
+                yield state
+            else:
+                self._fail(_show(value), f"differs from {_show(before)}, but must be the same", state)
+        elif isinstance(pattern, Op):
+            yield from self._op(pattern, value, state)
+        else:
+            reason = _leaf_mismatch(pattern, value)
+            if reason is None:
+                yield _State((*state.bound, (pattern, value)), state.exprs)
+            else:
+                self._fail(_show(value), reason, state)
+
+    def _op(self, pattern: Op, value: Any, state: _State) -> Iterator[_State]:
+        expr = value.expr if isinstance(value, Node) else None
+        reason = _call_mismatch(pattern, expr)
+        if reason is None and expr in self.taken:
+            reason = f"{op_label(expr)} was rewritten already"
+        leaves = [] if reason is not None else _leaves(expr)
+        if reason is None and pattern.inputs:
+            reason = _count_mismatch(pattern, leaves)
+        if reason is not None:
+            self._fail(_show(value), reason, state)
+            return
+        inner = _State((*state.bound, (pattern, value)), (*state.exprs, expr))
+        yield from self._all(pattern.inputs, leaves, inner)
+        if pattern.commutative:
+            yield from self._all(pattern.inputs, [leaves[1], leaves[0]], inner)
+
+    def _all(self, patterns: Sequence[Pattern], values: Sequence[Any], state: _State) -> Iterator[_State]:
+        if not patterns:
+            yield state
+            return
+        for found in self._one(patterns[0], values[0], state):
+            yield from self._all(patterns[1:], values[1:], found)
+
+    def _used_outside(self, root: Node, state: _State) -> tuple[str, str] | None:
+        inside = {*state.exprs, *self.gone}
+        shared = {v.expr for p, v in state.bound if isinstance(p, Op) and p.shared}
+        only = "the pattern needs it to be used only inside"
+        for expr in state.exprs:
+            if expr is root.expr or expr in shared:
+                continue
+            for node in expr.outputs:
+                if any(out is node for out in node.top_graph.outputs):
+                    return node.name, f"is a graph output; {only}"
+                readers = [u for u in users(node) if u not in self.gone]
+                if any(u not in inside for u in readers):
+                    names = ", ".join(_show(u.outputs[0]) if u.outputs else op_label(u) for u in readers)
+                    return node.name, f"has {len(readers)} users ({names}); {only}"
+        return None
+
+
+def _leaf_mismatch(pattern: Pattern, value: Any) -> str | None:
+    if isinstance(pattern, Const):
+        if isinstance(value, Node):
+            return "is computed, expected a constant argument"
+        if pattern.value is not _UNSET and not _equal(pattern.value, value):
+            return f"is an argument that must be {pattern.value!r}"
+    if isinstance(pattern, Param):
+        if not isinstance(value, TensorNode):
+            return "is a constant argument, expected a parameter"
+        if not isinstance(value.expr, GetAttr):
+            return f"produced by {op_label(value.expr)}, expected a parameter"
+    return None
+
+
+def _call_mismatch(pattern: Op, expr: Expr | None) -> str | None:
+    """Why the call is not the one of ``pattern``, its inputs aside."""
+    expected = "a call" if pattern.targets is None else " or ".join(map(_target_text, pattern.targets))
+    if expr is None:
+        return f"is a constant argument, expected {expected}"
+    if isinstance(expr, Input):
+        return f"is a graph input, expected {expected}"
+    if isinstance(expr, (GetAttr, Constant)):
+        return f"is a {op_label(expr)}, expected {expected}"
+    if pattern.targets is not None and not any(_is_target(expr, t) for t in pattern.targets):
+        return f"produced by {op_label(expr)}, expected {expected}"
+    for key, wanted in pattern.args.items():
+        found = _argument(expr, key)
+        if found is _UNSET:
+            return f"{op_label(expr)} has no argument {key}"
+        if not _equal(found, wanted):
+            return f"argument {key} of {op_label(expr)} is {_show(found)}, expected {_show(wanted)}"
+    verdict = True if pattern.when is None else pattern.when(expr)
+    if verdict is None or verdict is True:
+        return None
+    return verdict or f"a condition on {op_label(expr)} does not hold"
+
+
+def _is_target(expr: Expr, target: Target) -> bool:
+    if isinstance(target, str):
+        return isinstance(expr, CallMethod) and not is_call_module(expr) and expr.method == target
+    if isinstance(target, type):
+        return type(owner(expr)) is target
+    return isinstance(expr, CallFunction) and expr.func == target
+
+
+def _target_text(target: Target) -> str:
+    if isinstance(target, str):
+        return f"Tensor.{target}"
+    if isinstance(target, type):
+        return target.__name__
+    prefix = "F" if target.__module__.startswith("megengine.functional") else target.__module__
+    return f"{prefix}.{target.__qualname__}"
+
+
+def _argument(expr: Expr, key: str) -> Any:
+    """The argument of that name, or the attribute of the called module."""
+    module = owner(expr)
+    if module is not None:
+        found = getattr(module, key, _UNSET)
+        if found is not _UNSET:
+            return found
+    try:
+        called = type(module).forward if module is not None else expr._get_func()
+        bound = signature(called).bind(*expr.args, **expr.kwargs)
+    except (TypeError, ValueError, AttributeError, NotImplementedError):  # built in, or an Apply
+        return _UNSET
+    bound.apply_defaults()
+    return bound.arguments.get(key, _UNSET)
+
+
+def _leaves(expr: Expr) -> list[Any]:
+    """The arguments in order, nodes and constants, containers opened, without a called module."""
+    leaves = list(expr.inputs)
+    for index, value in expr.const_val or ():
+        leaves.insert(index, value)
+    return leaves[1:] if is_call_module(expr) else leaves
+
+
+def _count_mismatch(pattern: Op, leaves: list[Any]) -> str | None:
+    wanted = len(pattern.inputs)
+    if len(leaves) < wanted:
+        return f"has {len(leaves)} arguments, the pattern has {wanted}"
+    if any(isinstance(leaf, Node) for leaf in leaves[wanted:]):
+        count = sum(isinstance(leaf, Node) for leaf in leaves)
+        return f"has {count} tensor arguments, the pattern has {wanted}"
+    return None
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if left is right:
+        return True
+    if isinstance(left, (Node, Tensor, Module)) or isinstance(right, (Node, Tensor, Module)):
+        return False
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return np.array_equal(left, right)
+    return bool(left == right)
+
+
+def _show(value: Any) -> str:
+    return str(value.name) if isinstance(value, Node) else repr(value)

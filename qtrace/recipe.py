@@ -1,0 +1,220 @@
+"""Recipes: a config as a YAML file. Packaged ones are named by their file in ``recipes/``.
+
+A file begins with ``schema: qtrace/1``; its other keys are those of `QConfig`, and ``imports``: a list of
+packaged names, and paths relative to the file. Imported files come first and the importing file wins:
+mappings merge by key, rules are appended, anything else (lists, a plugin with its options) is replaced. A
+file that is imported along two ways counts once, where it is met first.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from qtrace.config import QConfig
+from qtrace.config.base import hint
+from qtrace.config.tree import Tree, dump, merge, read
+from qtrace.errors import ConfigError
+
+__all__ = ["SCHEMA", "as_qconfig", "dump_recipe", "load_recipe", "recipe_names"]
+
+SCHEMA = "qtrace/1"
+
+_HOME = Path(__file__).parent / "recipes"
+_SUFFIXES = (".yaml", ".yml")
+_MOST_BYTES = 1 << 20
+
+# Plugins with their options: half of one and half of another would make no sense.
+_WHOLE = frozenset(
+    {("observers", "activation"), ("observers", "weight"), ("fakequant",), ("qat", "fakequant")}
+)
+
+
+def load_recipe(name_or_path: str | Path) -> QConfig:
+    """Reads a recipe.
+
+    Args:
+        name_or_path: the name of a packaged recipe, or the path of a ``.yaml`` or ``.yml`` file.
+
+    Returns:
+        The config; the origin of each rule is its file and line.
+
+    Raises:
+        ConfigError: with one line for each mistake, ``FILE:LINE: ...``.
+    """
+    if not isinstance(name_or_path, (str, Path)):
+        raise ConfigError(f"a recipe is named by text or a path, not by {type(name_or_path).__name__}.")
+    reading = _Reading()
+    tree = reading.file(_find(name_or_path))
+    problems = reading.problems
+    config = None
+    if tree is not None:
+        try:
+            config = QConfig.model_validate(tree.plain(), place=tree.place)
+        except ConfigError as error:
+            problems.append(str(error))
+    if config is None or tree is None or problems:
+        raise ConfigError("\n".join(problems))
+    rules = tree.value["rules"].value if "rules" in tree.value else None
+    return config.with_origin(tree.file, [rule.origin for rule in rules or ()])
+
+
+def as_qconfig(obj: QConfig | str | Path | Mapping[str, Any]) -> QConfig:
+    """The config that ``obj`` is, names, leads to or spells out as a mapping.
+
+    Raises:
+        ConfigError: when it does none of these, or is wrong.
+    """
+    if isinstance(obj, QConfig):
+        return obj
+    if isinstance(obj, (str, Path)):
+        return load_recipe(obj)
+    if isinstance(obj, Mapping):
+        return QConfig.model_validate(dict(obj))
+    raise ConfigError(f"expected a QConfig, a mapping, or a recipe's name or path, not {type(obj).__name__}.")
+
+
+def recipe_names() -> tuple[str, ...]:
+    """The names of the packaged recipes, sorted."""
+    return tuple(sorted(path.stem for path in _HOME.glob("*.yaml")))
+
+
+def dump_recipe(qconfig: QConfig) -> str:
+    """``qconfig`` as the text of a recipe file: what was set, imports resolved, comments lost."""
+    return dump({"schema": SCHEMA, **qconfig.to_dict()})
+
+
+def _find(given: str | Path, base: Path = Path()) -> Path:
+    """The file of a packaged recipe, or a path relative to ``base``."""
+    text = os.fspath(given)
+    if "\0" in text:
+        raise ConfigError(f"{text!r} cannot be the name of a file.")
+    if text.endswith(_SUFFIXES):
+        return base / text
+    if isinstance(given, Path) or os.sep in text:
+        raise ConfigError(f"{text}: the name of a recipe file ends with .yaml or .yml.")
+    if text not in recipe_names():
+        raise ConfigError(f"there is no recipe {text!r}{hint(text, recipe_names())} A file ends with .yaml.")
+    return _HOME / f"{text}.yaml"
+
+
+def _shown(path: Path) -> str:
+    """A file's name for messages; that of a packaged one is the same everywhere."""
+    return f"qtrace/recipes/{path.name}" if path.parent == _HOME else os.path.normpath(path)
+
+
+class _Reading:
+    """One recipe with its imports. Mistakes are collected in ``problems``."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self._open: list[tuple[Path, str]] = []
+        self._done: set[Path] = set()
+
+    def file(self, path: Path, importer: str = "") -> Tree | None:
+        """The merged tree of a file and its imports; None when it cannot be read, or counted already."""
+        shown, real = _shown(path), Path(os.path.realpath(path))
+        names = [name for file, name in self._open if file == real]
+        if names:
+            way = " -> ".join([name for _, name in self._open] + [shown])
+            self.problems.append(f"{importer}the imports go in a circle: {way}.")
+            return None
+        if real in self._done:
+            return None
+        self._done.add(real)
+        try:
+            text = _text(path, shown)
+        except ConfigError as error:
+            self.problems.append(f"{importer}{error}")
+            return None
+        tree = read(text, shown, self.problems)
+        if tree is None or not self._is_recipe(tree):
+            return None
+        self._open.append((real, shown))
+        tree = self._with_imports(tree, path)
+        self._open.pop()
+        return tree
+
+    def _is_recipe(self, tree: Tree) -> bool:
+        """Whether ``tree`` is a mapping of our schema."""
+        if not isinstance(tree.value, dict):
+            self.problems.append(f"{tree.origin}: a recipe is a mapping that begins with 'schema: {SCHEMA}'.")
+            return False
+        schema = tree.value.get("schema")
+        if schema is None:
+            self.problems.append(f"{tree.origin}: 'schema: {SCHEMA}' is missing; a recipe begins with it.")
+        elif schema.value != SCHEMA:
+            self.problems.append(
+                f"{schema.origin}: schema {schema.plain()!r} is not supported; this version reads {SCHEMA!r}."
+            )
+        return schema is not None and schema.value == SCHEMA
+
+    def _with_imports(self, tree: Tree, path: Path) -> Tree:
+        values = {key: child for key, child in tree.value.items() if key not in ("schema", "imports")}
+        result: Tree | None = None
+        for imported in self._imports(tree, path):
+            result = imported if result is None else _on_top(result, imported)
+        own = replace(tree, value=values)
+        return own if result is None else _on_top(result, own)
+
+    def _imports(self, tree: Tree, path: Path) -> list[Tree]:
+        imports = tree.value.get("imports")
+        if imports is None or imports.value is None:
+            return []
+        if not isinstance(imports.value, list):
+            self.problems.append(f"{imports.origin}: imports must be a list of recipe names and paths.")
+            return []
+        found = []
+        for item in imports.value:
+            if not isinstance(item.value, str):
+                self.problems.append(f"{item.origin}: {item.path} must be a recipe's name or path.")
+                continue
+            try:
+                file = _find(item.value, path.parent)
+            except ConfigError as error:
+                self.problems.append(f"{item.origin}: {error}")
+                continue
+            imported = self.file(file, f"{item.origin}: ")
+            if imported is not None:
+                found.append(imported)
+        return found
+
+
+def _on_top(base: Tree, over: Tree) -> Tree:
+    merged = merge(base, over, _WHOLE)
+    first, second = base.value.get("rules"), over.value.get("rules")
+    if first is not None and second is not None:
+        wrong = [tree for tree in (first, second) if not isinstance(tree.value, (list, type(None)))]
+        both = replace(second, value=[*(first.value or ()), *(second.value or ())]) if not wrong else wrong[0]
+        merged.value["rules"] = both  # what is not a list stays, for validation to complain about
+    return merged
+
+
+def _text(path: Path, shown: str) -> str:
+    """What a file holds.
+
+    Raises:
+        ConfigError: when it cannot be read as text.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{shown}: this is not a file.")
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+    except FileNotFoundError:
+        names = difflib.get_close_matches(path.stem, recipe_names(), n=1)
+        packaged = f" The packaged recipe is called {names[0]!r}." if names else ""
+        raise ConfigError(f"{shown}: there is no such file.{packaged}") from None
+    except OSError as error:
+        raise ConfigError(f"{shown}: the file cannot be read: {error.strerror}.") from None
+    if len(data) > _MOST_BYTES:
+        raise ConfigError(f"{shown}: the file is larger than {_MOST_BYTES >> 20} MiB; recipes are not.")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{shown}:{line}: the file is not UTF-8 text.") from None

@@ -1,0 +1,137 @@
+"""Every op of ordinary CNNs: exported, run in onnxruntime, and compared integer by integer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace.graph.lint import lint
+from tests.nets import images, net
+
+IMAGE = (4, 8, 8)
+
+
+def _conv(inside: int = 4, outside: int = 6, **options: object) -> M.Conv2d:
+    return M.Conv2d(inside, outside, 3, padding=1, **options)
+
+
+def _after(function: Callable[..., object]) -> M.Module:
+    """A conv, then ``function``: its input is a site with negative values."""
+    return net(lambda self, x: function(self.conv(x)), conv=_conv())
+
+
+def _cat(self: M.Module, x: object) -> object:
+    return F.concat([self.a(x), F.relu(self.b(x)), x], 1)
+
+
+CASES: dict[str, M.Module] = {
+    "conv2d": _after(lambda y: y),
+    "conv2d_nobias": net(lambda self, x: self.conv(x), conv=_conv(bias=False)),
+    "conv2d_stride_dilation": net(lambda self, x: self.conv(x), conv=M.Conv2d(4, 6, 3, 2, 2, dilation=2)),
+    "conv2d_reflect": net(lambda self, x: self.conv(x), conv=_conv(padding_mode="reflect")),
+    "conv2d_grouped": net(lambda self, x: self.conv(x), conv=_conv(4, 8, groups=2)),
+    "conv2d_depthwise": net(lambda self, x: self.conv(x), conv=_conv(4, 4, groups=4)),
+    "conv_transpose2d": net(lambda self, x: self.conv(x), conv=M.ConvTranspose2d(4, 6, 4, 2, 1)),
+    "conv_transpose2d_output_padding": net(
+        lambda self, x: self.conv(x), conv=M.ConvTranspose2d(4, 6, 3, 2, 1, output_padding=1)
+    ),
+    "conv_transpose2d_grouped": net(
+        lambda self, x: self.conv(x), conv=M.ConvTranspose2d(4, 4, 4, 2, 1, groups=2)
+    ),
+    "linear": net(lambda self, x: self.fc(F.flatten(x, 1)), fc=M.Linear(256, 7)),
+    "linear_nd": net(lambda self, x: self.fc(x), fc=M.Linear(8, 5)),
+    "linear_nd_nobias": net(lambda self, x: self.fc(x), fc=M.Linear(8, 5, bias=False)),
+    "matmul": net(lambda self, x: F.matmul(self.a(x), self.b(x), transpose_b=True), a=_conv(), b=_conv()),
+    "matmul_operator": net(lambda self, x: self.conv(x) @ self.conv(x).transpose(0, 1, 3, 2), conv=_conv()),
+    "add": net(lambda self, x: self.a(x) + self.b(x), a=_conv(), b=_conv()),
+    "iadd_relu": net(lambda self, x: F.relu(self.a(x).__iadd__(self.b(x))), a=_conv(), b=_conv()),
+    "add_same": _after(lambda y: y + y),
+    "add_scalar": _after(lambda y: 1.5 + y),
+    "sub": net(lambda self, x: self.a(x) - self.b(x), a=_conv(), b=_conv()),
+    "rsub": _after(lambda y: 1.0 - y),
+    "mul": net(lambda self, x: self.a(x) * F.sigmoid(self.b(x)), a=_conv(), b=_conv()),
+    "mul_scalar": _after(lambda y: y * 0.5),
+    "div_scalar": _after(lambda y: y / 3.0),
+    "relu": _after(F.relu),
+    "relu_module": net(lambda self, x: self.act(self.conv(x)), conv=_conv(), act=M.ReLU()),
+    "relu_alone": net(lambda self, x: F.relu(x)),
+    "relu_branch": net(lambda self, x: (lambda y: F.relu(y) + y)(self.conv(x)), conv=_conv()),
+    "relu6": _after(lambda y: F.relu6(y * 4.0)),
+    "clip": _after(lambda y: F.clip(y, -0.5, 0.75)),
+    "leaky_relu": _after(lambda y: F.leaky_relu(y, 0.1)),
+    "leaky_relu_module": net(lambda self, x: self.act(self.conv(x)), conv=_conv(), act=M.LeakyReLU(0.2)),
+    "sigmoid": _after(F.sigmoid),
+    "silu": _after(F.silu),
+    "silu_module": net(lambda self, x: self.act(self.conv(x)), conv=_conv(), act=M.SiLU()),
+    "hswish": _after(F.hswish),
+    "hsigmoid": _after(F.hsigmoid),
+    "tanh": _after(F.tanh),
+    "max_pool2d": _after(lambda y: F.max_pool2d(y, 3, 2, 1)),
+    "max_pool2d_module": net(lambda self, x: self.pool(self.conv(x)), conv=_conv(), pool=M.MaxPool2d(2)),
+    "avg_pool2d": _after(lambda y: F.avg_pool2d(y, 3, 2, 1)),
+    "avg_pool2d_include": _after(lambda y: F.avg_pool2d(y, 3, 2, 1, mode="average")),
+    "avg_pool2d_module": net(lambda self, x: self.pool(self.conv(x)), conv=_conv(), pool=M.AvgPool2d(2)),
+    "adaptive_avg_pool2d": _after(lambda y: F.adaptive_avg_pool2d(y, 1)),
+    "adaptive_avg_pool2d_2": _after(lambda y: F.adaptive_avg_pool2d(y, (2, 4))),
+    "adaptive_max_pool2d": _after(lambda y: F.adaptive_max_pool2d(y, 2)),
+    "mean": _after(lambda y: F.mean(y, (2, 3))),
+    "mean_method_keepdims": _after(lambda y: y.mean(axis=2, keepdims=True)),
+    "reshape": _after(lambda y: y.reshape(-1, 12, 4, 8)),
+    "reshape_by_shape": _after(lambda y: y.reshape(y.shape[0], -1)),
+    "reshape_arithmetic": _after(
+        lambda y: y.reshape(y.shape[0], y.shape[1] // 2, 2 * y.shape[2], y.shape[3])
+    ),
+    "flatten": _after(lambda y: F.flatten(y, 1)),
+    "flatten_middle": _after(lambda y: F.flatten(y, 1, 2)),
+    "transpose": _after(lambda y: F.transpose(y, (0, 2, 3, 1))),
+    "expand_squeeze": _after(lambda y: F.squeeze(F.expand_dims(y, 1), 1)),
+    "concat": net(_cat, a=_conv(), b=_conv()),
+    "stack": net(lambda self, x: F.stack([self.a(x), self.b(x)], 1), a=_conv(), b=_conv()),
+    "split": _after(lambda y: F.split(y, 2, axis=1)[0] + F.split(y, 2, axis=1)[1]),
+    "split_sections": _after(lambda y: F.concat(F.split(y, [1, 4], axis=1)[::-1], 1)),
+    "getitem": _after(lambda y: y[:, 1:4, ::2, -1]),
+    "getitem_focus": _after(lambda y: F.concat([y[:, :, ::2, ::2], y[..., 1::2, 1::2]], 1)),
+    "getitem_newaxis": _after(lambda y: y[:, None, 0]),
+    "interpolate_nearest": _after(lambda y: F.vision.interpolate(y, scale_factor=2, mode="nearest")),
+    "interpolate_bilinear": _after(lambda y: F.vision.interpolate(y, (16, 16), mode="bilinear")),
+    "interpolate_corners": _after(
+        lambda y: F.vision.interpolate(y, (15, 15), mode="bilinear", align_corners=True)
+    ),
+    "pad": _after(lambda y: F.nn.pad(y, ((0, 0), (0, 0), (1, 2), (0, 1)))),
+    "identity_dropout": net(
+        lambda self, x: self.drop(self.same(self.conv(x))),
+        conv=_conv(),
+        same=M.Identity(),
+        drop=M.Dropout(0.5),
+    ),
+    "conv_bn_relu": net(
+        lambda self, x: F.relu(self.bn(self.conv(x))), conv=_conv(bias=False), bn=M.BatchNorm2d(6)
+    ),
+    "bn_alone": net(lambda self, x: self.conv(F.relu(self.bn(x))), bn=M.BatchNorm2d(4), conv=_conv()),
+    "softmax_float": _after(lambda y: F.softmax(F.flatten(y, 1))),
+    "two_outputs": net(lambda self, x: {"a": self.a(x), "b": F.relu(self.b(x))}, a=_conv(), b=_conv()),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_op_runs_in_onnxruntime_as_in_the_graph(name: str, tmp_path: Path) -> None:
+    module = CASES[name]
+    batches = [images(3, *IMAGE, seed=s) for s in range(3)]
+    traced = qtrace.trace(module, batches[0])
+    prepared = qtrace.prepare(traced)
+    assert lint(prepared) == []
+    qtrace.calibrate(prepared, batches, progress=False)
+    converted = qtrace.convert(prepared)
+    path = qtrace.export(converted, tmp_path / "m.onnx")
+    # Another batch size than the trace had: the file's batch is free.
+    fresh = [*batches, images(5, *IMAGE, seed=9)]
+    report = qtrace.verify(path, converted, fresh, min_sqnr_db=30.0)
+    assert report.passed, report.table()
+    assert report.sites["op_by_op"], "no site was compared"
+    assert all(np.isfinite(t.worst) for t in report.sites["op_by_op"].values())

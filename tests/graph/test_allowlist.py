@@ -1,0 +1,134 @@
+"""The allow-list cannot rot: what MegEngine can record is on it, or is left out by name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+
+import megengine.functional as F
+import megengine.module as M
+import pytest
+from megengine.core._imperative_rt import OpDef
+from megengine.core.ops import builtin
+from megengine.traced_module.module_tracer import BUILTIN_ARRAY_METHOD, Patcher, module_tracer
+
+import qtrace
+from qtrace.graph import allowlist
+from qtrace.graph._names import AllowList, RefusedError, resolve
+
+LISTS = [name for name in allowlist.__all__ if name.isupper() and name != "TENSOR_METHODS"]
+
+
+def key_of(member):
+    return f"{member.__module__}:{member.__qualname__}"
+
+
+def recordable_functions():
+    """What the tracer patches while it traces; methods of Tensor are recorded as CallMethod, not here."""
+    with Patcher(lambda function: function) as patcher:
+        found = {patched.origin_fn for patched in patcher.patched_fn if inspect.isfunction(patched.origin_fn)}
+    methods = ("megengine.core.tensor.array_method:", "megengine.tensor:")
+    return {key_of(function) for function in found if not key_of(function).startswith(methods)}
+
+
+def public_functions():
+    """Every public function of the functional modules, patched or not."""
+    found = set()
+    for module in (F, F.elemwise, F.loss, F.math, F.metric, F.nn, F.quantized, F.tensor, F.vision):
+        for name in getattr(module, "__all__", dir(module)):
+            member = getattr(module, name)
+            if inspect.isfunction(member) and not name.startswith("_"):
+                found.add(key_of(member))
+    return {key for key in found if key.startswith("megengine.functional.")}
+
+
+def test_every_recordable_function_is_listed_or_left_out_by_name():
+    known = recordable_functions()
+    user_wrapped = {
+        key for key in known if not key.startswith("megengine.")
+    }  # by other tests of this process
+    assert known - user_wrapped == (allowlist.FUNCTIONS | allowlist.EXCLUDED_FUNCTIONS)
+    assert not allowlist.FUNCTIONS & allowlist.EXCLUDED_FUNCTIONS
+
+
+def test_every_public_function_is_listed_or_left_out_by_name():
+    helpers = public_functions() - allowlist.FUNCTIONS - allowlist.EXCLUDED_FUNCTIONS
+    assert helpers - recordable_functions() == helpers  # whatever remains, tracing cannot record
+
+
+def test_every_builtin_module_is_listed_or_left_out_by_name():
+    builtin_modules = {
+        key_of(cls) for cls in module_tracer._opaque_types if cls.__module__.startswith("megengine.")
+    }
+    listed = allowlist.MODULES | allowlist.EXCLUDED_MODULES | {key_of(M.Module)}
+    assert builtin_modules <= listed
+    extra = listed - builtin_modules
+    assert extra == {
+        "megengine.module.sequential:Sequential",
+        "megengine.traced_module.utils:_ModuleDict",
+        "megengine.traced_module.utils:_ModuleList",
+    }
+
+
+def test_every_op_is_listed_or_left_out_by_name():
+    ops = {
+        key_of(member)
+        for _, member in inspect.getmembers(builtin, inspect.isclass)
+        if issubclass(member, OpDef)
+    }
+    assert ops - {key_of(OpDef)} == allowlist.OPDEFS | allowlist.EXCLUDED_OPDEFS
+    assert not allowlist.OPDEFS & allowlist.EXCLUDED_OPDEFS
+
+
+def test_listed_ops_hold_no_addresses_blobs_or_network_addresses():
+    for key in allowlist.OPDEFS:
+        assert not {"handle", "buf", "data", "addr", "port"} & set(resolve(key)().__getstate__()), key
+
+
+def test_recordable_tensor_methods_are_listed():
+    assert set(BUILTIN_ARRAY_METHOD) | {"detach"} <= allowlist.TENSOR_METHODS
+    assert not {"numpy", "item", "__reduce__", "__class__", "__getattribute__"} & allowlist.TENSOR_METHODS
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_entries_are_exact_and_name_what_is_stored_in_files(name):
+    for key in getattr(allowlist, name):
+        assert re.fullmatch(r"[\w.]+:[\w.]+", key), key
+        member = resolve(key)
+        if member is not Ellipsis and key not in ("numpy:longlong", "numpy:ulonglong"):
+            assert not inspect.ismodule(member), key
+
+
+def test_files_reach_no_function_through_the_unpickler():
+    """Functions may stand in exprs, as strings; on the unpickler's stack they could be called at once."""
+    names = AllowList()
+    for key in allowlist.FUNCTIONS:
+        with pytest.raises(RefusedError):
+            names.find(*key.split(":"))
+
+
+@pytest.mark.parametrize("key", sorted(allowlist.EXCLUDED_FUNCTIONS | allowlist.EXCLUDED_OPDEFS))
+def test_left_out_names_are_refused(key):
+    names = AllowList()
+    for ask in (lambda *pair: names.find(*pair), lambda *pair: names.function(pair)):
+        with pytest.raises(RefusedError, match=re.escape(key)):
+            ask(*key.split(":"))
+
+
+def test_every_module_that_qtrace_registers_is_listed():
+    for info in pkgutil.walk_packages(qtrace.__path__, "qtrace."):
+        if not info.name.endswith("__main__"):
+            importlib.import_module(info.name)
+    registered = {key_of(cls) for cls in module_tracer._opaque_types if cls.__module__.startswith("qtrace.")}
+    assert registered <= allowlist.qtrace_classes()
+
+
+def test_qtraces_own_plugins_are_listed_by_exact_name():
+    found = allowlist.qtrace_classes()
+    assert found >= allowlist.QTRACE_CLASSES
+    assert "qtrace.fakequant.base:FakeQuant" in found
+    assert "qtrace.observers.base:Observer" in found
+    for key in found:
+        assert key_of(resolve(key)) == key

@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+import decimal
+from fractions import Fraction
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from onnx import TensorProto, helper
+
+from qtrace.errors import QtraceError, SchemeError
+from qtrace.numerics import (
+    SMALLEST_SCALE,
+    choose,
+    dequantize,
+    expand,
+    fake_quantize,
+    quantize,
+    round_half_away,
+    round_half_even,
+    round_to,
+    sqnr_db,
+)
+from qtrace.scheme import QParams, QScheme
+
+FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
+MODERATE = st.floats(-1e6, 1e6, width=32)
+SCHEMES = st.builds(
+    QScheme,
+    bits=st.integers(2, 16),
+    signed=st.booleans(),
+    symmetric=st.booleans(),
+    narrow=st.booleans(),
+    power_of_two=st.booleans(),
+    rounding=st.sampled_from(["half_even", "half_away"]),
+)
+
+
+def _decimal_round(x: float, rounding: str) -> float:
+    return float(decimal.Decimal(x).quantize(decimal.Decimal(1), rounding=rounding))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@given(st.floats(-1e9, 1e9, width=32) | st.integers(-1000, 1000).map(lambda i: i / 2))
+def test_rounding_agrees_with_decimal_arithmetic(dtype, x):
+    value = np.array([x], dtype)
+    assert round_half_even(value)[0] == _decimal_round(float(value[0]), decimal.ROUND_HALF_EVEN)
+    assert round_half_away(value)[0] == _decimal_round(float(value[0]), decimal.ROUND_HALF_UP)
+    assert round_half_even(value).dtype == round_half_away(value).dtype == dtype
+
+
+def test_rounding_at_the_edges():
+    below_half = np.nextafter(np.float32(0.5), np.float32(0))
+    values = np.array([below_half, -below_half, 8388609, 8388607.5, np.inf, -np.inf], np.float32)
+    assert round_half_away(values).tolist() == [0, 0, 8388609, 8388608, np.inf, -np.inf]
+    assert np.isnan(round_half_away(np.float32("nan")))
+    assert round_to(np.array([0.5, 1.5, -0.5, -2.5]), "half_even").tolist() == [0, 2, 0, -2]
+    assert round_to(np.array([0.5, 1.5, -0.5, -2.5]), "half_away").tolist() == [1, 2, -1, -3]
+
+
+def test_expand_broadcasts_along_the_axis():
+    x = np.arange(24.0).reshape(2, 3, 4)
+    param = np.array([1.0, 2.0, 3.0])
+    for axis in (1, -2):
+        assert np.array_equal(x / expand(param, axis, 3), x / param[None, :, None])
+    assert np.shares_memory(expand(param, 1, 3), param)
+    assert expand(np.array(2.0), None, 3).shape == ()
+    for wrong in ((param, None, 3), (np.array(1.0), 0, 3), (param, 3, 3), (param, -4, 3), (param, 0, 0)):
+        with pytest.raises(SchemeError):
+            expand(*wrong)
+
+
+def _exact_ends(params: QParams) -> tuple[Fraction, Fraction]:
+    scale, zero = Fraction(float(params.scale)), int(params.zero_point)
+    return (params.scheme.qmin - zero) * scale, (params.scheme.qmax - zero) * scale
+
+
+@given(SCHEMES, FINITE, FINITE)
+def test_choose_covers_the_range(scheme, a, b):
+    lo, hi = min(a, b), max(a, b)
+    wide = max(-lo, hi, 0) if scheme.symmetric else max(hi, 0) - min(lo, 0)
+    assume(not scheme.power_of_two or wide / (scheme.qmax - scheme.symmetric_zero_point) < 1e38)
+    params = choose(lo, hi, scheme)
+    scale = Fraction(float(params.scale))
+    assert float(params.scale) >= SMALLEST_SCALE
+    # The rounded zero point may shift an affine grid by half a step; float32 rounds the scale by 2**-24.
+    shift = Fraction(0) if scheme.symmetric else scale / 2
+    slack = shift + Fraction(scheme.qmax - scheme.qmin + 1) * scale / 2**23
+    low, high = _exact_ends(params)
+    assert low - slack <= Fraction(lo)
+    assert Fraction(hi) <= high + slack
+    assert fake_quantize(np.zeros(1, np.float32), params)[0] == 0.0
+
+
+@given(SCHEMES, MODERATE, MODERATE)
+def test_values_in_the_range_are_off_by_half_a_step_at_most(scheme, a, b):
+    lo, hi = min(a, b, 0.0), max(a, b, 0.0)
+    params = choose(lo, hi, scheme)
+    scale = float(params.scale)
+    x = np.linspace(lo, hi, 97)
+    assert np.abs(fake_quantize(x, params) - x).max() <= scale * (0.5 + 1e-7 * 2**scheme.bits) + 1e-300
+
+
+@given(SCHEMES, MODERATE, MODERATE)
+def test_scale_is_the_least_that_covers(scheme, a, b):
+    lo, hi = min(a, b, 0.0), max(a, b, 0.0)
+    assume(hi - lo > 1e-30)
+    if scheme.symmetric:
+        exact = Fraction(max(-lo, hi)) / (scheme.qmax - scheme.symmetric_zero_point)
+    else:
+        exact = (Fraction(hi) - Fraction(lo)) / (scheme.qmax - scheme.qmin)
+    scale = Fraction(float(choose(lo, hi, scheme).scale))
+    if scheme.power_of_two:
+        assert np.frexp(float(scale))[0] == 0.5
+        assert exact * (1 - Fraction(1, 2**50)) <= scale < 2 * exact
+    else:
+        assert abs(scale / exact - 1) <= Fraction(1, 2**23)
+
+
+@pytest.mark.parametrize(
+    "scheme", [QScheme(), QScheme(signed=True, symmetric=True), QScheme(power_of_two=True)]
+)
+def test_ranges_of_nothing(scheme):
+    assert choose(0.0, 0.0, scheme) == choose(0.0, 1.0, scheme)
+    assert choose(5.0, 5.0, scheme) == choose(0.0, 5.0, scheme)
+    assert choose(-5.0, -5.0, scheme) == choose(-5.0, 0.0, scheme)
+    for tiny in (1e-45, 1e-38, 1e-320):
+        scale = float(choose(-tiny, tiny, scheme).scale)
+        assert scale == 2.0**-126
+        assert np.isfinite(np.float32(1) / np.float32(scale))
+
+
+def test_zero_point_is_rounded_as_the_scheme_says():
+    # -lo / scale is 2.5 exactly.
+    lo, hi = -2.5, 252.5
+    assert choose(lo, hi, QScheme()).zero_point == 2
+    assert choose(lo, hi, QScheme(rounding="half_away")).zero_point == 3
+
+
+def test_power_of_two_keeps_a_scale_that_is_one():
+    scheme = QScheme(signed=True, symmetric=True, power_of_two=True)
+    assert choose(-127 / 64, 1.0, scheme).scale == 1 / 64
+    assert choose(-127.001 / 64, 1.0, scheme).scale == 1 / 32
+
+
+def test_choose_per_channel_is_choose_of_each_channel():
+    lo, hi = np.array([-1.0, 0.0, -3.0]), np.array([2.0, 0.0, -1.0])
+    scheme = QScheme(axis=1)
+    params = choose(lo, hi, scheme)
+    for channel in range(3):
+        alone = choose(lo[channel], hi[channel], scheme.replace(axis=None))
+        assert params.scale[channel] == alone.scale
+        assert params.zero_point[channel] == alone.zero_point
+
+
+@pytest.mark.parametrize(
+    ("lo", "hi", "options", "word"),
+    [
+        (1.0, 0.0, {}, "swap"),
+        (np.nan, 0.0, {}, "finite"),
+        (0.0, np.inf, {}, "finite"),
+        ("a", 1.0, {}, "range"),
+        (None, {}, {}, "range"),
+        ([0, 0], [1, 1, 1], {"axis": 0}, "range"),
+        (-1e300, 1e300, {}, "wide"),
+        (-1e308, 1.7e308, {}, "wide"),
+        (0.0, 3e38, {"bits": 2, "power_of_two": True, "signed": True, "symmetric": True}, "wide"),
+        ([0.0], [1.0], {}, "shape"),
+        (0.0, 1.0, {"axis": 0}, "shape"),
+    ],
+)
+def test_choose_refuses(lo, hi, options, word):
+    with pytest.raises(SchemeError, match=word):
+        choose(lo, hi, QScheme(**options))
+
+
+def _onnxruntime(x: np.ndarray, params: QParams) -> tuple[np.ndarray, np.ndarray]:
+    """What onnxruntime's QuantizeLinear and DequantizeLinear make of x."""
+    scheme = params.scheme
+    kind = {
+        (8, False): (np.uint8, TensorProto.UINT8),
+        (8, True): (np.int8, TensorProto.INT8),
+        (16, False): (np.uint16, TensorProto.UINT16),
+        (16, True): (np.int16, TensorProto.INT16),
+    }[scheme.bits, scheme.signed]
+    axis = {} if scheme.axis is None else {"axis": scheme.axis}
+    graph = helper.make_graph(
+        [
+            helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"], **axis),
+            helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"], **axis),
+        ],
+        "qdq",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, x.shape)],
+        [
+            helper.make_tensor_value_info("q", kind[1], x.shape),
+            helper.make_tensor_value_info("y", TensorProto.FLOAT, x.shape),
+        ],
+        [
+            onnx.numpy_helper.from_array(np.array(params.scale), "s"),
+            onnx.numpy_helper.from_array(params.zero_point.astype(kind[0]), "z"),
+        ],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
+    return session.run(None, {"x": x})
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("axis", [None, 1])
+def test_quantize_is_onnxruntimes_bit_for_bit(bits, signed, axis):
+    rng = np.random.default_rng(bits + signed)
+    x = rng.normal(size=(50, 3, 41)).astype(np.float32)
+    lo, hi = (-1.7, 2.9) if axis is None else ([-1.7, -0.1, 0.0], [2.9, 1.0, 3.3])
+    params = choose(lo, hi, QScheme(bits=bits, signed=signed, axis=axis))
+    scale = np.broadcast_to(expand(params.scale, axis, 3), x.shape)
+    x[:20] = (rng.integers(-300, 300, size=x[:20].shape) + 0.5).astype(np.float32) * scale[:20]  # ties
+    x[-1, :, :5] = [np.inf, -np.inf, 3e38, -3e38, 1e-45]
+    q, y = _onnxruntime(x, params)
+    assert np.array_equal(quantize(x, params), q)
+    assert dequantize(q, params).tobytes() == y.tobytes()
+    assert fake_quantize(x, params).tobytes() == y.tobytes()
+
+
+def test_nan_becomes_the_lowest_integer_as_in_onnxruntime():
+    params = choose(-1.0, 2.0, QScheme())
+    x = np.full((64,), np.nan, np.float32)
+    assert np.array_equal(quantize(x, params), _onnxruntime(x, params)[0])
+    assert (quantize(x, params) == 0).all()
+
+
+@given(
+    SCHEMES,
+    hnp.arrays(np.float32, hnp.array_shapes(max_dims=3, max_side=5), elements=FINITE),
+    MODERATE,
+    MODERATE,
+)
+def test_quantization_is_idempotent_and_monotone(scheme, x, a, b):
+    params = choose(min(a, b), max(a, b), scheme)
+    q = quantize(x, params)
+    assert q.dtype == np.int32
+    assert q.shape == x.shape
+    assert q.min() >= scheme.qmin
+    assert q.max() <= scheme.qmax
+    assert np.array_equal(quantize(dequantize(q, params), params), q)
+    once = fake_quantize(x, params)
+    assert fake_quantize(once, params).tobytes() == once.tobytes()
+    assert once.dtype == np.float32
+    order = np.argsort(x, axis=None)
+    assert (np.diff(q.ravel()[order]) >= 0).all()
+
+
+@given(SCHEMES, st.lists(MODERATE, min_size=1), MODERATE, MODERATE)
+def test_float64_agrees_with_exact_arithmetic(scheme, values, a, b):
+    params = choose(min(a, b), max(a, b), scheme)
+    scale, zero = Fraction(float(params.scale)), int(params.zero_point)
+    q = quantize(np.array(values, np.float64), params)
+    for value, got in zip(values, q, strict=True):
+        ratio = Fraction(value) / scale + zero
+        clipped = min(max(ratio, scheme.qmin), scheme.qmax)
+        assert abs(got - clipped) <= Fraction(1, 2) + abs(ratio) / 2**50
+
+
+def test_dtypes_in_and_out():
+    params = choose(-1.0, 2.0, QScheme())
+    x = np.array([0.1, 0.2, 1.7])
+    assert fake_quantize(x, params).dtype == np.float64
+    assert fake_quantize(x.astype(np.float32), params).dtype == np.float32
+    # float16 is computed in float32: in float16 0.2 / scale would land elsewhere.
+    half = x.astype(np.float16)
+    assert np.array_equal(quantize(half, params), quantize(half.astype(np.float32), params))
+    assert fake_quantize(half, params).dtype == np.float32
+    assert quantize(1, params) == quantize(np.float64(1), params)
+    assert quantize(np.float32(1.0), params).shape == ()
+    assert dequantize(np.uint8(3), params).dtype == np.float32
+    assert quantize(np.zeros((0, 3), np.float32), params).shape == (0, 3)
+
+
+def test_wrong_channels_are_refused():
+    params = choose([0, 0], [1, 2], QScheme(axis=1))
+    for shape in ((2,), (2, 3)):
+        with pytest.raises(SchemeError):
+            quantize(np.zeros(shape), params)
+        with pytest.raises(SchemeError):
+            dequantize(np.zeros(shape, np.int32), params)
+
+
+def test_sqnr():
+    x = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    assert sqnr_db(x, x) == np.inf
+    assert sqnr_db(np.zeros(3), np.ones(3)) == -np.inf
+    assert sqnr_db([3.0, 4.0], [3.0, 3.5]) == pytest.approx(20.0)
+    with pytest.raises(QtraceError, match=r"\(1000,\)"):
+        sqnr_db(x, x[:-1])
+    # Uniform noise: 6.02 dB a bit (Bennett 1948).
+    u = np.random.default_rng(0).uniform(-1, 1, 100000)
+    eight = sqnr_db(u, fake_quantize(u, choose(-1, 1, QScheme(bits=8))))
+    nine = sqnr_db(u, fake_quantize(u, choose(-1, 1, QScheme(bits=9))))
+    assert nine - eight == pytest.approx(6.02, abs=0.1)

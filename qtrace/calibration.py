@@ -87,8 +87,10 @@ def _observe(
             fq.batch = count
         try:
             prepared(*args, **kwargs)
-        except (AssertionError, TypeError) as error:
-            raise CalibrationError(f"batch {count} does not fit the model: {error}") from error
+        except (AssertionError, TypeError, RuntimeError, ValueError) as error:
+            # MegEngine's own exceptions carry a C++ stack behind the first line.
+            line = next((ln for ln in str(error).splitlines() if ln.strip()), type(error).__name__)
+            raise CalibrationError(f"batch {count} does not fit the model: {line}") from error
         count += 1
     return count
 

@@ -69,6 +69,12 @@ def _gc_paused() -> Iterator[None]:
             gc.enable()
 
 
+def _folds_bn(config: QConfig) -> bool:
+    """Folding is the usual thing; ``ptq`` may leave it out, ``qat: {bn: {fold: false}}`` may forbid it."""
+    wanted = config.ptq is None or "fuse_bn" in config.ptq
+    return wanted and (config.qat is None or config.qat.bn.fold)
+
+
 def _decide(
     traced: TracedModule, qconfig: QConfig | str | Path | Mapping[str, Any] | None
 ) -> tuple[TracedModule, Annotation, QConfig, tuple[str, ...]]:
@@ -81,7 +87,7 @@ def _decide(
     config = as_qconfig(QConfig() if qconfig is None else qconfig)
     model = flatten(traced)
     results = [expand(model)]
-    if config.qat is None or config.qat.bn.fold:
+    if _folds_bn(config):
         results.append(fuse_bn(model))
     log = tuple(line for r in results for line in (*r.changed, *(f"left: {reason}" for reason in r.left)))
     return model, annotate(model, config), config, log

@@ -42,6 +42,7 @@ def _names(table: dict[str, str]) -> frozenset[str]:
 
 TYPES = _names(
     {
+        "abc": "ABCMeta",
         "builtins": "Ellipsis bool bytearray bytes dict float frozenset int list set slice str tuple type",
         "collections": "OrderedDict defaultdict",
         "inspect": "FullArgSpec",
@@ -67,7 +68,10 @@ TYPES = _names(
         "megengine.traced_module.pytree": "ArgsIndex",
     }
 )
-"""Types (and Ellipsis) that may stand in a model as they are: whatever calls one of them does no harm."""
+"""Types (and Ellipsis) that may stand in a model as they are: whatever calls one of them does no harm.
+
+``type`` and ``abc.ABCMeta`` are the types of leaves that are classes, such as a dtype or Tensor itself.
+"""
 
 OBJECTS = _names(
     {

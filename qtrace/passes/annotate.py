@@ -205,13 +205,18 @@ class _Annotator:
         for plan in _distinct([p for p, _ in asked if p != present]):
             readers = [e for p, e in asked if p == plan]
             first = readers[0].outputs[0].name
-            every = len(readers) == len(list(users(node))) and id(node) not in self.outputs
+            every = self._all_values_read_by(node, readers)
             name = node.name if every else f"{node.name}__{first}"
             names = tuple(e.outputs[0].name for e in readers)
             static = isinstance(node.expr, (GetAttr, Constant))
             self._add(Site(name, "activation", node.name, names, name, plan, static=static))
             for reader in readers:
                 self.reads[id(reader), id(node)] = name
+
+    def _all_values_read_by(self, node: Node, readers: list[Expr]) -> bool:
+        """Whether nothing but ``readers`` and shape arithmetic sees ``node``."""
+        others = [u for u in users(node) if u not in readers]
+        return id(node) not in self.outputs and not any(is_float_tensor(n) for u in others for n in u.outputs)
 
     def _add(self, site: Site) -> None:
         if site.plan is not None and site.plan.scheme.per_channel and site.sort == "activation":

@@ -44,47 +44,56 @@ def fuse_bn(traced: TracedModule) -> PassResult:
         What was folded, and what was left with the reason.
     """
     calls = {id(e): c for e in exprs(traced) if (c := ops.read(e)) is not None}
+    norms = [c for c in calls.values() if c.kind == "batch_norm"]
+    # All reasons before the first edit: layers that share a weight are folded together or not at all.
+    alone = {id(bn.expr): _why_not_alone(traced, calls, bn) for bn in norms}
+    reasons = {id(bn.expr): alone[id(bn.expr)] or _why_not_shared(calls, alone, bn) for bn in norms}
     changed: list[str] = []
     left: list[str] = []
     folded: set[tuple[int, tuple[Any, ...]]] = set()
     with GraphEditor(traced) as editor:
-        for expr in exprs(traced):
-            bn = calls.get(id(expr))
-            if bn is None or bn.kind != "batch_norm":
-                continue
-            layer = calls.get(id(bn.inputs[0].expr))
-            reason = _why_not(traced, layer, bn, calls)
+        for bn in norms:
+            reason = reasons[id(bn.expr)]
             if reason is not None:
                 left.append(f"{bn.out.name}: {reason}")
                 continue
-            assert layer is not None
+            layer = calls[id(bn.inputs[0].expr)]
             _fold(traced, editor, layer, _affine(traced, bn), folded)
             editor.replace_uses(bn.out, layer.out)
-            editor.remove(expr)
+            editor.remove(bn.expr)
             changed.append(f"{layer.out.name}: folded {bn.out.name}")
     _drop_dead(traced, calls)
     return PassResult(traced, tuple(changed), tuple(left))
 
 
-def _why_not(traced: TracedModule, layer: OpCall | None, bn: OpCall, calls: dict[int, OpCall]) -> str | None:
+def _why_not_alone(traced: TracedModule, calls: dict[int, OpCall], bn: OpCall) -> str | None:
+    """Why ``bn`` cannot be folded, whatever shares its parameters."""
+    layer = calls.get(id(bn.inputs[0].expr))
     if layer is None or layer.kind not in _LAYERS:
         return "no conv or linear layer stands directly before it"
     if len(layer.out.users) > 1 or any(layer.out is n for n in traced.graph.outputs):
         return f"the output of {layer.out.name} is also used elsewhere"
-    mine = _identity(bn)
     for node in (layer.weight, layer.bias):
-        if node is None:
-            continue
-        if not isinstance(node.expr, GetAttr):
+        if node is not None and not isinstance(node.expr, GetAttr):
             return f"{node.name} is computed, not a parameter"
-        for user in users(node):
-            other = calls.get(id(user))
-            following = [calls.get(id(u)) for u in users(user.outputs[0])]
-            norm = following[0] if len(following) == 1 else None
-            if other is None or norm is None or norm.kind != "batch_norm" or _identity(norm) != mine:
-                return f"{node.expr.name} is shared with {user.outputs[0].name}, which has no such norm"
     if any(n is not None and not isinstance(n.expr, GetAttr) for n in _statistics(bn)):
         return "its statistics are computed"
+    return None
+
+
+def _why_not_shared(calls: dict[int, OpCall], alone: dict[int, str | None], bn: OpCall) -> str | None:
+    """Why ``bn`` cannot be folded for the sake of what else reads the layer's parameters."""
+    layer = calls[id(bn.inputs[0].expr)]
+    assert layer.weight is not None
+    if layer.bias is not None and set(map(id, users(layer.bias))) != set(map(id, users(layer.weight))):
+        return f"{layer.bias.expr.name} is shared with another layer"
+    for node in (layer.weight, layer.bias):
+        for user in users(node) if node is not None else ():
+            following = [calls.get(id(u)) for u in users(user.outputs[0])]
+            norm = following[0] if len(following) == 1 else None
+            same = norm is not None and norm.kind == "batch_norm" and _identity(norm) == _identity(bn)
+            if norm is None or not same or alone[id(norm.expr)] is not None:
+                return f"{node.expr.name} is shared with {user.outputs[0].name}, which has no such norm"
     return None
 
 

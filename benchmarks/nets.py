@@ -114,15 +114,23 @@ class Relu6(M.Module):
         return F.relu6(x)
 
 
-def _conv_bn_relu6(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> list[M.Module]:
-    conv = M.Conv2d(
-        inputs, outputs, kernel, stride=stride, padding=kernel // 2, groups=groups, bias=False
-    )
+def _conv_bn_relu6(
+    inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1
+) -> list[M.Module]:
+    conv = M.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, groups=groups, bias=False)
     return [conv, M.BatchNorm2d(outputs), Relu6()]
 
 
 # expansion, channels, blocks, stride: table 2 of the paper
-_MOBILE_STAGES = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
+_MOBILE_STAGES = (
+    (1, 16, 1, 1),
+    (6, 24, 2, 2),
+    (6, 32, 3, 2),
+    (6, 64, 4, 2),
+    (6, 96, 3, 1),
+    (6, 160, 3, 2),
+    (6, 320, 1, 1),
+)
 
 
 class MobileNetV2(M.Module):
@@ -146,11 +154,13 @@ class MobileNetV2(M.Module):
 
 
 def chain(length: int, width: int = 4) -> M.Module:
-    """``length`` times conv, BatchNorm, ReLU in a row."""
+    """``length`` times conv, BatchNorm, ReLU in a row, in eval mode."""
     layers: list[M.Module] = []
     for _ in range(length):
         layers += [M.Conv2d(width, width, 3, padding=1, bias=False), M.BatchNorm2d(width), M.ReLU()]
-    return M.Sequential(*layers)
+    net = M.Sequential(*layers)
+    net.eval()
+    return net
 
 
 def image_batches(count: int, shape: tuple[int, ...], seed: int = 0) -> list[Tensor]:

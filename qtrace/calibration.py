@@ -82,7 +82,7 @@ def _observe(
     count = 0
     taken = itertools.islice(batches, limit)
     for batch in tqdm(taken, total=total, desc="calibrate", unit="batch", disable=not progress):
-        args, kwargs = as_arguments(batch, count)
+        args, kwargs = as_arguments(batch, prepared, count)
         for fq in sites:
             fq.batch = count
         try:
@@ -95,17 +95,34 @@ def _observe(
     return count
 
 
-def as_arguments(batch: Any, index: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_arguments(batch: Any, model: TracedModule, index: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A batch as the arguments of a call: arrays become float32 or integer Tensors.
+
+    Args:
+        batch: a Tensor or array; a tuple or list of them, one for each argument; or a dict, by the names
+            of the model's arguments. A dict with other keys is the model's one argument.
+        model: the module that will be called.
+        index: the number of the batch, for messages.
 
     Raises:
         CalibrationError: when the batch is not made of arrays.
     """
     if isinstance(batch, Mapping):
-        return (), {str(k): _tensor(v, index) for k, v in batch.items()}
+        names = set(model.argspec.args) if model.argspec is not None else set()
+        if set(batch) <= names:
+            return (), {str(k): _tensors(v, index) for k, v in batch.items()}
+        return (_tensors(batch, index),), {}
     if isinstance(batch, (tuple, list)):
-        return tuple(_tensor(v, index) for v in batch), {}
+        return tuple(_tensors(v, index) for v in batch), {}
     return (_tensor(batch, index),), {}
+
+
+def _tensors(value: Any, index: int) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _tensors(v, index) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_tensors(v, index) for v in value)
+    return _tensor(value, index)
 
 
 def _tensor(value: Any, index: int) -> Any:

@@ -18,7 +18,7 @@ from qtrace.calibration import as_arguments
 from qtrace.errors import CalibrationError, ExportError
 from qtrace.export._onnx_session import OnnxSession
 from qtrace.graph.interpreter import Interpreter
-from qtrace.graph.types import Node, TracedModule
+from qtrace.graph.types import Input, Node, TensorNode, TracedModule
 from qtrace.numerics import dequantize, quantize
 from qtrace.passes.insert import CONTAINER
 from qtrace.passes.record import read_record
@@ -68,17 +68,17 @@ def verify(
         raise ExportError(f"{path} is not an export of this module: it has no tensor {missing[0]!r}.")
     count = 0
     for count, batch in enumerate(batches, 1):
-        args, kwargs = as_arguments(batch, count - 1)
-        tensors = [*args, *kwargs.values()]
-        runtime = session.run([t.numpy() for t in tensors])
+        args, kwargs = as_arguments(batch, converted, count - 1)
+        graph = _EndToEnd(converted, table, report)
+        graph.compute(args, kwargs)
+        runtime = session.run(graph.inputs)
         _OpByOp(converted, table, runtime.integers, report).run(*args, **kwargs)
-        expected = _EndToEnd(converted, table, report)
-        expected.compare(runtime.integers, "end_to_end", args, kwargs)
-        report.add_outputs("reference", expected.outputs, runtime.outputs)
+        graph.tally(runtime.integers, "end_to_end")
+        report.add_outputs("reference", graph.outputs, runtime.outputs)
         if fused is not None:
-            deployed = fused.run([t.numpy() for t in tensors])
-            expected.tally(deployed.integers, "deployed")
-            report.add_outputs("deployed", expected.outputs, deployed.outputs)
+            deployed = fused.run(graph.inputs)
+            graph.tally(deployed.integers, "deployed")
+            report.add_outputs("deployed", graph.outputs, deployed.outputs)
     if count == 0:
         raise CalibrationError("verification data has no batches: give at least one.")
     return report
@@ -137,24 +137,24 @@ class _EndToEnd(Interpreter):
         self.names, self.report = names, report
         self.qparams = _groups(converted)
         self.found: dict[str, np.ndarray] = {}
+        self.inputs: list[np.ndarray] = []
         self.outputs: list[np.ndarray] = []
 
     def on_node(self, node: Node, value: Any) -> Any:
-        """Notes the integers of ``node``."""
+        """Notes the values of graph inputs and the integers of sites."""
+        if isinstance(node.expr, Input) and isinstance(node, TensorNode):
+            self.inputs.append(value.numpy())
         if node.name in self.names:
             self.found[node.name] = quantize(value.numpy(), self.qparams[node.name])
         return value
 
-    def compare(
-        self, integers: dict[str, np.ndarray], mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Runs the graph and tallies its integers against the runtime's."""
+    def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Runs the graph and keeps its inputs, outputs and integers."""
         result = self.run(*args, **kwargs)
         self.outputs = [t.numpy() for t in _leaves(result)]
-        self.tally(integers, mode)
 
     def tally(self, integers: dict[str, np.ndarray], mode: str) -> None:
-        """Tallies the integers found by `compare` against those of a run."""
+        """Tallies the integers found by `compute` against those of a run."""
         for node, mine in self.found.items():
             self.report.add(mode, node, mine, integers[self.names[node]])
 

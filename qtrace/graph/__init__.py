@@ -1,1 +1,40 @@
 """The graph layer: the only room that touches the internals of MegEngine's traced modules."""
+
+from __future__ import annotations
+
+from qtrace.graph.edit import GraphEditor
+from qtrace.graph.flatten import flatten
+from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.lint import LintProblem, check, lint
+from qtrace.graph.pattern import Anything, Const, Match, Mismatch, Op, Param, match
+from qtrace.graph.rewrite import RewriteRule, RuleResult, apply_rules
+from qtrace.graph.serialize import load, save
+from qtrace.graph.table import format_table, table
+from qtrace.graph.tracing import trace
+from qtrace.graph.walk import exprs, users
+
+__all__ = [
+    "Anything",
+    "Const",
+    "GraphEditor",
+    "Interpreter",
+    "LintProblem",
+    "Match",
+    "Mismatch",
+    "Op",
+    "Param",
+    "RewriteRule",
+    "RuleResult",
+    "apply_rules",
+    "check",
+    "exprs",
+    "flatten",
+    "format_table",
+    "lint",
+    "load",
+    "match",
+    "save",
+    "table",
+    "trace",
+    "users",
+]

@@ -123,13 +123,14 @@ def check_structure(module: TracedModule) -> None:
             raise RefusedError(f"a graph in it is called {shown(graph._namespace.qualname)}")
         _all("list of exprs", [graph._exprs, graph._inputs, graph._outputs], (list,))
         _all("list of exprs", graph._exprs, EXPRS)
-        _check_nodes(graph._inputs)
-        _check_nodes(graph._outputs)
+        seen: set[int] = set()
+        _check_nodes(graph._inputs, seen)
+        _check_nodes(graph._outputs, seen)
         _all("first input of a graph", graph._inputs[:1], (ModuleNode,))
         for expr in graph._exprs:
             _all("list of nodes", [expr.inputs, expr.outputs], (list,))
-            _check_nodes(expr.inputs)
-            _check_nodes(expr.outputs)
+            _check_nodes(expr.inputs, seen)
+            _check_nodes(expr.outputs, seen)
             if type(expr) in (GetAttr, Constant) and len(expr.outputs) != 1:
                 raise RefusedError(f"a {type(expr).__name__} in it has {len(expr.outputs)} outputs")
             first = expr.inputs[0] if expr.inputs else None
@@ -138,8 +139,11 @@ def check_structure(module: TracedModule) -> None:
         _check_getattrs(module, graph)
 
 
-def _check_nodes(nodes: list[Any]) -> None:
+def _check_nodes(nodes: list[Any], seen: set[int]) -> None:
     for node in nodes:
+        if id(node) in seen:  # the users of a node are many: once is enough
+            continue
+        seen.add(id(node))
         if type(node) not in NODES or type(node.expr) not in EXPRS or type(node.users) is not list:
             raise RefusedError(f"a graph in it has {shown(node)} for a node")
         for user in node.users:

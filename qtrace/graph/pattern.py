@@ -13,7 +13,7 @@ One object, or one name, that stands twice in a pattern must be the same node bo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,9 @@ from megengine.traced_module.expr import (
     is_call_module,
 )
 from megengine.traced_module.node import Node, TensorNode
+from megengine.traced_module.traced_module import InternalGraph
 
+from qtrace.errors import GraphError
 from qtrace.graph.edit import signature
 from qtrace.graph.walk import op_label, owner, users
 
@@ -163,8 +165,13 @@ def match(pattern: Op, node: Node) -> Match | Mismatch:
     """Lays ``pattern`` on the expr that produces ``node`` and on those before it.
 
     Nodes inside the match must not be used outside it nor be graph outputs, ``shared`` ones excepted.
+
+    Raises:
+        GraphError: when ``node`` does not belong to a graph.
     """
-    return Matcher().match(pattern, node)
+    if node.top_graph is None:
+        raise GraphError(f"{node.name} does not belong to a graph.")
+    return Matcher(node.top_graph).match(pattern, node)
 
 
 @dataclass(frozen=True)
@@ -182,14 +189,15 @@ class Matcher:
     """Searches one match in a graph that is being rewritten; ``match`` is the way in for all others.
 
     Args:
+        graph: the graph of the node; new nodes do not know theirs before the commit.
         taken: exprs that an earlier match has claimed.
         gone: exprs that nothing uses any more, though users lists still name them.
     """
 
     def __init__(
-        self, taken: frozenset[Expr] | set[Expr] = frozenset(), gone: set[Expr] | None = None
+        self, graph: InternalGraph, taken: Set[Expr] = frozenset(), gone: Set[Expr] = frozenset()
     ) -> None:
-        self.taken, self.gone = taken, gone or set()
+        self.graph, self.taken, self.gone = graph, taken, gone
         self.best: Mismatch | None = None  # of the attempt that came furthest
 
     def match(self, pattern: Op, node: Node) -> Match | Mismatch:
@@ -248,14 +256,14 @@ class Matcher:
             yield from self._all(patterns[1:], values[1:], found)
 
     def _used_outside(self, root: Node, state: _State) -> tuple[str, str] | None:
-        inside = {*state.exprs, *self.gone}
+        inside = set(state.exprs)
         shared = {v.expr for p, v in state.bound if isinstance(p, Op) and p.shared}
         only = "the pattern needs it to be used only inside"
         for expr in state.exprs:
             if expr is root.expr or expr in shared:
                 continue
             for node in expr.outputs:
-                if any(out is node for out in node.top_graph.outputs):
+                if any(out is node for out in self.graph.outputs):
                     return node.name, f"is a graph output; {only}"
                 readers = [u for u in users(node) if u not in self.gone]
                 if any(u not in inside for u in readers):

@@ -94,7 +94,7 @@ def _sweep(
             if expr in taken or not expr.outputs:
                 continue
             where = str(expr.outputs[0].name)
-            found = Matcher(taken, gone).match(rule.pattern, expr.outputs[0])
+            found = Matcher(traced.graph, taken, gone).match(rule.pattern, expr.outputs[0])
             if isinstance(found, Mismatch):
                 if found.matched:
                     results.append(RuleResult(rule.name, where, False, str(found)))

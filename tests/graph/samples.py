@@ -87,7 +87,7 @@ def traced_model(model: type[M.Module], flat: bool = True, *args: Any, **kwargs:
 
 
 def function(forward: Any) -> TracedModule:
-    """The flat trace of ``forward(x)``."""
+    """The flat trace of ``forward(x)``; a bare ``F.relu`` would be traced as what it does inside."""
     return traced_model(type("Net", (M.Module,), {"forward": lambda self, x: forward(x)}))
 
 
@@ -103,7 +103,7 @@ def expr(traced: TracedModule, name: str) -> Expr:
 
 def chain(length: int) -> TracedModule:
     """A flat graph of that many relus, one after the other."""
-    traced = function(F.relu)
+    traced = function(lambda x: F.relu(x))
     last = first = traced.graph.outputs[0]
     with GraphEditor(traced) as editor:
         for _ in range(length - 1):

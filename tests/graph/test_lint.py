@@ -100,7 +100,7 @@ def user_twice(traced):
 
 
 def foreign_user(traced):
-    node(traced, "x").users.append(expr(function(F.exp), "exp_out"))
+    node(traced, "x").users.append(expr(function(lambda x: F.exp(x)), "exp_out"))
 
 
 def output_as_user(traced):
@@ -130,7 +130,7 @@ def self_owner(traced):
 
 
 def no_output(traced):
-    traced.graph._outputs[0] = node(function(F.exp), "exp_out")
+    traced.graph._outputs[0] = node(function(lambda x: F.exp(x)), "exp_out")
 
 
 def more_outputs(traced):
@@ -146,7 +146,7 @@ def node_elsewhere(traced):
 
 
 def expr_elsewhere(traced):
-    other = function(F.exp).graph
+    other = function(lambda x: F.exp(x)).graph
     expr(traced, "bn_out")._top_graph = weakref.ref(other)
 
 
@@ -162,7 +162,6 @@ def argument_place(traced):
 
 
 def output_count(traced):
-    expr(traced, "relu_out").out_def = traced_model(ConvBnRelu).graph._exprs[0].out_def
     relu = expr(traced, "relu_out")
     relu.out_def = expr(function(lambda x: F.split(x, 2)[0]), "split_out").out_def
 
@@ -252,7 +251,7 @@ def test_tied_parameters_are_reached_under_both_names():
 def test_looks_into_called_graphs_and_names_their_path():
     traced = traced_model(Residual, flat=False)
     inner = getattr(traced.stages, "0").graph
-    inner._exprs[1].outputs[0].users.clear()
+    next(n for n in inner.nodes(False) if n.name == "conv_out").users.clear()
     del traced.block.bn
     found = lint(traced)
     assert ("wrong-users", "stages.0/conv_out") in [(p.code, p.where) for p in found]
@@ -271,7 +270,7 @@ def test_a_call_needs_its_graph():
 
 def test_what_writes_in_place_or_is_kept_on_purpose_is_not_dead():
     traced = function(lambda x: F.exp(x))
-    with_write = function(lambda x: _write(x))
+    with_write = function(_write)
     with_write.graph._outputs[:] = [node(with_write, "exp_out")]
     assert "setitem_out" not in [p.where for p in lint(with_write)]
     traced.graph._outputs[:] = [node(traced, "x")]
@@ -307,9 +306,9 @@ def test_refuses_what_is_no_trace():
 
 def test_time_is_linear():
     traced = chain(5000)
-    start = time.perf_counter()
+    start = time.process_time()
     assert lint(traced) == []
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_does_not_run_the_model():

@@ -1,0 +1,86 @@
+"""Calibration beside the float module's own forward, qtrace's and MegEngine's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megengine import Tensor
+from megengine.module import Module
+from megengine.quantization import calibration_qconfig, quantize_qat
+
+import qtrace
+from benchmarks.nets import MobileNetV2, NativeResNet18, ResNet18, image_batches, settle
+from benchmarks.rows import Row, Size
+from benchmarks.timing import take_turns
+
+__all__ = ["run"]
+
+# Observer of activations -> the largest ratio that is good enough.
+_TARGETS = {"minmax": 1.10, "percentile": 1.4, "mse": 1.4}
+
+
+def run(size: Size) -> Iterator[Row]:
+    """The passes over single batches, whole calibrations, and MegEngine's own."""
+    batches = image_batches(size.batches, size.image)
+    net = settle(ResNet18(size.width), batches[0])
+    yield from _passes(net, batches, size.net, _TARGETS, size.repeats)
+    yield from _whole(net, batches, size.net, size.few)
+    mobile = settle(MobileNetV2(size.mobile_width), batches[0])
+    yield from _passes(mobile, batches, "MobileNetV2", dict.fromkeys(_TARGETS), size.few)
+    yield from _native(batches, size)
+
+
+def _passes(
+    net: Module, batches: list[Tensor], name: str, targets: dict[str, Any], repeats: int
+) -> Iterator[Row]:
+    """What calibrate does with one batch: a forward in the phase observe."""
+    traced = qtrace.trace(net, batches[0], check=False)
+    sides = {"float": _forward(net, batches)}
+    for observer in targets:
+        prepared = qtrace.prepare(traced, {"observers": {"activation": observer}})
+        qtrace.set_phase(prepared, "observe")
+        sides[observer] = _forward(prepared, batches)
+    # Two rounds before: the first batch also observes the weights.
+    samples = take_turns(sides, repeats, warm_up=2)
+    for observer, target in targets.items():
+        title = f"{name}: calibration pass / float forward, {observer}"
+        yield Row(title, samples.ratio(observer, "float"), "x", target)
+    yield Row(f"{name}: float forward", samples.seconds("float"), "s")
+
+
+def _whole(net: Module, batches: list[Tensor], name: str, repeats: int) -> Iterator[Row]:
+    """qtrace.calibrate from the first batch to the last range, beside as many float forwards."""
+    traced = qtrace.trace(net, batches[0], check=False)
+
+    def forwards() -> None:
+        for batch in batches:
+            net(batch)
+
+    sides: dict[str, Callable[[], Any]] = {"float": forwards}
+    for observer in ("minmax", "mse"):
+        prepared = qtrace.prepare(traced, {"observers": {"activation": observer}})
+        sides[observer] = lambda p=prepared: qtrace.calibrate(p, batches, progress=False)
+    samples = take_turns(sides, repeats)
+    for observer in ("minmax", "mse"):
+        title = f"{name}: calibrate, {len(batches)} batches / {len(batches)} forwards, {observer}"
+        yield Row(title, samples.ratio(observer, "float"), "x", note="with weights and range search")
+
+
+def _native(batches: list[Tensor], size: Size) -> Iterator[Row]:
+    """MegEngine's HistogramObserver on the same network, rewritten for quantize_qat."""
+    net = settle(NativeResNet18(size.width), batches[0])
+    # By keyword: MegEngine silently ignores a positional qconfig.
+    observed = quantize_qat(net, inplace=False, qconfig=calibration_qconfig)
+    observed.eval()
+    sides = {"float": _forward(net, batches), "native": _forward(observed, batches)}
+    samples = take_turns(sides, size.few)
+    title = f"{size.net}: MegEngine's own HistogramObserver / float forward"
+    yield Row(title, samples.ratio("native", "float"), "x", note="it searches a range at every batch")
+
+
+def _forward(module: Module, batches: list[Tensor]) -> Callable[[], Tensor]:
+    """Calls ``module`` on one batch after the other, in a circle."""
+    endless = itertools.cycle(batches)
+    return lambda: module(next(endless))

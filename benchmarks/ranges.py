@@ -1,0 +1,51 @@
+"""The search for the range of one tensor in a histogram that is filled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from benchmarks.rows import Row, Size
+from benchmarks.timing import take_turns
+from qtrace import QScheme
+from qtrace.observers.base import Observer
+from qtrace.observers.mse import MeanSquaredError
+from qtrace.observers.percentile import Percentile
+
+__all__ = ["run"]
+
+_BINS = 2048
+_TARGET = 20.0
+
+
+def run(size: Size) -> Iterator[Row]:
+    """Three shapes of distributions for the check; other observers and schemes for information."""
+    rng = np.random.default_rng(0)
+    normal = rng.standard_normal(1 << 18, dtype=np.float32)
+    tails = rng.standard_t(2, 1 << 18).astype(np.float32)
+    weights = rng.standard_normal((64, 1024), dtype=np.float32)
+    affine = QScheme(bits=8, signed=False, symmetric=False)
+    checked = {
+        "normal": _filled(MeanSquaredError(affine, bins=_BINS), normal),
+        "after ReLU": _filled(MeanSquaredError(affine, bins=_BINS), np.maximum(normal, 0)),
+        "long tails": _filled(MeanSquaredError(affine, bins=_BINS), tails),
+    }
+    four = QScheme(bits=4, signed=False, symmetric=False)
+    channels = QScheme(bits=8, signed=True, symmetric=True, axis=0)
+    others = {
+        "mse, 4-bit affine, normal": _filled(MeanSquaredError(four, bins=_BINS), normal),
+        "mse, 8-bit symmetric, 64 channels": _filled(MeanSquaredError(channels, bins=_BINS), weights),
+        "percentile, 8-bit affine, normal": _filled(Percentile(affine, bins=_BINS), normal),
+    }
+    samples = take_turns({n: o.qparams for n, o in {**checked, **others}.items()}, size.repeats)
+    for name in checked:
+        title = f"range search, mse, {_BINS} bins, 8-bit affine, {name}"
+        yield Row(title, samples.seconds(name, per=1e-3), "ms", _TARGET)
+    for name in others:
+        yield Row(f"range search, {name}", samples.seconds(name, per=1e-3), "ms")
+
+
+def _filled(observer: Observer, values: np.ndarray) -> Observer:
+    observer.observe(values)
+    return observer

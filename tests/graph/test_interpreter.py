@@ -1,0 +1,241 @@
+"""The interpreter computes what the module computes, and its hooks see and replace every value."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+from megengine.autodiff import GradManager
+from megengine.traced_module.node import TensorNode
+from megengine.traced_module.pytree import tree_flatten
+
+from qtrace.errors import GraphError
+from qtrace.graph.edit import GraphEditor
+from qtrace.graph.interpreter import Interpreter
+from tests.graph.samples import (
+    IMAGE,
+    MODELS,
+    Containers,
+    ConvBnRelu,
+    Pair,
+    Residual,
+    chain,
+    function,
+    node,
+    traced_model,
+)
+
+
+def assert_same(left, right):
+    (mine, structure), (theirs, expected) = (tree_flatten(v) for v in (left, right))
+    assert structure == expected
+    for a, b in zip(mine, theirs, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("flat", [True, False])
+def test_equals_the_module_bit_for_bit(model, flat):
+    traced = traced_model(model, flat)
+    assert_same(Interpreter(traced).run(mge.Tensor(IMAGE)), traced(mge.Tensor(IMAGE)))
+
+
+def test_runs_again_on_another_batch_size():
+    traced = traced_model(ConvBnRelu)
+    interpreter = Interpreter(traced)
+    for batch in (1, 2):
+        x = mge.Tensor(IMAGE[:batch])
+        assert_same(interpreter.run(x), traced(x))
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_takes_containers_and_keywords(flat):
+    a, b, c = (mge.Tensor(np.float32([i, i + 1])) for i in range(3))
+    traced = traced_model(Pair, flat, {"a": a, "b": b}, bias=c)
+    run = Interpreter(traced).run
+    expected = traced({"a": a, "b": b}, bias=c)
+    assert_same(run({"b": b, "a": a}, bias=c), expected)
+    assert_same(run({"a": a, "b": b}, c), expected)
+    assert_same(run(pair={"a": a, "b": b}, bias=c), expected)
+
+
+def test_defaults_are_those_of_forward():
+    traced = traced_model(Containers)
+    assert_same(Interpreter(traced).run(mge.Tensor(IMAGE), 2.0), traced(mge.Tensor(IMAGE)))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "text"),
+    [
+        ((), {}, "missing required positional arguments: x"),
+        ((mge.Tensor(IMAGE),), {"y": 1}, "unexpected keyword argument y"),
+        (
+            (mge.Tensor(IMAGE), 3.0),
+            {},
+            "traced as forward(Tensor, 2.0), but is called as forward(Tensor, 3.0).",
+        ),
+        ((IMAGE,), {}, "called as forward(ndarray, 2.0); make Tensors of numpy arrays."),
+        (([mge.Tensor(IMAGE)],), {}, "called as forward([Tensor], 2.0)."),
+        (({"a": mge.Tensor(IMAGE)}, None), {}, "called as forward({'a': Tensor}, None)."),
+        ((object(),), {}, "the arguments do not fit the traced module"),
+    ],
+)
+def test_wrong_arguments_are_told(args, kwargs, text):
+    with pytest.raises(GraphError) as caught:
+        Interpreter(traced_model(Containers)).run(*args, **kwargs)
+    assert text in str(caught.value)
+
+
+def test_refuses_what_is_no_trace():
+    with pytest.raises(GraphError, match="runs a TracedModule, not a ReLU"):
+        Interpreter(M.ReLU())
+
+
+class Record(Interpreter):
+    def __init__(self, traced):
+        super().__init__(traced)
+        self.seen = {}
+
+    def on_node(self, node, value):
+        self.seen[node.name] = (node, value)
+        return value
+
+
+def test_sees_every_node_with_its_value():
+    traced = traced_model(Residual)
+    record = Record(traced)
+    record.run(mge.Tensor(IMAGE))
+    assert list(record.seen) == [n.name for n in traced.graph.nodes(False)]
+    assert record.seen["self"][1] is traced
+    for n, value in record.seen.values():
+        assert tuple(value.shape) == tuple(n.shape) if isinstance(n, TensorNode) else value is n.owner
+
+
+def test_a_nested_call_is_one_expr():
+    record = Record(traced_model(Residual, flat=False))
+    record.run(mge.Tensor(IMAGE))
+    assert "block_1_out" in record.seen
+    assert "conv_out" not in record.seen
+
+
+@pytest.mark.parametrize("name", ["x", "bn_out", "relu_out"])
+def test_a_replaced_value_is_used(name):
+    class Replace(Interpreter):
+        def on_node(self, node, value):
+            return F.full_like(value, 3.0) if node.name == name else value
+
+    traced = traced_model(ConvBnRelu)
+    result = Replace(traced).run(mge.Tensor(IMAGE))
+    constant = mge.Tensor(np.full_like(IMAGE, 3.0))
+    assert_same(result, traced(constant) if name == "x" else constant)
+
+
+def test_run_expr_can_be_replaced():
+    class Negate(Interpreter):
+        def run_expr(self, expr, inputs):
+            results = super().run_expr(expr, inputs)
+            return [-v for v in results] if expr.outputs[0].name == "exp_out" else results
+
+    result = Negate(function(lambda x: F.exp(x))).run(mge.Tensor(IMAGE))
+    np.testing.assert_array_equal(result.numpy(), -F.exp(mge.Tensor(IMAGE)).numpy())
+
+
+def test_run_expr_must_return_as_many_values():
+    class Wrong(Interpreter):
+        def run_expr(self, expr, inputs):
+            return ()
+
+    with pytest.raises(GraphError, match=r"has the outputs \['relu_out'\], but run_expr returned 0 values"):
+        Wrong(function(lambda x: F.relu(x))).run(mge.Tensor(IMAGE))
+
+
+def test_stops_at_a_node():
+    traced = traced_model(ConvBnRelu)
+    record = Record(traced)
+    value = record.run_until(node(traced, "conv_out"), mge.Tensor(IMAGE))
+    np.testing.assert_array_equal(value.numpy(), traced.conv(mge.Tensor(IMAGE)).numpy())
+    assert list(record.seen)[-1] == "conv_out"
+    x = mge.Tensor(IMAGE)
+    assert record.run_until(node(traced, "x"), x) is x
+    with pytest.raises(GraphError, match="does not produce exp_out"):
+        record.run_until(node(function(lambda x: F.exp(x)), "exp_out"), x)
+
+
+class Alive(Interpreter):
+    """Counts the values that are alive while each expr runs."""
+
+    def __init__(self, traced):
+        super().__init__(traced)
+        self.values = weakref.WeakSet()
+        self.counts = []
+
+    def run_expr(self, expr, inputs):
+        self.counts.append(len(self.values))
+        return super().run_expr(expr, inputs)
+
+    def on_node(self, node, value):
+        if isinstance(node, TensorNode) and node.name != "x":
+            self.values.add(value)
+        return value
+
+
+def test_values_are_freed_after_their_last_use():
+    gc.disable()  # freed by counting alone
+    try:
+        alive = Alive(chain(50))
+        result = alive.run(mge.Tensor(IMAGE))
+        assert alive.counts == [0] + [1] * 49
+        assert len(alive.values) == 1
+        del result
+        assert len(alive.values) == 0
+    finally:
+        gc.enable()
+
+
+def test_values_are_kept_until_their_last_use():
+    def forward(x):
+        a = F.relu(x)
+        b = F.relu(a)
+        c = F.relu(b)
+        return F.relu(c + a), b
+
+    alive = Alive(function(forward))
+    alive.run(mge.Tensor(IMAGE))
+    assert alive.counts == [0, 1, 2, 3, 2]  # b is an output and stays
+
+
+def test_results_that_nothing_reads_are_freed_at_once():
+    traced = function(lambda x: F.relu(F.split(x, 2, axis=1)[0]))
+    alive = Alive(traced)
+    alive.run(mge.Tensor(IMAGE))
+    assert alive.counts == [0, 1]
+
+
+def test_gradients_flow():
+    traced = traced_model(Residual)
+    grads = []
+    for run in (traced, Interpreter(traced).run):
+        manager = GradManager().attach(traced.parameters())
+        with manager:
+            manager.backward((run(mge.Tensor(IMAGE)) ** 2).mean())
+        grads.append({name: p.grad.numpy() for name, p in traced.named_parameters()})
+        for p in traced.parameters():
+            p.grad = None
+    assert grads[0].keys() == grads[1].keys()
+    for name, grad in grads[0].items():
+        np.testing.assert_array_equal(grads[1][name], grad)
+        assert np.abs(grad).max() > 0 or name.endswith("conv.bias"), name
+
+
+def test_sees_an_edit_of_the_graph():
+    traced = function(lambda x: F.exp(x))
+    interpreter = Interpreter(traced)
+    out = traced.graph.outputs[0]
+    with GraphEditor(traced) as editor:
+        editor.replace_uses(out, editor.call_function(F.relu, out, after=out.expr, like=out))
+    assert_same(interpreter.run(mge.Tensor(IMAGE)), traced(mge.Tensor(IMAGE)))

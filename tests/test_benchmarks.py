@@ -1,0 +1,58 @@
+"""The benchmarks run and report; their figures are for `make bench` on an idle machine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.__main__ import GROUPS, main
+from benchmarks.rows import Row, render
+from benchmarks.timing import Sample, Samples, Spread, take_turns
+
+
+def test_quick_run_prints_and_writes_every_group(tmp_path, capsys):
+    target = tmp_path / "quick.json"
+    assert main(["--quick", "--json", str(target)]) == 0  # whatever the figures are
+    document = json.loads(target.read_text())
+    assert {row["group"] for row in document["rows"]} == set(GROUPS)
+    assert document["machine"]["megengine"] == "1.13.0"
+    printed = capsys.readouterr().out
+    assert all(row["name"] in printed and row["value"]["median"] > 0 for row in document["rows"])
+
+
+def test_partial_run_leaves_the_latest_results_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.__main__.LATEST", tmp_path / "latest.json")
+    main(["--quick", "--only", "ranges"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("target", "code"), [(1e9, 0), (0.0, 1)])
+def test_check_fails_only_when_a_target_is_missed(monkeypatch, target, code):
+    monkeypatch.setattr("benchmarks.ranges._TARGET", target)
+    assert main(["--quick", "--only", "ranges", "--check"]) == code
+    assert main(["--quick", "--only", "ranges"]) == 0
+
+
+def test_ratio_is_the_median_of_the_ratios_of_each_round():
+    side = [Sample(2.0, 2.0), Sample(30.0, 3.0), Sample(4.0, 8.0)]
+    unit = [Sample(1.0, 2.0), Sample(10.0, 1.0), Sample(4.0, 4.0)]
+    ratio = Samples({"side": side, "unit": unit}).ratio("side", "unit")
+    assert ratio == Spread(median=2.0, low=1.0, high=3.0, cpu=2.0)
+
+
+def test_sides_take_turns_and_warm_up_does_not_count():
+    calls = []
+    samples = take_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2, warm_up=1)
+    assert "".join(calls) == "ab" + "ba" + "ab"
+    assert [len(s) for s in samples.by_side.values()] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("value", "target", "met", "word"),
+    [(1.0, 1.0, True, "met"), (1.1, 1.0, False, "MISSED"), (9.0, None, None, "9.000 x")],
+)
+def test_row_says_whether_its_target_is_met(value, target, met, word):
+    row = Row("name", Spread(value, value, value, value), "x", target)
+    assert row.met is met
+    assert word in render({"group": [row]})

@@ -89,7 +89,7 @@ def _integer_names(converted: TracedModule) -> dict[str, str]:
     annotation = read_record(converted).annotation
     computed = [s for s in annotation.sites if s.sort == "activation" and not s.static]
     names = {f"{s.name}_q": f"{s.name}_int" for s in computed}
-    names.update((name, f"{name}_int") for name in annotation.carried)
+    names.update((name, f"{name}_int") for name in annotation.moved())
     return names
 
 
@@ -100,7 +100,7 @@ def _groups(converted: TracedModule) -> dict[str, QParams]:
         for s in annotation.sites
         if s.sort == "activation"
     }
-    found.update((name, getattr(container, group).qparams()) for name, group in annotation.carried.items())
+    found.update((name, getattr(container, group).qparams()) for name, group in annotation.moved().items())
     return found
 
 

@@ -55,6 +55,7 @@ class _Exporter:
 
         self.model = converted
         self.annotation: Annotation = read_record(converted, "converted").annotation
+        self.moved = self.annotation.moved()
         self.sites: dict[str, Site] = {f"{s.name}_q": s for s in self.annotation.sites}
         self.emitters = {**EMITTERS, **MOVES}
         self.emit_shape_op = emit_shape_op
@@ -107,7 +108,7 @@ class _Exporter:
             return
         self._emit_op(expr)
         for node in expr.outputs:
-            group = self.annotation.carried.get(node.name)
+            group = self.moved.get(node.name)
             if group is not None:
                 self._requantize(node, group)
 

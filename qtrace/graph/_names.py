@@ -52,6 +52,18 @@ def shown(value: object, limit: int = 100) -> str:
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
+def check_hashable(value: object) -> None:
+    """Refuses endless tuples within tuples: Python's hash of them has no limit and ends the process."""
+    todo, budget = [value], 10_000
+    while todo:
+        item = todo.pop()
+        if isinstance(item, (tuple, frozenset)):
+            budget -= 1 + len(item)
+            todo.extend(item)
+        if budget < 0:
+            raise RefusedError("it uses a key that is nested too deeply")
+
+
 class AllowList:
     """Looks names up, exactly, in the lists of ``allowlist.py`` and in the caller's own.
 

@@ -31,7 +31,7 @@ from megengine.traced_module.serialization import _ModuleState
 from megengine.traced_module.traced_module import InternalGraph, NameSpace
 
 from qtrace.graph import _restore, allowlist
-from qtrace.graph._names import AllowList, Ref, RefusedError, refused, shown
+from qtrace.graph._names import AllowList, Ref, RefusedError, check_hashable, refused, shown
 from qtrace.graph._numpy import Pending, dtype_class, from_buffer, make_scalar, start_array, start_dtype
 
 __all__ = ["Pending", "Rules"]
@@ -90,7 +90,7 @@ class Rules:
         self._build: dict[type, Rule] = {cls: self._fields(cls) for cls in FIELDS}
         self._build |= {CallFunction: self._function, ModuleNode: self._module_node, Apply: self._apply}
         self._build |= {Constant: self._constant, _ModuleState: self._module_state, GetAttr: self._getattr}
-        self._build |= {CallMethod: self._method}
+        self._build |= {CallMethod: self._method, TreeDef: self._tree, LeafDef: self._tree}
         self._build |= {
             Module: _module,
             TracedModule: self._traced,
@@ -195,6 +195,10 @@ class Rules:
         parts = expr.name.split(".") if type(expr.name) is str else [""]
         if not all(parts) or any(part.startswith("__") for part in parts):
             raise RefusedError(f"it reads the attribute {shown(expr.name)} of a module")
+
+    def _tree(self, tree: TreeDef, state: Any) -> None:
+        self._fields(type(tree))(tree, state)
+        check_hashable((state.get("aux_data"), state.get("const_val")))  # they go into its hash
 
     def _method(self, expr: CallMethod, state: Any) -> None:
         self._fields(CallMethod)(expr, state)

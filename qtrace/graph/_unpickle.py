@@ -14,7 +14,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from qtrace.graph._names import DamagedError, RefusedError
+from qtrace.graph._names import DamagedError, RefusedError, check_hashable
 from qtrace.graph._rules import Pending, Rules
 
 Handler = Callable[[int], int]
@@ -205,7 +205,10 @@ def _containers(machine: Machine) -> dict[str, Handler]:
         return position
 
     def frozenset_(position: int) -> int:
-        push(frozenset(pop_mark()))
+        items = pop_mark()
+        for item in items:
+            check_hashable(item)
+        push(frozenset(items))
         return position
 
     def discard(position: int) -> int:
@@ -254,6 +257,8 @@ def _fill(machine: Machine) -> dict[str, Handler]:
 
     def setitem(position: int) -> int:
         value, key = pop(), pop()
+        if type(key) is tuple:
+            check_hashable(key)
         target(DICTS)[key] = value
         return position
 
@@ -261,11 +266,15 @@ def _fill(machine: Machine) -> dict[str, Handler]:
         items = pop_mark()
         into = target(DICTS)
         for i in range(0, len(items), 2):
+            if type(items[i]) is tuple:
+                check_hashable(items[i])
             into[items[i]] = items[i + 1]
         return position
 
     def additems(position: int) -> int:
         items = pop_mark()
+        for item in items:
+            check_hashable(item)
         target((set,)).update(items)
         return position
 

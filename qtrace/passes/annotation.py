@@ -133,6 +133,11 @@ class Annotation:
     carried: dict[str, str] = field(default_factory=dict)
     folds: tuple[Fold, ...] = ()
 
+    def moved(self) -> dict[str, str]:
+        """`carried` without the outputs of ops that do nothing: the nodes that an export writes anew."""
+        idle = {n.name for n in self.notes if n.kind in ("identity", "dropout")}
+        return {name: group for name, group in self.carried.items() if name not in idle}
+
     def to_json(self) -> str:
         """The annotation as a JSON document."""
         return json.dumps(asdict(self), sort_keys=True)

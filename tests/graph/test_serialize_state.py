@@ -34,6 +34,7 @@ from tests.graph.hostile import (
 
 TREE = name("megengine.traced_module.pytree", "TreeDef")
 LEAF = name("megengine.traced_module.pytree", "LeafDef")
+DEEP = b")" + b"\x85" * 1_000_000
 BUILDS = {
     "slots on a class": build(TREE, b"N" + mapping(unflatten=name("builtins", "dict")) + b"\x86"),
     "dict on a class": build(TREE, mapping(unflatten=name("builtins", "dict"))),
@@ -276,6 +277,24 @@ def test_graphs_are_made_of_megengines_own_parts(tmp_path):
         path.write_bytes(dump(traced))
         with pytest.raises(QtraceError):
             load(path)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        b"}" + DEEP + b"Ns",
+        b"}(" + DEEP + b"Nu",
+        b"\x8f(" + DEEP + b"\x90",
+        b"(" + DEEP + b"\x91",
+        build(new(LEAF), mapping(const_val=DEEP)),
+        build(new(TREE), mapping(aux_data=DEEP)),
+    ],
+)
+def test_keys_cannot_overflow_the_stack(tmp_path, key):
+    """Hashing a million nested tuples ends the process; ``megengine.load`` does so, hence no control here."""
+    path = tmp_path / "attack.mge"
+    path.write_bytes(HEAD + key + STOP)
+    refusal(path, "nested too deeply")
 
 
 def test_memo_and_constants_cannot_smuggle(tmp_path):

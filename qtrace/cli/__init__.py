@@ -44,9 +44,9 @@ def _set_debug(_: click.Context, __: click.Parameter, wanted: bool) -> None:
     cls=help.Group,
     example="""
     qtrace trace models:resnet18 --shape 1x3x224x224 -o float.mge
-    qtrace calibrate float.mge --data images/ --recipe default --out int8
+    qtrace calibrate float.mge --data images/ --recipe resnet18 --out int8
     qtrace export int8/quantized.mge -o model.onnx
-    qtrace verify model.onnx --model int8/quantized.mge --data images/ --recipe default
+    qtrace verify model.onnx --model int8/quantized.mge --data images/ --recipe resnet18
     """,
 )
 @click.option(

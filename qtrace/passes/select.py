@@ -6,12 +6,14 @@ import fnmatch
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from qtrace import ops
+from qtrace import ops, plugins
 from qtrace.backends import Backend
 from qtrace.config import Match, QConfig, Rule, Spec
-from qtrace.errors import ConfigError
+from qtrace.errors import ConfigError, QtraceError
+from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import Expr, Node, TracedModule
 from qtrace.graph.walk import exprs, module_path
+from qtrace.observers.base import Observer
 from qtrace.ops import OpCall, Role
 from qtrace.scheme import QScheme
 
@@ -81,7 +83,7 @@ def _base(qconfig: QConfig, backend: Backend) -> Choice:
         weight = qconfig.weight.apply(weight)
     for sort, scheme in (("activation", activation), ("weight", weight)):
         _check(backend, sort, scheme, qconfig.origin)
-    return Choice(
+    choice = Choice(
         None,
         activation,
         weight,
@@ -89,6 +91,8 @@ def _base(qconfig: QConfig, backend: Backend) -> Choice:
         qconfig.weight_observer,
         qconfig.effective_fakequant,
     )
+    _check_plugins(choice, qconfig.origin)
+    return choice
 
 
 def _apply(old: Choice, rule: Rule, backend: Backend) -> Choice:
@@ -99,7 +103,7 @@ def _apply(old: Choice, rule: Rule, backend: Backend) -> Choice:
     if rule.weight:
         _check(backend, "weight", weight, rule.origin)
     observers = rule.observers
-    return Choice(
+    choice = Choice(
         old.quantize if rule.quantize is None else rule.quantize,
         activation,
         weight,
@@ -108,6 +112,8 @@ def _apply(old: Choice, rule: Rule, backend: Backend) -> Choice:
         rule.fakequant or old.fakequant,
         (*old.rules, rule.origin),
     )
+    _check_plugins(choice, rule.origin)
+    return choice
 
 
 def _check(backend: Backend, sort: str, scheme: QScheme, origin: str) -> None:
@@ -116,6 +122,18 @@ def _check(backend: Backend, sort: str, scheme: QScheme, origin: str) -> None:
         raise ConfigError(
             f"{origin}: backend {backend.name} cannot run {sort} scheme {scheme.describe()}: {problem}."
         )
+
+
+def _check_plugins(choice: Choice, origin: str) -> None:
+    """Makes the observers and fake quants once, so that a wrong option is told with its place."""
+    specs = ((choice.activation, choice.activation_observer), (choice.weight, choice.weight_observer))
+    try:
+        for scheme, spec in specs:
+            plugins.resolve("qtrace.observers", spec.name, Observer)(scheme, **spec.options)
+            fake = plugins.resolve("qtrace.fakequant", choice.fakequant.name, FakeQuant)
+            fake("the site", scheme.replace(axis=None), **choice.fakequant.options)
+    except QtraceError as error:
+        raise ConfigError(f"{origin}: {error}") from error
 
 
 def _text(match: Match) -> str:

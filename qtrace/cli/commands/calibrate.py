@@ -30,7 +30,8 @@ FILES = ("prepared.mge", "quantized.mge", "report.json", "explain.txt")
     "--recipe",
     "-r",
     metavar="R",
-    required=True,
+    default="onnxruntime",
+    show_default=True,
     help="A recipe: its name (see `recipes list`) or a YAML file.",
 )
 @click.option("--out", "-o", type=options.file_or_folder(), required=True, help="The folder to write.")

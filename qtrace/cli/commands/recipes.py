@@ -29,12 +29,14 @@ def recipes() -> None:
 )
 @options.output
 def list_recipes(console: Console) -> None:
-    """List the names of all recipes."""
+    """List all recipes, a line each."""
     with console.work():
+        import qtrace
         from qtrace.recipe import recipe_names
 
-        names = list(recipe_names())
-    console.result("\n".join(names), names)
+        found = [{"name": n, "description": qtrace.load_recipe(n).description or ""} for n in recipe_names()]
+    width = max(len(r["name"]) for r in found)
+    console.result("\n".join(f"{r['name']:{width}}  {r['description']}" for r in found), found)
 
 
 @recipes.command(
@@ -44,7 +46,7 @@ def list_recipes(console: Console) -> None:
 @click.argument("name")
 @options.output
 def show(name: str, console: Console) -> None:
-    """Print a recipe in full, defaults included. NAME is a name or a YAML file."""
+    """Print a recipe with its imports merged. NAME is a name or a YAML file."""
     with console.work():
         import qtrace
         from qtrace.recipe import dump_recipe

@@ -19,6 +19,7 @@ from megengine.traced_module import TracedModule
 from megengine.traced_module.expr import CallFunction, CallMethod, Expr, GetAttr, Input
 from megengine.traced_module.node import ModuleNode, Node, TensorNode
 from megengine.traced_module.pytree import tree_flatten
+from megengine.traced_module.traced_module import _is_builtin_name
 from megengine.traced_module.utils import _convert_kwargs_to_args
 
 from qtrace.errors import GraphError
@@ -143,9 +144,10 @@ class GraphEditor:
     def _unique(self, name: str, node: Node) -> str:
         # MegEngine's own search starts at suffix 1 each time: quadratic for a thousand equal names.
         base = re.sub(r"\W+", "_", name)
+        base = f"_{base}" if base[0].isdigit() else base
         used = self.graph._namespace.used_names
         count, found = self._suffix.get(base, 0), base
-        while count or used.get(found) is not None:
+        while count or used.get(found) is not None or _is_builtin_name(found):
             count += 1
             found = f"{base}_{count}"
             if used.get(found) is None:

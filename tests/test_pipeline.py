@@ -359,7 +359,8 @@ def test_a_model_saved_while_observing_goes_on_observing(tmp_path: Path) -> None
 @pytest.mark.parametrize("fold", [True, False])
 def test_names_that_are_numbers_or_builtins(fold: bool, tmp_path: Path) -> None:
     inner = net(lambda self, x: self.max(self.filter(x)), filter=M.Conv2d(4, 4, 1), max=M.ReLU())
-    module = randomize(M.Sequential(M.Conv2d(3, 4, 1), M.BatchNorm2d(4), inner, M.Conv2d(4, 2, 1, bias=False)))
+    layers = (M.Conv2d(3, 4, 1), M.BatchNorm2d(4), inner, M.Conv2d(4, 2, 1, bias=False))
+    module = randomize(M.Sequential(*layers))
     prepared = qtrace.prepare(qtrace.trace(module, BATCHES[0]), QConfig(qat={"bn": {"fold": fold}}))
     qtrace.calibrate(prepared, BATCHES, progress=False)
     qtrace.save(prepared, tmp_path / "m.mge")

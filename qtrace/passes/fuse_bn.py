@@ -87,13 +87,12 @@ def _why_not_shared(calls: dict[int, OpCall], alone: dict[int, str | None], bn: 
     assert layer.weight is not None
     if layer.bias is not None and set(map(id, users(layer.bias))) != set(map(id, users(layer.weight))):
         return f"{layer.bias.expr.name} is shared with another layer"
-    for node in (layer.weight, layer.bias):
-        for user in users(node) if node is not None else ():
-            following = [calls.get(id(u)) for u in users(user.outputs[0])]
-            norm = following[0] if len(following) == 1 else None
-            same = norm is not None and norm.kind == "batch_norm" and _identity(norm) == _identity(bn)
-            if norm is None or not same or alone[id(norm.expr)] is not None:
-                return f"{node.expr.name} is shared with {user.outputs[0].name}, which has no such norm"
+    for user in users(layer.weight):
+        following = [calls.get(id(u)) for u in users(user.outputs[0])]
+        norm = following[0] if len(following) == 1 else None
+        same = norm is not None and norm.kind == "batch_norm" and _identity(norm) == _identity(bn)
+        if norm is None or not same or alone[id(norm.expr)] is not None:
+            return f"{layer.weight.expr.name} is shared with {user.outputs[0].name}, which has no such norm"
     return None
 
 

@@ -30,6 +30,8 @@ __all__ = ["GraphEditor", "add_submodule", "delete_attribute", "finish", "set_pa
 class GraphEditor:
     """Collects edits of a flat ``TracedModule`` and writes them when the ``with`` block ends.
 
+    An exception inside of the block leaves the graph as it was.
+
     New exprs are placed behind the expr named by ``after`` (in the order of the calls); users are
     rewired at once; the expr list is rebuilt, dead exprs are dropped and ids are renewed once, at the end.
 
@@ -53,13 +55,20 @@ class GraphEditor:
                 self._attrs.setdefault(expr.name, expr.outputs[0])
 
     def __enter__(self) -> GraphEditor:
+        self._before = _Snapshot(self.graph)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
+        if kind is not None:
+            self._before.restore()
+            return
+        try:
             self.commit()
+        except GraphError:
+            self._before.restore()
+            raise
 
     def get_attr(self, path: str) -> Node:
         """The node for the attribute at the dotted ``path``; it stands before every other expr.
@@ -238,6 +247,29 @@ class GraphEditor:
             self.graph._namespace.unassociate_name_with_obj(node)
         for node in expr.inputs:
             node.users = [u for u in node.users if u is not expr]
+
+
+class _Snapshot:
+    """What an editor changes before it commits: users, inputs, arguments, outputs and names."""
+
+    def __init__(self, graph: Any) -> None:
+        self.graph = graph
+        self.outputs = list(graph._outputs)
+        self.names = dict(graph._namespace._used_names)
+        self.order = list(graph._exprs)
+        self.exprs = [(e, list(e.inputs), e.const_val, e.arg_def) for e in graph._exprs]
+        nodes = [*graph._inputs, *(n for e in graph._exprs for n in e.outputs)]
+        self.nodes = [(n, list(n.users), n._name, n._qualname) for n in nodes]
+
+    def restore(self) -> None:
+        """Puts everything back."""
+        self.graph._outputs[:] = self.outputs
+        self.graph._namespace._used_names = self.names
+        self.graph._exprs = self.order
+        for expr, inputs, const_val, arg_def in self.exprs:
+            expr.inputs, expr.const_val, expr.arg_def = inputs, const_val, arg_def
+        for node, users, name, qualname in self.nodes:
+            node.users, node._name, node._qualname = users, name, qualname
 
 
 @functools.lru_cache(maxsize=256)

@@ -103,6 +103,30 @@ def test_removing_what_is_used_is_refused_by_name() -> None:
         editor.commit()
 
 
+@pytest.mark.parametrize("fault", ["raise", "remove"])
+def test_an_exception_leaves_the_graph_as_it_was(fault: str) -> None:
+    traced, x = _flat()
+    text, want = str(traced.graph), traced(x).numpy()
+    relu = _expr(traced, "relu_out")
+
+    def edit() -> None:
+        with GraphEditor(traced) as editor:
+            new = editor.call_function(F.neg, relu.outputs[0], after=relu, like=relu.outputs[0])
+            editor.replace_uses(relu.outputs[0], new)
+            editor.replace_expr(
+                relu, editor.call_function(F.exp, relu.inputs[0], after=relu, like=relu.outputs[0])
+            )
+            if fault == "raise":
+                raise KeyError("a user's mistake")
+            editor.remove(_expr(traced, "a_out"))
+
+    with pytest.raises(KeyError if fault == "raise" else GraphError):
+        edit()
+    assert str(traced.graph) == text
+    assert lint(traced) == []
+    np.testing.assert_array_equal(traced(x).numpy(), want)
+
+
 def test_missing_attributes_are_named() -> None:
     traced, _ = _flat()
     with pytest.raises(GraphError, match=r"no attribute 'nothing\.here'"):

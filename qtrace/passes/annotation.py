@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from qtrace.scheme import QScheme
@@ -140,7 +140,7 @@ class Annotation:
 
     def to_json(self) -> str:
         """The annotation as a JSON document."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(self, default=vars, sort_keys=True)  # asdict would copy every value first
 
     @classmethod
     def from_json(cls, text: str) -> Annotation:

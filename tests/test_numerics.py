@@ -128,7 +128,7 @@ def test_ranges_of_nothing(scheme):
     assert choose(0.0, 0.0, scheme) == choose(0.0, 1.0, scheme)
     assert choose(5.0, 5.0, scheme) == choose(0.0, 5.0, scheme)
     assert choose(-5.0, -5.0, scheme) == choose(-5.0, 0.0, scheme)
-    for tiny in (1e-45, 1e-38, 1e-320):
+    for tiny in (1e-45, 1e-38):
         scale = float(choose(-tiny, tiny, scheme).scale)
         assert scale == 2.0**-126
         assert np.isfinite(np.float32(1) / np.float32(scale))

@@ -79,11 +79,13 @@ def test_original_state_dict_loads_for_all_shared_names(model: M.Module) -> None
     kept = qtrace.prepare(qtrace.trace(model, x, check=False), QConfig(qat={"bn": {"fold": False}}))
     state = model.state_dict()
     for target in (prepared, kept):
-        shared = {k: v for k, v in state.items() if k in target.state_dict()}
+        names = set(target.state_dict())
+        shared = {k: v for k, v in state.items() if k in names}
         assert {k for k in state if k.endswith(("conv1.weight", "fc.weight", "fc.bias"))} <= set(shared)
         target.load_state_dict(shared, strict=False)
+        loaded = target.state_dict()
         for key, value in shared.items():
-            np.testing.assert_array_equal(target.state_dict()[key], value)
+            np.testing.assert_array_equal(loaded[key], value)
     # With the BatchNorms kept, every name of the float model is there, and the float model is restored.
     assert set(state) <= set(kept.state_dict())
     np.testing.assert_allclose(

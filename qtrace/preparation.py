@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from qtrace.config import QConfig
 from qtrace.errors import GraphError
+from qtrace.graph import garbage
 from qtrace.graph.flatten import flatten
 from qtrace.graph.lint import check
 from qtrace.graph.types import TracedModule
@@ -44,7 +43,7 @@ def prepare(
         ConfigError: for a config that is wrong or does not fit the graph.
         GraphError: when ``traced`` is not a traced module, or is prepared already.
     """
-    with _gc_paused():
+    with garbage.paused():
         model, annotation, config, log = _decide(traced, qconfig)
         insert(model, annotation)
         check(model)
@@ -55,18 +54,6 @@ def prepare(
 def plan(traced: TracedModule, qconfig: QConfig | str | Path | Mapping[str, Any] | None = None) -> Annotation:
     """What ``prepare`` would do, without doing it: the annotation that ``explain`` prints."""
     return _decide(traced, qconfig)[1]
-
-
-@contextlib.contextmanager
-def _gc_paused() -> Iterator[None]:
-    """A graph is one big cycle that only grows here: collecting meanwhile walks it again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _folds_bn(config: QConfig) -> bool:

@@ -20,20 +20,21 @@ from typing import Any
 import numpy as np
 from megengine import Tensor
 from megengine.module import Module
-from megengine.traced_module.expr import (
+from megengine.traced_module.traced_module import InternalGraph
+
+from qtrace.errors import GraphError
+from qtrace.graph.edit import signature
+from qtrace.graph.types import (
     CallFunction,
     CallMethod,
     Constant,
     Expr,
     GetAttr,
     Input,
+    Node,
+    TensorNode,
     is_call_module,
 )
-from megengine.traced_module.node import Node, TensorNode
-from megengine.traced_module.traced_module import InternalGraph
-
-from qtrace.errors import GraphError
-from qtrace.graph.edit import signature
 from qtrace.graph.walk import op_label, owner, users
 
 __all__ = [

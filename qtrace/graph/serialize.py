@@ -10,7 +10,6 @@ build data (``_unpickle.py``), which makes objects by the rules of ``_rules.py``
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import mmap
 import os
@@ -26,6 +25,7 @@ from megengine.traced_module.expr import Constant
 from megengine.utils.max_recursion_limit import max_recursion_limit
 
 from qtrace.errors import DataError, GraphError, UnsafeFileError
+from qtrace.graph import garbage
 from qtrace.graph._names import AllowList, DamagedError, RefusedError
 from qtrace.graph._restore import check_calls
 from qtrace.graph._rules import Rules
@@ -87,7 +87,7 @@ def load(path: str | os.PathLike[str], allow: Iterable[str] = ()) -> TracedModul
     """
     rules = Rules(AllowList(allow))
     try:
-        with _contents(path) as data, _no_gc(len(data)):
+        with _contents(path) as data, garbage.paused(collect_first=len(data) > BIG):
             model = Machine(data, rules).run()
             if type(model) is TracedModule:
                 for traced in rules.traced:
@@ -162,17 +162,3 @@ def _contents(path: str | os.PathLike[str]) -> Iterator[Any]:
         except (io.UnsupportedOperation, ValueError, OSError) as error:
             raise DataError(f"{path} cannot be read: {error}.") from error
         yield data
-
-
-@contextlib.contextmanager
-def _no_gc(size: int) -> Iterator[None]:
-    """Collecting garbage amid a million new objects that all stay takes longer than making them."""
-    enabled = gc.isenabled()
-    if enabled and size > BIG:  # a model that was dropped before may still lie there: graphs are cycles
-        gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 from megengine.module import Module
-from megengine.traced_module import TracedModule
-from megengine.traced_module.expr import (
+
+from qtrace.graph.types import (
     Apply,
     CallFunction,
     CallMethod,
@@ -16,9 +16,12 @@ from megengine.traced_module.expr import (
     Expr,
     GetAttr,
     Input,
+    ModuleNode,
+    Node,
+    TensorNode,
+    TracedModule,
     is_call_module,
 )
-from megengine.traced_module.node import ModuleNode, Node, TensorNode
 
 __all__ = [
     "exprs",

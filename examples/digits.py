@@ -5,8 +5,9 @@ Nothing here knows of qtrace. The loop trains the float network and, unchanged, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import megengine as mge
 import megengine.functional as F
@@ -16,6 +17,10 @@ import numpy as np
 from megengine.autodiff import GradManager
 from sklearn.datasets import load_digits
 from tqdm import tqdm
+
+# On CPU, MegEngine 1.13 computes some gradients wrong when several ops are queued (about one backward pass in
+# twenty, whatever the model): without a queue they are right, and a run can be repeated.
+mge.config.async_level = 0
 
 CALIBRATION, TEST = 100, 500
 _SPLIT_SEED = 0
@@ -70,9 +75,9 @@ class Block(M.Module):
 
 
 class Net(M.Module):
-    """A residual network of 44,014 parameters for 8x8 images."""
+    """A residual network of about 5,000 parameters: small enough to lose something at 4 bits."""
 
-    def __init__(self, width: int = 12) -> None:
+    def __init__(self, width: int = 4) -> None:
         super().__init__()
         self.stem = M.Conv2d(1, width, 3, 1, 1, bias=False)
         self.bn = M.BatchNorm2d(width)
@@ -90,44 +95,39 @@ class Net(M.Module):
 
 def fit(
     model: M.Module,
+    groups: list[dict[str, Any]],
     part: Part,
     *,
     epochs: int,
     lr: float,
     seed: int,
     title: str,
-    no_decay: Iterable[mge.Parameter] = (),
-    batch_size: int = 32,
+    batch_size: int = 64,
     weight_decay: float = 5e-4,
 ) -> None:
     """Trains with SGD, momentum and a cosine schedule. No early stop: nothing is selected on any data.
 
     Args:
         model: changed in place; its training flags are the caller's business.
+        groups: the optimizer's parameter groups; a group's own ``lr`` is scheduled in proportion.
         part: the training data.
         epochs: how often each image is seen.
         lr: learning rate at the start; it ends at 0.
         seed: of the order of the images.
         title: of the progress bar.
-        no_decay: parameters that weight decay must leave alone.
         batch_size: images a step.
-        weight_decay: of all other parameters.
+        weight_decay: of groups without one of their own.
     """
-    spared = {id(p) for p in no_decay}
-    everything = list(model.parameters())
-    groups = [{"params": [p for p in everything if id(p) not in spared]}]
-    if spared:
-        groups.append({"params": [p for p in everything if id(p) in spared], "weight_decay": 0.0})
     optimizer = optim.SGD(groups, lr=lr, momentum=0.9, weight_decay=weight_decay)
-    manager = GradManager().attach(everything)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    manager = GradManager().attach([p for group in groups for p in group["params"]])
     order = np.random.default_rng(seed)
     steps = len(part.images) // batch_size
     with tqdm(total=epochs * steps, desc=title, unit="step") as bar:
         for epoch in range(epochs):
             for chosen in np.array_split(order.permutation(len(part.images))[: steps * batch_size], steps):
-                rate = lr * 0.5 * (1 + np.cos(np.pi * bar.n / bar.total))
-                for group in optimizer.param_groups:
-                    group["lr"] = rate
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate * 0.5 * (1 + np.cos(np.pi * bar.n / bar.total))
                 with manager:
                     logits = model(mge.Tensor(part.images[chosen]))
                     loss = F.nn.cross_entropy(logits, mge.Tensor(part.labels[chosen]))

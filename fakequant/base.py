@@ -128,13 +128,16 @@ class FakeQuant(Module):
             if self.observer.empty:
                 self.observer.observe(self._channels_first(x.numpy()), site=self.site)
         else:
-            self.observer.observe(x.numpy(), batch=self.batch, site=self.site)
+            self.observer.observe(self._channels_first(x.numpy()), batch=self.batch, site=self.site)
 
     def _channels_first(self, value: np.ndarray) -> np.ndarray:
-        """A parameter as (channels, rest): the observer's scheme has its channels on axis 0."""
+        """A weight whose channels are not on the scheme's one axis, as (channels, rest)."""
         if not self.scheme.per_channel:
             return value
-        axes = [i for i, size in enumerate(self.shape) if size != 1] or [self.scheme.axis or 0]
+        own = (self.scheme.axis or 0) % len(self.shape)
+        axes = [i for i, size in enumerate(self.shape) if size != 1] or [own]
+        if axes == [own]:
+            return value
         return np.moveaxis(value, axes, range(len(axes))).reshape(int(np.prod(self.shape)), -1)
 
     def set_qparams(self, qparams: QParams) -> None:

@@ -14,7 +14,7 @@ from qtrace.errors import CalibrationError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import TracedModule
 from qtrace.observers.base import Observer
-from qtrace.passes.record import fake_quants, read_record
+from qtrace.passes.record import fake_quants, followers, read_record
 from qtrace.phases import set_phase
 from qtrace.scheme import QParams
 
@@ -46,8 +46,10 @@ def calibrate(
             infinite, naming site and batch.
     """
     read_record(prepared, "prepared")
+    _check_arguments(batches, max_batches)
     sites = list(fake_quants(prepared))
-    before = [(fq.observer, fq.phase) for fq in sites]
+    before = [fq.observer for fq in sites]
+    phases = [(module, module.phase) for module in (*sites, *followers(prepared))]
     try:
         for fq in sites:
             fq.observer = fresh(fq)
@@ -57,14 +59,26 @@ def calibrate(
             raise CalibrationError("calibration data has no batches: give at least one.")
         parameters = [(fq, fq.observer.qparams()) for fq in sites if fq.observer and not fq.observer.empty]
     except BaseException:
-        for fq, (observer, phase) in zip(sites, before, strict=True):
-            fq.observer, fq.phase = observer, phase
+        for fq, observer in zip(sites, before, strict=True):
+            fq.observer = observer
+        for module, phase in phases:
+            module.phase = phase
         raise
     for fq, qparams in parameters:
         fq.set_qparams(qparams)
     _fit_biases(prepared)
     set_phase(prepared, "quantize")
     return prepared
+
+
+def _check_arguments(batches: Any, max_batches: Any) -> None:
+    whole = isinstance(max_batches, int) and not isinstance(max_batches, bool) and max_batches > 0
+    if max_batches is not None and not whole:
+        raise CalibrationError(f"max_batches is {max_batches!r}: give a whole number above 0, or None.")
+    if isinstance(batches, (Tensor, np.ndarray, Mapping, str)) or not isinstance(batches, Iterable):
+        raise CalibrationError(
+            f"batches is one {type(batches).__name__}: give an iterable of batches, such as a list of arrays."
+        )
 
 
 def fresh(fq: FakeQuant) -> Observer:

@@ -18,6 +18,7 @@ class Limits:
         bits: allowed widths.
         per_channel: whether per-channel scales are allowed.
         affine: whether a zero point is allowed.
+        affine_per_channel: whether one is allowed for each channel.
         signed: None for both, else the one sign that is allowed.
     """
 
@@ -25,6 +26,7 @@ class Limits:
     per_channel: bool
     affine: bool
     signed: bool | None = None
+    affine_per_channel: bool = False
 
     def problem(self, scheme: QScheme) -> str | None:
         """Why ``scheme`` cannot run, or None."""
@@ -32,6 +34,8 @@ class Limits:
             return f"{scheme.bits} bits (it runs {', '.join(map(str, self.bits))})"
         if scheme.per_channel and not self.per_channel:
             return "per-channel scales (it runs one scale per tensor)"
+        if scheme.per_channel and not scheme.symmetric and not self.affine_per_channel:
+            return "per-channel scales with a zero point each (it runs those of symmetric schemes)"
         if not scheme.symmetric and not self.affine:
             return "affine schemes (it runs symmetric ones)"
         if self.signed is not None and scheme.signed != self.signed:

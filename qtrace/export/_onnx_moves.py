@@ -104,6 +104,9 @@ _END = 2**31 - 1
 def _index(w: OnnxWriter, source: str, index: Any, rank: int, out: str) -> str:
     """Basic indexing: ints, slices, an ellipsis and None, as Slice, Squeeze and Unsqueeze."""
     items = list(index) if isinstance(index, tuple) else [index]
+    bounds = [b for i in items if isinstance(i, slice) for b in (i.start, i.stop, i.step)]
+    if any(isinstance(b, TensorNode) for b in bounds):
+        raise ExportError(f"{out}: a slice bound that is computed has no ONNX form here: use fixed ones")
     if any(isinstance(i, (TensorNode, list, np.ndarray)) for i in items):
         raise ExportError(f"{out}: indexing by a tensor or a list has no ONNX form here: use slices")
     kept = [i for i in items if i is not None and i is not Ellipsis]

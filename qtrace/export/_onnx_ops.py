@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export._onnx_writer import OnnxWriter
 from qtrace.graph.types import TensorNode
-from qtrace.graph.walk import get_module, owner
+from qtrace.graph.walk import get_module, owner, users
 from qtrace.ops import OpCall
 
 __all__ = ["EMITTERS", "Emitter", "weight_layout"]
@@ -25,9 +26,35 @@ def weight_layout(call: OpCall, weight: np.ndarray) -> tuple[np.ndarray, int]:
         return weight.reshape(-1, *weight.shape[-3:]), 0
     if call.kind == "conv_transpose2d":
         return weight.reshape(-1, *weight.shape[-3:]), 1
-    if call.kind == "linear" and len(call.inputs[0].shape) != 2:
+    if call.kind == "linear" and not _only_matrices(call):
         return weight.T, 1
     return weight, 0
+
+
+def _only_matrices(call: OpCall) -> bool:
+    """Whether every linear layer that reads this weight has a matrix as its input: Gemm takes only those."""
+    assert call.weight is not None
+    calls = [found for user in users(call.weight) if (found := ops.read(user)) is not None]
+    return all(len(c.inputs[0].shape) == 2 for c in calls if c.kind == "linear")
+
+
+def _weight(w: OnnxWriter, call: OpCall) -> str:
+    """The tensor of a layer's weight in ONNX's layout, be it stored integers, floats or computed."""
+    node = call.weight
+    assert node is not None
+    value = w.value(node)
+    if value is not None:  # a layer that stays in float
+        laid = weight_layout(call, value)[0]
+        same = laid.shape == value.shape and np.array_equal(laid, value)
+        return w.name(node) if same else w.constant(f"{node.name}_{call.kind}", laid)
+    if id(node) in w.laid:
+        return w.name(node)
+    shape = [int(n) for n in node.shape]
+    if len(shape) == 5:
+        return w.node("Reshape", [w.name(node), w.ints([-1, *shape[2:]])], w.fresh(node.name))
+    if call.kind == "linear" and not _only_matrices(call):
+        return w.node("Transpose", [w.name(node)], w.fresh(node.name), perm=[1, 0])
+    return w.name(node)
 
 
 def _conv(w: OnnxWriter, call: OpCall) -> None:
@@ -44,18 +71,17 @@ def _conv(w: OnnxWriter, call: OpCall) -> None:
     op = "Conv"
     if call.kind == "conv_transpose2d":
         op, attributes["output_padding"] = "ConvTranspose", list(a["output_padding"])
-    inputs = [w.name(call.inputs[0]), w.name(weight)]
+    inputs = [w.name(call.inputs[0]), _weight(w, call)]
     w.emit(op, inputs if call.bias is None else [*inputs, w.name(call.bias)], call.out, **attributes)
 
 
 def _linear(w: OnnxWriter, call: OpCall) -> None:
-    x, weight = call.inputs[0], call.weight
-    assert weight is not None
-    inputs = [w.name(x), w.name(weight)]
+    x = call.inputs[0]
+    inputs = [w.name(x), _weight(w, call)]
     if len(x.shape) == 2:
         if call.bias is not None:
             inputs.append(w.name(call.bias))
-        w.emit("Gemm", inputs, call.out, transB=1)
+        w.emit("Gemm", inputs, call.out, transB=int(_only_matrices(call)))
     elif call.bias is None:
         w.emit("MatMul", inputs, call.out)
     else:

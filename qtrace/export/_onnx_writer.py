@@ -47,6 +47,7 @@ class OnnxWriter:
         self.initializers: dict[str, onnx.TensorProto] = {}
         self.names: dict[int, str] = {}
         self.values: dict[int, np.ndarray] = {}
+        self.laid: set[int] = set()  # weights whose integers are stored in ONNX's layout
         self.integers: dict[str, QParams] = {}
         self.counter = 0
 

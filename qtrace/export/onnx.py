@@ -43,7 +43,11 @@ def serialize(converted: TracedModule) -> bytes:
     import onnx
 
     model = _Exporter(converted).run()
-    onnx.checker.check_model(model, full_check=True)
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise ExportError(f"the graph makes no valid ONNX model: {line}") from error
     return bytes(model.SerializeToString())
 
 
@@ -164,6 +168,7 @@ class _Exporter:
         call = self._layer(out)
         laid, axis = weight_layout(call, integers)
         w = self.writer
+        w.laid.add(id(out))
         w.names[id(out)] = w.dequantize(site.name, laid, fq.qparams(), axis, out.name)
 
     def _layer(self, node: TensorNode) -> OpCall:

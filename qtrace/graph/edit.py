@@ -230,11 +230,21 @@ class GraphEditor:
                 stack.extend(reversed(self._after.pop(id(expr), ())))
         if self._after:
             raise GraphError("an edit was placed behind an expr that is not in this graph.")
+        self._check_order(order)
         self.graph._exprs = [e for e in order if id(e) not in self._removed]
         for expr in order:
             if id(expr) in self._removed:
                 self._unlink(expr)
         finish(self.traced)
+
+    def _check_order(self, order: list[Expr]) -> None:
+        """Refuses a node that is read before it is produced: dropping dead exprs would lose its producer."""
+        later = {id(n) for e in order for n in e.outputs}
+        for expr in order:
+            early = next((n for n in expr.inputs if id(n) in later), None)
+            if early is not None and id(expr) not in self._removed:
+                raise GraphError(f"{expr} reads {early._name}, which is produced later: move it up.")
+            later.difference_update(id(n) for n in expr.outputs)
 
     def _unlink(self, expr: Expr) -> None:
         outputs = {id(n) for n in self.graph._outputs}

@@ -148,3 +148,12 @@ def test_an_edited_graph_survives_deepcopy_and_deletes_empty_parents() -> None:
     assert not hasattr(traced.inner, "1")
     assert hasattr(traced.inner, "0")
     assert lint(traced) == []
+
+
+def test_a_node_read_before_it_is_produced_is_refused_and_undone() -> None:
+    traced = flatten(trace(M.Sequential(M.ReLU(), M.Sigmoid()), np.ones((2, 3), "f4")))
+    first, last = [e for e in exprs(traced) if type(e).__name__ == "CallMethod"]
+    node = first.outputs[0]
+    with pytest.raises(GraphError, match="produced later"), GraphEditor(traced) as editor:
+        editor.replace_uses(node, editor.call_function(F.relu, node, after=last, like=node))
+    assert not lint(traced)

@@ -1,0 +1,38 @@
+"""The demo, run as `make demo` runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def _run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(ROOT / "examples/demo.py"), "--out", str(out), *arguments]
+    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.slow
+def test_quick_demo_leaves_every_artefact(tmp_path: Path) -> None:
+    run = _run(tmp_path / "out", "--quick")
+    assert run.returncode == 0, run.stderr
+    left = {p.name for p in (tmp_path / "out").iterdir()}
+    assert {"README.md", "results.json", "float.mge", "w8a8", "w8a8.onnx", "w4a4_qat.mge"} <= left
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert all(name in text for name in left - {"README.md", "test.npz", "calibration.npz"})
+    variants = json.loads((tmp_path / "out" / "results.json").read_text())["variants"]
+    assert [v["name"] for v in variants][0] == "float"
+    assert all(v["same"] >= 99.5 for v in variants if v["same"] is not None)
+
+
+@pytest.mark.slow
+def test_demo_meets_its_targets(tmp_path: Path) -> None:
+    run = _run(tmp_path / "out")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["missed"] == []
+    assert "All targets are met." in run.stdout

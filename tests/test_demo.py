@@ -26,7 +26,7 @@ def test_quick_demo_leaves_every_artefact(tmp_path: Path) -> None:
     text = (tmp_path / "out" / "README.md").read_text()
     assert all(name in text for name in left - {"README.md", "test.npz", "calibration.npz"})
     variants = json.loads((tmp_path / "out" / "results.json").read_text())["variants"]
-    assert [v["name"] for v in variants][0] == "float"
+    assert variants[0]["name"] == "float"
     assert all(v["same"] >= 99.5 for v in variants if v["same"] is not None)
 
 

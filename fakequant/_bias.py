@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import megengine.functional as F
 import numpy as np
 from megengine import Tensor
 from megengine.module import Module
 
-from qtrace.errors import CalibrationError
 from qtrace.fakequant._kernel import as_float32, quant_dequant
 from qtrace.fakequant.base import FakeQuant, builtin
+from qtrace.numerics import SMALLEST_SCALE
 
-__all__ = ["BiasQuant"]
+__all__ = ["BIAS_LIMIT", "BIAS_QMAX", "BiasQuant"]
 
 # The largest float32 below 2**31: the runtime adds the bias as int32.
-_QMAX = 2147483520
+BIAS_QMAX = 2147483520
+# What a bias may take of that when scales are chosen; as much is left to the products.
+BIAS_LIMIT = float(2**30)
 
 
 @builtin
@@ -43,10 +46,6 @@ class BiasQuant(Module):
         """
         if self.phase in ("float", "observe"):
             return bias
-        if not (activation.calibrated and weight.calibrated):
-            raise CalibrationError(
-                f"site {self.site} has no quantization parameters: run qtrace.calibrate on data first."
-            )
         return self.quantize(bias, activation.effective_scale(), weight.effective_scale())
 
     def quantize(self, bias: Tensor, activation: Tensor, weight: Tensor) -> Tensor:
@@ -61,12 +60,12 @@ class BiasQuant(Module):
         # Which way a tie goes is ours to say, for the exporter writes the integers: away from zero, since
         # the trick that rounds half to even fails beyond 2**22.
         zero = as_float32(np.zeros(shape, np.float32))
-        return quant_dequant(bias, scale, zero, -_QMAX, _QMAX, half_even=False, shape=shape)
+        return quant_dequant(bias, scale, zero, -BIAS_QMAX, BIAS_QMAX, half_even=False, shape=shape)
 
     def product(self, activation: Tensor, weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """``s_in * s_w`` (float32), broadcastable to the bias, and its shape."""
         shape = self.shape if weight.ndim else ()
-        return (activation * weight).reshape(shape), shape
+        return F.maximum(activation * weight, SMALLEST_SCALE).reshape(shape), shape
 
     def scale(self, activation: FakeQuant, weight: FakeQuant) -> tuple[Tensor, tuple[int, ...]]:
         """The scale that `forward` uses with these two fake quants, and its shape."""

@@ -2,7 +2,8 @@
 
 In training the layer runs on fake-quantized raw weights and the BatchNorm normalises by the batch. In
 evaluation both are one layer with folded weights ``w * g`` at scales ``s * |g|`` (the same integers, up to
-the sign of g), which is what ``convert`` writes and a runtime computes.
+the sign of g), which is what ``convert`` writes and a runtime computes. Where g is so small that the bias
+would not fit into int32 at the product of the scales, the scale is wider.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import numpy as np
 from megengine import Tensor
 from megengine.module import Module
 
-from qtrace.fakequant._bias import BiasQuant
+from qtrace.fakequant._bias import BIAS_LIMIT, BiasQuant
 from qtrace.fakequant._kernel import as_float32, quant_dequant
 from qtrace.fakequant.base import FakeQuant, builtin
+from qtrace.numerics import SMALLEST_SCALE
 
 __all__ = ["LAYERS", "BnFold"]
 
@@ -57,8 +59,7 @@ class BnFold(Module):
         layer = LAYERS[self.kind]
         if bn.training or self.phase in ("float", "observe"):
             return bn(layer(x, weight_quant(weight), bias, **self.options))
-        folded_weight, folded_bias = self.fold(weight, bias, bn, weight_quant.shape)
-        scale = self.scale(bn, weight_quant)
+        folded_weight, folded_bias, scale = self.fold(weight, bias, bn, weight_quant, source)
         scheme = weight_quant.scheme
         zero = as_float32(np.zeros(weight_quant.shape, np.float32))
         even = scheme.rounding == "half_even"
@@ -71,15 +72,16 @@ class BnFold(Module):
         return layer(x, quantized, folded_bias, **self.options)
 
     def fold(
-        self, weight: Tensor, bias: Tensor | None, bn: Module, shape: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor]:
-        """The folded weight and bias in float32.
+        self, weight: Tensor, bias: Tensor | None, bn: Module, weight_quant: FakeQuant, source: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The folded weight and bias in float32, and the scales of the folded weight.
 
         Args:
             weight: raw weight.
             bias: raw bias or None.
             bn: the BatchNorm.
-            shape: the shape of per-channel values, broadcastable to the weight.
+            weight_quant: the fake quant of the weight.
+            source: the fake quant of the input, or None when the input is float.
         """
         gain = self._gain(bn)
         shift = -bn.running_mean.reshape(-1) * gain
@@ -87,12 +89,13 @@ class BnFold(Module):
             shift = shift + bias.reshape(-1) * gain
         if bn.bias is not None:
             shift = shift + bn.bias.reshape(-1)
-        return weight * gain.reshape(shape), shift.reshape(self.bias_shape)
-
-    def scale(self, bn: Module, weight_quant: FakeQuant) -> Tensor:
-        """The scales of the folded weight: ``s * |g|``."""
-        gain = self._gain(bn).reshape(weight_quant.shape)
-        return F.maximum(weight_quant.effective_scale() * F.abs(gain), 1e-30)
+        shape = weight_quant.shape
+        gain = gain.reshape(shape)
+        scale = F.maximum(weight_quant.effective_scale() * F.abs(gain), SMALLEST_SCALE)
+        if source is not None:
+            least = F.abs(shift) / (source.effective_scale() * BIAS_LIMIT)
+            scale = F.maximum(scale, least.reshape(shape))
+        return weight * gain, shift.reshape(self.bias_shape), scale
 
     @staticmethod
     def _gain(bn: Module) -> Tensor:

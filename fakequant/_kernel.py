@@ -69,13 +69,15 @@ class QuantDequant(Function):
     def backward(self, grad: Tensor) -> tuple[Any, Any, None]:
         """Returns the gradients of x and of the scale (None when it is not learned)."""
         v, q, low, high = self.saved
-        excess = v - F.minimum(F.maximum(v, low), high)
+        inside = F.minimum(F.maximum(v, low), high)
+        excess = v - inside
         # A 0/1 mask from vectorised float kernels: comparisons, casts and abs are ten times slower on CPU.
         outside = F.minimum(excess * excess * _STEEP, 1.0)
         grad_x = grad - grad * outside
         if self.scale_gain is None:
             return grad_x, None, None
-        grad_scale = (_sum_to(grad * q, self.shape) - _sum_to(grad_x * v, self.shape)) * self.scale_gain
+        # grad_x is 0 where `inside` is not v; v itself may be infinite there.
+        grad_scale = (_sum_to(grad * q, self.shape) - _sum_to(grad_x * inside, self.shape)) * self.scale_gain
         return grad_x, grad_scale, None
 
 

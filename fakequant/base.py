@@ -14,10 +14,11 @@ from megengine.traced_module.pytree import register_supported_type
 
 from qtrace.errors import CalibrationError, ConfigError, SchemeError
 from qtrace.fakequant._kernel import as_float32, quant_dequant
+from qtrace.numerics import SMALLEST_SCALE
 from qtrace.observers.base import Observer
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["PHASES", "FakeQuant", "Phase"]
+__all__ = ["PHASES", "FakeQuant", "Phase", "scales"]
 
 Phase = Literal["float", "observe", "quantize", "train"]
 PHASES: tuple[str, ...] = get_args(Phase)
@@ -32,6 +33,8 @@ class FakeQuant(Module):
 
     The phase says what ``forward`` does: ``float`` passes the value through, ``observe`` shows it to the
     observer and passes it through, ``quantize`` applies frozen parameters, ``train`` is the subclass's.
+
+    A subclass defines `_setup`, `_learns_scale` and `_train`, and is decorated with `builtin`.
 
     Args:
         site: the name of the quantized tensor; it appears in every error.
@@ -60,20 +63,19 @@ class FakeQuant(Module):
         self.site, self.scheme, self.observer = site, scheme, observer
         self.shape, self.static, self.numel = tuple(shape), static, max(int(numel), 1)
         self.phase: str = "float"
-        self.calibrated = False
         self.batch = 0
         if scheme.per_channel != (self.shape != ()):
             raise SchemeError(
                 f"{site}: scheme {scheme.describe()} does not fit scales of shape {self.shape}."
             )
         kind = Parameter if self._learns_scale() else Tensor
-        self.scale = kind(np.ones(self.shape, np.float32))
+        self.scale = kind(np.zeros(self.shape, np.float32))  # 0: not calibrated
         self.zero_point = as_float32(np.zeros(self.shape, np.float32))
         self._setup(options)
 
     @abc.abstractmethod
     def _learns_scale(self) -> bool:
-        """Whether the scale is a Parameter that an optimizer may change."""
+        """Whether the scale is a Parameter that an optimizer may change; it is asked before `_setup`."""
 
     @abc.abstractmethod
     def _setup(self, options: dict[str, Any]) -> None:
@@ -83,6 +85,14 @@ class FakeQuant(Module):
     def _train(self, x: Tensor) -> Tensor:
         """What ``forward`` does in the phase ``train``."""
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether the site has parameters: no scale is 0, so that a state dict brings them along.
+
+        It waits for the tensor, which ``forward`` must not do under ``jit.trace``: `set_phase` asks.
+        """
+        return bool(np.all(self.scale.numpy() != 0))
+
     def forward(self, x: Tensor) -> Tensor:
         """Passes, observes or fake-quantizes ``x`` (float32, any shape), as the phase says."""
         if self.phase == "float":
@@ -90,10 +100,6 @@ class FakeQuant(Module):
         if self.phase == "observe":
             self._observe(x)
             return x
-        if not self.calibrated:
-            raise CalibrationError(
-                f"site {self.site} has no quantization parameters: run qtrace.calibrate on data first."
-            )
         return self._train(x) if self.phase == "train" else self.quantize_dequantize(x)
 
     def quantize_dequantize(self, x: Tensor, scale_gain: float | None = None) -> Tensor:
@@ -117,7 +123,7 @@ class FakeQuant(Module):
 
     def effective_scale(self) -> Tensor:
         """The positive scale that is applied (a learned scale may have crossed zero)."""
-        return F.maximum(F.abs(self.scale), 1e-30) if self._learns_scale() else self.scale
+        return F.maximum(F.abs(self.scale), SMALLEST_SCALE) if self._learns_scale() else self.scale
 
     def _observe(self, x: Tensor) -> None:
         if self.observer is None:
@@ -153,7 +159,6 @@ class FakeQuant(Module):
         kind = type(self.scale)
         self.scale._reset(kind(qparams.scale.reshape(self.shape)))
         self.zero_point._reset(as_float32(qparams.zero_point.reshape(self.shape)))
-        self.calibrated = True
 
     def qparams(self) -> QParams:
         """The present quantization parameters; scale and zero point of shape ``()`` or ``(C,)``.
@@ -169,6 +174,20 @@ class FakeQuant(Module):
 
     def _module_info_string(self) -> str:
         return f"{self.site}, {self.scheme.describe()}, {self.phase}"
+
+
+def scales(module: Module) -> list[Parameter]:
+    """The learned scales of a prepared module, for a parameter group of their own in an optimizer.
+
+    Scales are far smaller than weights and want a lower learning rate (a tenth) and no weight decay.
+
+    Args:
+        module: a module made by ``qtrace.prepare``, or one that holds such modules.
+
+    Returns:
+        One Parameter for each site whose fake quant learns its scale; empty with ``fixed``.
+    """
+    return [m.scale for m in module.modules() if isinstance(m, FakeQuant) and isinstance(m.scale, Parameter)]
 
 
 def reject_options(owner: str, options: dict[str, Any], known: tuple[str, ...] = ()) -> None:

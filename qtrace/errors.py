@@ -1,4 +1,4 @@
-"""Every error that a user can cause: one clear sentence that says what, where and what to do."""
+"""Every error that a user can cause, and every warning: a sentence that says what, where and what to do."""
 
 from __future__ import annotations
 
@@ -37,3 +37,7 @@ class ExportError(QtraceError):
 
 class DataError(QtraceError):
     """A data source cannot be read."""
+
+
+class QtraceWarning(UserWarning):
+    """Something is allowed that may well go wrong."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from qtrace.errors import CalibrationError, ConfigError
+import warnings
+
+import megengine as mge
+
+from qtrace.errors import CalibrationError, ConfigError, QtraceWarning
 from qtrace.fakequant.base import PHASES
 from qtrace.graph.types import TracedModule
 from qtrace.passes.record import fake_quants, followers, read_record
@@ -16,6 +20,9 @@ def set_phase(prepared: TracedModule, phase: str) -> None:
     ``float`` passes values through; ``observe`` also records them; ``quantize`` rounds with frozen
     parameters; ``train`` rounds, with gradients, and learned ranges learn. A ``jit.trace`` captured in one
     phase must be captured again in another.
+
+    Parameters may come from ``calibrate`` or from the state dict of a calibrated module. Entering ``train``
+    on CPU warns (`QtraceWarning`) unless ``megengine.config.async_level`` is 0.
 
     Args:
         prepared: a module made by ``qtrace.prepare``.
@@ -36,5 +43,20 @@ def set_phase(prepared: TracedModule, phase: str) -> None:
                 f"{len(missing)} sites have no quantization parameters, the first is {missing[0]}: "
                 f"run qtrace.calibrate on data before the phase {phase!r}."
             )
+    if phase == "train":
+        _warn_of_races(prepared)
     for module in (*fake_quants(prepared), *followers(prepared)):
         module.phase = phase
+
+
+def _warn_of_races(prepared: TracedModule) -> None:
+    """Warns when gradients would be computed on CPU from a queue: MegEngine 1.13 gets some of them wrong."""
+    level = mge.config.async_level
+    devices = {str(fq.scale.device.physical_name) for fq in fake_quants(prepared)}
+    if level > 0 and any(device.startswith(("cpu", "multithread")) for device in devices):
+        warnings.warn(
+            f"MegEngine computes wrong gradients on CPU now and then at async_level {level}: "
+            "set megengine.config.async_level = 0 before you train.",
+            QtraceWarning,
+            stacklevel=3,
+        )

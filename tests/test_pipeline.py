@@ -223,6 +223,7 @@ def test_phases_need_no_surgery_and_say_what_is_wrong() -> None:
 # -- QAT in the user's own loop ------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("synchronous")
 @pytest.mark.parametrize("fold", [True, False])
 @pytest.mark.parametrize("fakequant", ["fixed", "lsq"])
 @pytest.mark.parametrize("jit", [None, "static", "symbolic"])
@@ -265,6 +266,7 @@ def test_training_lowers_the_loss_and_convert_equals_quantize(
     assert report.passed, report.table()
 
 
+@pytest.mark.usefixtures("synchronous")
 def test_kept_batchnorm_trains_on_batch_statistics() -> None:
     prepared = _prepared(qat={"bn": {"fold": False}})
     qtrace.set_phase(prepared, "train")

@@ -97,10 +97,10 @@ def _write_fold(
         bias.expr.name if bias is not None else f"{path.removesuffix('weight').rstrip('.')}.bias".lstrip(".")
     )
     raw_bias = None if bias is None else get_module(editor.traced, bias_path)
-    folded = module.fold(get_module(editor.traced, path), raw_bias, norm.owner, scales.shape)
-    frozen = scales.qparams()
-    factor = module.scale(norm.owner, scales).numpy().reshape(-1)
-    scales.set_qparams(QParams(frozen.scheme, factor, frozen.zero_point))
+    activation = getattr(container, fold.activation) if source is not None else None
+    raw_weight, frozen = get_module(editor.traced, path), scales.qparams()
+    *folded, factor = module.fold(raw_weight, raw_bias, norm.owner, scales, activation)
+    scales.set_qparams(QParams(frozen.scheme, factor.numpy().reshape(-1), frozen.zero_point))
     for where, value in zip((path, bias_path), folded, strict=True):
         set_parameter(editor.traced, where, Parameter(value.numpy()))
     weight_node, bias_node = editor.get_attr(path), editor.get_attr(bias_path)

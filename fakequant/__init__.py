@@ -1,1 +1,23 @@
-"""Fake quantizers: one a file; the file name is the name that configs use."""
+"""Fake quantizers: one a file; the file name is the name that configs use.
+
+The classes of all files are names of this package, loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from qtrace import plugins
+
+if TYPE_CHECKING:
+    from qtrace.fakequant.base import FakeQuant as FakeQuant
+
+_OTHERS = {"FakeQuant": "qtrace.fakequant.base"}
+
+
+def __getattr__(name: str) -> Any:
+    return plugins.attribute("qtrace.fakequant", name, _OTHERS)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *plugins.exported("qtrace.fakequant", _OTHERS), "__all__"})

@@ -10,12 +10,13 @@ import importlib
 import inspect
 import pkgutil
 import re
+from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
 from qtrace.errors import ConfigError
 
-__all__ = ["known", "resolve"]
+__all__ = ["attribute", "exported", "known", "resolve"]
 
 _OWN = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*(\.[^\W\d]\w*)*)")
 
@@ -63,6 +64,44 @@ def resolve(package: str, name: str, base: type) -> type:
     return found
 
 
+def exported(package: str, others: Mapping[str, str]) -> dict[str, str]:
+    """The public names of a plugin package -> the modules they live in: `others`, and every plugin's class.
+
+    All plugins of the package are imported.
+
+    Args:
+        package: the dotted name of the plugin package, such as ``qtrace.observers``.
+        others: name -> dotted module of what is public beside the plugins.
+    """
+    classes = {name: f"{package}.{file}" for file in known(package) for name in _all(f"{package}.{file}")}
+    return {**others, **classes}
+
+
+def attribute(package: str, name: str, others: Mapping[str, str]) -> Any:
+    """What a plugin package's ``__getattr__`` answers: a public name, one of its modules, or ``__all__``.
+
+    Args:
+        package: the dotted name of the plugin package, such as ``qtrace.observers``.
+        name: what is asked for.
+        others: name -> dotted module of what is public beside the plugins.
+
+    Raises:
+        AttributeError: when there is no such name, listing those there are.
+    """
+    if name == "__all__":
+        return sorted(exported(package, others))
+    if name in others:
+        return getattr(importlib.import_module(others[name]), name)
+    if name == "base" or name in known(package):
+        return importlib.import_module(f"{package}.{name}")
+    # Python asks for private names of its own accord: no plugin is imported for them.
+    names = {} if name.startswith("_") else exported(package, others)
+    if name not in names:
+        listed = f": it has {', '.join(sorted(names))}" if names else ""
+        raise AttributeError(f"module {package!r} has no attribute {name!r}{listed}")
+    return getattr(importlib.import_module(names[name]), name)
+
+
 def _own(module: str, name: str, base: type) -> Any:
     """What a user's module calls `name`."""
     try:
@@ -82,8 +121,12 @@ def _own(module: str, name: str, base: type) -> Any:
 
 def _only_class(module: str) -> Any:
     """The one name in ``__all__`` of a plugin file."""
-    imported = importlib.import_module(module)
-    names: list[str] = list(getattr(imported, "__all__", ()))
+    names = _all(module)
     if len(names) != 1:
         raise ConfigError(f"{module}: __all__ names {len(names)} things: a plugin file exports one class.")
-    return getattr(imported, names[0])
+    return getattr(importlib.import_module(module), names[0])
+
+
+def _all(module: str) -> list[str]:
+    """What a plugin file exports."""
+    return list(getattr(importlib.import_module(module), "__all__", ()))

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import qtrace
+from qtrace import plugins
 
 NAMES = {"QConfig", "QParams", "QScheme", "fakequant", "graph", "observers", "recipes"}
 NAMES |= {"calibrate", "convert", "explain", "export", "load", "load_recipe", "prepare", "save", "set_phase"}
@@ -39,3 +40,45 @@ def test_import_alone_does_not_load_megengine() -> None:
     code = "import sys, qtrace; print('megengine' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
+
+
+OBSERVERS = {"MeanSquaredError", "MinMax", "MovingAverage", "Observer", "Percentile", "from_dict", "to_dict"}
+FAKEQUANTS = {"FakeQuant", "FixedFakeQuant", "LSQFakeQuant"}
+
+
+@pytest.mark.parametrize(("package", "names"), [("observers", OBSERVERS), ("fakequant", FAKEQUANTS)])
+def test_a_plugin_package_exports_the_class_of_every_file(package: str, names: set[str]) -> None:
+    room = getattr(qtrace, package)
+    base = getattr(room, "Observer" if package == "observers" else "FakeQuant")
+    resolved = {plugins.resolve(f"qtrace.{package}", n, base) for n in plugins.known(f"qtrace.{package}")}
+    assert {getattr(room, cls.__name__) for cls in resolved} == resolved
+    assert set(room.__all__) == names | {cls.__name__ for cls in resolved}
+    assert set(dir(room)) >= set(room.__all__)
+    starred: dict[str, object] = {}
+    exec(f"from qtrace.{package} import *", starred)
+    assert set(room.__all__) <= set(starred)
+
+
+def test_plugin_packages_give_their_modules_and_name_what_they_have() -> None:
+    from qtrace.observers import MinMax, minmax
+
+    assert qtrace.observers.minmax is minmax
+    assert qtrace.observers.base.Observer is qtrace.observers.Observer
+    assert minmax.MinMax is MinMax
+    with pytest.raises(AttributeError, match="no attribute 'MSEObserver': it has .*MeanSquaredError"):
+        _ = qtrace.observers.MSEObserver
+    with pytest.raises(AttributeError, match="no attribute '_missing'"):
+        _ = qtrace.fakequant._missing
+
+
+def test_observers_and_help_do_without_megengine() -> None:
+    code = (
+        "import sys, qtrace, qtrace.fakequant\n"
+        "dir(qtrace.observers), qtrace.observers.MinMax, hasattr(qtrace.fakequant, '__wrapped__')\n"
+        "from qtrace.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print('megengine' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip().endswith("False")

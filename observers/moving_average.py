@@ -15,16 +15,17 @@ __all__ = ["MovingAverage"]
 class MovingAverage(Observer):
     """Averages the ranges of batches, later ones weighing more: ``v <- momentum * v + (1 - momentum) * new``.
 
-    The moving average is that of Jacob et al. 2018, "Quantization and Training of Neural Networks for
-    Efficient Integer-Arithmetic-Only Inference", section 3.1; it is freed of the weight of its start by
-    dividing by ``1 - momentum**n`` (Kingma & Ba 2015, "Adam", section 3).
+    The average begins with the first batch, as that of MegEngine's ``ExponentialMovingAverageObserver`` does:
+    of n batches the first weighs ``momentum**(n - 1)``, one with ``age`` batches after it
+    ``(1 - momentum) * momentum**age``. The method is that of Jacob et al. 2018, "Quantization and Training of
+    Neural Networks for Efficient Integer-Arithmetic-Only Inference", section 3.1.
 
     An average cannot be merged, its batches can: their ranges are kept, ordered by batch index, and averaged
     when the range is asked for. Shards must pass the index in the whole run as ``batch``; batches of one
     index keep the order in which they were observed or merged.
 
     Options:
-        momentum: 0 (only the last batch) to 1 (the plain mean).
+        momentum: 0 (only the last batch) to 1 (only the first).
     """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {"momentum": Option(0.9, 0.0, 1.0)}
@@ -45,10 +46,13 @@ class MovingAverage(Observer):
         return {key: array[order] for key, array in rows.items()}
 
     def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
-        age = np.arange(state["batch"].size - 1, -1, -1, dtype=np.float64)
-        weight = np.power(self._options["momentum"], age)
-        # Dividing by the sum is the correction for the start: it is (1 - momentum**n) / (1 - momentum).
-        weight = (weight / weight.sum())[:, None]
-        lo = np.sum(weight * state["lo"].astype(np.float64), axis=0)
-        hi = np.sum(weight * state["hi"].astype(np.float64), axis=0)
-        return lo, hi
+        lo, hi = state["lo"].astype(np.float64), state["hi"].astype(np.float64)
+        return self._average(lo), self._average(hi)
+
+    def _average(self, rows: np.ndarray) -> np.ndarray:
+        """The moving average of rows, shape (R, C), as one of shape (C,)."""
+        momentum = self._options["momentum"]
+        average = rows[0]
+        for row in rows[1:]:
+            average = momentum * average + (1.0 - momentum) * row
+        return average

@@ -11,6 +11,7 @@ from typing import Any
 import megengine as mge
 from megengine.module import Module
 from megengine.traced_module import TracedModule, tm_config, trace_module
+from megengine.traced_module.module_tracer import module_tracer
 from megengine.utils.naming import AutoNaming
 
 from qtrace.errors import TraceError
@@ -30,7 +31,8 @@ def trace(module: Module, *example: Any, check: bool = True) -> TracedModule:
     The module stays as it is, training flags included, and the result shares nothing with it.
 
     Args:
-        module: the model; a ``TracedModule`` is copied and put in eval mode, not traced again.
+        module: the model, one layer of MegEngine's own if need be; a ``TracedModule`` is copied and put in
+            eval mode, not traced again.
         *example: inputs of ``forward`` by position: Tensors, numpy arrays, dicts, lists and tuples of them.
         check: whether to compare module and trace on two other inputs: other values, and another batch size
             where the module itself accepts one. Costs about five forwards.
@@ -43,7 +45,10 @@ def trace(module: Module, *example: Any, check: bool = True) -> TracedModule:
             or expr.
     """
     if not isinstance(module, Module):
-        raise TraceError(f"only a megengine.module.Module can be traced, not {type(module).__name__}.")
+        raise TraceError(
+            f"only a megengine.module.Module can be traced, not {type(module).__name__}: call it in the "
+            "forward of a Module and trace that."
+        )
     if isinstance(module, TracedModule):
         copied = copy.deepcopy(module)
         copied.eval()
@@ -109,6 +114,14 @@ class _Tracing:
                 f"be copied out of its attributes ({_failures.short(error)})."
             ) from error
         module.eval()
+        own = type(module)
+        if module_tracer.is_builtin(module):  # the tracer calls such a class as one op, which is no graph
+            if not own.__module__.startswith("megengine."):
+                raise TraceError(
+                    f"{self.name} is registered as a builtin, so a trace does not look inside: hold it in a "
+                    "Module of your own and trace that."
+                )
+            module.__class__ = type(own.__name__, (own,), {"__module__": own.__module__})
         return module
 
     def results(self, inputs: tuple[Any, ...]) -> list[Any]:

@@ -10,7 +10,7 @@ import megengine.functional as F
 import megengine.module as M
 import numpy as np
 import pytest
-from megengine.traced_module import TracedModule
+from megengine.traced_module import TracedModule, register_as_builtin
 
 from qtrace.errors import TraceError
 from qtrace.graph.tracing import trace
@@ -92,6 +92,42 @@ def test_clean_models_trace_in_silence(model, example, check):
     traced = trace(model, *example, check=check)
     assert isinstance(traced, TracedModule)
     assert not any(m.training for m in traced.modules())
+
+
+LAYERS = [
+    (M.Conv2d(3, 8, 3), IMAGE),
+    (M.ConvTranspose2d(3, 4, 2), IMAGE),
+    (M.Linear(4, 3), ROWS),
+    (M.BatchNorm2d(3), IMAGE),
+    (M.ReLU(), ROWS),
+    (M.MaxPool2d(2), IMAGE),
+    (M.Dropout(0.5), ROWS),
+]
+
+
+@pytest.mark.parametrize(("layer", "example"), LAYERS, ids=lambda v: type(v).__name__)
+def test_one_layer_of_megengine_is_a_model(layer, example):
+    kind = type(layer)
+    traced = trace(layer, example)
+    assert type(layer) is kind
+    layer.eval()
+    np.testing.assert_array_equal(traced(mge.Tensor(example)), layer(mge.Tensor(example)))
+    names = {name for name, _ in layer.named_parameters()}
+    assert {name for name, _ in traced.named_parameters()} == names
+
+
+def test_functions_alone_are_a_model():
+    traced = trace(net(lambda self, x: F.relu(x) * 2), ROWS)
+    np.testing.assert_array_equal(traced(mge.Tensor(ROWS)), np.maximum(ROWS, 0) * 2)
+
+
+def test_what_is_no_module_is_told_where_to_go():
+    with pytest.raises(TraceError, match="not function: call it in the forward of a Module"):
+        trace(lambda x: F.relu(x), ROWS)
+    own = type("Own", (M.ReLU,), {"__module__": __name__})
+    register_as_builtin(own)
+    with pytest.raises(TraceError, match="Own is registered as a builtin.*hold it in a Module of your own"):
+        trace(own(), ROWS)
 
 
 # The source stays as it is.

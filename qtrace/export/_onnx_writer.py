@@ -21,20 +21,28 @@ IR_VERSION = 8
 _FLOAT = TensorProto.FLOAT
 
 
-def integer_type(scheme: QScheme, weight: bool) -> Any:
+def integer_type(scheme: QScheme, stored: bool) -> Any:
     """The numpy type that holds the integers of ``scheme`` in an ONNX file of opset 13.
 
-    A weight may use fewer bits than its type has, since its integers are written into the file; an
-    activation is saturated by QuantizeLinear at the bounds of its type, so it must have the type's bits.
+    Integers that are written into the file may use fewer bits than their type has; a tensor that is computed
+    is saturated by QuantizeLinear at the bounds of its type, so it must have the type's bits.
+
+    Args:
+        scheme: the scheme.
+        stored: whether the integers are written into the file.
 
     Raises:
         ExportError: when there is no such type; the caller adds the site.
     """
     kind = np.int8 if scheme.signed else np.uint8
-    fits = scheme.bits <= 8 if weight else scheme.bits == 8 and not scheme.narrow
-    if not fits:
+    if scheme.bits > 8 or (scheme.bits < 8 and not stored):
         raise ExportError(
             f"{scheme.describe()} has no type in ONNX opset {OPSET}: use 8 bits there, or keep it in float"
+        )
+    if scheme.narrow and not stored:
+        raise ExportError(
+            f"it is computed, and QuantizeLinear saturates at {np.iinfo(kind).min} where {scheme.describe()} "
+            f"ends at {scheme.qmin}: set narrow: false there, or keep it in float"
         )
     return kind
 
@@ -48,7 +56,6 @@ class OnnxWriter:
         self.names: dict[int, str] = {}
         self.values: dict[int, np.ndarray] = {}
         self.laid: set[int] = set()  # weights whose integers are stored in ONNX's layout
-        self.integers: dict[str, QParams] = {}
         self.counter = 0
 
     def name(self, node: Node) -> str:
@@ -89,19 +96,52 @@ class OnnxWriter:
         """Adds a node that computes the graph's ``node``."""
         self.names[id(node)] = self.node(op, inputs, node.name, **attributes)
 
-    def quantize_dequantize(self, source: str, base: str, output: str, qparams: QParams) -> str:
+    def output(self, name: str, wanted: str, taken: set[str]) -> str:
+        """Makes the tensor ``name`` an output of the model and returns the name that it has as such.
+
+        Args:
+            name: a tensor.
+            wanted: the output's name; if inputs, outputs or initializers have it, it gets a suffix.
+            taken: the names of inputs and of other outputs. A tensor that is one of those, or an
+                initializer, is copied.
+        """
+        fixed = taken | set(self.initializers)
+        if wanted in fixed:
+            wanted = self._free(f"{wanted}_output", fixed)
+        if name in fixed:
+            return self.node("Identity", [name], wanted)
+        self._rename(name, wanted, fixed)
+        return wanted
+
+    def _free(self, base: str, fixed: set[str]) -> str:
+        used = fixed.union(*(node.output for node in self.nodes))
+        return next(n for n in (base, *(f"{base}_{i}" for i in range(len(used)))) if n not in used)
+
+    def _rename(self, old: str, new: str, fixed: set[str]) -> None:
+        """Renames a computed tensor; a computed one that has the name already makes way."""
+        if old == new:
+            return
+        swap = {new: self._free(f"{new}_float", fixed), old: new}
+        for node in self.nodes:
+            for field in (node.input, node.output):
+                for index, name in enumerate(field):
+                    field[index] = swap.get(name, name)
+        self.names = {key: swap.get(name, name) for key, name in self.names.items()}
+
+    def quantize_dequantize(
+        self, source: str, base: str, output: str, qparams: QParams, axis: int = 0
+    ) -> str:
         """Adds QuantizeLinear and DequantizeLinear; the integers are named ``{base}_int``."""
-        kind = integer_type(qparams.scheme, weight=False)
+        kind = integer_type(qparams.scheme, stored=False)
         scale, zero = self._parameters(base, qparams, kind)
         integers = f"{base}_int"
-        axis = {"axis": qparams.scheme.axis} if qparams.scale.ndim else {}
-        self.node("QuantizeLinear", [source, scale, zero], integers, **axis)
-        self.integers[integers] = qparams
-        return self.node("DequantizeLinear", [integers, scale, zero], output, **axis)
+        extra = {"axis": axis} if qparams.scale.ndim else {}
+        self.node("QuantizeLinear", [source, scale, zero], integers, **extra)
+        return self.node("DequantizeLinear", [integers, scale, zero], output, **extra)
 
     def dequantize(self, base: str, integers: np.ndarray, qparams: QParams, axis: int, output: str) -> str:
         """Adds stored integers ``{base}_int`` and the DequantizeLinear that reads them."""
-        kind = integer_type(qparams.scheme, weight=True)
+        kind = integer_type(qparams.scheme, stored=True)
         scale, zero = self._parameters(base, qparams, kind)
         stored = self.constant(f"{base}_int", integers.astype(kind))
         extra = {"axis": axis} if qparams.scale.ndim else {}

@@ -2,11 +2,14 @@
 
 Weights are stored as integers per channel, biases as int32 at the scale of the accumulator; every tensor
 that is an integer in the graph is one in the file, under the name of its site with ``_int`` behind it.
+Inputs have the names of the traced arguments, outputs those of the nodes that compute them.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections import Counter
 from importlib.metadata import version
 from typing import Any
 
@@ -14,7 +17,7 @@ import numpy as np
 
 from qtrace import ops
 from qtrace.errors import ExportError
-from qtrace.fakequant._bias import BiasQuant
+from qtrace.fakequant._bias import BIAS_QMAX, BiasQuant
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, op_label, owner, users
@@ -36,7 +39,8 @@ def serialize(converted: TracedModule) -> bytes:
         converted: a module made by ``qtrace.convert``.
 
     Raises:
-        ExportError: when a node has no ONNX form, naming it, or onnx is not installed.
+        ExportError: when a node has no ONNX form or rounds in another way than ONNX, naming it, or onnx is
+            not installed.
     """
     if importlib.util.find_spec("onnx") is None:
         raise ExportError("ONNX export needs the package onnx: run pip install 'qtrace[onnx]'.")
@@ -68,28 +72,34 @@ class _Exporter:
     def run(self) -> Any:
         """The whole model."""
         graph = self.model.graph
-        for node in graph.inputs[1:]:
-            self.writer.names[id(node)] = node.name
+        self._check_rounding()
+        names = input_names(self.model)
+        self.writer.names.update((id(n), name) for n, name in zip(graph.inputs[1:], names, strict=True))
         for expr in exprs(self.model):
             self._emit(expr)
         batch = int(graph.inputs[1].shape[0]) if len(graph.inputs) > 1 and graph.inputs[1].shape else None
-        inputs = [self._value_info(n, n.name, batch) for n in graph.inputs[1:]]
-        outputs = []
-        for index, node in enumerate(graph.outputs):
-            name = self._output_name(node, index)
-            outputs.append(self._value_info(node, name, batch))
+        inputs = [self._value_info(n, name, batch) for n, name in zip(graph.inputs[1:], names, strict=True)]
+        taken = set(names)
+        outputs = [self._value_info(n, self._name_output(n, taken), batch) for n in graph.outputs]
         metadata = {"qtrace.backend": self.annotation.backend}
         return self.writer.model(graph.name or "qtrace", inputs, outputs, metadata, version("qtrace"))
 
-    def _output_name(self, node: TensorNode, index: int) -> str:
-        """Outputs need names of their own, even where one tensor is returned twice or is an input."""
-        name = self.writer.name(node)
+    def _check_rounding(self) -> None:
+        """Refuses sites that the file would round in another way; a parameter is stored as it was rounded."""
+        for site in self.annotation.sites:
+            if site.plan is not None and not site.static and site.plan.scheme.rounding != "half_even":
+                raise ExportError(
+                    f"site {site.name} rounds half away from zero, as backend {self.annotation.backend} "
+                    "does, but ONNX rounds half to even: prepare the module with backend onnxruntime."
+                )
+
+    def _name_output(self, node: TensorNode, taken: set[str]) -> str:
+        """Gives the tensor of a graph output the name of its node if that is free, and returns its name."""
         site = self.sites.get(node.name)
         wanted = site.node if site is not None else node.name
-        taken = {o for n in self.writer.nodes for o in n.output} | set(self.writer.names.values())
-        if wanted in taken:
-            wanted = f"{wanted}_output" if index == 0 else f"{wanted}_output_{index}"
-        return self.writer.node("Identity", [name], wanted)
+        name = self.writer.output(self.writer.name(node), wanted, taken)
+        taken.add(name)
+        return name
 
     @staticmethod
     def _value_info(node: TensorNode, name: str, batch: int | None) -> Any:
@@ -117,6 +127,12 @@ class _Exporter:
                 self._requantize(node, group)
 
     def _emit_op(self, expr: Expr) -> None:
+        for node in expr.outputs:
+            if isinstance(node, TensorNode) and node.dtype == np.float16:
+                raise ExportError(
+                    f"{node.name}: {op_label(expr)} computes in float16, which is not written to ONNX yet: "
+                    "compute in float32, or end the graph before it."
+                )
         call = ops.read(expr)
         if call is not None and call.kind in self.emitters:
             try:
@@ -152,13 +168,20 @@ class _Exporter:
                 name = self.writer.dequantize(site.name, quantize(value, qparams), qparams, axis, out.name)
                 self.writer.names[id(out)] = name
             else:
-                qparams = module.qparams()  # type: ignore[union-attr]
-                name = self.writer.name(source)
-                self.writer.names[id(out)] = self.writer.quantize_dequantize(
-                    name, site.name, out.name, qparams
-                )
+                self._emit_computed(out, site, source)
         except ExportError as error:
             raise ExportError(f"site {site.name}: {error}.") from error
+
+    def _emit_computed(self, out: TensorNode, site: Site, source: TensorNode) -> None:
+        qparams = getattr(getattr(self.model, CONTAINER), site.group).qparams()
+        w, axes = self.writer, site.channel_axes
+        name = w.name(source)
+        if axes == (0, 1):  # a grouped convolution's weight: ONNX knows one axis of channels
+            name = w.node("Reshape", [name, w.ints([-1, *source.shape[2:]])], w.fresh(source.name))
+            w.laid.add(id(out))
+            axes = (0,)
+        axis = axes[0] if axes else 0
+        w.names[id(out)] = w.quantize_dequantize(name, site.name, out.name, qparams, axis)
 
     def _emit_weight(self, out: TensorNode, site: Site, value: np.ndarray) -> None:
         from qtrace.export._onnx_ops import weight_layout
@@ -187,13 +210,31 @@ class _Exporter:
         flat = value.astype(np.float32).reshape(-1)
         steps = flat / scale.reshape(-1)
         # Half away from zero, as BiasQuant rounds.
-        integers = (np.sign(steps) * np.floor(np.abs(steps.astype(np.float64)) + 0.5)).astype(np.int32)
+        rounded = np.sign(steps) * np.floor(np.abs(steps.astype(np.float64)) + 0.5)
+        integers = np.clip(rounded, -BIAS_QMAX, BIAS_QMAX).astype(np.int32)
         w = self.writer
         stored = w.constant(f"{site.name}_int", integers)
         factor = w.constant(f"{site.name}_scale", scale.reshape(-1) if scale.ndim else scale)
         zero = w.constant(f"{site.name}_zero_point", np.zeros(scale.size if scale.ndim else (), np.int32))
         extra = {"axis": 0} if scale.ndim else {}
         w.names[id(out)] = w.node("DequantizeLinear", [stored, factor, zero], out.name, **extra)
+
+
+def input_names(model: TracedModule) -> list[str]:
+    """The names of a graph's inputs: those of the traced arguments.
+
+    MegEngine numbers nodes whose names Python uses (``input_1`` for ``input``), and the parts of an argument
+    that is a list or a dict; these keep their numbers.
+    """
+    nodes = [n.name for n in model.graph.inputs[1:]]
+    arguments = set(model.argspec.args) if model.argspec is not None else set()
+    bare = [name if name in arguments else re.sub(r"_\d+$", "", name) for name in nodes]
+    others = {n.name for e in exprs(model) for n in e.outputs}
+    counts = Counter(bare)
+    return [
+        short if short in arguments - others and counts[short] == 1 else name
+        for name, short in zip(nodes, bare, strict=True)
+    ]
 
 
 def integer_values(fq: FakeQuant, value: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import megengine.functional as F
@@ -131,3 +132,93 @@ def test_an_old_file_is_replaced_whole(tmp_path: Path) -> None:
     onnx.checker.check_model(onnx.load(path))
     assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
     assert all(fq.phase == "quantize" for fq in fake_quants(converted))
+
+
+# -- names ---------------------------------------------------------------------------------------------
+
+
+def _names(module: M.Module, *examples: object, path: Path) -> tuple[list[str], list[str], list[str]]:
+    """Inputs, outputs and ops of the file, which must compute what the graph does."""
+    prepared = qtrace.prepare(qtrace.trace(module, *examples, check=False))
+    converted = qtrace.convert(qtrace.calibrate(prepared, [examples], progress=False))
+    # As the command line does it: from a file.
+    qtrace.save(converted, path / "m.mge")
+    target = qtrace.export(qtrace.load(path / "m.mge"), path / "m.onnx")
+    report = qtrace.verify(target, converted, [examples])
+    assert report.passed, report.table()
+    graph = onnx.load(target).graph
+    inputs, outputs = [i.name for i in graph.input], [o.name for o in graph.output]
+    return inputs, outputs, [n.op_type for n in graph.node]
+
+
+def _conv() -> M.Conv2d:
+    return M.Conv2d(4, 4, 3, padding=1)
+
+
+OUTPUTS = {
+    "quantized": (lambda y: y, ["c_out"]),
+    "carried": (lambda y: F.flatten(y, 1), ["flatten_out"]),
+    "float": (lambda y: F.softmax(F.flatten(y, 1)), ["softmax_out"]),
+    "read inside": (lambda y: (F.sigmoid(y), y), ["sigmoid_out", "c_out"]),
+    "dict": (lambda y: {"b": F.sigmoid(y), "a": y}, ["c_out", "sigmoid_out"]),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_outputs_are_named_like_their_nodes_without_copies(name: str, tmp_path: Path) -> None:
+    after, wanted = OUTPUTS[name]
+    _, outputs, kinds = _names(
+        net(lambda self, x: after(self.c(x)), c=_conv()), images(2, 4, 8, 8), path=tmp_path
+    )
+    assert outputs == wanted
+    assert "Identity" not in kinds
+
+
+def test_what_is_returned_twice_or_is_an_input_is_copied(tmp_path: Path) -> None:
+    def forward(self: M.Module, x: object) -> object:
+        y = self.c(x)
+        return y, y, x, self.same(y)
+
+    module = net(forward, c=_conv(), same=M.Identity())
+    inputs, outputs, kinds = _names(module, images(2, 4, 8, 8), path=tmp_path)
+    assert inputs == ["x"]
+    assert outputs == ["c_out", "c_out_output", "x_output", "same_out"]
+    assert kinds.count("Identity") == 3
+
+
+def test_inputs_are_named_like_the_arguments(tmp_path: Path) -> None:
+    module = net(lambda self, input, filter, x_1: self.c(input) + filter * x_1, c=_conv())
+    x = images(2, 4, 8, 8)
+    assert _names(module, x, x, x, path=tmp_path)[0] == ["input", "filter", "x_1"]
+    parts = net(lambda self, input, x: self.c(input[0]) + input[1] * x, c=_conv())
+    assert _names(parts, (x, x), x, path=tmp_path)[0] == ["input_0", "input_1", "x"]
+
+
+# -- what ONNX cannot compute --------------------------------------------------------------------------
+
+
+def test_another_rounding_than_onnx_has_is_refused(tmp_path: Path) -> None:
+    x, module = images(2, 4, 8, 8), net(lambda self, x: self.c(x), c=_conv())
+    with pytest.raises(ExportError, match=r"site x .*backend megengine.*half to even.*backend onnxruntime"):
+        qtrace.export(_converted(module, x, backend="megengine"), tmp_path / "m.onnx")
+    assert list(tmp_path.iterdir()) == []
+    floats = _converted(module, x, backend="megengine", rules=[{"match": {}, "quantize": False}])
+    report = qtrace.verify(qtrace.export(floats, tmp_path / "m.onnx"), floats, [x])
+    assert report.passed
+
+
+@pytest.mark.parametrize(
+    ("after", "message"),
+    [
+        (lambda y: y[:, : y.shape[1] // 2], r"getitem_out_1: a slice bound that is computed.*fixed"),
+        (lambda y: y.astype("float16"), r"astype_out: .*astype.*float16.*float32"),
+    ],
+)
+def test_computed_bounds_and_float16_name_the_node(
+    after: Callable[[object], object], message: str, tmp_path: Path
+) -> None:
+    x = images(2, 4, 8, 8)
+    module = net(lambda self, x: after(self.c(x)), c=_conv())
+    with pytest.raises(ExportError, match=message):
+        qtrace.export(_converted(module, x), tmp_path / "m.onnx")
+    assert list(tmp_path.iterdir()) == []

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import megengine.functional as F
 import megengine.module as M
 import numpy as np
+import onnx
 import pytest
 from megengine import Parameter, Tensor
 
 import qtrace
+from qtrace.errors import ExportError
+from qtrace.graph.types import TracedModule
 
 
 def _draw(*shape: int) -> np.ndarray:
@@ -75,3 +79,65 @@ def test_runtime_computes_what_the_graph_does(
     path = qtrace.export(converted, tmp_path / "m.onnx")
     report = qtrace.verify(path, converted, [inputs])
     assert report.passed, report.summary()
+
+
+def _channels(axes: tuple[int, ...], *shape: int) -> np.ndarray:
+    """A weight whose channels differ by orders of magnitude: scales on a wrong axis would be seen."""
+    sizes = [n if i in axes else 1 for i, n in enumerate(shape)]
+    steps = np.arange(np.prod(sizes)).reshape(sizes) * 7 % 11 - 5
+    return (_draw(*shape) * np.exp2(steps)).astype(np.float32)
+
+
+_IMAGE = _draw(3, 4, 6, 6)
+_COMPUTED = {
+    "conv2d": (lambda x, w: F.conv2d(x, w, padding=1), _IMAGE, _channels((0,), 5, 4, 3, 3)),
+    "conv2d-grouped": (lambda x, w: F.conv2d(x, w, groups=2), _IMAGE, _channels((0, 1), 2, 3, 2, 3, 3)),
+    "conv_transpose2d": (F.conv_transpose2d, _IMAGE, _channels((1,), 4, 6, 2, 2)),
+    "conv_transpose2d-square": (F.conv_transpose2d, _IMAGE, _channels((1,), 4, 4, 2, 2)),
+    "conv_transpose2d-grouped": (
+        lambda x, w: F.conv_transpose2d(x, w, groups=2),
+        _IMAGE,
+        _draw(2, 2, 3, 2, 2),
+    ),
+    "linear": (F.linear, _draw(3, 6), _channels((0,), 6, 6)),
+    "linear-nd": (F.linear, _draw(3, 5, 6), _channels((0,), 6, 6)),
+}
+
+
+class _Computed(M.Module):
+    """A layer whose weight is computed from a parameter."""
+
+    def __init__(self, layer: Callable[[Tensor, Tensor], Tensor], value: np.ndarray) -> None:
+        super().__init__()
+        self.layer, self.value = layer, Parameter(value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, self.value * 0.5)
+
+
+def _computed(kind: str, **config: object) -> tuple[TracedModule, np.ndarray]:
+    layer, x, value = _COMPUTED[kind]
+    traced = qtrace.trace(_Computed(layer, value), x)
+    # Its product stays in float: the weight is quantized once, per channel.
+    rules = [{"match": {"op": "mul"}, "quantize": False}]
+    prepared = qtrace.prepare(traced, qtrace.QConfig(rules=rules, **config))
+    return qtrace.convert(qtrace.calibrate(prepared, [x], progress=False)), x
+
+
+@pytest.mark.parametrize("kind", _COMPUTED)
+def test_computed_weights_have_their_scales_on_the_axis_of_channels(kind: str, tmp_path: Path) -> None:
+    converted, x = _computed(kind, weight={"narrow": False})
+    path = qtrace.export(converted, tmp_path / "m.onnx")
+    (node,) = (n for n in onnx.load(path).graph.node if n.output[0] == "mul_out_int")
+    assert node.op_type == "QuantizeLinear"
+    report = qtrace.verify(path, converted, [x], min_sqnr_db=50.0)
+    assert report.passed, report.table()
+
+
+def test_computed_weights_without_a_type_say_why(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"site mul_out: it is computed.*-128.*-127: set narrow: false"):
+        qtrace.export(_computed("conv2d")[0], tmp_path / "m.onnx")
+    narrow_bits = {"bits": 4, "narrow": False}
+    with pytest.raises(ExportError, match=r"site mul_out: .*no type in ONNX opset 13: use 8 bits"):
+        qtrace.export(_computed("conv2d", weight=narrow_bits)[0], tmp_path / "m.onnx")
+    assert list(tmp_path.iterdir()) == []

@@ -10,6 +10,7 @@ import numpy as np
 from megengine import Tensor
 from tqdm import tqdm
 
+from qtrace.batches import as_arguments, evaluating, told
 from qtrace.errors import CalibrationError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import TracedModule
@@ -18,7 +19,7 @@ from qtrace.passes.record import fake_quants, followers, read_record
 from qtrace.phases import set_phase
 from qtrace.scheme import QParams
 
-__all__ = ["as_arguments", "calibrate"]
+__all__ = ["calibrate"]
 
 # A bias in int32 units must stay below 2**31; half of it is left to the accumulator.
 _BIAS_LIMIT = float(2**30)
@@ -29,8 +30,8 @@ def calibrate(
 ) -> TracedModule:
     """Runs ``batches`` through the graph, records every site and sets its quantization parameters.
 
-    Statistics of an earlier calibration are forgotten. The module is left in the phase ``quantize``; on
-    an error it is left as it was.
+    Statistics of an earlier calibration are forgotten. The batches run in eval mode, and every module gets
+    its training flag back. The module is left in the phase ``quantize``; on an error it is left as it was.
 
     Args:
         prepared: a module made by ``qtrace.prepare``; it is calibrated in place.
@@ -54,7 +55,8 @@ def calibrate(
         for fq in sites:
             fq.observer = fresh(fq)
         set_phase(prepared, "observe")
-        count = _observe(prepared, sites, batches, max_batches, progress)
+        with evaluating(prepared):
+            count = _observe(prepared, sites, batches, max_batches, progress)
         if count == 0:
             raise CalibrationError("calibration data has no batches: give at least one.")
         parameters = [(fq, fq.observer.qparams()) for fq in sites if fq.observer and not fq.observer.empty]
@@ -99,56 +101,10 @@ def _observe(
         args, kwargs = as_arguments(batch, prepared, count)
         for fq in sites:
             fq.batch = count
-        try:
+        with told(prepared, (args, kwargs), count):
             prepared(*args, **kwargs)
-        except (AssertionError, TypeError, RuntimeError, ValueError) as error:
-            # MegEngine's own exceptions carry a C++ stack behind the first line.
-            line = next((ln for ln in str(error).splitlines() if ln.strip()), type(error).__name__)
-            raise CalibrationError(f"batch {count} does not fit the model: {line}") from error
         count += 1
     return count
-
-
-def as_arguments(batch: Any, model: TracedModule, index: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as the arguments of a call: arrays become float32 or integer Tensors.
-
-    Args:
-        batch: a Tensor or array; a tuple or list of them, one for each argument; or a dict, by the names
-            of the model's arguments. A dict with other keys is the model's one argument.
-        model: the module that will be called.
-        index: the number of the batch, for messages.
-
-    Raises:
-        CalibrationError: when the batch is not made of arrays.
-    """
-    if isinstance(batch, Mapping):
-        names = set(model.argspec.args) if model.argspec is not None else set()
-        if set(batch) <= names:
-            return (), {str(k): _tensors(v, index) for k, v in batch.items()}
-        return (_tensors(batch, index),), {}
-    if isinstance(batch, (tuple, list)):
-        return tuple(_tensors(v, index) for v in batch), {}
-    return (_tensor(batch, index),), {}
-
-
-def _tensors(value: Any, index: int) -> Any:
-    if isinstance(value, Mapping):
-        return {k: _tensors(v, index) for k, v in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_tensors(v, index) for v in value)
-    return _tensor(value, index)
-
-
-def _tensor(value: Any, index: int) -> Any:
-    if isinstance(value, Tensor):
-        return value
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        raise CalibrationError(f"batch {index} is ragged: every array needs one shape.") from error
-    if array.dtype == object or array.dtype.kind not in "fiub":
-        raise CalibrationError(f"batch {index} holds {array.dtype} values: give arrays of numbers.")
-    return Tensor(array.astype(np.float32) if array.dtype.kind == "f" else array)
 
 
 def _fit_biases(prepared: TracedModule) -> None:

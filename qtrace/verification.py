@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.calibration import as_arguments
+from qtrace.batches import as_arguments, evaluating, told
 from qtrace.errors import CalibrationError, ExportError
 from qtrace.export._onnx_session import OnnxSession
 from qtrace.graph.interpreter import Interpreter
@@ -54,7 +54,7 @@ def verify(
 
     Raises:
         ExportError: when the file cannot be run or is not an export of ``converted``.
-        CalibrationError: when there are no batches.
+        CalibrationError: when there are no batches, or one does not fit the model.
     """
     if importlib.util.find_spec("onnxruntime") is None:
         raise ExportError("verification needs the package onnxruntime: run pip install 'qtrace[onnx]'.")
@@ -67,18 +67,20 @@ def verify(
     if missing:
         raise ExportError(f"{path} is not an export of this module: it has no tensor {missing[0]!r}.")
     count = 0
-    for count, batch in enumerate(batches, 1):
-        args, kwargs = as_arguments(batch, converted, count - 1)
-        graph = _EndToEnd(converted, table, report)
-        graph.compute(args, kwargs)
-        runtime = session.run(graph.inputs)
-        _OpByOp(converted, table, runtime.integers, report).run(*args, **kwargs)
-        graph.tally(runtime.integers, "end_to_end")
-        report.add_outputs("reference", graph.outputs, runtime.outputs)
-        if fused is not None:
-            deployed = fused.run(graph.inputs)
-            graph.tally(deployed.integers, "deployed")
-            report.add_outputs("deployed", graph.outputs, deployed.outputs)
+    with evaluating(converted):
+        for count, batch in enumerate(batches, 1):
+            args, kwargs = as_arguments(batch, converted, count - 1)
+            graph = _EndToEnd(converted, table, report)
+            with told(converted, (args, kwargs), count - 1):
+                graph.compute(args, kwargs)
+            runtime = session.run(graph.inputs)
+            _OpByOp(converted, table, runtime.integers, report).run(*args, **kwargs)
+            graph.tally(runtime.integers, "end_to_end")
+            report.add_outputs("reference", graph.outputs, runtime.outputs)
+            if fused is not None:
+                deployed = fused.run(graph.inputs)
+                graph.tally(deployed.integers, "deployed")
+                report.add_outputs("deployed", graph.outputs, deployed.outputs)
     if count == 0:
         raise CalibrationError("verification data has no batches: give at least one.")
     return report

@@ -34,6 +34,7 @@ def _rooms() -> dict[str, set[str]]:
     room("ptq")
     room("preparation")
     room("phases")
+    room("batches")
     room("calibration")
     room("explanation")
     room("data", "errors config recipe")

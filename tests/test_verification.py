@@ -101,6 +101,14 @@ def test_wrong_uses_are_refused(tmp_path: Path) -> None:
         qtrace.verify(path, other, batches)
     with pytest.raises(CalibrationError, match="no batches"):
         qtrace.verify(path, converted, [])
+    with pytest.raises(
+        CalibrationError, match=r"batch 1 gives 2 inputs.*takes 1 input, x of shape \(4, 4, 8, 8\)"
+    ):
+        qtrace.verify(path, converted, [batches[0], (batches[0], np.zeros(4, "int32"))])
+    with pytest.raises(
+        CalibrationError, match=r"batch 0 gives 1 input of shape \(4, 3, 8, 8\), which does not fit"
+    ):
+        qtrace.verify(path, converted, [batches[0][:, :3]])
     with pytest.raises(ExportError, match="does not exist"):
         qtrace.verify(tmp_path / "none.onnx", converted, batches)
     (tmp_path / "text.onnx").write_text("this is not a model")
@@ -108,3 +116,14 @@ def test_wrong_uses_are_refused(tmp_path: Path) -> None:
         qtrace.verify(tmp_path / "text.onnx", converted, batches)
     with pytest.raises(GraphError, match="not a converted"):
         qtrace.verify(path, qtrace.trace(_net(), batches[0], check=False), batches)
+
+
+def test_runs_in_eval_mode_and_gives_the_flags_back(tmp_path: Path) -> None:
+    batches = [images(4, 4, 8, 8)]
+    converted = _converted(
+        net(lambda self, x: self.bn(F.exp(self.c(x))), c=M.Conv2d(4, 4, 1), bn=M.BatchNorm2d(4)), batches
+    )
+    path = qtrace.export(converted, tmp_path / "m.onnx")
+    converted.train()
+    assert qtrace.verify(path, converted, batches).passed
+    assert all(m.training for m in converted.modules())

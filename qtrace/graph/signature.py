@@ -1,0 +1,60 @@
+"""What a traced module takes: the names and shapes of its inputs, and whether arguments are built alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megengine import Tensor
+from megengine.traced_module import TracedModule
+from megengine.traced_module.node import TensorNode
+from megengine.traced_module.pytree import LeafDef, TreeDef
+
+from qtrace.errors import GraphError
+from qtrace.graph.interpreter import Interpreter
+
+__all__ = ["argument_names", "fits", "taken"]
+
+
+def argument_names(traced: TracedModule) -> tuple[str, ...]:
+    """The names of the arguments of forward, ``self`` left out; none when the trace does not know them."""
+    spec = traced.argspec
+    return () if spec is None else (*spec.args[1:], *spec.kwonlyargs)
+
+
+def fits(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call with these arguments has the structure of a traced one; shapes are not compared."""
+    try:
+        Interpreter(traced)._bind(args, kwargs)
+    except GraphError:
+        return False
+    return True
+
+
+def taken(traced: TracedModule) -> list[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor that the traced call took, such as ``("x['left']", (1, 3, 8, 8))``.
+
+    Args:
+        traced: the module; when it was traced with several structures, the first counts.
+    """
+    arg_def, graph = next(iter(traced.argdef_graph_map.items()))
+    args, kwargs = arg_def.children_defs
+    names = [] if traced.argspec is None else traced.argspec.args[1:]
+    names = [*names, *(f"input {i}" for i in range(len(names), len(args.children_defs) - 1))]
+    trees = [*zip(names, args.children_defs[1:], strict=True)]
+    trees += zip(kwargs.aux_data or (), kwargs.children_defs, strict=True)
+    found = [written for name, tree in trees for written in _tensors(str(name), tree)]
+    nodes = [node for node in graph.inputs if isinstance(node, TensorNode)]
+    shapes = [tuple(int(n) for n in node.shape or ()) for node in nodes]
+    return list(zip(found, shapes, strict=True))
+
+
+def _tensors(name: str, tree: TreeDef) -> Iterator[str]:
+    """How the tensors in an argument are written, in the order of the graph's inputs."""
+    if isinstance(tree, LeafDef):
+        if Tensor in tree.type:
+            yield name
+        return
+    keys = tree.aux_data if issubclass(tree.type, dict) else range(len(tree.children_defs))
+    for key, child in zip(keys, tree.children_defs, strict=True):
+        yield from _tensors(f"{name}[{key!r}]", child)

@@ -1,6 +1,6 @@
 """Fake quantizers: one a file; the file name is the name that configs use.
 
-The classes of all files are names of this package, loaded when they are first used.
+The classes of all files are names of this package, loaded when they are first used, and so is `scales`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from qtrace import plugins
 
 if TYPE_CHECKING:
     from qtrace.fakequant.base import FakeQuant as FakeQuant
+    from qtrace.fakequant.base import scales as scales
 
-_OTHERS = {"FakeQuant": "qtrace.fakequant.base"}
+_OTHERS = {"FakeQuant": "qtrace.fakequant.base", "scales": "qtrace.fakequant.base"}
 
 
 def __getattr__(name: str) -> Any:

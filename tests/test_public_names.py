@@ -43,7 +43,7 @@ def test_import_alone_does_not_load_megengine() -> None:
 
 
 OBSERVERS = {"MeanSquaredError", "MinMax", "MovingAverage", "Observer", "Percentile", "from_dict", "to_dict"}
-FAKEQUANTS = {"FakeQuant", "FixedFakeQuant", "LSQFakeQuant"}
+FAKEQUANTS = {"FakeQuant", "FixedFakeQuant", "LSQFakeQuant", "scales"}
 
 
 @pytest.mark.parametrize(("package", "names"), [("observers", OBSERVERS), ("fakequant", FAKEQUANTS)])

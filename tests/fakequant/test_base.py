@@ -12,7 +12,7 @@ from megengine.optimizer import SGD
 
 import qtrace
 from qtrace.errors import ConfigError
-from qtrace.fakequant.base import scales
+from qtrace.fakequant import scales
 from qtrace.fakequant.lsq import LSQFakeQuant
 from qtrace.graph.types import TracedModule
 from qtrace.numerics import SMALLEST_SCALE

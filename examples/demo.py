@@ -33,7 +33,7 @@ import megengine as mge  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
 import qtrace  # noqa: E402
-from qtrace.graph.table import format_table  # noqa: E402
+from qtrace.graph import format_table  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent))  # also when the file is loaded by another script
 
@@ -299,9 +299,10 @@ def parameter_groups(prepared: Any, lr: float) -> list[dict[str, Any]]:
 
     Scales are ten times smaller than weights, and shrinking a scale does not regularize anything.
     """
-    scales = {name: p for name, p in prepared.named_parameters() if name.startswith("qsites.")}
-    weights = [p for name, p in prepared.named_parameters() if name not in scales]
-    return [{"params": weights}, {"params": list(scales.values()), "lr": lr / 10, "weight_decay": 0.0}]
+    scales = qtrace.fakequant.scales(prepared)
+    apart = {id(scale) for scale in scales}
+    weights = [p for p in prepared.parameters() if id(p) not in apart]
+    return [{"params": weights}, {"params": scales, "lr": lr / 10, "weight_decay": 0.0}]
 
 
 def packed_bytes(quantized: Any) -> int:

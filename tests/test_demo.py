@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import subprocess
 import sys
@@ -9,12 +11,30 @@ from pathlib import Path
 
 import pytest
 
+import qtrace
+
 ROOT = Path(__file__).parent.parent
+# What is documented beside the names of `qtrace` itself.
+PUBLIC = {f"qtrace.{name}" for name in ("fakequant", "graph", "observers")} | {"qtrace.cli.engine"}
 
 
 def _run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, str(ROOT / "examples/demo.py"), "--out", str(out), *arguments]
     return subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+def test_examples_use_public_names_only(file: Path) -> None:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            assert all(a.name == "qtrace" or not a.name.startswith("qtrace.") for a in node.names)
+        elif isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "qtrace":
+            for name in (a.name for a in node.names):
+                public = node.module in PUBLIC and name in importlib.import_module(node.module).__all__
+                assert public or f"{node.module}.{name}" in PUBLIC or name in qtrace.__all__, name
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            assert "qsites" not in node.value
 
 
 @pytest.mark.slow

@@ -1,4 +1,8 @@
-"""MegEngine, kept quiet and honest: no notes about CUDA at its start, no error that shows after success."""
+"""MegEngine, kept quiet and honest: no notes about CUDA at its start, no error that shows after success.
+
+Every command uses it, and so may a script: ``from qtrace.cli import engine; engine.start()`` before anything
+else loads MegEngine.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qtrace.graph.edit import GraphEditor
+from qtrace.graph.edit import GraphEditor, add_submodule, delete_attribute, set_parameter
 from qtrace.graph.flatten import flatten
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.lint import LintProblem, check, lint
@@ -25,8 +25,10 @@ __all__ = [
     "Param",
     "RewriteRule",
     "RuleResult",
+    "add_submodule",
     "apply_rules",
     "check",
+    "delete_attribute",
     "exprs",
     "flatten",
     "format_table",
@@ -34,6 +36,7 @@ __all__ = [
     "load",
     "match",
     "save",
+    "set_parameter",
     "table",
     "trace",
     "users",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,15 @@ from hypothesis import settings
 # No deadline: a loaded machine is not a bug.
 settings.register_profile("qtrace", deadline=None)
 settings.load_profile("qtrace")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _subnormals() -> None:
+    """Numbers as IEEE 754 has them: MegEngine, once imported, lets the processor flush subnormals.
+
+    Hypothesis refuses to draw floats then. ``(fenv_t *) -1`` is glibc's ``FE_DFL_ENV``.
+    """
+    ctypes.CDLL("libm.so.6").fesetenv(ctypes.c_void_p(-1))
 
 
 @pytest.fixture

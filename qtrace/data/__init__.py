@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qtrace.data.arrays import ArraySource
 from qtrace.data.base import Batch, DataSource, SizedSource
@@ -68,17 +68,12 @@ def open_data(
     Raises:
         DataError: when the source cannot be read; some mistakes show only while iterating.
     """
-    if batch_size < 1:
-        raise DataError(f"batch_size must be at least 1, not {batch_size}.")
-    if max_batches is not None and max_batches < 1:
-        raise DataError(f"max_batches must be at least 1, not {max_batches}.")
+    for name, value in (("batch_size", batch_size), ("max_batches", max_batches)):
+        if value is not None and value < 1:
+            raise DataError(f"{name} must be at least 1, not {value}.")
     path = Path(source)
     if source and path.is_dir():
-        if preprocess is None:
-            raise DataError(f"{source} is a folder of images: a recipe with the key `preprocess` is needed.")
-        return ImageSource(
-            path, preprocess=preprocess, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
-        )
+        return _images(path, preprocess, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad)
     if path.suffix.lower() in (".npy", ".npz"):
         if not path.is_file():
             raise DataError(f"There is no file {source}; the data must be {_FORMS}.")
@@ -89,3 +84,9 @@ def open_data(
         return open_loader(source, max_batches)
     problem = "cannot be read as data" if source and path.exists() else "does not exist"
     raise DataError(f"{source!r} {problem}; give {_FORMS}.")
+
+
+def _images(path: Path, preprocess: Preprocess | None, **options: Any) -> ImageSource:
+    if preprocess is None:
+        raise DataError(f"{path} is a folder of images: a recipe with the key `preprocess` is needed.")
+    return ImageSource(path, preprocess=preprocess, **options)

@@ -20,6 +20,7 @@ class Limits:
         affine: whether a zero point is allowed.
         affine_per_channel: whether one is allowed for each channel.
         signed: None for both, else the one sign that is allowed.
+        narrow: whether the lowest integer may be left out; kernels saturate at it.
     """
 
     bits: tuple[int, ...]
@@ -27,6 +28,7 @@ class Limits:
     affine: bool
     signed: bool | None = None
     affine_per_channel: bool = False
+    narrow: bool = True
 
     def problem(self, scheme: QScheme) -> str | None:
         """Why ``scheme`` cannot run, or None."""
@@ -40,6 +42,8 @@ class Limits:
             return "affine schemes (it runs symmetric ones)"
         if self.signed is not None and scheme.signed != self.signed:
             return f"{'signed' if scheme.signed else 'unsigned'} integers"
+        if scheme.narrow and not self.narrow:
+            return "narrow ranges (it saturates at the lowest integer)"
         return None
 
 

@@ -24,7 +24,8 @@ BACKEND = Backend(
     ties_concat=False,
     limits={
         # 4 and 16 bits are ONNX types from opset 21 on; weights of fewer bits fit into int8.
-        "activation": Limits(bits=(4, 8, 16), per_channel=False, affine=True),
+        # QuantizeLinear saturates at the ends of its type, so only stored weights can leave out the lowest.
+        "activation": Limits(bits=(4, 8, 16), per_channel=False, affine=True, narrow=False),
         "weight": Limits(bits=(2, 3, 4, 5, 6, 7, 8, 16), per_channel=True, affine=True),
     },
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.config import QConfig
+from qtrace.config.checking import check_whole
 from qtrace.errors import GraphError
 from qtrace.graph import garbage
 from qtrace.graph.flatten import flatten
@@ -72,6 +73,7 @@ def _decide(
     if is_quantized(traced):
         raise GraphError("the module is prepared or converted already: prepare the float one.")
     config = as_qconfig(QConfig() if qconfig is None else qconfig)
+    check_whole(config)
     model = flatten(traced)
     results = [expand(model)]
     if _folds_bn(config):

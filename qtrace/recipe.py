@@ -33,6 +33,16 @@ _WHOLE = frozenset(
     {("observers", "activation"), ("observers", "weight"), ("fakequant",), ("qat", "fakequant")}
 )
 
+# What `prepare` may still find wrong, with its line.
+_PLACED = (
+    "activation",
+    "weight",
+    "observers.activation",
+    "observers.weight",
+    "fakequant",
+    "qat.fakequant",
+)
+
 
 def load_recipe(name_or_path: str | Path) -> QConfig:
     """Reads a recipe.
@@ -60,7 +70,9 @@ def load_recipe(name_or_path: str | Path) -> QConfig:
     if config is None or tree is None or problems:
         raise ConfigError("\n".join(problems))
     rules = tree.value["rules"].value if "rules" in tree.value else None
-    return config.with_origin(tree.file, [rule.origin for rule in rules or ()])
+    found = {key: tree.find(tuple(key.split("."))) for key in _PLACED}
+    places = {key: child.origin for key, child in found.items() if child is not None}
+    return config.with_origin(tree.file, [rule.origin for rule in rules or ()], places)
 
 
 def as_qconfig(obj: QConfig | str | Path | Mapping[str, Any]) -> QConfig:

@@ -221,6 +221,17 @@ def test_patch_knows_the_attributes_of_a_scheme():
         SchemePatch(bits=17)
 
 
+def test_a_whole_scheme_in_the_place_of_changes():
+    scheme = QScheme(bits=4, signed=True, axis=0)
+    config = QConfig(
+        weight=scheme, rules=[Rule(match={}, activation=scheme), {"match": {}, "weight": scheme}]
+    )
+    assert config.weight.changes == scheme.to_dict()
+    assert config.weight.apply(QScheme(bits=8, narrow=True)) == scheme
+    assert (config.rules[0].activation, config.rules[1].weight) == (config.weight, config.weight)
+    assert QConfig(**json.loads(json.dumps(config.to_dict()))) == config
+
+
 # -- plugins ------------------------------------------------------------------------------------------
 
 
@@ -352,6 +363,11 @@ MISTAKES = [
         {"observers": {"weight": "lsq"}},
         "observers.weight: unknown observer 'lsq'; known: minmax, moving_average,",
     ),
+    (
+        {"observers": {"activation": "histogram"}},
+        "observers.activation: unknown observer 'histogram'; did you mean 'mse'? Known: minmax, moving",
+    ),
+    ({"fakequant": "ste"}, "fakequant: unknown fakequant 'ste'; did you mean 'fixed'? Known: fixed, "),
     ({"observers": {"weight": "base"}}, "observers.weight: unknown observer 'base'"),
     ({"observers": {"weight": "_search"}}, "observers.weight: unknown observer '_search'"),
     ({"observers": "mse"}, "observers must be a mapping with keys such as activation, weight, not 'mse'."),
@@ -442,6 +458,12 @@ def test_long_values_are_cut():
 @pytest.mark.parametrize(
     ("build", "sentence"),
     [
+        (
+            lambda: QConfig("onnxruntime"),
+            "QConfig('onnxruntime'): values are given by name, such as QConfig(backend='onnxruntime'); a "
+            "recipe is read by qtrace.load_recipe.",
+        ),
+        (lambda: SchemePatch(4), "SchemePatch(4): values are given by name, as one of bits, signed, "),
         (lambda: SchemePatch(bits=1), "bits must be at least 2, not 1."),
         (lambda: Spec(nam="mse", x=1), "give one name, with options under it, not 2 keys."),
         (lambda: Rule(match={}), "the rule changes nothing"),

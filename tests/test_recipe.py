@@ -77,6 +77,17 @@ expect: {metric: top1, max_drop: 0.5}
     assert QConfig(**config.to_dict()) == config
 
 
+def test_tells_where_a_key_was_written():
+    _write("weight:\n  bits: 4\nactivation: {bits: 8}\n", "base.yaml", HEAD)
+    config = _load("imports: [base.yaml]\nobservers:\n  weight: mse\nactivation: {signed: true}\n")
+    assert config.place("weight") == "base.yaml:2"
+    assert config.place("observers.weight") == "my.yaml:4"
+    assert config.place("activation") == "my.yaml:5"
+    assert config.place("observers.activation", "activation") == "my.yaml:5"
+    assert config.place("fakequant") == "my.yaml"
+    assert QConfig(**config.to_dict()).place("weight") == "QConfig"
+
+
 def test_the_smallest_recipe_is_the_default():
     assert _load("") == QConfig()
     assert _load("rules:\nimports:\nobservers:\n") == QConfig()

@@ -49,7 +49,9 @@ class Model(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, validate_default=False)
 
-    def __init__(self, **data: Any) -> None:
+    def __init__(self, /, *args: Any, **data: Any) -> None:
+        if args:
+            raise ConfigError(self._unnamed(args[0]))
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -57,6 +59,12 @@ class Model(BaseModel):
 
     # pydantic then builds nested models without calling __init__, so that one error reports all mistakes.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @classmethod
+    def _unnamed(cls, value: Any) -> str:
+        """The sentence for a value that was given without a name."""
+        names = ", ".join(known_keys(cls))
+        return f"{cls.__name__}({show(value)}): values are given by name, as one of {names}."
 
     @classmethod
     def model_validate(cls: type[_M], obj: Any, *args: Any, place: Place | None = None, **kwargs: Any) -> _M:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
-from qtrace.config.base import Bool, Float, Int, Model, Text, hint
+from qtrace.config.base import Bool, Float, Int, Model, Text, hint, show
 from qtrace.config.rule import FakeQuantSpec, Observers, Rule, SchemePatch, Spec
 
 __all__ = ["PTQ_ALGORITHMS", "Bn", "Expect", "Preprocess", "QConfig", "Qat"]
@@ -163,6 +163,7 @@ class QConfig(Model):
     qat: Qat | None = None
     expect: Expect | None = None
     _origin: str = PrivateAttr("QConfig")
+    _places: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @property
     def origin(self) -> str:
@@ -185,12 +186,35 @@ class QConfig(Model):
         trained = self.qat.fakequant if self.qat is not None else None
         return self.fakequant or trained or Spec(name="fixed")
 
-    def with_origin(self, origin: str, rules: Iterable[str]) -> QConfig:
-        """The same config, written at ``origin``, with rules that were written at ``rules``."""
+    def place(self, *keys: str) -> str:
+        """Where the first of ``keys`` that a file has was written: ``FILE:LINE``; else `origin`.
+
+        Args:
+            *keys: dotted keys, such as ``observers.activation``.
+        """
+        return next((self._places[key] for key in keys if key in self._places), self._origin)
+
+    def with_origin(
+        self, origin: str, rules: Iterable[str], places: Mapping[str, str] | None = None
+    ) -> QConfig:
+        """The same config, written at ``origin``.
+
+        Args:
+            origin: the file.
+            rules: ``FILE:LINE`` of each rule.
+            places: dotted key -> ``FILE:LINE``, for `place`.
+        """
         placed = tuple(rule.with_origin(where) for rule, where in zip(self.rules, rules, strict=True))
         config = self.model_copy(update={"rules": placed} if placed else {})
-        config._origin = origin
+        config._origin, config._places = origin, dict(places or {})
         return config
+
+    @classmethod
+    def _unnamed(cls, value: Any) -> str:
+        return (
+            f"QConfig({show(value)}): values are given by name, such as QConfig(backend='onnxruntime'); "
+            "a recipe is read by qtrace.load_recipe."
+        )
 
     @field_validator("rules", mode="after")
     @classmethod

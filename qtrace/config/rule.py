@@ -19,11 +19,22 @@ if TYPE_CHECKING:
 
 __all__ = ["FakeQuantSpec", "Match", "ObserverSpec", "Observers", "Rule", "SchemePatch", "Spec", "Subgraph"]
 
+# What others call a plugin -> what it is called here.
+_ALSO_CALLED = {
+    "ema": "moving_average",
+    "entropy": "mse",
+    "hist": "mse",
+    "histogram": "mse",
+    "kl": "mse",
+    "quantile": "percentile",
+    "ste": "fixed",
+}
+
 _OWN_CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class SchemePatch(Model):
-    """Changes to a `QScheme`; what is not given stays as it was.
+    """Changes to a `QScheme`; what is not given stays as it was. A `QScheme` in its place changes everything.
 
     Attributes:
         bits: width, 2 to 16.
@@ -42,6 +53,15 @@ class SchemePatch(Model):
     axis: Int | None = None
     power_of_two: Bool | None = None
     rounding: Literal["half_even", "half_away"] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole(cls, value: Any) -> Any:
+        if isinstance(value, (Mapping, SchemePatch)):
+            return value
+        from qtrace.scheme import QScheme  # here: it loads numpy
+
+        return value.to_dict() if isinstance(value, QScheme) else value
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -138,10 +158,17 @@ def _known_plugin(package: str) -> AfterValidator:
         names = plugins.known(package)
         if spec.name not in names:
             kind = package.rpartition(".")[2].removesuffix("s")
-            raise ValueError(f"unknown {kind} {spec.name!r}{hint(spec.name, names)}")
+            raise ValueError(f"unknown {kind} {spec.name!r}{_resembling(spec.name, names)}")
         return spec
 
     return AfterValidator(check)
+
+
+def _resembling(name: str, known: tuple[str, ...]) -> str:
+    """The names that there are, and first the one that was most likely meant."""
+    other = _ALSO_CALLED.get(name.lower())
+    near = f"; did you mean {other!r}?" if other in known else hint(name, known)
+    return near if near.startswith("; known") else f"{near} Known: {', '.join(known)}."
 
 
 ObserverSpec = Annotated[Spec, _known_plugin("qtrace.observers")]

@@ -89,6 +89,13 @@ class Tree:
             return [child.plain() for child in self.value]
         return self.value
 
+    def find(self, loc: Loc) -> Tree | None:
+        """What stands at ``loc``, or None."""
+        tree: Tree | None = self
+        for part in loc:
+            tree = None if tree is None else _child(tree.value, part)
+        return tree
+
     def place(self, loc: Loc) -> tuple[str, str]:
         """``FILE:LINE: `` and the path of what stands at ``loc``, or of what is nearest around it."""
         tree, path = self, self.path

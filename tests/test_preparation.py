@@ -1,0 +1,89 @@
+"""What prepare refuses in a config, and at which line of a recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import megengine.module as M
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace.errors import ConfigError
+from qtrace.graph.types import TracedModule
+from qtrace.scheme import QScheme
+
+_X = np.random.RandomState(0).randn(2, 3, 8, 8).astype("float32")
+
+
+@pytest.fixture(scope="module")
+def traced() -> TracedModule:
+    return qtrace.trace(M.Conv2d(3, 4, 3), _X)
+
+
+# The body, which begins in line 2, and the sentence.
+MISTAKES = [
+    (
+        "name: a\nactivation:\n  narrow: true",
+        "my.yaml:3: backend onnxruntime cannot run activation scheme uint8 affine narrow: narrow ranges",
+    ),
+    (
+        "rules:\n  - match: {op: conv2d}\n    activation: {narrow: true}",
+        "my.yaml:3: backend onnxruntime cannot run activation scheme uint8 affine narrow: narrow ranges",
+    ),
+    (
+        "name: a\nweight: {symmetric: false}",
+        "my.yaml:3: backend onnxruntime cannot run weight scheme int8 affine per-channel(0) narrow: per",
+    ),
+    (
+        "observers:\n  weight: minmax\n  activation: {mse: {bins: 1}}",
+        "my.yaml:4: observer mse: bins is 1: choose an integer from 64",
+    ),
+    (
+        "observers:\n  activation: mse\n  weight: {minmax: {bins: 1}}",
+        "my.yaml:4: observer minmax has no option 'bins'",
+    ),
+    ("\nfakequant: {lsq: {x: 1}}", "my.yaml:3: fake quant lsq has no option 'x'"),
+    ("qat:\n  epochs: 1\n  fakequant: {lsq: {x: 1}}", "my.yaml:4: fake quant lsq has no option 'x'"),
+    ("fakequant: no_such_module:X", "my.yaml:2: 'no_such_module:X': importing no_such_module failed"),
+    ("imports: [w4a4_lsq]\nactivation: {bits: 5}", "my.yaml:3: backend onnxruntime cannot run activation"),
+]
+
+
+@pytest.mark.parametrize(("body", "sentence"), MISTAKES)
+def test_a_mistake_in_a_recipe_has_its_line(
+    traced: TracedModule, body: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text(f"schema: qtrace/1\n{body}\n")
+    for ask in (qtrace.prepare, qtrace.explain):
+        with pytest.raises(ConfigError) as caught:
+            ask(traced, "my.yaml")
+        assert str(caught.value).startswith(sentence)
+
+
+def test_a_mistake_in_an_import_has_the_line_there(
+    traced: TracedModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("base.yaml").write_text("schema: qtrace/1\n\nweight: {bits: 9}\n")
+    Path("my.yaml").write_text("schema: qtrace/1\nimports: [base.yaml]\nactivation: {bits: 8}\n")
+    with pytest.raises(ConfigError, match=r"^base.yaml:3: backend onnxruntime cannot run weight scheme int9"):
+        qtrace.prepare(traced, "my.yaml")
+
+
+@pytest.mark.parametrize("config", [{"activation": {"narrow": True}}, {"activation": QScheme(narrow=True)}])
+def test_a_mistake_in_python_has_no_line(traced: TracedModule, config: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match="^QConfig: backend onnxruntime cannot run activation scheme uint8 aff"
+    ):
+        qtrace.prepare(traced, qtrace.QConfig(**config))
+
+
+def test_a_whole_scheme_is_taken_as_it_is(traced: TracedModule) -> None:
+    scheme = QScheme(bits=8, signed=True, symmetric=True)
+    prepared = qtrace.prepare(traced, qtrace.QConfig(activation=scheme))
+    qtrace.calibrate(prepared, [_X], progress=False)
+    activations = [m for m in prepared.modules() if getattr(m, "site", "") in ("inp", "conv2d_out")]
+    assert [m.scheme for m in activations] == [scheme, scheme]

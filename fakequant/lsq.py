@@ -30,7 +30,8 @@ class LSQFakeQuant(FakeQuant):
         reject_options("lsq", options)
         if self.scheme.power_of_two:
             raise ConfigError(
-                f"{self.site}: lsq learns any scale, but the scheme wants powers of two: use 'fixed'."
+                f"{self.site}: lsq learns any scale, but {self.scheme.describe()} wants powers of two: "
+                "use fakequant 'fixed' there."
             )
 
     def _train(self, x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from qtrace.batches import as_arguments, evaluating, told
 from qtrace.errors import CalibrationError
+from qtrace.fakequant._bias import BIAS_LIMIT
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import TracedModule
 from qtrace.observers.base import Observer
@@ -20,9 +21,6 @@ from qtrace.phases import set_phase
 from qtrace.scheme import QParams
 
 __all__ = ["calibrate"]
-
-# A bias in int32 units must stay below 2**31; half of it is left to the accumulator.
-_BIAS_LIMIT = float(2**30)
 
 
 def calibrate(
@@ -121,7 +119,7 @@ def _fit_biases(prepared: TracedModule) -> None:
         bias = values[site.node].interpret(prepared)[0].numpy().astype(np.float64).reshape(-1)
         if not (activation.calibrated and weight.calibrated):
             continue
-        need = np.abs(bias) / (float(activation.qparams().scale) * _BIAS_LIMIT)
+        need = np.abs(bias) / (float(activation.qparams().scale) * BIAS_LIMIT)
         have = weight.qparams()
         floor = need if have.scale.ndim else need.max()
         if np.any(floor > have.scale):

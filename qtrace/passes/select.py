@@ -126,12 +126,15 @@ def _check(backend: Backend, sort: str, scheme: QScheme, origin: str) -> None:
 
 def _check_plugins(choice: Choice, origin: str) -> None:
     """Makes the observers and fake quants once, so that a wrong option is told with its place."""
-    specs = ((choice.activation, choice.activation_observer), (choice.weight, choice.weight_observer))
+    specs = (
+        ("activations", choice.activation, choice.activation_observer),
+        ("weights", choice.weight, choice.weight_observer),
+    )
     try:
-        for scheme, spec in specs:
+        for sort, scheme, spec in specs:
             plugins.resolve("qtrace.observers", spec.name, Observer)(scheme, **spec.options)
             fake = plugins.resolve("qtrace.fakequant", choice.fakequant.name, FakeQuant)
-            fake("the site", scheme.replace(axis=None), **choice.fakequant.options)
+            fake(sort, scheme.replace(axis=None), **choice.fakequant.options)
     except QtraceError as error:
         raise ConfigError(f"{origin}: {error}") from error
 

@@ -80,3 +80,13 @@ def test_smallest_scale_is_the_one_of_the_reference() -> None:
 def test_lsq_refuses_powers_of_two_by_the_name_of_the_site() -> None:
     with pytest.raises(ConfigError, match=r"^conv_weight: lsq .*'fixed'"):
         LSQFakeQuant("conv_weight", SCHEME.replace(power_of_two=True))
+
+
+@pytest.mark.parametrize("sort", ["activation", "weight"])
+def test_a_config_that_lsq_cannot_do_is_told_with_its_place_and_its_sites(sort: str) -> None:
+    module = net(lambda self, x: self.a(x), a=M.Conv2d(3, 4, 1))
+    rule = {"match": {"op": "conv2d"}, "fakequant": "lsq", sort: {"power_of_two": True}}
+    with pytest.raises(
+        ConfigError, match=rf"^rules\[0\]: {sort}s: lsq learns any scale.*use fakequant 'fixed'"
+    ):
+        qtrace.prepare(qtrace.trace(module, X, check=False), {"rules": [rule]})

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qtrace.config import QConfig
+from qtrace.config import QConfig, Region
 from qtrace.config.checking import check_whole
 from qtrace.errors import GraphError
 from qtrace.graph import garbage
@@ -25,7 +25,11 @@ __all__ = ["plan", "prepare"]
 
 
 def prepare(
-    traced: TracedModule, qconfig: QConfig | str | Path | Mapping[str, Any] | None = None
+    traced: TracedModule,
+    qconfig: QConfig | str | Path | Mapping[str, Any] | None = None,
+    *,
+    inputs: str | Sequence[str] | None = None,
+    outputs: str | Sequence[str] | None = None,
 ) -> TracedModule:
     """Returns a copy of ``traced`` with a fake quant at every site that the config asks for.
 
@@ -36,6 +40,9 @@ def prepare(
         traced: a traced module, as ``qtrace.trace`` or MegEngine's ``trace_module`` gives it.
         qconfig: a ``QConfig``, a mapping with its fields, a recipe's name or the path of a recipe file;
             None for the default, int8 for onnxruntime.
+        inputs: where the quantized part of the graph begins: names or glob patterns of nodes or modules,
+            which are part of it; None for what the config's ``region`` says, else the graph's inputs.
+        outputs: where it ends, likewise. What lies outside stays float.
 
     Returns:
         A prepared ``TracedModule``.
@@ -45,16 +52,34 @@ def prepare(
         GraphError: when ``traced`` is not a traced module, or is prepared already.
     """
     with garbage.paused():
-        model, annotation, config, log = _decide(traced, qconfig)
+        model, annotation, config, log = _decide(traced, qconfig, inputs, outputs)
         insert(model, annotation)
         check(model)
         write_record(model, Record("prepared", annotation, config.to_dict(), log))
     return model
 
 
-def plan(traced: TracedModule, qconfig: QConfig | str | Path | Mapping[str, Any] | None = None) -> Annotation:
+def plan(
+    traced: TracedModule,
+    qconfig: QConfig | str | Path | Mapping[str, Any] | None = None,
+    *,
+    inputs: str | Sequence[str] | None = None,
+    outputs: str | Sequence[str] | None = None,
+) -> Annotation:
     """What ``prepare`` would do, without doing it: the annotation that ``explain`` prints."""
-    return _decide(traced, qconfig)[1]
+    return _decide(traced, qconfig, inputs, outputs)[1]
+
+
+def _with_region(
+    config: QConfig, inputs: str | Sequence[str] | None, outputs: str | Sequence[str] | None
+) -> QConfig:
+    """``config`` with another region; what is not given stays as the config says."""
+    if inputs is None and outputs is None:
+        return config
+    old = config.region or Region()
+    given = {"inputs": inputs or old.inputs, "outputs": outputs or old.outputs}
+    region = Region.model_validate({key: value for key, value in given.items() if value is not None})
+    return config.model_copy(update={"region": region})
 
 
 def _folds_bn(config: QConfig) -> bool:
@@ -64,7 +89,10 @@ def _folds_bn(config: QConfig) -> bool:
 
 
 def _decide(
-    traced: TracedModule, qconfig: QConfig | str | Path | Mapping[str, Any] | None
+    traced: TracedModule,
+    qconfig: QConfig | str | Path | Mapping[str, Any] | None,
+    inputs: str | Sequence[str] | None,
+    outputs: str | Sequence[str] | None,
 ) -> tuple[TracedModule, Annotation, QConfig, tuple[str, ...]]:
     if not isinstance(traced, TracedModule):
         raise GraphError(
@@ -72,7 +100,7 @@ def _decide(
         )
     if is_quantized(traced):
         raise GraphError("the module is prepared or converted already: prepare the float one.")
-    config = as_qconfig(QConfig() if qconfig is None else qconfig)
+    config = _with_region(as_qconfig(QConfig() if qconfig is None else qconfig), inputs, outputs)
     check_whole(config)
     model = flatten(traced)
     results = [expand(model)]

@@ -41,6 +41,7 @@ _PLACED = (
     "observers.weight",
     "fakequant",
     "qat.fakequant",
+    "region",
 )
 
 

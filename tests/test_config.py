@@ -338,7 +338,7 @@ MISTAKES = [
     ),
     (
         {"rules": [{**ON, "match": {"position": "frst"}}]},
-        "rules[0].match.position must be 'first' or 'last', not",
+        "rules[0].match.position must be 'first', 'last' or 'tail', not",
     ),
     (
         {"rules": [{**ON, "match": {"subgraph": {"from": "a"}}}]},
@@ -441,11 +441,12 @@ def test_every_mistake_has_a_line():
         "backend: unknown backend 'x'; known: megengine, onnxruntime.",
         "weight.bits must be at most 16, not 99.",
         "weight.signed must be true or false, not 1.",
-        "rules[0]: the rule changes nothing: give it one of quantize, activation, weight, observers, "
-        "fakequant.",
-        "unknown key 'qq' in rules[1]; known: match, quantize, activation, weight, observers, fakequant.",
+        "rules[0]: the rule changes nothing: give it one of quantize, activation, weight, output, "
+        "quantize_output, observers, fakequant, share.",
+        "unknown key 'qq' in rules[1]; known: match, quantize, activation, weight, output, quantize_output, "
+        "observers, fakequant, share, backends, optional.",
         "unknown key 'zzz'; known: name, description, backend, preprocess, activation, weight, observers, "
-        "fakequant, rules, ptq, qat, expect.",
+        "fakequant, rules, region, ptq, qat, expect.",
     ]
 
 

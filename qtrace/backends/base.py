@@ -58,6 +58,8 @@ class Backend:
         ops: the op kinds that it computes on integers.
         fused: op kind -> activations that it computes in the same kernel.
         ties_concat: whether inputs and output of concat and stack must share their parameters.
+        rounds_around_float: whether an op without an integer kernel may stand between quantized tensors, in
+            float: what ``quantize: true`` asks for.
         limits: sort of site ("activation", "weight") -> what can run.
     """
 
@@ -68,6 +70,7 @@ class Backend:
     fused: Mapping[str, frozenset[str]]
     ties_concat: bool
     limits: Mapping[str, Limits] = field(default_factory=dict)
+    rounds_around_float: bool = False
 
     @property
     def rounding(self) -> str:

@@ -3,7 +3,7 @@
 All are frozen and hashable, refuse unknown keys, and raise `ConfigError`: one sentence a mistake.
 """
 
-from qtrace.config.qconfig import PTQ_ALGORITHMS, Bn, Expect, Preprocess, Qat, QConfig
+from qtrace.config.qconfig import PTQ_ALGORITHMS, Bn, Expect, Preprocess, Qat, QConfig, Region
 from qtrace.config.rule import Match, Observers, Rule, SchemePatch, Spec, Subgraph
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Preprocess",
     "QConfig",
     "Qat",
+    "Region",
     "Rule",
     "SchemePatch",
     "Spec",

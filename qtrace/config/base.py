@@ -20,6 +20,7 @@ __all__ = [
     "Text",
     "Texts",
     "hint",
+    "known_backend",
     "known_keys",
     "show",
     "spell",
@@ -133,6 +134,20 @@ def hint(word: str, known: Iterable[str]) -> str:
     names = list(known)
     close = difflib.get_close_matches(word, names, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names) or '(none)'}."
+
+
+def known_backend(name: str) -> str:
+    """``name``, if it is a backend's.
+
+    Raises:
+        ValueError: when it is not, listing those there are.
+    """
+    from qtrace import backends  # here: it loads numpy
+
+    known = backends.known()
+    if name not in known:
+        raise ValueError(f"unknown backend {name!r}{hint(name, known)}")
+    return name
 
 
 def known_keys(model: type[BaseModel]) -> list[str]:

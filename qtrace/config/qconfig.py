@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
-from qtrace.config.base import Bool, Float, Int, Model, Text, hint, show
+from qtrace.config.base import Bool, Float, Int, Model, Text, Texts, hint, known_backend, show
 from qtrace.config.rule import FakeQuantSpec, Observers, Rule, SchemePatch, Spec
 
-__all__ = ["PTQ_ALGORITHMS", "Bn", "Expect", "Preprocess", "QConfig", "Qat"]
+__all__ = ["PTQ_ALGORITHMS", "Bn", "Expect", "Preprocess", "QConfig", "Qat", "Region"]
 
 PTQ_ALGORITHMS = ("fuse_bn",)
 
@@ -112,13 +112,18 @@ class Expect(Model):
     max_drop: Annotated[Float, Field(ge=0)]
 
 
-def _known_backend(name: str) -> str:
-    from qtrace import backends  # here: it loads numpy
+class Region(Model):
+    """The part of the graph that is quantized; the rest stays float.
 
-    known = backends.known()
-    if name not in known:
-        raise ValueError(f"unknown backend {name!r}{hint(name, known)}")
-    return name
+    Attributes:
+        inputs: glob patterns for the nodes or modules where it begins, which lie inside; None for the
+            graph's inputs.
+        outputs: glob patterns for the nodes or modules where it ends, which lie inside; None for the
+            graph's outputs.
+    """
+
+    inputs: Texts | None = None
+    outputs: Texts | None = None
 
 
 def _known_algorithm(name: str) -> str:
@@ -142,6 +147,7 @@ class QConfig(Model):
         observers: which observers collect statistics.
         fakequant: which fake quant is inserted.
         rules: changes for some ops; a later rule wins, and one that matches nothing is an error in `prepare`.
+        region: the part of the graph that is quantized; None for all of it.
         ptq: algorithms applied after training, in order; None for the usual ones.
         qat: how to train.
         expect: what the result must reach.
@@ -152,13 +158,14 @@ class QConfig(Model):
 
     name: Text | None = None
     description: Text | None = None
-    backend: Annotated[Text, AfterValidator(_known_backend)] = "onnxruntime"
+    backend: Annotated[Text, AfterValidator(known_backend)] = "onnxruntime"
     preprocess: Preprocess | None = None
     activation: SchemePatch | None = None
     weight: SchemePatch | None = None
     observers: Annotated[Observers, BeforeValidator(_none_as_mapping)] = Observers()
     fakequant: FakeQuantSpec | None = None
     rules: Annotated[tuple[Rule, ...], BeforeValidator(_none_as_list)] = ()
+    region: Region | None = None
     ptq: tuple[Annotated[Text, AfterValidator(_known_algorithm)], ...] | None = None
     qat: Qat | None = None
     expect: Expect | None = None

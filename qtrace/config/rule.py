@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
 
 from qtrace import plugins
-from qtrace.config.base import Bool, Int, Model, Text, Texts, hint, known_keys, show
+from qtrace.config.base import Bool, Int, Model, Text, Texts, hint, known_backend, known_keys, show
 
 if TYPE_CHECKING:
     from qtrace.scheme import QScheme
@@ -206,16 +206,25 @@ class Match(Model):
         op: kinds of op, such as ``conv2d``; one or a list, any of which will do.
         name: glob patterns for the module path or the node name; one or a list, any of which will do.
         depthwise: convolutions with one input channel per group, or those with more.
-        position: the first or last ops that compute (several where a graph branches).
+        position: the first or last ops that compute (several where a graph branches), or the ``tail``: what
+            comes after the last ones and is not fused into them, such as the decoding of a detector.
         before_output: whether the op's result leaves the graph.
+        feeds: kinds of op that read the result, seen through moves, activations and scalar arithmetic.
+        follows: kinds of op that give the input, seen through the same.
+        gate: whether the result scales the channels of another tensor (squeeze and excitation).
+        shared: whether the weight serves several calls, as in a head that is called for every level.
         subgraph: the ops between two nodes.
     """
 
     op: Texts | None = None
     name: Texts | None = None
     depthwise: Bool | None = None
-    position: Literal["first", "last"] | None = None
+    position: Literal["first", "last", "tail"] | None = None
     before_output: Bool | None = None
+    feeds: Texts | None = None
+    follows: Texts | None = None
+    gate: Bool | None = None
+    shared: Bool | None = None
     subgraph: Subgraph | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -224,24 +233,42 @@ class Match(Model):
         return {k: v[0] if isinstance(v, list) and len(v) == 1 else v for k, v in data.items()}
 
 
+_CHANGES = ("activation", "weight", "output", "observers", "fakequant")
+
+
+def _known_backends(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(known_backend(name) for name in names)
+
+
 class Rule(Model):
     """What changes for the ops that match; a later rule wins over an earlier one.
 
     Attributes:
         match: which ops.
-        quantize: False keeps them in float.
-        activation: changes to the scheme of their activations.
+        quantize: False keeps them in float; True quantizes around an op that stays float by default.
+        activation: changes to the scheme of what they read, and of their result where no reader has a say.
         weight: changes to the scheme of their weights.
+        output: changes to the scheme of their result, whatever its readers ask for.
+        quantize_output: False leaves their result in float: it is not rounded.
         observers: other observers.
         fakequant: another fake quant.
+        share: True gives the calls of one module (a head called for every level) one set of parameters for
+            what they read, and one for their results.
+        backends: the targets that the rule is for; None for all.
+        optional: True where the rule may match nothing, as in a recipe for a whole family.
     """
 
     match: Match
     quantize: Bool | None = None
     activation: SchemePatch | None = None
     weight: SchemePatch | None = None
+    output: SchemePatch | None = None
+    quantize_output: Bool | None = None
     observers: Observers | None = None
     fakequant: FakeQuantSpec | None = None
+    share: Bool | None = None
+    backends: Annotated[Texts, AfterValidator(_known_backends)] | None = None
+    optional: Bool = False
     _origin: str = PrivateAttr("rules[0]")
 
     @property
@@ -257,11 +284,15 @@ class Rule(Model):
 
     @model_validator(mode="after")
     def _changes_something(self) -> Rule:
-        given = [name for name in ("activation", "weight", "observers", "fakequant") if _content(self, name)]
-        if self.quantize is None and not given:
-            raise ValueError(f"the rule changes nothing: give it one of {', '.join(known_keys(Rule)[1:])}.")
+        given = [name for name in _CHANGES if _content(self, name)]
+        flags = [f for f in (self.quantize, self.quantize_output, self.share) if f is not None]
+        if not flags and not given:
+            keys = [key for key in known_keys(Rule) if key not in ("match", "backends", "optional")]
+            raise ValueError(f"the rule changes nothing: give it one of {', '.join(keys)}.")
         if self.quantize is False and given:
             raise ValueError(f"with quantize: false the ops stay float, so {given[0]} has no effect.")
+        if self.quantize_output is False and _content(self, "output"):
+            raise ValueError("with quantize_output: false the result stays float, so output has no effect.")
         return self
 
     def __eq__(self, other: object) -> bool:

@@ -7,22 +7,25 @@ values. *Sites*, forwards: where a fake quant goes; values stay integers through
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TypeVar
 
 from qtrace import backends, ops
-from qtrace.backends import Backend
-from qtrace.config import QConfig, Spec
+from qtrace.config import QConfig
+from qtrace.graph.dataflow import static_nodes
 from qtrace.graph.types import Constant, Expr, GetAttr, Node, TensorNode, TracedModule
-from qtrace.graph.walk import exprs, is_float_tensor, module_path, op_label, owner, users
-from qtrace.ops import OpCall, Role
-from qtrace.passes.annotation import Annotation, ExprNote, Fold, Plan, Site
-from qtrace.passes.select import Choice, choose
-from qtrace.scheme import QScheme
+from qtrace.graph.walk import exprs, is_float_tensor, module_path
+from qtrace.ops import Role
+from qtrace.passes._chains import Chains
+from qtrace.passes._notes import Notes
+from qtrace.passes._region import inside
+from qtrace.passes._view import View
+from qtrace.passes.annotation import Annotation, Fold, Plan, Site
+from qtrace.passes.select import choose
 
 __all__ = ["annotate"]
 
 _T = TypeVar("_T")
-_INT_ROLES = (Role.COMPUTE, Role.ELEMENTWISE, Role.ACTIVATION, Role.NORM, Role.CONCAT)
 
 
 def annotate(traced: TracedModule, qconfig: QConfig) -> Annotation:
@@ -41,19 +44,15 @@ def annotate(traced: TracedModule, qconfig: QConfig) -> Annotation:
     backend = backends.get(qconfig.backend)
     calls = {id(e): c for e in exprs(traced) if (c := ops.read(e)) is not None}
     choices = choose(traced, calls, qconfig, backend)
-    return _Annotator(traced, calls, choices, backend).run()
+    region = None if qconfig.region is None else inside(traced, qconfig.region, qconfig.place("region"))
+    view = View(traced, calls, choices, backend, region, static_nodes(traced))
+    return _Annotator(view).run()
 
 
 class _Annotator:
-    def __init__(
-        self, traced: TracedModule, calls: dict[int, OpCall], choices: dict[int, Choice], backend: Backend
-    ) -> None:
-        self.traced, self.calls, self.choices, self.backend = traced, calls, choices, backend
-        self.order = exprs(traced)
-        self.outputs = {id(n) for n in traced.graph.outputs}
-        self.float_reason: dict[int, str] = {}
-        self.head: dict[int, Expr] = {}
-        self.tail: dict[int, Expr] = {}
+    def __init__(self, view: View) -> None:
+        self.view, self.calls = view, view.calls
+        self.chains = Chains(view)
         self.wants: dict[int, list[tuple[Plan, Expr]]] = {}
         self.sites: list[Site] = []
         self.state: dict[int, str] = {}
@@ -61,99 +60,28 @@ class _Annotator:
         self.weight_site: dict[int, str] = {}
         self.tie: dict[str, str] = {}
         self.plans: dict[str, Plan] = {}
-        self.norm: dict[int, Expr] = {}
 
     def run(self) -> Annotation:
-        for expr in self.order:
-            self._classify(expr)
-        for expr in self.order:
-            self._chain(expr)
-        for expr in reversed(self.order):
+        for expr in reversed(self.view.order):
             self._ask(expr)
-        for node in self.traced.graph.inputs:
+        for node in self.view.traced.graph.inputs:
             self._place_edges(node, None)
-        for expr in self.order:
+        for expr in self.view.order:
             self._place(expr)
+        self._share()
         self._place_weights()
         self._place_biases()
         return self._result()
 
-    # -- which ops run on integers, and as one ------------------------------------------------------
-
-    def _classify(self, expr: Expr) -> None:
-        """Notes why ``expr`` stays float; an expr without a note runs on integers or carries them."""
-        call = self.calls.get(id(expr))
-        if call is None:
-            self.float_reason[id(expr)] = ops.unsupported(expr)
-            return
-        choice = self.choices[id(expr)]
-        if choice.quantize is False:
-            self.float_reason[id(expr)] = f"{choice.rules[-1]} says quantize: false"
-        elif call.role is Role.FLOAT:
-            self.float_reason[id(expr)] = call.reason
-        elif not all(is_float_tensor(n) for n in (*call.inputs, *call.outputs)):
-            self.float_reason[id(expr)] = "its values are not float32"
-        elif call.role in _INT_ROLES and call.kind not in self.backend.ops:
-            self.float_reason[id(expr)] = f"backend {self.backend.name} has no integer kernel for {call.kind}"
-
-    def _on_integers(self, expr: Expr) -> bool:
-        """Whether ``expr`` (the head of its chain) computes on quantized inputs."""
-        call = self.calls.get(id(expr))
-        return call is not None and call.role in _INT_ROLES and id(expr) not in self.float_reason
-
-    def _carries(self, expr: Expr) -> bool:
-        call = self.calls.get(id(expr))
-        return call is not None and call.role is Role.CARRY and id(expr) not in self.float_reason
-
-    def _chain(self, expr: Expr) -> None:
-        """Lets ``expr`` take the following norm and activation into its kernel."""
-        if id(expr) in self.head or not self._on_integers(expr):
-            return
-        call = self.calls[id(expr)]
-        self.head[id(expr)] = self.tail[id(expr)] = expr
-        follower = self._only_user(expr)
-        if follower is not None and self._folds(call, self.calls[id(follower)]):
-            self._join(expr, follower)
-            self.norm[id(expr)] = follower
-            follower = self._only_user(follower)
-        fused = self.backend.fused.get(call.kind, frozenset())
-        if follower is not None and self.calls[id(follower)].kind in fused:
-            self._join(expr, follower)
-
-    def _folds(self, layer: OpCall, norm: OpCall) -> bool:
-        """Whether ``norm`` can stay and be folded into ``layer`` whenever it does not train."""
-        if norm.role is not Role.NORM or layer.weight is None or owner(norm.expr) is None:
-            return False
-        plan, axes = self._weight_plan(layer)
-        alone = len(layer.weight.users) == 1 and isinstance(layer.weight.expr, GetAttr)
-        return alone and bool(axes) and plan.scheme.symmetric and plan.scheme.signed
-
-    def _join(self, head: Expr, member: Expr) -> None:
-        self.head[id(member)] = head
-        self.tail[id(head)] = member
-
-    def _only_user(self, expr: Expr) -> Expr | None:
-        node = expr.outputs[0]
-        if len(node.users) != 1 or id(node) in self.outputs:
-            return None
-        user = node.users[0]
-        call = self.calls.get(id(user))
-        alone = call is not None and id(user) not in self.float_reason and call.inputs == (node,)
-        return user if alone else None
-
     # -- what readers ask for -----------------------------------------------------------------------
-
-    def _plan(self, expr: Expr) -> Plan:
-        choice = self.choices[id(self.head.get(id(expr), expr))]
-        return _plan(choice.activation, choice.activation_observer, choice.fakequant)
 
     def _ask(self, expr: Expr) -> None:
         call = self.calls.get(id(expr))
-        if call is None or self._interior(expr):
+        if call is None or self.chains.interior(expr):
             return
-        if self._on_integers(expr):
-            plan: Plan | None = self._plan(expr)
-        elif self._carries(expr):
+        if self.view.on_integers(expr):
+            plan: Plan | None = self.chains.input_plan(expr)
+        elif self.view.carries(expr):
             asked = _distinct([p for n in expr.outputs for p, _ in self.wants.get(id(n), [])])
             plan = asked[0] if len(asked) == 1 else None
         else:
@@ -162,30 +90,27 @@ class _Annotator:
             for node in dict.fromkeys(call.inputs):
                 self.wants.setdefault(id(node), []).insert(0, (plan, expr))
 
-    def _interior(self, expr: Expr) -> bool:
-        """Whether ``expr`` is fused into another: its input is not a tensor of its own."""
-        return id(expr) in self.head and self.head[id(expr)] is not expr
-
     # -- where fake quants go -----------------------------------------------------------------------
 
     def _place(self, expr: Expr) -> None:
-        if self._carries(expr):
+        if self.view.carries(expr):
             source = self._read(expr, self.calls[id(expr)].inputs[0])
             for node in expr.outputs:
                 if source:
                     self.state[id(node)] = source
                 self._place_edges(node, self.plans[source] if source else None)
             return
-        head = self.head.get(id(expr))
+        head = self.chains.head.get(id(expr))
         if head is None:
             for node in expr.outputs:
                 self._place_edges(node, None)
-        elif self.tail[id(head)] is expr:
+        elif self.chains.tail[id(head)] is expr:
             self._place_output(head, expr.outputs[0])
 
     def _place_output(self, head: Expr, node: TensorNode) -> None:
-        call, own = self.calls[id(head)], self._plan(head)
-        if call.role is Role.CONCAT and self.backend.ties_concat:
+        call = self.calls[id(head)]
+        own, fixed = self.chains.output_plan(head)
+        if call.role is Role.CONCAT and self.view.backend.ties_concat:
             groups = [self._read(head, n) for n in call.inputs]
             for group in groups[1:]:
                 self._tie(groups[0], group)
@@ -193,11 +118,13 @@ class _Annotator:
             self._place_edges(node, own)
             return
         asked = _distinct([p for p, _ in self.wants.get(id(node), [])])
-        if len(asked) > 1:
+        if not self.chains.output_choice(head).quantize_output or (len(asked) > 1 and not fixed):
             self._place_edges(node, None)
             return
-        self._add(Site(node.name, "activation", node.name, None, node.name, asked[0] if asked else own))
+        plan = asked[0] if asked and not fixed else own
+        self._add(Site(node.name, "activation", node.name, None, node.name, plan))
         self.state[id(node)] = node.name
+        self._place_edges(node, plan)
 
     def _place_edges(self, node: Node, present: Plan | None) -> None:
         """Sites between ``node`` and those readers that ask for other parameters than are ``present``."""
@@ -205,7 +132,7 @@ class _Annotator:
         for plan in _distinct([p for p, _ in asked if p != present]):
             readers = [e for p, e in asked if p == plan]
             first = readers[0].outputs[0].name
-            every = self._all_values_read_by(node, readers)
+            every = node.name not in self.plans and self.view.all_values_read_by(node, readers)
             name = node.name if every else f"{node.name}__{first}"
             names = tuple(e.outputs[0].name for e in readers)
             static = isinstance(node.expr, (GetAttr, Constant))
@@ -213,15 +140,10 @@ class _Annotator:
             for reader in readers:
                 self.reads[id(reader), id(node)] = name
 
-    def _all_values_read_by(self, node: Node, readers: list[Expr]) -> bool:
-        """Whether nothing but ``readers`` and shape arithmetic sees ``node``."""
-        others = [u for u in users(node) if u not in readers]
-        return id(node) not in self.outputs and not any(is_float_tensor(n) for u in others for n in u.outputs)
-
     def _add(self, site: Site) -> None:
-        if site.plan is not None and site.plan.scheme.per_channel and site.sort == "activation":
-            axis = site.plan.scheme.axis
-            site = Site(**{**site.__dict__, "channel_axes": (axis,)})
+        axis = site.plan.scheme.axis if site.plan is not None and site.sort == "activation" else None
+        if axis is not None:
+            site = dataclasses.replace(site, channel_axes=(axis,))
         self.sites.append(site)
         if site.plan is not None:
             self.plans[site.name] = site.plan
@@ -230,6 +152,8 @@ class _Annotator:
         return self.reads.get((id(expr), id(node))) or self.state.get(id(node), "")
 
     def _tie(self, first: str, second: str) -> None:
+        if not first or not second:
+            return
         a, b = self._group(first), self._group(second)
         if a != b and self.plans[a] == self.plans[b]:
             self.tie[b] = a
@@ -239,18 +163,32 @@ class _Annotator:
             name = self.tie[name]
         return name
 
+    def _share(self) -> None:
+        """Ties what the calls of one module read, and what they give, where the config says so."""
+        first: dict[object, Expr] = {}
+        for head in self.view.order:
+            if self.chains.head.get(id(head)) is not head or not self.view.choices[id(head)].share:
+                continue
+            call = self.calls[id(head)]
+            key = id(call.weight) if call.weight is not None else (call.kind, module_path(head))
+            model = self.calls[id(first.setdefault(key, head))]
+            for one, other in zip(model.inputs, call.inputs, strict=False):
+                self._tie(self._read(model.expr, one), self._read(head, other))
+            ends = [self.chains.tail[id(e)].outputs[0] for e in (model.expr, head)]
+            self._tie(self.state.get(id(ends[0]), ""), self.state.get(id(ends[1]), ""))
+
     # -- parameters ---------------------------------------------------------------------------------
 
     def _place_weights(self) -> None:
         asked: dict[int, list[tuple[tuple[Plan, tuple[int, ...]], Expr]]] = {}
         nodes: dict[int, TensorNode] = {}
-        for expr in self.order:
+        for expr in self.view.order:
             call = self.calls.get(id(expr))
-            if call is None or call.weight is None or self.head.get(id(expr)) is not expr:
+            if call is None or call.weight is None or self.chains.head.get(id(expr)) is not expr:
                 continue
             if is_float_tensor(call.weight):
                 nodes[id(call.weight)] = call.weight
-                asked.setdefault(id(call.weight), []).append((self._weight_plan(call), expr))
+                asked.setdefault(id(call.weight), []).append((self.view.weight_plan(call), expr))
         for key, wanted in asked.items():
             node = nodes[key]
             plans = _distinct([p for p, _ in wanted])
@@ -262,109 +200,46 @@ class _Annotator:
                 self._add(Site(name, "weight", node.name, names, name, plan, axes, static))
                 self.weight_site.update((id(e), name) for e in readers)
 
-    def _weight_plan(self, call: OpCall) -> tuple[Plan, tuple[int, ...]]:
-        choice = self.choices[id(call.expr)]
-        scheme, axes = choice.weight, call.channel_axes
-        if not scheme.per_channel or (call.kind == "conv_transpose2d" and len(axes) > 1):
-            # Runtimes have no per-channel scales for grouped transposed convolutions.
-            scheme, axes = scheme.replace(axis=None), ()
-        else:
-            scheme = scheme.replace(axis=0)
-        return _plan(scheme, choice.weight_observer, choice.fakequant), axes
-
     def _place_biases(self) -> None:
         readers: dict[int, int] = {}
-        for expr in self.order:
+        for expr in self.view.order:
             call = self.calls.get(id(expr))
             if call is None or call.bias is None or id(expr) not in self.weight_site:
                 continue
             group = self._read(expr, call.inputs[0])
-            if not group or id(expr) in self.norm or self.plans[group].scheme.per_channel:
+            if not group or id(expr) in self.chains.norm or self.plans[group].scheme.per_channel:
                 continue
             count = readers.get(id(call.bias), 0)
             readers[id(call.bias)] = count + 1
             name = call.bias.name if count == 0 else f"{call.bias.name}__{call.out.name}"
-            weight = self.weight_site[id(expr)]
-            self.sites.append(
-                Site(
-                    name,
-                    "bias",
-                    call.bias.name,
-                    (call.out.name,),
-                    name,
-                    None,
-                    static=True,
-                    activation=group,
-                    weight=weight,
-                )
-            )
+            weight, names = self.weight_site[id(expr)], (call.out.name,)
+            site = Site(name, "bias", call.bias.name, names, name, None, static=True)
+            self.sites.append(dataclasses.replace(site, activation=group, weight=weight))
 
     # -- the result ---------------------------------------------------------------------------------
 
     def _result(self) -> Annotation:
-        notes = tuple(self._note(e) for e in self.order if not isinstance(e, (GetAttr, Constant)))
         sites = tuple(
-            Site(**{**s.__dict__, "group": self._group(s.group), "activation": self._group(s.activation)})
+            dataclasses.replace(s, group=self._group(s.group), activation=self._group(s.activation))
             for s in self.sites
         )
         at_site = {s.node for s in sites if s.consumers is None}
         carried = {
             n.name: self._group(self.state[id(n)])
-            for e in self.order
+            for e in self.view.order
             for n in e.outputs
             if id(n) in self.state and n.name not in at_site
         }
-        folds = tuple(self._fold(e) for e in self.order if id(e) in self.norm)
-        return Annotation(self.backend.name, notes, sites, carried, folds)
+        groups = {key: self._group(name) for key, name in self.state.items()}
+        reads = {key: self._group(name) for key, name in self.reads.items()}
+        notes = Notes(self.view, self.chains, groups, reads, self.weight_site, self.plans).all()
+        folds = tuple(self._fold(e) for e in self.view.order if id(e) in self.chains.norm)
+        return Annotation(self.view.backend.name, notes, sites, carried, folds)
 
     def _fold(self, layer: Expr) -> Fold:
         group = self._group(self._read(layer, self.calls[id(layer)].inputs[0]))
-        names = (layer.outputs[0].name, self.norm[id(layer)].outputs[0].name)
+        names = (layer.outputs[0].name, self.chains.norm[id(layer)].outputs[0].name)
         return Fold(*names, self.weight_site[id(layer)], group)
-
-    def _note(self, expr: Expr) -> ExprNote:
-        call, head = self.calls.get(id(expr)), self.head.get(id(expr))
-        state = "float"
-        if head is not None:
-            state = "int" if head is expr else "fused"
-        elif self._carries(expr) and any(id(n) in self.state for n in expr.outputs):
-            state = "carried"
-        output = self.state.get(id(expr.outputs[0]), "") if expr.outputs else ""
-        return ExprNote(
-            name=expr.outputs[0].name if expr.outputs else "",
-            op=op_label(expr),
-            kind=call.kind if call else "",
-            role=call.role.value if call else "",
-            path=module_path(expr),
-            state=state,
-            into=head.outputs[0].name if state == "fused" and head is not None else "",
-            inputs=tuple(self._group(self._read(expr, n)) for n in call.inputs) if call else (),
-            output=self._group(output),
-            scheme=self.plans[output].scheme.describe() if output else "",
-            weight=self.weight_site.get(id(expr), ""),
-            rule=call.rule if call else "",
-            matched=self.choices[id(expr)].rules if call else (),
-            reason=self._reason(expr, state),
-        )
-
-    def _reason(self, expr: Expr, state: str) -> str:
-        if state != "float":
-            return ""
-        if self._carries(expr):
-            return "its input is float and no reader asks for integers"
-        if not any(is_float_tensor(n) for n in expr.outputs):
-            return "integer or shape arithmetic"
-        return self.float_reason.get(id(expr), "")
-
-
-def _plan(scheme: QScheme, observer: Spec, fakequant: Spec) -> Plan:
-    return Plan(
-        scheme,
-        observer.name,
-        tuple(sorted(observer.options.items())),
-        fakequant.name,
-        tuple(sorted(fakequant.options.items())),
-    )
 
 
 def _distinct(values: list[_T]) -> list[_T]:

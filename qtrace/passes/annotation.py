@@ -88,7 +88,8 @@ class ExprNote:
         kind: the op kind, or "" without a rule.
         role: what quantization means for it.
         path: the module path it comes from.
-        state: "int" (computed on integers), "fused" (into ``into``), "carried", or "float".
+        state: "int" (computed on integers), "fused" (into ``into``), "carried", "float", or "shape"
+            (integers, shapes, and what is computed from them and constants alone).
         into: the op it is fused into.
         inputs: the site or group of each input, "" for a float one.
         output: the group of its output, "" for a float one.
@@ -97,6 +98,9 @@ class ExprNote:
         rule: the op rule, file and line.
         matched: the config rules that matched, file and line.
         reason: why it stays float, or what else there is to say.
+        macs: its multiplications with accumulation, at the shapes that were traced.
+        island: the number of the float island that it belongs to; 0 for none. An island is a connected
+            part of the graph that stays float between integers.
     """
 
     name: str
@@ -113,6 +117,8 @@ class ExprNote:
     rule: str = ""
     matched: tuple[str, ...] = ()
     reason: str = ""
+    macs: int = 0
+    island: int = 0
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,8 @@ def insert(traced: TracedModule, annotation: Annotation) -> PassResult:
             new = editor.call_module(path, *args, after=node.expr, like=node, name=f"{site.name}_q")
             readers = None if site.consumers is None else [producers[c] for c in site.consumers]
             editor.replace_uses(node, new, readers)
+            if readers is None:  # who wants another scheme rounds what is rounded here
+                nodes[site.node] = new
             changed.append(f"{site.name}: {site.sort}")
     return PassResult(traced, tuple(changed))
 

@@ -1,0 +1,158 @@
+"""What annotate says about each expr: its state, its groups, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode
+from qtrace.graph.walk import is_float_tensor, module_path, op_label
+from qtrace.ops import OpCall, Role
+from qtrace.passes._chains import Chains
+from qtrace.passes._view import View
+from qtrace.passes.annotation import ExprNote, Plan
+
+__all__ = ["Notes", "macs"]
+
+
+class Notes:
+    """Writes the notes of one graph.
+
+    Args:
+        view: the graph under its config.
+        chains: which ops are computed as one.
+        groups: id of node -> the group of its value, for nodes that hold integers.
+        reads: ids of (expr, node) -> the group of what the expr reads, where that differs from the node's.
+        weights: id of expr -> the site of its weight.
+        plans: site -> how it is quantized.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        chains: Chains,
+        groups: Mapping[int, str],
+        reads: Mapping[tuple[int, int], str],
+        weights: Mapping[int, str],
+        plans: Mapping[str, Plan],
+    ) -> None:
+        self.view, self.chains = view, chains
+        self.groups, self.reads, self.weights, self.plans = groups, reads, weights, plans
+        self.order = [e for e in view.order if not isinstance(e, (GetAttr, Constant))]
+
+    def all(self) -> tuple[ExprNote, ...]:
+        """One note for each op, in graph order."""
+        islands = self._islands()
+        return tuple(self._note(e, islands.get(id(e), 0)) for e in self.order)
+
+    def _note(self, expr: Expr, island: int) -> ExprNote:
+        call, head = self.view.calls.get(id(expr)), self.chains.head.get(id(expr))
+        state = self._state(expr)
+        output = self.groups.get(id(expr.outputs[0]), "") if expr.outputs else ""
+        return ExprNote(
+            name=expr.outputs[0].name if expr.outputs else "",
+            op=op_label(expr),
+            kind=call.kind if call else "",
+            role=call.role.value if call else "",
+            path=module_path(expr),
+            state=state,
+            into=head.outputs[0].name if state == "fused" and head is not None else "",
+            inputs=tuple(self._read(expr, n) for n in call.inputs) if call else (),
+            output=output,
+            scheme=self.plans[output].scheme.describe() if output else "",
+            weight=self.weights.get(id(expr), ""),
+            rule=call.rule if call else "",
+            matched=self.view.choices[id(expr)].rules if call else (),
+            reason=self._reason(expr, state),
+            macs=macs(call) if call else 0,
+            island=island,
+        )
+
+    def _read(self, expr: Expr, node: TensorNode) -> str:
+        return self.reads.get((id(expr), id(node))) or self.groups.get(id(node), "")
+
+    def _state(self, expr: Expr) -> str:
+        head = self.chains.head.get(id(expr))
+        if head is not None:
+            return "int" if head is expr else "fused"
+        if self.view.carries(expr) and any(id(n) in self.groups for n in expr.outputs):
+            return "carried"
+        return "float" if self._computes_floats(expr) else "shape"
+
+    def _computes_floats(self, expr: Expr) -> bool:
+        call = self.view.calls.get(id(expr))
+        if call is not None and call.role is Role.SHAPE:
+            return False
+        return any(is_float_tensor(n) and id(n) not in self.view.static for n in expr.outputs)
+
+    def _reason(self, expr: Expr, state: str) -> str:
+        if state == "fused":
+            return self._without_effect(expr)
+        if state not in ("float", "shape"):
+            return ""
+        if self.view.carries(expr):
+            return "its input is float and no reader asks for integers"
+        if not any(is_float_tensor(n) for n in expr.outputs):
+            return "integer or shape arithmetic"
+        return self.view.float_reason.get(id(expr), "")
+
+    def _without_effect(self, expr: Expr) -> str:
+        """Why a rule for a fused op does not do all that it says."""
+        head = self.chains.head[id(expr)]
+        own, first = self.view.choices[id(expr)], self.view.choices[id(head)]
+        if own.rank <= first.rank:
+            return ""
+        where = own.rules[-1]
+        if self.chains.tail[id(head)] is not expr:
+            return f"{where} has no effect: nothing is rounded inside of the kernel of {head.outputs[0].name}"
+        return f"{where} changes its result only: what it reads is not rounded inside of the kernel"
+
+    def _islands(self) -> dict[int, int]:
+        """Id of expr -> the number of its float island: connected float ops that integers enter and leave."""
+        member = {id(e): e for e in self.order if self._state(e) == "float"}
+        number: dict[int, int] = {}
+        count = 0
+        for expr in self.order:
+            if id(expr) not in member or id(expr) in number:
+                continue
+            found, borders = self._connected(expr, member)
+            if borders == {"in", "out"}:
+                count += 1
+                number.update(dict.fromkeys(found, count))
+            else:
+                number.update(dict.fromkeys(found, 0))
+        return number
+
+    def _connected(self, start: Expr, member: Mapping[int, Expr]) -> tuple[set[int], set[str]]:
+        found, borders, stack = {id(start)}, set(), [start]
+        while stack:
+            expr = stack.pop()
+            before = [n.expr for n in expr.inputs if is_float_tensor(n) and id(n) not in self.view.static]
+            behind = [u for n in expr.outputs if is_float_tensor(n) for u in n.users]
+            for side, near in (("in", before), ("out", behind)):
+                for other in near:
+                    if id(other) in member:
+                        if id(other) not in found:
+                            found.add(id(other))
+                            stack.append(other)
+                    elif self._state(other) in ("int", "carried", "fused"):
+                        borders.add(side)
+        return found, borders
+
+
+def macs(call: OpCall) -> int:
+    """How many multiplications with accumulation a call makes, at the shapes it was traced with."""
+    if call.out.shape is None:
+        return 0
+    out = math.prod(int(n) for n in call.out.shape)
+    if call.weight is not None and call.kind in ("conv2d", "conv_transpose2d", "linear"):
+        weight = math.prod(int(n) for n in call.weight.shape)
+        if call.kind == "conv_transpose2d":
+            values, channels = math.prod(int(n) for n in call.inputs[0].shape), int(call.inputs[0].shape[1])
+        else:
+            values, channels = out, math.prod(int(call.weight.shape[a]) for a in call.channel_axes)
+        return values * weight // max(channels, 1)
+    if call.kind == "matmul" and call.inputs[0].shape:
+        axis = -2 if call.attrs.get("transpose_a") else -1
+        return out * int(call.inputs[0].shape[axis])
+    return 0

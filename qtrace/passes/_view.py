@@ -1,0 +1,139 @@
+"""What annotate works on: the graph, what its exprs are, and which of them compute on integers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from qtrace import ops
+from qtrace.backends import Backend
+from qtrace.config import Spec
+from qtrace.errors import ConfigError
+from qtrace.graph.types import Expr, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, is_float_tensor
+from qtrace.ops import OpCall, Role
+from qtrace.passes.annotation import Plan
+from qtrace.passes.select import Choice
+from qtrace.scheme import QScheme
+
+__all__ = ["INT_ROLES", "View", "plan_of"]
+
+INT_ROLES = (Role.COMPUTE, Role.ELEMENTWISE, Role.ACTIVATION, Role.NORM, Role.CONCAT)
+
+
+@dataclass(frozen=True)
+class View:
+    """One graph under one config.
+
+    Attributes:
+        traced: the flat, expanded graph.
+        calls: id of expr -> its reading.
+        choices: id of expr -> what the config says about it.
+        backend: the target.
+        inside: ids of the exprs in the config's region; None for all.
+        static: ids of the nodes whose values depend on no input of the graph.
+    """
+
+    traced: TracedModule
+    calls: Mapping[int, OpCall]
+    choices: Mapping[int, Choice]
+    backend: Backend
+    inside: set[int] | None
+    static: set[int]
+
+    @cached_property
+    def order(self) -> list[Expr]:
+        """The exprs in execution order."""
+        return exprs(self.traced)
+
+    @cached_property
+    def outputs(self) -> set[int]:
+        """The ids of the graph's outputs."""
+        return {id(n) for n in self.traced.graph.outputs}
+
+    @cached_property
+    def float_reason(self) -> dict[int, str]:
+        """Id of expr -> why it stays float; an expr without one runs on integers or carries them."""
+        found = ((id(e), self._why_float(e)) for e in self.order)
+        return {key: reason for key, reason in found if reason}
+
+    def _why_float(self, expr: Expr) -> str:
+        call = self.calls.get(id(expr))
+        if call is None:
+            return ops.unsupported(expr)
+        if call.role is Role.SHAPE:
+            return call.reason or "integer or shape arithmetic"
+        if call.role is not Role.CARRY and expr.outputs and all(id(n) in self.static for n in expr.outputs):
+            return "it is computed from shapes and constants alone"
+        if self.inside is not None and id(expr) not in self.inside:
+            return "it lies outside of the region"
+        choice = self.choices[id(expr)]
+        if choice.quantize is False:
+            return f"{choice.rules[-1]} says quantize: false"
+        if call.role is Role.FLOAT and not choice.quantize:
+            return call.reason
+        if not all(is_float_tensor(n) for n in (*call.inputs, *call.outputs)):
+            return "its values are not float32"
+        if call.role in (*INT_ROLES, Role.FLOAT) and call.kind not in self.backend.ops:
+            return self._without_kernel(call, choice)
+        return ""
+
+    def _without_kernel(self, call: OpCall, choice: Choice) -> str:
+        if choice.quantize and self.backend.rounds_around_float:
+            return ""
+        reason = f"backend {self.backend.name} has no integer kernel for {call.kind}"
+        if choice.quantize:
+            raise ConfigError(
+                f"{choice.rules[-1]}: {reason} ({call.out.name}), so quantize: true cannot be had; drop it."
+            )
+        return reason
+
+    def on_integers(self, expr: Expr) -> bool:
+        """Whether ``expr`` (the head of its chain) computes on quantized inputs."""
+        call = self.calls.get(id(expr))
+        if call is None or id(expr) in self.float_reason:
+            return False
+        return call.role in INT_ROLES or call.role is Role.FLOAT
+
+    def carries(self, expr: Expr) -> bool:
+        """Whether ``expr`` moves integers as it moves floats."""
+        call = self.calls.get(id(expr))
+        return call is not None and call.role is Role.CARRY and id(expr) not in self.float_reason
+
+    def only_user(self, expr: Expr) -> Expr | None:
+        """The one expr that reads the result, if it reads nothing else and may run on integers."""
+        node = expr.outputs[0]
+        if len(node.users) != 1 or id(node) in self.outputs:
+            return None
+        user = node.users[0]
+        call = self.calls.get(id(user))
+        alone = call is not None and id(user) not in self.float_reason and call.inputs == (node,)
+        return user if alone else None
+
+    def weight_plan(self, call: OpCall) -> tuple[Plan, tuple[int, ...]]:
+        """How a layer's weight is quantized, and along which axes."""
+        choice = self.choices[id(call.expr)]
+        scheme, axes = choice.weight, call.channel_axes
+        if not scheme.per_channel or (call.kind == "conv_transpose2d" and len(axes) > 1):
+            # Runtimes have no per-channel scales for grouped transposed convolutions.
+            scheme, axes = scheme.replace(axis=None), ()
+        else:
+            scheme = scheme.replace(axis=0)
+        return plan_of(scheme, choice.weight_observer, choice.fakequant), axes
+
+    def all_values_read_by(self, node: TensorNode, readers: list[Expr]) -> bool:
+        """Whether nothing but ``readers`` and shape arithmetic sees ``node``."""
+        others = [u for u in node.users if u not in readers]
+        return id(node) not in self.outputs and not any(is_float_tensor(n) for u in others for n in u.outputs)
+
+
+def plan_of(scheme: QScheme, observer: Spec, fakequant: Spec) -> Plan:
+    """The plan of a site."""
+    return Plan(
+        scheme,
+        observer.name,
+        tuple(sorted(observer.options.items())),
+        fakequant.name,
+        tuple(sorted(fakequant.options.items())),
+    )

@@ -1,0 +1,208 @@
+"""Rules: structural selectors, results of their own, shared parameters, regions, and rules without effect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace.config import QConfig
+from qtrace.errors import ConfigError
+from qtrace.passes.annotation import Annotation, ExprNote, Site
+from qtrace.preparation import plan
+from tests.nets import images, net
+
+X = images(2, 4, 8, 8)
+
+
+def _conv(outside: int = 4, **options: Any) -> M.Conv2d:
+    return M.Conv2d(4, outside, 3, padding=1, **options)
+
+
+def _plan(module: M.Module, rules: list[dict[str, Any]] | None = None, **config: Any) -> Annotation:
+    return plan(qtrace.trace(module, X), QConfig(rules=rules or [], **config))
+
+
+def _matched(module: M.Module, match: dict[str, Any]) -> set[str]:
+    annotation = _plan(module, [{"match": match, "quantize": False}])
+    return {n.name for n in annotation.notes if "rules[0]" in n.matched}
+
+
+def _sites(annotation: Annotation) -> dict[str, Site]:
+    return {s.name: s for s in annotation.sites if s.sort == "activation"}
+
+
+def _bits(annotation: Annotation) -> dict[str, int]:
+    return {name: site.plan.scheme.bits for name, site in _sites(annotation).items() if site.plan}
+
+
+def _note(annotation: Annotation, name: str) -> ExprNote:
+    return next(n for n in annotation.notes if n.name == name)
+
+
+def _detector() -> M.Module:
+    """One head for two levels; boxes through a learned scale and exp, scores through sigmoid."""
+
+    def forward(self: M.Module, x: mge.Tensor) -> tuple[mge.Tensor, mge.Tensor]:
+        levels = [F.relu(self.body(x)), F.relu(self.down(x))]
+        boxes = [F.exp(self.box(level) * self.scale).reshape(2, 4, -1) for level in levels]
+        scores = [F.sigmoid(self.score(level)).reshape(2, 4, -1) for level in levels]
+        return F.concat(boxes, 2), F.concat(scores, 2)
+
+    parts = {"body": _conv(), "down": _conv(stride=2), "box": _conv(), "score": _conv()}
+    return net(forward, **parts, scale=mge.Parameter(np.float32([1.5])))
+
+
+def test_tail_is_what_comes_after_the_last_convolutions() -> None:
+    found = _matched(_detector(), {"position": "tail"})
+    assert found
+    assert not any(name.startswith(("body", "down", "box", "score", "relu")) for name in found)
+    every = {n.name for n in _plan(_detector()).notes if n.role not in ("shape", "compute")}
+    assert every - found == {n for n in every if n.startswith("relu")}
+
+
+def test_feeds_sees_through_scales_and_follows_through_activations() -> None:
+    assert _matched(_detector(), {"op": "conv2d", "feeds": "exp"}) == {"box_out", "box_1_out"}
+    assert _matched(_detector(), {"op": "conv2d", "feeds": "sigmoid"}) == {"score_out", "score_1_out"}
+    boxes = _matched(_detector(), {"op": "conv2d", "follows": "conv2d"})
+    assert boxes == {"box_out", "box_1_out", "score_out", "score_1_out"}
+
+
+def test_shared_is_a_weight_of_several_calls() -> None:
+    found = _matched(_detector(), {"shared": True})
+    assert found == {"box_out", "box_1_out", "score_out", "score_1_out"}
+
+
+def test_gate_is_what_scales_channels() -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        x = self.c(x)
+        gate = F.sigmoid(self.fc(F.mean(x, axis=(2, 3), keepdims=True)))
+        return x * gate * F.sigmoid(x)
+
+    module = net(forward, c=_conv(), fc=M.Conv2d(4, 4, 1))
+    assert _matched(module, {"gate": True, "op": "sigmoid"}) == {"sigmoid_out"}
+
+
+def test_a_result_can_have_a_scheme_of_its_own_and_readers_round_again() -> None:
+    module = net(lambda self, x: self.b(self.a(x)), a=_conv(), b=_conv())
+    rule = {"match": {"name": "a"}, "output": {"bits": 16}}
+    annotation = _plan(module, [rule])
+    assert _bits(annotation) == {"x": 8, "a_out": 16, "a_out__b_out": 8, "b_out": 8}
+    prepared = qtrace.prepare(qtrace.trace(module, X), QConfig(rules=[rule]))
+    qtrace.calibrate(prepared, [X], progress=False)
+    sites = prepared.qsites
+    names = [n.name for e in prepared.graph._exprs for n in e.outputs]
+    assert names.index("a_out_q") < names.index("a_out__b_out_q")
+    reader = next(e for e in prepared.graph._exprs for n in e.outputs if n.name == "a_out__b_out_q")
+    assert any(n.name == "a_out_q" for n in reader.inputs)
+    assert sites.a_out.scheme.bits == 16
+    np.testing.assert_array_equal(
+        qtrace.convert(prepared)(mge.Tensor(X)).numpy(), prepared(mge.Tensor(X)).numpy()
+    )
+
+
+def test_a_result_can_stay_in_float() -> None:
+    module = net(lambda self, x: self.b(self.a(x)), a=_conv(), b=_conv())
+    annotation = _plan(module, [{"match": {"before_output": True}, "quantize_output": False}])
+    assert set(_sites(annotation)) == {"x", "a_out"}
+    assert _note(annotation, "b_out").state == "int"
+
+
+def test_a_rule_for_a_fused_activation_is_about_the_result_and_says_so() -> None:
+    module = net(lambda self, x: F.relu(self.a(x)), a=_conv())
+    annotation = _plan(module, [{"match": {"op": "relu"}, "activation": {"bits": 16}}])
+    assert _bits(annotation) == {"x": 8, "relu_out": 16}
+    assert "rules[0] changes its result only" in _note(annotation, "relu_out").reason
+
+
+def test_share_ties_what_the_calls_of_one_module_read_and_give() -> None:
+    module = _detector()
+    apart = _plan(module)
+    assert len({s.group for s in _sites(apart).values()}) == len(_sites(apart))
+    shared = _plan(module, [{"match": {"shared": True}, "share": True}])
+    sites = _sites(shared)
+    assert sites["box_out"].group == sites["box_1_out"].group
+    assert sites["score_out"].group == sites["score_1_out"].group
+    assert sites["relu_out"].group == sites["relu_out_1"].group
+    weights = [s for s in shared.sites if s.sort == "weight"]
+    assert len({s.group for s in weights}) == len(weights) == 4
+
+
+def test_float_ops_can_be_quantized_around() -> None:
+    module = net(lambda self, x: self.b(F.softmax(self.a(x), axis=1)), a=_conv(), b=_conv())
+    assert _note(_plan(module), "softmax_out").state == "float"
+    annotation = _plan(module, [{"match": {"op": "softmax"}, "quantize": True, "activation": {"bits": 16}}])
+    assert _note(annotation, "softmax_out").state == "int"
+    assert _bits(annotation) == {"x": 8, "a_out": 16, "softmax_out": 8, "b_out": 8}
+    with pytest.raises(ConfigError, match=r"rules\[0\]: backend megengine has no integer kernel for softmax"):
+        _plan(module, [{"match": {"op": "softmax"}, "quantize": True}], backend="megengine")
+
+
+def test_rules_for_other_backends_and_optional_rules_are_passed_over() -> None:
+    module = net(lambda self, x: self.a(x), a=_conv())
+    nothing = {"match": {"op": "silu"}, "quantize": False}
+    with pytest.raises(ConfigError, match=r"rules\[0\]: .* matches no op"):
+        _plan(module, [nothing])
+    _plan(module, [{**nothing, "optional": True}])
+    _plan(module, [{**nothing, "backends": ["megengine"]}])
+    with pytest.raises(ConfigError, match="unknown backend 'tensorr'"):
+        QConfig(rules=[{**nothing, "backends": ["tensorr"]}])
+
+
+def test_a_rule_about_weights_needs_an_op_with_one() -> None:
+    module = net(lambda self, x: F.relu(self.a(x)), a=_conv())
+    with pytest.raises(
+        ConfigError, match=r"rules\[0\]: .*weights only, but what it matches \(relu\) has none"
+    ):
+        _plan(module, [{"match": {"op": "relu"}, "weight": {"bits": 4}}])
+
+
+def _prepared_sites(module: M.Module, **region: Any) -> set[str]:
+    prepared = qtrace.prepare(qtrace.trace(module, X), **region)
+    found = [f"{s.name}_q" for s in qtrace.explain(prepared).annotation.sites if s.sort == "activation"]
+    names = {n.name for e in prepared.graph._exprs for n in e.outputs}
+    assert set(found) <= names
+    return {name.removesuffix("_q") for name in found}
+
+
+def test_a_region_quantizes_only_what_lies_inside() -> None:
+    module = net(
+        lambda self, x: F.exp(self.c(F.relu(self.b(self.a(x))))) * 2.0, a=_conv(), b=_conv(), c=_conv()
+    )
+    assert _prepared_sites(module, outputs="c") == {"x", "a_out", "relu_out", "c_out"}
+    assert _prepared_sites(module, outputs="relu_out") == {"x", "a_out", "relu_out"}
+    assert _prepared_sites(module, inputs=["b"], outputs="c_out") == {"a_out", "relu_out", "c_out"}
+    annotation = _plan(module, region={"outputs": ["relu_*"]})
+    assert _note(annotation, "c_out").reason == "it lies outside of the region"
+    with pytest.raises(ConfigError, match=r"QConfig: region.outputs names 'd', which is no node or module"):
+        _plan(module, region={"outputs": "d"})
+    with pytest.raises(ConfigError, match="no op lies between"):
+        _plan(module, region={"inputs": "c", "outputs": "a"})
+
+
+def test_values_from_shapes_and_constants_alone_stay_float() -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        grid = F.arange(x.shape[3]).reshape(1, 1, 1, -1) * 2.0 + 0.5
+        return self.a(x) + grid
+
+    annotation = _plan(net(forward, a=_conv()))
+    states = {n.name: (n.state, n.reason) for n in annotation.notes if n.kind in ("mul", "add")}
+    made = [state for state in states.values() if state[0] == "shape"]
+    assert len(made) == 2
+    assert all(reason == "it is computed from shapes and constants alone" for _, reason in made)
+
+
+def test_macs_and_float_islands() -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        y = F.exp(F.softmax(self.a(x), axis=1))
+        return F.exp(self.b(y) + F.exp(self.a(y)))
+
+    annotation = _plan(net(forward, a=_conv(), b=_conv()))
+    islands = {n.name: n.island for n in annotation.notes if n.state == "float"}
+    assert islands == {"softmax_out": 1, "exp_out": 1, "exp_out_1": 2, "exp_out_2": 0}
+    assert _note(annotation, "a_out").macs == 2 * 4 * 8 * 8 * 4 * 9

@@ -79,7 +79,7 @@ class Fakes:
             monkeypatch.setitem(vars(qtrace), name, getattr(self, name))  # setattr would load the real one
         monkeypatch.setattr("qtrace.cli.commands.calibrate._sites", lambda prepared: [{"site": "x"}])
 
-    def trace(self, module, *example, check=True):
+    def trace(self, module, *example, method="forward", check=True):
         self.calls["trace"] = ([array.shape for array in example], check)
         return "traced"
 

@@ -64,7 +64,12 @@ def tell_skipped(data: DataSource, console: Console) -> None:
 
 
 def trace_factory(
-    name: str, *, shapes: Shapes = (), data: DataSource | None = None, check: bool = True
+    name: str,
+    *,
+    shapes: Shapes = (),
+    data: DataSource | None = None,
+    method: str = "forward",
+    check: bool = True,
 ) -> Any:
     """Calls the factory and traces what it returns, on random inputs or on the first batch."""
     import qtrace
@@ -73,10 +78,10 @@ def trace_factory(
     if shapes:
         example = _random(shapes)
     elif data is not None:
-        example = _by_position(module, next(iter(data)), data.source)
+        example = _by_position(module, method, next(iter(data)), data.source)
     else:
         raise click.UsageError("the model must be traced: give --shape or --data.")
-    return qtrace.trace(module, *example, **({} if check else {"check": False}))
+    return qtrace.trace(module, *example, method=method, check=check)
 
 
 def _make(name: str) -> Any:
@@ -109,15 +114,15 @@ def _random(shapes: Shapes) -> tuple[Any, ...]:
     return tuple(generator.standard_normal(shape, dtype=np.float32) for shape in shapes)
 
 
-def _by_position(module: Any, batch: Batch, source: str) -> tuple[Any, ...]:
-    """A batch as positional inputs; named ones go by the parameters of forward."""
+def _by_position(module: Any, method: str, batch: Batch, source: str) -> tuple[Any, ...]:
+    """A batch as positional inputs; named ones go by the parameters of the method."""
     if isinstance(batch, tuple):
         return batch
-    names = list(inspect.signature(module.forward).parameters)
+    names = list(inspect.signature(getattr(module, method, module.forward)).parameters)
     wanted = names[: len(batch)]
     if set(wanted) != set(batch):
         raise TraceError(
-            f"{source} has the inputs {', '.join(batch)}, but {type(module).__name__}.forward takes "
+            f"{source} has the inputs {', '.join(batch)}, but {type(module).__name__}.{method} takes "
             f"{', '.join(names)}; name the arrays after its first parameters."
         )
     return tuple(batch[name] for name in wanted)

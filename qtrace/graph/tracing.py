@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ _BAKED = (
 )
 
 
-def trace(module: Module, *example: Any, check: bool = True) -> TracedModule:
+def trace(module: Module, *example: Any, method: str = "forward", check: bool = True) -> TracedModule:
     """Traces ``module`` in eval mode and reports what the trace would lose or get wrong.
 
     The module stays as it is, training flags included, and the result shares nothing with it.
@@ -34,6 +35,8 @@ def trace(module: Module, *example: Any, check: bool = True) -> TracedModule:
         module: the model, one layer of MegEngine's own if need be; a ``TracedModule`` is copied and put in
             eval mode, not traced again.
         *example: inputs of ``forward`` by position: Tensors, numpy arrays, dicts, lists and tuples of them.
+        method: what to trace in the place of ``forward``, such as a method that stops before boxes are
+            decoded and returns tensors. It may call ``self.forward``.
         check: whether to compare module and trace on two other inputs: other values, and another batch size
             where the module itself accepts one. Costs about five forwards.
 
@@ -54,24 +57,31 @@ def trace(module: Module, *example: Any, check: bool = True) -> TracedModule:
         copied.eval()
         return copied
     args = _inputs.to_tensors(example)
-    _check_signature(module, args)
+    _check_signature(module, method, args)
     try:
         with _engine(async_level=1):
-            return _Tracing(module, args).run(check)
+            return _Tracing(module, args, method).run(check)
     except TraceError:
         pass
     # F.arange and F.linspace race when several are queued, so a verdict counts only without a queue.
     with _engine(async_level=0):
-        return _Tracing(module, args).run(check)
+        return _Tracing(module, args, method).run(check)
 
 
-def _check_signature(module: Module, args: tuple[Any, ...]) -> None:
+def _check_signature(module: Module, method: str, args: tuple[Any, ...]) -> None:
+    name = type(module).__name__
+    called = getattr(type(module), method, None)
+    if not callable(called):
+        near = difflib.get_close_matches(method, dir(type(module)), n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else "."
+        raise TraceError(f"{name} has no method {method!r}{meant}")
+    signature = inspect.signature(getattr(module, method))
     try:
-        inspect.signature(module.forward).bind(*args)
+        signature.bind(*args)
     except TypeError as error:
         raise TraceError(
-            f"{type(module).__name__}.forward{inspect.signature(module.forward)} cannot be called with "
-            f"{len(args)} example(s) by position ({error}); give the missing ones, and wrap a forward that "
+            f"{name}.{method}{signature} cannot be called with "
+            f"{len(args)} example(s) by position ({error}); give the missing ones, and wrap a {method} that "
             "takes keywords only in a module that takes them by position."
         ) from error
 
@@ -96,11 +106,30 @@ def _engine(async_level: int) -> Iterator[None]:
             AutoNaming.pop_scope()
 
 
+def _with_forward(own: type[Module], method: str) -> type[Module]:
+    """A subclass of ``own`` whose ``forward`` is its ``method``, which may still call the old one."""
+    inside = False
+
+    def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside:
+            return own.forward(self, *args, **kwargs)
+        inside = True
+        try:
+            return getattr(own, method)(self, *args, **kwargs)
+        finally:
+            inside = False
+
+    forward.__signature__ = inspect.signature(getattr(own, method))  # type: ignore[attr-defined]
+    return type(own.__name__, (own,), {"__module__": own.__module__, "forward": forward})
+
+
 class _Tracing:
     """One call of ``trace``: the source, a private copy of it in eval mode, and the examples."""
 
-    def __init__(self, source: Module, args: tuple[Any, ...]) -> None:
+    def __init__(self, source: Module, args: tuple[Any, ...], method: str) -> None:
         self.source = source
+        self.method = method
         self.name = type(source).__name__
         self.args = args
         self.module = self.copy()
@@ -122,6 +151,8 @@ class _Tracing:
                     "Module of your own and trace that."
                 )
             module.__class__ = type(own.__name__, (own,), {"__module__": own.__module__})
+        if self.method != "forward":
+            module.__class__ = _with_forward(type(module), self.method)
         return module
 
     def results(self, inputs: tuple[Any, ...]) -> list[Any]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from megengine.traced_module import TracedModule, register_as_builtin
 
+import qtrace
 from qtrace.errors import TraceError
 from qtrace.graph.tracing import trace
 from tests.graph.planted import (
@@ -185,3 +186,32 @@ def test_a_traced_module_is_copied():
 def test_only_modules_are_traced():
     with pytest.raises(TraceError, match="not function"):
         trace(use_global, ROWS)
+
+
+class _Detector(M.Module):
+    """Its forward returns boxes of a class of its own, as public detectors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = M.Conv2d(3, 4, 3), M.Conv2d(4, 4, 1)
+
+    def forward(self, image: mge.Tensor) -> mge.Tensor:
+        return self.head(self.body(image))
+
+    def maps(self, image: mge.Tensor, scale: float = 2.0) -> dict[str, mge.Tensor]:
+        """What a runtime computes."""
+        return {"box": self.forward(image) * scale}
+
+
+def test_a_method_can_be_traced_in_the_place_of_forward() -> None:
+    model, x = _Detector(), mge.Tensor(np.random.default_rng(0).normal(size=(2, 3, 8, 8)).astype("f4"))
+    traced = qtrace.trace(model, x, method="maps")
+    np.testing.assert_array_equal(traced(x)["box"].numpy(), model.maps(x)["box"].numpy())
+    assert set(traced.state_dict()) == set(model.state_dict())
+    assert type(model) is _Detector
+    prepared = qtrace.prepare(traced)
+    np.testing.assert_array_equal(prepared(x)["box"].numpy(), model.maps(x)["box"].numpy())
+    with pytest.raises(TraceError, match=r"_Detector has no method 'map'; did you mean 'maps'\?"):
+        qtrace.trace(model, x, method="map")
+    with pytest.raises(TraceError, match=r"_Detector.maps\(image: .* cannot be called with 0 example"):
+        qtrace.trace(model, method="maps")

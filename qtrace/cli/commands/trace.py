@@ -26,6 +26,13 @@ __all__ = ["trace"]
 @click.option(
     "--out", "-o", type=options.file_or_folder(), required=True, help="The file to write, or replace."
 )
+@click.option(
+    "--method",
+    metavar="NAME",
+    default="forward",
+    show_default=True,
+    help="Trace this method, such as one that stops before boxes are decoded.",
+)
 @click.option("--no-check", is_flag=True, help="Do not compare the trace with the module on other inputs.")
 @options.output
 def trace(
@@ -34,6 +41,7 @@ def trace(
     data: str | None,
     recipe: str | None,
     out: Path,
+    method: str,
     no_check: bool,
     console: Console,
 ) -> None:
@@ -54,6 +62,8 @@ def trace(
                 data, console, qconfig=qconfig, batch_size=1, max_batches=1, skip_bad=False
             )
         with output_file(out) as partial:
-            traced = models.trace_factory(factory, shapes=shapes, data=source, check=not no_check)
+            traced = models.trace_factory(
+                factory, shapes=shapes, data=source, method=method, check=not no_check
+            )
             qtrace.save(traced, partial)
     console.result(str(out), {"model": str(out)})

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from qtrace import ops
 from qtrace.errors import ExportError
+from qtrace.export._onnx_arithmetic import ARITHMETIC
+from qtrace.export._onnx_index import INDEXING
+from qtrace.export._onnx_norms import NORMS
+from qtrace.export._onnx_reductions import REDUCTIONS
+from qtrace.export._onnx_shapes import SHAPES
+from qtrace.export._onnx_types import Emitter, operand
 from qtrace.export._onnx_writer import OnnxWriter
-from qtrace.graph.types import TensorNode
-from qtrace.graph.walk import get_module, owner, users
+from qtrace.graph.walk import users
 from qtrace.ops import OpCall
 
 __all__ = ["EMITTERS", "Emitter", "weight_layout"]
-
-Emitter = Callable[[OnnxWriter, OpCall], None]
 
 
 def weight_layout(call: OpCall, weight: np.ndarray) -> tuple[np.ndarray, int]:
@@ -101,15 +102,6 @@ def _matmul(w: OnnxWriter, call: OpCall) -> None:
     w.emit("MatMul", names, call.out)
 
 
-def _binary(op: str) -> Emitter:
-    def emit(w: OnnxWriter, call: OpCall) -> None:
-        operands = call.attrs["operands"]
-        names = [w.name(v) if isinstance(v, TensorNode) else w.scalar(v) for v in operands]
-        w.emit(op, names, call.out)
-
-    return emit
-
-
 def _unary(op: str, **fixed: Any) -> Emitter:
     def emit(w: OnnxWriter, call: OpCall) -> None:
         w.emit(op, [w.name(call.inputs[0])], call.out, **fixed)
@@ -166,36 +158,25 @@ def _adaptive(everything: str, window: str) -> Emitter:
     return emit
 
 
-def _mean(w: OnnxWriter, call: OpCall) -> None:
-    axis, rank = call.attrs["axis"], len(call.inputs[0].shape)
-    axes = list(range(rank)) if axis is None else [i % rank for i in axis]
-    keep = int(call.attrs["keepdims"])
-    w.emit("ReduceMean", [w.name(call.inputs[0])], call.out, axes=axes, keepdims=keep)
-
-
-def _batch_norm(w: OnnxWriter, call: OpCall) -> None:
-    module, names = owner(call.expr), ("weight", "bias", "running_mean", "running_var")
-    if module is not None:
-        found = [get_module(module, n) for n in names]
-        values = [None if t is None else t.numpy() for t in found]
-    else:
-        values = [None if call.attrs[n] is None else w.value(call.attrs[n]) for n in names]
-    size = next(v.size for v in values if v is not None)
-    defaults = (1.0, 0.0, 0.0, 1.0)
-    flat = [
-        np.full(size, d, np.float32) if v is None else v.reshape(-1)
-        for v, d in zip(values, defaults, strict=True)
-    ]
-    inputs = [w.constant(f"{call.out.name}_{n}", v) for n, v in zip(names, flat, strict=True)]
-    w.emit("BatchNormalization", [w.name(call.inputs[0]), *inputs], call.out, epsilon=call.attrs["eps"])
-
-
 def _join(w: OnnxWriter, call: OpCall) -> None:
-    axis = call.attrs["axis"]
-    names = [w.name(n) for n in call.inputs]
+    axis, out = call.attrs["axis"], call.out
+    names = [operand(w, n, out.dtype) for n in call.attrs["parts"]]
     if call.kind == "stack":
         names = [w.node("Unsqueeze", [n, w.ints([axis])], w.fresh(n)) for n in names]
-    w.emit("Concat", names, call.out, axis=axis)
+    else:  # MegEngine joins numbers without axes as vectors
+        parts = zip(names, call.attrs["parts"], strict=True)
+        names = [n if np.shape(p) else w.node("Reshape", [n, w.ints([1])], w.fresh(n)) for n, p in parts]
+    w.emit("Concat", names, out, axis=axis)
+
+
+def _prelu(w: OnnxWriter, call: OpCall) -> None:
+    """One slope, or one for each channel along axis 1; ONNX aligns the last axes."""
+    slope, x = call.attrs["slope"], call.inputs[0]
+    name = operand(w, slope, np.float32)
+    size = int(np.prod(slope.shape))
+    if size > 1 and len(slope.shape) == 1:
+        name = w.node("Reshape", [name, w.ints([size, *[1] * (len(x.shape) - 2)])], w.fresh(call.out.name))
+    w.emit("PRelu", [w.name(x), name], call.out)
 
 
 def _interpolate(w: OnnxWriter, call: OpCall) -> None:
@@ -212,53 +193,33 @@ def _interpolate(w: OnnxWriter, call: OpCall) -> None:
     w.emit("Resize", [w.name(call.inputs[0]), "", factors], call.out, **how)
 
 
-def _softmax(w: OnnxWriter, call: OpCall) -> None:
-    module = owner(call.expr)
-    axis = module.axis if module is not None else (*call.expr.args, None)[1]
-    rank = len(call.inputs[0].shape)
-    if axis is None:
-        axis = 1 if rank in (2, 4) else rank - 1
-    w.emit("Softmax", [w.name(call.inputs[0])], call.out, axis=int(axis))
-
-
-def _gelu(w: OnnxWriter, call: OpCall) -> None:
-    x, base = w.name(call.inputs[0]), call.out.name
-    inner = w.node("Erf", [w.node("Div", [x, w.scalar(math.sqrt(2.0))], w.fresh(base))], w.fresh(base))
-    half = w.node("Mul", [x, w.scalar(0.5)], w.fresh(base))
-    w.emit("Mul", [half, w.node("Add", [inner, w.scalar(1.0)], w.fresh(base))], call.out)
-
-
 _SIXTH = {"alpha": 1.0 / 6.0, "beta": 0.5}
 
 EMITTERS: dict[str, Emitter] = {
+    **ARITHMETIC,
+    **NORMS,
+    **REDUCTIONS,
+    **INDEXING,
+    **SHAPES,
     "conv2d": _conv,
     "conv_transpose2d": _conv,
     "linear": _linear,
     "matmul": _matmul,
-    "add": _binary("Add"),
-    "sub": _binary("Sub"),
-    "mul": _binary("Mul"),
-    "div": _binary("Div"),
     "relu": _unary("Relu"),
     "relu6": _clip,
     "clip": _clip,
     "leaky_relu": _leaky_relu,
+    "prelu": _prelu,
     "sigmoid": _unary("Sigmoid"),
     "tanh": _unary("Tanh"),
     "hsigmoid": _unary("HardSigmoid", **_SIXTH),
     "silu": _gated("Sigmoid"),
     "hswish": _gated("HardSigmoid", **_SIXTH),
-    "exp": _unary("Exp"),
-    "log": _unary("Log"),
     "max_pool2d": _pool("MaxPool"),
     "avg_pool2d": _pool("AveragePool"),
     "adaptive_avg_pool2d": _adaptive("GlobalAveragePool", "AveragePool"),
     "adaptive_max_pool2d": _adaptive("GlobalMaxPool", "MaxPool"),
-    "mean": _mean,
-    "batch_norm": _batch_norm,
     "concat": _join,
     "stack": _join,
     "interpolate": _interpolate,
-    "softmax": _softmax,
-    "gelu": _gelu,
 }

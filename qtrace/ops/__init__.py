@@ -11,7 +11,7 @@ import pkgutil
 from typing import Any
 
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, is_call_module
-from qtrace.ops.base import OpCall, OpRule, Role
+from qtrace.ops.base import OpCall, OpRule, Reading, Role
 
 __all__ = ["OpCall", "OpRule", "Role", "kinds", "read", "rules", "target_key", "unsupported"]
 
@@ -19,7 +19,8 @@ __all__ = ["OpCall", "OpRule", "Role", "kinds", "read", "rules", "target_key", "
 @functools.cache
 def rules() -> tuple[OpRule, ...]:
     """Every rule, in the order of the files' names."""
-    names = sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base")
+    found = (m.name for m in pkgutil.iter_modules(__path__))
+    names = sorted(n for n in found if n != "base" and not n.startswith("_"))
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
     return tuple(rule for module in modules for rule in module.RULES)
 
@@ -48,29 +49,33 @@ def target_key(expr: Expr) -> tuple[str, Any] | None:
         if is_call_module(expr):
             return ("module", type(expr.inputs[0].owner))
         return ("method", expr.method)
-    if isinstance(expr, Apply) and type(expr.opdef).__name__ == "Elemwise":
+    if isinstance(expr, Apply):
         return ("kernel", str(expr.opdef))
     return None
 
 
-def _lookup(expr: Expr) -> OpRule | None:
+def _read(expr: Expr) -> tuple[OpRule | None, Reading | str]:
     key = target_key(expr)
-    return None if key is None else _table().get(key)
+    rule = None if key is None else _table().get(key)
+    if rule is None:
+        return None, "no rule for this op"
+    try:
+        return rule, rule.read(expr)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        # Readers say int(x), a["axis"], module.bias: what a tensor, a missing argument or a changed module
+        # is not. A form that nobody has thought of keeps its op in float instead of failing.
+        return rule, f"its arguments have a form that its rule does not read ({error})"
 
 
 def read(expr: Expr) -> OpCall | None:
     """Reads ``expr`` by its rule; None when it has no rule or its form is not supported."""
-    rule = _lookup(expr)
-    if rule is None:
+    rule, reading = _read(expr)
+    if rule is None or isinstance(reading, str):
         return None
-    reading = rule.read(expr)
-    return None if isinstance(reading, str) else OpCall.of(expr, rule, reading)
+    return OpCall.of(expr, rule, reading)
 
 
 def unsupported(expr: Expr) -> str:
-    """Why `read` gives None for ``expr``."""
-    rule = _lookup(expr)
-    if rule is None:
-        return "no rule for this op"
-    reading = rule.read(expr)
+    """Why `read` gives None for ``expr``; "" when it does not."""
+    reading = _read(expr)[1]
     return reading if isinstance(reading, str) else ""

@@ -14,8 +14,22 @@ from megengine.module import Module
 
 from qtrace.graph.edit import signature
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, TensorNode, is_call_module
+from qtrace.graph.walk import is_float_tensor
 
-__all__ = ["OpCall", "OpRule", "Reading", "Role", "Target", "arguments", "positional", "tensors"]
+__all__ = [
+    "OpCall",
+    "OpRule",
+    "Reading",
+    "Role",
+    "Target",
+    "arguments",
+    "axes",
+    "children",
+    "named",
+    "positional",
+    "tensors",
+    "typed",
+]
 
 
 class Role(enum.Enum):
@@ -42,6 +56,7 @@ class Reading:
         bias: the bias's node, if the op has one.
         channel_axes: the axes of the weight that count output channels, in MegEngine's layout.
         role: the role of this very call, where it depends on the arguments.
+        reason: why this very call has a float or shape role, where it depends on the arguments.
     """
 
     inputs: tuple[TensorNode, ...]
@@ -50,11 +65,12 @@ class Reading:
     bias: TensorNode | None = None
     channel_axes: tuple[int, ...] = ()
     role: Role | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What an expr calls: a module class, a function, a Tensor method, or an elementwise kernel.
+    """What an expr calls: a module class, a function, a Tensor method, or a kernel.
 
     A kernel stands in the graph where the tracer did not see the function that called it, such as
     ``F.relu`` kept in an attribute or a closure.
@@ -86,7 +102,7 @@ class OpRule:
         role: what quantization means for it.
         targets: what may be called.
         read: reads a matching expr; a string says why this call is not supported.
-        reason: for a float role, why.
+        reason: for a float or shape role, why.
     """
 
     kind: str
@@ -141,7 +157,7 @@ class OpCall:
             reading.bias,
             reading.channel_axes,
             rule.source,
-            rule.reason,
+            reading.reason or rule.reason,
         )
 
 
@@ -166,6 +182,15 @@ def method_arguments(expr: Expr) -> dict[str, Any]:
     return _bind(getattr(Tensor, expr.method), expr.args, expr.kwargs)
 
 
+def named(expr: Expr) -> dict[str, Any]:
+    """The arguments of a function and of the Tensor method like it, by name; the tensor is ``inp``."""
+    if isinstance(expr, CallFunction):
+        return arguments(expr)
+    found = method_arguments(expr)
+    found["inp"] = found.pop("self")
+    return found
+
+
 def _bind(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     bound = signature(func).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -173,10 +198,47 @@ def _bind(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def positional(expr: Expr) -> tuple[Any, ...]:
-    """The positional operands of a function, a method or an elementwise kernel."""
-    return tuple(expr.inputs) if isinstance(expr, Apply) else tuple(expr.args)
+    """The positional operands of a function, a method, a module (without itself) or a kernel."""
+    if isinstance(expr, Apply):
+        return tuple(expr.inputs)
+    return tuple(expr.args[1:] if is_call_module(expr) else expr.args)
 
 
 def tensors(*values: Any) -> tuple[TensorNode, ...]:
     """The tensor nodes among ``values``."""
     return tuple(v for v in values if isinstance(v, TensorNode))
+
+
+def children(value: Any) -> tuple[TensorNode, ...]:
+    """The tensor nodes in nested tuples, lists, dicts and slices."""
+    if isinstance(value, TensorNode):
+        return (value,)
+    if isinstance(value, slice):
+        value = (value.start, value.stop, value.step)
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return tuple(n for v in value for n in children(v)) if isinstance(value, (tuple, list)) else ()
+
+
+def axes(value: Any) -> tuple[int, ...] | None:
+    """An axis, several, or None (all) as a tuple or None."""
+    if value is None:
+        return None
+    return tuple(int(i) for i in (value if isinstance(value, (tuple, list)) else [value]))
+
+
+INTEGERS = "integer or shape arithmetic"
+
+
+def typed(expr: Expr, inputs: tuple[TensorNode, ...], attrs: Mapping[str, Any] | None = None) -> Reading:
+    """A reading whose role follows the types of inputs and outputs.
+
+    Float32 throughout has the rule's role. Where no float32 is read or written it is shape arithmetic, and
+    where both sorts meet the call stays float.
+    """
+    floats = [is_float_tensor(n) for n in (*inputs, *expr.outputs)]
+    if all(floats) and inputs:
+        return Reading(inputs, attrs or {})
+    if not any(floats) or not inputs:
+        return Reading(inputs, attrs or {}, role=Role.SHAPE, reason=INTEGERS)
+    return Reading(inputs, attrs or {}, role=Role.FLOAT, reason="it mixes float32 with other types")

@@ -1,4 +1,4 @@
-"""Ops that only move values: the integers stay, so the quantization parameters do."""
+"""Ops that only move values of one tensor: the integers stay, so the quantization parameters do."""
 
 from __future__ import annotations
 
@@ -8,64 +8,83 @@ from typing import Any
 import megengine.functional as F
 import megengine.module as M
 
-from qtrace.graph.types import Expr
-from qtrace.graph.walk import is_float_tensor, owner
-from qtrace.ops.base import OpRule, Reading, Role, Target, arguments, method_arguments, tensors
+from qtrace.graph.types import Apply, Expr
+from qtrace.graph.walk import owner
+from qtrace.ops.base import OpRule, Reading, Role, Target, arguments, axes, named, positional, tensors, typed
+from qtrace.ops.conv import pair
 
 __all__ = ["RULES"]
 
 
-def _moved(node: Any, attrs: dict[str, Any]) -> Reading | str:
+def _moved(expr: Expr, node: Any, attrs: dict[str, Any]) -> Reading | str:
     nodes = tensors(node)
-    if not nodes or not is_float_tensor(nodes[0]):
-        return "integer or shape arithmetic"
-    return Reading(nodes[:1], attrs)
-
-
-def _call(expr: Expr) -> dict[str, Any]:
-    """Arguments by name; the tensor under ``inp``."""
-    if hasattr(expr, "func"):
-        a = arguments(expr)
-    else:
-        a = method_arguments(expr)
-        a["inp"] = a.pop("self")
-    return a
+    return typed(expr, nodes, attrs) if nodes else "its input is not a tensor of the graph"
 
 
 def _spread(key: str) -> Callable[[Expr], Reading | str]:
-    """A reader for methods that take ``x.f(1, 2)`` as well as ``x.f((1, 2))``."""
+    """A reader for methods that take ``x.f(1, 2)`` as well as ``x.f((1, 2))``.
+
+    The value is a tuple of ints and nodes, or one node that holds all of them.
+    """
 
     def read(expr: Expr) -> Reading | str:
-        a = _call(expr)
+        if isinstance(expr, Apply):
+            return _moved(expr, expr.inputs[0], {key: expr.inputs[1]})
+        a = named(expr)
         value: Any = a.get(key, a.get("args"))
-        if "args" in a and len(value) == 1 and isinstance(value[0], (tuple, list)):
+        if "args" in a and len(value) == 1 and (isinstance(value[0], (tuple, list)) or _vector(value[0])):
             value = value[0]
-        return _moved(a["inp"], {key: value if tensors(value) else tuple(value)})
+        if isinstance(value, int):
+            value = (value,)
+        return _moved(expr, a["inp"], {key: value if tensors(value) else tuple(value)})
 
     return read
 
 
+def _vector(value: Any) -> bool:
+    """Whether ``value`` is a node that holds a whole shape."""
+    return bool(tensors(value)) and len(value.shape) == 1
+
+
 def _flatten(expr: Expr) -> Reading | str:
-    a = _call(expr)
-    return _moved(a["inp"], {"start": int(a["start_axis"]), "end": int(a["end_axis"])})
+    a = named(expr)
+    return _moved(expr, a["inp"], {"start": int(a["start_axis"]), "end": int(a["end_axis"])})
 
 
 def _axis(expr: Expr) -> Reading | str:
-    a = _call(expr)
-    return _moved(a["inp"], {"axis": a["axis"]})
+    if isinstance(expr, Apply):
+        return _moved(expr, expr.inputs[0], {"axis": _removed(expr)})
+    a = named(expr)
+    return _moved(expr, a["inp"], {"axis": axes(a["axis"])})
 
 
-def _getitem(expr: Expr) -> Reading | str:
-    return _moved(expr.args[0], {"index": expr.args[1]})
+def _removed(expr: Expr) -> tuple[int, ...]:
+    """The axes of AddAxis and RemoveAxis, which the kernels apply one after the other."""
+    found = [int(i) for i in expr.opdef.axis]
+    if str(expr.opdef) == "AddAxis":
+        return tuple(found)
+    left = list(range(len(expr.inputs[0].shape)))
+    return tuple(left.pop(i) for i in found)
+
+
+def _swapaxes(expr: Expr) -> Reading | str:
+    a = named(expr)
+    pattern = list(range(len(a["inp"].shape)))
+    first, second = int(a["axis1"]), int(a["axis2"])
+    pattern[first], pattern[second] = pattern[second], pattern[first]
+    return _moved(expr, a["inp"], {"pattern": tuple(pattern)})
 
 
 def _split(expr: Expr) -> Reading | str:
-    a = _call(expr)
-    return _moved(a["inp"], {"sections": a["nsplits_or_sections"], "axis": a["axis"]})
+    a = named(expr)
+    return _moved(expr, a["inp"], {"sections": a["nsplits_or_sections"], "axis": int(a["axis"])})
 
 
 def _same(expr: Expr) -> Reading | str:
-    return _moved(expr.args[1] if owner(expr) is not None else expr.args[0], {})
+    operands = positional(expr)
+    if operands and isinstance(operands[0], type):  # Tensor.__new__(Tensor, x)
+        operands = operands[1:]
+    return _moved(expr, operands[0], {})
 
 
 def _pad(expr: Expr) -> Reading | str:
@@ -75,9 +94,39 @@ def _pad(expr: Expr) -> Reading | str:
     else:
         a = arguments(expr)
         node, width, mode, value = a["src"], a["pad_width"], a["mode"], a["constant_value"]
-    if str(mode).lower() == "constant" and float(value) != 0.0:
-        return "it pads with a constant other than zero"
-    return _moved(node, {"width": tuple(tuple(w) for w in width), "mode": str(mode).lower(), "value": 0.0})
+    mode, value = str(mode).lower(), float(value)
+    found = _moved(
+        expr, node, {"width": tuple((int(b), int(e)) for b, e in width), "mode": mode, "value": value}
+    )
+    if isinstance(found, Reading) and found.role is None and mode == "constant" and value != 0.0:
+        reason = f"it pads with {value:g}, which need not be one of the input's values"
+        return Reading(found.inputs, found.attrs, role=Role.FLOAT, reason=reason)
+    return found
+
+
+def _repeat(expr: Expr) -> Reading | str:
+    a = named(expr)
+    axis = None if a["axis"] is None else int(a["axis"])
+    return _moved(expr, a["inp"], {"repeats": a["repeats"], "axis": axis})
+
+
+def _roll(expr: Expr) -> Reading | str:
+    a = named(expr)
+    shift = a["shift"] if isinstance(a["shift"], (tuple, list)) else (a["shift"],)
+    return _moved(expr, a["inp"], {"shift": tuple(shift), "axis": axes(a["axis"])})
+
+
+def _pixel_shuffle(expr: Expr) -> Reading | str:
+    module = owner(expr)
+    factor = module.upscale_factor if module is not None else named(expr)["upscale_factor"]
+    return _moved(expr, positional(expr)[0], {"factor": int(factor)})
+
+
+def _sliding_window(expr: Expr) -> Reading | str:
+    module: Any = owner(expr)
+    names = ("kernel_size", "padding", "stride", "dilation")
+    found = named(expr) if module is None else {n: getattr(module, n) for n in names}
+    return _moved(expr, positional(expr)[0], {n: pair(found[n]) for n in names})
 
 
 def _rule(kind: str, read: Callable[[Expr], Reading | str], *targets: Target) -> OpRule:
@@ -87,12 +136,40 @@ def _rule(kind: str, read: Callable[[Expr], Reading | str], *targets: Target) ->
 RULES = (
     _rule("reshape", _spread("target_shape"), Target(function=F.reshape), Target(method="reshape")),
     _rule("transpose", _spread("pattern"), Target(function=F.transpose), Target(method="transpose")),
+    _rule("swapaxes", _swapaxes, Target(function=F.swapaxes)),
     _rule("flatten", _flatten, Target(function=F.flatten), Target(method="flatten")),
-    _rule("expand_dims", _axis, Target(function=F.expand_dims)),
-    _rule("squeeze", _axis, Target(function=F.squeeze)),
-    _rule("getitem", _getitem, Target(method="__getitem__")),
+    _rule("expand_dims", _axis, Target(function=F.expand_dims), Target(kernel="AddAxis")),
+    _rule("squeeze", _axis, Target(function=F.squeeze), Target(kernel="RemoveAxis")),
+    _rule(
+        "broadcast_to",
+        _spread("shape"),
+        Target(function=F.broadcast_to),
+        Target(method="_broadcast"),
+        Target(kernel="Broadcast"),
+    ),
+    _rule("repeat", _repeat, Target(function=F.repeat)),
+    _rule("tile", _spread("reps"), Target(function=F.tile)),
+    _rule("roll", _roll, Target(function=F.roll)),
     _rule("split", _split, Target(function=F.split)),
-    _rule("identity", _same, Target(module=M.Identity)),
+    _rule(
+        "identity",
+        _same,
+        Target(module=M.Identity),
+        # MegEngine's own marks of where its quantization begins and ends; in float they do nothing.
+        Target(module=M.QuantStub),
+        Target(module=M.DequantStub),
+        Target(function=F.copy),
+        Target(method="detach"),
+        Target(method="to"),
+        Target(method="__pos__"),
+        Target(method="__new__"),
+        Target(kernel="Identity"),
+        Target(kernel="Copy"),
+    ),
     _rule("dropout", _same, Target(module=M.Dropout), Target(function=F.dropout)),
     _rule("pad", _pad, Target(module=M.Pad), Target(function=F.nn.pad)),
+    _rule("pixel_shuffle", _pixel_shuffle, Target(module=M.PixelShuffle), Target(function=F.pixel_shuffle)),
+    _rule(
+        "sliding_window", _sliding_window, Target(module=M.SlidingWindow), Target(function=F.sliding_window)
+    ),
 )

@@ -9,7 +9,7 @@ import megengine.module as M
 
 from qtrace.graph.types import Expr
 from qtrace.graph.walk import owner
-from qtrace.ops.base import OpRule, Reading, Role, Target, arguments, tensors
+from qtrace.ops.base import OpRule, Reading, Role, Target, arguments, positional, tensors
 from qtrace.ops.conv import pair
 
 __all__ = ["RULES"]
@@ -40,8 +40,7 @@ def _adaptive(expr: Expr) -> Reading | str:
     size = module.oshp if module is not None else arguments(expr)["oshp"]
     if tensors(size) or not isinstance(size, (int, tuple, list)):
         return "its output size is computed"
-    node = expr.args[1] if module is not None else expr.args[0]
-    return Reading(tensors(node), {"output_size": pair(size)})
+    return Reading(tensors(positional(expr)[0]), {"output_size": pair(size)})
 
 
 RULES = (

@@ -1,4 +1,4 @@
-"""Resizing. Nearest only moves values; bilinear makes new ones."""
+"""Resizing. Nearest only moves values; the other modes make new ones."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["RULES"]
 
 def _interpolate(expr: Expr) -> Reading | str:
     a = arguments(expr)
+    mode = str(a["mode"]).lower()
     attrs: dict[str, Any] = {
         "size": a["size"],
         "scale_factor": a["scale_factor"],
-        "mode": a["mode"],
+        "mode": mode,
         "align_corners": bool(a["align_corners"]),
     }
-    role = Role.CARRY if a["mode"] == "nearest" else Role.ELEMENTWISE
-    return Reading(tensors(a["inp"]), attrs, role=role)
+    return Reading(tensors(a["inp"]), attrs, role=Role.CARRY if mode == "nearest" else Role.ELEMENTWISE)
 
 
 RULES = (OpRule("interpolate", Role.ELEMENTWISE, (Target(function=F.vision.interpolate),), _interpolate),)

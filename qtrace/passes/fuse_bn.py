@@ -22,7 +22,13 @@ from qtrace.passes.base import PassResult
 
 __all__ = ["fuse_bn"]
 
-_LAYERS = ("conv2d", "conv_transpose2d", "linear")
+# The shape of the bias that each layer takes.
+_LAYERS = {
+    "conv1d": (1, -1, 1),
+    "conv2d": (1, -1, 1, 1),
+    "conv_transpose2d": (1, -1, 1, 1),
+    "linear": (-1,),
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class _Affine:
 
 
 def fuse_bn(traced: TracedModule) -> PassResult:
-    """Folds every BatchNorm that directly follows a conv2d, conv_transpose2d or linear function.
+    """Folds every BatchNorm that directly follows a conv1d, conv2d, conv_transpose2d or linear function.
 
     Args:
         traced: a flat, expanded traced module; graph and parameters are edited in place.
@@ -140,7 +146,7 @@ def _fold(
         set_parameter(traced, path, Parameter((weight * norm.gain.reshape(shape)).astype(np.float32)))
         old = get_module(traced, bias_path).numpy() if layer.bias is not None else np.zeros(1, np.float32)
         bias = old.astype(np.float64).reshape(-1) * norm.gain + norm.shift
-        form = (-1,) if layer.kind == "linear" else (1, -1, 1, 1)
+        form = _LAYERS[layer.kind]
         set_parameter(traced, bias_path, Parameter(bias.astype(np.float32).reshape(form)))
     if layer.bias is None:
         editor.set_argument(layer.expr, "bias", editor.get_attr(bias_path))

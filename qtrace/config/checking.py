@@ -25,9 +25,9 @@ def check_whole(qconfig: QConfig) -> None:
             scheme = changes.apply(scheme)
         check_scheme(backend, sort, scheme, qconfig.place(sort))
         where = qconfig.place(f"observers.{sort}", sort)
-        check_options("qtrace.observers", observers[sort], scheme, where)
+        check_options("qtrace.observers", observers[sort], sort, scheme, where)
         where = qconfig.place("fakequant", "qat.fakequant", sort)
-        check_options("qtrace.fakequant", qconfig.effective_fakequant, scheme, where)
+        check_options("qtrace.fakequant", qconfig.effective_fakequant, sort, scheme, where)
 
 
 def check_scheme(backend: backends.Backend, sort: str, scheme: QScheme, origin: str) -> None:
@@ -49,12 +49,13 @@ def check_scheme(backend: backends.Backend, sort: str, scheme: QScheme, origin: 
         )
 
 
-def check_options(package: str, spec: Spec, scheme: QScheme, origin: str) -> None:
+def check_options(package: str, spec: Spec, sort: str, scheme: QScheme, origin: str) -> None:
     """Makes an observer or a fake quant once, so that a wrong option is told with its place.
 
     Args:
         package: ``qtrace.observers`` or ``qtrace.fakequant``.
         spec: the plugin and its options.
+        sort: ``activation`` or ``weight``.
         scheme: the scheme that it is for.
         origin: where it was written, for the message.
 
@@ -69,6 +70,6 @@ def check_options(package: str, spec: Spec, scheme: QScheme, origin: str) -> Non
             plugins.resolve(package, spec.name, Observer)(scheme, **spec.options)
         else:
             fake_quant = plugins.resolve(package, spec.name, FakeQuant)
-            fake_quant("the site", scheme.replace(axis=None), **spec.options)
+            fake_quant(f"{sort}s", scheme.replace(axis=None), **spec.options)
     except QtraceError as error:
         raise ConfigError(f"{origin}: {error}") from error

@@ -141,7 +141,10 @@ def _apply(old: Choice, rule: Rule, backend: Backend) -> Choice:
         share=old.share if rule.share is None else rule.share,
         rules=(*old.rules, rule.origin),
     )
-    for scheme, spec in ((activation, choice.activation_observer), (weight, choice.weight_observer)):
-        check_options("qtrace.observers", spec, scheme, rule.origin)
-        check_options("qtrace.fakequant", choice.fakequant, scheme, rule.origin)
+    for sort, scheme, spec in (
+        ("activation", activation, choice.activation_observer),
+        ("weight", weight, choice.weight_observer),
+    ):
+        check_options("qtrace.observers", spec, sort, scheme, rule.origin)
+        check_options("qtrace.fakequant", choice.fakequant, sort, scheme, rule.origin)
     return choice

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from qtrace.graph.types import TracedModule
 from qtrace.passes.annotate import annotate
 from qtrace.passes.annotation import Annotation
 from qtrace.passes.expand import expand
+from qtrace.passes.base import PassResult
 from qtrace.passes.fuse_bn import fuse_bn
 from qtrace.passes.insert import insert
 from qtrace.passes.record import Record, is_quantized, write_record
+from qtrace.passes.reparameterize import reparameterize
 from qtrace.recipe import as_qconfig
 
 __all__ = ["plan", "prepare"]
@@ -82,10 +84,12 @@ def _with_region(
     return config.model_copy(update={"region": region})
 
 
-def _folds_bn(config: QConfig) -> bool:
-    """Folding is the usual thing; ``ptq`` may leave it out, ``qat: {bn: {fold: false}}`` may forbid it."""
-    wanted = config.ptq is None or "fuse_bn" in config.ptq
-    return wanted and (config.qat is None or config.qat.bn.fold)
+def _passes(config: QConfig) -> list[Callable[[TracedModule], PassResult]]:
+    """What changes the float graph, in the order of ``ptq``; ``qat: {bn: {fold: false}}`` keeps BatchNorm."""
+    known = {"fuse_bn": fuse_bn, "reparameterize": reparameterize}
+    wanted = ("fuse_bn",) if config.ptq is None else config.ptq
+    folds = config.qat is None or config.qat.bn.fold
+    return [known[name] for name in wanted if name != "fuse_bn" or folds]
 
 
 def _decide(
@@ -103,8 +107,6 @@ def _decide(
     config = _with_region(as_qconfig(QConfig() if qconfig is None else qconfig), inputs, outputs)
     check_whole(config)
     model = flatten(traced)
-    results = [expand(model)]
-    if _folds_bn(config):
-        results.append(fuse_bn(model))
+    results = [change(model) for change in (expand, *_passes(config))]
     log = tuple(line for r in results for line in (*r.changed, *(f"left: {reason}" for reason in r.left)))
     return model, annotate(model, config), config, log

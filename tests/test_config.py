@@ -394,7 +394,7 @@ MISTAKES = [
         "unknown key 'optoins' in fakequant; did you mean 'options'?",
     ),
     ({"ptq": ["fuse"]}, "ptq[0]: unknown algorithm 'fuse'; did you mean 'fuse_bn'?"),
-    ({"ptq": ["adaround"]}, "ptq[0]: unknown algorithm 'adaround'; known: fuse_bn."),
+    ({"ptq": ["adaround"]}, "ptq[0]: unknown algorithm 'adaround'; known: fuse_bn, reparameterize."),
     ({"ptq": "fuse_bn"}, "ptq must be a list, not 'fuse_bn'."),
     ({"qat": {"epochs": 0}}, "qat.epochs must be greater than 0, not 0."),
     ({"qat": {"lr": "1e-4"}}, "qat.lr must be a number, not '1e-4'."),

@@ -232,7 +232,7 @@ MISTAKES = [
         "my.yaml:3: observers.activation: unknown observer 'msee'; did",
     ),
     ("qat: {fakequant: lsq}\nfakequant: fixed", "my.yaml:1: fakequant is 'fixed' but qat.fakequant is 'lsq'"),
-    ("ptq: [fuse_bn,\n      adaround]", "my.yaml:3: ptq[1]: unknown algorithm 'adaround'; known: fuse_bn."),
+    ("ptq: [fuse_bn,\n      adaround]", "my.yaml:3: ptq[1]: unknown algorithm 'adaround'; known: fuse_bn, reparameterize."),
     ("imports: resnet", "my.yaml:2: imports must be a list of recipe names and paths."),
     ("imports: [onnxruntime, 3]", "my.yaml:2: imports[1] must be a recipe's name or path."),
     ("imports: [resnet19]", "my.yaml:2: there is no recipe 'resnet19'; did you mean 'resnet18'?"),

@@ -13,7 +13,7 @@ from qtrace.config.rule import FakeQuantSpec, Observers, Rule, SchemePatch, Spec
 
 __all__ = ["PTQ_ALGORITHMS", "Bn", "Expect", "Preprocess", "QConfig", "Qat", "Region"]
 
-PTQ_ALGORITHMS = ("fuse_bn",)
+PTQ_ALGORITHMS = ("fuse_bn", "reparameterize")
 
 _NUMBERED = re.compile(r"rules\[\d+\]")
 

@@ -7,6 +7,7 @@ Neural Networks for Efficient Integer-Arithmetic-Only Inference", section 3.2). 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from qtrace.graph.walk import exprs, get_module, owner, users
 from qtrace.ops import OpCall
 from qtrace.passes.base import PassResult
 
-__all__ = ["fuse_bn"]
+__all__ = ["affine", "drop_dead_norms", "free_bias", "fuse_bn"]
 
 # The shape of the bias that each layer takes.
 _LAYERS = {
@@ -64,11 +65,11 @@ def fuse_bn(traced: TracedModule) -> PassResult:
                 left.append(f"{bn.out.name}: {reason}")
                 continue
             layer = calls[id(bn.inputs[0].expr)]
-            _fold(traced, editor, layer, _affine(traced, bn), folded)
+            _fold(traced, editor, layer, affine(traced, bn), folded)
             editor.replace_uses(bn.out, layer.out)
             editor.remove(bn.expr)
             changed.append(f"{layer.out.name}: folded {bn.out.name}")
-    _drop_dead(traced, calls)
+    drop_dead_norms(traced, calls.values())
     return PassResult(traced, tuple(changed), tuple(left))
 
 
@@ -114,7 +115,8 @@ def _identity(bn: OpCall) -> tuple[Any, ...]:
     return tuple(None if n is None else id(n) for n in _statistics(bn))
 
 
-def _affine(traced: TracedModule, bn: OpCall) -> _Affine:
+def affine(traced: TracedModule, bn: OpCall) -> _Affine:
+    """The map that a BatchNorm computes in evaluation."""
     module = owner(bn.expr)
     if module is not None:
         mean, var, gamma, beta = module.running_mean, module.running_var, module.weight, module.bias
@@ -137,7 +139,7 @@ def _fold(
 ) -> None:
     assert layer.weight is not None
     path = layer.weight.expr.name
-    bias_path = layer.bias.expr.name if layer.bias is not None else _free_bias(traced, path)
+    bias_path = layer.bias.expr.name if layer.bias is not None else free_bias(traced, path)
     key = (id(layer.weight), norm.identity)
     if key not in folded:
         folded.add(key)
@@ -152,7 +154,7 @@ def _fold(
         editor.set_argument(layer.expr, "bias", editor.get_attr(bias_path))
 
 
-def _free_bias(traced: TracedModule, weight_path: str) -> str:
+def free_bias(traced: TracedModule, weight_path: str) -> str:
     """Where the new bias goes: ``bias`` beside ``weight`` if free, else a name made from the weight's."""
     parent, _, name = weight_path.rpartition(".")
     beside = f"{parent}.bias" if parent else "bias"
@@ -160,12 +162,12 @@ def _free_bias(traced: TracedModule, weight_path: str) -> str:
     return f"{weight_path}_bias" if taken or name != "weight" else beside
 
 
-def _drop_dead(traced: TracedModule, calls: dict[int, OpCall]) -> None:
-    """Deletes the BatchNorms and statistics that no expr reads any more."""
+def drop_dead_norms(traced: TracedModule, calls: Iterable[OpCall]) -> None:
+    """Deletes the BatchNorms among ``calls``, and their statistics, that no expr reads any more."""
     used = [e.name for e in exprs(traced) if isinstance(e, GetAttr)]
     alive = {name.rsplit(".", i)[0] for name in used for i in range(name.count(".") + 1)}
     dead: set[str] = set()
-    for call in calls.values():
+    for call in calls:
         if call.kind != "batch_norm":
             continue
         if owner_path := _module_path(call.expr):

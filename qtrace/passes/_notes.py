@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode
-from qtrace.graph.walk import is_float_tensor, module_path, op_label
+from qtrace.graph.walk import is_float_tensor, module_path, op_label, tensor_inputs
 from qtrace.ops import OpCall, Role
 from qtrace.passes._chains import Chains
 from qtrace.passes._view import View
@@ -25,6 +25,7 @@ class Notes:
         reads: ids of (expr, node) -> the group of what the expr reads, where that differs from the node's.
         weights: id of expr -> the site of its weight.
         plans: site -> how it is quantized.
+        asks: id of expr -> what it asks for at its inputs.
     """
 
     def __init__(
@@ -35,9 +36,11 @@ class Notes:
         reads: Mapping[tuple[int, int], str],
         weights: Mapping[int, str],
         plans: Mapping[str, Plan],
+        asks: Mapping[int, str],
     ) -> None:
         self.view, self.chains = view, chains
         self.groups, self.reads, self.weights, self.plans = groups, reads, weights, plans
+        self.asks = asks
         self.order = [e for e in view.order if not isinstance(e, (GetAttr, Constant))]
 
     def all(self) -> tuple[ExprNote, ...]:
@@ -58,11 +61,15 @@ class Notes:
             state=state,
             into=head.outputs[0].name if state == "fused" and head is not None else "",
             inputs=tuple(self._read(expr, n) for n in call.inputs) if call else (),
+            reads=self._names_read(expr),
+            asks=self.asks.get(id(expr), ""),
             output=output,
             scheme=self.plans[output].scheme.describe() if output else "",
             weight=self.weights.get(id(expr), ""),
             rule=call.rule if call else "",
             matched=self.view.choices[id(expr)].rules if call else (),
+            ranks=self.view.choices[id(expr)].ranks if call else (),
+            causes=self._causes(expr, state),
             reason=self._reason(expr, state),
             macs=macs(call) if call else 0,
             island=island,
@@ -70,6 +77,18 @@ class Notes:
 
     def _read(self, expr: Expr, node: TensorNode) -> str:
         return self.reads.get((id(expr), id(node))) or self.groups.get(id(node), "")
+
+    def _names_read(self, expr: Expr) -> tuple[str, ...]:
+        call = self.view.calls.get(id(expr))
+        first = call.inputs if call else ()
+        used = {id(n) for n in (*first, call.weight, call.bias)} if call else set()
+        others = {n.name: None for n in tensor_inputs(expr) if id(n) not in used}
+        return (*(n.name for n in first), *others)
+
+    def _causes(self, expr: Expr, state: str) -> tuple[str, ...]:
+        if state != "float":
+            return ()
+        return tuple(c.code for c in self.view.float_causes.get(id(expr), ())) or ("idle",)
 
     def _state(self, expr: Expr) -> str:
         head = self.chains.head.get(id(expr))
@@ -86,8 +105,8 @@ class Notes:
         return any(is_float_tensor(n) and id(n) not in self.view.static for n in expr.outputs)
 
     def _reason(self, expr: Expr, state: str) -> str:
-        if state == "fused":
-            return self._without_effect(expr)
+        if state in ("int", "fused"):
+            return (self._without_effect(expr) if state == "fused" else "") or self._unrounded(expr)
         if state not in ("float", "shape"):
             return ""
         if self.view.carries(expr):
@@ -106,6 +125,15 @@ class Notes:
         if self.chains.tail[id(head)] is not expr:
             return f"{where} has no effect: nothing is rounded inside of the kernel of {head.outputs[0].name}"
         return f"{where} changes its result only: what it reads is not rounded inside of the kernel"
+
+    def _unrounded(self, expr: Expr) -> str:
+        """Why the result of a chain is no site, if it is none."""
+        head = self.chains.head[id(expr)]
+        if self.chains.tail[id(head)] is not expr or id(expr.outputs[0]) in self.groups:
+            return ""
+        if not self.chains.output_choice(head).quantize_output:
+            return "its result stays float: the config says quantize_output: false"
+        return "its readers ask for different parameters: each rounds the result for itself"
 
     def _islands(self) -> dict[int, int]:
         """Id of expr -> the number of its float island: connected float ops that integers enter and leave."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from qtrace import ops
 from qtrace.backends import Backend
@@ -17,9 +18,21 @@ from qtrace.passes.annotation import Plan
 from qtrace.passes.select import Choice
 from qtrace.scheme import QScheme
 
-__all__ = ["INT_ROLES", "View", "plan_of"]
+__all__ = ["INT_ROLES", "Cause", "View", "plan_of"]
 
 INT_ROLES = (Role.COMPUTE, Role.ELEMENTWISE, Role.ACTIVATION, Role.NORM, Role.CONCAT)
+
+
+class Cause(NamedTuple):
+    """What keeps an expr in float.
+
+    Attributes:
+        code: one of those of `ExprNote.causes`, or "shape" and "static" for what is never quantized.
+        reason: the same in words.
+    """
+
+    code: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -55,39 +68,48 @@ class View:
     @cached_property
     def float_reason(self) -> dict[int, str]:
         """Id of expr -> why it stays float; an expr without one runs on integers or carries them."""
-        found = ((id(e), self._why_float(e)) for e in self.order)
-        return {key: reason for key, reason in found if reason}
+        return {key: causes[0].reason for key, causes in self.float_causes.items()}
 
-    def _why_float(self, expr: Expr) -> str:
+    @cached_property
+    def float_causes(self) -> dict[int, list[Cause]]:
+        """Id of expr -> everything that keeps it in float: with the first gone, the next would."""
+        found = ((id(e), self._why_float(e)) for e in self.order)
+        return {key: causes for key, causes in found if causes}
+
+    def _why_float(self, expr: Expr) -> list[Cause]:
         call = self.calls.get(id(expr))
         if call is None:
-            return ops.unsupported(expr)
+            reason = ops.unsupported(expr)
+            return [Cause("unread", reason)] if reason else []
         if call.role is Role.SHAPE:
-            return call.reason or "integer or shape arithmetic"
+            return [Cause("shape", call.reason or "integer or shape arithmetic")]
         if call.role is not Role.CARRY and expr.outputs and all(id(n) in self.static for n in expr.outputs):
-            return "it is computed from shapes and constants alone"
+            return [Cause("static", "it is computed from shapes and constants alone")]
+        causes = []
         if self.inside is not None and id(expr) not in self.inside:
-            return "it lies outside of the region"
+            causes.append(Cause("region", "it lies outside of the region"))
         choice = self.choices[id(expr)]
         if choice.quantize is False:
-            return f"{choice.rules[-1]} says quantize: false"
+            causes.append(Cause("rule", f"{choice.decided} says quantize: false"))
         if call.role is Role.FLOAT and not choice.quantize:
-            return call.reason
+            causes.append(Cause("role", call.reason))
         if not all(is_float_tensor(n) for n in (*call.inputs, *call.outputs)):
-            return "its values are not float32"
-        if call.role in (*INT_ROLES, Role.FLOAT) and call.kind not in self.backend.ops:
-            return self._without_kernel(call, choice)
-        return ""
+            causes.append(Cause("dtype", "its values are not float32"))
+        elif call.role in (*INT_ROLES, Role.FLOAT) and call.kind not in self.backend.ops:
+            causes += self._without_kernel(call, choice, bool(causes))
+        return causes
 
-    def _without_kernel(self, call: OpCall, choice: Choice) -> str:
-        if choice.quantize and self.backend.rounds_around_float:
-            return ""
+    def _without_kernel(self, call: OpCall, choice: Choice, told: bool) -> list[Cause]:
+        """The cause that the backend has no kernel, unless it rounds around the float op instead."""
+        around = self.backend.rounds_around_float
+        if around and (choice.quantize or call.role is Role.FLOAT):
+            return []
         reason = f"backend {self.backend.name} has no integer kernel for {call.kind}"
-        if choice.quantize:
+        if choice.quantize and not told:
             raise ConfigError(
-                f"{choice.rules[-1]}: {reason} ({call.out.name}), so quantize: true cannot be had; drop it."
+                f"{choice.decided}: {reason} ({call.out.name}), so quantize: true cannot be had; drop it."
             )
-        return reason
+        return [Cause("kernel", reason)]
 
     def on_integers(self, expr: Expr) -> bool:
         """Whether ``expr`` (the head of its chain) computes on quantized inputs."""

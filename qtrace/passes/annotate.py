@@ -46,7 +46,8 @@ def annotate(traced: TracedModule, qconfig: QConfig) -> Annotation:
     choices = choose(traced, calls, qconfig, backend)
     region = None if qconfig.region is None else inside(traced, qconfig.region, qconfig.place("region"))
     view = View(traced, calls, choices, backend, region, static_nodes(traced))
-    return _Annotator(view).run()
+    origins = tuple(rule.origin for rule in qconfig.rules)
+    return dataclasses.replace(_Annotator(view).run(), origins=origins)
 
 
 class _Annotator:
@@ -54,6 +55,7 @@ class _Annotator:
         self.view, self.calls = view, view.calls
         self.chains = Chains(view)
         self.wants: dict[int, list[tuple[Plan, Expr]]] = {}
+        self.asks: dict[int, str] = {}
         self.sites: list[Site] = []
         self.state: dict[int, str] = {}
         self.reads: dict[tuple[int, int], str] = {}
@@ -87,6 +89,7 @@ class _Annotator:
         else:
             plan = None
         if plan is not None:
+            self.asks[id(expr)] = plan.describe()
             for node in dict.fromkeys(call.inputs):
                 self.wants.setdefault(id(node), []).insert(0, (plan, expr))
 
@@ -232,7 +235,7 @@ class _Annotator:
         }
         groups = {key: self._group(name) for key, name in self.state.items()}
         reads = {key: self._group(name) for key, name in self.reads.items()}
-        notes = Notes(self.view, self.chains, groups, reads, self.weight_site, self.plans).all()
+        notes = Notes(self.view, self.chains, groups, reads, self.weight_site, self.plans, self.asks).all()
         folds = tuple(self._fold(e) for e in self.view.order if id(e) in self.chains.norm)
         return Annotation(self.view.backend.name, notes, sites, carried, folds)
 

@@ -31,6 +31,12 @@ class Plan:
     fakequant: str
     fakequant_options: tuple[tuple[str, Any], ...]
 
+    def describe(self) -> str:
+        """All of it in a line, such as ``uint8 affine, mse(bins=2048), fixed``; equal for equal plans."""
+        parts = ((self.observer, self.observer_options), (self.fakequant, self.fakequant_options))
+        plugins = (f"{n}({', '.join(f'{k}={v}' for k, v in o)})" if o else n for n, o in parts)
+        return ", ".join((self.scheme.describe(), *plugins))
+
 
 @dataclass(frozen=True)
 class Site:
@@ -92,11 +98,17 @@ class ExprNote:
             (integers, shapes, and what is computed from them and constants alone).
         into: the op it is fused into.
         inputs: the site or group of each input, "" for a float one.
+        reads: the names of these inputs, and of the other tensors that it reads, such as shapes.
+        asks: the parameters that it asks for at its inputs, in words; "" when it asks for none.
         output: the group of its output, "" for a float one.
         scheme: the output's scheme in words.
         weight: the weight's site.
         rule: the op rule, file and line.
         matched: the config rules that matched, file and line.
+        ranks: the numbers of these rules in the config.
+        causes: what keeps it in float, the first as `reason` says: "unread" (no rule reads it), "region" (it
+            lies outside), "rule" (of the config), "role" (it is kept in float on purpose), "dtype" (values
+            other than float32), "kernel" (the backend has none), "idle" (a move between floats).
         reason: why it stays float, or what else there is to say.
         macs: its multiplications with accumulation, at the shapes that were traced.
         island: the number of the float island that it belongs to; 0 for none. An island is a connected
@@ -111,11 +123,15 @@ class ExprNote:
     state: str
     into: str = ""
     inputs: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    asks: str = ""
     output: str = ""
     scheme: str = ""
     weight: str = ""
     rule: str = ""
     matched: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    causes: tuple[str, ...] = ()
     reason: str = ""
     macs: int = 0
     island: int = 0
@@ -131,6 +147,7 @@ class Annotation:
         sites: every site, in graph order.
         carried: node name -> group, for nodes whose values are integers of that group without rounding.
         folds: layers whose BatchNorm trains on.
+        origins: where the rules of the config were written, in order.
     """
 
     backend: str
@@ -138,6 +155,7 @@ class Annotation:
     sites: tuple[Site, ...]
     carried: dict[str, str] = field(default_factory=dict)
     folds: tuple[Fold, ...] = ()
+    origins: tuple[str, ...] = ()
 
     def moved(self) -> dict[str, str]:
         """`carried` without the outputs of ops that do nothing: the nodes that an export writes anew."""
@@ -154,14 +172,17 @@ class Annotation:
         data = json.loads(text)
         return cls(
             data["backend"],
-            tuple(
-                ExprNote(**{**n, "inputs": tuple(n["inputs"]), "matched": tuple(n["matched"])})
-                for n in data["notes"]
-            ),
+            tuple(_note(n) for n in data["notes"]),
             tuple(_site(s) for s in data["sites"]),
             data["carried"],
             tuple(Fold(**f) for f in data["folds"]),
+            tuple(data["origins"]),
         )
+
+
+def _note(data: dict[str, Any]) -> ExprNote:
+    plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in data.items()}
+    return ExprNote(**plain)
 
 
 def _site(data: dict[str, Any]) -> Site:

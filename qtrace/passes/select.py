@@ -22,6 +22,7 @@ class Choice:
 
     Attributes:
         quantize: False keeps the op in float; None leaves it to the backend.
+        decided: origin of the rule that said so.
         activation: scheme of its input sites (and of its output where no consumer has a say).
         weight: scheme of its weight.
         activation_observer: for its activation sites.
@@ -31,7 +32,7 @@ class Choice:
         quantize_output: False leaves its result in float.
         share: whether the calls of one module share their sites.
         rules: origins of the rules that matched, in order.
-        rank: the number of the last of these rules; -1 without one.
+        ranks: the numbers of these rules.
     """
 
     quantize: bool | None
@@ -44,7 +45,13 @@ class Choice:
     quantize_output: bool = True
     share: bool = False
     rules: tuple[str, ...] = ()
-    rank: int = -1
+    ranks: tuple[int, ...] = ()
+    decided: str = ""
+
+    @property
+    def rank(self) -> int:
+        """The number of the last rule that matched; -1 without one."""
+        return self.ranks[-1] if self.ranks else -1
 
 
 def choose(
@@ -82,7 +89,7 @@ def choose(
         for key in matched:
             old = chosen[key]
             if id(old) not in changed:
-                changed[id(old)] = replace(_apply(old, rule, backend), rank=rank)
+                changed[id(old)] = replace(_apply(old, rule, backend), ranks=(*old.ranks, rank))
             chosen[key] = changed[id(old)]
     return chosen
 
@@ -140,6 +147,7 @@ def _apply(old: Choice, rule: Rule, backend: Backend) -> Choice:
         quantize_output=old.quantize_output if rule.quantize_output is None else rule.quantize_output,
         share=old.share if rule.share is None else rule.share,
         rules=(*old.rules, rule.origin),
+        decided=old.decided if rule.quantize is None else rule.origin,
     )
     for sort, scheme, spec in (
         ("activation", activation, choice.activation_observer),

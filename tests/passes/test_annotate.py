@@ -90,6 +90,7 @@ def test_readers_that_differ_get_sites_of_their_own() -> None:
     assert sites["a_out__b_out"].plan.scheme.bits == 8
     assert sites["a_out__c_out"].plan.scheme.bits == 4
     assert "a_out" not in sites
+    assert _note(annotation, "a_out").reason.startswith("its readers ask for different parameters")
 
 
 def test_a_weight_used_twice_is_one_site_and_biases_follow_their_inputs() -> None:

@@ -111,6 +111,7 @@ def test_a_result_can_stay_in_float() -> None:
     annotation = _plan(module, [{"match": {"before_output": True}, "quantize_output": False}])
     assert set(_sites(annotation)) == {"x", "a_out"}
     assert _note(annotation, "b_out").state == "int"
+    assert _note(annotation, "b_out").reason.endswith("the config says quantize_output: false")
 
 
 def test_a_rule_for_a_fused_activation_is_about_the_result_and_says_so() -> None:
@@ -206,3 +207,26 @@ def test_macs_and_float_islands() -> None:
     islands = {n.name: n.island for n in annotation.notes if n.state == "float"}
     assert islands == {"softmax_out": 1, "exp_out": 1, "exp_out_1": 2, "exp_out_2": 0}
     assert _note(annotation, "a_out").macs == 2 * 4 * 8 * 8 * 4 * 9
+
+
+def test_a_float_op_names_the_rule_that_keeps_it_there_and_all_that_would() -> None:
+    module = net(lambda self, x: self.b(F.softmax(self.a(x), axis=1)), a=_conv(), b=_conv())
+    rules = [
+        {"match": {"op": ["softmax", "conv2d"]}, "quantize": False},
+        {"match": {}, "weight": {"bits": 4}},
+    ]
+    annotation = _plan(module, rules, region={"outputs": "softmax_out"})
+    softmax, conv = _note(annotation, "softmax_out"), _note(annotation, "b_out")
+    assert softmax.reason == "rules[0] says quantize: false"
+    assert softmax.causes == ("rule", "role")
+    assert softmax.ranks == (0, 1)
+    assert conv.causes == ("region", "rule")
+    assert annotation.origins == ("rules[0]", "rules[1]")
+
+
+def test_notes_tell_what_is_read_and_asked_for() -> None:
+    module = net(lambda self, x: self.b(F.flatten(F.relu(self.a(x)), 1)), a=_conv(), b=M.Linear(256, 3))
+    annotation = _plan(module, [{"match": {"name": "b"}, "observers": {"activation": {"mse": {"bins": 64}}}}])
+    assert [_note(annotation, n).reads for n in ("relu_out", "flatten_out")] == [("a_out",), ("relu_out",)]
+    asked = "uint8 affine, mse(bins=64), fixed"
+    assert [_note(annotation, n).asks for n in ("relu_out", "flatten_out", "b_out")] == ["", asked, asked]

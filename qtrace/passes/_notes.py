@@ -62,6 +62,7 @@ class Notes:
             into=head.outputs[0].name if state == "fused" and head is not None else "",
             inputs=tuple(self._read(expr, n) for n in call.inputs) if call else (),
             reads=self._names_read(expr),
+            gives=tuple(n.name for n in expr.outputs),
             asks=self.asks.get(id(expr), ""),
             output=output,
             scheme=self.plans[output].scheme.describe() if output else "",

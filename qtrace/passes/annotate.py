@@ -237,7 +237,10 @@ class _Annotator:
         reads = {key: self._group(name) for key, name in self.reads.items()}
         notes = Notes(self.view, self.chains, groups, reads, self.weight_site, self.plans, self.asks).all()
         folds = tuple(self._fold(e) for e in self.view.order if id(e) in self.chains.norm)
-        return Annotation(self.view.backend.name, notes, sites, carried, folds)
+        ends = (self.view.traced.graph.inputs, self.view.traced.graph.outputs)
+        inputs, outputs = (tuple(n.name for n in nodes if isinstance(n, TensorNode)) for nodes in ends)
+        name = self.view.backend.name
+        return Annotation(name, notes, sites, carried, folds, inputs=inputs, outputs=outputs)
 
     def _fold(self, layer: Expr) -> Fold:
         group = self._group(self._read(layer, self.calls[id(layer)].inputs[0]))

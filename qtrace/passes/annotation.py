@@ -99,6 +99,7 @@ class ExprNote:
         into: the op it is fused into.
         inputs: the site or group of each input, "" for a float one.
         reads: the names of these inputs, and of the other tensors that it reads, such as shapes.
+        gives: the names of its outputs.
         asks: the parameters that it asks for at its inputs, in words; "" when it asks for none.
         output: the group of its output, "" for a float one.
         scheme: the output's scheme in words.
@@ -124,6 +125,7 @@ class ExprNote:
     into: str = ""
     inputs: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
     asks: str = ""
     output: str = ""
     scheme: str = ""
@@ -148,6 +150,8 @@ class Annotation:
         carried: node name -> group, for nodes whose values are integers of that group without rounding.
         folds: layers whose BatchNorm trains on.
         origins: where the rules of the config were written, in order.
+        inputs: the names of the graph's input tensors.
+        outputs: the names of what the graph gives.
     """
 
     backend: str
@@ -156,6 +160,8 @@ class Annotation:
     carried: dict[str, str] = field(default_factory=dict)
     folds: tuple[Fold, ...] = ()
     origins: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
 
     def moved(self) -> dict[str, str]:
         """`carried` without the outputs of ops that do nothing: the nodes that an export writes anew."""
@@ -176,7 +182,7 @@ class Annotation:
             tuple(_site(s) for s in data["sites"]),
             data["carried"],
             tuple(Fold(**f) for f in data["folds"]),
-            tuple(data["origins"]),
+            *(tuple(data[key]) for key in ("origins", "inputs", "outputs")),
         )
 
 

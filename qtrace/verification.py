@@ -6,9 +6,8 @@ sites before it, so an error is seen at the op that makes it. *End to end*: both
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ import numpy as np
 
 from qtrace.batches import as_arguments, evaluating, told
 from qtrace.errors import CalibrationError, ExportError
-from qtrace.export._onnx_session import OnnxSession
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Input, Node, TensorNode, TracedModule
 from qtrace.numerics import dequantize, quantize
 from qtrace.passes.insert import CONTAINER
 from qtrace.passes.record import read_record
 from qtrace.report import VerifyReport
+from qtrace.runtimes import get as get_runtime
 from qtrace.scheme import QParams
 
 __all__ = ["verify"]
@@ -33,17 +32,19 @@ def verify(
     converted: TracedModule,
     batches: Iterable[Any],
     *,
+    runtime: str | None = None,
     optimized: bool = True,
     max_lsb: int = 1,
     min_equal: float = 0.999,
     min_sqnr_db: float = 35.0,
 ) -> VerifyReport:
-    """Runs ``path`` in onnxruntime beside ``converted`` and compares integer by integer.
+    """Runs ``path`` in its runtime beside ``converted`` and compares integer by integer.
 
     Args:
-        path: an ONNX file written by ``qtrace.export`` from ``converted``.
+        path: a file written by ``qtrace.export`` from ``converted``.
         converted: the converted module.
         batches: inputs as for ``qtrace.calibrate``.
+        runtime: the name of the runtime; None for the one that the file is meant for.
         optimized: whether to also run the file with all graph optimizations, as it will be deployed.
         max_lsb: largest difference allowed at any site, op by op.
         min_equal: smallest share of equal values allowed over all sites, op by op.
@@ -56,16 +57,12 @@ def verify(
         ExportError: when the file cannot be run or is not an export of ``converted``.
         CalibrationError: when there are no batches, or one does not fit the model.
     """
-    if importlib.util.find_spec("onnxruntime") is None:
-        raise ExportError("verification needs the package onnxruntime: run pip install 'qtrace[onnx]'.")
     read_record(converted, "converted")
-    session = OnnxSession(Path(path), optimize=False)
-    fused = OnnxSession(Path(path), optimize=True) if optimized else None
+    chosen = get_runtime(Path(path), runtime)
+    session = chosen.open(Path(path), False)
+    fused = chosen.open(Path(path), True) if optimized else None
     report = VerifyReport(str(path), max_lsb, min_equal, min_sqnr_db)
-    table = _integer_names(converted)
-    missing = sorted(set(table.values()) - set(session.integer_names))
-    if missing:
-        raise ExportError(f"{path} is not an export of this module: it has no tensor {missing[0]!r}.")
+    table = _integer_names(converted, Path(path), session.integer_names)
     count = 0
     with evaluating(converted):
         for count, batch in enumerate(batches, 1):
@@ -73,10 +70,10 @@ def verify(
             graph = _EndToEnd(converted, table, report)
             with told(converted, (args, kwargs), count - 1):
                 graph.compute(args, kwargs)
-            runtime = session.run(graph.inputs)
-            _OpByOp(converted, table, runtime.integers, report).run(*args, **kwargs)
-            graph.tally(runtime.integers, "end_to_end")
-            report.add_outputs("reference", graph.outputs, runtime.outputs)
+            ran = session.run(graph.inputs)
+            _OpByOp(converted, table, ran.integers, report).run(*args, **kwargs)
+            graph.tally(ran.integers, "end_to_end")
+            report.add_outputs("reference", graph.outputs, ran.outputs)
             if fused is not None:
                 deployed = fused.run(graph.inputs)
                 graph.tally(deployed.integers, "deployed")
@@ -86,12 +83,21 @@ def verify(
     return report
 
 
-def _integer_names(converted: TracedModule) -> dict[str, str]:
-    """Node that holds dequantized integers -> name of the integer tensor in the file."""
-    annotation = read_record(converted).annotation
-    computed = [s for s in annotation.sites if s.sort == "activation" and not s.static]
-    names = {f"{s.name}_q": f"{s.name}_int" for s in computed}
-    names.update((name, f"{name}_int") for name in annotation.moved())
+def _integer_names(converted: TracedModule, path: Path, present: Sequence[str]) -> dict[str, str]:
+    """Node that holds dequantized integers -> the name under which the runtime gives them.
+
+    A format may leave out the integers of ops that only move values, but no site.
+
+    Raises:
+        ExportError: when the file lacks a site.
+    """
+    annotation, known = read_record(converted).annotation, set(present)
+    computed = [s.name for s in annotation.sites if s.sort == "activation" and not s.static]
+    missing = sorted(set(computed) - known)
+    if missing:
+        raise ExportError(f"{path} is not an export of this module: it has no integers of {missing[0]!r}.")
+    names = {f"{name}_q": name for name in computed}
+    names.update((name, name) for name in annotation.moved() if name in known)
     return names
 
 

@@ -39,6 +39,7 @@ def _rooms() -> dict[str, set[str]]:
     room("explanation")
     room("data", "errors config recipe")
     room("export", "errors scheme numerics plugins fakequant graph ops backends config passes")
+    room("runtimes", "errors")
     room("report", "errors graph")
     room("verification")
     room("__init__")

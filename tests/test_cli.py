@@ -118,7 +118,7 @@ class Fakes:
             raise self.fail
         Path(path).with_suffix(".bin").write_text("weights")
 
-    def verify(self, path, model, batches):
+    def verify(self, path, model, batches, runtime=None):
         self.calls["verify"] = (path, model, len(list(batches)))
         return Table(self.passed)
 
@@ -538,7 +538,7 @@ class Table:
     def table(self): return "table\\n" * 100000
     def to_dict(self): return {}
 qtrace.explain = lambda model, qconfig=None: Table()
-qtrace.verify = lambda path, model, batches: Table()
+qtrace.verify = lambda path, model, batches, **options: Table()
 command._sites = lambda prepared: []
 main(sys.argv[2:])
 """

@@ -18,6 +18,11 @@ __all__ = ["verify"]
 @click.option(
     "--model", "-m", metavar="QUANTIZED", required=True, help="The quantized.mge it was exported from."
 )
+@click.option(
+    "--runtime",
+    metavar="NAME",
+    help="The runtime, such as openvino for an .onnx; by default the one that the file is meant for.",
+)
 @options.data(required=True)
 @options.recipe
 @options.allow
@@ -26,6 +31,7 @@ __all__ = ["verify"]
 def verify(
     file: str,
     model: str,
+    runtime: str | None,
     data: str,
     batch_size: int,
     max_batches: int | None,
@@ -45,7 +51,8 @@ def verify(
         source = models.open_source(
             data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
         )
-        report = qtrace.verify(file, models.load_model(model, allow), console.bar(source, "verify"))
+        batches = console.bar(source, "verify")
+        report = qtrace.verify(file, models.load_model(model, allow), batches, runtime=runtime)
         text, result = report.table(), report.to_dict()
     models.tell_skipped(source, console)
     console.result(text, {"passed": bool(report.passed), **result})

@@ -1,0 +1,66 @@
+"""What a runtime is: something that runs an exported file and gives every integer tensor in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+__all__ = ["Run", "Runtime", "Session"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run gave.
+
+    Attributes:
+        outputs: the model's outputs, in the order and layout of the graph's.
+        integers: the integers of every site, and of nodes that carry integers, by the name of the site or
+            node, in the layout of the graph.
+    """
+
+    outputs: list[np.ndarray]
+    integers: dict[str, np.ndarray]
+
+
+class Session(Protocol):
+    """A file that was loaded."""
+
+    @property
+    def integer_names(self) -> Sequence[str]:
+        """The sites and nodes whose integers `run` gives."""
+
+    def run(self, inputs: list[np.ndarray]) -> Run:
+        """Runs the model.
+
+        Args:
+            inputs: one float32 array for each input of the graph, in order and in its layout.
+
+        Raises:
+            ExportError: when they do not fit.
+        """
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A runtime.
+
+    Attributes:
+        name: what users call it.
+        package: the Python package that it needs.
+        extra: the extra of qtrace that installs it.
+        suffixes: of the files that it runs.
+        open: loads a file: with every optimization that a user would deploy (True), or so that each op
+            computes on its own (False).
+        default: whether it is the one for its suffixes unless another is named.
+    """
+
+    name: str
+    package: str
+    extra: str
+    suffixes: tuple[str, ...]
+    open: Callable[[Path, bool], Session]
+    default: bool = True

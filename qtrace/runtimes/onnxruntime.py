@@ -1,0 +1,49 @@
+"""An ONNX file in onnxruntime, with all its integer tensors as outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from qtrace.errors import ExportError
+from qtrace.runtimes._onnx import with_integer_outputs
+from qtrace.runtimes.base import Run, Runtime
+
+__all__ = ["RUNTIME"]
+
+
+class _Session:
+    """Runs an ONNX file on CPU."""
+
+    def __init__(self, path: Path, optimize: bool) -> None:
+        import onnxruntime as ort
+
+        model = with_integer_outputs(path)
+        self.output_names = model.outputs
+        self.integer_names: Sequence[str] = model.integers
+        options = ort.SessionOptions()
+        levels = ort.GraphOptimizationLevel
+        options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimize else levels.ORT_DISABLE_ALL
+        options.log_severity_level = 3
+        try:
+            self.session = ort.InferenceSession(model.data, options, providers=["CPUExecutionProvider"])
+        except Exception as error:
+            raise ExportError(f"onnxruntime cannot run {path}: {error}") from error
+        self.input_names = [i.name for i in self.session.get_inputs()]
+
+    def run(self, inputs: list[np.ndarray]) -> Run:
+        """Runs the model; see `Session`."""
+        if len(inputs) != len(self.input_names):
+            raise ExportError(f"the model takes {len(self.input_names)} inputs, not {len(inputs)}.")
+        names = [*self.output_names, *(f"{n}_int" for n in self.integer_names)]
+        try:
+            values = self.session.run(names, dict(zip(self.input_names, inputs, strict=True)))
+        except Exception as error:
+            raise ExportError(f"onnxruntime refused the input: {error}") from error
+        count = len(self.output_names)
+        return Run(values[:count], dict(zip(self.integer_names, values[count:], strict=True)))
+
+
+RUNTIME = Runtime("onnxruntime", "onnxruntime", "onnx", (".onnx",), _Session)

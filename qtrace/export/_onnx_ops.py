@@ -7,26 +7,32 @@ from typing import Any
 import numpy as np
 
 from qtrace import ops
-from qtrace.errors import ExportError
 from qtrace.export._onnx_arithmetic import ARITHMETIC
 from qtrace.export._onnx_index import INDEXING
 from qtrace.export._onnx_norms import NORMS
 from qtrace.export._onnx_reductions import REDUCTIONS
 from qtrace.export._onnx_shapes import SHAPES
 from qtrace.export._onnx_types import Emitter, operand
+from qtrace.export._onnx_windows import WINDOWS
 from qtrace.export._onnx_writer import OnnxWriter
+from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import users
 from qtrace.ops import OpCall
 
-__all__ = ["EMITTERS", "Emitter", "weight_layout"]
+__all__ = ["EMITTERS", "WITHOUT", "Emitter", "weight_layout"]
+
+
+# The number of axes along which each of them moves its window.
+_CONVS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
+_TRANSPOSED = {"conv_transpose2d": 2, "conv_transpose3d": 3}
 
 
 def weight_layout(call: OpCall, weight: np.ndarray) -> tuple[np.ndarray, int]:
     """A layer's weight in ONNX's layout, and the axis that counts its output channels there."""
-    if call.kind == "conv2d":
-        return weight.reshape(-1, *weight.shape[-3:]), 0
-    if call.kind == "conv_transpose2d":
-        return weight.reshape(-1, *weight.shape[-3:]), 1
+    if call.kind in _CONVS:
+        return weight.reshape(-1, *weight.shape[-_CONVS[call.kind] - 1 :]), 0
+    if call.kind in _TRANSPOSED:
+        return weight.reshape(-1, *weight.shape[-_TRANSPOSED[call.kind] - 1 :]), 1
     if call.kind == "linear" and not _only_matrices(call):
         return weight.T, 1
     return weight, 0
@@ -51,7 +57,8 @@ def _weight(w: OnnxWriter, call: OpCall) -> str:
     if id(node) in w.laid:
         return w.name(node)
     shape = [int(n) for n in node.shape]
-    if len(shape) == 5:
+    count = {**_CONVS, **_TRANSPOSED}.get(call.kind)
+    if count is not None and len(shape) > count + 2:
         return w.node("Reshape", [w.name(node), w.ints([-1, *shape[2:]])], w.fresh(node.name))
     if call.kind == "linear" and not _only_matrices(call):
         return w.node("Transpose", [w.name(node)], w.fresh(node.name), perm=[1, 0])
@@ -59,21 +66,30 @@ def _weight(w: OnnxWriter, call: OpCall) -> str:
 
 
 def _conv(w: OnnxWriter, call: OpCall) -> None:
-    a = call.attrs
-    (ph, pw), weight = a["padding"], call.weight
+    a, weight = call.attrs, call.weight
     assert weight is not None
+    count = {**_CONVS, **_TRANSPOSED}[call.kind]
     attributes: dict[str, Any] = {
-        "kernel_shape": [int(n) for n in weight.shape[-2:]],
+        "kernel_shape": [int(n) for n in weight.shape[-count:]],
         "strides": list(a["stride"]),
         "dilations": list(a["dilation"]),
         "group": a["groups"],
-        "pads": [ph, pw, ph, pw],
+        "pads": [*a["padding"], *a["padding"]],
     }
-    op = "Conv"
-    if call.kind == "conv_transpose2d":
-        op, attributes["output_padding"] = "ConvTranspose", list(a["output_padding"])
+    if call.kind in _TRANSPOSED:
+        attributes["output_padding"] = list(a["output_padding"])
     inputs = [w.name(call.inputs[0]), _weight(w, call)]
-    w.emit(op, inputs if call.bias is None else [*inputs, w.name(call.bias)], call.out, **attributes)
+    if call.bias is not None:
+        inputs.append(_flat(w, call.bias))
+    w.emit("ConvTranspose" if call.kind in _TRANSPOSED else "Conv", inputs, call.out, **attributes)
+
+
+def _flat(w: OnnxWriter, bias: TensorNode) -> str:
+    """A bias as a vector; one that is quantized is stored as one."""
+    value = w.value(bias)
+    if value is not None and value.ndim > 1:
+        return w.constant(f"{bias.name}_flat", value.reshape(-1))
+    return w.name(bias)
 
 
 def _linear(w: OnnxWriter, call: OpCall) -> None:
@@ -129,35 +145,6 @@ def _gated(gate: str, **fixed: Any) -> Emitter:
     return emit
 
 
-def _pool(op: str) -> Emitter:
-    def emit(w: OnnxWriter, call: OpCall) -> None:
-        a = call.attrs
-        ph, pw = a["padding"]
-        extra = {"count_include_pad": int(a["count_include_pad"])} if op == "AveragePool" else {}
-        window = {"kernel_shape": list(a["kernel"]), "strides": list(a["stride"]), "pads": [ph, pw, ph, pw]}
-        w.emit(op, [w.name(call.inputs[0])], call.out, **window, **extra)
-
-    return emit
-
-
-def _adaptive(everything: str, window: str) -> Emitter:
-    def emit(w: OnnxWriter, call: OpCall) -> None:
-        size, shape = call.attrs["output_size"], call.inputs[0].shape[-2:]
-        x = [w.name(call.inputs[0])]
-        if size == (1, 1):
-            w.emit(everything, x, call.out)
-            return
-        if any(n % s for n, s in zip(shape, size, strict=True)):
-            raise ExportError(
-                f"{call.out.name}: adaptive pooling of {tuple(shape)} to {size} has windows of unequal size, "
-                "which ONNX cannot express: use a size that divides the input"
-            )
-        kernel = [int(n // s) for n, s in zip(shape, size, strict=True)]
-        w.emit(window, x, call.out, kernel_shape=kernel, strides=kernel)
-
-    return emit
-
-
 def _join(w: OnnxWriter, call: OpCall) -> None:
     axis, out = call.attrs["axis"], call.out
     names = [operand(w, n, out.dtype) for n in call.attrs["parts"]]
@@ -179,20 +166,6 @@ def _prelu(w: OnnxWriter, call: OpCall) -> None:
     w.emit("PRelu", [w.name(x), name], call.out)
 
 
-def _interpolate(w: OnnxWriter, call: OpCall) -> None:
-    a, shape, out = call.attrs, call.inputs[0].shape, call.out.shape
-    scales = [1.0, 1.0, *(float(o) / float(i) for o, i in zip(out[-2:], shape[-2:], strict=True))]
-    if a["mode"] == "nearest":
-        how = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
-    elif a["mode"] == "bilinear":
-        corners = "align_corners" if a["align_corners"] else "half_pixel"
-        how = {"mode": "linear", "coordinate_transformation_mode": corners}
-    else:
-        raise ExportError(f"{call.out.name}: interpolate mode {a['mode']!r} has no ONNX form")
-    factors = w.constant(f"{call.out.name}_scales", np.array(scales, np.float32))
-    w.emit("Resize", [w.name(call.inputs[0]), "", factors], call.out, **how)
-
-
 _SIXTH = {"alpha": 1.0 / 6.0, "beta": 0.5}
 
 EMITTERS: dict[str, Emitter] = {
@@ -201,8 +174,8 @@ EMITTERS: dict[str, Emitter] = {
     **REDUCTIONS,
     **INDEXING,
     **SHAPES,
-    "conv2d": _conv,
-    "conv_transpose2d": _conv,
+    **WINDOWS,
+    **dict.fromkeys((*_CONVS, *_TRANSPOSED), _conv),
     "linear": _linear,
     "matmul": _matmul,
     "relu": _unary("Relu"),
@@ -215,11 +188,37 @@ EMITTERS: dict[str, Emitter] = {
     "hsigmoid": _unary("HardSigmoid", **_SIXTH),
     "silu": _gated("Sigmoid"),
     "hswish": _gated("HardSigmoid", **_SIXTH),
-    "max_pool2d": _pool("MaxPool"),
-    "avg_pool2d": _pool("AveragePool"),
-    "adaptive_avg_pool2d": _adaptive("GlobalAveragePool", "AveragePool"),
-    "adaptive_max_pool2d": _adaptive("GlobalMaxPool", "MaxPool"),
     "concat": _join,
     "stack": _join,
-    "interpolate": _interpolate,
+}
+
+_OLD = "ONNX has no op for it"
+
+# Kinds that no ONNX file of this opset can hold, and why.
+WITHOUT: dict[str, str] = {
+    "atan2": _OLD,
+    "correlation": _OLD,
+    "cvt_color": _OLD,
+    "deformable_conv2d": "ONNX has deformable convolution from opset 19 on",
+    "deformable_psroi_pooling": _OLD,
+    "diag": _OLD,
+    "local_conv2d": _OLD,
+    "lstm": "MegEngine's layer is one op with weights in an order of its own",
+    "matinv": _OLD,
+    "multi_head_attention": "MegEngine's layer is one op with weights in an order of its own",
+    "nvof": _OLD,
+    "region_restricted_conv": _OLD,
+    "remap": "ONNX samples at computed places from opset 16 on",
+    "rnn": "MegEngine's layer is one op with weights in an order of its own",
+    "roi_align": "before opset 16 ONNX widens regions of less than one pixel, which MegEngine does not",
+    "roi_pooling": "ONNX rounds the borders of regions in another way",
+    "sliding_window": _OLD,
+    "sliding_window_transpose": _OLD,
+    "svd": _OLD,
+    "warp_affine": "ONNX samples at computed places from opset 16 on",
+    "warp_perspective": "ONNX samples at computed places from opset 16 on",
+    **dict.fromkeys(
+        ("l1_loss", "square_loss", "cross_entropy", "binary_cross_entropy", "hinge_loss", "ctc_loss"),
+        "a loss belongs to training",
+    ),
 }

@@ -25,7 +25,7 @@ def unary(expr: Expr) -> Reading | str:
 def binary(expr: Expr) -> Reading | str:
     """Reads an op of two operands; numbers go to ``scalar``, with the ``side`` on which they stand."""
     left, right = (_fixed(v) for v in positional(expr)[:2])
-    if isinstance(expr, CallMethod) and expr.method.startswith("__r"):
+    if isinstance(expr, CallMethod) and expr.method.startswith("__r") and expr.method != "__rshift__":
         left, right = right, left
     attrs: dict[str, Any] = {"operands": (left, right)}
     for side, value in (("left", left), ("right", right)):

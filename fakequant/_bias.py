@@ -29,11 +29,12 @@ class BiasQuant(Module):
     Args:
         site: the name of the bias site.
         shape: the shape of the bias.
+        factor: by what the activation's scale is multiplied on the way to the layer; a power of two.
     """
 
-    def __init__(self, site: str, shape: tuple[int, ...]) -> None:
+    def __init__(self, site: str, shape: tuple[int, ...], factor: float = 1.0) -> None:
         super().__init__()
-        self.site, self.shape = site, tuple(shape)
+        self.site, self.shape, self.factor = site, tuple(shape), factor
         self.phase = "float"
 
     def forward(self, bias: Tensor, activation: FakeQuant, weight: FakeQuant) -> Tensor:
@@ -65,6 +66,8 @@ class BiasQuant(Module):
     def product(self, activation: Tensor, weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """``s_in * s_w`` (float32), broadcastable to the bias, and its shape."""
         shape = self.shape if weight.ndim else ()
+        if self.factor != 1.0:
+            activation = activation * self.factor
         return F.maximum(activation * weight, SMALLEST_SCALE).reshape(shape), shape
 
     def scale(self, activation: FakeQuant, weight: FakeQuant) -> tuple[Tensor, tuple[int, ...]]:

@@ -119,7 +119,7 @@ def _fit_biases(prepared: TracedModule) -> None:
         bias = values[site.node].interpret(prepared)[0].numpy().astype(np.float64).reshape(-1)
         if not (activation.calibrated and weight.calibrated):
             continue
-        need = np.abs(bias) / (float(activation.qparams().scale) * BIAS_LIMIT)
+        need = np.abs(bias) / (float(activation.qparams().scale) * site.factor * BIAS_LIMIT)
         have = weight.qparams()
         floor = need if have.scale.ndim else need.max()
         if np.any(floor > have.scale):

@@ -19,7 +19,7 @@ from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Input, Node, TensorNode, TracedModule
 from qtrace.numerics import dequantize, quantize
 from qtrace.passes.insert import CONTAINER
-from qtrace.passes.record import read_record
+from qtrace.passes.record import carried_qparams, read_record
 from qtrace.report import VerifyReport
 from qtrace.runtimes import get as get_runtime
 from qtrace.scheme import QParams
@@ -108,7 +108,7 @@ def _groups(converted: TracedModule) -> dict[str, QParams]:
         for s in annotation.sites
         if s.sort == "activation"
     }
-    found.update((name, getattr(container, group).qparams()) for name, group in annotation.moved().items())
+    found.update(carried_qparams(converted, annotation))
     return found
 
 

@@ -21,6 +21,7 @@ class Limits:
         affine_per_channel: whether one is allowed for each channel.
         signed: None for both, else the one sign that is allowed.
         narrow: whether the lowest integer may be left out; kernels saturate at it.
+        wide: whether the lowest integer may be used.
     """
 
     bits: tuple[int, ...]
@@ -29,6 +30,7 @@ class Limits:
     signed: bool | None = None
     affine_per_channel: bool = False
     narrow: bool = True
+    wide: bool = True
 
     def problem(self, scheme: QScheme) -> str | None:
         """Why ``scheme`` cannot run, or None."""
@@ -44,6 +46,8 @@ class Limits:
             return f"{'signed' if scheme.signed else 'unsigned'} integers"
         if scheme.narrow and not self.narrow:
             return "narrow ranges (it saturates at the lowest integer)"
+        if not scheme.narrow and not self.wide:
+            return "full ranges (it leaves out the lowest integer)"
         return None
 
 
@@ -60,7 +64,10 @@ class Backend:
         ties_concat: whether inputs and output of concat and stack must share their parameters.
         rounds_around_float: whether an op without an integer kernel may stand between quantized tensors, in
             float: what ``quantize: true`` asks for.
+        scales_freely: whether a tensor may be read with another scale than it was written with: a
+            multiplication by a power of two then changes the scale instead of the integers.
         limits: sort of site ("activation", "weight") -> what can run.
+        any_rounding: whether schemes may round otherwise than the default ones.
     """
 
     name: str
@@ -71,6 +78,8 @@ class Backend:
     ties_concat: bool
     limits: Mapping[str, Limits] = field(default_factory=dict)
     rounds_around_float: bool = False
+    scales_freely: bool = False
+    any_rounding: bool = False
 
     @property
     def rounding(self) -> str:
@@ -79,6 +88,6 @@ class Backend:
 
     def problem(self, sort: str, scheme: QScheme) -> str | None:
         """Why this backend cannot run ``scheme`` for an "activation" or a "weight"; None if it can."""
-        if scheme.rounding != self.rounding:
+        if scheme.rounding != self.rounding and not self.any_rounding:
             return f"{scheme.rounding} rounding (it rounds {self.rounding})"
         return self.limits[sort].problem(scheme)

@@ -23,6 +23,7 @@ BACKEND = Backend(
     fused={kind: _CLAMPS for kind in _HEADS.split() if kind not in ("concat", "stack")},
     ties_concat=False,
     rounds_around_float=True,
+    scales_freely=True,
     limits={
         # 4 and 16 bits are ONNX types from opset 21 on; weights of fewer bits fit into int8.
         # QuantizeLinear saturates at the ends of its type, so only stored weights can leave out the lowest.

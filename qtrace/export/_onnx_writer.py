@@ -57,6 +57,7 @@ class OnnxWriter:
         self.values: dict[int, np.ndarray] = {}
         self.laid: set[int] = set()  # weights whose integers are stored in ONNX's layout
         self.counter = 0
+        self.integers: dict[str, str] = {}  # a dequantized tensor -> its integers
 
     def name(self, node: Node) -> str:
         """The ONNX tensor that holds the value of ``node``; parameters are written when first read."""
@@ -137,7 +138,17 @@ class OnnxWriter:
         integers = f"{base}_int"
         extra = {"axis": axis} if qparams.scale.ndim else {}
         self.node("QuantizeLinear", [source, scale, zero], integers, **extra)
+        self.integers[output] = integers
         return self.node("DequantizeLinear", [integers, scale, zero], output, **extra)
+
+    def rescale(self, source: str, base: str, output: str, qparams: QParams) -> str | None:
+        """Reads the integers behind ``source`` once more, with other parameters; None if there are none."""
+        integers = self.integers.get(source)
+        if integers is None:
+            return None
+        scale, zero = self._parameters(base, qparams, integer_type(qparams.scheme, stored=False))
+        self.integers[output] = integers
+        return self.node("DequantizeLinear", [integers, scale, zero], output)
 
     def dequantize(self, base: str, integers: np.ndarray, qparams: QParams, axis: int, output: str) -> str:
         """Adds stored integers ``{base}_int`` and the DequantizeLinear that reads them."""

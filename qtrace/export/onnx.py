@@ -25,7 +25,8 @@ from qtrace.numerics import quantize
 from qtrace.ops import OpCall
 from qtrace.passes.annotation import Annotation, Site
 from qtrace.passes.insert import CONTAINER
-from qtrace.passes.record import read_record
+from qtrace.passes.record import carried_qparams, read_record
+from qtrace.scheme import QParams
 
 __all__ = ["SUFFIXES", "serialize"]
 
@@ -63,7 +64,8 @@ class _Exporter:
 
         self.model = converted
         self.annotation: Annotation = read_record(converted, "converted").annotation
-        self.moved = self.annotation.moved()
+        carried = carried_qparams(converted, self.annotation)
+        self.moved = {name: carried[name] for name in self.annotation.moved()}
         self.sites: dict[str, Site] = {f"{s.name}_q": s for s in self.annotation.sites}
         self.emitters = {**EMITTERS, **MOVES}
         self.emit_shape_op = emit_shape_op
@@ -120,11 +122,13 @@ class _Exporter:
         if isinstance(module, (FakeQuant, BiasQuant)):
             self._emit_site(expr, self.sites[expr.outputs[0].name])
             return
+        if self._emit_rescaled(expr):
+            return
         self._emit_op(expr)
         for node in expr.outputs:
-            group = self.moved.get(node.name)
-            if group is not None:
-                self._requantize(node, group)
+            qparams = self.moved.get(node.name)
+            if qparams is not None:
+                self._requantize(node, qparams)
 
     def _emit_op(self, expr: Expr) -> None:
         for node in expr.outputs:
@@ -147,9 +151,19 @@ class _Exporter:
             "write it with ops that have one."
         )
 
-    def _requantize(self, node: TensorNode, group: str) -> None:
+    def _emit_rescaled(self, expr: Expr) -> bool:
+        """Writes a multiplication that only changes a scale: the same integers, read with the new one."""
+        call = ops.read(expr)
+        if call is None or call.kind not in ("mul", "div") or call.out.name not in self.moved:
+            return False
+        node, source = call.out, self.writer.name(call.inputs[0])
+        name = self.writer.rescale(source, node.name, f"{node.name}_dq", self.moved[node.name])
+        if name is not None:
+            self.writer.names[id(node)] = name
+        return name is not None
+
+    def _requantize(self, node: TensorNode, qparams: QParams) -> None:
         """Writes the integers of a node that carries them: the same parameters, so nothing is rounded."""
-        qparams = getattr(getattr(self.model, CONTAINER), group).qparams()
         w = self.writer
         w.names[id(node)] = w.quantize_dequantize(w.name(node), node.name, f"{node.name}_dq", qparams)
 

@@ -108,6 +108,8 @@ class Notes:
     def _reason(self, expr: Expr, state: str) -> str:
         if state in ("int", "fused"):
             return (self._without_effect(expr) if state == "fused" else "") or self._unrounded(expr)
+        if state == "carried" and id(expr) in self.view.scaling:
+            return f"the integers stay: it multiplies their scale by {self.view.scaling[id(expr)]:g}"
         if state not in ("float", "shape"):
             return ""
         if self.view.carries(expr):

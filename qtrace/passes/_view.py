@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -111,17 +112,41 @@ class View:
             )
         return [Cause("kernel", reason)]
 
+    @cached_property
+    def scaling(self) -> dict[int, float]:
+        """Id of expr -> the factor, for multiplications that only change the scale of their input."""
+        trains_norms = any(c.role is Role.NORM for c in self.calls.values())
+        if not self.backend.scales_freely or trains_norms:
+            return {}
+        found = {id(e): self._factor(e) for e in self.order if id(e) not in self.float_reason}
+        return {key: factor for key, factor in found.items() if factor is not None}
+
+    def _factor(self, expr: Expr) -> float | None:
+        """The power of two by which ``expr`` multiplies: float32 values then stay exact."""
+        call = self.calls.get(id(expr))
+        if call is None or call.kind not in ("mul", "div") or "scalar" not in call.attrs:
+            return None
+        choice, scalar = self.choices[id(expr)], call.attrs["scalar"]
+        own = choice.output is not None or not choice.quantize_output or choice.activation.per_channel
+        if own or (call.kind == "div" and call.attrs["side"] != "right"):
+            return None
+        if not 2.0**-16 <= scalar <= 2.0**16 or math.frexp(scalar)[0] != 0.5:
+            return None
+        return 1.0 / scalar if call.kind == "div" else float(scalar)
+
     def on_integers(self, expr: Expr) -> bool:
         """Whether ``expr`` (the head of its chain) computes on quantized inputs."""
         call = self.calls.get(id(expr))
-        if call is None or id(expr) in self.float_reason:
+        if call is None or id(expr) in self.float_reason or id(expr) in self.scaling:
             return False
         return call.role in INT_ROLES or call.role is Role.FLOAT
 
     def carries(self, expr: Expr) -> bool:
-        """Whether ``expr`` moves integers as it moves floats."""
+        """Whether ``expr`` moves integers as it moves floats, or changes nothing but their scale."""
         call = self.calls.get(id(expr))
-        return call is not None and call.role is Role.CARRY and id(expr) not in self.float_reason
+        if call is None or id(expr) in self.float_reason:
+            return False
+        return call.role is Role.CARRY or id(expr) in self.scaling
 
     def only_user(self, expr: Expr) -> Expr | None:
         """The one expr that reads the result, if it reads nothing else and may run on integers."""

@@ -62,6 +62,7 @@ class _Annotator:
         self.weight_site: dict[int, str] = {}
         self.tie: dict[str, str] = {}
         self.plans: dict[str, Plan] = {}
+        self.factor: dict[int, float] = {}
 
     def run(self) -> Annotation:
         for expr in reversed(self.view.order):
@@ -97,10 +98,13 @@ class _Annotator:
 
     def _place(self, expr: Expr) -> None:
         if self.view.carries(expr):
-            source = self._read(expr, self.calls[id(expr)].inputs[0])
+            before = self.calls[id(expr)].inputs[0]
+            source = self._read(expr, before)
+            factor = self._factor(expr, before) * self.view.scaling.get(id(expr), 1.0)
             for node in expr.outputs:
                 if source:
                     self.state[id(node)] = source
+                    self.factor[id(node)] = factor
                 self._place_edges(node, self.plans[source] if source else None)
             return
         head = self.chains.head.get(id(expr))
@@ -153,6 +157,10 @@ class _Annotator:
 
     def _read(self, expr: Expr, node: Node) -> str:
         return self.reads.get((id(expr), id(node))) or self.state.get(id(node), "")
+
+    def _factor(self, expr: Expr, node: Node) -> float:
+        """By what the scale of the group that ``expr`` reads is multiplied there."""
+        return 1.0 if (id(expr), id(node)) in self.reads else self.factor.get(id(node), 1.0)
 
     def _tie(self, first: str, second: str) -> None:
         if not first or not second:
@@ -217,7 +225,8 @@ class _Annotator:
             name = call.bias.name if count == 0 else f"{call.bias.name}__{call.out.name}"
             weight, names = self.weight_site[id(expr)], (call.out.name,)
             site = Site(name, "bias", call.bias.name, names, name, None, static=True)
-            self.sites.append(dataclasses.replace(site, activation=group, weight=weight))
+            factor = self._factor(expr, call.inputs[0])
+            self.sites.append(dataclasses.replace(site, activation=group, weight=weight, factor=factor))
 
     # -- the result ---------------------------------------------------------------------------------
 
@@ -240,7 +249,13 @@ class _Annotator:
         ends = (self.view.traced.graph.inputs, self.view.traced.graph.outputs)
         inputs, outputs = (tuple(n.name for n in nodes if isinstance(n, TensorNode)) for nodes in ends)
         name = self.view.backend.name
-        return Annotation(name, notes, sites, carried, folds, inputs=inputs, outputs=outputs)
+        factors = {
+            n.name: self.factor[id(n)]
+            for e in self.view.order
+            for n in e.outputs
+            if n.name in carried and self.factor.get(id(n), 1.0) != 1.0
+        }
+        return Annotation(name, notes, sites, carried, folds, inputs=inputs, outputs=outputs, factors=factors)
 
     def _fold(self, layer: Expr) -> Fold:
         group = self._group(self._read(layer, self.calls[id(layer)].inputs[0]))

@@ -53,6 +53,7 @@ class Site:
         static: whether the value is a parameter.
         activation: for a bias, the group of the layer's input.
         weight: for a bias, the group of the layer's weight.
+        factor: for a bias, by what the scale of ``activation`` is multiplied where the layer reads it.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Site:
     static: bool = False
     activation: str = ""
     weight: str = ""
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ class Annotation:
         origins: where the rules of the config were written, in order.
         inputs: the names of the graph's input tensors.
         outputs: the names of what the graph gives.
+        factors: for those of `carried` that have another scale than their group, by what it is multiplied.
     """
 
     backend: str
@@ -162,6 +165,7 @@ class Annotation:
     origins: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
+    factors: dict[str, float] = field(default_factory=dict)
 
     def moved(self) -> dict[str, str]:
         """`carried` without the outputs of ops that do nothing: the nodes that an export writes anew."""
@@ -183,6 +187,7 @@ class Annotation:
             data["carried"],
             tuple(Fold(**f) for f in data["folds"]),
             *(tuple(data[key]) for key in ("origins", "inputs", "outputs")),
+            data["factors"],
         )
 
 

@@ -145,14 +145,15 @@ def _record_nodes(model: TracedModule, annotation: Annotation) -> None:
         nodes[site.node].qparams = value
         nodes[f"{site.name}_q"].qparams = value
     for name, group in annotation.carried.items():
-        nodes[name].qparams = _node_qparams(getattr(container, group))
+        nodes[name].qparams = _node_qparams(getattr(container, group), annotation.factors.get(name, 1.0))
 
 
-def _node_qparams(fq: FakeQuant) -> NodeQParams:
+def _node_qparams(fq: FakeQuant, factor: float = 1.0) -> NodeQParams:
     affine = bool(np.any(fq.zero_point.numpy()))
     mode = QuantMode.ASYMMERTIC if affine or not fq.scheme.symmetric else QuantMode.SYMMERTIC
     zero_point = Tensor(fq.zero_point.numpy()) if mode is QuantMode.ASYMMERTIC else None
-    return create_qparams(mode, dtype_meta(fq.scheme), Tensor(fq.effective_scale().numpy()), zero_point)
+    scale = Tensor(fq.effective_scale().numpy() * np.float32(factor))
+    return create_qparams(mode, dtype_meta(fq.scheme), scale, zero_point)
 
 
 _CANONICAL = {(m.qmin, m.qmax, m.np_dtype_str): m for m in reversed(list(_builtin_quant_dtypes.values()))}

@@ -105,7 +105,7 @@ def _plugin(package: str, name: str, base: type) -> type:
 def _module(site: Site, node: TensorNode) -> Module:
     shape = tuple(int(n) for n in node.shape)
     if site.plan is None:
-        return BiasQuant(site.name, shape)
+        return BiasQuant(site.name, shape, site.factor)
     plan: Plan = site.plan
     observer_class = _plugin("qtrace.observers", plan.observer, Observer)
     observer = observer_class(plan.scheme, **dict(plan.observer_options))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from megengine.module import Module
 
 from qtrace.errors import GraphError
@@ -16,8 +17,17 @@ from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import TracedModule
 from qtrace.passes.annotation import Annotation
 from qtrace.passes.insert import CONTAINER
+from qtrace.scheme import QParams
 
-__all__ = ["Record", "fake_quants", "followers", "is_quantized", "read_record", "write_record"]
+__all__ = [
+    "Record",
+    "carried_qparams",
+    "fake_quants",
+    "followers",
+    "is_quantized",
+    "read_record",
+    "write_record",
+]
 
 # MegEngine saves plain attributes of a TracedModule; JSON keeps the record free of classes.
 _ATTRIBUTE = "qtrace_record"
@@ -90,6 +100,17 @@ def fake_quants(model: TracedModule) -> Iterator[FakeQuant]:
 def followers(model: TracedModule) -> Iterator[BiasQuant | BnFold]:
     """The modules that have a phase but no parameters of their own: biases and folded layers."""
     return (m for m in _children(model) if isinstance(m, (BiasQuant, BnFold)))
+
+
+def carried_qparams(model: TracedModule, annotation: Annotation) -> dict[str, QParams]:
+    """Node name -> parameters, for the nodes that carry integers without rounding (`Annotation.carried`)."""
+    container = getattr(model, CONTAINER)
+    groups = {group: getattr(container, group).qparams() for group in set(annotation.carried.values())}
+    found = {name: groups[group] for name, group in annotation.carried.items()}
+    for name, factor in annotation.factors.items():
+        old = found[name]
+        found[name] = QParams(old.scheme, old.scale * np.float32(factor), old.zero_point)
+    return found
 
 
 def _children(model: TracedModule) -> Iterator[Module]:

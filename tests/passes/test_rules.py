@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import megengine as mge
 import megengine.functional as F
 import megengine.module as M
 import numpy as np
+import onnx
 import pytest
 
 import qtrace
@@ -230,3 +232,25 @@ def test_notes_tell_what_is_read_and_asked_for() -> None:
     assert [_note(annotation, n).reads for n in ("relu_out", "flatten_out")] == [("a_out",), ("relu_out",)]
     asked = "uint8 affine, mse(bins=64), fixed"
     assert [_note(annotation, n).asks for n in ("relu_out", "flatten_out", "b_out")] == ["", asked, asked]
+
+
+def test_a_multiplication_by_a_power_of_two_changes_the_scale_only(tmp_path: Path) -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        y = F.relu(self.a(x))
+        return self.b(y * 0.25) + self.c((y / 2.0).transpose(0, 1, 3, 2)) * 0.3
+
+    module = net(forward, a=_conv(), b=_conv(), c=_conv())
+    prepared = qtrace.prepare(qtrace.trace(module, X))
+    annotation = qtrace.explain(prepared).annotation
+    notes = {n.kind: n for n in annotation.notes if n.kind in ("mul", "div") and n.state == "carried"}
+    assert notes["mul"].reason == "the integers stay: it multiplies their scale by 0.25"
+    assert sorted(annotation.factors.values()) == [0.25, 0.5, 0.5]
+    assert {s.factor for s in annotation.sites if s.sort == "bias"} == {1.0, 0.25, 0.5}
+    qtrace.calibrate(prepared, [X], progress=False)
+    converted = qtrace.convert(prepared)
+    np.testing.assert_array_equal(converted(mge.Tensor(X)).numpy(), prepared(mge.Tensor(X)).numpy())
+    path = qtrace.export(converted, tmp_path / "m.onnx")
+    report = qtrace.verify(path, converted, [X])
+    assert report.passed
+    assert report.worst_lsb() == 0
+    assert sum(n.op_type == "Mul" for n in onnx.load(path).graph.node) == 1

@@ -12,7 +12,7 @@ from typing import Any
 import megengine.functional as F
 import megengine.module as M
 
-from qtrace.graph.edit import GraphEditor
+from qtrace.graph.edit import GraphEditor, delete_attribute
 from qtrace.graph.types import Expr, GetAttr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, owner
 from qtrace.passes.base import PassResult
@@ -42,7 +42,16 @@ def expand(traced: TracedModule) -> PassResult:
             new = write(_Calls(editor, expr), module, getattr(expr.inputs[0].expr, "name", ""))
             editor.replace_expr(expr, new)
             changed.append(f"{out}: {type(module).__name__} as a function")
+    _drop_empty(traced)
     return PassResult(traced, tuple(changed), tuple(left))
+
+
+def _drop_empty(traced: TracedModule) -> None:
+    """Deletes the Elemwise modules that no expr calls any more: they hold nothing."""
+    used = {e.name for e in exprs(traced) if isinstance(e, GetAttr)}
+    empty = [n for n, m in traced.named_modules() if isinstance(m, M.Elemwise) and n not in used]
+    for path in empty:
+        delete_attribute(traced, path)
 
 
 def _why_not(expr: Expr, module: Any) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import megengine as mge
 import megengine.functional as F
 import megengine.module as M
 import numpy as np
@@ -28,6 +29,22 @@ def _after(function: Callable[..., object]) -> M.Module:
 
 def _cat(self: M.Module, x: object) -> object:
     return F.concat([self.a(x), F.relu(self.b(x)), x], 1)
+
+
+def _written(y: mge.Tensor) -> mge.Tensor:
+    z = y * 2.0
+    z[:, 0] = y[:, 1]
+    return z
+
+
+def _attention(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+    scores = F.softmax(F.matmul(self.q(x), self.k(x), transpose_b=True) * 8**-0.5, -1)
+    return F.matmul(scores, self.v(x))
+
+
+def _decoded(y: mge.Tensor) -> mge.Tensor:
+    columns = F.arange(y.shape[3]).reshape(1, 1, 1, -1)
+    return (F.sigmoid(y) + columns) * 8.0
 
 
 CASES: dict[str, M.Module] = {
@@ -104,6 +121,47 @@ CASES: dict[str, M.Module] = {
         lambda y: F.vision.interpolate(y, (15, 15), mode="bilinear", align_corners=True)
     ),
     "pad": _after(lambda y: F.nn.pad(y, ((0, 0), (0, 0), (1, 2), (0, 1)))),
+    "pixel_shuffle": net(
+        lambda self, x: self.shuffle(self.conv(x)), conv=_conv(4, 8), shuffle=M.PixelShuffle(2)
+    ),
+    "roll": _after(lambda y: F.roll(y, (3, -2), (2, 3))),
+    "repeat": _after(lambda y: F.repeat(y, 2, 1)),
+    "tile": _after(lambda y: F.tile(y, (1, 1, 2, 1))),
+    "broadcast_to": _after(lambda y: F.broadcast_to(y[:, :1], (*y.shape[:1], 3, 8, 8))),
+    "swapaxes": _after(lambda y: F.swapaxes(y, 1, 2)),
+    "max_reduced": _after(lambda y: F.max(y, (2, 3))),
+    "min_reduced": _after(lambda y: y.min(axis=1)),
+    "sum_reduced": _after(lambda y: y.sum(axis=1)),
+    "getitem_list": _after(lambda y: y[:, [3, 0, 1]]),
+    "getitem_computed": _after(lambda y: y[:, : y.shape[1] // 2]),
+    "gather": _after(lambda y: F.gather(y[:, :, 0, 0], 1, F.argsort(y[:, :, 1, 1]))),
+    "detach_copy": _after(lambda y: F.copy(y.detach())),
+    "stub": net(
+        lambda self, x: self.b(self.conv(self.a(x))), a=M.QuantStub(), conv=_conv(), b=M.DequantStub()
+    ),
+    "adaptive_avg_pool2d_uneven": _after(lambda y: F.adaptive_avg_pool2d(y, 3)),
+    "prelu": net(lambda self, x: self.act(self.conv(x)), conv=_conv(), act=M.PReLU(6)),
+    "maximum": net(lambda self, x: F.maximum(self.a(x), self.b(x)), a=_conv(), b=_conv()),
+    "neg_abs": _after(lambda y: F.abs(-y)),
+    "setitem": _after(_written),
+    "where": net(lambda self, x: (lambda y: F.where(y > 0.3, y, self.b(x)))(self.a(x)), a=_conv(), b=_conv()),
+    "conv_bn_module": net(lambda self, x: self.m(x), m=M.ConvBnRelu2d(4, 6, 3)),
+    "conv_relu_module": net(lambda self, x: self.m(x), m=M.ConvRelu2d(4, 6, 3)),
+    "elemwise_module": net(
+        lambda self, x: self.m(self.a(x), self.b(x)), a=_conv(), b=_conv(), m=M.Elemwise("FUSE_ADD_RELU")
+    ),
+    "concat_module": net(lambda self, x: self.m([self.a(x), x], 1), a=_conv(), m=M.Concat()),
+    "matmul_attention": net(_attention, q=M.Linear(8, 8), k=M.Linear(8, 8), v=M.Linear(8, 8)),
+    "layer_norm_gelu": net(
+        lambda self, x: self.b(F.gelu(self.norm(self.a(x)))),
+        a=M.Linear(8, 8),
+        norm=M.LayerNorm(8),
+        b=M.Linear(8, 4),
+    ),
+    "group_norm": net(
+        lambda self, x: self.b(self.norm(self.a(x))), a=_conv(), norm=M.GroupNorm(2, 6), b=_conv(6)
+    ),
+    "anchor_decode": _after(_decoded),
     "identity_dropout": net(
         lambda self, x: self.drop(self.same(self.conv(x))),
         conv=_conv(),

@@ -13,6 +13,7 @@ import pytest
 import qtrace
 from qtrace import ops
 from qtrace.graph.flatten import flatten
+from qtrace.graph.lint import lint
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, TracedModule, is_call_module
 from qtrace.graph.walk import exprs
 from qtrace.ops import OpCall, Role
@@ -67,6 +68,14 @@ def test_a_sibling_has_the_same_rule(op: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernel_has_the_rule_of_its_function(kernel: str) -> None:
     _check(KERNELS[kernel], f"apply:{kernel}")
+
+
+@pytest.mark.parametrize("op", ["mod:Elemwise:FUSE_ADD_RELU", "mod:ConvRelu2d"])
+def test_expansion_leaves_nothing_behind_that_no_expr_reads(op: str) -> None:
+    case = {**CASES, **SIBLINGS}[op]
+    traced = _flat(case.module, case.x)
+    expand(traced)
+    assert lint(traced) == []
 
 
 def _values(result: object) -> list[np.ndarray]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qtrace import fakequant, graph, observers, recipes
+    from qtrace.bisection import bisect
     from qtrace.calibration import calibrate
     from qtrace.config import QConfig
     from qtrace.explanation import explain
@@ -27,6 +28,7 @@ __all__ = [
     "QConfig",
     "QParams",
     "QScheme",
+    "bisect",
     "calibrate",
     "convert",
     "explain",
@@ -48,6 +50,7 @@ _HOME = {
     "QConfig": "config",
     "QParams": "scheme",
     "QScheme": "scheme",
+    "bisect": "bisection",
     "calibrate": "calibration",
     "convert": "passes.convert",
     "explain": "explanation",

@@ -24,7 +24,7 @@ from qtrace.report import VerifyReport
 from qtrace.runtimes import get as get_runtime
 from qtrace.scheme import QParams
 
-__all__ = ["verify"]
+__all__ = ["EndToEnd", "OpByOp", "integer_names", "verify"]
 
 
 def verify(
@@ -62,16 +62,16 @@ def verify(
     session = chosen.open(Path(path), False)
     fused = chosen.open(Path(path), True) if optimized else None
     report = VerifyReport(str(path), max_lsb, min_equal, min_sqnr_db)
-    table = _integer_names(converted, Path(path), session.integer_names)
+    table = integer_names(converted, Path(path), session.integer_names)
     count = 0
     with evaluating(converted):
         for count, batch in enumerate(batches, 1):
             args, kwargs = as_arguments(batch, converted, count - 1)
-            graph = _EndToEnd(converted, table, report)
+            graph = EndToEnd(converted, table, report)
             with told(converted, (args, kwargs), count - 1):
                 graph.compute(args, kwargs)
             ran = session.run(graph.inputs)
-            _OpByOp(converted, table, ran.integers, report).run(*args, **kwargs)
+            OpByOp(converted, table, ran.integers, report).run(*args, **kwargs)
             graph.tally(ran.integers, "end_to_end")
             report.add_outputs("reference", graph.outputs, ran.outputs)
             if fused is not None:
@@ -83,7 +83,7 @@ def verify(
     return report
 
 
-def _integer_names(converted: TracedModule, path: Path, present: Sequence[str]) -> dict[str, str]:
+def integer_names(converted: TracedModule, path: Path, present: Sequence[str]) -> dict[str, str]:
     """Node that holds dequantized integers -> the name under which the runtime gives them.
 
     A format may leave out the integers of ops that only move values, but no site.
@@ -112,7 +112,7 @@ def _groups(converted: TracedModule) -> dict[str, QParams]:
     return found
 
 
-class _OpByOp(Interpreter):
+class OpByOp(Interpreter):
     """Compares at every site, then goes on with the runtime's integers."""
 
     def __init__(
@@ -137,7 +137,7 @@ class _OpByOp(Interpreter):
         return type(value)(dequantize(theirs, qparams))
 
 
-class _EndToEnd(Interpreter):
+class EndToEnd(Interpreter):
     """Runs the graph alone and keeps the integers of every site."""
 
     def __init__(self, converted: TracedModule, names: dict[str, str], report: VerifyReport) -> None:

@@ -42,6 +42,7 @@ def _rooms() -> dict[str, set[str]]:
     room("runtimes", "errors")
     room("report", "errors graph")
     room("verification")
+    room("bisection")
     room("__init__")
     room("cli")
     room("__main__", "cli")

@@ -11,7 +11,18 @@ import qtrace
 from qtrace import plugins
 
 NAMES = {"QConfig", "QParams", "QScheme", "fakequant", "graph", "observers", "recipes"}
-NAMES |= {"calibrate", "convert", "explain", "export", "load", "load_recipe", "prepare", "save", "set_phase"}
+NAMES |= {
+    "bisect",
+    "calibrate",
+    "convert",
+    "explain",
+    "export",
+    "load",
+    "load_recipe",
+    "prepare",
+    "save",
+    "set_phase",
+}
 NAMES |= {"trace", "verify"}
 
 

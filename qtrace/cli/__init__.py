@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from qtrace.cli import help
+from qtrace.cli.commands.bisect import bisect
 from qtrace.cli.commands.calibrate import calibrate
 from qtrace.cli.commands.explain import explain
 from qtrace.cli.commands.export import export
@@ -67,7 +68,7 @@ def group() -> None:
     """
 
 
-for _command in (trace, calibrate, explain, export, verify, recipes):
+for _command in (trace, calibrate, explain, export, verify, bisect, recipes):
     group.add_command(_command)
 
 

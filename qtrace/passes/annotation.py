@@ -181,13 +181,15 @@ class Annotation:
         """Inverse of `to_json`."""
         data = json.loads(text)
         return cls(
-            data["backend"],
-            tuple(_note(n) for n in data["notes"]),
-            tuple(_site(s) for s in data["sites"]),
-            data["carried"],
-            tuple(Fold(**f) for f in data["folds"]),
-            *(tuple(data[key]) for key in ("origins", "inputs", "outputs")),
-            data["factors"],
+            backend=data["backend"],
+            notes=tuple(_note(n) for n in data["notes"]),
+            sites=tuple(_site(s) for s in data["sites"]),
+            carried=data["carried"],
+            folds=tuple(Fold(**f) for f in data["folds"]),
+            origins=tuple(data["origins"]),
+            inputs=tuple(data["inputs"]),
+            outputs=tuple(data["outputs"]),
+            factors=data["factors"],
         )
 
 

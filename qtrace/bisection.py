@@ -1,0 +1,286 @@
+"""bisect: the first op, in graph order, whose integers differ from the runtime's, and the likely cause."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qtrace.batches import as_arguments, evaluating, told
+from qtrace.errors import CalibrationError
+from qtrace.graph.table import format_table
+from qtrace.graph.types import Node, TracedModule
+from qtrace.numerics import quantize
+from qtrace.passes.annotation import Annotation, ExprNote
+from qtrace.passes.record import read_record
+from qtrace.report import VerifyReport
+from qtrace.runtimes import get as get_runtime
+from qtrace.scheme import QParams
+from qtrace.verification import EndToEnd, OpByOp, integer_names
+
+__all__ = ["Difference", "bisect", "likely_causes"]
+
+_EXAMPLES = 5
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where graph and runtime part.
+
+    Attributes:
+        site: the node whose integers differ first.
+        op: what computes it, as ``explain`` writes it.
+        path: the module path of that op.
+        stage: "plain" (optimizations off) or "optimized": then a fused kernel of the runtime differs.
+        batch: the number of the batch, from 0.
+        inputs: the groups that the op reads, each with its parameters in words.
+        qparams: the parameters of the site in words.
+        worst: the largest difference in LSB.
+        differing: how many values differ.
+        values: how many there are.
+        histogram: difference (runtime minus graph) in LSB -> how often, the most frequent ones.
+        examples: rows of index, the value before rounding in LSB, the graph's and the runtime's integer.
+        causes: what the differences look like, the most likely first.
+    """
+
+    site: str
+    op: str
+    path: str
+    stage: str
+    batch: int
+    inputs: tuple[str, ...]
+    qparams: str
+    worst: int
+    differing: int
+    values: int
+    histogram: dict[int, int]
+    examples: tuple[tuple[str, float, int, int], ...]
+    causes: tuple[str, ...]
+
+    def table(self) -> str:
+        """The finding as text."""
+        lines = [
+            f"{self.site}: {self.op}{f' in {self.path}' if self.path else ''}, batch {self.batch}, "
+            f"{self.stage} runtime",
+            f"  {self.differing} of {self.values} integers differ, by {self.worst} LSB at most",
+            f"  rounds to {self.qparams}",
+            *(f"  reads {text}" for text in self.inputs),
+            "  runtime minus graph: " + ", ".join(f"{k:+d} LSB x {n}" for k, n in self.histogram.items()),
+            *(f"  likely: {cause}" for cause in self.causes),
+            format_table(
+                ("index", "before rounding", "graph", "runtime"),
+                [(i, f"{x:.4f}", str(a), str(b)) for i, x, a, b in self.examples],
+            ),
+        ]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return asdict(self)
+
+
+def bisect(
+    path: str | os.PathLike[str],
+    converted: TracedModule,
+    batches: Iterable[Any],
+    *,
+    runtime: str | None = None,
+    max_lsb: int = 1,
+) -> Difference | None:
+    """Finds the first op, in graph order, whose integers differ from the runtime's.
+
+    Every op is computed from the runtime's own integers, so the op that is found makes the difference itself.
+    Optimizations are off at first; if nothing is found, the runtime's optimized form is tried.
+
+    Args:
+        path: a file written by ``qtrace.export`` from ``converted``.
+        converted: the converted module.
+        batches: inputs as for ``qtrace.calibrate``.
+        runtime: the name of the runtime; None for the one that the file is meant for.
+        max_lsb: differences up to this are no finding.
+
+    Returns:
+        The difference, or None when there is none on these batches.
+
+    Raises:
+        ExportError: when the file cannot be run or is not an export of ``converted``.
+        CalibrationError: when there are no batches, or one does not fit the model.
+    """
+    annotation = read_record(converted, "converted").annotation
+    kept = list(batches)
+    if not kept:
+        raise CalibrationError("bisect has no batches: give at least one.")
+    chosen = get_runtime(Path(path), runtime)
+    for stage, optimize in (("plain", False), ("optimized", True)):
+        session = chosen.open(Path(path), optimize)
+        names = integer_names(converted, Path(path), session.integer_names)
+        for index, batch in enumerate(kept):
+            args, kwargs = as_arguments(batch, converted, index)
+            with evaluating(converted):
+                graph = EndToEnd(converted, names, VerifyReport(str(path), 0, 0.0, 0.0))
+                with told(converted, (args, kwargs), index):
+                    graph.compute(args, kwargs)
+                ran = session.run(graph.inputs)
+                search = _Search(converted, names, ran.integers, max_lsb)
+                search.run(*args, **kwargs)
+            if search.found is not None:
+                return _difference(annotation, search, stage, index)
+    return None
+
+
+class _Search(OpByOp):
+    """Keeps the first site that differs by more than is allowed."""
+
+    def __init__(
+        self, converted: TracedModule, names: dict[str, str], integers: dict[str, np.ndarray], max_lsb: int
+    ) -> None:
+        super().__init__(converted, names, integers, VerifyReport("", 0, 0.0, 0.0))
+        self.max_lsb = max_lsb
+        self.found: tuple[str, np.ndarray, np.ndarray, np.ndarray] | None = None
+
+    def on_node(self, node: Node, value: Any) -> Any:
+        """Compares before the runtime's integers take the place of the graph's."""
+        if self.found is None and node.name in self.names:
+            x = value.numpy()
+            mine = quantize(x, self.qparams[node.name]).astype(np.int64)
+            theirs = self.integers[self.names[node.name]].astype(np.int64)
+            if np.abs(mine - theirs).max(initial=0) > self.max_lsb:
+                self.found = node.name, x, mine, theirs
+        return super().on_node(node, value)
+
+
+def _difference(annotation: Annotation, search: _Search, stage: str, batch: int) -> Difference:
+    assert search.found is not None
+    name, x, mine, theirs = search.found
+    qparams = search.qparams[name]
+    exact = _before_rounding(x, mine, qparams)
+    delta = theirs - mine
+    where = np.argsort(-np.abs(delta), axis=None, kind="stable")[:_EXAMPLES]
+    places = [np.unravel_index(i, delta.shape) for i in where if delta.flat[i]]
+    note = _maker(annotation, name)
+    causes = likely_causes(exact, mine, theirs, qparams)
+    if stage == "optimized":
+        causes = ("a kernel that the runtime fuses: with optimizations off nothing differs", *causes)
+    return Difference(
+        site=name,
+        op=note.op if note else "input",
+        path=note.path if note else "",
+        stage=stage,
+        batch=batch,
+        inputs=_read_by(annotation, note, search.qparams),
+        qparams=_words(qparams),
+        worst=int(np.abs(delta).max()),
+        differing=int(np.count_nonzero(delta)),
+        values=delta.size,
+        histogram={int(k): n for k, n in Counter(delta[delta != 0].tolist()).most_common(6)},
+        examples=tuple((_index(p), float(exact[p]), int(mine[p]), int(theirs[p])) for p in places),
+        causes=causes,
+    )
+
+
+def _index(place: tuple[Any, ...]) -> str:
+    return f"[{', '.join(str(int(i)) for i in place)}]"
+
+
+def _before_rounding(x: np.ndarray, mine: np.ndarray, qparams: QParams) -> np.ndarray:
+    """``x`` in steps of the site's scale, from its zero point."""
+    scale, zero = (np.asarray(v, np.float64) for v in (qparams.scale, qparams.zero_point))
+    if scale.ndim:
+        form = [1] * x.ndim
+        form[qparams.scheme.axis or 0] = -1
+        scale, zero = scale.reshape(form), zero.reshape(form)
+    exact: np.ndarray = x.astype(np.float64) / scale + zero
+    return exact
+
+
+def _maker(annotation: Annotation, name: str) -> ExprNote | None:
+    """The op that computes a site's value: the first of its chain."""
+    site = next((s for s in annotation.sites if f"{s.name}_q" == name), None)
+    node = site.node if site is not None else name
+    notes = {n.name: n for n in annotation.notes}
+    note = notes.get(node)
+    return notes.get(note.into, note) if note is not None and note.into else note
+
+
+def _read_by(annotation: Annotation, note: ExprNote | None, qparams: dict[str, QParams]) -> tuple[str, ...]:
+    if note is None:
+        return ()
+    groups = {s.group: f"{s.name}_q" for s in reversed(annotation.sites)}
+    found = []
+    for group in dict.fromkeys(g for g in note.inputs if g):
+        known = qparams.get(groups.get(group, ""))
+        found.append(f"{group}: {_words(known)}" if known is not None else group)
+    return (*found, f"{note.weight} (weight)") if note.weight else tuple(found)
+
+
+def _words(qparams: QParams) -> str:
+    if qparams.scale.ndim:
+        return f"{qparams.scheme.describe()}, {qparams.scale.size} scales"
+    return (
+        f"{qparams.scheme.describe()}, scale {float(qparams.scale):.6g}, zero point {int(qparams.zero_point)}"
+    )
+
+
+def likely_causes(
+    exact: np.ndarray, mine: np.ndarray, theirs: np.ndarray, qparams: QParams
+) -> tuple[str, ...]:
+    """What the differences between two arrays of integers look like, the most likely first.
+
+    Args:
+        exact: what the graph had before rounding, in LSB, with the zero point added.
+        mine: the graph's integers.
+        theirs: the runtime's integers, of the same shape.
+        qparams: the parameters of both.
+    """
+    delta = theirs - mine
+    apart = delta != 0
+    low, high = qparams.scheme.qmin, qparams.scheme.qmax
+    causes = []
+    if np.array_equal(np.sort(mine, axis=None), np.sort(theirs, axis=None)):
+        causes.append("layout: the same integers stand at other places (a transpose, or an order of axes)")
+    edge = np.isin(theirs[apart], (low, high)) ^ np.isin(mine[apart], (low, high))
+    if edge.mean() > 0.9:
+        causes.append(f"saturation: one side stops at {low} or {high}, the other does not")
+    if (bias := _per_channel_shift(delta, (theirs > low) & (theirs < high))) is not None:
+        causes.append(f"bias: each channel is off by a constant (up to {bias} LSB): missing or another scale")
+    elif (ratio := _ratio(mine, theirs, qparams)) is not None:
+        causes.append(f"scale: the runtime's values are {ratio:.4g} times the graph's")
+    if np.abs(delta).max() == 1:
+        ties = np.abs(np.abs(exact - np.floor(exact)) - 0.5)[apart] < 1e-3
+        causes.append(
+            "rounding: ties go the other way" if ties.mean() > 0.9 else "rounding: an intermediate is rounded"
+        )
+    return tuple(causes) or ("unknown: compare the op's attributes, padding and weights in the file",)
+
+
+def _per_channel_shift(delta: np.ndarray, inside: np.ndarray) -> int | None:
+    """The largest shift where every channel differs by a constant of its own, else None."""
+    if delta.ndim < 2:
+        return None
+    flat = np.moveaxis(delta, 1, 0).reshape(delta.shape[1], -1)
+    seen = np.moveaxis(inside, 1, 0).reshape(delta.shape[1], -1)
+    shifts = np.array(
+        [round(float(np.median(d[s]))) if s.any() else 0 for d, s in zip(flat, seen, strict=True)]
+    )
+    rest = np.abs(flat - shifts[:, None])[seen]
+    constant = rest.size > delta.shape[1] and np.mean(rest <= 1) > 0.95 and np.abs(shifts).max() > 1
+    return int(np.abs(shifts).max()) if constant else None
+
+
+def _ratio(mine: np.ndarray, theirs: np.ndarray, qparams: QParams) -> float | None:
+    """The factor between the two where one explains them, else None."""
+    if qparams.scale.ndim:
+        return None
+    inside = (theirs > qparams.scheme.qmin) & (theirs < qparams.scheme.qmax)
+    zero = int(qparams.zero_point)
+    a, b = (v[inside].astype(np.float64) - zero for v in (mine, theirs))
+    if not a.size or not a @ a:
+        return None
+    factor = float(a @ b) / float(a @ a)
+    fits = np.mean(np.abs(b - factor * a) <= 1) > 0.95
+    return factor if fits and abs(factor - 1) > 1e-3 else None

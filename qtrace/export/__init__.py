@@ -1,8 +1,13 @@
-"""Export: one format a file; the file name is the name of the format, its ``SUFFIXES`` choose it by path."""
+"""Export: one format a file; the file name is the name of the format, its ``SUFFIXES`` choose it by path.
+
+A format is ``serialize(converted, **options) -> bytes``, or, when it consists of several files,
+``files(converted, path, **options) -> dict[Path, bytes]``.
+"""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import pkgutil
 import sys
@@ -26,11 +31,12 @@ def formats() -> tuple[str, ...]:
 def export(
     converted: TracedModule, path: str | os.PathLike[str], format: str | None = None, **options: Any
 ) -> Path:
-    """Writes a converted module for a runtime. The file appears whole or not at all.
+    """Writes a converted module for a runtime. Its files appear whole or not at all.
 
     Args:
         converted: a module made by ``qtrace.convert``.
-        path: the file to write; it is replaced if it exists.
+        path: the file to write; it is replaced if it exists. Where a format consists of several files, the
+            others stand beside it.
         format: the name of the format; None takes it from the suffix of ``path``.
         **options: of the format.
 
@@ -38,7 +44,8 @@ def export(
         The path.
 
     Raises:
-        ExportError: for an unknown format, or a graph that the format cannot express, naming the node.
+        ExportError: for an unknown format or option, or a graph that the format cannot express, naming the
+            node.
         GraphError: when the module is not converted.
     """
     target = Path(path)
@@ -46,19 +53,45 @@ def export(
     read_record(converted, "converted")
     if not target.parent.is_dir():
         raise ExportError(f"{target.parent} is not a folder: make it first.")
-    data: bytes = module.serialize(converted, **options)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    _check_options(module, options)
+    if hasattr(module, "files"):
+        _write(module.files(converted, target, **options))
+    else:
+        _write({target: module.serialize(converted, **options)})
     return target
+
+
+def _check_options(module: Any, options: dict[str, Any]) -> None:
+    parameters = inspect.signature(getattr(module, "files", None) or module.serialize).parameters
+    known = [n for n in parameters if n not in ("converted", "path")]
+    for option in options:
+        if option not in known:
+            name = module.__name__.rpartition(".")[2]
+            raise ExportError(
+                f"format {name} has no option {option!r}; it knows: {', '.join(known) or 'none'}."
+            )
+
+
+def _write(contents: dict[Path, bytes]) -> None:
+    """Writes files that belong together: each one beside its place first, then all are renamed."""
+    taken = next((path for path in contents if path.is_dir()), None)
+    if taken is not None:
+        raise ExportError(f"{taken} is a folder: name a file.")
+    temporaries: dict[Path, str] = {}
+    try:
+        for path, data in contents.items():
+            handle, temporaries[path] = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.chmod(temporaries[path], 0o666 & ~_umask())
+        for path in list(temporaries):
+            os.replace(temporaries[path], path)
+            del temporaries[path]
+    finally:
+        for name in temporaries.values():
+            os.unlink(name)
 
 
 def _umask() -> int:

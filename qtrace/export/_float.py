@@ -1,0 +1,57 @@
+"""The float model behind a converted graph, for formats that keep quantization parameters in another file."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from megengine import Parameter
+
+from qtrace.fakequant._bias import BiasQuant
+from qtrace.fakequant.base import FakeQuant
+from qtrace.graph.edit import GraphEditor, set_parameter
+from qtrace.graph.flatten import flatten
+from qtrace.graph.types import GetAttr, TracedModule
+from qtrace.graph.walk import exprs, get_module, owner
+from qtrace.passes.insert import CONTAINER
+from qtrace.passes.record import read_record, write_record
+
+__all__ = ["float_graph"]
+
+
+def float_graph(converted: TracedModule) -> TracedModule:
+    """A copy without fake quants; its nodes have the names of the converted graph's.
+
+    A weight whose scheme leaves out the lowest integer is clipped to that range: files say how many bits it
+    has, and their readers would use that integer.
+
+    Args:
+        converted: a module made by ``qtrace.convert``; it is not changed.
+
+    Returns:
+        A flat graph that counts as converted, with no sites.
+    """
+    record = read_record(converted, "converted")
+    flat = flatten(converted)
+    with GraphEditor(flat) as editor:
+        for expr in exprs(flat):
+            if isinstance(owner(expr), (FakeQuant, BiasQuant)):
+                editor.replace_uses(expr.outputs[0], expr.args[1])
+                editor.remove(expr)
+    paths = {e.outputs[0].name: e.name for e in exprs(flat) if isinstance(e, GetAttr)}
+    container = getattr(flat, CONTAINER)
+    for site in record.annotation.sites:
+        path = paths.get(site.node, "")
+        if site.sort == "weight" and path and site.plan is not None and site.plan.scheme.narrow:
+            value = get_module(flat, path)
+            clipped = _clipped(value.numpy(), getattr(container, site.group))
+            set_parameter(flat, path, Parameter(clipped))
+    annotation = dataclasses.replace(record.annotation, sites=(), carried={})
+    write_record(flat, dataclasses.replace(record, annotation=annotation))
+    return flat
+
+
+def _clipped(value: np.ndarray, fake_quant: FakeQuant) -> np.ndarray:
+    scale, zero = fake_quant.effective_scale().numpy(), fake_quant.zero_point.numpy()
+    low, high = ((end - zero) * scale for end in (fake_quant.scheme.qmin, fake_quant.scheme.qmax))
+    return np.clip(value, low, high).astype(np.float32)

@@ -1,0 +1,120 @@
+"""A float ONNX model and, beside it, a file of quantization parameters that refers to its tensors by name.
+
+For tools that quantize by themselves: TensorRT with a calibration cache, Qualcomm's converters with AIMET
+encodings, ncnn with a table. The tensors have the names of the graph's nodes. Weights and biases are the
+trained floats; a weight is clipped where its scheme leaves out the lowest integer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qtrace import ops
+from qtrace.errors import ExportError
+from qtrace.export._float import float_graph
+from qtrace.export._params import beside, parameter_file
+from qtrace.export._sites import Names, StoredWeight, site_table
+from qtrace.graph.types import TracedModule
+from qtrace.graph.walk import exprs
+from qtrace.ops import OpCall
+
+__all__ = ["SUFFIXES", "files"]
+
+# Chosen by name: the suffix .onnx stands for the format with integers.
+SUFFIXES: tuple[str, ...] = ()
+
+
+def files(converted: TracedModule, path: Path, *, params: str | None = None) -> dict[Path, bytes]:
+    """The float model and its parameter file.
+
+    Args:
+        converted: a module made by ``qtrace.convert``.
+        path: where the model goes.
+        params: the kind of parameter file, such as ``aimet-2.0.0``; None for the model alone.
+
+    Raises:
+        ExportError: when a node has no ONNX form, or the kind of file cannot express a site, naming it.
+    """
+    kind = None if params is None else parameter_file(params)
+    if importlib.util.find_spec("onnx") is None:
+        raise ExportError("ONNX export needs the package onnx: run pip install 'qtrace[onnx]'.")
+    import onnx
+
+    from qtrace.export.onnx import _Exporter
+
+    flat = float_graph(converted)
+    exporter = _Exporter(flat)
+    model = exporter.run()
+    _name_parameters(flat, model)
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise ExportError(f"the graph makes no valid ONNX model: {line}") from error
+    found: dict[Path, bytes] = {}
+    if kind is not None:
+        rows = site_table(converted, _names(flat, exporter.writer, model))
+        found[beside(path, kind)] = kind.write(rows).encode()
+    found[path] = model.SerializeToString()
+    return found
+
+
+def _calls(flat: TracedModule) -> Iterator[OpCall]:
+    return (call for expr in exprs(flat) if (call := ops.read(expr)) is not None)
+
+
+def _name_parameters(flat: TracedModule, model: Any) -> None:
+    """Gives weights and biases that are stored in another layout the names of their nodes, where free."""
+    graph = model.graph
+    used = {name for node in graph.node for name in (*node.input, *node.output)}
+    renamed: dict[str, str] = {}
+    for call in _calls(flat):
+        for node, suffix in ((call.weight, call.kind), (call.bias, "flat")):
+            if node is not None and f"{node.name}_{suffix}" in used and node.name not in used:
+                renamed[f"{node.name}_{suffix}"] = node.name
+                used.add(node.name)
+    for tensor in graph.initializer:
+        tensor.name = renamed.get(tensor.name, tensor.name)
+    for node in graph.node:
+        node.input[:] = [renamed.get(name, name) for name in node.input]
+
+
+def _names(flat: TracedModule, writer: Any, model: Any) -> Names:
+    """What the exporter called the nodes and layers of the graph."""
+    nodes = [*flat.graph.inputs[1:], *(n for e in exprs(flat) for n in e.outputs)]
+    values = {n.name: writer.values[id(n)] for n in nodes if id(n) in writer.values}
+    tensors = {name: name for name in values}
+    tensors.update((n.name, writer.names[id(n)]) for n in nodes if id(n) in writer.names)
+    stored = {t.name for t in model.graph.initializer}
+    weights: dict[str, StoredWeight] = {}
+    layers: dict[str, str] = {}
+    taken: set[str] = set()
+    for call in _calls(flat):
+        if call.weight is None:
+            continue
+        weight = _weight(call, values.get(call.weight.name), stored)
+        reads = [tensors[call.inputs[0].name], weight.tensor]
+        layer = next(n.name for n in model.graph.node if list(n.input[:2]) == reads and n.name not in taken)
+        taken.add(layer)
+        weights[call.weight.name], layers[call.out.name] = weight, layer
+    return Names(tensors, weights, layers)
+
+
+def _weight(call: OpCall, value: np.ndarray | None, stored: set[str]) -> StoredWeight:
+    from qtrace.export._onnx_ops import weight_layout
+
+    assert call.weight is not None
+    name = call.weight.name
+    if value is None:
+        raise ExportError(
+            f"{name}, the weight of {call.out.name}, is computed, and a parameter file speaks of stored "
+            "weights: set quantize: false for that layer, or export format onnx."
+        )
+    laid, axis = weight_layout(call, value)
+    own = f"{name}_{call.kind}"
+    return StoredWeight(own if own in stored else name, laid, axis)

@@ -157,3 +157,13 @@ def test_a_node_read_before_it_is_produced_is_refused_and_undone() -> None:
     with pytest.raises(GraphError, match="produced later"), GraphEditor(traced) as editor:
         editor.replace_uses(node, editor.call_function(F.relu, node, after=last, like=node))
     assert not lint(traced)
+
+
+def test_deleting_an_attribute_keeps_a_parent_that_still_holds_a_tensor() -> None:
+    gain = mge.Parameter(np.zeros((4, 1, 1), np.float32))
+    inner = net(lambda self, x: self.conv(x) * self.gain, conv=M.Conv2d(4, 4, 1), gain=gain)
+    traced = flatten(trace(net(lambda self, x: self.inner(x), inner=inner), images(2, 4, 4, 4), check=False))
+    delete_attribute(traced, "inner.conv")
+    assert [n for n, _ in traced.named_parameters()] == ["inner.gain"]
+    delete_attribute(traced, "inner.gain")
+    assert getattr(traced, "inner", None) is None

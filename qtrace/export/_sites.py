@@ -18,22 +18,26 @@ from qtrace.passes.insert import CONTAINER
 from qtrace.passes.record import carried_qparams, read_record
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["Names", "Row", "StoredWeight", "site_table"]
+__all__ = ["Layer", "Names", "Row", "site_table"]
 
 _OUTPUT = "the model's output"
 
 
 @dataclass(frozen=True)
-class StoredWeight:
-    """A layer's weight as a float model stores it.
+class Layer:
+    """A layer with a weight, as a float model stores it.
 
     Attributes:
-        tensor: its name.
-        value: its values.
-        axis: the axis that counts output channels.
+        name: its name.
+        weight: the name of its weight.
+        bias: the name of its bias.
+        value: the weight's values.
+        axis: the axis of the weight that counts output channels.
     """
 
-    tensor: str
+    name: str
+    weight: str
+    bias: str
     value: np.ndarray
     axis: int
 
@@ -44,13 +48,11 @@ class Names:
 
     Attributes:
         tensors: name of a node -> the tensor that holds its value.
-        weights: name of a weight's node -> the weight.
         layers: name of the output of a layer with a weight -> the layer.
     """
 
     tensors: Mapping[str, str]
-    weights: Mapping[str, StoredWeight]
-    layers: Mapping[str, str]
+    layers: Mapping[str, Layer]
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ class _Reading:
         for expr in users(integers):
             call = ops.read(expr)
             if call is not None and call.weight is not None and call.inputs[0] is integers:
-                layers.append(self.names.layers[call.out.name])
+                layers.append(self.names.layers[call.out.name].name)
             elif not any(n.name in self.carried for n in expr.outputs):
                 elsewhere = expr.outputs[0].name
         numbers = (qparams.scheme, qparams.scale, qparams.zero_point, qparams.scheme.axis)
@@ -164,25 +166,26 @@ def _parameters(converted: TracedModule, annotation: Annotation, names: Names) -
     container = getattr(converted, CONTAINER)
     rows = []
     for site in annotation.sites:
-        if site.sort == "weight":
-            rows.append(_weight(site, getattr(container, site.group).qparams(), names))
-        elif site.sort == "bias":
+        if site.sort == "activation":
+            continue
+        # A model may store a parameter that several layers read once, or for each of them.
+        for layer in (names.layers[c] for c in site.consumers or ()):
+            if site.sort == "weight":
+                rows.append(_weight(site, getattr(container, site.group).qparams(), layer))
+                continue
             groups = (getattr(container, g) for g in (site.activation, site.weight))
             scale = getattr(container, site.group).scale(*groups)[0].numpy().astype(np.float32)
             scale = scale.reshape(-1) if scale.ndim else scale
-            zero = np.zeros(scale.shape, np.int32)
-            axis = 0 if scale.ndim else None
-            rows.append(Row(names.tensors[site.node], site.name, "bias", None, scale, zero, axis, True))
+            zero, axis = np.zeros(scale.shape, np.int32), 0 if scale.ndim else None
+            rows.append(Row(layer.bias, site.name, "bias", None, scale, zero, axis, True))
     return rows
 
 
-def _weight(site: Site, qparams: QParams, names: Names) -> Row:
-    weight = names.weights[site.node]
+def _weight(site: Site, qparams: QParams, layer: Layer) -> Row:
     scheme = qparams.scheme
-    axis = weight.axis if scheme.per_channel else None
-    sizes = (scheme, qparams.scale, qparams.zero_point, axis)
-    layers = tuple(names.layers[c] for c in site.consumers or ())
-    return Row(weight.tensor, site.name, "weight", *sizes, True, layers, value=weight.value)
+    axis = layer.axis if scheme.per_channel else None
+    numbers = (scheme, qparams.scale, qparams.zero_point, axis)
+    return Row(layer.weight, site.name, "weight", *numbers, True, (layer.name,), value=layer.value)
 
 
 def _same(a: Row, b: Row) -> bool:

@@ -18,7 +18,7 @@ from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export._float import float_graph
 from qtrace.export._params import beside, parameter_file
-from qtrace.export._sites import Names, StoredWeight, site_table
+from qtrace.export._sites import Layer, Names, site_table
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.ops import OpCall
@@ -91,21 +91,21 @@ def _names(flat: TracedModule, writer: Any, model: Any) -> Names:
     tensors = {name: name for name in values}
     tensors.update((n.name, writer.names[id(n)]) for n in nodes if id(n) in writer.names)
     stored = {t.name for t in model.graph.initializer}
-    weights: dict[str, StoredWeight] = {}
-    layers: dict[str, str] = {}
-    taken: set[str] = set()
+    layers: dict[str, Layer] = {}
     for call in _calls(flat):
-        if call.weight is None:
-            continue
-        weight = _weight(call, values.get(call.weight.name), stored)
-        reads = [tensors[call.inputs[0].name], weight.tensor]
-        layer = next(n.name for n in model.graph.node if list(n.input[:2]) == reads and n.name not in taken)
-        taken.add(layer)
-        weights[call.weight.name], layers[call.out.name] = weight, layer
-    return Names(tensors, weights, layers)
+        if call.weight is not None:
+            layers[call.out.name] = _layer(call, values.get(call.weight.name), tensors, stored, model, layers)
+    return Names(tensors, layers)
 
 
-def _weight(call: OpCall, value: np.ndarray | None, stored: set[str]) -> StoredWeight:
+def _layer(
+    call: OpCall,
+    value: np.ndarray | None,
+    tensors: dict[str, str],
+    stored: set[str],
+    model: Any,
+    others: dict[str, Layer],
+) -> Layer:
     from qtrace.export._onnx_ops import weight_layout
 
     assert call.weight is not None
@@ -116,5 +116,9 @@ def _weight(call: OpCall, value: np.ndarray | None, stored: set[str]) -> StoredW
             "weights: set quantize: false for that layer, or export format onnx."
         )
     laid, axis = weight_layout(call, value)
-    own = f"{name}_{call.kind}"
-    return StoredWeight(own if own in stored else name, laid, axis)
+    weight = f"{name}_{call.kind}" if f"{name}_{call.kind}" in stored else name
+    bias = "" if call.bias is None else call.bias.name
+    bias = f"{bias}_flat" if f"{bias}_flat" in stored else bias
+    reads, taken = [tensors[call.inputs[0].name], weight], {layer.name for layer in others.values()}
+    node = next(n.name for n in model.graph.node if list(n.input[:2]) == reads and n.name not in taken)
+    return Layer(node, weight, bias, laid, axis)

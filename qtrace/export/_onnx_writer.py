@@ -10,47 +10,36 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from qtrace.errors import ExportError
+from qtrace.export._onnx_opset import at_opset, versions
 from qtrace.graph.types import Node, TensorNode
 from qtrace.scheme import QParams, QScheme
 
 __all__ = ["OnnxWriter", "integer_type"]
 
-OPSET = 13
-IR_VERSION = 8
-
 _FLOAT = TensorProto.FLOAT
 
 
-def integer_type(scheme: QScheme, stored: bool) -> Any:
-    """The numpy type that holds the integers of ``scheme`` in an ONNX file of opset 13.
-
-    Integers that are written into the file may use fewer bits than their type has; a tensor that is computed
-    is saturated by QuantizeLinear at the bounds of its type, so it must have the type's bits.
+def integer_type(scheme: QScheme, packed: bool = False) -> Any:
+    """The numpy type that holds the integers of ``scheme`` in an ONNX file.
 
     Args:
-        scheme: the scheme.
-        stored: whether the integers are written into the file.
-
-    Raises:
-        ExportError: when there is no such type; the caller adds the site.
+        scheme: the scheme; its integers may use fewer bits than the type has.
+        packed: whether 4 bits and less are stored two in a byte; runtimes have faster kernels for int8.
     """
-    kind = np.int8 if scheme.signed else np.uint8
-    if scheme.bits > 8 or (scheme.bits < 8 and not stored):
-        raise ExportError(
-            f"{scheme.describe()} has no type in ONNX opset {OPSET}: use 8 bits there, or keep it in float"
-        )
-    if scheme.narrow and not stored:
-        raise ExportError(
-            f"it is computed, and QuantizeLinear saturates at {np.iinfo(kind).min} where {scheme.describe()} "
-            f"ends at {scheme.qmin}: set narrow: false there, or keep it in float"
-        )
-    return kind
+    import ml_dtypes
+
+    if scheme.bits > 8:
+        return np.int16 if scheme.signed else np.uint16
+    if packed and scheme.bits <= 4:
+        return ml_dtypes.int4 if scheme.signed else ml_dtypes.uint4
+    return np.int8 if scheme.signed else np.uint8
 
 
 class OnnxWriter:
     """One ONNX graph in the making. Tensors are named like the nodes of the traced graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, packed: bool = False) -> None:
+        self.packed = packed
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: dict[str, onnx.TensorProto] = {}
         self.names: dict[int, str] = {}
@@ -132,27 +121,48 @@ class OnnxWriter:
     def quantize_dequantize(
         self, source: str, base: str, output: str, qparams: QParams, axis: int = 0
     ) -> str:
-        """Adds QuantizeLinear and DequantizeLinear; the integers are named ``{base}_int``."""
-        kind = integer_type(qparams.scheme, stored=False)
+        """Adds QuantizeLinear and DequantizeLinear; the integers are named ``{base}_int``.
+
+        QuantizeLinear saturates at the bounds of its type. Where the scheme ends earlier, the values are
+        clipped before it.
+
+        Raises:
+            ExportError: for a scheme that ends earlier and has a scale per channel; the caller adds the site.
+        """
+        scheme, kind = qparams.scheme, integer_type(qparams.scheme)
         scale, zero = self._parameters(base, qparams, kind)
         integers = f"{base}_int"
+        if (scheme.qmin, scheme.qmax) != (np.iinfo(kind).min, np.iinfo(kind).max):
+            source = self._clip(source, base, qparams)
         extra = {"axis": axis} if qparams.scale.ndim else {}
         self.node("QuantizeLinear", [source, scale, zero], integers, **extra)
         self.integers[output] = integers
         return self.node("DequantizeLinear", [integers, scale, zero], output, **extra)
+
+    def _clip(self, source: str, base: str, qparams: QParams) -> str:
+        scheme = qparams.scheme
+        if qparams.scale.ndim:
+            raise ExportError(
+                f"it is computed and has a scale per channel, but {scheme.describe()} does not use every "
+                "value of its type, at which QuantizeLinear saturates: set narrow: false and 8 bits there, or "
+                "keep it in float"
+            )
+        ends = [np.float32((q - int(qparams.zero_point)) * qparams.scale) for q in (scheme.qmin, scheme.qmax)]
+        names = [self.constant(f"{base}_{n}", end) for n, end in zip(("low", "high"), ends, strict=True)]
+        return self.node("Clip", [source, *names], f"{base}_clipped")
 
     def rescale(self, source: str, base: str, output: str, qparams: QParams) -> str | None:
         """Reads the integers behind ``source`` once more, with other parameters; None if there are none."""
         integers = self.integers.get(source)
         if integers is None:
             return None
-        scale, zero = self._parameters(base, qparams, integer_type(qparams.scheme, stored=False))
+        scale, zero = self._parameters(base, qparams, integer_type(qparams.scheme))
         self.integers[output] = integers
         return self.node("DequantizeLinear", [integers, scale, zero], output)
 
     def dequantize(self, base: str, integers: np.ndarray, qparams: QParams, axis: int, output: str) -> str:
         """Adds stored integers ``{base}_int`` and the DequantizeLinear that reads them."""
-        kind = integer_type(qparams.scheme, stored=True)
+        kind = integer_type(qparams.scheme, self.packed)
         scale, zero = self._parameters(base, qparams, kind)
         stored = self.constant(f"{base}_int", integers.astype(kind))
         extra = {"axis": axis} if qparams.scale.ndim else {}
@@ -169,9 +179,11 @@ class OnnxWriter:
         """The finished model; initializers that no node reads are dropped."""
         read = {i for n in self.nodes for i in n.input}
         kept = [t for n, t in self.initializers.items() if n in read]
-        graph = helper.make_graph(self.nodes, name, inputs, outputs, kept)
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)])
-        model.ir_version = IR_VERSION
+        opset, ir_version = versions(kept)
+        nodes, more = at_opset(self.nodes, opset)
+        graph = helper.make_graph(nodes, name, inputs, outputs, [*kept, *more])
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
+        model.ir_version = ir_version
         model.producer_name, model.producer_version = "qtrace", version
         helper.set_model_props(model, metadata)
         return model

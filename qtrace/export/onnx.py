@@ -1,4 +1,4 @@
-"""ONNX with QuantizeLinear and DequantizeLinear nodes (QDQ): opset 13, int8 and uint8.
+"""ONNX with QuantizeLinear and DequantizeLinear nodes (QDQ): opset 13; 21 where 4 or 16 bits need it.
 
 Weights are stored as integers per channel, biases as int32 at the scale of the accumulator; every tensor
 that is an integer in the graph is one in the file, under the name of its site with ``_int`` behind it.
@@ -33,11 +33,13 @@ __all__ = ["SUFFIXES", "serialize"]
 SUFFIXES = (".onnx",)
 
 
-def serialize(converted: TracedModule) -> bytes:
+def serialize(converted: TracedModule, packed: bool = False) -> bytes:
     """The converted module as an ONNX file.
 
     Args:
         converted: a module made by ``qtrace.convert``.
+        packed: whether weights of 4 bits and less are stored two in a byte, which needs opset 21. Otherwise
+            they are int8 values of a small range, for which runtimes have integer kernels.
 
     Raises:
         ExportError: when a node has no ONNX form or rounds in another way than ONNX, naming it, or onnx is
@@ -47,7 +49,7 @@ def serialize(converted: TracedModule) -> bytes:
         raise ExportError("ONNX export needs the package onnx: run pip install 'qtrace[onnx]'.")
     import onnx
 
-    model = _Exporter(converted).run()
+    model = _Exporter(converted, packed).run()
     try:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
@@ -57,7 +59,7 @@ def serialize(converted: TracedModule) -> bytes:
 
 
 class _Exporter:
-    def __init__(self, converted: TracedModule) -> None:
+    def __init__(self, converted: TracedModule, packed: bool = False) -> None:
         from qtrace.export._onnx_moves import MOVES, emit_shape_op
         from qtrace.export._onnx_ops import EMITTERS
         from qtrace.export._onnx_writer import OnnxWriter
@@ -69,7 +71,7 @@ class _Exporter:
         self.sites: dict[str, Site] = {f"{s.name}_q": s for s in self.annotation.sites}
         self.emitters = {**EMITTERS, **MOVES}
         self.emit_shape_op = emit_shape_op
-        self.writer = OnnxWriter()
+        self.writer = OnnxWriter(packed)
 
     def run(self) -> Any:
         """The whole model."""

@@ -10,6 +10,10 @@ from qtrace.errors import ExportError
 
 __all__ = ["Exposed", "with_integer_outputs"]
 
+# The types of 4 bits by their numbers in ONNX, and what holds their values.
+_WIDER = {22: 3, 21: 2}  # int4 -> int8, uint4 -> uint8
+_SUFFIX = "_as_8_bits"
+
 
 @dataclass(frozen=True)
 class Exposed:
@@ -18,12 +22,14 @@ class Exposed:
     Attributes:
         data: the file.
         outputs: names of the model's own outputs.
-        integers: names of the sites; their tensors are called ``{name}_int`` and follow the outputs.
+        integers: names of the sites.
+        tensors: the names of their integers, in that order; these outputs follow the model's own.
     """
 
     data: bytes
     outputs: list[str]
     integers: list[str]
+    tensors: list[str]
 
 
 def with_integer_outputs(path: Path) -> Exposed:
@@ -44,10 +50,17 @@ def with_integer_outputs(path: Path) -> Exposed:
         raise ExportError(f"{path} is not an ONNX file: {error}") from error
     outputs = [o.name for o in model.graph.output]
     integers: list[str] = []
+    tensors: list[str] = []
     stored = {t.name: t.data_type for t in model.graph.initializer}
     for node in model.graph.node:
         if node.op_type == "QuantizeLinear":
             name = node.output[0]
             integers.append(name.removesuffix("_int"))
-            model.graph.output.append(onnx.helper.make_tensor_value_info(name, stored[node.input[2]], None))
-    return Exposed(model.SerializeToString(), outputs, integers)
+            kind = stored[node.input[2]]
+            if kind in _WIDER:  # numpy has no type of 4 bits
+                kind, wide = _WIDER[kind], f"{name}{_SUFFIX}"
+                model.graph.node.append(onnx.helper.make_node("Cast", [name], [wide], to=kind))
+                name = wide
+            model.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
+            tensors.append(name)
+    return Exposed(model.SerializeToString(), outputs, integers, tensors)

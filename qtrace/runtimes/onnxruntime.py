@@ -21,7 +21,7 @@ class _Session:
         import onnxruntime as ort
 
         model = with_integer_outputs(path)
-        self.output_names = model.outputs
+        self.output_names, self.tensor_names = model.outputs, model.tensors
         self.integer_names: Sequence[str] = model.integers
         options = ort.SessionOptions()
         levels = ort.GraphOptimizationLevel
@@ -37,7 +37,7 @@ class _Session:
         """Runs the model; see `Session`."""
         if len(inputs) != len(self.input_names):
             raise ExportError(f"the model takes {len(self.input_names)} inputs, not {len(inputs)}.")
-        names = [*self.output_names, *(f"{n}_int" for n in self.integer_names)]
+        names = [*self.output_names, *self.tensor_names]
         try:
             values = self.session.run(names, dict(zip(self.input_names, inputs, strict=True)))
         except Exception as error:

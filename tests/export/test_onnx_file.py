@@ -89,15 +89,42 @@ def test_four_bit_weights_are_written_as_int8(tmp_path: Path) -> None:
     assert qtrace.verify(path, converted, [x]).passed
 
 
-@pytest.mark.parametrize("bits", [4, 16])
-def test_activations_without_a_type_are_refused_by_name_and_nothing_is_written(
-    bits: int, tmp_path: Path
-) -> None:
-    x = images(2, 4, 8, 8)
-    converted = _converted(net(lambda self, x: self.c(x), c=M.Conv2d(4, 4, 3)), x, activation={"bits": bits})
-    with pytest.raises(ExportError, match=r"site x: .*opset 13"):
-        qtrace.export(converted, tmp_path / "m.onnx")
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize(("bits", "opset", "kind"), [(4, 13, "UINT8"), (16, 21, "UINT16")])
+def test_activations_of_4_and_16_bits(bits: int, opset: int, kind: str, tmp_path: Path) -> None:
+    x = images(2, 3, 32, 32)
+    rules = [{"match": {}, "activation": {"bits": bits}}]
+    converted = _converted(randomize(ResNet(8)), x, rules=rules)
+    path = qtrace.export(converted, tmp_path / "m.onnx")
+    model = onnx.load(path)
+    onnx.checker.check_model(model, full_check=True)
+    assert [(o.domain, o.version) for o in model.opset_import] == [("", opset)]
+    assert model.ir_version <= 10
+    kinds = {t.data_type for t in model.graph.initializer if t.name == "x_zero_point"}
+    assert kinds == {onnx.TensorProto.DataType.Value(kind)}
+    report = qtrace.verify(path, converted, [x])
+    assert report.worst_lsb() <= 1
+    assert report.equal_share() >= 0.999
+
+
+def test_one_op_of_16_bits_among_8(tmp_path: Path) -> None:
+    x = images(2, 3, 32, 32)
+    rules = [{"match": {"position": "last"}, "output": {"bits": 16}}]
+    converted = _converted(randomize(ResNet(8)), x, rules=rules)
+    path = qtrace.export(converted, tmp_path / "m.onnx")
+    assert qtrace.verify(path, converted, [x]).passed
+
+
+def test_weights_of_4_bits_can_be_packed(tmp_path: Path) -> None:
+    x = images(2, 3, 32, 32)
+    converted = _converted(randomize(ResNet(16)), x, weight={"bits": 4})
+    plain = qtrace.export(converted, tmp_path / "plain.onnx")
+    packed = qtrace.export(converted, tmp_path / "packed.onnx", packed=True)
+    assert packed.stat().st_size < 0.7 * plain.stat().st_size
+    stored = {t.name: t.data_type for t in onnx.load(packed).graph.initializer}
+    weights = [f"{s.name}_int" for s in qtrace.explain(converted).annotation.sites if s.sort == "weight"]
+    assert {stored[name] for name in weights} == {onnx.TensorProto.INT4}
+    for path in (plain, packed):
+        assert qtrace.verify(path, converted, [x]).passed
 
 
 def test_an_op_without_an_onnx_form_is_named(tmp_path: Path) -> None:

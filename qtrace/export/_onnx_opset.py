@@ -1,0 +1,44 @@
+"""Which ONNX opset a model needs, and its nodes in the form of that opset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+__all__ = ["at_opset", "versions"]
+
+# int8 and uint8: what runtimes fuse best. Integers of 4 and 16 bits came with opset 21.
+_USUAL, _WIDE = (13, 8), (21, 10)
+_WIDE_TYPES = (TensorProto.INT4, TensorProto.UINT4, TensorProto.INT16, TensorProto.UINT16)
+
+# Their axes became an input at opset 18; ReduceSum's had at 13.
+_REDUCTIONS = tuple(f"Reduce{n}" for n in "Mean Max Min Prod L1 L2 LogSum LogSumExp SumSquare".split())
+
+
+def versions(stored: Iterable[TensorProto]) -> tuple[int, int]:
+    """The opset and the IR version that a model with these initializers needs.
+
+    Every QuantizeLinear has a zero point, whose type is that of its result.
+    """
+    return _WIDE if any(t.data_type in _WIDE_TYPES for t in stored) else _USUAL
+
+
+def at_opset(nodes: list[NodeProto], opset: int) -> tuple[list[NodeProto], list[TensorProto]]:
+    """Nodes that were written for opset 13 in the form of ``opset``, and the initializers that they add."""
+    if opset < 18:
+        return nodes, []
+    changed: list[NodeProto] = []
+    added: dict[str, TensorProto] = {}
+    for node in nodes:
+        axes = next((list(a.ints) for a in node.attribute if a.name == "axes"), None)
+        if node.op_type not in _REDUCTIONS or axes is None:
+            changed.append(node)
+            continue
+        name = "const_axes_" + "_".join(str(axis) for axis in axes)
+        added[name] = numpy_helper.from_array(np.array(axes, np.int64), name)
+        kept = {a.name: helper.get_attribute_value(a) for a in node.attribute if a.name != "axes"}
+        inputs = [node.input[0], name]
+        changed.append(helper.make_node(node.op_type, inputs, list(node.output), name=node.name, **kept))
+    return changed, list(added.values())

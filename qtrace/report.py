@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from qtrace.graph.table import format_table
+from qtrace.runtimes.base import Kernels
 
 __all__ = ["SiteTally", "VerifyReport"]
 
@@ -68,6 +69,7 @@ class VerifyReport:
         min_equal: smallest share of equal values allowed op by op.
         min_sqnr_db: smallest ratio allowed at the outputs, in dB.
         sites: mode -> node -> tally.
+        kernels: which ops the runtime computes on integers when it is deployed; None where that is unknown.
     """
 
     path: str
@@ -76,6 +78,7 @@ class VerifyReport:
     min_sqnr_db: float
     sites: dict[str, dict[str, SiteTally]] = field(default_factory=lambda: {m: {} for m in _MODES})
     outputs: dict[str, _Noise] = field(default_factory=dict)
+    kernels: Kernels | None = None
 
     def add(self, mode: str, node: str, mine: np.ndarray, theirs: np.ndarray) -> None:
         """Adds the integers of one site in one batch."""
@@ -143,9 +146,24 @@ class VerifyReport:
             f"op by op: worst {self.worst_lsb()} LSB, {self.equal_share():.4%} equal "
             f"over {len(self.sites['op_by_op'])} sites",
             f"outputs: {ratios}; same prediction {self.agreement():.2%}",
+            *self._kernel_lines(),
             "passed" if self.passed else "FAILED: " + "; ".join(self.problems()),
         ]
         return "\n".join(lines)
+
+    def _kernel_lines(self) -> list[str]:
+        """How many ops run on integers, and what keeps the others from it."""
+        if self.kernels is None:
+            return []
+        count = len(self.kernels.integer) + len(self.kernels.floats)
+        lines = [f"integer kernels: {len(self.kernels.integer)} of {count} quantized ops"]
+        groups: dict[tuple[str, str], list[str]] = {}
+        for name, op, why in self.kernels.floats:
+            groups.setdefault((op, why), []).append(name)
+        for (op, why), names in groups.items():
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            lines.append(f"  in float: {op} {', '.join(names[:3])}{more}: {why}")
+        return lines
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data."""
@@ -157,5 +175,6 @@ class VerifyReport:
             "equal_share": {m: self.equal_share(m) for m in _MODES if self.sites[m]},
             "sqnr_db": {m: (n.sqnr_db if np.isfinite(n.sqnr_db) else None) for m, n in self.outputs.items()},
             "agreement": self.agreement(),
+            "kernels": None if self.kernels is None else asdict(self.kernels),
             "sites": {m: {k: vars(t) for k, t in self.sites[m].items()} for m in _MODES},
         }

@@ -62,6 +62,8 @@ def verify(
     session = chosen.open(Path(path), False)
     fused = chosen.open(Path(path), True) if optimized else None
     report = VerifyReport(str(path), max_lsb, min_equal, min_sqnr_db)
+    if optimized and chosen.kernels is not None:
+        report.kernels = chosen.kernels(Path(path))
     table = integer_names(converted, Path(path), session.integer_names)
     count = 0
     with evaluating(converted):

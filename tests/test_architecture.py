@@ -40,7 +40,7 @@ def _rooms() -> dict[str, set[str]]:
     room("data", "errors config recipe")
     room("export", "errors scheme numerics plugins fakequant graph ops backends config passes")
     room("runtimes", "errors")
-    room("report", "errors graph")
+    room("report", "errors graph runtimes")
     room("verification")
     room("bisection")
     room("__init__")

@@ -127,3 +127,34 @@ def test_runs_in_eval_mode_and_gives_the_flags_back(tmp_path: Path) -> None:
     converted.train()
     assert qtrace.verify(path, converted, batches).passed
     assert all(m.training for m in converted.modules())
+
+
+def test_integer_kernels_are_counted_and_the_others_named(tmp_path: Path) -> None:
+    batches = [images(2, 4, 8, 8)]
+    module = net(
+        lambda self, x: F.mean(self.up(F.relu(self.a(x))), axis=(2, 3)),
+        a=M.Conv2d(4, 4, 3, padding=1),
+        up=M.ConvTranspose2d(4, 4, 2, 2),
+    )
+    converted = _converted(module, batches)
+    path = qtrace.export(converted, tmp_path / "m.onnx")
+    report = qtrace.verify(path, converted, batches)
+    assert report.kernels is not None
+    assert report.kernels.integer == ("a_out",)
+    assert [(op, why.rpartition(" ")[2]) for _, op, why in report.kernels.floats] == [
+        ("ConvTranspose", "ConvTranspose"),
+        ("ReduceMean", "ReduceMean"),
+    ]
+    assert "integer kernels: 1 of 3 quantized ops" in report.summary()
+    assert report.to_dict()["kernels"]["integer"] == ("a_out",)
+    assert qtrace.verify(path, converted, batches, optimized=False).kernels is None
+
+
+def test_ordinary_networks_run_on_integer_kernels(tmp_path: Path) -> None:
+    for model in (ResNet(8), MobileNetV2(0.25, 10)):
+        batches = [images(2, 3, 32, 32)]
+        converted = _converted(randomize(model), batches)
+        path = qtrace.export(converted, tmp_path / "m.onnx")
+        kernels = qtrace.verify(path, converted, batches).kernels
+        assert kernels is not None
+        assert len(kernels.integer) >= 0.9 * (len(kernels.integer) + len(kernels.floats))

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-__all__ = ["Run", "Runtime", "Session"]
+__all__ = ["Kernels", "Run", "Runtime", "Session"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,19 @@ class Run:
 
     outputs: list[np.ndarray]
     integers: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """How a runtime computes the quantized ops of a file.
+
+    Attributes:
+        integer: names of the results that integer kernels compute.
+        floats: result, op and reason for those that run in float between rounded tensors.
+    """
+
+    integer: tuple[str, ...]
+    floats: tuple[tuple[str, str, str], ...]
 
 
 class Session(Protocol):
@@ -55,6 +68,7 @@ class Runtime:
         suffixes: of the files that it runs.
         open: loads a file: with every optimization that a user would deploy (True), or so that each op
             computes on its own (False).
+        kernels: tells which ops of a file run on integers; None where the runtime does not let us see.
         default: whether it is the one for its suffixes unless another is named.
     """
 
@@ -63,4 +77,5 @@ class Runtime:
     extra: str
     suffixes: tuple[str, ...]
     open: Callable[[Path, bool], Session]
+    kernels: Callable[[Path], Kernels] | None = None
     default: bool = True

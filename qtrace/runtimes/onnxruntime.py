@@ -9,6 +9,7 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.runtimes._onnx import with_integer_outputs
+from qtrace.runtimes._onnx_kernels import kernels
 from qtrace.runtimes.base import Run, Runtime
 
 __all__ = ["RUNTIME"]
@@ -46,4 +47,4 @@ class _Session:
         return Run(values[:count], dict(zip(self.integer_names, values[count:], strict=True)))
 
 
-RUNTIME = Runtime("onnxruntime", "onnxruntime", "onnx", (".onnx",), _Session)
+RUNTIME = Runtime("onnxruntime", "onnxruntime", "onnx", (".onnx",), _Session, kernels)

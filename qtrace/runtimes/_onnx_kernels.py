@@ -1,0 +1,98 @@
+"""Which ops of an ONNX file onnxruntime computes with integer kernels, and why not the others."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from qtrace.errors import ExportError
+from qtrace.runtimes.base import Kernels
+
+__all__ = ["kernels"]
+
+# The ops that compute; those that only move values run on whatever type they are given.
+_COMPUTING = frozenset(
+    "Conv ConvTranspose Gemm MatMul Add Sub Mul Div Concat AveragePool GlobalAveragePool MaxPool ReduceMean "
+    "Sigmoid LeakyRelu Softmax Tanh HardSigmoid HardSwish Resize".split()
+)
+_WITHOUT = frozenset("ConvTranspose Sub Div ReduceMean HardSigmoid HardSwish Tanh".split())
+_MOVES = frozenset(
+    "MaxPool Resize Transpose Reshape Flatten Concat Split Slice Squeeze Unsqueeze Gather Pad".split()
+)
+
+
+def kernels(path: Path) -> Kernels:
+    """Optimizes the file as for deployment and looks what became of its quantized ops.
+
+    An op counts when it reads dequantized integers.
+
+    Raises:
+        ExportError: when onnxruntime cannot run the file.
+    """
+    import onnx
+
+    model = onnx.load(str(path))
+    made_by = {name: node for node in model.graph.node for name in node.output}
+    readers: dict[str, list[Any]] = {}
+    for node in model.graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    final = _optimized(path)
+    integers = _integer_tensors(final)
+    left = {node.name: node for node in final.graph.node}
+    names, floats = [], []
+    for node in model.graph.node:
+        sources = [made_by.get(name) for name in node.input]
+        quantized = any(s is not None and s.op_type == "DequantizeLinear" for s in sources)
+        if node.op_type not in _COMPUTING or not quantized:
+            continue
+        after = left.get(node.name)
+        if after is None or _is_integer(after, integers):
+            names.append(node.output[0])
+        else:
+            floats.append((node.output[0], node.op_type, _why(node, readers)))
+    return Kernels(tuple(names), tuple(floats))
+
+
+def _optimized(path: Path) -> Any:
+    import onnx
+    import onnxruntime as ort
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = ort.SessionOptions()
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+        options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
+        options.log_severity_level = 3
+        try:
+            ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:
+            raise ExportError(f"onnxruntime cannot run {path}: {error}") from error
+        return onnx.load(options.optimized_model_filepath)
+
+
+def _integer_tensors(model: Any) -> set[str]:
+    found: set[str] = set()
+    for node in model.graph.node:
+        if node.op_type == "QuantizeLinear" or _is_integer(node, found):
+            found.update(node.output)
+    return found
+
+
+def _is_integer(node: Any, integers: set[str]) -> bool:
+    if node.op_type.startswith("QLinear") or node.op_type in ("QGemm", "MatMulInteger", "ConvInteger"):
+        return True
+    if node.op_type == "MatMulIntegerToFloat":
+        return True
+    return node.op_type in _MOVES and any(name in integers for name in node.input)
+
+
+def _why(node: Any, readers: dict[str, list[Any]]) -> str:
+    if node.op_type in _WITHOUT:
+        return f"onnxruntime has no integer kernel for {node.op_type}"
+    after = readers.get(node.output[0], [])
+    if any(n.op_type == "Clip" for n in after):
+        return "its result is clipped within the range of its integers"
+    if not any(n.op_type in ("QuantizeLinear", "Relu") for n in after):
+        return "its result is not rounded"
+    return "onnxruntime does not fuse this form"

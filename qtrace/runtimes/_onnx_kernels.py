@@ -12,14 +12,12 @@ from qtrace.runtimes.base import Kernels
 __all__ = ["kernels"]
 
 # The ops that compute; those that only move values run on whatever type they are given.
-_COMPUTING = frozenset(
+_COMPUTING = (
     "Conv ConvTranspose Gemm MatMul Add Sub Mul Div Concat AveragePool GlobalAveragePool MaxPool ReduceMean "
-    "Sigmoid LeakyRelu Softmax Tanh HardSigmoid HardSwish Resize".split()
+    "Sigmoid LeakyRelu Softmax Tanh HardSigmoid HardSwish Resize"
 )
-_WITHOUT = frozenset("ConvTranspose Sub Div ReduceMean HardSigmoid HardSwish Tanh".split())
-_MOVES = frozenset(
-    "MaxPool Resize Transpose Reshape Flatten Concat Split Slice Squeeze Unsqueeze Gather Pad".split()
-)
+_WITHOUT = "ConvTranspose Sub Div ReduceMean HardSigmoid HardSwish Tanh"
+_MOVES = "MaxPool Resize Transpose Reshape Flatten Concat Split Slice Squeeze Unsqueeze Gather Pad"
 
 
 def kernels(path: Path) -> Kernels:
@@ -45,7 +43,7 @@ def kernels(path: Path) -> Kernels:
     for node in model.graph.node:
         sources = [made_by.get(name) for name in node.input]
         quantized = any(s is not None and s.op_type == "DequantizeLinear" for s in sources)
-        if node.op_type not in _COMPUTING or not quantized:
+        if node.op_type not in _COMPUTING.split() or not quantized:
             continue
         after = left.get(node.name)
         if after is None or _is_integer(after, integers):
@@ -84,11 +82,11 @@ def _is_integer(node: Any, integers: set[str]) -> bool:
         return True
     if node.op_type == "MatMulIntegerToFloat":
         return True
-    return node.op_type in _MOVES and any(name in integers for name in node.input)
+    return node.op_type in _MOVES.split() and any(name in integers for name in node.input)
 
 
 def _why(node: Any, readers: dict[str, list[Any]]) -> str:
-    if node.op_type in _WITHOUT:
+    if node.op_type in _WITHOUT.split():
         return f"onnxruntime has no integer kernel for {node.op_type}"
     after = readers.get(node.output[0], [])
     if any(n.op_type == "Clip" for n in after):

@@ -1,0 +1,95 @@
+"""A Graphviz document of a converted graph: ops as boxes; scheme, scale and zero point on the edges.
+
+Blue edges carry integers, grey ones floats. Draw it with ``dot -Tsvg``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qtrace.export._document import Graph, Op, Quantized, Value, read_graph
+from qtrace.graph.types import TracedModule
+
+__all__ = ["SUFFIXES", "serialize"]
+
+SUFFIXES = (".dot", ".gv")
+
+_FLOAT, _INTEGER, _BOX, _END = "#999999", "#1f5fbf", "#eef3fb", "#f5f5f5"
+
+
+def serialize(converted: TracedModule) -> bytes:
+    """The document.
+
+    Args:
+        converted: a module made by ``qtrace.convert``.
+    """
+    graph = read_graph(converted)
+    lines = [
+        f"digraph {_quoted(graph.name)} {{",
+        f"  label={_quoted(f'{graph.name}, quantized for {graph.backend}')};",
+        '  node [shape=box, style="rounded,filled", fontname="Helvetica", fontsize=10];',
+        '  edge [fontname="Helvetica", fontsize=8];',
+    ]
+    for op in graph.ops:
+        lines.append(f"  {_quoted(op.name)} [label={_box(op)}, fillcolor={_quoted(_fill(op))}];")
+        lines += [f"  {_edge(value, op.name)}" for value in op.inputs if value.producer]
+    lines += _ends(graph)
+    return ("\n".join([*lines, "}"]) + "\n").encode()
+
+
+def _ends(graph: Graph) -> list[str]:
+    lines = []
+    for index, value in enumerate(graph.outputs):
+        name = f"output {index}" if len(graph.outputs) > 1 else "output"
+        lines.append(
+            f"  {_quoted(f'->{index}')} [label={_quoted(name)}, shape=oval, fillcolor={_quoted(_END)}];"
+        )
+        if value.producer:
+            lines.append(f"  {_edge(value, f'->{index}')}")
+    return lines
+
+
+def _fill(op: Op) -> str:
+    """Coloured where it computes with integers."""
+    ends = op.kind in ("input", "constant")
+    return _BOX if not ends and any(v.quantized for v in (*op.inputs, *op.outputs)) else _END
+
+
+def _box(op: Op) -> str:
+    lines = [op.label if op.kind in ("", op.label) else f"{op.kind}", op.name]
+    for key, value in op.weights.items():
+        sizes = "x".join(map(str, value.shape))
+        kind = value.dtype if value.quantized is None else _numbers(value.quantized)
+        lines.append(f"{key} {sizes} {kind}")
+    return _quoted("\n".join(lines))
+
+
+def _edge(value: Value, reader: str) -> str:
+    text = "x".join(map(str, value.shape)) or "scalar"
+    color = _FLOAT
+    if value.quantized is not None:
+        text, color = f"{_numbers(value.quantized)}\n{text}", _INTEGER
+    elif value.dtype != "float32":
+        text = f"{value.dtype}\n{text}"
+    return (
+        f"{_quoted(value.producer)} -> {_quoted(reader)} "
+        f"[label={_quoted(text)}, color={_quoted(color)}, fontcolor={_quoted(color)}];"
+    )
+
+
+def _numbers(quantized: Quantized) -> str:
+    parts = [quantized.scheme, f"s={_range(quantized.scale)}"]
+    if np.any(quantized.zero_point):
+        parts.append(f"z={_range(quantized.zero_point)}")
+    return " ".join(parts)
+
+
+def _range(values: np.ndarray) -> str:
+    """One number, or the smallest and the largest of several."""
+    ends = dict.fromkeys((values.min().item(), values.max().item()))
+    return "..".join(f"{v:.4g}" for v in ends)
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

@@ -9,10 +9,10 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.export._onnx_types import Emitter, cast, emit_several, scalar_int64, shape_vector
 from qtrace.export._onnx_writer import OnnxWriter
-from qtrace.graph.types import Expr, TensorNode
+from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 
-__all__ = ["MOVES", "emit_shape_op"]
+__all__ = ["MOVES"]
 
 _END = 2**31 - 1
 
@@ -184,8 +184,3 @@ MOVES: dict[str, Emitter] = {
     "split": _split,
     "pixel_shuffle": _pixel_shuffle,
 }
-
-
-def emit_shape_op(w: OnnxWriter, expr: Expr) -> bool:
-    """Writes an expr that has no rule; none of those has an ONNX form."""
-    return False

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from qtrace import ops
+from qtrace.errors import ExportError
 from qtrace.export._onnx_arithmetic import ARITHMETIC
 from qtrace.export._onnx_index import INDEXING
 from qtrace.export._onnx_norms import NORMS
@@ -166,32 +167,6 @@ def _prelu(w: OnnxWriter, call: OpCall) -> None:
     w.emit("PRelu", [w.name(x), name], call.out)
 
 
-_SIXTH = {"alpha": 1.0 / 6.0, "beta": 0.5}
-
-EMITTERS: dict[str, Emitter] = {
-    **ARITHMETIC,
-    **NORMS,
-    **REDUCTIONS,
-    **INDEXING,
-    **SHAPES,
-    **WINDOWS,
-    **dict.fromkeys((*_CONVS, *_TRANSPOSED), _conv),
-    "linear": _linear,
-    "matmul": _matmul,
-    "relu": _unary("Relu"),
-    "relu6": _clip,
-    "clip": _clip,
-    "leaky_relu": _leaky_relu,
-    "prelu": _prelu,
-    "sigmoid": _unary("Sigmoid"),
-    "tanh": _unary("Tanh"),
-    "hsigmoid": _unary("HardSigmoid", **_SIXTH),
-    "silu": _gated("Sigmoid"),
-    "hswish": _gated("HardSigmoid", **_SIXTH),
-    "concat": _join,
-    "stack": _join,
-}
-
 _OLD = "ONNX has no op for it"
 
 # Kinds that no ONNX file of this opset can hold, and why.
@@ -221,4 +196,39 @@ WITHOUT: dict[str, str] = {
         ("l1_loss", "square_loss", "cross_entropy", "binary_cross_entropy", "hinge_loss", "ctc_loss"),
         "a loss belongs to training",
     ),
+}
+
+
+def _refuse(reason: str) -> Emitter:
+    def emit(w: OnnxWriter, call: OpCall) -> None:
+        raise ExportError(f"{call.out.name}: {call.kind} has no ONNX form: {reason}; end the graph before it")
+
+    return emit
+
+
+_SIXTH = {"alpha": 1.0 / 6.0, "beta": 0.5}
+
+EMITTERS: dict[str, Emitter] = {
+    **ARITHMETIC,
+    **NORMS,
+    **REDUCTIONS,
+    **INDEXING,
+    **SHAPES,
+    **WINDOWS,
+    **dict.fromkeys((*_CONVS, *_TRANSPOSED), _conv),
+    "linear": _linear,
+    "matmul": _matmul,
+    "relu": _unary("Relu"),
+    "relu6": _clip,
+    "clip": _clip,
+    "leaky_relu": _leaky_relu,
+    "prelu": _prelu,
+    "sigmoid": _unary("Sigmoid"),
+    "tanh": _unary("Tanh"),
+    "hsigmoid": _unary("HardSigmoid", **_SIXTH),
+    "silu": _gated("Sigmoid"),
+    "hswish": _gated("HardSigmoid", **_SIXTH),
+    "concat": _join,
+    "stack": _join,
+    **{kind: _refuse(reason) for kind, reason in WITHOUT.items()},
 }

@@ -60,7 +60,7 @@ def serialize(converted: TracedModule, packed: bool = False) -> bytes:
 
 class _Exporter:
     def __init__(self, converted: TracedModule, packed: bool = False) -> None:
-        from qtrace.export._onnx_moves import MOVES, emit_shape_op
+        from qtrace.export._onnx_moves import MOVES
         from qtrace.export._onnx_ops import EMITTERS
         from qtrace.export._onnx_writer import OnnxWriter
 
@@ -70,7 +70,6 @@ class _Exporter:
         self.moved = {name: carried[name] for name in self.annotation.moved()}
         self.sites: dict[str, Site] = {f"{s.name}_q": s for s in self.annotation.sites}
         self.emitters = {**EMITTERS, **MOVES}
-        self.emit_shape_op = emit_shape_op
         self.writer = OnnxWriter(packed)
 
     def run(self) -> Any:
@@ -146,11 +145,9 @@ class _Exporter:
             except ExportError as error:
                 raise ExportError(f"{error} (in {call.out.name}, {op_label(expr)}).") from error
             return
-        if call is None and self.emit_shape_op(self.writer, expr):
-            return
         raise ExportError(
-            f"{expr.outputs[0].name}: {op_label(expr)} has no ONNX form yet: end the graph before it, or "
-            "write it with ops that have one."
+            f"{expr.outputs[0].name}: {op_label(expr)} has no ONNX form ({ops.unsupported(expr)}): end the graph "
+            "before it, or write it with ops that have one."
         )
 
     def _emit_rescaled(self, expr: Expr) -> bool:

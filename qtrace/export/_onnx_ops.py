@@ -131,9 +131,18 @@ def _leaky_relu(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _clip(w: OnnxWriter, call: OpCall) -> None:
-    bounds = (0.0, 6.0) if call.kind == "relu6" else (call.attrs["lower"], call.attrs["upper"])
-    names = ["" if b is None else w.scalar(b) for b in bounds]
-    w.emit("Clip", [w.name(call.inputs[0]), *names], call.out)
+    lower, upper = (0.0, 6.0) if call.kind == "relu6" else (call.attrs["lower"], call.attrs["upper"])
+    name, kind = w.name(call.inputs[0]), call.out.dtype
+    if not any(isinstance(b, TensorNode) for b in (lower, upper)):
+        names = ["" if b is None else operand(w, b, kind) for b in (lower, upper)]
+        w.emit("Clip", [name, *names], call.out)
+        return
+    # Clip takes numbers only; a computed bound may have axes, and the lower one wins where they cross.
+    if upper is not None:
+        name = w.node("Min", [name, operand(w, upper, kind)], w.fresh(call.out.name))
+    if lower is not None:
+        name = w.node("Max", [name, operand(w, lower, kind)], w.fresh(call.out.name))
+    w.names[id(call.out)] = name
 
 
 def _gated(gate: str, **fixed: Any) -> Emitter:

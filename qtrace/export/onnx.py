@@ -146,8 +146,8 @@ class _Exporter:
                 raise ExportError(f"{error} (in {call.out.name}, {op_label(expr)}).") from error
             return
         raise ExportError(
-            f"{expr.outputs[0].name}: {op_label(expr)} has no ONNX form ({ops.unsupported(expr)}): end the graph "
-            "before it, or write it with ops that have one."
+            f"{expr.outputs[0].name}: {op_label(expr)} has no ONNX form ({ops.unsupported(expr)}): end the "
+            "graph before it, or write it with ops that have one."
         )
 
     def _emit_rescaled(self, expr: Expr) -> bool:

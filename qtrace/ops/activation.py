@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import megengine.functional as F
 import megengine.module as M
 
 from qtrace.graph.types import Apply, Expr
 from qtrace.graph.walk import owner
+from qtrace.ops.arithmetic import fixed
 from qtrace.ops.base import OpRule, Reading, Role, Target, named, positional, tensors, typed
 
 __all__ = ["RULES"]
@@ -30,12 +33,21 @@ def _prelu(expr: Expr) -> Reading | str:
 
 def _clip(expr: Expr) -> Reading | str:
     if isinstance(expr, Apply):
-        return "its bounds are computed"
-    a = named(expr)
-    if tensors(a["lower"], a["upper"]):
-        return "its bounds are computed"
-    bounds = {k: None if a[k] is None else float(a[k]) for k in ("lower", "upper")}
-    return typed(expr, tensors(a["x"]), bounds)
+        x, lower, upper = expr.inputs
+    else:
+        a = named(expr)
+        x, lower, upper = a["x"], a["lower"], a["upper"]
+    bounds = {"lower": _bound(lower), "upper": _bound(upper)}
+    found = typed(expr, tensors(x), bounds)
+    if found.role is None and tensors(*bounds.values()):
+        return Reading(found.inputs, bounds, role=Role.FLOAT, reason="its bounds are computed")
+    return found
+
+
+def _bound(value: Any) -> Any:
+    """A number, None, or the node that computes it."""
+    found = None if value is None else fixed(value)
+    return float(found) if isinstance(found, (int, float)) else found
 
 
 def _rule(kind: str, *targets: Target, role: Role = Role.ELEMENTWISE, reason: str = "") -> OpRule:

@@ -13,7 +13,7 @@ from qtrace.graph.types import CallMethod, Constant, Expr, TensorNode
 from qtrace.graph.walk import owner
 from qtrace.ops.base import OpRule, Reading, Role, Target, positional, tensors, typed
 
-__all__ = ["RULES", "binary", "unary"]
+__all__ = ["RULES", "binary", "fixed", "unary"]
 
 
 def unary(expr: Expr) -> Reading | str:
@@ -24,7 +24,7 @@ def unary(expr: Expr) -> Reading | str:
 
 def binary(expr: Expr) -> Reading | str:
     """Reads an op of two operands; numbers go to ``scalar``, with the ``side`` on which they stand."""
-    left, right = (_fixed(v) for v in positional(expr)[:2])
+    left, right = (fixed(v) for v in positional(expr)[:2])
     if isinstance(expr, CallMethod) and expr.method.startswith("__r") and expr.method != "__rshift__":
         left, right = right, left
     attrs: dict[str, Any] = {"operands": (left, right)}
@@ -34,7 +34,7 @@ def binary(expr: Expr) -> Reading | str:
     return typed(expr, tensors(left, right), attrs)
 
 
-def _fixed(value: Any) -> Any:
+def fixed(value: Any) -> Any:
     """An operand: a node, a Python number, or an array of numbers."""
     if isinstance(value, TensorNode):
         # A function that the tracer did not see leaves its numbers as constants of the graph.

@@ -2,31 +2,62 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
 import click
 
 from qtrace.cli import help, models, options
 from qtrace.cli.console import Console
+from qtrace.cli.outputs import output_file
 
 __all__ = ["explain"]
 
 
 @click.command(
     cls=help.Command,
-    example="qtrace explain resnet18.mge --recipe resnet50",
+    example="""
+        qtrace explain resnet18.mge --recipe resnet50
+        qtrace explain int8/prepared.mge --why layer1.0.conv1
+        qtrace explain int8/prepared.mge --dot graph.dot && dot -Tsvg graph.dot -o graph.svg
+    """,
 )
 @click.argument("model")
 @options.recipe
 @options.example
+@click.option(
+    "--why",
+    metavar="NODE",
+    help="Tell the whole story of a node, a site, a module (or a glob), or a kind of op.",
+)
+@click.option("--all", "every", is_flag=True, help="Show ops on shapes and constants, too.")
+@click.option(
+    "--dot", type=options.file_or_folder(), help="Also draw the graph into this file, for Graphviz."
+)
 @options.allow
 @options.output
 def explain(
-    model: str, recipe: str | None, shapes: models.Shapes, allow: tuple[str, ...], console: Console
+    model: str,
+    recipe: str | None,
+    shapes: models.Shapes,
+    why: str | None,
+    every: bool,
+    dot: Path | None,
+    allow: tuple[str, ...],
+    console: Console,
 ) -> None:
     """Tell for every op what is quantized, by which rule, or why it stays float.
 
     MODEL is a traced file (what the recipe would do), a prepared or quantized one (what was done), or
     pkg.mod:factory with --shape.
+
+    Below the table stand how much is computed on integers and, for everything that stays float, the line of a
+    recipe that would change it. On a terminal the table is cut to its width; a pipe gets all of it.
     """
+    width = shutil.get_terminal_size().columns if on_terminal() else None
     with console.work():
         import qtrace
         from qtrace.passes.record import is_quantized
@@ -39,5 +70,23 @@ def explain(
         if recipe and is_quantized(loaded):
             console.note(f"{model} is quantized already: this is what was done, --recipe has no say.")
         explanation = qtrace.explain(loaded, qconfig)
-        text, data = explanation.table(), explanation.to_dict()
+        text, data = _tell(explanation, why, every, width)
+        if dot is not None:
+            with output_file(dot) as partial:
+                partial.write_text(explanation.dot(every=every), encoding="utf-8")
+            console.note(f"{dot} is written; `dot -Tsvg {dot} -o graph.svg` draws it.")
     console.result(text, data)
+
+
+def on_terminal() -> bool:
+    """Whether a person reads the result as it is printed."""
+    return sys.stdout.isatty()
+
+
+def _tell(explanation: Any, why: str | None, every: bool, width: int | None) -> tuple[str, Any]:
+    """The result as text and as data."""
+    if why is not None:
+        stories = explanation.why(why)
+        return "\n\n".join(s.text(width or 100) for s in stories), [s.to_dict() for s in stories]
+    colour = width is not None and "NO_COLOR" not in os.environ
+    return explanation.table(width, every=every, colour=colour), explanation.to_dict()

@@ -1,0 +1,117 @@
+"""explain: every decision of annotate, as a table, a summary, a story, a drawing, or data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from qtrace.config import QConfig
+from qtrace.explanation import _numbers
+from qtrace.explanation._dot import to_dot
+from qtrace.explanation._index import Index
+from qtrace.explanation._proposals import Proposals
+from qtrace.explanation._summary import Summary
+from qtrace.explanation._table import op_table
+from qtrace.explanation._why import Story, Teller
+from qtrace.graph.types import TracedModule
+from qtrace.passes.annotation import Annotation
+from qtrace.passes.record import is_quantized, read_record
+from qtrace.preparation import plan
+from qtrace.recipe import as_qconfig
+from qtrace.scheme import QParams
+
+__all__ = ["Explanation", "explain"]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The decisions for one graph.
+
+    Attributes:
+        annotation: a note for every op, and the sites.
+        qconfig: the config that led to them.
+        numbers: group -> its parameters, for a prepared model as far as it is calibrated; None for one that
+            is not prepared.
+    """
+
+    annotation: Annotation
+    qconfig: QConfig
+    numbers: Mapping[str, QParams] | None = None
+
+    @cached_property
+    def _index(self) -> Index:
+        return Index(self.annotation)
+
+    @cached_property
+    def _summary(self) -> Summary:
+        return Summary(self._index, Proposals(self._index, self.qconfig))
+
+    def table(self, max_width: int | None = 160, *, every: bool = False, colour: bool = False) -> str:
+        """A text table, one row for each op, and below it the summary.
+
+        Args:
+            max_width: columns to fit into; None for no limit.
+            every: show ops on shapes and constants, too.
+            colour: set states apart by ANSI colours.
+        """
+        rows = op_table(self._index, max_width, every, colour)
+        return f"{rows}\n\n{self.summary(max_width)}"
+
+    def summary(self, max_width: int | None = 100) -> str:
+        """How much is computed on integers, what stays float and why, and the lines that would change it.
+
+        Args:
+            max_width: columns to fit into; None for no limit.
+        """
+        return self._summary.text(max_width)
+
+    def why(self, name: str) -> list[Story]:
+        """The whole story of a node, a site, or every op of a module.
+
+        Args:
+            name: of a node or a site, or a glob pattern for module paths and node names, or a kind of op.
+
+        Raises:
+            GraphError: when nothing is called so, with the nearest names.
+        """
+        return Teller(self._index, self.qconfig, self.numbers).tell(name)
+
+    def dot(self, *, every: bool = False) -> str:
+        """The graph for Graphviz: ops by state, sites as marks.
+
+        Args:
+            every: draw ops on shapes and constants, too.
+        """
+        return to_dot(self._index, every)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        data: dict[str, Any] = json.loads(self.annotation.to_json())
+        rules = zip(self.annotation.origins, self.qconfig.rules, strict=True)
+        data["rules"] = [{"origin": origin, **rule.to_dict()} for origin, rule in rules]
+        numbers = self.numbers or {}
+        for site, plain in zip(self.annotation.sites, data["sites"], strict=True):
+            plain["qparams"] = _numbers.of_site(numbers, site)
+        return {"summary": self._summary.to_dict(), **data}
+
+
+def explain(
+    model: TracedModule, qconfig: QConfig | str | Path | Mapping[str, Any] | None = None
+) -> Explanation:
+    """Tells for every op what is quantized, by which rule, or why it stays float.
+
+    Args:
+        model: a traced module (what ``prepare`` would decide), or a prepared or converted one (what it did).
+        qconfig: the config, for a traced module; None for the default.
+    """
+    if is_quantized(model):
+        record = read_record(model)
+        config = QConfig.model_validate(record.qconfig)
+        config = config.with_origin("the config", record.annotation.origins)
+        return Explanation(record.annotation, config, _numbers.numbers(model))
+    config = as_qconfig(QConfig() if qconfig is None else qconfig)
+    return Explanation(plan(model, config), config)

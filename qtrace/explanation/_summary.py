@@ -1,0 +1,228 @@
+"""The summary: how much of a graph is computed on integers, and what is in the way of the rest."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from qtrace.explanation._index import Index, few
+from qtrace.explanation._proposals import Proposal, Proposals
+from qtrace.passes.annotation import ExprNote
+
+__all__ = ["Floats", "Summary"]
+
+_STATES = {
+    "int": "on integers",
+    "fused": "fused into these",
+    "carried": "moving integers",
+    "float": "in float",
+}
+_TIGHT = "\u00a0"  # a space where no line is broken
+
+
+@dataclass(frozen=True)
+class Floats:
+    """Ops that stay float for the same reason.
+
+    Attributes:
+        notes: the ops.
+        proposal: the change of the config that quantizes them; None where there is none.
+        remark: a sentence about it, or what else there is to do; or "".
+    """
+
+    notes: tuple[ExprNote, ...]
+    proposal: Proposal | None
+    remark: str
+
+    @property
+    def reason(self) -> str:
+        """Why they stay float."""
+        return self.notes[0].reason
+
+    @property
+    def islands(self) -> int:
+        """In how many float islands they lie."""
+        return len({n.island for n in self.notes if n.island})
+
+    @property
+    def kinds(self) -> str:
+        """How many of which kind."""
+        return ", ".join(f"{n} {kind}" for kind, n in Counter(n.kind or n.op for n in self.notes).items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {
+            "ops": [n.name for n in self.notes],
+            "kinds": dict(Counter(n.kind or n.op for n in self.notes)),
+            "causes": list(self.notes[0].causes),
+            "reason": self.reason,
+            "proposal": None if self.proposal is None else self.proposal.to_dict(),
+            "remark": self.remark,
+        }
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A graph in numbers.
+
+    Attributes:
+        index: the decisions.
+        proposals: finds what would change them.
+    """
+
+    index: Index
+    proposals: Proposals
+
+    @cached_property
+    def ops(self) -> dict[str, int]:
+        """State -> how many ops have it."""
+        found = Counter(n.state for n in self.index.annotation.notes)
+        return {state: found[state] for state in (*_STATES, "shape")}
+
+    @cached_property
+    def sites(self) -> dict[str, int]:
+        """Sort -> how many sites are of it."""
+        found = Counter(s.sort for s in self.index.annotation.sites)
+        return {sort: found[sort] for sort in ("activation", "weight", "bias")}
+
+    @cached_property
+    def macs(self) -> dict[str, int]:
+        """``int4``, ``int8``, ``int16`` or ``float`` -> multiplications with accumulation computed so.
+
+        An op counts by the widest of what it reads.
+        """
+        found = dict.fromkeys(("int4", "int8", "int16", "float"), 0)
+        for note in self.index.annotation.notes:
+            found[self._width(note)] += note.macs
+        return found
+
+    def _width(self, note: ExprNote) -> str:
+        if note.state != "int":
+            return "float"
+        plans = [self.index.plan(group) for group in (*note.inputs, note.weight) if group]
+        bits = max((p.scheme.bits for p in plans if p is not None), default=8)
+        return "int4" if bits <= 4 else "int8" if bits <= 8 else "int16"
+
+    @cached_property
+    def islands(self) -> dict[str, int]:
+        """The kinds in a float island, such as ``exp + softmax`` -> how many islands there are of these."""
+        makers = ([n for n in m if n.causes != ("idle",)] or m for m in self.index.islands.values())
+        kinds = ({n.kind or n.op for n in notes} for notes in makers)
+        return dict(Counter(" + ".join(sorted(found)) for found in kinds).most_common())
+
+    @cached_property
+    def requantized(self) -> tuple[str, ...]:
+        """The sites on values that hold integers already, with other parameters."""
+        sites = (s for s in self.index.annotation.sites if s.sort == "activation" and s.consumers is not None)
+        return tuple(s.name for s in sites if self.index.group(s.node))
+
+    @cached_property
+    def shared(self) -> dict[str, list[str]]:
+        """Group -> its sites, where there is more than one."""
+        return {group: [s.name for s in m] for group, m in self.index.members.items() if len(m) > 1}
+
+    @cached_property
+    def floats(self) -> tuple[Floats, ...]:
+        """What stays float, by reason: most islands first, what only follows its neighbours last."""
+        found: dict[object, list[ExprNote]] = {}
+        for note in self.index.annotation.notes:
+            if note.state == "float":
+                found.setdefault(self._key(note), []).append(note)
+        floats = (Floats(tuple(n), *self.proposals.for_ops(n)) for n in found.values())
+        return tuple(sorted(floats, key=lambda f: (f.notes[0].causes == ("idle",), -f.islands)))
+
+    def _key(self, note: ExprNote) -> object:
+        if note.causes == ("idle",):
+            return note.causes
+        if note.causes in (("rule",), ("region",), ("region", "rule")):  # one change for ops of any kind
+            return note.causes, note.reason, self.proposals.silencing(note)
+        return note.causes, note.reason, note.kind or note.op
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {
+            "backend": self.index.annotation.backend,
+            "ops": self.ops,
+            "sites": self.sites,
+            "macs": self.macs,
+            "islands": self.islands,
+            "requantized": list(self.requantized),
+            "shared": self.shared,
+            "floats": [f.to_dict() for f in self.floats],
+        }
+
+    # -- as text ------------------------------------------------------------------------------------
+
+    def text(self, width: int | None = 100) -> str:
+        """A few lines for a person; lines of a config are never broken.
+
+        Args:
+            width: columns to fit into; None for no limit.
+        """
+        lines = [f"{name + ':':<14} {text}" for name, text in self._figures().items()]
+        wrapped = [_wrap(line, width, " " * 15) for line in lines]
+        if self.floats:
+            wrapped += ["", "What stays in float, and what would change it:"]
+            wrapped += [self._float_text(f, width) for f in self.floats]
+        return "\n".join(wrapped)
+
+    def _figures(self) -> dict[str, str]:
+        ops = ", ".join(f"{self.ops[state]} {words}" for state, words in _STATES.items() if self.ops[state])
+        shapes = f" (and {self.ops['shape']} on shapes and constants)" if self.ops["shape"] else ""
+        sites = ", ".join(f"{count} {sort}" for sort, count in self.sites.items() if count)
+        figures = {
+            "backend": self.index.annotation.backend,
+            "ops": (ops or "none") + shapes,
+            "MACs": self._shares() or "none",
+            "sites": sites or "none",
+        }
+        if self.requantized:
+            sites = "site" if len(self.requantized) == 1 else "sites"
+            on = f"on values that are quantized already ({few(self.requantized)})"
+            figures["rounded twice"] = f"{len(self.requantized)} {sites} {on}"
+        if self.shared:
+            groups = (f"{group} ({len(names)} sites)" for group, names in self.shared.items())
+            figures["shared"] = f"parameters of {few(groups)}"
+        if self.islands:
+            made = ", ".join(f"{n} x {kinds}".replace(" ", _TIGHT) for kinds, n in self.islands.items())
+            figures["float islands"] = f"{sum(self.islands.values())} between integers: {made}"
+        return figures
+
+    def _shares(self) -> str:
+        total = sum(self.macs.values())
+        shares = {kind: macs for kind, macs in self.macs.items() if macs}
+        return ", ".join(f"{_percent(macs, total)} {kind}" for kind, macs in shares.items())
+
+    @staticmethod
+    def _float_text(floats: Floats, width: int | None) -> str:
+        names = few(n.name for n in floats.notes)
+        islands = f", in {floats.islands} island{'s' if floats.islands > 1 else ''}" if floats.islands else ""
+        lines = [_wrap(f"  {floats.kinds}{islands}: {names}", width, "      ")]
+        lines.append(_wrap(f"    why: {floats.reason}", width, "         "))
+        lines += [f"    {line}" for line in (floats.proposal.lines if floats.proposal else ())]
+        if floats.remark:
+            lines.append(
+                _wrap(f"    {'note' if floats.proposal else 'so'}: {floats.remark}", width, "         ")
+            )
+        return "\n".join(lines)
+
+
+def _wrap(line: str, width: int | None, indent: str) -> str:
+    """``line`` in several, where it is too long; words (names and paths) stay whole."""
+    if width is None or len(line) <= width:
+        return line.replace(_TIGHT, " ")
+    wide = max(width, 40)
+    parts = textwrap.wrap(
+        line, wide, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(parts).replace(_TIGHT, " ")
+
+
+def _percent(part: int, whole: int) -> str:
+    """A share that is 0 % and 100 % only when it is nothing and all."""
+    if part == whole:
+        return "100 %"
+    return f"{min(max(100 * part / whole, 0.1), 99.9):.1f} %"

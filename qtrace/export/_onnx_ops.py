@@ -137,7 +137,7 @@ def _clip(w: OnnxWriter, call: OpCall) -> None:
         names = ["" if b is None else operand(w, b, kind) for b in (lower, upper)]
         w.emit("Clip", [name, *names], call.out)
         return
-    # Clip takes numbers only; a computed bound may have axes, and the lower one wins where they cross.
+    # Clip takes numbers only; a bound that is computed may have axes.
     if upper is not None:
         name = w.node("Min", [name, operand(w, upper, kind)], w.fresh(call.out.name))
     if lower is not None:

@@ -98,7 +98,7 @@ CASES: dict[str, tuple[M.Module, tuple[int, ...]]] = {
     "float_mod": _f(lambda x: (x % 0.75, x // 0.75)),
     "integers": _f(_floor_division),
     "clip": _f(lambda x: (F.clip(x, -0.5, 0.5), F.clip(x, lower=0.0), F.clip(x, upper=0.0))),
-    "clip_computed": _f(lambda x: (F.clip(x, x.min(axis=1, keepdims=True), 0.5), F.clip(x, upper=x.mean()))),
+    "clip_computed": _f(lambda x: (F.clip(x, -F.abs(x[:, :1]), 0.5), F.clip(x, upper=x.mean()))),
     "clip_kernel": _kernel(F.clip, -0.5, 0.5),
     "prelu": _m(M.PReLU(4)),
     "prelu_one": _m(M.PReLU(1)),

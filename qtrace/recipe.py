@@ -1,4 +1,4 @@
-"""Recipes: a config as a YAML file. Packaged ones are named by their file in ``recipes/``.
+"""Recipes: a config as a YAML file. Packaged ones are named by their file in ``recipes/``: ``backend/ncnn``.
 
 A file begins with ``schema: qtrace/1``; its other keys are those of `QConfig`, and ``imports``: a list of
 packaged names, and paths relative to the file. Imported files come first and the importing file wins:
@@ -11,16 +11,24 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from qtrace.config import QConfig
-from qtrace.config.base import hint
 from qtrace.config.tree import Tree, dump, merge, read
+from qtrace.config.written import Entry, entries, render
 from qtrace.errors import ConfigError
 
-__all__ = ["SCHEMA", "as_qconfig", "dump_recipe", "load_recipe", "recipe_names"]
+__all__ = [
+    "SCHEMA",
+    "Resolved",
+    "as_qconfig",
+    "dump_recipe",
+    "load_recipe",
+    "recipe_names",
+    "resolve_recipe",
+]
 
 SCHEMA = "qtrace/1"
 
@@ -45,6 +53,25 @@ _PLACED = (
 )
 
 
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe with its imports merged.
+
+    Attributes:
+        config: what it says.
+        file: its file, as messages name it.
+        entries: every value and rule with the place where it was written and the comment that stands there.
+    """
+
+    config: QConfig
+    file: str
+    entries: tuple[Entry, ...]
+
+    def text(self) -> str:
+        """A recipe file of the same config, with comments: the reasons, and where each value comes from."""
+        return render(self.entries, SCHEMA)
+
+
 def load_recipe(name_or_path: str | Path) -> QConfig:
     """Reads a recipe.
 
@@ -57,6 +84,21 @@ def load_recipe(name_or_path: str | Path) -> QConfig:
     Raises:
         ConfigError: with one line for each mistake, ``FILE:LINE: ...``.
     """
+    return _read(name_or_path)[0]
+
+
+def resolve_recipe(name_or_path: str | Path) -> Resolved:
+    """Reads a recipe as `load_recipe` does, and keeps where everything was written.
+
+    Raises:
+        ConfigError: with one line for each mistake, ``FILE:LINE: ...``.
+    """
+    config, tree, texts = _read(name_or_path)
+    return Resolved(config, tree.file, entries(tree, _WHOLE, texts))
+
+
+def _read(name_or_path: str | Path) -> tuple[QConfig, Tree, dict[str, str]]:
+    """The config, the merged tree, and the text of each file."""
     if not isinstance(name_or_path, (str, Path)):
         raise ConfigError(f"a recipe is named by text or a path, not by {type(name_or_path).__name__}.")
     reading = _Reading()
@@ -73,7 +115,8 @@ def load_recipe(name_or_path: str | Path) -> QConfig:
     rules = tree.value["rules"].value if "rules" in tree.value else None
     found = {key: tree.find(tuple(key.split("."))) for key in _PLACED}
     places = {key: child.origin for key, child in found.items() if child is not None}
-    return config.with_origin(tree.file, [rule.origin for rule in rules or ()], places)
+    config = config.with_origin(tree.file, [rule.origin for rule in rules or ()], places)
+    return config, tree, reading.texts
 
 
 def as_qconfig(obj: QConfig | str | Path | Mapping[str, Any]) -> QConfig:
@@ -92,13 +135,17 @@ def as_qconfig(obj: QConfig | str | Path | Mapping[str, Any]) -> QConfig:
 
 
 def recipe_names() -> tuple[str, ...]:
-    """The names of the packaged recipes, sorted."""
-    return tuple(sorted(path.stem for path in _HOME.glob("*.yaml")))
+    """The names of the packaged recipes, sorted: ``resnet50``, ``backend/ncnn``."""
+    return tuple(sorted(_name(path) for path in _HOME.rglob("*.yaml")))
 
 
 def dump_recipe(qconfig: QConfig) -> str:
     """``qconfig`` as the text of a recipe file: what was set, imports resolved, comments lost."""
     return dump({"schema": SCHEMA, **qconfig.to_dict()})
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(_HOME).with_suffix("").as_posix()
 
 
 def _find(given: str | Path, base: Path = Path()) -> Path:
@@ -108,23 +155,42 @@ def _find(given: str | Path, base: Path = Path()) -> Path:
         raise ConfigError(f"{text!r} cannot be the name of a file.")
     if text.endswith(_SUFFIXES):
         return base / text
-    if isinstance(given, Path) or os.sep in text:
+    names = recipe_names()
+    folders = {name.partition("/")[0] for name in names if "/" in name}
+    if isinstance(given, Path) or ("/" in text and text.partition("/")[0] not in folders):
         raise ConfigError(f"{text}: the name of a recipe file ends with .yaml or .yml.")
-    if text not in recipe_names():
-        raise ConfigError(f"there is no recipe {text!r}{hint(text, recipe_names())} A file ends with .yaml.")
+    if text not in names:
+        near = _similar(text)
+        what = f"did you mean {near!r}?" if near else "`qtrace recipes list` shows those there are."
+        raise ConfigError(f"there is no recipe {text!r}; {what} A file ends with .yaml.")
     return _HOME / f"{text}.yaml"
+
+
+def _similar(text: str) -> str:
+    """The name of a packaged recipe that ``text`` may have meant, or ""."""
+    names = recipe_names()
+    last = text.rpartition("/")[2]
+    same = [name for name in names if last and name.rpartition("/")[2] == last]
+    return next(iter(same or difflib.get_close_matches(text, names, n=1)), "")
 
 
 def _shown(path: Path) -> str:
     """A file's name for messages; that of a packaged one is the same everywhere."""
-    return f"qtrace/recipes/{path.name}" if path.parent == _HOME else os.path.normpath(path)
+    packaged = path.is_relative_to(_HOME)
+    return f"qtrace/recipes/{path.relative_to(_HOME).as_posix()}" if packaged else os.path.normpath(path)
 
 
 class _Reading:
-    """One recipe with its imports. Mistakes are collected in ``problems``."""
+    """One recipe with its imports.
+
+    Attributes:
+        problems: the mistakes.
+        texts: file -> what it holds.
+    """
 
     def __init__(self) -> None:
         self.problems: list[str] = []
+        self.texts: dict[str, str] = {}
         self._open: list[tuple[Path, str]] = []
         self._done: set[Path] = set()
 
@@ -144,6 +210,7 @@ class _Reading:
         except ConfigError as error:
             self.problems.append(f"{importer}{error}")
             return None
+        self.texts[shown] = text
         tree = read(text, shown, self.problems)
         if tree is None or not self._is_recipe(tree):
             return None
@@ -219,8 +286,8 @@ def _text(path: Path, shown: str) -> str:
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
     except FileNotFoundError:
-        names = difflib.get_close_matches(path.stem, recipe_names(), n=1)
-        packaged = f" The packaged recipe is called {names[0]!r}." if names else ""
+        name = _similar(path.with_suffix("").as_posix()) or _similar(path.stem)
+        packaged = f" The packaged recipe is called {name!r}." if name else ""
         raise ConfigError(f"{shown}: there is no such file.{packaged}") from None
     except OSError as error:
         raise ConfigError(f"{shown}: the file cannot be read: {error.strerror}.") from None

@@ -23,14 +23,15 @@ NOT_SOURCE = shutil.ignore_patterns(".*", "build", "dist", "demo-out", "*.egg-in
 USE = """
 import importlib.util, pathlib, sys
 import qtrace
+from qtrace.recipe import recipe_names
 
 home = pathlib.Path(qtrace.__file__).parent
 assert home.is_relative_to(sys.prefix), f"imported {home}, not the installed qtrace"
 for name in ("observers", "fakequant", "recipes"):
     assert importlib.util.find_spec(name) is None, f"a top-level {name} was installed"
     assert importlib.util.find_spec(f"qtrace.{name}"), f"qtrace.{name} is missing"
-recipes = sorted(path.stem for path in (home / "recipes").glob("*.yaml"))
-assert recipes, "no recipe was installed"
+recipes = recipe_names()
+assert {"resnet", "backend/onnxruntime"} <= set(recipes), f"recipes are missing; installed: {recipes}"
 for name in recipes:
     qtrace.load_recipe(name)
 print("qtrace", qtrace.__version__, "with the recipes", ", ".join(recipes))

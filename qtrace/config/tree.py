@@ -259,6 +259,14 @@ def merge(base: Tree, over: Tree, whole: frozenset[Loc], loc: Loc = ()) -> Tree:
     return replace(over, value=merged)
 
 
-def dump(data: Any) -> str:
-    """Plain data as YAML that `read` gives back, and that YAML 1.1 readers understand alike."""
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+def dump(data: Any, *, flow: bool = False) -> str:
+    """Plain data as YAML that `read` gives back, and that YAML 1.1 readers understand alike.
+
+    Args:
+        data: the data.
+        flow: on one line, with braces, rather than a line for each value.
+    """
+    style, width = (True, float("inf")) if flow else (False, 100)
+    return yaml.dump(
+        data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width, default_flow_style=style
+    )

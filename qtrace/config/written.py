@@ -1,0 +1,151 @@
+"""A merged recipe as it was written: each value and rule with its file, its line and the comment above it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qtrace.config.base import Loc, known_keys
+from qtrace.config.qconfig import QConfig
+from qtrace.config.tree import Tree, dump
+
+__all__ = ["Entry", "entries", "render"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One value of a recipe, or one rule.
+
+    Attributes:
+        keys: where it belongs, such as ``("qat", "lr")``; ``("rules",)`` for each rule.
+        value: plain data.
+        origin: ``FILE:LINE``.
+        comment: the lines of the comment right above, without their signs.
+    """
+
+    keys: tuple[str, ...]
+    value: Any
+    origin: str
+    comment: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {
+            "key": ".".join(self.keys),
+            "value": self.value,
+            "origin": self.origin,
+            "comment": " ".join(self.comment),
+        }
+
+
+def entries(tree: Tree, whole: frozenset[Loc], texts: Mapping[str, str]) -> tuple[Entry, ...]:
+    """The values of a recipe in the order of the config's fields.
+
+    Args:
+        tree: the recipe with its imports merged.
+        whole: locations of mappings that are one value, such as a plugin with its options.
+        texts: file -> what it holds, for the comments.
+    """
+    lines = {file: text.split("\n") for file, text in texts.items()}
+    order = {key: index for index, key in enumerate(known_keys(QConfig))}
+    keys = sorted(tree.value, key=lambda key: order.get(key, len(order)))
+    return tuple(entry for key in keys for entry in _entries(tree.value[key], (key,), whole, lines))
+
+
+def _entries(
+    tree: Tree, keys: tuple[str, ...], whole: frozenset[Loc], lines: Mapping[str, Sequence[str]]
+) -> Iterator[Entry]:
+    if keys == ("rules",):
+        for rule in tree.value or ():
+            yield Entry(keys, rule.plain(), rule.origin, _comment(rule, lines))
+    elif isinstance(tree.value, dict) and tree.value and keys not in whole:
+        above = _comment(tree, lines)
+        for key, child in tree.value.items():
+            for entry in _entries(child, (*keys, key), whole, lines):
+                # The comment above a mapping goes to the first of the values that were written in it.
+                own = above if child.file == tree.file else ()
+                above = above if child.file != tree.file else ()
+                comment = (*own, *entry.comment) if own != entry.comment else own
+                yield replace(entry, comment=comment)
+    else:
+        yield Entry(keys, tree.plain(), tree.origin, _comment(tree, lines))
+
+
+def _comment(tree: Tree, lines: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The comment right above the line where ``tree`` was written."""
+    found: list[str] = []
+    for line in reversed(lines.get(tree.file, ())[: tree.line - 1]):
+        text = line.strip()
+        if not text.startswith("#"):
+            break
+        found.insert(0, text[1:].strip())
+    return tuple(found)
+
+
+def render(found: Sequence[Entry], schema: str) -> str:
+    """A recipe file that says the same, with the comments, and the origin of every value as one.
+
+    Args:
+        found: as `entries` gives them.
+        schema: what the file begins with.
+    """
+    lines = [f"schema: {schema}"]
+    if ("backend",) not in [entry.keys for entry in found]:
+        lines.append(f"# backend: {QConfig().backend}  # the default")
+    opened: tuple[str, ...] = ()
+    for entry in _once(found):
+        parents = entry.keys if entry.keys == ("rules",) else entry.keys[:-1]
+        if not parents or entry.comment:
+            lines.append("")
+        common = _common(opened, parents)
+        if len(parents) > common == 0 and lines[-1]:
+            lines.append("")
+        for depth in range(common, len(parents)):
+            lines.append(f"{'  ' * depth}{_flow(parents[depth])}:")
+        opened = parents
+        lines += _rule(entry) if entry.keys == ("rules",) else _value(entry, len(parents))
+    return "\n".join(lines) + "\n"
+
+
+def _once(found: Sequence[Entry]) -> Iterator[Entry]:
+    """The entries; of those on one line of a file only the first keeps the comment above it."""
+    last: Entry | None = None
+    for entry in found:
+        again = last is not None and (last.origin, last.comment) == (entry.origin, entry.comment)
+        yield replace(entry, comment=()) if again else entry
+        last = entry
+
+
+def _common(first: tuple[str, ...], second: tuple[str, ...]) -> int:
+    """How many keys two paths begin with alike."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def _value(entry: Entry, depth: int) -> list[str]:
+    indent = "  " * depth
+    return [
+        *(f"{indent}# {line}".rstrip() for line in entry.comment),
+        f"{indent}{_flow(entry.keys[-1])}: {_flow(entry.value)}  # {_one_line(entry.origin)}",
+    ]
+
+
+def _rule(entry: Entry) -> list[str]:
+    items = [f"{_flow(key)}: {_flow(value)}" for key, value in entry.value.items()]
+    return [
+        *(f"  # {line}".rstrip() for line in entry.comment),
+        f"  # {_one_line(entry.origin)}",
+        *(f"  {'- ' if index == 0 else '  '}{item}" for index, item in enumerate(items)),
+    ]
+
+
+def _flow(value: Any) -> str:
+    """A value on one line."""
+    text = dump([value], flow=True).strip()[1:-1]
+    return json.dumps(value) if "\n" in text else text
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,1 @@
+"""Parts that the recipes of several families import."""

@@ -112,7 +112,8 @@ class Fakes:
         self.calls["explain"] = (model, qconfig)
         return Table()
 
-    def export(self, model, path, format=None):
+    def export(self, model, path, format=None, **options):
+        self.calls["export"] = (format, options)
         Path(path).write_text("half")
         if self.fail:
             raise self.fail
@@ -432,6 +433,15 @@ class TestOthers:
         result = run("export", "float.mge", "-o", "new/net.param", "--json")
         assert json.loads(result.out) == {"file": "new/net.param"}
         assert sorted(os.listdir("new")) == ["net.bin", "net.param"]
+
+    def test_export_options(self, run, here, fakes):
+        given = ["-O", "packed=true", "-O", "io-type=int8", "--allow-float", "softmax"]
+        assert run("export", "float.mge", "-o", "net.onnx", "-f", "onnx", *given).code == 0
+        wanted = {"packed": True, "io_type": "int8", "allow_float": ("softmax",)}
+        assert fakes.calls["export"] == ("onnx", wanted)
+        result = run("export", "float.mge", "-o", "net.onnx", "-O", "packed")
+        assert result.code == 2
+        assert "'packed' is not of the form NAME=VALUE" in result.err
 
     def test_failed_export_keeps_the_old_file(self, run, here, fakes):
         Path("net.onnx").write_text("old")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -13,28 +14,68 @@ from qtrace.cli.outputs import output_file
 __all__ = ["export"]
 
 
+def _pairs(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
+    """``NAME=VALUE`` strings as a dict; values are read as in a recipe: ``true``, ``8``, text."""
+    import yaml
+
+    found: dict[str, Any] = {}
+    for text in given:
+        name, sign, value = text.partition("=")
+        if not name or not sign:
+            raise click.BadParameter(f"{text!r} is not of the form NAME=VALUE, such as packed=true.")
+        found[name.replace("-", "_")] = yaml.safe_load(value)
+    return found
+
+
 @click.command(
     cls=help.Command,
-    example="qtrace export resnet18-int8/quantized.mge -o resnet18.onnx",
+    example="""
+    qtrace export resnet18-int8/quantized.mge -o resnet18.onnx
+    qtrace export resnet18-int8/quantized.mge -o resnet18.onnx -f onnx_float -O params=aimet-2.0.0
+    """,
 )
 @click.argument("quantized")
 @click.option(
     "--out", "-o", type=options.file_or_folder(), required=True, help="The file to write, or replace."
 )
 @click.option("--format", "-f", "file_format", metavar="F", help="The format, if the suffix does not tell.")
+@click.option(
+    "--option",
+    "-O",
+    "settings",
+    metavar="NAME=VALUE",
+    multiple=True,
+    callback=_pairs,
+    help="An option of the format, such as packed=true for .onnx or io=int8 for .tflite. Repeatable.",
+)
+@click.option(
+    "--allow-float",
+    metavar="OP",
+    multiple=True,
+    help="Keep this kind of op in float where the format cannot express it on integers. Repeatable.",
+)
 @options.allow
 @options.output
 def export(
-    quantized: str, out: Path, file_format: str | None, allow: tuple[str, ...], console: Console
+    quantized: str,
+    out: Path,
+    file_format: str | None,
+    settings: dict[str, Any],
+    allow_float: tuple[str, ...],
+    allow: tuple[str, ...],
+    console: Console,
 ) -> None:
     """Write a quantized model for a runtime.
 
-    QUANTIZED is the quantized.mge of `qtrace calibrate`.
+    QUANTIZED is the quantized.mge of `qtrace calibrate`. A format that consists of several files puts the
+    others beside the one that is named.
     """
     with console.work():
         import qtrace
 
         model = models.load_model(quantized, allow)
+        if allow_float:
+            settings = {**settings, "allow_float": allow_float}
         with output_file(out) as partial:
-            qtrace.export(model, str(partial), format=file_format)
+            qtrace.export(model, str(partial), format=file_format, **settings)
     console.result(str(out), {"file": str(out)})

@@ -9,10 +9,11 @@ from qtrace.scheme import QScheme
 
 _CLAMPS = frozenset({"relu", "relu6", "clip"})
 _HEADS = (
-    "conv2d conv_transpose2d linear matmul add sub mul div avg_pool2d adaptive_avg_pool2d mean concat stack "
-    "interpolate batch_norm"
+    "conv1d conv2d conv_transpose2d linear matmul add sub mul div maximum minimum avg_pool2d "
+    "adaptive_avg_pool2d mean sum concat stack setitem where interpolate batch_norm"
 )
-_UNARY = "relu relu6 clip leaky_relu sigmoid silu hswish hsigmoid tanh"
+_JOINS = ("concat", "stack", "setitem", "where")
+_UNARY = "relu relu6 clip leaky_relu prelu sigmoid silu hswish hsigmoid tanh neg abs"
 
 BACKEND = Backend(
     name="onnxruntime",
@@ -20,13 +21,12 @@ BACKEND = Backend(
     weight=QScheme(bits=8, signed=True, symmetric=True, narrow=True, axis=0, rounding="half_even"),
     ops=frozenset(f"{_HEADS} {_UNARY}".split()),
     # A clamp before QuantizeLinear is part of its saturation, whatever computes before it.
-    fused={kind: _CLAMPS for kind in _HEADS.split() if kind not in ("concat", "stack")},
+    fused={kind: _CLAMPS for kind in _HEADS.split() if kind not in _JOINS},
     ties_concat=False,
     rounds_around_float=True,
     scales_freely=True,
     limits={
-        # 4 and 16 bits are ONNX types from opset 21 on; weights of fewer bits fit into int8.
-        # QuantizeLinear saturates at the ends of its type, so only stored weights can leave out the lowest.
+        # 16 bits are ONNX types from opset 21 on; fewer bits than 8 fit into int8.
         "activation": Limits(bits=(4, 8, 16), per_channel=False, affine=True, narrow=False),
         "weight": Limits(bits=(2, 3, 4, 5, 6, 7, 8, 16), per_channel=True, affine=True),
     },

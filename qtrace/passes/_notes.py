@@ -176,7 +176,7 @@ def macs(call: OpCall) -> int:
     if call.out.shape is None:
         return 0
     out = math.prod(int(n) for n in call.out.shape)
-    if call.weight is not None and call.kind in ("conv2d", "conv_transpose2d", "linear"):
+    if call.weight is not None and call.kind in ("conv1d", "conv2d", "conv3d", "conv_transpose2d", "linear"):
         weight = math.prod(int(n) for n in call.weight.shape)
         if call.kind == "conv_transpose2d":
             values, channels = math.prod(int(n) for n in call.inputs[0].shape), int(call.inputs[0].shape[1])

@@ -17,6 +17,7 @@ from qtrace.explanation._proposals import Proposals
 from qtrace.explanation._summary import Summary
 from qtrace.explanation._table import op_table
 from qtrace.explanation._why import Story, Teller
+from qtrace.graph import garbage
 from qtrace.graph.types import TracedModule
 from qtrace.passes.annotation import Annotation
 from qtrace.passes.record import is_quantized, read_record
@@ -114,4 +115,5 @@ def explain(
         config = config.with_origin("the config", record.annotation.origins)
         return Explanation(record.annotation, config, _numbers.numbers(model))
     config = as_qconfig(QConfig() if qconfig is None else qconfig)
-    return Explanation(plan(model, config), config)
+    with garbage.paused():
+        return Explanation(plan(model, config), config)

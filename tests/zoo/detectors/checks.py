@@ -1,0 +1,223 @@
+"""The checks that every detector and transformer of the zoo passes, and the stages they share."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+from megengine.autodiff import GradManager
+from megengine.optimizer import SGD
+
+import qtrace
+from qtrace.graph.lint import lint
+from qtrace.graph.types import TracedModule
+from qtrace.passes.insert import CONTAINER
+from tests.zoo.detectors.entry import Entry
+
+__all__ = ["Case", "leaves", "parameters"]
+
+Arrays = list[np.ndarray]
+
+
+def parameters(entries: tuple[Entry, ...]) -> list[Any]:
+    """The entries as parameters of a fixture, with their names and marks."""
+    marks = {True: [pytest.mark.slow], False: []}
+    return [pytest.param(e, id=e.name, marks=marks[e.slow]) for e in entries]
+
+
+def leaves(value: Any) -> list[mge.Tensor]:
+    """The tensors of an output, whatever they are packed in."""
+    return [t for t in _walk(value) if isinstance(t, mge.Tensor)]
+
+
+def _walk(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):  # a trace sorts the keys
+        value = [value[key] for key in sorted(value)]
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _walk(item)
+    else:
+        yield value
+
+
+def tensors(args: Any) -> Any:
+    """Arguments with their arrays as fresh Tensors."""
+    if isinstance(args, dict):
+        return {k: tensors(v) for k, v in args.items()}
+    if isinstance(args, (list, tuple)):
+        return type(args)(tensors(v) for v in args)
+    return mge.Tensor(args) if isinstance(args, np.ndarray) else args
+
+
+@contextmanager
+def engine(level: int) -> Iterator[None]:
+    """How far MegEngine's ops may run ahead of Python."""
+    before = mge.config.async_level
+    mge.config.async_level = level
+    try:
+        yield
+    finally:
+        mge.config.async_level = before
+
+
+def run(model: M.Module, args: tuple[Any, ...]) -> Arrays:
+    return [t.numpy() for t in leaves(model(*tensors(args)))]
+
+
+def equal(left: Arrays, right: Arrays) -> None:
+    assert len(left) == len(right) > 0
+    for x, y in zip(left, right, strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+def close(left: Arrays, right: Arrays, rtol: float = 1e-5) -> None:
+    """Every value within ``rtol`` of its output's largest."""
+    assert len(left) == len(right) > 0
+    for x, y in zip(left, right, strict=True):
+        assert x.shape == y.shape
+        assert np.abs(x - y).max() <= rtol * np.abs(x).max()
+
+
+def ratio(want: np.ndarray, got: np.ndarray) -> float:
+    """Signal to quantization noise in dB; infinite where nothing was lost."""
+    want, got = want.astype(np.float64), got.astype(np.float64)
+    noise = float(np.sum((want - got) ** 2))
+    return float("inf") if noise == 0.0 else float(10 * np.log10(max(np.sum(want**2), 1e-30) / noise))
+
+
+class Case:
+    """One network on its way from module to converted graph; every stage and output is made once."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self._outputs: dict[str, list[Arrays]] = {}
+        # Another sample, another batch size, and another image size where the network takes one.
+        sizes = [] if entry.other_size is None else [self.inputs(1, 5, entry.other_size)]
+        self.probes = [self.inputs(2, 3), self.inputs(3, 4), *sizes]
+
+    def inputs(self, batch: int = 2, seed: int = 0, size: int | None = None) -> tuple[Any, ...]:
+        return self.entry.inputs(batch, seed, size or self.entry.size)
+
+    @functools.cached_property
+    def module(self) -> M.Module:
+        return self.entry.build()
+
+    @functools.cached_property
+    def traced(self) -> TracedModule:
+        return qtrace.trace(self.module, *self.inputs())
+
+    @functools.cached_property
+    def level(self) -> int:
+        """0 where ops race that make ranges: slow, since Python then waits for every op."""
+        called = {getattr(e, "func", None) for e in qtrace.graph.exprs(qtrace.graph.flatten(self.traced))}
+        return 0 if called & {F.arange, F.linspace} else 1
+
+    @functools.cached_property
+    def prepared(self) -> TracedModule:
+        return qtrace.prepare(self.traced, self.entry.recipe, outputs=self.entry.ends)
+
+    @functools.cached_property
+    def unfolded(self) -> TracedModule:
+        config = qtrace.load_recipe(self.entry.recipe).to_dict()
+        return qtrace.prepare(self.traced, {**config, "ptq": []})
+
+    @functools.cached_property
+    def calibrated(self) -> TracedModule:
+        model = copy.deepcopy(self.prepared)
+        with engine(self.level):
+            return qtrace.calibrate(model, [self.inputs(8, seed) for seed in (1, 2)], progress=False)
+
+    @functools.cached_property
+    def converted(self) -> TracedModule:
+        return qtrace.convert(self.calibrated)
+
+    def outputs(self, stage: str) -> list[Arrays]:
+        """What a stage gives for the probes."""
+        if stage not in self._outputs:
+            model = getattr(self, stage)
+            with engine(self.level):
+                self._outputs[stage] = [run(model, args) for args in self.probes]
+        return self._outputs[stage]
+
+    def ratios(self) -> list[float]:
+        pairs = zip(self.outputs("module")[0], self.outputs("calibrated")[0], strict=True)
+        return [ratio(x, y) for x, y in pairs]
+
+    # -- the checks ---------------------------------------------------------------------------------
+
+    def check_trace(self) -> None:
+        for want, got in zip(self.outputs("module"), self.outputs("traced"), strict=True):
+            equal(want, got)
+        # By value: MegEngine renames a module that is both an attribute and an item of a list.
+        left = {p.numpy().tobytes() for p in self.traced.parameters()}
+        lost = [n for n, p in self.module.named_parameters() if p.numpy().tobytes() not in left]
+        assert [n for n in lost if not n.startswith("unused.")] == []
+
+    def check_float(self) -> None:
+        for want, got in zip(self.outputs("module"), self.outputs("prepared"), strict=True):
+            close(want, got)
+
+    def check_unfolded(self) -> None:
+        for want, got in zip(self.outputs("module"), self.outputs("unfolded"), strict=True):
+            equal(want, got)
+
+    def check_quantized(self) -> None:
+        assert self.entry.sqnr >= 20 or self.entry.note, "less than 20 dB needs a reason"
+        assert qtrace.explain(self.calibrated).annotation.sites, "nothing was quantized"
+        ratios = self.ratios()
+        assert min(ratios) >= self.entry.sqnr, [round(r, 1) for r in ratios]
+
+    def check_training(self) -> None:
+        # At level 0, which the fixtures set: gradients race too.
+        wanted = gradients(copy.deepcopy(self.traced), self.inputs(1))
+        model = copy.deepcopy(self.calibrated)
+        qtrace.set_phase(model, "train")
+        optimizer = SGD(list(model.parameters()), lr=1e-4)
+        got = gradients(model, self.inputs(1))
+        left = {name for name, _ in model.named_parameters()}
+        assert wanted
+        assert [n for n in wanted if n in left and n not in got] == []
+        assert [n for n, g in got.items() if not np.isfinite(g).all()] == []
+        assert [n for n, g in wanted.items() if n in got and g.any() and not got[n].any()] == []
+        optimizer.step()
+        assert all(np.isfinite(y).all() for y in run(model, self.inputs(1)))
+
+    def check_files(self, folder: Path) -> None:
+        qtrace.save(self.calibrated, folder / "m.mge")
+        loaded = qtrace.load(folder / "m.mge")
+        equal(self.outputs("calibrated")[0], run(loaded, self.probes[0]))
+        assert [n for n, _ in loaded.named_parameters()] == [n for n, _ in self.calibrated.named_parameters()]
+
+    def check_converted(self) -> None:
+        # What the trace has and never reads is the user's leftover, not ours.
+        before = {str(p) for p in lint(qtrace.graph.flatten(self.traced))}
+        assert [str(p) for p in lint(self.converted) if str(p) not in before] == []
+        assert not list(getattr(self.converted, CONTAINER).parameters())
+        for want, got in zip(self.outputs("calibrated"), self.outputs("converted"), strict=True):
+            equal(want, got)
+
+    def check_shapes(self) -> None:
+        for want, got in zip(self.outputs("module"), self.outputs("calibrated"), strict=True):
+            assert [y.shape for y in got] == [x.shape for x in want]
+            assert all(np.isfinite(y).all() for y in got)
+
+
+def gradients(model: M.Module, args: tuple[Any, ...]) -> dict[str, np.ndarray]:
+    """The gradients of the outputs' mean squares, of every parameter that has one."""
+    named = dict(model.named_parameters())
+    manager = GradManager().attach(list(named.values()))
+    with manager:
+        outputs = [y for y in leaves(model(*tensors(args))) if y.dtype == np.float32]
+        loss = sum((F.mean(y * y) for y in outputs[1:]), F.mean(outputs[0] * outputs[0]))
+        manager.backward(loss)
+    return {n: p.grad.numpy() for n, p in named.items() if p.grad is not None}

@@ -1,0 +1,81 @@
+"""What the tests of detectors and transformers know about a network.
+
+The fields are those of ``tests.zoo.catalog.Entry``, but inputs are made by a function: these networks take
+more than one image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import megengine as mge
+import megengine.module as M
+import numpy as np
+
+from tests.nets import images, randomize
+
+__all__ = ["Entry", "Inputs", "bounded", "pictures", "trained"]
+
+Inputs = Callable[[int, int, int], tuple[Any, ...]]
+
+
+def bounded(count: int, seed: int, size: int, channels: int = 3) -> np.ndarray:
+    """Images of ``size`` pixels a side whose values have bounds, as those of photographs have."""
+    return np.clip(images(count, channels, size, size, seed=seed), -1.5, 1.5)
+
+
+def pictures(count: int, seed: int, size: int) -> tuple[Any, ...]:
+    """One argument: ``count`` images."""
+    return (bounded(count, seed, size),)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A network and what is expected of it.
+
+    Attributes:
+        name: of this very net; unique.
+        family: of the nets that share a recipe.
+        build: makes the module; the same weights every time.
+        sqnr: dB by which the signal of every output must stand above the error of 8 bits.
+        note: why ``sqnr`` is below 20, if it is.
+        inputs: (batch size, seed, image size) -> positional arguments.
+        recipe: how it is quantized.
+        size: image size of the example.
+        other_size: another size that the module takes; None where it takes one only.
+        ends: modules behind which the graph stays float; None for all of it on integers.
+        slow: whether only the slow tests run it.
+    """
+
+    name: str
+    family: str
+    build: Callable[[], M.Module]
+    sqnr: float = 20.0
+    note: str = ""
+    inputs: Inputs = pictures
+    recipe: str = "onnxruntime"
+    size: int = 64
+    other_size: int | None = 96
+    ends: tuple[str, ...] | None = None
+    slow: bool = False
+
+
+def trained(module: M.Module, seed: int = 0) -> M.Module:
+    """Gives a module parameters as training leaves them, and returns it in eval mode.
+
+    Layers and BatchNorms as ``randomize`` does; the factors of other norms scatter around 1, and bare
+    parameters that are still zero (tokens, position tables) get small values.
+    """
+    randomize(module, seed)
+    rng = np.random.default_rng(seed + 1)
+    layers = (M.Conv2d, M.Linear, M.ConvTranspose2d, M.BatchNorm2d, M.BatchNorm1d)
+    done = {id(p) for m in module.modules() if isinstance(m, layers) for p in m.parameters(recursive=False)}
+    for parameter in module.parameters():
+        if id(parameter) in done:
+            continue
+        value = parameter.numpy()
+        noise = rng.normal(size=value.shape) * (0.3 if value.ndim > 1 and not value.any() else 0.1)
+        parameter._reset(mge.Parameter((value + noise).astype(np.float32)))
+    return module

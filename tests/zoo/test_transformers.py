@@ -1,0 +1,78 @@
+"""Transformers, and nets as users write them, on the whole road: trace, prepare, calibrate, convert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import megengine as mge
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace.errors import TraceError
+from tests.nets import images
+from tests.zoo.detectors.checks import Case, parameters
+from tests.zoo.detectors.entry import trained
+from tests.zoo.transformers.entries import TRANSFORMERS, USER_NETS
+from tests.zoo.transformers.users import Boxed
+
+
+@pytest.fixture(scope="module", params=parameters((*TRANSFORMERS, *USER_NETS)))
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    level = mge.config.async_level
+    mge.config.async_level = 0
+    yield Case(request.param)
+    mge.config.async_level = level
+
+
+def test_trace_equals_the_source(case: Case) -> None:
+    case.check_trace()
+
+
+def test_float_phase_equals_the_source(case: Case) -> None:
+    case.check_float()
+
+
+def test_without_folding_the_float_phase_is_exact(case: Case) -> None:
+    case.check_unfolded()
+
+
+def test_quantized_outputs_stay_close(case: Case) -> None:
+    case.check_quantized()
+
+
+def test_training_reaches_what_the_float_net_trains(case: Case) -> None:
+    case.check_training()
+
+
+def test_files_keep_every_number(case: Case, tmp_path: Path) -> None:
+    case.check_files(tmp_path)
+
+
+def test_converted_graph_is_clean_and_exact(case: Case) -> None:
+    case.check_converted()
+
+
+def test_other_batch_and_image_sizes(case: Case) -> None:
+    case.check_shapes()
+
+
+def test_an_output_of_a_class_of_its_own_is_told() -> None:
+    with pytest.raises(TraceError, match="Boxes"):
+        qtrace.trace(trained(Boxed()), images(1, 3, 16, 16))
+
+
+def test_another_method_is_traced_where_forward_returns_a_class_of_its_own() -> None:
+    module, x = trained(Boxed()), images(2, 3, 16, 16)
+    traced = qtrace.trace(module, x, method="raw")
+    prepared = qtrace.calibrate(qtrace.prepare(traced), [x], progress=False)
+    want, got = module.raw(mge.Tensor(x)), prepared(mge.Tensor(x))
+    assert len(got) == 2
+    for one, other in zip(want, got, strict=True):
+        assert np.abs(one.numpy() - other.numpy()).max() < 0.05 * np.abs(one.numpy()).max()
+
+
+def test_names_are_unique() -> None:
+    entries = (*TRANSFORMERS, *USER_NETS)
+    assert len({entry.name for entry in entries}) == len(entries)

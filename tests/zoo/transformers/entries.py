@@ -1,0 +1,53 @@
+"""The transformers of the zoo, and small nets in the ways that users write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tests.zoo.detectors.entry import Entry, Inputs, bounded, pictures, trained
+from tests.zoo.transformers.pooled import ClipResNet, TextImage
+from tests.zoo.transformers.swin import Swin
+from tests.zoo.transformers.users import USERS, DictInput, SeveralInputs
+from tests.zoo.transformers.vit import ResMlp, UniFormer, Vit
+
+__all__ = ["TRANSFORMERS", "USER_NETS"]
+
+
+def _with_tokens(count: int, seed: int, size: int) -> tuple[Any, ...]:
+    tokens = np.random.default_rng(seed).integers(0, 20, (count, 6)).astype(np.int32)
+    return bounded(count, seed, size), tokens
+
+
+def _with_mask(count: int, seed: int, size: int) -> tuple[Any, ...]:
+    return ({"image": bounded(count, seed, size), "mask": bounded(count, seed + 1, size, channels=1)},)
+
+
+def _with_vector(count: int, seed: int, size: int) -> tuple[Any, ...]:
+    vector = np.random.default_rng(seed).uniform(-1, 1, (count, 4)).astype(np.float32)
+    return bounded(count, seed, size), vector
+
+
+_INPUTS: dict[type, Inputs] = {DictInput: _with_mask, SeveralInputs: _with_vector}
+
+TRANSFORMERS = (
+    Entry("vit", "vit", lambda: trained(Vit()), size=32, other_size=None),
+    Entry("swin", "swin", lambda: trained(Swin()), size=32, other_size=None),
+    Entry("clip_resnet", "clip", lambda: trained(ClipResNet()), size=32, other_size=None),
+    Entry("clip", "clip", lambda: trained(TextImage()), inputs=_with_tokens, size=32, other_size=None),
+    Entry("resmlp", "resmlp", lambda: trained(ResMlp()), size=32, other_size=None),
+    Entry("uniformer", "uniformer", lambda: trained(UniFormer()), size=32, other_size=48),
+)
+
+USER_NETS = tuple(
+    Entry(
+        kind.__name__,
+        "users",
+        lambda kind=kind: trained(kind()),
+        inputs=_INPUTS.get(kind, pictures),
+        size=16,
+        other_size=24,
+    )
+    for kind in USERS
+)

@@ -183,6 +183,14 @@ def test_groups_are_named_at_their_sites() -> None:
     assert sum("group a_out" in label for label in labels) == 2
 
 
+def test_parameters_that_are_rounded_as_activations_are_drawn() -> None:
+    module = net(lambda self, x: self.a(x) + self.b * 2.0, a=_conv(), b=mge.Parameter([[[[1.0]]]]))
+    drawing, _ = _drawn(module)
+    ((name, fixed),) = [(k, a) for k, a in drawing.nodes.items() if k.startswith("fixed")]
+    assert fixed["label"] == "mul_out"
+    assert any(first == name for first, _, _ in drawing.edges)
+
+
 @pytest.mark.parametrize("every", [False, True])
 def test_whole_nets_are_valid(every: bool) -> None:
     def forward(self: M.Module, x: mge.Tensor) -> tuple[mge.Tensor, ...]:

@@ -72,10 +72,8 @@ def test_a_fused_and_a_carried_op() -> None:
     assert fused["State"] == ["It is fused into a_out (conv2d): the backend computes both as one kernel."]
     assert fused["Reads"] == ["a_out, inside of the kernel, unrounded."]
     assert fused["Result"][0].startswith("Site relu_out, for all its readers: uint8 affine")
-    assert (
-        "max_pool2d_out (max_pool2d) passes on that its readers ask for uint8 affine, mse, fixed."
-        in (fused["Readers"])
-    )
+    moves = "max_pool2d_out (max_pool2d) moves values, and asks for what its readers want"
+    assert f"{moves}: uint8 affine, mse, fixed." in fused["Readers"]
     assert carried["State"] == [
         "It holds the integers of site relu_out without rounding: max_pool2d_out from relu_out."
     ]
@@ -95,7 +93,7 @@ def test_a_float_op_tells_its_island_and_the_line_that_changes_it() -> None:
         "The op itself still computes in float, between integers.",
     ]
     assert story["Readers"] == [
-        "flatten_out (flatten) passes on that its readers ask for uint8 affine, mse, fixed."
+        "flatten_out (flatten) moves values, and asks for what its readers want: uint8 affine, mse, fixed."
     ]
 
 

@@ -57,6 +57,7 @@ class _Drawing:
         for number, name in enumerate(self.index.annotation.inputs):
             self.source[name] = f"in{number}"
             yield f'  in{number} [label={_quoted(name)}, shape="ellipse", fillcolor="#ffffff"];'
+        yield from self._parameters()
         for note in self.notes:
             if note.state != "fused":  # these stand in the frame of their kernel
                 yield from self._kernel(note)
@@ -67,6 +68,13 @@ class _Drawing:
             yield from self._edges(note)
         yield from self._results()
         yield "}"
+
+    def _parameters(self) -> Iterator[str]:
+        """What is rounded and is no op that is drawn: parameters, and what is computed from them alone."""
+        names = (s.node for s in self.index.annotation.sites if s.name in self.marks)
+        for number, name in enumerate(dict.fromkeys(n for n in names if n not in self.source)):
+            self.source[name] = f"fixed{number}"
+            yield f'  fixed{number} [label={_quoted(name)}, shape="ellipse", fillcolor="#eeeeee"];'
 
     def _legend(self) -> Iterator[str]:
         yield "  subgraph cluster_legend {"
@@ -115,8 +123,6 @@ class _Drawing:
 
     def _before(self, site: Site) -> str:
         """What the site rounds: the integers of the node, where another site made it some; else its value."""
-        if site.node not in self.source:  # a parameter
-            return _quoted(site.node)
         whole = self._whole(site.node)
         return self.marks[whole.name] if whole and whole is not site else self.source[site.node]
 

@@ -188,7 +188,8 @@ class Teller:
     def _why_float(self, note: ExprNote) -> Iterator[str]:
         yield f"It stays float: {note.reason}."
         if len(note.causes) > 1:
-            yield f"Without that it would still: {', '.join(_CAUSES[c] for c in note.causes[1:])}."
+            more = " and ".join(_CAUSES[cause] for cause in note.causes[1:])
+            yield f"Without that it would stay float still: {more}."
         if note.island:
             others = [n.name for n in self.index.islands[note.island] if n is not note]
             more = f" with {few(others)}" if others else ""
@@ -301,8 +302,12 @@ class Teller:
                 continue
             what = f"{note.name} ({note.kind or note.op})"
             if note.asks:
-                verb = "passes on that its readers ask" if note.role == "carry" else "asks"
-                yield f"{what} {verb} for {note.asks}."
+                verb = (
+                    "moves values, and asks for what its readers want:"
+                    if note.role == "carry"
+                    else "asks for"
+                )
+                yield f"{what} {verb} {note.asks}."
             elif note.state == "fused":
                 yield f"{what} is part of the kernel and asks for nothing."
             elif note.role == "carry":

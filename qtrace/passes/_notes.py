@@ -9,7 +9,7 @@ from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode
 from qtrace.graph.walk import is_float_tensor, module_path, op_label, tensor_inputs
 from qtrace.ops import OpCall, Role
 from qtrace.passes._chains import Chains
-from qtrace.passes._view import View
+from qtrace.passes._view import STATIC, View
 from qtrace.passes.annotation import ExprNote, Plan
 
 __all__ = ["Notes", "macs"]
@@ -112,11 +112,12 @@ class Notes:
             return f"the integers stay: it multiplies their scale by {self.view.scaling[id(expr)]:g}"
         if state not in ("float", "shape"):
             return ""
-        if self.view.carries(expr):
-            return "its input is float and no reader asks for integers"
         if not any(is_float_tensor(n) for n in expr.outputs):
             return "integer or shape arithmetic"
-        return self.view.float_reason.get(id(expr), "")
+        causes = self.view.float_causes.get(id(expr), ())
+        if state == "shape":  # a rule or a region that covers it has no say
+            return next((c.reason for c in causes if c.code == "shape"), STATIC)
+        return causes[0].reason if causes else "its input is float and no reader asks for integers"
 
     def _without_effect(self, expr: Expr) -> str:
         """Why a rule for a fused op does not do all that it says."""

@@ -19,7 +19,9 @@ from qtrace.passes.annotation import Plan
 from qtrace.passes.select import Choice
 from qtrace.scheme import QScheme
 
-__all__ = ["INT_ROLES", "Cause", "View", "plan_of"]
+__all__ = ["INT_ROLES", "STATIC", "Cause", "View", "plan_of"]
+
+STATIC = "it is computed from shapes and constants alone"
 
 INT_ROLES = (Role.COMPUTE, Role.ELEMENTWISE, Role.ACTIVATION, Role.NORM, Role.CONCAT)
 
@@ -85,7 +87,7 @@ class View:
         if call.role is Role.SHAPE:
             return [Cause("shape", call.reason or "integer or shape arithmetic")]
         if call.role is not Role.CARRY and expr.outputs and all(id(n) in self.static for n in expr.outputs):
-            return [Cause("static", "it is computed from shapes and constants alone")]
+            return [Cause("static", STATIC)]
         causes = []
         if self.inside is not None and id(expr) not in self.inside:
             causes.append(Cause("region", "it lies outside of the region"))

@@ -8,6 +8,7 @@ from typing import Any
 import megengine as mge
 import megengine.functional as F
 import megengine.module as M
+import numpy as np
 import pytest
 
 import qtrace
@@ -228,6 +229,22 @@ def test_numbers_once_there_are_some() -> None:
         assert f"scale {float(own.scale):.4g}, zero point {int(own.zero_point)}, range -" in text
         assert "; 4 scales from " in text
         assert "times that of a_weight: 4 scales from" in text
+
+
+def test_a_multiplication_that_changes_a_scale_alone() -> None:
+    module = net(lambda self, x: self.b(self.a(x) * 0.5), a=_conv(), b=_conv())
+    traced = qtrace.trace(module, X)
+    story = _story(qtrace.explain(traced), "mul_out")
+    assert story["State"][1] == "The integers stay: it multiplies their scale by 0.5."
+    read, bias = (_story(qtrace.explain(traced), "b_out")[key][-1] for key in ("Reads", "Weight"))
+    assert "carries the integers of site a_out, which stand for 0.5 times the values there: uint8" in read
+    assert bias == "Bias b_bias: int32 at the scale of a_out times 0.5 times that of b_weight."
+    prepared = qtrace.calibrate(qtrace.prepare(traced), [X], progress=False)
+    sites = {site["name"]: site for site in qtrace.explain(prepared).to_dict()["sites"]}
+    converted = qtrace.convert(prepared)
+    bias_node = next(n for e in converted.graph._exprs for n in e.outputs if n.name == "b_bias_q")
+    own = bias_node.qparams.scale.numpy().reshape(-1)  # what convert wrote
+    np.testing.assert_array_equal(np.float32(sites["b_bias"]["qparams"]["scale"]), own)
 
 
 def test_a_batch_norm_that_trains_on() -> None:

@@ -49,7 +49,8 @@ def describe_bias(qparams: Mapping[str, QParams], site: Site) -> str:
 def _bias_scale(qparams: Mapping[str, QParams], site: Site) -> np.ndarray | None:
     if site.activation not in qparams or site.weight not in qparams:
         return None
-    return np.asarray(qparams[site.activation].scale * qparams[site.weight].scale)
+    scale = qparams[site.activation].scale * np.float32(site.factor)
+    return np.asarray(scale * qparams[site.weight].scale)
 
 
 def of_site(qparams: Mapping[str, QParams], site: Site) -> dict[str, Any] | None:

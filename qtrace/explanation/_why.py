@@ -166,7 +166,7 @@ class Teller:
             yield from self._why_float(note)
         else:
             yield f"It is never quantized: {note.reason or 'it holds no float32 values of the data'}."
-        if note.reason and note.state in ("int", "fused"):
+        if note.reason and note.state in ("int", "fused", "carried"):
             yield f"{note.reason[0].upper()}{note.reason[1:]}."
 
     def _fold(self, note: ExprNote) -> Iterator[str]:
@@ -233,7 +233,9 @@ class Teller:
             more = f" and {few(others)}" if others else ""
             return f"rounded at site {own.name} for this op{more}, since {name} {held}: {self._how(group)}"
         if name in self.index.annotation.carried:
-            return f"which carries the integers of site {group}: {self._how(group)}"
+            factor = self.index.annotation.factors.get(name)
+            scaled = f", which stand for {factor:g} times the values there" if factor else ""
+            return f"which carries the integers of site {group}{scaled}: {self._how(group)}"
         return f"rounded at site {group}: {self._how(group)}"
 
     def _how(self, group: str) -> str:
@@ -262,7 +264,8 @@ class Teller:
 
     def _bias(self, site: Site) -> str:
         measured = _numbers.describe_bias(self.numbers or {}, site)
-        how = f"int32 at the scale of {site.activation} times that of {site.weight}"
+        scaled = f" times {site.factor:g}" if site.factor != 1.0 else ""
+        how = f"int32 at the scale of {site.activation}{scaled} times that of {site.weight}"
         return f"{how}: {measured}" if measured else how
 
     # -- results and their readers ------------------------------------------------------------------

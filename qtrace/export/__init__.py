@@ -107,6 +107,11 @@ def _format_module(path: Path, name: str | None) -> Any:
             found = importlib.import_module(module)
             if path.suffix in found.SUFFIXES:
                 return found
+        if path.suffix == ".mge":
+            raise ExportError(
+                f"{path.name} could be a model to work on, which qtrace.save writes, or a dump for "
+                "MegEngine's runtime: name format='megengine' for the dump."
+            )
         raise ExportError(
             f"no format has the suffix {path.suffix!r} of {path.name}: "
             f"name one with format= ({', '.join(modules)})."

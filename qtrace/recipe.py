@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ SCHEMA = "qtrace/1"
 
 _HOME = Path(__file__).parent / "recipes"
 _SUFFIXES = (".yaml", ".yml")
+_NAME = re.compile(r"\w+(/\w+)*")
 _MOST_BYTES = 1 << 20
 
 # Plugins with their options: half of one and half of another would make no sense.
@@ -155,15 +157,15 @@ def _find(given: str | Path, base: Path = Path()) -> Path:
         raise ConfigError(f"{text!r} cannot be the name of a file.")
     if text.endswith(_SUFFIXES):
         return base / text
-    names = recipe_names()
-    folders = {name.partition("/")[0] for name in names if "/" in name}
+    packaged = _HOME / f"{text}.yaml"
+    if isinstance(given, str) and _NAME.fullmatch(text) and packaged.is_file():
+        return packaged
+    folders = {name.partition("/")[0] for name in recipe_names() if "/" in name}
     if isinstance(given, Path) or ("/" in text and text.partition("/")[0] not in folders):
         raise ConfigError(f"{text}: the name of a recipe file ends with .yaml or .yml.")
-    if text not in names:
-        near = _similar(text)
-        what = f"did you mean {near!r}?" if near else "`qtrace recipes list` shows those there are."
-        raise ConfigError(f"there is no recipe {text!r}; {what} A file ends with .yaml.")
-    return _HOME / f"{text}.yaml"
+    near = _similar(text)
+    what = f"did you mean {near!r}?" if near else "`qtrace recipes list` shows those there are."
+    raise ConfigError(f"there is no recipe {text!r}; {what} A file ends with .yaml.")
 
 
 def _similar(text: str) -> str:

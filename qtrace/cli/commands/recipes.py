@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import click
 
-from qtrace.cli import help, options
+from qtrace.cli import help, matching, models, options
 from qtrace.cli.console import Console
 
 __all__ = ["recipes"]
+
+# By the folder of a recipe: how the list calls what is in it.
+_KINDS = {"": "family", "backend": "target", "common": "part"}
+_TITLES = {
+    "family": "Families and presets",
+    "target": "Targets, to be imported before a family",
+    "part": "Parts, which families import",
+}
 
 
 @click.group(
     cls=help.Group,
     example="""
     qtrace recipes list
-    qtrace recipes show resnet50 > mine.yaml
+    qtrace recipes show resnet50
+    qtrace recipes new --from backend/tensorrt --from resnet --out mine.yaml
+    qtrace recipes check mine.yaml --model resnet18.mge
     """,
 )
 def recipes() -> None:
-    """List and show the recipes that come with qtrace."""
+    """List, show, check and begin recipes."""
 
 
 @recipes.command(
@@ -29,27 +42,151 @@ def recipes() -> None:
 )
 @options.output
 def list_recipes(console: Console) -> None:
-    """List all recipes, a line each."""
+    """List the recipes that come with qtrace, a line each."""
     with console.work():
         import qtrace
+        from qtrace import backends
         from qtrace.recipe import recipe_names
 
-        found = [{"name": n, "description": qtrace.load_recipe(n).description or ""} for n in recipe_names()]
-    width = max(len(r["name"]) for r in found)
-    console.result("\n".join(f"{r['name']:{width}}  {r['description']}" for r in found), found)
+        # A target's own name, as in `onnxruntime`, is short for that of its recipe.
+        kinds = {name: _KINDS.get(name.rpartition("/")[0], "family") for name in recipe_names()}
+        kinds.update((name, "target") for name in backends.known() if name in kinds)
+        found = [
+            {"name": name, "kind": kind, "description": qtrace.load_recipe(name).description or ""}
+            for name, kind in kinds.items()
+        ]
+    width = max(len(one["name"]) for one in found)
+    blocks = []
+    for kind, title in _TITLES.items():
+        rows = [f"  {one['name']:{width}}  {one['description']}" for one in found if one["kind"] == kind]
+        blocks.append("\n".join([f"{title}:", *rows]))
+    console.result("\n\n".join(blocks), found)
 
 
 @recipes.command(
     cls=help.Command,
-    example="qtrace recipes show resnet50 > mine.yaml",
+    example="qtrace recipes show resnet50",
 )
 @click.argument("name")
 @options.output
 def show(name: str, console: Console) -> None:
-    """Print a recipe with its imports merged. NAME is a name or a YAML file."""
-    with console.work():
-        import qtrace
-        from qtrace.recipe import dump_recipe
+    """Print a recipe with its imports merged: a recipe file again.
 
-        text = str(dump_recipe(qtrace.load_recipe(name))).rstrip("\n")
-    console.result(text, {"name": name, "recipe": text})
+    Its comments are the reasons, and the file and line that each value and rule comes from. NAME is a name or
+    a YAML file.
+    """
+    with console.work():
+        from qtrace.recipe import resolve_recipe
+
+        resolved = resolve_recipe(name)
+        text = resolved.text().rstrip("\n")
+        entries = [entry.to_dict() for entry in resolved.entries]
+    console.result(text, {"name": name, "file": resolved.file, "recipe": text, "entries": entries})
+
+
+@recipes.command(
+    cls=help.Command,
+    example="""
+    qtrace recipes check mine.yaml
+    qtrace recipes check mine.yaml --model resnet18.mge
+    qtrace recipes check mine.yaml --model models:resnet18 --shape 1x3x224x224
+    """,
+)
+@click.argument("file")
+@click.option(
+    "--model", "-m", metavar="MODEL", help="Also tell which rule meets which ops of this traced file or code."
+)
+@options.example
+@options.allow
+@options.output
+def check(
+    file: str, model: str | None, shapes: models.Shapes, allow: tuple[str, ...], console: Console
+) -> int:
+    """Tell what is wrong with a recipe, with file and line. The exit code is 1 if something is.
+
+    FILE is a YAML file or a name. MODEL is a traced file, or pkg.mod:factory with --shape.
+    """
+    if shapes and model is None:
+        raise click.UsageError("--shape is for --model.")
+    with console.work():
+        qconfig, problems = _without_model(file)
+        met: tuple[matching.Met, ...] = ()
+        if qconfig is not None and model is not None and not problems:
+            met, problems = _with_model(qconfig, model, shapes, allow)
+    told = [matching.placed(problem) or {"message": problem} for problem in problems]
+    data = {"file": file, "passed": not problems, "problems": told, "rules": [one.to_dict() for one in met]}
+    lines = list(problems)
+    if met:
+        lines.append(matching.table(met))
+    if not problems and qconfig is not None:
+        lines.append(f"{file}: {len(qconfig.rules)} rules for {qconfig.backend}, nothing wrong.")
+    console.result("\n".join(lines), data)
+    return 1 if problems else 0
+
+
+def _without_model(file: str) -> tuple[Any, list[str]]:
+    """The config, None when the file cannot be read as one, and what is wrong."""
+    import qtrace
+    from qtrace.config.linting import mistakes
+    from qtrace.errors import ConfigError
+
+    try:
+        qconfig = qtrace.load_recipe(file)
+    except ConfigError as error:
+        problems = str(error).split("\n")
+        if not all(matching.placed(problem) for problem in problems):
+            raise  # no recipe at all: a file that is missing
+        return None, problems
+    return qconfig, list(mistakes(qconfig))
+
+
+def _with_model(
+    qconfig: Any, model: str, shapes: models.Shapes, allow: tuple[str, ...]
+) -> tuple[tuple[matching.Met, ...], list[str]]:
+    """What the rules meet, and what is wrong about that."""
+    from qtrace.errors import ConfigError
+
+    factory = models.is_factory(model)
+    traced = models.trace_factory(model, shapes=shapes) if factory else models.load_model(model, allow)
+    try:
+        met = matching.match(traced, qconfig)
+    except ConfigError as error:
+        return (), str(error).split("\n")
+    return met, [one.problem for one in met if one.problem]
+
+
+@recipes.command(
+    cls=help.Command,
+    example="qtrace recipes new --from backend/tensorrt --from resnet --out mine.yaml",
+)
+@click.option(
+    "--from",
+    "names",
+    metavar="NAME",
+    multiple=True,
+    required=True,
+    help="A recipe to import, by name or as a file. Repeatable; later ones win.",
+)
+@click.option(
+    "--out", "-o", type=options.file_or_folder(), help="The file to write; without it, print the text."
+)
+@options.output
+def new(names: tuple[str, ...], out: Path | None, console: Console) -> None:
+    """Begin a recipe that imports others, with comments on what it may change."""
+    with console.work():
+        from qtrace.cli.starter import starter
+        from qtrace.errors import ConfigError
+
+        if out is not None and out.suffix not in (".yaml", ".yml"):
+            raise click.UsageError(f"{out}: the name of a recipe file ends with .yaml or .yml.")
+        text = starter(names, out)
+        if out is not None:
+            try:
+                with out.open("x", encoding="utf-8") as file:
+                    file.write(text)
+            except FileExistsError:
+                raise ConfigError(f"{out} exists already; name another file or remove it.") from None
+            except OSError as error:
+                raise ConfigError(f"{out} cannot be written: {error.strerror}.") from error
+    shown = text.rstrip("\n") if out is None else str(out)
+    console.result(shown, {"file": None if out is None else str(out), "recipe": text})

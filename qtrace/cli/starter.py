@@ -1,0 +1,105 @@
+"""The text of a recipe to start from: what it imports, and what it may change as comments."""
+
+from __future__ import annotations
+
+import os
+import string
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["starter"]
+
+_TEXT = string.Template("""\
+schema: $schema
+$name
+# A later import wins over an earlier one, and this file wins over all: first a target, then a family.
+# `qtrace recipes show` prints what a file and its imports say, with the reasons, and `qtrace recipes check`
+# what is wrong; with --model it also tells which rule meets which ops.
+imports: $imports
+
+# Remove the sign in front of what you want to say. A misspelt key is an error with its line.
+
+# What it is for, in a sentence.
+#description: int8 for my network
+
+# The target, which a recipe under backend/ sets: $backends.
+#backend: $backend
+
+# How the pixels of an image become the input: (pixel * scale - mean) / std.
+#preprocess: $preprocess
+
+# How ranges are chosen where no rule says otherwise.
+#observers: $observers
+
+# Changes for some ops. A later rule wins; one that meets no op is an error unless it is optional. Ops are
+# chosen by what they are (op, depthwise, gate, shared), by where they stand (position, before_output, feeds,
+# follows, subgraph), which fits any code, or by name.
+#rules:
+#  - match: {position: last}
+#    quantize_output: false
+#  - match: {op: conv2d, depthwise: true}
+#    weight: {bits: 8}
+#    optional: true
+#  - match: {name: "head.*"}
+#    quantize: false
+#    optional: true
+
+# What changes the float network before it is quantized.
+#ptq: $ptq
+
+# How it is trained with rounding.
+#qat: $qat
+
+# What the result must reach.
+#expect: $expect
+""")
+
+_DEFAULTS = {
+    "preprocess": "{size: [3, 224, 224], mean: [0, 0, 0], std: [255, 255, 255]}",
+    "observers": "{activation: mse, weight: minmax}",
+    "ptq": "[fuse_bn]",
+    "qat": "{fakequant: lsq, epochs: 10, lr: 0.001, bn: {fold: true}}",
+    "expect": "{metric: top1, max_drop: 0.5}",
+}
+
+
+def starter(names: Sequence[str], out: Path | None) -> str:
+    """A recipe that imports ``names``, with what it may change as comments, filled with what they say.
+
+    Args:
+        names: recipes, by name or as files.
+        out: where it will be written; files are imported relative to it.
+
+    Raises:
+        ConfigError: when one of the recipes cannot be read.
+    """
+    from qtrace import backends
+    from qtrace.recipe import SCHEMA, load_recipe
+
+    configs = [load_recipe(name) for name in names]
+    said: dict[str, Any] = {}
+    for config in configs:
+        said.update((key, value) for key, value in config.to_dict().items() if value)
+    values = {key: _flow(said[key]) if key in said else default for key, default in _DEFAULTS.items()}
+    return _TEXT.substitute(
+        values,
+        schema=SCHEMA,
+        name="" if out is None else f"name: {_flow(out.stem)}\n",
+        imports=_flow([_seen_from(name, out) for name in names]),
+        backends=", ".join(backends.known()),
+        backend=said.get("backend", "onnxruntime"),
+    )
+
+
+def _seen_from(name: str, out: Path | None) -> str:
+    """A file's name as seen from the folder of ``out``."""
+    if out is None or not name.endswith((".yaml", ".yml")):
+        return name
+    return Path(os.path.relpath(name, out.parent)).as_posix()
+
+
+def _flow(value: Any) -> str:
+    from qtrace.config.tree import dump
+
+    return dump([value], flow=True).strip()[1:-1]

@@ -1,0 +1,100 @@
+"""What is wrong with a config that can be told without a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from qtrace import backends
+from qtrace.config.base import hint
+from qtrace.config.checking import check_options, check_scheme, check_whole
+from qtrace.config.qconfig import QConfig
+from qtrace.config.rule import Rule, SchemePatch
+from qtrace.errors import ConfigError
+from qtrace.scheme import QScheme
+
+__all__ = ["mistakes"]
+
+
+def mistakes(qconfig: QConfig) -> tuple[str, ...]:
+    """A sentence for each mistake, with file and line where the config has them.
+
+    A scheme counts as impossible when no combination of rules makes it possible: which rules meet on one op,
+    only a graph can tell.
+    """
+    try:
+        check_whole(qconfig)
+    except ConfigError as error:
+        return (str(error),)
+    return tuple(_in_rules(qconfig))
+
+
+def _in_rules(qconfig: QConfig) -> Iterator[str]:
+    backend = backends.get(qconfig.backend)
+    reachable = {
+        sort: {_applied(getattr(qconfig, sort), getattr(backend, sort))} for sort in ("activation", "weight")
+    }
+    for rule in qconfig.rules:
+        yield from _unknown_ops(rule)
+        if rule.backends is not None and backend.name not in rule.backends:
+            continue
+        for sort, patch in (
+            ("activation", rule.activation),
+            ("activation", rule.output),
+            ("weight", rule.weight),
+        ):
+            if patch is not None:
+                found, problem = _schemes(backend, sort, patch, reachable[sort], rule.origin)
+                reachable[sort] |= found
+                if problem:
+                    yield problem
+        yield from _options(rule, reachable)
+
+
+def _unknown_ops(rule: Rule) -> Iterator[str]:
+    from qtrace import ops  # here: it loads MegEngine
+
+    known = ops.kinds()
+    for kind in (*(rule.match.op or ()), *(rule.match.feeds or ()), *(rule.match.follows or ())):
+        if kind not in known:
+            yield f"{rule.origin}: unknown op {kind!r}{hint(kind, known)}"
+
+
+def _schemes(
+    backend: backends.Backend, sort: str, patch: SchemePatch, before: set[QScheme], origin: str
+) -> tuple[set[QScheme], str]:
+    """The schemes that ``patch`` makes of those before and that can run; a sentence if there are none."""
+    found, problems = set(), []
+    for scheme in sorted(before, key=QScheme.describe):
+        changed = _applied(patch, scheme)
+        try:
+            check_scheme(backend, sort, changed, origin)
+        except ConfigError as error:
+            problems.append(str(error))
+        else:
+            found.add(changed)
+    return found, "" if found else problems[0]
+
+
+def _options(rule: Rule, reachable: dict[str, set[QScheme]]) -> Iterator[str]:
+    """What the rule's observers and fake quant refuse with every scheme that there is."""
+    observers = rule.observers
+    asked = [
+        ("qtrace.observers", "activation", observers.activation if observers else None),
+        ("qtrace.observers", "weight", observers.weight if observers else None),
+        ("qtrace.fakequant", "activation", rule.fakequant),
+    ]
+    for package, sort, spec in asked:
+        if spec is None:
+            continue
+        problems = []
+        for scheme in sorted(reachable[sort], key=QScheme.describe):
+            try:
+                check_options(package, spec, sort, scheme, rule.origin)
+            except ConfigError as error:
+                problems.append(str(error))
+        if problems and len(problems) == len(reachable[sort]):
+            yield problems[0]
+
+
+def _applied(patch: SchemePatch | None, scheme: QScheme) -> QScheme:
+    return scheme if patch is None else patch.apply(scheme)

@@ -1,22 +1,128 @@
-"""What the packaged recipes do to a network."""
+"""The packaged recipes: what each is, and that every family goes with every target."""
 
 from __future__ import annotations
 
-import megengine.module as M
+import os
+from functools import lru_cache
+from pathlib import Path
+
 import pytest
+import yaml
 
-import qtrace
-from qtrace.passes.record import fake_quants
-from tests.nets import MobileNetV2, ResNet, images
+from qtrace import backends
+from qtrace.config import QConfig
+from qtrace.config.linting import mistakes
+from qtrace.config.tree import Tree, read
+from qtrace.recipe import load_recipe, recipe_names, resolve_recipe
+
+ROOT = Path(__file__).parent.parent
+GOLDEN = Path(__file__).parent / "golden" / "recipes.yaml"
+
+TARGETS = tuple(name for name in recipe_names() if name.startswith("backend/"))
+PARTS = tuple(name for name in recipe_names() if name.startswith("common/"))
+SHORT = backends.known()  # `onnxruntime` is short for `backend/onnxruntime`
+FAMILIES = tuple(n for n in recipe_names() if "/" not in n and n not in (*SHORT, "w4a4_lsq"))
 
 
-@pytest.mark.parametrize("model", [ResNet(4), MobileNetV2(0.25)])
-def test_w4a4_learns_scales_inside_and_keeps_those_at_both_ends(model: M.Module) -> None:
-    model.eval()
-    traced = qtrace.trace(model, images(1, 3, 32, 32), check=False)
-    fakes = list(fake_quants(qtrace.prepare(traced, "w4a4_lsq")))
-    assert {(fq.scheme.bits, type(fq)) for fq in fakes} == {
-        (4, qtrace.fakequant.LSQFakeQuant),
-        (8, qtrace.fakequant.FixedFakeQuant),
-    }
-    assert {"x", "fc_weight"} <= {fq.site for fq in fakes if fq.scheme.bits == 8}
+@pytest.fixture(autouse=True)
+def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsing is most of the time, and the files stay as they are."""
+    monkeypatch.setattr("qtrace.recipe.read", lambda text, file, problems: _parsed(text, file))
+
+
+@lru_cache(maxsize=100)
+def _parsed(text: str, file: str) -> Tree | None:
+    problems: list[str] = []
+    tree = read(text, file, problems)
+    assert not problems
+    return tree
+
+
+@pytest.mark.parametrize("name", backends.known())
+def test_every_backend_has_a_recipe_of_its_name(name: str) -> None:
+    assert load_recipe(f"backend/{name}").backend == name
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "megengine"])
+def test_short_names_of_targets_stay(name: str) -> None:
+    short, full = (load_recipe(n).to_dict() for n in (name, f"backend/{name}"))
+    assert {**short, "description": ""} == {**full, "description": ""}
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_says_what_it_is_and_is_right(name: str) -> None:
+    config = load_recipe(name)
+    assert config.description
+    assert not config.description.endswith(".")
+    assert mistakes(config) == ()
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_rule_has_its_reason(name: str) -> None:
+    """A comment above it, or above the rule right before it."""
+    reason, file = False, ""
+    for entry in resolve_recipe(name).entries:
+        if entry.keys == ("rules",):
+            here = entry.origin.partition(":")[0]
+            reason = bool(entry.comment) or (reason and here == file)
+            assert reason, entry.origin
+            file = here
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *PARTS])
+def test_a_family_leaves_the_target_alone(name: str) -> None:
+    """So that it may be imported behind any: no schemes or observers for every op, structure in the rules."""
+    config = load_recipe(name)
+    said = config.model_fields_set
+    assert not said & {"backend", "activation", "weight", "observers", "fakequant", "region", "name"}
+    assert config.qat is None or config.qat.fakequant is None
+    for rule in config.rules:
+        assert rule.match.name is None
+        assert rule.match.subgraph is None
+        assert rule.optional or rule.match.position == "last" or rule.match.op is not None, rule.origin
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_says_all_that_is_needed(name: str) -> None:
+    config = load_recipe(name)
+    assert config.preprocess is not None
+    assert config.preprocess.channels == "bgr"
+    assert config.ptq is not None
+    assert config.qat is not None
+    assert config.qat.epochs
+    assert config.qat.lr
+    assert config.expect is not None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_goes_with_every_target(family: str, tmp_path: Path) -> None:
+    own = load_recipe(family)
+    for target in TARGETS:
+        path = tmp_path / "mine.yaml"
+        path.write_text(f"schema: qtrace/1\nimports: [{target}, {family}]\n")
+        config, base = load_recipe(path), load_recipe(target)
+        assert mistakes(config) == ()
+        same = ("backend", "activation", "weight", "observers", "fakequant")
+        assert all(getattr(config, key) == getattr(base, key) for key in same)
+        assert config.rules == (*base.rules, *own.rules)
+        assert (config.description, config.preprocess) == (own.description, own.preprocess)
+
+
+def test_more_than_one_part_counts_once() -> None:
+    origins = [rule.origin for rule in load_recipe("yolox").rules]
+    assert len(origins) == len(set(origins))
+
+
+def test_what_the_packaged_recipes_say() -> None:
+    """In a file that people read; where a change is meant, ``QTRACE_GOLDEN=write pytest`` writes it anew."""
+    found = {name: load_recipe(name).to_dict() for name in recipe_names()}
+    if os.environ.get("QTRACE_GOLDEN") == "write":
+        text = yaml.safe_dump(found, sort_keys=False, width=110, default_flow_style=None)
+        GOLDEN.write_text(text, encoding="utf-8")
+    assert yaml.safe_load(GOLDEN.read_text(encoding="utf-8")) == found
+
+
+def test_every_recipe_is_a_config_of_its_dump() -> None:
+    for name in recipe_names():
+        config = load_recipe(name)
+        assert QConfig(**config.to_dict()) == config

@@ -110,6 +110,8 @@ schema: qtrace/1
 activation: {bits: 4}
 rules:
   - {match: {op: conv2d}, weight: {bits: 4}, observers: {activation: {percentile: {percentile: 99.0}}}}
+  # It is small.
+  # And it matters.
   - {match: {name: b}, quantize: false}
   - {match: {}, activation: {bits: 8}, weight: {bits: 4}, output: {bits: 16}}
   - {match: {position: first}, output: {bits: 16}, fakequant: lsq, quantize: true}
@@ -129,12 +131,16 @@ def test_rules_are_told_in_order_with_what_each_changed(tmp_path: Path) -> None:
         f"For every op, {file}:2 changes activations from uint8 affine to uint4 affine.",
         f"Rule {file}:4, match {{op: conv2d}}, changes weights from {wide} to {narrow} and changes the "
         f"observer of activations from mse to {percentile}.",
-        f"Rule {file}:6, match {{}}, changes activations from uint4 affine to uint8 affine and gives its "
+        f"Rule {file}:8, match {{}}, changes activations from uint4 affine to uint8 affine and gives its "
         "result uint16 affine, whatever its readers ask for.",
-        f"Rule {file}:7, match {{position: first}}, changes the fake quant from fixed to lsq and says "
+        f"Rule {file}:9, match {{position: first}}, changes the fake quant from fixed to lsq and says "
         "quantize: true.",
     ]
-    assert f"{file}:5 says quantize: false" in _text(explanation, "b_out")
+    assert f"{file}:7 says quantize: false" in _text(explanation, "b_out")
+    assert "says quantize: false. (It is small. And it matters.)" in _text(explanation, "b_out")
+    assert f"why: {file}:7 says quantize: false\n         (It is small. And it matters.)\n" in (
+        explanation.summary(None)
+    )
     prepared = qtrace.prepare(traced, file)  # a model remembers where its rules were written
     assert _story(qtrace.explain(prepared), "a_out")["Config"][2:] == told[2:]
 

@@ -22,7 +22,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.passes.annotation import Annotation
 from qtrace.passes.record import is_quantized, read_record
 from qtrace.preparation import plan
-from qtrace.recipe import as_qconfig
+from qtrace.recipe import as_qconfig, resolve_recipe
 from qtrace.scheme import QParams
 
 __all__ = ["Explanation", "explain"]
@@ -37,11 +37,13 @@ class Explanation:
         qconfig: the config that led to them.
         numbers: group -> its parameters, for a prepared model as far as it is calibrated; None for one that
             is not prepared.
+        comments: what a recipe says above each of its rules; empty where no recipe was read.
     """
 
     annotation: Annotation
     qconfig: QConfig
     numbers: Mapping[str, QParams] | None = None
+    comments: tuple[str, ...] = ()
 
     @cached_property
     def _index(self) -> Index:
@@ -49,7 +51,7 @@ class Explanation:
 
     @cached_property
     def _summary(self) -> Summary:
-        return Summary(self._index, Proposals(self._index, self.qconfig))
+        return Summary(self._index, Proposals(self._index, self.qconfig), self.comments)
 
     def table(self, max_width: int | None = 160, *, every: bool = False, colour: bool = False) -> str:
         """A text table, one row for each op, and below it the summary.
@@ -79,7 +81,7 @@ class Explanation:
         Raises:
             GraphError: when nothing is called so, with the nearest names.
         """
-        return Teller(self._index, self.qconfig, self.numbers).tell(name)
+        return Teller(self._index, self.qconfig, self.numbers, self.comments).tell(name)
 
     def dot(self, *, every: bool = False) -> str:
         """The graph for Graphviz: ops by state, sites as marks.
@@ -107,13 +109,20 @@ def explain(
 
     Args:
         model: a traced module (what ``prepare`` would decide), or a prepared or converted one (what it did).
-        qconfig: the config, for a traced module; None for the default.
+        qconfig: the config, for a traced module, as for ``prepare``; None for the default. Of a recipe that
+            is named, the comments above its rules are told, too.
     """
     if is_quantized(model):
         record = read_record(model)
         config = QConfig.model_validate(record.qconfig)
         config = config.with_origin("the config", record.annotation.origins)
         return Explanation(record.annotation, config, _numbers.numbers(model))
-    config = as_qconfig(QConfig() if qconfig is None else qconfig)
+    comments: tuple[str, ...] = ()
+    if isinstance(qconfig, (str, Path)):
+        recipe = resolve_recipe(qconfig)
+        config = recipe.config
+        comments = tuple(" ".join(e.comment) for e in recipe.entries if e.keys == ("rules",))
+    else:
+        config = as_qconfig(QConfig() if qconfig is None else qconfig)
     with garbage.paused():
-        return Explanation(plan(model, config), config)
+        return Explanation(plan(model, config), config, comments=comments)

@@ -20,10 +20,14 @@ class Changes:
         backend: the name of the backend.
         qconfig: the config.
         origins: where its rules were written.
+        comments: what is written above them; empty when that is not known.
     """
 
-    def __init__(self, backend: str, qconfig: QConfig, origins: tuple[str, ...]) -> None:
-        self.backend, self.qconfig, self.origins = backends.get(backend), qconfig, origins
+    def __init__(
+        self, backend: str, qconfig: QConfig, origins: tuple[str, ...], comments: tuple[str, ...]
+    ) -> None:
+        self.backend, self.qconfig = backends.get(backend), qconfig
+        self.origins, self.comments = origins, comments
 
     def told(self, note: ExprNote) -> Iterator[str]:
         """A sentence for what the backend gives, for what the config says of every op, and for each rule."""
@@ -40,7 +44,8 @@ class Changes:
             rule = self.qconfig.rules[rank]
             match = dump(rule.match.to_dict(), flow=True).strip()
             changed = state.apply(rule, bool(note.weight))
-            yield f"Rule {self.origins[rank]}, match {match}, {_joined(changed)}."
+            comment = f" ({self.comments[rank]})" if self.comments and self.comments[rank] else ""
+            yield f"Rule {self.origins[rank]}, match {match}, {_joined(changed)}.{comment}"
         if not note.ranks and self.qconfig.rules:
             yield "No rule of the config matches it."
 

@@ -71,10 +71,12 @@ class Summary:
     Attributes:
         index: the decisions.
         proposals: finds what would change them.
+        comments: what a recipe says above each of its rules, if it is known.
     """
 
     index: Index
     proposals: Proposals
+    comments: tuple[str, ...] = ()
 
     @cached_property
     def ops(self) -> dict[str, int]:
@@ -166,7 +168,8 @@ class Summary:
         wrapped = [_wrap(line, width, " " * 15) for line in lines]
         if self.floats:
             wrapped += ["", "What stays in float, and what would change it:"]
-            wrapped += [self._float_text(f, width) for f in self.floats]
+            told: set[str] = set()
+            wrapped += [self._float_text(f, width, told) for f in self.floats]
         return "\n".join(wrapped)
 
     def _figures(self) -> dict[str, str]:
@@ -196,12 +199,21 @@ class Summary:
         shares = {kind: macs for kind, macs in self.macs.items() if macs}
         return ", ".join(f"{_percent(macs, total)} {kind}" for kind, macs in shares.items())
 
-    @staticmethod
-    def _float_text(floats: Floats, width: int | None) -> str:
+    def _comment(self, note: ExprNote) -> str:
+        """What the recipe says above the rule that keeps ``note`` in float."""
+        ranks = self.proposals.silencing(note) if note.causes[0] == "rule" else ()
+        return self.comments[ranks[-1]] if ranks and self.comments else ""
+
+    def _float_text(self, floats: Floats, width: int | None, told: set[str]) -> str:
+        """The lines for one entry; a comment that is ``told`` is not told again."""
         names = few(n.name for n in floats.notes)
         islands = f", in {floats.islands} island{'s' if floats.islands > 1 else ''}" if floats.islands else ""
         lines = [_wrap(f"  {floats.kinds}{islands}: {names}", width, "      ")]
         lines.append(_wrap(f"    why: {floats.reason}", width, "         "))
+        comment = self._comment(floats.notes[0])
+        if comment and comment not in told:
+            told.add(comment)
+            lines.append(_wrap(f"         ({comment})", width, "          "))
         lines += [f"    {line}" for line in (floats.proposal.lines if floats.proposal else ())]
         if floats.remark:
             lines.append(

@@ -80,11 +80,13 @@ class Teller:
         index: the decisions.
         qconfig: the config that led to them.
         numbers: group -> its parameters, as far as they are known; None for a graph that is not prepared.
+        comments: what a recipe says above each of its rules, if it is known.
     """
 
     index: Index
     qconfig: QConfig
     numbers: Mapping[str, QParams] | None
+    comments: tuple[str, ...] = ()
 
     def tell(self, name: str) -> list[Story]:
         """The stories of all that ``name`` means.
@@ -136,7 +138,7 @@ class Teller:
     @cached_property
     def _changes(self) -> Changes:
         annotation = self.index.annotation
-        return Changes(annotation.backend, self.qconfig, annotation.origins)
+        return Changes(annotation.backend, self.qconfig, annotation.origins, self.comments)
 
     def _what(self, note: ExprNote) -> Iterator[str]:
         where = f"of module {note.path}" if note.path else "of the model's own forward"

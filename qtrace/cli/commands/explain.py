@@ -62,14 +62,15 @@ def explain(
         import qtrace
         from qtrace.passes.record import is_quantized
 
-        qconfig = qtrace.load_recipe(recipe) if recipe else None
+        if recipe:
+            qtrace.load_recipe(recipe)  # its mistakes are told before anything is traced
         if models.is_factory(model):
             loaded = models.trace_factory(model, shapes=shapes)
         else:
             loaded = models.load_model(model, allow)
         if recipe and is_quantized(loaded):
             console.note(f"{model} is quantized already: this is what was done, --recipe has no say.")
-        explanation = qtrace.explain(loaded, qconfig)
+        explanation = qtrace.explain(loaded, recipe)
         text, data = _tell(explanation, why, every, width)
         if dot is not None:
             with output_file(dot) as partial:

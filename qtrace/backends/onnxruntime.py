@@ -10,7 +10,7 @@ from qtrace.scheme import QScheme
 _CLAMPS = frozenset({"relu", "relu6", "clip"})
 _HEADS = (
     "conv1d conv2d conv_transpose2d linear matmul add sub mul div maximum minimum avg_pool2d "
-    "adaptive_avg_pool2d mean sum concat stack setitem where interpolate batch_norm"
+    "adaptive_avg_pool2d mean concat stack setitem where interpolate batch_norm"
 )
 _JOINS = ("concat", "stack", "setitem", "where")
 _UNARY = "relu relu6 clip leaky_relu prelu sigmoid silu hswish hsigmoid tanh neg abs"

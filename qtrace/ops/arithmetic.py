@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,14 @@ def binary(expr: Expr) -> Reading | str:
         if isinstance(value, (bool, int, float)):
             attrs.update(scalar=float(value), side=side)
     return typed(expr, tensors(left, right), attrs)
+
+
+def division(expr: Expr) -> Reading | str:
+    """Reads a division; one by a tensor stays float."""
+    reading = binary(expr)
+    if isinstance(reading, str) or reading.role is not None or reading.attrs.get("side") == "right":
+        return reading
+    return dataclasses.replace(reading, role=Role.FLOAT, reason="a small denominator would round to zero")
 
 
 def fixed(value: Any) -> Any:
@@ -83,7 +92,7 @@ RULES = (
     _rule("add", binary, (F.add,), "ADD", "add"),
     _rule("sub", binary, (F.sub,), "SUB", "sub"),
     _rule("mul", binary, (F.mul,), "MUL", "mul"),
-    _rule("div", binary, (F.div,), "TRUE_DIV", "truediv"),
+    _rule("div", division, (F.div,), "TRUE_DIV", "truediv"),
     _rule("maximum", binary, (F.maximum,), "MAX"),
     _rule("minimum", binary, (F.minimum,), "MIN"),
     OpRule("neg", Role.ELEMENTWISE, (*_NEGATE, *_methods("__neg__")), unary),

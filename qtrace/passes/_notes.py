@@ -137,6 +137,8 @@ class Notes:
             return ""
         if not self.chains.output_choice(head).quantize_output:
             return "its result stays float: the config says quantize_output: false"
+        if self.view.must_not_vanish(expr.outputs[0]):
+            return "its result stays float: a logarithm, root or quotient of it must not meet a rounded zero"
         return "its readers ask for different parameters: each rounds the result for itself"
 
     def _islands(self) -> dict[int, int]:

@@ -23,6 +23,7 @@ __all__ = ["INT_ROLES", "STATIC", "Cause", "View", "plan_of"]
 
 STATIC = "it is computed from shapes and constants alone"
 
+_SINGULAR = ("log", "sqrt", "pow", "div")
 INT_ROLES = (Role.COMPUTE, Role.ELEMENTWISE, Role.ACTIVATION, Role.NORM, Role.CONCAT)
 
 
@@ -149,6 +150,22 @@ class View:
         if call is None or id(expr) in self.float_reason:
             return False
         return call.role is Role.CARRY or id(expr) in self.scaling
+
+    def must_not_vanish(self, node: TensorNode) -> bool:
+        """Whether a float op reads ``node``, moved or not, that has no value or slope at zero.
+
+        Small values round to zero, and a logarithm, root or quotient of them then is infinite.
+        """
+        for user in node.users:
+            call = self.calls.get(id(user))
+            if call is None or self.on_integers(user):
+                continue
+            if self.carries(user):
+                if any(self.must_not_vanish(n) for n in user.outputs):
+                    return True
+            elif call.kind in _SINGULAR and (call.kind != "div" or call.attrs["operands"][1] is node):
+                return True
+        return False
 
     def only_user(self, expr: Expr) -> Expr | None:
         """The one expr that reads the result, if it reads nothing else and may run on integers."""

@@ -125,7 +125,9 @@ class _Annotator:
             self._place_edges(node, own)
             return
         asked = _distinct([p for p, _ in self.wants.get(id(node), [])])
-        if not self.chains.output_choice(head).quantize_output or (len(asked) > 1 and not fixed):
+        unrounded = not self.chains.output_choice(head).quantize_output
+        unrounded |= len(asked) > 1 or self.view.must_not_vanish(node)
+        if unrounded and not fixed:
             self._place_edges(node, None)
             return
         plan = asked[0] if asked and not fixed else own

@@ -11,10 +11,12 @@ import megengine.module as M
 import numpy as np
 import onnx
 import pytest
+from megengine.autodiff import GradManager
 
 import qtrace
 from qtrace.config import QConfig
 from qtrace.errors import ConfigError
+from qtrace.graph.types import TracedModule
 from qtrace.passes.annotation import Annotation, ExprNote, Site
 from qtrace.preparation import plan
 from tests.nets import images, net
@@ -254,3 +256,40 @@ def test_a_multiplication_by_a_power_of_two_changes_the_scale_only(tmp_path: Pat
     assert report.passed
     assert report.worst_lsb() == 0
     assert sum(n.op_type == "Mul" for n in onnx.load(path).graph.node) == 1
+
+
+def _finite(module: M.Module) -> tuple[float, TracedModule]:
+    """The quantized output's ratio of signal to noise in dB, after a check that gradients are finite."""
+    prepared = qtrace.prepare(qtrace.trace(module, X))
+    qtrace.calibrate(prepared, [X], progress=False)
+    want, got = module(mge.Tensor(X)).numpy(), prepared(mge.Tensor(X)).numpy()
+    assert np.isfinite(got).all()
+    qtrace.set_phase(prepared, "train")
+    parameters = list(prepared.parameters())
+    manager = GradManager().attach(parameters)
+    with manager:
+        manager.backward(F.mean(prepared(mge.Tensor(X)) ** 2))
+    assert all(p.grad is None or np.isfinite(p.grad.numpy()).all() for p in parameters)
+    noise = np.sum((want - got) ** 2, dtype=np.float64)
+    return float(10 * np.log10(np.sum(want**2, dtype=np.float64) / noise)), prepared
+
+
+@pytest.mark.usefixtures("synchronous")
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: F.log(F.clip(F.sigmoid(self.a(x) * 6), 1e-4, 1.0)),
+        lambda self, x: F.sqrt(F.sigmoid(self.a(x) * 6)),
+        lambda self, x: (lambda e: e / F.sum(e, axis=1, keepdims=True))(F.exp(self.a(x) * 4)),
+        lambda self, x: self.a(x) / (F.maximum(self.b(x), 0.0).sum(axis=1, keepdims=True) + 1e-3),
+        lambda self, x: F.log((F.sigmoid(self.a(x) * 6) + 1e-3).reshape(2, -1)),
+    ],
+    ids=["log", "sqrt", "softmax by hand", "small denominators", "log after a move"],
+)
+def test_what_must_not_be_zero_is_not_rounded(forward: Any) -> None:
+    quality, prepared = _finite(net(forward, a=_conv(), b=_conv()))
+    assert quality > 15
+    annotation = qtrace.explain(prepared).annotation
+    assert any(n.state == "int" for n in annotation.notes)
+    division = [n for n in annotation.notes if n.kind == "div"]
+    assert all("denominator" in n.reason for n in division)

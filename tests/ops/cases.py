@@ -189,7 +189,7 @@ CASES: dict[str, Case] = {
     "tm:__ge__": _f(lambda x: x >= 0.0, "greater_equal float x"),
     "fn:F.math.max": _f(lambda x: F.max(x, 1), "max carry x"),
     "tm:__isub__": _f(_inplace("__isub__"), "sub elementwise relu_out x"),
-    "tm:__itruediv__": _f(_inplace("__itruediv__"), "div elementwise relu_out x"),
+    "tm:__itruediv__": _f(_inplace("__itruediv__"), "div float relu_out x"),
     "fn:F.tensor.ones": _f(lambda x: F.ones((x.shape[0], 1)), "full shape"),
     "fn:F.nn.indexing_one_hot": _f(
         lambda x: F.nn.indexing_one_hot(x, F.argmax(x, 1), 1), "indexing_one_hot carry x", x=ROWS
@@ -218,7 +218,7 @@ CASES: dict[str, Case] = {
     ),
     "fn:F.math.min": _f(lambda x: F.min(x, 1), "min carry x"),
     "tm:__mod__": _f(lambda x: x % 2.0, "mod float x"),
-    "tm:__rtruediv__": _f(lambda x: 1.0 / x, "div elementwise x"),
+    "tm:__rtruediv__": _f(lambda x: 1.0 / x, "div float x"),
     "fn:F.vision.nms": _f(
         lambda x: F.vision.nms(x[:, :4], x[:, 4], 0.5), "nms float getitem_out getitem_out_1", x=ROWS
     ),

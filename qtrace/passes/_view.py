@@ -168,13 +168,17 @@ class View:
         return False
 
     def only_user(self, expr: Expr) -> Expr | None:
-        """The one expr that reads the result, if it reads nothing else and may run on integers."""
+        """The one expr that reads the result, if it reads nothing else and may run on integers.
+
+        It needs no kernel of its own where the kernel before it can take it in.
+        """
         node = expr.outputs[0]
         if len(node.users) != 1 or id(node) in self.outputs:
             return None
         user = node.users[0]
         call = self.calls.get(id(user))
-        alone = call is not None and id(user) not in self.float_reason and call.inputs == (node,)
+        fits = all(cause.code == "kernel" for cause in self.float_causes.get(id(user), ()))
+        alone = call is not None and fits and call.inputs == (node,)
         return user if alone else None
 
     def weight_plan(self, call: OpCall) -> tuple[Plan, tuple[int, ...]]:

@@ -293,3 +293,10 @@ def test_what_must_not_be_zero_is_not_rounded(forward: Any) -> None:
     assert any(n.state == "int" for n in annotation.notes)
     division = [n for n in annotation.notes if n.kind == "div"]
     assert all("denominator" in n.reason for n in division)
+
+
+def test_what_a_kernel_takes_in_needs_no_kernel_of_its_own() -> None:
+    module = net(lambda self, x: self.b(F.relu(self.a(x))), a=_conv(), b=_conv())
+    annotation = _plan(module, backend="ncnn")
+    assert _note(annotation, "relu_out").into == "a_out"
+    assert set(_sites(annotation)) == {"x", "relu_out", "b_out"}

@@ -182,7 +182,7 @@ def test_data_is_complete_and_plain() -> None:
         data = json.loads(json.dumps(explanation.to_dict(), allow_nan=False))
         notes = {note["name"]: note for note in data["notes"]}
         assert set(notes["softmax_out"]) == set(ExprNote.__dataclass_fields__)
-        assert data["rules"] == [{"origin": "rules[0]", **rules[0]}]
+        assert data["rules"] == [{"origin": "rules[0]", "comment": "", **rules[0]}]
         assert data["summary"]["floats"][0]["proposal"]["rule"]["match"] == {"op": "softmax"}
         sites = {site["name"]: site for site in data["sites"]}
         own = model.qsites.a_out.qparams()

@@ -64,7 +64,8 @@ def test_a_table_and_the_summary(run: Any) -> None:
 def test_json_is_all_there_is(run: Any) -> None:
     data = json.loads(run("prepared.mge", "--json").out)
     assert data["summary"]["ops"]["float"] == 1
-    assert data["rules"] == [{"origin": "rules[0]", "match": {"op": "linear"}, "weight": {"bits": 4}}]
+    rule = {"match": {"op": "linear"}, "weight": {"bits": 4}}
+    assert data["rules"] == [{"origin": "rules[0]", "comment": "", **rule}]
     weight = next(site for site in data["sites"] if site["name"] == "fc_weight")
     assert np.shape(weight["qparams"]["scale"]) == (2,)
 

@@ -94,8 +94,9 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data."""
         data: dict[str, Any] = json.loads(self.annotation.to_json())
-        rules = zip(self.annotation.origins, self.qconfig.rules, strict=True)
-        data["rules"] = [{"origin": origin, **rule.to_dict()} for origin, rule in rules]
+        comments = self.comments or ("",) * len(self.qconfig.rules)
+        rules = zip(self.annotation.origins, comments, self.qconfig.rules, strict=True)
+        data["rules"] = [{"origin": o, "comment": c, **rule.to_dict()} for o, c, rule in rules]
         numbers = self.numbers or {}
         for site, plain in zip(self.annotation.sites, data["sites"], strict=True):
             plain["qparams"] = _numbers.of_site(numbers, site)

@@ -201,7 +201,7 @@ class Summary:
 
     def _comment(self, note: ExprNote) -> str:
         """What the recipe says above the rule that keeps ``note`` in float."""
-        ranks = self.proposals.silencing(note) if note.causes[0] == "rule" else ()
+        ranks = self.proposals.silencing(note) if note.causes[:1] == ("rule",) else ()
         return self.comments[ranks[-1]] if ranks and self.comments else ""
 
     def _float_text(self, floats: Floats, width: int | None, told: set[str]) -> str:

@@ -103,7 +103,7 @@ def _write(folder: Path, prepared: Any, summary: dict[str, Any]) -> None:
     (folder / "report.json").write_text(
         json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8"
     )
-    (folder / "explain.txt").write_text(explanation.table() + "\n", encoding="utf-8")
+    (folder / "explain.txt").write_text(explanation.table(None) + "\n", encoding="utf-8")
 
 
 def _sites(prepared: Any) -> list[dict[str, Any]]:

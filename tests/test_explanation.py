@@ -137,6 +137,13 @@ def test_the_table_has_a_row_for_each_op_and_says_what_it_hides() -> None:
     assert "pointwise.py:" in rows["exp_out"] or "arithmetic.py:" in rows["exp_out"]
 
 
+def test_a_result_that_stays_float_and_one_inside_of_a_kernel() -> None:
+    module = net(lambda self, x: self.b(F.relu(self.a(x))), a=_conv(), b=_conv())
+    text = _explain(module, [{"match": {"name": "b"}, "quantize_output": False}]).table(None)
+    cells = {line.split()[0]: line.split()[4] for line in text.splitlines()[2:5]}
+    assert cells == {"a_out": "int8", "relu_out": "uint8", "b_out": "float"}  # of a_out, the weight's
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 132, 200])
 def test_the_table_fits_the_terminal(width: int) -> None:
     traced = qtrace.trace(randomize(ResNet(4, (1, 1, 1, 1))), images(1, 3, 32, 32))

@@ -65,6 +65,11 @@ class Index:
                 found.setdefault(note.into, []).append(note)
         return found
 
+    def is_last(self, note: ExprNote) -> bool:
+        """Whether the result of ``note`` leaves its kernel."""
+        kernel = self.followers.get(note.into or note.name)
+        return not kernel or kernel[-1] is note
+
     @cached_property
     def biases(self) -> dict[str, Site]:
         """The name of a layer's output -> the site of its bias."""

@@ -32,7 +32,9 @@ class _Column:
 
 
 def _scheme(index: Index, note: ExprNote) -> str:
-    return note.scheme
+    """How the result is rounded; nothing for one inside of a kernel."""
+    unrounded = note.state in ("int", "fused") and not note.output and index.is_last(note)
+    return "float" if unrounded else note.scheme
 
 
 def _group(index: Index, note: ExprNote) -> str:

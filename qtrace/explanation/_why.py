@@ -275,8 +275,7 @@ class Teller:
     def _result(self, note: ExprNote) -> Iterator[str]:
         if note.state == "shape":
             return
-        members = self.index.followers.get(note.name, [])
-        if members or (note.state == "fused" and self.index.followers[note.into][-1] is not note):
+        if not self.index.is_last(note):
             yield "No site: it lies inside of the kernel."
             return
         yield from self._sites_at(note.name)

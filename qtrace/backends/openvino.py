@@ -11,8 +11,8 @@ from qtrace.scheme import QScheme
 
 _FUNCTIONS = "relu relu6 clip leaky_relu prelu sigmoid silu hswish hsigmoid tanh"
 _HEADS = (
-    "conv2d conv_transpose2d linear matmul add sub mul avg_pool2d adaptive_avg_pool2d mean sum interpolate "
-    "batch_norm"
+    "conv1d conv2d conv_transpose2d linear matmul add sub mul avg_pool2d adaptive_avg_pool2d mean "
+    "interpolate batch_norm"
 )
 
 BACKEND = Backend(

@@ -15,8 +15,8 @@ from qtrace.graph.lint import check
 from qtrace.graph.types import TracedModule
 from qtrace.passes.annotate import annotate
 from qtrace.passes.annotation import Annotation
-from qtrace.passes.expand import expand
 from qtrace.passes.base import PassResult
+from qtrace.passes.expand import expand
 from qtrace.passes.fuse_bn import fuse_bn
 from qtrace.passes.insert import insert
 from qtrace.passes.record import Record, is_quantized, write_record

@@ -14,7 +14,9 @@ _USUAL, _WIDE = (13, 8), (21, 10)
 _WIDE_TYPES = (TensorProto.INT4, TensorProto.UINT4, TensorProto.INT16, TensorProto.UINT16)
 
 # Their axes became an input at opset 18; ReduceSum's had at 13.
-_REDUCTIONS = tuple(f"Reduce{n}" for n in "Mean Max Min Prod L1 L2 LogSum LogSumExp SumSquare".split())
+_REDUCTIONS = tuple(
+    f"Reduce{n}" for n in ["Mean", "Max", "Min", "Prod", "L1", "L2", "LogSum", "LogSumExp", "SumSquare"]
+)
 
 
 def versions(stored: Iterable[TensorProto]) -> tuple[int, int]:

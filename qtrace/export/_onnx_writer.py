@@ -144,8 +144,8 @@ class OnnxWriter:
         if qparams.scale.ndim:
             raise ExportError(
                 f"it is computed and has a scale per channel, but {scheme.describe()} does not use every "
-                "value of its type, at which QuantizeLinear saturates: set narrow: false and 8 bits there, or "
-                "keep it in float"
+                "value of its type, at which QuantizeLinear saturates: set narrow: false and 8 bits there, "
+                "or keep it in float"
             )
         ends = [np.float32((q - int(qparams.zero_point)) * qparams.scale) for q in (scheme.qmin, scheme.qmax)]
         names = [self.constant(f"{base}_{n}", end) for n, end in zip(("low", "high"), ends, strict=True)]

@@ -12,10 +12,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_CONSTRAINT := constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow bench lint format types wheel-check lock clean distclean
+.PHONY: help setup demo detector-demo test test-slow bench lint format types wheel-check lock clean distclean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 $(PY):
 	@python=$$(scripts/find-python) && echo "$(VENV): $$python" && "$$python" -m venv $(VENV)
@@ -32,8 +32,11 @@ setup: $(STAMP) ## Make .venv and install qtrace into it (done by every other ta
 demo: $(STAMP) ## Quantize a small trained model end to end; writes demo-out/
 	$(PY) examples/demo.py $(ARGS)
 
+detector-demo: $(STAMP) ## Quantize a small detector in 8 and 4 bits; writes detector-demo-out/
+	$(PY) -m examples.detector.demo $(ARGS)
+
 test: $(STAMP) ## Run the tests, without the slow ones
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n auto --dist loadfile $(ARGS)
 
 test-slow: $(STAMP) ## Run the slow tests only
 	$(PY) -m pytest -m slow $(ARGS)
@@ -59,7 +62,7 @@ lock: ## Resolve pyproject.toml afresh and rewrite constraints.txt
 	scripts/lock
 
 clean: ## Remove what builds and runs leave behind
-	rm -rf build dist demo-out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist demo-out detector-demo-out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## The same, and .venv

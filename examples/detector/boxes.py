@@ -1,0 +1,86 @@
+"""From the network's maps to boxes, in numpy: the same for a graph and for a file in a runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from examples.detector import data
+from examples.detector.metric import Detections, Precision, average_precision, iou
+from examples.detector.net import STRIDES
+
+# From normalized images to the nine maps.
+Runner = Callable[[np.ndarray], Sequence[np.ndarray]]
+
+MIN_SCORE, MAX_IOU, MOST = 0.05, 0.6, 50
+
+
+@lru_cache
+def points(size: int = data.SIZE) -> tuple[np.ndarray, np.ndarray]:
+    """The centre of every cell of the three levels, n x 2, and its stride, n."""
+    centres, strides = [], []
+    for stride in STRIDES:
+        along = np.arange(0, size, stride) + stride / 2
+        y, x = np.meshgrid(along, along, indexing="ij")
+        centres.append(np.stack([x, y], axis=-1).reshape(-1, 2))
+        strides.append(np.full(x.size, stride))
+    return np.concatenate(centres).astype(np.float32), np.concatenate(strides).astype(np.float32)
+
+
+def flat(maps: Sequence[np.ndarray], kind: int) -> np.ndarray:
+    """The maps of one kind (0 classes, 1 sides, 2 quality) as N x points x channels."""
+    parts = [m.reshape(*m.shape[:2], -1) for m in maps[kind::3]]
+    return np.concatenate(parts, axis=2).transpose(0, 2, 1)
+
+
+def to_boxes(sides: np.ndarray) -> np.ndarray:
+    """Boxes from distances in strides: ... x points x 4. A negative distance is none."""
+    centres, strides = points()
+    away = np.maximum(sides, 0) * strides[:, None]
+    return np.concatenate([centres - away[..., :2], centres + away[..., 2:]], axis=-1)
+
+
+def decode(maps: Sequence[np.ndarray]) -> list[Detections]:
+    """The detections of every image of a batch, without duplicates."""
+    quality = _sigmoid(flat(maps, 2))
+    scores = np.sqrt(_sigmoid(flat(maps, 0)) * quality)
+    boxes = np.clip(to_boxes(flat(maps, 1)), 0, data.SIZE)
+    return [_pick(b, s) for b, s in zip(boxes, scores, strict=True)]
+
+
+def _pick(boxes: np.ndarray, scores: np.ndarray) -> Detections:
+    where, labels = np.nonzero(scores > MIN_SCORE)
+    found = scores[where, labels]
+    order = np.argsort(-found, kind="stable")[:200]
+    where, labels, found = where[order], labels[order], found[order]
+    kept = _distinct(boxes[where], labels)[:MOST]
+    return Detections(boxes[where[kept]], found[kept], labels[kept])
+
+
+def _distinct(boxes: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Indices without those that overlap a better one of their class."""
+    clash = (iou(boxes, boxes) > MAX_IOU) & (labels[:, None] == labels)
+    alive = np.ones(len(boxes), bool)
+    for index in range(len(boxes)):
+        if alive[index]:
+            alive[index + 1 :] &= ~clash[index, index + 1 :]
+    return np.flatnonzero(alive)
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-np.clip(x, -60, 60)))
+
+
+def detect(run: Runner, part: data.Part, batch: int = 50) -> list[Detections]:
+    """What a network sees in the images of ``part``."""
+    found = []
+    for start in range(0, len(part), batch):
+        found += decode(run(data.normalize(part.images[start : start + batch])))
+    return found
+
+
+def evaluate(found: Sequence[Detections], part: data.Part) -> Precision:
+    """The precision of detections against what is in ``part``."""
+    return average_precision(found, part.boxes, part.labels, len(data.CLASSES))

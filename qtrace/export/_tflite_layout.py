@@ -1,0 +1,75 @@
+"""Layouts: in which order a tensor of the file holds the axes of the graph's tensor. Pure functions.
+
+An *order* is a permutation: axis ``i`` of the file's tensor is axis ``order[i]`` of the graph's. A transpose
+of the graph therefore changes the order alone, and values move only where an op needs its axes in a certain
+order: convolutions and poolings want the channels last, a reshape wants the axes that it joins side by side.
+
+Axes of size 1 may stand anywhere: to move them is a reshape. The first axis of the graph counts samples, and
+is not taken for one of size 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "CHANNELS_LAST",
+    "Order",
+    "file_shape",
+    "moves_values",
+    "natural",
+    "window_pads",
+]
+
+Order = tuple[int, ...]
+
+# Of an image tensor (N, C, H, W): the order that TFLite's kernels work in.
+CHANNELS_LAST: Order = (0, 2, 3, 1)
+
+
+def natural(rank: int) -> Order:
+    """The graph's own order."""
+    return tuple(range(rank))
+
+
+def file_shape(shape: Sequence[int], order: Order) -> tuple[int, ...]:
+    """The shape in the file of a tensor that has ``shape`` in the graph."""
+    return tuple(int(shape[axis]) for axis in order)
+
+
+def moves_values(shape: Sequence[int], old: Order, new: Order) -> bool:
+    """Whether going from one order to the other moves values, rather than axes of size 1 alone.
+
+    Args:
+        shape: the shape in the graph.
+        old: the order there is.
+        new: the order that is wanted.
+    """
+    wide = [axis for axis in range(len(shape)) if axis == 0 or int(shape[axis]) != 1]
+    return [a for a in old if a in wide] != [a for a in new if a in wide]
+
+
+def window_pads(
+    size: int, out: int, kernel: int, stride: int, padding: int, dilation: int = 1
+) -> tuple[str, tuple[int, int]]:
+    """How a window that moves along one axis is padded.
+
+    Args:
+        size: of the input.
+        out: of the output.
+        kernel: the window.
+        stride: its step.
+        padding: what the graph adds at both ends.
+        dilation: the distance of the window's values.
+
+    Returns:
+        "VALID" or "SAME" where TFLite's own rule adds exactly that, "" where it does not; and how much is
+        needed before and behind. Padding that no window reaches is left out.
+    """
+    reach = (out - 1) * stride + dilation * (kernel - 1) + 1
+    need = (padding, max(reach - size - padding, 0))
+    if need == (0, 0):
+        return "VALID", need
+    total = max(reach - size, 0)
+    same = (total // 2, total - total // 2)
+    return ("SAME" if same == need and out == -(-size // stride) else ""), need

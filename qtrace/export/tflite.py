@@ -1,0 +1,372 @@
+"""TFLite (LiteRT) with int8 kernels: images with the channels last, weights per channel, int32 biases.
+
+Every site is a tensor of integers called ``{site}_int``; an op writes the integers of its site itself, with
+the activation function that it fuses. Image tensors (N, C, H, W) are (N, H, W, C) in the file, its inputs
+and outputs too; metadata called ``qtrace`` say how the axes of each tensor stand, and which tensor holds
+what.
+
+An op that the annotation keeps in float stands between DEQUANTIZE and QUANTIZE, as the graph computes it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qtrace import ops
+from qtrace.errors import ExportError
+from qtrace.fakequant._bias import BIAS_QMAX, BiasQuant
+from qtrace.fakequant.base import FakeQuant
+from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, is_float_tensor, op_label, owner
+from qtrace.numerics import quantize, round_half_away
+from qtrace.ops import OpCall, Role
+from qtrace.passes.annotation import Site
+from qtrace.passes.insert import CONTAINER
+from qtrace.passes.record import carried_qparams
+
+if TYPE_CHECKING:
+    from qtrace.export._tflite_plan import Job
+    from qtrace.export._tflite_writer import Stored
+
+__all__ = ["SUFFIXES", "serialize"]
+
+SUFFIXES = (".tflite",)
+
+_IO = ("float32", "int8")
+_FUNCTIONS = ("float", "table", "native")
+
+
+def serialize(
+    converted: TracedModule,
+    *,
+    io: str = "float32",
+    functions: str = "float",
+    allow_float: Iterable[str] = (),
+) -> bytes:
+    """The converted module as a TFLite file.
+
+    Args:
+        converted: a module made by ``qtrace.convert`` for backend tflite.
+        io: "float32", or "int8" for a model whose float inputs and outputs are the integers of their sites.
+        functions: how a function of one value (sigmoid, SiLU, hard swish ...) between integers is written.
+            "float" computes it between DEQUANTIZE and QUANTIZE: LiteRT makes a look-up of that. "table" is a
+            GATHER, for devices without floats: exact, and slow on a CPU. "native" is TFLite's integer kernel
+            where it has one: up to one step off in a tenth of the values.
+        allow_float: op kinds that may compute in float although the graph computes them on integers.
+
+    Raises:
+        ExportError: when a node has no TFLite form or a site rounds in another way, naming it, or LiteRT is
+            not installed.
+    """
+    if importlib.util.find_spec("ai_edge_litert") is None:
+        raise ExportError("TFLite export needs the package ai-edge-litert: run pip install 'qtrace[tflite]'.")
+    from qtrace.export._tflite_build import Options
+
+    for name, given, known in (("io", io, _IO), ("functions", functions, _FUNCTIONS)):
+        if given not in known:
+            raise ExportError(
+                f"{name}={given!r} is no choice of the TFLite export: choose {' or '.join(known)}."
+            )
+    kinds = (allow_float,) if isinstance(allow_float, str) else tuple(allow_float)
+    for kind in kinds:
+        if kind not in ops.kinds():
+            raise ExportError(
+                f"allow_float names {kind!r}, which is no op kind: qtrace.explain lists those there are."
+            )
+    return _Exporter(converted, Options(io, functions, frozenset(kinds))).run()
+
+
+class _Exporter:
+    def __init__(self, converted: TracedModule, options: Any) -> None:
+        from qtrace.export import _tflite_ops
+        from qtrace.export._tflite_build import Build
+        from qtrace.export._tflite_plan import Plan
+
+        self.model, self.options, self.forms = converted, options, _tflite_ops
+        self.plan = Plan(converted)
+        self.inputs = [n for n in converted.graph.inputs[1:] if isinstance(n, TensorNode)]
+        sizes = {int(n.shape[0]) if n.shape else 0 for n in self.inputs}
+        self.batch = sizes.pop() if len(sizes) == 1 else 0
+        self.build = Build(self.plan, options, self.batch)
+        self.container = getattr(converted, CONTAINER)
+        self.ends: dict[int, tuple[int, ...]] = {}
+        self.carried = carried_qparams(converted, self.plan.annotation)
+
+    def run(self) -> bytes:
+        """The whole file."""
+        self.plan.check()
+        inputs = self._inputs()
+        for expr in exprs(self.model):
+            self._emit(expr)
+        outputs = self._outputs({t.index for _, t in inputs})
+        b = self.build
+        kept = b.writer.prune([t for _, t in outputs])
+        free = self.batch if self.batch and not b.fixed else None
+        metadata = {"qtrace": self._metadata(kept, free is not None)}
+        return b.writer.finish(inputs, outputs, metadata, f"qtrace {version('qtrace')}", free)
+
+    # -- inputs and outputs ---------------------------------------------------------------------------
+
+    def _inputs(self) -> list[tuple[str, Stored]]:
+        from qtrace.export._tflite_layout import CHANNELS_LAST, file_shape, natural
+        from qtrace.export.onnx import input_names
+
+        found = []
+        for node, name in zip(self.inputs, input_names(self.model), strict=True):
+            rank = len(node.shape)
+            image = rank == 4 and self.plan.reaches(node, self.forms.SPATIAL, self.forms.AGNOSTIC)
+            order = CHANNELS_LAST if image else natural(rank)
+            shape = file_shape(node.shape, order)
+            if self.options.io == "int8" and is_float_tensor(node):
+                stored = self._integer_input(node, shape)
+            else:
+                stored = self.build.writer.tensor(name, shape, self._kind(node))
+            self.build.put(node, stored, order)
+            self.ends[id(node)] = order
+            found.append((name, stored))
+        return found
+
+    def _integer_input(self, node: TensorNode, shape: tuple[int, ...]) -> Stored:
+        site = self.plan.site_of(node)
+        if site is None:
+            raise ExportError(
+                f"input {node.name} is read in float or rounded in two ways, so it cannot be int8: "
+                "export with io='float32', or give all its readers one scheme."
+            )
+        kind, grid = self._type(site), self.plan.grids[site.group]
+        return self.build.writer.tensor(f"{site.name}_int", shape, kind, grid)
+
+    @staticmethod
+    def _kind(node: TensorNode) -> np.dtype:
+        kind = np.dtype(node.dtype)
+        if kind not in (np.float32, np.int32, np.int64, np.bool_):
+            raise ExportError(
+                f"{node.name} is {kind.name}, which is not written to TFLite: use float32 or int32."
+            )
+        return kind
+
+    def _outputs(self, taken: set[int]) -> list[tuple[str, Stored]]:
+        found: list[tuple[str, Stored]] = []
+        names: dict[str, int] = {}
+        for node in self.model.graph.outputs:
+            site = self.plan.sites.get(node.name)
+            name = site.node if site is not None else node.name
+            names[name] = names.get(name, 0) + 1
+            stored = self._output(node, name)
+            if stored.index in taken or stored.value is not None:
+                stored = self._copied(stored, name)
+            taken.add(stored.index)
+            found.append((name if names[name] == 1 else f"{name}_{names[name]}", stored))
+        return found
+
+    def _output(self, node: TensorNode, name: str) -> Stored:
+        from qtrace.export._tflite_layout import CHANNELS_LAST, natural
+
+        b = self.build
+        order = b.moved_from(node)[1].nearest()
+        order = CHANNELS_LAST if order == CHANNELS_LAST else natural(len(order))
+        stored = b.ordered(node, order)
+        self.ends[id(node)] = order
+        if stored.grid is None:
+            if self.options.io == "int8" and stored.dtype == np.float32:
+                raise ExportError(
+                    f"output {name} is float, so it cannot be int8: export with io='float32', or end the "
+                    "graph before it."
+                )
+            return stored
+        if self.options.io == "int8":
+            return stored
+        made = b.writer.tensor(name, stored.shape)
+        b.writer.op("DEQUANTIZE", [stored], [made], "DequantizeOptions")
+        return made
+
+    def _copied(self, stored: Stored, name: str) -> Stored:
+        """Another tensor of the same values: a tensor is given once, and an input is not given at all."""
+        b = self.build
+        made = b.like(stored, f"{name}_output", stored.shape)
+        target = b.writer.ints([-1, *stored.shape[1:]] if stored.shape else [])
+        b.writer.op("RESHAPE", [stored, target], [made], "ReshapeOptions")
+        return made
+
+    def _metadata(self, kept: set[str], free: bool) -> dict[str, Any]:
+        """What a reader needs to compare the file's integers with the graph's."""
+        b, integers = self.build, {}
+        nodes = {n.name: n for e in exprs(self.model) for n in e.outputs}
+        moved = self.plan.annotation.moved()
+        named = {
+            s.name: f"{s.name}_q"
+            for s in self.plan.annotation.sites
+            if s.sort == "activation" and not s.static
+        }
+        for name, node in (*named.items(), *((m, m) for m in moved)):
+            held = b.held.get(id(nodes.get(node)))
+            if held is None and id(nodes.get(node)) in b.integers:
+                held = b.get(nodes[node])
+            if held is None or held.stored.grid is None:
+                continue
+            if held.stored.name in kept or held.stored.value is not None:
+                b.writer.keep(held.stored)
+                integers[name] = [held.stored.name, list(held.order)]
+        ends = (self.inputs, self.model.graph.outputs)
+        orders = [[list(self.ends[id(n)]) for n in nodes] for nodes in ends]
+        return {
+            "backend": self.plan.annotation.backend,
+            "inputs": orders[0],
+            "outputs": orders[1],
+            "integers": integers,
+            "free_batch": free,
+        }
+
+    # -- parameters and sites -------------------------------------------------------------------------
+
+    def _emit(self, expr: Expr) -> None:
+        if id(expr) in self.plan.members:
+            return
+        if isinstance(expr, (GetAttr, Constant)):
+            if isinstance(expr.outputs[0], TensorNode):
+                value = expr.interpret(self.model) if isinstance(expr, GetAttr) else (expr.value,)
+                self.build.values[id(expr.outputs[0])] = value[0].numpy()
+            return
+        if isinstance(owner(expr), (FakeQuant, BiasQuant)):
+            self._emit_site(expr, self.plan.sites[expr.outputs[0].name])
+            return
+        if not self.forms.fold(self.build, expr):
+            self._emit_op(expr)
+
+    def _type(self, site: Site) -> np.dtype:
+        return np.dtype(np.int16 if self.plan.schemes[site.group].bits == 16 else np.int8)
+
+    def _emit_site(self, expr: Expr, site: Site) -> None:
+        from qtrace.export._tflite_writer import Grid
+        from qtrace.export.onnx import integer_values
+
+        b, out = self.build, expr.outputs[0]
+        source = next(n for n in expr.inputs if isinstance(n, TensorNode))
+        value = b.value(source)
+        if site.sort == "bias":
+            self._emit_bias(out, site, value)
+            return
+        fq = getattr(self.container, site.group)
+        if value is not None:
+            if site.sort == "weight":
+                integers, grid = integer_values(fq, value), Grid.of(fq.qparams())
+            else:
+                integers, grid = quantize(value, fq.qparams()), self.plan.grids[site.group]
+            module: Any = owner(expr)
+            b.integers[id(out)] = (integers.astype(self._type(site)), grid)
+            b.lazy[id(out)] = lambda: self._rounded(module, value)
+        elif site.sort == "weight":
+            raise ExportError(
+                f"site {site.name}: the weight is computed from the model's input, which TFLite has no form "
+                "for: use matmul, or end the graph before it."
+            )
+        else:
+            held = b.get(source)
+            stored = b.quantized(
+                held.stored, self.plan.grids[site.group], self._type(site), f"{site.name}_int"
+            )
+            b.put(out, stored, held.order)
+
+    @staticmethod
+    def _rounded(module: Any, value: np.ndarray) -> np.ndarray:
+        import megengine as mge
+
+        return module(mge.Tensor(value)).numpy()
+
+    def _emit_bias(self, out: TensorNode, site: Site, value: np.ndarray | None) -> None:
+        from qtrace.export._tflite_writer import Grid
+
+        if value is None:
+            raise ExportError(f"site {site.name}: its bias is computed, which int32 storage cannot express.")
+        activation, weight = getattr(self.container, site.activation), getattr(self.container, site.weight)
+        scale = getattr(self.container, site.group).scale(activation, weight)[0].numpy().astype(np.float32)
+        steps = round_half_away((value.astype(np.float32).reshape(-1) / scale.reshape(-1)).astype(np.float64))
+        integers = np.clip(steps, -BIAS_QMAX, BIAS_QMAX).astype(np.int32)
+        self.build.integers[id(out)] = (integers, Grid.symmetric(scale))
+        rounded = (integers * scale.reshape(-1)).astype(np.float32).reshape(value.shape)
+        self.build.lazy[id(out)] = lambda: rounded
+
+    # -- ops ------------------------------------------------------------------------------------------
+
+    def _emit_op(self, expr: Expr) -> None:
+        call = ops.read(expr)
+        if call is None:
+            reason = ops.unsupported(expr)
+            raise ExportError(
+                f"{expr.outputs[0].name}: {op_label(expr)} has no TFLite form ({reason}): end the graph "
+                "before it, or write it with ops that have one."
+            )
+        job = self.plan.job(expr, call)
+        try:
+            self._emit_job(job)
+        except ExportError as error:
+            raise ExportError(f"{error} (in {job.out.name}, {op_label(expr)}).") from error
+
+    def _emit_job(self, job: Job) -> None:
+        from qtrace.export._tflite_writer import Grid
+
+        b, call, forms = self.build, job.call, self.forms
+        if job.state == "carried" and call.kind in ("mul", "div"):
+            forms.rescaled(b, job, Grid.of(self.carried[job.out.name]))
+            return
+        # Of the modes of interpolate, one moves values; all else that moves them does in every type.
+        if call.kind in forms.MOVES and (call.kind != "interpolate" or call.role is Role.CARRY):
+            forms.MOVES[call.kind](b, job)
+            return
+        if self._between_integers(job):
+            if self.options.functions != "float" and call.kind in forms.FUNCTIONS and forms.tabular(job):
+                native = self.options.functions == "native" and call.kind in forms.NATIVE
+                (forms.NATIVE[call.kind] if native else forms.table)(b, job)
+                return
+            if job.on_integers and call.kind in forms.INTEGER and call.kind not in self.options.allow_float:
+                forms.INTEGER[call.kind](b, job)
+                return
+        self._emit_float(job)
+
+    def _between_integers(self, job: Job) -> bool:
+        """Whether all that the op reads is integers, and its result is rounded at one site."""
+        b, call = self.build, job.call
+        weights = [n for n in (call.weight, call.bias) if n is not None]
+        known = all(b.on_integers(n) for n in call.inputs) and all(id(n) in b.integers for n in weights)
+        return known and bool(call.inputs) and job.site is not None
+
+    def _emit_float(self, job: Job) -> None:
+        call, forms = job.call, self.forms
+        if call.kind not in forms.FLOAT:
+            raise ExportError(
+                f"it has no TFLite form yet: end the graph before {call.out.name}, or write it with others"
+            )
+        asked = call.kind in self.options.allow_float
+        # Where the graph leaves the result of a sum in float, the sum is one of floats; a layer is refused,
+        # since its weights would be floats, too.
+        bare = job.site is None and call.role is not Role.COMPUTE
+        if job.on_integers and not asked and not bare and call.kind not in forms.FUNCTIONS:
+            raise ExportError(self._why_not(job))
+        forms.FLOAT[call.kind](self.build, self._alone(job, call))
+        if job.clamp is not None:
+            forms.FLOAT[job.clamp.kind](self.build, self._alone(job, job.clamp))
+
+    @staticmethod
+    def _alone(job: Job, call: OpCall) -> Job:
+        """The job of one op without what is fused into it, or into which it is fused."""
+        return type(job)(call, None, call.out, None, job.state)
+
+    def _why_not(self, job: Job) -> str:
+        kind = job.call.kind
+        allow = f"pass allow_float=({kind!r},)"
+        if job.site is None:
+            return (
+                f"the result of {job.out.name} is read in float or rounded in two ways, but TFLite's {kind} "
+                f"gives integers of one scale: let it be rounded and give its readers one scheme, or {allow}"
+            )
+        if kind not in self.forms.INTEGER:
+            return (
+                f"{kind} has no integer kernel in TFLite: keep it in float by a rule that says "
+                f"quantize: false, or {allow}"
+            )
+        return f"not everything that {job.out.name} reads is integers: quantize its inputs, or {allow}"

@@ -132,11 +132,11 @@ class FakeQuant(Module):
             )
         if self.static:
             if self.observer.empty:
-                self.observer.observe(self._channels_first(x.numpy()), site=self.site)
+                self.observer.observe(self.channels_first(x.numpy()), site=self.site)
         else:
-            self.observer.observe(self._channels_first(x.numpy()), batch=self.batch, site=self.site)
+            self.observer.observe(self.channels_first(x.numpy()), batch=self.batch, site=self.site)
 
-    def _channels_first(self, value: np.ndarray) -> np.ndarray:
+    def channels_first(self, value: np.ndarray) -> np.ndarray:
         """A weight whose channels are not on the scheme's one axis, as (channels, rest)."""
         if not self.scheme.per_channel:
             return value

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from qtrace import fakequant, graph, observers, recipes
     from qtrace.bisection import bisect
     from qtrace.calibration import calibrate
+    from qtrace.comparison import compare
     from qtrace.config import QConfig
     from qtrace.explanation import explain
     from qtrace.export import export
@@ -30,6 +31,7 @@ __all__ = [
     "QScheme",
     "bisect",
     "calibrate",
+    "compare",
     "convert",
     "explain",
     "export",
@@ -52,6 +54,7 @@ _HOME = {
     "QScheme": "scheme",
     "bisect": "bisection",
     "calibrate": "calibration",
+    "compare": "comparison",
     "convert": "passes.convert",
     "explain": "explanation",
     "export": "export",

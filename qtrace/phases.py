@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import megengine as mge
 
@@ -11,7 +13,7 @@ from qtrace.fakequant.base import PHASES
 from qtrace.graph.types import TracedModule
 from qtrace.passes.record import fake_quants, followers, read_record
 
-__all__ = ["set_phase"]
+__all__ = ["in_phase", "set_phase"]
 
 
 def set_phase(prepared: TracedModule, phase: str) -> None:
@@ -47,6 +49,20 @@ def set_phase(prepared: TracedModule, phase: str) -> None:
         _warn_of_races(prepared)
     for module in (*fake_quants(prepared), *followers(prepared)):
         module.phase = phase
+
+
+@contextmanager
+def in_phase(model: TracedModule, phase: str) -> Iterator[None]:
+    """Puts the sites of a prepared or converted module in ``phase``, and back in their own in the end."""
+    modules = (*fake_quants(model), *followers(model))
+    before = [module.phase for module in modules]
+    try:
+        for module in modules:
+            module.phase = phase
+        yield
+    finally:
+        for module, own in zip(modules, before, strict=True):
+            module.phase = own
 
 
 def _warn_of_races(prepared: TracedModule) -> None:

@@ -24,7 +24,7 @@ from qtrace.report import VerifyReport
 from qtrace.runtimes import get as get_runtime
 from qtrace.scheme import QParams
 
-__all__ = ["EndToEnd", "OpByOp", "integer_names", "verify"]
+__all__ = ["EndToEnd", "OpByOp", "integer_names", "leaves", "verify"]
 
 
 def verify(
@@ -161,7 +161,7 @@ class EndToEnd(Interpreter):
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs the graph and keeps its inputs, outputs and integers."""
         result = self.run(*args, **kwargs)
-        self.outputs = [t.numpy() for t in _leaves(result)]
+        self.outputs = [t.numpy() for t in leaves(result)]
 
     def tally(self, integers: dict[str, np.ndarray], mode: str) -> None:
         """Tallies the integers found by `compute` against those of a run."""
@@ -169,9 +169,10 @@ class EndToEnd(Interpreter):
             self.report.add(mode, node, mine, integers[self.names[node]])
 
 
-def _leaves(value: Any) -> list[Any]:
+def leaves(value: Any) -> list[Any]:
+    """The tensors in what a graph gives, in order; those of a dict by its sorted keys."""
     if isinstance(value, dict):
-        return [leaf for key in sorted(value) for leaf in _leaves(value[key])]
+        return [leaf for key in sorted(value) for leaf in leaves(value[key])]
     if isinstance(value, (tuple, list)):
-        return [leaf for item in value for leaf in _leaves(item)]
+        return [leaf for item in value for leaf in leaves(item)]
     return [value]

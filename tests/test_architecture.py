@@ -43,6 +43,7 @@ def _rooms() -> dict[str, set[str]]:
     room("report", "errors graph runtimes")
     room("verification")
     room("bisection")
+    room("comparison")
     room("__init__")
     room("cli")
     room("__main__", "cli")

@@ -14,6 +14,7 @@ NAMES = {"QConfig", "QParams", "QScheme", "fakequant", "graph", "observers", "re
 NAMES |= {
     "bisect",
     "calibrate",
+    "compare",
     "convert",
     "explain",
     "export",

@@ -13,6 +13,7 @@ import click
 from qtrace.cli import help
 from qtrace.cli.commands.bisect import bisect
 from qtrace.cli.commands.calibrate import calibrate
+from qtrace.cli.commands.compare import compare
 from qtrace.cli.commands.explain import explain
 from qtrace.cli.commands.export import export
 from qtrace.cli.commands.recipes import recipes
@@ -68,7 +69,7 @@ def group() -> None:
     """
 
 
-for _command in (trace, calibrate, explain, export, verify, bisect, recipes):
+for _command in (trace, calibrate, explain, export, verify, bisect, compare, recipes):
     group.add_command(_command)
 
 

@@ -252,7 +252,7 @@ def input_names(model: TracedModule) -> list[str]:
 
 def integer_values(fq: FakeQuant, value: np.ndarray) -> np.ndarray:
     """The integers to which ``fq`` rounds a parameter, in the parameter's own layout (int32)."""
-    flat = fq._channels_first(value)
+    flat = fq.channels_first(value)
     qparams = fq.qparams()
     integers = quantize(flat.astype(np.float32), qparams)
     if not fq.scheme.per_channel:

@@ -1,0 +1,75 @@
+"""``qtrace compare``."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import click
+
+from qtrace.cli import help, models, options
+from qtrace.cli.commands.explain import on_terminal
+from qtrace.cli.console import Console
+from qtrace.cli.outputs import output_file
+
+__all__ = ["compare"]
+
+
+@click.command(
+    cls=help.Command,
+    example="""
+        qtrace compare int8/quantized.mge --data unseen/ --recipe resnet50
+        qtrace compare int8/prepared.mge --data unseen.npy --sort own --html errors.html
+    """,
+)
+@click.argument("model")
+@options.data(required=True)
+@options.recipe
+@click.option(
+    "--sort",
+    type=click.Choice(["graph", "sqnr", "own", "cosine", "clipped"]),
+    default="graph",
+    show_default=True,
+    help="The order of the sites: that of the graph, or the worst first by this column.",
+)
+@click.option("--html", type=options.file_or_folder(), help="Also write a page with plots into this file.")
+@options.allow
+@options.progress
+@options.output
+def compare(
+    model: str,
+    data: str,
+    batch_size: int,
+    max_batches: int | None,
+    skip_bad: bool,
+    recipe: str | None,
+    sort: str,
+    html: Path | None,
+    allow: tuple[str, ...],
+    console: Console,
+) -> None:
+    """Tell where a quantized graph's error comes from, site by site.
+
+    MODEL is a calibrated prepared.mge or a quantized.mge. "own" is the error that arises at a site with all
+    before it in float, "inherited" what the sites before it bring; both relative to the signal, in dB: higher
+    is better. Use data that was not used to calibrate. --recipe is needed only for its preprocess: with
+    images, or raw pixels.
+    """
+    width = shutil.get_terminal_size().columns if on_terminal() else None
+    with console.work():
+        import qtrace
+
+        qconfig = qtrace.load_recipe(recipe) if recipe else None
+        loaded = models.load_model(model, allow)
+        source = models.open_source(
+            data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
+        )
+        comparison = qtrace.compare(loaded, console.bar(source, "compare"))
+        if html is not None:
+            page = comparison.html()
+            with output_file(html) as partial:
+                partial.write_text(page, encoding="utf-8")
+    models.tell_skipped(source, console)
+    if html is not None:
+        console.note(f"{html} is written: open it in a browser.")
+    console.result(comparison.table(width, sort), comparison.to_dict())

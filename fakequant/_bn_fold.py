@@ -18,11 +18,12 @@ from megengine.module import Module
 from qtrace.fakequant._bias import BIAS_LIMIT, BiasQuant
 from qtrace.fakequant._kernel import as_float32, quant_dequant
 from qtrace.fakequant.base import FakeQuant, builtin
+from qtrace.gradients import conv2d
 from qtrace.numerics import SMALLEST_SCALE
 
 __all__ = ["LAYERS", "BnFold"]
 
-LAYERS = {"conv2d": F.conv2d, "conv_transpose2d": F.conv_transpose2d, "linear": F.linear}
+LAYERS = {"conv2d": conv2d, "conv_transpose2d": F.conv_transpose2d, "linear": F.linear}
 
 
 @builtin

@@ -8,14 +8,11 @@ import sys
 from pathlib import Path
 
 import megengine as mge
-import megengine.functional as F
 import numpy as np
 import pytest
-from megengine.autodiff import GradManager
 
 import qtrace
 from examples.detector import boxes, data, demo, net, training
-from examples.detector.fastconv import fast_gradients
 from examples.detector.metric import THRESHOLDS, Detections, average_precision, iou
 from examples.detector.targets import assign
 from qtrace.data import open_data
@@ -184,26 +181,6 @@ def test_boxes_are_mirrored_with_their_image():
 
 
 # -- gradients --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("size", "stride", "side"), [(3, 1, 6), (3, 2, 8), (3, 2, 7), (1, 2, 8), (1, 1, 5)])
-def test_fast_gradients_are_megengines(size, stride, side):
-    random = np.random.RandomState(0)
-    x = mge.Tensor(random.randn(2, 3, side, side).astype(np.float32))
-    weight = mge.Parameter(random.randn(4, 3, size, size).astype(np.float32))
-
-    def gradients() -> tuple[np.ndarray, np.ndarray]:
-        x.grad = weight.grad = None
-        with GradManager().attach([x, weight]) as manager:
-            y = F.conv2d(x, weight, stride=stride, padding=size // 2)
-            manager.backward((y * y).sum())
-        return x.grad.numpy(), weight.grad.numpy()
-
-    plain = gradients()
-    with fast_gradients():
-        fast = gradients()
-    for a, b in zip(plain, fast, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 # -- demo -------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 PAGES = sorted((Path(__file__).parent.parent / "docs").glob("*.md"))
 
 
+@pytest.mark.usefixtures("synchronous")  # pages on training set async_level
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_blocks_run_one_after_the_other(page: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)

@@ -15,6 +15,7 @@ from megengine.traced_module.node import Node
 from megengine.traced_module.pytree import tree_flatten
 from megengine.traced_module.traced_module import InternalGraph
 
+from qtrace.gradients import plain
 from qtrace.graph.walk import module_path, op_label
 
 __all__ = ["Difference", "describe", "first_difference", "output_mismatch", "random_exprs", "values"]
@@ -152,7 +153,7 @@ def _target(expr: Expr) -> Any:
     if isinstance(expr, CallMethod):
         return expr.method
     if isinstance(expr, CallFunction):
-        return expr.func
+        return plain(expr.func)
     if isinstance(expr, Apply):
         return type(expr.opdef)
     return type(expr.value) if isinstance(expr, Constant) and isinstance(expr.value, Module) else None

@@ -123,7 +123,7 @@ class AllowList:
     def function(self, pair: object) -> Any:
         """The function of a CallFunction, held to the list before anything is imported."""
         key = _pair(pair, "the function of a CallFunction")
-        if key not in allowlist.FUNCTIONS and key not in self.extra:
+        if key not in allowlist.FUNCTIONS | allowlist.QTRACE_FUNCTIONS and key not in self.extra:
             raise refused("would call the function", key)
         return resolve(key)
 

@@ -25,6 +25,7 @@ __all__ = [
     "OBJECTS",
     "OPDEFS",
     "QTRACE_CLASSES",
+    "QTRACE_FUNCTIONS",
     "REDUCERS",
     "TENSOR_METHODS",
     "TYPES",
@@ -268,6 +269,9 @@ TENSOR_METHODS = frozenset(
     )
 )
 """What a CallMethod may call on a tensor; on the class Tensor it is ``__new__``, on a module ``__call__``."""
+
+QTRACE_FUNCTIONS = frozenset({"qtrace.gradients.conv:conv2d"})
+"""Functions of qtrace that a CallFunction of a prepared model names."""
 
 QTRACE_CLASSES = frozenset(
     {

@@ -24,7 +24,14 @@ from megengine.traced_module.utils import _convert_kwargs_to_args
 
 from qtrace.errors import GraphError
 
-__all__ = ["GraphEditor", "add_submodule", "delete_attribute", "finish", "set_parameter"]
+__all__ = [
+    "GraphEditor",
+    "add_submodule",
+    "delete_attribute",
+    "exchange_function",
+    "finish",
+    "set_parameter",
+]
 
 
 class GraphEditor:
@@ -317,6 +324,13 @@ def finish(traced: TracedModule) -> None:
         node.users = users.get(id(node), [])
     traced._update_ref()
     graph._reset_ids()
+
+
+def exchange_function(traced: TracedModule, old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """Lets every expr that calls ``old`` call ``new``, which takes the same arguments."""
+    for expr in traced.graph._exprs:
+        if isinstance(expr, CallFunction) and expr.func is old:
+            expr.func = new
 
 
 def add_submodule(traced: TracedModule, path: str, module: Module) -> None:

@@ -23,6 +23,7 @@ from megengine.module import Module
 from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.errors import GraphError
+from qtrace.gradients import plain
 from qtrace.graph.edit import signature
 from qtrace.graph.types import (
     CallFunction,
@@ -315,7 +316,7 @@ def _is_target(expr: Expr, target: Target) -> bool:
         return isinstance(expr, CallMethod) and not is_call_module(expr) and expr.method == target
     if isinstance(target, type):
         return type(owner(expr)) is target
-    return isinstance(expr, CallFunction) and expr.func == target
+    return isinstance(expr, CallFunction) and plain(expr.func) == plain(target)
 
 
 def _target_text(target: Target) -> str:

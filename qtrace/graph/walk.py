@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from megengine.module import Module
 
+from qtrace.gradients import plain
 from qtrace.graph.types import (
     Apply,
     CallFunction,
@@ -72,9 +73,10 @@ def op_label(expr: Expr) -> str:
     if isinstance(expr, Apply):
         return type(expr.opdef).__name__
     if isinstance(expr, CallFunction):
-        module = expr.func.__module__
+        func = plain(expr.func)
+        module = func.__module__
         prefix = "F" if module.startswith(("megengine.functional", "megengine.core")) else module
-        return f"{prefix}.{expr.func.__qualname__}"
+        return f"{prefix}.{func.__qualname__}"
     if isinstance(expr, CallMethod):
         if is_call_module(expr):
             return str(expr.inputs[0].module_type.__name__)

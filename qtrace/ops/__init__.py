@@ -10,6 +10,7 @@ import importlib
 import pkgutil
 from typing import Any
 
+from qtrace.gradients import plain
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, is_call_module
 from qtrace.ops.base import OpCall, OpRule, Reading, Role
 
@@ -44,7 +45,7 @@ def kinds() -> tuple[str, ...]:
 def target_key(expr: Expr) -> tuple[str, Any] | None:
     """What ``expr`` calls, as the key of the rule table; None for attributes and constants."""
     if isinstance(expr, CallFunction):
-        return ("function", expr.func)
+        return ("function", plain(expr.func))
     if isinstance(expr, CallMethod):
         if is_call_module(expr):
             return ("module", type(expr.inputs[0].owner))

@@ -15,7 +15,8 @@ from qtrace.fakequant._bias import BiasQuant
 from qtrace.fakequant._bn_fold import LAYERS
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.fixed import FixedFakeQuant
-from qtrace.graph.edit import GraphEditor, delete_attribute, set_parameter
+from qtrace.gradients import conv2d, plain
+from qtrace.graph.edit import GraphEditor, delete_attribute, exchange_function, set_parameter
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import Expr, GetAttr, ModuleNode, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner
@@ -54,6 +55,7 @@ def convert(prepared: TracedModule) -> TracedModule:
     for module in followers(model):
         module.phase = "quantize"
     annotation = _write_folds(model, record.annotation)
+    exchange_function(model, conv2d, plain(conv2d))
     model._update_ref()
     for expr in exprs(model):
         if isinstance(expr, GetAttr) and isinstance(expr.outputs[0], ModuleNode):

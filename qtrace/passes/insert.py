@@ -6,13 +6,15 @@ import functools
 import math
 from typing import Any
 
+import megengine.functional as F
 from megengine.module import Module
 
 from qtrace import ops, plugins
 from qtrace.fakequant._bias import BiasQuant
 from qtrace.fakequant._bn_fold import BnFold
 from qtrace.fakequant.base import FakeQuant, builtin
-from qtrace.graph.edit import GraphEditor
+from qtrace.gradients import conv2d
+from qtrace.graph.edit import GraphEditor, exchange_function
 from qtrace.graph.types import Expr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.observers.base import Observer
@@ -27,6 +29,8 @@ CONTAINER = "qsites"
 
 def insert(traced: TracedModule, annotation: Annotation) -> PassResult:
     """Adds one module per group of sites below ``qsites`` and one call per site.
+
+    Convolutions get the gradients of `qtrace.gradients`; what they compute stays the same.
 
     Args:
         traced: the flat, expanded graph that was annotated; it is edited in place.
@@ -64,6 +68,7 @@ def insert(traced: TracedModule, annotation: Annotation) -> PassResult:
             if readers is None:  # who wants another scheme rounds what is rounded here
                 nodes[site.node] = new
             changed.append(f"{site.name}: {site.sort}")
+    exchange_function(traced, F.conv2d, conv2d)
     return PassResult(traced, tuple(changed))
 
 

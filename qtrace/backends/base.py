@@ -22,6 +22,7 @@ class Limits:
         signed: None for both, else the one sign that is allowed.
         narrow: whether the lowest integer may be left out; kernels saturate at it.
         wide: whether the lowest integer may be used.
+        symmetric_bits: widths at which no zero point is allowed.
     """
 
     bits: tuple[int, ...]
@@ -31,6 +32,7 @@ class Limits:
     affine_per_channel: bool = False
     narrow: bool = True
     wide: bool = True
+    symmetric_bits: tuple[int, ...] = ()
 
     def problem(self, scheme: QScheme) -> str | None:
         """Why ``scheme`` cannot run, or None."""
@@ -42,6 +44,8 @@ class Limits:
             return "per-channel scales with a zero point each (it runs those of symmetric schemes)"
         if not scheme.symmetric and not self.affine:
             return "affine schemes (it runs symmetric ones)"
+        if not scheme.symmetric and scheme.bits in self.symmetric_bits:
+            return f"affine schemes of {scheme.bits} bits (it runs symmetric ones)"
         if self.signed is not None and scheme.signed != self.signed:
             return f"{'signed' if scheme.signed else 'unsigned'} integers"
         if scheme.narrow and not self.narrow:

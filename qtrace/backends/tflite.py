@@ -25,8 +25,10 @@ BACKEND = Backend(
     ties_concat=True,
     rounds_around_float=True,
     limits={
-        # 16 bits are symmetric there, with biases of 64 bits and kernels for few ops: not offered.
-        "activation": Limits(bits=(8,), per_channel=False, affine=True, signed=True, narrow=False),
+        # Integers of 16 bits have no zero point there; weights keep 8, and a kernel has one width.
+        "activation": Limits(
+            bits=(8, 16), per_channel=False, affine=True, signed=True, narrow=False, symmetric_bits=(16,)
+        ),
         "weight": Limits(bits=(8,), per_channel=True, affine=False, signed=True, wide=False),
     },
 )

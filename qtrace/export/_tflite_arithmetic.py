@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export._tflite_build import Build, Emitter, bounds
+from qtrace.export._tflite_build import Build, Emitter, allowing, bounds
 from qtrace.export._tflite_operands import number, operands
 from qtrace.export._tflite_plan import Job
 from qtrace.export._tflite_writer import Grid
@@ -55,7 +55,7 @@ def _div_by_number(b: Build, job: Job) -> None:
     if call.attrs.get("side") != "right":
         raise ExportError(
             f"{call.out.name}: TFLite has no division on integers: keep it in float by a rule that says "
-            "quantize: false, or pass allow_float=('div',)"
+            f"quantize: false, or {allowing('div')}"
         )
     held = b.get(call.inputs[0])
     target = b.target(job, held.order)

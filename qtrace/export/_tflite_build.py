@@ -16,7 +16,7 @@ from qtrace.export._tflite_writer import TYPES, Grid, Stored
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 
-__all__ = ["NONE", "Build", "Emitter", "Held", "Options", "Target", "bounds"]
+__all__ = ["NONE", "Build", "Emitter", "Held", "Options", "Target", "allowing", "bounds"]
 
 # Activation functions that an operator fuses, as the schema numbers them.
 NONE, _RELU, _RELU_N1_TO_1, _RELU6 = 0, 1, 2, 3
@@ -143,6 +143,11 @@ class Build(Store):
 
 
 Emitter = Callable[[Build, Job], None]
+
+
+def allowing(kind: str) -> str:
+    """How to say that ops of a kind may compute in float."""
+    return f"allow {kind} in float (allow_float={kind!r}, on the command line --allow-float {kind})"
 
 
 def bounds(clamp: OpCall) -> tuple[float | None, float | None]:

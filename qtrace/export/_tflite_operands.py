@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export._tflite_build import Build, Held
+from qtrace.export._tflite_build import Build, Held, allowing
 from qtrace.export._tflite_layout import Order, natural
 from qtrace.export._tflite_writer import Grid, Stored
 from qtrace.graph.types import TensorNode
@@ -79,7 +79,7 @@ def _read(b: Build, call: OpCall, value: Any, kind: np.dtype | None) -> Held:
     if kind is None:
         raise ExportError(
             f"{call.out.name}: its operand is an array that is not quantized: make it a Tensor or Parameter "
-            f"of the module, or pass allow_float=({call.kind!r},)"
+            f"of the module, or {allowing(call.kind)}"
         )
     array = np.asarray(value, kind)
     return Held(b.writer.constant(f"{call.out.name}_operand", array), natural(array.ndim))

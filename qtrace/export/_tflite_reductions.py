@@ -79,6 +79,8 @@ def _argument(code: str, kind: str) -> Emitter:
             raise ExportError(
                 f"{call.out.name}: the place of an extreme has a TFLite form along one axis only"
             )
+        if held.stored.dtype == np.int16:  # the operator reads 8 bits or floats
+            held = b.floats(held)
         order = _left(held.order, axes, False)
         shape = [n for i, n in enumerate(held.stored.shape) if held.order[i] != axes[0]]
         made = b.writer.tensor(call.out.name, shape, np.int32)

@@ -118,6 +118,12 @@ class Store:
         held = self.held.get(id(node)) if source is None else source[0]
         return id(node) in self.integers if held is None else held.stored.grid is not None
 
+    def integer_type(self, node: TensorNode) -> np.dtype:
+        """The type of the integers of a node that has some."""
+        source = self.moved.get(id(node))
+        held = self.held.get(id(node)) if source is None else source[0]
+        return self.integers[id(node)][0].dtype if held is None else held.stored.dtype
+
     def floats(self, held: Held) -> Held:
         """The same value in float32."""
         return Held(self.as_floats(held.stored), held.order)

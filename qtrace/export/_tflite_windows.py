@@ -11,7 +11,7 @@ from qtrace.export._tflite_build import Build, Emitter
 from qtrace.export._tflite_layers import padded
 from qtrace.export._tflite_layout import CHANNELS_LAST, window_pads
 from qtrace.export._tflite_plan import Job
-from qtrace.export._tflite_writer import Stored
+from qtrace.export._tflite_writer import Grid, Stored
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 
@@ -96,79 +96,56 @@ def _uncounted_mean(b: Build, call: OpCall, x: Stored, out: Stored) -> None:
     b.writer.op("MUL", [mean, factor], [out], "MulOptions")
 
 
-def _even(b: Build, call: OpCall) -> tuple[int, int] | None:
-    """The window of an adaptive pooling, if all its windows have one size."""
-    sizes = b.shape(call.inputs[0])[2:]
-    rows, columns = call.attrs["output_size"]
-    return None if sizes[0] % rows or sizes[1] % columns else (sizes[0] // rows, sizes[1] // columns)
+def _adaptive_window(b: Build, call: OpCall) -> dict[str, tuple[int, ...]]:
+    """MegEngine's windows have one size, and overlap where the output's size does not divide the input's."""
+    sizes, counts = b.shape(call.inputs[0])[2:], call.attrs["output_size"]
+    stride = tuple(int(n) // int(c) for n, c in zip(sizes, counts, strict=True))
+    kernel = tuple(int(n) - (int(c) - 1) * s for n, c, s in zip(sizes, counts, stride, strict=True))
+    return {"kernel": kernel, "stride": stride}
 
 
 def _adaptive_mean(b: Build, job: Job) -> None:
-    """On integers: MEAN, the only average that may change the scale; windows become axes of their own."""
-    call = job.call
-    window = _even(b, call)
-    x = _image(b, call.inputs[0])
-    if window is None:
-        raise ExportError(
-            f"{call.out.name}: windows of unequal size have no TFLite form on integers: use a size that "
-            "divides the input, or pass allow_float=('adaptive_avg_pool2d',)"
-        )
+    """On integers: MEAN over the whole map, else a depthwise convolution by ones.
+
+    AVERAGE_POOL_2D gives integers of its input's scale; these two round to that of the result.
+    """
+    x, window = _image(b, job.call.inputs[0]), _adaptive_window(b, job.call)
     target = b.target(job, CHANNELS_LAST, fuses=False)
-    n, height, width, channels = x.shape
-    rows, columns = window
-    if (height, width) == (rows, columns):
+    if x.shape[1:3] == window["kernel"]:
         axes = b.writer.ints([1, 2])
         b.writer.op("MEAN", [x, axes], [target.stored], "ReducerOptions", keepDims=True)
     else:
-        shape = (n, height // rows, rows, width // columns, columns, channels)
-        x = b.reshaped(x, shape, 0)
-        b.writer.op("MEAN", [x, b.writer.ints([2, 4])], [target.stored], "ReducerOptions", keepDims=False)
+        _mean_by_ones(b, x, target.stored, window)
     b.done(job, target)
+
+
+def _mean_by_ones(b: Build, x: Stored, out: Stored, window: dict[str, tuple[int, ...]]) -> None:
+    assert x.grid is not None
+    (height, width), channels = window["kernel"], x.shape[3]
+    share = np.float32(1.0) / np.float32(height * width)
+    scales = np.full(channels, share, np.float32)
+    ones = np.ones((1, height, width, channels), np.int8)
+    weight = b.writer.constant(f"{out.name}_ones", ones, Grid.symmetric(scales), 3)
+    kind = np.int64 if x.dtype == np.int16 else np.int32
+    bias_grid = Grid.symmetric(scales * np.float32(x.grid.scale[0]))
+    bias = b.writer.constant(f"{out.name}_zeros", np.zeros(channels, kind), bias_grid)
+    options = dict(zip(("strideH", "strideW"), window["stride"], strict=True))
+    options.update(padding=_PADDING["VALID"], depthMultiplier=1, dilationHFactor=1, dilationWFactor=1)
+    b.writer.op("DEPTHWISE_CONV_2D", [x, weight, bias], [out], "DepthwiseConv2DOptions", **options)
 
 
 def _adaptive_float(b: Build, job: Job) -> None:
     call = job.call
-    x = _image(b, call.inputs[0], floats=True)
-    window = _even(b, call)
-    out = b.result(call.out, CHANNELS_LAST)
-    if window is not None:
-        _pool(b, "AVERAGE_POOL_2D", x, out, "VALID", {"kernel": window, "stride": window})
-    else:
-        _uneven_means(b, call, x, out)
+    x, out = _image(b, call.inputs[0], floats=True), b.result(call.out, CHANNELS_LAST)
+    _pool(b, "AVERAGE_POOL_2D", x, out, "VALID", _adaptive_window(b, call))
     b.put(call.out, out, CHANNELS_LAST)
-
-
-def _uneven_means(b: Build, call: OpCall, x: Stored, out: Stored) -> None:
-    """A product with a matrix of shares along each axis."""
-    channels = x.shape[3]
-    (rows, columns), (n, height, width) = call.attrs["output_size"], x.shape[:3]
-    flat = b.reshaped(x, (n, height, width * channels), 0)
-    first = b.like(x, f"{out.name}_rows", (n, rows, width * channels))
-    left = b.writer.constant(f"{out.name}_shares", _shares(height, rows)[None])
-    b.writer.op("BATCH_MATMUL", [left, flat], [first], "BatchMatMulOptions")
-    images = b.reshaped(first, (n, rows, width, channels), 0)
-    second = b.writer.constant(f"{out.name}_shares", _shares(width, columns)[None, None])
-    b.writer.op("BATCH_MATMUL", [second, images], [out], "BatchMatMulOptions")
-
-
-def _shares(size: int, count: int) -> np.ndarray:
-    matrix = np.zeros((count, size), np.float32)
-    for index in range(count):
-        start, end = index * size // count, -(-(index + 1) * size // count)
-        matrix[index, start:end] = 1.0 / (end - start)
-    return matrix
 
 
 def _adaptive_max(b: Build, job: Job) -> None:
     call = job.call
-    window, x = _even(b, call), _image(b, call.inputs[0])
-    if window is None:
-        raise ExportError(
-            f"{call.out.name}: adaptive pooling to {call.attrs['output_size']} has windows of unequal size, "
-            "which TFLite cannot express: use a size that divides the input"
-        )
+    x = _image(b, call.inputs[0])
     out = b.result(call.out, CHANNELS_LAST, x)
-    _pool(b, "MAX_POOL_2D", x, out, "VALID", {"kernel": window, "stride": window})
+    _pool(b, "MAX_POOL_2D", x, out, "VALID", _adaptive_window(b, call))
     b.put(call.out, out, CHANNELS_LAST)
 
 

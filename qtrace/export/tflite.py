@@ -24,13 +24,11 @@ from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, op_label, owner
 from qtrace.numerics import quantize, round_half_away
-from qtrace.ops import OpCall, Role
 from qtrace.passes.annotation import Site
 from qtrace.passes.insert import CONTAINER
 from qtrace.passes.record import carried_qparams
 
 if TYPE_CHECKING:
-    from qtrace.export._tflite_plan import Job
     from qtrace.export._tflite_writer import Stored
 
 __all__ = ["SUFFIXES", "serialize"]
@@ -52,7 +50,8 @@ def serialize(
 
     Args:
         converted: a module made by ``qtrace.convert`` for backend tflite.
-        io: "float32", or "int8" for a model whose float inputs and outputs are the integers of their sites.
+        io: "float32", or "int8" for a model whose float inputs and outputs are the integers of their sites:
+            int16 where a site has 16 bits.
         functions: how a function of one value (sigmoid, SiLU, hard swish ...) between integers is written.
             "float" computes it between DEQUANTIZE and QUANTIZE: LiteRT makes a look-up of that. "table" is a
             GATHER, for devices without floats: exact, and slow on a CPU. "native" is TFLite's integer kernel
@@ -294,6 +293,8 @@ class _Exporter:
     # -- ops ------------------------------------------------------------------------------------------
 
     def _emit_op(self, expr: Expr) -> None:
+        from qtrace.export._tflite_choice import emit_job
+
         call = ops.read(expr)
         if call is None:
             reason = ops.unsupported(expr)
@@ -303,70 +304,6 @@ class _Exporter:
             )
         job = self.plan.job(expr, call)
         try:
-            self._emit_job(job)
+            emit_job(self.build, job, self.carried)
         except ExportError as error:
             raise ExportError(f"{error} (in {job.out.name}, {op_label(expr)}).") from error
-
-    def _emit_job(self, job: Job) -> None:
-        from qtrace.export._tflite_writer import Grid
-
-        b, call, forms = self.build, job.call, self.forms
-        if job.state == "carried" and call.kind in ("mul", "div"):
-            forms.rescaled(b, job, Grid.of(self.carried[job.out.name]))
-            return
-        # Of the modes of interpolate, one moves values; all else that moves them does in every type.
-        if call.kind in forms.MOVES and (call.kind != "interpolate" or call.role is Role.CARRY):
-            forms.MOVES[call.kind](b, job)
-            return
-        if self._between_integers(job):
-            if self.options.functions != "float" and call.kind in forms.FUNCTIONS and forms.tabular(job):
-                native = self.options.functions == "native" and call.kind in forms.NATIVE
-                (forms.NATIVE[call.kind] if native else forms.table)(b, job)
-                return
-            if job.on_integers and call.kind in forms.INTEGER and call.kind not in self.options.allow_float:
-                forms.INTEGER[call.kind](b, job)
-                return
-        self._emit_float(job)
-
-    def _between_integers(self, job: Job) -> bool:
-        """Whether all that the op reads is integers, and its result is rounded at one site."""
-        b, call = self.build, job.call
-        weights = [n for n in (call.weight, call.bias) if n is not None]
-        known = all(b.on_integers(n) for n in call.inputs) and all(id(n) in b.integers for n in weights)
-        return known and bool(call.inputs) and job.site is not None
-
-    def _emit_float(self, job: Job) -> None:
-        call, forms = job.call, self.forms
-        if call.kind not in forms.FLOAT:
-            raise ExportError(
-                f"it has no TFLite form yet: end the graph before {call.out.name}, or write it with others"
-            )
-        asked = call.kind in self.options.allow_float
-        # Where the graph leaves the result of a sum in float, the sum is one of floats; a layer is refused,
-        # since its weights would be floats, too.
-        bare = job.site is None and call.role is not Role.COMPUTE
-        if job.on_integers and not asked and not bare and call.kind not in forms.FUNCTIONS:
-            raise ExportError(self._why_not(job))
-        forms.FLOAT[call.kind](self.build, self._alone(job, call))
-        if job.clamp is not None:
-            forms.FLOAT[job.clamp.kind](self.build, self._alone(job, job.clamp))
-
-    @staticmethod
-    def _alone(job: Job, call: OpCall) -> Job:
-        """The job of one op without what is fused into it, or into which it is fused."""
-        return type(job)(call, None, call.out, None, job.state)
-
-    def _why_not(self, job: Job) -> str:
-        kind = job.call.kind
-        allow = f"pass allow_float=({kind!r},)"
-        if job.site is None:
-            return (
-                f"the result of {job.out.name} is read in float or rounded in two ways, but TFLite's {kind} "
-                f"gives integers of one scale: let it be rounded and give its readers one scheme, or {allow}"
-            )
-        if kind not in self.forms.INTEGER:
-            return (
-                f"{kind} has no integer kernel in TFLite: keep it in float by a rule that says "
-                f"quantize: false, or {allow}"
-            )
-        return f"not everything that {job.out.name} reads is integers: quantize its inputs, or {allow}"

@@ -17,6 +17,8 @@ from megengine.utils.naming import AutoNaming
 
 from qtrace.errors import TraceError
 from qtrace.graph import _diff, _failures, _hazards, _inputs
+from qtrace.graph._returned import key_order, restore_key_order
+from qtrace.graph._source_names import restore_names
 
 __all__ = ["trace"]
 
@@ -133,6 +135,7 @@ class _Tracing:
         self.name = type(source).__name__
         self.args = args
         self.module = self.copy()
+        self.order: Any = None
 
     def copy(self) -> Module:
         try:
@@ -157,7 +160,9 @@ class _Tracing:
 
     def results(self, inputs: tuple[Any, ...]) -> list[Any]:
         """What the copy returns on ``inputs``."""
-        return _diff.values(self.module(*_inputs.fresh(inputs)))
+        result = self.module(*_inputs.fresh(inputs))
+        self.order = key_order(result)
+        return _diff.values(result)
 
     def run(self, check: bool) -> TracedModule:
         inputs, expected = self.first_run(check)
@@ -234,12 +239,15 @@ class _Tracing:
 
     def trace(self, args: tuple[Any, ...]) -> TracedModule:
         try:
-            return trace_module(self.module, *_inputs.fresh(args))
+            traced = trace_module(self.module, *_inputs.fresh(args))
         except Exception as error:
             try:
                 raise _failures.explain(error, self.module, self.name) from error
             finally:
                 _failures.clean_up(error)
+        restore_names(self.module, traced)
+        restore_key_order(traced, self.order)
+        return traced
 
     def check_parameters(self, traced: TracedModule, inputs: tuple[Any, ...], expected: list[Any]) -> None:
         lost = _hazards.lost_parameters(self.module, traced)
@@ -298,11 +306,13 @@ class _Tracing:
                 f"{f'random: {draws}' if draws else 'it may keep a count in a Python attribute'}. Switch "
                 "this off when not self.training."
             )
-        what = "with other values of the same shape"
+        what, remedy = "with other values of the same shape", ""
         if batch is not None and self.same_batch_agrees(traced):
             what = f"of another batch size ({batch + 1} instead of {batch})"
+            remedy = f" If every batch will have {batch}, trace with check=False (--no-check)."
         raise TraceError(
-            f"{self.name}: the trace is wrong on an input {what}: {problem}; {self.where(traced, inputs)}"
+            f"{self.name}: the trace is wrong on an input {what}: {problem}; "
+            f"{self.where(traced, inputs)}{remedy}"
         )
 
     def same_batch_agrees(self, traced: TracedModule) -> bool:

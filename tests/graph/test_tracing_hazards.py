@@ -103,6 +103,7 @@ def test_a_fixed_batch_size_names_the_reshape():
 
     message = failure(holder(net(forward)), ROWS)
     assert "another batch size (3 instead of 2)" in message
+    assert "If every batch will have 2, trace with check=False" in message
     assert "Tensor.reshape in 'body.part'" in message
     assert "it holds 2 where the module has 3" in message
 

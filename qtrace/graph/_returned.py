@@ -1,0 +1,58 @@
+"""What a trace returns, in the order of its source: MegEngine sorts the keys of dicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megengine.traced_module import TracedModule
+from megengine.traced_module.pytree import LeafDef, TreeDef
+
+__all__ = ["key_order", "restore_key_order"]
+
+
+def key_order(result: Any) -> Any:
+    """The dicts, lists and tuples of ``result`` with None in the place of every leaf."""
+    if isinstance(result, dict):
+        return {key: key_order(value) for key, value in result.items()}
+    if isinstance(result, (list, tuple)):
+        return [key_order(value) for value in result]
+    return None
+
+
+def restore_key_order(traced: TracedModule, order: Any) -> None:
+    """Lets ``traced`` return its dicts with their keys as in ``order``, which ``key_order`` gave.
+
+    Only the top graph changes: graphs below are read by callers that expect sorted keys.
+    """
+    ((arg_def, out_def),) = traced.argdef_outdef_map.items()
+    graph = traced.argdef_graph_map[arg_def]
+    if len(graph._outputs) != out_def.num_leaves:
+        return
+    found, leaves = _ordered(out_def, order, 0)
+    graph._outputs[:] = [graph._outputs[i] for i in leaves]
+    traced.argdef_outdef_map[arg_def] = found
+
+
+def _ordered(tree: TreeDef, order: Any, start: int) -> tuple[TreeDef, list[int]]:
+    """``tree``, whose first leaf is number ``start``, in ``order``; the old numbers of its leaves."""
+    keys = _keys(tree, order)
+    if keys is None:
+        return tree, list(range(start, start + tree.num_leaves))
+    found: dict[Any, tuple[TreeDef, list[int]]] = {}
+    for key, child in zip(keys, tree.children_defs, strict=True):
+        found[key] = _ordered(child, order[key], start)
+        start += child.num_leaves
+    wanted = tuple(order) if isinstance(order, dict) else keys
+    leaves = [leaf for key in wanted for leaf in found[key][1]]
+    data = wanted if isinstance(order, dict) else tree.aux_data
+    return TreeDef(tree.type, data, [found[key][0] for key in wanted]), leaves
+
+
+def _keys(tree: TreeDef, order: Any) -> tuple[Any, ...] | None:
+    """The keys of the children of ``tree`` in ``order``; None for a leaf or a container of another kind."""
+    if isinstance(tree, LeafDef):
+        return None
+    if issubclass(tree.type, dict) and isinstance(order, dict) and set(tree.aux_data) == set(order):
+        return tuple(tree.aux_data)
+    same = tree.type in (list, tuple) and isinstance(order, list) and len(order) == len(tree.children_defs)
+    return tuple(range(len(order))) if same else None

@@ -1,0 +1,191 @@
+"""Names of a trace that are those of its source.
+
+A module may hang below another under two names, such as an attribute and an item of a list. Its
+``state_dict`` knows the first of them in the order of the alphabet; a trace knows those that ``forward``
+went through. Here the trace gets the former, so that a ``state_dict`` of the source fits it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megengine import Tensor
+from megengine.module import Module
+from megengine.module.module import _expand_structure
+from megengine.traced_module import TracedModule
+from megengine.traced_module.expr import CallMethod, Expr, GetAttr, is_call_module
+from megengine.traced_module.node import ModuleNode, Node
+from megengine.traced_module.traced_module import InternalGraph
+
+__all__ = ["restore_names"]
+
+
+def restore_names(source: Module, traced: TracedModule) -> None:
+    """Names the modules and tensors of ``traced`` as the ``state_dict`` of ``source`` does.
+
+    Left as it is: a module that was traced apart under both of its names, with different arguments.
+
+    Args:
+        source: what ``traced`` was traced from.
+        traced: the trace, with its hierarchy; it is changed in place.
+    """
+    renamed = [pair for pair in list(_second_names(source, traced, "")) if _rename(traced, *pair)]
+    if not renamed:
+        return
+    traced._update_ref()
+    for module in traced.modules():
+        if isinstance(module, TracedModule):
+            for graph in module.argdef_graph_map.values():
+                _requalify(graph, traced.graph._qualname, renamed)
+
+
+def _second_names(source: Module, traced: Module, path: str) -> Iterator[tuple[str, str]]:
+    """Pairs of a path in ``traced`` and the one that it should have; what lies deeper comes first."""
+    first: dict[int, str] = {}
+    own = vars(source)
+    for key in sorted(own):
+        for name, leaf in _expand_structure(key, own[key]):
+            child = _get(traced, name)
+            if isinstance(leaf, Module) and isinstance(child, TracedModule):
+                yield from _second_names(leaf, child, _join(path, name))
+            wanted = first.setdefault(id(leaf), name)
+            if wanted != name and isinstance(child, (Module, Tensor)):
+                yield _join(path, name), _join(path, wanted)
+
+
+def _rename(root: TracedModule, old: str, new: str) -> bool:
+    """Moves what is at the path ``old`` to ``new``; whether it could."""
+    present, moved = _get(root, new), _get(root, old)
+    if present is not None and present is not moved:
+        if not (_alike(present, moved) and isinstance(present, TracedModule)):
+            return False
+    elif present is None and not _attach(root, new, moved):
+        return False
+    for path in _ancestors(old):
+        module = _get(root, path)
+        if isinstance(module, TracedModule):
+            for graph in module.argdef_graph_map.values():
+                _redirect(graph, old[len(path) :].lstrip("."), new[len(path) :].lstrip("."))
+    _detach(root, old)
+    return True
+
+
+def _alike(left: Any, right: Any) -> bool:
+    """Whether two traces of one module are the same graphs with the same modules below."""
+    if not (isinstance(left, TracedModule) and isinstance(right, TracedModule)):
+        return left is right
+    if set(left.argdef_graph_map) != set(right.argdef_graph_map):
+        return False
+    mine, other = dict(_children(left)), dict(_children(right))
+    return mine.keys() == other.keys() and all(_alike(mine[k], other[k]) for k in mine)
+
+
+def _children(module: Module) -> Iterator[tuple[str, Any]]:
+    return ((k, v) for k, v in vars(module).items() if isinstance(v, (Module, Tensor)))
+
+
+def _redirect(graph: InternalGraph, old: str, new: str) -> None:
+    """Lets every expr of ``graph`` that gets the attribute ``old`` of its module get ``new``."""
+    paths: dict[Node, str] = {graph._inputs[0]: ""}
+    for expr in list(graph._exprs):
+        if not isinstance(expr, GetAttr) or expr.inputs[0] not in paths:
+            continue
+        path = paths[expr.outputs[0]] = _join(paths[expr.inputs[0]], expr.name)
+        if path == old:
+            _get_from(graph, expr, graph._inputs[0], new)
+
+
+def _get_from(graph: InternalGraph, expr: GetAttr, base: ModuleNode, name: str) -> None:
+    before = expr.inputs[0]
+    before.users.remove(expr)
+    base.users.append(expr)
+    expr.inputs[0], expr.name = base, name
+    _rename_nodes(graph, expr.outputs[0], name.replace(".", "_"))
+    while isinstance(before.expr, GetAttr) and not before.users and before not in graph._outputs:
+        unused: Expr = before.expr
+        graph._exprs.remove(unused)
+        before = unused.inputs[0]
+        before.users.remove(unused)
+
+
+def _rename_nodes(graph: InternalGraph, node: Node, name: str) -> None:
+    """Names ``node``, and the results of calls of the module that it stands for, after the attribute."""
+    old, node._name = node._name, graph._namespace.create_unique_name(name, node)
+    for user in node.users:
+        if isinstance(user, CallMethod) and user.inputs[0] is node:
+            for out in user.outputs:
+                if out._name.startswith(f"{old}_"):
+                    wanted = f"{node._name}{out._name[len(old) :]}"
+                    out._name = graph._namespace.create_unique_name(wanted, out)
+
+
+def _attach(root: TracedModule, path: str, value: Any) -> bool:
+    """Puts ``value`` at ``path``, whose containers are made; False where something is in the way."""
+    parent: Any = root
+    *containers, name = path.split(".")
+    for part in containers:
+        if not hasattr(parent, part):
+            _set(parent, part, TracedModule(False, {}, {}, False))
+        parent = getattr(parent, part)
+        if not isinstance(parent, Module):
+            return False
+    _set(parent, name, value)
+    return True
+
+
+def _set(parent: Module, name: str, value: Any) -> None:
+    """As ``setattr``, which would warn that the module keeps the name that it has."""
+    parent.__dict__[name] = value
+    if isinstance(value, Module) and name not in parent._modules:
+        parent._modules.append(name)
+
+
+def _detach(root: TracedModule, path: str) -> None:
+    """Removes what is at ``path``, and the containers that are empty then."""
+    above, _, name = path.rpartition(".")
+    parent = _get(root, above)
+    delattr(parent, name)
+    bare = isinstance(parent, TracedModule) and not parent.argdef_graph_map and not list(_children(parent))
+    if above and bare:
+        _detach(root, above)
+
+
+def _requalify(graph: InternalGraph, top: str, renamed: list[tuple[str, str]]) -> None:
+    """Rewrites the paths that MegEngine recorded for a graph and its nodes."""
+    graph._qualname = _requalified(graph._qualname, top, renamed)
+    graph._namespace.qualname = graph._qualname
+    nodes = list(graph._inputs)
+    for expr in graph._exprs:
+        nodes.extend(expr.outputs)
+        if isinstance(expr, CallMethod) and is_call_module(expr):
+            nodes.append(expr.inputs[0])
+    for node in dict.fromkeys(nodes):
+        node._qualname = _requalified(node._qualname, top, renamed)
+
+
+def _requalified(name: str, top: str, renamed: list[tuple[str, str]]) -> str:
+    for old, new in renamed:
+        before = f"{top}.{old}"
+        if name == before or name.startswith(f"{before}."):
+            name = f"{top}.{new}{name[len(before) :]}"
+    return name
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    """The paths above ``path``, from its parent to the root, which is ''."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _get(root: Module, path: str) -> Any:
+    """The attribute at a dotted path; None where there is none."""
+    found: Any = root
+    for part in path.split(".") if path else ():
+        found = vars(found).get(part) if isinstance(found, Module) else None
+    return found
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -146,7 +146,8 @@ class Demo:
             folder,
             "--force",
         )
-        print(command("explain", quantized).splitlines()[-1])
+        told = command("explain", quantized).splitlines()
+        print(next(line for line in told if line.startswith("sites:")))
         command("export", quantized, "--out", file)
         verified = json.loads(command("verify", file, "--model", quantized, "--data", test, "--json"))
         (self.out / "w8a8.verify.json").write_text(json.dumps(verified, indent=2) + "\n", encoding="utf-8")

@@ -18,6 +18,8 @@ from qtrace.graph.types import TracedModule
 from qtrace.observers.base import Observer
 from qtrace.passes.record import fake_quants, followers, read_record
 from qtrace.phases import set_phase
+from qtrace.ptq._running import calibrated_algorithms, restoring, run_calibrated
+from qtrace.ptq.base import Batches
 from qtrace.scheme import QParams
 
 __all__ = ["calibrate"]
@@ -28,12 +30,15 @@ def calibrate(
 ) -> TracedModule:
     """Runs ``batches`` through the graph, records every site and sets its quantization parameters.
 
-    Statistics of an earlier calibration are forgotten. The batches run in eval mode, and every module gets
-    its training flag back. The module is left in the phase ``quantize``; on an error it is left as it was.
+    Statistics of an earlier calibration are forgotten. Algorithms of the config's ``ptq`` that work with data
+    (`bias_correction` ...) run at the end and read the batches again; ``explain`` shows their reports. The
+    batches run in eval mode, and every module gets its training flag back. The module is left in the phase
+    ``quantize``; on an error or an interruption it is left as it was.
 
     Args:
         prepared: a module made by ``qtrace.prepare``; it is calibrated in place.
-        batches: Tensors or arrays, or tuples (positional) or dicts (keyword) of them.
+        batches: Tensors or arrays, or tuples (positional) or dicts (keyword) of them. Not an iterator, where
+            an algorithm reads the data again.
         max_batches: how many batches to take at most; None for all.
         progress: whether to show a progress bar with the time left, on stderr.
 
@@ -44,8 +49,9 @@ def calibrate(
         CalibrationError: when there is no batch, a batch does not fit the model, or a value is NaN or
             infinite, naming site and batch.
     """
-    read_record(prepared, "prepared")
+    record = read_record(prepared, "prepared")
     _check_arguments(batches, max_batches)
+    algorithms = calibrated_algorithms(record, batches)
     sites = list(fake_quants(prepared))
     before = [fq.observer for fq in sites]
     phases = [(module, module.phase) for module in (*sites, *followers(prepared))]
@@ -58,16 +64,18 @@ def calibrate(
         if count == 0:
             raise CalibrationError("calibration data has no batches: give at least one.")
         parameters = [(fq, fq.observer.qparams()) for fq in sites if fq.observer and not fq.observer.empty]
+        with restoring(prepared), evaluating(prepared):
+            for fq, qparams in parameters:
+                fq.set_qparams(qparams)
+            _fit_biases(prepared)
+            set_phase(prepared, "quantize")
+            run_calibrated(prepared, algorithms, Batches(batches, prepared, max_batches), progress)
     except BaseException:
         for fq, observer in zip(sites, before, strict=True):
             fq.observer = observer
         for module, phase in phases:
             module.phase = phase
         raise
-    for fq, qparams in parameters:
-        fq.set_qparams(qparams)
-    _fit_biases(prepared)
-    set_phase(prepared, "quantize")
     return prepared
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,10 @@ from qtrace.graph.lint import check
 from qtrace.graph.types import TracedModule
 from qtrace.passes.annotate import annotate
 from qtrace.passes.annotation import Annotation
-from qtrace.passes.base import PassResult
 from qtrace.passes.expand import expand
-from qtrace.passes.fuse_bn import fuse_bn
 from qtrace.passes.insert import insert
 from qtrace.passes.record import Record, is_quantized, write_record
-from qtrace.passes.reparameterize import reparameterize
+from qtrace.ptq._running import change_float
 from qtrace.recipe import as_qconfig
 
 __all__ = ["plan", "prepare"]
@@ -54,10 +52,10 @@ def prepare(
         GraphError: when ``traced`` is not a traced module, or is prepared already.
     """
     with garbage.paused():
-        model, annotation, config, log = _decide(traced, qconfig, inputs, outputs)
+        model, annotation, record = _decide(traced, qconfig, inputs, outputs)
         insert(model, annotation)
         check(model)
-        write_record(model, Record("prepared", annotation, config.to_dict(), log))
+        write_record(model, record)
     return model
 
 
@@ -84,20 +82,12 @@ def _with_region(
     return config.model_copy(update={"region": region})
 
 
-def _passes(config: QConfig) -> list[Callable[[TracedModule], PassResult]]:
-    """What changes the float graph, in the order of ``ptq``; ``qat: {bn: {fold: false}}`` keeps BatchNorm."""
-    known = {"fuse_bn": fuse_bn, "reparameterize": reparameterize}
-    wanted = ("fuse_bn",) if config.ptq is None else config.ptq
-    folds = config.qat is None or config.qat.bn.fold
-    return [known[name] for name in wanted if name != "fuse_bn" or folds]
-
-
 def _decide(
     traced: TracedModule,
     qconfig: QConfig | str | Path | Mapping[str, Any] | None,
     inputs: str | Sequence[str] | None,
     outputs: str | Sequence[str] | None,
-) -> tuple[TracedModule, Annotation, QConfig, tuple[str, ...]]:
+) -> tuple[TracedModule, Annotation, Record]:
     if not isinstance(traced, TracedModule):
         raise GraphError(
             f"prepare takes a TracedModule, not {type(traced).__name__}: call qtrace.trace on it first."
@@ -107,6 +97,8 @@ def _decide(
     config = _with_region(as_qconfig(QConfig() if qconfig is None else qconfig), inputs, outputs)
     check_whole(config)
     model = flatten(traced)
-    results = [change(model) for change in (expand, *_passes(config))]
-    log = tuple(line for r in results for line in (*r.changed, *(f"left: {reason}" for reason in r.left)))
-    return model, annotate(model, config), config, log
+    expanded = expand(model)
+    log = (*expanded.changed, *(f"left: {reason}" for reason in expanded.left))
+    reports = change_float(model, config)
+    annotation = annotate(model, config)
+    return model, annotation, Record("prepared", annotation, config.to_dict(), log, reports)

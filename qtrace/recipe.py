@@ -117,8 +117,21 @@ def _read(name_or_path: str | Path) -> tuple[QConfig, Tree, dict[str, str]]:
     rules = tree.value["rules"].value if "rules" in tree.value else None
     found = {key: tree.find(tuple(key.split("."))) for key in _PLACED}
     places = {key: child.origin for key, child in found.items() if child is not None}
+    places.update(_ptq_places(tree.value.get("ptq")))
     config = config.with_origin(tree.file, [rule.origin for rule in rules or ()], places)
     return config, tree, reading.texts
+
+
+def _ptq_places(tree: Tree | None) -> dict[str, str]:
+    """Where each algorithm and each of its options was written: ``ptq[1]``, ``ptq[1].iterations``."""
+    items = tree.value if tree is not None and isinstance(tree.value, list) else []
+    places = {}
+    for index, item in enumerate(items):
+        places[f"ptq[{index}]"] = item.origin
+        named = item.value.values() if isinstance(item.value, dict) else ()
+        for options in (child.value for child in named if isinstance(child.value, dict)):
+            places.update({f"ptq[{index}].{key}": child.origin for key, child in options.items()})
+    return places
 
 
 def as_qconfig(obj: QConfig | str | Path | Mapping[str, Any]) -> QConfig:

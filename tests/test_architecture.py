@@ -32,10 +32,10 @@ def _rooms() -> dict[str, set[str]]:
     room("recipes", "")
     room("recipe", "errors config recipes")
     room("passes")  # without a list: all of the above
+    room("batches", "errors graph")
+    room("phases")
     room("ptq")
     room("preparation")
-    room("phases")
-    room("batches")
     room("calibration")
     room("explanation")
     room("data", "errors config recipe")

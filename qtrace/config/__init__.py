@@ -3,11 +3,10 @@
 All are frozen and hashable, refuse unknown keys, and raise `ConfigError`: one sentence a mistake.
 """
 
-from qtrace.config.qconfig import PTQ_ALGORITHMS, Bn, Expect, Preprocess, Qat, QConfig, Region
+from qtrace.config.qconfig import Bn, Expect, Preprocess, Qat, QConfig, Region
 from qtrace.config.rule import Match, Observers, Rule, SchemePatch, Spec, Subgraph
 
 __all__ = [
-    "PTQ_ALGORITHMS",
     "Bn",
     "Expect",
     "Match",

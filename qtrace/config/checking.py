@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from qtrace import backends, plugins
+from qtrace.config.algorithm import algorithms
 from qtrace.config.qconfig import QConfig
 from qtrace.config.rule import Spec
 from qtrace.errors import ConfigError, QtraceError
@@ -28,6 +29,7 @@ def check_whole(qconfig: QConfig) -> None:
         check_options("qtrace.observers", observers[sort], sort, scheme, where)
         where = qconfig.place("fakequant", "qat.fakequant", sort)
         check_options("qtrace.fakequant", qconfig.effective_fakequant, sort, scheme, where)
+    algorithms(qconfig)
 
 
 def check_scheme(backend: backends.Backend, sort: str, scheme: QScheme, origin: str) -> None:

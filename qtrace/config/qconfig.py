@@ -8,12 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
-from qtrace.config.base import Bool, Float, Int, Model, Text, Texts, hint, known_backend, show
-from qtrace.config.rule import FakeQuantSpec, Observers, Rule, SchemePatch, Spec
+from qtrace.config.base import Bool, Float, Int, Model, Text, Texts, known_backend, show
+from qtrace.config.rule import AlgorithmSpec, FakeQuantSpec, Observers, Rule, SchemePatch, Spec
 
-__all__ = ["PTQ_ALGORITHMS", "Bn", "Expect", "Preprocess", "QConfig", "Qat", "Region"]
-
-PTQ_ALGORITHMS = ("fuse_bn", "reparameterize")
+__all__ = ["Bn", "Expect", "Preprocess", "QConfig", "Qat", "Region"]
 
 _NUMBERED = re.compile(r"rules\[\d+\]")
 
@@ -126,12 +124,6 @@ class Region(Model):
     outputs: Texts | None = None
 
 
-def _known_algorithm(name: str) -> str:
-    if name not in PTQ_ALGORITHMS:
-        raise ValueError(f"unknown algorithm {name!r}{hint(name, PTQ_ALGORITHMS)}")
-    return name
-
-
 class QConfig(Model):
     """How a model is quantized. Without arguments: int8 for onnxruntime.
 
@@ -148,7 +140,7 @@ class QConfig(Model):
         fakequant: which fake quant is inserted.
         rules: changes for some ops; a later rule wins, and one that matches nothing is an error in `prepare`.
         region: the part of the graph that is quantized; None for all of it.
-        ptq: algorithms applied after training, in order; None for the usual ones.
+        ptq: algorithms applied after training, with their options, in order; None for the usual one, fuse_bn.
         qat: how to train.
         expect: what the result must reach.
 
@@ -166,7 +158,7 @@ class QConfig(Model):
     fakequant: FakeQuantSpec | None = None
     rules: Annotated[tuple[Rule, ...], BeforeValidator(_none_as_list)] = ()
     region: Region | None = None
-    ptq: tuple[Annotated[Text, AfterValidator(_known_algorithm)], ...] | None = None
+    ptq: tuple[AlgorithmSpec, ...] | None = None
     qat: Qat | None = None
     expect: Expect | None = None
     _origin: str = PrivateAttr("QConfig")
@@ -192,6 +184,13 @@ class QConfig(Model):
         """The fake quant, from ``fakequant`` or ``qat.fakequant``; ``fixed`` unless given."""
         trained = self.qat.fakequant if self.qat is not None else None
         return self.fakequant or trained or Spec(name="fixed")
+
+    @property
+    def ptq_entries(self) -> tuple[tuple[int, Spec], ...]:
+        """The algorithms with their places in the list; ``qat: {bn: {fold: false}}`` keeps BatchNorm."""
+        listed = (Spec(name="fuse_bn"),) if self.ptq is None else self.ptq
+        folds = self.qat is None or self.qat.bn.fold
+        return tuple((i, spec) for i, spec in enumerate(listed) if folds or spec.name != "fuse_bn")
 
     def place(self, *keys: str) -> str:
         """Where the first of ``keys`` that a file has was written: ``FILE:LINE``; else `origin`.

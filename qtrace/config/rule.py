@@ -17,7 +17,17 @@ from qtrace.config.base import Bool, Int, Model, Text, Texts, hint, known_backen
 if TYPE_CHECKING:
     from qtrace.scheme import QScheme
 
-__all__ = ["FakeQuantSpec", "Match", "ObserverSpec", "Observers", "Rule", "SchemePatch", "Spec", "Subgraph"]
+__all__ = [
+    "AlgorithmSpec",
+    "FakeQuantSpec",
+    "Match",
+    "ObserverSpec",
+    "Observers",
+    "Rule",
+    "SchemePatch",
+    "Spec",
+    "Subgraph",
+]
 
 # What others call a plugin -> what it is called here.
 _ALSO_CALLED = {
@@ -28,6 +38,10 @@ _ALSO_CALLED = {
     "kl": "mse",
     "quantile": "percentile",
     "ste": "fixed",
+    "brecq": "reconstruct",
+    "cle": "equalize",
+    "cross_layer_equalization": "equalize",
+    "qdrop": "reconstruct",
 }
 
 _OWN_CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -149,6 +163,9 @@ def _json(value: Any) -> Any:
     )
 
 
+_SORTS = {"qtrace.ptq": "algorithm"}
+
+
 def _known_plugin(package: str) -> AfterValidator:
     def check(spec: Spec) -> Spec:
         if ":" in spec.name:
@@ -157,7 +174,7 @@ def _known_plugin(package: str) -> AfterValidator:
             raise ValueError(f"{spec.name!r} is not of the form pkg.mod:Class.")
         names = plugins.known(package)
         if spec.name not in names:
-            kind = package.rpartition(".")[2].removesuffix("s")
+            kind = _SORTS.get(package) or package.rpartition(".")[2].removesuffix("s")
             raise ValueError(f"unknown {kind} {spec.name!r}{_resembling(spec.name, names)}")
         return spec
 
@@ -173,6 +190,7 @@ def _resembling(name: str, known: tuple[str, ...]) -> str:
 
 ObserverSpec = Annotated[Spec, _known_plugin("qtrace.observers")]
 FakeQuantSpec = Annotated[Spec, _known_plugin("qtrace.fakequant")]
+AlgorithmSpec = Annotated[Spec, _known_plugin("qtrace.ptq")]
 
 
 class Observers(Model):

@@ -14,6 +14,7 @@ from qtrace.explanation import _numbers
 from qtrace.explanation._dot import to_dot
 from qtrace.explanation._index import Index
 from qtrace.explanation._proposals import Proposals
+from qtrace.explanation._ptq import told as _told
 from qtrace.explanation._summary import Summary
 from qtrace.explanation._table import op_table
 from qtrace.explanation._why import Story, Teller
@@ -38,12 +39,14 @@ class Explanation:
         numbers: group -> its parameters, for a prepared model as far as it is calibrated; None for one that
             is not prepared.
         comments: what a recipe says above each of its rules; empty where no recipe was read.
+        ptq: the reports of the post-training algorithms, for a prepared or converted model.
     """
 
     annotation: Annotation
     qconfig: QConfig
     numbers: Mapping[str, QParams] | None = None
     comments: tuple[str, ...] = ()
+    ptq: tuple[dict[str, Any], ...] = ()
 
     @cached_property
     def _index(self) -> Index:
@@ -70,7 +73,12 @@ class Explanation:
         Args:
             max_width: columns to fit into; None for no limit.
         """
-        return self._summary.text(max_width)
+        algorithms = ["", "Post-training algorithms:", *self.algorithms()] if self.ptq else []
+        return "\n".join([self._summary.text(max_width), *algorithms])
+
+    def algorithms(self) -> list[str]:
+        """What each post-training algorithm changed, what it left and why, and the errors, in lines."""
+        return _told(self.ptq)
 
     def why(self, name: str) -> list[Story]:
         """The whole story of a node, a site, or every op of a module.
@@ -100,7 +108,7 @@ class Explanation:
         numbers = self.numbers or {}
         for site, plain in zip(self.annotation.sites, data["sites"], strict=True):
             plain["qparams"] = _numbers.of_site(numbers, site)
-        return {"summary": self._summary.to_dict(), **data}
+        return {"summary": self._summary.to_dict(), "ptq": list(self.ptq), **data}
 
 
 def explain(
@@ -117,7 +125,7 @@ def explain(
         record = read_record(model)
         config = QConfig.model_validate(record.qconfig)
         config = config.with_origin("the config", record.annotation.origins)
-        return Explanation(record.annotation, config, _numbers.numbers(model))
+        return Explanation(record.annotation, config, _numbers.numbers(model), ptq=record.ptq)
     comments: tuple[str, ...] = ()
     if isinstance(qconfig, (str, Path)):
         recipe = resolve_recipe(qconfig)

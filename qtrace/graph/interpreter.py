@@ -17,7 +17,7 @@ from megengine.traced_module.utils import _convert_kwargs_to_args
 
 from qtrace.errors import GraphError
 
-__all__ = ["Interpreter"]
+__all__ = ["Interpreter", "last_uses"]
 
 
 class Interpreter:
@@ -70,7 +70,7 @@ class Interpreter:
         Raises:
             GraphError: when the arguments do not have the structure that was traced.
         """
-        arg_def, inputs = self._bind(args, kwargs)
+        arg_def, inputs = self.bind(args, kwargs)
         graph = self.traced.argdef_graph_map[arg_def]
         values = self._execute(graph, inputs, None)
         outputs = [values[id(node)] for node in graph._outputs]
@@ -83,14 +83,18 @@ class Interpreter:
             GraphError: when the arguments do not have the structure that was traced, or the graph does not
                 produce ``node``.
         """
-        arg_def, inputs = self._bind(args, kwargs)
+        arg_def, inputs = self.bind(args, kwargs)
         values = self._execute(self.traced.argdef_graph_map[arg_def], inputs, node)
         if id(node) not in values:
             raise GraphError(f"the graph does not produce {node.name}: is it a node of another copy?")
         return values[id(node)]
 
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[TreeDef, list[Any]]:
-        """The key of the graph for these arguments, and the values of its inputs, as forward finds them."""
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[TreeDef, list[Any]]:
+        """The key of the graph for these arguments, and the values of its inputs, as forward finds them.
+
+        Raises:
+            GraphError: when the arguments do not have the structure that was traced.
+        """
         try:
             if self.traced.argspec is not None:
                 args, kwargs = _convert_kwargs_to_args(self.traced.argspec, args, kwargs, True)
@@ -108,7 +112,7 @@ class Interpreter:
 
     def _execute(self, graph: InternalGraph, inputs: list[Any], until: Node | None) -> dict[int, Any]:
         """Runs the exprs; returns the values that are alive at the end, by id of the node."""
-        frees = _last_uses(graph)
+        frees = last_uses(graph)
         values: dict[int, Any] = {}
         for node in graph._inputs:
             values[id(node)] = self.on_node(node, inputs.pop(0))
@@ -156,7 +160,7 @@ def _structure(tree: TreeDef) -> str:
     return f"{left}{', '.join(parts)}{right}"
 
 
-def _last_uses(graph: InternalGraph) -> dict[Expr | None, list[int]]:
+def last_uses(graph: InternalGraph) -> dict[Expr | None, list[int]]:
     """Which nodes to free after each expr, by id; under None, the inputs that nothing reads."""
     kept = {id(node) for node in graph._outputs}
     last: dict[int, Expr | None] = dict.fromkeys((id(node) for node in graph._inputs), None)

@@ -25,7 +25,7 @@ def argument_names(traced: TracedModule) -> tuple[str, ...]:
 def fits(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call with these arguments has the structure of a traced one; shapes are not compared."""
     try:
-        Interpreter(traced)._bind(args, kwargs)
+        Interpreter(traced).bind(args, kwargs)
     except GraphError:
         return False
     return True

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from qtrace.graph.types import TracedModule
 
@@ -17,8 +20,11 @@ class PassResult:
         model: the traced module after the pass (the one that was given, edited in place).
         changed: one line for everything that was done.
         left: one line, with the reason, for everything that looked like work but was left alone.
+        norms: output node of a layer -> mean and standard deviation of its channels, each (C,) float64, where
+            a BatchNorm that is gone said so.
     """
 
     model: TracedModule
     changed: tuple[str, ...]
     left: tuple[str, ...] = ()
+    norms: Mapping[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)

@@ -21,7 +21,7 @@ from qtrace.graph.walk import exprs, get_module, owner, users
 from qtrace.ops import OpCall
 from qtrace.passes.base import PassResult
 
-__all__ = ["affine", "drop_dead_norms", "free_bias", "fuse_bn"]
+__all__ = ["affine", "bias_shape", "drop_dead_norms", "free_bias", "fuse_bn"]
 
 # The shape of the bias that each layer takes.
 _LAYERS = {
@@ -34,11 +34,16 @@ _LAYERS = {
 
 @dataclass(frozen=True)
 class _Affine:
-    """The per-channel map ``y * gain + shift`` that a BatchNorm computes, shape (C,), float64."""
+    """The per-channel map ``y * gain + shift`` that a BatchNorm computes, shape (C,), float64.
+
+    In training its result had the mean and the standard deviation of the last two attributes.
+    """
 
     gain: np.ndarray
     shift: np.ndarray
     identity: tuple[Any, ...]
+    mean: np.ndarray
+    deviation: np.ndarray
 
 
 def fuse_bn(traced: TracedModule) -> PassResult:
@@ -57,6 +62,7 @@ def fuse_bn(traced: TracedModule) -> PassResult:
     reasons = {id(bn.expr): alone[id(bn.expr)] or _why_not_shared(calls, alone, bn) for bn in norms}
     changed: list[str] = []
     left: list[str] = []
+    statistics: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     folded: set[tuple[int, tuple[Any, ...]]] = set()
     with GraphEditor(traced) as editor:
         for bn in norms:
@@ -65,12 +71,14 @@ def fuse_bn(traced: TracedModule) -> PassResult:
                 left.append(f"{bn.out.name}: {reason}")
                 continue
             layer = calls[id(bn.inputs[0].expr)]
-            _fold(traced, editor, layer, affine(traced, bn), folded)
+            norm = affine(traced, bn)
+            _fold(traced, editor, layer, norm, folded)
+            statistics[layer.out.name] = norm.mean, norm.deviation
             editor.replace_uses(bn.out, layer.out)
             editor.remove(bn.expr)
             changed.append(f"{layer.out.name}: folded {bn.out.name}")
     drop_dead_norms(traced, calls.values())
-    return PassResult(traced, tuple(changed), tuple(left))
+    return PassResult(traced, tuple(changed), tuple(left), statistics)
 
 
 def _why_not_alone(traced: TracedModule, calls: dict[int, OpCall], bn: OpCall) -> str | None:
@@ -125,13 +133,13 @@ def affine(traced: TracedModule, bn: OpCall) -> _Affine:
             None if n is None else get_module(traced, n.expr.name) for n in _statistics(bn)
         )
     m, v = (t.numpy().astype(np.float64).reshape(-1) for t in (mean, var))
-    gain = 1.0 / np.sqrt(v + bn.attrs["eps"])
+    scale, offset = np.ones_like(m), np.zeros_like(m)
     if gamma is not None:
-        gain = gain * gamma.numpy().astype(np.float64).reshape(-1)
-    shift = -m * gain
+        scale = scale * gamma.numpy().astype(np.float64).reshape(-1)
     if beta is not None:
-        shift = shift + beta.numpy().astype(np.float64).reshape(-1)
-    return _Affine(gain, shift, _identity(bn))
+        offset = offset + beta.numpy().astype(np.float64).reshape(-1)
+    gain = scale / np.sqrt(v + bn.attrs["eps"])
+    return _Affine(gain, offset - m * gain, _identity(bn), offset, np.abs(scale))
 
 
 def _fold(
@@ -152,6 +160,11 @@ def _fold(
         set_parameter(traced, bias_path, Parameter(bias.astype(np.float32).reshape(form)))
     if layer.bias is None:
         editor.set_argument(layer.expr, "bias", editor.get_attr(bias_path))
+
+
+def bias_shape(kind: str) -> tuple[int, ...]:
+    """The shape of the bias that a kind of layer takes, with -1 for the channels."""
+    return _LAYERS[kind]
 
 
 def free_bias(traced: TracedModule, weight_path: str) -> str:

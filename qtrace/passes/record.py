@@ -42,12 +42,14 @@ class Record:
         annotation: the decisions that were executed.
         qconfig: the config as plain data.
         log: what the passes did and left, a line each.
+        ptq: the reports of the post-training algorithms that have run, as plain data.
     """
 
     stage: str
     annotation: Annotation
     qconfig: dict[str, Any]
     log: tuple[str, ...]
+    ptq: tuple[dict[str, Any], ...] = ()
 
 
 def write_record(model: TracedModule, record: Record) -> None:
@@ -57,6 +59,7 @@ def write_record(model: TracedModule, record: Record) -> None:
         "annotation": record.annotation.to_json(),
         "qconfig": record.qconfig,
         "log": list(record.log),
+        "ptq": list(record.ptq),
     }
     setattr(model, _ATTRIBUTE, json.dumps(document, sort_keys=True))
 
@@ -84,7 +87,8 @@ def read_record(model: Module, stage: str | None = None) -> Record:
         )
         raise GraphError(f"the module is {data['stage']}, not {stage}: {todo}.")
     annotation = Annotation.from_json(data["annotation"])
-    return Record(data["stage"], annotation, data["qconfig"], tuple(data["log"]))
+    log, ptq = tuple(data["log"]), tuple(data.get("ptq", ()))
+    return Record(data["stage"], annotation, data["qconfig"], log, ptq)
 
 
 def is_quantized(model: Module) -> bool:

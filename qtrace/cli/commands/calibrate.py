@@ -77,6 +77,8 @@ def calibrate(
             prepared = qtrace.prepare(traced, qconfig)
             console.note(f"calibrating on {data}")
             qtrace.calibrate(prepared, source, progress=console.progress)
+            for line in qtrace.explain(prepared).algorithms():
+                console.note(line)
             summary = {"model": model, "data": data, "recipe": recipe, **_counts(source)}
             _write(folder, prepared, summary)
     models.tell_skipped(source, console)
@@ -96,6 +98,7 @@ def _write(folder: Path, prepared: Any, summary: dict[str, Any]) -> None:
     report = {
         "qtrace": qtrace.__version__,
         **summary,
+        "ptq": list(explanation.ptq),
         "sites": _sites(prepared),
     }
     qtrace.save(prepared, folder / "prepared.mge")

@@ -1,0 +1,79 @@
+"""What a post-training algorithm tells a config: its options, its stage, and its place among others."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, ClassVar, Literal
+
+from qtrace import plugins
+from qtrace.config.base import Loc, Model, spell
+from qtrace.config.qconfig import QConfig
+from qtrace.errors import ConfigError
+
+__all__ = ["Algorithm", "Named", "algorithms"]
+
+
+class Algorithm(Model, abc.ABC):
+    """Abstract base: a frozen object whose fields are the options of a recipe's ``ptq`` entry.
+
+    Attributes:
+        stage: "float" changes the float graph in ``prepare``, "calibrated" works with data at the end of
+            ``calibrate``.
+        after: names of algorithms that come before this one, where both are listed.
+        instead_of: names of algorithms that cannot be listed together with this one.
+        reason: why `after` and `instead_of` are so, as the end of a sentence.
+    """
+
+    stage: ClassVar[Literal["float", "calibrated"]]
+    after: ClassVar[tuple[str, ...]] = ()
+    instead_of: ClassVar[tuple[str, ...]] = ()
+    reason: ClassVar[str] = ""
+
+    @abc.abstractmethod
+    def apply(self, task: Any) -> Any:
+        """Does the work on what ``task`` holds, and reports; see ``qtrace.ptq.base``."""
+
+
+Named = tuple[str, Algorithm]
+
+
+def algorithms(qconfig: QConfig) -> tuple[Named, ...]:
+    """The algorithms of a config with their options, in order; checked.
+
+    Raises:
+        ConfigError: for options that an algorithm does not know, and for an order that makes no sense.
+    """
+    found: list[tuple[Named, str]] = []
+    for index, spec in qconfig.ptq_entries:
+        where = f"ptq[{index}]"
+
+        def place(loc: Loc, where: str = where, name: str = spec.name) -> tuple[str, str]:
+            key = ".".join((where, *(str(part) for part in loc[:1])))
+            return f"{qconfig.place(key, where, 'ptq')}: ", f"{name}.{spell(loc)}" if loc else name
+
+        origin = qconfig.place(where, "ptq")
+        try:
+            kind = plugins.resolve("qtrace.ptq", spec.name, Algorithm)
+        except ConfigError as error:
+            raise ConfigError(f"{origin}: {error}") from error
+        algorithm = kind.model_validate(spec.options, place=place)  # type: ignore[attr-defined]
+        _check_order(spec.name, algorithm, [named for named, _ in found], origin)
+        found.append(((spec.name, algorithm), origin))
+    return tuple(named for named, _ in found)
+
+
+def _check_order(name: str, algorithm: Algorithm, before: list[Named], origin: str) -> None:
+    """Refuses an algorithm that cannot follow those ``before``."""
+    for other, earlier in before:
+        if other == name:
+            raise ConfigError(f"{origin}: ptq lists {name} twice: keep one.")
+        if other in algorithm.instead_of or name in earlier.instead_of:
+            reason = algorithm.reason if other in algorithm.instead_of else earlier.reason
+            raise ConfigError(f"{origin}: ptq lists {other} and {name}: keep one, for {reason}.")
+        if name in earlier.after:
+            raise ConfigError(f"{origin}: put {name} before {other} in ptq, for {earlier.reason}.")
+        if algorithm.stage == "float" and earlier.stage == "calibrated":
+            raise ConfigError(
+                f"{origin}: put {name} before {other} in ptq, for {name} changes the float graph and {other} "
+                "needs the calibrated one."
+            )

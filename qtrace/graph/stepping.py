@@ -1,0 +1,110 @@
+"""A flat graph run step by step on several batches at once, so that it may change on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from megengine.traced_module import TracedModule
+from megengine.traced_module.expr import Expr
+from megengine.traced_module.node import ModuleNode, Node, TensorNode
+
+from qtrace.errors import GraphError
+from qtrace.graph.interpreter import Interpreter, last_uses
+
+__all__ = ["Stepper"]
+
+
+class Stepper:
+    """Holds, for every batch, the values that are alive before one expr of the graph.
+
+    Whoever goes through the layers of a graph, changing parameters on the way, computes each expr once a
+    batch instead of the whole graph once a layer. What depends on parameters alone is computed when read.
+
+    Args:
+        traced: a flat traced module.
+        batches: pairs of positional and keyword arguments; all are held at once.
+
+    Attributes:
+        count: the number of batches.
+    """
+
+    def __init__(
+        self, traced: TracedModule, batches: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]
+    ) -> None:
+        self.traced, self.graph = traced, traced.graph
+        self._order = {id(e): i for i, e in enumerate(self.graph._exprs)}
+        self._fixed = _fixed(self.graph)
+        self._modules = {id(n) for n in self.graph._inputs if isinstance(n, ModuleNode)}
+        self._known: dict[int, Any] = {}
+        self._frees = last_uses(self.graph)
+        self._at = 0
+        self._values: list[dict[int, Any]] = []
+        binder = Interpreter(traced)
+        for args, kwargs in batches:
+            inputs = binder.bind(args, kwargs)[1]
+            self._values.append({id(n): v for n, v in zip(self.graph._inputs, inputs, strict=True)})
+        self.count = len(self._values)
+
+    def advance(self, expr: Expr) -> None:
+        """Computes everything before ``expr``.
+
+        Raises:
+            GraphError: when ``expr`` was passed already, or is not in the graph.
+        """
+        goal = self._order.get(id(expr), -1)
+        if goal < self._at:
+            raise GraphError(f"{expr} lies behind: a stepper goes forward only.")
+        for step in self.graph._exprs[self._at : goal]:
+            if id(step) in self._fixed:
+                continue
+            for values in self._values:
+                results = self._run(step, values)
+                values.update((id(n), v) for n, v in zip(step.outputs, results, strict=True))
+                for key in self._frees[step]:
+                    if key not in self._modules:
+                        values.pop(key, None)
+        self._at = goal
+
+    def value(self, node: Node, batch: int) -> Any:
+        """The value of a node that is alive, or that depends on parameters alone.
+
+        Args:
+            node: a node of the graph.
+            batch: the number of the batch.
+        """
+        return self._get(node, self._values[batch])
+
+    def outputs(self, expr: Expr, batch: int) -> list[Any]:
+        """What ``expr``, the next one, gives for a batch; it is computed anew at every call."""
+        return list(self._run(expr, self._values[batch]))
+
+    def changed(self) -> None:
+        """Forgets what was computed from parameters: they have changed."""
+        self._known.clear()
+
+    def _run(self, expr: Expr, values: dict[int, Any]) -> Any:
+        found = expr.interpret(*(self._get(n, values) for n in expr.inputs))
+        return () if found is None else found
+
+    def _get(self, node: Node, values: dict[int, Any]) -> Any:
+        if id(node) in values:
+            return values[id(node)]
+        if id(node) not in self._known:
+            expr = node.expr
+            if id(expr) not in self._fixed:
+                raise GraphError(f"{node._name} has no value here: it is computed later, or was dropped.")
+            results = self._run(expr, values)
+            self._known.update((id(n), v) for n, v in zip(expr.outputs, results, strict=True))
+        return self._known[id(node)]
+
+
+def _fixed(graph: Any) -> set[int]:
+    """The ids of the exprs that depend on parameters and constants alone."""
+    found: set[int] = set()
+    nodes: set[int] = {id(n) for n in graph._inputs if isinstance(n, ModuleNode)}
+    for expr in graph._exprs:
+        if all(id(n) in nodes for n in expr.inputs):
+            found.add(id(expr))
+            nodes.update(id(n) for n in expr.outputs if isinstance(n, (TensorNode, ModuleNode)))
+    return found

@@ -1,0 +1,192 @@
+"""What every post-training algorithm is given, and what it reports."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from qtrace.batches import as_arguments
+from qtrace.config import QConfig
+from qtrace.config.algorithm import Algorithm
+from qtrace.errors import CalibrationError
+from qtrace.graph.types import TracedModule
+from qtrace.passes.base import PassResult
+
+__all__ = [
+    "Batches",
+    "CalibratedAlgorithm",
+    "CalibratedTask",
+    "FloatAlgorithm",
+    "FloatTask",
+    "Noise",
+    "Report",
+    "SiteError",
+    "report_of",
+]
+
+
+@dataclass(frozen=True)
+class SiteError:
+    """The error of one site before and after an algorithm.
+
+    Attributes:
+        site: a weight's site, or the output of a layer.
+        before: signal to quantization noise ratio in dB; None where there was no noise.
+        after: the same afterwards.
+    """
+
+    site: str
+    before: float | None
+    after: float | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an algorithm did.
+
+    Attributes:
+        changed: one line for everything that it changed.
+        left: one line, with the reason, for everything that looked like work but was left alone.
+        errors: the sites that it worked on, in graph order.
+        algorithm: its name; set by the one who runs it.
+        options: its options as plain data; likewise.
+    """
+
+    changed: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    errors: tuple[SiteError, ...] = ()
+    algorithm: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {
+            "algorithm": self.algorithm,
+            "options": dict(self.options),
+            "changed": list(self.changed),
+            "left": list(self.left),
+            "errors": [{"site": e.site, "before": e.before, "after": e.after} for e in self.errors],
+        }
+
+
+@dataclass(frozen=True)
+class FloatTask:
+    """What an algorithm of the float stage works on.
+
+    Attributes:
+        model: the flat, expanded float graph; it is changed in place.
+        config: the config.
+        norms: output node of a layer -> mean and standard deviation of its channels, each (C,) float64, as
+            the BatchNorm said that was folded into it. Filled by ``fuse_bn``.
+    """
+
+    model: TracedModule
+    config: QConfig
+    norms: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+
+class Batches:
+    """Calibration data that can be read again and again, as arguments of the model.
+
+    Args:
+        source: what the user gave; not an iterator.
+        model: the module that will be called.
+        limit: how many batches to take at most; None for all.
+    """
+
+    def __init__(self, source: Iterable[Any], model: TracedModule, limit: int | None = None) -> None:
+        self.source, self.model, self.limit = source, model, limit
+
+    def __iter__(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        for index, batch in enumerate(self.source):
+            if self.limit is not None and index >= self.limit:
+                return
+            yield as_arguments(batch, self.model, index)
+
+
+@dataclass(frozen=True)
+class CalibratedTask:
+    """What an algorithm of the calibrated stage works on.
+
+    Attributes:
+        model: the calibrated graph in the phase ``quantize`` and in eval mode; it is changed in place, and
+            put back by the one who runs the algorithm if that fails.
+        reference: a copy of it in the phase ``float``, from before the first algorithm.
+        batches: the calibration data.
+        progress: whether to show progress bars.
+        checkpoint: keeps what is done, for an interrupted run; None for none.
+    """
+
+    model: TracedModule
+    reference: TracedModule
+    batches: Batches
+    progress: bool = False
+    checkpoint: Any = None
+
+
+class FloatAlgorithm(Algorithm):
+    """Abstract base of the algorithms that change the float graph in ``prepare``."""
+
+    stage: ClassVar[Literal["float", "calibrated"]] = "float"
+
+    @abc.abstractmethod
+    def apply(self, task: FloatTask) -> Report:
+        """Changes ``task.model`` and says what was done."""
+
+
+class CalibratedAlgorithm(Algorithm):
+    """Abstract base of the algorithms that work with data at the end of ``calibrate``."""
+
+    stage: ClassVar[Literal["float", "calibrated"]] = "calibrated"
+
+    @abc.abstractmethod
+    def apply(self, task: CalibratedTask) -> Report:
+        """Changes parameters of ``task.model`` and says what was done.
+
+        Raises:
+            CalibrationError: when a value is NaN or infinite, naming the site.
+        """
+
+    def ready(self, task: FloatTask) -> None:
+        """Makes room in the float graph for what `apply` will need; called in ``prepare``."""
+        return
+
+
+class Noise:
+    """Sums up the error of one site over batches."""
+
+    def __init__(self, site: str) -> None:
+        self.site = site
+        self.signal = self.noise = 0.0
+
+    def add(self, want: np.ndarray, have: np.ndarray) -> None:
+        """Counts values of a batch, of equal shapes.
+
+        Raises:
+            CalibrationError: when one of them is not finite.
+        """
+        want, have = want.astype(np.float64), have.astype(np.float64)
+        self.signal += float(np.sum(want * want))
+        self.noise += float(np.sum(np.square(want - have)))
+        if not math.isfinite(self.signal + self.noise):
+            raise CalibrationError(
+                f"{self.site} has values that are NaN or infinite: the model is left as it was; look at the "
+                "calibration data and at the layers before this one."
+            )
+
+    @property
+    def decibels(self) -> float | None:
+        """The signal to quantization noise ratio in dB; None without noise or signal."""
+        if self.noise == 0.0 or self.signal == 0.0:
+            return None
+        return 10.0 * math.log10(self.signal / self.noise)
+
+
+def report_of(result: PassResult) -> Report:
+    """The report of a pass."""
+    return Report(result.changed, result.left)

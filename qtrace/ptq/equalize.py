@@ -1,0 +1,179 @@
+"""Cross-layer equalization, with absorption of high biases.
+
+Where ``f(s * x) = s * f(x)``, the channels of a tensor between two layers may be scaled: the layer before is
+divided by s, the layer behind multiplied. With ``s = sqrt(r1 / r2)`` of the ranges of their weights, every
+channel uses the same share of a common range in both (Nagel et al. 2019, "Data-Free Quantization Through
+Weight Equalization and Bias Correction", section 4.1). Tensors that are added belong together and are scaled
+together. A bias that lifts nearly all values of a channel above 0 is handed on to the next layer (section
+4.1.3): with ``c = max(0, mean - 3 * deviation)`` as BatchNorm knew them, ``relu(y) = relu(y - c) + c`` for
+all but one value in a thousand.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import megengine.functional as F
+import numpy as np
+from pydantic import Field
+
+from qtrace import ops
+from qtrace.config.base import Bool, Float, Int
+from qtrace.graph.edit import GraphEditor
+from qtrace.graph.walk import exprs
+from qtrace.ops import OpCall
+from qtrace.passes.annotate import annotate
+from qtrace.passes.annotation import Site
+from qtrace.ptq._channels import ChannelGroup, channel_groups
+from qtrace.ptq._scaling import Parameters, factors, site_sqnr
+from qtrace.ptq.base import FloatAlgorithm, FloatTask, Report, SiteError
+
+__all__ = ["Equalize"]
+
+
+class Equalize(FloatAlgorithm):
+    """Equalizes the weight ranges of layers across the tensors between them.
+
+    Attributes:
+        relu6: "keep" leaves tensors behind a ReLU6 alone; "relu" replaces every ReLU6 by ReLU, which changes
+            what the float model computes where it clips.
+        absorb: hand on high biases, where BatchNorm left its statistics.
+        iterations: how often at most all groups are gone through.
+        tolerance: stop once no scale changes by more than this share.
+    """
+
+    after: ClassVar[tuple[str, ...]] = ("fuse_bn", "reparameterize")
+    reason: ClassVar[str] = "equalize needs layers whose BatchNorm is folded"
+
+    relu6: Literal["keep", "relu"] = "keep"
+    absorb: Bool = True
+    iterations: Annotated[Int, Field(gt=0)] = 20
+    tolerance: Annotated[Float, Field(gt=0)] = 1e-3
+
+    def apply(self, task: FloatTask) -> Report:
+        changed = _relu_for_relu6(task) if self.relu6 == "relu" else []
+        groups = channel_groups(task.model)
+        wanted = [g for g in groups if not g.reason]
+        left = [f"{g.name} ({g.describe()}): {g.reason}" for g in groups if g.reason]
+        if not groups:
+            left.append("no two layers follow each other")
+        sites = weight_sites(task)
+        parameters = Parameters(task.model)
+        calls = {c.out.name: c for g in wanted for c in (*g.writers, *g.readers)}
+        before = _errors(parameters, calls, sites)
+        spread = {g.name: np.ones(g.channels) for g in wanted}
+        for _ in range(self.iterations):
+            steps = [equalize_group(parameters, g, spread) for g in wanted]
+            if max(steps, default=0.0) <= self.tolerance:
+                break
+        changed += [f"{g.name} ({g.describe()}): {_told(spread[g.name])}" for g in wanted]
+        if self.absorb:
+            absorbed, not_absorbed = _absorb(parameters, wanted, task.norms, spread)
+            changed, left = changed + absorbed, left + not_absorbed
+        parameters.store()
+        after = _errors(parameters, calls, sites)
+        errors = tuple(SiteError(name, before[name], after[name]) for name in before)
+        return Report(tuple(changed), tuple(left), errors)
+
+
+def weight_sites(task: FloatTask) -> dict[str, Site]:
+    """Weight node -> how the config quantizes it."""
+    found = annotate(task.model, task.config).sites
+    return {s.node: s for s in reversed(found) if s.sort == "weight"}
+
+
+def equalize_group(parameters: Parameters, group: ChannelGroup, spread: dict[str, np.ndarray]) -> float:
+    """Equalizes one group and multiplies its factors into ``spread``; returns the largest relative step."""
+    factor = factors(parameters, group)
+    parameters.scale(group, factor)
+    spread[group.name] = spread[group.name] * factor
+    return float(np.abs(np.log(factor)).max())
+
+
+def _errors(
+    parameters: Parameters, calls: dict[str, OpCall], sites: dict[str, Site]
+) -> dict[str, float | None]:
+    """Weight -> its error in dB, for the layers whose weights are quantized."""
+    weights = {c.weight.name: c for c in calls.values() if c.weight is not None and c.weight.name in sites}
+    return {name: site_sqnr(parameters, call, sites[name]) for name, call in weights.items()}
+
+
+def _told(factor: np.ndarray) -> str:
+    return f"channels divided by {factor.min():.3g} to {factor.max():.3g}"
+
+
+def _relu_for_relu6(task: FloatTask) -> list[str]:
+    """Replaces every ReLU6, also where it is written as a clip; returns a line for each."""
+    changed = []
+    with GraphEditor(task.model) as editor:
+        for expr in exprs(task.model):
+            call = ops.read(expr)
+            if call is None or not _is_relu6(call):
+                continue
+            name = call.out.name
+            new = editor.call_function(F.relu, call.inputs[0], after=expr, like=call.out)
+            editor.replace_expr(expr, new)
+            changed.append(f"{name}: ReLU6 replaced by ReLU")
+    return changed
+
+
+def _is_relu6(call: OpCall) -> bool:
+    return call.kind == "relu6" or (
+        call.kind == "clip" and call.attrs["lower"] == 0.0 and call.attrs["upper"] == 6.0
+    )
+
+
+def _absorb(
+    parameters: Parameters,
+    groups: list[ChannelGroup],
+    norms: dict[str, tuple[np.ndarray, np.ndarray]],
+    spread: dict[str, np.ndarray],
+) -> tuple[list[str], list[str]]:
+    """Hands high biases on to the layers behind; returns what was done, and what was not with the reason."""
+    changed, left = [], []
+    for group in groups:
+        known = [norms.get(c.out.name) for c in group.writers]
+        if len(known) != 1 or known[0] is None:
+            continue
+        mean, deviation = (v / spread[group.name] for v in known[0])
+        high = np.maximum(0.0, mean - 3.0 * deviation)
+        if not high.any():
+            continue
+        reason = _why_not_absorbed(group)
+        if reason is not None:
+            left.append(f"{group.name}: {np.count_nonzero(high)} high biases stay: {reason}")
+            continue
+        parameters.add_to_bias(group.writers[0], -high)
+        for call in group.readers:
+            parameters.add_to_bias(call, _handed_on(parameters.weight(call), call, high))
+        changed.append(
+            f"{group.name}: {np.count_nonzero(high)} high biases handed on, {high.max():.3g} at most"
+        )
+    return changed, left
+
+
+def _why_not_absorbed(group: ChannelGroup) -> str | None:
+    others = [c.kind for c in group.through if c.kind not in ("relu", "leaky_relu", "prelu")]
+    if others or len(group.through) != 1:
+        return f"{', '.join(others) or 'more than one op'} stands between the layers"
+    if group.writers[0].bias is None:
+        return f"{group.writers[0].out.name} has no bias"
+    for call in group.readers:
+        if call.kind == "conv_transpose2d":
+            return f"not every value of {call.out.name} is computed from as many of its inputs"
+        if any(call.attrs.get("padding", ())):
+            return f"{call.out.name} pads with 0, not with what is taken away"
+        if call.bias is None:
+            return f"{call.out.name} has no bias"
+    return None
+
+
+def _handed_on(weight: np.ndarray, call: OpCall, high: np.ndarray) -> np.ndarray:
+    """What a layer computes of a constant input ``high`` (C,)."""
+    if call.kind == "linear":
+        return np.asarray(weight @ high)
+    plain = 3 if call.kind == "conv1d" else 4
+    summed = weight.reshape(*weight.shape[: -(plain - 2)], -1).sum(axis=-1)
+    grouped = summed if weight.ndim > plain else summed[None]
+    found = np.einsum("goi,gi->go", grouped, high.reshape(grouped.shape[0], -1))
+    return np.asarray(found.reshape(-1))

@@ -1,0 +1,69 @@
+"""Bias correction: the mean error of every channel is gone, on inputs of the corrected graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+
+import qtrace
+from qtrace import QConfig
+from qtrace.graph.interpreter import Interpreter
+from qtrace.passes.record import read_record
+from tests.nets import ResNet, images, net, randomize
+
+
+def _calibrated(module: M.Module, batches: list[np.ndarray], *ptq: Any, bits: int = 4) -> Any:
+    traced = qtrace.trace(module, batches[0], check=False)
+    config = QConfig(backend="generic", weight={"bits": bits}, activation={"bits": bits}, ptq=ptq)
+    return qtrace.calibrate(qtrace.prepare(traced, config), batches, progress=False)
+
+
+def _values(model: Any, batches: list[np.ndarray], names: list[str]) -> dict[str, np.ndarray]:
+    found: dict[str, list[np.ndarray]] = {n: [] for n in names}
+
+    class Keep(Interpreter):
+        def on_node(self, node: Any, value: Any) -> Any:
+            if node.name in found:
+                found[node.name].append(value.numpy())
+            return value
+
+    for batch in batches:
+        Keep(model).run(mge.Tensor(batch))
+    return {n: np.concatenate(v).astype(np.float64) for n, v in found.items()}
+
+
+def test_no_channel_has_a_mean_error_on_the_calibration_data() -> None:
+    module = randomize(ResNet(width=4, blocks=(1, 1)))
+    batches = [images(4, 3, 32, 32, seed=s) for s in range(3)]
+    plain = _calibrated(module, batches, "fuse_bn", bits=8)
+    prepared = _calibrated(module, batches, "fuse_bn", "bias_correction", bits=8)
+    report = read_record(prepared).ptq[-1]
+    names = [e["site"] for e in report["errors"]]
+    assert len(names) == 7
+    qtrace.set_phase(plain, "float")
+    want = _values(plain, batches, names)
+    got = _values(prepared, batches, names)
+    for name in names:
+        axes = (0, 2, 3) if want[name].ndim == 4 else (0,)
+        error = np.abs((want[name] - got[name]).mean(axis=axes)).max()
+        assert error < 1e-3 * np.abs(want[name]).max(), name  # an int32 step of the bias
+    assert all(e["after"] >= e["before"] for e in report["errors"])
+
+
+def test_a_layer_without_bias_gets_one_and_convert_and_export_keep_it(tmp_path: Any) -> None:
+    module = net(
+        lambda self, x: self.b(F.relu(self.a(x))),
+        a=M.Conv2d(4, 6, 3, bias=False),
+        b=M.Conv2d(6, 5, 1, bias=False),
+    )
+    batches = [images(4, 4, 8, 8, seed=s) for s in range(2)]
+    prepared = _calibrated(module, batches, "bias_correction", bits=8)
+    assert np.abs(prepared.a.bias.numpy()).max() > 0
+    quantized = qtrace.convert(prepared)
+    x = mge.Tensor(batches[0])
+    np.testing.assert_array_equal(quantized(x).numpy(), prepared(x).numpy())
+    assert qtrace.explain(quantized).ptq == read_record(prepared).ptq

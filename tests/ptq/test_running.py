@@ -1,0 +1,151 @@
+"""Algorithms in a recipe: options, order, data that is read again, failures and interruptions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace import QConfig
+from qtrace.errors import CalibrationError, ConfigError
+from qtrace.passes.record import read_record
+from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Report
+from tests.nets import images, net
+
+
+def _module() -> M.Module:
+    return net(lambda self, x: self.b(F.relu(self.a(x))), a=M.Conv2d(4, 6, 3), b=M.Conv2d(6, 5, 1))
+
+
+def _prepared(*ptq: Any) -> Any:
+    x = images(2, 4, 8, 8)
+    return qtrace.prepare(qtrace.trace(_module(), x, check=False), QConfig(ptq=ptq))
+
+
+BATCHES = [images(2, 4, 8, 8, seed=s) for s in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "ptq: [fuse_bn, equalise]",
+            "my.yaml:2: ptq[1]: unknown algorithm 'equalise'; did you mean 'equal",
+        ),
+        (
+            "ptq:\n  - fuse_bn\n  - cle",
+            "my.yaml:4: ptq[1]: unknown algorithm 'cle'; did you mean 'equal",
+        ),
+        ("ptq: [equalize, fuse_bn]", "my.yaml:2: put fuse_bn before equalize in ptq, for equalize needs"),
+        ("ptq:\n  - bias_correction\n  - equalize", "my.yaml:4: put equalize before bias_correction in ptq"),
+        ("ptq: [fuse_bn, fuse_bn]", "my.yaml:2: ptq lists fuse_bn twice"),
+        (
+            "ptq:\n  - fuse_bn\n  - equalize:\n      relu6: keep\n      absorbs: true",
+            "my.yaml:6: unknown key 'absorbs' in equalize; did you mean 'absorb'?",
+        ),
+        (
+            "ptq:\n  - equalize:\n      iterations: 0",
+            "my.yaml:4: equalize.iterations must be greater than 0, not 0.",
+        ),
+        ("ptq: [{equalize: 3}]", "my.yaml:2: ptq[0].options: options are a mapping"),
+    ],
+)
+def test_a_mistake_is_told_with_its_line(tmp_path: Path, monkeypatch: Any, text: str, message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text(f"schema: qtrace/1\n{text}\n")
+    traced = qtrace.trace(_module(), BATCHES[0], check=False)
+    with pytest.raises(ConfigError) as error:
+        qtrace.prepare(traced, "my.yaml")
+    assert message in str(error.value)
+
+
+def test_an_iterator_is_refused_before_anything_runs() -> None:
+    prepared = _prepared("bias_correction")
+
+    def once() -> Any:
+        raise AssertionError("a batch was taken")
+        yield
+
+    with pytest.raises(CalibrationError, match=r"an iterator, .* ptq: bias_correction reads the data again"):
+        qtrace.calibrate(prepared, once(), progress=False)
+    plain = _prepared("fuse_bn")
+    qtrace.calibrate(plain, iter(BATCHES), progress=False)  # nothing reads it twice
+
+
+def test_a_second_calibration_of_a_changed_model_is_refused() -> None:
+    prepared = _prepared("bias_correction")
+    qtrace.calibrate(prepared, BATCHES, progress=False)
+    with pytest.raises(CalibrationError, match="bias_correction changed this model .* prepare it again"):
+        qtrace.calibrate(prepared, BATCHES, progress=False)
+
+
+def _state(model: Any) -> dict[str, np.ndarray]:
+    return {n: t.numpy().copy() for n, t in model.named_tensors()}
+
+
+class Breaks(CalibratedAlgorithm):
+    """Changes the model and then fails."""
+
+    how: str = "interrupted"
+
+    def apply(self, task: CalibratedTask) -> Report:
+        task.model.a.weight._reset(mge.Parameter(task.model.a.weight.numpy() + 1))
+        raise KeyboardInterrupt if self.how == "interrupted" else CalibrationError("a_out is NaN")
+
+
+@pytest.mark.parametrize(("how", "error"), [("interrupted", KeyboardInterrupt), ("failed", CalibrationError)])
+def test_a_run_that_ends_early_leaves_the_model_as_it_was(how: str, error: type[BaseException]) -> None:
+    prepared = _prepared({f"{__name__}:Breaks": {"how": how}})
+    before, record = _state(prepared), read_record(prepared)
+    with pytest.raises(error):
+        qtrace.calibrate(prepared, BATCHES, progress=False)
+    after = _state(prepared)
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[n], after[n]) for n in before)
+    assert read_record(prepared) == record
+    assert {fq.phase for fq in prepared.qsites.__dict__.values() if hasattr(fq, "phase")} == {"float"}
+
+
+def test_a_value_that_is_not_finite_is_told_with_its_site() -> None:
+    module = _module()
+    module.b.bias._reset(mge.Parameter(np.full((1, 5, 1, 1), 3e38, np.float32)))
+    traced = qtrace.trace(module, BATCHES[0], check=False)
+    rules = [{"match": {"name": "b"}, "quantize_output": False}]
+    prepared = qtrace.prepare(traced, QConfig(backend="generic", rules=rules, ptq=["bias_correction"]))
+    before = _state(prepared)
+    big = [np.full_like(b, 3e38) for b in BATCHES]
+    with pytest.raises(CalibrationError):
+        qtrace.calibrate(prepared, big, progress=False)
+    assert all(np.array_equal(v, _state(prepared)[n]) for n, v in before.items())
+
+
+def test_reports_are_in_the_record_in_explain_and_survive_a_file(tmp_path: Path) -> None:
+    prepared = _prepared("fuse_bn", {"equalize": {"absorb": False}}, "bias_correction")
+    qtrace.calibrate(prepared, BATCHES, progress=False)
+    qtrace.save(prepared, tmp_path / "prepared.mge")
+    loaded = qtrace.load(tmp_path / "prepared.mge")
+    explanation = qtrace.explain(loaded)
+    reports = explanation.to_dict()["ptq"]
+    assert json.loads(json.dumps(reports, allow_nan=False)) == reports
+    assert [r["algorithm"] for r in reports] == ["fuse_bn", "equalize", "bias_correction"]
+    assert reports[1]["options"] == {"absorb": False}
+    text = explanation.summary()
+    assert "Post-training algorithms:" in text
+    assert "bias_correction: 2 changed, 0 left; SQNR" in text
+    assert "equalize (absorb False): 1 changed, 0 left; SQNR" in text
+
+
+def test_a_config_with_algorithms_survives_yaml(tmp_path: Path) -> None:
+    config = QConfig(ptq=["fuse_bn", {"equalize": {"relu6": "relu"}}])
+    path = tmp_path / "r.yaml"
+    from qtrace.recipe import dump_recipe
+
+    path.write_text(dump_recipe(config))
+    assert qtrace.load_recipe(path) == config

@@ -20,7 +20,7 @@ from qtrace.numerics import choose
 from qtrace.plugins import resolve
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["Layout", "Observer", "Option", "State", "from_dict", "to_dict"]
+__all__ = ["Choice", "Layout", "Observer", "Option", "State", "from_dict", "to_dict"]
 
 State = dict[str, np.ndarray]
 Layout = dict[str, tuple[type, tuple[str | int, ...]]]
@@ -55,6 +55,25 @@ class Option:
         return int(value) if whole else float(value)
 
 
+@dataclass(frozen=True)
+class Choice:
+    """An option of an observer: one of a few words.
+
+    Attributes:
+        default: what it is when not given.
+        words: all that it may be.
+    """
+
+    default: str
+    words: tuple[str, ...]
+
+    def check(self, owner: str, name: str, value: Any) -> str:
+        """`value`; `ConfigError` when it is not one of the words."""
+        if not isinstance(value, str) or value not in self.words:
+            raise ConfigError(f"observer {owner}: {name} is {value!r}: choose {' or '.join(self.words)}.")
+        return value
+
+
 class Observer(ABC):
     """Watches the values of one site and says which range to quantize.
 
@@ -69,9 +88,9 @@ class Observer(ABC):
         ConfigError: when an option is unknown or its value is out of bounds.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {}
+    OPTIONS: ClassVar[Mapping[str, Option | Choice]] = {}
 
-    def __init__(self, scheme: QScheme, **options: int | float) -> None:
+    def __init__(self, scheme: QScheme, **options: int | float | str) -> None:
         for key in options:
             if key not in self.OPTIONS:
                 raise ConfigError(
@@ -79,7 +98,7 @@ class Observer(ABC):
                     f"{', '.join(self.OPTIONS) or '(none)'}."
                 )
         self._scheme = scheme
-        self._options = {
+        self._options: dict[str, Any] = {
             key: option.check(self.name, key, options.get(key, option.default))
             for key, option in self.OPTIONS.items()
         }
@@ -121,7 +140,7 @@ class Observer(ABC):
         return self._scheme
 
     @property
-    def options(self) -> dict[str, int | float]:
+    def options(self) -> dict[str, int | float | str]:
         """All options with their values."""
         return dict(self._options)
 

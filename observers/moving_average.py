@@ -7,52 +7,23 @@ from typing import ClassVar
 
 import numpy as np
 
-from qtrace.observers.base import Layout, Observer, Option, State
+from qtrace.observers._moving import MOMENTUM, MovingObserver
+from qtrace.observers.base import Option
 
 __all__ = ["MovingAverage"]
 
 
-class MovingAverage(Observer):
+class MovingAverage(MovingObserver):
     """Averages the ranges of batches, later ones weighing more: ``v <- momentum * v + (1 - momentum) * new``.
 
-    The average begins with the first batch, as that of MegEngine's ``ExponentialMovingAverageObserver`` does:
-    of n batches the first weighs ``momentum**(n - 1)``, one with ``age`` batches after it
-    ``(1 - momentum) * momentum**age``. The method is that of Jacob et al. 2018, "Quantization and Training of
-    Neural Networks for Efficient Integer-Arithmetic-Only Inference", section 3.1.
-
-    An average cannot be merged, its batches can: their ranges are kept, ordered by batch index, and averaged
-    when the range is asked for. Shards must pass the index in the whole run as ``batch``; batches of one
-    index keep the order in which they were observed or merged.
+    The method is that of Jacob et al. 2018, "Quantization and Training of Neural Networks for Efficient
+    Integer-Arithmetic-Only Inference", section 3.1. Shards must pass the batch's index in the whole run.
 
     Options:
         momentum: 0 (only the last batch) to 1 (only the first).
     """
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {"momentum": Option(0.9, 0.0, 1.0)}
+    OPTIONS: ClassVar[Mapping[str, Option]] = {"momentum": MOMENTUM}
 
-    def _layout(self) -> Layout:
-        return {
-            "batch": (np.int64, ("R",)),
-            "lo": (np.float32, ("R", "C")),
-            "hi": (np.float32, ("R", "C")),
-        }
-
-    def _measure(self, x: np.ndarray, lo: np.ndarray, hi: np.ndarray, batch: int) -> State:
-        return {"batch": np.array([batch], np.int64), "lo": lo[None], "hi": hi[None]}
-
-    def _combine(self, first: State, second: State) -> State:
-        rows = {key: np.concatenate([first[key], second[key]]) for key in first}
-        order = np.argsort(rows["batch"], kind="stable")
-        return {key: array[order] for key, array in rows.items()}
-
-    def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
-        lo, hi = state["lo"].astype(np.float64), state["hi"].astype(np.float64)
-        return self._average(lo), self._average(hi)
-
-    def _average(self, rows: np.ndarray) -> np.ndarray:
-        """The moving average of rows, shape (R, C), as one of shape (C,)."""
-        momentum = self._options["momentum"]
-        average = rows[0]
-        for row in rows[1:]:
-            average = momentum * average + (1.0 - momentum) * row
-        return average
+    def _ends(self, x: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return lo, hi

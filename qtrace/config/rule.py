@@ -31,11 +31,12 @@ __all__ = [
 
 # What others call a plugin -> what it is called here.
 _ALSO_CALLED = {
+    "easyquant": "cosine",
     "ema": "moving_average",
-    "entropy": "mse",
+    "entropy": "kl",
     "hist": "mse",
     "histogram": "mse",
-    "kl": "mse",
+    "pow2": "power_of_two",
     "quantile": "percentile",
     "ste": "fixed",
     "brecq": "reconstruct",

@@ -1,0 +1,60 @@
+"""Exponential moving averages of what each batch says about the ends of the range, mergeable in any order."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import numpy as np
+
+from qtrace.observers.base import Layout, Observer, Option, State
+
+__all__ = ["MOMENTUM", "MovingObserver"]
+
+MOMENTUM = Option(0.9, 0.0, 1.0)
+
+
+class MovingObserver(Observer):
+    """Abstract: averages the ends of batches, later ones weighing more.
+
+    ``v <- momentum * v + (1 - momentum) * new``. The average begins with the first batch, as that of
+    MegEngine's ``ExponentialMovingAverageObserver`` does: of n batches the first weighs
+    ``momentum**(n - 1)``, one with ``age`` batches after it ``(1 - momentum) * momentum**age``.
+
+    An average cannot be merged, its batches can: their ends are kept, ordered by batch index, and averaged
+    when the range is asked for. Shards must pass the index in the whole run as ``batch``; batches of one
+    index keep the order in which they were observed or merged.
+
+    A subclass has the option ``momentum`` and says in `_ends` what a batch gives.
+    """
+
+    @abstractmethod
+    def _ends(self, x: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The ends of one batch, float32 (C,); the arguments are those of `_measure`."""
+
+    def _layout(self) -> Layout:
+        return {
+            "batch": (np.int64, ("R",)),
+            "lo": (np.float32, ("R", "C")),
+            "hi": (np.float32, ("R", "C")),
+        }
+
+    def _measure(self, x: np.ndarray, lo: np.ndarray, hi: np.ndarray, batch: int) -> State:
+        low, high = self._ends(x, lo, hi)
+        return {"batch": np.array([batch], np.int64), "lo": low[None], "hi": high[None]}
+
+    def _combine(self, first: State, second: State) -> State:
+        rows = {key: np.concatenate([first[key], second[key]]) for key in first}
+        order = np.argsort(rows["batch"], kind="stable")
+        return {key: array[order] for key, array in rows.items()}
+
+    def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
+        lo, hi = state["lo"].astype(np.float64), state["hi"].astype(np.float64)
+        return self._average(lo), self._average(hi)
+
+    def _average(self, rows: np.ndarray) -> np.ndarray:
+        """The moving average of rows, shape (R, C), as one of shape (C,)."""
+        momentum = self._options["momentum"]
+        average = rows[0]
+        for row in rows[1:]:
+            average = momentum * average + (1.0 - momentum) * row
+        return average

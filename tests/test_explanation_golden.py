@@ -64,14 +64,11 @@ def _of_the_zoo(entry: Any) -> Case:
             example = (images(1, *entry.input_shape),)
         return qtrace.trace(entry.build(), *example, check=False)
 
-    meant = (entry.name, entry.family, _CALLED.get(entry.family))
-    recipe = next((name for name in meant if name in NAMES), entry.recipe)
-    return Case(f"zoo-{entry.name.replace(':', '-')}", recipe, trace)
+    return Case(f"zoo-{entry.name.replace(':', '-')}", entry.recipe, trace)
 
 
 NAMES = recipe_names()
 TARGETS = tuple(name for name in NAMES if name.startswith("backend/"))
-_CALLED = {"deeplab": "deeplabv3plus"}  # a family whose recipe has another name
 # Recipes that differ from one that is here in the size of images, or in nothing.
 ALIKE = {"efficientnet_b1", "efficientnet_b2", "megengine", "onnxruntime", "resnet18", "resnet50"}
 

@@ -294,6 +294,16 @@ def test_jit_forward_equals_eager_in_the_quantize_phase() -> None:
 # -- convert -------------------------------------------------------------------------------------------
 
 
+def test_where_nothing_is_quantized_nothing_is_left_over(tmp_path: Path) -> None:
+    x = images(2, 3, 4, 4)
+    traced = qtrace.trace(net(lambda self, x: F.exp(x).reshape(2, -1)), x)
+    prepared = qtrace.calibrate(qtrace.prepare(traced), [x], progress=False)
+    qtrace.save(prepared, tmp_path / "m.mge")
+    for model in (prepared, qtrace.convert(prepared), qtrace.load(tmp_path / "m.mge")):
+        assert qtrace.graph.lint(model) == []
+        np.testing.assert_allclose(model(mge.Tensor(x)).numpy(), np.exp(x).reshape(2, -1), rtol=1e-6)
+
+
 @pytest.mark.parametrize("backend", ["onnxruntime", "megengine"])
 def test_convert_records_qparams_on_every_site_and_keeps_no_observer(backend: str) -> None:
     prepared = _prepared(backend=backend)

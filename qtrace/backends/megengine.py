@@ -14,7 +14,7 @@ BACKEND = Backend(
     fused={"conv2d": _RELU, "add": _RELU},
     ties_concat=True,
     limits={
-        "activation": Limits(bits=(8,), per_channel=False, affine=False, signed=True),
+        "activation": Limits(bits=(8,), per_channel=False, affine=False, signed=True, narrow=False),
         "weight": Limits(bits=(8,), per_channel=False, affine=False, signed=True),
     },
 )

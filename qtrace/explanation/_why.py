@@ -315,7 +315,7 @@ class Teller:
             elif note.state == "fused":
                 yield f"{what} is part of the kernel and asks for nothing."
             elif note.role == "carry":
-                yield f"{what} asks for nothing: its readers do not, or not for the same."
+                yield f"{what} asks for nothing: not all its readers do, or not for the same."
             else:
                 yield f"{what} reads it in float and asks for nothing."
         if node in self.index.annotation.outputs:

@@ -356,7 +356,7 @@ def delete_attribute(traced: TracedModule, path: str) -> None:
     parent, name = _parent(traced, path)
     delattr(parent, name)
     above = path.rpartition(".")[0]
-    if above and isinstance(parent, TracedModule) and not any(True for _ in parent._flatten(recursive=False)):
+    if above and not any(True for _ in parent._flatten(recursive=False)):
         delete_attribute(traced, above)
 
 

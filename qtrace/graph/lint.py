@@ -301,10 +301,15 @@ def _stale(module: Module, path: str, reached: set[int], seen: set[int]) -> Iter
         seen.add(id(value))
         if isinstance(value, RawTensor):
             yield LintProblem("stale-tensor", below, "no expr reads this tensor")
-        elif isinstance(value, TracedModule) or any(id(part) in reached for part in value._flatten()):
+        elif _is_holder(value) or any(id(part) in reached for part in value._flatten()):
             yield from _stale(value, below, reached, seen)
         else:
             yield LintProblem("stale-module", below, f"no expr reaches this {type(value).__name__}")
+
+
+def _is_holder(module: Module) -> bool:
+    """Whether a module computes nothing besides what those below it do."""
+    return isinstance(module, TracedModule) or getattr(module, "only_holds", False)
 
 
 def _name(node: Node) -> str:

@@ -117,7 +117,7 @@ class Notes:
         causes = self.view.float_causes.get(id(expr), ())
         if state == "shape":  # a rule or a region that covers it has no say
             return next((c.reason for c in causes if c.code == "shape"), STATIC)
-        return causes[0].reason if causes else "its input is float and no reader asks for integers"
+        return causes[0].reason if causes else "its input is float and not all its readers ask for integers"
 
     def _without_effect(self, expr: Expr) -> str:
         """Why a rule for a fused op does not do all that it says."""

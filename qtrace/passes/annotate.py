@@ -56,6 +56,7 @@ class _Annotator:
         self.chains = Chains(view)
         self.wants: dict[int, list[tuple[Plan, Expr]]] = {}
         self.asks: dict[int, str] = {}
+        self.mixed: set[int] = set()  # moves of which some reader wants the float value
         self.sites: list[Site] = []
         self.state: dict[int, str] = {}
         self.reads: dict[tuple[int, int], str] = {}
@@ -87,12 +88,20 @@ class _Annotator:
         elif self.view.carries(expr):
             asked = _distinct([p for n in expr.outputs for p, _ in self.wants.get(id(n), [])])
             plan = asked[0] if len(asked) == 1 else None
+            if not all(self._all_ask(n) for n in expr.outputs):
+                self.mixed.add(id(expr))
         else:
             plan = None
         if plan is not None:
-            self.asks[id(expr)] = plan.describe()
+            if id(expr) not in self.mixed:
+                self.asks[id(expr)] = plan.describe()
             for node in dict.fromkeys(call.inputs):
                 self.wants.setdefault(id(node), []).insert(0, (plan, expr))
+
+    def _all_ask(self, node: TensorNode) -> bool:
+        """Whether whoever reads the value of ``node``, moved or not, asks for integers."""
+        readers = [e for _, e in self.wants.get(id(node), []) if id(e) not in self.mixed]
+        return self.view.all_values_read_by(node, readers)
 
     # -- where fake quants go -----------------------------------------------------------------------
 
@@ -136,8 +145,12 @@ class _Annotator:
         self._place_edges(node, plan)
 
     def _place_edges(self, node: Node, present: Plan | None) -> None:
-        """Sites between ``node`` and those readers that ask for other parameters than are ``present``."""
-        asked = self.wants.get(id(node), [])
+        """Sites between ``node`` and those readers that ask for other parameters than are ``present``.
+
+        A move asks for what its readers want; where one of them wants the float value, there is no site
+        before it, and the others round what it moved.
+        """
+        asked = [(p, e) for p, e in self.wants.get(id(node), []) if id(e) not in self.mixed]
         for plan in _distinct([p for p, _ in asked if p != present]):
             readers = [e for p, e in asked if p == plan]
             first = readers[0].outputs[0].name

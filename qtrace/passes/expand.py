@@ -1,5 +1,7 @@
 """Expands layers and fused modules to functions, so that weights and biases are nodes of the graph.
 
+So is the kernel ``Where``, which MegEngine cannot write into a file.
+
 The modules stay in the tree and keep their parameters, so parameter names do not change. What is computed
 stays the same, bit for bit: a fused module becomes the calls that its own forward makes.
 """
@@ -11,9 +13,10 @@ from typing import Any
 
 import megengine.functional as F
 import megengine.module as M
+import numpy as np
 
 from qtrace.graph.edit import GraphEditor, delete_attribute
-from qtrace.graph.types import Expr, GetAttr, TensorNode, TracedModule
+from qtrace.graph.types import Apply, Expr, GetAttr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, owner
 from qtrace.passes.base import PassResult
 
@@ -30,6 +33,10 @@ def expand(traced: TracedModule) -> PassResult:
     left: list[str] = []
     with GraphEditor(traced) as editor:
         for expr in exprs(traced):
+            if isinstance(expr, Apply) and str(expr.opdef) == "Where":
+                editor.replace_expr(expr, _where(editor, expr))
+                changed.append(f"{expr.outputs[0].name}: Where as a function")
+                continue
             module = owner(expr)
             write = _WRITERS.get(type(module))
             if write is None:
@@ -44,6 +51,14 @@ def expand(traced: TracedModule) -> PassResult:
             changed.append(f"{out}: {type(module).__name__} as a function")
     _drop_empty(traced)
     return PassResult(traced, tuple(changed), tuple(left))
+
+
+def _where(editor: GraphEditor, expr: Expr) -> TensorNode:
+    """The kernel reads its mask as numbers, the function as truth values."""
+    mask, x, y = expr.inputs
+    chosen = editor.call_function(F.not_equal, mask, 0.0, after=expr, like=mask)
+    chosen.dtype = np.bool_
+    return editor.call_function(F.where, chosen, x, y, after=chosen.expr, like=expr.outputs[0])
 
 
 def _drop_empty(traced: TracedModule) -> None:

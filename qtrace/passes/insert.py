@@ -97,6 +97,8 @@ def _insert_fold(
 class Container(Module):
     """Holds the fake quants of a prepared graph under the names of their sites."""
 
+    only_holds = True  # lint: where nothing is quantized it is empty, and no leftover
+
     def forward(self, *args: Any) -> None:
         """Not a layer: its children are called by the graph."""
         raise NotImplementedError("qtrace's container of fake quants is not a layer")

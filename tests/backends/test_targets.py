@@ -37,6 +37,8 @@ CASES: list[tuple[str, str, dict[str, Any], str | None]] = [
     ("tflite", "weight", {"axis": None}, None),
     ("tflite", "weight", {"narrow": False}, "full ranges"),
     ("tflite", "weight", {"axis": None, "symmetric": False}, "affine schemes"),
+    ("megengine", "activation", {"narrow": True}, "narrow ranges"),
+    ("megengine", "weight", {"narrow": True}, None),
     ("ncnn", "activation", {"narrow": False}, "full ranges"),
     ("ncnn", "activation", {"symmetric": False}, "affine schemes"),
     ("ncnn", "activation", {"rounding": "half_even"}, "half_even rounding"),

@@ -159,6 +159,16 @@ def test_an_ncnn_table_for_a_net(tmp_path: Path) -> None:
     ]
 
 
+def test_an_ncnn_table_for_a_residual_net_with_a_pooled_stem(tmp_path: Path) -> None:
+    """Its first sum reads the pooled map in float: the table says how layers round, and nothing else does."""
+    x = images(1, 3, 32, 32)
+    converted = _converted(randomize(ResNet(4, (1, 1))), x, "backend/ncnn")
+    qtrace.export(converted, tmp_path / "m.prototxt", params="ncnn")
+    layers = [n.name for n in qtrace.explain(converted).annotation.notes if n.kind in ("conv2d", "linear")]
+    written = [line.split()[0] for line in (tmp_path / "m.table").read_text().splitlines()]
+    assert sorted(written) == sorted([*layers, *(f"{name}_param_0" for name in layers)])
+
+
 REFUSED: dict[str, tuple[M.Module, str]] = {
     "no form": (_after(lambda y: F.sin(y)), r"sin_out: F\.sin has no Caffe form"),
     "output padding": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import megengine as mge
 import megengine.functional as F
@@ -76,6 +77,17 @@ def test_expansion_leaves_nothing_behind_that_no_expr_reads(op: str) -> None:
     traced = _flat(case.module, case.x)
     expand(traced)
     assert lint(traced) == []
+
+
+def test_the_kernel_where_becomes_its_function_which_files_can_hold(tmp_path: Path) -> None:
+    case = KERNELS["Where"]
+    prepared = qtrace.prepare(qtrace.trace(case.module, case.x))
+    qtrace.calibrate(prepared, [case.x], progress=False)
+    qtrace.save(prepared, tmp_path / "m.mge")
+    want = prepared(mge.Tensor(case.x)).numpy()
+    np.testing.assert_array_equal(qtrace.load(tmp_path / "m.mge")(mge.Tensor(case.x)).numpy(), want)
+    qtrace.set_phase(prepared, "float")
+    np.testing.assert_array_equal(prepared(mge.Tensor(case.x)).numpy(), case.x)
 
 
 def _values(result: object) -> list[np.ndarray]:

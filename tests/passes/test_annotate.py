@@ -78,6 +78,33 @@ def test_moves_before_the_first_op_put_the_site_on_the_input() -> None:
     assert annotation.carried == {"flatten_out": "x"}
 
 
+def _pooled(before: Any) -> M.Module:
+    """A pooled map that a convolution reads on integers and exp in float."""
+
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        y = F.max_pool2d(before(self, x), 2)
+        return self.b(y.transpose(0, 1, 3, 2)) + F.exp(y)
+
+    return net(forward, a=_conv(), b=_conv())
+
+
+def test_a_move_does_not_round_what_another_reads_in_float() -> None:
+    annotation = _plan(_pooled(lambda self, x: F.sin(x)))
+    pooled = "max_pool2d_out__transpose_out"  # behind the pooling, before what only the convolution reads
+    assert set(_sites(annotation)) == {pooled, "b_out", "exp_out", "add_out"}
+    assert _note(annotation, "max_pool2d_out").state == "float"
+    assert _note(annotation, "exp_out").inputs == ("",)
+
+
+def test_a_move_of_what_is_rounded_anyway_rounds_nothing_a_second_time() -> None:
+    """The reader's wish is met where the value becomes integers, although another reads it in float."""
+    module = _pooled(lambda self, x: self.a(x))
+    annotation = _plan(module, rules=[{"match": {"name": "b"}, "activation": {"bits": 4}}])
+    sites = _sites(annotation)
+    assert set(sites) == {"x", "a_out", "b_out", "exp_out", "add_out"}
+    assert sites["a_out"].plan.scheme.bits == 4
+
+
 def test_readers_that_differ_get_sites_of_their_own() -> None:
     module = net(lambda self, x: self.b(self.a(x)) + self.c(self.a(x)), a=_conv(), b=_conv(), c=_conv())
     module = net(

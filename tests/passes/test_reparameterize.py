@@ -13,6 +13,7 @@ import pytest
 import qtrace
 from qtrace.config import QConfig
 from qtrace.graph.flatten import flatten
+from qtrace.graph.lint import lint
 from qtrace.graph.walk import exprs
 from qtrace.passes.expand import expand
 from qtrace.passes.fuse_bn import fuse_bn
@@ -61,6 +62,7 @@ def test_the_deploy_form_computes_the_same(groups: int, stride: int) -> None:
     assert functions == ["conv2d", "relu"] * 3
     assert {n.rpartition(".")[2] for n in flat.state_dict()} == {"weight", "bias"}
     assert all("point" not in n and "identity" not in n for n in flat.state_dict())
+    assert lint(flat) == []  # nor is there a layer left without its weight
 
 
 def test_prepare_does_it_by_name() -> None:

@@ -42,6 +42,10 @@ def test_quantized_outputs_stay_close(case: Case) -> None:
     case.check_quantized()
 
 
+def test_nearly_all_is_computed_on_integers(case: Case) -> None:
+    case.check_share()
+
+
 def test_training_reaches_what_the_float_net_trains(case: Case) -> None:
     case.check_training()
 

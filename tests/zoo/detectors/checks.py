@@ -22,6 +22,7 @@ from qtrace.graph.lint import lint
 from qtrace.graph.types import TracedModule
 from qtrace.passes.insert import CONTAINER
 from tests.zoo.detectors.entry import Entry
+from tests.zoo.shares import layer_share, whole_share
 
 __all__ = ["Case", "leaves", "parameters"]
 
@@ -176,6 +177,10 @@ class Case:
         assert qtrace.explain(self.calibrated).annotation.sites, "nothing was quantized"
         ratios = self.ratios()
         assert min(ratios) >= self.entry.sqnr, [round(r, 1) for r in ratios]
+
+    def check_share(self) -> None:
+        assert whole_share(self.prepared) >= self.entry.share
+        assert layer_share(self.prepared) >= 0.99
 
     def check_training(self) -> None:
         # At level 0, which the fixtures set: gradients race too.

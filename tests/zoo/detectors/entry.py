@@ -37,16 +37,18 @@ class Entry:
 
     Attributes:
         name: of this very net; unique.
-        family: of the nets that share a recipe.
+        family: of the nets that share a recipe; the recipe's name, unless ``plain``.
         build: makes the module; the same weights every time.
         sqnr: dB by which the signal of every output must stand above the error of 8 bits.
         note: why ``sqnr`` is below 20, if it is.
         inputs: (batch size, seed, image size) -> positional arguments.
-        recipe: how it is quantized.
         size: image size of the example.
         other_size: another size that the module takes; None where it takes one only.
         ends: modules behind which the graph stays float; None for all of it on integers.
         slow: whether only the slow tests run it.
+        plain: whether its family has no recipe: it is quantized by the default one.
+        share: the part of the whole graph's MACs that is at least computed on integers; of those of its
+            layers it is 0.99 always.
     """
 
     name: str
@@ -55,11 +57,17 @@ class Entry:
     sqnr: float = 20.0
     note: str = ""
     inputs: Inputs = pictures
-    recipe: str = "onnxruntime"
     size: int = 64
     other_size: int | None = 96
     ends: tuple[str, ...] | None = None
     slow: bool = False
+    plain: bool = False
+    share: float = 0.99
+
+    @property
+    def recipe(self) -> str:
+        """The name of the recipe that it is quantized by."""
+        return "onnxruntime" if self.plain else self.family
 
 
 def trained(module: M.Module, seed: int = 0) -> M.Module:

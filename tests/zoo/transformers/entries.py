@@ -34,10 +34,18 @@ _INPUTS: dict[type, Inputs] = {DictInput: _with_mask, SeveralInputs: _with_vecto
 TRANSFORMERS = (
     Entry("vit", "vit", lambda: trained(Vit()), size=32, other_size=None),
     Entry("swin", "swin", lambda: trained(Swin()), size=32, other_size=None),
-    Entry("clip_resnet", "clip", lambda: trained(ClipResNet()), size=32, other_size=None),
-    Entry("clip", "clip", lambda: trained(TextImage()), inputs=_with_tokens, size=32, other_size=None),
-    Entry("resmlp", "resmlp", lambda: trained(ResMlp()), size=32, other_size=None),
-    Entry("uniformer", "uniformer", lambda: trained(UniFormer()), size=32, other_size=48),
+    Entry("clip_resnet", "clip", lambda: trained(ClipResNet()), size=32, other_size=None, plain=True),
+    Entry(
+        "clip",
+        "clip",
+        lambda: trained(TextImage()),
+        inputs=_with_tokens,
+        size=32,
+        other_size=None,
+        plain=True,
+    ),
+    Entry("resmlp", "resmlp", lambda: trained(ResMlp()), size=32, other_size=None, plain=True),
+    Entry("uniformer", "uniformer", lambda: trained(UniFormer()), size=32, other_size=48, plain=True),
 )
 
 USER_NETS = tuple(
@@ -48,6 +56,7 @@ USER_NETS = tuple(
         inputs=_INPUTS.get(kind, pictures),
         size=16,
         other_size=24,
+        plain=True,
     )
     for kind in USERS
 )

@@ -1,0 +1,63 @@
+"""Every family's recipe on the zoo's networks of that family, for targets that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import megengine as mge
+import pytest
+
+import qtrace
+from qtrace.graph.types import TracedModule
+from qtrace.preparation import plan
+from qtrace.recipe import recipe_names
+from tests.zoo.catalog import CNN
+from tests.zoo.detectors.entries import DETECTORS
+from tests.zoo.parts import pictures
+from tests.zoo.shares import LAYERS
+from tests.zoo.transformers.entries import TRANSFORMERS
+
+# One scale per tensor, float results, 16 bits, affine weights, tied inputs.
+TARGETS = tuple(f"backend/{name}" for name in ("megengine", "ncnn", "qnn_a16", "snpe", "tensorrt"))
+ENTRIES: tuple[Any, ...] = (*CNN, *DETECTORS, *TRANSFORMERS)
+# Short names of a target, and recipes of which another family's is a part in all but numbers.
+TARGETS_BY_SHORT_NAME = {"onnxruntime", "megengine"}
+ALIKE = {"resnet18", "resnet50", "efficientnet_b0", "efficientnet_b1", "efficientnet_b2", "w4a4_lsq"}
+SLOW = {"freeanchor"}  # RetinaNet's network and recipe with another loss
+
+
+def test_every_family_has_a_network_that_the_quick_tests_run() -> None:
+    families = {name for name in recipe_names() if "/" not in name} - TARGETS_BY_SHORT_NAME - ALIKE
+    assert {entry.recipe for entry in ENTRIES if not entry.plain} == families
+    assert {entry.recipe for entry in ENTRIES if not entry.plain and not entry.slow} == families - SLOW
+
+
+def test_only_families_without_a_recipe_are_plain() -> None:
+    assert not {entry.family for entry in ENTRIES if entry.plain} & set(recipe_names())
+
+
+@pytest.fixture(scope="module", params=[e for e in ENTRIES if not e.plain], ids=lambda entry: entry.name)
+def case(request: pytest.FixtureRequest) -> Iterator[tuple[TracedModule, str]]:
+    entry = request.param
+    level = mge.config.async_level
+    mge.config.async_level = 0  # F.arange races when several are queued
+    inputs = entry.inputs(1, 1, entry.size) if hasattr(entry, "size") else (pictures(1, *entry.input_shape),)
+    yield qtrace.trace(entry.build(), *inputs, check=False), entry.recipe
+    mge.config.async_level = level
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_layers_are_on_integers_and_nothing_is_rounded_twice(
+    case: tuple[TracedModule, str], target: str, tmp_path: Path
+) -> None:
+    traced, recipe = case
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"schema: qtrace/1\nimports: [{target}, {recipe}]\n")
+    annotation = plan(traced, path)
+    layers = [note for note in annotation.notes if note.kind in LAYERS]
+    assert {note.state for note in layers} == {"int"}
+    nodes = [site.node for site in annotation.sites if site.sort == "activation"]
+    assert len(nodes) == len(set(nodes)), "a tensor is rounded twice"

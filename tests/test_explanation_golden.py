@@ -70,7 +70,8 @@ def _of_the_zoo(entry: Any) -> Case:
 NAMES = recipe_names()
 TARGETS = tuple(name for name in NAMES if name.startswith("backend/"))
 # Recipes that differ from one that is here in the size of images, or in nothing.
-ALIKE = {"efficientnet_b1", "efficientnet_b2", "megengine", "onnxruntime", "resnet18", "resnet50"}
+ALIKE = {"efficientnet_b0", "efficientnet_b1", "efficientnet_b2"}
+ALIKE |= {"megengine", "onnxruntime", "resnet18", "resnet50"}
 
 CASES = [
     *_ours("resnet", lambda: ResNet(8, (1, 1, 1, 1)), "resnet", "w4a4_lsq", *TARGETS),

@@ -1,4 +1,4 @@
-"""RetinaNet's head is called for five levels: one weight each, and ranges a level or for all, as a file says."""
+"""RetinaNet's head is called for five levels: one site a weight, and ranges for each level or for all."""
 
 from __future__ import annotations
 

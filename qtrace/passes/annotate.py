@@ -101,7 +101,9 @@ class _Annotator:
     def _all_ask(self, node: TensorNode) -> bool:
         """Whether whoever reads the value of ``node``, moved or not, asks for integers."""
         readers = [e for _, e in self.wants.get(id(node), []) if id(e) not in self.mixed]
-        return self.view.all_values_read_by(node, readers)
+        calls = ((user, self.calls.get(id(user))) for user in node.users)
+        blind = [user for user, call in calls if call is not None and call.role is Role.SHAPE]
+        return self.view.all_values_read_by(node, [*readers, *blind])
 
     # -- where fake quants go -----------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ class Size:
         chain: the shorter chain of conv, BatchNorm, ReLU; the other is twice as long.
         repeats: rounds of cheap measurements.
         few: rounds of expensive ones.
+        traced: whether training is measured under jit.trace too, which takes a while to compile.
     """
 
     width: int = 64
@@ -32,11 +33,14 @@ class Size:
     chain: int = 400
     repeats: int = 11
     few: int = 5
+    traced: bool = True
 
     @classmethod
     def quick(cls) -> Size:
         """So small that the figures mean nothing: to see whether the benchmarks run."""
-        return cls(width=8, mobile_width=8, image=(2, 3, 32, 32), batches=2, chain=10, repeats=2, few=1)
+        return cls(
+            width=8, mobile_width=8, image=(2, 3, 32, 32), batches=2, chain=10, repeats=2, few=1, traced=False
+        )
 
     @property
     def net(self) -> str:

@@ -1,45 +1,75 @@
-"""A step of quantization-aware training beside a float step, eager, qtrace's and MegEngine's."""
+"""A step of quantization-aware training beside a float step: qtrace's, MegEngine's, eager and traced."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import megengine
 import megengine.functional as F
 import numpy as np
 from megengine import Tensor
 from megengine.autodiff import GradManager
+from megengine.jit import trace
 from megengine.module import Module
 from megengine.optimizer import SGD
 from megengine.quantization import quantize_qat
 
 import qtrace
+from benchmarks import machine
 from benchmarks.nets import NativeResNet18, ResNet18, image_batches, settle
 from benchmarks.rows import Row, Size
-from benchmarks.timing import take_turns
+from benchmarks.timing import Samples, take_turns
+from qtrace.gradients import fast_gradients
 
 __all__ = ["run"]
 
-_TARGET = 1.15
+_TARGETS = {"fixed": 1.25, "lsq": 1.35}
+_OF_NATIVE = 0.35
 
 
 def run(size: Size) -> Iterator[Row]:
-    """Forward, backward and optimizer step of all networks, in turns."""
+    """Forward, backward and optimizer step of all networks, in turns, with glibc keeping freed memory."""
+    machine.keep_freed_memory()
+    level, megengine.config.async_level = megengine.config.async_level, 0  # else gradients race on CPU
+    try:
+        samples = take_turns(_sides(size), size.few, warm_up=2)  # jit.trace compiles at the second call
+    finally:
+        megengine.config.async_level = level
+    yield from _rows(f"{size.net}: ", samples)
+
+
+def _sides(size: Size) -> dict[str, Callable[[], object]]:
+    """The steps that take turns."""
     batch = image_batches(1, size.image)[0]
     net = settle(ResNet18(size.width), batch)
     native = settle(NativeResNet18(size.width), batch)
     traced = qtrace.trace(net, batch, check=False)
-    modules = {name: _prepared(traced, name, batch) for name in ("float", "fixed", "lsq")}
-    modules |= {"original": net, "native float": native, "native": quantize_qat(native, inplace=False)}
-    samples = take_turns({name: _step(m, batch) for name, m in modules.items()}, size.few)
-    name = f"{size.net}: QAT step / float step"
-    for fake in ("fixed", "lsq"):
-        yield Row(f"{name}, {fake}", samples.ratio(fake, "float"), "x", _TARGET, "both with BatchNorm folded")
-    for fake in ("fixed", "lsq"):
-        note = "the original trains its BatchNorm"
-        yield Row(f"{name} of the original, {fake}", samples.ratio(fake, "original"), "x", note=note)
-    yield Row(f"{name}, MegEngine's own quantize_qat", samples.ratio("native", "native float"), "x")
-    yield Row(f"{size.net}: float step, BatchNorm folded", samples.seconds("float"), "s")
-    yield Row(f"{size.net}: float step, original", samples.seconds("original"), "s")
+    sides: dict[str, Callable[[], object]] = {}
+    for kind in ("float", "fixed", "lsq"):
+        sides[kind] = _step(_prepared(traced, kind, batch), batch)
+        if size.traced:
+            sides[f"{kind}, traced"] = trace(_step(_prepared(traced, kind, batch), batch), symbolic=True)
+    sides["original"] = _step(net, batch)
+    sides["original, fast"] = _fast(net, batch)
+    sides["native"] = _step(quantize_qat(native, inplace=False), batch)
+    return sides
+
+
+def _rows(net: str, samples: Samples) -> Iterator[Row]:
+    for kind in ("fixed", "lsq"):
+        ratio = samples.ratio(kind, "native")
+        yield Row(f"{net}QAT step / step of MegEngine's quantize_qat, {kind}", ratio, "x", _OF_NATIVE)
+    for kind, target in _TARGETS.items():
+        note = "the same graph and gradients of convolutions"
+        yield Row(f"{net}QAT step / float step, {kind}", samples.ratio(kind, "float"), "x", target, note)
+    for kind in ("fixed", "lsq") if "lsq, traced" in samples.by_side else ():
+        ratio = samples.ratio(f"{kind}, traced", "float, traced")
+        yield Row(f"{net}QAT step / float step under jit.trace, {kind}", ratio, "x")
+        yield Row(f"{net}traced / eager QAT step, {kind}", samples.ratio(f"{kind}, traced", kind), "x")
+    ratio = samples.ratio("original, fast", "original")
+    yield Row(f"{net}float step with fast_gradients / without", ratio, "x", note="BatchNorm trains")
+    for side in samples.by_side:
+        yield Row(f"{net}step, {side}", samples.seconds(side), "s")
 
 
 def _prepared(traced: Module, kind: str, batch: Tensor) -> Module:
@@ -66,3 +96,13 @@ def _step(module: Module, batch: Tensor) -> Callable[[], None]:
         optimizer.step().clear_grad()
 
     return step
+
+
+def _fast(module: Module, batch: Tensor) -> Callable[[], None]:
+    step = _step(module, batch)
+
+    def fast() -> None:
+        with fast_gradients(module):
+            step()
+
+    return fast

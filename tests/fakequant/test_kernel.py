@@ -122,3 +122,32 @@ def test_no_scale_gradient_when_it_is_not_learned() -> None:
         manager.backward(F.sum(y))
     assert st.grad is None or not np.any(st.grad.numpy())
     np.testing.assert_array_equal(x.grad.numpy(), np.zeros(3))
+
+
+@pytest.mark.parametrize(("qmin", "qmax", "zero"), [(-8, 7, 0), (0, 15, 0), (0, 15, 15), (-128, 127, 0)])
+def test_gradient_passes_at_the_bounds_and_not_beyond(qmin: int, qmax: int, zero: int) -> None:
+    low, high = np.float32(qmin - zero), np.float32(qmax - zero)
+    inside = [low, high, np.nextafter(low, high), np.nextafter(high, low)]
+    outside = [np.nextafter(low, -np.inf, dtype=np.float32), np.nextafter(high, np.float32(np.inf))]
+    outside = [v for v in outside if abs(v) > 1e-30 or v == 0] + [np.float32(-np.inf), np.float32(np.inf)]
+    x = mge.Parameter(np.array([*inside, *outside], np.float32))
+    scale = mge.Parameter(np.float32(1))
+    with GradManager().attach([x, scale]) as manager:
+        y = quant_dequant(x, scale, mge.Tensor(np.float32(zero)), qmin, qmax, True, (), 1.0)
+        manager.backward(y, mge.Tensor(np.full(x.shape, 3.0, np.float32)))
+    np.testing.assert_array_equal(x.grad.numpy(), [3.0] * len(inside) + [0.0] * len(outside))
+    assert np.isfinite(scale.grad.numpy())
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 1, 1, 1), (2, 1, 4, 1, 1), (1, 1, 4, 1, 1), (1, 1, 1, 1, 5)])
+def test_scale_gradient_of_any_shape(shape: tuple[int, ...]) -> None:
+    x = _data((2, 3, 4, 5, 5))
+    upstream = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
+    s = np.linspace(0.05, 0.4, int(np.prod(shape)), dtype=np.float32).reshape(shape)
+    scale = mge.Parameter(s)
+    with GradManager().attach([scale]) as manager:
+        y = quant_dequant(mge.Tensor(x), scale, mge.Tensor(np.zeros_like(s)), -8, 7, True, shape, 1.0)
+        manager.backward(y, mge.Tensor(upstream))
+    slope = upstream * _reference(x, s, np.zeros_like(s), -8, 7, True)[2]
+    want = slope.sum(tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True)
+    np.testing.assert_allclose(scale.grad.numpy(), want, rtol=1e-4, atol=1e-4)

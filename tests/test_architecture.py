@@ -45,6 +45,7 @@ def _rooms() -> dict[str, set[str]]:
     room("verification")
     room("bisection")
     room("comparison")
+    room("sensitivity")
     room("__init__")
     room("cli")
     room("__main__", "cli")

@@ -17,6 +17,7 @@ from qtrace.cli.commands.compare import compare
 from qtrace.cli.commands.explain import explain
 from qtrace.cli.commands.export import export
 from qtrace.cli.commands.recipes import recipes
+from qtrace.cli.commands.sensitivity import sensitivity
 from qtrace.cli.commands.trace import trace
 from qtrace.cli.commands.verify import verify
 from qtrace.errors import QtraceError
@@ -69,7 +70,7 @@ def group() -> None:
     """
 
 
-for _command in (trace, calibrate, explain, export, verify, bisect, compare, recipes):
+for _command in (trace, calibrate, explain, export, verify, bisect, compare, sensitivity, recipes):
     group.add_command(_command)
 
 

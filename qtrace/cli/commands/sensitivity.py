@@ -1,0 +1,152 @@
+"""``qtrace sensitivity``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import click
+
+from qtrace.cli import help, models, options
+from qtrace.cli.commands.explain import on_terminal
+from qtrace.cli.console import Console
+from qtrace.cli.outputs import output_file
+from qtrace.errors import ConfigError
+
+__all__ = ["sensitivity"]
+
+
+@click.command(
+    cls=help.Command,
+    example="""
+        qtrace sensitivity float.mge --data images/ --recipe resnet50
+        qtrace sensitivity float.mge --data images/ --eval-data unseen/ --recipe w4a4.yaml \\
+            --metric agreement --max-drop 1 --raise w8a8 --patch mixed.yaml
+        qtrace sensitivity float.mge --data images/ --recipe w4.yaml \\
+            --raise w8 --budget 2e6 --patch mixed.yaml
+    """,
+)
+@click.argument("model")
+@options.data(required=True)
+@options.recipe
+@click.option(
+    "--eval-data", metavar="D", help="What to measure on, as --data; the calibration data if left out."
+)
+@click.option(
+    "--metric",
+    default="sqnr",
+    show_default=True,
+    help="sqnr (dB), agreement (percent), or pkg.mod:function, which gets the graph and returns a number.",
+)
+@click.option(
+    "--at-least", type=float, help="Search for the fewest layers to raise until the metric is this."
+)
+@click.option("--max-drop", type=float, help="The same, by how much less than in float the metric may be.")
+@click.option("--budget", type=float, help="Search for the best layers to raise within so many --unit.")
+@click.option("--unit", type=click.Choice(["bytes", "bops"]), default="bytes", show_default=True)
+@click.option(
+    "--raise",
+    "raise_to",
+    default="float",
+    show_default=True,
+    help="What layers become: float, a16, w8a8, ...",
+)
+@click.option("--groups", is_flag=True, help="Measure every group of sites by itself, too.")
+@click.option("--patch", type=options.file_or_folder(), help="Write the recipe that raises the layers here.")
+@options.allow
+@options.progress
+@options.output
+def sensitivity(
+    model: str,
+    data: str,
+    batch_size: int,
+    max_batches: int | None,
+    skip_bad: bool,
+    recipe: str | None,
+    patch: Path | None,
+    allow: tuple[str, ...],
+    console: Console,
+    **asked: Any,
+) -> int:
+    """Tell which layers cost accuracy, and find the fewest to raise.
+
+    MODEL is a traced file or pkg.mod:factory; it is prepared by the recipe and calibrated on --data. Without
+    a goal, every layer is measured by itself. With --at-least or --max-drop (or a recipe's `expect` with a
+    metric that is known here), the fewest layers are raised; with --budget, the best ones. The exit code is 1
+    if a goal is not reached.
+    """
+    with console.work():
+        import qtrace
+        from qtrace.sensitivity import analyze, mixed_precision
+
+        qconfig = qtrace.load_recipe(recipe or "onnxruntime")
+        sizes: dict[str, Any] = {"batch_size": batch_size, "max_batches": max_batches, "skip_bad": skip_bad}
+        goal = _goal(asked, qconfig)
+        if patch is not None and goal is None:
+            raise ConfigError("--patch is written by a search: give --at-least, --max-drop or --budget, too.")
+        source = models.open_source(data, console, qconfig=qconfig, **sizes)
+        calibration = list(source)
+        measured = calibration
+        if asked["eval_data"]:
+            measured = list(models.open_source(asked["eval_data"], console, qconfig=qconfig, **sizes))
+        if models.is_factory(model):
+            traced = models.trace_factory(model, data=source)
+        else:
+            traced = models.load_model(model, allow)
+        chosen = _metric(asked["metric"])
+        if goal is None:
+            prepared = qtrace.prepare(traced, qconfig)
+            qtrace.calibrate(prepared, calibration, progress=console.progress)
+            result: Any = analyze(prepared, measured, groups=asked["groups"], **chosen)
+        else:
+            base = _importable(recipe or "onnxruntime", patch)
+            raise_to = asked["raise_to"]
+            result = mixed_precision(
+                traced, qconfig, calibration, goal=goal, evaluation=measured, raise_to=raise_to, **chosen
+            ).importing(base)
+        if patch is not None:
+            with output_file(patch) as partial:
+                partial.write_text(result.patch, encoding="utf-8")
+    models.tell_skipped(source, console)
+    width = shutil.get_terminal_size().columns if on_terminal() else None
+    console.result(result.table(width), result.to_dict())
+    return 0 if getattr(result, "passed", True) else 1
+
+
+def _goal(asked: dict[str, Any], qconfig: Any) -> Any:
+    """What to search for, or None."""
+    from qtrace.sensitivity import Budget, Goal
+
+    given = [name for name in ("at_least", "max_drop", "budget") if asked[name] is not None]
+    if len(given) > 1:
+        flags = " and ".join("--" + name.replace("_", "-") for name in given)
+        raise ConfigError(f"{flags} are two goals: give one of them.")
+    if asked["budget"] is not None:
+        return Budget(asked["unit"], asked["budget"])
+    if given:
+        return Goal(asked["at_least"], asked["max_drop"])
+    expected = qconfig.expect
+    if expected is not None and expected.metric == asked["metric"]:
+        return Goal(max_drop=expected.max_drop)
+    return None
+
+
+def _metric(name: str) -> dict[str, Any]:
+    """The metric as arguments of the functions."""
+    from qtrace.data import import_object, is_object_name
+
+    if not is_object_name(name):
+        return {"metric": name}
+    function = import_object(name)
+    if not callable(function):
+        raise ConfigError(f"--metric {name} is no function: name one that takes the graph.")
+    return {"own": function}
+
+
+def _importable(recipe: str, patch: Path | None) -> str:
+    """The recipe as the patch imports it: a file relative to the patch's folder."""
+    if patch is None or not recipe.endswith((".yaml", ".yml")):
+        return recipe
+    return os.path.relpath(recipe, patch.parent)

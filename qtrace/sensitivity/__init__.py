@@ -1,0 +1,54 @@
+"""Sensitivity and mixed precision: which layers cost accuracy, and the fewest to raise.
+
+`analyze` measures every layer by itself. `mixed_precision` finds the layers to raise, proves the result on a
+graph that is really prepared and calibrated so, and gives it as a recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from qtrace.graph.types import TracedModule
+from qtrace.sensitivity.metrics import DetectionLoss, Level, Metric, choose
+from qtrace.sensitivity.mixed import MixedPrecision, mixed_precision
+from qtrace.sensitivity.ranking import Ranking, rank
+from qtrace.sensitivity.searching import Budget, Goal
+from qtrace.sensitivity.simulation import Simulation
+
+__all__ = [
+    "Budget",
+    "DetectionLoss",
+    "Goal",
+    "Level",
+    "MixedPrecision",
+    "Ranking",
+    "analyze",
+    "mixed_precision",
+]
+
+
+def analyze(
+    prepared: TracedModule,
+    batches: Iterable[Any],
+    *,
+    metric: str | Metric = "sqnr",
+    own: Callable[[TracedModule], float] | None = None,
+    groups: bool = False,
+) -> Ranking:
+    """Measures what each layer costs by itself.
+
+    Args:
+        prepared: a calibrated module; it is left as it is.
+        batches: inputs as for ``qtrace.calibrate``, best ones that were not used there.
+        metric: ``sqnr`` (dB), ``agreement`` (percent), or a function of the outputs of the float and the
+            quantized graph, such as a `DetectionLoss`; more is better.
+        own: a function that gets the graph, runs it on its own data, and returns a number: more is better.
+        groups: whether to measure each group of sites by itself, too.
+
+    Raises:
+        CalibrationError: when the module is not calibrated, or there are no batches.
+        ConfigError: for an unknown metric, or one that returns no finite number.
+    """
+    name, compares, asks = choose(metric, own)
+    return rank(Simulation(prepared, batches, compares, asks), name, groups)

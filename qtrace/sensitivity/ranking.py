@@ -1,0 +1,100 @@
+"""How much each layer, and each group of sites, costs by itself."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from qtrace.graph.table import format_table
+from qtrace.sensitivity.layers import Layer
+from qtrace.sensitivity.simulation import Simulation
+
+__all__ = ["GroupRow", "LayerRow", "Ranking", "rank"]
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """What quantizing one layer costs.
+
+    Attributes:
+        layer: the layer.
+        only: the metric with this layer alone quantized, all else in float.
+        without: the metric with this layer alone in float, all else quantized.
+    """
+
+    layer: Layer
+    only: float
+    without: float
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """What rounding the sites of one group costs: the metric with all else in float."""
+
+    group: str
+    only: float
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The sensitivity of a graph.
+
+    Attributes:
+        metric: its name.
+        quantized: the metric with everything quantized.
+        layers: one row for each layer, in graph order.
+        groups: one row for each group of sites, in graph order; empty when it was not asked for.
+    """
+
+    metric: str
+    quantized: float
+    layers: tuple[LayerRow, ...]
+    groups: tuple[GroupRow, ...]
+
+    def by_cost(self) -> tuple[LayerRow, ...]:
+        """The layers, the one that costs most by itself first."""
+        return tuple(sorted(self.layers, key=lambda row: row.only))
+
+    def table(self, max_width: int | None = 140) -> str:
+        """A text table of the layers, the most sensitive first, then of the groups."""
+        rows = [
+            (r.layer.name, r.layer.kind, f"{r.only:.4g}", f"{r.without:.4g}", r.layer.macs)
+            for r in self.by_cost()
+        ]
+        headers = ("layer", "op", f"{self.metric}, only it", f"{self.metric}, all but it", "MACs")
+        parts = [format_table(headers, rows, max_width)]
+        if self.groups:
+            found = sorted(self.groups, key=lambda row: row.only)
+            cells = [(row.group, f"{row.only:.4g}") for row in found]
+            parts.append(format_table(("sites", f"{self.metric}, only them"), cells, max_width))
+        parts.append(f"{self.metric} with everything quantized: {self.quantized:.4g}")
+        return "\n\n".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        layers = [
+            {"layer": row.layer.name, "op": row.layer.kind, "only": row.only, "without": row.without}
+            for row in self.layers
+        ]
+        groups = [asdict(row) for row in self.groups]
+        return {"metric": self.metric, "quantized": self.quantized, "layers": layers, "groups": groups}
+
+
+def rank(simulation: Simulation, metric: str, groups: bool = False) -> Ranking:
+    """Measures every layer by itself: two passes over the data each, and one for each group.
+
+    Args:
+        simulation: the graph and the data.
+        metric: the metric's name, for the table.
+        groups: whether to measure the groups of sites, too.
+    """
+    rows = tuple(
+        LayerRow(layer, simulation.only(layer), simulation.value([layer.name])) for layer in simulation.layers
+    )
+    names: dict[str, None] = {}
+    if groups:
+        for layer in simulation.layers:
+            names.update(dict.fromkeys([*sorted(layer.reads), layer.weight, *sorted(layer.gives)]))
+        names.pop("", None)
+    found = tuple(GroupRow(name, simulation.only_group(name)) for name in names)
+    return Ranking(metric, simulation.value(), rows, found)

@@ -1,0 +1,115 @@
+"""A calibrated graph with some of its layers in float, without preparing it anew."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import numpy as np
+
+from qtrace.batches import as_arguments, evaluating, told
+from qtrace.errors import CalibrationError
+from qtrace.graph.types import TensorNode, TracedModule
+from qtrace.graph.walk import exprs
+from qtrace.passes.insert import CONTAINER
+from qtrace.passes.record import fake_quants, read_record
+from qtrace.phases import in_phase
+from qtrace.sensitivity.layers import Layer, active_groups, find_layers
+from qtrace.sensitivity.metrics import Metric, Outputs, sqnr
+from qtrace.verification import leaves
+
+__all__ = ["Simulation", "outputs_of"]
+
+
+class Simulation:
+    """Runs a prepared graph with any set of layers in float, and says how good it is.
+
+    The batches run once in float; after that, once for each question. What is float or not is set by phases,
+    so a question costs one pass over the data and nothing else.
+
+    Args:
+        prepared: a calibrated prepared module; it is left as it is.
+        batches: as for ``qtrace.calibrate``; a list, since they are run again and again.
+        metric: compares outputs; None for `sqnr`.
+        own: the user's metric, which runs the graph itself; it goes before ``metric``.
+
+    Raises:
+        CalibrationError: when the module is not calibrated, or there are no batches.
+    """
+
+    def __init__(
+        self,
+        prepared: TracedModule,
+        batches: Iterable[Any],
+        metric: Metric | None = None,
+        own: Callable[[TracedModule], float] | None = None,
+    ) -> None:
+        self.prepared, self.metric, self.own = prepared, metric or sqnr, own
+        annotation = read_record(prepared, "prepared").annotation
+        for fq in fake_quants(prepared):
+            fq.qparams()  # asks whether it is calibrated
+        nodes = [node for expr in exprs(prepared) for node in expr.outputs]
+        shapes = {node.name: node.shape for node in nodes if isinstance(node, TensorNode)}
+        weights = {s.group: s.node for s in annotation.sites if s.sort == "weight"}
+        sizes = {group: math.prod(int(n) for n in shapes[node] or ()) for group, node in weights.items()}
+        self.layers: tuple[Layer, ...] = find_layers(annotation, sizes)
+        self.batches = list(batches)
+        if not self.batches:
+            raise CalibrationError("there are no batches to measure on: give at least one.")
+        self._folds = {f"{fold.layer}_bn": fold.layer for fold in annotation.folds}
+        with in_phase(prepared, "float"):
+            self.reference = outputs_of(prepared, self.batches)
+            self.float_value = own(prepared) if own is not None else None
+
+    def value(self, raised: Collection[str] = ()) -> float:
+        """The metric with some layers in float.
+
+        Args:
+            raised: names of layers.
+        """
+        return self._ask(active_groups(self.layers, raised), raised)
+
+    def only(self, layer: Layer) -> float:
+        """The metric with all layers but one in float."""
+        return self.value([other.name for other in self.layers if other.name != layer.name])
+
+    def only_group(self, group: str) -> float:
+        """The metric with all sites but those of one group in float."""
+        return self._ask(frozenset({group}), [layer.name for layer in self.layers])
+
+    def noise(self, raised: Collection[str] = ()) -> float:
+        """Output noise relative to the signal, as a power: what `sqnr` is the logarithm of."""
+        found = self._outputs(active_groups(self.layers, raised), raised)
+        return float(10 ** (-sqnr(self.reference, found) / 10))
+
+    def _ask(self, active: Collection[str], raised: Collection[str]) -> float:
+        if self.own is not None:
+            with in_phase(self.prepared, "float"), evaluating(self.prepared):
+                self._activate(active, raised)
+                return self.own(self.prepared)
+        return self.metric(self.reference, self._outputs(active, raised))
+
+    def _outputs(self, active: Collection[str], raised: Collection[str]) -> Outputs:
+        with in_phase(self.prepared, "float"):
+            self._activate(active, raised)
+            return outputs_of(self.prepared, self.batches)
+
+    def _activate(self, active: Collection[str], raised: Collection[str]) -> None:
+        container = getattr(self.prepared, CONTAINER)
+        for name in active:
+            getattr(container, name).phase = "quantize"
+        for name, layer in self._folds.items():
+            if layer not in raised:
+                getattr(container, name).phase = "quantize"
+
+
+def outputs_of(model: TracedModule, batches: Iterable[Any]) -> list[list[np.ndarray]]:
+    """What a graph gives for each batch, as it is, in eval mode."""
+    found = []
+    with evaluating(model):
+        for index, batch in enumerate(batches):
+            args, kwargs = as_arguments(batch, model, index)
+            with told(model, (args, kwargs), index):
+                found.append([t.numpy() for t in leaves(model(*args, **kwargs))])
+    return found

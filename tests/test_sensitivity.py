@@ -1,0 +1,310 @@
+"""Sensitivity and mixed precision: what phases simulate, what the search finds, and the recipe it gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace import cli
+from qtrace.errors import CalibrationError, ConfigError
+from qtrace.graph.types import TracedModule
+from qtrace.numerics import sqnr_db
+from qtrace.sensitivity import Budget, DetectionLoss, Goal, Level, analyze, mixed_precision, searching
+from qtrace.sensitivity.simulation import Simulation
+from tests.nets import net
+
+W4 = {"backend": "generic", "weight": {"bits": 4}, "activation": {"bits": 6}}
+
+
+def _forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+    x = F.relu(self.a(x))
+    x = x + F.relu(self.b(x))
+    x = F.relu(self.c(x))
+    return self.fc(F.flatten(F.avg_pool2d(x, 8), 1))
+
+
+def _traced() -> TracedModule:
+    module = net(
+        _forward,
+        a=M.Conv2d(3, 6, 3, padding=1),
+        b=M.Conv2d(6, 6, 3, padding=1),
+        c=M.Conv2d(6, 8, 1),
+        fc=M.Linear(8, 4),
+    )
+    # One layer whose channels differ widely: with one scale it loses most of them.
+    weight = module.c.weight.numpy().copy()
+    weight[::2] *= 0.03
+    module.c.weight._reset(mge.Parameter(weight))
+    return qtrace.trace(module, _data(0)[0])
+
+
+def _data(seed: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=(4, 3, 8, 8)).astype(np.float32) for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def traced() -> TracedModule:
+    return _traced()
+
+
+@pytest.fixture(scope="module")
+def prepared(traced: TracedModule) -> TracedModule:
+    prepared = qtrace.prepare(traced, W4)
+    qtrace.calibrate(prepared, _data(0), progress=False)
+    return prepared
+
+
+@pytest.fixture(scope="module")
+def simulation(prepared: TracedModule) -> Simulation:
+    return Simulation(prepared, _data(1))
+
+
+def _outputs(model: TracedModule, phase: str) -> np.ndarray:
+    qtrace.set_phase(model, phase)
+    return np.concatenate([model(mge.Tensor(x)).numpy() for x in _data(1)])
+
+
+def test_layers_are_the_ops_on_integers_with_their_sizes(simulation: Simulation) -> None:
+    layers = {layer.name: layer for layer in simulation.layers}
+    conv = layers["b_out"]
+    assert (conv.kind, conv.macs, conv.parameters) == ("conv2d", 4 * 8 * 8 * 6 * 6 * 9, 6 * 6 * 9)
+    assert (conv.weight_bits, conv.activation_bits) == (4, 6)
+    assert conv.bops == conv.macs * 24
+    assert conv.weight_bytes == 6 * 6 * 9 // 2
+    assert [name for name, layer in layers.items() if layer.weight] == ["a_out", "b_out", "c_out", "fc_out"]
+
+
+def test_all_or_none_raised_are_the_two_phases(prepared: TracedModule, simulation: Simulation) -> None:
+    f, q = _outputs(prepared, "float"), _outputs(prepared, "quantize")
+    assert simulation.value() == pytest.approx(sqnr_db(f, q), abs=1e-6)
+    assert simulation.value([layer.name for layer in simulation.layers]) == float("inf")
+    assert simulation.noise() == pytest.approx(10 ** (-sqnr_db(f, q) / 10))
+    np.testing.assert_array_equal(_outputs(prepared, "quantize"), q)
+
+
+@pytest.mark.parametrize("name", ["a_out", "c_out", "fc_out"])
+def test_raising_a_layer_is_what_its_rule_does(
+    traced: TracedModule, simulation: Simulation, name: str
+) -> None:
+    nodes = next(layer.nodes for layer in simulation.layers if layer.name == name)
+    rule = {"match": {"name": list(nodes)}, "quantize": False}
+    real = qtrace.prepare(traced, {**W4, "rules": [rule]})
+    qtrace.calibrate(real, _data(0), progress=False)
+    f, q = _outputs(real, "float"), _outputs(real, "quantize")
+    assert simulation.value([name]) == pytest.approx(sqnr_db(f, q), abs=1e-3)
+
+
+def test_analyze_ranks_the_planted_layer_first(prepared: TracedModule) -> None:
+    coarse = analyze(prepared, _data(1), groups=True)
+    assert {row.layer.name for row in coarse.layers} >= {"a_out", "b_out", "c_out", "fc_out"}
+    assert all(row.only >= coarse.quantized for row in coarse.layers)
+    assert {row.group for row in coarse.groups} >= {"x", "c_weight", "fc_out"}
+    table = coarse.table(None)
+    assert table.splitlines()[2].split()[0] == coarse.by_cost()[0].layer.name
+    assert f"sqnr with everything quantized: {coarse.quantized:.4g}" in table
+    assert coarse.to_dict()["layers"][0]["layer"] == coarse.layers[0].layer.name
+
+
+def test_fewest_layers_reach_the_goal_for_real(traced: TracedModule) -> None:
+    base = qtrace.QConfig(**W4)
+    found = mixed_precision(traced, base, _data(0), evaluation=_data(1), goal=Goal(at_least=26.0))
+    assert found.quantized < 26.0 <= found.reached
+    assert 0 < len(found.layers) <= (found.by_noise or 0)
+    assert found.passed
+    # The result is a config that does it.
+    real = qtrace.prepare(traced, found.qconfig)
+    qtrace.calibrate(real, _data(0), progress=False)
+    value = sqnr_db(_outputs(real, "float"), _outputs(real, "quantize"))
+    assert value == pytest.approx(found.reached, abs=1e-6)
+    # No layer of it can be left out.
+    names = [layer.name for layer in found.layers]
+    again = Simulation(_calibrated(traced), _data(1))
+    for name in names:
+        assert again.value([other for other in names if other != name]) < 26.0
+    # The knee begins with nothing raised and ends with all of them.
+    assert [step.raised for step in found.steps] == [tuple(names[:n]) for n in range(len(names) + 1)]
+    assert found.steps[0].macs == 1.0 > found.steps[-1].macs
+
+
+def _calibrated(traced: TracedModule) -> TracedModule:
+    prepared = qtrace.prepare(traced, W4)
+    qtrace.calibrate(prepared, _data(0), progress=False)
+    return prepared
+
+
+def test_a_goal_that_holds_raises_nothing(traced: TracedModule) -> None:
+    found = mixed_precision(traced, qtrace.QConfig(**W4), _data(0), goal=Goal(at_least=1.0))
+    assert found.layers == ()
+    assert found.by_noise == 0
+    assert "rules" not in found.patch
+
+
+class _Planted:
+    """A graph whose quality follows from which layers are raised: order by noise misleads."""
+
+    def __init__(self) -> None:
+        self.layers = tuple(SimpleNamespace(name=name, macs=1) for name in "abcdef")
+        self.gain = {"a": 0.0, "b": 0.0, "c": 0.0, "d": 3.0, "e": 3.0, "f": 0.5}
+        self.loudness = {name: 6.0 - n for n, name in enumerate("abcdef")}
+
+    def value(self, raised: Any = ()) -> float:
+        return sum(self.gain[name] for name in raised)
+
+    def noise(self, raised: Any = ()) -> float:
+        return sum(v for name, v in self.loudness.items() if name not in raised)
+
+
+def test_the_search_is_not_misled_by_noise_that_does_not_matter() -> None:
+    planted: Any = _Planted()
+    order = searching.by_noise(planted)
+    assert [layer.name for layer in order] == list("abcdef")
+    found, ladder = searching.fewest(planted, order, 6.0)
+    assert ladder == 5
+    assert sorted(found.raised) == ["d", "e"]
+
+
+def test_bits_instead_of_float(traced: TracedModule) -> None:
+    base = qtrace.QConfig(**W4)
+    found = mixed_precision(traced, base, _data(0), goal=Goal(at_least=24.0), raise_to="w8a8")
+    assert found.passed
+    rule = found.qconfig.rules[-1].to_dict()
+    assert (rule["weight"], rule["activation"]) == ({"bits": 8}, {"bits": 8})
+    with pytest.raises(ConfigError, match="'w99' is no way to raise a layer"):
+        mixed_precision(traced, base, _data(0), goal=Goal(at_least=24.0), raise_to="w99")
+
+
+@pytest.mark.parametrize("unit", ["bytes", "bops"])
+def test_a_budget_is_kept_and_used(traced: TracedModule, unit: str) -> None:
+    base = qtrace.QConfig(**W4)
+    low = Simulation(_calibrated(traced), _data(0))
+    budget = Budget(unit, 1.3 * sum(Budget(unit, 1.0).cost(layer) for layer in low.layers))
+    found = mixed_precision(traced, base, _data(0), goal=budget, raise_to="w8")
+    assert found.cost is not None
+    _, before, after = found.cost
+    assert before < after <= budget.most
+    assert found.reached > found.quantized
+    for layer in found.layers:
+        assert layer.weight
+    with pytest.raises(ConfigError, match="without raising a layer, the budget is 10: start from fewer bits"):
+        mixed_precision(traced, base, _data(0), goal=Budget("bytes", 10), raise_to="w8")
+
+
+def test_own_metric_runs_the_graph(traced: TracedModule) -> None:
+    x, truth = _data(1)[0], np.arange(4)
+
+    def minus_error(model: Any) -> float:
+        return -float(np.abs(model(mge.Tensor(x)).numpy() - truth[None]).mean())
+
+    base = qtrace.QConfig(**W4)
+    found = mixed_precision(traced, base, _data(0), goal=Goal(max_drop=1e-3), own=minus_error)
+    assert found.metric == "minus_error"
+    assert found.in_float == pytest.approx(minus_error(_float(traced)), abs=1e-6)
+    assert found.reached >= found.in_float - 1e-3
+    with pytest.raises(ConfigError, match="metric nothing returned NoneType: return a number"):
+        mixed_precision(traced, base, _data(0), goal=Goal(max_drop=1.0), own=_named("nothing", None))
+    with pytest.raises(ConfigError, match="metric wild returned nan"):
+        mixed_precision(traced, base, _data(0), goal=Goal(max_drop=1.0), own=_named("wild", float("nan")))
+
+
+def _float(traced: TracedModule) -> TracedModule:
+    return traced
+
+
+def _named(name: str, value: Any) -> Any:
+    def function(model: Any) -> Any:
+        return value
+
+    function.__name__ = name
+    return function
+
+
+def test_goals_that_cannot_be(traced: TracedModule, prepared: TracedModule) -> None:
+    base = qtrace.QConfig(**W4)
+    with pytest.raises(ConfigError, match="either at_least or max_drop"):
+        mixed_precision(traced, base, _data(0), goal=Goal())
+    with pytest.raises(ConfigError, match="infinite: give at_least"):
+        mixed_precision(traced, base, _data(0), goal=Goal(max_drop=1.0))
+    with pytest.raises(
+        CalibrationError, match="no set of layers reaches 101: with all of them in float it is 100"
+    ):
+        mixed_precision(traced, base, _data(0), goal=Goal(at_least=101), metric="agreement")
+    with pytest.raises(ConfigError, match="unknown metric 'psnr'; known: sqnr, agreement"):
+        analyze(prepared, _data(1), metric="psnr")
+    with pytest.raises(CalibrationError, match="no batches"):
+        analyze(prepared, [])
+
+
+def _bce(p: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    q = 1 / (1 + np.exp(-logits))
+    return -(p * np.log(q) + (1 - p) * np.log(1 - q))
+
+
+def test_detection_losses_are_the_textbook_ones_where_the_float_graph_finds_something() -> None:
+    rng = np.random.default_rng(0)
+    f = [rng.normal(size=(2, 3, 4, 4)), rng.normal(size=(2, 4, 4, 4)), rng.normal(size=(2, 1, 4, 4))]
+    q = [value + 0.1 * rng.normal(size=value.shape) for value in f]
+    loss = DetectionLoss((Level(0, 1, 2),), threshold=0.4)
+    (parts,) = loss.parts([f], [q])
+    rows = [np.moveaxis(v, 1, -1).reshape(-1, v.shape[1]) for v in f]
+    other = [np.moveaxis(v, 1, -1).reshape(-1, v.shape[1]) for v in q]
+    p = [1 / (1 + np.exp(-row)) for row in rows]
+    matched = p[0].max(1) * p[2][:, 0] >= 0.4
+    assert 0 < matched.sum() < len(matched)
+    wanted = (_bce(p[0], other[0]) - _bce(p[0], rows[0]))[matched].mean()
+    assert parts["class"] == pytest.approx(wanted)
+    assert parts["box"] == pytest.approx(
+        np.abs(other[1] - rows[1])[matched].mean() / np.abs(rows[1])[matched].mean()
+    )
+    assert parts["objectness"] == pytest.approx((_bce(p[2], other[2]) - _bce(p[2], rows[2])).mean())
+    assert loss([f], [q]) == pytest.approx(-sum(parts.values()))
+    assert loss([f], [f]) == 0.0
+    with pytest.raises(ConfigError, match="a level names output 5, but the graph gives 3 tensors"):
+        DetectionLoss((Level(0, 5),)).parts([f], [q])
+
+
+def test_the_command_writes_a_recipe_that_works(
+    traced: TracedModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    qtrace.save(traced, tmp_path / "float.mge")
+    np.save("x.npy", np.concatenate(_data(0)))
+    Path("low.yaml").write_text(
+        "schema: qtrace/1\nbackend: generic\nweight: {bits: 4}\nactivation: {bits: 6}\n", encoding="utf-8"
+    )
+    Path("out").mkdir()
+    base = ["sensitivity", "float.mge", "--data", "x.npy", "--recipe", "low.yaml"]
+
+    def run(*more: str) -> SimpleNamespace:
+        with pytest.raises(SystemExit) as caught:
+            cli.main([*base, *more])
+        captured = capsys.readouterr()
+        return SimpleNamespace(code=caught.value.code, out=captured.out, err=captured.err)
+
+    table = run()
+    assert table.code == 0
+    assert "sqnr, only it" in table.out
+    result = run("--at-least", "24", "--patch", "out/mixed.yaml", "--json")
+    assert result.code == 0
+    document = json.loads(result.out)
+    assert document["reached"] >= 24
+    config = qtrace.load_recipe(tmp_path / "out" / "mixed.yaml")
+    assert list(config.rules[-1].match.name or ()) == document["raised"]
+    real = qtrace.prepare(traced, config)
+    qtrace.calibrate(real, [np.concatenate(_data(0))], progress=False)
+    two = run("--at-least", "24", "--max-drop", "1")
+    assert (two.code, two.err.count("\n")) == (2, 1)
+    assert "--at-least and --max-drop are two goals" in two.err
+    alone = run("--patch", "mixed.yaml")
+    assert alone.code == 2
+    assert "--patch is written by a search" in alone.err
+    assert not Path("mixed.yaml").exists()

@@ -115,7 +115,7 @@ class DetectionLoss:
 
     def __call__(self, reference: Outputs, test: Outputs) -> float:
         """Minus the sum of all losses, so that more is better."""
-        return -sum(sum(part.values()) for part in self.parts(reference, test))
+        return 0.0 - sum(sum(part.values()) for part in self.parts(reference, test))
 
     def parts(self, reference: Outputs, test: Outputs) -> tuple[dict[str, float], ...]:
         """The losses of each level by name: class, box, and objectness where there is one.

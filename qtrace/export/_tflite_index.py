@@ -114,7 +114,16 @@ def _getitem(b: Build, job: Job) -> None:
         b.writer.op("GATHER", [stored, positions], [made], "GatherOptions", axis=held.order.index(axis))
         stored = made
     part = Held(stored, held.order)
+    if any(i.axis == 0 and isinstance(i.value, (int, np.integer)) for i in items):
+        part = _without_first(b, part)
     reshape(b, call.out, part, Moved.of(part.shape, part.order))
+
+
+def _without_first(b: Build, held: Held) -> Held:
+    """Without the first axis, of which one place is left: the next one may count samples."""
+    order = tuple(axis - 1 for axis in held.order if axis)
+    shape = [n for n, axis in zip(held.stored.shape, held.order, strict=True) if axis]
+    return Held(b.reshaped(held.stored, shape, order.index(0) if order else None), order)
 
 
 def _fixed(b: Build, item: _Item, call: OpCall) -> _Item:

@@ -48,6 +48,13 @@ def _shuffle(y: mge.Tensor) -> mge.Tensor:
     return y.reshape(n, 2, c // 2, h, w).transpose(0, 2, 1, 3, 4).reshape(n, c, h, w)
 
 
+def _halves(y: mge.Tensor) -> list[mge.Tensor]:
+    """Even and odd channels, as ShuffleNetV2 takes them apart."""
+    n, c, h, w = y.shape
+    y = y.reshape(n * c // 2, 2, h * w).transpose(1, 0, 2).reshape(2, -1, c // 2, h, w)
+    return [y[0], y[1]]
+
+
 def _setitem(y: mge.Tensor) -> mge.Tensor:
     y = y * 1.0
     y[:, :, 2:4] = y[:, :, 2:4] * 0.5
@@ -113,6 +120,9 @@ CASES: dict[str, tuple[M.Module, str]] = {
         ),
         "CONV_2D RESHAPE FULLY_CONNECTED",
     ),
+    # Of two affine operands it is no XNNPACK kernel: LiteRT's own rounds twice, and is off here and there.
+    "matmul": (_two(F.matmul), "CONV_2D CONV_2D TRANSPOSE TRANSPOSE BATCH_MATMUL"),
+    "matmul_transposed": (_two(lambda a, b: F.matmul(a, b, transpose_b=True)), None),
     "add": (_two(lambda a, b: a + b), "CONV_2D CONV_2D ADD"),
     "add_relu": (_two(lambda a, b: F.relu(a + b)), "CONV_2D CONV_2D ADD"),
     "add_scalar": (_after(lambda y: 1.5 + y), "CONV_2D ADD"),
@@ -195,6 +205,15 @@ CASES: dict[str, tuple[M.Module, str]] = {
     "split_sections": (_between(_parts), None),
     "getitem": (_after(lambda y: y[:, 1:4, ::2, -1]), None),
     "getitem_list": (_after(lambda y: y[:, [3, 0, 5]]), "CONV_2D GATHER"),
+    "getitem_first": (_after(lambda y: y[1] + y[0]), None),
+    "halves": (
+        net(
+            lambda self, x: F.concat([self.last(h) for h in _halves(self.conv(x))], 1),
+            conv=_conv(),
+            last=M.Conv2d(3, 4, 1),
+        ),
+        "CONV_2D RESHAPE STRIDED_SLICE RESHAPE STRIDED_SLICE RESHAPE CONV_2D CONV_2D CONCATENATION",
+    ),
     "focus": (_after(lambda y: F.concat([y[:, :, ::2, ::2], y[..., 1::2, 1::2]], 1)), None),
     "nearest": (
         _after(lambda y: F.vision.interpolate(y, scale_factor=2, mode="nearest")),
@@ -245,19 +264,20 @@ def _kind(name: str) -> str:
 
 
 def test_every_kind_that_the_target_computes_on_integers_has_a_case() -> None:
-    assert BACKEND.ops == {_kind(name) for name in CASES if _kind(name)} | {"matmul"}  # below
+    assert {_kind(name) for name in CASES if _kind(name)} == BACKEND.ops
 
 
 def converted(module: M.Module, batches: list[np.ndarray], **config: object) -> TracedModule:
     """The whole road to a converted module for LiteRT."""
-    prepared = qtrace.prepare(qtrace.trace(module, batches[0]), QConfig(**{"backend": "tflite", **config}))
+    traced = qtrace.trace(module, batches[0], check=False)
+    prepared = qtrace.prepare(traced, QConfig(**{"backend": "tflite", **config}))
     return qtrace.convert(qtrace.calibrate(prepared, batches, progress=False))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_op_runs_in_litert_as_in_the_graph(name: str, tmp_path: Path) -> None:
     module, operators = CASES[name]
-    batches = [images(3, *IMAGE, seed=s) for s in range(3)]
+    batches = [images(3, *IMAGE, seed=s) for s in range(2)]
     model = converted(module, batches)
     if kind := _kind(name):
         notes = qtrace.explain(model).annotation.notes
@@ -266,7 +286,7 @@ def test_op_runs_in_litert_as_in_the_graph(name: str, tmp_path: Path) -> None:
     # Another batch size than the trace had, where no operator fixes it.
     free = facts(path)["free_batch"]
     assert free or name.startswith("conv_transpose2d") or name in ("setitem", "broadcast_to"), name
-    fresh = [*batches, images(5 if free else 3, *IMAGE, seed=9)]
+    fresh = [batches[0], images(5 if free else 3, *IMAGE, seed=9)]
     report = qtrace.verify(path, model, fresh, min_sqnr_db=35.0)
     assert report.passed, report.table()
     assert report.sites["op_by_op"], "no site was compared"
@@ -275,23 +295,12 @@ def test_op_runs_in_litert_as_in_the_graph(name: str, tmp_path: Path) -> None:
         assert " ".join(inside).removeprefix("QUANTIZE ").removesuffix(" DEQUANTIZE") == operators
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_products_of_activations_are_one_step_off_at_most(transposed: bool, tmp_path: Path) -> None:
-    """BATCH_MATMUL of two affine operands is no XNNPACK kernel: LiteRT's own rounds twice."""
-    batches = [images(3, *IMAGE, seed=s) for s in range(3)]
-    model = converted(_two(lambda a, b: F.matmul(a, b, transpose_b=transposed)), batches)
-    path = qtrace.export(model, tmp_path / "m.tflite")
-    assert "BATCH_MATMUL" in kinds(path)
-    report = qtrace.verify(path, model, batches, min_equal=0.995)
-    assert report.passed, report.table()
-
-
 KINDS = ("sigmoid", "tanh", "hswish", "hsigmoid", "silu", "leaky_relu", "gelu")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tables_hold_the_integers_of_the_graph(kind: str, tmp_path: Path) -> None:
-    batches = [images(3, *IMAGE, seed=s) for s in range(3)]
+    batches = [images(3, *IMAGE, seed=s) for s in range(2)]
     model = converted(_between(getattr(F, kind)), batches)
     path = qtrace.export(model, tmp_path / "m.tflite", functions="table")
     table = qtrace.verify(path, model, batches)
@@ -305,7 +314,7 @@ def test_tables_hold_the_integers_of_the_graph(kind: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", ["sigmoid", "tanh", "hswish", "leaky_relu"])
 def test_native_kernels_are_two_steps_off_at_most(kind: str, tmp_path: Path) -> None:
-    batches = [images(3, *IMAGE, seed=s) for s in range(3)]
+    batches = [images(3, *IMAGE, seed=s) for s in range(2)]
     model = converted(_between(getattr(F, kind)), batches)
     path = qtrace.export(model, tmp_path / "m.tflite", functions="native")
     code = {"sigmoid": "LOGISTIC", "hswish": "HARD_SWISH"}.get(kind, kind.upper())

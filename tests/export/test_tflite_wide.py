@@ -73,7 +73,7 @@ NETS = {
 
 def _converted(module: M.Module, batches: list[np.ndarray], **config: Any) -> TracedModule:
     qconfig = QConfig(**{"backend": "tflite", "activation": WIDE, **config})
-    prepared = qtrace.prepare(qtrace.trace(module, batches[0]), qconfig)
+    prepared = qtrace.prepare(qtrace.trace(module, batches[0], check=False), qconfig)
     return qtrace.convert(qtrace.calibrate(prepared, batches, progress=False))
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from megengine import Tensor
-from tqdm import tqdm
 
-from qtrace.batches import as_arguments, evaluating, told
+from qtrace.batches import evaluating
+from qtrace.collection.base import named_fake_quants
+from qtrace.collection.collecting import Options, collect, observe_parameters
+from qtrace.collection.statistics import Statistics
 from qtrace.errors import CalibrationError
 from qtrace.fakequant._bias import BIAS_LIMIT
-from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import TracedModule
-from qtrace.observers.base import Observer
 from qtrace.passes.record import fake_quants, followers, read_record
 from qtrace.phases import set_phase
 from qtrace.ptq._running import calibrated_algorithms, restoring, run_calibrated
@@ -26,7 +28,13 @@ __all__ = ["calibrate"]
 
 
 def calibrate(
-    prepared: TracedModule, batches: Iterable[Any], max_batches: int | None = None, progress: bool = True
+    prepared: TracedModule,
+    batches: Iterable[Any],
+    max_batches: int | None = None,
+    progress: bool = True,
+    *,
+    engine: str = "auto",
+    statistics: Statistics | None = None,
 ) -> TracedModule:
     """Runs ``batches`` through the graph, records every site and sets its quantization parameters.
 
@@ -40,43 +48,71 @@ def calibrate(
         batches: Tensors or arrays, or tuples (positional) or dicts (keyword) of them. Not an iterator, where
             an algorithm reads the data again.
         max_batches: how many batches to take at most; None for all.
-        progress: whether to show a progress bar with the time left, on stderr.
+        progress: whether to show a progress bar with the time left, and the engine, on stderr.
+        engine: what computes the activations: ``megengine``, ``onnxruntime``, or ``auto`` for the fastest
+            that applies (docs/calibration.md).
+        statistics: what was collected from the batches elsewhere, so that they need not run; then
+            ``max_batches`` and ``engine`` have no say.
 
     Returns:
         ``prepared``.
 
     Raises:
-        CalibrationError: when there is no batch, a batch does not fit the model, or a value is NaN or
-            infinite, naming site and batch.
+        CalibrationError: when there is no batch, a batch does not fit the model, the engine cannot run it, or
+            a value is NaN or infinite, naming site and batch.
+        ConfigError: for an unknown engine.
     """
     record = read_record(prepared, "prepared")
     _check_arguments(batches, max_batches)
     algorithms = calibrated_algorithms(record, batches)
-    sites = list(fake_quants(prepared))
-    before = [fq.observer for fq in sites]
-    phases = [(module, module.phase) for module in (*sites, *followers(prepared))]
+    if statistics is None:
+        options = Options(engine, _count(batches, max_batches), progress=progress)
+        numbered = enumerate(itertools.islice(batches, max_batches))
+        collected = collect(prepared, numbered, options)
+        statistics = collected.statistics
+        if progress and statistics.batches:
+            print(f"engine {collected.chosen.name}: {collected.chosen.reason}", file=sys.stderr)
+    if not statistics.batches:
+        raise CalibrationError("calibration data has no batches: give at least one.")
+    observe_parameters(prepared, statistics)
+    with _undone_on_failure(prepared), evaluating(prepared):
+        _apply(prepared, statistics)
+        run_calibrated(prepared, algorithms, Batches(batches, prepared, max_batches), progress)
+    return prepared
+
+
+@contextmanager
+def _undone_on_failure(prepared: TracedModule) -> Iterator[None]:
+    """Leaves tensors, observers and phases as they were when the block fails."""
+    observers = [(fq, fq.observer) for fq in fake_quants(prepared)]
+    phases = [(module, module.phase) for module in (*fake_quants(prepared), *followers(prepared))]
     try:
-        for fq in sites:
-            fq.observer = fresh(fq)
-        set_phase(prepared, "observe")
-        with evaluating(prepared):
-            count = _observe(prepared, sites, batches, max_batches, progress)
-        if count == 0:
-            raise CalibrationError("calibration data has no batches: give at least one.")
-        parameters = [(fq, fq.observer.qparams()) for fq in sites if fq.observer and not fq.observer.empty]
-        with restoring(prepared), evaluating(prepared):
-            for fq, qparams in parameters:
-                fq.set_qparams(qparams)
-            _fit_biases(prepared)
-            set_phase(prepared, "quantize")
-            run_calibrated(prepared, algorithms, Batches(batches, prepared, max_batches), progress)
+        with restoring(prepared):
+            yield
     except BaseException:
-        for fq, observer in zip(sites, before, strict=True):
+        for fq, observer in observers:
             fq.observer = observer
         for module, phase in phases:
             module.phase = phase
         raise
-    return prepared
+
+
+def _apply(prepared: TracedModule, statistics: Statistics) -> None:
+    """Sets the parameters that the statistics give."""
+    sites = dict(named_fake_quants(prepared))
+    observers = {name: statistics.observers[name] for name in sites}
+    parameters = {name: o.qparams() for name, o in observers.items() if not o.empty}
+    for name, fq in sites.items():
+        fq.observer = observers[name]
+        if name in parameters:
+            fq.set_qparams(parameters[name])
+    _fit_biases(prepared)
+    set_phase(prepared, "quantize")
+
+
+def _count(batches: Iterable[Any], limit: int | None) -> int | None:
+    total = len(batches) if hasattr(batches, "__len__") else None  # type: ignore[arg-type]
+    return total if limit is None else limit if total is None else min(limit, total)
 
 
 def _check_arguments(batches: Any, max_batches: Any) -> None:
@@ -87,30 +123,6 @@ def _check_arguments(batches: Any, max_batches: Any) -> None:
         raise CalibrationError(
             f"batches is one {type(batches).__name__}: give an iterable of batches, such as a list of arrays."
         )
-
-
-def fresh(fq: FakeQuant) -> Observer:
-    """A new observer of the kind that ``fq`` has, without data."""
-    assert fq.observer is not None
-    return type(fq.observer)(fq.observer.scheme, **fq.observer.options)
-
-
-def _observe(
-    prepared: TracedModule, sites: list[FakeQuant], batches: Iterable[Any], limit: int | None, progress: bool
-) -> int:
-    total = len(batches) if hasattr(batches, "__len__") else None  # type: ignore[arg-type]
-    if limit is not None:
-        total = limit if total is None else min(limit, total)
-    count = 0
-    taken = itertools.islice(batches, limit)
-    for batch in tqdm(taken, total=total, desc="calibrate", unit="batch", disable=not progress):
-        args, kwargs = as_arguments(batch, prepared, count)
-        for fq in sites:
-            fq.batch = count
-        with told(prepared, (args, kwargs), count):
-            prepared(*args, **kwargs)
-        count += 1
-    return count
 
 
 def _fit_biases(prepared: TracedModule) -> None:

@@ -83,6 +83,7 @@ class Fakes:
         for name in (*COMMANDS, "load", "save", "load_recipe", "prepare", "convert"):
             monkeypatch.setitem(vars(qtrace), name, getattr(self, name))  # setattr would load the real one
         monkeypatch.setattr("qtrace.cli.commands.calibrate._sites", lambda prepared: [{"site": "x"}])
+        monkeypatch.setattr("qtrace.cli.commands.calibrate._collect", self.collect)
 
     def trace(self, module, *example, method="forward", check=True):
         self.calls["trace"] = ([array.shape for array in example], check)
@@ -105,10 +106,15 @@ class Fakes:
     def prepare(self, traced, qconfig):
         return f"{traced} prepared"
 
-    def calibrate(self, prepared, batches, progress=True):
-        self.calls["calibrate"] = ([batch[0].shape for batch in batches], progress)
+    def collect(self, prepared, source, engine, console):
+        self.calls["collect"] = ([batch[0].shape for batch in source], engine)
         if self.fail:
             raise self.fail
+        chosen = SimpleNamespace(name="megengine", reason="as asked")
+        return SimpleNamespace(statistics="statistics", chosen=chosen)
+
+    def calibrate(self, prepared, batches, progress=True, statistics=None):
+        self.calls["calibrate"] = (statistics, progress)
 
     def convert(self, prepared):
         return f"{prepared} converted"
@@ -286,7 +292,8 @@ class TestCalibrate:
         assert sorted(os.listdir("out")) == sorted(FILES)
         assert not [name for name in here.names() if name.startswith(".")]
         assert fakes.calls["load"] == ("float.mge", ("a:B", "c:D"))
-        assert fakes.calls["calibrate"] == ([(2, 4), (2, 4)], False)
+        assert fakes.calls["collect"] == ([(2, 4), (2, 4)], "auto")
+        assert fakes.calls["calibrate"] == ("statistics", False)
         assert Path("out/quantized.mge").read_text() == "float prepared converted"
         assert Path("out/explain.txt").read_text() == "a table\n"
         report = json.loads(Path("out/report.json").read_text())
@@ -298,7 +305,14 @@ class TestCalibrate:
         result = run(*calibrate("--json", "--quiet"))
         document = json.loads(result.out)
         assert document["files"] == [f"out/{name}" for name in FILES]
+        assert document["engine"] == {"name": "megengine", "reason": "as asked"}
         assert result.err == ""
+
+    def test_engine(self, run, here, fakes):
+        result = run(*calibrate("--engine", "megengine"))
+        assert fakes.calls["collect"][1] == "megengine"
+        assert "engine megengine: as asked\n" in result.err
+        assert run(*calibrate("--engine", "torch")).code == 2
 
     def test_forced_progress(self, run, here, fakes):
         run(*calibrate("--progress"))
@@ -536,16 +550,23 @@ import sys, time, pathlib
 import qtrace
 from qtrace.cli import main
 import qtrace.cli.commands.calibrate as command
-def pause(prepared, batches, progress):
+def pause(*_):
     print("calibrating", file=sys.stderr, flush=True)
     time.sleep(60)
-def poison(prepared, batches, progress):
+def poison(*_):
     import megengine as mge, numpy as np
     mge.Tensor(np.zeros(4, "float32"))[mge.Tensor(np.array([9], "int32"))]
 qtrace.load = lambda path, allow=(): "model"
 qtrace.load_recipe = lambda name: None
 qtrace.prepare = lambda traced, qconfig: "prepared"
-qtrace.calibrate = {"pause": pause, "poison": poison}.get(sys.argv[1], lambda *a, **k: None)
+class Collected:
+    statistics = None
+    class chosen: name, reason = "megengine", "as asked"
+def collect(*_):
+    {"pause": pause, "poison": poison}.get(sys.argv[1], lambda: None)()
+    return Collected
+command._collect = collect
+qtrace.calibrate = lambda *a, **k: None
 qtrace.convert = lambda prepared: "converted"
 qtrace.save = lambda module, path: pathlib.Path(path).write_text(module)
 class Table:

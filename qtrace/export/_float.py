@@ -1,4 +1,7 @@
-"""The float model behind a converted graph, for formats that keep quantization parameters in another file."""
+"""The float model behind a prepared or converted graph.
+
+Formats that keep quantization parameters in another file write it, and calibration may run it elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,45 @@ import numpy as np
 from megengine import Parameter
 
 from qtrace.fakequant._bias import BiasQuant
+from qtrace.fakequant._bn_fold import LAYERS, BnFold
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.edit import GraphEditor, set_parameter
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import GetAttr, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.passes.insert import CONTAINER
-from qtrace.passes.record import read_record, write_record
+from qtrace.passes.record import Record, read_record, write_record
 
-__all__ = ["float_graph"]
+__all__ = ["bare_graph", "float_graph"]
+
+
+def bare_graph(prepared: TracedModule) -> TracedModule:
+    """A copy of a prepared graph without fake quants, in float; its nodes have the names of the prepared's.
+
+    A layer whose BatchNorm is kept in training is a layer and a BatchNorm in it, as before `insert`.
+
+    Args:
+        prepared: a module made by ``qtrace.prepare``; it is not changed.
+
+    Returns:
+        A flat graph that counts as converted, with no sites.
+    """
+    record = read_record(prepared, "prepared")
+    flat = flatten(prepared)
+    with GraphEditor(flat) as editor:
+        _drop_fake_quants(editor)
+        for expr in exprs(flat):
+            module = owner(expr)
+            if isinstance(module, BnFold):
+                _, x, weight, bias, norm, *_ = expr.args
+                like = expr.outputs[0]
+                layer = editor.call_function(
+                    LAYERS[module.kind], x, weight, bias, after=expr, like=like, **module.options
+                )
+                new = editor.call_module(norm.expr.name, layer, after=layer.expr, like=like)
+                editor.replace_expr(expr, new)
+    _forget_sites(flat, record)
+    return flat
 
 
 def float_graph(converted: TracedModule) -> TracedModule:
@@ -34,10 +67,7 @@ def float_graph(converted: TracedModule) -> TracedModule:
     record = read_record(converted, "converted")
     flat = flatten(converted)
     with GraphEditor(flat) as editor:
-        for expr in exprs(flat):
-            if isinstance(owner(expr), (FakeQuant, BiasQuant)):
-                editor.replace_uses(expr.outputs[0], expr.args[1])
-                editor.remove(expr)
+        _drop_fake_quants(editor)
     paths = {e.outputs[0].name: e.name for e in exprs(flat) if isinstance(e, GetAttr)}
     container = getattr(flat, CONTAINER)
     for site in record.annotation.sites:
@@ -46,9 +76,20 @@ def float_graph(converted: TracedModule) -> TracedModule:
             value = get_module(flat, path)
             clipped = _clipped(value.numpy(), getattr(container, site.group))
             set_parameter(flat, path, Parameter(clipped))
-    annotation = dataclasses.replace(record.annotation, sites=(), carried={})
-    write_record(flat, dataclasses.replace(record, annotation=annotation))
+    _forget_sites(flat, record)
     return flat
+
+
+def _drop_fake_quants(editor: GraphEditor) -> None:
+    for expr in exprs(editor.traced):
+        if isinstance(owner(expr), (FakeQuant, BiasQuant)):
+            editor.replace_uses(expr.outputs[0], expr.args[1])
+            editor.remove(expr)
+
+
+def _forget_sites(flat: TracedModule, record: Record) -> None:
+    annotation = dataclasses.replace(record.annotation, sites=(), carried={}, factors={}, folds=())
+    write_record(flat, dataclasses.replace(record, stage="converted", annotation=annotation))
 
 
 def _clipped(value: np.ndarray, fake_quant: FakeQuant) -> np.ndarray:

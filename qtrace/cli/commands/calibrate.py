@@ -13,6 +13,7 @@ from qtrace.cli.console import Console
 from qtrace.cli.outputs import output_folder
 
 if TYPE_CHECKING:
+    from qtrace.collection.collecting import Collected
     from qtrace.data import DataSource  # at run time it loads numpy, which --help does without
 
 __all__ = ["FILES", "calibrate"]
@@ -35,6 +36,13 @@ FILES = ("prepared.mge", "quantized.mge", "report.json", "explain.txt")
     help="A recipe: its name (see `recipes list`) or a YAML file.",
 )
 @click.option("--out", "-o", type=options.file_or_folder(), required=True, help="The folder to write.")
+@click.option(
+    "--engine",
+    type=click.Choice(["auto", "megengine", "onnxruntime"]),
+    default="auto",
+    show_default=True,
+    help="What computes the activations; auto takes the fastest that applies, and says which.",
+)
 @click.option("--force", is_flag=True, help="Replace the output folder of an earlier calibration.")
 @options.allow
 @options.progress
@@ -47,6 +55,7 @@ def calibrate(
     skip_bad: bool,
     recipe: str,
     out: Path,
+    engine: str,
     force: bool,
     allow: tuple[str, ...],
     console: Console,
@@ -76,14 +85,25 @@ def calibrate(
                 traced = models.load_model(model, allow)
             prepared = qtrace.prepare(traced, qconfig)
             console.note(f"calibrating on {data}")
-            qtrace.calibrate(prepared, source, progress=console.progress)
+            collected = _collect(prepared, source, engine, console)
+            console.note(f"engine {collected.chosen.name}: {collected.chosen.reason}")
+            qtrace.calibrate(prepared, source, progress=console.progress, statistics=collected.statistics)
             for line in qtrace.explain(prepared).algorithms():
                 console.note(line)
-            summary = {"model": model, "data": data, "recipe": recipe, **_counts(source)}
+            chosen = {"name": collected.chosen.name, "reason": collected.chosen.reason}
+            summary = {"model": model, "data": data, "recipe": recipe, "engine": chosen, **_counts(source)}
             _write(folder, prepared, summary)
     models.tell_skipped(source, console)
     files = [str(out / name) for name in FILES]
     console.result("\n".join(files), {**summary, "files": files})
+
+
+def _collect(prepared: Any, source: DataSource, engine: str, console: Console) -> Collected:
+    from qtrace.collection.collecting import Options, collect
+    from qtrace.data import SizedSource
+
+    count = len(source) if isinstance(source, SizedSource) else source.max_batches
+    return collect(prepared, enumerate(source), Options(engine, count, progress=console.progress))
 
 
 def _counts(source: DataSource) -> dict[str, Any]:

@@ -1,0 +1,213 @@
+"""Which engine runs a graph: the one that was asked for, or the fastest that applies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from qtrace.collection.base import Arguments, Engine, EngineError, Observe, Watched
+from qtrace.collection.megengine import MegEngine
+from qtrace.collection.onnxruntime import OnnxRuntime
+from qtrace.errors import CalibrationError, ConfigError
+from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.types import TracedModule
+from qtrace.passes.record import read_record
+
+__all__ = ["ENGINES", "Chosen", "choose"]
+
+ENGINES = ("auto", "megengine", "onnxruntime")
+
+# Two engines agree when no value differs by more than this share of the node's largest: 1/40 of a step of 8
+# bits. What float32 does to the order of sums stays below a tenth of it.
+_TOLERANCE = 1e-4
+# Multiplications and additions below which it takes longer to write the ONNX model than to run MegEngine.
+_LITTLE = 10**9
+# What an iterable without a length is taken for.
+_MANY = 32
+
+Signature = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """An engine that was chosen.
+
+    Attributes:
+        name: of the engine.
+        reason: why this one and not the other, as a clause.
+        verified: the shapes of inputs at which it was found to agree with MegEngine.
+    """
+
+    name: str
+    reason: str
+    verified: tuple[Signature, ...] = ()
+
+
+def choose(
+    prepared: TracedModule,
+    watched: Watched,
+    wanted: str | Chosen,
+    batches: int | None = None,
+    threads: int | None = None,
+) -> _Explained:
+    """An engine for a prepared graph.
+
+    ``auto`` is decided by the graph and the number of batches alone, never by a clock, so that every run of
+    the same calibration, in any number of processes, takes the same engine.
+
+    Args:
+        prepared: a module made by ``qtrace.prepare``.
+        watched: what is observed.
+        wanted: one of `ENGINES`; or what was chosen before for the same graph, so that it is not tried again.
+        batches: how many batches there will be; None when that is not known.
+        threads: how many threads compute, where the engine lets us say; None for all cores.
+
+    Raises:
+        ConfigError: for an unknown engine.
+        CalibrationError: when the engine that was asked for cannot run the graph.
+    """
+    own = MegEngine(prepared, watched.nodes)
+    chosen = wanted if isinstance(wanted, Chosen) else None
+    name = wanted.name if isinstance(wanted, Chosen) else wanted
+    if name not in ENGINES:
+        raise ConfigError(f"unknown engine {name!r}: choose one of {', '.join(ENGINES)}.")
+    if name == "megengine":
+        return _Fixed(own, chosen or Chosen(name, "as asked"))
+    if name == "auto" and (reason := _not_worth_it(prepared, batches)):
+        return _Fixed(own, Chosen("megengine", reason))
+    try:
+        fast = OnnxRuntime(prepared, tuple(watched.nodes), threads)
+    except EngineError as error:
+        if name == "auto":
+            return _Fixed(own, Chosen("megengine", f"onnxruntime does not apply: {error}"))
+        raise CalibrationError(
+            f"engine onnxruntime does not apply: {error}. Use engine megengine, or auto."
+        ) from error
+    if chosen is None and name == "onnxruntime":
+        return _Fixed(fast, Chosen(name, "as asked; not compared with MegEngine"))
+    return _Checked(prepared, own, fast, chosen)
+
+
+class _Explained(Engine):
+    """An engine that tells why it was chosen."""
+
+    @property
+    def chosen(self) -> Chosen:
+        """What runs, as far as batches have shown."""
+        raise NotImplementedError
+
+
+class _Fixed(_Explained):
+    def __init__(self, engine: Engine, chosen: Chosen) -> None:
+        self._engine, self._chosen = engine, chosen
+
+    @property
+    def name(self) -> str:
+        return self._engine.name
+
+    @property
+    def chosen(self) -> Chosen:
+        return self._chosen
+
+    def run(self, arguments: Arguments, index: int, observe: Observe) -> None:
+        try:
+            self._engine.run(arguments, index, observe)
+        except EngineError as error:
+            raise CalibrationError(
+                f"batch {index}: {error}. Give batches of the shape of the trace, or use engine megengine."
+            ) from error
+
+
+class _Checked(_Explained):
+    """Runs the fast engine where it agrees with MegEngine, which runs the first batch of each shape, too."""
+
+    def __init__(self, prepared: TracedModule, own: Engine, fast: Engine, known: Chosen | None) -> None:
+        self._prepared, self._own, self._fast = prepared, own, fast
+        self._reasons: dict[Signature, str] = dict.fromkeys(known.verified if known else (), "")
+        self._known = known
+        self._worst = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.chosen.name
+
+    @property
+    def chosen(self) -> Chosen:
+        verified = tuple(shapes for shapes, reason in self._reasons.items() if not reason)
+        if self._known is not None:
+            return Chosen(self._known.name, self._known.reason, verified)
+        if not self._reasons:
+            return Chosen(self._fast.name, "no batch has run yet")
+        first = next(iter(self._reasons.values()))
+        if first:
+            return Chosen(self._own.name, f"{self._fast.name} does not apply: {first}")
+        reason = f"it agrees with MegEngine to {self._worst:.1e} of the range on the first batch"
+        others = sorted({reason for reason in self._reasons.values() if reason})
+        if others:
+            reason += f"; MegEngine runs batches of some other shapes: {others[0]}"
+        return Chosen(self._fast.name, reason, verified)
+
+    def run(self, arguments: Arguments, index: int, observe: Observe) -> None:
+        shapes = self._shapes(arguments)
+        if shapes not in self._reasons:
+            self._check(arguments, index, shapes, observe)
+            return
+        engine = self._own if self._reasons[shapes] else self._fast
+        try:
+            engine.run(arguments, index, observe)
+        except EngineError as error:
+            raise CalibrationError(f"batch {index}: {error}. Use engine megengine.") from error
+
+    def _shapes(self, arguments: Arguments) -> Signature:
+        args, kwargs = arguments
+        _, (_, *tensors) = Interpreter(self._prepared).bind(args, kwargs)
+        return tuple(tuple(int(n) for n in t.shape) for t in tensors)
+
+    def _check(self, arguments: Arguments, index: int, shapes: Signature, observe: Observe) -> None:
+        """Runs both engines, and shows the values of the fast one if they agree."""
+        found: dict[str, np.ndarray] = {}
+        worst: dict[str, float] = {}
+
+        def compare(node: str, value: np.ndarray) -> None:
+            worst[node] = _difference(found[node], value)
+
+        try:
+            self._fast.run(arguments, index, found.__setitem__)
+        except EngineError as error:
+            self._reasons[shapes] = str(error)
+        else:
+            self._own.run(arguments, index, compare)
+            node = max(worst, key=worst.__getitem__, default="")
+            self._worst = max(self._worst, worst.get(node, 0.0))
+            agrees = not worst or worst[node] <= _TOLERANCE
+            self._reasons[shapes] = "" if agrees else f"{node} differs by {worst[node]:.1e} of its range"
+        if self._reasons[shapes]:
+            self._own.run(arguments, index, observe)
+            return
+        for name in list(found):
+            observe(name, found.pop(name))
+
+
+def _difference(first: np.ndarray, second: np.ndarray) -> float:
+    """The largest difference as a share of the largest magnitude; infinite where they cannot be compared."""
+    if first.shape != second.shape:
+        return float("inf")
+    if not first.size:
+        return 0.0
+    with np.errstate(invalid="ignore", over="ignore"):
+        size = max(float(np.abs(first).max()), float(np.abs(second).max()))
+        apart = float(np.abs(first - second).max())
+    if not np.isfinite(size) or not np.isfinite(apart):
+        return float("inf")
+    return apart / size if size else 0.0
+
+
+def _not_worth_it(prepared: TracedModule, batches: int | None) -> str:
+    """Why an export would take longer than it saves, or ""."""
+    if batches == 1:
+        return "there is one batch, with which onnxruntime would be compared"
+    work = sum(note.macs for note in read_record(prepared).annotation.notes)
+    if work * (_MANY if batches is None else batches) < _LITTLE:
+        return "there is so little to compute that an export would take longer"
+    return ""

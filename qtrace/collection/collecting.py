@@ -1,0 +1,105 @@
+"""The loop over the batches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from qtrace.batches import as_arguments, evaluating
+from qtrace.collection.base import in_float, named_fake_quants, watched
+from qtrace.collection.choice import Chosen, choose
+from qtrace.collection.observing import Observing
+from qtrace.collection.statistics import Statistics, fresh, no_statistics
+from qtrace.graph.types import TracedModule
+
+__all__ = ["Collected", "Options", "collect", "observe_parameters"]
+
+Numbered = Iterable[tuple[int, Any]]
+
+# More threads that observe would wait for memory and for Python's lock.
+_MOST_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to collect.
+
+    Attributes:
+        engine: one of `qtrace.collection.choice.ENGINES`, or what was chosen before.
+        batches: how many batches there will be; None when that is not known.
+        threads: how many threads compute; None for all cores.
+        progress: whether to show a progress bar on stderr.
+    """
+
+    engine: str | Chosen = "auto"
+    batches: int | None = None
+    threads: int | None = None
+    progress: bool = False
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What was collected, and by what.
+
+    Attributes:
+        statistics: of the activations.
+        chosen: the engine, and why.
+    """
+
+    statistics: Statistics
+    chosen: Chosen
+
+
+def collect(
+    prepared: TracedModule,
+    batches: Numbered,
+    options: Options = Options(),
+    after: Callable[[Statistics], None] = lambda statistics: None,
+) -> Collected:
+    """Runs batches through a prepared graph in float and observes its activations.
+
+    The module is left as it was. Its parameters are not observed: see `observe_parameters`.
+
+    Args:
+        prepared: a module made by ``qtrace.prepare``.
+        batches: pairs of a batch's number and the batch, as `qtrace.calibrate` takes it.
+        options: how to collect.
+        after: called after each batch with all statistics so far.
+
+    Raises:
+        CalibrationError: when a batch does not fit the model, or a value is not finite.
+    """
+    seen = watched(prepared)
+    statistics = no_statistics(prepared)
+    with in_float(prepared), evaluating(prepared):
+        engine = choose(prepared, seen, options.engine, options.batches, options.threads)
+        sites = {name: fq.site for name, fq in named_fake_quants(prepared)}
+        threads = 1 if engine.chosen.name == "megengine" else options.threads or os.cpu_count() or 1
+        bar = tqdm(
+            batches, total=options.batches, desc="calibrate", unit="batch", disable=not options.progress
+        )
+        with bar, Observing(statistics, seen, sites, min(threads, _MOST_THREADS)) as observing:
+            for index, batch in bar:
+                arguments = as_arguments(batch, prepared, index)
+                observing.begin(index, batch)
+                engine.run(arguments, index, observing.observe)
+                observing.commit()
+                after(statistics)
+        return Collected(statistics, engine.chosen)
+
+
+def observe_parameters(prepared: TracedModule, statistics: Statistics) -> None:
+    """Adds what is the same in every batch: the values of parameters.
+
+    Raises:
+        CalibrationError: when a parameter is not finite, naming it.
+    """
+    sites = {name: fq.site for name, fq in named_fake_quants(prepared)}
+    for group, value in watched(prepared).parameters:
+        observer = fresh(statistics.observers[group])
+        observer.observe(value, site=sites[group])
+        statistics.add({group: [observer]})

@@ -1,0 +1,215 @@
+"""Engines: both give the same parameters, and `auto` takes the one that applies and says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace.collection import choice
+from qtrace.collection.base import EngineError, watched
+from qtrace.collection.collecting import Options, collect
+from qtrace.collection.onnxruntime import OnnxRuntime
+from qtrace.errors import CalibrationError, ConfigError
+from qtrace.graph.types import TracedModule
+from qtrace.passes.record import fake_quants
+from tests.nets import Chain, images, net
+from tests.zoo.catalog import CNN
+
+_ZOO = ("mobilenet_v2_relu6", "se_resnet_bottleneck", "shufflenet_v2", "densenet")
+_X = images(4, 3, 16, 16)
+
+
+def _prepared(module: M.Module, example: Any = _X, qconfig: Any = None) -> TracedModule:
+    return qtrace.prepare(qtrace.trace(module, example), qconfig)
+
+
+def _assert_close(first: TracedModule, second: TracedModule) -> None:
+    pairs = list(zip(fake_quants(first), fake_quants(second), strict=True))
+    assert pairs
+    for a, b in pairs:
+        mine, theirs = a.qparams(), b.qparams()
+        np.testing.assert_allclose(mine.scale, theirs.scale, rtol=2e-4, err_msg=a.site)
+        assert np.abs(mine.zero_point - theirs.zero_point).max() <= 1, a.site
+        assert a.observer is not None
+        assert b.observer is not None
+        assert a.observer.state_dict()["batches"] == b.observer.state_dict()["batches"], a.site
+
+
+_SLOW = (
+    "csp_darknet",
+    "unet_transposed",
+    "efficientnet_b0",
+    "hrnet",
+    "repvgg_train",
+    "convnext",
+    "deeplab",
+    "edsr",
+)
+
+
+@pytest.mark.parametrize("name", [*_ZOO, *(pytest.param(n, marks=pytest.mark.slow) for n in _SLOW)])
+def test_both_engines_give_the_same_parameters(name: str) -> None:
+    entry = next(e for e in CNN if e.name == name)
+    batches = [images(2, *entry.input_shape, seed=i) for i in range(2)]
+    traced = qtrace.trace(entry.build(), batches[0], check=False)
+    recipe = {"observers": {"activation": "percentile" if name == "densenet" else "minmax"}}
+    results = [
+        qtrace.calibrate(qtrace.prepare(traced, recipe), batches, progress=False, engine=engine)
+        for engine in ("megengine", "onnxruntime")
+    ]
+    _assert_close(results[0], results[1])
+
+
+def test_kept_batch_norms_computed_weights_and_tied_constants_are_the_same() -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        y = self.bn(self.conv(x))
+        weight = self.raw - F.mean(self.raw, axis=[1, 2, 3], keepdims=True)
+        y = F.conv2d(y, weight)
+        return self.last(F.concat([y, self.table], axis=1))
+
+    def build() -> M.Module:
+        return net(
+            forward,
+            conv=M.Conv2d(3, 4, 1),
+            bn=M.BatchNorm2d(4),
+            raw=mge.Parameter(images(5, 4, 1, 1)),
+            table=mge.Parameter(images(4, 2, 16, 16)),
+            last=M.Conv2d(7, 2, 1),
+        )
+
+    results = []
+    for engine in ("megengine", "onnxruntime"):
+        prepared = _prepared(build(), qconfig={"qat": {"bn": {"fold": False}}})
+        results.append(qtrace.calibrate(prepared, [_X, _X * 2], progress=False, engine=engine))
+    _assert_close(*results)
+
+
+def test_values_are_those_that_the_phase_observe_records() -> None:
+    prepared = _prepared(Chain(2, 3))
+    qtrace.set_phase(prepared, "observe")
+    prepared.eval()
+    for index, batch in enumerate((_X, _X + 1)):
+        for fq in fake_quants(prepared):
+            fq.batch = index
+        prepared(mge.Tensor(batch))
+    expected = [fq.observer.state_dict() for fq in fake_quants(prepared) if fq.observer]
+    qtrace.calibrate(prepared, [_X, _X + 1], progress=False, engine="megengine")
+    for fq, state in zip(fake_quants(prepared), expected, strict=True):
+        assert fq.observer is not None
+        mine = fq.observer.state_dict()
+        assert mine.keys() == state.keys()
+        for key, value in state.items():
+            np.testing.assert_array_equal(mine[key], value, err_msg=f"{fq.site} {key}")
+
+
+def _auto(prepared: TracedModule, batches: list[Any], count: int | None = None) -> choice.Chosen:
+    options = Options(batches=len(batches) if count is None else count)
+    return collect(prepared, enumerate(batches), options).chosen
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little there is to compute, an export is worth it."""
+    monkeypatch.setattr(choice, "_LITTLE", 0)
+
+
+@pytest.mark.usefixtures("eager")
+def test_auto_takes_onnxruntime_where_it_agrees() -> None:
+    chosen = _auto(_prepared(Chain(3, 3)), [_X, _X])
+    assert chosen.name == "onnxruntime"
+    assert "agrees with MegEngine" in chosen.reason
+    assert chosen.verified == (((4, 3, 16, 16),),)
+
+
+def test_auto_stays_with_megengine_for_little_work() -> None:
+    assert _auto(_prepared(Chain(1, 3)), [_X, _X]).name == "megengine"
+    assert "one batch" in _auto(_prepared(Chain(1, 3)), [_X]).reason
+
+
+def _missing(*_: Any) -> None:
+    raise EngineError("the package onnxruntime is not installed")
+
+
+@pytest.mark.usefixtures("eager")
+def test_auto_says_why_onnxruntime_does_not_apply(monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = net(lambda self, x: F.svd(self.c(x))[1], c=M.Conv2d(3, 4, 1))
+    chosen = _auto(_prepared(unknown), [_X, _X])
+    assert chosen.name == "megengine"
+    assert "no ONNX form" in chosen.reason
+    monkeypatch.setattr(choice, "OnnxRuntime", _missing)
+    assert "not installed" in _auto(_prepared(Chain(1, 3)), [_X, _X]).reason
+
+
+class _Wrong(OnnxRuntime):
+    """A runtime that computes one value otherwise."""
+
+    def run(self, arguments: Any, index: int, observe: Callable[[str, np.ndarray], None]) -> None:
+        super().run(arguments, index, lambda node, value: observe(node, value * np.float32(1.001)))
+
+
+@pytest.mark.usefixtures("eager")
+def test_auto_does_not_use_a_runtime_that_disagrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = qtrace.trace(Chain(2, 3), _X)
+    plain = qtrace.calibrate(qtrace.prepare(traced), [_X, _X], progress=False, engine="megengine")
+    monkeypatch.setattr(choice, "OnnxRuntime", _Wrong)
+    chosen = _auto(qtrace.prepare(traced), [_X, _X])
+    assert chosen.name == "megengine"
+    assert "differs by 1.0e-03 of its range" in chosen.reason
+    auto = qtrace.calibrate(qtrace.prepare(traced), [_X, _X], progress=False)
+    for a, b in zip(fake_quants(plain), fake_quants(auto), strict=True):
+        np.testing.assert_array_equal(a.qparams().scale, b.qparams().scale)
+
+
+@pytest.mark.usefixtures("eager")
+def test_batches_of_another_shape_are_compared_or_run_in_megengine() -> None:
+    batches = [_X, _X[:1], images(1, 3, 24, 8)]
+    traced = qtrace.trace(Chain(2, 3), _X)
+    prepared = qtrace.prepare(traced)
+    chosen = _auto(prepared, batches)
+    assert chosen.name == "onnxruntime"
+    assert chosen.verified == (((4, 3, 16, 16),), ((1, 3, 16, 16),))
+    assert "MegEngine runs batches of some other shapes" in chosen.reason
+    with pytest.raises(
+        CalibrationError, match="batch 2: onnxruntime refuses the batch.*use engine megengine"
+    ):
+        qtrace.calibrate(prepared, batches, progress=False, engine="onnxruntime")
+    own = qtrace.calibrate(qtrace.prepare(traced), batches, progress=False, engine="megengine")
+    _assert_close(own, qtrace.calibrate(prepared, batches, progress=False))
+
+
+def test_an_engine_that_cannot_run_the_graph_is_told() -> None:
+    unknown = net(lambda self, x: F.svd(self.c(x))[1], c=M.Conv2d(3, 4, 1))
+    with pytest.raises(
+        CalibrationError, match="engine onnxruntime does not apply: the graph has no ONNX form"
+    ):
+        qtrace.calibrate(_prepared(unknown), [_X], progress=False, engine="onnxruntime")
+    with pytest.raises(ConfigError, match="unknown engine 'torch': choose one of auto, megengine"):
+        qtrace.calibrate(_prepared(unknown), [_X], progress=False, engine="torch")
+
+
+@pytest.mark.parametrize("engine", ["megengine", "onnxruntime"])
+def test_a_value_that_is_not_finite_is_told_with_site_and_batch(engine: str) -> None:
+    prepared = _prepared(net(lambda self, x: self.c(x / F.mean(x)), c=M.Conv2d(3, 4, 1)))
+    with pytest.raises(CalibrationError, match="site .*, batch 1: it holds NaN"):
+        qtrace.calibrate(prepared, [_X, _X * 0], progress=False, engine=engine)
+    assert {fq.phase for fq in fake_quants(prepared)} == {"float"}
+
+
+def test_parts_see_the_same_values_when_memory_is_short() -> None:
+    prepared = _prepared(Chain(5, 3))
+    nodes = tuple(watched(prepared).nodes)
+    found: list[dict[str, np.ndarray]] = []
+    for limit in (1 << 30, 1):
+        values: dict[str, np.ndarray] = {}
+        OnnxRuntime(prepared, nodes, limit=limit).run(((mge.Tensor(_X),), {}), 0, values.__setitem__)
+        found.append(values)
+    assert tuple(found[0]) == tuple(found[1]) == nodes
+    for node in nodes:
+        np.testing.assert_allclose(found[0][node], found[1][node], rtol=1e-5, atol=1e-6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from qtrace.graph.table import format_table
 from qtrace.graph.types import Node, TracedModule
 from qtrace.numerics import quantize
 from qtrace.passes.annotation import Annotation, ExprNote
+from qtrace.passes.insert import CONTAINER
 from qtrace.passes.record import read_record
 from qtrace.report import VerifyReport
 from qtrace.runtimes import get as get_runtime
@@ -91,8 +92,9 @@ def bisect(
     *,
     runtime: str | None = None,
     max_lsb: int = 1,
+    min_equal: float = 0.999,
 ) -> Difference | None:
-    """Finds the first op, in graph order, whose integers differ from the runtime's.
+    """Finds the first op, in graph order, whose integers differ from the runtime's beyond the tolerance.
 
     Every op is computed from the runtime's own integers, so the op that is found makes the difference itself.
     Optimizations are off at first; if nothing is found, the runtime's optimized form is tried.
@@ -102,7 +104,9 @@ def bisect(
         converted: the converted module.
         batches: inputs as for ``qtrace.calibrate``.
         runtime: the name of the runtime; None for the one that the file is meant for.
-        max_lsb: differences up to this are no finding.
+        max_lsb: differences up to this are no finding,
+        min_equal: unless fewer than this share of a batch's integers are equal: then the first op whose own
+            share is clearly below it is.
 
     Returns:
         The difference, or None when there is none on these batches.
@@ -118,7 +122,7 @@ def bisect(
     chosen = get_runtime(Path(path), runtime)
     for stage, optimize in (("plain", False), ("optimized", True)):
         session = chosen.open(Path(path), optimize)
-        names = integer_names(converted, Path(path), session.integer_names)
+        names = integer_names(converted, Path(path), session)
         for index, batch in enumerate(kept):
             args, kwargs = as_arguments(batch, converted, index)
             with evaluating(converted):
@@ -126,32 +130,65 @@ def bisect(
                 with told(converted, (args, kwargs), index):
                     graph.compute(args, kwargs)
                 ran = session.run(graph.inputs)
-                search = _Search(converted, names, ran.integers, max_lsb)
+                search = _Search(converted, names, ran.integers, (max_lsb, min_equal))
                 search.run(*args, **kwargs)
-            if search.found is not None:
+            if search.close():
                 return _difference(annotation, search, stage, index)
     return None
 
 
+_Finding = tuple[str, np.ndarray, np.ndarray, np.ndarray]
+
+
 class _Search(OpByOp):
-    """Keeps the first site that differs by more than is allowed."""
+    """Keeps the first site that differs by more than is allowed, and the first with too many differences."""
 
     def __init__(
-        self, converted: TracedModule, names: dict[str, str], integers: dict[str, np.ndarray], max_lsb: int
+        self,
+        converted: TracedModule,
+        names: dict[str, str],
+        integers: dict[str, np.ndarray],
+        tolerance: tuple[int, float],
     ) -> None:
         super().__init__(converted, names, integers, VerifyReport("", 0, 0.0, 0.0))
-        self.max_lsb = max_lsb
-        self.found: tuple[str, np.ndarray, np.ndarray, np.ndarray] | None = None
+        self.max_lsb, self.min_equal = tolerance
+        container, sites = getattr(converted, CONTAINER), read_record(converted).annotation.sites
+        self.weights = {s.name: getattr(container, s.group).qparams() for s in sites if s.sort == "weight"}
+        self.sources = {f"{s.name}_q": s.node for s in sites if s.sort == "activation"}
+        self.kept = frozenset(self.sources.values())
+        self.unrounded: dict[str, Any] = {}  # the values of nodes that sites round
+        self.found: _Finding | None = None
+        self.many: _Finding | None = None  # many differences, and at no later place than ``found``
 
     def on_node(self, node: Node, value: Any) -> Any:
         """Compares before the runtime's integers take the place of the graph's."""
+        if self.found is None and node.name in self.kept:
+            self.unrounded[node.name] = value
         if self.found is None and node.name in self.names:
-            x = value.numpy()
-            mine = quantize(x, self.qparams[node.name]).astype(np.int64)
+            mine = quantize(value.numpy(), self.qparams[node.name]).astype(np.int64)
             theirs = self.integers[self.names[node.name]].astype(np.int64)
+            x = self.unrounded.get(self.sources.get(node.name, ""), value).numpy()
+            finding = node.name, x, mine, theirs
+            if self.many is None and self._too_many(mine, theirs):
+                self.many = finding
             if np.abs(mine - theirs).max(initial=0) > self.max_lsb:
-                self.found = node.name, x, mine, theirs
+                self.found = finding
         return super().on_node(node, value)
+
+    def _too_many(self, mine: np.ndarray, theirs: np.ndarray) -> bool:
+        """Whether the share of differing values is beyond the allowed one by more than chance."""
+        allowed = mine.size * (1 - self.min_equal)
+        return np.count_nonzero(mine != theirs) > allowed + 3 * np.sqrt(allowed) + 2
+
+    def close(self) -> bool:
+        """Whether the run, which is over, goes beyond the tolerance; ``found`` is then the site."""
+        tallies = self.report.sites["op_by_op"].values()
+        values = sum(t.values for t in tallies)
+        # Without the sites that differ by more: those have a finding of their own.
+        slight = sum(t.values - t.equal for t in tallies if t.worst <= self.max_lsb)
+        if self.many is not None and slight > values * (1 - self.min_equal):
+            self.found = self.many
+        return self.found is not None
 
 
 def _difference(annotation: Annotation, search: _Search, stage: str, batch: int) -> Difference:
@@ -172,7 +209,7 @@ def _difference(annotation: Annotation, search: _Search, stage: str, batch: int)
         path=note.path if note else "",
         stage=stage,
         batch=batch,
-        inputs=_read_by(annotation, note, search.qparams),
+        inputs=_read_by(annotation, note, {**search.qparams, **search.weights}),
         qparams=_words(qparams),
         worst=int(np.abs(delta).max()),
         differing=int(np.count_nonzero(delta)),
@@ -215,7 +252,10 @@ def _read_by(annotation: Annotation, note: ExprNote | None, qparams: dict[str, Q
     for group in dict.fromkeys(g for g in note.inputs if g):
         known = qparams.get(groups.get(group, ""))
         found.append(f"{group}: {_words(known)}" if known is not None else group)
-    return (*found, f"{note.weight} (weight)") if note.weight else tuple(found)
+    if note.weight:
+        known = qparams.get(note.weight)
+        found.append(f"{note.weight} (weight)" + (f": {_words(known)}" if known is not None else ""))
+    return tuple(found)
 
 
 def _words(qparams: QParams) -> str:
@@ -241,14 +281,21 @@ def likely_causes(
     apart = delta != 0
     low, high = qparams.scheme.qmin, qparams.scheme.qmax
     causes = []
+    if (rule := _other_rounding(exact, mine, theirs, qparams)) is not None:
+        return (f"rounding: {rule}",)
     if np.array_equal(np.sort(mine, axis=None), np.sort(theirs, axis=None)):
         causes.append("layout: the same integers stand at other places (a transpose, or an order of axes)")
     edge = np.isin(theirs[apart], (low, high)) ^ np.isin(mine[apart], (low, high))
     if edge.mean() > 0.9:
         causes.append(f"saturation: one side stops at {low} or {high}, the other does not")
-    if (bias := _per_channel_shift(delta, (theirs > low) & (theirs < high))) is not None:
+    zero = int(qparams.zero_point) if not qparams.scale.ndim else low
+    # Neither saturated nor clamped at 0, as by a relu.
+    inside = (theirs > low) & (theirs < high) & (theirs != zero) & (mine != zero)
+    if (shift := _one_shift(delta[inside])) is not None:
+        causes.append(f"zero point: every value is off by {shift:+d} LSB, as without it or with another one")
+    elif (bias := _per_channel_shift(delta, inside)) is not None:
         causes.append(f"bias: each channel is off by a constant (up to {bias} LSB): missing or another scale")
-    elif (ratio := _ratio(mine, theirs, qparams)) is not None:
+    elif (ratio := _ratio(exact, theirs, qparams)) is not None:
         causes.append(f"scale: the runtime's values are {ratio:.4g} times the graph's")
     if np.abs(delta).max() == 1:
         ties = np.abs(np.abs(exact - np.floor(exact)) - 0.5)[apart] < 1e-3
@@ -256,6 +303,37 @@ def likely_causes(
             "rounding: ties go the other way" if ties.mean() > 0.9 else "rounding: an intermediate is rounded"
         )
     return tuple(causes) or ("unknown: compare the op's attributes, padding and weights in the file",)
+
+
+# What a runtime may do instead of rounding to the nearest integer, ties to even.
+_ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "ties go away from zero": lambda x: np.sign(x) * np.floor(np.abs(x) + 0.5),
+    "ties go up": lambda x: np.floor(x + 0.5),
+    "ties go to the even integer": np.rint,
+    "the runtime rounds down": np.floor,
+    "the runtime rounds up": np.ceil,
+    "the runtime rounds towards zero": np.trunc,
+}
+
+
+def _other_rounding(exact: np.ndarray, mine: np.ndarray, theirs: np.ndarray, qparams: QParams) -> str | None:
+    """The rounding that gives the runtime's integers nearly everywhere, where the graph's does not."""
+    if np.abs(theirs - mine).max() != 1:
+        return None
+    zero = int(qparams.zero_point) if not qparams.scale.ndim else 0
+    for name, rule in _ROUNDINGS.items():
+        other = np.clip(rule(exact - zero) + zero, qparams.scheme.qmin, qparams.scheme.qmax)
+        if np.mean(other == theirs) > max(0.999, np.mean(mine == theirs)):
+            return name
+    return None
+
+
+def _one_shift(delta: np.ndarray) -> int | None:
+    """The constant, of more than 1 LSB, by which nearly all of ``delta`` is off, else None."""
+    if delta.size < 2:
+        return None
+    shift = round(float(np.median(delta)))
+    return shift if abs(shift) > 1 and np.mean(np.abs(delta - shift) <= 1) > 0.95 else None
 
 
 def _per_channel_shift(delta: np.ndarray, inside: np.ndarray) -> int | None:
@@ -272,13 +350,13 @@ def _per_channel_shift(delta: np.ndarray, inside: np.ndarray) -> int | None:
     return int(np.abs(shifts).max()) if constant else None
 
 
-def _ratio(mine: np.ndarray, theirs: np.ndarray, qparams: QParams) -> float | None:
+def _ratio(exact: np.ndarray, theirs: np.ndarray, qparams: QParams) -> float | None:
     """The factor between the two where one explains them, else None."""
     if qparams.scale.ndim:
         return None
     inside = (theirs > qparams.scheme.qmin) & (theirs < qparams.scheme.qmax)
     zero = int(qparams.zero_point)
-    a, b = (v[inside].astype(np.float64) - zero for v in (mine, theirs))
+    a, b = (v[inside].astype(np.float64) - zero for v in (exact, theirs))
     if not a.size or not a @ a:
         return None
     factor = float(a @ b) / float(a @ a)

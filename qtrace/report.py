@@ -13,22 +13,30 @@ from qtrace.runtimes.base import Kernels
 __all__ = ["SiteTally", "VerifyReport"]
 
 _MODES = ("op_by_op", "end_to_end", "deployed")
+_SHOWN = 6
 
 
 @dataclass
 class SiteTally:
-    """Differences at one site: how many values, how many equal, the largest difference in LSB."""
+    """Differences at one site: how many values, how many equal, the largest difference in LSB.
+
+    ``histogram`` has every difference but 0, runtime minus graph in LSB, and how often it occurs.
+    """
 
     values: int = 0
     equal: int = 0
     worst: int = 0
+    histogram: dict[int, int] = field(default_factory=dict)
 
     def add(self, mine: np.ndarray, theirs: np.ndarray) -> None:
         """Adds one comparison of integers of equal shape."""
-        difference = np.abs(mine.astype(np.int64) - theirs.astype(np.int64))
+        difference = theirs.astype(np.int64) - mine.astype(np.int64)
+        apart = difference[difference != 0]
         self.values += difference.size
-        self.equal += int(np.count_nonzero(difference == 0))
-        self.worst = max(self.worst, int(difference.max(initial=0)))
+        self.equal += difference.size - apart.size
+        self.worst = max(self.worst, int(np.abs(apart).max(initial=0)))
+        for step, count in zip(*np.unique(apart, return_counts=True), strict=True):
+            self.histogram[int(step)] = self.histogram.get(int(step), 0) + int(count)
 
 
 @dataclass
@@ -98,6 +106,14 @@ class VerifyReport:
         values = sum(t.values for t in self.sites[mode].values())
         return sum(t.equal for t in self.sites[mode].values()) / values if values else 1.0
 
+    def histogram(self, mode: str = "op_by_op") -> dict[int, int]:
+        """Difference (runtime minus graph) in LSB -> how often, over all sites, in order; without 0."""
+        found: dict[int, int] = {}
+        for tally in self.sites[mode].values():
+            for step, count in tally.histogram.items():
+                found[step] = found.get(step, 0) + count
+        return dict(sorted(found.items()))
+
     def sqnr_db(self, mode: str = "reference") -> float:
         """Signal-to-noise ratio of the runtime's outputs against the graph's, in dB."""
         return self.outputs[mode].sqnr_db
@@ -144,12 +160,19 @@ class VerifyReport:
         ratios = ", ".join(f"{m} {n.sqnr_db:.1f} dB" for m, n in self.outputs.items())
         lines = [
             f"op by op: worst {self.worst_lsb()} LSB, {self.equal_share():.4%} equal "
-            f"over {len(self.sites['op_by_op'])} sites",
+            f"over {len(self.sites['op_by_op'])} sites{self._differences()}",
             f"outputs: {ratios}; same prediction {self.agreement():.2%}",
             *self._kernel_lines(),
             "passed" if self.passed else "FAILED: " + "; ".join(self.problems()),
         ]
         return "\n".join(lines)
+
+    def _differences(self) -> str:
+        """The most frequent differences, in a few words."""
+        found = sorted(self.histogram().items(), key=lambda item: -item[1])
+        shown = ", ".join(f"{step:+d} LSB x {count}" for step, count in found[:_SHOWN])
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        return f" ({shown}{more})" if found else ""
 
     def _kernel_lines(self) -> list[str]:
         """How many ops run on integers, and what keeps the others from it."""
@@ -172,6 +195,7 @@ class VerifyReport:
             "passed": self.passed,
             "problems": self.problems(),
             "worst_lsb": {m: self.worst_lsb(m) for m in _MODES if self.sites[m]},
+            "histogram": {m: self.histogram(m) for m in _MODES if self.sites[m]},
             "equal_share": {m: self.equal_share(m) for m in _MODES if self.sites[m]},
             "sqnr_db": {m: (n.sqnr_db if np.isfinite(n.sqnr_db) else None) for m, n in self.outputs.items()},
             "agreement": self.agreement(),

@@ -7,7 +7,7 @@ sites before it, so an error is seen at the op that makes it. *End to end*: both
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Input, Node, TensorNode, TracedModule
 from qtrace.numerics import dequantize, quantize
 from qtrace.passes.insert import CONTAINER
-from qtrace.passes.record import carried_qparams, read_record
+from qtrace.passes.record import carried_qparams, graph_hash, read_record
 from qtrace.report import VerifyReport
 from qtrace.runtimes import get as get_runtime
+from qtrace.runtimes.base import Session
 from qtrace.scheme import QParams
 
 __all__ = ["EndToEnd", "OpByOp", "integer_names", "leaves", "verify"]
@@ -64,7 +65,7 @@ def verify(
     report = VerifyReport(str(path), max_lsb, min_equal, min_sqnr_db)
     if optimized and chosen.kernels is not None:
         report.kernels = chosen.kernels(Path(path))
-    table = integer_names(converted, Path(path), session.integer_names)
+    table = integer_names(converted, Path(path), session)
     count = 0
     with evaluating(converted):
         for count, batch in enumerate(batches, 1):
@@ -85,19 +86,25 @@ def verify(
     return report
 
 
-def integer_names(converted: TracedModule, path: Path, present: Sequence[str]) -> dict[str, str]:
+def integer_names(converted: TracedModule, path: Path, session: Session) -> dict[str, str]:
     """Node that holds dequantized integers -> the name under which the runtime gives them.
 
     A format may leave out the integers of ops that only move values, but no site.
 
     Raises:
-        ExportError: when the file lacks a site.
+        ExportError: when the file lacks a site, or says that it was exported from another graph.
     """
-    annotation, known = read_record(converted).annotation, set(present)
+    annotation, known = read_record(converted).annotation, set(session.integer_names)
     computed = [s.name for s in annotation.sites if s.sort == "activation" and not s.static]
     missing = sorted(set(computed) - known)
     if missing:
         raise ExportError(f"{path} is not an export of this module: it has no integers of {missing[0]!r}.")
+    theirs = getattr(session, "graph_hash", "")  # of formats that keep it
+    if theirs and theirs != graph_hash(converted):
+        raise ExportError(
+            f"{path} is not an export of this module: it comes from another calibration or other weights; "
+            "export it again."
+        )
     names = {f"{name}_q": name for name in computed}
     names.update((name, name) for name in annotation.moved() if name in known)
     return names
@@ -170,9 +177,9 @@ class EndToEnd(Interpreter):
 
 
 def leaves(value: Any) -> list[Any]:
-    """The tensors in what a graph gives, in order; those of a dict by its sorted keys."""
+    """The tensors in what a graph gives, in the order of its outputs."""
     if isinstance(value, dict):
-        return [leaf for key in sorted(value) for leaf in leaves(value[key])]
+        value = list(value.values())
     if isinstance(value, (tuple, list)):
         return [leaf for item in value for leaf in leaves(item)]
     return [value]

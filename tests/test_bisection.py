@@ -74,7 +74,7 @@ def test_causes_are_told_from_the_differences(kind: str) -> None:
     (first, *_) = likely_causes(exact, mine, wrong, QPARAMS)
     assert first.startswith(kind)
     if kind == "rounding":
-        assert first == "rounding: ties go the other way"
+        assert first == "rounding: ties go up"
 
 
 def test_noise_has_no_named_cause() -> None:

@@ -14,6 +14,7 @@ from megengine.functional.quantized import conv_bias_activation, conv_transpose2
 
 from qtrace import ops
 from qtrace.errors import ExportError
+from qtrace.export._allow_float import only_floats_read
 from qtrace.export.onnx import integer_values
 from qtrace.fakequant._bias import BiasQuant
 from qtrace.fakequant.base import FakeQuant
@@ -42,12 +43,13 @@ class QuantizedGraph:
 
     Args:
         converted: a module made by ``qtrace.convert``.
+        floats: kinds of layers that compute in float, with weights rounded in any way.
 
     Raises:
         ExportError: when a site has another scheme than MegEngine's kernels.
     """
 
-    def __init__(self, converted: TracedModule) -> None:
+    def __init__(self, converted: TracedModule, floats: frozenset[str] = frozenset()) -> None:
         self.model = converted
         self.annotation = read_record(converted, "converted").annotation
         self.container = getattr(converted, CONTAINER)
@@ -58,8 +60,11 @@ class QuantizedGraph:
         self.values: dict[int, Any] = {}
         self.named: set[int] = set()
         self.kept: dict[tuple[str, int], Tensor] = {}
+        made = {e.outputs[0].name: e.outputs[0] for e in exprs(converted) if e.outputs}
+        stored = [f"{s.name}_q" for s in self.annotation.sites if s.sort != "activation"]
+        self.floating = {n for n in stored if n in made and only_floats_read(made[n], floats)}
         for site in self.annotation.sites:
-            if site.plan is not None:
+            if site.plan is not None and f"{site.name}_q" not in self.floating:
                 _check(site.name, site.plan.scheme, site.sort == "weight")
 
     def run(self, *inputs: Tensor) -> list[Tensor]:
@@ -93,7 +98,7 @@ class QuantizedGraph:
     def _site(self, expr: Expr, site: Site) -> Tensor:
         """The rounded value of a site; a kernel that rounded it already is left alone."""
         value = self.values[id(expr.args[1])]
-        if site.sort == "bias":
+        if site.sort == "bias" or expr.outputs[0].name in self.floating:
             return self._keep(
                 "value", expr, lambda: expr.interpret(*(self.values[id(n)] for n in expr.inputs))[0]
             )
@@ -271,5 +276,6 @@ def _check(site: str, scheme: QScheme, stored: bool) -> None:
     if reason:
         raise ExportError(
             f"site {site} is {scheme.describe()}, which MegEngine's int8 kernels do not compute ({reason}): "
-            "prepare the module with the recipe backend/megengine."
+            "prepare the module with the recipe backend/megengine"
+            + (", or name the kind of its layer in allow_float." if stored else ".")
         )

@@ -167,6 +167,22 @@ def _pixel_shuffle(w: OnnxWriter, call: OpCall) -> None:
     w.emit("Reshape", [moved, w.ints(target)], call.out)
 
 
+def _sliding_window(w: OnnxWriter, call: OpCall) -> None:
+    """Rows and columns of every window by their positions, then the axes of the windows go behind."""
+    a, base, shape = call.attrs, call.out.name, call.inputs[0].shape
+    name, (high, wide) = w.name(call.inputs[0]), a["padding"]
+    if high or wide:
+        pads = w.ints([0, 0, high, wide, 0, 0, high, wide])
+        name = w.node("Pad", [name, pads, w.scalar(0.0)], w.fresh(base), mode="constant")
+    for axis, source, pad in ((2, 2, high), (4, 3, wide)):
+        k, step, apart = (a[n][source - 2] for n in ("kernel_size", "stride", "dilation"))
+        count = (int(shape[source]) + 2 * pad - apart * (k - 1) - 1) // step + 1
+        places = step * np.arange(count)[:, None] + apart * np.arange(k)
+        where = w.constant(f"{base}_places_{axis}", places.astype(np.int64))
+        name = w.node("Gather", [name, where], w.fresh(base), axis=axis)
+    w.emit("Transpose", [name], call.out, perm=[0, 1, 2, 4, 3, 5])
+
+
 MOVES: dict[str, Emitter] = {
     "reshape": _reshape,
     "flatten": _flatten,
@@ -183,4 +199,5 @@ MOVES: dict[str, Emitter] = {
     "pad": _pad,
     "split": _split,
     "pixel_shuffle": _pixel_shuffle,
+    "sliding_window": _sliding_window,
 }

@@ -12,6 +12,7 @@ from qtrace.export._onnx_arithmetic import ARITHMETIC
 from qtrace.export._onnx_index import INDEXING
 from qtrace.export._onnx_norms import NORMS
 from qtrace.export._onnx_reductions import REDUCTIONS
+from qtrace.export._onnx_sampling import SAMPLING
 from qtrace.export._onnx_shapes import SHAPES
 from qtrace.export._onnx_types import Emitter, operand
 from qtrace.export._onnx_windows import WINDOWS
@@ -177,30 +178,26 @@ def _prelu(w: OnnxWriter, call: OpCall) -> None:
 
 
 _OLD = "ONNX has no op for it"
+_LAYER = "its weights have an order of MegEngine's own (linear layers have a form)"
 
-# Kinds that no ONNX file of this opset can hold, and why.
+# Kinds that have no ONNX form, and why.
 WITHOUT: dict[str, str] = {
     "atan2": _OLD,
     "correlation": _OLD,
     "cvt_color": _OLD,
-    "deformable_conv2d": "ONNX has deformable convolution from opset 19 on",
+    "deformable_conv2d": "onnxruntime has no kernel for DeformConv",
     "deformable_psroi_pooling": _OLD,
     "diag": _OLD,
     "local_conv2d": _OLD,
-    "lstm": "MegEngine's layer is one op with weights in an order of its own",
+    "lstm": _LAYER,
     "matinv": _OLD,
-    "multi_head_attention": "MegEngine's layer is one op with weights in an order of its own",
+    "multi_head_attention": _LAYER,
     "nvof": _OLD,
     "region_restricted_conv": _OLD,
-    "remap": "ONNX samples at computed places from opset 16 on",
-    "rnn": "MegEngine's layer is one op with weights in an order of its own",
-    "roi_align": "before opset 16 ONNX widens regions of less than one pixel, which MegEngine does not",
+    "rnn": _LAYER,
     "roi_pooling": "ONNX rounds the borders of regions in another way",
-    "sliding_window": _OLD,
     "sliding_window_transpose": _OLD,
     "svd": _OLD,
-    "warp_affine": "ONNX samples at computed places from opset 16 on",
-    "warp_perspective": "ONNX samples at computed places from opset 16 on",
     **dict.fromkeys(
         ("l1_loss", "square_loss", "cross_entropy", "binary_cross_entropy", "hinge_loss", "ctc_loss"),
         "a loss belongs to training",
@@ -224,6 +221,7 @@ EMITTERS: dict[str, Emitter] = {
     **INDEXING,
     **SHAPES,
     **WINDOWS,
+    **SAMPLING,
     **dict.fromkeys((*_CONVS, *_TRANSPOSED), _conv),
     "linear": _linear,
     "matmul": _matmul,

@@ -9,8 +9,10 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 __all__ = ["at_opset", "versions"]
 
-# int8 and uint8: what runtimes fuse best. Integers of 4 and 16 bits came with opset 21.
-_USUAL, _WIDE = (13, 8), (21, 10)
+# int8 and uint8: what runtimes fuse best. Integers of 4 and 16 bits came with opset 21, and with 16 ops that
+# read between pixels (RoiAlign without widening small regions).
+_USUAL, _SAMPLING, _WIDE = (13, 8), (16, 8), (21, 10)
+_SAMPLERS = ("GridSample", "RoiAlign")
 _WIDE_TYPES = (TensorProto.INT4, TensorProto.UINT4, TensorProto.INT16, TensorProto.UINT16)
 
 # Their axes became an input at opset 18; ReduceSum's had at 13.
@@ -19,12 +21,14 @@ _REDUCTIONS = tuple(
 )
 
 
-def versions(stored: Iterable[TensorProto]) -> tuple[int, int]:
-    """The opset and the IR version that a model with these initializers needs.
+def versions(stored: Iterable[TensorProto], nodes: Iterable[NodeProto] = ()) -> tuple[int, int]:
+    """The opset and the IR version that a model with these initializers and nodes needs.
 
     Every QuantizeLinear has a zero point, whose type is that of its result.
     """
-    return _WIDE if any(t.data_type in _WIDE_TYPES for t in stored) else _USUAL
+    if any(t.data_type in _WIDE_TYPES for t in stored):
+        return _WIDE
+    return _SAMPLING if any(n.op_type in _SAMPLERS for n in nodes) else _USUAL
 
 
 def at_opset(nodes: list[NodeProto], opset: int) -> tuple[list[NodeProto], list[TensorProto]]:

@@ -179,7 +179,7 @@ class OnnxWriter:
         """The finished model; initializers that no node reads are dropped."""
         read = {i for n in self.nodes for i in n.input}
         kept = [t for n, t in self.initializers.items() if n in read]
-        opset, ir_version = versions(kept)
+        opset, ir_version = versions(kept, self.nodes)
         nodes, more = at_opset(self.nodes, opset)
         graph = helper.make_graph(nodes, name, inputs, outputs, [*kept, *more])
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterable
 
 import numpy as np
 from megengine import Tensor
 from megengine.jit import trace
 
 from qtrace.errors import ExportError
+from qtrace.export._allow_float import float_kinds
 from qtrace.export._mge_graph import QuantizedGraph
 from qtrace.export.onnx import input_names
 from qtrace.graph.types import TensorNode, TracedModule
@@ -25,17 +27,19 @@ __all__ = ["SUFFIXES", "serialize"]
 SUFFIXES: tuple[str, ...] = ()
 
 
-def serialize(converted: TracedModule) -> bytes:
+def serialize(converted: TracedModule, allow_float: Iterable[str] = ()) -> bytes:
     """The dump.
 
     Args:
         converted: a module made by ``qtrace.convert``.
+        allow_float: kinds of layers, such as ``conv2d``, that compute in float, with weights that the graph
+            rounded: in any way, also one that MegEngine's int8 kernels cannot express.
 
     Raises:
         ExportError: when a site has another scheme than MegEngine's int8 kernels, naming it, or an op cannot
             be dumped.
     """
-    graph = QuantizedGraph(converted)
+    graph = QuantizedGraph(converted, float_kinds(allow_float))
     names = input_names(converted)
     outputs = _output_names(converted, names)
     samples = [_sample(node) for node in converted.graph.inputs[1:]]

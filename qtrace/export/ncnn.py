@@ -8,12 +8,15 @@ those of the nodes that compute them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from megengine import Tensor
 
 from qtrace import ops
 from qtrace.errors import ExportError
+from qtrace.export._allow_float import float_kinds, only_floats_read
 from qtrace.export._ncnn_fuse import fuse_activations, fuse_roundings, split_branches
 from qtrace.export._ncnn_ops import EMITTERS
 from qtrace.export._ncnn_writer import Layer, NcnnWriter, Rounded, Weight
@@ -33,25 +36,27 @@ __all__ = ["SUFFIXES", "files"]
 SUFFIXES = (".param",)
 
 
-def files(converted: TracedModule, path: Path) -> dict[Path, bytes]:
+def files(converted: TracedModule, path: Path, allow_float: Iterable[str] = ()) -> dict[Path, bytes]:
     """The net and its weights.
 
     Args:
         converted: a module made by ``qtrace.convert``.
         path: the ``.param``; the weights stand beside it, with the suffix ``.bin``.
+        allow_float: kinds of layers, such as ``conv2d``, that compute in float, with weights that the graph
+            rounded: in any way, also one that ncnn's int8 layers cannot express.
 
     Raises:
         ExportError: when a node has no ncnn form or rounds in another way than ncnn, naming it.
     """
     if path.suffix == ".bin":
         raise ExportError(f"{path.name} is the name of the weights: name the net with the suffix .param.")
-    writer = _Exporter(converted).run()
+    writer = _Exporter(converted, float_kinds(allow_float)).run()
     return {path.with_suffix(".bin"): writer.bin(), path: writer.param()}
 
 
 class _Exporter:
-    def __init__(self, converted: TracedModule) -> None:
-        self.model = converted
+    def __init__(self, converted: TracedModule, floats: frozenset[str]) -> None:
+        self.model, self.floats = converted, floats
         self.annotation = read_record(converted, "converted").annotation
         self.container = getattr(converted, CONTAINER)
         self.sites = {f"{s.name}_q": s for s in self.annotation.sites}
@@ -121,7 +126,10 @@ class _Exporter:
             w.integer_blob(out)
 
     def _weight(self, out: TensorNode, site: Site, module: FakeQuant, value: np.ndarray) -> None:
-        _check(site.name, module.scheme, module.scheme.bits)
+        if only_floats_read(out, self.floats):
+            self.writer.values[id(out)] = module(Tensor(value)).numpy()
+            return
+        _check(site.name, module.scheme, module.scheme.bits, ", or name the kind of its layer in allow_float")
         qparams, axes = module.qparams(), site.channel_axes
         stored = integer_values(module, value).astype(np.int8)
         shape = [n if i in axes else 1 for i, n in enumerate(value.shape)]
@@ -167,8 +175,8 @@ def _rename(layers: list[Layer], old: str, new: str) -> None:
         layer.tops = [new if t == old else t for t in layer.tops]
 
 
-def _check(site: str, scheme: QScheme, bits: int) -> None:
-    """Refuses what ncnn's integers are not."""
+def _check(site: str, scheme: QScheme, bits: int, otherwise: str = "") -> None:
+    """Refuses what ncnn's integers are not; ``otherwise`` is what else helps."""
     reason = ""
     if scheme.bits != bits or bits > 8:
         reason = "its integers have 8 bits"
@@ -181,5 +189,5 @@ def _check(site: str, scheme: QScheme, bits: int) -> None:
     if reason:
         raise ExportError(
             f"site {site} is {scheme.describe()}, which ncnn does not compute ({reason}): prepare the module "
-            "with the recipe backend/ncnn"
+            f"with the recipe backend/ncnn{otherwise}"
         )

@@ -1,4 +1,4 @@
-"""ONNX with QuantizeLinear and DequantizeLinear nodes (QDQ): opset 13; 21 where 4 or 16 bits need it.
+"""ONNX with QuantizeLinear and DequantizeLinear nodes (QDQ): opset 13; 16 or 21 where an op or type needs it.
 
 Weights are stored as integers per channel, biases as int32 at the scale of the accumulator; every tensor
 that is an integer in the graph is one in the file, under the name of its site with ``_int`` behind it.
@@ -8,63 +8,96 @@ Inputs have the names of the traced arguments, outputs those of the nodes that c
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections import Counter
+from collections.abc import Iterable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from qtrace import ops
 from qtrace.errors import ExportError
+from qtrace.export import _onnx_external
+from qtrace.export._allow_float import float_kinds, only_floats_read
 from qtrace.fakequant._bias import BIAS_QMAX, BiasQuant
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode, TracedModule
-from qtrace.graph.walk import exprs, op_label, owner, users
+from qtrace.graph.walk import exprs, is_float_tensor, op_label, owner, users
 from qtrace.numerics import quantize
 from qtrace.ops import OpCall
 from qtrace.passes.annotation import Annotation, Site
 from qtrace.passes.insert import CONTAINER
-from qtrace.passes.record import carried_qparams, read_record
+from qtrace.passes.record import carried_qparams, graph_hash, read_record
 from qtrace.scheme import QParams
 
-__all__ = ["SUFFIXES", "serialize"]
+__all__ = ["SUFFIXES", "check", "files"]
 
 SUFFIXES = (".onnx",)
 
 
-def serialize(converted: TracedModule, packed: bool = False) -> bytes:
-    """The converted module as an ONNX file.
+def files(
+    converted: TracedModule,
+    path: Path,
+    packed: bool = False,
+    external: bool | None = None,
+    allow_float: Iterable[str] = (),
+) -> dict[Path, bytes]:
+    """The converted module as an ONNX file, and where it is large the tensors in a file beside it.
 
     Args:
         converted: a module made by ``qtrace.convert``.
+        path: where the model goes; its tensors go to a file of that name with ``.data`` behind it.
         packed: whether weights of 4 bits and less are stored two in a byte, which needs opset 21. Otherwise
             they are int8 values of a small range, for which runtimes have integer kernels.
+        external: whether tensors lie in a file of their own; None where the model has 2 GB, which is as much
+            as one file holds.
+        allow_float: kinds of layers, such as ``conv2d``, whose weights and biases are stored as floats (those
+            that the graph rounded to), so that runtimes compute the layer in float.
 
     Raises:
         ExportError: when a node has no ONNX form or rounds in another way than ONNX, naming it, or onnx is
             not installed.
     """
-    if importlib.util.find_spec("onnx") is None:
-        raise ExportError("ONNX export needs the package onnx: run pip install 'qtrace[onnx]'.")
+    model = _Exporter(converted, packed, float_kinds(allow_float)).run()
+    check(model)
+    size = sum(len(t.raw_data) for t in model.graph.initializer)
+    if external or (external is None and size >= _onnx_external.LIMIT):
+        beside = path.with_name(f"{path.name}.data")
+        data = _onnx_external.move_out(model, beside.name)
+        if data:
+            return {beside: data, path: bytes(model.SerializeToString())}
+    return {path: bytes(model.SerializeToString())}
+
+
+def check(model: Any) -> None:
+    """Refuses a model that is not valid ONNX.
+
+    Raises:
+        ExportError: with the first line of what the checker says.
+    """
     import onnx
 
-    model = _Exporter(converted, packed).run()
     try:
-        onnx.checker.check_model(model, full_check=True)
+        onnx.checker.check_model(_onnx_external.skeleton(model), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         line = str(error).strip().splitlines()[0]
         raise ExportError(f"the graph makes no valid ONNX model: {line}") from error
-    return bytes(model.SerializeToString())
 
 
 class _Exporter:
-    def __init__(self, converted: TracedModule, packed: bool = False) -> None:
+    def __init__(
+        self, converted: TracedModule, packed: bool = False, floats: frozenset[str] = frozenset()
+    ) -> None:
+        if importlib.util.find_spec("onnx") is None:
+            raise ExportError("ONNX export needs the package onnx: run pip install 'qtrace[onnx]'.")
         from qtrace.export._onnx_moves import MOVES
         from qtrace.export._onnx_ops import EMITTERS
         from qtrace.export._onnx_writer import OnnxWriter
 
-        self.model = converted
+        self.model, self.floats = converted, floats
         self.annotation: Annotation = read_record(converted, "converted").annotation
         carried = carried_qparams(converted, self.annotation)
         self.moved = {name: carried[name] for name in self.annotation.moved()}
@@ -84,8 +117,18 @@ class _Exporter:
         inputs = [self._value_info(n, name, batch) for n, name in zip(graph.inputs[1:], names, strict=True)]
         taken = set(names)
         outputs = [self._value_info(n, self._name_output(n, taken), batch) for n in graph.outputs]
-        metadata = {"qtrace.backend": self.annotation.backend}
-        return self.writer.model(graph.name or "qtrace", inputs, outputs, metadata, version("qtrace"))
+        own = version("qtrace")
+        return self.writer.model(graph.name or "qtrace", inputs, outputs, self._metadata(own), own)
+
+    def _metadata(self, own: str) -> dict[str, str]:
+        """Where the file comes from: a reader finds it under the metadata properties of the model."""
+        record = read_record(self.model)
+        return {
+            "qtrace.version": own,
+            "qtrace.backend": record.annotation.backend,
+            "qtrace.recipe": json.dumps(record.qconfig, sort_keys=True),
+            "qtrace.graph": graph_hash(self.model),
+        }
 
     def _check_rounding(self) -> None:
         """Refuses sites that the file would round in another way; a parameter is stored as it was rounded."""
@@ -140,15 +183,31 @@ class _Exporter:
                 )
         call = ops.read(expr)
         if call is not None and call.kind in self.emitters:
+            names = dict(self.writer.names)
             try:
+                if call.kind in self.floats:
+                    self._keep_float(call)
                 self.emitters[call.kind](self.writer, call)
             except ExportError as error:
                 raise ExportError(f"{error} (in {call.out.name}, {op_label(expr)}).") from error
+            self.writer.names.update((id(n), names[id(n)]) for n in call.inputs if id(n) in names)
             return
         raise ExportError(
             f"{expr.outputs[0].name}: {op_label(expr)} has no ONNX form ({ops.unsupported(expr)}): end the "
             "graph before it, or write it with ops that have one."
         )
+
+    def _keep_float(self, call: OpCall) -> None:
+        """Puts a node that changes no value between each input and its DequantizeLinear.
+
+        With that before it no runtime takes the op for one of its integer kernels. Floats as weights would
+        not do: onnxruntime rounds those by itself, in another way than the graph.
+        """
+        w = self.writer
+        for node in call.inputs:
+            if is_float_tensor(node) and w.value(node) is None:
+                lowest = w.constant("const_lowest", np.finfo(np.float32).min)
+                w.names[id(node)] = w.node("Max", [w.name(node), lowest], w.fresh(f"{node.name}_float"))
 
     def _emit_rescaled(self, expr: Expr) -> bool:
         """Writes a multiplication that only changes a scale: the same integers, read with the new one."""
@@ -172,7 +231,7 @@ class _Exporter:
         value = self.writer.value(source)
         try:
             if site.sort == "bias":
-                self._emit_bias(out, site, value)
+                self._emit_bias(out, site, source)
             elif site.sort == "weight" and value is not None:
                 self._emit_weight(out, site, value)
             elif value is not None:
@@ -214,10 +273,16 @@ class _Exporter:
                 return call
         raise ExportError(f"{node.name} is a weight that no layer reads")
 
-    def _emit_bias(self, out: TensorNode, site: Site, value: np.ndarray | None) -> None:
-        container = getattr(self.model, CONTAINER)
+    def _emit_bias(self, out: TensorNode, site: Site, source: TensorNode) -> None:
+        container, value = getattr(self.model, CONTAINER), self.writer.value(source)
         if value is None:
-            raise ExportError("its bias is computed, which int32 storage cannot express")
+            if not only_floats_read(out, self.floats):
+                raise ExportError(
+                    "its bias is computed, which int32 storage cannot express: set quantize: false for its "
+                    "layer, or name the kind of the layer in allow_float, and the bias stays as computed"
+                )
+            self.writer.names[id(out)] = self.writer.name(source)
+            return
         activation, weight = getattr(container, site.activation), getattr(container, site.weight)
         scale = getattr(container, site.group).scale(activation, weight)[0].numpy().astype(np.float32)
         flat = value.astype(np.float32).reshape(-1)

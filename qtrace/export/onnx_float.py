@@ -7,7 +7,6 @@ trained floats; a weight is clipped where its scheme leaves out the lowest integ
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from qtrace.errors import ExportError
 from qtrace.export._float import float_graph
 from qtrace.export._params import beside, parameter_file
 from qtrace.export._sites import Layer, Names, site_table
+from qtrace.export.onnx import _Exporter, check
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.ops import OpCall
@@ -41,21 +41,11 @@ def files(converted: TracedModule, path: Path, *, params: str | None = None) -> 
         ExportError: when a node has no ONNX form, or the kind of file cannot express a site, naming it.
     """
     kind = None if params is None else parameter_file(params)
-    if importlib.util.find_spec("onnx") is None:
-        raise ExportError("ONNX export needs the package onnx: run pip install 'qtrace[onnx]'.")
-    import onnx
-
-    from qtrace.export.onnx import _Exporter
-
     flat = float_graph(converted)
     exporter = _Exporter(flat)
     model = exporter.run()
     _name_parameters(flat, model)
-    try:
-        onnx.checker.check_model(model, full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        line = str(error).strip().splitlines()[0]
-        raise ExportError(f"the graph makes no valid ONNX model: {line}") from error
+    check(model)
     found: dict[Path, bytes] = {}
     if kind is not None:
         rows = site_table(converted, _names(flat, exporter.writer, model))

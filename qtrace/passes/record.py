@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ __all__ = [
     "carried_qparams",
     "fake_quants",
     "followers",
+    "graph_hash",
     "is_quantized",
     "read_record",
     "write_record",
@@ -89,6 +91,19 @@ def read_record(model: Module, stage: str | None = None) -> Record:
     annotation = Annotation.from_json(data["annotation"])
     log, ptq = tuple(data["log"]), tuple(data.get("ptq", ()))
     return Record(data["stage"], annotation, data["qconfig"], log, ptq)
+
+
+def graph_hash(model: TracedModule) -> str:
+    """SHA-256, in hex, of how a graph was quantized and of all its numbers: parameters, scales, zero points.
+
+    A copy has the same, and so has what ``qtrace.load`` gives; another calibration has another.
+    """
+    found = hashlib.sha256(getattr(model, _ATTRIBUTE, "").encode())
+    for name, value in sorted(model.state_dict().items()):
+        array = np.ascontiguousarray(value)
+        found.update(f"{name} {array.dtype} {array.shape}".encode())
+        found.update(array.tobytes())
+    return found.hexdigest()
 
 
 def is_quantized(model: Module) -> bool:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from qtrace.errors import ExportError
 
 __all__ = ["Exposed", "with_integer_outputs"]
+
+# Of a model with its tensors in one piece: what a protobuf file holds, less some room for the rest.
+_LIMIT = 2**31 - 2**24
 
 # The types of 4 bits by their numbers in ONNX, and what holds their values.
 _WIDER = {22: 3, 21: 2}  # int4 -> int8, uint4 -> uint8
@@ -24,19 +28,23 @@ class Exposed:
         outputs: names of the model's own outputs.
         integers: names of the sites.
         tensors: the names of their integers, in that order; these outputs follow the model's own.
+        folder: where the file of tensors lies that ``data`` refers to; None where it needs none.
+        graph_hash: of the graph that was exported; "" where the file does not tell.
     """
 
     data: bytes
     outputs: list[str]
     integers: list[str]
     tensors: list[str]
+    folder: Path | None = None
+    graph_hash: str = ""
 
 
 def with_integer_outputs(path: Path) -> Exposed:
     """Reads an ONNX file and makes the result of every QuantizeLinear an output.
 
     Raises:
-        ExportError: when the file is missing or no ONNX file.
+        ExportError: when the file, or the file of its tensors, is missing or is something else.
     """
     if importlib.util.find_spec("onnx") is None:
         raise ExportError("verification needs the package onnx: run pip install 'qtrace[onnx]'.")
@@ -45,9 +53,12 @@ def with_integer_outputs(path: Path) -> Exposed:
     if not path.is_file():
         raise ExportError(f"{path} does not exist: export the module first.")
     try:
-        model = onnx.load(str(path))
+        model = onnx.load(str(path), load_external_data=False)
     except Exception as error:
-        raise ExportError(f"{path} is not an ONNX file: {error}") from error
+        raise ExportError(f"{path} is not an ONNX file, or not all of one: {error}.") from error
+    if not model.graph.node and not model.graph.output:
+        raise ExportError(f"{path} is not an ONNX file: it has no graph.")
+    folder = _take_in(model, path)
     outputs = [o.name for o in model.graph.output]
     integers: list[str] = []
     tensors: list[str] = []
@@ -63,4 +74,29 @@ def with_integer_outputs(path: Path) -> Exposed:
                 name = wide
             model.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
             tensors.append(name)
-    return Exposed(model.SerializeToString(), outputs, integers, tensors)
+    facts = {p.key: p.value for p in model.metadata_props}
+    data = model.SerializeToString()
+    return Exposed(data, outputs, integers, tensors, folder, facts.get("qtrace.graph", ""))
+
+
+def _take_in(model: Any, path: Path) -> Path | None:
+    """Loads tensors that lie in other files into ``model``; if they are too many, returns their folder."""
+    import onnx
+
+    outside = [t for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
+    size = 0
+    for tensor in outside:
+        where = {e.key: e.value for e in tensor.external_data}
+        file = path.parent / where.get("location", "")
+        end = int(where.get("offset", 0)) + int(where.get("length", 0))
+        if not file.is_file():
+            raise ExportError(
+                f"{file} does not exist: it holds the tensors of {path.name}, so keep them together."
+            )
+        if file.stat().st_size < end:
+            raise ExportError(f"{file} is not whole: {path.name} needs {end} bytes of it; export it again.")
+        size += int(where.get("length", 0))
+    if size >= _LIMIT:
+        return path.parent
+    onnx.external_data_helper.load_external_data_for_model(model, str(path.parent))
+    return None

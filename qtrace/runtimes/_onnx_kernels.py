@@ -30,7 +30,7 @@ def kernels(path: Path) -> Kernels:
     """
     import onnx
 
-    model = onnx.load(str(path))
+    model = onnx.load(str(path), load_external_data=False)
     made_by = {name: node for node in model.graph.node for name in node.output}
     readers: dict[str, list[Any]] = {}
     for node in model.graph.node:
@@ -62,11 +62,13 @@ def _optimized(path: Path) -> Any:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
         options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
         options.log_severity_level = 3
+        # Large tensors go to a file of their own: a model in one piece holds 2 GB at most.
+        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "tensors")
         try:
             ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:
             raise ExportError(f"onnxruntime cannot run {path}: {error}") from error
-        return onnx.load(options.optimized_model_filepath)
+        return onnx.load(options.optimized_model_filepath, load_external_data=False)
 
 
 def _integer_tensors(model: Any) -> set[str]:

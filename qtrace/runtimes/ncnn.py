@@ -36,7 +36,9 @@ class _Session:
                 if name.startswith(("use_fp16", "use_bf16", "use_winograd", "use_sgemm", "use_packing")):
                     setattr(options, name, False)
         if self.net.load_param(str(path)) or self.net.load_model(str(weights)):
-            raise ExportError(f"ncnn cannot load {path} and {weights.name}.")
+            raise ExportError(
+                f"ncnn cannot load {path} and {weights.name}: they are not whole or of two nets."
+            )
 
     def run(self, inputs: list[np.ndarray]) -> Run:
         """Runs the model; see `Session`."""

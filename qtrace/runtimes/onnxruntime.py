@@ -24,10 +24,14 @@ class _Session:
         model = with_integer_outputs(path)
         self.output_names, self.tensor_names = model.outputs, model.tensors
         self.integer_names: Sequence[str] = model.integers
+        self.graph_hash = model.graph_hash
         options = ort.SessionOptions()
         levels = ort.GraphOptimizationLevel
         options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimize else levels.ORT_DISABLE_ALL
         options.log_severity_level = 3
+        if model.folder is not None:
+            key = "session.model_external_initializers_file_folder_path"
+            options.add_session_config_entry(key, str(model.folder))
         try:
             self.session = ort.InferenceSession(model.data, options, providers=["CPUExecutionProvider"])
         except Exception as error:

@@ -31,6 +31,9 @@ class _Session:
         model = with_integer_outputs(path)
         self.output_names = model.outputs
         self.integer_names: Sequence[str] = model.integers
+        self.graph_hash = model.graph_hash
+        if model.folder is not None:
+            raise ExportError(f"{path} has more than 2 GB of tensors: verify it in onnxruntime.")
         core = openvino.Core()
         try:
             read = core.read_model(model.data)

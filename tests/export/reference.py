@@ -1,0 +1,59 @@
+"""onnx.reference as a second oracle: pure numpy, by the text of the standard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx.reference import ReferenceEvaluator
+
+from qtrace.export._onnx_opset import at_opset
+from qtrace.runtimes._onnx import with_integer_outputs
+
+__all__ = ["assert_agrees"]
+
+# Before opset 19 onnx.reference has no DequantizeLinear for a scale per channel.
+_OPSET = 21
+
+
+def _raised(data: bytes) -> onnx.ModelProto:
+    """The model at an opset that onnx.reference knows whole."""
+    model = onnx.load_from_string(data)
+    (own,) = model.opset_import
+    if own.version < _OPSET:
+        nodes, added = at_opset(list(model.graph.node), _OPSET)
+        del model.graph.node[:]
+        model.graph.node.extend(nodes)
+        model.graph.initializer.extend(added)
+        own.version, model.ir_version = _OPSET, 10
+    return model
+
+
+def assert_agrees(path: Path, inputs: list[np.ndarray]) -> None:
+    """Fails where onnxruntime, without optimizations, and onnx.reference differ on a file.
+
+    Integers by more than 1 or in more than one of a thousand, floats by more than one part in ten thousand
+    or a step of the rounding before them.
+    """
+    exposed = with_integer_outputs(path)
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(exposed.data, options, providers=["CPUExecutionProvider"])
+    feeds = {i.name: x for i, x in zip(session.get_inputs(), inputs, strict=True)}
+    names = [*exposed.outputs, *exposed.tensors]
+    wanted = session.run(names, feeds)
+    with np.errstate(all="ignore"):
+        found = ReferenceEvaluator(_raised(exposed.data)).run(names, feeds)
+    apart, values = 0, 0
+    for name, mine, theirs in zip(names, found, wanted, strict=True):
+        mine = np.asarray(mine)
+        assert mine.shape == theirs.shape, name
+        if name in exposed.tensors:
+            difference = np.abs(mine.astype(np.int64) - theirs.astype(np.int64))
+            assert difference.max(initial=0) <= 1, name
+            apart, values = apart + np.count_nonzero(difference), values + difference.size
+        elif not exposed.tensors:
+            np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4, err_msg=name)
+    assert apart <= 0.001 * values + 1

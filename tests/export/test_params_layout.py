@@ -1,0 +1,195 @@
+"""Parameter files have the layouts that their readers publish, and the graph's numbers exactly."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace.graph.types import TracedModule
+from qtrace.passes.record import carried_qparams
+from tests.nets import ResNet, images, net, randomize
+
+NUMBER = (int, float)
+# A key with a question mark may be missing; no other key may be there. "*" stands for any name.
+AIMET_061 = {
+    "bitwidth": int,
+    "dtype": {"int"},
+    "is_symmetric": {"True", "False"},
+    "max": NUMBER,
+    "min": NUMBER,
+    "offset": int,
+    "scale": float,
+}
+AIMET_100 = {
+    "name": str,
+    "dtype": {"INT"},
+    "bw": int,
+    "is_sym": bool,
+    "enc_type": {"PER_TENSOR", "PER_CHANNEL"},
+    "scale": [float],
+    "offset": [int],
+}
+SNPE = {"*": [{"bitwidth": int, "min": NUMBER, "max": NUMBER}]}
+SCHEMAS: dict[str, Any] = {
+    "aimet-0.6.1": {
+        "version": {"0.6.1"},
+        "activation_encodings": {"*": [AIMET_061]},
+        "param_encodings": {"*": [AIMET_061]},
+        "quantizer_args?": dict,
+    },
+    "aimet-1.0.0": {
+        "version": {"1.0.0"},
+        "producer": str,
+        "activation_encodings": [AIMET_100],
+        "param_encodings": [AIMET_100],
+        "quantizer_args?": dict,
+        "excluded_layers?": list,
+    },
+    "aimet-2.0.0": {
+        "version": {"2.0.0"},
+        "producer": str,
+        "encodings": [
+            {
+                "name": str,
+                "output_dtype": {"int4", "uint4", "int8", "uint8", "int16", "uint16", "int32"},
+                "y_scale": (float, list),
+                "y_zero_point?": (int, list),
+                "axis?": int,
+                "block_size?": int,
+            }
+        ],
+    },
+    "mqbench-snpe": {"activation_encodings": SNPE, "param_encodings": SNPE},
+    "mqbench-tensorrt": {"tensorrt": {"blob_range": {"*": float}}},
+    "mgeconvert": {
+        "*": {
+            "dtype": str,
+            "qmin": int,
+            "qmax": int,
+            "scale": float,
+            "zero_point": (int, type(None)),
+            "is_weight": bool,
+        }
+    },
+}
+TARGETS = {"mqbench-tensorrt": "backend/tensorrt", "mgeconvert": "backend/megengine"}
+
+
+def _problems(value: Any, schema: Any, where: str = "$") -> list[str]:
+    """Where ``value`` is not what the schema says."""
+    if isinstance(schema, set):
+        return [] if value in schema else [f"{where} is {value!r}"]
+    if isinstance(schema, list):
+        if not isinstance(value, list) or not value:
+            return [f"{where} is no filled list"]
+        return [p for i, v in enumerate(value) for p in _problems(v, schema[0], f"{where}[{i}]")]
+    if not isinstance(schema, dict):
+        right = isinstance(value, schema) and (schema is not int or not isinstance(value, bool))
+        return [] if right else [f"{where} is a {type(value).__name__}"]
+    if not isinstance(value, dict):
+        return [f"{where} is no object"]
+    if "*" in schema:
+        return [p for k, v in value.items() for p in _problems(v, schema["*"], f"{where}.{k}")]
+    known = {k.rstrip("?"): s for k, s in schema.items()}
+    missing = [f"{where} lacks {k}" for k in schema if not k.endswith("?") and k not in value]
+    strange = [f"{where} has {k}" for k in value if k not in known]
+    inside = [p for k, v in value.items() if k in known for p in _problems(v, known[k], f"{where}.{k}")]
+    return [*missing, *strange, *inside]
+
+
+def _converted(module: M.Module, x: np.ndarray, recipe: str) -> TracedModule:
+    prepared = qtrace.prepare(qtrace.trace(module, x, check=False), recipe)
+    return qtrace.convert(qtrace.calibrate(prepared, [x], progress=False))
+
+
+def _text(converted: TracedModule, params: str, folder: Path) -> str:
+    path = qtrace.export(converted, folder / "m.onnx", format="onnx_float", params=params)
+    (beside,) = (p for p in folder.iterdir() if p != path)
+    return beside.read_text()
+
+
+@pytest.mark.parametrize("params", SCHEMAS)
+def test_layout(params: str, tmp_path: Path) -> None:
+    converted = _converted(
+        randomize(ResNet(4, (1, 1))), images(2, 3, 16, 16), TARGETS.get(params, "onnxruntime")
+    )
+    document = json.loads(_text(converted, params, tmp_path))
+    assert _problems(document, SCHEMAS[params]) == []
+
+
+def test_the_schema_finds_what_is_wrong() -> None:
+    entry = {"bitwidth": 8, "min": 0.0, "max": 1.0}
+    fine = {"activation_encodings": {"x": [entry]}, "param_encodings": {}}
+    assert _problems(fine, SCHEMAS["mqbench-snpe"]) == []
+    wrong = {"activation_encodings": {"x": [{**entry, "min": "0"}, {**entry, "step": 1}]}}
+    assert _problems(wrong, SCHEMAS["mqbench-snpe"]) == [
+        "$ lacks param_encodings",
+        "$.activation_encodings.x[0].min is a str",
+        "$.activation_encodings.x[1] has step",
+    ]
+
+
+def test_aimet_1_has_the_numbers_of_every_site(tmp_path: Path) -> None:
+    converted = _converted(randomize(ResNet(4)), images(2, 3, 32, 32), "onnxruntime")
+    document = json.loads(_text(converted, "aimet-1.0.0", tmp_path))
+    entries = {e["name"]: e for g in ("activation_encodings", "param_encodings") for e in document[g]}
+    annotation = qtrace.explain(converted).annotation
+    wanted = {
+        s.node: getattr(converted.qsites, s.group).qparams() for s in annotation.sites if s.sort != "bias"
+    }
+    same = {n.name for n in annotation.notes if n.kind == "identity"}  # no tensors of their own
+    wanted.update((n, q) for n, q in carried_qparams(converted, annotation).items() if n not in same)
+    assert len(wanted) > 40
+    for name, qparams in wanted.items():
+        entry = entries.pop(name)
+        scheme = qparams.scheme
+        assert (entry["bw"], entry["is_sym"]) == (scheme.bits, scheme.symmetric), name
+        np.testing.assert_array_equal(np.float32(entry["scale"]), np.reshape(qparams.scale, -1))
+        # Their offset is the zero point of unsigned integers, negative.
+        shift = 1 << (scheme.bits - 1) if scheme.signed else 0
+        np.testing.assert_array_equal(-np.array(entry["offset"]) - shift, np.reshape(qparams.zero_point, -1))
+    # What is left are the biases.
+    assert {e["bw"] for e in entries.values()} == {32}
+    assert len(entries) == sum(s.sort == "bias" for s in annotation.sites)
+
+
+def _plain() -> M.Module:
+    """Every rounded tensor is read by a layer with a weight, which is all that a table can say."""
+    layers = {"a": M.Conv2d(3, 6, 3), "b": M.Conv2d(6, 8, 3, groups=2), "fc": M.Linear(1152, 4)}
+    return net(lambda self, x: self.fc(F.flatten(F.relu(self.b(F.relu(self.a(x)))), 1)), **layers)
+
+
+def test_an_ncnn_table_has_the_numbers_of_every_layer(tmp_path: Path) -> None:
+    converted = _converted(_plain(), images(2, 3, 16, 16), "backend/ncnn")
+    text = _text(converted, "ncnn", tmp_path)
+    assert re.fullmatch(r"(\S+( [0-9.e+-]+)+\n)+", text)
+    lines = {name: np.array(rest, float) for name, *rest in (line.split() for line in text.splitlines())}
+    groups, sites = converted.qsites, qtrace.explain(converted).annotation.sites
+    weights = [s for s in sites if s.sort == "weight"]
+    assert len(lines) == 2 * len(weights) == 6
+    for weight, bias in zip(weights, (s for s in sites if s.sort == "bias"), strict=True):
+        (layer,) = (n for n in lines if n.startswith(weight.consumers[0]) and not n.endswith("_param_0"))
+        for name, group in ((layer, bias.activation), (f"{layer}_param_0", weight.group)):
+            scale = getattr(groups, group).qparams().scale
+            np.testing.assert_array_equal(np.float32(1 / lines[name]), np.reshape(scale, -1))
+
+
+def test_a_tensorrt_cache_is_the_header_and_a_big_endian_float_for_each_tensor(tmp_path: Path) -> None:
+    converted = _converted(randomize(ResNet(4, (1, 1))), images(2, 3, 16, 16), "backend/tensorrt")
+    header, *lines = _text(converted, "tensorrt", tmp_path).splitlines()
+    assert re.fullmatch(r"TRT-\d{4}-EntropyCalibration2", header)
+    assert all(re.fullmatch(r"\S+: [0-9a-f]{8}", line) for line in lines)
+    found = {n: struct.unpack(">f", bytes.fromhex(v))[0] for n, v in (line.split(": ") for line in lines)}
+    sites = [s for s in qtrace.explain(converted).annotation.sites if s.sort == "activation"]
+    assert len(sites) > 8
+    for site in sites:
+        assert found[site.node] == float(getattr(converted.qsites, site.group).qparams().scale)

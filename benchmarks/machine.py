@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
 import datetime
 import os
 import platform
@@ -13,7 +11,7 @@ from typing import Any
 
 import megengine
 
-__all__ = ["facts", "keep_freed_memory", "load"]
+__all__ = ["facts", "load"]
 
 
 def facts() -> dict[str, Any]:
@@ -33,19 +31,6 @@ def facts() -> dict[str, Any]:
 def load() -> float:
     """The load average of the last minute; the benchmarks themselves make about 1."""
     return round(os.getloadavg()[0], 2)
-
-
-def keep_freed_memory() -> bool:
-    """Lets glibc keep what is freed, for the rest of this process; returns whether it does.
-
-    Else large tensors are given back to the system and fetched again at every op, and on a virtual machine
-    that can take longer than the op. The same as ``MALLOC_TRIM_THRESHOLD_`` and ``MALLOC_MMAP_THRESHOLD_``
-    in the environment.
-    """
-    library = ctypes.CDLL(ctypes.util.find_library("c"))
-    mallopt = getattr(library, "mallopt", None)
-    trim_threshold, mmap_threshold = -1, -3  # names of malloc.h
-    return bool(mallopt and mallopt(trim_threshold, 2**31 - 1) and mallopt(mmap_threshold, 2**30))
 
 
 def _cpu() -> str:

@@ -15,7 +15,6 @@ from megengine.optimizer import SGD
 from megengine.quantization import quantize_qat
 
 import qtrace
-from benchmarks import machine
 from benchmarks.nets import NativeResNet18, ResNet18, image_batches, settle
 from benchmarks.rows import Row, Size
 from benchmarks.timing import Samples, take_turns
@@ -28,8 +27,7 @@ _OF_NATIVE = 0.35
 
 
 def run(size: Size) -> Iterator[Row]:
-    """Forward, backward and optimizer step of all networks, in turns, with glibc keeping freed memory."""
-    machine.keep_freed_memory()
+    """Forward, backward and optimizer step of all networks, in turns."""
     level, megengine.config.async_level = megengine.config.async_level, 0  # else gradients race on CPU
     try:
         samples = take_turns(_sides(size), size.few, warm_up=2)  # jit.trace compiles at the second call

@@ -185,7 +185,6 @@ WITHOUT: dict[str, str] = {
     "atan2": _OLD,
     "correlation": _OLD,
     "cvt_color": _OLD,
-    "deformable_conv2d": "onnxruntime has no kernel for DeformConv",
     "deformable_psroi_pooling": _OLD,
     "diag": _OLD,
     "local_conv2d": _OLD,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import megengine as mge
 import megengine.functional as F
@@ -82,6 +83,44 @@ def test_regions_of_a_quantized_map(tmp_path: Path) -> None:
     assert report.passed, report.table()
     assert "roi_align_out_q" in report.sites["op_by_op"]
 
+
+def _deformed(self: M.Module, x: T) -> T:
+    return self.m(x, self.offset(x) * 2.0, F.sigmoid(self.mask(x)))
+
+
+@pytest.mark.parametrize(
+    "options", [{"padding": 1}, {"stride": 2, "padding": 2, "dilation": 2, "bias": False}]
+)
+def test_deformable_convolution(options: dict[str, Any], tmp_path: Path) -> None:
+    """In onnxruntime, which has no kernel for ONNX's own; a batch of another size, too."""
+    window = {k: v for k, v in options.items() if k != "bias"}
+    layers = {
+        "m": M.DeformableConv2d(4, 5, 3, **options),
+        "offset": M.Conv2d(4, 18, 3, **window),
+        "mask": M.Conv2d(4, 9, 3, **window),
+    }
+    module, x = net(_deformed, **layers), images(*SHAPE)
+    module.m.weight._reset(mge.Parameter(_RANDOM.normal(size=(5, 4, 3, 3)).astype(np.float32)))
+    path = _export(module, (x,), tmp_path, {"rules": [{"match": {}, "quantize": False}]})
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    for batch in (x, images(5, *SHAPE[1:], seed=2)):
+        (found,) = session.run(None, {"x": batch})
+        np.testing.assert_allclose(found, module(T(batch)).numpy(), atol=3e-5)
+
+
+def test_deformable_convolution_as_a_function(tmp_path: Path) -> None:
+    def forward(self: M.Module, x: T) -> T:
+        return F.nn.deformable_conv2d(x, self.w, self.offset(x), F.sigmoid(self.mask(x)), self.b, padding=1)
+
+    values = {n: mge.Parameter(_RANDOM.normal(size=s).astype(np.float32)) for n, s in _STORED.items()}
+    layers = {"offset": M.Conv2d(4, 18, 3, padding=1), "mask": M.Conv2d(4, 9, 3, padding=1)}
+    module, x = net(forward, **layers, **values), images(*SHAPE)
+    path = _export(module, (x,), tmp_path, {"rules": [{"match": {}, "quantize": False}]})
+    (found,) = ort.InferenceSession(str(path)).run(None, {"x": x})
+    np.testing.assert_allclose(found, module(T(x)).numpy(), atol=3e-5)
+
+
+_STORED = {"w": (5, 4, 3, 3), "b": (1, 5, 1, 1)}
 
 REFUSED: dict[str, tuple[Callable[[T, T], T], np.ndarray, str]] = {
     "largest sample": (

@@ -1,0 +1,78 @@
+"""Every network of the zoo and every op of the survey as an ONNX file, beside the graph in onnxruntime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import megengine as mge
+import megengine.module as M
+import onnxruntime as ort
+import pytest
+
+import qtrace
+from qtrace.errors import ExportError
+from qtrace.graph.types import TracedModule
+from tests.ops.cases import CASES, KERNELS, SIBLINGS
+from tests.zoo.catalog import CNN
+from tests.zoo.detectors.entries import DETECTORS
+from tests.zoo.parts import pictures
+from tests.zoo.transformers.entries import TRANSFORMERS
+from tests.zoo.transformers.users import USERS
+
+pytestmark = pytest.mark.slow
+
+Made = Callable[[], tuple[M.Module, tuple[Any, ...], str, Any]]
+
+
+def _cnn(entry: Any) -> Made:
+    return lambda: (entry.build(), (pictures(4, *entry.input_shape),), entry.recipe, None)
+
+
+def _other(entry: Any) -> Made:
+    return lambda: (entry.build(), entry.inputs(4, 0, entry.size), entry.recipe, entry.ends)
+
+
+NETS: dict[str, Made] = {e.name: _cnn(e) for e in CNN}
+NETS.update((e.name, _other(e)) for e in (*DETECTORS, *TRANSFORMERS, *USERS))
+
+OPS = {**CASES, **KERNELS, **SIBLINGS}
+# What no ONNX file holds.
+REFUSED = {"fn:F.math.matinv": r"matinv has no ONNX form: ONNX has no op for it"}
+
+
+@pytest.fixture(autouse=True)
+def _one_op_at_a_time() -> Iterator[None]:
+    level = mge.config.async_level
+    mge.config.async_level = 0
+    yield
+    mge.config.async_level = level
+
+
+def _converted(module: M.Module, args: tuple[Any, ...], recipe: str, ends: Any) -> TracedModule:
+    prepared = qtrace.prepare(qtrace.trace(module, *args, check=False), recipe, outputs=ends)
+    return qtrace.convert(qtrace.calibrate(prepared, [args], progress=False))
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_network(name: str, tmp_path: Path) -> None:
+    module, args, recipe, ends = NETS[name]()
+    converted = _converted(module, args, recipe, ends)
+    path = qtrace.export(converted, tmp_path / "m.onnx")
+    report = qtrace.verify(path, converted, [args], optimized=False)
+    assert report.worst_lsb() <= 1, report.table()
+    assert report.equal_share() >= 0.999, report.table()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_op_of_the_survey(name: str, tmp_path: Path) -> None:
+    case = OPS[name]
+    converted = _converted(case.module, (case.x,), "onnxruntime", None)
+    if name in REFUSED:
+        with pytest.raises(ExportError, match=REFUSED[name]):
+            qtrace.export(converted, tmp_path / "m.onnx")
+        return
+    path = qtrace.export(converted, tmp_path / "m.onnx")
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session.run(None, {i.name: case.x for i in session.get_inputs()})

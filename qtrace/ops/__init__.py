@@ -8,10 +8,12 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+from dataclasses import replace
 from typing import Any
 
 from qtrace.gradients import plain
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, is_call_module
+from qtrace.ops._infinity import INFINITE, meets_infinity
 from qtrace.ops.base import OpCall, OpRule, Reading, Role
 
 __all__ = ["OpCall", "OpRule", "Role", "kinds", "read", "rules", "target_key", "unsupported"]
@@ -56,16 +58,29 @@ def target_key(expr: Expr) -> tuple[str, Any] | None:
 
 
 def _read(expr: Expr) -> tuple[OpRule | None, Reading | str]:
-    key = target_key(expr)
-    rule = None if key is None else _table().get(key)
+    rule = _rule(expr)
     if rule is None:
         return None, "no rule for this op"
     try:
-        return rule, rule.read(expr)
+        return rule, _without_infinity(expr, rule, rule.read(expr))
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         # Readers say int(x), a["axis"], module.bias: what a tensor, a missing argument or a changed module
         # is not. A form that nobody has thought of keeps its op in float instead of failing.
         return rule, f"its arguments have a form that its rule does not read ({error})"
+
+
+def _rule(expr: Expr) -> OpRule | None:
+    key = target_key(expr)
+    return None if key is None else _table().get(key)
+
+
+def _without_infinity(expr: Expr, rule: OpRule, reading: Reading | str) -> Reading | str:
+    """``reading``, in float where it would round infinity."""
+    if isinstance(reading, str) or (reading.role or rule.role) in (Role.FLOAT, Role.SHAPE):
+        return reading
+    if not meets_infinity(expr, rule, reading, _rule):
+        return reading
+    return replace(reading, role=Role.FLOAT, reason=INFINITE)
 
 
 def read(expr: Expr) -> OpCall | None:

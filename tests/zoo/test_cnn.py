@@ -109,7 +109,8 @@ def folded(case: Case) -> set[str]:
 
 def merged(case: Case) -> set[str]:
     """The parameters of RepVGG's smaller branches: they are part of the largest one's."""
-    if "reparameterize" not in (qtrace.load_recipe(case.entry.recipe).ptq or ()):
+    config = qtrace.load_recipe(case.entry.recipe)
+    if "reparameterize" not in {spec.name for _, spec in config.ptq_entries}:
         return set()
     branches = [n for n, m in case.module.named_modules() if isinstance(m, repvgg.Branches)]
     return {f"{name}.point.weight" for name in branches}

@@ -21,8 +21,8 @@ from qtrace.ops import OpCall
 
 __all__ = ["FLOAT_FUNCTIONS", "FUNCTIONS", "NATIVE", "table"]
 
-# What LOGISTIC and TANH give on integers.
-_LOGISTIC, _TANH = Grid((1.0 / 256.0,), (-128,)), Grid((1.0 / 128.0,), (0,))
+# What LOGISTIC and TANH give on integers of 8 bits, and both on those of 16.
+_LOGISTIC, _TANH, _WIDE = Grid((1.0 / 256.0,), (-128,)), Grid((1.0 / 128.0,), (0,)), Grid((2.0**-15,), (0,))
 
 
 class _Chain:
@@ -168,12 +168,13 @@ def _computed(b: Build, call: OpCall, values: np.ndarray) -> np.ndarray:
     return call.expr.interpret(*inputs)[0].numpy()
 
 
-def _fixed_scale(code: str, made: Grid) -> Emitter:
+def _fixed_scale(code: str, narrow: Grid) -> Emitter:
     """A kernel whose results have one scale: they are rounded again to that of the graph."""
 
     def emit(b: Build, job: Job) -> None:
         held = b.get(job.call.inputs[0])
         name, kind, grid = b.site_grid(job)
+        made = _WIDE if kind == np.int16 else narrow
         out = b.writer.tensor(
             name if grid == made else f"{job.out.name}_fixed", held.stored.shape, kind, made
         )
@@ -192,6 +193,9 @@ def _kernel(b: Build, job: Job, code: str, kind: str = "", **options: Any) -> No
 
 
 def _native_hswish(b: Build, job: Job) -> None:
+    if b.site_grid(job)[1] == np.int16:  # the kernel has 8 bits
+        table(b, job)
+        return
     _kernel(b, job, "HARD_SWISH")
 
 

@@ -53,9 +53,10 @@ _VERSIONS = {
     "RESIZE_NEAREST_NEIGHBOR": (3, 3, 3),
     "BROADCAST_TO": (2, 3, 3),
     "SUM": (1, 2, 2),
+    "LEAKY_RELU": (1, 2, 2),
     **dict.fromkeys(
         (
-            *("ADD", "CONCATENATION", "LEAKY_RELU", "LOGISTIC", "MAX_POOL_2D", "MEAN", "MIRROR_PAD"),
+            *("ADD", "CONCATENATION", "LOGISTIC", "MAX_POOL_2D", "MEAN", "MIRROR_PAD"),
             *("PACK", "PAD", "PADV2", "REDUCE_MAX", "REDUCE_MIN", "RELU", "RELU6", "TANH", "TILE"),
         ),
         (1, 2, 3),

@@ -101,6 +101,18 @@ def test_the_nets_have_every_kind_of_the_target() -> None:
     assert BACKEND.ops - found == set()
 
 
+@pytest.mark.parametrize("functions", ["native", "table"])
+def test_functions_without_floats(functions: str, tmp_path: Path) -> None:
+    batches = [images(2, 4, 8, 8, seed=s) for s in range(2)]
+    model = _converted(NETS["functions"], batches)
+    path = qtrace.export(model, tmp_path / "m.tflite", functions=functions)
+    assert kinds(path).count("DEQUANTIZE") == 1
+    assert ("LOGISTIC" in kinds(path)) == (functions == "native")
+    off = {"native": 4, "table": 1}[functions]  # of 65,536 steps
+    report = qtrace.verify(path, model, batches, max_lsb=off, min_equal=0.7, min_sqnr_db=60.0)
+    assert report.passed, report.table()
+
+
 def test_integers_at_both_ends(tmp_path: Path) -> None:
     batches = [images(2, 4, 8, 8)]
     model = _converted(NETS["functions"], batches)

@@ -28,9 +28,11 @@ HEADER = (
     "fused: SQNR dB",
     "integer kernels",
     "OpenVINO",
+    "LiteRT",
     "ncnn",
     "MegEngine",
 )
+_OTHERS = ("openvino", "litert", "ncnn", "megengine")
 
 
 def main() -> int:
@@ -64,7 +66,7 @@ def row(result: Result) -> list[str]:
     cells.append(
         f"{result.integer} of {result.counted} ({result.integer / max(result.counted, 1):.0%}{ends})"
     )
-    return [result.network.name, *cells, *(_lsb(result, r) for r in ("openvino", "ncnn", "megengine"))]
+    return [result.network.name, *cells, *(_lsb(result, r) for r in _OTHERS)]
 
 
 def _lsb(result: Result, runtime: str) -> str:

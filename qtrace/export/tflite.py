@@ -19,6 +19,7 @@ import numpy as np
 
 from qtrace import ops
 from qtrace.errors import ExportError
+from qtrace.export._allow_float import float_kinds
 from qtrace.fakequant._bias import BIAS_QMAX, BiasQuant
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode, TracedModule
@@ -26,7 +27,7 @@ from qtrace.graph.walk import exprs, is_float_tensor, op_label, owner
 from qtrace.numerics import quantize, round_half_away
 from qtrace.passes.annotation import Site
 from qtrace.passes.insert import CONTAINER
-from qtrace.passes.record import carried_qparams
+from qtrace.passes.record import carried_qparams, graph_hash, read_record
 
 if TYPE_CHECKING:
     from qtrace.export._tflite_writer import Stored
@@ -71,13 +72,7 @@ def serialize(
             raise ExportError(
                 f"{name}={given!r} is no choice of the TFLite export: choose {' or '.join(known)}."
             )
-    kinds = (allow_float,) if isinstance(allow_float, str) else tuple(allow_float)
-    for kind in kinds:
-        if kind not in ops.kinds():
-            raise ExportError(
-                f"allow_float names {kind!r}, which is no op kind: qtrace.explain lists those there are."
-            )
-    return _Exporter(converted, Options(io, functions, frozenset(kinds))).run()
+    return _Exporter(converted, Options(io, functions, float_kinds(allow_float))).run()
 
 
 class _Exporter:
@@ -193,7 +188,7 @@ class _Exporter:
         return made
 
     def _metadata(self, kept: set[str], free: bool) -> dict[str, Any]:
-        """What a reader needs to compare the file's integers with the graph's."""
+        """Where the file comes from, and what a reader needs to compare its integers with the graph's."""
         b, integers = self.build, {}
         nodes = {n.name: n for e in exprs(self.model) for n in e.outputs}
         moved = self.plan.annotation.moved()
@@ -214,7 +209,10 @@ class _Exporter:
         ends = (self.inputs, self.model.graph.outputs)
         orders = [[list(self.ends[id(n)]) for n in nodes] for nodes in ends]
         return {
+            "version": version("qtrace"),
             "backend": self.plan.annotation.backend,
+            "recipe": read_record(self.model).qconfig,
+            "graph": graph_hash(self.model),
             "inputs": orders[0],
             "outputs": orders[1],
             "integers": integers,

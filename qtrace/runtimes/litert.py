@@ -64,6 +64,7 @@ class _Session:
         exposed = _exposed(data, path)
         self.facts, self.constants, self.computed = exposed.facts, exposed.constants, exposed.computed
         self.integer_names = list(self.facts["integers"])
+        self.graph_hash: str = self.facts["graph"]
         self.full = _Interpreter(exposed.data, path, optimize)
         self.plain = _Interpreter(data, path, True) if optimize else None
 

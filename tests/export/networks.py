@@ -43,8 +43,13 @@ COUNTED = [
     "ReduceMean",
 ]
 # Form of the file -> the recipe of its target, imported before the family's.
-TARGETS = {"onnx": "backend/onnxruntime", "ncnn": "backend/ncnn", "mge": "backend/megengine"}
-RUNTIMES = {"onnxruntime": "onnx", "openvino": "onnx", "ncnn": "ncnn", "megengine": "mge"}
+TARGETS = {
+    "onnx": "backend/onnxruntime",
+    "tflite": "backend/tflite",
+    "ncnn": "backend/ncnn",
+    "mge": "backend/megengine",
+}
+RUNTIMES = {"onnxruntime": "onnx", "openvino": "onnx", "litert": "tflite", "ncnn": "ncnn", "megengine": "mge"}
 
 
 class FourStages(M.Module):
@@ -109,7 +114,7 @@ class Network:
     family: str
     build: Callable[[], M.Module]
     inputs: Callable[[int, int], Batch]
-    forms: tuple[str, ...] = ("onnx",)
+    forms: tuple[str, ...] = ("onnx", "tflite")
     serial: bool = False
     learned: bool = False
 
@@ -156,7 +161,7 @@ def _digits_net() -> M.Module:
     return model
 
 
-_ALL = ("onnx", "ncnn", "mge")
+_ALL = tuple(TARGETS)
 NETWORKS = (
     Network(
         "ResNet-18", "resnet", _settled(lambda: FourStages(Basic, (2, 2, 2, 2), 32, 100)), _images(64), _ALL
@@ -238,7 +243,7 @@ def measure(network: Network, folder: Path) -> Result:
 
 def _verify(prepared: Prepared, form: str, folder: Path, result: Result) -> None:
     converted = prepared.converted(form, folder)
-    suffix = {"onnx": "onnx", "ncnn": "param", "mge": "mge"}[form]
+    suffix = "param" if form == "ncnn" else form
     options = {"format": "megengine"} if form == "mge" else {}
     path = qtrace.export(converted, folder / f"m.{suffix}", **options)
     for runtime in (r for r, f in RUNTIMES.items() if f == form):

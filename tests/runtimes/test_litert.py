@@ -124,6 +124,13 @@ def test_integers_and_outputs_of_a_batch(path: Path, model: TracedModule) -> Non
     assert [o.shape for o in run.outputs] == [(3, 5)]
 
 
+def test_a_file_of_another_calibration_is_refused(path: Path, model: TracedModule) -> None:
+    traced = qtrace.trace(net(lambda self, x: self.c(x), c=M.Conv2d(4, 4, 3)), BATCHES[0])
+    prepared = qtrace.calibrate(qtrace.prepare(traced, "backend/tflite"), BATCHES, progress=False)
+    with pytest.raises(ExportError, match="not an export of this module"):
+        qtrace.verify(path, qtrace.convert(prepared), BATCHES)
+
+
 def test_the_suffix_chooses(path: Path) -> None:
     assert runtimes.get(path).name == "litert"
     with pytest.raises(ExportError, match=r"litert does not run files like m\.onnx"):

@@ -64,9 +64,8 @@ class BnFold(Module):
         scheme = weight_quant.scheme
         zero = as_float32(np.zeros(weight_quant.shape, np.float32))
         even = scheme.rounding == "half_even"
-        quantized = quant_dequant(
-            folded_weight, scale, zero, scheme.qmin, scheme.qmax, even, weight_quant.shape
-        )
+        shape, learn = weight_quant.shape, weight_quant.learning
+        quantized = quant_dequant(folded_weight, scale, zero, scheme.qmin, scheme.qmax, even, shape, learn)
         if source is not None:
             self.bias_quant.phase = self.phase
             folded_bias = self.bias_quant.quantize(folded_bias, source.effective_scale(), scale)
@@ -96,7 +95,7 @@ class BnFold(Module):
         if source is not None:
             least = F.abs(shift) / (source.effective_scale() * BIAS_LIMIT)
             scale = F.maximum(scale, least.reshape(shape))
-        return weight * gain, shift.reshape(self.bias_shape), scale
+        return weight_quant.shaped(weight) * gain, shift.reshape(self.bias_shape), scale
 
     @staticmethod
     def _gain(bn: Module) -> Tensor:

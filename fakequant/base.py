@@ -13,7 +13,7 @@ from megengine.traced_module import register_as_builtin
 from megengine.traced_module.pytree import register_supported_type
 
 from qtrace.errors import CalibrationError, ConfigError, SchemeError
-from qtrace.fakequant._kernel import as_float32, quant_dequant
+from qtrace.fakequant._kernel import Learn, as_float32, quant_dequant
 from qtrace.numerics import SMALLEST_SCALE
 from qtrace.observers.base import Observer
 from qtrace.scheme import QParams, QScheme
@@ -34,7 +34,9 @@ class FakeQuant(Module):
     The phase says what ``forward`` does: ``float`` passes the value through, ``observe`` shows it to the
     observer and passes it through, ``quantize`` applies frozen parameters, ``train`` is the subclass's.
 
-    A subclass defines `_setup`, `_learns_scale` and `_train`, and is decorated with `builtin`.
+    A subclass defines `_setup`, `_learns_scale` and `_learn`, and is decorated with `builtin`. One that
+    learns something else than the scale replaces `_derived` and `_adopt` too, one that transforms weights
+    `shaped`.
 
     Args:
         site: the name of the quantized tensor; it appears in every error.
@@ -64,6 +66,7 @@ class FakeQuant(Module):
         self.shape, self.static, self.numel = tuple(shape), static, max(int(numel), 1)
         self.phase: str = "float"
         self.batch = 0
+        self.transforms = False
         if scheme.per_channel != (self.shape != ()):
             raise SchemeError(
                 f"{site}: scheme {scheme.describe()} does not fit scales of shape {self.shape}."
@@ -82,8 +85,22 @@ class FakeQuant(Module):
         """Takes the subclass's options; an unknown one is a ConfigError."""
 
     @abc.abstractmethod
-    def _train(self, x: Tensor) -> Tensor:
-        """What ``forward`` does in the phase ``train``."""
+    def _learn(self) -> Learn | None:
+        """What flows back to scale and zero point in the phase ``train``; None for nothing."""
+
+    def _derived(self) -> tuple[Tensor, Tensor]:
+        """The positive scale and the zero point that are applied, differentiable in what is learned."""
+        if self._learns_scale():  # it may have crossed zero
+            return F.maximum(F.abs(self.scale), SMALLEST_SCALE), self.zero_point
+        return self.scale, self.zero_point
+
+    def _adopt(self, scale: np.ndarray, zero_point: np.ndarray) -> None:
+        """Sets what is learned instead of the scale, from parameters of shape ``self.shape``."""
+        return
+
+    def shaped(self, x: Tensor) -> Tensor:
+        """What is rounded: ``x`` (float32, any shape), unless the method transforms it (`transforms`)."""
+        return x
 
     @property
     def calibrated(self) -> bool:
@@ -100,30 +117,41 @@ class FakeQuant(Module):
         if self.phase == "observe":
             self._observe(x)
             return x
-        return self._train(x) if self.phase == "train" else self.quantize_dequantize(x)
+        return self.quantize_dequantize(x)
 
-    def quantize_dequantize(self, x: Tensor, scale_gain: float | None = None) -> Tensor:
-        """Rounds ``x`` with the present parameters; straight-through gradient to ``x``.
+    def quantize_dequantize(self, x: Tensor) -> Tensor:
+        """Rounds ``x`` with the present parameters.
+
+        The gradient passes straight through to ``x`` and, in the phase ``train``, to what is learned.
 
         Args:
             x: float32 tensor.
-            scale_gain: factor on the gradient of the scale; None for none.
         """
         scheme = self.scheme
+        scale, zero_point = self._derived()
         return quant_dequant(
-            x,
-            self.effective_scale(),
-            self.zero_point,
+            self.shaped(x),
+            scale,
+            zero_point,
             scheme.qmin,
             scheme.qmax,
             scheme.rounding == "half_even",
             self.shape,
-            scale_gain,
+            self.learning,
         )
 
+    @property
+    def learning(self) -> Learn | None:
+        """What flows back to scale and zero point in the present phase; None for nothing."""
+        return self._learn() if self.phase == "train" else None
+
     def effective_scale(self) -> Tensor:
-        """The positive scale that is applied (a learned scale may have crossed zero)."""
-        return F.maximum(F.abs(self.scale), SMALLEST_SCALE) if self._learns_scale() else self.scale
+        """The positive scale that is applied."""
+        return self._derived()[0]
+
+    def effective_zero_point(self) -> Tensor:
+        """The zero point that is applied, float32 holding integers."""
+        return self._derived()[1]
 
     def _observe(self, x: Tensor) -> None:
         if self.observer is None:
@@ -159,6 +187,7 @@ class FakeQuant(Module):
         kind = type(self.scale)
         self.scale._reset(kind(qparams.scale.reshape(self.shape)))
         self.zero_point._reset(as_float32(qparams.zero_point.reshape(self.shape)))
+        self._adopt(self.scale.numpy(), self.zero_point.numpy())
 
     def qparams(self) -> QParams:
         """The present quantization parameters; scale and zero point of shape ``()`` or ``(C,)``.
@@ -169,25 +198,27 @@ class FakeQuant(Module):
         if not self.calibrated:
             raise CalibrationError(f"site {self.site} was never calibrated: run qtrace.calibrate first.")
         flat = (-1,) if self.shape else ()
-        scale = self.effective_scale().numpy().reshape(flat)
-        return QParams(self.scheme, scale, self.zero_point.numpy().reshape(flat).astype(np.int32))
+        scale, zero_point = (value.numpy().reshape(flat) for value in self._derived())
+        return QParams(self.scheme, scale, zero_point.astype(np.int32))
 
     def _module_info_string(self) -> str:
         return f"{self.site}, {self.scheme.describe()}, {self.phase}"
 
 
 def scales(module: Module) -> list[Parameter]:
-    """The learned scales of a prepared module, for a parameter group of their own in an optimizer.
+    """What the ranges of a prepared module learn: scales, offsets, thresholds, ends.
 
-    Scales are far smaller than weights and want a lower learning rate (a tenth) and no weight decay.
+    They want a lower learning rate than weights (a tenth) and no weight decay; ``qtrace.param_groups`` makes
+    the groups for an optimizer.
 
     Args:
         module: a module made by ``qtrace.prepare``, or one that holds such modules.
 
     Returns:
-        One Parameter for each site whose fake quant learns its scale; empty with ``fixed``.
+        The Parameters of all fake quants, site by site; empty with ``fixed``.
     """
-    return [m.scale for m in module.modules() if isinstance(m, FakeQuant) and isinstance(m.scale, Parameter)]
+    fakes = (m for m in module.modules() if isinstance(m, FakeQuant))
+    return [parameter for fake in fakes for parameter in fake.parameters(recursive=False)]
 
 
 def reject_options(owner: str, options: dict[str, Any], known: tuple[str, ...] = ()) -> None:
@@ -206,3 +237,20 @@ def builtin(cls: type[Module]) -> type[Module]:
     """Lets the tracer call ``cls`` as one module instead of looking inside."""
     register_as_builtin(cls)
     return cls
+
+
+def refuse_powers_of_two(fake: FakeQuant, owner: str) -> None:
+    """Refuses a scheme of powers of two where any scale is learned.
+
+    Args:
+        fake: the fake quant that is set up.
+        owner: what configs call it.
+
+    Raises:
+        ConfigError: naming the site and what to use instead.
+    """
+    if fake.scheme.power_of_two:
+        raise ConfigError(
+            f"{fake.site}: {owner} learns any scale, but {fake.scheme.describe()} wants powers of two: "
+            "use fakequant 'fixed' or 'tqt' there."
+        )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from megengine import Tensor
-
-from qtrace.errors import ConfigError
-from qtrace.fakequant.base import FakeQuant, builtin, reject_options
+from qtrace.fakequant._gain import check_grad_scale, step_gain
+from qtrace.fakequant._kernel import Learn
+from qtrace.fakequant.base import FakeQuant, builtin, refuse_powers_of_two, reject_options
 
 __all__ = ["LSQFakeQuant"]
 
@@ -21,19 +19,18 @@ class LSQFakeQuant(FakeQuant):
     affine schemes, times ``1 / sqrt(N * Q)`` (section 2.2): N is the number of values that share the
     scale (weights of the layer or channel, features of one sample), Q the number of positive levels, for
     an affine scheme the number of all levels. The zero point stays as calibrated.
+
+    Options:
+        grad_scale: true for that factor, false for none, or a number in its place.
     """
 
     def _learns_scale(self) -> bool:
         return True
 
     def _setup(self, options: dict[str, Any]) -> None:
-        reject_options("lsq", options)
-        if self.scheme.power_of_two:
-            raise ConfigError(
-                f"{self.site}: lsq learns any scale, but {self.scheme.describe()} wants powers of two: "
-                "use fakequant 'fixed' there."
-            )
+        reject_options("lsq", options, ("grad_scale",))
+        refuse_powers_of_two(self, "lsq")
+        self.grad_scale = check_grad_scale("lsq", options.get("grad_scale", True))
 
-    def _train(self, x: Tensor) -> Tensor:
-        levels = self.scheme.qmax if self.scheme.symmetric else self.scheme.qmax - self.scheme.qmin
-        return self.quantize_dequantize(x, scale_gain=1.0 / math.sqrt(self.numel * levels))
+    def _learn(self) -> Learn:
+        return Learn(step_gain(self.grad_scale, self.scheme, self.numel))

@@ -18,6 +18,7 @@ from qtrace.collection.statistics import Statistics
 from qtrace.errors import CalibrationError
 from qtrace.fakequant._bias import BIAS_LIMIT
 from qtrace.graph.types import TracedModule
+from qtrace.numerics import SMALLEST_SCALE
 from qtrace.passes.record import fake_quants, followers, read_record
 from qtrace.phases import set_phase
 from qtrace.ptq._running import calibrated_algorithms, restoring, run_calibrated
@@ -143,5 +144,7 @@ def _fit_biases(prepared: TracedModule) -> None:
         have = weight.qparams()
         floor = need if have.scale.ndim else need.max()
         if np.any(floor > have.scale):
+            if have.scheme.power_of_two:
+                floor = np.ldexp(1.0, np.ceil(np.log2(np.maximum(floor, SMALLEST_SCALE))).astype(int))
             scale = np.maximum(have.scale, floor).astype(np.float32)
             weight.set_qparams(QParams(have.scheme, scale, have.zero_point))

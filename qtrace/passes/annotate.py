@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from qtrace import backends, ops
 from qtrace.config import QConfig
+from qtrace.errors import ConfigError
 from qtrace.graph.dataflow import static_nodes
 from qtrace.graph.types import Constant, Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, module_path
@@ -277,6 +278,12 @@ class _Annotator:
     def _fold(self, layer: Expr) -> Fold:
         group = self._group(self._read(layer, self.calls[id(layer)].inputs[0]))
         names = (layer.outputs[0].name, self.chains.norm[id(layer)].outputs[0].name)
+        weight = self.weight_site[id(layer)]
+        if self.plans[weight].scheme.power_of_two:
+            raise ConfigError(
+                f"site {weight}: with its BatchNorm {names[1]} kept in training, the scales of the folded "
+                "weights are no powers of two: set qat: {bn: {fold: true}}, or power_of_two: false there."
+            )
         return Fold(*names, self.weight_site[id(layer)], group)
 
 

@@ -11,6 +11,7 @@ from megengine.core.tensor.dtype import QuantDtypeMeta, _builtin_quant_dtypes
 from megengine.quantization.utils import QParams as NodeQParams
 from megengine.quantization.utils import QuantMode, create_qparams
 
+from qtrace.errors import ConfigError
 from qtrace.fakequant._bias import BiasQuant
 from qtrace.fakequant._bn_fold import LAYERS
 from qtrace.fakequant.base import FakeQuant
@@ -18,7 +19,7 @@ from qtrace.fakequant.fixed import FixedFakeQuant
 from qtrace.gradients import conv2d, plain
 from qtrace.graph.edit import GraphEditor, delete_attribute, exchange_function, set_parameter
 from qtrace.graph.flatten import flatten
-from qtrace.graph.types import Expr, GetAttr, ModuleNode, TensorNode, TracedModule
+from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.passes.annotation import Annotation, Fold, Site
 from qtrace.passes.insert import CONTAINER
@@ -43,12 +44,14 @@ def convert(prepared: TracedModule) -> TracedModule:
     Raises:
         GraphError: when the module is not prepared.
         CalibrationError: when a site was never calibrated, naming it.
+        ConfigError: when a weight that its fake quant transforms is rounded in another way, too.
     """
     record = read_record(prepared, "prepared")
     for fq in fake_quants(prepared):
         fq.qparams()
     model = flatten(prepared)
     container = getattr(model, CONTAINER)
+    _write_transforms(model, record.annotation)
     for name, fq in list(container.__dict__.items()):
         if isinstance(fq, FakeQuant):
             setattr(container, name, _frozen(fq))
@@ -71,6 +74,26 @@ def _frozen(fq: FakeQuant) -> FixedFakeQuant:
     frozen.phase = "quantize"
     frozen.training = fq.training
     return frozen
+
+
+def _write_transforms(model: TracedModule, annotation: Annotation) -> None:
+    """Writes the weights that a fake quant transforms as what it rounds: the frozen one rounds only."""
+    container = getattr(model, CONTAINER)
+    producers = {n.name: e for e in exprs(model) for n in e.outputs}
+    for site in annotation.sites:
+        if site.sort == "bias" or not getattr(container, site.group).transforms:
+            continue
+        if sum(site.node == other.node for other in annotation.sites) > 1:
+            raise ConfigError(
+                f"site {site.name}: a fake quant that transforms {site.node} cannot share it with another "
+                "scheme: give all readers one scheme, or use another fake quant there."
+            )
+        expr = producers[site.node]
+        shaped = Parameter(getattr(container, site.group).shaped(expr.interpret(model)[0]).numpy())
+        if isinstance(expr, Constant):
+            expr.value = shaped
+        else:
+            set_parameter(model, expr.name, shaped)
 
 
 def _write_folds(model: TracedModule, annotation: Annotation) -> Annotation:

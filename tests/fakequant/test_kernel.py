@@ -9,7 +9,7 @@ import pytest
 from megengine.autodiff import GradManager
 from megengine.jit import trace
 
-from qtrace.fakequant._kernel import quant_dequant
+from qtrace.fakequant._kernel import Learn, quant_dequant
 
 CASES = [
     # qmin, qmax, zero point, channel axis
@@ -67,7 +67,7 @@ def test_forward_and_gradients(
 
     def step() -> mge.Tensor:
         with manager:
-            y = quant_dequant(xt, st, zt, qmin, qmax, even, s.shape, gain)
+            y = quant_dequant(xt, st, zt, qmin, qmax, even, s.shape, Learn(gain))
             manager.backward((y * ut).sum())
         return y
 
@@ -97,7 +97,7 @@ def test_scale_gradient_matches_finite_differences_where_values_clip() -> None:
     st = mge.Parameter(np.float32(s))
     manager = GradManager().attach([st])
     with manager:
-        y = quant_dequant(mge.Tensor(x), st, mge.Tensor(np.float32(zero)), qmin, qmax, True, (), 1.0)
+        y = quant_dequant(mge.Tensor(x), st, mge.Tensor(np.float32(zero)), qmin, qmax, True, (), Learn())
         manager.backward((y * mge.Tensor([1.0, 2.0, -0.5])).sum())
     assert float(st.grad.numpy()) == pytest.approx((loss(s + h) - loss(s - h)) / (2 * h), rel=1e-5)
 
@@ -133,7 +133,7 @@ def test_gradient_passes_at_the_bounds_and_not_beyond(qmin: int, qmax: int, zero
     x = mge.Parameter(np.array([*inside, *outside], np.float32))
     scale = mge.Parameter(np.float32(1))
     with GradManager().attach([x, scale]) as manager:
-        y = quant_dequant(x, scale, mge.Tensor(np.float32(zero)), qmin, qmax, True, (), 1.0)
+        y = quant_dequant(x, scale, mge.Tensor(np.float32(zero)), qmin, qmax, True, (), Learn())
         manager.backward(y, mge.Tensor(np.full(x.shape, 3.0, np.float32)))
     np.testing.assert_array_equal(x.grad.numpy(), [3.0] * len(inside) + [0.0] * len(outside))
     assert np.isfinite(scale.grad.numpy())
@@ -146,7 +146,7 @@ def test_scale_gradient_of_any_shape(shape: tuple[int, ...]) -> None:
     s = np.linspace(0.05, 0.4, int(np.prod(shape)), dtype=np.float32).reshape(shape)
     scale = mge.Parameter(s)
     with GradManager().attach([scale]) as manager:
-        y = quant_dequant(mge.Tensor(x), scale, mge.Tensor(np.zeros_like(s)), -8, 7, True, shape, 1.0)
+        y = quant_dequant(mge.Tensor(x), scale, mge.Tensor(np.zeros_like(s)), -8, 7, True, shape, Learn())
         manager.backward(y, mge.Tensor(upstream))
     slope = upstream * _reference(x, s, np.zeros_like(s), -8, 7, True)[2]
     want = slope.sum(tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True)

@@ -1,0 +1,47 @@
+"""The factor on the gradient of a learned step size."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from qtrace.errors import ConfigError
+from qtrace.scheme import QScheme
+
+__all__ = ["check_grad_scale", "step_gain"]
+
+
+def check_grad_scale(owner: str, value: Any) -> bool | float:
+    """``value`` as the option ``grad_scale``.
+
+    Args:
+        owner: the name of the fake quant, for the message.
+        value: True, False or a number above 0.
+
+    Raises:
+        ConfigError: when it is something else.
+    """
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, (int, float)) and math.isfinite(value) and value > 0:
+        return float(value)
+    raise ConfigError(
+        f"fake quant {owner}: grad_scale is {value!r}: choose true (1 / sqrt(N * Q)), false (1) or a number "
+        "above 0."
+    )
+
+
+def step_gain(grad_scale: bool | float, scheme: QScheme, numel: int) -> float:
+    """``1 / sqrt(N * Q)`` of Esser et al. 2020, section 2.2, or what an option puts in its place.
+
+    With it, a step of an optimizer changes a scale and the weights by about the same share.
+
+    Args:
+        grad_scale: True for the paper's, False for 1, or the factor itself.
+        scheme: Q is the number of its positive levels; of all levels where it is affine.
+        numel: N, how many values share the scale: of a parameter, or of one sample of an activation.
+    """
+    if grad_scale is True:
+        levels = scheme.qmax if scheme.symmetric else scheme.qmax - scheme.qmin
+        return 1.0 / math.sqrt(numel * levels)
+    return 1.0 if grad_scale is False else grad_scale

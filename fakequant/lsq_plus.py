@@ -1,0 +1,59 @@
+"""LSQ+: scale and offset are learned with the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import megengine.functional as F
+import numpy as np
+from megengine import Parameter, Tensor
+
+from qtrace.fakequant._gain import check_grad_scale, step_gain
+from qtrace.fakequant._kernel import Learn, straight_through
+from qtrace.fakequant.base import FakeQuant, builtin, refuse_powers_of_two, reject_options
+from qtrace.numerics import SMALLEST_SCALE
+
+__all__ = ["LSQPlusFakeQuant"]
+
+
+@builtin
+class LSQPlusFakeQuant(FakeQuant):
+    """LSQ with a learned offset (Bhalgat et al. 2020, "LSQ+: Improving low-bit quantization ...", section 3).
+
+    An affine scheme learns beside its scale s the real number b that the integer 0 stands for; the paper's
+    ``x = q s + b``. Runtimes add an integer zero point, so that 0 is exact and padding is right: it is
+    ``round(-b / s)``, with the gradient straight through. That makes the paper's gradients::
+
+        dy/db = 0 inside, 1 outside        dy/ds = q - v inside, q outside
+
+    with q and v counted from b, not from the zero point. A symmetric scheme has no offset, as the weights of
+    the paper: it is LSQ. Both are multiplied by LSQ's ``1 / sqrt(N * Q)``. The paper begins with the observer
+    ``lsq_plus`` for weights and with ``mse`` for activations.
+
+    Options:
+        grad_scale: true for that factor, false for none, or a number in its place.
+    """
+
+    def _learns_scale(self) -> bool:
+        return True
+
+    def _setup(self, options: dict[str, Any]) -> None:
+        reject_options("lsq_plus", options, ("grad_scale",))
+        refuse_powers_of_two(self, "lsq_plus")
+        self.grad_scale = check_grad_scale("lsq_plus", options.get("grad_scale", True))
+        if not self.scheme.symmetric:
+            self.offset = Parameter(np.zeros(self.shape, np.float32))
+
+    def _learn(self) -> Learn:
+        gain = step_gain(self.grad_scale, self.scheme, self.numel)
+        return Learn(gain, zero_point=not self.scheme.symmetric)
+
+    def _derived(self) -> tuple[Tensor, Tensor]:
+        scheme, scale = self.scheme, F.maximum(F.abs(self.scale), SMALLEST_SCALE)
+        if scheme.symmetric:
+            return scale, self.zero_point
+        return scale, straight_through(F.clip(-self.offset / scale, scheme.qmin, scheme.qmax), F.round)
+
+    def _adopt(self, scale: np.ndarray, zero_point: np.ndarray) -> None:
+        if not self.scheme.symmetric:
+            self.offset._reset(Parameter(-zero_point * scale))

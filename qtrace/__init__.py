@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from qtrace.passes.convert import convert
     from qtrace.phases import set_phase
     from qtrace.preparation import prepare
+    from qtrace.qat import param_groups
     from qtrace.recipe import load_recipe
     from qtrace.scheme import QParams, QScheme
     from qtrace.verification import verify
@@ -40,6 +41,7 @@ __all__ = [
     "load",
     "load_recipe",
     "observers",
+    "param_groups",
     "prepare",
     "recipes",
     "save",
@@ -60,6 +62,7 @@ _HOME = {
     "export": "export",
     "load": "graph.serialize",
     "load_recipe": "recipe",
+    "param_groups": "qat",
     "prepare": "preparation",
     "save": "graph.serialize",
     "set_phase": "phases",

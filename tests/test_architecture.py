@@ -34,6 +34,7 @@ def _rooms() -> dict[str, set[str]]:
     room("passes")  # without a list: all of the above
     room("batches", "errors graph")
     room("phases")
+    room("qat", "errors fakequant graph numerics passes")
     room("ptq")
     room("preparation")
     room("explanation")

@@ -20,6 +20,7 @@ NAMES |= {
     "export",
     "load",
     "load_recipe",
+    "param_groups",
     "prepare",
     "save",
     "set_phase",

@@ -75,7 +75,7 @@ def calibrate(
             print(f"engine {collected.chosen.name}: {collected.chosen.reason}", file=sys.stderr)
     if not statistics.batches:
         raise CalibrationError("calibration data has no batches: give at least one.")
-    observe_parameters(prepared, statistics)
+    statistics = observe_parameters(prepared, statistics)
     with _undone_on_failure(prepared), evaluating(prepared):
         _apply(prepared, statistics)
         run_calibrated(prepared, algorithms, Batches(batches, prepared, max_batches), progress)

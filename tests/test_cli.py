@@ -106,15 +106,17 @@ class Fakes:
     def prepare(self, traced, qconfig):
         return f"{traced} prepared"
 
-    def collect(self, prepared, source, engine, console):
-        self.calls["collect"] = ([batch[0].shape for batch in source], engine)
+    def collect(self, prepared, source, where, folder, console, how):
+        self.calls["collect"] = ([batch[0].shape for batch in source], how["engine"])
         if self.fail:
             raise self.fail
         chosen = SimpleNamespace(name="megengine", reason="as asked")
-        return SimpleNamespace(statistics="statistics", chosen=chosen)
+        statistics = SimpleNamespace(batches=dict.fromkeys(range(source.given)))
+        collected = SimpleNamespace(statistics=statistics, chosen=chosen)
+        return SimpleNamespace(collected=collected, skipped=tuple(source.skipped))
 
     def calibrate(self, prepared, batches, progress=True, statistics=None):
-        self.calls["calibrate"] = (statistics, progress)
+        self.calls["calibrate"] = (len(statistics.batches), progress)
 
     def convert(self, prepared):
         return f"{prepared} converted"
@@ -293,7 +295,7 @@ class TestCalibrate:
         assert not [name for name in here.names() if name.startswith(".")]
         assert fakes.calls["load"] == ("float.mge", ("a:B", "c:D"))
         assert fakes.calls["collect"] == ([(2, 4), (2, 4)], "auto")
-        assert fakes.calls["calibrate"] == ("statistics", False)
+        assert fakes.calls["calibrate"] == (2, False)
         assert Path("out/quantized.mge").read_text() == "float prepared converted"
         assert Path("out/explain.txt").read_text() == "a table\n"
         report = json.loads(Path("out/report.json").read_text())
@@ -514,6 +516,45 @@ def test_the_real_thing(run, here):
     assert "relu" in Path("out/explain.txt").read_text()
 
 
+def test_an_interrupted_calibration_is_resumed_and_a_second_one_is_refused(run, here):
+    Path("net_here.py").write_text(
+        "import pathlib, numpy as np, megengine.module as M\n"
+        "class Net(M.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.fc = M.Linear(4, 2)\n"
+        "    def forward(self, x):\n"
+        "        return self.fc(x)\n"
+        "def batches():\n"
+        "    for i in range(5):\n"
+        "        if i == 3 and pathlib.Path('bad').exists(): raise OSError('disk gone')\n"
+        "        yield np.full((3, 4), i + 1, 'float32')\n"
+    )
+    assert run("trace", "net_here:Net", "--shape", "3x4", "-o", "net.mge").code == 0
+    command = ("calibrate", "net.mge", "-d", "net_here:batches", "-r", "onnxruntime", "-o")
+    assert run(*command, "whole").code == 0
+    Path("bad").touch()
+    stopped = run(*command, "out")
+    assert stopped.code == 2
+    assert "making batch 3 raised OSError: disk gone" in stopped.err
+    assert "the batches that were seen are kept in out: go on with --resume" in stopped.err
+    assert os.listdir("out") == [outputs.WORK]
+    again = run(*command, "out")
+    assert again.code == 2
+    assert "go on with --resume, or begin anew with --force" in again.err
+    Path("bad").unlink()
+    Path("out", outputs.WORK, "lock").write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
+    assert "out was locked by process 1 on elsewhere" in run(*command, "out", "--resume").err
+    Path("out", outputs.WORK, "lock").unlink()
+    resumed = run(*command, "out", "--resume", "--json")
+    assert resumed.code == 0, resumed.err
+    assert "3 batches were observed before" in resumed.err
+    assert json.loads(resumed.out)["batches"] == 5
+    assert sorted(os.listdir("out")) == sorted(FILES)
+    assert Path("out/report.json").read_bytes() == Path("whole/report.json").read_bytes()
+    assert not [name for name in here.names() if name.startswith(".")]
+
+
 def umask():
     value = os.umask(0)
     os.umask(value)
@@ -533,6 +574,7 @@ def test_a_folder_that_cannot_be_replaced_is_put_back(tmp_path, monkeypatch):
         real(source, to)
 
     monkeypatch.setattr(outputs.os, "rename", rename)
+    monkeypatch.setattr(outputs, "_exchange", lambda first, second: False)  # as on other systems
     with (
         pytest.raises(QtraceError, match="cannot be replaced: No space left"),
         outputs.output_folder(target, names=("a",), force=True) as folder,
@@ -559,12 +601,14 @@ def poison(*_):
 qtrace.load = lambda path, allow=(): "model"
 qtrace.load_recipe = lambda name: None
 qtrace.prepare = lambda traced, qconfig: "prepared"
-class Collected:
-    statistics = None
-    class chosen: name, reason = "megengine", "as asked"
+class Result:
+    class collected:
+        class statistics: batches = {0: 0}
+        class chosen: name, reason = "megengine", "as asked"
+    skipped = ()
 def collect(*_):
     {"pause": pause, "poison": poison}.get(sys.argv[1], lambda: None)()
-    return Collected
+    return Result
 command._collect = collect
 qtrace.calibrate = lambda *a, **k: None
 qtrace.convert = lambda prepared: "converted"

@@ -369,9 +369,22 @@ class TestImages:
         (tmp_path / "b.jpg").write_bytes(b"nonsense")
         data = open_data(str(tmp_path), preprocess=preprocess(), batch_size=3, skip_bad=True)
         for _ in range(2):
-            assert [len(only(batch)) for batch in data] == [3]
+            assert [len(only(batch)) for batch in data] == [2, 1]  # it makes its batch smaller
             assert data.skipped == [str(tmp_path / "b.jpg")]
-            assert len(data) == 1
+            assert len(data) == 2
+
+    def test_numbered_batches_are_read_only_where_they_are_wanted(self, tmp_path):
+        for name in ("a.png", "c.png", "e.png"):
+            self.write(tmp_path / name, np.full((8, 6, 3), ord(name[0]), np.uint8))
+        (tmp_path / "b.jpg").write_bytes(b"nonsense")
+        data = open_data(str(tmp_path), preprocess=preprocess(), batch_size=1)
+        whole = dict(data.numbered(lambda number: number != 1))  # the bad image is not read
+        assert list(whole) == [0, 2, 3]
+        assert data.given == 3
+        (only_one,) = data.numbered(lambda number: number == 2)
+        np.testing.assert_array_equal(only(only_one[1]), only(whole[2]))
+        with pytest.raises(DataError, match="^batch 1: .*b.jpg is not an image"):
+            list(data.numbered())
 
     def test_nothing_but_bad_images(self, tmp_path):
         (tmp_path / "b.jpg").write_bytes(b"nonsense")

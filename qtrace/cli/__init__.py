@@ -97,7 +97,7 @@ def _run(args: Sequence[str] | None) -> int:
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted: nothing was written.", err=True)
+        click.echo("interrupted: no result was written.", err=True)
         return 130
     except Exception:
         traceback.print_exc()

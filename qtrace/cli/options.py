@@ -12,7 +12,17 @@ import click
 
 from qtrace.cli.console import Console
 
-__all__ = ["ShapeType", "allow", "data", "example", "file_or_folder", "output", "progress", "recipe"]
+__all__ = [
+    "ShapeType",
+    "allow",
+    "collecting",
+    "data",
+    "example",
+    "file_or_folder",
+    "output",
+    "progress",
+    "recipe",
+]
 
 _MOST = 2**30  # values; 4 GiB of float32
 
@@ -96,4 +106,54 @@ def output(function: Callable[..., Any]) -> Callable[..., Any]:
     return _all(
         click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document."),
         click.option("--quiet", "-q", is_flag=True, help="No progress and no notes on stderr."),
+    )(command)
+
+
+def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """How statistics are collected; the command gets a dict of it, its argument ``how``."""
+    names = ("engine", "threads", "workers", "ray", "every", "seconds")
+
+    @functools.wraps(function)
+    def command(**arguments: Any) -> Any:
+        how = {name: arguments.pop(name) for name in names}
+        return function(how=how, **arguments)
+
+    return _all(
+        click.option(
+            "--engine",
+            type=click.Choice(["auto", "megengine", "onnxruntime"]),
+            default="auto",
+            show_default=True,
+            help="What computes the activations; auto takes the fastest that applies, and says which.",
+        ),
+        click.option(
+            "--threads",
+            type=click.IntRange(1),
+            help="Threads of onnxruntime in each process; default: all cores.",
+        ),
+        click.option(
+            "--workers",
+            type=click.IntRange(1, 1024),
+            default=1,
+            show_default=True,
+            help="Processes that share the batches.",
+        ),
+        click.option(
+            "--ray",
+            metavar="ADDRESS",
+            is_flag=False,
+            flag_value="",
+            help="Run the workers on a Ray cluster; without ADDRESS on a local one.",
+        ),
+        click.option(
+            "--checkpoint-batches", "every", type=click.IntRange(1), help="Checkpoint after so many batches."
+        ),
+        click.option(
+            "--checkpoint-seconds",
+            "seconds",
+            type=click.FloatRange(0),
+            default=60.0,
+            show_default=True,
+            help="Checkpoint after so many seconds.",
+        ),
     )(command)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import glob
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from qtrace.cli import engine
 from qtrace.errors import QtraceError
 
-__all__ = ["output_file", "output_folder"]
+__all__ = ["WORK", "output_file", "output_folder", "resumable_folder"]
+
+WORK = ".calibration"
+"""Where an output folder keeps lock and checkpoints until it is complete."""
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
 
 
 @contextlib.contextmanager
@@ -36,6 +43,93 @@ def output_folder(path: Path, *, names: tuple[str, ...], force: bool) -> Iterato
             _replace(target, folder)
         except OSError as error:
             raise QtraceError(f"{path} cannot be replaced: {error.strerror}.") from error
+
+
+@contextlib.contextmanager
+def resumable_folder(
+    path: Path, *, names: tuple[str, ...], force: bool, resume: bool, note: Callable[[str], None]
+) -> Iterator[tuple[Path, Path]]:
+    """Gives a folder to fill, as `output_folder` does, and one for checkpoints, which is kept on an error.
+
+    The second one is in ``path`` itself, with a lock, until ``path`` is replaced by the first. Without
+    checkpoints in it, it leaves no trace.
+
+    Args:
+        path: the folder to make.
+        names: what the block puts into the first folder.
+        force: whether to replace a folder, and to drop checkpoints.
+        resume: whether to go on with checkpoints, where there are any.
+        note: is told of stale locks and kept checkpoints.
+
+    Raises:
+        QtraceError: when another process writes to ``path``, or for what `output_folder` refuses.
+    """
+    from qtrace.collection.checkpoint import kept
+    from qtrace.collection.lock import locked
+
+    target = Path(os.path.realpath(path))
+    _check_replaceable(path, target, (*names, WORK), force or _unfinished(target))
+    with _workspace(path, target) as folder:
+        made, work = not target.exists(), target / WORK
+        try:
+            work.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise QtraceError(f"{path} cannot be written: {error.strerror}.") from error
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(locked(work / "lock", str(path), note))
+            stack.callback(_leave, target, work, made)
+            _sweep(target, folder)
+            _check_checkpoints(path, work, force, resume)
+            try:
+                yield folder, work
+            except BaseException:
+                if kept(work):
+                    note(f"the batches that were seen are kept in {path}: go on with --resume")
+                raise
+            engine.synchronize()
+            try:
+                _replace(target, folder)
+            except OSError as error:
+                raise QtraceError(f"{path} cannot be replaced: {error.strerror}.") from error
+
+
+def _unfinished(target: Path) -> bool:
+    """Whether a folder holds nothing but the work of an unfinished calibration."""
+    return target.is_dir() and {entry.name for entry in target.iterdir()} <= {WORK}
+
+
+def _check_checkpoints(path: Path, work: Path, force: bool, resume: bool) -> None:
+    """Refuses to begin anew without a word where there are checkpoints; drops them with ``force``."""
+    from qtrace.collection.checkpoint import kept
+
+    if resume or not kept(work):
+        return
+    if not force:
+        raise QtraceError(
+            f"{path} holds checkpoints of a calibration that did not end: go on with --resume, or begin anew "
+            "with --force."
+        )
+    for entry in work.glob("*.npz"):
+        entry.unlink(missing_ok=True)
+
+
+def _sweep(target: Path, ours: Path) -> None:
+    """Removes what runs that were killed left beside the target; its lock is ours, so they have ended."""
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}.????????.tmp"):
+        if leftover != ours:
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _leave(target: Path, work: Path, made: bool) -> None:
+    """Removes the work folder unless it holds checkpoints, and the folder itself if we made it."""
+    from qtrace.collection.checkpoint import kept
+
+    if not work.is_dir() or kept(work):
+        return
+    shutil.rmtree(work, ignore_errors=True)
+    if made:
+        with contextlib.suppress(OSError):
+            target.rmdir()
 
 
 @contextlib.contextmanager
@@ -100,6 +194,8 @@ def _replace(target: Path, folder: Path) -> None:
     if not target.exists():
         os.rename(folder, target)
         return
+    if _exchange(target, folder):
+        return
     old = _beside(target)
     os.rename(target, old)
     try:
@@ -108,3 +204,12 @@ def _replace(target: Path, folder: Path) -> None:
         os.rename(old, target)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swaps two folders in one step, where the system can: there is no instant without either."""
+    function = getattr(ctypes.CDLL(None), "renameat2", None)
+    if function is None:
+        return False
+    paths = os.fsencode(first), os.fsencode(second)
+    return bool(function(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -37,11 +39,19 @@ class Chosen:
         name: of the engine.
         reason: why this one and not the other, as a clause.
         verified: the shapes of inputs at which it was found to agree with MegEngine.
+        compared: whether it is compared with MegEngine at other shapes.
     """
 
     name: str
     reason: str
     verified: tuple[Signature, ...] = ()
+    compared: bool = True
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Chosen:
+        """The inverse of ``dataclasses.asdict``, also after JSON."""
+        verified = tuple(tuple(tuple(shape) for shape in shapes) for shapes in data["verified"])
+        return cls(data["name"], data["reason"], verified, data["compared"])
 
 
 def choose(
@@ -85,7 +95,9 @@ def choose(
             f"engine onnxruntime does not apply: {error}. Use engine megengine, or auto."
         ) from error
     if chosen is None and name == "onnxruntime":
-        return _Fixed(fast, Chosen(name, "as asked; not compared with MegEngine"))
+        chosen = Chosen(name, "as asked; not compared with MegEngine", compared=False)
+    if chosen is not None and not chosen.compared:
+        return _Fixed(fast, chosen)
     return _Checked(prepared, own, fast, chosen)
 
 

@@ -15,6 +15,7 @@ from qtrace.collection.choice import Chosen, choose
 from qtrace.collection.observing import Observing
 from qtrace.collection.statistics import Statistics, fresh, no_statistics
 from qtrace.graph.types import TracedModule
+from qtrace.observers.base import Observer
 
 __all__ = ["Collected", "Options", "collect", "observe_parameters"]
 
@@ -57,8 +58,9 @@ class Collected:
 def collect(
     prepared: TracedModule,
     batches: Numbered,
-    options: Options = Options(),
-    after: Callable[[Statistics], None] = lambda statistics: None,
+    options: Options | None = None,
+    after: Callable[[Collected], None] = lambda collected: None,
+    start: Statistics | None = None,
 ) -> Collected:
     """Runs batches through a prepared graph in float and observes its activations.
 
@@ -68,38 +70,48 @@ def collect(
         prepared: a module made by ``qtrace.prepare``.
         batches: pairs of a batch's number and the batch, as `qtrace.calibrate` takes it.
         options: how to collect.
-        after: called after each batch with all statistics so far.
+        after: called after each batch with all that was collected so far.
+        start: statistics to add to; None for none.
 
     Raises:
         CalibrationError: when a batch does not fit the model, or a value is not finite.
     """
+    options = options or Options()
     seen = watched(prepared)
-    statistics = no_statistics(prepared)
+    start = start or no_statistics(prepared)
     with in_float(prepared), evaluating(prepared):
         engine = choose(prepared, seen, options.engine, options.batches, options.threads)
         sites = {name: fq.site for name, fq in named_fake_quants(prepared)}
         threads = 1 if engine.chosen.name == "megengine" else options.threads or os.cpu_count() or 1
+        silent = not options.progress
         bar = tqdm(
-            batches, total=options.batches, desc="calibrate", unit="batch", disable=not options.progress
+            batches,
+            total=options.batches,
+            initial=len(start.batches),
+            desc="calibrate",
+            unit="batch",
+            disable=silent,
         )
-        with bar, Observing(statistics, seen, sites, min(threads, _MOST_THREADS)) as observing:
+        with bar, Observing(start, seen, sites, min(threads, _MOST_THREADS)) as observing:
             for index, batch in bar:
                 arguments = as_arguments(batch, prepared, index)
                 observing.begin(index, batch)
                 engine.run(arguments, index, observing.observe)
                 observing.commit()
-                after(statistics)
-        return Collected(statistics, engine.chosen)
+                after(Collected(observing.statistics, engine.chosen))
+        return Collected(observing.statistics, engine.chosen)
 
 
-def observe_parameters(prepared: TracedModule, statistics: Statistics) -> None:
-    """Adds what is the same in every batch: the values of parameters.
+def observe_parameters(prepared: TracedModule, statistics: Statistics) -> Statistics:
+    """The statistics and what is the same in every batch: the values of parameters.
 
     Raises:
         CalibrationError: when a parameter is not finite, naming it.
     """
     sites = {name: fq.site for name, fq in named_fake_quants(prepared)}
+    observed: dict[str, list[Observer]] = {}
     for group, value in watched(prepared).parameters:
         observer = fresh(statistics.observers[group])
         observer.observe(value, site=sites[group])
-        statistics.add({group: [observer]})
+        observed.setdefault(group, []).append(observer)
+    return statistics.plus(observed)

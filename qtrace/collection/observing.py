@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
 import numpy as np
-from megengine import Tensor
 
 from qtrace.collection.base import Watched
-from qtrace.collection.statistics import Statistics, checksum, fresh
+from qtrace.collection.statistics import Statistics, arrays, checksum, fresh
 from qtrace.observers.base import Observer
 
 __all__ = ["Observing"]
@@ -27,6 +26,9 @@ class Observing:
     The order in which threads come to an end has no say: parts are merged in the order of the graph. A batch
     that is refused leaves no trace.
 
+    Attributes:
+        statistics: with all batches that were committed.
+
     Args:
         statistics: what is added to.
         watched: what is observed.
@@ -37,7 +39,7 @@ class Observing:
     def __init__(
         self, statistics: Statistics, watched: Watched, sites: Mapping[str, str], threads: int = 1
     ) -> None:
-        self._statistics, self._watched, self._sites = statistics, watched, sites
+        self.statistics, self._watched, self._sites = statistics, watched, sites
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="observe")
         self._room = threading.Semaphore(_WAITING + threads)
         self._parts: list[tuple[str, Future[Observer]]] = []
@@ -57,7 +59,7 @@ class Observing:
         self._drop()
         self._batch = number
         # Tensors are read here: MegEngine works on the main thread only.
-        self._checksum = self._pool.submit(checksum, [np.asarray(a) for a in _arrays(batch)])
+        self._checksum = self._pool.submit(checksum, arrays(batch))
         for group, value in self._watched.constants:
             self._submit(group, value)
 
@@ -78,12 +80,12 @@ class Observing:
                 observed.setdefault(group, []).append(part.result())
         finally:
             self._drop()
-        self._statistics.add(observed)
-        self._statistics.batches[self._batch] = self._checksum.result()
+        # One assignment: whatever interrupts it, the statistics hold whole batches.
+        self.statistics = self.statistics.plus(observed, {self._batch: self._checksum.result()})
 
     def _submit(self, group: str, value: Any) -> None:
         self._room.acquire()
-        observer, batch = fresh(self._statistics.observers[group]), self._batch
+        observer, batch = fresh(self.statistics.observers[group]), self._batch
         future = self._pool.submit(_observe, observer, value, batch, self._sites[group])
         future.add_done_callback(lambda _: self._room.release())
         self._parts.append((group, future))
@@ -100,14 +102,3 @@ class Observing:
 def _observe(observer: Observer, value: np.ndarray, batch: int, site: str) -> Observer:
     observer.observe(value, batch=batch, site=site)
     return observer
-
-
-def _arrays(batch: Any) -> Iterator[Any]:
-    if isinstance(batch, Mapping):
-        for key in sorted(batch, key=str):
-            yield from _arrays(batch[key])
-    elif isinstance(batch, (tuple, list)):
-        for item in batch:
-            yield from _arrays(item)
-    else:
-        yield batch.numpy() if isinstance(batch, Tensor) else batch

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from qtrace.data.base import Batch, SizedSource, check_dtype, to_input
+from qtrace.data.base import Batch, SizedSource, check_dtype, file_identity, to_input
 from qtrace.data.pixels import normalize
 from qtrace.errors import DataError
 
@@ -114,16 +114,21 @@ class ArraySource(SizedSource):
     def _count(self) -> int:
         return math.ceil(self._arrays[0].shape[0] / self._batch_size)
 
-    def _batches(self) -> Iterator[Batch]:
+    def identity(self) -> str:
+        """The path with size and time of change."""
+        return f"{self.source} {file_identity(Path(self.source))}"
+
+    def _batches(self, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
         streams = [array.batches(self._batch_size) for array in self._arrays]
-        for _ in range(self._count()):
-            values = [
-                self._input(array, next(rows)) for array, rows in zip(self._arrays, streams, strict=True)
-            ]
+        for number in range(self._count()):
+            rows = [next(stream) for stream in streams]
+            if not wanted(number):
+                continue
+            values = [self._input(array, row) for array, row in zip(self._arrays, rows, strict=True)]
             if len(values) == 1:
-                yield (values[0],)
+                yield number, (values[0],)
             else:
-                yield {array.key: value for array, value in zip(self._arrays, values, strict=True)}
+                yield number, {array.key: value for array, value in zip(self._arrays, values, strict=True)}
 
     def _input(self, array: _Array, rows: np.ndarray) -> np.ndarray:
         value = to_input(rows, array.where)

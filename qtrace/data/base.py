@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import abc
-import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from qtrace.errors import DataError
 
-__all__ = ["Batch", "DataSource", "SizedSource", "to_input"]
+__all__ = ["Batch", "DataSource", "SizedSource", "file_identity", "to_input"]
 
 Batch = tuple[np.ndarray, ...] | dict[str, np.ndarray]
 """The inputs of one call of the model: by position, or by name."""
@@ -36,16 +36,41 @@ class DataSource(abc.ABC):
         self.skipped: list[str] = []
 
     def __iter__(self) -> Iterator[Batch]:
-        self.given = 0
-        for batch in itertools.islice(self._batches(), self.max_batches):
-            self.given += 1
+        for _, batch in self.numbered():
             yield batch
         if not self.given:
             raise DataError(f"{self.source} gives no batch; calibration and checks need at least one.")
 
+    def numbered(
+        self,
+        wanted: Callable[[int], bool] = lambda number: True,
+        passed: Callable[[int, Batch], None] = lambda number, batch: None,
+    ) -> Iterator[tuple[int, Batch]]:
+        """Some of the batches, with their numbers, which are the same at every iteration.
+
+        Args:
+            wanted: whether to give the batch of a number; others are not read where that can be avoided.
+            passed: called with each batch that was read although it is not wanted.
+        """
+        self.given = 0
+        for number, batch in self._batches(wanted):
+            if self.max_batches is not None and number >= self.max_batches:
+                return
+            if wanted(number):
+                self.given += 1
+                yield number, batch
+            else:
+                passed(number, batch)
+            if number + 1 == self.max_batches:  # not one batch more is read
+                return
+
+    def identity(self) -> str:
+        """What tells this data from other data of the same name, without reading it."""
+        return self.source
+
     @abc.abstractmethod
-    def _batches(self) -> Iterator[Batch]:
-        """All batches, however many were asked for."""
+    def _batches(self, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
+        """Number and batch of all batches that are wanted, and of those that had to be read besides."""
 
 
 class SizedSource(DataSource):
@@ -58,6 +83,15 @@ class SizedSource(DataSource):
     @abc.abstractmethod
     def _count(self) -> int:
         """The number of all batches, however many were asked for."""
+
+
+def file_identity(path: Path) -> str:
+    """Size and time of change of a file."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 def check_dtype(dtype: np.dtype[Any], where: str) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qtrace.data.base import Batch, SizedSource
+from qtrace.data.base import Batch, SizedSource, file_identity
 from qtrace.data.pixels import decode, fit, normalize
 from qtrace.errors import DataError
 
@@ -40,29 +41,40 @@ class ImageSource(SizedSource):
         self._batch_size = batch_size
         self._skip_bad = skip_bad
 
-    def _count(self) -> int:
-        return math.ceil((len(self._images) - len(self.skipped)) / self._batch_size)
+    def identity(self) -> str:
+        """The folder, and a hash of the names, sizes and times of change of its images."""
+        names = "".join(f"{p.relative_to(self.source)} {file_identity(p)}\n" for p in self._images)
+        return f"{self.source} {hashlib.sha256(names.encode('utf-8', 'surrogateescape')).hexdigest()}"
 
-    def _batches(self) -> Iterator[Batch]:
-        rows: list[np.ndarray] = []
-        for path in self._images:
-            if str(path) in self.skipped:
+    def _count(self) -> int:
+        return math.ceil(len(self._images) / self._batch_size)
+
+    def _batches(self, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
+        # A bad image makes its batch smaller: if the next one took its place, a batch could not be made
+        # without reading all images before it.
+        for number in range(self._count()):
+            if not wanted(number):
                 continue
-            try:
-                image = decode(path, self._preprocess.size[0])
-            except DataError as error:
-                if not self._skip_bad:
-                    raise DataError(
-                        f"{error} Mend or remove it, or leave such images out (skip_bad)."
-                    ) from error
-                self.skipped.append(str(path))
-                continue
-            rows.append(np.ascontiguousarray(fit(image, self._preprocess).transpose(2, 0, 1)))
-            if len(rows) == self._batch_size:
-                yield (normalize(np.stack(rows), self._preprocess),)
-                rows = []
-        if rows:
-            yield (normalize(np.stack(rows), self._preprocess),)
+            start = number * self._batch_size
+            rows = [self._row(path, number) for path in self._images[start : start + self._batch_size]]
+            kept = [row for row in rows if row is not None]
+            if kept:
+                yield number, (normalize(np.stack(kept), self._preprocess),)
+
+    def _row(self, path: Path, number: int) -> np.ndarray | None:
+        """One image as channels, height, width; None for one that is left out."""
+        if str(path) in self.skipped:
+            return None
+        try:
+            image = decode(path, self._preprocess.size[0])
+        except DataError as error:
+            if not self._skip_bad:
+                raise DataError(
+                    f"batch {number}: {error} Mend or remove it, or leave such images out (skip_bad)."
+                ) from error
+            self.skipped.append(str(path))
+            return None
+        return np.ascontiguousarray(fit(image, self._preprocess).transpose(2, 0, 1))
 
 
 def find_images(folder: Path) -> list[Path]:

@@ -90,7 +90,7 @@ class _LoaderSource(DataSource):
         super().__init__(name, max_batches)
         self._make = make
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
         made = self._call("calling it", self._make)
         if not _is_iterable(made):
             raise DataError(f"{self.source} returned {type(made).__name__}, not batches to iterate over.")
@@ -99,7 +99,7 @@ class _LoaderSource(DataSource):
             batch = self._call(f"making batch {index}", lambda: next(iterator, _END))
             if batch is _END:
                 return
-            yield _to_batch(batch, f"{self.source}, batch {index}")
+            yield index, _to_batch(batch, f"{self.source}, batch {index}")
 
     def _call(self, doing: str, call: Callable[[], Any]) -> Any:
         """Runs a piece of the user's code."""

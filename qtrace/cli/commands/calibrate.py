@@ -10,10 +10,10 @@ import click
 
 from qtrace.cli import help, models, options
 from qtrace.cli.console import Console
-from qtrace.cli.outputs import output_folder
+from qtrace.cli.outputs import resumable_folder
 
 if TYPE_CHECKING:
-    from qtrace.collection.collecting import Collected
+    from qtrace.collection.running import Result
     from qtrace.data import DataSource  # at run time it loads numpy, which --help does without
 
 __all__ = ["FILES", "calibrate"]
@@ -36,13 +36,8 @@ FILES = ("prepared.mge", "quantized.mge", "report.json", "explain.txt")
     help="A recipe: its name (see `recipes list`) or a YAML file.",
 )
 @click.option("--out", "-o", type=options.file_or_folder(), required=True, help="The folder to write.")
-@click.option(
-    "--engine",
-    type=click.Choice(["auto", "megengine", "onnxruntime"]),
-    default="auto",
-    show_default=True,
-    help="What computes the activations; auto takes the fastest that applies, and says which.",
-)
+@options.collecting
+@click.option("--resume", is_flag=True, help="Go on where an interrupted calibration stopped.")
 @click.option("--force", is_flag=True, help="Replace the output folder of an earlier calibration.")
 @options.allow
 @options.progress
@@ -55,7 +50,8 @@ def calibrate(
     skip_bad: bool,
     recipe: str,
     out: Path,
-    engine: str,
+    how: dict[str, Any],
+    resume: bool,
     force: bool,
     allow: tuple[str, ...],
     console: Console,
@@ -78,36 +74,59 @@ def calibrate(
         source = models.open_source(
             data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
         )
-        with output_folder(out, names=FILES, force=force) as folder:
+        work = resumable_folder(out, names=FILES, force=force, resume=resume, note=console.note)
+        with work as (folder, checkpoints):
             if models.is_factory(model):
                 traced = models.trace_factory(model, data=source)
             else:
                 traced = models.load_model(model, allow)
             prepared = qtrace.prepare(traced, qconfig)
             console.note(f"calibrating on {data}")
-            collected = _collect(prepared, source, engine, console)
-            console.note(f"engine {collected.chosen.name}: {collected.chosen.reason}")
-            qtrace.calibrate(prepared, source, progress=console.progress, statistics=collected.statistics)
+            where = {
+                "source": data,
+                "batch_size": batch_size,
+                "max_batches": max_batches,
+                "skip_bad": skip_bad,
+            }
+            result = _collect(prepared, source, where, checkpoints, console, {**how, "allow": allow})
+            chosen, statistics = result.collected.chosen, result.collected.statistics
+            console.note(f"engine {chosen.name}: {chosen.reason}")
+            qtrace.calibrate(prepared, source, progress=console.progress, statistics=statistics)
             for line in qtrace.explain(prepared).algorithms():
                 console.note(line)
-            chosen = {"name": collected.chosen.name, "reason": collected.chosen.reason}
-            summary = {"model": model, "data": data, "recipe": recipe, "engine": chosen, **_counts(source)}
+            source.skipped[:] = result.skipped
+            summary = {
+                "model": model,
+                "data": data,
+                "recipe": recipe,
+                "engine": {"name": chosen.name, "reason": chosen.reason},
+                "batches": len(statistics.batches),
+                "skipped": list(result.skipped),
+            }
             _write(folder, prepared, summary)
     models.tell_skipped(source, console)
     files = [str(out / name) for name in FILES]
     console.result("\n".join(files), {**summary, "files": files})
 
 
-def _collect(prepared: Any, source: DataSource, engine: str, console: Console) -> Collected:
-    from qtrace.collection.collecting import Options, collect
-    from qtrace.data import SizedSource
+def _collect(
+    prepared: Any,
+    source: DataSource,
+    where: dict[str, Any],
+    folder: Path,
+    console: Console,
+    how: dict[str, Any],
+) -> Result:
+    """Collects the statistics; ``where`` and ``how`` are fields of `Source` and `Settings`."""
+    from qtrace.collection.jobs import Source
+    from qtrace.collection.running import Settings, collect_all
+    from qtrace.passes.record import read_record
 
-    count = len(source) if isinstance(source, SizedSource) else source.max_batches
-    return collect(prepared, enumerate(source), Options(engine, count, progress=console.progress))
-
-
-def _counts(source: DataSource) -> dict[str, Any]:
-    return {"batches": source.given, "skipped": list(source.skipped)}
+    preprocess = read_record(prepared).qconfig.get("preprocess")
+    settings = Settings(progress=console.progress, **how)
+    return collect_all(
+        prepared, source, Source(preprocess=preprocess, **where), folder, settings, console.note
+    )
 
 
 def _write(folder: Path, prepared: Any, summary: dict[str, Any]) -> None:

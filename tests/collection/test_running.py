@@ -1,0 +1,238 @@
+"""Collections in shards, with interruptions and in workers: the statistics are the same, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace.collection import running
+from qtrace.collection.checkpoint import Cadence, Parts, fingerprint, kept
+from qtrace.collection.executors import Processes, run_elsewhere
+from qtrace.collection.jobs import Job, Source, run_job
+from qtrace.collection.running import Result, Settings, collect_all
+from qtrace.errors import CalibrationError, DataError, QtraceError
+from qtrace.graph.types import TracedModule
+from qtrace.observers.base import to_dict
+from tests.nets import Chain, images
+
+_BATCHES = 7
+
+
+@pytest.fixture(scope="module")
+def prepared() -> TracedModule:
+    traced = qtrace.trace(Chain(2, 3), images(2, 3, 8, 8))
+    rule = {"match": {"position": "first"}, "observers": {"activation": "moving_average"}}
+    return qtrace.prepare(traced, {"observers": {"activation": "percentile"}, "rules": [rule]})
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Source:
+    np.save(tmp_path / "x.npy", images(2 * _BATCHES - 1, 3, 8, 8))
+    return Source(str(tmp_path / "x.npy"), batch_size=2)
+
+
+def _collect(prepared: TracedModule, data: Source, folder: Path, **settings: Any) -> Result:
+    folder.mkdir(exist_ok=True)
+    return collect_all(prepared, data.open(), data, folder, Settings(**{"seconds": None, **settings}))
+
+
+def _state(result: Result) -> Any:
+    statistics = result.collected.statistics
+    assert sorted(statistics.batches) == list(range(_BATCHES))
+    return {name: to_dict(observer) for name, observer in statistics.observers.items()}
+
+
+class InThisProcess:
+    """Runs jobs one after the other, in any order."""
+
+    def __init__(self, order: Callable[[list[Job]], list[Job]]) -> None:
+        self.order = order
+
+    def __enter__(self) -> InThisProcess:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    def run(self, jobs: Sequence[Job], told: Callable[[int], None]) -> None:
+        for job in self.order(list(jobs)):
+            run_job(Job.from_json(job.to_json()), told)
+
+
+def _shuffled(jobs: list[Job]) -> list[Job]:
+    return random.Random(len(jobs)).sample(jobs, len(jobs))
+
+
+@pytest.mark.parametrize("engine", ["megengine", "onnxruntime"])
+def test_any_number_of_shards_in_any_order_gives_the_same(
+    prepared: TracedModule, data: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    alone = _state(_collect(prepared, data, tmp_path / "alone", engine=engine))
+    for workers, order in ((2, list), (5, _shuffled), (5, lambda jobs: jobs[::-1])):
+        monkeypatch.setattr(running, "_executor", lambda settings, o=order: InThisProcess(o))
+        folder = tmp_path / f"{workers}{order}"
+        assert _state(_collect(prepared, data, folder, engine=engine, workers=workers)) == alone
+
+
+def test_real_workers_give_the_same(prepared: TracedModule, data: Source, tmp_path: Path) -> None:
+    alone = _state(_collect(prepared, data, tmp_path / "alone", engine="megengine"))
+    result = _collect(prepared, data, tmp_path / "two", engine="megengine", workers=2)
+    assert _state(result) == alone
+
+
+def test_what_a_cluster_gives_back_is_the_part(prepared: TracedModule, data: Source, tmp_path: Path) -> None:
+    """The remote half of `Ray`, without a cluster."""
+    model = tmp_path / "prepared.mge"
+    qtrace.save(prepared, model)
+    chosen = running.Chosen("megengine", "as asked")
+    job = Job("elsewhere", (), data, 0, 1, (), chosen, None, str(tmp_path / "a.part.npz"), "id")
+    content, numbers, problem = run_elsewhere(job.to_json(), model.read_bytes())
+    assert (numbers, problem) == (list(range(_BATCHES)), None)
+    Path(job.part).write_bytes(content)
+    part = Parts(tmp_path, prepared, "id").gather()
+    alone = _collect(prepared, data, tmp_path / "alone", engine="megengine").collected.statistics
+    assert part.statistics.batches == alone.batches
+    missing = dataclasses.replace(job, source=Source(str(tmp_path / "gone.npy")))
+    assert run_elsewhere(missing.to_json(), model.read_bytes())[2][0] == "DataError"  # type: ignore[index]
+
+
+class Failing:
+    """A source whose loader raises at one batch."""
+
+    def __init__(self, data: Source, at: int, error: BaseException) -> None:
+        self.inner, self.at, self.error = data.open(), at, error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def numbered(self, *functions: Any) -> Iterator[tuple[int, Any]]:
+        for number, batch in self.inner.numbered(*functions):
+            if number == self.at:
+                raise self.error
+            yield number, batch
+
+
+@pytest.mark.parametrize(
+    "error", [DataError("batch 4 is bad"), KeyboardInterrupt(), SystemExit(143)], ids=type
+)
+def test_what_was_seen_is_kept_and_a_resumed_run_ends_the_same(
+    prepared: TracedModule, data: Source, tmp_path: Path, error: BaseException
+) -> None:
+    alone = _state(_collect(prepared, data, tmp_path / "alone"))
+    folder = tmp_path / "stopped"
+    folder.mkdir()
+    with pytest.raises(type(error)):
+        collect_all(prepared, Failing(data, 4, error), data, folder, Settings(seconds=None))  # type: ignore[arg-type]
+    assert kept(folder)
+    result = _collect(prepared, data, folder)
+    assert result.resumed == 4
+    assert _state(result) == alone
+
+
+def test_workers_go_on_where_one_process_stopped(
+    prepared: TracedModule, data: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = _state(_collect(prepared, data, tmp_path / "alone"))
+    folder = tmp_path / "stopped"
+    folder.mkdir()
+    source: Any = Failing(data, 3, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        collect_all(prepared, source, data, folder, Settings(seconds=None))
+    monkeypatch.setattr(running, "_executor", lambda settings: InThisProcess(_shuffled))
+    result = _collect(prepared, data, folder, workers=3)
+    assert (result.resumed, _state(result)) == (3, alone)
+
+
+def test_killed_between_gathering_and_removing_counts_no_batch_twice(
+    prepared: TracedModule, data: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "_executor", lambda settings: InThisProcess(list))
+    folder = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda *a, **k: None)
+        first = _state(_collect(prepared, data, folder, workers=2))
+    assert len(list(folder.glob("*.part.npz"))) == 3
+    again = _collect(prepared, data, folder)
+    assert (again.resumed, _state(again)) == (_BATCHES, first)
+
+
+def test_checkpoints_of_other_weights_or_data_are_refused(
+    prepared: TracedModule, data: Source, tmp_path: Path
+) -> None:
+    _collect(prepared, data, tmp_path / "out")
+    other = qtrace.prepare(qtrace.trace(Chain(2, 3), images(2, 3, 8, 8)))
+    with pytest.raises(CalibrationError, match="belongs to another calibration"):
+        _collect(other, data, tmp_path / "out")
+    np.save(data.source, images(13, 3, 8, 8, seed=1))
+    with pytest.raises(CalibrationError, match="belongs to another calibration"):
+        _collect(prepared, data, tmp_path / "out")
+
+
+@pytest.mark.parametrize("size", [0, 10, 500])
+def test_a_damaged_checkpoint_is_told(
+    prepared: TracedModule, data: Source, tmp_path: Path, size: int
+) -> None:
+    _collect(prepared, data, tmp_path / "out")
+    path = tmp_path / "out" / "gathered.part.npz"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(CalibrationError, match="is damaged"):
+        _collect(prepared, data, tmp_path / "out")
+
+
+def test_a_loader_that_shuffles_is_found_out(
+    prepared: TracedModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shuffling_loader.py").write_text(
+        "import numpy as np\ndef batches():\n    for i in range(4): yield np.random.rand(2, 3, 8, 8)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(running, "_executor", lambda settings: InThisProcess(list))
+    with pytest.raises(
+        CalibrationError, match="not the same at every iteration: give the loader a fixed seed"
+    ):
+        _collect(prepared, Source("shuffling_loader:batches"), tmp_path / "out", workers=2)
+
+
+def test_a_worker_that_fails_is_told_and_what_it_saw_is_kept(prepared: TracedModule, tmp_path: Path) -> None:
+    (tmp_path / "cut.py").write_text(
+        "import numpy as np\ndef batches():\n"
+        "    for i in range(4): yield np.ones((2, 3, 8, 8), 'f4')\n"
+        "    raise OSError('disk gone')\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        with pytest.raises(DataError, match="cut:batches: making batch 4 raised OSError: disk gone"):
+            _collect(
+                prepared, Source("cut:batches"), tmp_path / "out", engine="megengine", workers=1, ray=None
+            )
+        with pytest.raises(DataError, match="making batch 4 raised OSError"):
+            _collect(prepared, Source("cut:batches"), tmp_path / "two", engine="megengine", workers=2)
+    finally:
+        sys.path.remove(str(tmp_path))
+    source = Source("cut:batches")
+    identity = fingerprint(prepared, source.source, 8, None, "megengine", None)
+    seen = set(Parts(tmp_path / "two", prepared, identity).gather().statistics.batches)
+    assert seen >= {0, 2} or seen >= {1, 3}  # the other one may have been stopped before its first batch
+
+
+def test_a_worker_that_dies_is_told(prepared: TracedModule, data: Source, tmp_path: Path) -> None:
+    with Processes(1) as executor:
+        executor._workers[0].kill()
+        job = Job("m", (), data, 0, 1, (), running.Chosen("megengine", ""), None, "p", "i")
+        with pytest.raises(QtraceError, match="worker 0 was ended by signal 9 after 0 batches"):
+            executor.run([job], lambda number: None)
+
+
+def test_cadence() -> None:
+    every = Cadence(batches=3, seconds=None)
+    assert [every.due() for _ in range(7)] == [False, False, True, False, False, True, False]
+    assert Cadence(seconds=0).due()
+    assert not Cadence(seconds=None).due()

@@ -79,6 +79,14 @@ class Stepper:
         """What ``expr``, the next one, gives for a batch; it is computed anew at every call."""
         return list(self._run(expr, self._values[batch]))
 
+    def compute(self, exprs: Iterable[Expr], nodes: Iterable[Node], batch: int) -> list[Any]:
+        """The values of ``nodes`` after ``exprs``, which read what is alive; nothing of it is kept."""
+        values = dict(self._values[batch])
+        for expr in exprs:
+            results = self._run(expr, values)
+            values.update((id(n), v) for n, v in zip(expr.outputs, results, strict=True))
+        return [self._get(n, values) for n in nodes]
+
     def changed(self) -> None:
         """Forgets what was computed from parameters: they have changed."""
         self._known.clear()

@@ -108,10 +108,16 @@ class Twins:
         self.float = Stepper(task.reference, task.batches)
         self.count = self.quantized.count
         self._twin = {n.name: e for e in exprs(task.reference) for n in e.outputs}
+        self._nodes = {n.name: n for n in task.reference.graph.inputs}
+        self._nodes.update((n.name, n) for e in self._twin.values() for n in e.outputs)
 
     def twin(self, expr: Expr) -> Expr:
         """The expr of the float graph that gives the tensor of the same name."""
         return self._twin[expr.outputs[0].name]
+
+    def node(self, node: TensorNode) -> TensorNode:
+        """The node of the float graph with the same name."""
+        return self._nodes[node.name]
 
     def advance(self, expr: Expr) -> None:
         """Computes both graphs up to ``expr``."""

@@ -1,0 +1,145 @@
+"""Batch normalisation re-estimated with quantized weights.
+
+Rounding changes mean and variance of what a layer computes, while its BatchNorm still normalises by the float
+ones. Estimating them again on the quantized layer gives every channel back the mean and variance that
+training meant it to have (Sun et al. 2019, "Hybrid 8-bit Floating Point Training and Inference for Deep
+Neural Networks", section 3; Nagel et al. 2021, "A White Paper on Neural Network Quantization", 5.2.1).
+
+Where BatchNorm is folded, the channel is scaled instead: ``a = deviation(y) / deviation(y~)`` goes into the
+scale of its weight, whose integers stay, and the bias becomes ``a * (b - mean(y~)) + mean(y)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+from megengine import Tensor
+from tqdm import tqdm
+
+from qtrace.fakequant._bn_fold import LAYERS as FOLDED
+from qtrace.fakequant._bn_fold import BnFold
+from qtrace.graph.types import Expr
+from qtrace.graph.walk import exprs, get_module, owner
+from qtrace.ptq._layers import Layer, Twins, layers, per_channel, write
+from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Noise, Report, SiteError
+from qtrace.scheme import QParams
+
+__all__ = ["BnReestimate"]
+
+
+class BnReestimate(CalibratedAlgorithm):
+    """Estimates kept BatchNorms anew; scales the channels of layers where they are folded."""
+
+    after: ClassVar[tuple[str, ...]] = ("adaround", "reconstruct")
+    reason: ClassVar[str] = "bn_reestimate measures what the roundings leave, once these are chosen"
+
+    def apply(self, task: CalibratedTask) -> Report:
+        found, left = layers(task.model)
+        left = [line for line in left if not line.endswith("its BatchNorm is kept in training")]
+        known = {id(layer.call.expr): layer for layer in found}
+        twins = Twins(task)
+        changed, errors = [], []
+        for expr in tqdm(exprs(task.model), desc="bn_reestimate", unit="op", disable=not task.progress):
+            name = expr.outputs[0].name if expr.outputs else ""
+            if isinstance(owner(expr), BnFold):
+                errors.append(_reestimate(twins, expr))
+                changed.append(f"{name}: mean and variance estimated anew")
+            elif id(expr) in known:
+                result = _rescale(task, twins, known[id(expr)])
+                if isinstance(result, str):
+                    left.append(f"{name}: {result}")
+                else:
+                    errors.append(result)
+                    changed.append(f"{name}: channels scaled and moved")
+        if not found and not changed:
+            left.append("no layer has quantized weights")
+        return Report(tuple(changed), tuple(left), tuple(errors))
+
+
+def _noise(twins: Twins, expr: Expr) -> Noise:
+    found = Noise(expr.outputs[0].name)
+    for want, have in twins.outputs(expr):
+        found.add(want, have)
+    return found
+
+
+class _Moments:
+    """Mean and variance of channels, summed up over batches."""
+
+    def __init__(self) -> None:
+        self.count, self.sum, self.squares = 0, np.zeros(1), np.zeros(1)
+
+    def add(self, rows: np.ndarray) -> None:
+        """Counts (channels, values)."""
+        rows = rows.astype(np.float64)
+        self.count += rows.shape[1]
+        self.sum = self.sum + rows.sum(axis=1)
+        self.squares = self.squares + np.square(rows).sum(axis=1)
+
+    @property
+    def mean(self) -> np.ndarray:
+        """Shape (C,)."""
+        return self.sum / self.count
+
+    @property
+    def variance(self) -> np.ndarray:
+        """Of the values as they are, shape (C,)."""
+        return np.maximum(self.squares / self.count - self.mean**2, 0.0)
+
+
+def _reestimate(twins: Twins, expr: Expr) -> SiteError:
+    """Gives the BatchNorm of a folded call the statistics of its layer on quantized weights and inputs."""
+    twins.advance(expr)
+    before = _noise(twins, expr)
+    module: Any = owner(expr)
+    _, x, weight, bias, norm, scales, _ = expr.args
+    moments = _Moments()
+    for batch in range(twins.count):
+        value = {n: twins.quantized.value(n, batch) for n in (x, weight, bias) if n is not None}
+        rounded = scales.owner.quantize_dequantize(value[weight])
+        y = FOLDED[module.kind](value[x], rounded, value.get(bias), **module.options)
+        moments.add(per_channel(y.numpy(), -1 if module.kind == "linear" else 1))
+    bn = norm.owner
+    for tensor, new in ((bn.running_mean, moments.mean), (bn.running_var, moments.variance)):
+        tensor._reset(Tensor(new.reshape(tuple(int(n) for n in tensor.shape)).astype(np.float32)))
+    twins.quantized.changed()
+    return SiteError(before.site, before.decibels, _noise(twins, expr).decibels)
+
+
+def _rescale(task: CalibratedTask, twins: Twins, layer: Layer) -> SiteError | str:
+    """Scales and moves the channels of a layer; returns its error, or why nothing was done."""
+    quant = layer.quant
+    if layer.bias is None:
+        return "it has no bias"
+    if not quant.shape:
+        return "its weights have one scale; bias_correction corrects the means alone"
+    if quant.scheme.power_of_two:
+        return "its scales are powers of two"
+    twins.advance(layer.call.expr)
+    want, have, before = _Moments(), _Moments(), Noise(layer.name)
+    for exact, rounded in twins.outputs(layer.call.expr):
+        before.add(exact, rounded)
+        want.add(per_channel(exact, layer.axis))
+        have.add(per_channel(rounded, layer.axis))
+    alive = (want.variance > 0) & (have.variance > 0)
+    gain = np.where(alive, np.sqrt(want.variance / np.where(alive, have.variance, 1.0)), 1.0)
+    weight, bias, old = (
+        get_module(task.model, layer.weight).numpy().copy(),
+        get_module(task.model, layer.bias).numpy().copy(),
+        quant.qparams(),
+    )
+    spread = gain.reshape(quant.shape)
+    scale = (old.scale * gain).astype(np.float32)
+    quant.set_qparams(QParams(old.scheme, scale, old.zero_point))
+    write(task.model, layer.weight, weight * spread)
+    write(task.model, layer.bias, (bias.reshape(-1) - have.mean) * gain + want.mean)
+    twins.quantized.changed()
+    after = _noise(twins, layer.call.expr)
+    if after.noise < before.noise:
+        return SiteError(layer.name, before.decibels, after.decibels)
+    quant.set_qparams(old)
+    write(task.model, layer.weight, weight)
+    write(task.model, layer.bias, bias)
+    twins.quantized.changed()
+    return "the error of its output would grow"

@@ -1,0 +1,48 @@
+"""Block reconstruction with dropped quantization: roundings and activation scales of a block, learned as one.
+
+Layers of a block correct each other's errors, so the error is measured at its output (Li et al. 2021, "BRECQ:
+Pushing the Limit of Post-Training Quantization by Block Reconstruction"). In every step each value of an
+activation stays unrounded with the probability ``drop``, inside of the block and at its input, so that the
+result does not fit to the rounding noise of the calibration data (Wei et al. 2022, "QDrop: Randomly Dropping
+Quantization for Extremely Low-bit Post-Training Quantization"). Scales follow the gradient of LSQ (Esser et
+al. 2020, eq. 3).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from qtrace.config.base import Float, Int
+from qtrace.graph.types import TracedModule
+from qtrace.ptq._blocks import Block, structural_blocks
+from qtrace.ptq._layers import Layer
+from qtrace.ptq._learning import Settings
+from qtrace.ptq._recovering import Recovering
+
+__all__ = ["Reconstruct"]
+
+
+class Reconstruct(Recovering):
+    """Learns blocks that are found by structure: what lies between tensors that are alive alone.
+
+    Attributes:
+        drop: the share of activations that stay unrounded in a step; 0 for none (BRECQ).
+        scale_lr: learning rate of activation scales, as a share of each scale; 0 keeps them.
+        max_layers: a block with more layers is learned layer by layer.
+    """
+
+    instead_of: ClassVar[tuple[str, ...]] = ("adaround",)
+    reason: ClassVar[str] = "both choose the roundings"
+
+    drop: Annotated[Float, Field(ge=0, lt=1)] = 0.5
+    scale_lr: Annotated[Float, Field(ge=0)] = 1e-3
+    max_layers: Annotated[Int, Field(gt=0)] = 12
+
+    def blocks(self, model: TracedModule, layers: list[Layer]) -> list[Block]:
+        return structural_blocks(model, layers, self.max_layers)
+
+    def settings(self) -> Settings:
+        return dataclasses.replace(Recovering.settings(self), drop=self.drop, scale_lr=self.scale_lr)

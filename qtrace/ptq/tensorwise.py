@@ -1,0 +1,123 @@
+"""A plan for weights with one scale a tensor: what each layer loses, and what equalization gives back.
+
+Under one scale a channel with range r loses ``log2(max(r) / r)`` bits against a scale of its own. Layers that
+lose more than is allowed are equalized with the layers before and behind them (Nagel et al. 2019, section
+4.1), but only where the sum of the rounding errors of all layers that take part falls: scaling a tensor for
+one layer may cost another. What cannot be helped is told with its loss, for a recipe to keep it at more bits.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from qtrace import ops
+from qtrace.config.base import Float, Int
+from qtrace.graph.types import GetAttr
+from qtrace.graph.walk import exprs
+from qtrace.ops import OpCall
+from qtrace.passes.annotation import Site
+from qtrace.ptq._channels import ChannelGroup, channel_groups
+from qtrace.ptq._scaling import Parameters, factors, precision, site_sqnr
+from qtrace.ptq.base import FloatAlgorithm, FloatTask, Report, SiteError
+from qtrace.ptq.equalize import weight_sites
+
+__all__ = ["Tensorwise"]
+
+
+class Tensorwise(FloatAlgorithm):
+    """Equalizes layers that lose bits to a scale that all channels share, where that helps.
+
+    Attributes:
+        bits: how many bits the channels of a layer may lose in the mean.
+        iterations: how often at most all groups are gone through.
+    """
+
+    after: ClassVar[tuple[str, ...]] = ("fuse_bn", "reparameterize")
+    instead_of: ClassVar[tuple[str, ...]] = ("equalize",)
+    reason: ClassVar[str] = "tensorwise equalizes layers whose BatchNorm is folded, those that need it"
+
+    bits: Annotated[Float, Field(ge=0)] = 1.0
+    iterations: Annotated[Int, Field(gt=0)] = 10
+
+    def apply(self, task: FloatTask) -> Report:
+        sites = weight_sites(task)
+        calls = _per_tensor(task, sites)
+        if not calls:
+            return Report(left=("no layer has a weight with one scale for all channels",))
+        parameters = Parameters(task.model)
+        lost = {name: _lost(parameters, call) for name, call in calls.items()}
+        noise = {name: site_sqnr(parameters, c, sites[_weight(c)]) for name, c in calls.items()}
+        groups = channel_groups(task.model, every=True)
+        wanted = [g for g in groups if g.writers and g.readers and not g.reason and self._hurt(g, lost)]
+        for _ in range(self.iterations):
+            steps = [_improve(parameters, group, sites) for group in wanted]
+            if not any(steps):
+                break
+        parameters.store()
+        changed, left = [], []
+        for name, call in calls.items():
+            now = _lost(parameters, call)
+            if lost[name] - now > 0.01:
+                changed.append(f"{name}: loses {now:.2f} bits in the mean, {lost[name]:.2f} before")
+            if now > self.bits:
+                left.append(f"{name}: {_why(call, groups)}; {now:.2f} bits stay lost")
+        errors = tuple(
+            SiteError(_weight(c), noise[name], site_sqnr(parameters, c, sites[_weight(c)]))
+            for name, c in calls.items()
+        )
+        return Report(tuple(changed), tuple(left), errors)
+
+    def _hurt(self, group: ChannelGroup, lost: dict[str, float]) -> bool:
+        return any(lost.get(c.out.name, 0.0) > self.bits for c in (*group.writers, *group.readers))
+
+
+def _weight(call: OpCall) -> str:
+    assert call.weight is not None
+    return call.weight.name
+
+
+def _per_tensor(task: FloatTask, sites: dict[str, Site]) -> dict[str, OpCall]:
+    """Output -> the layer, for those whose weight is a parameter with one scale."""
+    found = {}
+    for expr in exprs(task.model):
+        call = ops.read(expr)
+        if call is None or call.weight is None or not isinstance(call.weight.expr, GetAttr):
+            continue
+        site = sites.get(call.weight.name)
+        if site is not None and not site.channel_axes and call.channel_axes:
+            found[call.out.name] = call
+    return found
+
+
+def _lost(parameters: Parameters, call: OpCall) -> float:
+    """How many bits the output channels of a layer lose in the mean."""
+    return float(np.mean(precision(parameters.ranges(call, True))))
+
+
+def _improve(parameters: Parameters, group: ChannelGroup, sites: dict[str, Site]) -> bool:
+    """Equalizes a group if the errors of its layers fall by a hundredth at least; returns whether it did."""
+    calls = {c.out.name: c for c in (*group.writers, *group.readers) if _weight(c) in sites}
+    factor = factors(parameters, group)
+    before = sum(_share(parameters, c, sites) for c in calls.values())
+    parameters.scale(group, factor)
+    if sum(_share(parameters, c, sites) for c in calls.values()) < 0.99 * before:
+        return True
+    parameters.scale(group, 1.0 / factor)
+    return False
+
+
+def _share(parameters: Parameters, call: OpCall, sites: dict[str, Site]) -> float:
+    """The noise of a weight as a share of its power."""
+    found = site_sqnr(parameters, call, sites[_weight(call)])
+    return 0.0 if found is None else float(10.0 ** (-found / 10.0))
+
+
+def _why(call: OpCall, groups: list[ChannelGroup]) -> str:
+    """Why a layer cannot be helped."""
+    mine = [g for g in groups if any(c.out.name == call.out.name for c in g.writers)]
+    if not mine or not (mine[0].reason or mine[0].readers):
+        return "no layer reads its output through ops that scale"
+    return mine[0].reason or "equalizing more would cost the other layers more"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import megengine.functional as F
 import numpy as np
 from megengine.core._imperative_rt.core2 import Tensor as RawTensor
 from megengine.module import Module
 from megengine.traced_module import TracedModule
-from megengine.traced_module.expr import Expr
+from megengine.traced_module.expr import CallMethod, Expr
 from megengine.traced_module.node import Node
 from megengine.traced_module.pytree import LeafDef, TreeDef, tree_flatten
 from megengine.traced_module.traced_module import InternalGraph
@@ -17,7 +18,10 @@ from megengine.traced_module.utils import _convert_kwargs_to_args
 
 from qtrace.errors import GraphError
 
-__all__ = ["Interpreter", "last_uses"]
+__all__ = ["Interpreter", "interpret", "last_uses"]
+
+_ARITHMETIC = "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor"
+_IN_PLACE = {f"__i{name}__": f"__{name}__" for name in _ARITHMETIC.split()}
 
 
 class Interpreter:
@@ -53,7 +57,7 @@ class Interpreter:
             expr: the expr; a ``GetAttr`` or ``Constant`` too.
             inputs: the values of ``expr.inputs``: Tensors, and Modules where a module is called or passed.
         """
-        return expr.interpret(*inputs)
+        return interpret(expr, inputs)
 
     def on_node(self, node: Node, value: Any) -> Any:
         """Called with every value when it is there, graph inputs included; what it returns is used instead.
@@ -138,6 +142,26 @@ class Interpreter:
             )
         for node, value in zip(expr.outputs, found, strict=True):
             values[id(node)] = self.on_node(node, value)
+
+
+def interpret(expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
+    """Computes the outputs of ``expr`` and leaves its inputs what they are.
+
+    Methods in place (``x += y``, ``x[i] = y``) write into the Tensor that they are called on. In a graph
+    their result is a node of its own: whoever keeps the value of the old one must find it unchanged.
+
+    Args:
+        expr: the expr.
+        inputs: the values of ``expr.inputs``.
+    """
+    if not isinstance(expr, CallMethod) or not isinstance(inputs[0], RawTensor):
+        return expr.interpret(*inputs)
+    if expr.method in _IN_PLACE:
+        (first, *others), kwargs = expr.unflatten_args(inputs)
+        return (getattr(first, _IN_PLACE[expr.method])(*others, **kwargs),)
+    if expr.method == "__setitem__":
+        return expr.interpret(F.copy(inputs[0]), *inputs[1:])
+    return expr.interpret(*inputs)
 
 
 def _signature(arg_def: TreeDef) -> str:

@@ -10,7 +10,7 @@ from megengine.traced_module.expr import Expr
 from megengine.traced_module.node import ModuleNode, Node, TensorNode
 
 from qtrace.errors import GraphError
-from qtrace.graph.interpreter import Interpreter, last_uses
+from qtrace.graph.interpreter import Interpreter, interpret, last_uses
 
 __all__ = ["Stepper"]
 
@@ -92,7 +92,7 @@ class Stepper:
         self._known.clear()
 
     def _run(self, expr: Expr, values: dict[int, Any]) -> Any:
-        found = expr.interpret(*(self._get(n, values) for n in expr.inputs))
+        found = interpret(expr, [self._get(n, values) for n in expr.inputs])
         return () if found is None else found
 
     def _get(self, node: Node, values: dict[int, Any]) -> Any:

@@ -16,8 +16,9 @@ from megengine import Parameter, Tensor
 from megengine.autodiff import GradManager
 
 from qtrace.errors import CalibrationError
-from qtrace.fakequant._kernel import quant_dequant
+from qtrace.fakequant._kernel import Learn, quant_dequant
 from qtrace.fakequant.base import FakeQuant
+from qtrace.graph.interpreter import interpret
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.numerics import SMALLEST_SCALE
 from qtrace.ptq._blocks import Block
@@ -194,7 +195,7 @@ class _Run:
             if isinstance(module, FakeQuant):
                 results = [self._round(module, inputs[1], drop, rng)]
             else:
-                found = expr.interpret(*inputs)
+                found = interpret(expr, inputs)
                 results = [] if found is None else list(found)
             values.update((id(n), v) for n, v in zip(expr.outputs, results, strict=True))
         return [values[id(n)] for n in self.block.exits]
@@ -210,7 +211,7 @@ class _Run:
         scale = module.effective_scale() if known is None else F.maximum(F.abs(known[1]), SMALLEST_SCALE)
         even, zero = scheme.rounding == "half_even", module.zero_point
         bounds = scheme.qmin, scheme.qmax
-        y = quant_dequant(x, scale, zero, *bounds, even, module.shape, None if known is None else 1.0)
+        y = quant_dequant(x, scale, zero, *bounds, even, module.shape, None if known is None else Learn())
         if rng is None or drop == 0.0:
             return y
         kept = Tensor((rng.random(tuple(int(n) for n in x.shape), np.float32) >= drop).astype(np.float32))

@@ -213,3 +213,23 @@ def test_parts_see_the_same_values_when_memory_is_short() -> None:
     assert tuple(found[0]) == tuple(found[1]) == nodes
     for node in nodes:
         np.testing.assert_allclose(found[0][node], found[1][node], rtol=1e-5, atol=1e-6)
+
+
+def test_a_site_before_an_op_in_place_is_seen_as_it_was() -> None:
+    """`y += x` writes into the Tensor that the site is read from while the next op is under way."""
+
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        y = self.conv(x)
+        y += 100.0 * x
+        return y
+
+    module = net(forward, conv=M.Conv2d(3, 3, 1))
+    x = images(2, 3, 8, 8)
+    prepared = qtrace.prepare(qtrace.trace(module, x), {"observers": {"activation": "minmax"}})
+    qtrace.calibrate(prepared, [x], progress=False, engine="megengine")
+    qparams = prepared.qsites.conv_out.qparams()
+    lo, hi = ((end - float(qparams.zero_point)) * float(qparams.scale) for end in (0, 255))
+    seen = module.conv(mge.Tensor(x)).numpy()
+    step = float(qparams.scale)
+    assert abs(lo - min(seen.min(), 0)) <= step
+    assert abs(hi - max(seen.max(), 0)) <= step

@@ -248,3 +248,41 @@ def test_sees_an_edit_of_the_graph():
     with GraphEditor(traced) as editor:
         editor.replace_uses(out, editor.call_function(F.relu, out, after=out.expr, like=out))
     assert_same(interpreter.run(mge.Tensor(IMAGE)), traced(mge.Tensor(IMAGE)))
+
+
+def _in_place(x):
+    y = x * 2.0
+    y += x
+    y[:, :1] = x[:, 1:2]
+    y /= 4.0
+    return y - x
+
+
+def test_ops_in_place_leave_the_values_before_them() -> None:
+    """Calibration keeps the value of a node until the next one is under way."""
+    traced = function(_in_place)
+    kept = {}
+
+    class Keeper(Interpreter):
+        def on_node(self, node, value):
+            kept[node.name] = value
+            return value
+
+    assert_same(Keeper(traced).run(mge.Tensor(IMAGE)), traced(mge.Tensor(IMAGE)))
+    x = IMAGE
+    np.testing.assert_array_equal(kept["mul_out"].numpy(), x * 2)
+    added = x * 2 + x
+    np.testing.assert_array_equal(kept["iadd_out"].numpy(), added)
+    added[:, :1] = x[:, 1:2]
+    np.testing.assert_array_equal(kept["setitem_out"].numpy(), added)
+
+
+def test_ops_in_place_pass_gradients_on() -> None:
+    traced = function(_in_place)
+    gradients = []
+    for run in (traced, Interpreter(traced).run):
+        x = mge.Tensor(IMAGE)
+        with GradManager().attach([x]) as manager:
+            manager.backward((run(x) * mge.Tensor(np.cos(IMAGE))).sum())
+        gradients.append(x.grad.numpy())
+    np.testing.assert_array_equal(*gradients)

@@ -254,6 +254,25 @@ def test_between_the_products_of_a_transformer_all_is_float(planned: Any, family
 # -- maps, branches, targets --------------------------------------------------------------------------
 
 
+def test_a_mask_between_scaling_and_softmax_changes_nothing(planned: Any) -> None:
+    def forward(self: M.Module, x: mge.Tensor, mask: mge.Tensor) -> mge.Tensor:
+        scores = F.matmul(self.q(x), F.transpose(self.k(x), (0, 2, 1))) * 0.3
+        scores += mask
+        return F.matmul(F.softmax(scores, axis=-1), self.v(x))
+
+    module = net(forward, q=M.Linear(8, 8), k=M.Linear(8, 8), v=M.Linear(8, 8))
+    x = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)
+    mask = np.zeros((2, 5, 5), np.float32)
+    mask[:, :, 3:] = -np.inf
+    traced = _trace(module, x, mask)
+    annotation = planned(traced, "detr")
+    assert {_note(annotation, n).state for n in ("mul_out", "iadd_out", "softmax_out")} == {"float"}
+    assert {note.state for note in annotation.notes if note.kind in ("matmul", "linear")} == {"int"}
+    prepared = qtrace.prepare(traced, "detr")
+    qtrace.calibrate(prepared, [(x, mask)], progress=False)
+    assert np.isfinite(prepared(mge.Tensor(x), mge.Tensor(mask)).numpy()).all()
+
+
 @pytest.mark.parametrize("family", ["deeplabv3plus", "unet", "simplebaseline"])
 def test_maps_of_scores_leave_in_float(planned: Any, family: str) -> None:
     module = net(

@@ -98,15 +98,15 @@ def accuracy(model: Any, part: digits.Part) -> float:
     return 100.0 * float(np.mean(digits.predict(model, part.images) == part.labels))
 
 
-def run(float_epochs: int = 20, epochs: int = 10) -> dict[str, float]:
-    """Trains, quantizes and trains on; the accuracies on the test images in percent."""
+def run(float_epochs: int = 20, epochs: int = 10, steps: int | None = None) -> dict[str, float]:
+    """Trains, quantizes and trains on (at most `steps` steps each); accuracies on test images in percent."""
     data = digits.load()
     mge.random.seed(0)
     net = digits.Net()
-    train(net, batches(data.train, float_epochs, seed=0), lr=0.05)
+    train(net, batches(data.train, float_epochs, seed=0)[:steps], lr=0.05)
     images = data.calibration.images
     plain = calibrated_only(net, images)
-    trained = quantize_and_train(net, images, batches(data.train, epochs, seed=1), lr=0.01)
+    trained = quantize_and_train(net, images, batches(data.train, epochs, seed=1)[:steps], lr=0.01)
     models = {"float": net, "4 bits, calibrated": plain, "4 bits, trained": trained}
     return {name: accuracy(model, data.test) for name, model in models.items()}
 
@@ -114,9 +114,9 @@ def run(float_epochs: int = 20, epochs: int = 10) -> dict[str, float]:
 def main() -> int:
     """Prints a line for each network."""
     parser = argparse.ArgumentParser(prog="python examples/qat_loop.py", description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one epoch of everything, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="six steps of everything, to see that it runs")
     quick = parser.parse_args().quick
-    for name, value in (run(1, 1) if quick else run()).items():
+    for name, value in (run(1, 1, 6) if quick else run()).items():
         print(f"{name:20s} {value:5.1f} %")
     return 0
 

@@ -60,7 +60,9 @@ def test_a_new_file_is_known_at_once(package):
 
 
 def test_unknown_name_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"'minmex'.*minmax, moving_average, mse, percentile"):
+    with pytest.raises(
+        ConfigError, match=r"'minmex'.*minmax, moving_average, moving_percentile, mse, percentile"
+    ):
         plugins.resolve(PACKAGE, "minmex", Observer)
 
 

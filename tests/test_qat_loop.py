@@ -42,7 +42,7 @@ def _accuracies(*arguments: str) -> dict[str, float]:
 def test_it_runs() -> None:
     found = _accuracies("--quick")
     assert list(found) == ["float", "4 bits, calibrated", "4 bits, trained"]
-    assert found["4 bits, trained"] > 20
+    assert all(0 < value < 100 for value in found.values())
 
 
 @pytest.mark.slow

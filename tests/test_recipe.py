@@ -233,7 +233,7 @@ MISTAKES = [
     ("qat: {fakequant: lsq}\nfakequant: fixed", "my.yaml:1: fakequant is 'fixed' but qat.fakequant is 'lsq'"),
     (
         "ptq: [fuse_bn,\n      hessian]",
-        "my.yaml:3: ptq[1]: unknown algorithm 'hessian'; known: bias_correction, ",
+        "my.yaml:3: ptq[1]: unknown algorithm 'hessian'; known: adaround, bias_correction, ",
     ),
     ("imports: resnet", "my.yaml:2: imports must be a list of recipe names and paths."),
     ("imports: [onnxruntime, 3]", "my.yaml:2: imports[1] must be a recipe's name or path."),

@@ -168,7 +168,7 @@ class _LayerState:
         scheme = quant.scheme
         self.nearest = quant.quantize_dequantize(Tensor(weight)).numpy()
         self.rounding = SoftRounding(
-            weight, quant.effective_scale().numpy(), quant.zero_point.numpy(), (scheme.qmin, scheme.qmax)
+            weight, quant.effective_scale().numpy(), quant.effective_zero_point().numpy(), (scheme.qmin, scheme.qmax)
         )
         self.parameter = Parameter(self.nearest)
         assert layer.call.weight is not None
@@ -209,7 +209,7 @@ class _Run:
         scheme = module.scheme
         known = self.scales.get(id(module))
         scale = module.effective_scale() if known is None else F.maximum(F.abs(known[1]), SMALLEST_SCALE)
-        even, zero = scheme.rounding == "half_even", module.zero_point
+        even, zero = scheme.rounding == "half_even", module.effective_zero_point()
         bounds = scheme.qmin, scheme.qmax
         y = quant_dequant(x, scale, zero, *bounds, even, module.shape, None if known is None else Learn())
         if rng is None or drop == 0.0:
@@ -232,7 +232,7 @@ class _Run:
         """Gives the fake quants the scales that were learned."""
         for module, scale in self.scales.values():
             value = np.maximum(np.abs(scale.numpy()), SMALLEST_SCALE).reshape((-1,) if module.shape else ())
-            zero = module.zero_point.numpy().reshape(value.shape).astype(np.int32)
+            zero = module.effective_zero_point().numpy().reshape(value.shape).astype(np.int32)
             module.set_qparams(QParams(module.scheme, value.astype(np.float32), zero))
 
 

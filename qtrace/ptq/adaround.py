@@ -21,8 +21,9 @@ __all__ = ["AdaRound"]
 class AdaRound(Recovering):
     """Learns the roundings of each layer on its own; scales stay."""
 
+    after: ClassVar[tuple[str, ...]] = ("output_cosine",)
     instead_of: ClassVar[tuple[str, ...]] = ("reconstruct",)
-    reason: ClassVar[str] = "both choose the roundings"
+    reason: ClassVar[str] = "roundings are chosen once, with scales that stay"
 
     def blocks(self, model: TracedModule, layers: list[Layer]) -> list[Block]:
         return single_layers(model, layers)

@@ -164,9 +164,10 @@ def test_kept_norms_are_left() -> None:
     [
         (
             ["adaround", "reconstruct"],
-            "lists adaround and reconstruct: keep one, for both choose",
+            "lists adaround and reconstruct: keep one, for roundings are chosen once",
         ),
         (["bias_correction", "adaround"], "put adaround before bias_correction"),
+        (["adaround", "output_cosine"], "put output_cosine before adaround in ptq, for roundings are chosen"),
         ([{"adaround": {"beta": [2, 20]}}], "adaround.beta: beta is two numbers, from high to low"),
         ([{"reconstruct": {"drop": 1.0}}], "reconstruct.drop must be less than 1"),
         ([{"adaround": {"drop": 0.5}}], "unknown key 'drop' in adaround"),

@@ -38,11 +38,16 @@ def emit_job(b: Build, job: Job, carried: Mapping[str, QParams]) -> None:
         if b.options.functions != "float" and call.kind in forms.FUNCTIONS and forms.tabular(job):
             _function(b, job)
             return
-        if job.on_integers and call.kind in forms.INTEGER and call.kind not in b.options.allow_float:
+        if job.on_integers and call.kind in forms.INTEGER and not _in_float(b, call.kind):
             _check_widths(b, job)
             forms.INTEGER[call.kind](b, job)
             return
     _float(b, job)
+
+
+def _in_float(b: Build, kind: str) -> bool:
+    """Whether an op that has an integer kernel computes in float: as asked, or because that is exact."""
+    return kind in b.options.allow_float or (kind in forms.INEXACT and b.options.functions == "float")
 
 
 def _between_integers(b: Build, job: Job) -> bool:
@@ -81,7 +86,7 @@ def _float(b: Build, job: Job) -> None:
         raise ExportError(
             f"it has no TFLite form yet: end the graph before {call.out.name}, or write it with others"
         )
-    asked = call.kind in b.options.allow_float
+    asked = _in_float(b, call.kind)
     # Where the graph leaves the result of a sum in float, the sum is one of floats; a layer is refused,
     # since its weights would be floats, too.
     bare = job.site is None and call.role is not Role.COMPUTE

@@ -12,7 +12,7 @@ from qtrace.export._tflite_arithmetic import FLOAT_ARITHMETIC, INTEGER_ARITHMETI
 from qtrace.export._tflite_build import Build, Emitter
 from qtrace.export._tflite_functions import FLOAT_FUNCTIONS, FUNCTIONS, NATIVE, table
 from qtrace.export._tflite_index import FLOAT_INDEXING, INDEXING
-from qtrace.export._tflite_layers import FLOAT_LAYERS, INTEGER_LAYERS
+from qtrace.export._tflite_layers import FLOAT_LAYERS, INEXACT, INTEGER_LAYERS
 from qtrace.export._tflite_logic import FLOAT_LOGIC
 from qtrace.export._tflite_moves import MOVES as MOVING
 from qtrace.export._tflite_plan import Job, reads_values
@@ -25,6 +25,7 @@ __all__ = [
     "AGNOSTIC",
     "FLOAT",
     "FUNCTIONS",
+    "INEXACT",
     "INTEGER",
     "MOVES",
     "NATIVE",

@@ -12,11 +12,12 @@ from typing import Any
 import megengine as mge
 import numpy as np
 
+from qtrace.errors import ExportError
 from qtrace.fakequant._bias import BiasQuant
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
-from qtrace.graph.walk import owner
+from qtrace.graph.walk import op_label, owner
 
 __all__ = ["shapes_of"]
 
@@ -35,7 +36,13 @@ class _Shapes(Interpreter):
         """Computes an expr; what is only rounded keeps its shape."""
         if isinstance(owner(expr), (FakeQuant, BiasQuant)):
             return (inputs[1],)
-        return super().run_expr(expr, inputs)
+        try:
+            return super().run_expr(expr, inputs)
+        except RuntimeError as error:  # such as the inverse of a matrix
+            raise ExportError(
+                f"{expr.outputs[0].name}: {op_label(expr)} cannot be computed on zeros, which is how shapes "
+                f"are found ({str(error).splitlines()[0]}): end the graph before it."
+            ) from error
 
     def on_node(self, node: Node, value: Any) -> Any:
         """Notes a shape."""

@@ -53,10 +53,11 @@ def serialize(
         converted: a module made by ``qtrace.convert`` for backend tflite.
         io: "float32", or "int8" for a model whose float inputs and outputs are the integers of their sites:
             int16 where a site has 16 bits.
-        functions: how a function of one value (sigmoid, SiLU, hard swish ...) between integers is written.
-            "float" computes it between DEQUANTIZE and QUANTIZE: LiteRT makes a look-up of that. "table" is a
-            GATHER, for devices without floats: exact, and slow on a CPU. "native" is TFLite's integer kernel
-            where it has one: up to one step off in a tenth of the values.
+        functions: how functions of one value (sigmoid, SiLU, hard swish ...) and products of two activations
+            are written between integers. "float" computes them between DEQUANTIZE and QUANTIZE: LiteRT makes
+            a look-up of a function. "table" is a GATHER, for devices without floats: exact, and slow on a
+            CPU. "native" is TFLite's integer kernel where it has one: up to one step off in a tenth of the
+            values. Products have no table: they are integer kernels with both.
         allow_float: op kinds that may compute in float although the graph computes them on integers.
 
     Raises:

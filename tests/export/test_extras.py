@@ -39,6 +39,7 @@ FORMATS = {
     "onnx": ("m.onnx", "onnx", "onnx"),
     "onnx_float": ("m.onnx", "onnx", "onnx"),
     "caffe": ("m.prototxt", "google", "caffe"),
+    "tflite": ("m.tflite", "ai_edge_litert", "tflite"),
 }
 
 

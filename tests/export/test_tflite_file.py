@@ -201,14 +201,3 @@ def test_what_is_allowed_computes_in_float(tmp_path: Path) -> None:
     assert inside[inside.index("MAXIMUM") - 1] == "DEQUANTIZE"
     assert inside[inside.index("MAXIMUM") + 1] == "QUANTIZE"
     assert qtrace.verify(path, model, X).passed
-
-
-def test_the_package_that_is_missing_is_named(
-    model: TracedModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        ExportError, match=r"needs the package ai-edge-litert: run pip install 'qtrace\[tflite\]'"
-    ):
-        qtrace.export(model, tmp_path / "m.tflite")
-    assert not list(tmp_path.iterdir())

@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from megengine import Tensor
 
 from qtrace.batches import evaluating
 from qtrace.collection.base import named_fake_quants
+from qtrace.collection.checkpoint import write_durably
 from qtrace.collection.collecting import Options, collect, observe_parameters
 from qtrace.collection.statistics import Statistics
 from qtrace.errors import CalibrationError
@@ -21,6 +23,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.numerics import SMALLEST_SCALE
 from qtrace.passes.record import fake_quants, followers, read_record
 from qtrace.phases import set_phase
+from qtrace.ptq._checkpoint import Checkpoint
 from qtrace.ptq._running import calibrated_algorithms, restoring, run_calibrated
 from qtrace.ptq.base import Batches
 from qtrace.scheme import QParams
@@ -36,6 +39,7 @@ def calibrate(
     *,
     engine: str = "auto",
     statistics: Statistics | None = None,
+    state: str | Path | None = None,
 ) -> TracedModule:
     """Runs ``batches`` through the graph, records every site and sets its quantization parameters.
 
@@ -54,6 +58,9 @@ def calibrate(
             that applies (docs/calibration.md).
         statistics: what was collected from the batches elsewhere, so that they need not run; then
             ``max_batches`` and ``engine`` have no say.
+        state: a folder, made if need be, for what algorithms that learn (``adaround``, ``reconstruct``) have
+            done, block by block: an interrupted calibration that is called again goes on behind these blocks,
+            to the same result. Files whose model, data or options are others have no effect.
 
     Returns:
         ``prepared``.
@@ -78,7 +85,10 @@ def calibrate(
     statistics = observe_parameters(prepared, statistics)
     with _undone_on_failure(prepared), evaluating(prepared):
         _apply(prepared, statistics)
-        run_calibrated(prepared, algorithms, Batches(batches, prepared, max_batches), progress)
+        data = Batches(batches, prepared, max_batches)
+        run_calibrated(prepared, algorithms, data, progress, _checkpoint(state))
+        if algorithms:
+            _fit_biases(prepared)  # learned scales may have become smaller
     return prepared
 
 
@@ -96,6 +106,17 @@ def _undone_on_failure(prepared: TracedModule) -> Iterator[None]:
         for module, phase in phases:
             module.phase = phase
         raise
+
+
+def _checkpoint(state: str | Path | None) -> Checkpoint | None:
+    if state is None:
+        return None
+    folder = Path(state)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CalibrationError(f"state {folder} cannot be a folder: {error.strerror}.") from error
+    return Checkpoint(folder, write_durably)
 
 
 def _apply(prepared: TracedModule, statistics: Statistics) -> None:

@@ -81,6 +81,8 @@ def _layer(call: OpCall) -> Layer | str:
     path = None if bias is None else bias.expr.name
     quant = owner(call.weight.expr)
     assert isinstance(quant, FakeQuant)
+    if quant.transforms:
+        return "its fake quant transforms the weight before it rounds"
     return Layer(call.out.name, call, quant, raw.expr.name, path, LAYERS[call.kind])
 
 

@@ -22,6 +22,7 @@ from qtrace.graph.interpreter import interpret
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.numerics import SMALLEST_SCALE
 from qtrace.ptq._blocks import Block
+from qtrace.ptq._checkpoint import key_of
 from qtrace.ptq._layers import Layer, Twins, write
 from qtrace.ptq._rounding import Adam, SoftRounding, annealed
 from qtrace.ptq.base import CalibratedTask, Noise, SiteError
@@ -101,9 +102,7 @@ def learn(task: CalibratedTask, twins: Twins, block: Block, settings: Settings) 
     run = _Run(task, twins, block)
     nearest = [r.nearest for r in run.layers]
     before = run.noise(data, nearest)
-    if before.noise > 0:
-        _descend(run, data, settings, before.noise / data.values)
-    decided = [r.rounding.hard() for r in run.layers]
+    decided = _decide(task, run, data, settings, before)
     after = run.noise(data, decided)
     kept = after.noise < before.noise
     turned = {}
@@ -116,6 +115,29 @@ def learn(task: CalibratedTask, twins: Twins, block: Block, settings: Settings) 
     twins.quantized.changed()
     error = SiteError(block.name, before.decibels, after.decibels if kept else before.decibels)
     return Learned(error, turned, len(run.scales) if kept and settings.scale_lr else 0, kept)
+
+
+def _decide(
+    task: CalibratedTask, run: _Run, data: _Data, settings: Settings, before: Noise
+) -> list[np.ndarray]:
+    """The weights with their roundings decided; the scales of ``run`` are then as learned, too."""
+    if before.noise == 0:
+        return [state.nearest for state in run.layers]
+    kept, key = task.checkpoint, ""
+    if kept is not None:
+        known = [*run.state(), *(a for part in data.parts for a in part)]
+        key = key_of(f"{settings} {run.block.name}", known)
+        found = kept.load(key)
+        if found is not None:
+            run.set_scales([found[f"scale{i}"] for i in range(len(run.scales))])
+            return [found[f"weight{i}"] for i in range(len(run.layers))]
+    _descend(run, data, settings, before.noise / data.values)
+    decided = [state.rounding.hard() for state in run.layers]
+    if kept is not None:
+        arrays = {f"weight{i}": w for i, w in enumerate(decided)}
+        arrays.update((f"scale{i}", s.numpy()) for i, (_, s) in enumerate(run.scales.values()))
+        kept.save(key, arrays)
+    return decided
 
 
 class _Data:
@@ -168,7 +190,10 @@ class _LayerState:
         scheme = quant.scheme
         self.nearest = quant.quantize_dequantize(Tensor(weight)).numpy()
         self.rounding = SoftRounding(
-            weight, quant.effective_scale().numpy(), quant.effective_zero_point().numpy(), (scheme.qmin, scheme.qmax)
+            weight,
+            quant.effective_scale().numpy(),
+            quant.effective_zero_point().numpy(),
+            (scheme.qmin, scheme.qmax),
         )
         self.parameter = Parameter(self.nearest)
         assert layer.call.weight is not None
@@ -211,7 +236,9 @@ class _Run:
         scale = module.effective_scale() if known is None else F.maximum(F.abs(known[1]), SMALLEST_SCALE)
         even, zero = scheme.rounding == "half_even", module.effective_zero_point()
         bounds = scheme.qmin, scheme.qmax
-        y = quant_dequant(x, scale, zero, *bounds, even, module.shape, None if known is None else Learn())
+        y = quant_dequant(
+            module.shaped(x), scale, zero, *bounds, even, module.shape, None if known is None else Learn()
+        )
         if rng is None or drop == 0.0:
             return y
         kept = Tensor((rng.random(tuple(int(n) for n in x.shape), np.float32) >= drop).astype(np.float32))
@@ -227,6 +254,18 @@ class _Run:
             for want, have in zip(part[2 * data.entries :], exits, strict=True):
                 found.add(want, have.numpy())
         return found
+
+    def state(self) -> list[np.ndarray]:
+        """The weights and all scales that the result depends on."""
+        weights = [get_module(self.twins.quantized.traced, state.layer.weight) for state in self.layers]
+        quants = [state.layer.quant for state in self.layers]
+        quants += [m for e in self.block.exprs if isinstance(m := owner(e), FakeQuant)]
+        return [t.numpy() for t in (*weights, *(t for q in quants for t in (q.scale, q.zero_point)))]
+
+    def set_scales(self, values: list[np.ndarray]) -> None:
+        """Gives the learned scales these values."""
+        for (_, scale), value in zip(self.scales.values(), values, strict=True):
+            scale._reset(Parameter(value))
 
     def store_scales(self) -> None:
         """Gives the fake quants the scales that were learned."""

@@ -17,6 +17,7 @@ from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule
 from qtrace.passes.record import Record, read_record, write_record
 from qtrace.phases import set_phase
+from qtrace.ptq._checkpoint import Checkpoint
 from qtrace.ptq.base import Batches, CalibratedAlgorithm, CalibratedTask, FloatTask, Report
 
 __all__ = ["calibrated_algorithms", "change_float", "restoring", "run_calibrated"]
@@ -66,7 +67,11 @@ def calibrated_algorithms(record: Record, batches: Any) -> tuple[Named, ...]:
 
 
 def run_calibrated(
-    model: TracedModule, wanted: tuple[Named, ...], batches: Batches, progress: bool = False
+    model: TracedModule,
+    wanted: tuple[Named, ...],
+    batches: Batches,
+    progress: bool = False,
+    checkpoint: Checkpoint | None = None,
 ) -> None:
     """Runs the algorithms of the calibrated stage and writes their reports into the record.
 
@@ -75,16 +80,17 @@ def run_calibrated(
         wanted: as `calibrated_algorithms` gives them.
         batches: the calibration data.
         progress: whether to show progress bars.
+        checkpoint: keeps the blocks that are learned; None for nothing.
     """
     if not wanted:
         return
     reference = flatten(model)
     set_phase(reference, "float")
     reference.eval()
-    task = CalibratedTask(model, reference, batches, progress)
+    task = CalibratedTask(model, reference, batches, progress, checkpoint)
     reports = [_named(algorithm.apply(task), name, algorithm) for name, algorithm in wanted]
     record = read_record(model)
-    write_record(model, dataclasses.replace(record, ptq=(*record.ptq, *(r for r in reports))))
+    write_record(model, dataclasses.replace(record, ptq=(*record.ptq, *reports)))
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from qtrace.config.algorithm import Algorithm
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.passes.base import PassResult
+from qtrace.ptq._checkpoint import Checkpoint
 
 __all__ = [
     "Batches",
@@ -126,7 +127,7 @@ class CalibratedTask:
     reference: TracedModule
     batches: Batches
     progress: bool = False
-    checkpoint: Any = None
+    checkpoint: Checkpoint | None = None
 
 
 class FloatAlgorithm(Algorithm):

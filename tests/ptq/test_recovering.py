@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import megengine as mge
@@ -15,7 +16,7 @@ from qtrace import QConfig
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.numerics import dequantize, quantize
 from qtrace.passes.record import read_record
-from qtrace.ptq import _recovering
+from qtrace.ptq import _learning, _recovering
 from tests.nets import net, randomize
 
 
@@ -118,7 +119,20 @@ def test_a_loss_that_is_no_number_names_the_block_and_changes_nothing() -> None:
     assert mge.config.async_level == level
 
 
-def test_an_interruption_in_the_second_block_leaves_the_model_as_it_was(monkeypatch: Any) -> None:
+def _once(files: int) -> Any:
+    """Learning, for one block only: the first one is in a file."""
+    assert files == 1
+    descend, calls = _learning._descend, []
+
+    def call(*args: Any) -> None:
+        calls.append(args)
+        assert len(calls) == 1
+        descend(*args)
+
+    return call
+
+
+def test_an_interruption_in_the_second_block_is_undone_and_resumed(monkeypatch: Any, tmp_path: Path) -> None:
     data, calls = _batches(), []
     learn = _recovering.learn
 
@@ -133,11 +147,13 @@ def test_an_interruption_in_the_second_block_leaves_the_model_as_it_was(monkeypa
     prepared = qtrace.prepare(traced, QConfig(backend="generic", ptq=[{"adaround": FEW}]))
     before = _state(prepared)
     with pytest.raises(KeyboardInterrupt):
-        qtrace.calibrate(prepared, data, progress=False)
+        qtrace.calibrate(prepared, data, progress=False, state=tmp_path)
     assert len(calls) == 2
     assert all(np.array_equal(v, before[n]) for n, v in _state(prepared).items())
     monkeypatch.undo()
-    qtrace.calibrate(prepared, data, progress=False)
+    monkeypatch.setattr(_learning, "_descend", _once(len(list(tmp_path.iterdir()))))
+    qtrace.calibrate(prepared, data, progress=False, state=tmp_path)
+    monkeypatch.undo()
     again = _calibrated({"adaround": FEW}, weight={"bits": 8}, activation={"bits": 8})
     assert all(np.array_equal(v, _state(again)[n]) for n, v in _state(prepared).items())
 

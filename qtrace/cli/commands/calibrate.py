@@ -91,7 +91,9 @@ def calibrate(
             result = _collect(prepared, source, where, checkpoints, console, {**how, "allow": allow})
             chosen, statistics = result.collected.chosen, result.collected.statistics
             console.note(f"engine {chosen.name}: {chosen.reason}")
-            qtrace.calibrate(prepared, source, progress=console.progress, statistics=statistics)
+            qtrace.calibrate(
+                prepared, source, progress=console.progress, statistics=statistics, state=checkpoints
+            )
             for line in qtrace.explain(prepared).algorithms():
                 console.note(line)
             source.skipped[:] = result.skipped

@@ -7,7 +7,7 @@ import megengine.module as M
 import numpy as np
 from megengine import Tensor
 
-__all__ = ["MobileNetV2", "NativeResNet18", "ResNet18", "chain", "image_batches", "settle"]
+__all__ = ["MobileNetV2", "NativeResNet18", "ResNet18", "ResNet50", "chain", "image_batches", "settle"]
 
 
 class BasicBlock(M.Module):
@@ -52,6 +52,50 @@ class ResNet18(M.Module):
         self.pool = M.MaxPool2d(3, 2, 1)
         self.stages = _stages(BasicBlock, width)
         self.fc = M.Linear(8 * width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stages(self.pool(F.relu(self.bn1(self.conv1(x)))))
+        return self.fc(F.flatten(F.mean(x, axis=[2, 3], keepdims=True), 1))
+
+
+class Bottleneck(M.Module):
+    """1x1, 3x3 and 1x1 convolutions and a shortcut (He et al. 2016)."""
+
+    def __init__(self, inputs: int, middle: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * middle
+        self.conv1 = M.Conv2d(inputs, middle, 1, bias=False)
+        self.bn1 = M.BatchNorm2d(middle)
+        self.conv2 = M.Conv2d(middle, middle, 3, stride=stride, padding=1, bias=False)
+        self.bn2 = M.BatchNorm2d(middle)
+        self.conv3 = M.Conv2d(middle, outputs, 1, bias=False)
+        self.bn3 = M.BatchNorm2d(outputs)
+        self.down = None
+        if stride != 1 or inputs != outputs:
+            conv = M.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
+            self.down = M.Sequential(conv, M.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = F.relu(self.bn2(self.conv2(y)))
+        return F.relu(self.bn3(self.conv3(y)) + (x if self.down is None else self.down(x)))
+
+
+class ResNet50(M.Module):
+    """ResNet-50; width 64 is the paper's."""
+
+    def __init__(self, width: int = 64, classes: int = 1000) -> None:
+        super().__init__()
+        self.conv1 = M.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
+        self.bn1 = M.BatchNorm2d(width)
+        self.pool = M.MaxPool2d(3, 2, 1)
+        blocks, inputs = [], width
+        for stage, count in enumerate((3, 4, 6, 3)):
+            for i in range(count):
+                blocks.append(Bottleneck(inputs, width << stage, 2 if stage and not i else 1))
+                inputs = 4 * width << stage
+        self.stages = M.Sequential(*blocks)
+        self.fc = M.Linear(inputs, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stages(self.pool(F.relu(self.bn1(self.conv1(x)))))

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+import qtrace
+from benchmarks.nets import ResNet50, image_batches, settle
 from benchmarks.rows import Row, Size
 from benchmarks.timing import take_turns
 from qtrace import QScheme
+from qtrace.collection.collecting import Options, collect, observe_parameters
 from qtrace.observers.base import Observer
 from qtrace.observers.mse import MeanSquaredError
 from qtrace.observers.percentile import Percentile
@@ -44,6 +47,23 @@ def run(size: Size) -> Iterator[Row]:
         yield Row(title, samples.seconds(name, per=1e-3), "ms", _TARGET)
     for name in others:
         yield Row(f"range search, {name}", samples.seconds(name, per=1e-3), "ms")
+    yield from _every_site(size)
+
+
+def _every_site(size: Size) -> Iterator[Row]:
+    """All ranges of a whole network, weights included, after one batch."""
+    shape = (4, 3, 64, 64)
+    batches = image_batches(1, shape)
+    net = settle(ResNet50(size.width), batches[0])
+    traced = qtrace.trace(net, batches[0], check=False)
+    for observer in ("mse", "percentile"):
+        prepared = qtrace.prepare(traced, {"observers": {"activation": observer}})
+        collected = collect(prepared, enumerate(batches), Options("megengine")).statistics
+        observers = observe_parameters(prepared, collected).observers.values()
+        search = {observer: lambda o=observers: [one.qparams() for one in o if not one.empty]}  # type: ignore[misc]
+        samples = take_turns(search, size.few)
+        title = f"range search, {observer}, all {len(observers)} groups of ResNet-50"
+        yield Row(title, samples.seconds(observer), "s", 1.0)
 
 
 def _filled(observer: Observer, values: np.ndarray) -> Observer:

@@ -126,7 +126,11 @@ class FakeQuant(Module):
 
         Args:
             x: float32 tensor.
+
+        Raises:
+            SchemeError: when the scales have lost their shape, or do not fit ``x``.
         """
+        self._check_shapes(x)
         scheme = self.scheme
         scale, zero_point = self._derived()
         return quant_dequant(
@@ -139,6 +143,18 @@ class FakeQuant(Module):
             self.shape,
             self.learning,
         )
+
+    def _check_shapes(self, x: Tensor) -> None:
+        """Refuses what a kernel would: its error comes late, and the call after it may crash the process."""
+        scale, value = tuple(self.scale._tuple_shape), tuple(x._tuple_shape)
+        if scale != self.shape:
+            raise SchemeError(f"site {self.site}: its scale has shape {scale}, not {self.shape}: set that.")
+        lined_up = zip(reversed(scale), reversed(value), strict=False)
+        if len(scale) > len(value) or any(n not in (1, m) for n, m in lined_up):
+            raise SchemeError(
+                f"site {self.site}: its scales of shape {scale} do not fit a tensor of shape {value}: prepare "
+                "the graph for such tensors."
+            )
 
     @property
     def learning(self) -> Learn | None:

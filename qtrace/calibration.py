@@ -16,8 +16,9 @@ from qtrace.batches import evaluating
 from qtrace.collection.base import named_fake_quants
 from qtrace.collection.checkpoint import write_durably
 from qtrace.collection.collecting import Options, collect, observe_parameters
+from qtrace.collection.distributed import Collective, common_statistics, current
 from qtrace.collection.statistics import Statistics
-from qtrace.errors import CalibrationError
+from qtrace.errors import CalibrationError, QtraceError
 from qtrace.fakequant._bias import BIAS_LIMIT
 from qtrace.graph.types import TracedModule
 from qtrace.numerics import SMALLEST_SCALE
@@ -75,11 +76,7 @@ def calibrate(
     algorithms = calibrated_algorithms(record, batches)
     if statistics is None:
         options = Options(engine, _count(batches, max_batches), progress=progress)
-        numbered = enumerate(itertools.islice(batches, max_batches))
-        collected = collect(prepared, numbered, options)
-        statistics = collected.statistics
-        if progress and statistics.batches:
-            print(f"engine {collected.chosen.name}: {collected.chosen.reason}", file=sys.stderr)
+        statistics = _collect(prepared, itertools.islice(batches, max_batches), options, current())
     if not statistics.batches:
         raise CalibrationError("calibration data has no batches: give at least one.")
     statistics = observe_parameters(prepared, statistics)
@@ -90,6 +87,27 @@ def calibrate(
         if algorithms:
             _fit_biases(prepared)  # learned scales may have become smaller
     return prepared
+
+
+def _collect(
+    prepared: TracedModule, batches: Iterable[Any], options: Options, ranks: Collective | None
+) -> Statistics:
+    """The statistics of the batches; where there are several ranks, of those of all of them."""
+    first, step = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    outcome: Statistics | QtraceError
+    try:
+        collected = collect(prepared, zip(itertools.count(first, step), batches), options)
+        outcome = collected.statistics
+        if options.progress and outcome.batches:
+            print(f"engine {collected.chosen.name}: {collected.chosen.reason}", file=sys.stderr)
+    except QtraceError as error:
+        if ranks is None:
+            raise
+        outcome = error
+    if ranks is None:
+        assert isinstance(outcome, Statistics)
+        return outcome
+    return common_statistics(prepared, outcome, ranks)
 
 
 @contextmanager

@@ -28,7 +28,9 @@ __all__ = [
     "fingerprint",
     "joined",
     "kept",
+    "pack",
     "read_part",
+    "unpack",
     "write_durably",
     "write_part",
 ]
@@ -96,6 +98,11 @@ def write_part(path: Path, part: Part, identity: str) -> None:
     Raises:
         QtraceError: when it cannot be written.
     """
+    write_durably(path, pack(part, identity))
+
+
+def pack(part: Part, identity: str) -> bytes:
+    """A part as the content of an .npz file."""
     observers = part.statistics.observers
     meta = {
         "identity": identity,
@@ -110,7 +117,7 @@ def write_part(path: Path, part: Part, identity: str) -> None:
         content.update({f"{index}/{key}": value for key, value in observer.state_dict().items()})
     stream = io.BytesIO()
     np.savez(stream, **content)
-    write_durably(path, stream.getvalue())
+    return stream.getvalue()
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -145,18 +152,37 @@ def read_part(path: Path, prepared: TracedModule, identity: str) -> Part:
         CalibrationError: when it was written for another calibration, or is damaged.
     """
     try:
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CalibrationError(f"the checkpoint {path} cannot be read: {error.strerror}.") from error
+    return unpack(data, prepared, identity, f"the checkpoint {path}")
+
+
+def unpack(data: bytes, prepared: TracedModule, identity: str, where: str) -> Part:
+    """The inverse of `pack`.
+
+    Args:
+        data: what `pack` gave.
+        prepared: the graph that it belongs to.
+        identity: its `fingerprint`.
+        where: what to call it in an error.
+
+    Raises:
+        CalibrationError: when it was written for another calibration, or is damaged.
+    """
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as file:
             content = {key: file[key] for key in file.files}
         meta = json.loads(content["meta"].tobytes())
         numbers = {name: {int(k): int(v) for k, v in content[name]} for name in ("batches", "passed")}
         chosen = meta["chosen"] and Chosen.from_dict(meta["chosen"])
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise CalibrationError(
-            f"the checkpoint {path} is damaged ({type(error).__name__}): calibrate anew with --force."
+            f"{where} is damaged ({type(error).__name__}): calibrate anew with --force."
         ) from error
     if meta["identity"] != identity:
         raise CalibrationError(
-            f"the checkpoint {path.parent} belongs to another calibration: the model, the recipe, the data "
+            f"{where} belongs to another calibration: the model, the recipe, the data "
             "or an option has changed since. Put it back, or calibrate anew with --force."
         )
     statistics = no_statistics(prepared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from qtrace.collection.base import in_float, named_fake_quants, watched
 from qtrace.collection.choice import Chosen, choose
 from qtrace.collection.observing import Observing
 from qtrace.collection.statistics import Statistics, fresh, no_statistics
+from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.observers.base import Observer
 
@@ -74,8 +76,13 @@ def collect(
         start: statistics to add to; None for none.
 
     Raises:
-        CalibrationError: when a batch does not fit the model, or a value is not finite.
+        CalibrationError: when a batch does not fit the model, a value is not finite, or this is not the main
+            thread.
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise CalibrationError(
+            "calibrate was called on a thread of its own, where MegEngine fails: call it on the main thread."
+        )
     options = options or Options()
     seen = watched(prepared)
     start = start or no_statistics(prepared)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import megengine as mge
+
 from qtrace.batches import told
 from qtrace.collection.base import Arguments, Observe
 from qtrace.graph.interpreter import Interpreter
@@ -33,6 +35,8 @@ class MegEngine:
             watcher = _Watcher(self._prepared, self._nodes, observe)
             watcher.run(*args, **kwargs)
             watcher.show()
+            # Errors in kernels come late: those behind the last site are this batch's, too.
+            mge._full_sync()
 
 
 class _Watcher(Interpreter):

@@ -1,0 +1,104 @@
+"""Whole calibrations of 256 images beside onnxruntime's own, and two workers beside one."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from megengine import Tensor
+from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, create_calibrator
+
+import qtrace
+from benchmarks.nets import ResNet18, image_batches, settle
+from benchmarks.rows import Row, Size
+from benchmarks.timing import Sample, Samples, take_turns
+from qtrace.collection.choice import Chosen
+from qtrace.collection.executors import Processes
+from qtrace.collection.jobs import Job, Source
+from qtrace.graph.types import TracedModule
+
+__all__ = ["run"]
+
+_TARGETS = {"minmax": 1.0, "percentile": 1.1, "mse": 1.1}
+
+
+class _Reader(CalibrationDataReader):  # type: ignore[misc]
+    def __init__(self, name: str, batches: list[np.ndarray]) -> None:
+        self.name, self.left = name, iter(batches)
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        batch = next(self.left, None)
+        return None if batch is None else {self.name: batch}
+
+
+def run(size: Size) -> Iterator[Row]:
+    """Wall clock from the prepared graph, or the ONNX file, to the last range."""
+    count = 4 * size.batches
+    batches = [batch.numpy() for batch in image_batches(count, size.image)]
+    net = settle(ResNet18(size.width), Tensor(batches[0]))
+    traced = qtrace.trace(net, batches[0], check=False)
+    with tempfile.TemporaryDirectory() as folder:
+        yield from _beside_onnxruntime(traced, batches, Path(folder), size)
+        yield from _workers(traced, batches, Path(folder), size)
+
+
+def _beside_onnxruntime(
+    traced: TracedModule, batches: list[np.ndarray], folder: Path, size: Size
+) -> Iterator[Row]:
+    sides: dict[str, Callable[[], Any]] = {}
+    for observer in _TARGETS:
+        prepared = qtrace.prepare(traced, {"observers": {"activation": observer}})
+        sides[observer] = lambda p=prepared: qtrace.calibrate(p, batches, progress=False)
+    first = qtrace.prepare(traced)
+    float_file = qtrace.export(
+        qtrace.convert(qtrace.calibrate(first, batches[:1], progress=False)),
+        folder / "float.onnx",
+        format="onnx_float",
+    )
+
+    def theirs() -> Any:
+        calibrator = create_calibrator(
+            str(float_file), None, str(folder / "augmented.onnx"), CalibrationMethod.MinMax
+        )
+        calibrator.collect_data(_Reader("x", batches))
+        return calibrator.compute_data()
+
+    sides["onnxruntime"] = theirs
+    samples = take_turns(sides, size.few)
+    images = len(batches) * size.image[0]
+    for observer, target in _TARGETS.items():
+        title = f"{size.net}: calibrate, {images} images, auto, {observer} / onnxruntime.quantization MinMax"
+        yield Row(title, samples.ratio(observer, "onnxruntime"), "x", target)
+    yield Row(f"{size.net}: onnxruntime.quantization MinMax", samples.seconds("onnxruntime"), "s")
+
+
+def _workers(traced: TracedModule, batches: list[np.ndarray], folder: Path, size: Size) -> Iterator[Row]:
+    """Batches a second of one and two workers, without their start; MegEngine computes on one thread."""
+    np.save(folder / "x.npy", np.concatenate(batches))
+    prepared = qtrace.prepare(traced, {"observers": {"activation": "minmax"}})
+    qtrace.save(prepared, folder / "prepared.mge")
+    source = Source(str(folder / "x.npy"), batch_size=size.image[0])
+    rounds: dict[str, list[Sample]] = {"1": [], "2": []}
+    for _ in range(max(1, size.few // 2)):
+        for workers in (1, 2):
+            seconds = _steady(folder, source, workers)
+            rounds[str(workers)].append(Sample(seconds, seconds))
+    title = f"{size.net}: seconds a batch, 1 worker / 2 workers, megengine"
+    yield Row(title, Samples(rounds).ratio("1", "2"), "x", note="at least 1.7 is asked for on 2 free cores")
+
+
+def _steady(folder: Path, source: Source, workers: int) -> float:
+    """Seconds a batch: the workers' rates from their first batch to their last, added."""
+    model, chosen = str(folder / "prepared.mge"), Chosen("megengine", "as asked")
+    jobs = [
+        Job(model, (), source, i, workers, (), chosen, 1, str(folder / f"{i}.part.npz"), "benchmark")
+        for i in range(workers)
+    ]
+    ticks: list[list[float]] = [[] for _ in range(workers)]
+    with Processes(workers) as executor:
+        executor.run(jobs, lambda number: ticks[number % workers].append(time.perf_counter()))
+    return 1.0 / sum((len(t) - 1) / (t[-1] - t[0]) for t in ticks)

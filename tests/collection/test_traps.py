@@ -1,0 +1,108 @@
+"""MegEngine's traps in calibration: late errors, other threads, forks."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import megengine as mge
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace.errors import CalibrationError, SchemeError
+from qtrace.passes.record import fake_quants
+from tests.nets import Chain, images
+
+ROOT = Path(__file__).parent.parent.parent
+_X = images(2, 3, 8, 8)
+
+_LATE = """
+import megengine.module as M, numpy as np, qtrace
+from tests.nets import net
+class Net(M.Module):
+    def __init__(self):
+        super().__init__()
+        self.c = M.Conv2d(3, 4, 1)
+    def forward(self, x, which):
+        return self.c(x)[which]
+x = np.ones((2, 3, 4, 4), "float32")
+good, bad = np.array([1], "int32"), np.array([9], "int32")
+prepared = qtrace.prepare(qtrace.trace(Net(), x, good, check=False))
+try:
+    qtrace.calibrate(prepared, [(x, good), (x, bad)], progress=False, engine="megengine")
+except qtrace.errors.CalibrationError as error:
+    print("told:", error, flush=True)
+"""
+
+
+def test_an_error_in_a_kernel_behind_the_last_site_is_the_batchs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _LATE], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.startswith("told: batch 1 gives 2 inputs"), done.stderr
+
+
+@pytest.mark.parametrize("engine", ["megengine", "onnxruntime"])
+def test_tensors_are_touched_on_the_main_thread_only(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = qtrace.prepare(qtrace.trace(Chain(3, 3), _X), {"observers": {"activation": "mse"}})
+    threads: set[int] = set()
+    real = mge.Tensor.numpy
+
+    def numpy(self: Any) -> np.ndarray:
+        threads.add(threading.get_ident())
+        return real(self)
+
+    monkeypatch.setattr(mge.Tensor, "numpy", numpy)
+    qtrace.calibrate(prepared, [mge.Tensor(_X), _X], progress=False, engine=engine)
+    assert threads == {threading.main_thread().ident}
+
+
+def test_another_thread_is_refused_before_anything_runs() -> None:
+    prepared = qtrace.prepare(qtrace.trace(Chain(1, 3), _X))
+    caught: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            qtrace.calibrate(prepared, [_X], progress=False)
+        except CalibrationError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert "call it on the main thread" in str(caught[0])
+
+
+def test_scales_of_another_shape_are_refused_before_any_kernel() -> None:
+    prepared = qtrace.calibrate(qtrace.prepare(qtrace.trace(Chain(1, 3), _X)), [_X], progress=False)
+    weight = next(fq for fq in fake_quants(prepared) if fq.shape == (3, 1, 1, 1))
+    with pytest.raises(
+        SchemeError, match="scales of shape .3, 1, 1, 1. do not fit a tensor of shape .4, 3, 3, 3."
+    ):
+        weight(mge.Tensor(np.ones((4, 3, 3, 3), "float32")))
+    with pytest.raises(SchemeError, match="do not fit a tensor of shape .3,."):
+        weight(mge.Tensor(np.ones(3, "float32")))
+    weight.scale = mge.Tensor(weight.scale.numpy().reshape(3))
+    with pytest.raises(SchemeError, match=f"site {weight.site}: its scale has shape .3,., not .3, 1, 1, 1."):
+        prepared(mge.Tensor(_X))
+
+
+def test_nothing_forks() -> None:
+    """A process that forks after MegEngine was used is refused by it, or hangs."""
+    forbidden = {"multiprocessing", "os.fork", "os.forkpty", "concurrent.futures.ProcessPoolExecutor"}
+    for path in (ROOT / "qtrace").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names |= {f"{node.module}.{alias.name}" for alias in node.names} | {
+                    node.module.partition(".")[0]
+                }
+        assert not names & forbidden, path

@@ -152,8 +152,8 @@ class FakeQuant(Module):
         lined_up = zip(reversed(scale), reversed(value), strict=False)
         if len(scale) > len(value) or any(n not in (1, m) for n, m in lined_up):
             raise SchemeError(
-                f"site {self.site}: its scales of shape {scale} do not fit a tensor of shape {value}: prepare "
-                "the graph for such tensors."
+                f"site {self.site}: its scales of shape {scale} do not fit a tensor of shape {value}: "
+                "prepare the graph for such tensors."
             )
 
     @property

@@ -55,8 +55,6 @@ class OutputCosine(CalibratedAlgorithm):
 
 def _unfit(layer: Layer) -> str:
     """Why the scales of a layer cannot be searched; nothing when they can."""
-    if layer.quant.transforms:
-        return "its fake quant transforms the weight"
     scales, channels = int(np.prod(layer.quant.shape)), int(layer.call.out.shape[layer.axis])
     return "" if scales in (1, channels) else f"it has {scales} scales for {channels} channels"
 

@@ -75,7 +75,8 @@ class Bn(Model):
 
     Attributes:
         fold: fold it into the weights before training.
-        freeze_after: the fraction of the training (0 to 1) after which its statistics stay; None for never.
+        freeze_after: the fraction of the training (0 to 1) after which its statistics stay, for
+            ``qtrace.qat.Schedule``; None for never.
     """
 
     fold: Bool = True

@@ -115,7 +115,7 @@ class Fakes:
         collected = SimpleNamespace(statistics=statistics, chosen=chosen)
         return SimpleNamespace(collected=collected, skipped=tuple(source.skipped))
 
-    def calibrate(self, prepared, batches, progress=True, statistics=None):
+    def calibrate(self, prepared, batches, progress=True, statistics=None, state=None):
         self.calls["calibrate"] = (len(statistics.batches), progress)
 
     def convert(self, prepared):
@@ -514,6 +514,31 @@ def test_the_real_thing(run, here):
     assert len(sites["conv_weight"]["scale"]) == 4
     assert sites["x"]["scale"] > 0
     assert "relu" in Path("out/explain.txt").read_text()
+
+
+def test_what_algorithms_did_is_told_and_written(run, here):
+    rng = np.random.default_rng(0)
+    np.savez("d.npz", x=rng.normal(size=(4, 4)).astype("float32"))
+    Path("lin.py").write_text(
+        "import megengine.module as M\n"
+        "class Net(M.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.fc = M.Linear(4, 2)\n"
+        "    def forward(self, x):\n"
+        "        return self.fc(x)\n"
+    )
+    Path("r.yaml").write_text(
+        "schema: qtrace/1\nptq: [fuse_bn, {adaround: {iterations: 3}}, bias_correction]\n"
+    )
+    done = run("calibrate", "lin:Net", "-d", "d.npz", "-r", "r.yaml", "-o", "out")
+    assert done.code == 0, done.err
+    assert "bias_correction: 1 changed, 0 left; SQNR" in done.err
+    reports = json.loads(Path("out/report.json").read_text())["ptq"]
+    assert [r["algorithm"] for r in reports] == ["fuse_bn", "adaround", "bias_correction"]
+    assert reports[1]["options"] == {"iterations": 3}
+    assert "Post-training algorithms:" in Path("out/explain.txt").read_text()
+    assert sorted(os.listdir("out")) == sorted(FILES)
 
 
 def test_an_interrupted_calibration_is_resumed_and_a_second_one_is_refused(run, here):

@@ -19,7 +19,6 @@ from tests.zoo.catalog import CNN
 from tests.zoo.detectors.entries import DETECTORS
 from tests.zoo.parts import pictures
 from tests.zoo.transformers.entries import TRANSFORMERS
-from tests.zoo.transformers.users import USERS
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +34,7 @@ def _other(entry: Any) -> Made:
 
 
 NETS: dict[str, Made] = {e.name: _cnn(e) for e in CNN}
-NETS.update((e.name, _other(e)) for e in (*DETECTORS, *TRANSFORMERS, *USERS))
+NETS.update((e.name, _other(e)) for e in (*DETECTORS, *TRANSFORMERS))
 
 OPS = {**CASES, **KERNELS, **SIBLINGS}
 # What no ONNX file holds.

@@ -23,7 +23,8 @@ ENDS = [
     {"match": {"position": end}, "activation": {"bits": 8}, "weight": {"bits": 8}}
     for end in ("first", "last")
 ]
-STEPS = {"iterations": 400, "lr": 0.03}
+LAYERS = {"iterations": 400, "lr": 0.03}
+BLOCKS = {"iterations": 300, "lr": 0.03}
 
 
 def plant(net: M.Module, spread: float = 64.0, seed: int = 0) -> None:
@@ -79,9 +80,9 @@ def low_bits(bench: Bench, bits: int) -> None:
     for title, ptq in (
         ("round to nearest", []),
         ("bias_correction", ["bias_correction"]),
-        ("adaround", [{"adaround": STEPS}]),
-        ("reconstruct", [{"reconstruct": STEPS}]),
-        ("reconstruct, bias_correction", [{"reconstruct": STEPS}, "bias_correction"]),
+        ("adaround", [{"adaround": LAYERS}]),
+        ("reconstruct", [{"reconstruct": BLOCKS}]),
+        ("reconstruct, bias_correction", [{"reconstruct": BLOCKS}, "bias_correction"]),
     ):
         bench.measure(f"W4A{bits} {title}", net, {**base, "ptq": ["fuse_bn", *ptq]})
 

@@ -188,6 +188,12 @@ class Noise:
         return 10.0 * math.log10(self.signal / self.noise)
 
 
-def report_of(result: PassResult) -> Report:
-    """The report of a pass."""
-    return Report(result.changed, result.left)
+def report_of(result: PassResult, nothing: str) -> Report:
+    """The report of a pass.
+
+    Args:
+        result: what the pass returned.
+        nothing: why there was nothing to do, if there was nothing.
+    """
+    left = result.left if result.changed or result.left else (nothing,)
+    return Report(result.changed, left)

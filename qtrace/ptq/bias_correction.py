@@ -62,6 +62,8 @@ class BiasCorrection(CalibratedAlgorithm):
             error, largest = _correct(task, twins, layer)
             errors.append(error)
             changed.append(f"{layer.name}: bias moved by {largest:.3g} at most")
+        if not found and not left:
+            left.append("no layer has quantized weights")
         return Report(tuple(changed), tuple(left), tuple(errors))
 
 

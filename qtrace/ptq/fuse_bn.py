@@ -14,4 +14,4 @@ class FuseBn(FloatAlgorithm):
     def apply(self, task: FloatTask) -> Report:
         result = fuse_bn(task.model)
         task.norms.update(result.norms)
-        return report_of(result)
+        return report_of(result, "the graph has no BatchNorm")

@@ -142,6 +142,25 @@ def test_reports_are_in_the_record_in_explain_and_survive_a_file(tmp_path: Path)
     assert "equalize (absorb False): 1 changed, 0 left; SQNR" in text
 
 
+def test_algorithms_without_work_say_so_and_change_nothing() -> None:
+    x = images(2, 4, 8, 8)
+    names = ["fuse_bn", "reparameterize", "equalize", "bn_reestimate", "bias_correction"]
+    config = QConfig(rules=[{"match": {}, "quantize": False}], ptq=names)
+    prepared = qtrace.prepare(qtrace.trace(net(lambda self, x: F.relu(x)), x, check=False), config)
+    before = _state(prepared)
+    qtrace.calibrate(prepared, BATCHES, progress=False)
+    reports = read_record(prepared).ptq
+    assert [r["changed"] for r in reports] == [[]] * 5
+    assert [r["left"] for r in reports] == [
+        ["the graph has no BatchNorm"],
+        ["the graph adds no convolutions of one tensor"],
+        ["no two layers follow each other"],
+        ["no layer has quantized weights"],
+        ["no layer has quantized weights"],
+    ]
+    assert before.keys() == _state(prepared).keys()
+
+
 def test_a_config_with_algorithms_survives_yaml(tmp_path: Path) -> None:
     config = QConfig(ptq=["fuse_bn", {"equalize": {"relu6": "relu"}}])
     path = tmp_path / "r.yaml"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,9 +47,18 @@ def calibrated_algorithms(record: Record, batches: Any) -> tuple[Named, ...]:
         batches: the calibration data.
 
     Raises:
-        CalibrationError: when the data cannot be read twice, or they have run already.
+        CalibrationError: when the data cannot be read twice, they have run already, or one lies in a module
+            that nobody has imported.
     """
-    found = algorithms(QConfig.model_validate(record.qconfig))
+    config = QConfig.model_validate(record.qconfig)
+    for _, spec in config.ptq_entries:
+        module = spec.name.partition(":")[0]
+        if ":" in spec.name and module not in sys.modules:  # a model file may name any module
+            raise CalibrationError(
+                f"the model names the algorithm {spec.name!r} of its own: import {module} first, if you trust "
+                "it."
+            )
+    found = algorithms(config)
     wanted = tuple((name, a) for name, a in found if a.stage == "calibrated")
     names = ", ".join(name for name, _ in wanted)
     if wanted and iter(batches) is batches:

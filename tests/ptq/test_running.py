@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import qtrace
 from qtrace import QConfig
 from qtrace.errors import CalibrationError, ConfigError
-from qtrace.passes.record import read_record
+from qtrace.passes.record import read_record, write_record
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Report
 from tests.nets import images, net
 
@@ -140,6 +141,17 @@ def test_reports_are_in_the_record_in_explain_and_survive_a_file(tmp_path: Path)
     assert "Post-training algorithms:" in text
     assert "bias_correction: 2 changed, 0 left; SQNR" in text
     assert "equalize (absorb False): 1 changed, 0 left; SQNR" in text
+
+
+def test_a_model_file_cannot_have_a_module_imported(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "bad_luck.py").write_text("raise SystemExit('it ran')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    prepared = _prepared("fuse_bn")
+    record = read_record(prepared)
+    named = {**record.qconfig, "ptq": ["bad_luck:Class"]}
+    write_record(prepared, dataclasses.replace(record, qconfig=named))
+    with pytest.raises(CalibrationError, match="'bad_luck:Class' of its own: import bad_luck first"):
+        qtrace.calibrate(prepared, BATCHES, progress=False)
 
 
 def test_algorithms_without_work_say_so_and_change_nothing() -> None:

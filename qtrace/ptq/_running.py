@@ -55,8 +55,8 @@ def calibrated_algorithms(record: Record, batches: Any) -> tuple[Named, ...]:
         module = spec.name.partition(":")[0]
         if ":" in spec.name and module not in sys.modules:  # a model file may name any module
             raise CalibrationError(
-                f"the model names the algorithm {spec.name!r} of its own: import {module} first, if you trust "
-                "it."
+                f"the model names the algorithm {spec.name!r} of its own: import {module} first, if you "
+                "trust it."
             )
     found = algorithms(config)
     wanted = tuple((name, a) for name, a in found if a.stage == "calibrated")

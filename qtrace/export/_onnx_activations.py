@@ -47,8 +47,14 @@ def activations(prepared: TracedModule, nodes: Sequence[str]) -> Activations:
 
     from qtrace.export.onnx import _Exporter
 
+    class Exporter(_Exporter):
+        """Without metadata: the hash of the graph takes as long as the rest."""
+
+        def _metadata(self, own: str) -> dict[str, str]:
+            return {}
+
     flat = bare_graph(prepared)
-    exporter = _Exporter(flat)
+    exporter = Exporter(flat)
     model = exporter.run()
     names = exporter.writer.names
     known = {n.name: n for n in (*flat.graph.inputs[1:], *(n for e in exprs(flat) for n in e.outputs))}

@@ -3,7 +3,11 @@
 A file begins with ``schema: qtrace/1``; its other keys are those of `QConfig`, and ``imports``: a list of
 packaged names, and paths relative to the file. Imported files come first and the importing file wins:
 mappings merge by key, rules are appended, anything else (lists, a plugin with its options) is replaced. A
-file that is imported along two ways counts once, where it is met first.
+file that is imported along two ways counts once, where it is met first. ``..`` may stand in a path: a recipe
+is read, never run. An absolute path may not: it would be right on one machine only.
+
+A recipe that names code (``pkg.mod:Class``) is refused unless the caller allows it: using a class runs its
+module.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.config import QConfig
+from qtrace.config.rule import specs
 from qtrace.config.tree import Tree, dump, merge, read
 from qtrace.config.written import Entry, entries, render
 from qtrace.errors import ConfigError
@@ -74,11 +79,13 @@ class Resolved:
         return render(self.entries, SCHEMA)
 
 
-def load_recipe(name_or_path: str | Path) -> QConfig:
+def load_recipe(name_or_path: str | Path, *, allow_code: bool = False) -> QConfig:
     """Reads a recipe.
 
     Args:
         name_or_path: the name of a packaged recipe, or the path of a ``.yaml`` or ``.yml`` file.
+        allow_code: whether it and its imports may name classes of your own, ``pkg.mod:Class``. Using them
+            runs their modules: allow it for recipes that you trust.
 
     Returns:
         The config; the origin of each rule is its file and line.
@@ -86,20 +93,24 @@ def load_recipe(name_or_path: str | Path) -> QConfig:
     Raises:
         ConfigError: with one line for each mistake, ``FILE:LINE: ...``.
     """
-    return _read(name_or_path)[0]
+    return _read(name_or_path, allow_code)[0]
 
 
-def resolve_recipe(name_or_path: str | Path) -> Resolved:
+def resolve_recipe(name_or_path: str | Path, *, allow_code: bool = False) -> Resolved:
     """Reads a recipe as `load_recipe` does, and keeps where everything was written.
+
+    Args:
+        name_or_path: as for `load_recipe`.
+        allow_code: as for `load_recipe`.
 
     Raises:
         ConfigError: with one line for each mistake, ``FILE:LINE: ...``.
     """
-    config, tree, texts = _read(name_or_path)
+    config, tree, texts = _read(name_or_path, allow_code)
     return Resolved(config, tree.file, entries(tree, _WHOLE, texts))
 
 
-def _read(name_or_path: str | Path) -> tuple[QConfig, Tree, dict[str, str]]:
+def _read(name_or_path: str | Path, allow_code: bool) -> tuple[QConfig, Tree, dict[str, str]]:
     """The config, the merged tree, and the text of each file."""
     if not isinstance(name_or_path, (str, Path)):
         raise ConfigError(f"a recipe is named by text or a path, not by {type(name_or_path).__name__}.")
@@ -112,6 +123,8 @@ def _read(name_or_path: str | Path) -> tuple[QConfig, Tree, dict[str, str]]:
             config = QConfig.model_validate(tree.plain(), place=tree.place)
         except ConfigError as error:
             problems.append(str(error))
+    if config is not None and tree is not None and not allow_code:
+        problems += _named_code(config, tree)
     if config is None or tree is None or problems:
         raise ConfigError("\n".join(problems))
     rules = tree.value["rules"].value if "rules" in tree.value else None
@@ -120,6 +133,19 @@ def _read(name_or_path: str | Path) -> tuple[QConfig, Tree, dict[str, str]]:
     places.update(_ptq_places(tree.value.get("ptq")))
     config = config.with_origin(tree.file, [rule.origin for rule in rules or ()], places)
     return config, tree, reading.texts
+
+
+def _named_code(config: QConfig, tree: Tree) -> list[str]:
+    """A sentence for each class of the user's that a recipe names."""
+    sentences = []
+    for loc, spec in specs(config):
+        if ":" in spec.name:
+            prefix, path = tree.place(loc)
+            sentences.append(
+                f"{prefix}{path} names code, {spec.name!r}, which would be run: if you trust this recipe, "
+                "allow it with --allow-code, in Python with load_recipe(..., allow_code=True)."
+            )
+    return sentences
 
 
 def _ptq_places(tree: Tree | None) -> dict[str, str]:
@@ -136,6 +162,8 @@ def _ptq_places(tree: Tree | None) -> dict[str, str]:
 
 def as_qconfig(obj: QConfig | str | Path | Mapping[str, Any]) -> QConfig:
     """The config that ``obj`` is, names, leads to or spells out as a mapping.
+
+    Of a recipe that is named or led to, code is not allowed: see `load_recipe`.
 
     Raises:
         ConfigError: when it does none of these, or is wrong.
@@ -267,6 +295,12 @@ class _Reading:
         for item in imports.value:
             if not isinstance(item.value, str):
                 self.problems.append(f"{item.origin}: {item.path} must be a recipe's name or path.")
+                continue
+            if Path(item.value).is_absolute():
+                self.problems.append(
+                    f"{item.origin}: {item.path} is the absolute path {item.value!r}: name the file relative "
+                    "to this one, so that it is found on every machine."
+                )
                 continue
             try:
                 file = _find(item.value, path.parent)

@@ -98,7 +98,7 @@ class Fakes:
     def save(self, module, path):
         Path(path).write_text(module)
 
-    def load_recipe(self, name):
+    def load_recipe(self, name, allow_code=False):
         if name != "good":
             raise ConfigError(f"there is no recipe {name!r}:\nchoose good.")
         return SimpleNamespace(preprocess=None)
@@ -121,7 +121,7 @@ class Fakes:
     def convert(self, prepared):
         return f"{prepared} converted"
 
-    def explain(self, model, qconfig=None):
+    def explain(self, model, qconfig=None, allow_code=False):
         self.calls["explain"] = (model, qconfig)
         return Table()
 
@@ -159,8 +159,11 @@ def run(capsys):
     """Runs main in this process; gives code, stdout and stderr."""
 
     def call(*args):
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         with pytest.raises(SystemExit) as caught:
             cli.main([str(arg) for arg in args])
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         captured = capsys.readouterr()
         return SimpleNamespace(code=caught.value.code, out=captured.out, err=captured.err)
 
@@ -340,7 +343,9 @@ class TestCalibrate:
     def test_skipped_images_are_reported(self, run, here, fakes, monkeypatch):
         how = SimpleNamespace(size=(3, 2, 2), mean=(0.0,) * 3, std=(1.0,) * 3, channels="bgr", scale=1.0)
         how.resize, how.interpolation = "stretch", "linear"
-        monkeypatch.setitem(vars(qtrace), "load_recipe", lambda name: SimpleNamespace(preprocess=how))
+        monkeypatch.setitem(
+            vars(qtrace), "load_recipe", lambda name, allow_code: SimpleNamespace(preprocess=how)
+        )
         os.mkdir("images")
         Path("images/a.ppm").write_bytes(b"P6 2 2 255\n" + bytes(12))
         Path("images/b.png").write_bytes(b"nonsense")
@@ -624,7 +629,7 @@ def poison(*_):
     import megengine as mge, numpy as np
     mge.Tensor(np.zeros(4, "float32"))[mge.Tensor(np.array([9], "int32"))]
 qtrace.load = lambda path, allow=(): "model"
-qtrace.load_recipe = lambda name: None
+qtrace.load_recipe = lambda name, allow_code=False: None
 qtrace.prepare = lambda traced, qconfig: "prepared"
 class Result:
     class collected:
@@ -644,7 +649,7 @@ class Table:
     def algorithms(self): return []
     def table(self, *args, **options): return "table\\n" * 100000
     def to_dict(self): return {}
-qtrace.explain = lambda model, qconfig=None: Table()
+qtrace.explain = lambda model, qconfig=None, allow_code=False: Table()
 qtrace.verify = lambda path, model, batches, **options: Table()
 command._sites = lambda prepared: []
 main(sys.argv[2:])

@@ -46,7 +46,7 @@ MISTAKES = [
     ),
     ("\nfakequant: {lsq: {x: 1}}", "my.yaml:3: fake quant lsq has no option 'x'"),
     ("qat:\n  epochs: 1\n  fakequant: {lsq: {x: 1}}", "my.yaml:4: fake quant lsq has no option 'x'"),
-    ("fakequant: no_such_module:X", "my.yaml:2: 'no_such_module:X': importing no_such_module failed"),
+    ("fakequant: no_such_module:X", "my.yaml:2: fakequant names code, 'no_such_module:X'"),
     ("imports: [w4a4_lsq]\nactivation: {bits: 5}", "my.yaml:3: backend onnxruntime cannot run activation"),
 ]
 

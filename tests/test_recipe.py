@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from qtrace.config import QConfig, Spec
 from qtrace.errors import ConfigError, QtraceError
-from qtrace.recipe import as_qconfig, dump_recipe, load_recipe, recipe_names
+from qtrace.recipe import as_qconfig, dump_recipe, load_recipe, recipe_names, resolve_recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 HEAD = "schema: qtrace/1\n"
@@ -26,9 +26,9 @@ def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def _load(body: str | bytes, name: str = "my.yaml", head: str = HEAD) -> QConfig:
+def _load(body: str | bytes, name: str = "my.yaml", head: str = HEAD, **options: bool) -> QConfig:
     _write(body, name, head)
-    return load_recipe(name)
+    return load_recipe(name, **options)
 
 
 def _write(body: str | bytes, name: str, head: str = HEAD) -> None:
@@ -65,7 +65,8 @@ rules:
 ptq: [fuse_bn]
 qat: {fakequant: lsq, epochs: 10, lr: 1.0e-4, bn: {fold: true, freeze_after: 0.5}}
 expect: {metric: top1, max_drop: 0.5}
-"""
+""",
+        allow_code=True,
     )
     assert config.weight.changes == {"bits": 4, "axis": None}
     assert config.activation_observer == Spec(name="mse", options={"bins": 2048})
@@ -543,7 +544,7 @@ def _configs():
 def test_dump_round_trip(data):
     config = QConfig(**data)
     text = dump_recipe(config)
-    again = _load(text.encode("utf-8"))
+    again = _load(text.encode("utf-8"), allow_code=True)
     assert again == config
     assert dump_recipe(again) == text
 
@@ -614,3 +615,50 @@ def test_packaged_recipe(name):
 
 def test_errors_are_the_users():
     assert issubclass(ConfigError, QtraceError)
+
+
+# -- code ---------------------------------------------------------------------------------------------
+
+NAMES_CODE = {
+    "observers:\n  activation: own_code:X\n": "my.yaml:3: observers.activation",
+    "observers:\n  weight: {own_code:X : {bins: 8}}\n": "my.yaml:3: observers.weight",
+    "fakequant: own_code:X\n": "my.yaml:2: fakequant",
+    "qat:\n  epochs: 3\n  fakequant: own_code:X\n": "my.yaml:4: qat.fakequant",
+    "ptq:\n  - fuse_bn\n  - own_code:X\n": "my.yaml:4: ptq[1]",
+    "rules:\n  - match: {op: relu}\n    fakequant: own_code:X\n": "my.yaml:4: rules[0].fakequant",
+    "rules:\n  - match: {op: relu}\n    observers: {weight: own_code:X}\n": (
+        "my.yaml:4: rules[0].observers.weight"
+    ),
+}
+
+
+@pytest.mark.parametrize("body", NAMES_CODE)
+def test_code_is_refused_unless_allowed(body, monkeypatch):
+    Path("own_code.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
+    monkeypatch.syspath_prepend(".")
+    (sentence,) = _mistakes(body)
+    assert sentence.startswith(f"{NAMES_CODE[body]} names code, 'own_code:X', which would be run")
+    assert "--allow-code" in sentence
+    with pytest.raises(ConfigError, match="names code"):
+        as_qconfig("my.yaml")
+    with pytest.raises(ConfigError, match="names code"):
+        resolve_recipe("my.yaml")
+    config = load_recipe("my.yaml", allow_code=True)
+    assert as_qconfig(config.to_dict()) == config  # what is written in Python may name code
+    assert not Path("ran").exists()
+
+
+def test_code_in_an_import_is_told_with_its_place():
+    _write("fakequant: own_code:X\n", "base.yaml", HEAD)
+    assert _mistakes("imports: [base.yaml]\n")[0].startswith("base.yaml:2: fakequant names code")
+    # What the importing file replaces is not named any more.
+    assert _load("imports: [base.yaml]\nfakequant: lsq\n").fakequant == Spec(name="lsq")
+
+
+def test_imports_are_relative():
+    _write("description: shared\n", "shared/base.yaml", HEAD)
+    _write("imports: [../shared/base.yaml]\n", "mine/my.yaml", HEAD)
+    assert load_recipe("mine/my.yaml").description == "shared"
+    absolute = str(Path("shared/base.yaml").resolve())
+    (sentence,) = _mistakes(f"imports: [{absolute}]\n")
+    assert sentence.startswith("my.yaml:2: imports[0] is the absolute path")

@@ -24,6 +24,7 @@ from qtrace.errors import QtraceError
 
 __all__ = ["group", "main"]
 
+INTERRUPTED = 130
 INTERNAL_ERROR = 70  # EX_SOFTWARE: Python's own 1 would look like a failed check
 _debug = False
 
@@ -80,7 +81,11 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: the arguments without the program's name; None for those of the process.
     """
-    sys.exit(_run(args))
+    try:
+        code = _run(args)
+    except KeyboardInterrupt:  # another one, while the first was being told
+        code = INTERRUPTED
+    sys.exit(code)
 
 
 def _run(args: Sequence[str] | None) -> int:
@@ -97,8 +102,20 @@ def _run(args: Sequence[str] | None) -> int:
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is over but the message
         click.echo("interrupted: no result was written.", err=True)
-        return 130
+        return INTERRUPTED
+    except OSError as error:  # a full disk, no more file handles: what no command can do anything about
+        if _debug:
+            traceback.print_exc()
+        where = f"{error.filename}: " if error.filename else ""
+        click.echo(f"error: {where}{error.strerror or error}.", err=True)
+        return 2
+    except MemoryError:
+        if _debug:
+            traceback.print_exc()
+        click.echo("error: there is not enough memory; use smaller batches.", err=True)
+        return 2
     except Exception:
         traceback.print_exc()
         click.echo("error: this is a fault in qtrace, not in what you gave it; please report it.", err=True)

@@ -62,7 +62,9 @@ class Console:
     def result(self, text: str, data: Any) -> None:
         """Prints the result, as text or as JSON; there, numbers that are not finite are null."""
         try:
-            click.echo(json.dumps(_plain(data), indent=2, allow_nan=False) if self.as_json else text)
+            shown = json.dumps(_plain(data), indent=2, allow_nan=False) if self.as_json else text
+            # The names of files may hold bytes that are no UTF-8.
+            click.echo(shown.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace"))
         except BrokenPipeError:  # `| head`: nobody reads on
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(141) from None  # as a shell reports SIGPIPE; 1 is for failed checks

@@ -15,6 +15,7 @@ from qtrace.cli.console import Console
 __all__ = [
     "ShapeType",
     "allow",
+    "allow_code",
     "collecting",
     "data",
     "example",
@@ -62,9 +63,27 @@ allow = click.option(
     help="Also accept this class of your own in a model file. Repeatable; only for files that you trust.",
 )
 
-recipe = click.option(
-    "--recipe", "-r", metavar="R", help="A recipe: its name (see `recipes list`) or a YAML file."
+allow_code = click.option(
+    "--allow-code",
+    is_flag=True,
+    help="Let a recipe name code of its own (pkg.mod:Class), which is run; only for recipes that you trust.",
 )
+
+
+def recipe(default: str | None = None) -> Callable[..., Any]:
+    """--recipe and --allow-code."""
+    return _all(
+        click.option(
+            "--recipe",
+            "-r",
+            metavar="R",
+            default=default,
+            show_default=default is not None,
+            help="A recipe: its name (see `recipes list`) or a YAML file.",
+        ),
+        allow_code,
+    )
+
 
 example = click.option(
     "--shape",

@@ -8,13 +8,15 @@ import glob
 import os
 import secrets
 import shutil
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from qtrace.cli import engine
 from qtrace.errors import QtraceError
 
-__all__ = ["WORK", "output_file", "output_folder", "resumable_folder"]
+__all__ = ["WORK", "output_file", "output_folder", "resumable_folder", "undisturbed"]
 
 WORK = ".calibration"
 """Where an output folder keeps lock and checkpoints until it is complete."""
@@ -148,8 +150,9 @@ def output_file(path: Path) -> Iterator[Path]:
         yield folder / target.name
         engine.synchronize()
         try:
-            for file in sorted(folder.iterdir(), key=lambda file: file.name == target.name):
-                os.replace(file, target.parent / file.name)
+            with undisturbed():  # several files change together
+                for file in sorted(folder.iterdir(), key=lambda file: file.name == target.name):
+                    os.replace(file, target.parent / file.name)
         except OSError as error:
             raise QtraceError(f"{path} cannot be replaced: {error.strerror}.") from error
 
@@ -172,6 +175,7 @@ def _check_replaceable(path: Path, target: Path, names: tuple[str, ...], force: 
 def _workspace(path: Path, target: Path) -> Iterator[Path]:
     """A folder beside the target, on the same file system, removed at the end."""
     folder = _beside(target)
+    missing = [parent for parent in target.parents if not parent.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
@@ -181,8 +185,30 @@ def _workspace(path: Path, target: Path) -> Iterator[Path]:
         raise QtraceError(f"{path} cannot be written: {error.strerror}.") from error
     try:
         yield folder
+    except OSError as error:
+        if not str(error.filename or folder).startswith(str(folder)):
+            raise
+        raise QtraceError(f"{path} cannot be written: {error.strerror or error}.") from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        with undisturbed():
+            shutil.rmtree(folder, ignore_errors=True)
+            for parent in missing:  # if nothing came into them
+                with contextlib.suppress(OSError):
+                    parent.rmdir()
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Lets no second Ctrl-C or SIGTERM cut short what must be tidied up."""
+    if threading.current_thread() is not threading.main_thread():  # only that one gets signals
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _beside(target: Path) -> Path:

@@ -64,12 +64,13 @@ _DEFAULTS = {
 }
 
 
-def starter(names: Sequence[str], out: Path | None) -> str:
+def starter(names: Sequence[str], out: Path | None, *, allow_code: bool = False) -> str:
     """A recipe that imports ``names``, with what it may change as comments, filled with what they say.
 
     Args:
         names: recipes, by name or as files.
         out: where it will be written; files are imported relative to it.
+        allow_code: whether the recipes may name code, as for `qtrace.load_recipe`.
 
     Raises:
         ConfigError: when one of the recipes cannot be read.
@@ -77,7 +78,7 @@ def starter(names: Sequence[str], out: Path | None) -> str:
     from qtrace import backends
     from qtrace.recipe import SCHEMA, load_recipe
 
-    configs = [load_recipe(name) for name in names]
+    configs = [load_recipe(name, allow_code=allow_code) for name in names]
     said: dict[str, Any] = {}
     for config in configs:
         said.update((key, value) for key, value in config.to_dict().items() if value)

@@ -6,13 +6,13 @@ import copy
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
 
 from qtrace import plugins
-from qtrace.config.base import Bool, Int, Model, Text, Texts, hint, known_backend, known_keys, show
+from qtrace.config.base import Bool, Int, Loc, Model, Text, Texts, hint, known_backend, known_keys, show
 
 if TYPE_CHECKING:
     from qtrace.scheme import QScheme
@@ -27,6 +27,7 @@ __all__ = [
     "SchemePatch",
     "Spec",
     "Subgraph",
+    "specs",
 ]
 
 # What others call a plugin -> what it is called here.
@@ -144,6 +145,19 @@ class Spec(Model):
 
     def __hash__(self) -> int:
         return hash(self.name)  # options may hold lists
+
+
+def specs(model: Model, loc: Loc = ()) -> Iterator[tuple[Loc, Spec]]:
+    """Every plugin that a config names, with its location in the config."""
+    for key in type(model).model_fields:
+        value = getattr(model, key)
+        items = enumerate(value) if isinstance(value, tuple) else [(None, value)]
+        for index, item in items:
+            here = (*loc, key) if index is None else (*loc, key, index)
+            if isinstance(item, Spec):
+                yield here, item
+            elif isinstance(item, Model):
+                yield from specs(item, here)
 
 
 def _json(value: Any) -> Any:

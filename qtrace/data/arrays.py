@@ -8,6 +8,7 @@ import math
 import os
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -147,6 +148,10 @@ def _npz_headers(path: Path) -> list[_Array]:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
     if not members:
         raise DataError(f"{path} holds no array.")
+    names = Counter(info.filename.removesuffix(".npy") for info in members)
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise DataError(f"{path} holds more than one array called {twice[0]!r}; keep one of them.")
     return [_header(path, info) for info in members]
 
 

@@ -91,7 +91,7 @@ def find_images(folder: Path) -> list[Path]:
     for where, folders, files in os.walk(folder, onerror=_fail):
         for name in folders + files:
             path = Path(where, name)
-            if path.is_symlink() and not name.startswith(".") and not path.resolve().is_relative_to(root):
+            if path.is_symlink() and not name.startswith(".") and not _target(path).is_relative_to(root):
                 raise DataError(f"{path} is a link that leaves {folder}; put the images themselves there.")
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [
@@ -102,6 +102,14 @@ def find_images(folder: Path) -> list[Path]:
     if not found:
         raise DataError(f"{folder} holds no image; looked for {', '.join(SUFFIXES)}, in its subfolders too.")
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def _target(path: Path) -> Path:
+    """Where a link leads in the end."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError) as error:  # Python tells a circle by a RuntimeError
+        raise DataError(f"{path} is a link that leads nowhere; remove it.") from error
 
 
 def _fail(error: OSError) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qtrace.data.headers import MOST_PIXELS, dimensions
 from qtrace.errors import DataError
 
 if TYPE_CHECKING:
@@ -28,25 +29,40 @@ def decode(path: Path, channels: int) -> np.ndarray:
 
     if channels not in (1, 3):
         raise DataError(f"preprocess.size asks for {channels} channels; images give 1 or 3.")
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
-    if not data:
-        raise DataError(f"{path} is empty.")
+    data = _contents(path)
     if data.startswith(b"\xff\xd8") and not _is_whole_jpeg(data):
         raise DataError(f"{path} is a truncated JPEG.")
     flag = cv2.IMREAD_COLOR if channels == 3 else cv2.IMREAD_GRAYSCALE
     level = cv2.setLogLevel(0)  # it would print what the error below says
     try:
         image = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
-    except cv2.error as error:
-        raise DataError(f"{path} cannot be decoded ({error.err}).") from error
+    except (cv2.error, MemoryError) as error:
+        reason = getattr(error, "err", "out of memory")
+        raise DataError(f"{path} cannot be decoded ({reason}).") from error
     finally:
         cv2.setLogLevel(level)
     if image is None:
         raise DataError(f"{path} is not an image that OpenCV can decode, or it is damaged.")
     return image.reshape(*image.shape[:2], channels)
+
+
+def _contents(path: Path) -> bytes:
+    """The bytes of a regular file whose header does not claim an absurd size."""
+    try:
+        if path.exists() and not path.is_file():  # a pipe would never end
+            raise DataError(f"{path} is not a regular file.")
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+    if not data:
+        raise DataError(f"{path} is empty.")
+    size = dimensions(data)
+    if size is not None and size[0] * size[1] > MOST_PIXELS:
+        raise DataError(
+            f"{path} claims {size[1]} x {size[0]} pixels, more than {MOST_PIXELS >> 20} million: it is "
+            "damaged, or no image to calibrate with."
+        )
+    return data
 
 
 def _is_whole_jpeg(data: bytes) -> bool:

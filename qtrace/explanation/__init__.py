@@ -112,7 +112,10 @@ class Explanation:
 
 
 def explain(
-    model: TracedModule, qconfig: QConfig | str | Path | Mapping[str, Any] | None = None
+    model: TracedModule,
+    qconfig: QConfig | str | Path | Mapping[str, Any] | None = None,
+    *,
+    allow_code: bool = False,
 ) -> Explanation:
     """Tells for every op what is quantized, by which rule, or why it stays float.
 
@@ -120,6 +123,7 @@ def explain(
         model: a traced module (what ``prepare`` would decide), or a prepared or converted one (what it did).
         qconfig: the config, for a traced module, as for ``prepare``; None for the default. Of a recipe that
             is named, the comments above its rules are told, too.
+        allow_code: whether a recipe that is named may name code, as for ``load_recipe``.
     """
     if is_quantized(model):
         record = read_record(model)
@@ -128,7 +132,7 @@ def explain(
         return Explanation(record.annotation, config, _numbers.numbers(model), ptq=record.ptq)
     comments: tuple[str, ...] = ()
     if isinstance(qconfig, (str, Path)):
-        recipe = resolve_recipe(qconfig)
+        recipe = resolve_recipe(qconfig, allow_code=allow_code)
         config = recipe.config
         comments = tuple(" ".join(e.comment) for e in recipe.entries if e.keys == ("rules",))
     else:

@@ -36,6 +36,32 @@ class Ref:
         self.key, self.target = key, target
 
 
+class Budget:
+    """How much a file may make of itself.
+
+    A pickle can name what it has stored again and again, each time with a few bytes. What a saved model makes
+    is never larger than the file, so that a file that makes much more is refused before memory is taken.
+
+    Args:
+        size: bytes of the file.
+    """
+
+    __slots__ = ("_left",)
+
+    def __init__(self, size: int) -> None:
+        self._left = 4 * size + (1 << 20)  # data as bytes, array and tensor, and tables of small things
+
+    def take(self, size: int) -> None:
+        """Takes ``size`` bytes, or entries of a table.
+
+        Raises:
+            RefusedError: when nothing is left.
+        """
+        self._left -= size
+        if self._left < 0:
+            raise RefusedError("it would take far more memory than the file is long")
+
+
 def shown(value: object, limit: int = 100) -> str:
     """``value`` as an error can print it.
 

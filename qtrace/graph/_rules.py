@@ -31,7 +31,7 @@ from megengine.traced_module.serialization import _ModuleState
 from megengine.traced_module.traced_module import InternalGraph, NameSpace
 
 from qtrace.graph import _restore, allowlist
-from qtrace.graph._names import AllowList, Ref, RefusedError, check_hashable, refused, shown
+from qtrace.graph._names import AllowList, Budget, Ref, RefusedError, check_hashable, refused, shown
 from qtrace.graph._numpy import Pending, dtype_class, from_buffer, make_scalar, start_array, start_dtype
 
 __all__ = ["Pending", "Rules"]
@@ -73,19 +73,21 @@ class Rules:
 
     Args:
         names: the allow-list, with the caller's own entries.
+        budget: what the file may take of memory.
 
     Attributes:
         traced: every TracedModule of the file, children before parents.
     """
 
-    def __init__(self, names: AllowList) -> None:
-        self.names = names
+    def __init__(self, names: AllowList, budget: Budget) -> None:
+        self.names, self._budget = names, budget
         self.traced: list[TracedModule] = []
         self._metas: dict[tuple, QuantDtypeMeta] = {tuple(m): m for m in _builtin_quant_dtypes.values()}
         self._new: dict[type, Rule] = {
             cls: _bare(cls) for cls in (*FIELDS, Module, QParams, LSQParams, TracedModule)
         }
-        self._new |= {Tensor: _tensor(Tensor), Parameter: _tensor(Parameter), FullArgSpec: _argspec}
+        self._new |= {Tensor: _tensor(Tensor, budget), Parameter: _tensor(Parameter, budget)}
+        self._new |= {FullArgSpec: _argspec}
         self._new |= {QuantDtypeMeta: self._meta, CompNode: lambda: Pending(_comp_node)}
         self._build: dict[type, Rule] = {cls: self._fields(cls) for cls in FIELDS}
         self._build |= {CallFunction: self._function, ModuleNode: self._module_node, Apply: self._apply}
@@ -138,11 +140,13 @@ class Rules:
             return target(*args)
         if key not in allowlist.REDUCERS:
             raise RefusedError(f"it calls {key} while loading")
+        self._budget.take(_weight(args))
         return self._call[key](*args)
 
     def build(self, instance: Any, state: Any) -> Any:
         """Gives an object its state (BUILD); returns the object, or what takes its place."""
         cls = type(instance)
+        self._budget.take(_weight(state))
         rule = self._build.get(cls)
         if rule is None:
             kind = self.names.kind(_key(cls))
@@ -286,11 +290,20 @@ def _defaultdict(*args: Any) -> defaultdict:
     return defaultdict(*args)
 
 
-def _tensor(cls: type[Tensor]) -> Rule:
+def _weight(state: Any) -> int:
+    """What is copied of a state or of arguments: entries of a dict, bytes of data."""
+    if type(state) is dict:
+        return len(state)
+    items = state if type(state) is tuple else ()
+    return sum(len(item) for item in items if type(item) in (bytes, bytearray))
+
+
+def _tensor(cls: type[Tensor], budget: Budget) -> Rule:
     def rule(*args: Any) -> Tensor:
         shape = len(args) == 3 and type(args[0]) is np.ndarray and isinstance(args[1], np.dtype)
         if not shape or type(args[2]) is not str:
             raise RefusedError(f"it makes a {cls.__name__} from something that is not data, dtype and device")
+        budget.take(args[0].size * max(args[0].itemsize, args[1].itemsize))
         return cls.__new__(cls, *args)
 
     return rule

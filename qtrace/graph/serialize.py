@@ -26,7 +26,7 @@ from megengine.utils.max_recursion_limit import max_recursion_limit
 
 from qtrace.errors import DataError, GraphError, UnsafeFileError
 from qtrace.graph import garbage
-from qtrace.graph._names import AllowList, DamagedError, RefusedError
+from qtrace.graph._names import AllowList, Budget, DamagedError, RefusedError
 from qtrace.graph._restore import check_calls
 from qtrace.graph._rules import Rules
 from qtrace.graph._unpickle import Machine
@@ -85,9 +85,10 @@ def load(path: str | os.PathLike[str], allow: Iterable[str] = ()) -> TracedModul
         DataError: when the file is missing, cut short, or holds something else.
         ConfigError: when an entry of ``allow`` is not of the form above.
     """
-    rules = Rules(AllowList(allow))
+    names = AllowList(allow)
     try:
         with _contents(path) as data, garbage.paused(collect_first=len(data) > BIG):
+            rules = Rules(names, Budget(len(data)))
             model = Machine(data, rules).run()
             if type(model) is TracedModule:
                 for traced in rules.traced:
@@ -143,6 +144,9 @@ def _contents(path: str | os.PathLike[str]) -> Iterator[Any]:
     """The bytes of a file, mapped into memory."""
     with contextlib.ExitStack() as stack:
         try:
+            if os.path.exists(path) and not os.path.isfile(path):
+                kind = "a folder" if os.path.isdir(path) else "not a regular file"  # a pipe would never end
+                raise DataError(f"{path} is {kind}: name a saved model.")
             file = stack.enter_context(open(path, "rb"))
             head = file.read(4)
         except OSError as error:

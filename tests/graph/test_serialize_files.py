@@ -73,7 +73,7 @@ def npz(path):
 
 BAD_FILES = {
     "missing": (lambda p: None, "No such file"),
-    "folder": (lambda p: p.mkdir(), "cannot be read"),
+    "folder": (lambda p: p.mkdir(), "is a folder"),
     "empty": (lambda p: p.write_bytes(b""), "is empty"),
     "text": (lambda p: p.write_text("hello world"), "not a saved model"),
     "zip": (npz, "zip archive"),

@@ -10,7 +10,7 @@ from megengine.traced_module.node import ModuleNode, TensorNode
 from megengine.traced_module.pytree import LeafDef, TreeDef, tree_flatten
 
 from qtrace.errors import DataError, QtraceError
-from qtrace.graph._names import AllowList
+from qtrace.graph._names import AllowList, Budget
 from qtrace.graph._rules import Rules
 from qtrace.graph._unpickle import Machine
 from qtrace.graph.serialize import load
@@ -300,7 +300,33 @@ def test_keys_cannot_overflow_the_stack(tmp_path, key):
 def test_memo_and_constants_cannot_smuggle(tmp_path):
     """What the unpickler keeps for a listed class is inert: as data it is no class and cannot be called."""
 
-    (value,) = Machine(HEAD + b"]" + name(EXPR, "Constant") + b"a" + STOP, Rules(AllowList())).run()
+    (value,) = Machine(
+        HEAD + b"]" + name(EXPR, "Constant") + b"a" + STOP, Rules(AllowList(), Budget(0))
+    ).run()
     assert value is not Constant
     assert not callable(value)
     assert not hasattr(value, "__dict__")
+
+
+STORED, AGAIN = b"q\0" + b"0", b"h\0"  # kept in the memo and taken off the stack; taken from the memo
+MANY = mapping(_name=b"N", **{f"a{i}": b"N" for i in range(10_000)})
+AMPLIFIED = {
+    "arrays": (plain(bytes(2**20)), array(shape=(2**18,)).replace(plain(b"\0\0\0\0"), AGAIN)),
+    "bytearrays": (plain(bytes(2**20)), call(name("builtins", "bytearray"), AGAIN)),
+    "tensors": (
+        array(shape=(2**18,), raw=bytes(2**20)),
+        new(name("megengine.tensor", "Tensor"), AGAIN, dtype(), plain("xpux")),
+    ),
+    "states": (MANY, build(new(name("megengine.module.identity", "Identity")), AGAIN)),
+}
+
+
+@pytest.mark.parametrize("kind", AMPLIFIED)
+def test_a_file_cannot_make_much_more_than_it_is_long(tmp_path, kind):
+    stored, again = AMPLIFIED[kind]
+    path = tmp_path / "bomb.mge"
+    few, many = (HEAD + stored + STORED + b"](" + again * count + b"e" + STOP for count in (2, 1000))
+    path.write_bytes(few)
+    refusal(path, "holds a list", error=DataError)  # so few are no attack
+    path.write_bytes(many)
+    refusal(path, "would take far more memory than the file is long")

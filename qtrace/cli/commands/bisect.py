@@ -27,7 +27,7 @@ __all__ = ["bisect"]
     "--max-lsb", metavar="N", default=1, show_default=True, help="Differences up to this are no finding."
 )
 @options.data(required=True)
-@options.recipe
+@options.recipe()
 @options.allow
 @options.progress
 @options.output
@@ -41,6 +41,7 @@ def bisect(
     max_batches: int | None,
     skip_bad: bool,
     recipe: str | None,
+    allow_code: bool,
     allow: tuple[str, ...],
     console: Console,
 ) -> int:
@@ -51,7 +52,7 @@ def bisect(
     with console.work():
         import qtrace
 
-        qconfig = qtrace.load_recipe(recipe) if recipe else None
+        qconfig = qtrace.load_recipe(recipe, allow_code=allow_code) if recipe else None
         source = models.open_source(
             data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
         )

@@ -27,14 +27,7 @@ FILES = ("prepared.mge", "quantized.mge", "report.json", "explain.txt")
 )
 @click.argument("model")
 @options.data(required=True)
-@click.option(
-    "--recipe",
-    "-r",
-    metavar="R",
-    default="onnxruntime",
-    show_default=True,
-    help="A recipe: its name (see `recipes list`) or a YAML file.",
-)
+@options.recipe("onnxruntime")
 @click.option("--out", "-o", type=options.file_or_folder(), required=True, help="The folder to write.")
 @options.collecting
 @click.option("--resume", is_flag=True, help="Go on where an interrupted calibration stopped.")
@@ -49,6 +42,7 @@ def calibrate(
     max_batches: int | None,
     skip_bad: bool,
     recipe: str,
+    allow_code: bool,
     out: Path,
     how: dict[str, Any],
     resume: bool,
@@ -70,7 +64,7 @@ def calibrate(
     with console.work():
         import qtrace
 
-        qconfig = qtrace.load_recipe(recipe)
+        qconfig = qtrace.load_recipe(recipe, allow_code=allow_code)
         source = models.open_source(
             data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
         )

@@ -24,7 +24,7 @@ __all__ = ["compare"]
 )
 @click.argument("model")
 @options.data(required=True)
-@options.recipe
+@options.recipe()
 @click.option(
     "--sort",
     type=click.Choice(["graph", "sqnr", "own", "cosine", "clipped"]),
@@ -43,6 +43,7 @@ def compare(
     max_batches: int | None,
     skip_bad: bool,
     recipe: str | None,
+    allow_code: bool,
     sort: str,
     html: Path | None,
     allow: tuple[str, ...],
@@ -59,7 +60,7 @@ def compare(
     with console.work():
         import qtrace
 
-        qconfig = qtrace.load_recipe(recipe) if recipe else None
+        qconfig = qtrace.load_recipe(recipe, allow_code=allow_code) if recipe else None
         loaded = models.load_model(model, allow)
         source = models.open_source(
             data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad

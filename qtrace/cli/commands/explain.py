@@ -26,7 +26,7 @@ __all__ = ["explain"]
     """,
 )
 @click.argument("model")
-@options.recipe
+@options.recipe()
 @options.example
 @click.option(
     "--why",
@@ -42,6 +42,7 @@ __all__ = ["explain"]
 def explain(
     model: str,
     recipe: str | None,
+    allow_code: bool,
     shapes: models.Shapes,
     why: str | None,
     every: bool,
@@ -63,14 +64,16 @@ def explain(
         from qtrace.passes.record import is_quantized
 
         if recipe:
-            qtrace.load_recipe(recipe)  # its mistakes are told before anything is traced
+            qtrace.load_recipe(
+                recipe, allow_code=allow_code
+            )  # its mistakes are told before anything is traced
         if models.is_factory(model):
             loaded = models.trace_factory(model, shapes=shapes)
         else:
             loaded = models.load_model(model, allow)
         if recipe and is_quantized(loaded):
             console.note(f"{model} is quantized already: this is what was done, --recipe has no say.")
-        explanation = qtrace.explain(loaded, recipe)
+        explanation = qtrace.explain(loaded, recipe, allow_code=allow_code)
         text, data = _tell(explanation, why, every, width)
         if dot is not None:
             with output_file(dot) as partial:

@@ -9,6 +9,7 @@ import click
 
 from qtrace.cli import help, matching, models, options
 from qtrace.cli.console import Console
+from qtrace.cli.outputs import output_file
 
 __all__ = ["recipes"]
 
@@ -68,8 +69,9 @@ def list_recipes(console: Console) -> None:
     example="qtrace recipes show resnet50",
 )
 @click.argument("name")
+@options.allow_code
 @options.output
-def show(name: str, console: Console) -> None:
+def show(name: str, allow_code: bool, console: Console) -> None:
     """Print a recipe with its imports merged: a recipe file again.
 
     Its comments are the reasons, and the file and line that each value and rule comes from. NAME is a name or
@@ -78,7 +80,7 @@ def show(name: str, console: Console) -> None:
     with console.work():
         from qtrace.recipe import resolve_recipe
 
-        resolved = resolve_recipe(name)
+        resolved = resolve_recipe(name, allow_code=allow_code)
         text = resolved.text().rstrip("\n")
         entries = [entry.to_dict() for entry in resolved.entries]
     console.result(text, {"name": name, "file": resolved.file, "recipe": text, "entries": entries})
@@ -97,10 +99,16 @@ def show(name: str, console: Console) -> None:
     "--model", "-m", metavar="MODEL", help="Also tell which rule meets which ops of this traced file or code."
 )
 @options.example
+@options.allow_code
 @options.allow
 @options.output
 def check(
-    file: str, model: str | None, shapes: models.Shapes, allow: tuple[str, ...], console: Console
+    file: str,
+    model: str | None,
+    shapes: models.Shapes,
+    allow_code: bool,
+    allow: tuple[str, ...],
+    console: Console,
 ) -> int:
     """Tell what is wrong with a recipe, with file and line. The exit code is 1 if something is.
 
@@ -109,7 +117,7 @@ def check(
     if shapes and model is None:
         raise click.UsageError("--shape is for --model.")
     with console.work():
-        qconfig, problems = _without_model(file)
+        qconfig, problems = _without_model(file, allow_code)
         met: tuple[matching.Met, ...] = ()
         if qconfig is not None and model is not None and not problems:
             met, problems = _with_model(qconfig, model, shapes, allow)
@@ -124,14 +132,14 @@ def check(
     return 1 if problems else 0
 
 
-def _without_model(file: str) -> tuple[Any, list[str]]:
+def _without_model(file: str, allow_code: bool) -> tuple[Any, list[str]]:
     """The config, None when the file cannot be read as one, and what is wrong."""
     import qtrace
     from qtrace.config.linting import mistakes
     from qtrace.errors import ConfigError
 
     try:
-        qconfig = qtrace.load_recipe(file)
+        qconfig = qtrace.load_recipe(file, allow_code=allow_code)
     except ConfigError as error:
         problems = str(error).split("\n")
         if not all(matching.placed(problem) for problem in problems):
@@ -170,8 +178,9 @@ def _with_model(
 @click.option(
     "--out", "-o", type=options.file_or_folder(), help="The file to write; without it, print the text."
 )
+@options.allow_code
 @options.output
-def new(names: tuple[str, ...], out: Path | None, console: Console) -> None:
+def new(names: tuple[str, ...], out: Path | None, allow_code: bool, console: Console) -> None:
     """Begin a recipe that imports others, with comments on what it may change."""
     with console.work():
         from qtrace.cli.starter import starter
@@ -179,14 +188,13 @@ def new(names: tuple[str, ...], out: Path | None, console: Console) -> None:
 
         if out is not None and out.suffix not in (".yaml", ".yml"):
             raise click.UsageError(f"{out}: the name of a recipe file ends with .yaml or .yml.")
-        text = starter(names, out)
+        text = starter(names, out, allow_code=allow_code)
         if out is not None:
-            try:
-                with out.open("x", encoding="utf-8") as file:
-                    file.write(text)
-            except FileExistsError:
-                raise ConfigError(f"{out} exists already; name another file or remove it.") from None
-            except OSError as error:
-                raise ConfigError(f"{out} cannot be written: {error.strerror}.") from error
+            if out.exists():
+                raise ConfigError(f"{out} exists already; name another file or remove it.")
+            if not out.parent.is_dir():
+                raise ConfigError(f"{out} cannot be written: No such folder as {out.parent}.")
+            with output_file(out) as partial:
+                partial.write_text(text, encoding="utf-8")
     shown = text.rstrip("\n") if out is None else str(out)
     console.result(shown, {"file": None if out is None else str(out), "recipe": text})

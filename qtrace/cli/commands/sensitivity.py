@@ -30,7 +30,7 @@ __all__ = ["sensitivity"]
 )
 @click.argument("model")
 @options.data(required=True)
-@options.recipe
+@options.recipe()
 @click.option(
     "--eval-data", metavar="D", help="What to measure on, as --data; the calibration data if left out."
 )
@@ -65,6 +65,7 @@ def sensitivity(
     max_batches: int | None,
     skip_bad: bool,
     recipe: str | None,
+    allow_code: bool,
     patch: Path | None,
     allow: tuple[str, ...],
     console: Console,
@@ -81,7 +82,7 @@ def sensitivity(
         import qtrace
         from qtrace.sensitivity import analyze, mixed_precision
 
-        qconfig = qtrace.load_recipe(recipe or "onnxruntime")
+        qconfig = qtrace.load_recipe(recipe or "onnxruntime", allow_code=allow_code)
         sizes: dict[str, Any] = {"batch_size": batch_size, "max_batches": max_batches, "skip_bad": skip_bad}
         goal = _goal(asked, qconfig)
         if patch is not None and goal is None:

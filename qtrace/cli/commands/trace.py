@@ -22,7 +22,7 @@ __all__ = ["trace"]
 @click.option(
     "--data", "-d", metavar="D", help="Trace on the first batch of this data instead; see calibrate."
 )
-@options.recipe
+@options.recipe()
 @click.option(
     "--out", "-o", type=options.file_or_folder(), required=True, help="The file to write, or replace."
 )
@@ -40,6 +40,7 @@ def trace(
     shapes: models.Shapes,
     data: str | None,
     recipe: str | None,
+    allow_code: bool,
     out: Path,
     method: str,
     no_check: bool,
@@ -55,7 +56,7 @@ def trace(
     with console.work():
         import qtrace
 
-        qconfig = qtrace.load_recipe(recipe) if recipe else None
+        qconfig = qtrace.load_recipe(recipe, allow_code=allow_code) if recipe else None
         source = None
         if data is not None:
             source = models.open_source(

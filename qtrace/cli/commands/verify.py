@@ -24,7 +24,7 @@ __all__ = ["verify"]
     help="The runtime, such as openvino for an .onnx; by default the one that the file is meant for.",
 )
 @options.data(required=True)
-@options.recipe
+@options.recipe()
 @options.allow
 @options.progress
 @options.output
@@ -37,6 +37,7 @@ def verify(
     max_batches: int | None,
     skip_bad: bool,
     recipe: str | None,
+    allow_code: bool,
     allow: tuple[str, ...],
     console: Console,
 ) -> int:
@@ -47,7 +48,7 @@ def verify(
     with console.work():
         import qtrace
 
-        qconfig = qtrace.load_recipe(recipe) if recipe else None
+        qconfig = qtrace.load_recipe(recipe, allow_code=allow_code) if recipe else None
         source = models.open_source(
             data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
         )

@@ -23,7 +23,10 @@ def _pairs(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dic
         name, sign, value = text.partition("=")
         if not name or not sign:
             raise click.BadParameter(f"{text!r} is not of the form NAME=VALUE, such as packed=true.")
-        found[name.replace("-", "_")] = yaml.safe_load(value)
+        try:
+            found[name.replace("-", "_")] = yaml.safe_load(value)
+        except (yaml.YAMLError, ValueError, RecursionError):
+            raise click.BadParameter(f"the value of {text!r} cannot be read: quote it, or mend it.") from None
     return found
 
 

@@ -87,6 +87,8 @@ def sensitivity(
         goal = _goal(asked, qconfig)
         if patch is not None and goal is None:
             raise ConfigError("--patch is written by a search: give --at-least, --max-drop or --budget, too.")
+        if asked["raise_to"] != "float" and goal is None:
+            raise ConfigError("--raise is for a search: give --at-least, --max-drop or --budget, too.")
         source = models.open_source(data, console, qconfig=qconfig, **sizes)
         calibration = list(source)
         measured = calibration

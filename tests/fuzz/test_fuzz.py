@@ -1,0 +1,14 @@
+"""A few rounds of every target of the fuzzer; `make fuzz` runs more."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.running import TARGETS, round_of
+
+EXAMPLES = {"graphs": 3}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_round(target: str) -> None:
+    round_of(target, 0, EXAMPLES.get(target, 20))

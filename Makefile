@@ -5,6 +5,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 ARGS ?=
+MINUTES ?= 1
 
 export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -12,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_CONSTRAINT := constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo detector-demo test test-slow bench lint format types wheel-check lock clean distclean
+.PHONY: help setup demo detector-demo test test-slow bench fuzz lint format types wheel-check lock clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +44,9 @@ test-slow: $(STAMP) ## Run the slow tests only
 
 bench: $(STAMP) ## Run the benchmarks
 	$(PY) -m benchmarks $(ARGS)
+
+fuzz: $(STAMP) ## Try random recipes, files, graphs and numbers for MINUTES (1)
+	$(PY) -W ignore -m tests.fuzz --minutes $(MINUTES) $(ARGS)
 
 lint: $(STAMP) ## Check style with ruff
 	$(PY) -m ruff check

@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import pytest
 
 import qtrace
 from qtrace import cli
+from qtrace.cli.outputs import WORK
 from qtrace.data import open_data
 from qtrace.errors import QtraceError
 from tests import faulty
@@ -209,7 +211,7 @@ RECIPES = {
     "duplicate.yaml": "duplicate.yaml:3: duplicate key 'backend'",
     "tag.yaml": "tag.yaml:2: the tag .* is not supported",
     "bomb.yaml": "more than 10000 values",
-    "deep.yaml": "levels of nesting|not valid YAML",
+    "deep.yaml": "deep.yaml:2: more than 50 levels of nesting",
     "code.yaml": "code.yaml:2: fakequant names code, 'own_code:Own'",
     "circle.yaml": "circle.yaml:2: the imports go in a circle",
     "lost.yaml": "lost.yaml:2: nowhere.yaml: there is no such file",
@@ -286,6 +288,9 @@ LOADERS = {
 @pytest.mark.parametrize("name", LOADERS)
 def test_loaders(name: str, place: Path) -> None:
     refused(LOADERS[name], *calibrate(data=f"{CODE}:{name}"))
+    if name in ("inf", "stops"):  # the batches before are kept, for --resume
+        assert os.listdir("new") == [WORK]
+        shutil.rmtree("new")
 
 
 IMAGES = {

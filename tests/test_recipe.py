@@ -200,7 +200,7 @@ MISTAKES = [
     ("name: &a [*a]", "my.yaml:2: more than 50 levels of nesting."),
     ("name: &a {b: *a}", "my.yaml:2: more than 50 levels of nesting."),
     ("name: " + "[" * 60 + "]" * 60, "my.yaml:2: more than 50 levels of nesting."),
-    ("name: " + "[" * 5000, "my.yaml:1: more than 50 levels of nesting."),
+    ("name: " + "[" * 5000, "my.yaml:2: more than 50 levels of nesting."),
     ("weigth: {bits: 4}", "my.yaml:2: unknown key 'weigth'; did you mean 'weight'?"),
     (
         "rules:\n  - match: {}\n    weigth: {bits: 4}",

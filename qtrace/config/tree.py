@@ -35,8 +35,23 @@ _RESOLVERS = (
 )
 
 
+class _LimitError(Exception):
+    """A limit of this reader was passed; the text begins with the line."""
+
+
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own tables stay as they are
+    level = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """PyYAML's, which reads on as deep as it goes, in a time that grows with the square."""
+        if self.level > _MOST_LEVELS:
+            line = self.peek_event().start_mark.line + 1  # type: ignore[no-untyped-call]
+            raise _LimitError(f"{line}: more than {_MOST_LEVELS} levels of nesting")
+        self.level += 1
+        node = super().compose_node(parent, index)
+        self.level -= 1
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -158,10 +173,6 @@ def _syntax(error: yaml.MarkedYAMLError, file: str) -> str:
     elif "single document" in text:
         text = "a second document begins; a file holds one"
     return f"{file}:{line}: not valid YAML: {text}."
-
-
-class _LimitError(Exception):
-    """A limit of this reader was passed; the text begins with the line."""
 
 
 class _Reader:

@@ -16,7 +16,7 @@ from benchmarks.rows import Row, Size, render
 
 __all__ = ["main"]
 
-GROUPS = ("preparing", "calibrating", "collecting", "training", "ranges", "tools")
+GROUPS = ("preparing", "growing", "calibrating", "collecting", "training", "ranges", "tools")
 LATEST = Path(__file__).parent / "results" / "latest.json"
 
 

@@ -1,0 +1,98 @@
+"""How the work on graphs grows: every step from a trace to a file, on a chain and on one twice as long."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import qtrace
+from benchmarks.nets import chain
+from benchmarks.rows import Row, Size
+from benchmarks.timing import Sample, Spread, take_turns
+from qtrace.graph.lint import lint
+
+__all__ = ["run"]
+
+_GROWTH = 2.2
+_IMAGE = np.ones((1, 4, 8, 8), np.float32)
+
+
+def run(size: Size) -> Iterator[Row]:
+    """Each step on both chains in turns; then what importing qtrace adds to importing MegEngine."""
+    long, short = 8 * size.chain, 4 * size.chain
+    with tempfile.TemporaryDirectory() as folder:
+        chains = {n: _Chain(n, Path(folder)) for n in (short, long)}
+        for name in _Chain.STEPS:
+            sides: dict[str, Callable[[], Any]] = {str(n): getattr(c, name) for n, c in chains.items()}
+            samples = take_turns(sides, max(size.few - 2, 1), warm_up=0)
+            yield Row(f"{name}, {long} conv+bn+relu", samples.seconds(str(long)), "s")
+            growth = samples.ratio(str(long), str(short))
+            yield Row(f"{name}, {long} / {short} conv+bn+relu", growth, "x", _GROWTH)
+    yield Row("import qtrace and its public names, beyond MegEngine's import", _import_time(size), "s", 0.3)
+
+
+class _Chain:
+    """The steps on one chain; each leaves what the next ones need."""
+
+    STEPS = ("prepare", "explain", "lint", "calibrate", "convert", "export", "save", "load")
+
+    def __init__(self, length: int, folder: Path) -> None:
+        self.traced = qtrace.trace(chain(length), _IMAGE, check=False)
+        self.folder = folder / str(length)
+        self.folder.mkdir()
+        self.prepared: Any = None
+        self.converted: Any = None
+
+    def prepare(self) -> None:
+        self.prepared = qtrace.prepare(self.traced)
+
+    def explain(self) -> None:
+        qtrace.explain(self.prepared).table()
+
+    def lint(self) -> None:
+        assert not lint(self.prepared)
+
+    def calibrate(self) -> None:
+        qtrace.calibrate(self.prepared, [_IMAGE], progress=False, engine="megengine")
+
+    def convert(self) -> None:
+        self.converted = qtrace.convert(self.prepared)
+
+    def export(self) -> None:
+        qtrace.export(self.converted, self.folder / "chain.onnx")
+
+    def save(self) -> None:
+        qtrace.save(self.converted, self.folder / "chain.mge")
+
+    def load(self) -> None:
+        qtrace.load(self.folder / "chain.mge")
+
+
+_IMPORT = """
+import time
+import megengine, megengine.functional, megengine.module, megengine.traced_module, megengine.quantization
+import numpy, scipy, megengine.autodiff
+start = time.perf_counter()
+import qtrace
+{names}
+print(time.perf_counter() - start)
+"""
+
+
+def _import_time(size: Size) -> Spread:
+    """Fresh processes, MegEngine and numpy imported before; every public name is touched."""
+    text = _IMPORT.format(names="; ".join(f"qtrace.{name}" for name in qtrace.__all__))
+    found = []
+    for _ in range(size.few):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", text], capture_output=True, text=True, check=True
+        )
+        seconds = float(done.stdout.split()[-1])
+        found.append(Sample(seconds, seconds))
+    return Spread.of(found)

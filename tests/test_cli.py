@@ -183,19 +183,16 @@ class TestHelp:
         assert result.exit_code == 0
         assert f"\nExample:\n  qtrace {args[0] if args else 'trace'} " in result.output
 
-    def test_is_fast_and_does_not_load_megengine(self):
+    def test_loads_nothing_heavy(self):
+        """So that it answers at once: these are what takes time."""
         code = (
             "import sys\nfrom qtrace.cli import main\n"
+            "heavy = {'megengine', 'cv2', 'numpy', 'scipy', 'pydantic', 'onnx', 'onnxruntime'}\n"
             "try: main(['--help'])\n"
-            "finally: sys.exit(9 if {'megengine', 'cv2', 'numpy'} & set(sys.modules) else None)"
+            "finally: sys.exit(' '.join(heavy & set(sys.modules)) or None)"
         )
-        times = []
-        for _ in range(3):
-            start = time.perf_counter()
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True)
-            times.append(time.perf_counter() - start)
-            assert done.returncode == 0
-        assert min(times) < 1.0  # 0.3 s on an idle machine
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
 
     def test_version(self, run):
         result = run("--version")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.batches import as_arguments, evaluating, told
+from qtrace.causes import likely_causes
 from qtrace.errors import CalibrationError
 from qtrace.graph.table import format_table
 from qtrace.graph.types import Node, TracedModule
@@ -22,9 +23,9 @@ from qtrace.passes.record import read_record
 from qtrace.report import VerifyReport
 from qtrace.runtimes import get as get_runtime
 from qtrace.scheme import QParams
-from qtrace.verification import EndToEnd, OpByOp, integer_names
+from qtrace.verification import EndToEnd, OpByOp, integer_names, leaves, output_names
 
-__all__ = ["Difference", "bisect", "likely_causes"]
+__all__ = ["Difference", "bisect"]
 
 _EXAMPLES = 5
 
@@ -32,6 +33,9 @@ _EXAMPLES = 5
 @dataclass(frozen=True)
 class Difference:
     """Where graph and runtime part.
+
+    Where every integer is right and an output in float is not, ``site`` is that output: the counts are of
+    floats there, ``worst`` is 0 and ``sqnr_db`` is a number.
 
     Attributes:
         site: the node whose integers differ first.
@@ -45,8 +49,10 @@ class Difference:
         differing: how many values differ.
         values: how many there are.
         histogram: difference (runtime minus graph) in LSB -> how often, the most frequent ones.
-        examples: rows of index, the value before rounding in LSB, the graph's and the runtime's integer.
+        examples: rows of index, the value before rounding in LSB, the graph's and the runtime's integer; of a
+            float output, the graph's value takes the first two places.
         causes: what the differences look like, the most likely first.
+        sqnr_db: signal-to-noise ratio of a float output from the runtime's own integers; None for integers.
     """
 
     site: str
@@ -60,23 +66,30 @@ class Difference:
     differing: int
     values: int
     histogram: dict[int, int]
-    examples: tuple[tuple[str, float, int, int], ...]
+    examples: tuple[tuple[str, float, float, float], ...]
     causes: tuple[str, ...]
+    sqnr_db: float | None = None
 
     def table(self) -> str:
         """The finding as text."""
+        if self.sqnr_db is None:
+            amount = f"{self.differing} of {self.values} integers differ, by {self.worst} LSB at most"
+            steps = ", ".join(f"{k:+d} LSB x {n}" for k, n in self.histogram.items())
+            headers: tuple[str, ...] = ("index", "before rounding", "graph", "runtime")
+            rows: list[tuple[str, ...]] = [(i, f"{x:.4f}", str(a), str(b)) for i, x, a, b in self.examples]
+        else:
+            amount = f"{self.differing} of {self.values} floats differ: {self.sqnr_db:.1f} dB"
+            steps, headers = "", ("index", "graph", "runtime")
+            rows = [(i, f"{a:.6g}", f"{b:.6g}") for i, _, a, b in self.examples]
         lines = [
             f"{self.site}: {self.op}{f' in {self.path}' if self.path else ''}, batch {self.batch}, "
             f"{self.stage} runtime",
-            f"  {self.differing} of {self.values} integers differ, by {self.worst} LSB at most",
+            f"  {amount}",
             f"  rounds to {self.qparams}",
             *(f"  reads {text}" for text in self.inputs),
-            "  runtime minus graph: " + ", ".join(f"{k:+d} LSB x {n}" for k, n in self.histogram.items()),
+            *([f"  runtime minus graph: {steps}"] if steps else []),
             *(f"  likely: {cause}" for cause in self.causes),
-            format_table(
-                ("index", "before rounding", "graph", "runtime"),
-                [(i, f"{x:.4f}", str(a), str(b)) for i, x, a, b in self.examples],
-            ),
+            format_table(headers, rows),
         ]
         return "\n".join(lines)
 
@@ -93,6 +106,7 @@ def bisect(
     runtime: str | None = None,
     max_lsb: int = 1,
     min_equal: float = 0.999,
+    min_sqnr_db: float = 35.0,
 ) -> Difference | None:
     """Finds the first op, in graph order, whose integers differ from the runtime's beyond the tolerance.
 
@@ -107,6 +121,8 @@ def bisect(
         max_lsb: differences up to this are no finding,
         min_equal: unless fewer than this share of a batch's integers are equal: then the first op whose own
             share is clearly below it is.
+        min_sqnr_db: smallest signal-to-noise ratio of an output computed from the runtime's own integers:
+            what follows the last site, in float, has no integers to compare.
 
     Returns:
         The difference, or None when there is none on these batches.
@@ -119,7 +135,7 @@ def bisect(
     kept = list(batches)
     if not kept:
         raise CalibrationError("bisect has no batches: give at least one.")
-    chosen = get_runtime(Path(path), runtime)
+    chosen, ends = get_runtime(Path(path), runtime), output_names(converted)
     for stage, optimize in (("plain", False), ("optimized", True)):
         session = chosen.open(Path(path), optimize)
         names = integer_names(converted, Path(path), session)
@@ -130,10 +146,17 @@ def bisect(
                 with told(converted, (args, kwargs), index):
                     graph.compute(args, kwargs)
                 ran = session.run(graph.inputs)
-                search = _Search(converted, names, ran.integers, (max_lsb, min_equal))
-                search.run(*args, **kwargs)
+                search = _Search(converted, names, ran.integers, (max_lsb, min_equal), str(path))
+                outputs = [t.numpy() for t in leaves(search.run(*args, **kwargs))]
             if search.close():
                 return _difference(annotation, search, stage, index)
+            search.report.add_outputs("op_by_op", ends, outputs, ran.outputs)
+            for name, mine, theirs in zip(ends, outputs, ran.outputs, strict=True):
+                ratio = search.report.outputs["op_by_op"][name].sqnr_db
+                if ratio < min_sqnr_db:
+                    return _float_difference(
+                        _maker(annotation, name), (name, mine, theirs), ratio, stage, index
+                    )
     return None
 
 
@@ -149,8 +172,9 @@ class _Search(OpByOp):
         names: dict[str, str],
         integers: dict[str, np.ndarray],
         tolerance: tuple[int, float],
+        path: str,
     ) -> None:
-        super().__init__(converted, names, integers, VerifyReport("", 0, 0.0, 0.0))
+        super().__init__(converted, names, integers, VerifyReport(path, 0, 0.0, 0.0))
         self.max_lsb, self.min_equal = tolerance
         container, sites = getattr(converted, CONTAINER), read_record(converted).annotation.sites
         self.weights = {s.name: getattr(container, s.group).qparams() for s in sites if s.sort == "weight"}
@@ -220,6 +244,32 @@ def _difference(annotation: Annotation, search: _Search, stage: str, batch: int)
     )
 
 
+def _float_difference(
+    note: ExprNote | None, output: tuple[str, np.ndarray, np.ndarray], ratio: float, stage: str, batch: int
+) -> Difference:
+    """An output in float that differs although the integers before it are the same."""
+    name, mine, theirs = output
+    delta = np.nan_to_num(np.abs(theirs.astype(np.float64) - mine), nan=np.inf)
+    where = np.argsort(-delta, axis=None, kind="stable")[:_EXAMPLES]
+    places = [np.unravel_index(i, delta.shape) for i in where if delta.flat[i]]
+    return Difference(
+        site=name,
+        op=note.op if note else "output",
+        path=note.path if note else "",
+        stage=stage,
+        batch=batch,
+        inputs=(),
+        qparams="nothing: it is in float",
+        worst=0,
+        differing=int(np.count_nonzero(delta)),
+        values=delta.size,
+        histogram={},
+        examples=tuple((_index(p), float(mine[p]), float(mine[p]), float(theirs[p])) for p in places),
+        causes=("what follows the last integers: a weight, a bias or a scale there, since all sites agree",),
+        sqnr_db=ratio,
+    )
+
+
 def _index(place: tuple[Any, ...]) -> str:
     return f"[{', '.join(str(int(i)) for i in place)}]"
 
@@ -264,101 +314,3 @@ def _words(qparams: QParams) -> str:
     return (
         f"{qparams.scheme.describe()}, scale {float(qparams.scale):.6g}, zero point {int(qparams.zero_point)}"
     )
-
-
-def likely_causes(
-    exact: np.ndarray, mine: np.ndarray, theirs: np.ndarray, qparams: QParams
-) -> tuple[str, ...]:
-    """What the differences between two arrays of integers look like, the most likely first.
-
-    Args:
-        exact: what the graph had before rounding, in LSB, with the zero point added.
-        mine: the graph's integers.
-        theirs: the runtime's integers, of the same shape.
-        qparams: the parameters of both.
-    """
-    delta = theirs - mine
-    apart = delta != 0
-    low, high = qparams.scheme.qmin, qparams.scheme.qmax
-    causes = []
-    if (rule := _other_rounding(exact, mine, theirs, qparams)) is not None:
-        return (f"rounding: {rule}",)
-    if np.array_equal(np.sort(mine, axis=None), np.sort(theirs, axis=None)):
-        causes.append("layout: the same integers stand at other places (a transpose, or an order of axes)")
-    edge = np.isin(theirs[apart], (low, high)) ^ np.isin(mine[apart], (low, high))
-    if edge.mean() > 0.9:
-        causes.append(f"saturation: one side stops at {low} or {high}, the other does not")
-    zero = int(qparams.zero_point) if not qparams.scale.ndim else low
-    # Neither saturated nor clamped at 0, as by a relu.
-    inside = (theirs > low) & (theirs < high) & (theirs != zero) & (mine != zero)
-    if (shift := _one_shift(delta[inside])) is not None:
-        causes.append(f"zero point: every value is off by {shift:+d} LSB, as without it or with another one")
-    elif (bias := _per_channel_shift(delta, inside)) is not None:
-        causes.append(f"bias: each channel is off by a constant (up to {bias} LSB): missing or another scale")
-    elif (ratio := _ratio(exact, theirs, qparams)) is not None:
-        causes.append(f"scale: the runtime's values are {ratio:.4g} times the graph's")
-    if np.abs(delta).max() == 1:
-        ties = np.abs(np.abs(exact - np.floor(exact)) - 0.5)[apart] < 1e-3
-        causes.append(
-            "rounding: ties go the other way" if ties.mean() > 0.9 else "rounding: an intermediate is rounded"
-        )
-    return tuple(causes) or ("unknown: compare the op's attributes, padding and weights in the file",)
-
-
-# What a runtime may do instead of rounding to the nearest integer, ties to even.
-_ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "ties go away from zero": lambda x: np.sign(x) * np.floor(np.abs(x) + 0.5),
-    "ties go up": lambda x: np.floor(x + 0.5),
-    "ties go to the even integer": np.rint,
-    "the runtime rounds down": np.floor,
-    "the runtime rounds up": np.ceil,
-    "the runtime rounds towards zero": np.trunc,
-}
-
-
-def _other_rounding(exact: np.ndarray, mine: np.ndarray, theirs: np.ndarray, qparams: QParams) -> str | None:
-    """The rounding that gives the runtime's integers nearly everywhere, where the graph's does not."""
-    if np.abs(theirs - mine).max() != 1:
-        return None
-    zero = int(qparams.zero_point) if not qparams.scale.ndim else 0
-    for name, rule in _ROUNDINGS.items():
-        other = np.clip(rule(exact - zero) + zero, qparams.scheme.qmin, qparams.scheme.qmax)
-        if np.mean(other == theirs) > max(0.999, np.mean(mine == theirs)):
-            return name
-    return None
-
-
-def _one_shift(delta: np.ndarray) -> int | None:
-    """The constant, of more than 1 LSB, by which nearly all of ``delta`` is off, else None."""
-    if delta.size < 2:
-        return None
-    shift = round(float(np.median(delta)))
-    return shift if abs(shift) > 1 and np.mean(np.abs(delta - shift) <= 1) > 0.95 else None
-
-
-def _per_channel_shift(delta: np.ndarray, inside: np.ndarray) -> int | None:
-    """The largest shift where every channel differs by a constant of its own, else None."""
-    if delta.ndim < 2:
-        return None
-    flat = np.moveaxis(delta, 1, 0).reshape(delta.shape[1], -1)
-    seen = np.moveaxis(inside, 1, 0).reshape(delta.shape[1], -1)
-    shifts = np.array(
-        [round(float(np.median(d[s]))) if s.any() else 0 for d, s in zip(flat, seen, strict=True)]
-    )
-    rest = np.abs(flat - shifts[:, None])[seen]
-    constant = rest.size > delta.shape[1] and np.mean(rest <= 1) > 0.95 and np.abs(shifts).max() > 1
-    return int(np.abs(shifts).max()) if constant else None
-
-
-def _ratio(exact: np.ndarray, theirs: np.ndarray, qparams: QParams) -> float | None:
-    """The factor between the two where one explains them, else None."""
-    if qparams.scale.ndim:
-        return None
-    inside = (theirs > qparams.scheme.qmin) & (theirs < qparams.scheme.qmax)
-    zero = int(qparams.zero_point)
-    a, b = (v[inside].astype(np.float64) - zero for v in (exact, theirs))
-    if not a.size or not a @ a:
-        return None
-    factor = float(a @ b) / float(a @ a)
-    fits = np.mean(np.abs(b - factor * a) <= 1) > 0.95
-    return factor if fits and abs(factor - 1) > 1e-3 else None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
+from qtrace.errors import ExportError
 from qtrace.graph.table import format_table
 from qtrace.runtimes.base import Kernels
 
@@ -41,7 +43,11 @@ class SiteTally:
 
 @dataclass
 class _Noise:
-    """Running sums of squares of outputs and of their differences."""
+    """Running sums of squares of an output and of its differences.
+
+    Values that are equal, infinite ones and NaN too, add no noise. One that is finite on one side only, or
+    another infinity, is noise without limit.
+    """
 
     signal: float = 0.0
     noise: float = 0.0
@@ -50,8 +56,11 @@ class _Noise:
 
     def add(self, mine: np.ndarray, theirs: np.ndarray) -> None:
         a, b = mine.astype(np.float64), theirs.astype(np.float64)
-        self.signal += float(np.sum(a * a))
-        self.noise += float(np.sum((a - b) ** 2))
+        finite = np.isfinite(a) & np.isfinite(b)
+        self.signal += float(np.sum(a[finite] ** 2))
+        self.noise += float(np.sum((a[finite] - b[finite]) ** 2))
+        if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+            self.noise = float("inf")
         if a.ndim >= 2:
             self.rows += len(a)
             rows = (len(a), -1)
@@ -61,7 +70,17 @@ class _Noise:
     def sqnr_db(self) -> float:
         if self.noise == 0:
             return float("inf")
+        if self.noise == float("inf"):
+            return -self.noise
         return float(10 * np.log10(max(self.signal, 1e-300) / self.noise))
+
+    def __add__(self, other: _Noise) -> _Noise:
+        return _Noise(
+            self.signal + other.signal,
+            self.noise + other.noise,
+            self.rows + other.rows,
+            self.same + other.same,
+        )
 
 
 @dataclass
@@ -77,6 +96,8 @@ class VerifyReport:
         min_equal: smallest share of equal values allowed op by op.
         min_sqnr_db: smallest ratio allowed at the outputs, in dB.
         sites: mode -> node -> tally.
+        outputs: mode -> output -> its noise; "op_by_op" is from the runtime's own integers to the output, so
+            it tells whether what follows the last site, in float, is computed alike.
         kernels: which ops the runtime computes on integers when it is deployed; None where that is unknown.
     """
 
@@ -85,17 +106,42 @@ class VerifyReport:
     min_equal: float
     min_sqnr_db: float
     sites: dict[str, dict[str, SiteTally]] = field(default_factory=lambda: {m: {} for m in _MODES})
-    outputs: dict[str, _Noise] = field(default_factory=dict)
+    outputs: dict[str, dict[str, _Noise]] = field(default_factory=dict)
     kernels: Kernels | None = None
 
     def add(self, mode: str, node: str, mine: np.ndarray, theirs: np.ndarray) -> None:
-        """Adds the integers of one site in one batch."""
+        """Adds the integers of one site in one batch.
+
+        Raises:
+            ExportError: when the two have different shapes.
+        """
+        self._alike(f"site {node}", mine, theirs)
         self.sites[mode].setdefault(node, SiteTally()).add(mine, theirs)
 
-    def add_outputs(self, mode: str, mine: list[np.ndarray], theirs: list[np.ndarray]) -> None:
-        """Adds the model's outputs of one batch."""
-        for a, b in zip(mine, theirs, strict=True):
-            self.outputs.setdefault(mode, _Noise()).add(a, b)
+    def add_outputs(
+        self, mode: str, names: Sequence[str], mine: Sequence[np.ndarray], theirs: Sequence[np.ndarray]
+    ) -> None:
+        """Adds the model's outputs of one batch.
+
+        Raises:
+            ExportError: when their number or a shape differs.
+        """
+        if len(mine) != len(theirs):
+            raise ExportError(
+                f"{self.path}: the number of outputs is {len(theirs)}, but {len(mine)} in the graph: "
+                "export it again."
+            )
+        noises = self.outputs.setdefault(mode, {})
+        for name, a, b in zip(names, mine, theirs, strict=True):
+            self._alike(f"output {name}", a, b)
+            noises.setdefault(name, _Noise()).add(a, b)
+
+    def _alike(self, what: str, mine: np.ndarray, theirs: np.ndarray) -> None:
+        if mine.shape != theirs.shape:
+            raise ExportError(
+                f"{self.path}: {what} has shape {theirs.shape} in the runtime, but {mine.shape} in the "
+                "graph: export it again."
+            )
 
     def worst_lsb(self, mode: str = "op_by_op") -> int:
         """The largest difference at any site."""
@@ -115,13 +161,21 @@ class VerifyReport:
         return dict(sorted(found.items()))
 
     def sqnr_db(self, mode: str = "reference") -> float:
-        """Signal-to-noise ratio of the runtime's outputs against the graph's, in dB."""
-        return self.outputs[mode].sqnr_db
+        """Signal-to-noise ratio of the runtime's outputs together against the graph's, in dB."""
+        return self._whole(mode).sqnr_db
+
+    def weakest_output(self, mode: str = "reference") -> tuple[str, float]:
+        """The output with the lowest ratio of its own, and that ratio in dB."""
+        name = min(self.outputs[mode], key=lambda n: self.outputs[mode][n].sqnr_db)
+        return name, self.outputs[mode][name].sqnr_db
 
     def agreement(self, mode: str = "deployed") -> float:
         """The share of samples whose largest output has the same index in the graph and the runtime."""
-        noise = self.outputs.get(mode) or self.outputs["reference"]
+        noise = self._whole(mode if mode in self.outputs else "reference")
         return noise.same / noise.rows if noise.rows else 1.0
+
+    def _whole(self, mode: str) -> _Noise:
+        return sum(self.outputs[mode].values(), _Noise())
 
     @property
     def passed(self) -> bool:
@@ -137,9 +191,15 @@ class VerifyReport:
         if self.equal_share() < self.min_equal:
             found.append(f"{self.equal_share():.4%} of the integers are equal, {self.min_equal:.4%} needed")
         found += [
-            f"outputs ({mode}) have {noise.sqnr_db:.1f} dB, {self.min_sqnr_db:.1f} dB needed"
-            for mode, noise in self.outputs.items()
+            f"output {name}, from the runtime's own integers, has {noise.sqnr_db:.1f} dB, "
+            f"{self.min_sqnr_db:.1f} dB needed"
+            for name, noise in self.outputs.get("op_by_op", {}).items()
             if noise.sqnr_db < self.min_sqnr_db
+        ]
+        found += [
+            f"outputs ({mode}) have {self.sqnr_db(mode):.1f} dB, {self.min_sqnr_db:.1f} dB needed"
+            for mode in self.outputs
+            if mode != "op_by_op" and self.sqnr_db(mode) < self.min_sqnr_db
         ]
         return found
 
@@ -157,7 +217,7 @@ class VerifyReport:
 
     def summary(self) -> str:
         """The totals and the verdict, in a few lines."""
-        ratios = ", ".join(f"{m} {n.sqnr_db:.1f} dB" for m, n in self.outputs.items())
+        ratios = ", ".join(self._ratio(mode) for mode in self.outputs if mode != "op_by_op")
         lines = [
             f"op by op: worst {self.worst_lsb()} LSB, {self.equal_share():.4%} equal "
             f"over {len(self.sites['op_by_op'])} sites{self._differences()}",
@@ -166,6 +226,11 @@ class VerifyReport:
             "passed" if self.passed else "FAILED: " + "; ".join(self.problems()),
         ]
         return "\n".join(lines)
+
+    def _ratio(self, mode: str) -> str:
+        whole, (name, own) = self.sqnr_db(mode), self.weakest_output(mode)
+        lowest = f" ({name} alone {own:.1f})" if f"{own:.1f}" != f"{whole:.1f}" else ""
+        return f"{mode} {whole:.1f} dB{lowest}"
 
     def _differences(self) -> str:
         """The most frequent differences, in a few words."""
@@ -197,8 +262,16 @@ class VerifyReport:
             "worst_lsb": {m: self.worst_lsb(m) for m in _MODES if self.sites[m]},
             "histogram": {m: self.histogram(m) for m in _MODES if self.sites[m]},
             "equal_share": {m: self.equal_share(m) for m in _MODES if self.sites[m]},
-            "sqnr_db": {m: (n.sqnr_db if np.isfinite(n.sqnr_db) else None) for m, n in self.outputs.items()},
+            "sqnr_db": {m: _finite(self.sqnr_db(m)) for m in self.outputs},
+            "outputs": {
+                m: {name: _finite(n.sqnr_db) for name, n in noises.items()}
+                for m, noises in self.outputs.items()
+            },
             "agreement": self.agreement(),
             "kernels": None if self.kernels is None else asdict(self.kernels),
             "sites": {m: {k: vars(t) for k, t in self.sites[m].items()} for m in _MODES},
         }
+
+
+def _finite(ratio: float) -> float | None:
+    return ratio if np.isfinite(ratio) else None

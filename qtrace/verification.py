@@ -25,7 +25,7 @@ from qtrace.runtimes import get as get_runtime
 from qtrace.runtimes.base import Session
 from qtrace.scheme import QParams
 
-__all__ = ["EndToEnd", "OpByOp", "integer_names", "leaves", "verify"]
+__all__ = ["EndToEnd", "OpByOp", "integer_names", "leaves", "output_names", "verify"]
 
 
 def verify(
@@ -49,7 +49,8 @@ def verify(
         optimized: whether to also run the file with all graph optimizations, as it will be deployed.
         max_lsb: largest difference allowed at any site, op by op.
         min_equal: smallest share of equal values allowed over all sites, op by op.
-        min_sqnr_db: smallest signal-to-noise ratio allowed at the outputs, end to end.
+        min_sqnr_db: smallest signal-to-noise ratio allowed at the outputs: at all of them together, end to
+            end, and at each one computed from the runtime's own integers.
 
     Returns:
         A report; its ``passed`` says whether the tolerances hold.
@@ -66,6 +67,7 @@ def verify(
     if optimized and chosen.kernels is not None:
         report.kernels = chosen.kernels(Path(path))
     table = integer_names(converted, Path(path), session)
+    ends = output_names(converted)
     count = 0
     with evaluating(converted):
         for count, batch in enumerate(batches, 1):
@@ -74,13 +76,14 @@ def verify(
             with told(converted, (args, kwargs), count - 1):
                 graph.compute(args, kwargs)
             ran = session.run(graph.inputs)
-            OpByOp(converted, table, ran.integers, report).run(*args, **kwargs)
+            tails = OpByOp(converted, table, ran.integers, report).run(*args, **kwargs)
+            report.add_outputs("op_by_op", ends, [t.numpy() for t in leaves(tails)], ran.outputs)
             graph.tally(ran.integers, "end_to_end")
-            report.add_outputs("reference", graph.outputs, ran.outputs)
+            report.add_outputs("reference", ends, graph.outputs, ran.outputs)
             if fused is not None:
                 deployed = fused.run(graph.inputs)
                 graph.tally(deployed.integers, "deployed")
-                report.add_outputs("deployed", graph.outputs, deployed.outputs)
+                report.add_outputs("deployed", ends, graph.outputs, deployed.outputs)
     if count == 0:
         raise CalibrationError("verification data has no batches: give at least one.")
     return report
@@ -108,6 +111,13 @@ def integer_names(converted: TracedModule, path: Path, session: Session) -> dict
     names = {f"{name}_q": name for name in computed}
     names.update((name, name) for name in annotation.moved() if name in known)
     return names
+
+
+def output_names(converted: TracedModule) -> list[str]:
+    """The names of the graph's outputs, without the rounding behind them; one given twice is numbered."""
+    nodes = {f"{s.name}_q": s.node for s in read_record(converted).annotation.sites}
+    names = [nodes.get(n.name, n.name) for n in converted.graph.outputs]
+    return [f"{n}_{c}" if (c := names[:i].count(n) + 1) > 1 else n for i, n in enumerate(names)]
 
 
 def _groups(converted: TracedModule) -> dict[str, QParams]:

@@ -45,6 +45,7 @@ def _rooms() -> dict[str, set[str]]:
     room("runtimes", "errors")
     room("report", "errors graph runtimes")
     room("verification")
+    room("causes", "scheme")
     room("bisection")
     room("comparison")
     room("sensitivity")

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 import qtrace
 from qtrace import cli
-from qtrace.bisection import likely_causes
+from qtrace.causes import likely_causes
 from qtrace.errors import CalibrationError
 from qtrace.numerics import quantize
 from qtrace.scheme import QParams, QScheme

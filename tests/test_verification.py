@@ -17,6 +17,7 @@ from onnx import numpy_helper
 import qtrace
 from qtrace.errors import CalibrationError, ExportError, GraphError
 from qtrace.graph.types import TracedModule
+from qtrace.report import VerifyReport
 from tests.nets import MobileNetV2, ResNet, images, net, randomize
 
 
@@ -158,3 +159,93 @@ def test_ordinary_networks_run_on_integer_kernels(tmp_path: Path) -> None:
         kernels = qtrace.verify(path, converted, batches).kernels
         assert kernels is not None
         assert len(kernels.integer) >= 0.9 * (len(kernels.integer) + len(kernels.floats))
+
+
+def _float_heads() -> M.Module:
+    """Two outputs in float, one a thousand times as large as the other."""
+
+    def forward(self: M.Module, x: mge.Tensor) -> tuple[mge.Tensor, mge.Tensor]:
+        y = F.relu(self.a(x))
+        return self.scores(y), self.boxes(y) * 1000
+
+    parts = {name: M.Conv2d(4, 4, 3, padding=1) for name in ("a", "scores", "boxes")}
+    return net(forward, **parts)
+
+
+@pytest.fixture
+def heads(tmp_path: Path) -> tuple[TracedModule, Path, list[np.ndarray]]:
+    batches = [images(4, 4, 8, 8, seed=s) for s in range(2)]
+    recipe = {"rules": [{"match": {"name": "scores"}, "quantize_output": False}]}
+    prepared = qtrace.prepare(qtrace.trace(_float_heads(), batches[0], check=False), qtrace.QConfig(**recipe))
+    converted = qtrace.convert(qtrace.calibrate(prepared, batches, progress=False))
+    path = qtrace.export(converted, tmp_path / "m.onnx")
+    report = qtrace.verify(path, converted, batches)
+    assert report.passed, report.table()
+    assert "scores_out" not in {n.removesuffix("_q") for n in report.sites["op_by_op"]}
+    return converted, path, batches
+
+
+def test_a_fault_behind_the_last_integers_fails_beside_larger_outputs(
+    heads: tuple[TracedModule, Path, list[np.ndarray]],
+) -> None:
+    converted, path, batches = heads
+    _edit(path, lambda m: _initializer(m, "scores_weight_scale", lambda v: v * 2))
+    report = qtrace.verify(path, converted, batches)
+    assert report.worst_lsb() == 0
+    assert report.sqnr_db() > report.min_sqnr_db  # the larger output hides it
+    assert report.weakest_output() == ("scores_out", pytest.approx(0, abs=6))
+    assert not report.passed
+    assert "output scores_out, from the runtime's own integers, has" in report.summary()
+    found = qtrace.bisect(path, converted, batches)
+    assert found is not None
+    assert (found.site, found.op, found.path, found.stage) == ("scores_out", "F.conv2d", "scores", "plain")
+    assert found.sqnr_db == pytest.approx(report.outputs["op_by_op"]["scores_out"].sqnr_db, abs=3)
+    assert f"{found.differing} of {found.values} floats differ" in found.table()
+    assert json.loads(json.dumps(found.to_dict()))["histogram"] == {}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_an_output_that_is_not_finite_fails(
+    value: float, heads: tuple[TracedModule, Path, list[np.ndarray]]
+) -> None:
+    converted, path, batches = heads
+    _edit(path, lambda m: _initializer(m, "scores_bias_scale", lambda v: np.full_like(v, value)))
+    report = qtrace.verify(path, converted, batches)
+    assert not report.passed
+    assert report.sqnr_db() == -np.inf
+    assert report.to_dict()["sqnr_db"]["reference"] is None
+    found = qtrace.bisect(path, converted, batches)
+    assert found is not None
+    assert found.site == "scores_out"
+
+
+def test_outputs_of_another_number_or_shape_are_refused(
+    heads: tuple[TracedModule, Path, list[np.ndarray]],
+) -> None:
+    converted, path, batches = heads
+    whole = path.read_bytes()
+    _edit(path, lambda m: m.graph.output.pop())
+    with pytest.raises(ExportError, match="number of outputs is 1, but 2 in the graph"):
+        qtrace.verify(path, converted, batches)
+
+    def widen(model: onnx.ModelProto) -> None:
+        node = next(n for n in model.graph.node if "scores_out" in n.output)
+        node.output[0] = "planted"
+        model.graph.node.append(onnx.helper.make_node("Concat", ["planted"] * 2, ["scores_out"], axis=1))
+        model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 8
+
+    path.write_bytes(whole)
+    _edit(path, widen)
+    for check in (qtrace.verify, qtrace.bisect):
+        with pytest.raises(ExportError, match=r"output scores_out has shape \(4, 8, 8, 8\) in the runtime"):
+            check(path, converted, batches)
+
+
+def test_equal_infinities_are_no_noise() -> None:
+    report = VerifyReport("m.onnx", 1, 0.999, 35.0)
+    masked = np.array([[1.0, -np.inf, np.nan]])
+    report.add_outputs("reference", ["y"], [masked], [masked.copy()])
+    assert report.sqnr_db() == np.inf
+    assert report.passed
+    report.add_outputs("reference", ["y"], [masked], [-masked])
+    assert report.sqnr_db() == -np.inf

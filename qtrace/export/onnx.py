@@ -58,9 +58,12 @@ def files(
             that the graph rounded to), so that runtimes compute the layer in float.
 
     Raises:
-        ExportError: when a node has no ONNX form or rounds in another way than ONNX, naming it, or onnx is
-            not installed.
+        ExportError: when a node has no ONNX form or rounds in another way than ONNX, naming it, an option is
+            neither true nor false, or onnx is not installed.
     """
+    for name, given in (("packed", packed), ("external", external)):
+        if not (isinstance(given, bool) or (name == "external" and given is None)):
+            raise ExportError(f"{name}={given!r} is no choice of the ONNX export: choose true or false.")
     model = _Exporter(converted, packed, float_kinds(allow_float)).run()
     check(model)
     size = sum(len(t.raw_data) for t in model.graph.initializer)

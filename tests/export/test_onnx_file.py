@@ -147,6 +147,10 @@ def test_refusals(tmp_path: Path) -> None:
         qtrace.export(converted, tmp_path / "nowhere" / "m.onnx")
     with pytest.raises(GraphError, match="not a converted"):
         qtrace.export(qtrace.trace(module, x), tmp_path / "m.onnx")
+    for option in ("packed", "external"):
+        with pytest.raises(ExportError, match=f"{option}='no way' is no choice.*true or false"):
+            qtrace.export(converted, tmp_path / "m.onnx", **{option: "no way"})
+    assert not list(tmp_path.iterdir())
     assert qtrace.export(converted, tmp_path / "m.bin", format="onnx").exists()
 
 

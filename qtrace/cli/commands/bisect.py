@@ -60,7 +60,9 @@ def bisect(
         found = qtrace.bisect(
             file, models.load_model(model, allow), batches, runtime=runtime, max_lsb=max_lsb
         )
-        text = f"no site differs by more than {max_lsb} LSB" if found is None else found.table()
+        text = (
+            f"no site differs by more than {max_lsb} LSB, and no output" if found is None else found.table()
+        )
     models.tell_skipped(source, console)
     console.result(text, {"found": None if found is None else found.to_dict()})
     return 0 if found is None else 1

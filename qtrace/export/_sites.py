@@ -95,6 +95,9 @@ class Row:
 def site_table(converted: TracedModule, names: Names) -> tuple[Row, ...]:
     """Every quantized tensor of the float model: activations, those that carry integers, weights, biases.
 
+    A bias that a layer adds at several scales, since its calls have inputs of several, has no row: its
+    scale is that of the call's input times the weight's, for a reader to compute.
+
     Args:
         converted: a module made by ``qtrace.convert``.
         names: how the float model calls what the graph has.
@@ -104,9 +107,13 @@ def site_table(converted: TracedModule, names: Names) -> tuple[Row, ...]:
     """
     annotation = read_record(converted, "converted").annotation
     rows: dict[str, Row] = {}
+    several: set[str] = set()
     for row in (*_activations(converted, annotation, names), *_parameters(converted, annotation, names)):
         known = rows.setdefault(row.tensor, row)
         if not _same(known, row):
+            if known.sort == row.sort == "bias":
+                several.add(row.tensor)
+                continue
             raise ExportError(
                 f"site {row.site} ({row.describe()}) quantizes tensor {row.tensor} otherwise than site "
                 f"{known.site} ({known.describe()}), but a parameter file has one entry for each tensor: let "
@@ -114,7 +121,7 @@ def site_table(converted: TracedModule, names: Names) -> tuple[Row, ...]:
             )
         if known is not row:
             rows[row.tensor] = _joined(known, row)
-    return tuple(rows.values())
+    return tuple(row for tensor, row in rows.items() if tensor not in several)
 
 
 def _activations(converted: TracedModule, annotation: Annotation, names: Names) -> list[Row]:

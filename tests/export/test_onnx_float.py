@@ -310,6 +310,32 @@ def test_a_tensor_with_two_schemes_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("recipe", "params"),
+    [
+        *(("backend/onnxruntime", p) for p in (*AIMET, "mqbench-snpe")),
+        *(("backend/tensorrt", p) for p in ("tensorrt", "mqbench-tensorrt")),
+        ("backend/ncnn", "ncnn"),
+        ("backend/megengine", "mgeconvert"),
+    ],
+)
+def test_a_head_for_several_levels_has_no_entry_for_its_bias(
+    recipe: str, params: str, tmp_path: Path
+) -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> tuple[mge.Tensor, mge.Tensor]:
+        fine = F.relu(self.a(x))
+        return self.head(fine), self.head(F.relu(self.b(fine)))
+
+    parts = {n: M.Conv2d(4, 4, 3, padding=1) for n in ("a", "b", "head")}
+    converted = _converted(net(forward, **parts), images(2, 4, 8, 8), recipe)
+    model, text = _export(converted, tmp_path, params)
+    assert "head_bias" in _tensors(model)
+    assert "head_bias" not in text
+    if params in AIMET:
+        assert '"head_weight"' in text
+        assert '"a_bias"' in text
+
+
 def test_a_tensor_that_is_also_read_in_float_is_refused(tmp_path: Path) -> None:
     x = images(2, 4, 8, 8)
     module = net(lambda self, x: self.a(x) + F.exp(x), a=M.Conv2d(4, 4, 3, padding=1))

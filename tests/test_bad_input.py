@@ -294,7 +294,7 @@ def test_loaders(name: str, place: Path) -> None:
 
 
 IMAGES = {
-    "cutpng": r"cutpng/b\.png",
+    "cutpng": r"cutpng/b\.png is a truncated or damaged PNG",
     "cutjpeg": r"cutjpeg/b\.jpg is a truncated JPEG",
     "emptyimage": r"b\.png is empty",
     "textimage": r"b\.png is not an image",

@@ -407,6 +407,23 @@ class TestCalibrate:
         assert "ZeroDivisionError: inside" in result.err
         assert not Path("out").exists()
 
+    @pytest.mark.parametrize(
+        ("error", "said"),
+        [
+            (OSError(28, "No space left on device", "/there/x"), "error: /there/x: No space left on device."),
+            (OSError(24, "Too many open files"), "Too many open files."),
+            (MemoryError(), "error: there is not enough memory; use smaller batches."),
+        ],
+    )
+    def test_what_the_machine_lacks(self, run, here, fakes, error, said):
+        before = here.names()
+        fakes.fail = error
+        result = run(*calibrate("-q"))
+        assert (result.code, result.out) == (2, "")
+        assert result.err.count("\n") == 1
+        assert said in result.err
+        assert here.names() == before
+
     def test_interrupt(self, run, here, fakes):
         fakes.fail = KeyboardInterrupt()
         before = here.names()
@@ -585,6 +602,23 @@ def umask():
     value = os.umask(0)
     os.umask(value)
     return value
+
+
+def test_tidying_up_is_not_cut_short():
+    before = signal.getsignal(signal.SIGINT)
+    with outputs.undisturbed():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_missing_folders_are_made_and_taken_back(tmp_path):
+    with pytest.raises(ZeroDivisionError), outputs.output_file(tmp_path / "a" / "b" / "c.txt"):
+        raise ZeroDivisionError
+    assert os.listdir(tmp_path) == []
+    with outputs.output_file(tmp_path / "a" / "b" / "c.txt") as partial:
+        partial.write_text("whole")
+    assert (tmp_path / "a" / "b" / "c.txt").read_text() == "whole"
 
 
 def test_a_folder_that_cannot_be_replaced_is_put_back(tmp_path, monkeypatch):

@@ -180,7 +180,15 @@ class TestBrokenArrays:
             open_data(str(tmp_path / "x.npy"))
 
     @pytest.mark.parametrize(
-        "content", [b"", b"hello, I am text\n" * 9, b"\x93NUMPY\x01\x00\xff\xff{", b"PK\3\4"]
+        "content",
+        [
+            b"",
+            b"hello, I am text\n" * 9,
+            b"\x93NUMPY\x01\x00\xff\xff{",
+            b"\x93NUMPY\x01\x00\x0a\x00'descr': 1}",
+            b"\x93NUMPY\x01\x00\x08\x00" + b"(" * 8,
+            b"PK\3\4",
+        ],
     )
     @pytest.mark.parametrize("suffix", [".npy", ".npz"])
     def test_other_content(self, tmp_path, content, suffix):

@@ -163,7 +163,9 @@ def _header(path: Path, info: zipfile.ZipInfo | None) -> _Array:
         try:
             reader = _READERS[np.lib.format.read_magic(stream)]  # type: ignore[no-untyped-call]
             shape, fortran, dtype = reader(stream)
-        except (ValueError, KeyError, SyntaxError) as error:
+        except (*_BAD_ZIP, OSError):
+            raise
+        except Exception as error:  # whatever numpy and Python make of a header that is none
             raise DataError(
                 f"{where} is not an array in NumPy's .npy format; write it with numpy.save."
             ) from error

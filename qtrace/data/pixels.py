@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from qtrace.config import Preprocess  # it loads MegEngine, which data can do without
 
 __all__ = ["decode", "fit", "normalize"]
+
+_PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def decode(path: Path, channels: int) -> np.ndarray:
@@ -32,6 +35,8 @@ def decode(path: Path, channels: int) -> np.ndarray:
     data = _contents(path)
     if data.startswith(b"\xff\xd8") and not _is_whole_jpeg(data):
         raise DataError(f"{path} is a truncated JPEG.")
+    if data.startswith(_PNG) and not _is_whole_png(data):  # libpng would print a line of its own
+        raise DataError(f"{path} is a truncated or damaged PNG.")
     flag = cv2.IMREAD_COLOR if channels == 3 else cv2.IMREAD_GRAYSCALE
     level = cv2.setLogLevel(0)  # it would print what the error below says
     try:
@@ -63,6 +68,20 @@ def _contents(path: Path) -> bytes:
             "damaged, or no image to calibrate with."
         )
     return data
+
+
+def _is_whole_png(data: bytes) -> bool:
+    """Whether every chunk up to the last is there with its checksum."""
+    position = len(_PNG)
+    while position + 12 <= len(data):
+        end = position + 8 + int.from_bytes(data[position : position + 4], "big")
+        kind = data[position + 4 : position + 8]
+        if zlib.crc32(data[position + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
+            return False
+        if kind == b"IEND":
+            return True
+        position = end + 4
+    return False
 
 
 def _is_whole_jpeg(data: bytes) -> bool:

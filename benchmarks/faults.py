@@ -1,0 +1,370 @@
+"""Kills commands, and takes disk, handles and rights away from them: ``python -m benchmarks.faults``.
+
+After each fault an output is what it was before or what it was to become, byte for byte; a killed
+calibration, resumed, gives the same bytes as one that was left alone. Commands run in children of a process
+that has imported everything and used nothing, so that most of their time is work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import hashlib
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CAPABILITY_VERSION_3, CAP_DAC_OVERRIDE = 0x20080522, 1
+PATIENCE = 300.0  # seconds until a command counts as hanging
+
+SETUP = """
+import megengine.module as M, megengine.functional as F
+class Net(M.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = M.Conv2d(3, 8, 3), M.Conv2d(8, 8, 3)
+        for layer in (self.a, self.b):
+            shape = layer.weight.shape
+            layer.weight[:] = F.reshape(F.linspace(-0.2, 0.3, layer.weight.size), shape)
+    def forward(self, x):
+        return self.b(F.relu(self.a(x)))
+"""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A command and its output.
+
+    Attributes:
+        name: what it is called.
+        args: the command.
+        target: the output, a file or a folder.
+        old: a copy of the output as it is before.
+        new: a copy of it as the command makes it.
+        again: the command to go on with after a kill.
+    """
+
+    name: str
+    args: tuple[str, ...]
+    target: Path
+    old: Path
+    new: Path
+    again: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: its exit code (negative for a signal), what it said, and how long it took."""
+
+    code: int
+    said: str
+    seconds: float
+
+
+def command(
+    args: tuple[str, ...],
+    *,
+    before: Callable[[], None] | None = None,
+    hit: Callable[[int], None] | None = None,
+) -> Ended:
+    """Runs a command in a child.
+
+    Args:
+        args: the command.
+        before: is called in the child, to limit it.
+        hit: is called here with the child's id, to disturb it.
+    """
+    said = Path("said.txt")
+    Path("begun").unlink(missing_ok=True)
+    start = time.monotonic()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    child = os.fork()
+    if not child:
+        _child(args, said, before)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hit is not None:
+        hit(child)
+    while True:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            break
+        if time.monotonic() - start > PATIENCE:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise SystemExit(f"{' '.join(args)} hangs: {said.read_text()}")
+        time.sleep(0.002)
+    return Ended(os.waitstatus_to_exitcode(status), said.read_text(), time.monotonic() - start)
+
+
+def _child(args: tuple[str, ...], said: Path, before: Callable[[], None] | None) -> None:
+    code: object = 70
+    try:
+        handle = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - until the child ends
+        if before is not None:
+            before()
+        from qtrace import cli
+
+        _begin(cli, args)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:  # it shows in what was said
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 0)
+
+
+def _begin(cli: Any, args: tuple[str, ...]) -> None:
+    """Runs main; whoever sends Ctrl-C waits until it has begun, as it does where a shell starts it."""
+    real = cli._run
+
+    def run(args: tuple[str, ...]) -> int:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        code: int = real(args)
+        return code
+
+    cli._run = run
+    with contextlib.suppress(OSError):
+        Path("begun").touch()
+    cli.main(args)
+
+
+def state(path: Path) -> dict[str, str]:
+    """The files of an output with their hashes; checkpoints of what goes on are left out."""
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    names = {file: str(file.relative_to(path)) for file in files}
+    return {
+        name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file, name in names.items()
+        if not name.startswith(".calibration")
+    }
+
+
+def _copy(source: Path, target: Path) -> None:
+    if target.is_dir():
+        shutil.rmtree(target)
+    if source.is_dir():
+        shutil.copytree(source, target)
+    else:
+        shutil.copyfile(source, target)
+
+
+def _must(*args: str) -> None:
+    ended = command(args)
+    if ended.code:
+        raise SystemExit(f"{' '.join(args)} ended with {ended.code}: {ended.said}")
+
+
+def prepare() -> list[Work]:
+    """Makes a model, data and the outputs of every command, in the current folder."""
+    import numpy as np
+
+    Path("faults_net.py").write_text(SETUP)
+    generator = np.random.default_rng(0)
+    for name, scale in (("x", 1.0), ("y", 3.0)):
+        np.save(f"{name}.npy", (scale * generator.standard_normal((12, 3, 12, 12))).astype(np.float32))
+    trace = ("trace", "faults_net:Net", "-q", "--no-check", "--shape")
+    calibrate = ("calibrate", "net.mge", "-q", "--batch-size", "2", "--checkpoint-batches", "1", "--force")
+    export = ("export", "model.mge", "-q", "-o", "net.onnx")
+    _must(*trace, "2x3x12x12", "-o", "net.mge")
+    _must(*calibrate, "-d", "x.npy", "-o", "first")
+    shutil.copyfile("first/quantized.mge", "model.mge")
+    calibrate = (*calibrate, "-o", "int8")
+    trace = (*trace[:-1], "-o", "traced.mge", "--shape")
+    works = []
+    for name, target, old, new, more in (
+        ("save", "traced.mge", (*trace, "1x3x9x9"), (*trace, "2x3x12x12"), ()),
+        ("calibrate", "int8", (*calibrate, "-d", "y.npy"), (*calibrate, "-d", "x.npy"), ("--resume",)),
+        ("export", "net.onnx", export, (*export, "-f", "onnx_float"), ()),
+    ):
+        for kind, args in (("old", old), ("new", new)):
+            _must(*args)
+            _copy(Path(target), Path(f"{kind}-{target}"))
+        works.append(
+            Work(name, new, Path(target), Path(f"old-{target}"), Path(f"new-{target}"), (*new, *more))
+        )
+        if state(works[-1].old) == state(works[-1].new):
+            raise SystemExit(f"{name}: both states are the same, so that nothing could be seen")
+    return works
+
+
+def _check(work: Work, fault: str) -> str:
+    """Which state the output is in."""
+    found = state(work.target)
+    for name, copy in (("old", work.old), ("new", work.new)):
+        if found == state(copy):
+            return name
+    raise SystemExit(f"{work.name}, {fault}: the output is neither old nor new: {sorted(found)}")
+
+
+def _clean(work: Work, fault: str) -> None:
+    """Nothing of a command may lie beside its output, nor in it."""
+    left = [p for p in Path().iterdir() if p.name.startswith(f".{work.target.name}.")]
+    left += [work.target / ".calibration"] if (work.target / ".calibration").exists() else []
+    if left:
+        raise SystemExit(f"{work.name}, {fault}: left behind: {', '.join(map(str, left))}")
+
+
+def kills(works: list[Work], count: int, rng: random.Random) -> Counter[str]:
+    """Kills commands at random instants; then runs them to their end."""
+    seen: Counter[str] = Counter()
+    lasts: dict[str, float] = {}
+    for number in range(count):
+        work = works[min(number % 4, 2) if number % 4 != 3 else 1]  # calibrate half of the time
+        _copy(work.old, work.target)
+        if work.name not in lasts:
+            lasts[work.name] = command(work.args).seconds
+            _copy(work.old, work.target)
+        wait = rng.uniform(0, 1.05 * lasts[work.name])
+
+        def hit(child: int, wait: float = wait) -> None:
+            time.sleep(wait)
+            os.kill(child, signal.SIGKILL)
+
+        ended = command(work.args, hit=hit)
+        seen[f"{work.name}: {_check(work, f'killed after {wait:.3f} s')}"] += 1
+        seen["ended before" if ended.code == 0 else "killed"] += 1
+        again = command(work.again)
+        if again.code or _check(work, "resumed") != "new":
+            raise SystemExit(f"{work.name}: resuming ended with {again.code}: {again.said}")
+        if work.name == "calibrate":
+            _clean(work, "resumed")
+        for left in Path().glob(".*.tmp"):
+            shutil.rmtree(left)
+        if number % 20 == 19:
+            print(f"{number + 1} kills", file=sys.stderr, flush=True)
+    return seen
+
+
+def _refused(work: Work, fault: str, ended: Ended, codes: tuple[int, ...] = (2,)) -> str:
+    lines = [line for line in ended.said.splitlines() if line]
+    if ended.code not in codes or (ended.code and len(lines) > 1) or "Traceback" in ended.said:
+        raise SystemExit(f"{work.name}, {fault}: exit code {ended.code}: {ended.said}")
+    found = _check(work, fault)
+    if found != ("new" if ended.code == 0 else "old") and ended.code != 130:
+        raise SystemExit(f"{work.name}, {fault}: exit code {ended.code}, but the output is {found}")
+    return found
+
+
+def others(works: list[Work], rounds: int, rng: random.Random) -> Counter[str]:
+    """A full disk, too few handles, a folder without rights, and Ctrl-C twice."""
+    seen: Counter[str] = Counter()
+    for work in works * rounds:
+        largest = max(p.stat().st_size for p in (work.new.rglob("*") if work.new.is_dir() else [work.new]))
+        size, handles, wait, second = (
+            rng.randrange(largest),
+            rng.randrange(4, 40),
+            rng.random(),
+            rng.random() * 0.05,
+        )
+        for fault, before, hit, codes in (
+            (f"files of at most {size} bytes", lambda s=size: _limit(resource.RLIMIT_FSIZE, s), None, (2,)),
+            (f"{handles} handles", lambda n=handles: _limit(resource.RLIMIT_NOFILE, n), None, (0, 2)),
+            ("a folder that is read-only", _read_only, None, (2,)),
+            ("Ctrl-C twice", None, lambda child, w=wait, s=second: _interrupt(child, w, s), (0, 130)),
+        ):
+            _copy(work.old, work.target)
+            with _lent() if before is _read_only else contextlib.nullcontext():
+                ended = command(work.args, before=before, hit=hit)
+            found = _refused(work, fault, ended, codes)
+            kind = fault if not fault[0].isdigit() and not fault.startswith("files") else fault.split()[-1]
+            seen[f"{work.name}, {kind}: {found}"] += 1
+            shutil.rmtree(work.target / ".calibration", ignore_errors=True)
+            _clean(work, fault)
+    return seen
+
+
+def _limit(kind: int, value: int) -> None:
+    resource.setrlimit(kind, (value, value))
+
+
+@contextlib.contextmanager
+def _lent() -> Iterator[None]:
+    """Lets everybody read the current folder, and nobody write to it."""
+    here = Path()
+    Path("said.txt").touch()
+    for path in (here, *here.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    Path("said.txt").chmod(0o666)
+    yield
+    for path in (here, *here.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def _read_only() -> None:
+    """Gives up the one right of root's that makes every folder writable (capabilities(7))."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    head, sets = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
+    libc.capget(head, sets)
+    sets[0] &= ~(1 << CAP_DAC_OVERRIDE)  # the effective set
+    libc.capset(head, sets)
+
+
+def _interrupt(child: int, wait: float, second: float) -> None:
+    while not Path("begun").exists():
+        time.sleep(0.001)
+    for pause in (wait, second):
+        time.sleep(pause)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGINT)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
+    parser.add_argument("--kills", type=int, default=200, help="kill -9 at so many random instants")
+    parser.add_argument("--rounds", type=int, default=5, help="so many rounds of the other faults")
+    parser.add_argument("--seed", type=int, default=0, help="of the instants")
+    options = parser.parse_args(arguments)
+    _import_all()
+    # MegEngine's CUDA stub writes to file descriptor 2 at every fork; Python's stderr goes on as it was.
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    rng = random.Random(options.seed)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        os.chdir(folder)
+        works = prepare()
+        seen = kills(works, options.kills, rng) + others(works, options.rounds, rng)
+        os.chdir("/")
+    for name, count in sorted(seen.items()):
+        print(f"{count:5} {name}")
+    print(
+        f"{options.kills} kills and {4 * len(works) * options.rounds} other faults in "
+        f"{time.monotonic() - start:.0f} s: every output old or new, every killed command run to the same end"
+    )
+    return 0
+
+
+def _import_all() -> None:
+    """What the commands import, so that a child does not wait for it; nothing of it is used here."""
+    import cv2  # noqa: F401
+    import onnx  # noqa: F401
+    import onnxruntime  # noqa: F401
+
+    import qtrace
+
+    for name in (*qtrace.__all__, "__version__"):
+        getattr(qtrace, name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

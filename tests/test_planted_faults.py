@@ -174,6 +174,23 @@ def test_in_ncnn(fault: str, for_ncnn: TracedModule, tmp_path: Path) -> None:
     _found(path, for_ncnn, tuple(wanted))
 
 
+def test_swapped_axes_in_a_megengine_dump(tmp_path: Path) -> None:
+    converted = _converted("backend/megengine", BATCHES)
+    path = qtrace.export(converted, tmp_path / "m.mge", format="megengine")
+    assert qtrace.verify(path, converted, BATCHES).passed
+    assert qtrace.bisect(path, converted, BATCHES) is None
+    steps = converted.a.weight.numpy() / converted.qsites.a_weight.qparams().scale
+    integers = (np.sign(steps) * np.floor(np.abs(steps) + 0.5)).astype(np.int8)
+    data = path.read_bytes()
+    assert data.count(integers.tobytes()) == 1
+    swapped = np.ascontiguousarray(integers.swapaxes(2, 3))
+    path.write_bytes(data.replace(integers.tobytes(), swapped.tobytes()))
+    assert not qtrace.verify(path, converted, BATCHES).passed
+    found = qtrace.bisect(path, converted, BATCHES)
+    assert found is not None
+    assert (found.op, found.path, found.stage) == ("F.conv2d", "a", "plain"), found.table()
+
+
 def test_the_histogram_counts_every_difference(for_onnx: TracedModule, tmp_path: Path) -> None:
     path = qtrace.export(for_onnx, tmp_path / "m.onnx")
     model = onnx.load(path)

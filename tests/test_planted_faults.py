@@ -157,7 +157,25 @@ def _ncnn_scale(path: Path, converted: TracedModule) -> None:
     file.write_bytes(data[:place] + np.float32(2 * scale).tobytes() + data[place + 4 :])
 
 
+def _ncnn_rounded_down(path: Path, converted: TracedModule) -> None:
+    """Another rounding of the input: what Quantize reads is a whole number of steps already."""
+    scale = converted.qsites.x.qparams().scale.item()
+    magic, counts, *lines = path.read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("Quantize"))
+    words = lines[at].split()
+    steps = [
+        f"BinaryOp planted_0 1 1 {words[4]} planted_0 0=3 1=1 2={scale:.9e}",
+        "UnaryOp planted_1 1 1 planted_0 planted_1 0=2",
+        f"BinaryOp planted_2 1 1 planted_1 planted_2 0=2 1=1 2={scale:.9e}",
+    ]
+    words[4] = "planted_2"
+    lines[at : at + 1] = [*steps, " ".join(words)]
+    counts = " ".join(str(int(n) + 3) for n in counts.split())
+    path.write_text("\n".join([magic, counts, *lines]) + "\n")
+
+
 NCNN_FAULTS = {
+    "rounding mode": (_ncnn_rounded_down, "x_q", "input", "rounding: the runtime rounds down"),
     "bias off by 2": (_ncnn_bias, "relu_out__b_out_q", "F.conv2d", "bias: each channel"),
     "swapped axis": (_ncnn_axis, "relu_out__b_out_q", "F.conv2d", ""),
     "scale off by 2": (_ncnn_scale, "x_q", "input", "scale: the runtime's values are 2"),

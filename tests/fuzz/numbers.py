@@ -70,4 +70,5 @@ def check(data: st.DataObject, folder: Path) -> None:
         assert found == min(max(expected, scheme.qmin), scheme.qmax)
     back = dequantize(integers, params)
     np.testing.assert_array_equal(back, fake_quantize(x, params))
-    np.testing.assert_array_equal(quantize(back, params), integers)  # what was rounded stays
+    held = np.isfinite(back)  # a scale near the end of float32 has integers that no float32 holds
+    np.testing.assert_array_equal(quantize(back[held], params), integers[held])  # what was rounded stays

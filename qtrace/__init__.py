@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from qtrace.config import QConfig
     from qtrace.explanation import explain
     from qtrace.export import export
+    from qtrace.finetuning import finetune
     from qtrace.graph.serialize import load, save
     from qtrace.graph.tracing import trace
     from qtrace.passes.convert import convert
@@ -37,6 +38,7 @@ __all__ = [
     "explain",
     "export",
     "fakequant",
+    "finetune",
     "graph",
     "load",
     "load_recipe",
@@ -60,6 +62,7 @@ _HOME = {
     "convert": "passes.convert",
     "explain": "explanation",
     "export": "export",
+    "finetune": "finetuning",
     "load": "graph.serialize",
     "load_recipe": "recipe",
     "param_groups": "qat",

@@ -41,3 +41,7 @@ class DataError(QtraceError):
 
 class QtraceWarning(UserWarning):
     """Something is allowed that may well go wrong."""
+
+
+class TrainingError(QtraceError):
+    """A fine-tuning cannot begin, or its loss is not finite."""

@@ -49,6 +49,7 @@ def _rooms() -> dict[str, set[str]]:
     room("bisection")
     room("comparison")
     room("sensitivity")
+    room("finetuning")
     room("__init__")
     room("cli")
     room("__main__", "cli")

@@ -580,7 +580,7 @@ def test_an_interrupted_calibration_is_resumed_and_a_second_one_is_refused(run, 
     stopped = run(*command, "out")
     assert stopped.code == 2
     assert "making batch 3 raised OSError: disk gone" in stopped.err
-    assert "the batches that were seen are kept in out: go on with --resume" in stopped.err
+    assert "what was done is kept in out: go on with --resume" in stopped.err
     assert os.listdir("out") == [outputs.WORK]
     again = run(*command, "out")
     assert again.code == 2

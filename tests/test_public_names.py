@@ -18,6 +18,7 @@ NAMES |= {
     "convert",
     "explain",
     "export",
+    "finetune",
     "load",
     "load_recipe",
     "param_groups",

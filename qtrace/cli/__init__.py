@@ -16,6 +16,7 @@ from qtrace.cli.commands.calibrate import calibrate
 from qtrace.cli.commands.compare import compare
 from qtrace.cli.commands.explain import explain
 from qtrace.cli.commands.export import export
+from qtrace.cli.commands.finetune import finetune
 from qtrace.cli.commands.recipes import recipes
 from qtrace.cli.commands.sensitivity import sensitivity
 from qtrace.cli.commands.trace import trace
@@ -71,7 +72,8 @@ def group() -> None:
     """
 
 
-for _command in (trace, calibrate, explain, export, verify, bisect, compare, sensitivity, recipes):
+_COMMANDS = (trace, calibrate, finetune, explain, export, verify, bisect, compare, sensitivity, recipes)
+for _command in _COMMANDS:
     group.add_command(_command)
 
 

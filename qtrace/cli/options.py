@@ -94,8 +94,8 @@ example = click.option(
 )
 
 
-def data(required: bool) -> Callable[..., Any]:
-    """--data and what belongs to it."""
+def data(required: bool, batch_size: int = 8) -> Callable[..., Any]:
+    """--data and what belongs to it; ``batch_size`` is the default of that."""
     return _all(
         click.option(
             "--data",
@@ -105,7 +105,11 @@ def data(required: bool) -> Callable[..., Any]:
             help="An .npy or .npz file (first axis: samples), a folder of images, or pkg.mod:loader.",
         ),
         click.option(
-            "--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Samples a batch."
+            "--batch-size",
+            type=click.IntRange(1),
+            default=batch_size,
+            show_default=True,
+            help="Samples a batch.",
         ),
         click.option("--max-batches", type=click.IntRange(1), help="Stop after so many batches."),
         click.option("--skip-bad", is_flag=True, help="Leave unreadable images out, and say which."),

@@ -86,7 +86,7 @@ def resumable_folder(
                 yield folder, work
             except BaseException:
                 if kept(work):
-                    note(f"the batches that were seen are kept in {path}: go on with --resume")
+                    note(f"what was done is kept in {path}: go on with --resume")
                 raise
             engine.synchronize()
             try:
@@ -96,7 +96,7 @@ def resumable_folder(
 
 
 def _unfinished(target: Path) -> bool:
-    """Whether a folder holds nothing but the work of an unfinished calibration."""
+    """Whether a folder holds nothing but the work of an unfinished run."""
     return target.is_dir() and {entry.name for entry in target.iterdir()} <= {WORK}
 
 
@@ -108,7 +108,7 @@ def _check_checkpoints(path: Path, work: Path, force: bool, resume: bool) -> Non
         return
     if not force:
         raise QtraceError(
-            f"{path} holds checkpoints of a calibration that did not end: go on with --resume, or begin anew "
+            f"{path} holds checkpoints of a run that did not end: go on with --resume, or begin anew "
             "with --force."
         )
     for entry in work.glob("*.npz"):

@@ -15,7 +15,7 @@ from qtrace.graph.types import Expr, ModuleNode, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, owner, users
 from qtrace.ptq._layers import Layer
 
-__all__ = ["Block", "single_layers", "structural_blocks"]
+__all__ = ["Block", "bottlenecks", "single_layers", "structural_blocks"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,12 @@ def structural_blocks(model: TracedModule, layers: Iterable[Layer], most: int) -
         found += [block] if len(inside) <= most and exits else single_layers(model, inside)
         steps, entry = [], list(alive)
     return found
+
+
+def bottlenecks(model: TracedModule) -> list[TensorNode]:
+    """The tensors of a prepared graph that are alive alone and are rounded next, in graph order."""
+    found = [alive[0] for alive in _read_after(model, _moving(model)) if _is_cut(alive)]
+    return list({id(node): node for node in found}.values())
 
 
 def _is_cut(alive: list[TensorNode]) -> bool:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from qtrace.collection.running import Result
     from qtrace.data import DataSource  # at run time it loads numpy, which --help does without
 
-__all__ = ["FILES", "calibrate"]
+__all__ = ["FILES", "calibrate", "write_folder"]
 
 FILES = ("prepared.mge", "quantized.mge", "report.json", "explain.txt")
 
@@ -99,7 +99,7 @@ def calibrate(
                 "batches": len(statistics.batches),
                 "skipped": list(result.skipped),
             }
-            _write(folder, prepared, summary)
+            write_folder(folder, prepared, summary)
     models.tell_skipped(source, console)
     files = [str(out / name) for name in FILES]
     console.result("\n".join(files), {**summary, "files": files})
@@ -125,7 +125,14 @@ def _collect(
     )
 
 
-def _write(folder: Path, prepared: Any, summary: dict[str, Any]) -> None:
+def write_folder(folder: Path, prepared: Any, summary: dict[str, Any]) -> None:
+    """Writes `FILES` of a calibrated graph.
+
+    Args:
+        folder: where to.
+        prepared: the graph.
+        summary: what the report begins with.
+    """
     import qtrace
 
     quantized = qtrace.convert(prepared)

@@ -1,0 +1,131 @@
+"""``qtrace finetune``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from qtrace.cli import help, models, options
+from qtrace.cli.commands.calibrate import FILES, write_folder
+from qtrace.cli.console import Console
+from qtrace.cli.outputs import resumable_folder
+
+__all__ = ["finetune"]
+
+_CHECKPOINT = "finetune.part.npz"
+
+
+@click.command(
+    cls=help.Command,
+    example="""
+        qtrace finetune w4a4/prepared.mge --data images/ --out w4a4-tuned
+        qtrace finetune w4a4/prepared.mge --data images/ --eval-data unseen/ --steps 2000 --out tuned --resume
+    """,
+)
+@click.argument("model")
+@options.data(required=True, batch_size=32)
+@click.option(
+    "--eval-data", metavar="D", help="What to measure on, as --data; a tenth of --data if left out."
+)
+@click.option("--out", "-o", type=options.file_or_folder(), required=True, help="The folder to write.")
+@click.option("--steps", type=click.IntRange(1), default=500, show_default=True, help="Steps to take.")
+@click.option(
+    "--lr",
+    type=float,
+    default=5e-3,
+    show_default=True,
+    help="Learning rate, as a share of each tensor's size.",
+)
+@click.option("--range-lr", type=float, help="That of ranges; as --lr if left out.")
+@click.option("--freeze-below", type=float, help="Ranges that change less than this share in a step stay.")
+@click.option(
+    "--block",
+    "blocks",
+    metavar="NAME",
+    multiple=True,
+    help="Compare this node instead of those found by structure. Repeatable.",
+)
+@click.option("--teacher", metavar="F", help="The float network, if `ptq` algorithms changed the weights.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the order of the data."
+)
+@click.option("--recipe", "-r", metavar="R", help="For its preprocess, if that is not the model's.")
+@click.option(
+    "--checkpoint-steps",
+    type=click.IntRange(1),
+    default=100,
+    show_default=True,
+    help="Checkpoint after so many steps.",
+)
+@click.option("--resume", is_flag=True, help="Go on where an interrupted run stopped.")
+@click.option("--force", is_flag=True, help="Replace the output folder of an earlier run.")
+@options.allow
+@options.progress
+@options.output
+def finetune(
+    model: str,
+    data: str,
+    batch_size: int,
+    out: Path,
+    resume: bool,
+    force: bool,
+    console: Console,
+    **asked: Any,
+) -> None:
+    """Train a quantized graph to give what it gives in float; no labels are needed.
+
+    MODEL is a prepared.mge that `qtrace calibrate` wrote. The folder --out appears whole or not at all. It
+    holds prepared.mge, quantized.mge (to be exported), report.json (the loss, the outputs before and after,
+    what was frozen when, and all sites) and explain.txt.
+    """
+    with console.work():
+        import qtrace
+
+        settings = _settings(asked, batch_size)
+        prepared = models.load_model(model, asked["allow"])
+        teacher = models.load_model(asked["teacher"], asked["allow"]) if asked["teacher"] else None
+        qconfig = _preprocessing(prepared, asked["recipe"])
+        sizes = {name: asked[name] for name in ("max_batches", "skip_bad")} | {"batch_size": batch_size}
+        source = models.open_source(data, console, qconfig=qconfig, **sizes)
+        unseen = None
+        if asked["eval_data"]:
+            unseen = models.open_source(asked["eval_data"], console, qconfig=qconfig, **sizes)
+        work = resumable_folder(out, names=FILES, force=force, resume=resume, note=console.note)
+        with work as (folder, checkpoints):
+            report = qtrace.finetune(
+                prepared,
+                source,
+                settings,
+                evaluation=unseen,
+                teacher=teacher,
+                checkpoint=checkpoints / _CHECKPOINT,
+                resume=resume,
+                progress=console.progress,
+            )
+            summary = {"model": model, "data": data, "finetuning": report.to_dict()}
+            write_folder(folder, prepared, summary)
+    models.tell_skipped(source, console)
+    files = [str(out / name) for name in FILES]
+    console.result("\n".join([report.table(), "", *files]), {**summary, "files": files})
+
+
+def _settings(asked: dict[str, Any], batch_size: int) -> Any:
+    """The settings; what was not given has its default."""
+    from qtrace.finetuning import Settings
+
+    given = {name: asked[name] for name in ("steps", "lr", "range_lr", "freeze_below", "seed")}
+    given |= {"blocks": asked["blocks"] or None, "checkpoint_every": asked["checkpoint_steps"]}
+    given = {name: value for name, value in given.items() if value is not None}
+    return Settings(batch_size=batch_size, **given)
+
+
+def _preprocessing(prepared: Any, recipe: str | None) -> Any:
+    """The config whose preprocess the data needs: the recipe's, or else that of the model."""
+    import qtrace
+    from qtrace.passes.record import read_record
+
+    if recipe:
+        return qtrace.load_recipe(recipe)
+    return qtrace.QConfig.model_validate(read_record(prepared, "prepared").qconfig)

@@ -1,0 +1,170 @@
+"""Unlabelled data, held in memory: drawn by step for learning, in order for measuring."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from megengine import Tensor
+
+from qtrace.batches import as_arguments
+from qtrace.errors import CalibrationError
+from qtrace.graph.types import TracedModule
+
+__all__ = ["Leaves", "Samples", "held_back", "read"]
+
+Leaves = list[np.ndarray]
+"""The arrays of a call, in the order in which its arguments hold them."""
+
+
+def pack(value: Any, leaves: Leaves) -> Any:
+    """Moves the tensors of nested arguments into ``leaves``; what is left has their numbers instead."""
+    if isinstance(value, dict):
+        return {key: pack(item, leaves) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(pack(item, leaves) for item in value)
+    leaves.append(value.numpy())
+    return len(leaves) - 1
+
+
+def unpack(form: Any, leaves: list[Any]) -> Any:
+    """Puts values where `pack` took them from."""
+    if isinstance(form, dict):
+        return {key: unpack(item, leaves) for key, item in form.items()}
+    if isinstance(form, (tuple, list)):
+        return type(form)(unpack(item, leaves) for item in form)
+    return leaves[form]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Batches of one structure.
+
+    Attributes:
+        form: the arguments of a call, with numbers for arrays.
+        batches: the arrays of each batch; if ``joined``, of all samples at once, as one batch.
+        joined: whether batches can be taken apart along their first axis.
+        left_out: how many batches did not fit into memory.
+    """
+
+    form: Any
+    batches: tuple[Leaves, ...]
+    joined: bool
+    left_out: int = 0
+
+    @property
+    def count(self) -> int:
+        """How many samples there are, or batches where they cannot be taken apart."""
+        return len(self.batches[0][0]) if self.joined else len(self.batches)
+
+    @property
+    def identity(self) -> str:
+        """A hash of all values."""
+        found = hashlib.sha256(repr(self.form).encode())
+        for leaf in (leaf for batch in self.batches for leaf in batch):
+            found.update(f"{leaf.dtype} {leaf.shape}".encode())
+            found.update(np.ascontiguousarray(leaf).tobytes())
+        return found.hexdigest()
+
+    def draw(self, step: int, size: int, seed: int) -> Leaves:
+        """The batch of a step: every sample once in an epoch, in an order that ``seed`` and epoch decide.
+
+        Args:
+            step: its number, from 0 on; nothing else need be known to go on there.
+            size: samples in a batch; as many as there are, if that is fewer.
+            seed: of the orders.
+        """
+        size = min(size, self.count) if self.joined else 1
+        chosen = []
+        for epoch in range(step * size // self.count, ((step + 1) * size - 1) // self.count + 1):
+            order = np.random.default_rng([seed, epoch]).permutation(self.count)
+            start = epoch * self.count
+            chosen.append(order[max(step * size - start, 0) : (step + 1) * size - start])
+        numbers = np.concatenate(chosen)
+        return self._taken(numbers) if self.joined else self.batches[int(numbers[0])]
+
+    def in_order(self, size: int) -> Iterator[Leaves]:
+        """All of it, once, ``size`` samples at a time."""
+        if not self.joined:
+            yield from self.batches
+            return
+        for start in range(0, self.count, size):
+            yield [leaf[start : start + size] for leaf in self.batches[0]]
+
+    def _taken(self, numbers: np.ndarray) -> Leaves:
+        return [leaf[numbers] for leaf in self.batches[0]]
+
+    def part(self, numbers: np.ndarray) -> Samples:
+        """Only some of the samples."""
+        if self.joined:
+            return Samples(self.form, (self._taken(numbers),), True, self.left_out)
+        return Samples(self.form, tuple(self.batches[int(n)] for n in numbers), False, self.left_out)
+
+
+def read(source: Iterable[Any], model: TracedModule, memory: int, what: str) -> Samples:
+    """Reads batches until memory is full.
+
+    Args:
+        source: as for ``qtrace.calibrate``.
+        model: the module that will be called.
+        memory: how many bytes to hold at most; the first batch is held in any case.
+        what: what to call the data in an error.
+
+    Raises:
+        CalibrationError: when there are no batches, one does not fit the model, or one has NaN or infinity.
+    """
+    if isinstance(source, (Tensor, np.ndarray, dict, str)) or not isinstance(source, Iterable):
+        raise CalibrationError(
+            f"{what} is one {type(source).__name__}: give an iterable of batches, such as a list of arrays."
+        )
+    batches: list[Leaves] = []
+    form, held, left = None, 0, 0
+    for index, batch in enumerate(source):
+        leaves: Leaves = []
+        shape = pack(as_arguments(batch, model, index), leaves)
+        if batches and shape != form:
+            raise CalibrationError(f"{what}: batch {index} has other arguments than the first one.")
+        if not all(np.isfinite(leaf).all() for leaf in leaves if leaf.dtype.kind == "f"):
+            # A ReLU and the clip of a fake quant would hide it from the loss.
+            raise CalibrationError(f"{what}: batch {index} holds NaN or infinite values: look at its source.")
+        form, size = shape, sum(leaf.nbytes for leaf in leaves)
+        if left or (batches and held + size > memory):
+            left += 1
+            continue
+        batches.append(leaves)
+        held += size
+    if not batches or not all(leaf.size for batch in batches for leaf in batch):
+        raise CalibrationError(f"{what} has no batches, or empty ones: give at least one with samples.")
+    joined = _alike(batches)
+    if joined:
+        batches = [[np.concatenate(leaves) for leaves in zip(*batches, strict=True)]]
+    return Samples(form, tuple(batches), joined, left)
+
+
+def _alike(batches: list[Leaves]) -> bool:
+    """Whether all arrays count samples along the first axis and agree in the others."""
+    for batch in batches:
+        if any(leaf.ndim == 0 or len(leaf) != len(batch[0]) for leaf in batch):
+            return False
+        pairs = zip(batch, batches[0], strict=True)
+        if any(a.shape[1:] != b.shape[1:] or a.dtype != b.dtype for a, b in pairs):
+            return False
+    return True
+
+
+def held_back(samples: Samples, share: float, seed: int) -> tuple[Samples, Samples | None]:
+    """Splits data into a part to learn from and one to measure on; None if there is too little.
+
+    Args:
+        samples: all of it.
+        share: of the second part, rounded up.
+        seed: decides which, for data may be sorted.
+    """
+    count = int(np.ceil(share * samples.count))
+    if count == 0 or samples.count - count < 1:
+        return samples, None
+    order = np.random.default_rng([seed, 2**31]).permutation(samples.count)
+    return samples.part(np.sort(order[count:])), samples.part(np.sort(order[:count]))

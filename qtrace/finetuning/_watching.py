@@ -1,0 +1,202 @@
+"""Ranges and statistics that are averaged while they move, and stay once they hardly move."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from megengine import Tensor
+from megengine.module import Module
+
+from qtrace.fakequant.base import FakeQuant
+from qtrace.finetuning.settings import Settings
+from qtrace.graph.types import TracedModule
+from qtrace.graph.walk import exprs, owner
+from qtrace.passes.record import fake_quants
+
+__all__ = ["Frozen", "Watch", "Watched"]
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What was frozen.
+
+    Attributes:
+        name: the site of a range, or the path of a BatchNorm.
+        sort: ``range`` or ``statistics``.
+        step: after how many steps.
+        drift: by which share it changed in a step at last.
+    """
+
+    name: str
+    sort: str
+    step: int
+    drift: float
+
+
+@dataclass
+class Watched:
+    """The tensors of a range, or the statistics of a BatchNorm.
+
+    Attributes:
+        name: its site or path.
+        sort: ``range`` or ``statistics``.
+        tensors: what moves.
+        units: for each tensor, what counts as a change of 1; of its shape.
+        limit: the change in a step below which it is frozen.
+        norm: the BatchNorm, of statistics.
+        average: the moving average of each tensor.
+        before: the averages at the last check; empty before the first.
+        frozen: None while it moves.
+    """
+
+    name: str
+    sort: str
+    tensors: list[Tensor]
+    units: list[np.ndarray]
+    limit: float
+    norm: Module | None = None
+    average: list[np.ndarray] = field(default_factory=list)
+    before: list[np.ndarray] = field(default_factory=list)
+    frozen: Frozen | None = None
+
+    def __post_init__(self) -> None:
+        self.average = [t.numpy().copy() for t in self.tensors]
+
+    def move(self, stays: float) -> None:
+        """Takes the present values into the average, of which the share ``stays`` stays."""
+        if self.frozen is None:
+            share = np.float32(1.0 - stays)
+            self.average = [
+                a + share * (t.numpy() - a) for a, t in zip(self.average, self.tensors, strict=True)
+            ]
+
+    def check(self, step: int, steps: int) -> bool:
+        """Freezes it if its average moved little in the last ``steps`` steps; whether it did."""
+        if self.frozen is not None or not self.limit:
+            return False
+        before, self.before = self.before, [a.copy() for a in self.average]
+        if not before:
+            return False
+        changes = zip(self.average, before, self.units, strict=True)
+        drift = max(float(np.mean(np.abs(a - b) / unit)) for a, b, unit in changes) / steps
+        if drift >= self.limit:
+            return False
+        self.frozen = Frozen(self.name, self.sort, step, drift)
+        self.settle()
+        return True
+
+    def settle(self) -> None:
+        """Gives the tensors their averages, for good."""
+        for tensor, average in zip(self.tensors, self.average, strict=True):
+            tensor._reset(type(tensor)(average))
+        if self.norm is not None:
+            self.norm.training = False
+
+
+class Watch:
+    """All ranges that learn and all BatchNorms that train.
+
+    Args:
+        model: the prepared graph.
+        settings: how they are averaged and when they are frozen.
+    """
+
+    def __init__(self, model: TracedModule, settings: Settings) -> None:
+        self.settings = settings
+        self.all = [*_ranges(model, settings.freeze_below), *_norms(model, settings.freeze_bn_below)]
+        self.every = max(settings.steps // 20, 1)
+        # The averages follow the values late: before that they have not moved yet.
+        late = math.ceil(1.0 / (1.0 - settings.range_average))
+        self.begin = math.ceil(settings.warmup * settings.steps) + late
+
+    def start(self) -> None:
+        """Lets the BatchNorms that are not frozen use the statistics of batches."""
+        for watched in self.all:
+            if watched.norm is not None:
+                watched.norm.training = watched.frozen is None
+
+    def update(self, step: int) -> list[Frozen]:
+        """Takes note of a step that was taken, the ``step``-th one; returns what is frozen now."""
+        for watched in self.all:
+            watched.move(self.settings.range_average)
+        if step < self.begin or step % self.every:
+            return []
+        return [w.frozen for w in self.all if w.check(step, self.every) and w.frozen is not None]
+
+    def settle(self) -> None:
+        """Ends: what still moves takes its average."""
+        for watched in self.all:
+            if watched.frozen is None:
+                watched.settle()
+
+    @property
+    def fixed(self) -> set[int]:
+        """The ids of the tensors that are frozen."""
+        return {id(t) for w in self.all if w.frozen is not None for t in w.tensors}
+
+    @property
+    def frozen(self) -> list[Frozen]:
+        """What is frozen, the earliest first."""
+        return sorted((w.frozen for w in self.all if w.frozen is not None), key=lambda f: f.step)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Averages and what is frozen, as arrays."""
+        found: dict[str, np.ndarray] = {}
+        for index, watched in enumerate(self.all):
+            for kind in ("average", "before"):
+                arrays: Sequence[np.ndarray] = getattr(watched, kind)
+                found.update({f"{index}/{kind}/{i}": a for i, a in enumerate(arrays)})
+            if watched.frozen is not None:
+                found[f"{index}/frozen"] = np.array([watched.frozen.step, watched.frozen.drift])
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave."""
+        for index, watched in enumerate(self.all):
+            for kind in ("average", "before"):
+                keys = [f"{index}/{kind}/{i}" for i in range(len(watched.tensors))]
+                setattr(watched, kind, [np.array(state[key]) for key in keys if key in state])
+            if f"{index}/frozen" in state:
+                step, drift = state[f"{index}/frozen"]
+                watched.frozen = Frozen(watched.name, watched.sort, int(step), float(drift))
+
+
+def _ranges(model: TracedModule, limit: float) -> list[Watched]:
+    found = []
+    for fake in fake_quants(model):
+        parameters = list(fake.parameters(recursive=False))
+        if parameters:
+            units = [range_unit(fake, p.numpy()) for p in parameters]
+            found.append(Watched(fake.site, "range", parameters, units, limit))
+    return found
+
+
+def range_unit(fake: FakeQuant, value: np.ndarray) -> np.ndarray:
+    """What counts as a change of 1 of something that a range learns: its size, of a logarithm 1."""
+    if fake.scheme.power_of_two:
+        return np.ones_like(value)
+    scale = np.broadcast_to(fake.effective_scale().numpy(), value.shape)
+    return np.maximum(np.abs(value), scale).astype(np.float32)
+
+
+def _norms(model: TracedModule, limit: float) -> list[Watched]:
+    from megengine.module.batchnorm import _BatchNorm
+
+    called = {id(m) for expr in exprs(model) for m in _called(expr)}
+    found = []
+    for name, norm in model.named_modules():
+        if isinstance(norm, _BatchNorm) and id(norm) in called and norm.track_running_stats:
+            variance = np.maximum(norm.running_var.numpy(), np.float32(norm.eps))
+            tensors = [norm.running_mean, norm.running_var]
+            found.append(Watched(name, "statistics", tensors, [np.sqrt(variance), variance], limit, norm))
+    return found
+
+
+def _called(expr: Any) -> list[Module]:
+    """The modules that an expr calls or passes on."""
+    passed = [n.owner for n in expr.inputs if hasattr(n, "module_type")]
+    return [m for m in (owner(expr), *passed) if m is not None]

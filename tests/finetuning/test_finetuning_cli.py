@@ -1,0 +1,77 @@
+"""``qtrace finetune``: a folder, whole or not at all, and a run that goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace import cli
+from qtrace.cli.commands.calibrate import FILES
+from qtrace.finetuning import _running
+from tests.nets import net
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a prepared graph and data."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=(24, 3, 4, 4)).astype(np.float32)
+    np.savez("data.npz", images=images)
+    module = net(
+        lambda self, x: self.fc(F.mean(F.relu(self.a(x)), (2, 3))), a=M.Conv2d(3, 4, 1), fc=M.Linear(4, 3)
+    )
+    config = {"backend": "generic", "fakequant": "lsq", "weight": {"bits": 3}}
+    prepared = qtrace.prepare(qtrace.trace(module, images[:1], check=False), config)
+    qtrace.calibrate(prepared, [images], progress=False)
+    qtrace.save(prepared, "prepared.mge")
+    return tmp_path
+
+
+def _run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["finetune", "prepared.mge", "--data", "data.npz", "--out", "out", *arguments])
+    return int(ended.value.code or 0)
+
+
+def test_interrupted_run_leaves_its_state_and_goes_on_to_a_whole_folder(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = _running.Run._step
+
+    def stops(self: _running.Run, number: int) -> None:
+        if number == 2:
+            raise KeyboardInterrupt
+        step(self, number)
+
+    given = ("--steps", "4", "--batch-size", "8", "--checkpoint-steps", "1", "--json")
+    with monkeypatch.context() as patched:
+        patched.setattr(_running.Run, "_step", stops)
+        assert _run(*given) == 130
+    assert {p.name for p in (here / "out").iterdir()} == {".calibration"}
+    assert "go on with --resume" in capsys.readouterr().err
+    assert _run(*given) == 2
+    assert "checkpoints of a run that did not end" in capsys.readouterr().err
+    assert _run(*given, "--resume") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["finetuning"]["resumed"] == 2
+    assert len(told["finetuning"]["loss"]) == 4
+    assert {p.name for p in (here / "out").iterdir()} == set(FILES)
+    report = json.loads((here / "out" / "report.json").read_text())
+    assert report["finetuning"] == told["finetuning"]
+    assert report["sites"]
+    tuned = qtrace.load(here / "out" / "quantized.mge")
+    old = qtrace.load(here / "prepared.mge")
+    assert not np.array_equal(tuned.a.weight.numpy(), old.a.weight.numpy())
+
+
+def test_wrong_model_or_setting_is_a_sentence(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("--lr", "-1") == 2
+    assert "finetune: lr is -1.0" in capsys.readouterr().err
+    assert not (here / "out").exists()

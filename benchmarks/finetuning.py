@@ -23,6 +23,7 @@ import megengine as mge  # noqa: E402
 import qtrace  # noqa: E402
 from qtrace.finetuning import Settings  # noqa: E402
 from qtrace.graph.table import format_table  # noqa: E402
+from qtrace.graph.types import TracedModule  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
@@ -37,9 +38,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="float networks to train")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--recipe", default="w4a4_lsq")
+    parser.add_argument("--network", type=Path, help="a traced float network, such as demo-out/float.mge")
     given = parser.parse_args()
-    level = mge.config.async_level
-    rows = [_row(seed, given.recipe, given.steps, level) for seed in range(given.seeds)]
+    data = digits.load()
+    mge.config.async_level = 2  # the digits' own loop asked for 0; finetune sees to that itself
+    rows = []
+    for seed in range(given.seeds if given.network is None else 1):
+        traced = _float(seed, data) if given.network is None else qtrace.load(given.network)
+        rows.append(_row(seed, traced, data, given.recipe, given.steps))
     headers = (
         "seed",
         "float",
@@ -55,9 +61,9 @@ def main() -> None:
     print(format_table(headers, rows))
 
 
-def _row(seed: int, recipe: str, steps: int, level: int) -> tuple[str, ...]:
-    data = digits.load()
-    mge.config.async_level = 0  # the loop of the float network needs it
+def _float(seed: int, data: digits.Digits) -> TracedModule:
+    """A float network, trained as examples/demo.py does."""
+    level, mge.config.async_level = mge.config.async_level, 0
     mge.random.seed(seed)
     net = digits.Net()
     net.train()
@@ -65,9 +71,13 @@ def _row(seed: int, recipe: str, steps: int, level: int) -> tuple[str, ...]:
     digits.fit(net, groups, data.train, epochs=FLOAT_EPOCHS, lr=FLOAT_LR, seed=seed, title=f"float {seed}")
     mge.config.async_level = level
     net.eval()
-    prepared = qtrace.prepare(qtrace.trace(net, data.calibration.images[:1]), recipe)
+    return qtrace.trace(net, data.calibration.images[:1])
+
+
+def _row(seed: int, traced: TracedModule, data: digits.Digits, recipe: str, steps: int) -> tuple[str, ...]:
+    prepared = qtrace.prepare(traced, recipe)
     qtrace.calibrate(prepared, [data.calibration.images], progress=False)
-    in_float, before = _errors(net, data), _errors(prepared, data)
+    in_float, before = _errors(traced, data), _errors(prepared, data)
     start = time.perf_counter()
     settings = Settings(steps=steps, seed=seed)
     report = qtrace.finetune(prepared, [data.train.images], settings, evaluation=[data.test.images])

@@ -21,7 +21,9 @@ GOLDEN = Path(__file__).parent / "golden" / "recipes.yaml"
 TARGETS = tuple(name for name in recipe_names() if name.startswith("backend/"))
 PARTS = tuple(name for name in recipe_names() if name.startswith("common/"))
 SHORT = backends.known()  # `onnxruntime` is short for `backend/onnxruntime`
-FAMILIES = tuple(n for n in recipe_names() if "/" not in n and n not in SHORT and not n.startswith("w4a"))
+FAMILIES = tuple(
+    n for n in recipe_names() if "/" not in n and n not in SHORT and not n.startswith(("int8", "w4a"))
+)
 
 
 @pytest.fixture(autouse=True)

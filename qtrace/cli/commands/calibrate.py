@@ -27,7 +27,7 @@ FILES = ("prepared.mge", "quantized.mge", "report.json", "explain.txt")
 )
 @click.argument("model")
 @options.data(required=True)
-@options.recipe("onnxruntime")
+@options.recipe("int8")
 @click.option("--out", "-o", type=options.file_or_folder(), required=True, help="The folder to write.")
 @options.collecting
 @click.option("--resume", is_flag=True, help="Go on where an interrupted calibration stopped.")

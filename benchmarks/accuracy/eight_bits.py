@@ -1,0 +1,55 @@
+"""W8A8 without training: the default recipe beside other tools, on the same float file and inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import qtrace
+from benchmarks.accuracy import peers
+from benchmarks.accuracy.judging import Judge, float_file, in_onnxruntime, quantize
+from benchmarks.accuracy.rows import Row
+from benchmarks.accuracy.subjects import Subject
+
+__all__ = ["judged", "run"]
+
+CHECK = "W8A8 PTQ"
+MARGIN, MAX_LOSS = 1.0, 0.3
+
+# The command line's default; a detector has the recipe of its family.
+RECIPE = "int8"
+RECIPES = {"detector": Path(__file__).parent.parent.parent / "examples/detector/recipe.yaml"}
+
+
+def run(subject: Subject, python: str | None) -> Iterator[Row]:
+    """The float network, qtrace and every tool, all judged in onnxruntime."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        model = float_file(subject, folder)
+        judge = Judge(subject, in_onnxruntime(model))
+        recipe = RECIPES.get(subject.name, RECIPE)
+        ours = qtrace.export(quantize(subject, recipe), folder / "qtrace.onnx")
+        title = "recipe of its family" if subject.name in RECIPES else f"recipe {recipe}"
+        mine = judge.row(CHECK, f"qtrace, {title}", in_onnxruntime(ours))
+        others = []
+        for peer in peers.quantized(model, subject.calibration, folder, python):
+            if peer.file is None:
+                others.append(Row(CHECK, subject.name, peer.name, note=f"did not run: {peer.reason}"))
+            else:
+                others.append(judge.row(CHECK, peer.name, in_onnxruntime(peer.file)))
+        yield judge.float_row(CHECK)
+        yield judged(mine, others)
+        yield from others
+
+
+def judged(mine: Row, others: list[Row]) -> Row:
+    """Our row, with its target."""
+    rivals = [row.sqnr for row in others if row.sqnr is not None]
+    target = f"{MARGIN:g} dB above the best peer, loss <= {MAX_LOSS:g}"
+    if not rivals or mine.sqnr is None or mine.loss is None:
+        return dataclasses.replace(mine, target=target, note="no peer ran")
+    ahead = mine.sqnr - max(rivals)
+    met = ahead >= MARGIN and mine.loss <= MAX_LOSS
+    return dataclasses.replace(mine, target=target, met=met, note=f"{ahead:+.1f} dB to the best peer")

@@ -1,0 +1,62 @@
+"""Quantizes a float ONNX file with NNCF. Stands alone: it runs in an interpreter of its own.
+
+python nncf_worker.py FLOAT.onnx CALIBRATION.npy BATCH OUT_FOLDER
+
+writes a file for each of METHODS. What fails is told in a .txt of that name instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import nncf
+import numpy as np
+import onnx
+from nncf.quantization.range_estimator import RangeEstimatorParametersSet
+
+# name -> preset, whether ranges are those of all data instead of NNCF's averages, bias correction
+METHODS = {
+    "fast": ("PERFORMANCE", False, "fast"),
+    "full": ("PERFORMANCE", False, "full"),
+    "fast_minmax": ("MIXED", True, "fast"),
+    "full_minmax": ("MIXED", True, "full"),
+    "minmax": ("MIXED", True, None),
+}
+
+
+def main(model: str, inputs: str, batch: int, out: str) -> None:
+    images = np.load(inputs)
+    for name, method in METHODS.items():
+        try:
+            quantized = quantize(model, images, batch, *method)
+        except Exception as error:  # the other methods may do
+            reason = f"{type(error).__name__}: {error}"
+            (Path(out) / f"{name}.txt").write_text(reason, encoding="utf-8")
+        else:
+            onnx.save(quantized, str(Path(out) / f"{name}.onnx"))
+
+
+def quantize(
+    model: str, images: np.ndarray, batch: int, preset: str, minmax: bool, correction: str | None
+) -> onnx.ModelProto:
+    source = onnx.shape_inference.infer_shapes(onnx.load(model))
+    name = source.graph.input[0].name
+    # Ranges are averages over batches: with single images, most of them would be cut off.
+    batches = [{name: images[i : i + batch]} for i in range(0, len(images), batch)]
+    options = nncf.AdvancedQuantizationParameters(disable_bias_correction=correction is None)
+    if minmax:
+        options.activations_range_estimator_params = RangeEstimatorParametersSet.MINMAX
+    return nncf.quantize(
+        source,
+        nncf.Dataset(batches),
+        preset=nncf.QuantizationPreset[preset],
+        subset_size=len(images),
+        fast_bias_correction=correction != "full",
+        advanced_parameters=options,
+    )
+
+
+if __name__ == "__main__":
+    model, inputs, batch, out = sys.argv[1:]
+    main(model, inputs, int(batch), out)

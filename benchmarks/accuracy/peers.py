@@ -1,0 +1,119 @@
+"""The other tools: each takes the float ONNX file and the calibration inputs, and gives a quantized file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+__all__ = ["Peer", "quantized"]
+
+BATCH = 50
+_WORKER = Path(__file__).parent / "nncf_worker.py"
+_NNCF = {
+    "fast": "NNCF, fast bias correction",
+    "full": "NNCF, full bias correction",
+    "fast_minmax": "NNCF, mixed preset, min-max, fast bias correction",
+    "full_minmax": "NNCF, mixed preset, min-max, full bias correction",
+    "minmax": "NNCF, mixed preset, min-max, no bias correction",
+}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What a tool made.
+
+    Attributes:
+        name: the tool and its method.
+        file: the quantized file; None where there is none.
+        reason: why there is none.
+    """
+
+    name: str
+    file: Path | None
+    reason: str = ""
+
+
+def quantized(model: Path, calibration: np.ndarray, folder: Path, python: str | None) -> Iterator[Peer]:
+    """The files of all tools.
+
+    Args:
+        model: the float ONNX file.
+        calibration: inputs, N x ...; onnxruntime gets them one by one, which makes no difference to it, NNCF
+            in batches, which suits it better.
+        folder: where the files go.
+        python: an interpreter that can import NNCF; None for this one.
+    """
+    yield from _onnxruntime(model, calibration, folder)
+    yield from _nncf(model, calibration, folder, python or sys.executable)
+
+
+def _onnxruntime(model: Path, calibration: np.ndarray, folder: Path) -> Iterator[Peer]:
+    """onnxruntime.quantization in its usual setting for CPU: QDQ, uint8, int8 weights per channel."""
+    import onnx
+    from onnxruntime.quantization import (
+        CalibrationDataReader,
+        CalibrationMethod,
+        QuantFormat,
+        QuantType,
+        quant_pre_process,
+        quantize_static,
+    )
+
+    name = onnx.load(str(model)).graph.input[0].name
+
+    class Reader(CalibrationDataReader):
+        """Hands out the inputs one by one."""
+
+        def __init__(self) -> None:
+            self.rest = iter(calibration)
+
+        def get_next(self) -> dict[str, np.ndarray] | None:
+            image = next(self.rest, None)
+            return None if image is None else {name: image[None]}
+
+    prepared = folder / "prepared.onnx"
+    quant_pre_process(str(model), str(prepared), skip_symbolic_shape=True)
+
+    def quantize(method: str, file: Path) -> None:
+        with redirect_stdout(sys.stderr):
+            quantize_static(
+                str(prepared),
+                str(file),
+                Reader(),
+                quant_format=QuantFormat.QDQ,
+                per_channel=True,
+                activation_type=QuantType.QUInt8,
+                weight_type=QuantType.QInt8,
+                calibrate_method=getattr(CalibrationMethod, method),
+            )
+
+    for method in ("MinMax", "Entropy", "Percentile"):
+        file = folder / f"onnxruntime_{method}.onnx"
+        title = f"onnxruntime.quantization, {method}"
+        try:
+            quantize(method, file)
+        except Exception as error:  # whatever ails another tool is a fact about it, not about this run
+            yield Peer(title, None, f"{type(error).__name__}: {error}".splitlines()[0][:120])
+        else:
+            yield Peer(title, file)
+
+
+def _nncf(model: Path, calibration: np.ndarray, folder: Path, python: str) -> Iterator[Peer]:
+    inputs = folder / "calibration.npy"
+    np.save(inputs, calibration)
+    command = [python, str(_WORKER), str(model), str(inputs), str(BATCH), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    told = done.stderr.strip().splitlines()
+    failed = told[-1] if told else f"exit code {done.returncode}"
+    for kind, title in _NNCF.items():
+        file, reason = folder / f"{kind}.onnx", folder / f"{kind}.txt"
+        if file.exists():
+            yield Peer(title, file)
+        else:
+            yield Peer(title, None, (reason.read_text(encoding="utf-8") if reason.exists() else failed)[:120])

@@ -180,15 +180,18 @@ class FakeQuant(Module):
         else:
             self.observer.observe(self.channels_first(x.numpy()), batch=self.batch, site=self.site)
 
+    @property
+    def folded_axes(self) -> tuple[int, ...]:
+        """The axes that count channels, where they are not the scheme's one axis; else none."""
+        if not self.scheme.per_channel:
+            return ()
+        own = (self.scheme.axis or 0) % len(self.shape)
+        axes = tuple(i for i, size in enumerate(self.shape) if size != 1) or (own,)
+        return () if axes == (own,) else axes
+
     def channels_first(self, value: np.ndarray) -> np.ndarray:
         """A weight whose channels are not on the scheme's one axis, as (channels, rest)."""
-        if not self.scheme.per_channel:
-            return value
-        own = (self.scheme.axis or 0) % len(self.shape)
-        axes = [i for i, size in enumerate(self.shape) if size != 1] or [own]
-        if axes == [own]:
-            return value
-        return np.moveaxis(value, axes, range(len(axes))).reshape(int(np.prod(self.shape)), -1)
+        return fold_channels(value, self.folded_axes)
 
     def set_qparams(self, qparams: QParams) -> None:
         """Takes quantization parameters, in place (optimizers and traces keep their tensors).
@@ -219,6 +222,14 @@ class FakeQuant(Module):
 
     def _module_info_string(self) -> str:
         return f"{self.site}, {self.scheme.describe()}, {self.phase}"
+
+
+def fold_channels(value: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """``value`` as (channels, rest), the channels being counted by ``axes``; as it is without axes."""
+    if not axes:
+        return value
+    count = int(np.prod([value.shape[axis] for axis in axes]))
+    return np.moveaxis(value, axes, range(len(axes))).reshape(count, -1)
 
 
 def scales(module: Module) -> list[Parameter]:

@@ -68,11 +68,13 @@ class Watched:
         nodes: node -> its groups, for the nodes that depend on the batch, in the order of the graph.
         constants: group and value of each parameter that belongs to a group with activations.
         parameters: group and value of each other parameter.
+        folded: group -> the axes that count its channels, where they are several.
     """
 
     nodes: dict[str, tuple[str, ...]]
     constants: tuple[tuple[str, np.ndarray], ...]
     parameters: tuple[tuple[str, np.ndarray], ...]
+    folded: dict[str, tuple[int, ...]]
 
 
 def watched(prepared: TracedModule) -> Watched:
@@ -92,7 +94,9 @@ def watched(prepared: TracedModule) -> Watched:
             groups.setdefault(site.node, []).append(site.group)
     order = [*(n.name for n in prepared.graph.inputs), *producers]
     nodes = {name: tuple(groups[name]) for name in order if name in groups}
-    return Watched(nodes, tuple(fixed[True]), tuple(fixed[False]))
+    axes = {group: getattr(container, group).folded_axes for names in nodes.values() for group in names}
+    folded = {group: found for group, found in axes.items() if found}
+    return Watched(nodes, tuple(fixed[True]), tuple(fixed[False]), folded)
 
 
 def named_fake_quants(prepared: TracedModule) -> Iterator[tuple[str, FakeQuant]]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from qtrace.collection.base import Watched
 from qtrace.collection.statistics import Statistics, arrays, checksum, fresh
+from qtrace.fakequant.base import fold_channels
 from qtrace.observers.base import Observer
 
 __all__ = ["Observing"]
@@ -66,7 +67,7 @@ class Observing:
     def observe(self, node: str, value: np.ndarray) -> None:
         """Takes the value of a node for all its groups."""
         for group in self._watched.nodes[node]:
-            self._submit(group, value)
+            self._submit(group, fold_channels(value, self._watched.folded.get(group, ())))
 
     def commit(self) -> None:
         """Ends the batch: adds it to the statistics.

@@ -25,6 +25,7 @@ ENTRIES: tuple[Any, ...] = (*CNN, *DETECTORS, *TRANSFORMERS)
 # Short names of a target, and recipes of which another family's is a part in all but numbers.
 TARGETS_BY_SHORT_NAME = {"onnxruntime", "megengine"}
 ALIKE = {"resnet18", "resnet50", "efficientnet_b0", "efficientnet_b1", "efficientnet_b2", "w4a4_lsq"}
+ALIKE |= {"int8", "w4a4_reconstruct", "w4a8_adaround"}
 SLOW = {"freeanchor"}  # RetinaNet's network and recipe with another loss
 
 

@@ -226,7 +226,7 @@ def test_phases_need_no_surgery_and_say_what_is_wrong() -> None:
 @pytest.mark.usefixtures("synchronous")
 @pytest.mark.parametrize("fold", [True, False])
 @pytest.mark.parametrize("fakequant", ["fixed", "lsq"])
-@pytest.mark.parametrize("jit", [None, "static", "symbolic"])
+@pytest.mark.parametrize("jit", [None, pytest.param("static", marks=pytest.mark.slow), "symbolic"])
 def test_training_lowers_the_loss_and_convert_equals_quantize(
     fakequant: str, fold: bool, jit: str | None, tmp_path: Path
 ) -> None:

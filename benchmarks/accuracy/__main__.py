@@ -73,7 +73,7 @@ def _measure(group: str, name: str, options: argparse.Namespace) -> dict[str, An
 
 def _runs(options: argparse.Namespace) -> dict[str, Callable[[Subject], Iterator[Row]]]:
     """group -> what measures it."""
-    few = 2 if options.quick else None
+    few = 2 if options.quick else options.steps
     return {
         "w8a8": lambda s: eight_bits.run(s, options.peers_python),
         "imbalance": imbalance.run,
@@ -105,6 +105,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--table", action="store_true", help="print what was measured before, and nothing else"
     )
     parser.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
+    parser.add_argument("--steps", type=int, help="of QAT, or of each block, where there is little time")
     given = parser.parse_args(arguments)
     given.only, given.net = given.only or list(GROUPS), given.net or list(NAMES)
     if given.json is None and not given.quick:

@@ -22,7 +22,7 @@ NAMES = (*CLASSIFIERS, "detector")
 # From a batch of inputs to the outputs.
 Runner = Callable[[np.ndarray], Sequence[np.ndarray]]
 
-# The last of the images that may be trained on; parameters of the training were chosen on them.
+# The last of the images that may be trained on; they say what training has reached.
 VALIDATION = 197
 
 

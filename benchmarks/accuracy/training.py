@@ -1,7 +1,7 @@
 """Trains the float classifiers: ``python -m benchmarks.accuracy --retrain``.
 
-The weights that it gave are in the repository. Nothing is selected on any data; the number of steps was
-chosen on the validation part.
+The weights that it gave are in the repository. Nothing was selected on any data: steps and rate were
+set once, and the validation part only says what was reached.
 """
 
 from __future__ import annotations

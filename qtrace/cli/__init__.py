@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -92,6 +94,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _run(args: Sequence[str] | None) -> int:
     signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt_handler())
     try:
         result: Any = group.main(args, prog_name="qtrace", standalone_mode=False)
         return result if isinstance(result, int) else 0
@@ -122,6 +126,20 @@ def _run(args: Sequence[str] | None) -> int:
         traceback.print_exc()
         click.echo("error: this is a fault in qtrace, not in what you gave it; please report it.", err=True)
         return INTERNAL_ERROR
+
+
+def _interrupt_handler(pause: float = 2.0) -> Callable[[int, Any], None]:
+    """Ctrl-C, of which a second one within ``pause`` seconds does not cut short the cleaning up."""
+    last = -math.inf
+
+    def handler(_: int, __: Any) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last > pause:
+            last = now
+            raise KeyboardInterrupt
+
+    return handler
 
 
 def _terminate(number: int, _: Any) -> None:

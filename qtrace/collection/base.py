@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +12,7 @@ from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.passes.insert import CONTAINER
-from qtrace.passes.record import fake_quants, followers, read_record
+from qtrace.passes.record import read_record
 
 __all__ = [
     "Arguments",
@@ -21,7 +20,6 @@ __all__ = [
     "EngineError",
     "Observe",
     "Watched",
-    "in_float",
     "named_fake_quants",
     "watched",
 ]
@@ -103,16 +101,3 @@ def named_fake_quants(prepared: TracedModule) -> Iterator[tuple[str, FakeQuant]]
     """Group and module of every fake quant of a prepared graph, in the order of the sites."""
     children = getattr(prepared, CONTAINER).__dict__.items()
     return ((name, module) for name, module in children if isinstance(module, FakeQuant))
-
-
-@contextmanager
-def in_float(prepared: TracedModule) -> Iterator[None]:
-    """Lets the graph compute in float inside, whatever its phases are."""
-    modules = [(m, m.phase) for m in (*fake_quants(prepared), *followers(prepared))]
-    for module, _ in modules:
-        module.phase = "float"
-    try:
-        yield
-    finally:
-        for module, phase in modules:
-            module.phase = phase

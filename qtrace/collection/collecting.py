@@ -11,13 +11,14 @@ from typing import Any
 from tqdm import tqdm
 
 from qtrace.batches import as_arguments, evaluating
-from qtrace.collection.base import in_float, named_fake_quants, watched
+from qtrace.collection.base import named_fake_quants, watched
 from qtrace.collection.choice import Chosen, choose
 from qtrace.collection.observing import Observing
 from qtrace.collection.statistics import Statistics, fresh, no_statistics
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.observers.base import Observer
+from qtrace.phases import in_phase
 
 __all__ = ["Collected", "Options", "collect", "observe_parameters"]
 
@@ -86,7 +87,7 @@ def collect(
     options = options or Options()
     seen = watched(prepared)
     start = start or no_statistics(prepared)
-    with in_float(prepared), evaluating(prepared):
+    with in_phase(prepared, "float"), evaluating(prepared):
         engine = choose(prepared, seen, options.engine, options.batches, options.threads)
         sites = {name: fq.site for name, fq in named_fake_quants(prepared)}
         threads = 1 if engine.chosen.name == "megengine" else options.threads or os.cpu_count() or 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from qtrace.config.written import Entry, render
@@ -74,6 +74,7 @@ def test_rules_have_a_line_each_for_reason_and_place() -> None:
 
 
 @given(st.text(max_size=30), st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.booleans())
+@example("\n\U00010000\U0001f600 \\\U00010000 \\ud800\\udc00", 0)
 @settings(deadline=None, max_examples=150)
 def test_any_value_survives(text: str, number: object) -> None:
     text = text.encode("utf-8", "ignore").decode("utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -144,7 +145,21 @@ def _rule(entry: Entry) -> list[str]:
 def _flow(value: Any) -> str:
     """A value on one line."""
     text = dump([value], flow=True).strip()[1:-1]
-    return json.dumps(value) if "\n" in text else text
+    return _quoted(value) if "\n" in text else text
+
+
+def _quoted(value: Any) -> str:
+    """A value as JSON on one line; YAML has no pairs of surrogates, but an escape for such a sign."""
+    return re.sub(
+        r"(\\+)u(d[89ab]..)\\u(d[c-f]..)",
+        lambda m: m[0] if len(m[1]) % 2 == 0 else f"{m[1]}U{_joined(m[2], m[3]):08x}",
+        json.dumps(value),
+    )
+
+
+def _joined(high: str, low: str) -> int:
+    """The code point of a pair of surrogates."""
+    return 0x10000 + ((int(high, 16) - 0xD800) << 10) + int(low, 16) - 0xDC00
 
 
 def _one_line(text: str) -> str:

@@ -93,6 +93,7 @@ def test_eight_bits_must_be_a_decibel_ahead_and_lose_little(sqnr, loss, met):
     assert ("met" if met else "MISSED") in markdown([row])
 
 
+@pytest.mark.slow
 def test_quick_run_keeps_its_rows_and_names_a_missing_peer(tmp_path, capsys):
     target = tmp_path / "accuracy.json"
     arguments = ["--quick", "--json", str(target), "--net", "resnet"]

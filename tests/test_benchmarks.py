@@ -22,6 +22,7 @@ def test_quick_run_prints_and_writes_every_group(tmp_path, capsys):
     assert all(row["name"] in printed and row["value"]["median"] > 0 for row in document["rows"])
 
 
+@pytest.mark.slow
 def test_partial_run_leaves_the_latest_results_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.__main__.LATEST", tmp_path / "latest.json")
     main(["--quick", "--only", "ranges"])

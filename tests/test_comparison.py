@@ -7,7 +7,9 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import megengine as mge
@@ -18,7 +20,6 @@ import pytest
 from PIL import Image
 
 import qtrace
-from qtrace import cli
 from qtrace.comparison import Comparison
 from qtrace.errors import CalibrationError, ConfigError, GraphError
 from qtrace.graph.types import TracedModule
@@ -28,6 +29,7 @@ from qtrace.passes.insert import CONTAINER
 from qtrace.scheme import QParams
 from tests.nets import images, net
 
+ROOT = Path(__file__).parent.parent
 _SHRINK = np.linspace(0.3, 1.0, 141)
 
 
@@ -220,24 +222,31 @@ def test_refuses_what_cannot_be_compared(prepared: TracedModule) -> None:
         qtrace.compare(raw, [np.zeros((1, 3), np.float32)])
 
 
-def test_the_command_prints_and_writes_a_page(
-    prepared: TracedModule,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    qtrace.save(prepared, tmp_path / "prepared.mge")
-    np.save("unseen.npy", np.concatenate(_data(1)))
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["compare", "prepared.mge", "--data", "unseen.npy", "--json", "--html", "page.html"])
-    assert caught.value.code == 0
-    captured = capsys.readouterr()
-    document = json.loads(captured.out)
+@pytest.fixture(scope="module")
+def written(prepared: TracedModule, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the command does with --html: exit code, streams and the page."""
+    folder = tmp_path_factory.mktemp("compare")
+    qtrace.save(prepared, folder / "prepared.mge")
+    np.save(folder / "unseen.npy", np.concatenate(_data(1)))
+    command = [sys.executable, "-m", "qtrace.cli", "compare", "prepared.mge", "--data", "unseen.npy"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [*command, "--json", "--html", "page.html"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr, page=folder / "page.html")
+
+
+def test_the_command_prints_and_writes_a_page(written: Any) -> None:
+    assert written.code == 0, written.err
+    document = json.loads(written.out)
     assert document["sites"][0]["site"] == "x"
     assert document["samples"] == 12
-    assert "page.html is written" in captured.err
-    assert "<svg" in Path("page.html").read_text("utf-8")
+    assert "page.html is written" in written.err
+    assert "<svg" in written.page.read_text("utf-8")
 
 
 def _chromium() -> str:
@@ -250,9 +259,8 @@ def _chromium() -> str:
     return found
 
 
-def test_a_browser_draws_the_plots_without_a_network(found: Comparison, tmp_path: Path) -> None:
-    page, picture = tmp_path / "page.html", tmp_path / "page.png"
-    page.write_text(found.html(), encoding="utf-8")
+def test_a_browser_draws_the_plots_without_a_network(written: Any, found: Comparison, tmp_path: Path) -> None:
+    page, picture = written.page, tmp_path / "page.png"
     text = page.read_text("utf-8")
     links = re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?(?!#)([^"')\s>]+)""", text)
     assert not [link for link in links if not link.startswith(("#", "data:"))]

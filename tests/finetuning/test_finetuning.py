@@ -131,7 +131,7 @@ class _Stopped(Exception):
     pass
 
 
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_interrupted_run_resumes_to_the_same_bits(
     traced: TracedModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jit: bool
 ) -> None:

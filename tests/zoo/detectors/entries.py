@@ -39,8 +39,8 @@ _PEAKS = (
 
 # The floors stand about 2 dB below what was measured.
 DETECTORS = (
-    Entry("retinanet", "retinanet", lambda: trained(RetinaNet()), slow=True),
-    Entry("retinanet:infer", "retinanet", lambda: trained(RetinaNet(infer=True)), sqnr=35),
+    Entry("retinanet", "retinanet", lambda: trained(RetinaNet())),
+    Entry("retinanet:infer", "retinanet", lambda: trained(RetinaNet(infer=True)), sqnr=35, slow=True),
     Entry(
         "freeanchor:train",
         "freeanchor",
@@ -55,7 +55,9 @@ DETECTORS = (
     Entry("atss", "atss", lambda: trained(Atss()), sqnr=21),
     Entry("atss:infer", "atss", lambda: trained(Atss(infer=True)), sqnr=30, slow=True),
     Entry("faster_rcnn:rpn", "faster_rcnn", lambda: trained(ProposalNet()), sqnr=22),
-    Entry("faster_rcnn:box", "faster_rcnn", lambda: trained(BoxNet()), sqnr=35, inputs=_with_regions),
+    Entry(
+        "faster_rcnn:box", "faster_rcnn", lambda: trained(BoxNet()), sqnr=35, inputs=_with_regions, slow=True
+    ),
     Entry("centernet", "centernet", lambda: trained(CenterNet()), sqnr=39, slow=True),
     Entry("centernet:infer", "centernet", lambda: trained(CenterNet(infer=True)), sqnr=18, note=_PEAKS),
     Entry("yolov3", "yolov3", lambda: trained(YoloV3()), sqnr=30),

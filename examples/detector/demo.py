@@ -123,7 +123,8 @@ class Demo:
         folder, recipe = scheme.lower(), RECIPES[scheme]
         quantized = f"{folder}/quantized.mge"
         self.command("calibrate", "float.mge", "--data", "calibration", "--recipe", recipe, "--out", folder)
-        print(self.command("explain", quantized).rsplit("\n\n", 1)[-1].rstrip())
+        paragraphs = self.command("explain", quantized).split("\n\n")
+        print(next(text for text in paragraphs if text.startswith("backend:")))
         self.add(f"PTQ {scheme}", qtrace.load(self.out / quantized))
         if scheme == "W8A8":
             self.export(f"PTQ {scheme}", quantized, "w8a8.onnx")

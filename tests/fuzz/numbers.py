@@ -12,8 +12,10 @@ from qtrace.errors import SchemeError
 from qtrace.numerics import choose, dequantize, fake_quantize, quantize
 from qtrace.scheme import QParams, QScheme
 
-FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)
-VALUES = st.one_of(FINITE, st.sampled_from([0.0, -0.0, 1e-45, 1e-38, -1e-38, 3.4028234663852886e38]))
+# A scale that is rounded up to a power of two takes the last level beyond float32 from half its range on.
+LARGEST = 2.0**126
+FINITE = st.floats(-LARGEST, LARGEST, allow_nan=False, width=32)
+VALUES = st.one_of(FINITE, st.sampled_from([0.0, -0.0, 1e-45, 1e-38, -1e-38, LARGEST]))
 
 
 @st.composite

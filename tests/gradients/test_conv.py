@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import megengine as mge
@@ -19,13 +19,6 @@ from megengine.jit import trace
 from qtrace.gradients import _kernels, conv, conv2d
 
 pytestmark = pytest.mark.usefixtures("synchronous")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_ones_too() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conv, "LEAST_WORK", 0)
-        yield
 
 
 @pytest.fixture

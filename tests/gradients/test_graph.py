@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,6 @@ from tests.nets import images, net
 BATCH = images(2, 3, 10, 10)
 X = mge.Tensor(BATCH)
 pytestmark = pytest.mark.usefixtures("synchronous")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_ones_too() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conv, "LEAST_WORK", 0)
-        yield
 
 
 @pytest.fixture

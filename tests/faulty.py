@@ -7,6 +7,7 @@ import os
 import struct
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -200,6 +201,8 @@ def pictures() -> dict[str, dict[str, bytes]]:
     bad = {
         "cutpng": ("b.png", cut(colour)),
         "cutjpeg": ("b.jpg", cut(jpeg)),
+        "badjpeg": ("b.jpg", _spoilt(jpeg)),
+        "badpng": ("b.png", _other_pixels(colour)),
         "emptyimage": ("b.png", b""),
         "textimage": ("b.png", b"hello"),
         "bombimage": ("b.png", bomb),
@@ -211,6 +214,25 @@ def pictures() -> dict[str, dict[str, bytes]]:
         "onlybad": {"a.png": b"hello", "b.jpg": b""},
         "mixed": {"a.png": colour, "b.png": b"hello", "c.jpg": cut(jpeg), "d.png": colour},
     }
+
+
+def _spoilt(jpeg: bytes) -> bytes:
+    """Bits of the pixels fell over; every segment is there."""
+    start = jpeg.rfind(b"\xff\xda") + 40
+    return jpeg[:start] + b"\xf8" * 40 + jpeg[start + 40 :]
+
+
+def _other_pixels(image: bytes) -> bytes:
+    """A PNG whose checksums fit, but not its pixels."""
+    start, end = image.find(b"IDAT"), image.find(b"IEND") - 4
+    body = b"IDAT" + zlib.compress(b"\x09" * 9)
+    return (
+        image[: start - 4]
+        + struct.pack(">I", len(body) - 4)
+        + body
+        + struct.pack(">I", zlib.crc32(body))
+        + image[end:]
+    )
 
 
 def good_pictures() -> dict[str, bytes]:

@@ -19,6 +19,8 @@ def _rooms() -> dict[str, set[str]]:
         rooms[name] = set(rooms) if imports is None else set(imports.split())
 
     room("errors", "")
+    room("stderr", "")
+    room("archives", "")
     room("scheme", "errors")
     room("numerics", "errors scheme")
     room("plugins", "errors")
@@ -38,7 +40,7 @@ def _rooms() -> dict[str, set[str]]:
     room("ptq")
     room("preparation")
     room("explanation")
-    room("data", "errors config recipe")
+    room("data", "errors stderr config recipe")
     room("export", "errors scheme numerics plugins fakequant graph ops backends config passes")
     room("collection")
     room("calibration")
@@ -59,7 +61,7 @@ def _rooms() -> dict[str, set[str]]:
 ROOMS = _rooms()
 
 # Numpy only: these run in worker processes that never load MegEngine.
-WITHOUT_MEGENGINE = {"errors", "scheme", "numerics", "plugins", "observers"}
+WITHOUT_MEGENGINE = {"errors", "stderr", "archives", "scheme", "numerics", "plugins", "observers"}
 
 # The only room that touches TracedModule's internals, and the files outside it that may name the module.
 TRACED_MODULE_ROOM = "graph"

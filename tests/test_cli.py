@@ -740,3 +740,17 @@ main(sys.argv[2:])
         assert process.wait(timeout=60) == 141
         assert process.stderr.read() == ""
         process.stderr.close()
+
+    @pytest.mark.parametrize(
+        ("args", "streams", "code"),
+        [
+            ("nonsense", "2>/dev/full", 2),
+            ("recipes show nonsense", "2>&-", 2),
+            ("--help", ">/dev/full 2>/dev/full", 2),
+            ("--help", "<&- >&- 2>&-", 0),
+        ],
+    )
+    def test_streams_that_cannot_be_written(self, args, streams, code):
+        """The exit code is right where nobody can be told; Python's own at its end would be 120."""
+        command = f'"{sys.executable}" -W ignore -m qtrace.cli {args} {streams}'
+        assert subprocess.run(command, shell=True, timeout=60).returncode == code

@@ -55,7 +55,7 @@ def _run(folder: Path, *args: str) -> tuple[int, str]:
     """The exit code and what stands on stderr."""
     errors = io.StringIO()
     places = [
-        str(folder / a) if re.fullmatch(r"[\w.]+\.(onnx|mge|npy|param|txt|xyz)", a) else a for a in args
+        str(folder / a) if re.fullmatch(r"[\w.]+\.(onnx|mge|npy|param|bin|txt|xyz)", a) else a for a in args
     ]
     streams = contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO())
     with streams[0], streams[1], pytest.raises(SystemExit) as end:
@@ -77,6 +77,7 @@ WRONG: dict[str, tuple[str, str, str, str]] = {
     "data that do not fit": ("one.onnx", "one.mge", "narrow.npy", r"\(4, 3, 8, 8\), which does not fit"),
     "tensors lost": ("parted.onnx", "one.mge", "x.npy", r"parted\.onnx\.data does not exist"),
     "weights lost": ("lost.param", "n.mge", "x.npy", r"lost\.bin does not exist"),
+    "weights instead of the model": ("n.bin", "n.mge", "x.npy", r"n\.bin holds weights: .*, n\.param\."),
     "weights cut": ("cut_n.param", "n.mge", "x.npy", r"cut_n\.bin: they are not whole"),
     "of another target": ("n.param", "one.mge", "x.npy", r"n\.param is not an export of this module"),
     "no dump": ("one.mge", "one.mge", "x.npy", r"one\.mge is a model that qtrace\.save .* not a dump"),
@@ -104,6 +105,8 @@ EXPORTS: dict[str, tuple[tuple[str, ...], str]] = {
     "cut model": (("cut_one.mge", "-o", "out.onnx"), r"cut_one\.mge"),
     "text": (("text.txt", "-o", "out.onnx"), r"text\.txt"),
     "unknown suffix": (("one.mge", "-o", "out.xyz"), r"no format has the suffix '\.xyz'"),
+    "weights of ncnn": (("one.mge", "-o", "out.bin"), r"name the model, out\.param\."),
+    "weights of Caffe": (("one.mge", "-o", "out.caffemodel"), r"name the model, out\.prototxt\."),
     "unknown format": (("one.mge", "-o", "out.onnx", "-f", "onx"), r"unknown format 'onx'"),
     "unknown option": (("one.mge", "-o", "out.onnx", "-O", "pack=1"), r"no option 'pack'; it knows: packed"),
     "unknown op": (("one.mge", "-o", "out.onnx", "--allow-float", "conv2"), r"allow_float names 'conv2'"),

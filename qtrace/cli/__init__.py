@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import sys
 import time
@@ -93,6 +94,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _run(args: Sequence[str] | None) -> int:
+    _open_streams()
     signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt_handler())
@@ -100,32 +102,58 @@ def _run(args: Sequence[str] | None) -> int:
         result: Any = group.main(args, prog_name="qtrace", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except QtraceError as error:
-        if _debug:
-            traceback.print_exc()
-        click.echo(f"error: {' '.join(str(error).split())}", err=True)
-        return 2
+        return _failed(f"error: {' '.join(str(error).split())}")
     except click.ClickException as error:
-        error.show()
+        _told(error.show)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is over but the message
-        click.echo("interrupted: no result was written.", err=True)
+        _told(lambda: click.echo("interrupted: no result was written.", err=True))
         return INTERRUPTED
     except OSError as error:  # a full disk, no more file handles: what no command can do anything about
-        if _debug:
-            traceback.print_exc()
         where = f"{error.filename}: " if error.filename else ""
-        click.echo(f"error: {where}{error.strerror or error}.", err=True)
-        return 2
+        return _failed(f"error: {where}{error.strerror or error}.")
     except MemoryError:
-        if _debug:
-            traceback.print_exc()
-        click.echo("error: there is not enough memory; use smaller batches.", err=True)
-        return 2
+        return _failed("error: there is not enough memory; use smaller batches.")
     except Exception:
-        traceback.print_exc()
-        click.echo("error: this is a fault in qtrace, not in what you gave it; please report it.", err=True)
+        _told(traceback.print_exc)
+        _told(
+            lambda: click.echo(
+                "error: this is a fault in qtrace, not in what you gave it; please report it.", err=True
+            )
+        )
         return INTERNAL_ERROR
+
+
+def _failed(sentence: str) -> int:
+    """Tells what is wrong, after a traceback where one was asked for; gives the exit code."""
+    if _debug:
+        _told(traceback.print_exc)
+    _told(lambda: click.echo(sentence, err=True))
+    return 2
+
+
+def _told(tell: Callable[[], None]) -> None:
+    """Writes to stderr. Where that fails, on a full disk, the exit code is all that is told."""
+    try:
+        tell()
+    except OSError:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - Python would try once more at its end, and exit with 120
+
+
+def _open_streams() -> None:
+    """A standard stream that is closed leads nowhere.
+
+    Otherwise the next file that is opened would have its number, and what C libraries print in it.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number, this one
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
 
 
 def _interrupt_handler(pause: float = 2.0) -> Callable[[int, Any], None]:

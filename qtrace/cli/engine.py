@@ -6,10 +6,10 @@ else loads MegEngine.
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 import warnings
+
+from qtrace.stderr import caught_lines
 
 __all__ = ["start", "synchronize"]
 
@@ -26,25 +26,11 @@ def start() -> None:
     _started = True
     # MegEngine makes the processor flush subnormals to zero; numpy remarks on that.
     warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
-    sys.stderr.flush()
-    try:
-        kept = os.dup(2)
-    except OSError:  # stderr is closed
-        return
-    with tempfile.TemporaryFile() as captured:
-        os.dup2(captured.fileno(), 2)
-        try:
-            import megengine as mge
+    with caught_lines(_NOISE):
+        import megengine as mge
 
-            mge.device.get_device_count("gpu")
-            mge.Tensor([0.0]).numpy()
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-            captured.seek(0)
-            for line in captured.read().decode(errors="replace").splitlines():
-                if not line.startswith(_NOISE):
-                    print(line, file=sys.stderr)
+        mge.device.get_device_count("gpu")
+        mge.Tensor([0.0]).numpy()
 
 
 def synchronize() -> None:

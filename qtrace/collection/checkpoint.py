@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import json
 import os
 import time
-import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from qtrace.archives import pack_arrays, unpack_arrays
 from qtrace.collection.choice import Chosen
 from qtrace.collection.statistics import Statistics, no_statistics
-from qtrace.errors import CalibrationError, QtraceError
+from qtrace.errors import CalibrationError, ConfigError, QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.passes.record import read_record
 
@@ -115,9 +114,7 @@ def pack(part: Part, identity: str) -> bytes:
         content[name] = np.array(sorted(seen.items()), np.int64).reshape(-1, 2)
     for index, observer in enumerate(observers.values()):
         content.update({f"{index}/{key}": value for key, value in observer.state_dict().items()})
-    stream = io.BytesIO()
-    np.savez(stream, **content)
-    return stream.getvalue()
+    return pack_arrays(content)
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -171,26 +168,26 @@ def unpack(data: bytes, prepared: TracedModule, identity: str, where: str) -> Pa
         CalibrationError: when it was written for another calibration, or is damaged.
     """
     try:
-        with np.load(io.BytesIO(data), allow_pickle=False) as file:
-            content = {key: file[key] for key in file.files}
-        meta = json.loads(content["meta"].tobytes())
-        numbers = {name: {int(k): int(v) for k, v in content[name]} for name in ("batches", "passed")}
-        chosen = meta["chosen"] and Chosen.from_dict(meta["chosen"])
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise CalibrationError(
-            f"{where} is damaged ({type(error).__name__}): calibrate anew with --force."
-        ) from error
+        return _part(unpack_arrays(data), prepared, identity, where)
+    except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+        reason = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
+        raise CalibrationError(f"{where} is damaged ({reason}): calibrate anew with --force.") from error
+
+
+def _part(content: dict[str, np.ndarray], prepared: TracedModule, identity: str, where: str) -> Part:
+    meta = json.loads(content["meta"].tobytes())
     if meta["identity"] != identity:
         raise CalibrationError(
             f"{where} belongs to another calibration: the model, the recipe, the data "
             "or an option has changed since. Put it back, or calibrate anew with --force."
         )
-    statistics = no_statistics(prepared)
+    batches, passed = ({int(k): int(v) for k, v in content[name]} for name in ("batches", "passed"))
+    chosen = meta["chosen"] and Chosen.from_dict(meta["chosen"])
+    observers = no_statistics(prepared).observers
     for index, group in enumerate(meta["groups"]):
         state = {k.partition("/")[2]: v for k, v in content.items() if k.startswith(f"{index}/")}
-        statistics.observers[group].load_state_dict(state)
-    statistics = Statistics(statistics.observers, numbers["batches"])
-    return Part(statistics, chosen, tuple(meta["skipped"]), numbers["passed"])
+        observers[group].load_state_dict(state)
+    return Part(Statistics(observers, batches), chosen, tuple(meta["skipped"]), passed)
 
 
 class Parts:

@@ -10,6 +10,7 @@ import numpy as np
 
 from qtrace.data.headers import MOST_PIXELS, dimensions
 from qtrace.errors import DataError
+from qtrace.stderr import caught_lines
 
 if TYPE_CHECKING:
     from qtrace.config import Preprocess  # it loads MegEngine, which data can do without
@@ -17,6 +18,17 @@ if TYPE_CHECKING:
 __all__ = ["decode", "fit", "normalize"]
 
 _PNG = b"\x89PNG\r\n\x1a\n"
+# What libjpeg and libpng print when they gave up, or filled pixels in. Bytes that are left over before a
+# marker belong to it: a stream in which a bit fell over loses its place, and mostly shows by nothing else.
+_DAMAGE = ("Corrupt JPEG data: ", "Premature end of JPEG file", "libpng error: ")
+# What they print about whole images, too.
+_HARMLESS = (
+    "Inconsistent progression sequence",
+    "Invalid SOS parameters",
+    "Unknown Adobe color transform",
+    "Warning: unknown JFIF revision",
+    "libpng warning: ",
+)
 
 
 def decode(path: Path, channels: int) -> np.ndarray:
@@ -35,17 +47,21 @@ def decode(path: Path, channels: int) -> np.ndarray:
     data = _contents(path)
     if data.startswith(b"\xff\xd8") and not _is_whole_jpeg(data):
         raise DataError(f"{path} is a truncated JPEG.")
-    if data.startswith(_PNG) and not _is_whole_png(data):  # libpng would print a line of its own
+    if data.startswith(_PNG) and not _is_whole_png(data):
         raise DataError(f"{path} is a truncated or damaged PNG.")
     flag = cv2.IMREAD_COLOR if channels == 3 else cv2.IMREAD_GRAYSCALE
     level = cv2.setLogLevel(0)  # it would print what the error below says
     try:
-        image = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
+        with caught_lines((*_DAMAGE, *_HARMLESS)) as lines:
+            image = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
     except (cv2.error, MemoryError) as error:
         reason = getattr(error, "err", "out of memory")
         raise DataError(f"{path} cannot be decoded ({reason}).") from error
     finally:
         cv2.setLogLevel(level)
+    for line in lines:
+        if line.startswith(_DAMAGE):
+            raise DataError(f"{path} is a damaged image ({line.rpartition(': ')[2]}).")
     if image is None:
         raise DataError(f"{path} is not an image that OpenCV can decode, or it is damaged.")
     return image.reshape(*image.shape[:2], channels)

@@ -1,7 +1,8 @@
 """Export: one format a file; the file name is the name of the format, its ``SUFFIXES`` choose it by path.
 
 A format is ``serialize(converted, **options) -> bytes``, or, when it consists of several files,
-``files(converted, path, **options) -> dict[Path, bytes]``.
+``files(converted, path, **options) -> dict[Path, bytes]``. ``COMPANIONS``, where there are any, are the
+suffixes of files beside the one that is named.
 """
 
 from __future__ import annotations
@@ -107,6 +108,11 @@ def _format_module(path: Path, name: str | None) -> Any:
             found = importlib.import_module(module)
             if path.suffix in found.SUFFIXES:
                 return found
+            if path.suffix in getattr(found, "COMPANIONS", ()):
+                raise ExportError(
+                    f"{path.name} would be what is written beside the model: "
+                    f"name the model, {path.with_suffix(found.SUFFIXES[0]).name}."
+                )
         if path.suffix == ".mge":
             raise ExportError(
                 f"{path.name} could be a model to work on, which qtrace.save writes, or a dump for "

@@ -18,9 +18,10 @@ from qtrace.export._sites import Layer, Names, site_table
 from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, op_label
 
-__all__ = ["SUFFIXES", "files"]
+__all__ = ["COMPANIONS", "SUFFIXES", "files"]
 
 SUFFIXES = (".prototxt",)
+COMPANIONS = (".caffemodel",)
 
 
 def files(converted: TracedModule, path: Path, *, params: str | None = None) -> dict[Path, bytes]:

@@ -31,9 +31,10 @@ from qtrace.passes.insert import CONTAINER
 from qtrace.passes.record import carried_qparams, read_record
 from qtrace.scheme import QScheme
 
-__all__ = ["SUFFIXES", "files"]
+__all__ = ["COMPANIONS", "SUFFIXES", "files"]
 
 SUFFIXES = (".param",)
+COMPANIONS = (".bin",)
 
 
 def files(converted: TracedModule, path: Path, allow_float: Iterable[str] = ()) -> dict[Path, bytes]:

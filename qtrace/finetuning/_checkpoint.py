@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from qtrace.archives import pack_arrays, unpack_arrays
 from qtrace.collection.checkpoint import write_durably
 from qtrace.errors import TrainingError
 
@@ -28,10 +27,8 @@ def save(path: Path, state: Mapping[str, np.ndarray], identity: str) -> None:
     Raises:
         QtraceError: when it cannot be written.
     """
-    stream = io.BytesIO()
     meta = np.frombuffer(json.dumps({"identity": identity}).encode(), np.uint8)
-    np.savez(stream, **{"meta": meta, **state})
-    write_durably(path, stream.getvalue())
+    write_durably(path, pack_arrays({"meta": meta, **state}))
 
 
 def load(path: Path, identity: str) -> dict[str, Any]:
@@ -41,10 +38,9 @@ def load(path: Path, identity: str) -> dict[str, Any]:
         TrainingError: when it belongs to another model, other data or settings, or is damaged.
     """
     try:
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
-            content = {key: file[key] for key in file.files}
+        content = unpack_arrays(path.read_bytes())
         found = json.loads(content.pop("meta").tobytes())["identity"]
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise TrainingError(
             f"the checkpoint {path} is damaged ({type(error).__name__}): remove it and begin anew."
         ) from error

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import io
-import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
+
+from qtrace.archives import pack_arrays, unpack_arrays
 
 __all__ = ["Checkpoint", "key_of"]
 
@@ -32,16 +32,13 @@ class Checkpoint:
         if not path.is_file():
             return None
         try:
-            with np.load(path, allow_pickle=False) as arrays:
-                return {name: arrays[name] for name in arrays.files}
-        except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+            return unpack_arrays(path.read_bytes())
+        except (OSError, ValueError):
             return None
 
     def save(self, key: str, arrays: Mapping[str, np.ndarray]) -> None:
         """Keeps ``arrays`` under ``key``."""
-        file = io.BytesIO()
-        np.savez(file, **dict(arrays))
-        self._write(self.folder / f"{key}{_SUFFIX}", file.getvalue())
+        self._write(self.folder / f"{key}{_SUFFIX}", pack_arrays(arrays))
 
 
 def key_of(text: str, arrays: Iterable[np.ndarray]) -> str:

@@ -31,6 +31,10 @@ def get(path: Path, name: str | None = None) -> Runtime:
     modules = [importlib.import_module(f"{__name__}.{n}") for n in ([name] if name else known())]
     fitting: list[Runtime] = [m.RUNTIME for m in modules if path.suffix in m.RUNTIME.suffixes]
     if not fitting:
+        for module in modules:
+            if path.suffix in module.RUNTIME.companions:
+                model = path.with_suffix(module.RUNTIME.suffixes[0]).name
+                raise ExportError(f"{path.name} holds weights: name the model that belongs to it, {model}.")
         who = f"{name} does not run" if name else "no runtime runs"
         raise ExportError(f"{who} files like {path.name}; known: {_table()}.")
     # onnxruntime is what the ONNX form is made for; others that read it are asked for by name.

@@ -70,6 +70,7 @@ class Runtime:
             computes on its own (False).
         kernels: tells which ops of a file run on integers; None where the runtime does not let us see.
         default: whether it is the one for its suffixes unless another is named.
+        companions: suffixes of the files that stand beside one that it runs, with the weights.
     """
 
     name: str
@@ -79,3 +80,4 @@ class Runtime:
     open: Callable[[Path, bool], Session]
     kernels: Callable[[Path], Kernels] | None = None
     default: bool = True
+    companions: tuple[str, ...] = ()

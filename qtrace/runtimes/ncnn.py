@@ -92,4 +92,4 @@ def _blobs(path: Path) -> tuple[list[str], list[str], list[str]]:
     return inputs, [t for t in tops if t not in read and t not in integers], integers
 
 
-RUNTIME = Runtime("ncnn", "ncnn", "ncnn", (".param",), _Session)
+RUNTIME = Runtime("ncnn", "ncnn", "ncnn", (".param",), _Session, companions=(".bin",))

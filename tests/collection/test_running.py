@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import qtrace
+from qtrace.archives import pack_arrays, unpack_arrays
 from qtrace.collection import running
 from qtrace.collection.checkpoint import Cadence, Parts, fingerprint, kept
 from qtrace.collection.executors import Processes, run_elsewhere
@@ -176,13 +177,27 @@ def test_checkpoints_of_other_weights_or_data_are_refused(
         _collect(prepared, data, tmp_path / "out")
 
 
-@pytest.mark.parametrize("size", [0, 10, 500])
+def _as_compressed(whole: bytes) -> bytes:
+    """Its first array claims to be compressed, so that zlib would be asked."""
+    data = bytearray(whole)
+    for magic, method in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
+        data[data.find(magic) + method] = 8
+    return bytes(data)
+
+
+def _without_meta(whole: bytes) -> bytes:
+    return pack_arrays({key: value for key, value in unpack_arrays(whole).items() if key != "meta"})
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda whole: b"", lambda whole: whole[:500], _as_compressed, _without_meta]
+)
 def test_a_damaged_checkpoint_is_told(
-    prepared: TracedModule, data: Source, tmp_path: Path, size: int
+    prepared: TracedModule, data: Source, tmp_path: Path, damage: Callable[[bytes], bytes]
 ) -> None:
     _collect(prepared, data, tmp_path / "out")
     path = tmp_path / "out" / "gathered.part.npz"
-    path.write_bytes(path.read_bytes()[:size])
+    path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(CalibrationError, match="is damaged"):
         _collect(prepared, data, tmp_path / "out")
 

@@ -6,11 +6,13 @@ import json
 
 import megengine as mge
 import numpy as np
+import onnx
 import pytest
 
 from benchmarks.accuracy import __main__ as command
-from benchmarks.accuracy import eight_bits, imbalance, subjects
+from benchmarks.accuracy import eight_bits, imbalance, peers, subjects
 from benchmarks.accuracy.fitting import fit
+from benchmarks.accuracy.judging import in_onnxruntime
 from benchmarks.accuracy.native import NATIVE, load_float
 from benchmarks.accuracy.networks import CLASSIFIERS
 from benchmarks.accuracy.rows import Row, markdown, sqnr_db
@@ -91,6 +93,36 @@ def test_eight_bits_must_be_a_decibel_ahead_and_lose_little(sqnr, loss, met):
     row = eight_bits.judged(mine, others)
     assert row.met is met
     assert ("met" if met else "MISSED") in markdown([row])
+
+
+def test_the_form_for_nncf_computes_the_same_and_shares_no_parameter(tmp_path):
+    random = np.random.RandomState(0)
+    stored = {"weight": random.randn(2, 2, 1, 1), "bias": random.randn(2)}
+    graph = onnx.helper.make_graph(
+        [
+            onnx.helper.make_node("Conv", ["x", "weight", "bias"], ["fine"], "first"),
+            onnx.helper.make_node("Conv", ["fine", "weight", "bias"], ["coarse"], "second"),
+        ],
+        "head",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 2, 4, 4])],
+        [
+            onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [1, 2, 4, 4])
+            for n in ("fine", "coarse")
+        ],
+        [onnx.numpy_helper.from_array(v.astype(np.float32), name) for name, v in stored.items()],
+    )
+    opset = [onnx.helper.make_opsetid("", 13)]
+    onnx.save(onnx.helper.make_model(graph, ir_version=8, opset_imports=opset), str(tmp_path / "float.onnx"))
+    other = peers.for_nncf(tmp_path / "float.onnx", tmp_path / "for_nncf.onnx")
+    x = random.randn(1, 2, 4, 4).astype(np.float32)
+    want, have = in_onnxruntime(tmp_path / "float.onnx")(x), in_onnxruntime(other)(x)
+    for one, two in zip(want, have, strict=True):
+        np.testing.assert_array_equal(one, two)
+    nodes = onnx.load(str(other)).graph.node
+    layers = [node for node in nodes if node.op_type == "Conv"]
+    assert set(layers[0].input[1:]).isdisjoint(layers[1].input[1:])
+    outputs = {"fine", "coarse"}
+    assert {node.op_type for node in nodes if outputs & set(node.output)} == {"Identity"}
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["Peer", "quantized"]
+__all__ = ["Peer", "for_nncf", "quantized"]
 
 BATCH = 50
 _WORKER = Path(__file__).parent / "nncf_worker.py"
@@ -104,10 +104,50 @@ def _onnxruntime(model: Path, calibration: np.ndarray, folder: Path) -> Iterator
             yield Peer(title, file)
 
 
+def for_nncf(model: Path, file: Path) -> Path:
+    """Writes the model in the form that suits NNCF best; what it computes stays.
+
+    To correct a layer whose result leaves the graph, full correction runs the layer up to *all* outputs,
+    which fails where there are several: so an Identity stands before each. And it writes a new bias for each
+    of its readers: those of a head that serves several levels would overwrite each other, so each reader gets
+    its own.
+
+    Args:
+        model: a float ONNX file.
+        file: where the other goes.
+
+    Returns:
+        ``file``.
+    """
+    import onnx
+
+    source = onnx.load(str(model))
+    graph = source.graph
+    for output in graph.output:
+        inside = f"{output.name}_inside"
+        for node in graph.node:
+            node.input[:] = [inside if name == output.name else name for name in node.input]
+            node.output[:] = [inside if name == output.name else name for name in node.output]
+        graph.node.append(
+            onnx.helper.make_node("Identity", [inside], [output.name], f"{output.name}_Identity")
+        )
+    stored, read = {tensor.name: tensor for tensor in graph.initializer}, set()
+    for node in graph.node:
+        for index, name in enumerate(node.input):
+            if name in stored and name in read:
+                own = graph.initializer.add()
+                own.CopyFrom(stored[name])
+                own.name = node.input[index] = f"{name}_of_{node.name}"
+            read.add(name)
+    onnx.save(source, str(file))
+    return file
+
+
 def _nncf(model: Path, calibration: np.ndarray, folder: Path, python: str) -> Iterator[Peer]:
     inputs = folder / "calibration.npy"
     np.save(inputs, calibration)
-    command = [python, str(_WORKER), str(model), str(inputs), str(BATCH), str(folder)]
+    suited = for_nncf(model, folder / "for_nncf.onnx")
+    command = [python, str(_WORKER), str(suited), str(inputs), str(BATCH), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     told = done.stderr.strip().splitlines()
     failed = told[-1] if told else f"exit code {done.returncode}"

@@ -1,8 +1,9 @@
-"""How much of what 4 bits cost the digits network comes back without a label.
+"""How much of what 4 bits cost networks for digits comes back without a label.
 
-``python -m benchmarks.finetuning`` trains the float network of examples/digits.py, quantizes it by the recipe
-``w4a4_lsq`` (or ``--recipe``), and fine-tunes it on the training images without their labels. All figures
-are on the 500 test images. The table of docs/finetuning.md is its output.
+``python -m benchmarks.finetuning`` takes the float networks of benchmarks.accuracy (``--net``), quantizes
+them by the recipe ``w4a4_lsq`` (or ``--recipe``), and fine-tunes them on the training images without their
+labels. ``--net demo`` trains networks of examples/digits.py first, one for each seed; ``--network FILE``
+takes a traced one. All figures are on the 500 test images. The table of docs/finetuning.md is its output.
 """
 
 from __future__ import annotations
@@ -21,13 +22,12 @@ engine.start()
 import megengine as mge  # noqa: E402
 
 import qtrace  # noqa: E402
+from benchmarks.accuracy.networks import CLASSIFIERS  # noqa: E402
+from benchmarks.accuracy.subjects import subject  # noqa: E402
+from examples import digits  # noqa: E402
 from qtrace.finetuning import Settings  # noqa: E402
 from qtrace.graph.table import format_table  # noqa: E402
 from qtrace.graph.types import TracedModule  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-
-import digits  # noqa: E402
 
 FLOAT_EPOCHS, FLOAT_LR = 16, 0.1
 
@@ -35,18 +35,35 @@ FLOAT_EPOCHS, FLOAT_LR = 16, 0.1
 def main() -> None:
     """Measures as many seeds as asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3, help="float networks to train")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=3,
+        help="of the order of images; of --net demo, also float networks to train",
+    )
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--recipe", default="w4a4_lsq")
     parser.add_argument("--network", type=Path, help="a traced float network, such as demo-out/float.mge")
+    parser.add_argument(
+        "--net",
+        action="append",
+        choices=[*CLASSIFIERS, "demo"],
+        help="may be repeated; all of benchmarks.accuracy",
+    )
     given = parser.parse_args()
     data = digits.load()
     mge.config.async_level = 2  # the digits' own loop asked for 0; finetune sees to that itself
     rows = []
-    for seed in range(given.seeds if given.network is None else 1):
-        traced = _float(seed, data) if given.network is None else qtrace.load(given.network)
-        rows.append(_row(seed, traced, data, given.recipe, given.steps))
+    for name, seed in _cases(given):
+        if given.network is not None:
+            traced = qtrace.load(given.network)
+        elif name == "demo":
+            traced = _float(seed, data)
+        else:
+            traced = qtrace.trace(subject(name).net, data.calibration.images[:1])
+        rows.append((name, *_row(seed, traced, data, given.recipe, given.steps)))
     headers = (
+        "network",
         "seed",
         "float",
         "PTQ",
@@ -59,6 +76,13 @@ def main() -> None:
         "tuned",
     )
     print(format_table(headers, rows))
+
+
+def _cases(given: argparse.Namespace) -> list[tuple[str, int]]:
+    """Networks and seeds."""
+    if given.network is not None:
+        return [(given.network.stem, 0)]
+    return [(name, seed) for name in given.net or CLASSIFIERS for seed in range(given.seeds)]
 
 
 def _float(seed: int, data: digits.Digits) -> TracedModule:

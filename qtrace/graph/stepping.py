@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -86,6 +87,12 @@ class Stepper:
             results = self._run(expr, values)
             values.update((id(n), v) for n, v in zip(expr.outputs, results, strict=True))
         return [self._get(n, values) for n in nodes]
+
+    def fork(self) -> Stepper:
+        """Another one at the same place; each goes on by itself."""
+        found = copy.copy(self)
+        found._known, found._values = {}, [dict(values) for values in self._values]
+        return found
 
     def changed(self) -> None:
         """Forgets what was computed from parameters: they have changed."""

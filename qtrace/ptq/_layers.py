@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -125,6 +126,13 @@ class Twins:
         """Computes both graphs up to ``expr``."""
         self.quantized.advance(expr)
         self.float.advance(self.twin(expr))
+
+    def fork(self, expr: Expr) -> Twins:
+        """Both graphs just before ``expr``, to be stepped through on their own; this pair goes there, too."""
+        self.advance(expr)
+        found = copy.copy(self)
+        found.quantized, found.float = self.quantized.fork(), self.float.fork()
+        return found
 
     def outputs(self, expr: Expr) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """For every batch, what ``expr`` gives in the float graph, and in the quantized one."""

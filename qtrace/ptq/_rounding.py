@@ -42,6 +42,17 @@ class SoftRounding:
         fraction = exact - self.low
         self.v = np.log((fraction - _GAMMA) / (_ZETA - fraction)).astype(weight.dtype)
 
+    def lean_to(self, weight: np.ndarray, certain: float = 0.8) -> None:
+        """Starts from roundings that are known instead of the fractions.
+
+        Args:
+            weight: on the grid, each value rounded up or down.
+            certain: h where it was rounded up, and 1 - h where it was rounded down: decided values would not
+                learn, since h has no gradient at 0 and 1.
+        """
+        up = np.where(weight / self.scale - self.low > 0.5, certain, 1.0 - certain)
+        self.v = np.log((up - _GAMMA) / (_ZETA - up)).astype(self.v.dtype)
+
     def up(self) -> np.ndarray:
         """h(V): how far each weight is rounded up, 0 to 1."""
         return np.clip(_SPAN * _sigmoid(self.v) + _GAMMA, 0.0, 1.0)

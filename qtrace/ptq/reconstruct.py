@@ -6,6 +6,9 @@ activation stays unrounded with the probability ``drop``, inside of the block an
 result does not fit to the rounding noise of the calibration data (Wei et al. 2022, "QDrop: Randomly Dropping
 Quantization for Extremely Low-bit Post-Training Quantization"). Scales follow the gradient of LSQ (Esser et
 al. 2020, eq. 3).
+
+A block starts from the roundings that its layers learn alone, each on its own output (``warm``): blocks that
+started from the fractions ended behind `adaround` (docs/accuracy.md).
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from qtrace.config.base import Float, Int
+from qtrace.config.base import Bool, Float, Int
 from qtrace.graph.types import TracedModule
 from qtrace.ptq._blocks import Block, structural_blocks
 from qtrace.ptq._layers import Layer
@@ -31,6 +34,7 @@ class Reconstruct(Recovering):
     Attributes:
         drop: the share of activations that stay unrounded in a step; 0 for none (BRECQ).
         scale_lr: learning rate of activation scales, as a share of each scale; 0 keeps them.
+        warm: whether each layer is learned alone before its block, as by ``adaround``.
         max_layers: a block with more layers is learned layer by layer.
     """
 
@@ -40,10 +44,14 @@ class Reconstruct(Recovering):
 
     drop: Annotated[Float, Field(ge=0, lt=1)] = 0.5
     scale_lr: Annotated[Float, Field(ge=0)] = 1e-3
+    warm: Bool = True
     max_layers: Annotated[Int, Field(gt=0)] = 12
 
     def blocks(self, model: TracedModule, layers: list[Layer]) -> list[Block]:
         return structural_blocks(model, layers, self.max_layers)
+
+    def layers_first(self, block: Block) -> bool:
+        return self.warm and len(block.layers) > 1
 
     def settings(self) -> Settings:
         return dataclasses.replace(Recovering.settings(self), drop=self.drop, scale_lr=self.scale_lr)

@@ -86,3 +86,17 @@ def test_it_goes_forward_only() -> None:
     stepper.advance(order[-1])
     with pytest.raises(GraphError, match="lies behind"):
         stepper.advance(next(e for e in order if e.outputs[0].name == "a_out"))
+
+
+def test_a_fork_goes_on_by_itself() -> None:
+    stepper = _stepper()
+    found = {e.outputs[0].name: e for e in exprs(stepper.traced)}
+    first, last = found["a_out"], found["b_out"]
+    stepper.advance(first)
+    ahead = stepper.fork()
+    ahead.advance(last)
+    for one in (ahead, stepper):
+        one.advance(last)
+        np.testing.assert_array_equal(one.outputs(last, 1)[0].numpy(), _values(stepper, 1)["b_out"])
+    with pytest.raises(GraphError, match="lies behind"):
+        ahead.advance(first)

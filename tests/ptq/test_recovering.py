@@ -122,7 +122,7 @@ def test_a_loss_that_is_no_number_names_the_block_and_changes_nothing() -> None:
 def _once(files: int) -> Any:
     """Learning, for one block only: the first one is in a file."""
     assert files == 1
-    descend, calls = _learning._descend, []
+    descend, calls = _learning.descend, []
 
     def call(*args: Any) -> None:
         calls.append(args)
@@ -151,7 +151,7 @@ def test_an_interruption_in_the_second_block_is_undone_and_resumed(monkeypatch: 
     assert len(calls) == 2
     assert all(np.array_equal(v, before[n]) for n, v in _state(prepared).items())
     monkeypatch.undo()
-    monkeypatch.setattr(_learning, "_descend", _once(len(list(tmp_path.iterdir()))))
+    monkeypatch.setattr(_learning, "descend", _once(len(list(tmp_path.iterdir()))))
     qtrace.calibrate(prepared, data, progress=False, state=tmp_path)
     monkeypatch.undo()
     again = _calibrated({"adaround": FEW}, weight={"bits": 8}, activation={"bits": 8})

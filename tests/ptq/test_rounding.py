@@ -110,3 +110,12 @@ def test_rounding_a_layer_for_its_output_beats_rounding_to_nearest() -> None:
         of_weight = 2 * error.T @ x / (error.size * unit)
         adam.step(soft.gradient(of_weight, beta or 2.0, 0.0 if beta is None else 0.01))
     assert np.mean((x @ (soft.hard() - weight).T) ** 2) < 0.85 * unit
+
+
+def test_roundings_that_are_known_are_where_it_starts_and_can_still_learn() -> None:
+    soft = _soft()
+    hard = (soft.low + np.random.default_rng(5).integers(0, 2, soft.low.shape)) * soft.scale
+    soft.lean_to(hard)
+    np.testing.assert_allclose(soft.hard(), np.clip(hard, -8 * soft.scale, 7 * soft.scale))
+    assert set(np.round(soft.up().ravel(), 6)) == {0.2, 0.8}
+    assert np.all(soft.gradient(np.ones_like(hard), 2.0, 0.0)[np.abs(soft.low) < 7] > 0)

@@ -23,8 +23,8 @@ ENDS = [
     {"match": {"position": end}, "activation": {"bits": 8}, "weight": {"bits": 8}}
     for end in ("first", "last")
 ]
-LAYERS = {"iterations": 400, "lr": 0.03}
-BLOCKS = {"iterations": 300, "lr": 0.03}
+LAYERS = {"iterations": 400}
+BLOCKS = {"iterations": 300}
 
 
 def plant(net: M.Module, spread: float = 64.0, seed: int = 0) -> None:

@@ -86,6 +86,31 @@ def test_reconstruct_learns_scales_of_activations_unless_told_not_to() -> None:
     assert scales[1] == pytest.approx(scales[0], rel=0.3)
 
 
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_block_starts_from_what_its_layers_learned_alone(warm: bool, monkeypatch: Any) -> None:
+    module = net(
+        lambda self, x: F.relu(x + self.b(F.relu(self.a(x)))),
+        a=M.Conv2d(3, 6, 3, padding=1),
+        b=M.Conv2d(6, 3, 1),
+    )
+    descend, begun = _learning.descend, []
+
+    def seen(run: Any, *args: Any) -> None:
+        begun.append((run.block.name, [state.rounding.up() for state in run.layers]))
+        descend(run, *args)
+
+    monkeypatch.setattr(_learning, "descend", seen)
+    report = _report(_calibrated({"reconstruct": {**QUICK, "warm": warm}}, module=randomize(module, seed=5)))
+    layers = ["relu_out", "b_out"] if warm else []
+    assert [name for name, _ in begun] == [*layers, report["errors"][0]["site"]]
+    *_, (_, (first, second)) = begun
+    for up in (first, second):
+        assert (set(np.unique(up.round(5))) == {np.float32(0.2), np.float32(0.8)}) is warm
+    (error,) = report["errors"]
+    assert error["after"] > error["before"] + 0.5
+    assert len([line for line in report["changed"] if "rounded the other way" in line]) == 2
+
+
 def test_a_run_can_be_repeated() -> None:
     one, two = (_calibrated({"reconstruct": FEW}) for _ in range(2))
     for (name, a), (_, b) in zip(one.named_tensors(), two.named_tensors(), strict=True):

@@ -349,15 +349,19 @@ def main(arguments: list[str] | None = None) -> int:
         os.chmod(folder, 0o755)
         os.chdir(folder)
         works = prepare()
-        seen = kills(works, options.kills, rng) + others(works, options.rounds, rng)
+        _tell(kills(works, options.kills, rng))
+        _tell(others(works, options.rounds, rng))
         os.chdir("/")
-    for name, count in sorted(seen.items()):
-        print(f"{count:5} {name}")
     print(
         f"{options.kills} kills and {4 * len(works) * options.rounds} other faults in "
         f"{time.monotonic() - start:.0f} s: every output old or new, every killed command run to the same end"
     )
     return 0
+
+
+def _tell(seen: Counter[str]) -> None:
+    for name, count in sorted(seen.items()):
+        print(f"{count:5} {name}", flush=True)
 
 
 def _import_all() -> None:

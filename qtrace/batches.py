@@ -14,7 +14,7 @@ from qtrace.graph._failures import short
 from qtrace.graph.signature import argument_names, fits, taken
 from qtrace.graph.types import TracedModule
 
-__all__ = ["as_arguments", "evaluating", "told"]
+__all__ = ["as_arguments", "evaluating", "refuse_nan", "told"]
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -43,6 +43,31 @@ def as_arguments(batch: Any, model: TracedModule, index: int = 0) -> _Arguments:
     raise CalibrationError(
         f"batch {index} gives {_given(*ways[-1])}, but the model takes {_wanted(batch, taken(model))}."
     )
+
+
+def refuse_nan(arguments: _Arguments, index: int) -> None:
+    """Refuses a batch with NaN, of which runtimes make any integer they like; infinity has one.
+
+    Args:
+        arguments: as `as_arguments` gives them.
+        index: the number of the batch.
+
+    Raises:
+        CalibrationError: when a value is NaN.
+    """
+    for value in _values(arguments):
+        if value.dtype.kind == "f" and np.isnan(value).any():
+            raise CalibrationError(f"batch {index} holds NaN, which has no integer: repair the data.")
+
+
+def _values(value: Any) -> Iterator[np.ndarray]:
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _values(item)
+    else:
+        yield value.numpy()
 
 
 @contextmanager

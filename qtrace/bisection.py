@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.batches import as_arguments, evaluating, told
+from qtrace.batches import as_arguments, evaluating, refuse_nan, told
 from qtrace.causes import likely_causes
 from qtrace.errors import CalibrationError
 from qtrace.graph.table import format_table
@@ -141,6 +141,7 @@ def bisect(
         names = integer_names(converted, Path(path), session)
         for index, batch in enumerate(kept):
             args, kwargs = as_arguments(batch, converted, index)
+            refuse_nan((args, kwargs), index)
             with evaluating(converted):
                 graph = EndToEnd(converted, names, VerifyReport(str(path), 0, 0.0, 0.0))
                 with told(converted, (args, kwargs), index):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.batches import as_arguments, evaluating, told
+from qtrace.batches import as_arguments, evaluating, refuse_nan, told
 from qtrace.errors import CalibrationError, ExportError
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Input, Node, TensorNode, TracedModule
@@ -57,7 +57,7 @@ def verify(
 
     Raises:
         ExportError: when the file cannot be run or is not an export of ``converted``.
-        CalibrationError: when there are no batches, or one does not fit the model.
+        CalibrationError: when there are no batches, or one does not fit the model or holds NaN.
     """
     read_record(converted, "converted")
     chosen = get_runtime(Path(path), runtime)
@@ -72,6 +72,7 @@ def verify(
     with evaluating(converted):
         for count, batch in enumerate(batches, 1):
             args, kwargs = as_arguments(batch, converted, count - 1)
+            refuse_nan((args, kwargs), count - 1)
             graph = EndToEnd(converted, table, report)
             with told(converted, (args, kwargs), count - 1):
                 graph.compute(args, kwargs)

@@ -110,24 +110,24 @@ class Inverted(M.Module):
 
 
 class MobileNetV2(M.Module):
-    """MobileNetV2 at any width; the published stages."""
+    """MobileNetV2 at any width.
 
-    def __init__(self, width: float = 0.25, classes: int = 10) -> None:
+    Args:
+        width: of all layers, beside the published ones.
+        classes: how many.
+        blocks: of every stage; fewer numbers leave the last stages out.
+    """
+
+    def __init__(
+        self, width: float = 0.25, classes: int = 10, blocks: tuple[int, ...] = (1, 2, 3, 4, 3, 3, 1)
+    ) -> None:
         super().__init__()
-        table = [
-            (1, 16, 1, 1),
-            (6, 24, 2, 2),
-            (6, 32, 3, 2),
-            (6, 64, 4, 2),
-            (6, 96, 3, 1),
-            (6, 160, 3, 2),
-            (6, 320, 1, 1),
-        ]
+        table = [(1, 16, 1), (6, 24, 2), (6, 32, 2), (6, 64, 2), (6, 96, 1), (6, 160, 2), (6, 320, 1)]
         inside = max(8, int(32 * width))
         self.stem = M.Conv2d(3, inside, 3, 2, 1, bias=False)
         self.stem_bn = M.BatchNorm2d(inside)
         layers = []
-        for factor, channels, count, stride in table:
+        for (factor, channels, stride), count in zip(table, blocks, strict=False):
             outside = max(8, int(channels * width))
             for number in range(count):
                 layers.append(Inverted(inside, outside, 1 if number else stride, factor))

@@ -85,6 +85,10 @@ def calibrate(*more: str, model: str = "float.mge", data: str = "x.npz", recipe:
     return ("calibrate", model, "-d", data, "-r", recipe, "-q", *NEW, *more)
 
 
+def finetune(*more: str, model: str = "prepared.mge", data: str = "x.npz") -> tuple:
+    return ("finetune", model, "-d", data, "-q", *NEW, *more)
+
+
 ARGUMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "unknown command": ("No such command 'quantise'", ("quantise",)),
     "unknown option": ("No such option", calibrate("--worker", "2")),
@@ -93,6 +97,41 @@ ARGUMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "batch of nothing": ("batch-size", calibrate("--batch-size", "0")),
     "batch of text": ("batch-size", calibrate("--batch-size", "many")),
     "batches below zero": ("max-batches", calibrate("--max-batches", "-1")),
+    "huge batches of huge number": (
+        "workers",
+        calibrate("--batch-size", str(10**30), "--max-batches", str(10**40), "--workers", "10000"),
+    ),
+    "no thread": ("threads", calibrate("--threads", "0")),
+    "seconds that are no number": ("checkpoint-seconds", calibrate("--checkpoint-seconds", "nan")),
+    "a cluster without Ray": ("package ray|does not answer", calibrate("--ray", "127.0.0.1:1")),
+    "rate that is no number": ("lr is nan: give a number above 0", finetune("--lr", "nan")),
+    "infinite rate": ("lr is inf", finetune("--lr", "inf")),
+    "drift below zero": ("freeze_below is -1", finetune("--freeze-below", "-1")),
+    "no step": ("steps", finetune("--steps", "0")),
+    "code in its recipe": ("names code, 'own_code:Own'", finetune("-r", "code.yaml")),
+    "no such block": ("nowhere", finetune("--block", "nowhere")),
+    "teacher that is not there": ("missing.mge cannot be read", finetune("--teacher", "missing.mge")),
+    "data to measure on that are not there": ("no file missing.npz", finetune("--eval-data", "missing.npz")),
+    "unknown runtime": (
+        "unknown runtime 'torch'",
+        ("verify", "model.onnx", "-m", "quantized.mge", "-d", "x.npz", "--runtime", "torch"),
+    ),
+    "goal that is no number": (
+        "no set of layers reaches nan",
+        ("sensitivity", "float.mge", "-d", "x.npz", "-q", "--at-least", "nan"),
+    ),
+    "budget that is no number": (
+        "budget of nan bytes",
+        ("sensitivity", "float.mge", "-d", "x.npz", "-q", "--budget", "nan"),
+    ),
+    "metric that is nowhere": (
+        "no module 'nowhere_at_all'",
+        ("sensitivity", "float.mge", "-d", "x.npz", "-q", "--metric", "nowhere_at_all:f"),
+    ),
+    "page that is a folder": (
+        "good is a folder",
+        ("compare", "quantized.mge", "-d", "x.npz", "--html", "good"),
+    ),
     "unknown engine": ("engine", calibrate("--engine", "torch")),
     "allow": ("not of the form 'pkg.mod:Qual.Name'", calibrate("--allow", "x")),
     "no shape": ("not a shape", ("trace", f"{CODE}:Net", "--shape", "1x", *NEW)),
@@ -184,6 +223,32 @@ ARRAYS = {
     "pixels.npy": "N x C x H x W",
     "img.yaml": "cannot be read as data",
 }
+
+
+# Every other command that reads data, and a fault of each kind.
+DATA_READERS = {
+    "finetune": lambda data: finetune(data=data),
+    "compare": lambda data: ("compare", "quantized.mge", "-d", data),
+    "sensitivity": lambda data: ("sensitivity", "float.mge", "-d", data, "-q"),
+    "verify": lambda data: ("verify", "model.onnx", "-m", "quantized.mge", "-d", data, "-q"),
+    "bisect": lambda data: ("bisect", "model.onnx", "-m", "quantized.mge", "-d", data, "-q"),
+}
+DATA = {
+    "missing.npz": "There is no file",
+    "cut.npz": "not a whole .npz",
+    "strings.npz": "no model input",
+    "channels.npz": "does not fit",
+    "nan.npz": "batch 0.*NaN",
+    "good": "a recipe with the key `preprocess` is needed",
+    f"{CODE}:nothing": "gives no batch",
+    f"{CODE}:stops": "making batch 1 raised RuntimeError",
+}
+
+
+@pytest.mark.parametrize("command", DATA_READERS)
+@pytest.mark.parametrize("name", DATA)
+def test_data_of_other_commands(name: str, command: str, place: Path) -> None:
+    refused(DATA[name], *DATA_READERS[command](name))
 
 
 @pytest.mark.parametrize("name", ARRAYS)
@@ -376,6 +441,7 @@ MODELS = {
     "model.onnx": "not a saved model",
 }
 TAKERS = {
+    "finetune": lambda name: finetune(model=name),
     "calibrate": lambda name: calibrate(model=name),
     "explain": lambda name: ("explain", name),
     "export": lambda name: ("export", name, "-o", "new.onnx"),
@@ -398,6 +464,10 @@ STAGES = {
     "prepared to export": (("export", "prepared.mge", "-o", "new.onnx"), ""),
     "float to verify": (("verify", "model.onnx", "-m", "float.mge", "-d", "x.npz"), ""),
     "prepared to calibrate": (calibrate(model="prepared.mge"), "prepared or converted already"),
+    "float to finetune": (finetune(model="float.mge"), "not a prepared module"),
+    "converted to finetune": (finetune(model="quantized.mge"), "converted, not prepared"),
+    "prepared to sensitivity": (("sensitivity", "prepared.mge", "-d", "x.npz"), "prepared or converted"),
+    "float to bisect": (("bisect", "model.onnx", "-m", "float.mge", "-d", "x.npz"), "not a converted module"),
     "float to compare": (("compare", "float.mge", "-d", "x.npz"), ""),
 }
 

@@ -197,7 +197,7 @@ def test_whole_nets_are_valid(every: bool) -> None:
         one, other = F.split(self.a(x), 2, axis=1)
         return one.reshape(x.shape[0], -1), F.exp(other), x
 
-    for module, x in ((net(forward, a=_conv()), X), (randomize(ResNet(4)), images(1, 3, 32, 32))):
+    for module, x in ((net(forward, a=_conv()), X), (randomize(ResNet(4, (1, 1))), images(1, 3, 32, 32))):
         explanation = qtrace.explain(qtrace.trace(module, x))
         drawing = Parser(explanation.dot(every=every)).parse()
         shown = [n for n in explanation.annotation.notes if every or n.state != "shape"]

@@ -26,7 +26,15 @@ def _converted(module: M.Module, batches: list[np.ndarray]) -> TracedModule:
     return qtrace.convert(qtrace.calibrate(prepared, batches, progress=False))
 
 
-@pytest.mark.parametrize(("model", "size"), [(ResNet(64, classes=100), 64), (MobileNetV2(1.0, 100), 64)])
+@pytest.mark.parametrize(
+    ("model", "size"),
+    [
+        (ResNet(16, (1, 1, 1, 1)), 32),
+        (MobileNetV2(0.25, blocks=(1, 2, 2)), 32),
+        pytest.param(ResNet(64, classes=100), 64, marks=pytest.mark.slow),
+        pytest.param(MobileNetV2(1.0, 100), 64, marks=pytest.mark.slow),
+    ],
+)
 def test_resnet18_and_mobilenetv2_in_onnxruntime(model: M.Module, size: int, tmp_path: Path) -> None:
     randomize(model)
     batches = [images(4, 3, size, size, seed=s) for s in range(4)]
@@ -152,7 +160,7 @@ def test_integer_kernels_are_counted_and_the_others_named(tmp_path: Path) -> Non
 
 
 def test_ordinary_networks_run_on_integer_kernels(tmp_path: Path) -> None:
-    for model in (ResNet(8), MobileNetV2(0.25, 10)):
+    for model in (ResNet(8, (1, 1)), MobileNetV2(0.25, blocks=(1, 2, 1))):
         batches = [images(2, 3, 32, 32)]
         converted = _converted(randomize(model), batches)
         path = qtrace.export(converted, tmp_path / "m.onnx")

@@ -46,6 +46,15 @@ class ShapeType(click.ParamType):
         return shape
 
 
+class _Seconds(click.FloatRange):
+    """A time; NaN, which compares with no bound, is none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if math.isnan(found := super().convert(value, param, ctx)):
+            self.fail(f"{value!r} is not a number of seconds.", param, ctx)
+        return found
+
+
 def file_or_folder() -> click.Path:
     """A path as a Path; whether it is fit is checked where it is used, with a clearer message."""
     return click.Path(path_type=Path)
@@ -174,7 +183,7 @@ def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--checkpoint-seconds",
             "seconds",
-            type=click.FloatRange(0),
+            type=_Seconds(0),
             default=60.0,
             show_default=True,
             help="Checkpoint after so many seconds.",

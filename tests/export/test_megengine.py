@@ -42,7 +42,9 @@ def _operators(path: Path) -> Counter[tuple[str, str]]:
     return Counter((v.owner.type, str(np.dtype(v.dtype))) for v in get_dep_vars(loaded.output_vars_list))
 
 
-@pytest.mark.parametrize("model", [ResNet(8, (1, 1, 1, 1)), MobileNetV2(0.25)], ids=["resnet", "mobilenet"])
+@pytest.mark.parametrize(
+    "model", [ResNet(8, (1, 1, 1, 1)), MobileNetV2(0.25, blocks=(1, 2, 1))], ids=["resnet", "mobilenet"]
+)
 def test_networks_in_megengine(model: M.Module, tmp_path: Path) -> None:
     batches = [images(2, 3, 32, 32, seed=s) for s in range(3)]
     converted = _converted(randomize(model), *batches[:2])
@@ -54,7 +56,7 @@ def test_networks_in_megengine(model: M.Module, tmp_path: Path) -> None:
     kinds = _operators(path)
     layers = sum(s.sort == "weight" for s in qtrace.explain(converted).annotation.sites)
     assert kinds["ConvBiasForward", "int8"] == layers
-    assert kinds["ElemwiseMultiType", "int8"] >= 4
+    assert kinds["ElemwiseMultiType", "int8"] >= 2
     assert kinds["MatrixMul", "float32"] == 0
     # The integers of weights and biases are stored, not made at run time.
     assert kinds["ImmutableTensor", "int8"] == layers

@@ -44,7 +44,9 @@ def _vgg() -> M.Module:
 
 @pytest.mark.parametrize("config", [RECIPE, QConfig(backend="ncnn")], ids=["recipe", "results rounded"])
 @pytest.mark.parametrize(
-    "model", [ResNet(8, (1, 1, 1, 1)), MobileNetV2(0.25), _vgg()], ids=["resnet", "mobilenet", "vgg"]
+    "model",
+    [ResNet(8, (1, 1)), MobileNetV2(0.25, blocks=(1, 2, 1)), _vgg()],
+    ids=["resnet", "mobilenet", "vgg"],
 )
 def test_networks_in_ncnn(model: M.Module, config: Any, tmp_path: Path) -> None:
     batches = [images(2, 3, 32, 32, seed=s) for s in range(3)]

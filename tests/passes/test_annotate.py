@@ -245,7 +245,7 @@ def test_wrong_configs_are_refused(config: dict[str, Any], message: str) -> None
 
 def test_annotate_is_deterministic_and_survives_json() -> None:
     x = images(1, 3, 32, 32)
-    traced = qtrace.trace(randomize(ResNet(4)), x)
+    traced = qtrace.trace(randomize(ResNet(4, (1, 1))), x)
     first, second = plan(traced), plan(traced)
     assert first == second
     assert Annotation.from_json(first.to_json()) == first

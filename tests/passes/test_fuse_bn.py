@@ -79,7 +79,7 @@ def test_output_is_kept_and_no_batchnorm_is_left(name: str) -> None:
     assert not {"bn.weight", "mean", "gamma"} & {n for n, _ in flat.named_tensors()}
 
 
-@pytest.mark.parametrize("model", [ResNet(4), MobileNetV2(0.25)])
+@pytest.mark.parametrize("model", [ResNet(4, (1, 1)), MobileNetV2(0.25, blocks=(1, 2, 1))])
 def test_whole_networks_within_1e_5(model: M.Module) -> None:
     x = images(2, 3, 64, 64)
     randomize(model)

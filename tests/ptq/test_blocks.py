@@ -38,11 +38,11 @@ def test_residual_blocks_are_blocks_and_layers_of_a_chain_are_too() -> None:
 
 
 def test_inverted_bottlenecks_with_a_way_around_are_blocks() -> None:
-    module = MobileNetV2(width=0.25)
+    module = MobileNetV2(0.25, blocks=(1, 3, 3))
     around = sum(getattr(m, "add", False) for m in module.modules())
     model = _prepared(module, 1, 3, 32, 32)
     sizes = [len(b.layers) for b in structural_blocks(model, layers(model)[0], 12)]
-    assert sizes.count(3) == around > 5
+    assert sizes.count(3) == around > 3
     assert set(sizes) == {1, 3}
 
 

@@ -113,7 +113,7 @@ def test_a_dead_channel_keeps_its_scale() -> None:
 
 
 def test_relu6_is_kept_or_replaced_as_asked() -> None:
-    module, x = randomize(MobileNetV2(width=0.25)), images(1, 3, 32, 32)
+    module, x = randomize(MobileNetV2(0.25, blocks=(1, 2, 1))), images(1, 3, 32, 32)
     kept = _report(_prepared(module, x, "fuse_bn", "equalize"), "equalize")
     assert any("relu6" in line and "does not scale" in line for line in kept["left"])
     prepared = _prepared(module, x, "fuse_bn", {"equalize": {"relu6": "relu", "absorb": False}})

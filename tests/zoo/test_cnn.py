@@ -18,15 +18,18 @@ from tests.zoo import repvgg
 from tests.zoo.cases import Case, leaves, run, sqnr
 from tests.zoo.catalog import CNN
 from tests.zoo.parts import pictures, settle
+from tests.zoo.quick import parameters
 from tests.zoo.shares import whole_share
 
+# The others have the same layers. All are listed, as for the fixture, so that pytest keeps what it made.
+_KINDS = (
+    *("resnet_basic", "mobilenet_v3", "shufflenet_v1", "repvgg_train", "convnext"),
+    *("unet_transposed", "native"),
+)
+OF_EACH_KIND = pytest.mark.parametrize("case", parameters(CNN, _KINDS), indirect=True, scope="module")
 
-def parameters() -> list[Any]:
-    """The entries, those that are slow with the mark."""
-    return [pytest.param(e, id=e.name, marks=[pytest.mark.slow] if e.slow else []) for e in CNN]
 
-
-@pytest.fixture(scope="module", params=parameters())
+@pytest.fixture(scope="module", params=parameters(CNN))
 def case(request: pytest.FixtureRequest) -> Case:
     return Case(request.param)
 
@@ -90,6 +93,7 @@ def test_nearly_all_is_computed_on_integers(case: Case) -> None:
 
 
 @pytest.mark.usefixtures("synchronous")
+@OF_EACH_KIND
 def test_training_reaches_every_parameter(case: Case) -> None:
     trained = gradients(case.in_phase("train"), case.batch[:1])
     wanted = {name for name, _ in case.module.named_parameters()} - folded(case) - merged(case)
@@ -116,6 +120,7 @@ def merged(case: Case) -> set[str]:
     return {f"{name}.point.weight" for name in branches}
 
 
+@OF_EACH_KIND
 def test_files_keep_every_number(case: Case, tmp_path: Path) -> None:
     prepared = case.in_phase("quantize")
     qtrace.save(prepared, tmp_path / "m.mge")

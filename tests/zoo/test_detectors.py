@@ -11,9 +11,15 @@ import pytest
 import qtrace
 from qtrace.errors import TraceError
 from tests.nets import images, net
-from tests.zoo.detectors.checks import Case, parameters
+from tests.zoo.detectors.checks import Case
 from tests.zoo.detectors.entries import DETECTORS
 from tests.zoo.detectors.yolo import StaticSilu
+from tests.zoo.quick import parameters
+
+# The others have the same parts. All are listed, as for the fixture, so that pytest keeps what it made.
+OF_EACH_KIND = pytest.mark.parametrize(
+    "case", parameters(DETECTORS, ("retinanet", "faster_rcnn:rpn", "detr")), indirect=True, scope="module"
+)
 
 
 @pytest.fixture(scope="module", params=parameters(DETECTORS))
@@ -44,10 +50,12 @@ def test_nearly_all_is_computed_on_integers(case: Case) -> None:
     case.check_share()
 
 
+@OF_EACH_KIND
 def test_training_reaches_what_the_float_net_trains(case: Case) -> None:
     case.check_training()
 
 
+@OF_EACH_KIND
 def test_files_keep_every_number(case: Case, tmp_path: Path) -> None:
     case.check_files(tmp_path)
 

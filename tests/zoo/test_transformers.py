@@ -12,13 +12,22 @@ import pytest
 import qtrace
 from qtrace.errors import TraceError
 from tests.nets import images
-from tests.zoo.detectors.checks import Case, parameters
+from tests.zoo.detectors.checks import Case
 from tests.zoo.detectors.entry import trained
+from tests.zoo.quick import parameters
 from tests.zoo.transformers.entries import TRANSFORMERS, USER_NETS
 from tests.zoo.transformers.users import Boxed
 
+ENTRIES = (*TRANSFORMERS, *USER_NETS)
 
-@pytest.fixture(scope="module", params=parameters((*TRANSFORMERS, *USER_NETS)))
+
+# The others have the same parts. All are listed, as for the fixture, so that pytest keeps what it made.
+OF_EACH_KIND = pytest.mark.parametrize(
+    "case", parameters(ENTRIES, ("vit", "resmlp", "Frozen", "CalledTwice")), indirect=True, scope="module"
+)
+
+
+@pytest.fixture(scope="module", params=parameters(ENTRIES))
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     level = mge.config.async_level
     mge.config.async_level = 0
@@ -46,10 +55,12 @@ def test_nearly_all_is_computed_on_integers(case: Case) -> None:
     case.check_share()
 
 
+@OF_EACH_KIND
 def test_training_reaches_what_the_float_net_trains(case: Case) -> None:
     case.check_training()
 
 
+@OF_EACH_KIND
 def test_files_keep_every_number(case: Case, tmp_path: Path) -> None:
     case.check_files(tmp_path)
 
@@ -78,5 +89,4 @@ def test_another_method_is_traced_where_forward_returns_a_class_of_its_own() -> 
 
 
 def test_names_are_unique() -> None:
-    entries = (*TRANSFORMERS, *USER_NETS)
-    assert len({entry.name for entry in entries}) == len(entries)
+    assert len({entry.name for entry in ENTRIES}) == len(ENTRIES)

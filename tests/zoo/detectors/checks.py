@@ -13,7 +13,6 @@ import megengine as mge
 import megengine.functional as F
 import megengine.module as M
 import numpy as np
-import pytest
 from megengine.autodiff import GradManager
 from megengine.optimizer import SGD
 
@@ -24,15 +23,9 @@ from qtrace.passes.insert import CONTAINER
 from tests.zoo.detectors.entry import Entry
 from tests.zoo.shares import layer_share, whole_share
 
-__all__ = ["Case", "leaves", "parameters"]
+__all__ = ["Case", "leaves"]
 
 Arrays = list[np.ndarray]
-
-
-def parameters(entries: tuple[Entry, ...]) -> list[Any]:
-    """The entries as parameters of a fixture, with their names and marks."""
-    marks = {True: [pytest.mark.slow], False: []}
-    return [pytest.param(e, id=e.name, marks=marks[e.slow]) for e in entries]
 
 
 def leaves(value: Any) -> list[mge.Tensor]:
@@ -102,9 +95,8 @@ class Case:
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
         self._outputs: dict[str, list[Arrays]] = {}
-        # Another sample, another batch size, and another image size where the network takes one.
-        sizes = [] if entry.other_size is None else [self.inputs(1, 5, entry.other_size)]
-        self.probes = [self.inputs(2, 3), self.inputs(3, 4), *sizes]
+        # Another sample; then another batch size, and another image size where the network takes one.
+        self.probes = [self.inputs(2, 3), self.inputs(3, 4, entry.other_size)]
 
     def inputs(self, batch: int = 2, seed: int = 0, size: int | None = None) -> tuple[Any, ...]:
         return self.entry.inputs(batch, seed, size or self.entry.size)

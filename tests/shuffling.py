@@ -1,0 +1,56 @@
+"""``qtrace`` with workers that get random shares of the batches: ``python -m tests.shuffling COUNT ARGS``."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from qtrace import cli
+from qtrace.collection import running
+from qtrace.collection.executors import Executor
+from qtrace.collection.jobs import Job
+
+__all__ = ["Shuffled"]
+
+
+class Shuffled:
+    """Gives every job a random share of the batches, in place of every N-th.
+
+    Args:
+        inner: runs the jobs.
+        count: of all batches.
+    """
+
+    def __init__(self, inner: Executor, count: int) -> None:
+        self.inner, self.count = inner, count
+
+    def __enter__(self) -> Shuffled:
+        self.inner.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.inner.__exit__(*error)
+
+    def run(self, jobs: Sequence[Job], told: Callable[[int], None]) -> None:
+        rng = random.Random(len(jobs))
+        owners = [rng.randrange(len(jobs)) for _ in range(self.count)]
+        shares = []
+        for index, job in enumerate(jobs):
+            others = {number for number, owner in enumerate(owners) if owner != index}
+            done = tuple(sorted({*job.done, *others}))
+            shares.append(dataclasses.replace(job, shard=0, shards=1, done=done))
+        rng.shuffle(shares)
+        self.inner.run(shares, told)
+
+
+def main(count: int, args: list[str]) -> None:
+    executor = running._executor
+    running._executor = lambda settings: Shuffled(executor(settings), count)
+    cli.main(args)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,22 @@
+"""Which networks of the zoo the quick tests run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import pytest
+
+__all__ = ["parameters"]
+
+
+def parameters(entries: Sequence[Any], quick: Collection[str] | None = None) -> list[Any]:
+    """The entries as parameters of a fixture or a test, with their names and marks.
+
+    Args:
+        entries: the networks.
+        quick: names of those that are not slow here; None for all but those that say they are.
+    """
+    slow = [e.slow if quick is None else e.name not in quick for e in entries]
+    marks = {True: [pytest.mark.slow], False: []}
+    return [pytest.param(e, id=e.name, marks=marks[s]) for e, s in zip(entries, slow, strict=True)]

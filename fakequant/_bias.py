@@ -7,7 +7,7 @@ import numpy as np
 from megengine import Tensor
 from megengine.module import Module
 
-from qtrace.fakequant._kernel import as_float32, quant_dequant
+from qtrace.fakequant._kernel import Levels, as_float32, quant_dequant
 from qtrace.fakequant.base import FakeQuant, builtin
 from qtrace.numerics import SMALLEST_SCALE
 
@@ -61,7 +61,8 @@ class BiasQuant(Module):
         # Which way a tie goes is ours to say, for the exporter writes the integers: away from zero, since
         # the trick that rounds half to even fails beyond 2**22.
         zero = as_float32(np.zeros(shape, np.float32))
-        return quant_dequant(bias, scale, zero, -BIAS_QMAX, BIAS_QMAX, half_even=False, shape=shape)
+        levels = Levels(-BIAS_QMAX, BIAS_QMAX, half_even=False, zero=0)
+        return quant_dequant(bias, scale, zero, levels, shape)
 
     def product(self, activation: Tensor, weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """``s_in * s_w`` (float32), broadcastable to the bias, and its shape."""

@@ -10,6 +10,8 @@ q relative to the zero point, which makes it hold for affine schemes too)::
     dy/ds = q - v  inside,  q outside       q is then qmin - z or qmax - z
     dy/dz = 0      inside, -s outside
 
+What lies beyond a bound by less than a millionth of the range counts as inside.
+
 A fake quant that learns a zero point, a threshold or the ends of a range derives s and z from it with
 differentiable operations: the chain rule then gives the formula of its paper. `Learn` says what flows.
 """
@@ -25,17 +27,11 @@ import megengine.functional as F
 import numpy as np
 from megengine import Tensor
 from megengine.autodiff import Function
-from megengine.core.tensor.array_method import _elwise
 
-__all__ = ["Learn", "QuantDequant", "as_float32", "quant_dequant", "straight_through"]
+from qtrace.fakequant._programs import Levels, programs
+from qtrace.numerics import SMALLEST_SCALE
 
-# Adding 1.5 * 2**23 leaves a float32 no fraction bits: the FPU rounds half to even. Three passes of
-# 0.35 ms for 1.6 M values instead of 6.5 ms for F.round. The upper clip must stand between the addition
-# and the subtraction: alone, jit.trace cancels the pair at its default opt_level. The lower clip stands
-# before (its bound is an integer, so rounding does not care) since the gradient wants the unrounded value.
-_MAGIC = 12582912.0
-# More than 1 / the smallest distance from a bound that matters.
-_STEEP = 1e30
+__all__ = ["Learn", "Levels", "QuantDequant", "as_float32", "positive", "quant_dequant", "straight_through"]
 
 
 @dataclass(frozen=True)
@@ -58,19 +54,14 @@ class QuantDequant(Function):
     """Quantize-dequantize as one differentiable function; an instance serves one call.
 
     Args:
-        qmin: smallest integer, zero point included.
-        qmax: largest integer.
-        half_even: round ties to even (True) or away from zero (False).
+        levels: the integers.
         shape: shape of the scale.
         learn: what flows back to scale and zero point; None when both are fixed.
     """
 
-    def __init__(
-        self, qmin: int, qmax: int, half_even: bool, shape: tuple[int, ...], learn: Learn | None
-    ) -> None:
+    def __init__(self, levels: Levels, shape: tuple[int, ...], learn: Learn | None) -> None:
         super().__init__()
-        self.qmin, self.qmax, self.half_even = qmin, qmax, half_even
-        self.shape, self.learn = shape, learn
+        self.levels, self.shape, self.learn = levels, shape, learn
 
     def forward(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
         """Computes ``clip(round(x / scale), qmin - zp, qmax - zp) * scale``.
@@ -80,65 +71,43 @@ class QuantDequant(Function):
             scale: float32, broadcastable to ``x``, positive.
             zero_point: float32 holding integers, of the shape of ``scale``.
         """
-        low, high = self.qmin - zero_point, self.qmax - zero_point
-        v = x / scale
-        above = F.maximum(v, low)
-        if self.half_even:
-            q = F.minimum(above + _MAGIC, high + _MAGIC) - _MAGIC
-        else:
-            q = F.minimum(F.round(above), high)
-        self.saved = (v, above, high, *((None, None) if self.learn is None else (q, scale)))
-        return q * scale
+        (y,) = programs(self.levels, str(x.device)).round(x, scale, zero_point)
+        self.saved = (x, scale, zero_point, None if self.learn is None else y)
+        return y
 
     def backward(self, grad: Tensor) -> tuple[Any, Any, Any]:
         """Returns the gradients of x, of the scale and of the zero point (None where it is not learned)."""
-        v, above, high, q, scale = self.saved
-        inside = F.minimum(above, high)
-        # Masks by vectorised float kernels: comparisons, casts and abs are ten times slower on CPU. The
-        # gradient of relu6 passes where its argument is between 0 and 6: here 3 inside, far away outside.
-        side = _elwise(v - inside, _STEEP, 3.0, mode="FUSE_MUL_ADD3")
-        grad_x = _elwise(side, grad, mode="RELU6_GRAD")
-        learn = self.learn
+        x, scale, zero_point, y = self.saved
+        known, learn = programs(self.levels, str(grad.device)), self.learn
         if learn is None:
-            return grad_x, None, None
+            return known.pass_inside(x, scale, zero_point, grad)[0], None, None
         if learn.residual:
-            # grad_x is 0 where `inside` is not v; v itself may be infinite there.
-            grad_scale = _dot_to(grad, q, self.shape) - _dot_to(grad_x, inside, self.shape)
+            grad_x, terms = known.with_residual(x, scale, zero_point, grad, y)
         else:
-            grad_scale = _dot_to(grad - grad_x, q, self.shape)
+            grad_x, terms = known.without_residual(x, scale, zero_point, grad, y)
+        grad_scale = _sum_to(terms, self.shape) / scale * learn.gain
         grad_zero = None
         if learn.zero_point:
             grad_zero = scale * _sum_to(grad - grad_x, self.shape) * -learn.gain
-        return grad_x, grad_scale * learn.gain, grad_zero
+        return grad_x, grad_scale, grad_zero
 
 
 def _sum_to(a: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Sums ``a`` over the axes along which a tensor of ``shape`` was broadcast."""
     axes = [i for i, size in enumerate(shape) if size == 1]
-    if len(axes) == len(shape):
-        return a.sum().reshape(shape)
-    return F.sum(a, axis=axes, keepdims=True) if axes else a
-
-
-def _dot_to(a: Tensor, b: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Sums ``a * b`` over the axes along which a tensor of ``shape`` was broadcast."""
-    axes = [i for i, size in enumerate(shape) if size == 1]
     own = len(shape) - len(axes)
     if own == 0:
-        return F.dot(a.flatten(), b.flatten()).reshape(shape)
+        return a.sum().reshape(shape)
     if axes and axes[0] == own:  # the sums are of rows that lie in one piece
-        rows = math.prod(shape)
-        return F.matmul(a.reshape(rows, 1, -1), b.reshape(rows, -1, 1)).reshape(shape)
-    return F.sum(a * b, axis=axes, keepdims=True) if axes else a * b
+        return F.sum(a.reshape(math.prod(shape), -1), axis=1).reshape(shape)
+    return F.sum(a, axis=axes, keepdims=True) if axes else a
 
 
 def quant_dequant(
     x: Tensor,
     scale: Tensor,
     zero_point: Tensor,
-    qmin: int,
-    qmax: int,
-    half_even: bool,
+    levels: Levels,
     shape: tuple[int, ...],
     learn: Learn | None = None,
 ) -> Tensor:
@@ -148,16 +117,42 @@ def quant_dequant(
         x: float32 tensor of any shape.
         scale: float32 positive scales, broadcastable to ``x``.
         zero_point: float32 holding integers, of the shape of ``scale``.
-        qmin: smallest integer.
-        qmax: largest integer.
-        half_even: the rounding of ties.
+        levels: the integers.
         shape: the shape of ``scale``, known before the call (it is symbolic under ``jit.trace``).
         learn: what flows back to scale and zero point; None when both are fixed.
 
     Returns:
         A float32 tensor of the shape of ``x`` with values ``(q - zero_point) * scale``.
     """
-    return QuantDequant(qmin, qmax, half_even, shape, learn)(x, scale, zero_point)
+    return QuantDequant(levels, shape, learn)(x, scale, zero_point)
+
+
+class _Positive(Function):
+    """A learned scale without its sign; an instance serves one call."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def forward(self, scale: Tensor) -> Tensor:
+        self.scale = scale
+        # In a Function, MegEngine makes one-element vectors of scalars.
+        return F.maximum(F.abs(scale), SMALLEST_SCALE).reshape(self.shape)
+
+    def backward(self, grad: Tensor | None) -> Tensor | None:
+        if grad is None:  # all that used it takes the scale as fixed
+            return None
+        return (grad * F.sign(self.scale)).reshape(self.shape)
+
+
+def positive(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``max(|scale|, smallest)``: a learned scale may have crossed zero; the gradient has its sign.
+
+    Args:
+        scale: float32.
+        shape: its shape, known before the call.
+    """
+    return _Positive(shape)(scale)
 
 
 class _Through(Function):

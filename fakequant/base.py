@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 from typing import Any, Literal, get_args
 
-import megengine.functional as F
 import numpy as np
 from megengine import Parameter, Tensor
 from megengine.module import Module
@@ -13,8 +12,7 @@ from megengine.traced_module import register_as_builtin
 from megengine.traced_module.pytree import register_supported_type
 
 from qtrace.errors import CalibrationError, ConfigError, SchemeError
-from qtrace.fakequant._kernel import Learn, as_float32, quant_dequant
-from qtrace.numerics import SMALLEST_SCALE
+from qtrace.fakequant._kernel import Learn, Levels, as_float32, positive, quant_dequant
 from qtrace.observers.base import Observer
 from qtrace.scheme import QParams, QScheme
 
@@ -90,8 +88,8 @@ class FakeQuant(Module):
 
     def _derived(self) -> tuple[Tensor, Tensor]:
         """The positive scale and the zero point that are applied, differentiable in what is learned."""
-        if self._learns_scale():  # it may have crossed zero
-            return F.maximum(F.abs(self.scale), SMALLEST_SCALE), self.zero_point
+        if self._learns_scale():
+            return positive(self.scale, self.shape), self.zero_point
         return self.scale, self.zero_point
 
     def _adopt(self, scale: np.ndarray, zero_point: np.ndarray) -> None:
@@ -131,18 +129,9 @@ class FakeQuant(Module):
             SchemeError: when the scales have lost their shape, or do not fit ``x``.
         """
         self._check_shapes(x)
-        scheme = self.scheme
         scale, zero_point = self._derived()
-        return quant_dequant(
-            self.shaped(x),
-            scale,
-            zero_point,
-            scheme.qmin,
-            scheme.qmax,
-            scheme.rounding == "half_even",
-            self.shape,
-            self.learning,
-        )
+        levels = Levels.of(self.scheme)
+        return quant_dequant(self.shaped(x), scale, zero_point, levels, self.shape, self.learning)
 
     def _check_shapes(self, x: Tensor) -> None:
         """Refuses what a kernel would: its error comes late, and the call after it may crash the process."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import megengine.functional as F
 import numpy as np
 from megengine import Parameter, Tensor
 
-from qtrace.fakequant._kernel import Learn, quant_dequant
+from qtrace.fakequant._kernel import Learn, Levels, positive, quant_dequant
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.interpreter import interpret
 from qtrace.graph.walk import exprs, get_module, owner
@@ -132,14 +131,11 @@ class BlockRun:
         return values[id(node)] if id(node) in values else self.twins.quantized.value(node, 0)
 
     def _round(self, module: FakeQuant, x: Tensor, masks: Masks | None) -> Tensor:
-        scheme = module.scheme
         known = self.scales.get(id(module))
-        scale = module.effective_scale() if known is None else F.maximum(F.abs(known[1]), SMALLEST_SCALE)
-        even, zero = scheme.rounding == "half_even", module.effective_zero_point()
-        bounds = scheme.qmin, scheme.qmax
-        y = quant_dequant(
-            module.shaped(x), scale, zero, *bounds, even, module.shape, None if known is None else Learn()
-        )
+        scale = module.effective_scale() if known is None else positive(known[1], module.shape)
+        zero, levels = module.effective_zero_point(), Levels.of(module.scheme)
+        learn = None if known is None else Learn()
+        y = quant_dequant(module.shaped(x), scale, zero, levels, module.shape, learn)
         return y if masks is None else x + (y - x) * masks(x)
 
     def noise(self, data: BlockData, weights: list[np.ndarray]) -> Noise:

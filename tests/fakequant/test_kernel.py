@@ -9,7 +9,7 @@ import pytest
 from megengine.autodiff import GradManager
 from megengine.jit import trace
 
-from qtrace.fakequant._kernel import Learn, quant_dequant
+from qtrace.fakequant._kernel import Learn, Levels, quant_dequant
 
 CASES = [
     # qmin, qmax, zero point, channel axis
@@ -64,10 +64,11 @@ def test_forward_and_gradients(
     xt, st, zt, ut = mge.Parameter(x), mge.Parameter(s), mge.Tensor(z), mge.Tensor(upstream)
     manager = GradManager().attach([xt, st])
     gain = 0.37
+    levels = Levels(qmin, qmax, even, None if np.ptp(z) else zero)
 
     def step() -> mge.Tensor:
         with manager:
-            y = quant_dequant(xt, st, zt, qmin, qmax, even, s.shape, Learn(gain))
+            y = quant_dequant(xt, st, zt, levels, s.shape, Learn(gain))
             manager.backward((y * ut).sum())
         return y
 
@@ -90,14 +91,14 @@ def test_scale_gradient_matches_finite_differences_where_values_clip() -> None:
 
     def loss(scale: float) -> float:
         y = quant_dequant(
-            mge.Tensor(x), mge.Tensor(np.float32(scale)), mge.Tensor(np.float32(zero)), qmin, qmax, True, ()
+            mge.Tensor(x), mge.Tensor(np.float32(scale)), mge.Tensor(np.float32(zero)), Levels(qmin, qmax), ()
         )
         return float((y * mge.Tensor([1.0, 2.0, -0.5])).sum().numpy())
 
     st = mge.Parameter(np.float32(s))
     manager = GradManager().attach([st])
     with manager:
-        y = quant_dequant(mge.Tensor(x), st, mge.Tensor(np.float32(zero)), qmin, qmax, True, (), Learn())
+        y = quant_dequant(mge.Tensor(x), st, mge.Tensor(np.float32(zero)), Levels(qmin, qmax), (), Learn())
         manager.backward((y * mge.Tensor([1.0, 2.0, -0.5])).sum())
     assert float(st.grad.numpy()) == pytest.approx((loss(s + h) - loss(s - h)) / (2 * h), rel=1e-5)
 
@@ -107,7 +108,9 @@ def test_ties_round_as_asked_under_jit_at_its_default_level() -> None:
     one, zero = mge.Tensor(np.float32(1)), mge.Tensor(np.float32(0))
     want = {True: [0, 2, 2, 0, -2, -2], False: [1, 2, 3, -1, -2, -3]}
     for even, integers in want.items():
-        run = trace(lambda v, even=even: quant_dequant(v, one, zero, -128, 127, even, ()), symbolic=True)
+        run = trace(
+            lambda v, even=even: quant_dequant(v, one, zero, Levels(-128, 127, even), ()), symbolic=True
+        )
         for _ in range(3):
             y = run(x)
         np.testing.assert_array_equal(y.numpy(), integers)
@@ -118,25 +121,34 @@ def test_no_scale_gradient_when_it_is_not_learned() -> None:
     x = mge.Parameter(np.ones(3, np.float32))
     manager = GradManager().attach([st, x])
     with manager:
-        y = quant_dequant(x, st, mge.Tensor(np.float32(0)), -8, 7, True, ())
+        y = quant_dequant(x, st, mge.Tensor(np.float32(0)), Levels(-8, 7), ())
         manager.backward(F.sum(y))
     assert st.grad is None or not np.any(st.grad.numpy())
     np.testing.assert_array_equal(x.grad.numpy(), np.zeros(3))
 
 
-@pytest.mark.parametrize(("qmin", "qmax", "zero"), [(-8, 7, 0), (0, 15, 0), (0, 15, 15), (-128, 127, 0)])
-def test_gradient_passes_at_the_bounds_and_not_beyond(qmin: int, qmax: int, zero: int) -> None:
+@pytest.mark.parametrize("form", ["tensor", "channels", "channels of one zero point"])
+@pytest.mark.parametrize("scale", [1.0, 0.0371])
+@pytest.mark.parametrize(
+    ("qmin", "qmax", "zero"), [(-8, 7, 0), (0, 15, 0), (0, 15, 15), (-128, 127, 0), (0, 65535, 30000)]
+)
+def test_gradient_passes_at_the_bounds_and_not_beyond(
+    qmin: int, qmax: int, zero: int, scale: float, form: str
+) -> None:
+    s = np.float32(scale)
     low, high = np.float32(qmin - zero), np.float32(qmax - zero)
     inside = [low, high, np.nextafter(low, high), np.nextafter(high, low)]
-    outside = [np.nextafter(low, -np.inf, dtype=np.float32), np.nextafter(high, np.float32(np.inf))]
-    outside = [v for v in outside if abs(v) > 1e-30 or v == 0] + [np.float32(-np.inf), np.float32(np.inf)]
-    x = mge.Parameter(np.array([*inside, *outside], np.float32))
-    scale = mge.Parameter(np.float32(1))
-    with GradManager().attach([x, scale]) as manager:
-        y = quant_dequant(x, scale, mge.Tensor(np.float32(zero)), qmin, qmax, True, (), Learn())
+    beyond = (qmax - qmin) * 3e-6
+    outside = [low - beyond, high + beyond, np.float32(-np.inf), np.float32(np.inf)]
+    shape = () if form == "tensor" else (1, 1)
+    x = mge.Parameter((np.array([[*inside, *outside]], np.float32) * s).astype(np.float32))
+    step, zero_point = mge.Parameter(np.full(shape, s)), mge.Tensor(np.full(shape, zero, np.float32))
+    levels = Levels(qmin, qmax, zero=zero if form == "channels of one zero point" else None)
+    with GradManager().attach([x, step]) as manager:
+        y = quant_dequant(x, step, zero_point, levels, shape, Learn())
         manager.backward(y, mge.Tensor(np.full(x.shape, 3.0, np.float32)))
-    np.testing.assert_array_equal(x.grad.numpy(), [3.0] * len(inside) + [0.0] * len(outside))
-    assert np.isfinite(scale.grad.numpy())
+    np.testing.assert_array_equal(x.grad.numpy(), [[3.0] * len(inside) + [0.0] * len(outside)])
+    assert np.isfinite(step.grad.numpy()).all()
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 1, 1, 1), (2, 1, 4, 1, 1), (1, 1, 4, 1, 1), (1, 1, 1, 1, 5)])
@@ -146,7 +158,7 @@ def test_scale_gradient_of_any_shape(shape: tuple[int, ...]) -> None:
     s = np.linspace(0.05, 0.4, int(np.prod(shape)), dtype=np.float32).reshape(shape)
     scale = mge.Parameter(s)
     with GradManager().attach([scale]) as manager:
-        y = quant_dequant(mge.Tensor(x), scale, mge.Tensor(np.zeros_like(s)), -8, 7, True, shape, Learn())
+        y = quant_dequant(mge.Tensor(x), scale, mge.Tensor(np.zeros_like(s)), Levels(-8, 7), shape, Learn())
         manager.backward(y, mge.Tensor(upstream))
     slope = upstream * _reference(x, s, np.zeros_like(s), -8, 7, True)[2]
     want = slope.sum(tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True)

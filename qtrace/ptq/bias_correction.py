@@ -29,7 +29,7 @@ __all__ = ["BiasCorrection"]
 class BiasCorrection(CalibratedAlgorithm):
     """Corrects the bias of every quantized layer by the mean error of its channels on calibration data."""
 
-    after: ClassVar[tuple[str, ...]] = ("output_cosine", "adaround", "reconstruct", "bn_reestimate")
+    after: ClassVar[tuple[str, ...]] = ("output_cosine", "adaround", "reconstruct", "gptq", "bn_reestimate")
     reason: ClassVar[str] = "bias_correction takes away what the roundings leave, once these are chosen"
 
     def ready(self, task: FloatTask) -> None:

@@ -31,7 +31,7 @@ __all__ = ["BnReestimate"]
 class BnReestimate(CalibratedAlgorithm):
     """Estimates kept BatchNorms anew; scales the channels of layers where they are folded."""
 
-    after: ClassVar[tuple[str, ...]] = ("output_cosine", "adaround", "reconstruct")
+    after: ClassVar[tuple[str, ...]] = ("output_cosine", "adaround", "reconstruct", "gptq")
     reason: ClassVar[str] = "bn_reestimate measures what the roundings leave, once these are chosen"
 
     def apply(self, task: CalibratedTask) -> Report:

@@ -1,0 +1,156 @@
+"""GPTQ: against Optimal Brain Surgeon written out, and what it does to a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace import QConfig, QParams, QScheme
+from qtrace.errors import ConfigError
+from qtrace.numerics import fake_quantize
+from qtrace.ops import OpCall
+from qtrace.passes.record import read_record
+from qtrace.ptq import _second_order
+from qtrace.ptq._second_order import correlations, nearest, rounded
+from tests.nets import images, net
+
+SCHEME = QScheme(bits=3, signed=True, symmetric=True, narrow=True, axis=0, rounding="half_even")
+BATCHES = [images(2, 4, 8, 8, seed=s) for s in range(2)]
+
+
+def _case(rows: int, inputs: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, QParams]:
+    random = np.random.RandomState(seed)
+    x = random.randn(6 * inputs, inputs) @ random.randn(inputs, inputs)
+    weight = random.randn(rows, inputs)
+    scale = (np.abs(weight).max(axis=1) / 3).astype(np.float32)
+    return weight, x.T @ x, QParams(SCHEME, scale, np.zeros(rows, np.int32))
+
+
+def _run(weight: np.ndarray, hessian: np.ndarray, qparams: QParams, damp: float = 0.01) -> np.ndarray:
+    scale = qparams.scale.astype(np.float64)[:, None]
+    return rounded(weight, hessian, scale, np.zeros_like(scale), qparams, damp)
+
+
+def _written_out(weight: np.ndarray, hessian: np.ndarray, qparams: QParams, damp: float) -> np.ndarray:
+    """Optimal Brain Surgeon with a fresh inverse for every column."""
+    damped = hessian + damp * np.trace(hessian) / len(hessian) * np.eye(len(hessian))
+    left = list(np.argsort(-np.diagonal(hessian), kind="stable"))
+    weight, result = weight.copy(), np.zeros_like(weight)
+    while left:
+        inverse = np.linalg.inv(damped[np.ix_(left, left)])
+        first = left[0]
+        result[:, first] = fake_quantize(weight[:, first : first + 1], qparams)[:, 0]
+        error = weight[:, first] - result[:, first]
+        weight[:, left] -= np.outer(error, inverse[0] / inverse[0, 0])
+        left = left[1:]
+    return result
+
+
+@pytest.mark.parametrize("block", [3, 128])
+def test_it_is_optimal_brain_surgeon(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(_second_order, "_BLOCK", block)
+    for seed in range(5):
+        case = _case(4, 10, seed)
+        np.testing.assert_allclose(_run(*case), _written_out(*case, damp=0.01), atol=1e-6)
+
+
+def test_the_quadratic_error_falls_and_uncorrelated_inputs_change_nothing() -> None:
+    weight, hessian, qparams = _case(16, 20)
+    near = fake_quantize(weight, qparams)
+
+    def error(other: np.ndarray) -> float:
+        return float(np.einsum("oi,ij,oj->", weight - other, hessian, weight - other))
+
+    assert error(_run(weight, hessian, qparams)) < 0.5 * error(near)
+    np.testing.assert_allclose(_run(weight, np.diag(np.arange(1.0, 21.0)), qparams), near, atol=1e-6)
+    np.testing.assert_allclose(_run(weight, np.zeros((20, 20)), qparams), near, atol=1e-6)
+
+
+def test_nearest_knows_a_zero_point() -> None:
+    scheme = SCHEME.replace(signed=False, symmetric=False, narrow=False)
+    qparams = QParams(scheme, np.array([0.5, 0.25], np.float32), np.array([2, 5], np.int32))
+    rows = np.random.RandomState(0).randn(2, 30)
+    have = nearest(rows, qparams.scale[:, None].astype(np.float64), qparams.zero_point[:, None], qparams)
+    np.testing.assert_allclose(have, fake_quantize(rows, qparams))
+
+
+@pytest.mark.parametrize(
+    ("groups", "kernel", "settings"),
+    [
+        (1, (3, 3), {"padding": 1, "stride": 2}),
+        (2, (3, 2), {"padding": (2, 1)}),
+        (4, (3, 3), {"dilation": 2}),
+    ],
+)
+def test_correlations_are_those_of_a_convolution(groups: int, kernel: Any, settings: Any) -> None:
+    conv = M.Conv2d(4, 4, kernel, groups=groups, bias=False, **settings)
+    x = np.random.RandomState(0).randn(2, 4, 9, 8).astype(np.float32)
+    call = _call_of(conv, x)
+    shape = tuple(conv.weight.shape)
+    found = correlations(x, call, shape, places=1000)
+    rows = conv.weight.numpy().astype(np.float64).reshape(groups, 4 // groups, -1)
+    power = np.einsum("god,gde,goe->go", rows, found, rows).reshape(-1)
+    np.testing.assert_allclose(power, (conv(mge.Tensor(x)).numpy() ** 2).sum(axis=(0, 2, 3)), rtol=1e-4)
+
+
+def _call_of(conv: M.Module, x: np.ndarray) -> OpCall:
+    from qtrace import ops
+    from qtrace.graph.walk import exprs
+
+    prepared = qtrace.prepare(qtrace.trace(conv, x, check=False), {"backend": "generic"})
+    return next(c for e in exprs(prepared) if (c := ops.read(e)) is not None and c.kind == "conv2d")
+
+
+def test_places_are_spread_over_the_map() -> None:
+    conv = M.Conv2d(2, 3, 1, bias=False)
+    x = np.random.RandomState(0).randn(1, 2, 4, 4).astype(np.float32)
+    found = correlations(x, _call_of(conv, x), tuple(conv.weight.shape), places=4)
+    kept = x.reshape(2, 16)[:, ::4].astype(np.float64)
+    np.testing.assert_allclose(found[0], kept @ kept.T, rtol=1e-5)
+
+
+def _calibrated(*ptq: Any) -> Any:
+    module = net(
+        lambda self, x: self.d(F.relu(self.c(F.relu(self.b(F.relu(self.a(x))))))),
+        a=M.Conv2d(4, 6, 3, padding=1),
+        b=M.Conv2d(6, 6, 3, padding=1, groups=6),
+        c=M.ConvTranspose2d(6, 4, 2),
+        d=M.Conv2d(4, 4, 3),
+    )
+    config = QConfig(backend="generic", weight={"bits": 3, "axis": 0}, ptq=ptq)
+    traced = qtrace.trace(module, BATCHES[0], check=False)
+    return qtrace.calibrate(qtrace.prepare(traced, config), BATCHES, progress=False)
+
+
+def test_layers_gain_and_weights_lie_on_their_grids() -> None:
+    plain, found = _calibrated(), _calibrated("gptq")
+    report = read_record(found).ptq[-1]
+    assert [e["site"] for e in report["errors"]] == ["a_out", "b_out", "d_out"]
+    assert all(e["after"] >= e["before"] for e in report["errors"])
+    assert report["errors"][0]["after"] > report["errors"][0]["before"] + 1.0
+    assert "c_out: conv_transpose2d is not supported" in report["left"]
+    for name in "abd":
+        quant, weight = getattr(found.qsites, f"{name}_weight"), getattr(found, name).weight
+        if f"{name}_out" not in " ".join(report["left"]):
+            np.testing.assert_allclose(quant(weight).numpy(), weight.numpy(), atol=1e-6)
+        before = getattr(plain.qsites, f"{name}_weight").qparams().scale
+        np.testing.assert_array_equal(quant.qparams().scale, before)
+
+
+@pytest.mark.parametrize(
+    ("ptq", "message"),
+    [
+        (["bias_correction", "gptq"], "put gptq before bias_correction"),
+        (["adaround", "gptq"], "roundings are"),
+    ],
+)
+def test_orders_that_make_no_sense_are_refused(ptq: list[str], message: str) -> None:
+    traced = qtrace.trace(net(lambda self, x: self.a(x), a=M.Conv2d(4, 4, 1)), BATCHES[0], check=False)
+    with pytest.raises(ConfigError, match=message):
+        qtrace.prepare(traced, QConfig(ptq=ptq))

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-# No deadline: a loaded machine is not a bug.
-settings.register_profile("qtrace", deadline=None)
+# No deadline: a loaded machine is not a bug. What needs more examples says so; `make fuzz` has many.
+settings.register_profile("qtrace", deadline=None, max_examples=50)
 settings.load_profile("qtrace")
 
 

@@ -303,7 +303,7 @@ imports: [no_such_thing]
 
 
 @given(st.text(max_size=60))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 def test_any_text_gives_a_config_or_a_config_error(text):
     _never_crashes((HEAD + text).encode("utf-8"))
 
@@ -315,7 +315,7 @@ def test_any_bytes_give_a_config_or_a_config_error(data):
 
 
 @given(st.text(alphabet=list("abm: \n-[]{},&*!'\"#|>%@0.~"), max_size=50))
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=150)
 def test_yaml_like_text_gives_a_config_or_a_config_error(text):
     _never_crashes((HEAD + "rules: " + text).encode())
 

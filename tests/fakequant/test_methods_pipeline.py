@@ -55,8 +55,14 @@ def _train(prepared: TracedModule, steps: int = 3) -> None:
     prepared.eval()
 
 
-@pytest.mark.parametrize("fold", [True, False])
-@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize(
+    ("name", "fold"),
+    [
+        *((name, True) for name in LEARNED),
+        *((name, False) for name in ("lsq_plus", "tqt")),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("dorefa", "learned_range", "pact")),
+    ],
+)
 def test_trained_ranges_survive_everything(name: str, fold: bool, tmp_path: Path) -> None:
     if name == "tqt" and not fold:
         with pytest.raises(ConfigError, match=r"site conv_weight: .*bn_out.*no powers of two: set qat"):

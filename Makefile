@@ -40,7 +40,7 @@ test: $(STAMP) ## Run the tests, without the slow ones
 	$(PY) -m pytest -n auto --dist loadfile $(ARGS)
 
 test-slow: $(STAMP) ## Run the slow tests only
-	$(PY) -m pytest -m slow $(ARGS)
+	$(PY) -m pytest -m slow -n auto --dist loadfile $(ARGS)
 
 bench: $(STAMP) ## Run the benchmarks
 	$(PY) -m benchmarks $(ARGS)

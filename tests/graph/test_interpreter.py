@@ -216,14 +216,6 @@ def test_results_that_nothing_reads_are_freed_at_once():
     assert alive.counts == [0, 1]
 
 
-@pytest.fixture
-def synchronous():
-    """MegEngine's queue gives one backward pass in twenty a wrong gradient on CPU, whatever runs it."""
-    level, mge.config.async_level = mge.config.async_level, 0
-    yield
-    mge.config.async_level = level
-
-
 @pytest.mark.usefixtures("synchronous")
 def test_gradients_flow():
     traced = traced_model(Residual)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +31,6 @@ OF_EACH_KIND = pytest.mark.parametrize("case", parameters(CNN, _KINDS), indirect
 @pytest.fixture(scope="module", params=parameters(CNN))
 def case(request: pytest.FixtureRequest) -> Case:
     return Case(request.param)
-
-
-@pytest.fixture
-def synchronous() -> Iterator[None]:
-    """Gradients race when ops run ahead."""
-    level = mge.config.async_level
-    mge.config.async_level = 0
-    yield
-    mge.config.async_level = level
 
 
 def assert_same(got: list[np.ndarray], want: list[np.ndarray]) -> None:

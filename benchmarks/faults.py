@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import os
 import random
 import resource
@@ -227,10 +228,10 @@ def _clean(work: Work, fault: str) -> None:
 
 
 def kills(works: list[Work], count: int, rng: random.Random) -> Counter[str]:
-    """Kills commands at random instants; then runs them to their end."""
+    """Kills ``count`` commands at random instants of their work; then runs them to their end."""
     seen: Counter[str] = Counter()
     lasts: dict[str, float] = {}
-    for number in range(count):
+    for number in itertools.takewhile(lambda _: seen["killed"] < count, itertools.count()):
         work = works[min(number % 4, 2) if number % 4 != 3 else 1]  # calibrate half of the time
         _copy(work.old, work.target)
         if work.name not in lasts:
@@ -243,8 +244,15 @@ def kills(works: list[Work], count: int, rng: random.Random) -> Counter[str]:
             os.kill(child, signal.SIGKILL)
 
         ended = command(work.args, hit=hit)
-        seen[f"{work.name}: {_check(work, f'killed after {wait:.3f} s')}"] += 1
-        seen["ended before" if ended.code == 0 else "killed"] += 1
+        found = _check(work, f"killed after {wait:.3f} s")
+        if ended.code == 0:  # the machine has become faster
+            lasts[work.name] = ended.seconds
+            seen["ended before it was killed"] += 1
+        else:
+            if ended.code != -signal.SIGKILL:
+                raise SystemExit(f"{work.name}: exit code {ended.code} before it was killed: {ended.said}")
+            seen["killed"] += 1
+            seen[f"{work.name} killed: {found}"] += 1
         again = command(work.again)
         if again.code or _check(work, "resumed") != "new":
             raise SystemExit(f"{work.name}: resuming ended with {again.code}: {again.said}")
@@ -252,8 +260,8 @@ def kills(works: list[Work], count: int, rng: random.Random) -> Counter[str]:
             _clean(work, "resumed")
         for left in Path().glob(".*.tmp"):
             shutil.rmtree(left)
-        if number % 20 == 19:
-            print(f"{number + 1} kills", file=sys.stderr, flush=True)
+        if ended.code and seen["killed"] % 20 == 0:
+            print(f"{seen['killed']} kills", file=sys.stderr, flush=True)
     return seen
 
 

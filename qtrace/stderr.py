@@ -22,17 +22,27 @@ def caught_lines(starts: tuple[str, ...]) -> Iterator[list[str]]:
 
     Yields:
         A list that has these lines at the end; all others go on to stderr. It stays empty where there is no
-        stderr, or no file handle to spare.
+        stderr.
+
+    Raises:
+        OSError: when there is no file handle to spare.
     """
     lines: list[str] = []
     with _alone, contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
+        if _is_open():
             caught = stack.enter_context(tempfile.TemporaryFile())
-            real = os.dup(_STDERR)
-            stack.callback(_give_back, real, caught, starts, lines)
+            stack.callback(_give_back, os.dup(_STDERR), caught, starts, lines)
             _flush()
             os.dup2(caught.fileno(), _STDERR)
         yield lines
+
+
+def _is_open() -> bool:
+    try:
+        os.fstat(_STDERR)
+    except OSError:
+        return False
+    return True
 
 
 def _give_back(real: int, caught: IO[bytes], starts: tuple[str, ...], lines: list[str]) -> None:

@@ -36,17 +36,23 @@ def test_stderr_comes_back_after_an_error(capfd: pytest.CaptureFixture[str]) -> 
     assert capfd.readouterr().err == "after\n"
 
 
-@pytest.mark.parametrize("lacks", ["a file handle", "stderr"])
-def test_images_are_decoded_without(lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*args: object) -> None:
+def test_images_are_decoded_without_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jpg").write_bytes(JPEG)
+    monkeypatch.setattr("qtrace.stderr._is_open", lambda: False)
+    with caught_lines(("",)) as lines:
+        os.write(2, b"seen\n")
+    assert lines == []
+    assert decode(tmp_path / "a.jpg", 3).shape == (64, 64, 3)
+
+
+def test_no_file_handle_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
         raise OSError(24, "Too many open files")
 
-    if lacks == "stderr":
-        monkeypatch.setattr(os, "dup", missing)
-    else:
-        monkeypatch.setattr(tempfile, "TemporaryFile", missing)
     (tmp_path / "a.jpg").write_bytes(JPEG)
-    assert decode(tmp_path / "a.jpg", 3).shape == (64, 64, 3)
+    monkeypatch.setattr(tempfile, "TemporaryFile", missing)
+    with pytest.raises(DataError, match=r"a\.jpg cannot be decoded \(Too many open files\)"):
+        decode(tmp_path / "a.jpg", 3)
 
 
 def test_an_image_with_filled_in_pixels_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

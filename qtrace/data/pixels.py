@@ -54,8 +54,8 @@ def decode(path: Path, channels: int) -> np.ndarray:
     try:
         with caught_lines((*_DAMAGE, *_HARMLESS)) as lines:
             image = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
-    except (cv2.error, MemoryError) as error:
-        reason = getattr(error, "err", "out of memory")
+    except (cv2.error, MemoryError, OSError) as error:  # the last: no file handle for the decoder's messages
+        reason = getattr(error, "err", None) or getattr(error, "strerror", None) or "out of memory"
         raise DataError(f"{path} cannot be decoded ({reason}).") from error
     finally:
         cv2.setLogLevel(level)

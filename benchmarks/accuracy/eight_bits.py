@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import qtrace
 from benchmarks.accuracy import peers
@@ -18,7 +19,7 @@ __all__ = ["judged", "run"]
 CHECK = "W8A8 PTQ"
 MARGIN, MAX_LOSS = 1.0, 0.3
 
-# The command line's default; a detector has the recipe of its family.
+# The command line's default; a detector has the rules of its family, and the default's algorithms.
 RECIPE = "int8"
 RECIPES = {"detector": Path(__file__).parent.parent.parent / "examples/detector/recipe.yaml"}
 
@@ -26,8 +27,16 @@ RECIPES = {"detector": Path(__file__).parent.parent.parent / "examples/detector/
 OPENVINO = {
     "backend": "openvino",
     "rules": [{"match": {"position": "last"}, "quantize_output": False}],
-    "ptq": ["fuse_bn", "bias_correction"],
+    "ptq": ["fuse_bn", "gptq", "bias_correction"],
 }
+
+
+def recipe(name: str) -> dict[str, Any]:
+    """What a network is quantized with, as plain data."""
+    default = qtrace.load_recipe(RECIPE).to_dict()
+    if name not in RECIPES:
+        return default
+    return {**qtrace.load_recipe(RECIPES[name]).to_dict(), "ptq": default["ptq"]}
 
 
 def run(subject: Subject, python: str | None) -> Iterator[Row]:
@@ -36,9 +45,8 @@ def run(subject: Subject, python: str | None) -> Iterator[Row]:
         folder = Path(name)
         model = float_file(subject, folder)
         judge = Judge(subject, in_onnxruntime(model))
-        recipe = RECIPES.get(subject.name, RECIPE)
-        ours = qtrace.export(quantize(subject, recipe), folder / "qtrace.onnx")
-        title = "recipe of its family" if subject.name in RECIPES else f"recipe {recipe}"
+        ours = qtrace.export(quantize(subject, recipe(subject.name)), folder / "qtrace.onnx")
+        title = f"recipe of its family, ptq of {RECIPE}" if subject.name in RECIPES else f"recipe {RECIPE}"
         mine = judge.row(CHECK, f"qtrace, {title}", in_onnxruntime(ours))
         twin = qtrace.export(quantize(subject, OPENVINO), folder / "openvino.onnx")
         kernels = "fewer roundings, as NNCF assumes them"

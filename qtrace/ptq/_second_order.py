@@ -9,10 +9,13 @@ from qtrace.numerics import round_to
 from qtrace.ops import OpCall
 from qtrace.scheme import QParams
 
-__all__ = ["correlations", "nearest", "rounded"]
+__all__ = ["JOINT", "correlations", "nearest", "rounded"]
 
 # Columns that are rounded before the others hear of it: the larger product is what processors are good at.
 _BLOCK = 128
+
+# Inputs that make up for each other. The cost of a factorisation grows with their cube: this bounds it.
+JOINT = 1152
 
 
 def correlations(x: np.ndarray, call: OpCall, shape: tuple[int, ...], places: int) -> np.ndarray:
@@ -52,15 +55,24 @@ def rounded(
     """The rows on their grids, so that what they compute changes little.
 
     Args:
-        rows: float64 (O, D).
+        rows: float64 (O, D). Of more than `JOINT` columns, that many neighbours at a time are rounded
+            together.
         hessian: float64 (D, D).
         scale, zero: of each row, float64 (O, 1).
         qparams: whose scheme it is.
         damp: as in `Gptq`.
     """
+    parts = [slice(start, start + JOINT) for start in range(0, rows.shape[1], JOINT)]
+    found = [_together(rows[:, p], hessian[p, p], (scale, zero, qparams), damp) for p in parts]
+    return np.concatenate(found, axis=1)
+
+
+def _together(
+    rows: np.ndarray, hessian: np.ndarray, grid: tuple[np.ndarray, np.ndarray, QParams], damp: float
+) -> np.ndarray:
     diagonal = np.diagonal(hessian)
     if not diagonal.any():
-        return nearest(rows, scale, zero, qparams)
+        return nearest(rows, *grid)
     # The inputs that count most are rounded first, while many others can make up for them.
     order = np.argsort(-diagonal, kind="stable")
     inverse = np.linalg.inv(hessian[np.ix_(order, order)] + damp * diagonal.mean() * np.eye(len(order)))
@@ -71,7 +83,7 @@ def rounded(
         errors = np.empty((len(rows), stop - start))
         for i in range(start, stop):
             column = free[:, i : i + 1]
-            result[:, order[i]] = near = nearest(column, scale, zero, qparams)[:, 0]
+            result[:, order[i]] = near = nearest(column, *grid)[:, 0]
             errors[:, i - start] = (column[:, 0] - near) / upper[i, i]
             free[:, i + 1 : stop] -= np.outer(errors[:, i - start], upper[i, i + 1 : stop])
         free[:, stop:] -= errors @ upper[start:stop, stop:]

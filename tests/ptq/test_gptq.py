@@ -60,6 +60,13 @@ def test_it_is_optimal_brain_surgeon(monkeypatch: pytest.MonkeyPatch, block: int
         np.testing.assert_allclose(_run(*case), _written_out(*case, damp=0.01), atol=1e-6)
 
 
+def test_wide_layers_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, hessian, qparams = _case(4, 10)
+    parts = [_run(weight[:, p], hessian[p, p], qparams) for p in (slice(0, 6), slice(6, 10))]
+    monkeypatch.setattr(_second_order, "JOINT", 6)
+    np.testing.assert_array_equal(_run(weight, hessian, qparams), np.concatenate(parts, axis=1))
+
+
 def test_the_quadratic_error_falls_and_uncorrelated_inputs_change_nothing() -> None:
     weight, hessian, qparams = _case(16, 20)
     near = fake_quantize(weight, qparams)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import sys
@@ -16,7 +17,17 @@ from benchmarks.rows import Row, Size, render
 
 __all__ = ["main"]
 
-GROUPS = ("preparing", "growing", "calibrating", "collecting", "training", "ranges", "tools")
+GROUPS = (
+    "preparing",
+    "growing",
+    "calibrating",
+    "collecting",
+    "memory",
+    "training",
+    "ranges",
+    "tools",
+    "beside",
+)
 LATEST = Path(__file__).parent / "results" / "latest.json"
 
 
@@ -26,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     # MegEngine sets the processor to flush subnormals, of which numpy warns.
     warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
     size = Size.quick() if options.quick else Size()
+    size = dataclasses.replace(size, nncf=options.nncf_python, torch=options.torch_python)
     facts = machine.facts()
     rows: dict[str, list[Row]] = {}
     start = time.perf_counter()
@@ -52,6 +64,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: the figures mean nothing")
     parser.add_argument("--only", action="append", choices=GROUPS, help="one group; may be repeated")
     parser.add_argument("--json", type=Path, help=f"where to write; {LATEST.name} for a whole run")
+    parser.add_argument("--nncf-python", metavar="PATH", help="an interpreter that has NNCF, for its rows")
+    parser.add_argument("--torch-python", metavar="PATH", help="an interpreter that has torch, for its rows")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
     return parser.parse_args(arguments)
 

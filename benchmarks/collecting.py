@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -77,23 +79,62 @@ def _beside_onnxruntime(
 
 
 def _workers(traced: TracedModule, batches: list[np.ndarray], folder: Path, size: Size) -> Iterator[Row]:
-    """Batches a second of one and two workers, without their start; MegEngine computes on one thread."""
+    """Batches a second of one and two workers, without their start."""
     np.save(folder / "x.npy", np.concatenate(batches))
     prepared = qtrace.prepare(traced, {"observers": {"activation": "minmax"}})
     qtrace.save(prepared, folder / "prepared.mge")
     source = Source(str(folder / "x.npy"), batch_size=size.image[0])
+    for engine in ("megengine", "onnxruntime"):
+        rounds: dict[str, list[Sample]] = {"1": [], "2": []}
+        for _ in range(max(1, size.few // 2)):
+            for workers in (1, 2):
+                seconds = _steady(folder, source, workers, engine)
+                rounds[str(workers)].append(Sample(seconds, seconds))
+        title = f"{size.net}: seconds a batch, 1 worker / 2 workers, {engine} on one thread"
+        yield Row(
+            title, Samples(rounds).ratio("1", "2"), "x", note="at least 1.7 is asked for on 2 free cores"
+        )
+    yield _alone(size)
+
+
+def _alone(size: Size) -> Row:
+    """What the machine gives: float forwards and nothing else, in one process and in two."""
     rounds: dict[str, list[Sample]] = {"1": [], "2": []}
     for _ in range(max(1, size.few // 2)):
-        for workers in (1, 2):
-            seconds = _steady(folder, source, workers)
-            rounds[str(workers)].append(Sample(seconds, seconds))
-    title = f"{size.net}: seconds a batch, 1 worker / 2 workers, megengine"
-    yield Row(title, Samples(rounds).ratio("1", "2"), "x", note="at least 1.7 is asked for on 2 free cores")
+        for count in (1, 2):
+            command = [sys.executable, "-c", _FORWARDS, str(size.width), str(size.image)]
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            running = [subprocess.Popen(command, stderr=subprocess.DEVNULL, **pipes) for _ in range(count)]
+            for process in running:  # all begin when the last one is ready
+                assert process.stdout is not None
+                process.stdout.readline()
+            seconds = [float(process.communicate("\n")[0]) for process in running]
+            both = max(seconds) / count
+            rounds[str(count)].append(Sample(both, both))
+    title = f"{size.net}: seconds a float forward of MegEngine, 1 process / 2 processes"
+    return Row(title, Samples(rounds).ratio("1", "2"), "x", note="what the machine gives")
 
 
-def _steady(folder: Path, source: Source, workers: int) -> float:
+# Arguments: width, shape of a batch.
+_FORWARDS = """
+import ast, sys, time
+from benchmarks.nets import ResNet18, image_batches, settle
+
+batch = image_batches(1, ast.literal_eval(sys.argv[2]))[0]
+net = settle(ResNet18(int(sys.argv[1])), batch)
+net(batch).numpy()
+print(flush=True)
+sys.stdin.readline()
+start = time.perf_counter()
+for _ in range(20):
+    net(batch).numpy()
+print(time.perf_counter() - start)
+"""
+
+
+def _steady(folder: Path, source: Source, workers: int, engine: str) -> float:
     """Seconds a batch: the workers' rates from their first batch to their last, added."""
-    model, chosen = str(folder / "prepared.mge"), Chosen("megengine", "as asked")
+    model, chosen = str(folder / "prepared.mge"), Chosen(engine, "as asked")
     jobs = [
         Job(model, (), source, i, workers, (), chosen, 1, str(folder / f"{i}.part.npz"), "benchmark")
         for i in range(workers)

@@ -20,31 +20,34 @@ from qtrace.graph.lint import lint
 __all__ = ["run"]
 
 _GROWTH = 2.2
+# Of the number of layers that preparing begins with: 100 to 3,200.
+_FACTORS = (0.25, 1, 4, 8)
 _IMAGE = np.ones((1, 4, 8, 8), np.float32)
 
 
 def run(size: Size) -> Iterator[Row]:
-    """Each step on both chains in turns; then what importing qtrace adds to importing MegEngine."""
-    long, short = 8 * size.chain, 4 * size.chain
+    """Each step on chains that double; then what importing qtrace adds to importing MegEngine."""
+    layers = [int(size.chain * factor) for factor in _FACTORS]
     with tempfile.TemporaryDirectory() as folder:
-        chains = {n: _Chain(n, Path(folder)) for n in (short, long)}
+        chains = {n: _Chain(n, Path(folder)) for n in layers}
         for name in _Chain.STEPS:
             sides: dict[str, Callable[[], Any]] = {str(n): getattr(c, name) for n, c in chains.items()}
             samples = take_turns(sides, max(size.few - 2, 1), warm_up=0)
-            yield Row(f"{name}, {long} conv+bn+relu", samples.seconds(str(long)), "s")
-            growth = samples.ratio(str(long), str(short))
-            yield Row(f"{name}, {long} / {short} conv+bn+relu", growth, "x", _GROWTH)
+            for n in layers:
+                yield Row(f"{name}, chain of {n} layers", samples.seconds(str(n)), "s")
+            growth = samples.ratio(str(layers[-1]), str(layers[-2]))
+            yield Row(f"{name}, chain of {layers[-1]} / {layers[-2]} layers", growth, "x", _GROWTH)
     yield Row("import qtrace and its public names, beyond MegEngine's import", _import_time(size), "s", 0.3)
 
 
 class _Chain:
-    """The steps on one chain; each leaves what the next ones need."""
+    """The steps on one chain of conv, BatchNorm, ReLU; each leaves what the next ones need."""
 
     STEPS = ("prepare", "explain", "lint", "calibrate", "convert", "export", "save", "load")
 
-    def __init__(self, length: int, folder: Path) -> None:
-        self.traced = qtrace.trace(chain(length), _IMAGE, check=False)
-        self.folder = folder / str(length)
+    def __init__(self, layers: int, folder: Path) -> None:
+        self.traced = qtrace.trace(chain(max(1, layers // 3)), _IMAGE, check=False)
+        self.folder = folder / str(layers)
         self.folder.mkdir()
         self.prepared: Any = None
         self.converted: Any = None

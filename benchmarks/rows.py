@@ -20,10 +20,12 @@ class Size:
         mobile_width: of MobileNetV2; 32 is the paper's.
         image: shape of a batch.
         batches: in a whole calibration.
-        chain: the shorter chain of conv, BatchNorm, ReLU; the other is twice as long.
+        chain: layers in the shorter chain of prepare; the longest has eight times as many.
         repeats: rounds of cheap measurements.
         few: rounds of expensive ones.
         traced: whether training is measured under jit.trace too, which takes a while to compile.
+        nncf: an interpreter that has NNCF; None to leave its rows out.
+        torch: one that has torch; likewise.
     """
 
     width: int = 64
@@ -34,6 +36,8 @@ class Size:
     repeats: int = 11
     few: int = 5
     traced: bool = True
+    nncf: str | None = None
+    torch: str | None = None
 
     @classmethod
     def quick(cls) -> Size:

@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+import megengine.module as M
+from megengine import Tensor
+from megengine.module import Module
 
 import qtrace
-from benchmarks.nets import ResNet18, image_batches, settle
+from benchmarks.nets import MobileNetV2, ResNet18, ResNet50, image_batches, settle
 from benchmarks.rows import Row, Size
-from benchmarks.timing import take_turns
+from benchmarks.timing import Samples, take_turns
+from tests.zoo.darknet import CSPDarknet
 
 __all__ = ["run"]
 
 
 def run(size: Size) -> Iterator[Row]:
-    """Trace, prepare, explain, convert, export, verify, save, load of a ResNet-18."""
+    """Trace, prepare, explain, convert, export, verify, save, load of four networks."""
     batches = image_batches(1, size.image)
-    net = settle(ResNet18(size.width), batches[0])
+    nets = {
+        size.net: ResNet18(size.width),
+        "ResNet-50": ResNet50(size.width),
+        "MobileNetV2": MobileNetV2(size.mobile_width),
+        "CSPDarknet": CSPDarknet(M.SiLU, size.width),
+    }
+    for name, net in nets.items():
+        samples = _measured(settle(net, batches[0]), batches, 3 if size.few > 3 else size.few)
+        for side in samples.by_side:
+            yield Row(f"{name}: {side}", samples.seconds(side), "s")
+
+
+def _measured(net: Module, batches: list[Tensor], rounds: int) -> Samples:
     traced = qtrace.trace(net, batches[0])
     prepared = qtrace.prepare(traced, {"observers": {"activation": "minmax"}})
     converted = qtrace.convert(qtrace.calibrate(prepared, batches, progress=False))
     with tempfile.TemporaryDirectory() as folder:
         model, saved = Path(folder) / "model.onnx", Path(folder) / "model.tm"
-        sides = {
+        sides: dict[str, Callable[[], Any]] = {
             "forward": lambda: net(batches[0]),
             "trace with its comparison": lambda: qtrace.trace(net, batches[0]),
             "prepare": lambda: qtrace.prepare(traced),
@@ -35,6 +53,4 @@ def run(size: Size) -> Iterator[Row]:
             "load": lambda: qtrace.load(saved),
         }
         # The first round must run in this order: verify and load need the files.
-        samples = take_turns(sides, size.few)
-    for name in sides:
-        yield Row(f"{size.net}: {name}", samples.seconds(name), "s")
+        return take_turns(sides, rounds)

@@ -1,0 +1,61 @@
+"""Peak memory of a calibration beside that of float forwards, each in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from benchmarks.rows import Row, Size
+from benchmarks.timing import Sample, Spread
+
+__all__ = ["run"]
+
+_TARGET = 1.15
+
+# Arguments: what to do, width, shape of a batch.
+_PROGRAM = """
+import ast, resource, sys, warnings
+
+warnings.filterwarnings("ignore")
+what, width, shape = sys.argv[1], int(sys.argv[2]), ast.literal_eval(sys.argv[3])
+
+import qtrace
+from benchmarks.nets import ResNet18, image_batches, settle
+
+batches = image_batches(3, shape)
+net = settle(ResNet18(width), image_batches(1, (2, *shape[1:]))[0])
+traced = qtrace.trace(net, batches[0][:1], check=False)
+if what == "forward":
+    for batch in batches:
+        net(batch).numpy()
+else:
+    kind, observer = what.split()
+    prepared = qtrace.prepare(traced, {"observers": {"activation": observer}})
+    qtrace.calibrate(prepared, batches, progress=False, engine=kind)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def run(size: Size) -> Iterator[Row]:
+    """Both engines and two observers on large batches, so that activations outweigh libraries."""
+    shape = (32, 3, 224, 224) if size.width == 64 else size.image
+    forward = _peak("forward", size, shape)
+    name = f"ResNet-18 {'x'.join(map(str, shape))}"
+    yield Row(f"{name}: peak memory of float forwards", _one(forward / 1024), "MB")
+    for engine in ("megengine", "onnxruntime"):
+        for observer in ("minmax", "mse"):
+            ratio = _peak(f"{engine} {observer}", size, shape) / forward
+            title = f"{name}: peak memory, calibrate / float forward, {observer}, {engine}"
+            yield Row(title, _one(ratio), "x", _TARGET)
+
+
+def _peak(what: str, size: Size, shape: tuple[int, ...]) -> float:
+    """Kilobytes."""
+    command = [sys.executable, "-c", _PROGRAM, what, str(size.width), str(shape)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(done.stdout.split()[-1])
+
+
+def _one(value: float) -> Spread:
+    return Spread.of([Sample(value, value)])

@@ -1,0 +1,1 @@
+"""Programs for interpreters of their own, where other tools are installed; they stand alone."""

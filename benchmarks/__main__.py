@@ -9,6 +9,8 @@ import json
 import sys
 import time
 import warnings
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -30,52 +32,65 @@ GROUPS = (
 )
 LATEST = Path(__file__).parent / "results" / "latest.json"
 
+# Facts about the machine, and what was measured on it.
+_Result = tuple[dict[str, Any], list[Row]]
+
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit code."""
     options = _parse(arguments)
-    # MegEngine sets the processor to flush subnormals, of which numpy warns.
-    warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
     size = Size.quick() if options.quick else Size()
     size = dataclasses.replace(size, nncf=options.nncf_python, torch=options.torch_python)
-    facts = machine.facts()
-    rows: dict[str, list[Row]] = {}
-    start = time.perf_counter()
-    for group in options.only or GROUPS:
+    results: dict[str, _Result] = {}
+    groups = options.only or GROUPS
+    for group in groups:
         print(f"{group} ...", file=sys.stderr, flush=True)
-        rows[group] = list(importlib.import_module(f"benchmarks.{group}").run(size))
-    facts["load_after"] = machine.load()
-    facts["seconds"] = round(time.perf_counter() - start)
-    print(render(rows))
+        facts, start = machine.facts(), time.perf_counter()
+        rows = _measured(group, size) if len(groups) == 1 else _measured_apart(group, size)
+        facts.update(load_after=machine.load(), seconds=round(time.perf_counter() - start))
+        results[group] = facts, rows
+    print(render({group: rows for group, (_, rows) in results.items()}))
     print("\n" + ", ".join(f"{key}: {value}" for key, value in facts.items()))
-    target = options.json
-    if target is None and not options.quick and not options.only:
-        target = LATEST  # it holds whole runs only
+    target = options.json or (None if options.quick else LATEST)
     if target is not None:
-        _write(target, facts, options.quick, rows)
-    missed = [row.name for members in rows.values() for row in members if row.met is False]
+        _write(target, options.quick, results)
+    missed = [row.name for _, members in results.values() for row in members if row.met is False]
     if missed:
         print(f"{len(missed)} of the targets missed", file=sys.stderr)
     return 1 if missed and options.check else 0
+
+
+def _measured(group: str, size: Size) -> list[Row]:
+    # MegEngine sets the processor to flush subnormals, of which numpy warns.
+    warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
+    return list(importlib.import_module(f"benchmarks.{group}").run(size))
+
+
+def _measured_apart(group: str, size: Size) -> list[Row]:
+    """In a process of its own: what one group leaves in memory slows the next one down."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_measured, group, size).result()
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="tiny sizes: the figures mean nothing")
     parser.add_argument("--only", action="append", choices=GROUPS, help="one group; may be repeated")
-    parser.add_argument("--json", type=Path, help=f"where to write; {LATEST.name} for a whole run")
+    parser.add_argument(
+        "--json", type=Path, help=f"where to keep the rows; {LATEST.name}, or nowhere with --quick"
+    )
     parser.add_argument("--nncf-python", metavar="PATH", help="an interpreter that has NNCF, for its rows")
     parser.add_argument("--torch-python", metavar="PATH", help="an interpreter that has torch, for its rows")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
     return parser.parse_args(arguments)
 
 
-def _write(path: Path, facts: dict[str, Any], quick: bool, rows: dict[str, list[Row]]) -> None:
-    document = {
-        "machine": facts,
-        "quick": quick,
-        "rows": [{"group": group, **row.to_dict()} for group, members in rows.items() for row in members],
-    }
+def _write(path: Path, quick: bool, results: dict[str, _Result]) -> None:
+    """Puts groups in the place of what was measured of them before; each has facts about its machine."""
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for group, (facts, rows) in results.items():
+        known[group] = {"machine": facts, "quick": quick, "rows": [row.to_dict() for row in rows]}
+    document = {group: known[group] for group in GROUPS if group in known}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 

@@ -136,13 +136,16 @@ class _Positive(Function):
 
     def forward(self, scale: Tensor) -> Tensor:
         self.scale = scale
-        # In a Function, MegEngine makes one-element vectors of scalars.
-        return F.maximum(F.abs(scale), SMALLEST_SCALE).reshape(self.shape)
+        return self._shaped(F.maximum(F.abs(scale), SMALLEST_SCALE))
 
     def backward(self, grad: Tensor | None) -> Tensor | None:
         if grad is None:  # all that used it takes the scale as fixed
             return None
-        return (grad * F.sign(self.scale)).reshape(self.shape)
+        return self._shaped(grad * F.sign(self.scale))
+
+    def _shaped(self, value: Tensor) -> Tensor:
+        # In a Function, MegEngine makes one-element vectors of scalars.
+        return value if self.shape else value.reshape(())
 
 
 def positive(scale: Tensor, shape: tuple[int, ...]) -> Tensor:

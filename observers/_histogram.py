@@ -8,10 +8,9 @@ it would have given. So the state depends on the set of values only, not on thei
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
-from scipy.sparse._sparsetools import coo_todense
 
 from qtrace.observers.base import Layout, Observer, Option, State
 
@@ -127,7 +126,7 @@ def _count_tensor(
     bins = np.empty(length, np.int32)
     is_zero = np.empty(length, np.bool_)
     row, ones = np.zeros(length, np.int32), np.ones(length, np.int32)
-    counts, zeros = np.zeros(_LANES * size, np.int64), 0
+    counts, zeros, summed = np.zeros(_LANES * size, np.int64), 0, _summed()
     for piece in np.split(x, range(_PIECE, x.size, _PIECE)):
         found = np.zeros(_LANES * size, np.int32)
         for start in range(0, piece.size, length):
@@ -139,10 +138,17 @@ def _count_tensor(
             np.copyto(bins[:n], scaled[:n], casting="unsafe")
             # A sparse matrix with a one for each value, made dense: what meets in a bin is summed. Unlike
             # numpy.bincount it lets other threads run meanwhile, and takes less time.
-            coo_todense(1, found.size, n, row, bins, ones, found, 0)
+            summed(1, found.size, n, row, bins, ones, found, 0)
             zeros += np.count_nonzero(np.equal(block, 0, out=is_zero[:n]))
         counts += found
     return counts.reshape(_LANES, size).sum(axis=0)[None], np.array([zeros], np.int64)
+
+
+def _summed() -> Callable[..., None]:
+    """scipy's conversion of a sparse matrix; it is a sixth of a second to import, for who never observes."""
+    from scipy.sparse._sparsetools import coo_todense
+
+    return coo_todense
 
 
 def _count_channels(

@@ -19,17 +19,26 @@ def test_quick_run_prints_and_writes_every_group(tmp_path, capsys):
     target = tmp_path / "quick.json"
     assert main(["--quick", "--json", str(target)]) == 0  # whatever the figures are
     document = json.loads(target.read_text())
-    assert {row["group"] for row in document["rows"]} == set(GROUPS) - {"beside"}  # that needs other tools
-    assert document["machine"]["megengine"] == "1.13.0"
+    assert list(document) == list(GROUPS)
+    assert [group for group in GROUPS if not document[group]["rows"]] == ["beside"]  # that needs other tools
+    assert document["tools"]["machine"]["megengine"] == "1.13.0"
     printed = capsys.readouterr().out
-    assert all(row["name"] in printed and row["value"]["median"] > 0 for row in document["rows"])
+    rows = [row for group in document.values() for row in group["rows"]]
+    assert all(row["name"] in printed and row["value"]["median"] > 0 for row in rows)
 
 
-@pytest.mark.slow
-def test_partial_run_leaves_the_latest_results_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.__main__.LATEST", tmp_path / "latest.json")
+def test_a_group_takes_the_place_of_its_old_rows(tmp_path, monkeypatch):
+    latest = tmp_path / "latest.json"
+    monkeypatch.setattr("benchmarks.__main__.LATEST", latest)
+    latest.write_text(json.dumps({"training": {"rows": ["kept"]}, "ranges": {"rows": ["old"]}}))
+    value = Spread(1.0, 1.0, 1.0, 1.0)
+    monkeypatch.setattr("benchmarks.ranges.run", lambda size: [Row("a row", value, "x")])
     main(["--quick", "--only", "ranges"])
-    assert list(tmp_path.iterdir()) == []
+    assert "old" in latest.read_text()  # figures of --quick mean nothing
+    main(["--only", "ranges"])
+    document = json.loads(latest.read_text())
+    assert document["training"] == {"rows": ["kept"]}
+    assert [row["name"] for row in document["ranges"]["rows"]] == ["a row"]
 
 
 @pytest.mark.parametrize(("target", "code"), [(1e9, 0), (0.0, 1)])

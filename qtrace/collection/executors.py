@@ -59,14 +59,17 @@ class Processes:
         self._workers: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Processes:
-        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+        if self._count > 1:
+            # MegEngine's threads wait for each other in loops that would take the cores from other workers.
+            environment.setdefault("MGB_WORKER_MAX_SPIN", "0")
         for _ in range(self._count):
             worker = subprocess.Popen(
                 [sys.executable, "-m", _WORKER],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "PYTHONPATH": path},
+                env=environment,
                 start_new_session=True,  # an interrupt from the keyboard is for the parent
             )
             self._workers.append(worker)

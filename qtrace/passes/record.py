@@ -99,8 +99,9 @@ def graph_hash(model: TracedModule) -> str:
     A copy has the same, and so has what ``qtrace.load`` gives; another calibration has another.
     """
     found = hashlib.sha256(getattr(model, _ATTRIBUTE, "").encode())
-    for name, value in sorted(model.state_dict().items()):
-        array = np.ascontiguousarray(value)
+    # Not by state_dict: at every module it goes through all that it has found so far.
+    for name, value in sorted(model.named_tensors(), key=lambda named: named[0]):
+        array = np.ascontiguousarray(value.numpy())
         found.update(f"{name} {array.dtype} {array.shape}".encode())
         found.update(array.tobytes())
     return found.hexdigest()

@@ -9,14 +9,21 @@ import numpy as np
 import onnx
 import pytest
 
+import qtrace
 from benchmarks.accuracy import __main__ as command
-from benchmarks.accuracy import eight_bits, imbalance, peers, subjects
+from benchmarks.accuracy import eight_bits, imbalance, mixed_precision, peers, subjects
 from benchmarks.accuracy.fitting import fit
 from benchmarks.accuracy.judging import in_onnxruntime
 from benchmarks.accuracy.native import NATIVE, load_float
 from benchmarks.accuracy.networks import CLASSIFIERS
-from benchmarks.accuracy.rows import Row, markdown, sqnr_db
+from benchmarks.accuracy.rows import Row, markdown, recovered, sqnr_db
 from examples import digits
+from qtrace.sensitivity.layers import Layer
+from qtrace.sensitivity.mixed import MixedPrecision
+from qtrace.sensitivity.raising import Raise
+
+# The groups of a layer that is nowhere, and its sizes.
+NOTHING = (frozenset(), frozenset(), "", frozenset(), 1, 4, 4)
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
@@ -95,6 +102,47 @@ def test_eight_bits_must_be_a_decibel_ahead_and_lose_little(sqnr, loss, met):
     assert ("met" if met else "MISSED") in markdown([row])
 
 
+@pytest.mark.parametrize(("loss", "met"), [(0.2, True), (-0.4, True), (0.3, False), (2.0, False)])
+def test_recovered_is_the_share_of_what_was_lost(loss, met):
+    row = recovered(Row("check", "net", "tuned", 15.0, 97.0, loss), 1.0, 0.8)
+    assert (row.met, row.target) == (met, "80 % of the loss recovered")
+    assert f"{100 * (1 - loss):.0f} % of the loss recovered" in row.note
+    shown = recovered(Row("check", "net", "tuned", 15.0, 97.0, loss), 1.0)
+    assert (shown.met, shown.target, shown.note) == (None, "", row.note)
+
+
+def test_where_nothing_was_lost_no_share_is_met():
+    for lost in (0.0, -0.2, None):
+        row = recovered(Row("check", "net", "tuned", 15.0, 97.0, 0.0, note="first"), lost, 0.8)
+        assert (row.met, row.note) == (None, "first, nothing was lost")
+
+
+@pytest.mark.parametrize(
+    ("layers", "by_noise", "reached", "met"),
+    [(3, 4, -0.9, True), (4, 4, -0.9, False), (3, 4, -1.1, False)],
+)
+def test_mixed_precision_must_reach_its_goal_by_fewer_layers(layers, by_noise, reached, met):
+    raised = tuple(Layer(str(n), (), "conv2d", "", 1, *NOTHING) for n in range(layers))
+    config, how = qtrace.QConfig(), Raise.parse("w8a8")
+    found = MixedPrecision(
+        "loss", 0.0, -2.0, raised, how, (), reached, config, target=-1.0, by_noise=by_noise
+    )
+    row = mixed_precision.judged(Row("mixed", "detector", "raised"), found)
+    assert row.met is met
+    assert f"{layers} layers; in the order of noise {by_noise}" in row.note
+    assert ("loss 1.1, allowed 1" in row.note) is (reached < -1.0)
+
+
+def test_training_inputs_are_no_others():
+    resnet, detector = subjects.subject("resnet", quick=True), subjects.subject("detector", quick=True)
+    train = subjects.split()[0]
+    inputs = subjects.training_inputs(resnet, 2000)
+    np.testing.assert_array_equal(inputs, train.images)
+    images = {image.tobytes() for image in subjects.training_inputs(detector, 20)}
+    assert len(images) == 20
+    assert images.isdisjoint(image.tobytes() for image in (*detector.calibration, *detector.test))
+
+
 def test_the_form_for_nncf_computes_the_same_and_shares_no_parameter(tmp_path):
     random = np.random.RandomState(0)
     stored = {"weight": random.randn(2, 2, 1, 1), "bias": random.randn(2)}
@@ -126,7 +174,19 @@ def test_the_form_for_nncf_computes_the_same_and_shares_no_parameter(tmp_path):
 
 
 @pytest.mark.slow
-def test_quick_run_keeps_its_rows_and_names_a_missing_peer(tmp_path, capsys):
+@pytest.mark.parametrize(("group", "net"), [("finetune", "resnet"), ("mixed", "detector")])
+def test_quick_run_of_a_group_has_a_target(tmp_path, group, net):
+    target = tmp_path / "accuracy.json"
+    arguments = ["--quick", "--json", str(target), "--net", net, "--only", group]
+    assert command.main(arguments) == 0
+    rows = [Row(**row) for row in json.loads(target.read_text())[f"{group} {net}"]["rows"]]
+    assert rows[0].method == "float"
+    assert all(row.sqnr is not None and row.sqnr > 5 for row in rows[1:])
+    assert [bool(row.target) for row in rows] == [False, False, True]
+
+
+@pytest.mark.slow
+def test_quick_run_keeps_keeps_its_rows_and_names_a_missing_peer(tmp_path, capsys):
     target = tmp_path / "accuracy.json"
     arguments = ["--quick", "--json", str(target), "--net", "resnet"]
     assert command.main([*arguments, "--only", "w8a8"]) == 0

@@ -128,6 +128,10 @@ ARGUMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "no module 'nowhere_at_all'",
         ("sensitivity", "float.mge", "-d", "x.npz", "-q", "--metric", "nowhere_at_all:f"),
     ),
+    "level that is no level": (
+        "--level '0' is not of the form CLS,BOX",
+        ("sensitivity", "float.mge", "-d", "x.npz", "-q", "--metric", "detection", "--level", "0"),
+    ),
     "page that is a folder": (
         "good is a folder",
         ("compare", "quantized.mge", "-d", "x.npz", "--html", "good"),

@@ -18,7 +18,7 @@ from qtrace import cli
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.types import TracedModule
 from qtrace.numerics import sqnr_db
-from qtrace.sensitivity import Budget, DetectionLoss, Goal, Level, analyze, mixed_precision, searching
+from qtrace.sensitivity import Budget, Goal, analyze, mixed_precision, searching
 from qtrace.sensitivity.simulation import Simulation
 from tests.nets import net
 
@@ -242,34 +242,6 @@ def test_goals_that_cannot_be(traced: TracedModule, prepared: TracedModule) -> N
         analyze(prepared, _data(1), metric="psnr")
     with pytest.raises(CalibrationError, match="no batches"):
         analyze(prepared, [])
-
-
-def _bce(p: np.ndarray, logits: np.ndarray) -> np.ndarray:
-    q = 1 / (1 + np.exp(-logits))
-    return -(p * np.log(q) + (1 - p) * np.log(1 - q))
-
-
-def test_detection_losses_are_the_textbook_ones_where_the_float_graph_finds_something() -> None:
-    rng = np.random.default_rng(0)
-    f = [rng.normal(size=(2, 3, 4, 4)), rng.normal(size=(2, 4, 4, 4)), rng.normal(size=(2, 1, 4, 4))]
-    q = [value + 0.1 * rng.normal(size=value.shape) for value in f]
-    loss = DetectionLoss((Level(0, 1, 2),), threshold=0.4)
-    (parts,) = loss.parts([f], [q])
-    rows = [np.moveaxis(v, 1, -1).reshape(-1, v.shape[1]) for v in f]
-    other = [np.moveaxis(v, 1, -1).reshape(-1, v.shape[1]) for v in q]
-    p = [1 / (1 + np.exp(-row)) for row in rows]
-    matched = p[0].max(1) * p[2][:, 0] >= 0.4
-    assert 0 < matched.sum() < len(matched)
-    wanted = (_bce(p[0], other[0]) - _bce(p[0], rows[0]))[matched].mean()
-    assert parts["class"] == pytest.approx(wanted)
-    assert parts["box"] == pytest.approx(
-        np.abs(other[1] - rows[1])[matched].mean() / np.abs(rows[1])[matched].mean()
-    )
-    assert parts["objectness"] == pytest.approx((_bce(p[2], other[2]) - _bce(p[2], rows[2])).mean())
-    assert loss([f], [q]) == pytest.approx(-sum(parts.values()))
-    assert loss([f], [f]) == 0.0
-    with pytest.raises(ConfigError, match="a level names output 5, but the graph gives 3 tensors"):
-        DetectionLoss((Level(0, 5),)).parts([f], [q])
 
 
 def test_the_command_writes_a_recipe_that_works(

@@ -22,7 +22,15 @@ warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
 engine.start()  # before anything else loads MegEngine: it would print notes about a missing CUDA driver
 
 from benchmarks import machine  # noqa: E402
-from benchmarks.accuracy import eight_bits, four_bits, imbalance, qat, reconstruction_time  # noqa: E402
+from benchmarks.accuracy import (  # noqa: E402
+    eight_bits,
+    finetuning,
+    four_bits,
+    imbalance,
+    mixed_precision,
+    qat,
+    reconstruction_time,
+)
 from benchmarks.accuracy.networks import CLASSIFIERS  # noqa: E402
 from benchmarks.accuracy.rows import Row, markdown  # noqa: E402
 from benchmarks.accuracy.subjects import NAMES, Subject, subject  # noqa: E402
@@ -36,6 +44,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "imbalance": ("mobilenet",),
     "w4": NAMES,
     "qat": tuple(CLASSIFIERS),
+    "finetune": NAMES,
+    "mixed": ("detector",),
     "time": ("mobilenet",),
 }
 
@@ -79,6 +89,8 @@ def _runs(options: argparse.Namespace) -> dict[str, Callable[[Subject], Iterator
         "imbalance": imbalance.run,
         "w4": lambda s: four_bits.run(s, few),
         "qat": lambda s: qat.run(s, few),
+        "finetune": lambda s: finetuning.run(s, few),
+        "mixed": lambda s: mixed_precision.run(s, options.quick),
         "time": lambda s: reconstruction_time.run(s, few),
     }
 
@@ -105,7 +117,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--table", action="store_true", help="print what was measured before, and nothing else"
     )
     parser.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
-    parser.add_argument("--steps", type=int, help="of QAT, or of each block, where there is little time")
+    parser.add_argument(
+        "--steps", type=int, help="of QAT and fine-tuning, or of each block, where there is little time"
+    )
     given = parser.parse_args(arguments)
     given.only, given.net = given.only or list(GROUPS), given.net or list(NAMES)
     if given.json is None and not given.quick:

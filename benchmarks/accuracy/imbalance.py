@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.accuracy.judging import Judge, quantize
 from benchmarks.accuracy.networks import Activation, Bottleneck
-from benchmarks.accuracy.rows import Row
+from benchmarks.accuracy.rows import Row, recovered
 from benchmarks.accuracy.subjects import Subject, in_megengine
 
 __all__ = ["planted", "run"]
@@ -74,10 +74,6 @@ def run(subject: Subject) -> Iterator[Row]:
         row = judge.row(CHECK, way, in_megengine(quantize(subject, config)))
         if lost is None:
             lost = row.loss
-        elif lost and row.loss is not None:
-            share = 1 - row.loss / lost
-            row = dataclasses.replace(row, note=f"{100 * share:.0f} % of the loss recovered")
-            if way == "equalize, bias_correction":
-                target = f"{100 * SHARE:.0f} % of the loss recovered"
-                row = dataclasses.replace(row, target=target, met=share >= SHARE)
+        else:
+            row = recovered(row, lost, SHARE if way == "equalize, bias_correction" else None)
         yield row

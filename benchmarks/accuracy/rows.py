@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Row", "markdown", "sqnr_db"]
+__all__ = ["Row", "markdown", "recovered", "sqnr_db"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,26 @@ class Row:
     def to_dict(self) -> dict[str, Any]:
         """The row as plain data."""
         return dataclasses.asdict(self)
+
+    def noted(self, more: str) -> Row:
+        """The row with more to its note."""
+        return dataclasses.replace(self, note=f"{self.note}, {more}" if self.note else more)
+
+
+def recovered(row: Row, lost: float | None, target: float | None = None) -> Row:
+    """The row with the share of a loss that it has back.
+
+    Args:
+        row: what was done against the loss.
+        lost: the loss without it, in points; where nothing was lost, no share can be said.
+        target: the share that is asked for; None where the row is there for comparison.
+    """
+    asked = "" if target is None else f"{100 * target:.0f} % of the loss recovered"
+    if lost is None or lost <= 0 or row.loss is None:
+        return dataclasses.replace(row.noted("nothing was lost"), target=asked)
+    share = 1 - row.loss / lost
+    noted = row.noted(f"{100 * share:.0f} % of the loss recovered")
+    return dataclasses.replace(noted, target=asked, met=None if target is None else share >= target)
 
 
 _HEADER = ("check", "network", "method", "SQNR dB", "metric", "loss", "target", "", "note")

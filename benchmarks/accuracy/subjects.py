@@ -14,7 +14,17 @@ import numpy as np
 from benchmarks.accuracy.networks import CLASSIFIERS
 from examples import digits
 
-__all__ = ["NAMES", "WEIGHTS", "Runner", "Subject", "batches", "in_megengine", "split", "subject"]
+__all__ = [
+    "NAMES",
+    "WEIGHTS",
+    "Runner",
+    "Subject",
+    "batches",
+    "in_megengine",
+    "split",
+    "subject",
+    "training_inputs",
+]
 
 WEIGHTS = Path(__file__).parent / "weights"
 NAMES = (*CLASSIFIERS, "detector")
@@ -54,6 +64,15 @@ def split() -> tuple[digits.Part, digits.Part, digits.Part, digits.Part]:
     train = digits.Part(images[:-VALIDATION], labels[:-VALIDATION])
     validation = digits.Part(images[-VALIDATION:], labels[-VALIDATION:])
     return train, validation, data.calibration, data.test
+
+
+def training_inputs(subject: Subject, most: int) -> np.ndarray:
+    """Up to ``most`` inputs of the training part, without their labels."""
+    if subject.name != "detector":
+        return split()[0].images[:most]
+    from examples.detector import data
+
+    return data.normalize(data.load("train", most).images)
 
 
 def subject(name: str, quick: bool = False) -> Subject:

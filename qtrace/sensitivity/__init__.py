@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from qtrace.graph.types import TracedModule
-from qtrace.sensitivity.metrics import DetectionLoss, Level, Metric, choose
+from qtrace.sensitivity.detection import DetectionLoss, Level
+from qtrace.sensitivity.metrics import Metric, choose
 from qtrace.sensitivity.mixed import MixedPrecision, mixed_precision
 from qtrace.sensitivity.ranking import Ranking, rank
 from qtrace.sensitivity.searching import Budget, Goal
@@ -48,7 +49,8 @@ def analyze(
 
     Raises:
         CalibrationError: when the module is not calibrated, or there are no batches.
-        ConfigError: for an unknown metric, or one that returns no finite number.
+        ConfigError: for an unknown metric, one that returns no finite number, or a `DetectionLoss` with
+            outputs that the graph does not have.
     """
     name, compares, asks = choose(metric, own)
     return rank(Simulation(prepared, batches, compares, asks), name, groups)

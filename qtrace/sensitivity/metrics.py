@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from qtrace.errors import ConfigError
 
-__all__ = ["DetectionLoss", "Level", "Metric", "Own", "agreement", "choose", "sqnr"]
+__all__ = ["Metric", "Outputs", "Own", "agreement", "choose", "sqnr"]
 
 Outputs = Sequence[Sequence[np.ndarray]]
 """For each batch the tensors that the graph gives."""
@@ -38,6 +37,11 @@ def choose(metric: str | Metric, own: Own | None) -> tuple[str, Metric, Own | No
         return name, sqnr, _checked(own, name)
     if callable(metric):
         return getattr(metric, "__name__", type(metric).__name__), metric, None
+    if metric == "detection":
+        raise ConfigError(
+            "the metric detection must know which outputs are what: give a DetectionLoss with its levels, on "
+            "the command line --level."
+        )
     known: dict[str, Metric] = {"sqnr": sqnr, "agreement": agreement}
     if metric not in known:
         raise ConfigError(
@@ -77,74 +81,6 @@ def agreement(reference: Outputs, test: Outputs) -> float:
     return 100.0 * same / total
 
 
-@dataclass(frozen=True)
-class Level:
-    """The outputs of one level of a detector, by their indices among the graph's outputs.
-
-    Attributes:
-        classes: logits, N x C x ..., or N x ... x C with ``axis`` -1.
-        boxes: regression, with its 4 values on the same axis.
-        objectness: logits with 1 value, or None where the detector has none (then the classes tell).
-        axis: where the channels are.
-    """
-
-    classes: int
-    boxes: int
-    objectness: int | None = None
-    axis: int = 1
-
-
-@dataclass(frozen=True)
-class DetectionLoss:
-    """The losses of a detector against its own float graph, where that one finds something.
-
-    A place is matched when the float graph's score there, ``sigmoid(objectness) * max sigmoid(class)``, is at
-    least ``threshold``; on a level without any, the best one counts. Over the matched places::
-
-        class       mean binary cross entropy of sigmoid(q) to sigmoid(f), less that of f to itself
-        box         mean |q - f| over the 4 values, relative to the mean |f|
-        objectness  as for class, over all places of the level
-
-    Attributes:
-        levels: one for each level of the pyramid.
-        threshold: of the float score.
-    """
-
-    levels: tuple[Level, ...]
-    threshold: float = 0.3
-
-    def __call__(self, reference: Outputs, test: Outputs) -> float:
-        """Minus the sum of all losses, so that more is better."""
-        return 0.0 - sum(sum(part.values()) for part in self.parts(reference, test))
-
-    def parts(self, reference: Outputs, test: Outputs) -> tuple[dict[str, float], ...]:
-        """The losses of each level by name: class, box, and objectness where there is one.
-
-        Raises:
-            ConfigError: when a level names an output that the graph does not have.
-        """
-        return tuple(self._level(level, reference, test) for level in self.levels)
-
-    def _level(self, level: Level, reference: Outputs, test: Outputs) -> dict[str, float]:
-        f, q = ({n: _rows(side, i, level.axis) for n, i in _named(level)} for side in (reference, test))
-        score = _sigmoid(f["class"]).max(axis=1)
-        if "objectness" in f:
-            score = score * _sigmoid(f["objectness"])[:, 0]
-        matched = score >= self.threshold
-        if not matched.any():
-            matched = score >= score.max()
-        losses = {
-            "class": _divergence(f["class"][matched], q["class"][matched]),
-            "box": float(
-                np.mean(np.abs(q["box"][matched] - f["box"][matched]))
-                / max(float(np.mean(np.abs(f["box"][matched]))), 1e-12)
-            ),
-        }
-        if "objectness" in f:
-            losses["objectness"] = _divergence(f["objectness"], q["objectness"])
-        return losses
-
-
 def _checked(function: Own, name: str) -> Own:
     def checked(model: Any) -> float:
         value = function(model)
@@ -159,31 +95,3 @@ def _checked(function: Own, name: str) -> Own:
         return number
 
     return checked
-
-
-def _named(level: Level) -> list[tuple[str, int]]:
-    named = [("class", level.classes), ("box", level.boxes)]
-    return named if level.objectness is None else [*named, ("objectness", level.objectness)]
-
-
-def _rows(outputs: Outputs, index: int, axis: int) -> np.ndarray:
-    """One output over all batches as places x channels, float64."""
-    if not 0 <= index < len(outputs[0]):
-        raise ConfigError(f"a level names output {index}, but the graph gives {len(outputs[0])} tensors.")
-    parts = [np.moveaxis(batch[index].astype(np.float64), axis, -1) for batch in outputs]
-    return np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
-
-
-def _sigmoid(x: np.ndarray) -> np.ndarray:
-    return 0.5 * (np.tanh(0.5 * x) + 1.0)
-
-
-def _divergence(f: np.ndarray, q: np.ndarray) -> float:
-    """Mean Kullback-Leibler divergence of two Bernoulli variables with these logits."""
-    p = _sigmoid(f)
-    return float(np.mean(_entropy(p, q) - _entropy(p, f)))
-
-
-def _entropy(p: np.ndarray, logits: np.ndarray) -> np.ndarray:
-    """Binary cross entropy of probabilities and logits."""
-    return np.maximum(logits, 0) - logits * p + np.log1p(np.exp(-np.abs(logits)))

@@ -14,6 +14,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.preparation import prepare
 from qtrace.recipe import as_qconfig
 from qtrace.sensitivity import searching
+from qtrace.sensitivity.detection import DetectionLoss
 from qtrace.sensitivity.layers import Layer
 from qtrace.sensitivity.metrics import Metric, Own, choose
 from qtrace.sensitivity.raising import Raise, patch_text
@@ -123,7 +124,8 @@ def mixed_precision(
         raise_to: ``float``, or bits such as ``a16`` or ``w8a8``.
 
     Raises:
-        ConfigError: for a goal or a budget that cannot be.
+        ConfigError: for a goal or a budget that cannot be, or a `DetectionLoss` with outputs that the graph
+            does not have.
         CalibrationError: when no set of layers reaches the goal, or there are no batches.
     """
     base = as_qconfig(QConfig() if qconfig is None else qconfig)
@@ -173,6 +175,8 @@ class _Trial:
 
     def _simulation(self, config: QConfig) -> Simulation:
         prepared = prepare(self.traced, config)
+        if isinstance(self.compares, DetectionLoss):
+            self.compares.of(prepared)  # what it cannot do is told before the calibration, which may be long
         calibrate(prepared, self.calibration, progress=False)
         return Simulation(prepared, self.measured, self.compares, self.own)
 

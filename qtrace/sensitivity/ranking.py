@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from qtrace.graph.table import format_table
+from qtrace.sensitivity.detection import Parts
 from qtrace.sensitivity.layers import Layer
 from qtrace.sensitivity.simulation import Simulation
 
@@ -20,11 +21,18 @@ class LayerRow:
         layer: the layer.
         only: the metric with this layer alone quantized, all else in float.
         without: the metric with this layer alone in float, all else quantized.
+        parts: of ``only`` the losses of each level, for a `DetectionLoss`; else empty.
     """
 
     layer: Layer
     only: float
     without: float
+    parts: Parts = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as plain data."""
+        data = {"layer": self.layer.name, "op": self.layer.kind, "only": self.only, "without": self.without}
+        return {**data, "levels": list(self.parts)} if self.parts else data
 
 
 @dataclass(frozen=True)
@@ -44,12 +52,14 @@ class Ranking:
         quantized: the metric with everything quantized.
         layers: one row for each layer, in graph order.
         groups: one row for each group of sites, in graph order; empty when it was not asked for.
+        parts: with everything quantized the losses of each level, for a `DetectionLoss`; else empty.
     """
 
     metric: str
     quantized: float
     layers: tuple[LayerRow, ...]
     groups: tuple[GroupRow, ...]
+    parts: Parts = ()
 
     def by_cost(self) -> tuple[LayerRow, ...]:
         """The layers, the one that costs most by itself first."""
@@ -57,27 +67,42 @@ class Ranking:
 
     def table(self, max_width: int | None = 140) -> str:
         """A text table of the layers, the most sensitive first, then of the groups."""
+        losses = _losses(self.parts)
         rows = [
-            (r.layer.name, r.layer.kind, f"{r.only:.4g}", f"{r.without:.4g}", r.layer.macs)
+            (
+                *(r.layer.name, r.layer.kind, f"{r.only:.4g}"),
+                *(f"{sum(level.get(loss, 0.0) for level in r.parts):.4g}" for loss in losses),
+                *(f"{r.without:.4g}", r.layer.macs),
+            )
             for r in self.by_cost()
         ]
-        headers = ("layer", "op", f"{self.metric}, only it", f"{self.metric}, all but it", "MACs")
+        alone = (f"{self.metric}, only it", *(f"its {loss}" for loss in losses))
+        headers = ("layer", "op", *alone, f"{self.metric}, all but it", "MACs")
         parts = [format_table(headers, rows, max_width)]
         if self.groups:
             found = sorted(self.groups, key=lambda row: row.only)
             cells = [(row.group, f"{row.only:.4g}") for row in found]
             parts.append(format_table(("sites", f"{self.metric}, only them"), cells, max_width))
+        if self.parts:
+            levels = [
+                (n, *(f"{level[loss]:.4g}" if loss in level else "" for loss in losses))
+                for n, level in enumerate(self.parts)
+            ]
+            parts.append(format_table(("level", *losses), levels, max_width))
         parts.append(f"{self.metric} with everything quantized: {self.quantized:.4g}")
         return "\n\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data."""
-        layers = [
-            {"layer": row.layer.name, "op": row.layer.kind, "only": row.only, "without": row.without}
-            for row in self.layers
-        ]
+        layers = [row.to_dict() for row in self.layers]
         groups = [asdict(row) for row in self.groups]
-        return {"metric": self.metric, "quantized": self.quantized, "layers": layers, "groups": groups}
+        data = {"metric": self.metric, "quantized": self.quantized, "layers": layers, "groups": groups}
+        return {**data, "levels": list(self.parts)} if self.parts else data
+
+
+def _losses(parts: Parts) -> tuple[str, ...]:
+    """The losses of any level."""
+    return tuple(dict.fromkeys(loss for level in parts for loss in level))
 
 
 def rank(simulation: Simulation, metric: str, groups: bool = False) -> Ranking:
@@ -88,13 +113,17 @@ def rank(simulation: Simulation, metric: str, groups: bool = False) -> Ranking:
         metric: the metric's name, for the table.
         groups: whether to measure the groups of sites, too.
     """
-    rows = tuple(
-        LayerRow(layer, simulation.only(layer), simulation.value([layer.name])) for layer in simulation.layers
-    )
+    rows = tuple(_row(simulation, layer) for layer in simulation.layers)
     names: dict[str, None] = {}
     if groups:
         for layer in simulation.layers:
             names.update(dict.fromkeys([*sorted(layer.reads), layer.weight, *sorted(layer.gives)]))
         names.pop("", None)
     found = tuple(GroupRow(name, simulation.only_group(name)) for name in names)
-    return Ranking(metric, simulation.value(), rows, found)
+    whole = simulation.answer()
+    return Ranking(metric, whole.value, rows, found, whole.parts)
+
+
+def _row(simulation: Simulation, layer: Layer) -> LayerRow:
+    only = simulation.only(layer)
+    return LayerRow(layer, only.value, simulation.value([layer.name]), only.parts)

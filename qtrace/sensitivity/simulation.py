@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,25 @@ from qtrace.graph.walk import exprs
 from qtrace.passes.insert import CONTAINER
 from qtrace.passes.record import fake_quants, read_record
 from qtrace.phases import in_phase
+from qtrace.sensitivity.detection import DetectionLoss, Parts
 from qtrace.sensitivity.layers import Layer, active_groups, find_layers
 from qtrace.sensitivity.metrics import Metric, Outputs, sqnr
 from qtrace.verification import leaves
 
-__all__ = ["Simulation", "outputs_of"]
+__all__ = ["Answer", "Simulation", "outputs_of"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a question came to.
+
+    Attributes:
+        value: the metric.
+        parts: of a `DetectionLoss`, by level; empty for any other metric.
+    """
+
+    value: float
+    parts: Parts = ()
 
 
 class Simulation:
@@ -36,6 +51,7 @@ class Simulation:
 
     Raises:
         CalibrationError: when the module is not calibrated, or there are no batches.
+        ConfigError: for a `DetectionLoss` with outputs that the graph does not have.
     """
 
     def __init__(
@@ -45,7 +61,8 @@ class Simulation:
         metric: Metric | None = None,
         own: Callable[[TracedModule], float] | None = None,
     ) -> None:
-        self.prepared, self.metric, self.own = prepared, metric or sqnr, own
+        self.prepared, self.own = prepared, own
+        self.metric = metric.of(prepared) if isinstance(metric, DetectionLoss) else metric or sqnr
         annotation = read_record(prepared, "prepared").annotation
         for fq in fake_quants(prepared):
             fq.qparams()  # asks whether it is calibrated
@@ -68,27 +85,35 @@ class Simulation:
         Args:
             raised: names of layers.
         """
+        return self.answer(raised).value
+
+    def answer(self, raised: Collection[str] = ()) -> Answer:
+        """The same with the parts of the metric, where it has some."""
         return self._ask(active_groups(self.layers, raised), raised)
 
-    def only(self, layer: Layer) -> float:
+    def only(self, layer: Layer) -> Answer:
         """The metric with all layers but one in float."""
-        return self.value([other.name for other in self.layers if other.name != layer.name])
+        return self.answer([other.name for other in self.layers if other.name != layer.name])
 
     def only_group(self, group: str) -> float:
         """The metric with all sites but those of one group in float."""
-        return self._ask(frozenset({group}), [layer.name for layer in self.layers])
+        return self._ask(frozenset({group}), [layer.name for layer in self.layers]).value
 
     def noise(self, raised: Collection[str] = ()) -> float:
         """Output noise relative to the signal, as a power: what `sqnr` is the logarithm of."""
         found = self._outputs(active_groups(self.layers, raised), raised)
         return float(10 ** (-sqnr(self.reference, found) / 10))
 
-    def _ask(self, active: Collection[str], raised: Collection[str]) -> float:
+    def _ask(self, active: Collection[str], raised: Collection[str]) -> Answer:
         if self.own is not None:
             with in_phase(self.prepared, "float"), evaluating(self.prepared):
                 self._activate(active, raised)
-                return self.own(self.prepared)
-        return self.metric(self.reference, self._outputs(active, raised))
+                return Answer(self.own(self.prepared))
+        found = self._outputs(active, raised)
+        if not isinstance(self.metric, DetectionLoss):
+            return Answer(self.metric(self.reference, found))
+        parts = self.metric.parts(self.reference, found)
+        return Answer(self.metric.total(parts), parts)
 
     def _outputs(self, active: Collection[str], raised: Collection[str]) -> Outputs:
         with in_phase(self.prepared, "float"):

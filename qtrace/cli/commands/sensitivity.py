@@ -26,6 +26,8 @@ __all__ = ["sensitivity"]
             --metric agreement --max-drop 1 --raise w8a8 --patch mixed.yaml
         qtrace sensitivity float.mge --data images/ --recipe w4.yaml \\
             --raise w8 --budget 2e6 --patch mixed.yaml
+        qtrace sensitivity detector.mge --data images/ --recipe w4a4.yaml --metric detection \\
+            --level 0,1,2 --level 3,4,5 --level cls_out,box_out,obj_out
     """,
 )
 @click.argument("model")
@@ -38,7 +40,22 @@ __all__ = ["sensitivity"]
     "--metric",
     default="sqnr",
     show_default=True,
-    help="sqnr (dB), agreement (percent), or pkg.mod:function, which gets the graph and returns a number.",
+    help="sqnr (dB), agreement (percent), detection (minus the losses of a detector against its float "
+    "graph), or pkg.mod:function, which gets the graph and returns a number.",
+)
+@click.option(
+    "--level",
+    "levels",
+    metavar="CLS,BOX[,OBJ]",
+    multiple=True,
+    help="For --metric detection, once for each level: its outputs by name or number, the logits of classes, "
+    "the boxes, and the logits of objectness where there are some.",
+)
+@click.option("--channels-last", is_flag=True, help="For --metric detection: channels on the last axis.")
+@click.option(
+    "--threshold",
+    type=float,
+    help="For --metric detection: the least float score of a place that counts.  [default: 0.3]",
 )
 @click.option(
     "--at-least", type=float, help="Search for the fewest layers to raise until the metric is this."
@@ -80,11 +97,11 @@ def sensitivity(
     """
     with console.work():
         import qtrace
-        from qtrace.sensitivity import analyze, mixed_precision
+        from qtrace.sensitivity import DetectionLoss, analyze, mixed_precision
 
         qconfig = qtrace.load_recipe(recipe or "onnxruntime", allow_code=allow_code)
         sizes: dict[str, Any] = {"batch_size": batch_size, "max_batches": max_batches, "skip_bad": skip_bad}
-        goal = _goal(asked, qconfig)
+        goal, chosen = _goal(asked, qconfig), _metric(asked)
         if patch is not None and goal is None:
             raise ConfigError("--patch is written by a search: give --at-least, --max-drop or --budget, too.")
         if asked["raise_to"] != "float" and goal is None:
@@ -98,9 +115,10 @@ def sensitivity(
             traced = models.trace_factory(model, data=source)
         else:
             traced = models.load_model(model, allow)
-        chosen = _metric(asked["metric"])
         if goal is None:
             prepared = qtrace.prepare(traced, qconfig)
+            if isinstance(chosen.get("metric"), DetectionLoss):
+                chosen["metric"] = chosen["metric"].of(prepared)  # before it calibrates, which may be long
             qtrace.calibrate(prepared, calibration, progress=console.progress)
             result: Any = analyze(prepared, measured, groups=asked["groups"], **chosen)
         else:
@@ -136,16 +154,48 @@ def _goal(asked: dict[str, Any], qconfig: Any) -> Any:
     return None
 
 
-def _metric(name: str) -> dict[str, Any]:
+def _metric(asked: dict[str, Any]) -> dict[str, Any]:
     """The metric as arguments of the functions."""
     from qtrace.data import import_object, is_object_name
 
+    name = asked["metric"]
+    if name == "detection":
+        return {"metric": _detection(asked)}
+    given = {
+        "--level": bool(asked["levels"]),
+        "--channels-last": asked["channels_last"],
+        "--threshold": asked["threshold"] is not None,
+    }
+    if any(given.values()):
+        flag = next(flag for flag, is_given in given.items() if is_given)
+        raise ConfigError(f"{flag} is for --metric detection: give that, too, or drop it.")
     if not is_object_name(name):
         return {"metric": name}
     function = import_object(name)
     if not callable(function):
         raise ConfigError(f"--metric {name} is no function: name one that takes the graph.")
     return {"own": function}
+
+
+def _detection(asked: dict[str, Any]) -> Any:
+    """A detector's loss, from the options that say which outputs are what."""
+    from qtrace.sensitivity import DetectionLoss, Level
+
+    if not asked["levels"]:
+        raise ConfigError(
+            "--metric detection must know which outputs are what: give --level CLS,BOX[,OBJ] for each level, "
+            "by name or number."
+        )
+    levels, axis = [], -1 if asked["channels_last"] else 1
+    for text in asked["levels"]:
+        parts = [part.strip() for part in text.split(",")]
+        if len(parts) not in (2, 3) or not all(parts):
+            raise ConfigError(f"--level {text!r} is not of the form CLS,BOX[,OBJ].")
+        classes, boxes, *more = (int(p) if p.isdecimal() and len(p) < 10 else p for p in parts)
+        levels.append(Level(classes, boxes, more[0] if more else None, axis))
+    if asked["threshold"] is None:
+        return DetectionLoss(tuple(levels))
+    return DetectionLoss(tuple(levels), asked["threshold"])
 
 
 def _importable(recipe: str, patch: Path | None) -> str:

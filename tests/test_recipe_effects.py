@@ -251,6 +251,27 @@ def test_between_the_products_of_a_transformer_all_is_float(planned: Any, family
         assert _note(annotation, name).output
 
 
+@pytest.mark.parametrize("target", ["backend/onnxruntime", "backend/snpe", "backend/tensorrt"])
+def test_tokens_and_neighbours_are_joined_in_float(planned: Any, target: str) -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        x = F.transpose(F.flatten(self.patches(x), 2), (0, 2, 1))
+        x = F.concat([F.broadcast_to(self.token, (x.shape[0], 1, 4)), x], axis=1) + self.position
+        x = x + self.fc(self.norm(x))
+        x = F.concat([x[:, 1::2], x[:, 2::2]], axis=2)
+        return self.head(self.merged(x))
+
+    parts: dict[str, Any] = {"patches": M.Conv2d(4, 4, 2, 2), "fc": M.Linear(4, 4), "head": M.Linear(8, 3)}
+    parts |= {"norm": M.LayerNorm(4), "merged": M.LayerNorm(8)}
+    parts |= {n: mge.Parameter(np.ones((1, c, 4), np.float32)) for n, c in (("token", 1), ("position", 17))}
+    annotation = planned(_trace(net(forward, **parts)), target, "vit")
+    assert [note.state for note in annotation.notes if note.kind == "concat"] == ["float", "float"]
+    assert _twice_rounded(annotation) == set()
+    for name in ("patches_out", "fc_out"):
+        note = _note(annotation, name)
+        assert note.state == "int"
+        assert (_site(annotation, name).plan.scheme.bits if note.output else None) == _LAST.get(target)
+
+
 # -- maps, branches, targets --------------------------------------------------------------------------
 
 

@@ -281,7 +281,8 @@ class Rule(Model):
         quantize: False keeps them in float; True quantizes around an op that stays float by default.
         activation: changes to the scheme of what they read, and of their result where no reader has a say.
         weight: changes to the scheme of their weights.
-        output: changes to the scheme of their result, whatever its readers ask for.
+        output: changes to the scheme of their result, whatever its readers ask for; those who want the same
+            scheme with another observer decide about that.
         quantize_output: False leaves their result in float: it is not rounded.
         observers: other observers.
         fakequant: another fake quant.

@@ -9,7 +9,8 @@ from functools import cached_property
 from qtrace import ops
 from qtrace.config import Match, Rule
 from qtrace.errors import ConfigError
-from qtrace.graph.types import Constant, Expr, GetAttr, Node, TracedModule
+from qtrace.graph.dataflow import static_nodes
+from qtrace.graph.types import Expr, Node, TracedModule
 from qtrace.graph.walk import exprs, module_path, users
 from qtrace.ops import OpCall, Role
 
@@ -130,12 +131,15 @@ class Selector:
                     found.add(id(expr))
         return found
 
-    @staticmethod
-    def _seen_through(call: OpCall) -> bool:
-        """Whether ``call`` moves values, or changes each by parameters and numbers alone."""
+    @cached_property
+    def _static(self) -> set[int]:
+        return static_nodes(self.traced)
+
+    def _seen_through(self, call: OpCall) -> bool:
+        """Whether ``call`` moves values, or changes each by what parameters and numbers alone give."""
         if call.role in _PASSED:
             return True
-        computed = [n for n in call.inputs if not isinstance(n.expr, (GetAttr, Constant))]
+        computed = [n for n in call.inputs if id(n) not in self._static]
         return call.kind in _SCALED and len(computed) == 1
 
     def _gates(self, expr: Expr) -> bool:

@@ -142,7 +142,9 @@ class _Annotator:
         if unrounded and not fixed:
             self._place_edges(node, None)
             return
-        plan = asked[0] if asked and not fixed else own
+        # A result with a scheme of its own is rounded once where readers want that scheme: by their observer.
+        fitting = [p for p in asked if not fixed or p.scheme == own.scheme]
+        plan = fitting[0] if fitting else own
         self._add(Site(node.name, "activation", node.name, None, node.name, plan))
         self.state[id(node)] = node.name
         self._place_edges(node, plan)

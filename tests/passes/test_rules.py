@@ -110,6 +110,16 @@ def test_a_result_can_have_a_scheme_of_its_own_and_readers_round_again() -> None
     )
 
 
+def test_readers_who_want_the_scheme_of_a_result_choose_its_observer_and_round_nothing_again() -> None:
+    module = net(lambda self, x: self.b(self.a(x)) + self.c(self.a(x)), a=_conv(), b=_conv(), c=_conv())
+    own = {"match": {"name": "a"}, "output": {"bits": 16}, "observers": {"activation": "mse"}}
+    wide = {"match": {"name": ["b", "c"]}, "activation": {"bits": 16}, "observers": {"activation": "minmax"}}
+    sites = _sites(_plan(module, [own, wide]))
+    assert set(sites) == {"x", "a_out", "a_1_out", "b_out", "c_out", "add_out"}
+    assert {sites[name].plan.observer for name in ("a_out", "a_1_out")} == {"minmax"}
+    assert {sites[name].plan.scheme.bits for name in ("a_out", "a_1_out")} == {16}
+
+
 def test_a_result_can_stay_in_float() -> None:
     module = net(lambda self, x: self.b(self.a(x)), a=_conv(), b=_conv())
     annotation = _plan(module, [{"match": {"before_output": True}, "quantize_output": False}])

@@ -27,8 +27,14 @@ TARGETS: dict[str, Callable[[st.DataObject, Path], None]] = {
 }
 
 
-def round_of(name: str, seed: int, examples: int) -> None:
-    """Runs one target on so many examples, which ``seed`` decides.
+def round_of(name: str, seed: int, examples: int, before_each: Callable[[], object] | None = None) -> None:
+    """Runs one target on so many examples, which ``seed`` decides; those of shrinking come on top.
+
+    Args:
+        name: of the target.
+        seed: of the round.
+        examples: how many.
+        before_each: called before each of them.
 
     Raises:
         Exception: what the smallest failing example raised, with that example in its notes.
@@ -47,6 +53,8 @@ def round_of(name: str, seed: int, examples: int) -> None:
     )
     @given(data=st.data())
     def run(data: st.DataObject) -> None:
+        if before_each is not None:
+            before_each()
         with tempfile.TemporaryDirectory() as folder:
             TARGETS[name](data, Path(folder))
 

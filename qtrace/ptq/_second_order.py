@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
+from scipy.linalg import solve_triangular
 
 from qtrace.numerics import round_to
 from qtrace.ops import OpCall
 from qtrace.scheme import QParams
 
-__all__ = ["JOINT", "correlations", "nearest", "rounded"]
+__all__ = ["JOINT", "Moments", "grouped", "moments", "nearest", "parts", "rounded"]
 
 # Columns that are rounded before the others hear of it: the larger product is what processors are good at.
 _BLOCK = 128
@@ -17,53 +21,136 @@ _BLOCK = 128
 # Inputs that make up for each other. The cost of a factorisation grows with their cube: this bounds it.
 JOINT = 1152
 
+# Rows that are multiplied at once: more of them take more memory, and no less time.
+_ROWS = 1024
 
-def correlations(x: np.ndarray, call: OpCall, shape: tuple[int, ...], places: int) -> np.ndarray:
-    """``X X^T`` of what the rows of a layer's weight are multiplied with, summed over a batch.
+# The products are summed in float32: what is left of them about the means is uncertain by less than this.
+_LOST = 1e-5
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Sums over the places that a layer's weight is multiplied with, for G groups of D inputs and O outputs.
+
+    Attributes:
+        count: of the places.
+        read: the sum of what is read there, float64 (G, D).
+        missed: the sum of what the layer should give there and does not, (G, O).
+        square: the sum of the products of what is read with itself, (G, D, D).
+        cross: of what is read with what is missed, (G, D, O).
+    """
+
+    count: int
+    read: np.ndarray
+    missed: np.ndarray
+    square: np.ndarray
+    cross: np.ndarray
+
+    @classmethod
+    def of(cls, read: np.ndarray, missed: np.ndarray) -> Moments:
+        """Of values (G, P, D) and (G, P, O) at P places."""
+        turned = read.transpose(0, 2, 1)
+        sums = (part.sum(axis=1, dtype=np.float64) for part in (read, missed))
+        return cls(read.shape[1], *sums, *((turned @ part).astype(np.float64) for part in (read, missed)))
+
+    def __add__(self, other: Moments) -> Moments:
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Moments(*(mine + its for mine, its in pairs))
+
+    def __rmul__(self, factor: int) -> Moments:
+        return Moments(*(factor * mine for mine in vars(self).values()))
+
+    def centered(self) -> Moments:
+        """The same about the means: what is left for the weights where a bias takes the means."""
+        mean = self.read / max(self.count, 1)
+        square = self.square - mean[:, :, None] * self.read[:, None, :]
+        square += (_LOST * (mean * self.read).mean(axis=1))[:, None, None] * np.eye(square.shape[-1])
+        cross = self.cross - mean[:, :, None] * self.missed[:, None, :]
+        return Moments(self.count, 0 * self.read, 0 * self.missed, square, cross)
+
+
+def parts(inputs: int) -> list[slice]:
+    """The neighbours among the inputs of a layer that are rounded together."""
+    return [slice(start, min(start + JOINT, inputs)) for start in range(0, inputs, JOINT)]
+
+
+def grouped(weight: np.ndarray) -> np.ndarray:
+    """A weight as (G, O, D): G is 1 but for the 5 axes that MegEngine gives a convolution in groups."""
+    groups = weight.shape[0] if weight.ndim == 5 else 1
+    inputs = weight.shape[-3:] if weight.ndim > 2 else weight.shape[-1:]
+    return weight.reshape(groups, -1, int(np.prod(inputs)))
+
+
+def moments(x: np.ndarray, want: np.ndarray, call: OpCall, weight: np.ndarray, places: int) -> list[Moments]:
+    """The moments of each of the `parts` of a layer's inputs, over a batch.
 
     Args:
         x: what the layer reads, N x C x H x W of a convolution, ... x C of a linear layer.
+        want: what it should give; but for its bias.
         call: the layer.
-        shape: of its weight.
+        weight: of the layer, in its shape.
         places: at most so many places of each sample count.
 
     Returns:
-        float64 (G, D, D) for G groups of D inputs.
+        One for each part. Of a layer with several, O is 0: what one part misses depends on the others.
     """
+    rows = grouped(weight)
+    split = parts(rows.shape[-1])
+    total: list[Moments] | None = None
+    for read, wanted in _pairs(x, want, call, weight.shape, places):
+        missed = wanted[..., :0]
+        if len(split) == 1:
+            missed = wanted - read @ rows.transpose(0, 2, 1).astype(np.float32)
+        found = [Moments.of(np.ascontiguousarray(read[..., p]), missed) for p in split]
+        total = found if total is None else [a + b for a, b in zip(total, found, strict=True)]
+    assert total is not None
+    return total
+
+
+def _pairs(
+    x: np.ndarray, want: np.ndarray, call: OpCall, shape: tuple[int, ...], places: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """What is read, (G, P, D), and wanted, (G, P, O), some samples at a time: patches take much memory."""
     if call.kind == "linear":
-        flat = x.reshape(-1, x.shape[-1]).astype(np.float64)
-        return np.asarray(flat.T @ flat)[None]
+        yield x.reshape(1, -1, x.shape[-1]), want.reshape(1, -1, want.shape[-1])
+        return
     (top, left), stride, dilation = (call.attrs[n] for n in ("padding", "stride", "dilation"))
     padded = np.pad(x, ((0, 0), (0, 0), (top, top), (left, left)))
     window = tuple((k - 1) * d + 1 for k, d in zip(shape[-2:], dilation, strict=True))
     groups = shape[0] if len(shape) == 5 else 1
-    total = np.zeros((groups, *(2 * [int(np.prod(shape[-3:]))])))
-    for sample in padded:  # one by one: patches take many times the memory of a map
-        seen = sliding_window_view(sample, window, axis=(1, 2))  # type: ignore[call-overload]
-        seen = seen[:, :: stride[0], :: stride[1], :: dilation[0], :: dilation[1]]
-        seen = seen.reshape(len(sample), -1, *seen.shape[3:])
-        seen = seen[:, :: -(-seen.shape[1] // places)]
-        patches = seen.reshape(groups, -1, *seen.shape[1:]).transpose(0, 2, 1, 3, 4)
-        patches = patches.reshape(groups, patches.shape[1], -1).astype(np.float32)
-        total += patches.transpose(0, 2, 1) @ patches
-    return total
+    size = want.shape[2] * want.shape[3]
+    kept = np.arange(0, size, -(-size // places))
+    several = max(1, _ROWS // len(kept))
+    for start in range(0, len(x), several):
+        part = slice(start, start + several)
+        seen = sliding_window_view(padded[part], window, axis=(2, 3))  # type: ignore[call-overload]
+        seen = seen[:, :, :: stride[0], :: stride[1], :: dilation[0], :: dilation[1]]
+        seen = seen[:, :, kept // want.shape[3], kept % want.shape[3]]
+        n, c, p, *kernel = seen.shape
+        read = seen.reshape(n, groups, c // groups, p, *kernel).transpose(1, 0, 3, 2, 4, 5)
+        out = want[part].reshape(n, groups, -1, size)[..., kept].transpose(1, 0, 3, 2)
+        yield read.reshape(groups, n * p, -1), out.reshape(groups, n * p, -1)
 
 
 def rounded(
-    rows: np.ndarray, hessian: np.ndarray, scale: np.ndarray, zero: np.ndarray, qparams: QParams, damp: float
+    rows: np.ndarray,
+    hessians: list[np.ndarray],
+    scale: np.ndarray,
+    zero: np.ndarray,
+    qparams: QParams,
+    damp: float,
 ) -> np.ndarray:
     """The rows on their grids, so that what they compute changes little.
 
     Args:
-        rows: float64 (O, D). Of more than `JOINT` columns, that many neighbours at a time are rounded
-            together.
-        hessian: float64 (D, D).
+        rows: float64 (O, D).
+        hessians: float64, of each of the `parts` of the columns, which are rounded together.
         scale, zero: of each row, float64 (O, 1).
         qparams: whose scheme it is.
         damp: as in `Gptq`.
     """
-    parts = [slice(start, start + JOINT) for start in range(0, rows.shape[1], JOINT)]
-    found = [_together(rows[:, p], hessian[p, p], (scale, zero, qparams), damp) for p in parts]
+    pairs = zip(parts(rows.shape[1]), hessians, strict=True)
+    found = [_together(rows[:, p], hessian, (scale, zero, qparams), damp) for p, hessian in pairs]
     return np.concatenate(found, axis=1)
 
 
@@ -75,8 +162,7 @@ def _together(
         return nearest(rows, *grid)
     # The inputs that count most are rounded first, while many others can make up for them.
     order = np.argsort(-diagonal, kind="stable")
-    inverse = np.linalg.inv(hessian[np.ix_(order, order)] + damp * diagonal.mean() * np.eye(len(order)))
-    upper = np.linalg.cholesky((inverse + inverse.T) / 2).T
+    upper = _factor(hessian[np.ix_(order, order)] + damp * diagonal.mean() * np.eye(len(order)))
     free, result = rows[:, order].copy(), np.empty_like(rows)
     for start in range(0, len(order), _BLOCK):
         stop = min(start + _BLOCK, len(order))
@@ -88,6 +174,15 @@ def _together(
             free[:, i + 1 : stop] -= np.outer(errors[:, i - start], upper[i, i + 1 : stop])
         free[:, stop:] -= errors @ upper[start:stop, stop:]
     return result
+
+
+def _factor(matrix: np.ndarray) -> np.ndarray:
+    """The upper Cholesky factor of the inverse, ``U^T U``: the inverse of R where ``R R^T`` is the matrix.
+
+    R is upper too: turned about both diagonals it is the Cholesky factor of the matrix turned likewise.
+    """
+    turned = np.linalg.cholesky(matrix[::-1, ::-1])
+    return np.asarray(solve_triangular(turned[::-1, ::-1], np.eye(len(matrix))))
 
 
 def nearest(rows: np.ndarray, scale: np.ndarray, zero: np.ndarray, qparams: QParams) -> np.ndarray:

@@ -15,12 +15,11 @@ from megengine import Parameter
 from tqdm import tqdm
 
 from qtrace import ops
-from qtrace.fakequant._bias import BIAS_LIMIT, BiasQuant
 from qtrace.graph.edit import GraphEditor, set_parameter
 from qtrace.graph.types import GetAttr
-from qtrace.graph.walk import exprs, get_module, owner, users
+from qtrace.graph.walk import exprs, get_module, users
 from qtrace.passes.fuse_bn import bias_shape, free_bias
-from qtrace.ptq._layers import LAYERS, Layer, Twins, layers, per_channel, write
+from qtrace.ptq._layers import LAYERS, Layer, Twins, layers, per_channel, within_int32, write
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Noise, Report, SiteError
 
 __all__ = ["BiasCorrection"]
@@ -79,21 +78,9 @@ def _correct(task: CalibratedTask, twins: Twins, layer: Layer) -> tuple[SiteErro
         shift, count = shift + rows.sum(axis=1), count + rows.shape[1]
     shift /= count
     old = get_module(task.model, layer.bias).numpy().astype(np.float64).reshape(-1)
-    new = _within_int32(layer, old + shift)
+    new = within_int32(layer, old + shift)
     write(task.model, layer.bias, new)
     twins.quantized.changed()
     for want, have in twins.outputs(layer.call.expr):
         after.add(want, have)
     return SiteError(layer.name, before.decibels, after.decibels), float(np.abs(new - old).max())
-
-
-def _within_int32(layer: Layer, bias: np.ndarray) -> np.ndarray:
-    """``bias`` as far as it fits into the int32 of its accumulator: a dead channel's scale may be tiny."""
-    assert layer.call.bias is not None
-    source = layer.call.bias.expr
-    module = owner(source)
-    if not isinstance(module, BiasQuant):
-        return bias
-    activation, weight = (node.owner for node in source.args[2:])
-    scale = module.scale(activation, weight)[0].numpy().astype(np.float64).reshape(-1)
-    return np.clip(bias, -BIAS_LIMIT * scale, BIAS_LIMIT * scale)

@@ -8,6 +8,8 @@ Transformers", section 3, after Hassibi and Stork 1993, "Optimal Brain Surgeon")
 factor of the inverse of H, rounding column i to q moves the columns j > i by ``-(w_i - q) U_ij / U_ii``.
 Nothing is learned: it costs a pass over the data and a factorisation for each layer. Layers are taken in the
 order of the graph, each on inputs from the quantized layers before it.
+
+With `refit` the weights are first fitted to those inputs, see `qtrace.ptq._refit`.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from tqdm import tqdm
 
 from qtrace.config.base import Float, Int
 from qtrace.graph.walk import get_module
-from qtrace.ptq._layers import Layer, Twins, layers, write
-from qtrace.ptq._second_order import correlations, nearest, rounded
+from qtrace.ptq._layers import Layer, Twins, layers, per_channel, within_int32, write
+from qtrace.ptq._refit import correction
+from qtrace.ptq._second_order import Moments, grouped, moments, nearest, rounded
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Noise, Report, SiteError
+from qtrace.scheme import QParams
 
 __all__ = ["Gptq"]
 
@@ -33,6 +37,7 @@ class Gptq(CalibratedAlgorithm):
     Attributes:
         damp: what is added to the diagonal of H, as a share of its mean: how little correlations are trusted.
         places: at most so many places of each sample's map are counted, spread evenly.
+        refit: whether weights, and biases that there are, are fitted first to what the quantized layer reads.
     """
 
     after: ClassVar[tuple[str, ...]] = ("output_cosine",)
@@ -41,6 +46,7 @@ class Gptq(CalibratedAlgorithm):
 
     damp: Annotated[Float, Field(gt=0)] = 0.01
     places: Annotated[Int, Field(ge=1)] = 256
+    refit: bool = False
 
     def apply(self, task: CalibratedTask) -> Report:
         found, left = layers(task.model)
@@ -50,50 +56,97 @@ class Gptq(CalibratedAlgorithm):
             if layer.call.kind not in ("conv2d", "linear"):
                 left.append(f"{layer.name}: {layer.call.kind} is not supported")
                 continue
-            error, moved = self._round(task, twins, layer)
+            error, told = self._round(task, twins, layer)
             errors.append(error)
-            if moved:
-                changed.append(f"{layer.name}: {moved} weights are not rounded to nearest")
+            if told:
+                changed.append(f"{layer.name}: {told}")
             else:
                 left.append(f"{layer.name}: rounding to nearest is better")
         if not found and not left:
             left.append("no layer has quantized weights")
         return Report(tuple(changed), tuple(left), tuple(errors))
 
-    def _round(self, task: CalibratedTask, twins: Twins, layer: Layer) -> tuple[SiteError, int]:
-        """Rounds one layer, if that helps; returns its error, and how many weights went another way."""
+    def _round(self, task: CalibratedTask, twins: Twins, layer: Layer) -> tuple[SiteError, str]:
+        """Rounds one layer, if that helps; returns its error, and what was changed."""
         twins.advance(layer.call.expr)
-        before = _noise(twins, layer)
+        want, have = (list(values) for values in zip(*twins.outputs(layer.call.expr), strict=True))
+        before = _noise(layer, want, have)
         weight = get_module(task.model, layer.weight).numpy().astype(np.float64)
-        source, hessian = layer.call.inputs[0], np.zeros(1)
-        for batch in range(twins.count):
-            read = twins.read(source, batch)
-            hessian = hessian + correlations(read, layer.call, weight.shape, self.places)
-        rows = weight.reshape(len(hessian), -1, hessian.shape[-1])
-        qparams = layer.quant.qparams()
-        scale, zero = (
-            np.broadcast_to(part.astype(np.float64).reshape(-1, 1), (rows.shape[0] * rows.shape[1], 1))
-            for part in (qparams.scale, qparams.zero_point)
-        )
-        new, near = np.empty_like(rows), nearest(rows.reshape(len(scale), -1), scale, zero, qparams)
+        halves = self._halves(twins, layer, want, weight)
+        total = [a + b for a, b in zip(*halves, strict=True)]
+        rows = grouped(weight)
+        grid = _grid(layer, rows)
+        near = nearest(rows.reshape(-1, rows.shape[-1]), *grid).reshape(rows.shape)
+        damping = None
+        if self.refit and len(total) == 1:
+            moved, damping = correction(halves[0][0], halves[1][0])
+            rows = rows + moved.transpose(0, 2, 1)
+        new = np.empty_like(rows)
+        scale, zero, qparams = grid
         for group, part in enumerate(rows):
             own = slice(group * len(part), (group + 1) * len(part))
-            new[group] = rounded(part, hessian[group], scale[own], zero[own], qparams, self.damp)
+            hessians = [m.square[group] for m in total]
+            new[group] = rounded(part, hessians, scale[own], zero[own], qparams, self.damp)
         write(task.model, layer.weight, new.reshape(weight.shape))
         twins.quantized.changed()
-        after = _noise(twins, layer)
-        if after.noise < before.noise:
-            differ = np.abs(new.reshape(near.shape) - near) > 0.5 * scale
-            return SiteError(layer.name, before.decibels, after.decibels), int(differ.sum())
-        write(task.model, layer.weight, weight)
+        tried = [got for _, got in twins.outputs(layer.call.expr)]
+        after = _noise(layer, want, tried)
+        differ = np.abs(new - near).reshape(len(scale), -1) > 0.5 * scale
+        told = f"{int(differ.sum())} weights are not rounded to nearest"
+        if damping is not None:
+            told += f", fitted to what is read with damping {damping:g}"
+        if not after.noise < before.noise:
+            write(task.model, layer.weight, weight)
+            tried, after, told = have, before, ""
+        if self.refit and layer.bias is not None:
+            _correct(task, layer, want, tried)
+            told = told or "its bias takes the mean error; rounding to nearest is better"
         twins.quantized.changed()
-        return SiteError(layer.name, before.decibels, before.decibels), 0
+        return SiteError(layer.name, before.decibels, after.decibels), told
+
+    def _halves(
+        self, twins: Twins, layer: Layer, want: list[np.ndarray], weight: np.ndarray
+    ) -> list[list[Moments]]:
+        """The moments of both halves of the samples; about the means where a bias takes these."""
+        reads = [twins.read(layer.call.inputs[0], batch) for batch in range(twins.count)]
+        if len(reads) == 1 and len(reads[0]) > 1:
+            reads, want = np.array_split(reads[0], 2), np.array_split(want[0], 2)
+        halves: list[list[Moments]] = [[], []]
+        for i, (x, y) in enumerate(zip(reads, want, strict=True)):
+            found, half = moments(x, y, layer.call, weight, self.places), 2 * i // len(reads)
+            halves[half] = _sums(halves[half], found)
+        halves[1] = halves[1] or [0 * m for m in halves[0]]  # of a single sample
+        centered = self.refit and layer.bias is not None
+        return [[m.centered() if centered else m for m in half] for half in halves]
 
 
-def _noise(twins: Twins, layer: Layer) -> Noise:
+def _sums(total: list[Moments], found: list[Moments]) -> list[Moments]:
+    return [a + b for a, b in zip(total, found, strict=True)] if total else found
+
+
+def _correct(task: CalibratedTask, layer: Layer, want: list[np.ndarray], have: list[np.ndarray]) -> None:
+    """Takes the mean error of each channel out of the bias."""
+    assert layer.bias is not None
+    missed = [per_channel(w.astype(np.float64) - h, layer.axis) for w, h in zip(want, have, strict=True)]
+    bias = get_module(task.model, layer.bias).numpy().astype(np.float64).reshape(-1)
+    shift = sum(m.sum(axis=1) for m in missed) / sum(m.shape[1] for m in missed)
+    write(task.model, layer.bias, within_int32(layer, bias + shift))
+
+
+def _grid(layer: Layer, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, QParams]:
+    """Scale and zero point of each row (G, O, D), both (G * O, 1), and whose they are."""
+    qparams = layer.quant.qparams()
+    scale, zero = (
+        np.broadcast_to(part.astype(np.float64).reshape(-1, 1), (rows.shape[0] * rows.shape[1], 1))
+        for part in (qparams.scale, qparams.zero_point)
+    )
+    return scale, zero, qparams
+
+
+def _noise(layer: Layer, want: list[np.ndarray], have: list[np.ndarray]) -> Noise:
     """The error of a layer's output, but for the means of its channels, which its bias can correct."""
     noise = Noise(layer.name)
-    for want, have in twins.outputs(layer.call.expr):
-        rest = tuple(axis for axis in range(want.ndim) if axis != layer.axis % want.ndim)
-        noise.add(want, have + (want - have).mean(axis=rest, keepdims=True))
+    for wanted, got in zip(want, have, strict=True):
+        rest = tuple(axis for axis in range(wanted.ndim) if axis != layer.axis % wanted.ndim)
+        noise.add(wanted, got + (wanted - got).mean(axis=rest, keepdims=True))
     return noise

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace import QConfig, QParams, QScheme
+from qtrace import QConfig, QParams, QScheme, ops
 from qtrace.errors import ConfigError
+from qtrace.graph.walk import exprs
 from qtrace.numerics import fake_quantize
 from qtrace.ops import OpCall
 from qtrace.passes.record import read_record
 from qtrace.ptq import _second_order
-from qtrace.ptq._second_order import correlations, nearest, rounded
+from qtrace.ptq._second_order import moments, nearest, parts, rounded
 from tests.nets import images, net
 
 SCHEME = QScheme(bits=3, signed=True, symmetric=True, narrow=True, axis=0, rounding="half_even")
@@ -34,7 +35,8 @@ def _case(rows: int, inputs: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray
 
 def _run(weight: np.ndarray, hessian: np.ndarray, qparams: QParams, damp: float = 0.01) -> np.ndarray:
     scale = qparams.scale.astype(np.float64)[:, None]
-    return rounded(weight, hessian, scale, np.zeros_like(scale), qparams, damp)
+    hessians = [hessian[p, p] for p in parts(len(hessian))]
+    return rounded(weight, hessians, scale, np.zeros_like(scale), qparams, damp)
 
 
 def _written_out(weight: np.ndarray, hessian: np.ndarray, qparams: QParams, damp: float) -> np.ndarray:
@@ -62,9 +64,9 @@ def test_it_is_optimal_brain_surgeon(monkeypatch: pytest.MonkeyPatch, block: int
 
 def test_wide_layers_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, hessian, qparams = _case(4, 10)
-    parts = [_run(weight[:, p], hessian[p, p], qparams) for p in (slice(0, 6), slice(6, 10))]
+    alone = [_run(weight[:, p], hessian[p, p], qparams) for p in (slice(0, 6), slice(6, 10))]
     monkeypatch.setattr(_second_order, "JOINT", 6)
-    np.testing.assert_array_equal(_run(weight, hessian, qparams), np.concatenate(parts, axis=1))
+    np.testing.assert_array_equal(_run(weight, hessian, qparams), np.concatenate(alone, axis=1))
 
 
 def test_the_quadratic_error_falls_and_uncorrelated_inputs_change_nothing() -> None:
@@ -95,31 +97,55 @@ def test_nearest_knows_a_zero_point() -> None:
         (4, (3, 3), {"dilation": 2}),
     ],
 )
-def test_correlations_are_those_of_a_convolution(groups: int, kernel: Any, settings: Any) -> None:
+def test_moments_are_those_of_a_convolution(groups: int, kernel: Any, settings: Any) -> None:
     conv = M.Conv2d(4, 4, kernel, groups=groups, bias=False, **settings)
-    x = np.random.RandomState(0).randn(2, 4, 9, 8).astype(np.float32)
-    call = _call_of(conv, x)
-    shape = tuple(conv.weight.shape)
-    found = correlations(x, call, shape, places=1000)
-    rows = conv.weight.numpy().astype(np.float64).reshape(groups, 4 // groups, -1)
-    power = np.einsum("god,gde,goe->go", rows, found, rows).reshape(-1)
-    np.testing.assert_allclose(power, (conv(mge.Tensor(x)).numpy() ** 2).sum(axis=(0, 2, 3)), rtol=1e-4)
+    random = np.random.RandomState(0)
+    x = random.randn(2, 4, 9, 8).astype(np.float32)
+    out = conv(mge.Tensor(x)).numpy()
+    missed = random.randn(*out.shape).astype(np.float32)
+    weight = conv.weight.numpy()
+    (found,) = moments(x, out + missed, _call_of(conv, x), weight, places=1000)
+    rows = weight.astype(np.float64).reshape(groups, 4 // groups, -1)
+    assert found.count == out.size // 4
+    power = np.einsum("god,gde,goe->go", rows, found.square, rows).reshape(-1)
+    np.testing.assert_allclose(power, (out**2).sum(axis=(0, 2, 3)), rtol=1e-4)
+    np.testing.assert_allclose(
+        np.einsum("god,gd->go", rows, found.read).reshape(-1), out.sum(axis=(0, 2, 3)), rtol=1e-4, atol=1e-4
+    )
+    product = np.einsum("god,gdo->go", rows, found.cross).reshape(-1)
+    np.testing.assert_allclose(product, (out * missed).sum(axis=(0, 2, 3)), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(found.missed.reshape(-1), missed.sum(axis=(0, 2, 3)), rtol=1e-3, atol=1e-3)
 
 
 def _call_of(conv: M.Module, x: np.ndarray) -> OpCall:
-    from qtrace import ops
-    from qtrace.graph.walk import exprs
-
     prepared = qtrace.prepare(qtrace.trace(conv, x, check=False), {"backend": "generic"})
     return next(c for e in exprs(prepared) if (c := ops.read(e)) is not None and c.kind == "conv2d")
 
 
-def test_places_are_spread_over_the_map() -> None:
+def test_places_are_spread_over_the_map(monkeypatch: pytest.MonkeyPatch) -> None:
     conv = M.Conv2d(2, 3, 1, bias=False)
-    x = np.random.RandomState(0).randn(1, 2, 4, 4).astype(np.float32)
-    found = correlations(x, _call_of(conv, x), tuple(conv.weight.shape), places=4)
-    kept = x.reshape(2, 16)[:, ::4].astype(np.float64)
-    np.testing.assert_allclose(found[0], kept @ kept.T, rtol=1e-5)
+    x = np.random.RandomState(0).randn(3, 2, 4, 4).astype(np.float32)
+    want = np.zeros((3, 3, 4, 4), np.float32)
+    call, weight = _call_of(conv, x), conv.weight.numpy()
+    (found,) = moments(x, want, call, weight, places=4)
+    kept = x.reshape(3, 2, 16)[:, :, ::4].astype(np.float64)
+    np.testing.assert_allclose(found.square[0], np.einsum("ncp,ndp->cd", kept, kept), rtol=1e-5)
+    monkeypatch.setattr(_second_order, "_ROWS", 5)  # the samples one by one
+    (again,) = moments(x, want, call, weight, places=4)
+    np.testing.assert_allclose(again.square, found.square, rtol=1e-5)
+
+
+def test_parts_of_a_wide_layer_have_moments_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = M.Linear(7, 3)
+    x = np.random.RandomState(0).randn(2, 4, 7).astype(np.float32)
+    prepared = qtrace.prepare(qtrace.trace(linear, x, check=False), {"backend": "generic"})
+    call = next(c for e in exprs(prepared) if (c := ops.read(e)) is not None and c.kind == "linear")
+    monkeypatch.setattr(_second_order, "JOINT", 4)
+    found = moments(x, np.zeros((2, 4, 3), np.float32), call, linear.weight.numpy(), places=1)
+    whole = x.reshape(-1, 7).T @ x.reshape(-1, 7)
+    assert [m.cross.shape for m in found] == [(1, 4, 0), (1, 3, 0)]
+    np.testing.assert_allclose(found[0].square[0], whole[:4, :4], rtol=1e-5)
+    np.testing.assert_allclose(found[1].square[0], whole[4:, 4:], rtol=1e-5)
 
 
 def _calibrated(*ptq: Any) -> Any:

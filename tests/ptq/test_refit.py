@@ -1,0 +1,208 @@
+"""Weights fitted to what quantized layers read: against numpy's least squares, and in a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace import QConfig
+from qtrace.errors import CalibrationError
+from qtrace.passes.record import read_record
+from qtrace.ptq import _second_order, gptq
+from qtrace.ptq._refit import DAMPINGS, correction, ridge
+from qtrace.ptq._second_order import Moments
+from tests.nets import images, net
+
+
+def _values(places: int, noise: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What two groups of 5 inputs read at some places, (2, P, 5), what 3 outputs miss, and why, (2, 5, 3)."""
+    random = np.random.default_rng(seed)
+    read = random.normal(size=(2, places, 5)) @ random.normal(size=(2, 5, 5)) + random.normal(size=(2, 1, 5))
+    planted = random.normal(size=(2, 5, 3))
+    return read, read @ planted + noise * random.normal(size=(2, places, 3)), planted
+
+
+def _least_squares(read: np.ndarray, missed: np.ndarray, damping: float) -> np.ndarray:
+    """The damping as rows of their own under what was read."""
+    size = read.shape[-1]
+    rows = np.sqrt(damping * np.sum(read * read) / size) * np.eye(size)
+    padded = np.concatenate([missed, np.zeros((size, missed.shape[-1]))])
+    return np.linalg.lstsq(np.concatenate([read, rows]), padded, rcond=None)[0]
+
+
+@pytest.mark.parametrize("damping", [1.0, 0.01])
+def test_it_is_damped_least_squares_in_each_group(damping: float) -> None:
+    read, missed, _ = _values(40, noise=0.5)
+    found = ridge(Moments.of(read, missed), damping)
+    for group in range(2):
+        np.testing.assert_allclose(
+            found[group], _least_squares(read[group], missed[group], damping), rtol=1e-8
+        )
+
+
+def test_moments_add_up_and_are_those_about_the_mean() -> None:
+    read, missed, _ = _values(60, noise=0.5)
+    whole = Moments.of(read, missed)
+    both = Moments.of(read[:, :25], missed[:, :25]) + Moments.of(read[:, 25:], missed[:, 25:])
+    for name, value in vars(whole).items():
+        np.testing.assert_allclose(vars(both)[name], value, rtol=1e-9, err_msg=name)
+    about = whole.centered()
+    for group in range(2):
+        joint = np.concatenate([read[group], missed[group]], axis=1)
+        covariance = 60 * np.cov(joint, rowvar=False, bias=True)
+        np.testing.assert_allclose(about.square[group], covariance[:5, :5], rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(about.cross[group], covariance[:5, 5:], rtol=1e-8, atol=1e-8)
+
+
+def test_the_damping_is_the_one_that_serves_best_on_the_other_half() -> None:
+    chosen = set()
+    for seed, places, noise in [(0, 400, 0.1), (1, 14, 3.0), (2, 24, 5.0), (3, 60, 10.0)]:
+        read, missed, _ = _values(places, noise, seed)
+        halves = [slice(0, places // 2), slice(places // 2, None)]
+        errors = {}
+        for damping in DAMPINGS:
+            errors[damping] = 0.0
+            for own, other in (halves, halves[::-1]):
+                for group in range(2):
+                    fitted = _least_squares(read[group, own], missed[group, own], damping)
+                    rest = missed[group, other] - read[group, other] @ fitted
+                    errors[damping] += float(np.sum(rest**2) - np.sum(missed[group, other] ** 2))
+        first, second = (Moments.of(read[:, half], missed[:, half]) for half in halves)
+        moved, damping = correction(first, second)
+        assert damping == min(errors, key=lambda d: errors[d])
+        np.testing.assert_allclose(moved, ridge(Moments.of(read, missed), damping))
+        chosen.add(damping)
+    assert len(chosen) > 1
+
+
+def test_a_planted_error_is_found_and_chance_is_not_followed() -> None:
+    read, missed, planted = _values(1000, noise=0.01)
+    halves = [Moments.of(read[:, part], missed[:, part]) for part in (slice(0, 500), slice(500, None))]
+    np.testing.assert_allclose(correction(*halves)[0], planted, atol=0.01)
+    random = np.random.default_rng(5)
+    halves = [Moments.of(random.normal(size=(1, 8, 30)), random.normal(size=(1, 8, 4))) for _ in range(2)]
+    # The halves contradict each other: what the one says makes the other worse.
+    contrary = Moments(*(-v if k in ("missed", "cross") else v for k, v in vars(halves[0]).items()))
+    moved, damping = correction(halves[0], contrary)
+    assert damping is None
+    assert not moved.any()
+
+
+def test_inputs_that_never_change_are_no_reason_to_change_anything() -> None:
+    read = np.full((1, 50, 3), 7.3, np.float32)
+    missed = np.random.default_rng(0).normal(size=(1, 50, 2)).astype(np.float32)
+    about = Moments.of(read, missed).centered()
+    assert np.linalg.eigvalsh(about.square[0]).min() > 0
+    assert np.abs(correction(about, about)[0]).max() < 0.05
+    nothing = Moments.of(0 * read, missed).centered()
+    np.testing.assert_array_equal(correction(nothing, nothing)[0], 0)
+
+
+BATCHES = [images(4, 4, 8, 8, seed=s) for s in range(4)]
+OTHERS = [images(4, 4, 8, 8, seed=100 + s) for s in range(4)]
+
+
+def _module() -> M.Module:
+    """The activations lose so much on the way to `c` that it can make up for some of it."""
+    return net(
+        lambda self, x: self.d(F.flatten(F.relu(self.c(F.relu(self.b(F.relu(self.a(x)))))), 1)),
+        a=M.Conv2d(4, 6, 3, padding=1),
+        b=M.Conv2d(6, 6, 3, padding=1, groups=6),
+        c=M.Conv2d(6, 8, 3, stride=2),
+        d=M.Linear(72, 5),
+    )
+
+
+def _prepared(module: M.Module, *ptq: Any) -> Any:
+    """Coarse activations, so that there are errors of inputs to make up for; the outputs stay float."""
+    rules = [{"match": {"position": "last"}, "quantize_output": False}]
+    config = QConfig(
+        backend="generic", weight={"bits": 8, "axis": 0}, activation={"bits": 4}, ptq=ptq, rules=rules
+    )
+    return qtrace.prepare(qtrace.trace(module, BATCHES[0], check=False), config)
+
+
+def _noise(module: M.Module, model: Any) -> float:
+    qtrace.set_phase(model, "quantize")
+    errors = [module(mge.Tensor(x)).numpy() - model(mge.Tensor(x)).numpy() for x in OTHERS]
+    return float(np.mean(np.square(np.concatenate(errors).astype(np.float64))))
+
+
+def test_errors_of_inputs_are_made_up_for_on_other_data_too() -> None:
+    module = _module()
+    plain = qtrace.calibrate(_prepared(module, "gptq", "bias_correction"), BATCHES, progress=False)
+    found = _prepared(module, {"gptq": {"refit": True}}, "bias_correction")
+    qtrace.calibrate(found, BATCHES, progress=False)
+    assert _noise(module, found) < 0.95 * _noise(module, plain)
+    report = read_record(found).ptq[0]
+    assert report["options"]["refit"] is True
+    told = {line.partition(":")[0]: line for line in report["changed"]}
+    assert told.keys() == {"a_out", "b_out", "c_out", "d_out"}
+    assert "fitted to what is read with damping" in told["b_out"]
+    assert all("fitted" not in line for line in read_record(plain).ptq[0]["changed"])
+    assert all(e["after"] >= e["before"] for e in report["errors"])
+    for name in "abcd":  # the weights of those that were changed lie on their grids
+        quant, weight = getattr(found.qsites, f"{name}_weight"), getattr(found, name).weight
+        if "nearest is better" not in told[f"{name}_out"]:
+            np.testing.assert_allclose(quant(weight).numpy(), weight.numpy(), atol=1e-6)
+
+
+def test_the_biases_take_the_means_without_bias_correction() -> None:
+    module = _module()
+    found = qtrace.calibrate(_prepared(module, {"gptq": {"refit": True}}), BATCHES, progress=False)
+    qtrace.set_phase(found, "quantize")
+    pairs = [(module(mge.Tensor(x)).numpy(), found(mge.Tensor(x)).numpy()) for x in BATCHES]
+    shift = np.mean([(want - have).mean(axis=0) for want, have in pairs], axis=0)
+    assert np.abs(shift).max() < 1e-3 * max(np.abs(want).max() for want, _ in pairs)
+
+
+def test_one_sample_and_layers_in_parts_are_rounded_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = qtrace.calibrate(
+        _prepared(_module(), {"gptq": {"refit": True}}), [BATCHES[0][:1]], progress=False
+    )
+    report = read_record(alone).ptq[0]
+    assert report["changed"]
+    assert all("fitted" not in line for line in report["changed"])
+    monkeypatch.setattr(_second_order, "JOINT", 8)  # every layer has more inputs
+    parted = qtrace.calibrate(_prepared(_module(), {"gptq": {"refit": True}}), BATCHES, progress=False)
+    assert all("fitted" not in line for line in read_record(parted).ptq[0]["changed"])
+
+
+def test_a_shared_weight_is_left() -> None:
+    module = net(lambda self, x: self.a(F.relu(self.a(x))), a=M.Conv2d(4, 4, 3, padding=1))
+    before = module.a.weight.numpy().copy()
+    found = qtrace.calibrate(_prepared(module, {"gptq": {"refit": True}}), BATCHES, progress=False)
+    assert all("shared" in line for line in read_record(found).ptq[0]["left"])
+    np.testing.assert_array_equal(found.a.weight.numpy(), before)
+
+
+@pytest.mark.parametrize("how", ["interrupted", "not finite"])
+def test_a_run_that_ends_early_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    module = _module()
+    if how == "not finite":
+        module.d.bias._reset(mge.Parameter(np.full(5, np.nan, np.float32)))
+    prepared = _prepared(module, {"gptq": {"refit": True}})
+    before = {n: t.numpy().copy() for n, t in prepared.named_tensors()}
+    done = []
+
+    def third_fails(first: Moments, second: Moments) -> Any:
+        done.append(1)
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        return correction(first, second)
+
+    if how == "interrupted":
+        monkeypatch.setattr(gptq, "correction", third_fails)
+        with pytest.raises(KeyboardInterrupt):
+            qtrace.calibrate(prepared, BATCHES, progress=False)
+    else:
+        with pytest.raises(CalibrationError, match="d_out has values that are NaN or infinite"):
+            qtrace.calibrate(prepared, BATCHES, progress=False)
+    after = {n: t.numpy() for n, t in prepared.named_tensors()}
+    assert all(np.array_equal(before[n], after[n], equal_nan=True) for n in before)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
+from benchmarks.limits import markdown
 from benchmarks.rows import Row, Size, render
 
 __all__ = ["main"]
@@ -39,6 +40,9 @@ _Result = tuple[dict[str, Any], list[Row]]
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit code."""
     options = _parse(arguments)
+    if options.table:
+        print(markdown(json.loads((options.json or LATEST).read_text(encoding="utf-8"))))
+        return 0
     size = Size.quick() if options.quick else Size()
     size = dataclasses.replace(size, nncf=options.nncf_python, torch=options.torch_python)
     results: dict[str, _Result] = {}
@@ -81,6 +85,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--nncf-python", metavar="PATH", help="an interpreter that has NNCF, for its rows")
     parser.add_argument("--torch-python", metavar="PATH", help="an interpreter that has torch, for its rows")
+    parser.add_argument("--table", action="store_true", help="print what was measured before, in Markdown")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
     return parser.parse_args(arguments)
 

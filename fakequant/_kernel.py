@@ -114,7 +114,7 @@ def quant_dequant(
     """Fake-quantizes ``x``; see the module's docstring for the mathematics.
 
     Args:
-        x: float32 tensor of any shape.
+        x: floats of any shape; float16, as under ``megengine.amp``, is rounded as float32.
         scale: float32 positive scales, broadcastable to ``x``.
         zero_point: float32 holding integers, of the shape of ``scale``.
         levels: the integers.
@@ -124,6 +124,8 @@ def quant_dequant(
     Returns:
         A float32 tensor of the shape of ``x`` with values ``(q - zero_point) * scale``.
     """
+    if x.dtype != np.float32:
+        x = x.astype("float32")
     return QuantDequant(levels, shape, learn)(x, scale, zero_point)
 
 

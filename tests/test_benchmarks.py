@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import beside
-from benchmarks.__main__ import GROUPS, main
+from benchmarks.__main__ import GROUPS, LATEST, main
+from benchmarks.limits import limit
 from benchmarks.rows import Row, Size, render
 from benchmarks.timing import Sample, Samples, Spread, take_turns
 
@@ -76,3 +77,13 @@ def test_row_says_whether_its_target_is_met(value, target, met, word):
 def test_a_tool_that_is_not_installed_is_told():
     with pytest.raises(RuntimeError, match=r"torch_ao.py failed: .*No module named 'torch'"):
         list(beside.run(replace(Size.quick(), torch=sys.executable)))
+
+
+def test_the_table_has_every_stored_row_with_what_limits_it(capsys):
+    assert main(["--table"]) == 0
+    lines = capsys.readouterr().out.splitlines()[2:]
+    stored = json.loads(LATEST.read_text(encoding="utf-8"))
+    assert len(lines) == sum(len(group["rows"]) for group in stored.values())
+    assert all(line.split(" | ")[-1].rstrip(" |") for line in lines)
+    with pytest.raises(LookupError, match="a new row"):
+        limit("a new row")

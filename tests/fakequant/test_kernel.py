@@ -6,6 +6,7 @@ import megengine as mge
 import megengine.functional as F
 import numpy as np
 import pytest
+from megengine import amp
 from megengine.autodiff import GradManager
 from megengine.jit import trace
 
@@ -163,3 +164,18 @@ def test_scale_gradient_of_any_shape(shape: tuple[int, ...]) -> None:
     slope = upstream * _reference(x, s, np.zeros_like(s), -8, 7, True)[2]
     want = slope.sum(tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True)
     np.testing.assert_allclose(scale.grad.numpy(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("axis", [None, 0])
+def test_half_precision_is_rounded_as_float32(axis: int | None) -> None:
+    half = _data((4, 6)).clip(-3, 3).astype(np.float16)
+    s, z = _parameters(0, axis, half.shape)
+    x, scale, zero = mge.Parameter(half), mge.Parameter(s), mge.Tensor(z)
+    with amp.autocast(), GradManager().attach([x, scale]) as manager:
+        y = quant_dequant(x, scale, zero, Levels(-8, 7), s.shape, Learn())
+        manager.backward(y.sum())
+    assert y.dtype == np.float32
+    want, slope, _ = _reference(half.astype(np.float32), s, z, -8, 7, True)
+    np.testing.assert_allclose(y.numpy(), want, rtol=1e-6)
+    np.testing.assert_array_equal(x.grad.numpy(), slope)
+    assert x.grad.dtype == np.float16

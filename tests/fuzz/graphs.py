@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import megengine as mge
 import megengine.functional as F
 import megengine.module as M
@@ -103,6 +104,16 @@ def values(model: Any) -> list[np.ndarray]:
     return [np.asarray(value.numpy()) for value in model(mge.Tensor(X))]
 
 
+def computed(network: M.Module) -> list[np.ndarray]:
+    """What the source gives; networks that MegEngine itself cannot run are no examples."""
+    try:
+        return values(network)
+    except RuntimeError as error:
+        if "is_contiguous" not in str(error):  # pooling of what an index has reversed
+            raise
+        hypothesis.reject()
+
+
 def same(model: Any, expected: list[np.ndarray], tolerance: float = 0.0) -> None:
     for found, wanted in zip(values(model), expected, strict=True):
         np.testing.assert_allclose(
@@ -143,7 +154,7 @@ def again(model: TracedModule, folder: Path) -> TracedModule:
 
 def check(data: st.DataObject, folder: Path) -> None:
     network = data.draw(networks())
-    expected = values(network)
+    expected = computed(network)
     traced = qtrace.trace(network, X, check=False)
     same(traced, expected)
     flat = flatten(traced)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import json
 import sys
 import time
-import warnings
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
+from benchmarks.groups import measured, measured_apart
 from benchmarks.limits import markdown
 from benchmarks.rows import Row, Size, render
 
@@ -50,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     for group in groups:
         print(f"{group} ...", file=sys.stderr, flush=True)
         facts, start = machine.facts(), time.perf_counter()
-        rows = _measured(group, size) if len(groups) == 1 else _measured_apart(group, size)
+        rows = measured(group, size) if len(groups) == 1 else measured_apart(group, size)
         facts.update(load_after=machine.load(), seconds=round(time.perf_counter() - start))
         results[group] = facts, rows
     print(render({group: rows for group, (_, rows) in results.items()}))
@@ -62,18 +59,6 @@ def main(arguments: list[str] | None = None) -> int:
     if missed:
         print(f"{len(missed)} of the targets missed", file=sys.stderr)
     return 1 if missed and options.check else 0
-
-
-def _measured(group: str, size: Size) -> list[Row]:
-    # MegEngine sets the processor to flush subnormals, of which numpy warns.
-    warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
-    return list(importlib.import_module(f"benchmarks.{group}").run(size))
-
-
-def _measured_apart(group: str, size: Size) -> list[Row]:
-    """In a process of its own: what one group leaves in memory slows the next one down."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_measured, group, size).result()
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -648,7 +648,8 @@ class TestProcess:
     """Exit codes and streams of a real process, with MegEngine's own behaviour."""
 
     FAKES = """
-import sys, time, pathlib
+import signal, sys, time, pathlib
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the background jobs of a shell ignore it
 import qtrace
 from qtrace.cli import main
 import qtrace.cli.commands.calibrate as command

@@ -1,0 +1,25 @@
+"""Running one group of benchmarks, here or in a process of its own."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+from benchmarks.rows import Row, Size
+
+__all__ = ["measured", "measured_apart"]
+
+
+def measured(group: str, size: Size) -> list[Row]:
+    """The rows of the group ``benchmarks.<group>``."""
+    # MegEngine sets the processor to flush subnormals, of which numpy warns.
+    warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
+    return list(importlib.import_module(f"benchmarks.{group}").run(size))
+
+
+def measured_apart(group: str, size: Size) -> list[Row]:
+    """In a process of its own: what one group leaves in memory slows the next one down."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(measured, group, size).result()

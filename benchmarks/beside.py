@@ -45,7 +45,7 @@ def _nncf(size: Size, python: str) -> Iterator[Row]:
     ours = [*before, *take_turns(sides, size.few).by_side["minmax"]]
     # Ours before and after it: the machine should not have changed meanwhile.
     mine = sorted(sample.wall for sample in ours)[len(ours) // 2]
-    yield Row(title, Spread.of([Sample(mine / other, mine / other) for other in theirs]), "x", 1.0)
+    yield Row(title, Spread.of([Sample.of(mine / other) for other in theirs]), "x", 1.0)
     yield Row(
         f"{size.net}: NNCF, {images} images, min-max", _seconds(theirs), "s", note="without bias correction"
     )
@@ -53,7 +53,7 @@ def _nncf(size: Size, python: str) -> Iterator[Row]:
 
 def _torch(size: Size, python: str) -> Iterator[Row]:
     found = _told(python, "torch_ao.py", size.image, 4 * size.batches, size.few)
-    samples = Samples({name: [Sample(s, s) for s in seconds] for name, seconds in found.items()})
+    samples = Samples({name: [Sample.of(s) for s in seconds] for name, seconds in found.items()})
     note = "its own float network is the unit"
     for kind in ("minmax", "histogram"):
         title = f"{size.net}: torch.ao FX, prepare and calibrate / forwards, {kind}"
@@ -75,4 +75,4 @@ def _told(python: str, worker: str, *arguments: object) -> dict[str, list[float]
 
 
 def _seconds(values: list[float]) -> Spread:
-    return Spread.of([Sample(value, value) for value in values])
+    return Spread.of([Sample.of(value) for value in values])

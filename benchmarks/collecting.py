@@ -91,7 +91,7 @@ def _workers(traced: TracedModule, batches: list[np.ndarray], folder: Path, size
         for _ in range(max(1, size.few // 2)):
             for workers in (1, 2):
                 seconds = _steady(folder, source, workers, engine)
-                rounds[str(workers)].append(Sample(seconds, seconds))
+                rounds[str(workers)].append(Sample.of(seconds))
         title = f"{size.net}: seconds a batch, 2 workers / 1 worker, {engine} on one thread"
         yield Row(title, Samples(rounds).ratio("2", "1"), "x", 1 / _THROUGHPUT)
     yield _alone(size)
@@ -109,8 +109,7 @@ def _alone(size: Size) -> Row:
                 assert process.stdout is not None
                 process.stdout.readline()
             seconds = [float(process.communicate("\n")[0]) for process in running]
-            both = max(seconds) / count
-            rounds[str(count)].append(Sample(both, both))
+            rounds[str(count)].append(Sample.of(max(seconds) / count))
     title = f"{size.net}: seconds a float forward of MegEngine, 2 processes / 1 process"
     return Row(title, Samples(rounds).ratio("2", "1"), "x", note="what the machine gives")
 

@@ -100,7 +100,6 @@ def _import_time(size: Size) -> Spread:
         for number in range(size.few + 1):
             command = [sys.executable, "-W", "ignore", "-c", text]
             done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-            seconds = float(done.stdout.split()[-1])
             if number:
-                found.append(Sample(seconds, seconds))
+                found.append(Sample.of(float(done.stdout.split()[-1])))
     return Spread.of(found)

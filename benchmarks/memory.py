@@ -59,4 +59,4 @@ def _peak(what: str, size: Size, shape: tuple[int, ...]) -> float:
 
 
 def _one(value: float) -> Spread:
-    return Spread.of([Sample(value, value)])
+    return Spread.of([Sample.of(value)])

@@ -20,7 +20,7 @@ class Size:
         mobile_width: of MobileNetV2; 32 is the paper's.
         image: shape of a batch.
         batches: in a whole calibration.
-        chain: layers in the shorter chain of prepare; the longest has eight times as many.
+        chain: times conv, BatchNorm, ReLU in the shorter chain of preparing; layers in the second of growing.
         repeats: rounds of cheap measurements.
         few: rounds of expensive ones.
         traced: whether training is measured under jit.trace too, which takes a while to compile.

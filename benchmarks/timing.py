@@ -23,6 +23,11 @@ class Sample:
     wall: float
     cpu: float
 
+    @classmethod
+    def of(cls, value: float) -> Sample:
+        """What is known by the clock on the wall alone, or is no time at all."""
+        return cls(value, value)
+
 
 @dataclass(frozen=True)
 class Spread:

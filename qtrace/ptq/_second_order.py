@@ -13,7 +13,7 @@ from qtrace.numerics import round_to
 from qtrace.ops import OpCall
 from qtrace.scheme import QParams
 
-__all__ = ["JOINT", "Moments", "grouped", "moments", "nearest", "parts", "rounded"]
+__all__ = ["JOINT", "Moments", "added", "grouped", "moments", "nearest", "parts", "rounded"]
 
 # Columns that are rounded before the others hear of it: the larger product is what processors are good at.
 _BLOCK = 128
@@ -69,6 +69,11 @@ class Moments:
         return Moments(self.count, 0 * self.read, 0 * self.missed, square, cross)
 
 
+def added(first: list[Moments], second: list[Moments]) -> list[Moments]:
+    """The sums of the moments of each part; ``first`` may be empty."""
+    return [a + b for a, b in zip(first, second, strict=True)] if first else second
+
+
 def parts(inputs: int) -> list[slice]:
     """The neighbours among the inputs of a layer that are rounded together."""
     return [slice(start, min(start + JOINT, inputs)) for start in range(0, inputs, JOINT)]
@@ -96,14 +101,13 @@ def moments(x: np.ndarray, want: np.ndarray, call: OpCall, weight: np.ndarray, p
     """
     rows = grouped(weight)
     split = parts(rows.shape[-1])
-    total: list[Moments] | None = None
+    total: list[Moments] = []
     for read, wanted in _pairs(x, want, call, weight.shape, places):
         missed = wanted[..., :0]
         if len(split) == 1:
             missed = wanted - read @ rows.transpose(0, 2, 1).astype(np.float32)
         found = [Moments.of(np.ascontiguousarray(read[..., p]), missed) for p in split]
-        total = found if total is None else [a + b for a, b in zip(total, found, strict=True)]
-    assert total is not None
+        total = added(total, found)
     return total
 
 

@@ -17,9 +17,9 @@ from tqdm import tqdm
 from qtrace import ops
 from qtrace.graph.edit import GraphEditor, set_parameter
 from qtrace.graph.types import GetAttr
-from qtrace.graph.walk import exprs, get_module, users
+from qtrace.graph.walk import exprs, users
 from qtrace.passes.fuse_bn import bias_shape, free_bias
-from qtrace.ptq._layers import LAYERS, Layer, Twins, layers, per_channel, within_int32, write
+from qtrace.ptq._layers import LAYERS, Layer, Twins, layers, move_bias, per_channel
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Noise, Report, SiteError
 
 __all__ = ["BiasCorrection"]
@@ -68,7 +68,6 @@ class BiasCorrection(CalibratedAlgorithm):
 
 def _correct(task: CalibratedTask, twins: Twins, layer: Layer) -> tuple[SiteError, float]:
     """Corrects one layer; returns its error and the largest correction."""
-    assert layer.bias is not None
     twins.advance(layer.call.expr)
     before, after = Noise(layer.name), Noise(layer.name)
     shift, count = np.zeros(1), 0
@@ -76,11 +75,8 @@ def _correct(task: CalibratedTask, twins: Twins, layer: Layer) -> tuple[SiteErro
         before.add(want, have)
         rows = per_channel(want.astype(np.float64) - have, layer.axis)
         shift, count = shift + rows.sum(axis=1), count + rows.shape[1]
-    shift /= count
-    old = get_module(task.model, layer.bias).numpy().astype(np.float64).reshape(-1)
-    new = within_int32(layer, old + shift)
-    write(task.model, layer.bias, new)
+    largest = move_bias(task.model, layer, shift / count)
     twins.quantized.changed()
     for want, have in twins.outputs(layer.call.expr):
         after.add(want, have)
-    return SiteError(layer.name, before.decibels, after.decibels), float(np.abs(new - old).max())
+    return SiteError(layer.name, before.decibels, after.decibels), largest

@@ -22,9 +22,9 @@ from tqdm import tqdm
 
 from qtrace.config.base import Float, Int
 from qtrace.graph.walk import get_module
-from qtrace.ptq._layers import Layer, Twins, layers, per_channel, within_int32, write
+from qtrace.ptq._layers import Layer, Twins, layers, move_bias, per_channel, write
 from qtrace.ptq._refit import correction
-from qtrace.ptq._second_order import Moments, grouped, moments, nearest, rounded
+from qtrace.ptq._second_order import Moments, added, grouped, moments, nearest, rounded
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Noise, Report, SiteError
 from qtrace.scheme import QParams
 
@@ -73,7 +73,7 @@ class Gptq(CalibratedAlgorithm):
         before = _noise(layer, want, have)
         weight = get_module(task.model, layer.weight).numpy().astype(np.float64)
         halves = self._halves(twins, layer, want, weight)
-        total = [a + b for a, b in zip(*halves, strict=True)]
+        total = added(*halves)
         rows = grouped(weight)
         grid = _grid(layer, rows)
         near = nearest(rows.reshape(-1, rows.shape[-1]), *grid).reshape(rows.shape)
@@ -114,23 +114,17 @@ class Gptq(CalibratedAlgorithm):
         halves: list[list[Moments]] = [[], []]
         for i, (x, y) in enumerate(zip(reads, want, strict=True)):
             found, half = moments(x, y, layer.call, weight, self.places), 2 * i // len(reads)
-            halves[half] = _sums(halves[half], found)
+            halves[half] = added(halves[half], found)
         halves[1] = halves[1] or [0 * m for m in halves[0]]  # of a single sample
         centered = self.refit and layer.bias is not None
         return [[m.centered() if centered else m for m in half] for half in halves]
 
 
-def _sums(total: list[Moments], found: list[Moments]) -> list[Moments]:
-    return [a + b for a, b in zip(total, found, strict=True)] if total else found
-
-
 def _correct(task: CalibratedTask, layer: Layer, want: list[np.ndarray], have: list[np.ndarray]) -> None:
     """Takes the mean error of each channel out of the bias."""
-    assert layer.bias is not None
     missed = [per_channel(w.astype(np.float64) - h, layer.axis) for w, h in zip(want, have, strict=True)]
-    bias = get_module(task.model, layer.bias).numpy().astype(np.float64).reshape(-1)
     shift = sum(m.sum(axis=1) for m in missed) / sum(m.shape[1] for m in missed)
-    write(task.model, layer.bias, within_int32(layer, bias + shift))
+    move_bias(task.model, layer, np.asarray(shift))
 
 
 def _grid(layer: Layer, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, QParams]:

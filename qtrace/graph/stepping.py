@@ -38,6 +38,7 @@ class Stepper:
         self._fixed = _fixed(self.graph)
         self._modules = {id(n) for n in self.graph._inputs if isinstance(n, ModuleNode)}
         self._known: dict[int, Any] = {}
+        self._ahead: dict[tuple[int, int], Any] = {}
         self._frees = last_uses(self.graph)
         self._at = 0
         self._values: list[dict[int, Any]] = []
@@ -59,12 +60,14 @@ class Stepper:
         for step in self.graph._exprs[self._at : goal]:
             if id(step) in self._fixed:
                 continue
-            for values in self._values:
-                results = self._run(step, values)
+            for batch, values in enumerate(self._values):
+                results = self._ahead.pop((id(step), batch), None) or self._run(step, values)
                 values.update((id(n), v) for n, v in zip(step.outputs, results, strict=True))
                 for key in self._frees[step]:
                     if key not in self._modules:
                         values.pop(key, None)
+        if goal > self._at:
+            self._ahead.clear()
         self._at = goal
 
     def value(self, node: Node, batch: int) -> Any:
@@ -77,8 +80,11 @@ class Stepper:
         return self._get(node, self._values[batch])
 
     def outputs(self, expr: Expr, batch: int) -> list[Any]:
-        """What ``expr``, the next one, gives for a batch; it is computed anew at every call."""
-        return list(self._run(expr, self._values[batch]))
+        """What ``expr``, the next one, gives for a batch; it is computed once, until parameters change."""
+        key = id(expr), batch
+        if key not in self._ahead:
+            self._ahead[key] = self._run(expr, self._values[batch])
+        return list(self._ahead[key])
 
     def compute(self, exprs: Iterable[Expr], nodes: Iterable[Node], batch: int) -> list[Any]:
         """The values of ``nodes`` after ``exprs``, which read what is alive; nothing of it is kept."""
@@ -91,12 +97,13 @@ class Stepper:
     def fork(self) -> Stepper:
         """Another one at the same place; each goes on by itself."""
         found = copy.copy(self)
-        found._known, found._values = {}, [dict(values) for values in self._values]
+        found._known, found._ahead, found._values = {}, {}, [dict(values) for values in self._values]
         return found
 
     def changed(self) -> None:
         """Forgets what was computed from parameters: they have changed."""
         self._known.clear()
+        self._ahead.clear()
 
     def _run(self, expr: Expr, values: dict[int, Any]) -> Any:
         found = interpret(expr, [self._get(n, values) for n in expr.inputs])

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
-from scipy.linalg import solve_triangular
+from scipy.linalg import cholesky
+from scipy.linalg.lapack import dtrtri
 
 from qtrace.numerics import round_to
 from qtrace.ops import OpCall
@@ -167,16 +168,19 @@ def _together(
     # The inputs that count most are rounded first, while many others can make up for them.
     order = np.argsort(-diagonal, kind="stable")
     upper = _factor(hessian[np.ix_(order, order)] + damp * diagonal.mean() * np.eye(len(order)))
-    free, result = rows[:, order].copy(), np.empty_like(rows)
+    # Turned, so that an input's weights lie side by side.
+    free, result = np.ascontiguousarray(rows[:, order].T), np.empty_like(rows)
+    scale, zero, qparams = grid
+    turned = scale.reshape(1, -1), zero.reshape(1, -1), qparams
     for start in range(0, len(order), _BLOCK):
         stop = min(start + _BLOCK, len(order))
-        errors = np.empty((len(rows), stop - start))
+        errors = np.empty((stop - start, len(rows)))
         for i in range(start, stop):
-            column = free[:, i : i + 1]
-            result[:, order[i]] = near = nearest(column, *grid)[:, 0]
-            errors[:, i - start] = (column[:, 0] - near) / upper[i, i]
-            free[:, i + 1 : stop] -= np.outer(errors[:, i - start], upper[i, i + 1 : stop])
-        free[:, stop:] -= errors @ upper[start:stop, stop:]
+            near = nearest(free[i : i + 1], *turned)[0]
+            result[:, order[i]] = near
+            error = errors[i - start] = (free[i] - near) / upper[i, i]
+            free[i + 1 : stop] -= upper[i, i + 1 : stop, None] * error
+        free[stop:] -= upper[start:stop, stop:].T @ errors
     return result
 
 
@@ -185,12 +189,13 @@ def _factor(matrix: np.ndarray) -> np.ndarray:
 
     R is upper too: turned about both diagonals it is the Cholesky factor of the matrix turned likewise.
     """
-    turned = np.linalg.cholesky(matrix[::-1, ::-1])
-    return np.asarray(solve_triangular(turned[::-1, ::-1], np.eye(len(matrix))))
+    turned = cholesky(matrix[::-1, ::-1], lower=True)
+    inverse, _ = dtrtri(turned[::-1, ::-1])
+    return np.ascontiguousarray(inverse)
 
 
 def nearest(rows: np.ndarray, scale: np.ndarray, zero: np.ndarray, qparams: QParams) -> np.ndarray:
-    """The rows (O, D) rounded to nearest, with the scale and zero point of each, (O, 1)."""
+    """The rows (O, D) rounded to nearest, with the scale and zero point of each, which broadcast to them."""
     scheme = qparams.scheme
     integers = round_to(rows / scale, scheme.rounding) + zero
     return np.asarray((np.clip(integers, scheme.qmin, scheme.qmax) - zero) * scale)

@@ -82,7 +82,7 @@ def calibrate(
     statistics = observe_parameters(prepared, statistics)
     with _undone_on_failure(prepared), evaluating(prepared):
         _apply(prepared, statistics)
-        data = Batches(batches, prepared, max_batches)
+        data = Batches(batches, prepared, _count(batches, max_batches) or len(statistics.batches))
         run_calibrated(prepared, algorithms, data, progress, _checkpoint(state))
         if algorithms:
             _fit_biases(prepared)  # learned scales may have become smaller

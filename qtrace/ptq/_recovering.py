@@ -37,8 +37,10 @@ class Recovering(CalibratedAlgorithm):
         beta: its exponent at the start and at the end.
         strength: the factor of its mean over the weights, beside a relative error.
         seed: of what is drawn.
+        samples: see `CalibratedAlgorithm`; what is learned fits fewer of them too closely.
     """
 
+    samples: Annotated[Int, Field(ge=1)] = 256
     iterations: Annotated[Int, Field(gt=0)] = 1000
     batch: Annotated[Int, Field(gt=0)] = 32
     lr: Annotated[Float, Field(gt=0)] | None = None

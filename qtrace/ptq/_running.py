@@ -97,8 +97,15 @@ def run_calibrated(
     reference = flatten(model)
     set_phase(reference, "float")
     reference.eval()
-    task = CalibratedTask(model, reference, batches, progress, checkpoint)
-    reports = [_named(algorithm.apply(task), name, algorithm) for name, algorithm in wanted]
+    reports = []
+    for name, algorithm in wanted:
+        assert isinstance(algorithm, CalibratedAlgorithm)
+        read = batches.spread(algorithm.samples)
+        report = algorithm.apply(CalibratedTask(model, reference, read, progress, checkpoint))
+        if len(read) < len(batches):
+            told = f"{len(read)} of {len(batches)} batches were read, for samples is {algorithm.samples}"
+            report = dataclasses.replace(report, left=(*report.left, told))
+        reports.append(_named(report, name, algorithm))
     record = read_record(model)
     write_record(model, dataclasses.replace(record, ptq=(*record.ptq, *reports)))
 

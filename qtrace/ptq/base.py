@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+from megengine import Tensor
+from pydantic import Field
 
 from qtrace.batches import as_arguments
 from qtrace.config import QConfig
 from qtrace.config.algorithm import Algorithm
+from qtrace.config.base import Int
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.passes.base import PassResult
@@ -97,17 +100,40 @@ class Batches:
     Args:
         source: what the user gave; not an iterator.
         model: the module that will be called.
-        limit: how many batches to take at most; None for all.
+        count: how many batches to take at most.
+        chosen: which of them, by number, in order; None for all.
     """
 
-    def __init__(self, source: Iterable[Any], model: TracedModule, limit: int | None = None) -> None:
-        self.source, self.model, self.limit = source, model, limit
+    def __init__(
+        self, source: Iterable[Any], model: TracedModule, count: int, chosen: Sequence[int] | None = None
+    ) -> None:
+        self.source, self.model = source, model
+        self.chosen = range(count) if chosen is None else chosen
 
     def __iter__(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        wanted, last = frozenset(self.chosen), self.chosen[-1]
         for index, batch in enumerate(self.source):
-            if self.limit is not None and index >= self.limit:
+            if index in wanted:
+                yield as_arguments(batch, self.model, index)
+            if index >= last:
                 return
-            yield as_arguments(batch, self.model, index)
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def spread(self, samples: int) -> Batches:
+        """Batches of about so many samples, one at least, evenly spread: data may come in some order.
+
+        Args:
+            samples: along the first axis of the inputs, as the first batch has them.
+        """
+        args, kwargs = next(iter(self))
+        shapes = [value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        size = next((int(shape[0]) for shape in shapes if len(shape)), 1)
+        count, kept = len(self), max(1, samples // max(1, size))
+        if kept >= count:
+            return self
+        return Batches(self.source, self.model, count, [self.chosen[i * count // kept] for i in range(kept)])
 
 
 @dataclass(frozen=True)
@@ -141,9 +167,16 @@ class FloatAlgorithm(Algorithm):
 
 
 class CalibratedAlgorithm(Algorithm):
-    """Abstract base of the algorithms that work with data at the end of ``calibrate``."""
+    """Abstract base of the algorithms that work with data at the end of ``calibrate``.
+
+    Attributes:
+        samples: about how many samples of the calibration data are read, in whole batches that are evenly
+            spread over it. What a layer reads of all of them is held in memory.
+    """
 
     stage: ClassVar[Literal["float", "calibrated"]] = "calibrated"
+
+    samples: Annotated[Int, Field(ge=1)] = 128
 
     @abc.abstractmethod
     def apply(self, task: CalibratedTask) -> Report:

@@ -50,7 +50,7 @@ def _run() -> tuple[BlockRun, BlockData]:
     qtrace.calibrate(model, data, progress=False)
     reference = flatten(model)
     set_phase(reference, "float")
-    task = CalibratedTask(model, reference, Batches(data, model))
+    task = CalibratedTask(model, reference, Batches(data, model, len(data)))
     found, _ = layers(model)
     (block,) = structural_blocks(model, found, 12)
     twins = Twins(task)

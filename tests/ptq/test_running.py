@@ -17,7 +17,7 @@ import qtrace
 from qtrace import QConfig
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.passes.record import read_record, write_record
-from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Report
+from qtrace.ptq.base import Batches, CalibratedAlgorithm, CalibratedTask, Report
 from tests.nets import images, net
 
 
@@ -180,3 +180,37 @@ def test_a_config_with_algorithms_survives_yaml(tmp_path: Path) -> None:
 
     path.write_text(dump_recipe(config))
     assert qtrace.load_recipe(path) == config
+
+
+def test_samples_bounds_what_algorithms_read_evenly_spread() -> None:
+    data = [images(4, 4, 8, 8, seed=s) for s in range(7)]
+    prepared = _prepared({"gptq": {"samples": 12}}, "bias_correction")
+    seen: list[int] = []
+
+    class Source:
+        def __len__(self) -> int:
+            return len(data)
+
+        def __iter__(self) -> Any:
+            for index, batch in enumerate(data):
+                seen.append(index)
+                yield batch
+
+    qtrace.calibrate(prepared, Source(), progress=False)
+    left = [report["left"] for report in read_record(prepared).ptq]
+    assert left[0][-1] == "3 of 7 batches were read, for samples is 12"
+    assert not any("batches were read" in line for line in left[1])  # 128 are more than there are
+    few = _prepared({"gptq": {"samples": 12}}, "bias_correction")
+    qtrace.calibrate(few, data, progress=False)
+    np.testing.assert_array_equal(few.a.weight.numpy(), prepared.a.weight.numpy())
+    assert max(seen) == 6
+
+
+def test_the_batches_that_are_read_are_evenly_spread() -> None:
+    traced = qtrace.trace(_module(), BATCHES[0], check=False)
+    data = [np.full((4, 4, 8, 8), s, np.float32) for s in range(7)]
+    every = Batches(data, traced, 7)
+    assert [int(args[0].numpy().flat[0]) for args, _ in every.spread(12)] == [0, 2, 4]
+    assert [int(args[0].numpy().flat[0]) for args, _ in every.spread(1)] == [0]
+    assert every.spread(28) is every
+    assert len(Batches(data, traced, 3)) == 3

@@ -160,6 +160,7 @@ ARGUMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("calibrate", "float.mge", "-d", "x.npz", "--force", "-o", "good"),
     ),
     "output is a folder": ("is a folder", ("export", "quantized.mge", "-o", "good", "-f", "onnx")),
+    "output is a pipe": ("is a device or a pipe", ("export", "quantized.mge", "-o", "pipe.onnx")),
     "no such node": ("nowhere", ("explain", "prepared.mge", "--why", "nowhere")),
     "nothing to raise for": (
         "--raise is for a search",

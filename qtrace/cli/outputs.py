@@ -141,11 +141,13 @@ def output_file(path: Path) -> Iterator[Path]:
     What else the block writes beside that path moves with it: some formats consist of several files.
 
     Raises:
-        QtraceError: when ``path`` cannot be written.
+        QtraceError: when ``path`` is there and no file, or cannot be written.
     """
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise QtraceError(f"{path} is a folder; name a file.")
+    if target.exists() and not target.is_file():  # as root, even /dev/null could be replaced
+        raise QtraceError(f"{path} is a device or a pipe, which cannot be replaced; name a file.")
     with _workspace(path, target) as folder:
         yield folder / target.name
         engine.synchronize()
@@ -189,6 +191,10 @@ def _workspace(path: Path, target: Path) -> Iterator[Path]:
         if not str(error.filename or folder).startswith(str(folder)):
             raise
         raise QtraceError(f"{path} cannot be written: {error.strerror or error}.") from error
+    except QtraceError as error:
+        if not isinstance(cause := error.__cause__, OSError) or str(folder) not in str(error):
+            raise
+        raise QtraceError(f"{path} cannot be written: {cause.strerror or cause}.") from error
     finally:
         with undisturbed():
             shutil.rmtree(folder, ignore_errors=True)

@@ -45,8 +45,8 @@ def export(
         The path.
 
     Raises:
-        ExportError: for an unknown format or option, or a graph that the format cannot express, naming the
-            node.
+        ExportError: for an unknown format or option, a graph that the format cannot express, naming the
+            node, or a path that cannot be written.
         GraphError: when the module is not converted.
     """
     target = Path(path)
@@ -56,9 +56,13 @@ def export(
         raise ExportError(f"{target.parent} is not a folder: make it first.")
     _check_options(module, options)
     if hasattr(module, "files"):
-        _write(module.files(converted, target, **options))
+        contents = module.files(converted, target, **options)
     else:
-        _write({target: module.serialize(converted, **options)})
+        contents = {target: module.serialize(converted, **options)}
+    try:
+        _write(contents)
+    except OSError as error:
+        raise ExportError(f"{target} cannot be written: {error.strerror or error}.") from error
     return target
 
 
@@ -75,9 +79,10 @@ def _check_options(module: Any, options: dict[str, Any]) -> None:
 
 def _write(contents: dict[Path, bytes]) -> None:
     """Writes files that belong together: each one beside its place first, then all are renamed."""
-    taken = next((path for path in contents if path.is_dir()), None)
+    taken = next((path for path in contents if path.exists() and not path.is_file()), None)
     if taken is not None:
-        raise ExportError(f"{taken} is a folder: name a file.")
+        kind = "a folder" if taken.is_dir() else "a device or a pipe"
+        raise ExportError(f"{taken} is {kind}: name a file.")
     temporaries: dict[Path, str] = {}
     try:
         for path, data in contents.items():

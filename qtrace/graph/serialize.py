@@ -54,6 +54,9 @@ def save(module: TracedModule, path: str | os.PathLike[str]) -> None:
     target = Path(os.path.realpath(path))
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
+        if target.exists() and not target.is_file():
+            kind = "a folder" if target.is_dir() else "a device or a pipe"
+            raise DataError(f"{path} is {kind}: name a file.")
         with open(partial, "xb") as file:
             _dump(module, file)
             file.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -358,4 +359,11 @@ def test_both_files_appear_or_none(tmp_path: Path) -> None:
     (tmp_path / "m.encodings").mkdir()
     with pytest.raises(ExportError, match="is a folder: name a file"):
         qtrace.export(_small(), tmp_path / "m.onnx", format="onnx_float", params="aimet-2.0.0")
+    assert [p.name for p in tmp_path.iterdir()] == ["m.encodings"]
+    (tmp_path / "m.encodings").rmdir()
+    os.mkfifo(tmp_path / "m.encodings")
+    with pytest.raises(ExportError, match="is a device or a pipe: name a file"):
+        qtrace.export(_small(), tmp_path / "m.onnx", format="onnx_float", params="aimet-2.0.0")
+    with pytest.raises(ExportError, match=r"x+\.onnx cannot be written: File name too long"):
+        qtrace.export(_small(), tmp_path / f"{'x' * 300}.onnx")
     assert [p.name for p in tmp_path.iterdir()] == ["m.encodings"]

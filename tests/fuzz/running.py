@@ -11,7 +11,7 @@ import hypothesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz import arrays, checkpoints, graphs, merging, models, numbers, pictures, recipes
+from tests.fuzz import arrays, checkpoints, commands, graphs, merging, models, numbers, pictures, recipes
 
 __all__ = ["TARGETS", "round_of"]
 
@@ -21,6 +21,7 @@ TARGETS: dict[str, Callable[[st.DataObject, Path], None]] = {
     "arrays": arrays.check,
     "pictures": pictures.check,
     "checkpoints": checkpoints.check,
+    "commands": commands.check,
     "graphs": graphs.check,
     "merging": merging.check,
     "numbers": numbers.check,

@@ -6,7 +6,7 @@ import pytest
 
 from tests.fuzz.running import TARGETS, round_of
 
-EXAMPLES = {"graphs": 3}
+EXAMPLES = {"graphs": 3, "commands": 5}
 
 
 @pytest.mark.parametrize("target", TARGETS)

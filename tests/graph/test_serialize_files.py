@@ -137,3 +137,13 @@ def test_save_takes_only_traced_modules_and_leaves_nothing_half_written(tmp_path
     with pytest.raises(DataError, match="cannot be written"):
         save(traced_net(), tmp_path / "no" / "such" / "folder.mge")
     assert os.listdir(tmp_path) == ["net.mge"]
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("folder", "pipe"):
+        with pytest.raises(DataError, match=f"{name} is a {'device or a pipe' if name == 'pipe' else name}"):
+            save(traced_net(), tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == ["folder", "pipe"]
+    assert (tmp_path / "pipe").is_fifo()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import abc
+import sys
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 from qtrace import plugins
 from qtrace.config.base import Loc, Model, spell
 from qtrace.config.qconfig import QConfig
+from qtrace.config.rule import Spec
 from qtrace.errors import ConfigError
 
-__all__ = ["Algorithm", "Named", "algorithms"]
+__all__ = ["Algorithm", "Named", "algorithms", "check_imported"]
 
 
 class Algorithm(Model, abc.ABC):
@@ -60,6 +63,23 @@ def algorithms(qconfig: QConfig) -> tuple[Named, ...]:
         _check_order(spec.name, algorithm, [named for named, _ in found], origin)
         found.append(((spec.name, algorithm), origin))
     return tuple(named for named, _ in found)
+
+
+def check_imported(found: Iterable[Spec]) -> None:
+    """Refuses what the config in a model file names, where looking it up would import a module.
+
+    Args:
+        found: what it names. A model file may name any module, and to import it is to run it.
+
+    Raises:
+        ConfigError: when one is in a module that nobody has imported.
+    """
+    for spec in found:
+        module, own, _ = spec.name.partition(":")
+        if own and module not in sys.modules:
+            raise ConfigError(
+                f"the model names {spec.name!r} of its own: import {module} first, if you trust it."
+            )
 
 
 def _check_order(name: str, algorithm: Algorithm, before: list[Named], origin: str) -> None:

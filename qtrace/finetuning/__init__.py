@@ -14,7 +14,8 @@ from typing import Any
 
 from qtrace.batches import evaluating, told
 from qtrace.config import QConfig
-from qtrace.config.algorithm import algorithms
+from qtrace.config.algorithm import algorithms, check_imported
+from qtrace.config.rule import specs
 from qtrace.errors import TrainingError
 from qtrace.finetuning._data import Samples, held_back, read, unpack
 from qtrace.finetuning._places import block_outputs
@@ -73,7 +74,8 @@ def finetune(
     Raises:
         GraphError: when the module is not prepared.
         CalibrationError: when it is not calibrated, there are no batches, or one does not fit the model.
-        ConfigError: when the settings name no node of the graph, or nothing can learn.
+        ConfigError: when the settings name no node of the graph, nothing can learn, or the model names code of
+            its own in a module that nobody has imported.
         TrainingError: when the loss is not finite, naming where that arises; when the teacher is missing or
             another network, or the checkpoint that of another run.
     """
@@ -133,7 +135,9 @@ def _teacher(prepared: TracedModule, record: Record, given: TracedModule | None)
     elif is_quantized(given):
         twin = flatten(given)
     else:
-        twin = prepare(given, QConfig.model_validate(record.qconfig))
+        config = QConfig.model_validate(record.qconfig)
+        check_imported(spec for _, spec in specs(config))
+        twin = prepare(given, config)
     set_phase(twin, "float")
     twin.eval()
     return twin
@@ -141,7 +145,9 @@ def _teacher(prepared: TracedModule, record: Record, given: TracedModule | None)
 
 def _changed_weights(record: Record) -> list[str]:
     """The algorithms that changed a calibrated graph."""
-    late = {name for name, a in algorithms(QConfig.model_validate(record.qconfig)) if a.stage == "calibrated"}
+    config = QConfig.model_validate(record.qconfig)
+    check_imported(spec for _, spec in config.ptq_entries)
+    late = {name for name, a in algorithms(config) if a.stage == "calibrated"}
     return [report["algorithm"] for report in record.ptq if report["changed"] and report["algorithm"] in late]
 
 

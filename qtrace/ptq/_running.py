@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 from megengine import Tensor
 
 from qtrace.config import QConfig
-from qtrace.config.algorithm import Algorithm, Named, algorithms
+from qtrace.config.algorithm import Algorithm, Named, algorithms, check_imported
 from qtrace.errors import CalibrationError
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule
@@ -47,17 +46,11 @@ def calibrated_algorithms(record: Record, batches: Any) -> tuple[Named, ...]:
         batches: the calibration data.
 
     Raises:
-        CalibrationError: when the data cannot be read twice, they have run already, or one lies in a module
-            that nobody has imported.
+        CalibrationError: when the data cannot be read twice, or they have run already.
+        ConfigError: when one lies in a module that nobody has imported.
     """
     config = QConfig.model_validate(record.qconfig)
-    for _, spec in config.ptq_entries:
-        module = spec.name.partition(":")[0]
-        if ":" in spec.name and module not in sys.modules:  # a model file may name any module
-            raise CalibrationError(
-                f"the model names the algorithm {spec.name!r} of its own: import {module} first, if you "
-                "trust it."
-            )
+    check_imported(spec for _, spec in config.ptq_entries)
     found = algorithms(config)
     wanted = tuple((name, a) for name, a in found if a.stage == "calibrated")
     names = ", ".join(name for name, _ in wanted)

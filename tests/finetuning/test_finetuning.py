@@ -19,7 +19,7 @@ from qtrace.finetuning._data import held_back, read
 from qtrace.finetuning._learning import size_of
 from qtrace.finetuning._watching import Watched
 from qtrace.graph.types import TracedModule
-from qtrace.passes.record import fake_quants, followers, graph_hash
+from qtrace.passes.record import fake_quants, followers, graph_hash, read_record, write_record
 from tests.nets import net
 
 W3 = {"backend": "generic", "fakequant": "lsq", "weight": {"bits": 3}, "activation": {"bits": 4}}
@@ -238,6 +238,20 @@ def test_weights_that_an_algorithm_changed_need_the_float_network(traced: Traced
     report = qtrace.finetune(prepared, _data(), FEW, teacher=traced, progress=False)
     assert len(report.loss) == 3
     assert len(report.blocks) == 2
+
+
+@pytest.mark.parametrize("named", [{"ptq": ["bad_luck:Class"]}, {"fakequant": "bad_luck:Class"}])
+def test_a_model_file_cannot_have_a_module_imported(
+    named: dict[str, Any], traced: TracedModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad_luck.py").write_text("raise SystemExit('it ran')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    prepared = _prepared(traced)
+    record = read_record(prepared)
+    write_record(prepared, replace(record, qconfig={**record.qconfig, **named}))
+    with pytest.raises(ConfigError, match="'bad_luck:Class' of its own: import bad_luck first"):
+        teacher = traced if "fakequant" in named else None
+        qtrace.finetune(prepared, _data(), FEW, teacher=teacher, progress=False)
 
 
 def test_what_cannot_be_trained_is_refused_in_a_sentence(traced: TracedModule) -> None:

@@ -150,7 +150,7 @@ def test_a_model_file_cannot_have_a_module_imported(tmp_path: Path, monkeypatch:
     record = read_record(prepared)
     named = {**record.qconfig, "ptq": ["bad_luck:Class"]}
     write_record(prepared, dataclasses.replace(record, qconfig=named))
-    with pytest.raises(CalibrationError, match="'bad_luck:Class' of its own: import bad_luck first"):
+    with pytest.raises(ConfigError, match="'bad_luck:Class' of its own: import bad_luck first"):
         qtrace.calibrate(prepared, BATCHES, progress=False)
 
 

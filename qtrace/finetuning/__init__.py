@@ -74,8 +74,8 @@ def finetune(
     Raises:
         GraphError: when the module is not prepared.
         CalibrationError: when it is not calibrated, there are no batches, or one does not fit the model.
-        ConfigError: when the settings name no node of the graph, nothing can learn, or the model names code of
-            its own in a module that nobody has imported.
+        ConfigError: when the settings name no node of the graph, nothing can learn, or the model names code
+            of its own in a module that nobody has imported.
         TrainingError: when the loss is not finite, naming where that arises; when the teacher is missing or
             another network, or the checkpoint that of another run.
     """

@@ -249,8 +249,8 @@ def test_a_model_file_cannot_have_a_module_imported(
     prepared = _prepared(traced)
     record = read_record(prepared)
     write_record(prepared, replace(record, qconfig={**record.qconfig, **named}))
+    teacher = traced if "fakequant" in named else None
     with pytest.raises(ConfigError, match="'bad_luck:Class' of its own: import bad_luck first"):
-        teacher = traced if "fakequant" in named else None
         qtrace.finetune(prepared, _data(), FEW, teacher=teacher, progress=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from typing import Any
 
@@ -16,9 +17,9 @@ from megengine.optimizer import SGD
 
 import qtrace
 from qtrace import QConfig
-from qtrace.errors import CalibrationError, QtraceWarning
+from qtrace.errors import CalibrationError, GraphError, QtraceWarning
 from qtrace.graph.types import TracedModule
-from qtrace.passes.record import fake_quants
+from qtrace.passes.record import fake_quants, read_record
 from tests.nets import images, net
 
 BATCHES = [images(4, 3, 8, 8, seed=s) for s in range(2)]
@@ -99,3 +100,20 @@ def test_training_from_a_queue_is_warned_of() -> None:
     with pytest.warns(QtraceWarning, match=r"async_level 1: .*async_level = 0") as caught:
         qtrace.set_phase(prepared, "train")
     assert [w.filename for w in caught] == [__file__]
+
+
+@pytest.mark.parametrize("change", ["cut", "no JSON", "deep", "stage", "key", "config", "number"])
+def test_a_damaged_record_is_told(change: str) -> None:
+    prepared = _prepared()
+    text = prepared.qtrace_record
+    prepared.qtrace_record = {
+        "cut": text[:-1],
+        "no JSON": "",
+        "deep": "[" * 100_000,
+        "stage": text.replace('"stage": "prepared"', '"stage": "praepariert"'),
+        "key": text.replace("channel_axes", "channel_axles"),
+        "config": json.dumps({**json.loads(text), "qconfig": []}),
+        "number": 3,
+    }[change]
+    with pytest.raises(GraphError, match="how it was quantized is damaged"):
+        read_record(prepared)

@@ -41,14 +41,17 @@ class Machine:
             for symbol, handler in group(self).items():
                 self._table[ord(symbol)] = handler
 
-    def run(self) -> Any:
+    def run(self, start: int = 0) -> Any:
         """The object that the pickle describes.
+
+        Args:
+            start: where in the data the pickle begins.
 
         Raises:
             RefusedError: when it asks for something that a model file may not have.
             DamagedError: when it is not a complete pickle of protocol 3 or later.
         """
-        data, table, position = self.data, self._table, 0
+        data, table, position = self.data, self._table, start
         try:
             while True:
                 code = data[position]

@@ -1,10 +1,11 @@
 """Saving and loading of traced, prepared and converted models.
 
-A saved model is the file that ``megengine.save`` writes: a pickle of the TracedModule. A pickle is a
-program, so ``load`` does not hand it to Python's unpickler. It runs the file on a machine that can only
-build data (``_unpickle.py``), which makes objects by the rules of ``_rules.py`` from the exact names of
-``allowlist.py`` and the names that the caller adds. The finished graph is checked once more
-(``_restore.py``), so that running it calls only listed functions, listed tensor methods and listed modules.
+A saved model is the file that ``megengine.save`` writes: a pickle of the TracedModule, here behind a head
+with its checksum (``_seal.py``). A pickle is a program, so ``load`` does not hand it to Python's unpickler.
+It runs the file on a machine that can only build data (``_unpickle.py``), which makes objects by the rules
+of ``_rules.py`` from the exact names of ``allowlist.py`` and the names that the caller adds. The finished
+graph is checked once more (``_restore.py``), so that running it calls only listed functions, listed tensor
+methods and listed modules.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from qtrace.graph import garbage
 from qtrace.graph._names import AllowList, Budget, DamagedError, RefusedError
 from qtrace.graph._restore import check_calls
 from qtrace.graph._rules import Rules
+from qtrace.graph._seal import check, sealing
 from qtrace.graph._unpickle import Machine
 
 __all__ = ["load", "save"]
@@ -58,7 +60,8 @@ def save(module: TracedModule, path: str | os.PathLike[str]) -> None:
             kind = "a folder" if target.is_dir() else "a device or a pipe"
             raise DataError(f"{path} is {kind}: name a file.")
         with open(partial, "xb") as file:
-            _dump(module, file)
+            with sealing(file) as body:
+                _dump(module, body)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, target)
@@ -85,14 +88,14 @@ def load(path: str | os.PathLike[str], allow: Iterable[str] = ()) -> TracedModul
 
     Raises:
         UnsafeFileError: when the file asks for anything that is not on the allow-list; the message names it.
-        DataError: when the file is missing, cut short, or holds something else.
+        DataError: when the file is missing, cut short, damaged, or holds something else.
         ConfigError: when an entry of ``allow`` is not of the form above.
     """
     names = AllowList(allow)
     try:
         with _contents(path) as data, garbage.paused(collect_first=len(data) > BIG):
             rules = Rules(names, Budget(len(data)))
-            model = Machine(data, rules).run()
+            model = Machine(data, rules).run(check(data))
             if type(model) is TracedModule:
                 for traced in rules.traced:
                     check_calls(traced)

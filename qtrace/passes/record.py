@@ -74,7 +74,7 @@ def read_record(model: Module, stage: str | None = None) -> Record:
         stage: the stage that the caller needs; None for either.
 
     Raises:
-        GraphError: when the module is not at that stage.
+        GraphError: when the module is not at that stage, or its record is damaged.
     """
     text = getattr(model, _ATTRIBUTE, None)
     if not isinstance(model, TracedModule) or text is None:
@@ -82,14 +82,27 @@ def read_record(model: Module, stage: str | None = None) -> Record:
             f"{type(model).__name__} is not a {stage or 'prepared'} module: "
             "call qtrace.prepare on a traced one first."
         )
-    data = json.loads(text)
-    if stage is not None and data["stage"] != stage:
+    try:
+        record = _parse(text)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise GraphError(
+            f"what the model says of how it was quantized is damaged ({type(error).__name__}): make it again."
+        ) from error
+    if stage is not None and record.stage != stage:
         todo = (
             "call qtrace.convert on it first" if stage == "converted" else "use the prepared one it came from"
         )
-        raise GraphError(f"the module is {data['stage']}, not {stage}: {todo}.")
+        raise GraphError(f"the module is {record.stage}, not {stage}: {todo}.")
+    return record
+
+
+def _parse(text: str) -> Record:
+    """The inverse of `write_record`, for what may be any text."""
+    data = json.loads(text)
     annotation = Annotation.from_json(data["annotation"])
     log, ptq = tuple(data["log"]), tuple(data.get("ptq", ()))
+    if data["stage"] not in ("prepared", "converted") or not isinstance(data["qconfig"], dict):
+        raise ValueError
     return Record(data["stage"], annotation, data["qconfig"], log, ptq)
 
 

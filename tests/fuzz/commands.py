@@ -66,10 +66,16 @@ COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("recipes check img.yaml -m float.mge", ("--json", "--shape", "--allow", "-q")),
     (f"recipes new --from img.yaml -o {OUT}.yaml", ("--json", "-q")),
 )
-# What a command reads, and may be damaged. A model that is run may ask for any time and memory (SECURITY.md).
-DAMAGED = {"calibrate": ("x.npz", "good/a.png"), "explain": ("float.mge", "prepared.mge", "img.yaml")}
-DAMAGED |= {"export": ("quantized.mge",), "recipes": ("img.yaml", "float.mge"), "finetune": ("x.npz",)}
-DAMAGED |= dict.fromkeys(("verify", "bisect", "compare", "sensitivity"), ("x.npz",))
+# What a command reads, and may be damaged; an exported file is its runtime's matter (SECURITY.md).
+DAMAGED = {
+    "calibrate": ("x.npz", "good/a.png", "img.yaml", "float.mge"),
+    "explain": ("float.mge", "prepared.mge", "img.yaml"),
+    "export": ("quantized.mge",),
+    "recipes": ("img.yaml", "float.mge"),
+    "finetune": ("x.npz", "prepared.mge"),
+    "sensitivity": ("x.npz", "float.mge"),
+    **dict.fromkeys(("verify", "bisect", "compare"), ("x.npz", "quantized.mge")),
+}
 CODES = {0, 1, 2}
 
 

@@ -107,15 +107,39 @@ def test_every_truncation_is_reported(tmp_path):
             load(path)
 
 
-def test_random_damage_never_escapes_as_another_error(tmp_path):
+def _damaged(whole, rng):
+    damaged = bytearray(whole)
+    for _ in range(rng.randint(1, 4)):
+        damaged[rng.randint(len(damaged))] = rng.randint(256)
+    return bytes(damaged)
+
+
+def test_any_damage_is_told_and_changes_no_number(tmp_path):
     path = tmp_path / "net.mge"
     save(traced_net(), path)
     whole, rng = path.read_bytes(), np.random.RandomState(3)
-    for _ in range(150):
-        damaged = bytearray(whole)
-        for _ in range(rng.randint(1, 4)):
-            damaged[rng.randint(len(damaged))] = rng.randint(256)
-        path.write_bytes(damaged)
+    for _ in range(100):
+        path.write_bytes(_damaged(whole, rng))
+        if path.read_bytes() != whole:
+            with pytest.raises((DataError, UnsafeFileError)):
+                load(path)
+    path.write_bytes(whole + b"\0")
+    with pytest.raises(DataError, match="it is damaged: it has"):
+        load(path)
+    path.write_bytes(whole[:-9])
+    with pytest.raises(DataError, match="it is cut short: it has"):
+        load(path)
+    path.write_bytes(whole[:-9] + bytes(9))
+    with pytest.raises(DataError, match="it is damaged: its bytes are not those"):
+        load(path)
+
+
+def test_damage_without_a_checksum_never_escapes_as_another_error(tmp_path):
+    path = tmp_path / "net.mge"
+    mge.save(traced_net(), str(path))
+    whole, rng = path.read_bytes(), np.random.RandomState(3)
+    for _ in range(100):
+        path.write_bytes(_damaged(whole, rng))
         try:
             loaded = load(path)
         except (DataError, UnsafeFileError):

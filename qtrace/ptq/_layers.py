@@ -10,7 +10,7 @@ import numpy as np
 from megengine import Parameter, Tensor
 
 from qtrace import ops
-from qtrace.fakequant._bias import BIAS_LIMIT, BiasQuant
+from qtrace.fakequant._bias import BiasQuant
 from qtrace.fakequant._bn_fold import BnFold
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.stepping import Stepper
@@ -19,7 +19,7 @@ from qtrace.graph.walk import exprs, get_module, owner, users
 from qtrace.ops import OpCall
 from qtrace.ptq.base import CalibratedTask
 
-__all__ = ["LAYERS", "Layer", "Twins", "layers", "move_bias", "per_channel", "write"]
+__all__ = ["LAYERS", "Layer", "Twins", "layers", "per_channel", "write"]
 
 # The layers whose outputs algorithms look at, with the axis of the output that counts channels.
 LAYERS = {"conv1d": 1, "conv2d": 1, "conv_transpose2d": 1, "linear": -1}
@@ -97,27 +97,6 @@ def write(model: TracedModule, path: str, value: np.ndarray) -> None:
 def per_channel(value: np.ndarray, axis: int) -> np.ndarray:
     """``value`` as (channels, rest)."""
     return np.moveaxis(value, axis, 0).reshape(value.shape[axis], -1)
-
-
-def move_bias(model: TracedModule, layer: Layer, shift: np.ndarray) -> float:
-    """Adds ``shift`` (one number a channel) to the bias of ``layer``; returns the largest change."""
-    assert layer.bias is not None
-    old = get_module(model, layer.bias).numpy().astype(np.float64).reshape(-1)
-    new = _within_int32(layer, old + shift)
-    write(model, layer.bias, new)
-    return float(np.abs(new - old).max())
-
-
-def _within_int32(layer: Layer, bias: np.ndarray) -> np.ndarray:
-    """``bias`` as far as it fits into the int32 of its accumulator: a dead channel's scale may be tiny."""
-    assert layer.call.bias is not None
-    source = layer.call.bias.expr
-    module = owner(source)
-    if not isinstance(module, BiasQuant):
-        return bias
-    activation, weight = (node.owner for node in source.args[2:])
-    scale = module.scale(activation, weight)[0].numpy().astype(np.float64).reshape(-1)
-    return np.clip(bias, -BIAS_LIMIT * scale, BIAS_LIMIT * scale)
 
 
 class Twins:

@@ -11,15 +11,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-from megengine import Parameter
 from tqdm import tqdm
 
-from qtrace import ops
-from qtrace.graph.edit import GraphEditor, set_parameter
-from qtrace.graph.types import GetAttr
-from qtrace.graph.walk import exprs, users
-from qtrace.passes.fuse_bn import bias_shape, free_bias
-from qtrace.ptq._layers import LAYERS, Layer, Twins, layers, move_bias, per_channel
+from qtrace.ptq._biases import add_biases, move_bias
+from qtrace.ptq._layers import Layer, Twins, layers, per_channel
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Noise, Report, SiteError
 
 __all__ = ["BiasCorrection"]
@@ -32,23 +27,7 @@ class BiasCorrection(CalibratedAlgorithm):
     reason: ClassVar[str] = "bias_correction takes away what the roundings leave, once these are chosen"
 
     def ready(self, task: FloatTask) -> None:
-        """Gives layers without a bias one of zeros."""
-        with GraphEditor(task.model) as editor:
-            for expr in exprs(task.model):
-                call = ops.read(expr)
-                if call is None or call.kind not in LAYERS or call.bias is not None or call.weight is None:
-                    continue
-                source = call.weight.expr
-                if not isinstance(source, GetAttr) or len(list(users(call.weight))) > 1:
-                    continue
-                follower = [ops.read(u) for u in users(call.out)]
-                if any(f is not None and f.kind == "batch_norm" for f in follower):
-                    continue
-                path = free_bias(task.model, source.name)
-                channels = int(call.out.shape[LAYERS[call.kind]])
-                zeros = np.zeros(channels, np.float32).reshape(bias_shape(call.kind))
-                set_parameter(task.model, path, Parameter(zeros))
-                editor.set_argument(expr, "bias", editor.get_attr(path))
+        add_biases(task.model)
 
     def apply(self, task: CalibratedTask) -> Report:
         found, left = layers(task.model)

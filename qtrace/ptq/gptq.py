@@ -22,10 +22,11 @@ from tqdm import tqdm
 
 from qtrace.config.base import Float, Int
 from qtrace.graph.walk import get_module
-from qtrace.ptq._layers import Layer, Twins, layers, move_bias, per_channel, write
+from qtrace.ptq._biases import add_biases, move_bias
+from qtrace.ptq._layers import Layer, Twins, layers, per_channel, write
 from qtrace.ptq._refit import correction
 from qtrace.ptq._second_order import Moments, added, grouped, moments, nearest, rounded
-from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Noise, Report, SiteError
+from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Noise, Report, SiteError
 from qtrace.scheme import QParams
 
 __all__ = ["Gptq"]
@@ -48,15 +49,21 @@ class Gptq(CalibratedAlgorithm):
     places: Annotated[Int, Field(ge=1)] = 256
     refit: bool = False
 
+    def ready(self, task: FloatTask) -> None:
+        if self.refit:
+            add_biases(task.model)
+
     def apply(self, task: CalibratedTask) -> Report:
         found, left = layers(task.model)
         twins = Twins(task)
         changed, errors = [], []
         for layer in tqdm(found, desc="gptq", unit="layer", disable=not task.progress):
-            if layer.call.kind not in ("conv2d", "linear"):
-                left.append(f"{layer.name}: {layer.call.kind} is not supported")
+            supported = layer.call.kind in ("conv2d", "linear")
+            if not supported:
+                left.append(f"{layer.name}: weights of {layer.call.kind} are rounded to nearest")
+            if not supported and (not self.refit or layer.bias is None):
                 continue
-            error, told = self._round(task, twins, layer)
+            error, told = (self._round if supported else _center)(task, twins, layer)
             errors.append(error)
             if told:
                 changed.append(f"{layer.name}: {told}")
@@ -118,6 +125,16 @@ class Gptq(CalibratedAlgorithm):
         halves[1] = halves[1] or [0 * m for m in halves[0]]  # of a single sample
         centered = self.refit and layer.bias is not None
         return [[m.centered() if centered else m for m in half] for half in halves]
+
+
+def _center(task: CalibratedTask, twins: Twins, layer: Layer) -> tuple[SiteError, str]:
+    """Leaves the weights and corrects the bias; the error that counts elsewhere is that without the means."""
+    twins.advance(layer.call.expr)
+    want, have = (list(values) for values in zip(*twins.outputs(layer.call.expr), strict=True))
+    noise = _noise(layer, want, have)
+    _correct(task, layer, want, have)
+    twins.quantized.changed()
+    return SiteError(layer.name, noise.decibels, noise.decibels), "its bias takes the mean error"
 
 
 def _correct(task: CalibratedTask, layer: Layer, want: list[np.ndarray], have: list[np.ndarray]) -> None:

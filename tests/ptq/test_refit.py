@@ -206,3 +206,20 @@ def test_a_run_that_ends_early_leaves_the_model_as_it_was(monkeypatch: pytest.Mo
             qtrace.calibrate(prepared, BATCHES, progress=False)
     after = {n: t.numpy() for n, t in prepared.named_tensors()}
     assert all(np.array_equal(before[n], after[n], equal_nan=True) for n in before)
+
+
+def test_layers_whose_weights_are_left_and_those_without_a_bias_give_their_means_too() -> None:
+    module = net(
+        lambda self, x: self.b(F.relu(self.a(x))),
+        a=M.ConvTranspose2d(4, 6, 2, stride=2),
+        b=M.Conv2d(6, 5, 3, bias=False),
+    )
+    found = qtrace.calibrate(_prepared(module, {"gptq": {"refit": True}}), BATCHES, progress=False)
+    report = read_record(found).ptq[0]
+    assert "a_out: its bias takes the mean error" in report["changed"]
+    assert "a_out: weights of conv_transpose2d are rounded to nearest" in report["left"]
+    assert np.abs(found.b.bias.numpy()).max() > 0
+    qtrace.set_phase(found, "quantize")
+    pairs = [(module(mge.Tensor(x)).numpy(), found(mge.Tensor(x)).numpy()) for x in BATCHES]
+    shift = np.mean([(want - have).mean(axis=(0, 2, 3)) for want, have in pairs], axis=0)
+    assert np.abs(shift).max() < 1e-3 * max(np.abs(want).max() for want, _ in pairs)

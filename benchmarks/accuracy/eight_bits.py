@@ -27,7 +27,7 @@ RECIPES = {"detector": Path(__file__).parent.parent.parent / "examples/detector/
 OPENVINO = {
     "backend": "openvino",
     "rules": [{"match": {"position": "last"}, "quantize_output": False}],
-    "ptq": ["fuse_bn", "gptq", "bias_correction"],
+    "ptq": ["fuse_bn", {"gptq": {"refit": True}}],
 }
 
 

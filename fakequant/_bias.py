@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import megengine.functional as F
-import numpy as np
 from megengine import Tensor
 from megengine.module import Module
 
-from qtrace.fakequant._kernel import Levels, as_float32, quant_dequant
+from qtrace.fakequant._kernel import Levels, quant_dequant
 from qtrace.fakequant.base import FakeQuant, builtin
 from qtrace.numerics import SMALLEST_SCALE
 
@@ -47,33 +46,33 @@ class BiasQuant(Module):
         """
         if self.phase in ("float", "observe"):
             return bias
-        return self.quantize(bias, activation.effective_scale(), weight.effective_scale())
+        return self.quantize(bias, activation.signed_scale(), weight.signed_scale())
 
     def quantize(self, bias: Tensor, activation: Tensor, weight: Tensor) -> Tensor:
         """Rounds ``bias`` to multiples of the product of two scales.
 
         Args:
             bias: float32 of shape ``self.shape``.
-            activation: the input's scale, shape ``()``.
+            activation: the input's scale, shape ``()``; of both the magnitude counts.
             weight: the weight's scale, per tensor or in the weight's broadcast shape.
         """
-        scale, shape = self.product(activation, weight)
+        scale, shape = self._product(activation, weight)
         # Which way a tie goes is ours to say, for the exporter writes the integers: away from zero, since
         # the trick that rounds half to even fails beyond 2**22.
-        zero = as_float32(np.zeros(shape, np.float32))
         levels = Levels(-BIAS_QMAX, BIAS_QMAX, half_even=False, zero=0)
-        return quant_dequant(bias, scale, zero, levels, shape)
+        return quant_dequant(bias, scale, None, levels, shape)
 
-    def product(self, activation: Tensor, weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    def _product(self, activation: Tensor, weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """``s_in * s_w`` (float32), broadcastable to the bias, and its shape."""
         shape = self.shape if weight.ndim else ()
         if self.factor != 1.0:
             activation = activation * self.factor
-        return F.maximum(activation * weight, SMALLEST_SCALE).reshape(shape), shape
+        return (activation * weight).reshape(shape), shape
 
     def scale(self, activation: FakeQuant, weight: FakeQuant) -> tuple[Tensor, tuple[int, ...]]:
         """The scale that `forward` uses with these two fake quants, and its shape."""
-        return self.product(activation.effective_scale(), weight.effective_scale())
+        product, shape = self._product(activation.signed_scale(), weight.signed_scale())
+        return F.maximum(F.abs(product), SMALLEST_SCALE), shape
 
     def _module_info_string(self) -> str:
         return f"{self.site}, int32, {self.phase}"

@@ -11,12 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import megengine.functional as F
-import numpy as np
 from megengine import Tensor
 from megengine.module import Module
 
 from qtrace.fakequant._bias import BIAS_LIMIT, BiasQuant
-from qtrace.fakequant._kernel import Levels, as_float32, quant_dequant
+from qtrace.fakequant._kernel import Levels, quant_dequant
 from qtrace.fakequant.base import FakeQuant, builtin
 from qtrace.gradients import conv2d
 from qtrace.numerics import SMALLEST_SCALE
@@ -61,9 +60,8 @@ class BnFold(Module):
         if bn.training or self.phase in ("float", "observe"):
             return bn(layer(x, weight_quant(weight), bias, **self.options))
         folded_weight, folded_bias, scale = self.fold(weight, bias, bn, weight_quant, source)
-        zero = as_float32(np.zeros(weight_quant.shape, np.float32))
         levels, shape, learn = Levels.of(weight_quant.scheme), weight_quant.shape, weight_quant.learning
-        quantized = quant_dequant(folded_weight, scale, zero, levels, shape, learn)
+        quantized = quant_dequant(folded_weight, scale, weight_quant.zero_point, levels, shape, learn)
         if source is not None:
             self.bias_quant.phase = self.phase
             folded_bias = self.bias_quant.quantize(folded_bias, source.effective_scale(), scale)

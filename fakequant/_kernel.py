@@ -1,7 +1,7 @@
 """The quantize-dequantize operation with its gradients.
 
-Forward, with v = x / s: q = clip(round(v), qmin - z, qmax - z), y = q * s, which is ONNX's
-QuantizeLinear followed by DequantizeLinear in float32, operation by operation.
+Forward, with s the magnitude of the scale and v = x / s: q = clip(round(v), qmin - z, qmax - z),
+y = q * s, which is ONNX's QuantizeLinear followed by DequantizeLinear in float32, operation by operation.
 
 Backward (straight through; Esser et al. 2020, "Learned Step Size Quantization", eq. 3, written for
 q relative to the zero point, which makes it hold for affine schemes too)::
@@ -28,7 +28,7 @@ import numpy as np
 from megengine import Tensor
 from megengine.autodiff import Function
 
-from qtrace.fakequant._programs import Levels, programs
+from qtrace.fakequant._programs import Levels, of_magnitude, programs
 from qtrace.numerics import SMALLEST_SCALE
 
 __all__ = ["Learn", "Levels", "QuantDequant", "as_float32", "positive", "quant_dequant", "straight_through"]
@@ -64,11 +64,11 @@ class QuantDequant(Function):
         self.levels, self.shape, self.learn = levels, shape, learn
 
     def forward(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-        """Computes ``clip(round(x / scale), qmin - zp, qmax - zp) * scale``.
+        """Computes ``clip(round(x / |scale|), qmin - zp, qmax - zp) * |scale|``.
 
         Args:
             x: float32 tensor of any shape.
-            scale: float32, broadcastable to ``x``, positive.
+            scale: float32, broadcastable to ``x``.
             zero_point: float32 holding integers, of the shape of ``scale``.
         """
         (y,) = programs(self.levels, str(x.device)).round(x, scale, zero_point)
@@ -85,10 +85,10 @@ class QuantDequant(Function):
             grad_x, terms = known.with_residual(x, scale, zero_point, grad, y)
         else:
             grad_x, terms = known.without_residual(x, scale, zero_point, grad, y)
-        grad_scale = _sum_to(terms, self.shape) / scale * learn.gain
+        (grad_scale,) = of_magnitude(learn.gain, str(grad.device))(_sum_to(terms, self.shape), scale)
         grad_zero = None
         if learn.zero_point:
-            grad_zero = scale * _sum_to(grad - grad_x, self.shape) * -learn.gain
+            grad_zero = F.abs(scale) * _sum_to(grad - grad_x, self.shape) * -learn.gain
         return grad_x, grad_scale, grad_zero
 
 
@@ -106,7 +106,7 @@ def _sum_to(a: Tensor, shape: tuple[int, ...]) -> Tensor:
 def quant_dequant(
     x: Tensor,
     scale: Tensor,
-    zero_point: Tensor,
+    zero_point: Tensor | None,
     levels: Levels,
     shape: tuple[int, ...],
     learn: Learn | None = None,
@@ -115,15 +115,18 @@ def quant_dequant(
 
     Args:
         x: floats of any shape; float16, as under ``megengine.amp``, is rounded as float32.
-        scale: float32 positive scales, broadcastable to ``x``.
-        zero_point: float32 holding integers, of the shape of ``scale``.
+        scale: float32, broadcastable to ``x``; its magnitude is applied, for one that is learned may have
+            crossed zero, and its gradient has its sign.
+        zero_point: float32 holding integers, of the shape of ``scale``; None where ``levels`` say it.
         levels: the integers.
         shape: the shape of ``scale``, known before the call (it is symbolic under ``jit.trace``).
         learn: what flows back to scale and zero point; None when both are fixed.
 
     Returns:
-        A float32 tensor of the shape of ``x`` with values ``(q - zero_point) * scale``.
+        A float32 tensor of the shape of ``x`` with values ``(q - zero_point) * |scale|``.
     """
+    if zero_point is None:
+        zero_point = scale  # which is not read
     if x.dtype != np.float32:
         x = x.astype("float32")
     return QuantDequant(levels, shape, learn)(x, scale, zero_point)

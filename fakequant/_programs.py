@@ -17,9 +17,10 @@ from megengine.core._imperative_rt.common import CompNode
 from megengine.core.ops.builtin import Elemwise
 from megengine.core.tensor.utils import subgraph_fn
 
+from qtrace.numerics import SMALLEST_SCALE
 from qtrace.scheme import QScheme
 
-__all__ = ["Levels", "Programs", "programs"]
+__all__ = ["Levels", "Programs", "of_magnitude", "programs"]
 
 # Adding 1.5 * 2**23 leaves a float32 no fraction bits: the FPU rounds half to even. Three passes of
 # 0.35 ms for 1.6 M values instead of 6.5 ms for F.round. The upper clip must stand between the addition
@@ -60,6 +61,8 @@ class Levels:
 class Programs:
     """What is computed of each value; x, scale and zero point are the first three inputs of all.
 
+    Of a scale the magnitude counts: one that is learned may cross zero.
+
     Attributes:
         round: gives y.
         pass_inside: with the gradient of y, gives that of x.
@@ -78,15 +81,36 @@ class Programs:
 def programs(levels: Levels, device: str) -> Programs:
     """The programs for these integers on a device."""
     one = _Programs(levels)
-
-    def op(function: Callable[..., Any], inputs: int) -> Program:
-        return subgraph_fn("QuantDequant", dtype=np.float32, device=CompNode(device), nr_inputs=inputs)(
-            function
-        )
-
     return Programs(
-        op(one.round, 3), op(one.pass_inside, 4), op(one.with_residual, 5), op(one.without_residual, 5)
+        _op(one.round, 3, device),
+        _op(one.pass_inside, 4, device),
+        _op(one.with_residual, 5, device),
+        _op(one.without_residual, 5, device),
     )
+
+
+@lru_cache(maxsize=4096)
+def of_magnitude(gain: float, device: str) -> Program:
+    """From a gradient of the logarithm of ``|scale|``, and the scale: ``gain`` times that of the scale."""
+
+    def divide(inputs: Any, f: Any, c: Any) -> Any:
+        slope, scale = inputs
+        size = _magnitude(scale, f, c)
+        # The sign last: the division alone says what it said when scales were positive.
+        return (f(_MUL, f(_MUL, f(_DIV, slope, size), c(gain)), f(_DIV, scale, size)),), (False,)
+
+    return _op(divide, 2, device)
+
+
+def _op(function: Callable[..., Any], inputs: int, device: str) -> Program:
+    program: Program = subgraph_fn(
+        "QuantDequant", dtype=np.float32, device=CompNode(device), nr_inputs=inputs
+    )(function)
+    return program
+
+
+def _magnitude(scale: Any, f: Any, c: Any) -> Any:
+    return f(_MAX, f(_ABS, scale), c(SMALLEST_SCALE))
 
 
 class _Programs:
@@ -97,6 +121,7 @@ class _Programs:
 
     def round(self, inputs: Any, f: Any, c: Any) -> Any:
         x, scale, zero = inputs
+        scale = _magnitude(scale, f, c)
         low, high = self._bound(self.levels.qmin, zero, f, c), self.levels.qmax
         above = f(_MAX, f(_DIV, x, scale), low)
         if self.levels.half_even:
@@ -139,9 +164,9 @@ class _Programs:
         else:
             offset = c(fixed * slope + middle)
         # Not fused: with a number for each channel, the fused kernel takes four times as long.
-        return f(_ADD, f(_MUL, x, f(_DIV, c(slope), scale)), offset)
+        return f(_ADD, f(_MUL, x, f(_DIV, c(slope), _magnitude(scale, f, c))), offset)
 
 
 _ADD, _SUB, _MUL, _DIV = (Elemwise(mode=mode) for mode in ("ADD", "SUB", "MUL", "TRUE_DIV"))
-_MAX, _MIN, _ROUND = (Elemwise(mode=mode) for mode in ("MAX", "MIN", "ROUND"))
+_MAX, _MIN, _ABS, _ROUND = (Elemwise(mode=mode) for mode in ("MAX", "MIN", "ABS", "ROUND"))
 _FMA, _PASS = Elemwise(mode="FUSE_MUL_ADD3"), Elemwise(mode="RELU6_GRAD")

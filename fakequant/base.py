@@ -87,9 +87,7 @@ class FakeQuant(Module):
         """What flows back to scale and zero point in the phase ``train``; None for nothing."""
 
     def _derived(self) -> tuple[Tensor, Tensor]:
-        """The positive scale and the zero point that are applied, differentiable in what is learned."""
-        if self._learns_scale():
-            return positive(self.scale, self.shape), self.zero_point
+        """Scale and zero point, differentiable in what is learned; the magnitude of the scale is applied."""
         return self.scale, self.zero_point
 
     def _adopt(self, scale: np.ndarray, zero_point: np.ndarray) -> None:
@@ -150,9 +148,14 @@ class FakeQuant(Module):
         """What flows back to scale and zero point in the present phase; None for nothing."""
         return self._learn() if self.phase == "train" else None
 
+    def signed_scale(self) -> Tensor:
+        """The scale whose magnitude is applied: where only that matters, it saves taking it."""
+        return self._derived()[0]
+
     def effective_scale(self) -> Tensor:
         """The positive scale that is applied."""
-        return self._derived()[0]
+        scale = self._derived()[0]
+        return positive(scale, self.shape) if self._learns_scale() else scale
 
     def effective_zero_point(self) -> Tensor:
         """The zero point that is applied, float32 holding integers."""
@@ -206,7 +209,8 @@ class FakeQuant(Module):
         if not self.calibrated:
             raise CalibrationError(f"site {self.site} was never calibrated: run qtrace.calibrate first.")
         flat = (-1,) if self.shape else ()
-        scale, zero_point = (value.numpy().reshape(flat) for value in self._derived())
+        found = self.effective_scale(), self.effective_zero_point()
+        scale, zero_point = (value.numpy().reshape(flat) for value in found)
         return QParams(self.scheme, scale, zero_point.astype(np.int32))
 
     def _module_info_string(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from megengine import Parameter, Tensor
 
-from qtrace.fakequant._kernel import Learn, Levels, positive, quant_dequant
+from qtrace.fakequant._kernel import Learn, Levels, quant_dequant
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.interpreter import interpret
 from qtrace.graph.walk import exprs, get_module, owner
@@ -132,7 +132,7 @@ class BlockRun:
 
     def _round(self, module: FakeQuant, x: Tensor, masks: Masks | None) -> Tensor:
         known = self.scales.get(id(module))
-        scale = module.effective_scale() if known is None else positive(known[1], module.shape)
+        scale = module.signed_scale() if known is None else known[1]
         zero, levels = module.effective_zero_point(), Levels.of(module.scheme)
         learn = None if known is None else Learn()
         y = quant_dequant(module.shaped(x), scale, zero, levels, module.shape, learn)

@@ -179,3 +179,28 @@ def test_half_precision_is_rounded_as_float32(axis: int | None) -> None:
     np.testing.assert_allclose(y.numpy(), want, rtol=1e-6)
     np.testing.assert_array_equal(x.grad.numpy(), slope)
     assert x.grad.dtype == np.float16
+
+
+@pytest.mark.parametrize("shape", [(), (1, 3, 1, 1)])
+def test_of_a_scale_the_magnitude_counts_and_its_gradient_has_the_sign(shape: tuple[int, ...]) -> None:
+    x, upstream = _data((2, 3, 4, 4)), _data((2, 3, 4, 4))[::-1].copy()
+    found = []
+    for sign in (1, -1):
+        scale = mge.Parameter(np.full(shape, sign * 0.07, np.float32))
+        value = mge.Parameter(x)
+        with GradManager().attach([value, scale]) as manager:
+            y = quant_dequant(value, scale, None, Levels(-8, 7, zero=0), shape, Learn(0.5))
+            manager.backward(y, mge.Tensor(upstream))
+        found.append((y.numpy(), value.grad.numpy(), sign * scale.grad.numpy()))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert np.abs(found[0][2]).min() > 0
+
+
+def test_a_scale_of_nothing_gives_no_nan() -> None:
+    scale = mge.Parameter(np.zeros((), np.float32))
+    with GradManager().attach([scale]) as manager:
+        y = quant_dequant(mge.Tensor(_data((4, 4))), scale, None, Levels(-8, 7, zero=0), (), Learn())
+        manager.backward(y.sum())
+    assert np.isfinite(y.numpy()).all()
+    assert scale.grad.numpy() == 0

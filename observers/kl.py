@@ -15,6 +15,9 @@ from qtrace.scheme import QScheme
 
 __all__ = ["KullbackLeibler"]
 
+# Fewer values than this for each level make no distribution whose shape could be kept.
+_PER_LEVEL = 4
+
 
 class KullbackLeibler(HistogramObserver):
     """Clips where the quantized distribution stays closest to the observed one, as TensorRT calibrates.
@@ -26,7 +29,9 @@ class KullbackLeibler(HistogramObserver):
 
     Beyond the original, affine schemes are searched at both ends (together, then each alone), the signs of
     symmetric ones are kept apart, and exact zeros, which make no error, do not count. Ranges whose levels
-    lie closer than the bins are not looked at, so that 12 bits and more keep the whole range.
+    lie closer than the bins are not looked at, so that 12 bits and more keep the whole range. So do channels
+    with fewer than 4 values other than 0 for each level: where nearly every value has a bin of its own, Q
+    equals P whatever is clipped, and the channels of a depthwise weight would lose their largest values.
 
     Relative entropy cares about shape, not about size: at 8 bits it clips far values that matter to
     detectors, and ``mse`` is the better default.
@@ -63,7 +68,8 @@ class KullbackLeibler(HistogramObserver):
                 lo, hi = (np.concatenate([old, new], axis=1) for old, new in zip(best, (lo, hi), strict=True))
             winner = np.argmin(divergence(table, lo, hi, scheme), axis=1)[:, None]
             best = np.stack([np.take_along_axis(end, winner, axis=1) for end in (lo, hi)])
-        return best[:, :, 0]
+        sparse = table.moments[0] < _PER_LEVEL * (scheme.qmax - scheme.qmin + 1)
+        return np.where(sparse, full, best)[:, :, 0]
 
 
 def divergence(table: Tables, lo: np.ndarray, hi: np.ndarray, scheme: QScheme) -> np.ndarray:

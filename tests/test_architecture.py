@@ -49,6 +49,7 @@ def _rooms() -> dict[str, set[str]]:
     room("verification")
     room("causes", "scheme")
     room("bisection")
+    room("twin")
     room("comparison")
     room("sensitivity")
     room("finetuning")

@@ -282,3 +282,61 @@ def test_a_browser_draws_the_plots_without_a_network(written: Any, found: Compar
     for colour, least in ((0xE6, 0x9F, 0x00), 3000), ((0x1B, 0x3A, 0x5C), 3000):
         near = np.abs(pixels - np.array(colour)).max(axis=-1) < 8
         assert np.count_nonzero(near) > least, f"the page does not show {colour}"
+
+
+class TestTheFloatNetwork:
+    """Where algorithms have changed weights, the graph in float is not the network any more."""
+
+    @pytest.fixture(scope="class")
+    def both(self) -> tuple[TracedModule, TracedModule]:
+        module = net(
+            _forward,
+            first=M.Conv2d(3, 4, 3, padding=1),
+            second=M.Conv2d(4, 4, 3, padding=1),
+            fc=M.Linear(8, 3),
+        )
+        traced = qtrace.trace(module, images(2, 3, 8, 8))
+        config = {"backend": "generic", "weight": {"bits": 4}, "ptq": ["fuse_bn", "gptq", "bias_correction"]}
+        prepared = qtrace.prepare(traced, config)
+        qtrace.calibrate(prepared, _data(0), progress=False)
+        return traced, prepared
+
+    def test_its_outputs_are_the_reference(self, both: tuple[TracedModule, TracedModule]) -> None:
+        traced, prepared = both
+        found = qtrace.compare(prepared, _data(1), float_model=traced)
+        x = mge.Tensor(np.concatenate(_data(1)))
+        assert found.outputs[0].sqnr_db == pytest.approx(
+            sqnr_db(traced(x).numpy(), prepared(x).numpy()), abs=1e-3
+        )
+        assert not found.note
+
+    def test_weights_have_the_error_of_what_was_written(
+        self, both: tuple[TracedModule, TracedModule]
+    ) -> None:
+        traced, prepared = both
+        found = qtrace.compare(prepared, _data(1), float_model=traced)
+        site = _site(found, "first_weight")
+        written, float_weight = prepared.first.weight.numpy(), traced.first.weight.numpy()
+        assert site.sqnr_db == pytest.approx(sqnr_db(float_weight, written), abs=1e-3)
+
+    def test_without_it_the_table_and_the_page_say_so(self, both: tuple[TracedModule, TracedModule]) -> None:
+        found = qtrace.compare(both[1], _data(1)[:1])
+        assert _site(found, "first_weight").sqnr_db == float("inf")  # on its grid already
+        assert "note: gptq, bias_correction changed the weights" in found.table()
+        assert 'id="note"' in found.html()
+
+    def test_a_prepared_twin_and_a_converted_graph_do_as_well(
+        self, both: tuple[TracedModule, TracedModule]
+    ) -> None:
+        traced, prepared = both
+        twin = qtrace.prepare(traced, {"backend": "generic", "weight": {"bits": 4}})
+        first, second = (
+            qtrace.compare(model, _data(1)[:1], float_model=network)
+            for model, network in ((prepared, twin), (qtrace.convert(prepared), traced))
+        )
+        assert first.outputs == second.outputs
+
+    def test_another_network_is_refused(self, both: tuple[TracedModule, TracedModule]) -> None:
+        other = qtrace.trace(M.Sequential(M.Conv2d(3, 4, 3), M.ReLU()), images(2, 3, 8, 8))
+        with pytest.raises(GraphError, match="the float network has no node"):
+            qtrace.compare(both[1], _data(1), float_model=other)

@@ -280,3 +280,45 @@ def test_the_command_writes_a_recipe_that_works(
     assert alone.code == 2
     assert "--patch is written by a search" in alone.err
     assert not Path("mixed.yaml").exists()
+
+
+class TestChangedWeights:
+    """Algorithms of ``ptq`` write other weights: errors are still those against the network."""
+
+    CONFIG = {**W4, "ptq": ["fuse_bn", "gptq", "bias_correction"]}
+
+    @staticmethod
+    def _calibrated(traced: TracedModule) -> TracedModule:
+        prepared = qtrace.prepare(traced, TestChangedWeights.CONFIG)
+        return qtrace.calibrate(prepared, _data(0), progress=False)
+
+    @staticmethod
+    def _truth(traced: TracedModule, prepared: TracedModule) -> float:
+        x = mge.Tensor(np.concatenate(_data(1)))
+        return sqnr_db(traced(x).numpy(), prepared(x).numpy())
+
+    def test_the_network_is_the_reference(self, traced: TracedModule) -> None:
+        prepared = self._calibrated(traced)
+        before = {name: p.numpy().copy() for name, p in prepared.named_parameters()}
+        found = analyze(prepared, _data(1), float_model=traced)
+        truth = self._truth(traced, prepared)
+        assert found.quantized == pytest.approx(truth, abs=1e-3)
+        assert not found.note
+        assert all(np.array_equal(p.numpy(), before[name]) for name, p in prepared.named_parameters())
+        alone = analyze(prepared, _data(1))
+        assert abs(alone.quantized - truth) > 3
+        assert "gptq, bias_correction changed the weights" in alone.table()
+
+    def test_a_raised_layer_has_its_float_weight(self, traced: TracedModule) -> None:
+        prepared = self._calibrated(traced)
+        twin = qtrace.prepare(traced, W4)
+        simulation = Simulation(prepared, _data(1), twin=twin)
+        assert simulation.value([layer.name for layer in simulation.layers]) > 90  # a sum in another order
+        # The order of what is raised does not matter, so nothing of one question is left in the next.
+        assert simulation.value(["c_out"]) == simulation.value(["c_out"])
+
+    def test_the_search_is_judged_against_the_network(self, traced: TracedModule) -> None:
+        found = mixed_precision(
+            traced, self.CONFIG, _data(0), goal=Goal(at_least=1.0), evaluation=_data(1), raise_to="w8"
+        )
+        assert found.quantized == pytest.approx(self._truth(traced, self._calibrated(traced)), abs=1e-3)

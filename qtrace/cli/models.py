@@ -14,7 +14,7 @@ from qtrace.errors import QtraceError, TraceError
 if TYPE_CHECKING:
     from qtrace.data import Batch, DataSource  # at run time it loads numpy, which --help does without
 
-__all__ = ["is_factory", "load_model", "open_source", "tell_skipped", "trace_factory"]
+__all__ = ["is_factory", "load_model", "open_source", "preprocessing", "tell_skipped", "trace_factory"]
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -33,6 +33,16 @@ def load_model(model: str, allow: tuple[str, ...]) -> Any:
     if is_factory(model):
         raise click.UsageError(f"{model} is code; this command takes a file that qtrace wrote.")
     return qtrace.load(model, allow=allow)
+
+
+def preprocessing(model: Any, recipe: str | None, allow_code: bool = False) -> Any:
+    """The config whose preprocess the data needs: the recipe's, or else what the model was quantized with."""
+    import qtrace
+    from qtrace.passes.record import is_quantized, read_record
+
+    if recipe:
+        return qtrace.load_recipe(recipe, allow_code=allow_code)
+    return qtrace.QConfig.model_validate(read_record(model).qconfig) if is_quantized(model) else None
 
 
 def open_source(

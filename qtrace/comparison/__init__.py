@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -28,27 +29,37 @@ from qtrace.passes.insert import CONTAINER
 from qtrace.passes.record import read_record
 from qtrace.phases import in_phase
 from qtrace.scheme import QParams
+from qtrace.twin import check_nodes, float_twin, told_changed
 
 __all__ = ["Comparison", "compare"]
 
 
-def compare(quantized: TracedModule, batches: Iterable[Any], *, max_batches: int | None = None) -> Comparison:
-    """Compares a quantized graph with itself in float, on data.
+def compare(
+    quantized: TracedModule,
+    batches: Iterable[Any],
+    *,
+    float_model: TracedModule | None = None,
+    max_batches: int | None = None,
+) -> Comparison:
+    """Compares a quantized graph with the float network, on data.
 
     Args:
         quantized: a calibrated module, prepared or converted; it is not changed.
         batches: inputs as for ``qtrace.calibrate``, best ones that were not used there.
+        float_model: the network as traced, or prepared from it; None for the graph itself in float, which is
+            another network where training, or an algorithm of ``ptq`` in ``calibrate``, has changed weights.
         max_batches: how many batches to take at most; None for all.
 
     Returns:
         What was found, with ``table()``, ``to_dict()`` and ``html()``.
 
     Raises:
-        GraphError: when the module is not prepared or converted.
+        GraphError: when the module is not prepared or converted, or ``float_model`` is another network.
         CalibrationError: when it is not calibrated, there are no batches, or one does not fit the model.
     """
     record = read_record(quantized)
-    measured = _Measured(quantized, record.annotation)
+    twin = None if float_model is None else float_twin(record, float_model)
+    measured = _Measured(quantized, record.annotation, twin)
     with evaluating(quantized):
         for index, batch in enumerate(itertools.islice(batches, max_batches)):
             args, kwargs = as_arguments(batch, quantized, index)
@@ -56,23 +67,27 @@ def compare(quantized: TracedModule, batches: Iterable[Any], *, max_batches: int
                 measured.add(args, kwargs)
     if measured.batches == 0:
         raise CalibrationError("there are no batches to compare on: give at least one.")
-    return measured.result(record.qconfig.get("name") or "")
+    note = "" if twin is not None else told_changed(record, "give that, too (float_model=, or --float).")
+    return measured.result(record.qconfig.get("name") or "", note)
 
 
 class _Measured:
     """Gathers what `compare` tells."""
 
-    def __init__(self, model: TracedModule, annotation: Annotation) -> None:
-        self.model, self.annotation = model, annotation
+    def __init__(self, model: TracedModule, annotation: Annotation, twin: TracedModule | None) -> None:
+        self.model, self.annotation, self.twin = model, annotation, twin
         self.container = getattr(model, CONTAINER, None)
         rounded = {node.name for expr in exprs(model) for node in expr.outputs}
         found = [s for s in annotation.sites if s.sort != "bias" and f"{s.name}_q" in rounded]
         self.moving = {s.name: s for s in found if not s.static}
         self.fixed = {s.name: s for s in found if s.static}
+        if twin is not None:
+            check_nodes(twin, (site.node for site in self.moving.values()))
         self.tallies = {
             name: SiteTally(name, self._fake_quant(site).qparams()) for name, site in self.moving.items()
         }
         self.parameters: dict[str, np.ndarray] = {}
+        self.rounded: dict[str, np.ndarray] = {}
         self.outputs: list[tuple[Difference, tuple[int, ...], list[int]]] = []
         self.batches = self.samples = 0
 
@@ -82,16 +97,20 @@ class _Measured:
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs one batch."""
-        in_float = FloatRun(self.model, {**self.moving, **self.fixed})
-        with in_phase(self.model, "float"):
+        in_float = FloatRun(self.twin or self.model, {**self.moving, **self.fixed})
+        with nullcontext() if self.twin else in_phase(self.model, "float"):
             in_float.compute(args, kwargs)
         for name in self.fixed:
-            self.parameters[name] = in_float.values.pop(name)
+            if name in in_float.values:
+                self.parameters[name] = in_float.values.pop(name)
         with in_phase(self.model, "quantize"):
             alone = AloneRun(self.model, self.moving, in_float.values)
             alone.compute(args, kwargs)
-            run = QuantizedRun(self.model, self.moving, in_float.values, alone.own, self.tallies)
+            rounded = self.fixed if self.twin else {}
+            sites = {**self.moving, **rounded}
+            run = QuantizedRun(self.model, sites, in_float.values, alone.own, self.tallies)
             run.compute(args, kwargs)
+        self.rounded = run.parameters
         self.batches += 1
         self.samples += len(in_float.outputs[0]) if in_float.outputs and in_float.outputs[0].ndim else 1
         self._add_outputs(in_float.outputs, run.outputs)
@@ -108,15 +127,21 @@ class _Measured:
                 same[0] += int(np.sum(f.argmax(1) == q.argmax(1)))
                 same[1] += len(f)
 
-    def result(self, name: str) -> Comparison:
-        """What was found."""
+    def result(self, name: str, note: str) -> Comparison:
+        """What was found.
+
+        Args:
+            name: of the recipe.
+            note: on what "float" stands for.
+        """
         kinds = {gives: note.kind for note in self.annotation.notes for gives in note.gives}
         sites = []
         for site in self.annotation.sites:
             if site.name in self.tallies:
                 sites.append(_activation(site, self.tallies[site.name], kinds.get(site.node, "")))
             elif site.name in self.parameters:
-                sites.append(_parameter(site, self._fake_quant(site), self.parameters[site.name]))
+                value, fq = self.parameters[site.name], self._fake_quant(site)
+                sites.append(_parameter(site, fq, value, self.rounded.get(site.name)))
         outputs = tuple(
             Output(i, shape, d.sqnr_db, d.cosine, same[0] / same[1] if same[1] else None)
             for i, (d, shape, same) in enumerate(self.outputs)
@@ -132,6 +157,7 @@ class _Measured:
             tuple(sites),
             groups,
             histograms,
+            note,
         )
 
     def _groups(self) -> Iterable[GroupCost]:
@@ -160,16 +186,17 @@ def _activation(site: Site, tally: SiteTally, kind: str) -> SiteError:
     )
 
 
-def _parameter(site: Site, fq: FakeQuant, value: np.ndarray) -> SiteError:
+def _parameter(site: Site, fq: FakeQuant, value: np.ndarray, rounded: np.ndarray | None) -> SiteError:
+    """The error of a parameter; ``rounded`` is what the graph has, None for ``value`` rounded to nearest."""
     qparams = fq.qparams()
+    flat = qparams
     if qparams.scheme.per_channel:
-        rows = fq.channels_first(value)
-        rows = np.moveaxis(rows, (qparams.scheme.axis or 0) if rows is value else 0, 0)
-        rows = rows.reshape(len(rows), -1)
         flat = QParams(qparams.scheme.replace(axis=0), qparams.scale, qparams.zero_point)
-    else:
-        rows, flat = value.reshape(1, -1), qparams
+    rows = _rows(fq, qparams, value)
     integers = quantize(rows, flat)
+    outside = clipped(rows, integers, flat)
+    if rounded is not None and rounded.shape == value.shape:
+        integers = quantize(_rows(fq, qparams, rounded), flat)
     difference = Difference()
     difference.add(rows, dequantize(integers, flat))
     scheme = qparams.scheme
@@ -185,9 +212,18 @@ def _parameter(site: Site, fq: FakeQuant, value: np.ndarray) -> SiteError:
         difference.sqnr_db,
         float("inf"),
         difference.cosine,
-        clipped(rows, integers, flat) / value.size,
+        outside / value.size,
         float(np.mean(width)) / (scheme.qmax - scheme.qmin),
     )
+
+
+def _rows(fq: FakeQuant, qparams: QParams, value: np.ndarray) -> np.ndarray:
+    """A parameter as (channels, rest), or as one row where all channels have the same scale."""
+    if not qparams.scheme.per_channel:
+        return value.reshape(1, -1)
+    rows = fq.channels_first(value)
+    rows = np.moveaxis(rows, (qparams.scheme.axis or 0) if rows is value else 0, 0)
+    return rows.reshape(len(rows), -1)
 
 
 def _cost(tally: SiteTally) -> float:

@@ -87,11 +87,16 @@ class QuantizedRun(_Run):
         super().__init__(model, sites)
         self.values, self.own, self.tallies = values, own, tallies
         self.unrounded: dict[str, np.ndarray] = {}
+        self.parameters: dict[str, np.ndarray] = {}  # rounded ones, which have no tally
 
     def on_value(self, name: str, value: Tensor) -> None:
-        self.unrounded[name] = value.numpy()
+        if name in self.tallies:
+            self.unrounded[name] = value.numpy()
 
     def on_rounded(self, name: str, value: Tensor) -> Tensor:
+        if name not in self.tallies:
+            self.parameters[name] = value.numpy()
+            return value
         # Nothing of a site is kept when it has been counted.
         reference, own = self.values.pop(name), self.own.pop(name)
         self.tallies[name].add(reference, own, self.unrounded.pop(name), value.numpy())

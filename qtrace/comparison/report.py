@@ -104,6 +104,7 @@ class Comparison:
         sites: every site, in graph order.
         groups: every group of several sites.
         histograms: site -> distribution of its float values.
+        note: what "float" stands for, where that is not the network that was traced; else "".
     """
 
     backend: str
@@ -114,6 +115,7 @@ class Comparison:
     sites: tuple[SiteError, ...]
     groups: tuple[GroupCost, ...]
     histograms: dict[str, Histogram]
+    note: str = ""
 
     def worst(self, count: int = 10) -> tuple[SiteError, ...]:
         """The activations with the largest error of their own, relative to their signal."""
@@ -146,11 +148,13 @@ class Comparison:
         return "\n\n".join((*parts, self.summary()))
 
     def summary(self) -> str:
-        """The error of the outputs, a line each."""
+        """The error of the outputs, a line each, and what is to be known of it."""
         lines = [f"{self.samples} samples in {self.batches} batches, {len(self.sites)} sites"]
         for output in self.outputs:
             same = "" if output.same is None else f", same prediction {output.same:.2%}"
             lines.append(f"output {output.index}: {db(output.sqnr_db)} dB, cosine {output.cosine:.6f}{same}")
+        if self.note:
+            lines.append(f"note: {self.note}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:

@@ -70,7 +70,8 @@ class ImageSource(SizedSource):
         except DataError as error:
             if not self._skip_bad:
                 raise DataError(
-                    f"batch {number}: {error} Mend or remove it, or leave such images out (skip_bad)."
+                    f"batch {number}: {error} Mend or remove it, or leave such images out "
+                    "(--skip-bad, skip_bad=True)."
                 ) from error
             self.skipped.append(str(path))
             return None

@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.batches import evaluating, told
-from qtrace.config import QConfig
-from qtrace.config.algorithm import algorithms, check_imported
-from qtrace.config.rule import specs
 from qtrace.errors import TrainingError
 from qtrace.finetuning._data import Samples, held_back, read, unpack
 from qtrace.finetuning._places import block_outputs
@@ -24,14 +21,13 @@ from qtrace.finetuning._twins import PARTS
 from qtrace.finetuning._watching import Frozen
 from qtrace.finetuning.report import FineTuned, Output
 from qtrace.finetuning.settings import Settings
-from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
-from qtrace.passes.record import Record, fake_quants, is_quantized, read_record
-from qtrace.phases import in_phase, set_phase
-from qtrace.preparation import prepare
+from qtrace.passes.record import Record, fake_quants, read_record
+from qtrace.phases import in_phase
 from qtrace.ptq._learning import queueless
 from qtrace.ptq._running import restoring
+from qtrace.twin import changed_weights, float_twin
 
 __all__ = ["FineTuned", "Frozen", "Output", "Settings", "finetune"]
 
@@ -124,31 +120,13 @@ def finetune(
 
 def _teacher(prepared: TracedModule, record: Record, given: TracedModule | None) -> TracedModule:
     """A graph of its own that computes what the float network computes, with the nodes of ``prepared``."""
-    if given is None:
-        changed = _changed_weights(record)
-        if changed:
-            raise TrainingError(
-                f"{', '.join(changed)} changed the weights, so that the graph in float is no longer the "
-                "float network: give that one, too (teacher=, or --teacher)."
-            )
-        twin = flatten(prepared)
-    elif is_quantized(given):
-        twin = flatten(given)
-    else:
-        config = QConfig.model_validate(record.qconfig)
-        check_imported(spec for _, spec in specs(config))
-        twin = prepare(given, config)
-    set_phase(twin, "float")
-    twin.eval()
-    return twin
-
-
-def _changed_weights(record: Record) -> list[str]:
-    """The algorithms that changed a calibrated graph."""
-    config = QConfig.model_validate(record.qconfig)
-    check_imported(spec for _, spec in config.ptq_entries)
-    late = {name for name, a in algorithms(config) if a.stage == "calibrated"}
-    return [report["algorithm"] for report in record.ptq if report["changed"] and report["algorithm"] in late]
+    changed = changed_weights(record)
+    if given is None and changed:
+        raise TrainingError(
+            f"{', '.join(changed)} changed the weights, so that the graph in float is no longer the "
+            "float network: give that one, too (teacher=, or --teacher)."
+        )
+    return float_twin(record, prepared if given is None else given)
 
 
 def _check_twin(teacher: TracedModule, blocks: tuple[str, ...]) -> None:

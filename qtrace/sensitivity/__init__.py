@@ -7,15 +7,18 @@ graph that is really prepared and calibrated so, and gives it as a recipe.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from qtrace.graph.types import TracedModule
+from qtrace.passes.record import read_record
 from qtrace.sensitivity.detection import DetectionLoss, Level
 from qtrace.sensitivity.metrics import Metric, choose
 from qtrace.sensitivity.mixed import MixedPrecision, mixed_precision
 from qtrace.sensitivity.ranking import Ranking, rank
 from qtrace.sensitivity.searching import Budget, Goal
 from qtrace.sensitivity.simulation import Simulation
+from qtrace.twin import float_twin, told_changed
 
 __all__ = [
     "Budget",
@@ -36,6 +39,7 @@ def analyze(
     metric: str | Metric = "sqnr",
     own: Callable[[TracedModule], float] | None = None,
     groups: bool = False,
+    float_model: TracedModule | None = None,
 ) -> Ranking:
     """Measures what each layer costs by itself.
 
@@ -46,6 +50,8 @@ def analyze(
             quantized graph, such as a `DetectionLoss`; more is better.
         own: a function that gets the graph, runs it on its own data, and returns a number: more is better.
         groups: whether to measure each group of sites by itself, too.
+        float_model: the network as traced, or prepared from it; None for the graph itself in float, which is
+            another network where an algorithm of ``ptq`` has changed weights in ``calibrate``.
 
     Raises:
         CalibrationError: when the module is not calibrated, or there are no batches.
@@ -53,4 +59,7 @@ def analyze(
             outputs that the graph does not have.
     """
     name, compares, asks = choose(metric, own)
-    return rank(Simulation(prepared, batches, compares, asks), name, groups)
+    record = read_record(prepared, "prepared")
+    twin = None if float_model is None else float_twin(record, float_model)
+    note = "" if twin is not None else told_changed(record, "give that, too (float_model=).")
+    return replace(rank(Simulation(prepared, batches, compares, asks, twin), name, groups), note=note)

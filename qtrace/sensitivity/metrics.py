@@ -45,8 +45,8 @@ def choose(metric: str | Metric, own: Own | None) -> tuple[str, Metric, Own | No
     known: dict[str, Metric] = {"sqnr": sqnr, "agreement": agreement}
     if metric not in known:
         raise ConfigError(
-            f"unknown metric {metric!r}; known: {', '.join(known)}, or name a function of your own as "
-            "'pkg.mod:function'."
+            f"unknown metric {metric!r}; known: {', '.join(known)}, detection, or name a function of your "
+            "own as 'pkg.mod:function'."
         )
     return metric, known[metric], None
 

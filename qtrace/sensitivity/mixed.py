@@ -9,6 +9,7 @@ from typing import Any
 
 from qtrace.calibration import calibrate
 from qtrace.config import QConfig
+from qtrace.graph.flatten import flatten
 from qtrace.graph.table import format_table
 from qtrace.graph.types import TracedModule
 from qtrace.preparation import prepare
@@ -20,6 +21,7 @@ from qtrace.sensitivity.metrics import Metric, Own, choose
 from qtrace.sensitivity.raising import Raise, patch_text
 from qtrace.sensitivity.searching import Budget, Goal, Step
 from qtrace.sensitivity.simulation import Simulation
+from qtrace.twin import late_algorithms
 
 __all__ = ["MixedPrecision", "mixed_precision"]
 
@@ -72,7 +74,7 @@ class MixedPrecision:
             (n, name, f"{step.value:.4g}", f"{step.macs:.1%}")
             for n, (name, step) in enumerate(zip(names, self.steps, strict=True))
         ]
-        headers = ("raised", "layer", self.metric, "MACs quantized")
+        headers = ("raised", "layer", self.metric, "MACs not raised")
         return f"{format_table(headers, rows, max_width)}\n\n{self.summary()}"
 
     def summary(self) -> str:
@@ -177,8 +179,9 @@ class _Trial:
         prepared = prepare(self.traced, config)
         if isinstance(self.compares, DetectionLoss):
             self.compares.of(prepared)  # what it cannot do is told before the calibration, which may be long
+        twin = flatten(prepared) if late_algorithms(config) else None  # before they change weights
         calibrate(prepared, self.calibration, progress=False)
-        return Simulation(prepared, self.measured, self.compares, self.own)
+        return Simulation(prepared, self.measured, self.compares, self.own, twin)
 
     def _layers(self, names: Iterable[str]) -> tuple[Layer, ...]:
         known = {layer.name: layer for layer in self.first.layers}

@@ -53,6 +53,7 @@ class Ranking:
         layers: one row for each layer, in graph order.
         groups: one row for each group of sites, in graph order; empty when it was not asked for.
         parts: with everything quantized the losses of each level, for a `DetectionLoss`; else empty.
+        note: what "float" stands for, where that is not the network that was traced; else "".
     """
 
     metric: str
@@ -60,6 +61,7 @@ class Ranking:
     layers: tuple[LayerRow, ...]
     groups: tuple[GroupRow, ...]
     parts: Parts = ()
+    note: str = ""
 
     def by_cost(self) -> tuple[LayerRow, ...]:
         """The layers, the one that costs most by itself first."""
@@ -90,6 +92,8 @@ class Ranking:
             ]
             parts.append(format_table(("level", *losses), levels, max_width))
         parts.append(f"{self.metric} with everything quantized: {self.quantized:.4g}")
+        if self.note:
+            parts[-1] += f"\nnote: {self.note}"
         return "\n\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,6 +101,7 @@ class Ranking:
         layers = [row.to_dict() for row in self.layers]
         groups = [asdict(row) for row in self.groups]
         data = {"metric": self.metric, "quantized": self.quantized, "layers": layers, "groups": groups}
+        data["note"] = self.note
         return {**data, "levels": list(self.parts)} if self.parts else data
 
 

@@ -19,6 +19,7 @@ from qtrace.phases import in_phase
 from qtrace.sensitivity.detection import DetectionLoss, Parts
 from qtrace.sensitivity.layers import Layer, active_groups, find_layers
 from qtrace.sensitivity.metrics import Metric, Outputs, sqnr
+from qtrace.sensitivity.restored import FloatValues
 from qtrace.verification import leaves
 
 __all__ = ["Answer", "Simulation", "outputs_of"]
@@ -48,6 +49,8 @@ class Simulation:
         batches: as for ``qtrace.calibrate``; a list, since they are run again and again.
         metric: compares outputs; None for `sqnr`.
         own: the user's metric, which runs the graph itself; it goes before ``metric``.
+        twin: the float network with the graph's nodes (`qtrace.twin`), which errors are measured against, and
+            which raised layers have their weights from; None for the graph itself in float.
 
     Raises:
         CalibrationError: when the module is not calibrated, or there are no batches.
@@ -60,6 +63,7 @@ class Simulation:
         batches: Iterable[Any],
         metric: Metric | None = None,
         own: Callable[[TracedModule], float] | None = None,
+        twin: TracedModule | None = None,
     ) -> None:
         self.prepared, self.own = prepared, own
         self.metric = metric.of(prepared) if isinstance(metric, DetectionLoss) else metric or sqnr
@@ -75,9 +79,10 @@ class Simulation:
         if not self.batches:
             raise CalibrationError("there are no batches to measure on: give at least one.")
         self._folds = {f"{fold.layer}_bn": fold.layer for fold in annotation.folds}
-        with in_phase(prepared, "float"):
-            self.reference = outputs_of(prepared, self.batches)
-            self.float_value = own(prepared) if own is not None else None
+        network = prepared if twin is None else twin
+        self._values = FloatValues(prepared, network, annotation, self.layers)
+        with in_phase(network, "float"):
+            self.reference = outputs_of(network, self.batches)
 
     def value(self, raised: Collection[str] = ()) -> float:
         """The metric with some layers in float.
@@ -106,7 +111,7 @@ class Simulation:
 
     def _ask(self, active: Collection[str], raised: Collection[str]) -> Answer:
         if self.own is not None:
-            with in_phase(self.prepared, "float"), evaluating(self.prepared):
+            with in_phase(self.prepared, "float"), evaluating(self.prepared), self._values.of(raised):
                 self._activate(active, raised)
                 return Answer(self.own(self.prepared))
         found = self._outputs(active, raised)
@@ -116,7 +121,7 @@ class Simulation:
         return Answer(self.metric.total(parts), parts)
 
     def _outputs(self, active: Collection[str], raised: Collection[str]) -> Outputs:
-        with in_phase(self.prepared, "float"):
+        with in_phase(self.prepared, "float"), self._values.of(raised):
             self._activate(active, raised)
             return outputs_of(self.prepared, self.batches)
 

@@ -105,3 +105,13 @@ def test_levels_closer_than_bins_keep_the_whole_range():
     observer = KullbackLeibler(QScheme(bits=16), bins=64)
     observer.observe(np.array([-1.0, 0.1, 3.0]))
     assert observer.range() == (-1.0, 3.0)
+
+
+@pytest.mark.parametrize("values", [9, 27, 144])
+def test_channels_of_few_values_keep_their_range(values):
+    """At 8 bits a depthwise weight has 9 values for 256 levels: clipping any of them is never worth it."""
+    weight = np.random.default_rng(values).normal(size=(32, values)).astype(np.float32)
+    observer = KullbackLeibler(QScheme(bits=8, signed=True, symmetric=True, axis=0))
+    observer.observe(weight)
+    lo, hi = observer.range()
+    np.testing.assert_allclose(np.maximum(-lo, hi), np.abs(weight).max(axis=1), rtol=1e-6)

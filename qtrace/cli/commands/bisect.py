@@ -47,19 +47,19 @@ def bisect(
 ) -> int:
     """Find the first op whose integers differ from the runtime's, and say what the difference looks like.
 
-    The exit code is 1 if there is one. --recipe is needed only for its preprocess, with images.
+    The exit code is 1 if there is one. Images and raw pixels are prepared as MODEL's recipe says, or as
+    --recipe does.
     """
     with console.work():
         import qtrace
 
-        qconfig = qtrace.load_recipe(recipe, allow_code=allow_code) if recipe else None
+        loaded = models.load_model(model, allow)
+        qconfig = models.preprocessing(loaded, recipe, allow_code)
         source = models.open_source(
             data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
         )
         batches = console.bar(source, "bisect")
-        found = qtrace.bisect(
-            file, models.load_model(model, allow), batches, runtime=runtime, max_lsb=max_lsb
-        )
+        found = qtrace.bisect(file, loaded, batches, runtime=runtime, max_lsb=max_lsb)
         text = (
             f"no site differs by more than {max_lsb} LSB, and no output" if found is None else found.table()
         )

@@ -19,7 +19,7 @@ __all__ = ["compare"]
     cls=help.Command,
     example="""
         qtrace compare int8/quantized.mge --data unseen/ --recipe resnet50
-        qtrace compare int8/prepared.mge --data unseen.npy --sort own --html errors.html
+        qtrace compare int8/prepared.mge --data unseen.npy --sort own --html errors.html --float float.mge
     """,
 )
 @click.argument("model")
@@ -31,6 +31,12 @@ __all__ = ["compare"]
     default="graph",
     show_default=True,
     help="The order of the sites: that of the graph, or the worst first by this column.",
+)
+@click.option(
+    "--float",
+    "float_model",
+    metavar="F",
+    help="The float network, if `ptq` algorithms or training changed the weights.",
 )
 @click.option("--html", type=options.file_or_folder(), help="Also write a page with plots into this file.")
 @options.allow
@@ -45,6 +51,7 @@ def compare(
     recipe: str | None,
     allow_code: bool,
     sort: str,
+    float_model: str | None,
     html: Path | None,
     allow: tuple[str, ...],
     console: Console,
@@ -53,19 +60,20 @@ def compare(
 
     MODEL is a calibrated prepared.mge or a quantized.mge. "own" is the error that arises at a site with all
     before it in float, "inherited" what the sites before it bring; both relative to the signal, in dB: higher
-    is better. Use data that was not used to calibrate. --recipe is needed only for its preprocess: with
-    images, or raw pixels.
+    is better. Use data that was not used to calibrate. Images and raw pixels are prepared as
+    MODEL's recipe says, or as --recipe does.
     """
     width = shutil.get_terminal_size().columns if on_terminal() else None
     with console.work():
         import qtrace
 
-        qconfig = qtrace.load_recipe(recipe, allow_code=allow_code) if recipe else None
         loaded = models.load_model(model, allow)
+        qconfig = models.preprocessing(loaded, recipe, allow_code)
         source = models.open_source(
             data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
         )
-        comparison = qtrace.compare(loaded, console.bar(source, "compare"))
+        network = models.load_model(float_model, allow) if float_model else None
+        comparison = qtrace.compare(loaded, console.bar(source, "compare"), float_model=network)
         if html is not None:
             page = comparison.html()
             with output_file(html) as partial:

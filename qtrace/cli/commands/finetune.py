@@ -86,7 +86,7 @@ def finetune(
         settings = _settings(asked, batch_size)
         prepared = models.load_model(model, asked["allow"])
         teacher = models.load_model(asked["teacher"], asked["allow"]) if asked["teacher"] else None
-        qconfig = _preprocessing(prepared, asked["recipe"])
+        qconfig = models.preprocessing(prepared, asked["recipe"])
         sizes = {name: asked[name] for name in ("max_batches", "skip_bad")} | {"batch_size": batch_size}
         source = models.open_source(data, console, qconfig=qconfig, **sizes)
         unseen = None
@@ -119,13 +119,3 @@ def _settings(asked: dict[str, Any], batch_size: int) -> Any:
     given |= {"blocks": asked["blocks"] or None, "checkpoint_every": asked["checkpoint_steps"]}
     given = {name: value for name, value in given.items() if value is not None}
     return Settings(batch_size=batch_size, **given)
-
-
-def _preprocessing(prepared: Any, recipe: str | None) -> Any:
-    """The config whose preprocess the data needs: the recipe's, or else that of the model."""
-    import qtrace
-    from qtrace.passes.record import read_record
-
-    if recipe:
-        return qtrace.load_recipe(recipe)
-    return qtrace.QConfig.model_validate(read_record(prepared, "prepared").qconfig)

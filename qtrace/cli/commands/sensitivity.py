@@ -91,9 +91,9 @@ def sensitivity(
     """Tell which layers cost accuracy, and find the fewest to raise.
 
     MODEL is a traced file or pkg.mod:factory; it is prepared by the recipe and calibrated on --data. Without
-    a goal, every layer is measured by itself. With --at-least or --max-drop (or a recipe's `expect` with a
-    metric that is known here), the fewest layers are raised; with --budget, the best ones. The exit code is 1
-    if a goal is not reached.
+    a goal, every layer is measured by itself. With --at-least or --max-drop (or a recipe's `expect`, if its
+    metric is --metric, or the name of the function there), the fewest layers are raised; with --budget, the
+    best ones. The exit code is 1 if a goal is not reached.
     """
     with console.work():
         import qtrace
@@ -120,7 +120,7 @@ def sensitivity(
             if isinstance(chosen.get("metric"), DetectionLoss):
                 chosen["metric"] = chosen["metric"].of(prepared)  # before it calibrates, which may be long
             qtrace.calibrate(prepared, calibration, progress=console.progress)
-            result: Any = analyze(prepared, measured, groups=asked["groups"], **chosen)
+            result: Any = analyze(prepared, measured, groups=asked["groups"], float_model=traced, **chosen)
         else:
             base = _importable(recipe or "onnxruntime", patch)
             raise_to = asked["raise_to"]
@@ -149,7 +149,7 @@ def _goal(asked: dict[str, Any], qconfig: Any) -> Any:
     if given:
         return Goal(asked["at_least"], asked["max_drop"])
     expected = qconfig.expect
-    if expected is not None and expected.metric == asked["metric"]:
+    if expected is not None and expected.metric == asked["metric"].rpartition(":")[2].rpartition(".")[2]:
         return Goal(max_drop=expected.max_drop)
     return None
 

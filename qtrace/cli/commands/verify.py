@@ -43,17 +43,19 @@ def verify(
 ) -> int:
     """Run an exported file in its runtime beside the quantized graph, and compare every site.
 
-    The exit code is 1 if they differ. --recipe is needed only for its preprocess: with images, or raw pixels.
+    The exit code is 1 if they differ. Images and raw pixels are prepared as MODEL's recipe says, or as
+    --recipe does.
     """
     with console.work():
         import qtrace
 
-        qconfig = qtrace.load_recipe(recipe, allow_code=allow_code) if recipe else None
+        loaded = models.load_model(model, allow)
+        qconfig = models.preprocessing(loaded, recipe, allow_code)
         source = models.open_source(
             data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
         )
         batches = console.bar(source, "verify")
-        report = qtrace.verify(file, models.load_model(model, allow), batches, runtime=runtime)
+        report = qtrace.verify(file, loaded, batches, runtime=runtime)
         text, result = report.table(), report.to_dict()
     models.tell_skipped(source, console)
     console.result(text, {"passed": bool(report.passed), **result})

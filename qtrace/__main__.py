@@ -1,0 +1,7 @@
+"""``python -m qtrace``."""
+
+from __future__ import annotations
+
+from qtrace.cli import main
+
+main()

@@ -66,8 +66,8 @@ def float_twin(record: Record, given: TracedModule) -> TracedModule:
         A prepared graph of its own, in the phase ``float`` and in eval mode.
 
     Raises:
-        ConfigError: when the config does not fit the network, or names code of its own in a module that nobody
-            has imported.
+        ConfigError: when the config does not fit the network, or names code of its own in a module that
+            nobody has imported.
         GraphError: when ``given`` is no traced module, or is converted.
     """
     if is_quantized(given):

@@ -284,22 +284,23 @@ def test_a_browser_draws_the_plots_without_a_network(written: Any, found: Compar
         assert np.count_nonzero(near) > least, f"the page does not show {colour}"
 
 
+@pytest.fixture(scope="module")
+def both() -> tuple[TracedModule, TracedModule]:
+    module = net(
+        _forward,
+        first=M.Conv2d(3, 4, 3, padding=1),
+        second=M.Conv2d(4, 4, 3, padding=1),
+        fc=M.Linear(8, 3),
+    )
+    traced = qtrace.trace(module, images(2, 3, 8, 8))
+    config = {"backend": "generic", "weight": {"bits": 4}, "ptq": ["fuse_bn", "gptq", "bias_correction"]}
+    prepared = qtrace.prepare(traced, config)
+    qtrace.calibrate(prepared, _data(0), progress=False)
+    return traced, prepared
+
+
 class TestTheFloatNetwork:
     """Where algorithms have changed weights, the graph in float is not the network any more."""
-
-    @pytest.fixture(scope="class")
-    def both(self) -> tuple[TracedModule, TracedModule]:
-        module = net(
-            _forward,
-            first=M.Conv2d(3, 4, 3, padding=1),
-            second=M.Conv2d(4, 4, 3, padding=1),
-            fc=M.Linear(8, 3),
-        )
-        traced = qtrace.trace(module, images(2, 3, 8, 8))
-        config = {"backend": "generic", "weight": {"bits": 4}, "ptq": ["fuse_bn", "gptq", "bias_correction"]}
-        prepared = qtrace.prepare(traced, config)
-        qtrace.calibrate(prepared, _data(0), progress=False)
-        return traced, prepared
 
     def test_its_outputs_are_the_reference(self, both: tuple[TracedModule, TracedModule]) -> None:
         traced, prepared = both

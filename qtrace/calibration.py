@@ -82,7 +82,8 @@ def calibrate(
     statistics = observe_parameters(prepared, statistics)
     with _undone_on_failure(prepared), evaluating(prepared):
         _apply(prepared, statistics)
-        data = Batches(batches, prepared, _count(batches, max_batches) or len(statistics.batches))
+        seen = len(statistics.batches)  # of all ranks, where there are several
+        data = Batches(batches, prepared, min(_count(batches, max_batches) or seen, seen))
         run_calibrated(prepared, algorithms, data, progress, _checkpoint(state))
         if algorithms:
             _fit_biases(prepared)  # learned scales may have become smaller

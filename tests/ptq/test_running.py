@@ -182,6 +182,14 @@ def test_a_config_with_algorithms_survives_yaml(tmp_path: Path) -> None:
     assert qtrace.load_recipe(path) == config
 
 
+class _Unsized:
+    def __init__(self, data: list[np.ndarray]) -> None:
+        self.data = data
+
+    def __iter__(self) -> Any:
+        return iter(self.data)
+
+
 def test_samples_bounds_what_algorithms_read_evenly_spread() -> None:
     data = [images(4, 4, 8, 8, seed=s) for s in range(7)]
     prepared = _prepared({"gptq": {"samples": 12}}, "bias_correction")
@@ -201,7 +209,7 @@ def test_samples_bounds_what_algorithms_read_evenly_spread() -> None:
     assert left[0][-1] == "3 of 7 batches were read, for samples is 12"
     assert not any("batches were read" in line for line in left[1])  # 128 are more than there are
     few = _prepared({"gptq": {"samples": 12}}, "bias_correction")
-    qtrace.calibrate(few, data, progress=False)
+    qtrace.calibrate(few, _Unsized(data), max_batches=100, progress=False)  # spread over those that there are
     np.testing.assert_array_equal(few.a.weight.numpy(), prepared.a.weight.numpy())
     assert max(seen) == 6
 

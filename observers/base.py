@@ -271,10 +271,8 @@ class Observer(ABC):
         """x as contiguous float32 of shape (A, C, B), C being 1 per tensor."""
         x = np.asarray(x)
         if x.dtype.kind != "f" or not x.size:
-            what = f"{x.dtype} values" if x.size else f"an empty array of shape {x.shape}"
-            raise CalibrationError(
-                f"{where}: it is {what}: give an array of floats with at least one element."
-            )
+            what = f"holds {x.dtype} values" if x.size else f"is an empty array of shape {x.shape}"
+            raise CalibrationError(f"{where}: it {what}: give an array of floats with at least one element.")
         with np.errstate(over="ignore"):  # to infinity, which is refused by name
             x = np.ascontiguousarray(x, dtype=np.float32)
         axis = self._scheme.axis

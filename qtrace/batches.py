@@ -16,6 +16,8 @@ from qtrace.graph.types import TracedModule
 
 __all__ = ["as_arguments", "evaluating", "refuse_nan", "told"]
 
+_SHOWN = 3  # of a list inside of a batch, in a message
+
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -107,7 +109,8 @@ def _tensors(value: Any, index: int) -> Any:
     if isinstance(value, Mapping):
         return {k: _tensors(v, index) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(_tensors(v, index) for v in value)
+        found = [_tensors(v, index) for v in value]
+        return found if isinstance(value, list) else tuple(found)  # a named tuple, too
     return _tensor(value, index)
 
 
@@ -127,6 +130,8 @@ def _wanted(batch: Any, inputs: list[tuple[str, tuple[int, ...]]]) -> str:
     """What a model takes, in words, and what to do about a batch that is something else."""
     if isinstance(batch, Mapping) and set(batch) != {name for name, _ in inputs}:
         advice = "name them so"
+    elif isinstance(batch, (tuple, list)) and all(isinstance(item, (tuple, list)) for item in batch):
+        advice = "make one array of each list of numbers"
     elif isinstance(batch, (tuple, list)) and len(batch) > len(inputs):
         advice = "leave out what is no input, such as labels"
     else:
@@ -147,7 +152,8 @@ def _shape(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key!r}: {_shape(item)}' for key, item in value.items())}}}"
     if isinstance(value, (tuple, list)):
-        return f"[{', '.join(_shape(item) for item in value)}]"
+        more = ", ..." if len(value) > _SHOWN else ""
+        return f"[{', '.join(_shape(item) for item in value[:_SHOWN])}{more}]"
     return str(tuple(int(n) for n in value.shape))
 
 

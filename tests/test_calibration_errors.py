@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import megengine as mge
 import megengine.module as M
@@ -65,6 +65,20 @@ def test_a_batch_of_other_inputs_is_told_what_the_model_takes(case: str) -> None
     sentence = sentence.replace("{}", r"\(2, 3, 4, 4\)")
     with pytest.raises(CalibrationError, match=f"^batch 1 gives {sentence}[^\n]*\\.$"):
         qtrace.calibrate(_prepared(), [_X, batch], progress=False)
+
+
+def test_lists_of_numbers_are_told_in_few_words() -> None:
+    with pytest.raises(CalibrationError, match="make one array of each list of numbers") as caught:
+        qtrace.calibrate(_prepared(), [_X.tolist()], progress=False)
+    assert len(str(caught.value)) < 600
+
+
+def test_a_named_tuple_is_a_tuple() -> None:
+    class Batch(NamedTuple):
+        image: np.ndarray
+
+    prepared = qtrace.calibrate(_prepared(), [Batch(_X)], progress=False)
+    assert float(prepared.qsites.inp.scale) > 0
 
 
 def test_several_inputs_are_named_wherever_they_stand() -> None:

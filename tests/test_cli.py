@@ -589,6 +589,9 @@ def test_an_interrupted_calibration_is_resumed_and_a_second_one_is_refused(run, 
     Path("out", outputs.WORK, "lock").write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
     assert "out was locked by process 1 on elsewhere" in run(*command, "out", "--resume").err
     Path("out", outputs.WORK, "lock").unlink()
+    other = run(*command, "out", "--resume", "--batch-size", "2", "--engine", "onnxruntime")
+    assert "belongs to another calibration" in other.err
+    assert "go on with --resume" not in other.err
     resumed = run(*command, "out", "--resume", "--json")
     assert resumed.code == 0, resumed.err
     assert "3 batches were observed before" in resumed.err

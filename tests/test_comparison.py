@@ -20,6 +20,7 @@ import pytest
 from PIL import Image
 
 import qtrace
+from qtrace import cli
 from qtrace.comparison import Comparison
 from qtrace.errors import CalibrationError, ConfigError, GraphError
 from qtrace.graph.types import TracedModule
@@ -228,7 +229,7 @@ def written(prepared: TracedModule, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("compare")
     qtrace.save(prepared, folder / "prepared.mge")
     np.save(folder / "unseen.npy", np.concatenate(_data(1)))
-    command = [sys.executable, "-m", "qtrace.cli", "compare", "prepared.mge", "--data", "unseen.npy"]
+    command = [sys.executable, "-m", "qtrace", "compare", "prepared.mge", "--data", "unseen.npy"]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [*command, "--json", "--html", "page.html"],
@@ -238,6 +239,30 @@ def written(prepared: TracedModule, tmp_path_factory: pytest.TempPathFactory) ->
         env={**os.environ, "PYTHONPATH": path},
     )
     return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr, page=folder / "page.html")
+
+
+def test_the_command_takes_the_network_and_the_models_own_preprocess(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = net(lambda self, x: self.first(x), first=M.Conv2d(3, 4, 3))
+    traced = qtrace.trace(module, images(2, 3, 8, 8))
+    preprocess = {"size": [3, 8, 8], "mean": [128.0] * 3, "std": [64.0] * 3, "channels": "rgb"}
+    prepared = qtrace.prepare(traced, {"preprocess": preprocess, "ptq": ["fuse_bn", "bias_correction"]})
+    qtrace.calibrate(prepared, _data(0), progress=False)
+    qtrace.save(prepared, "prepared.mge")
+    qtrace.save(traced, "float.mge")
+    (tmp_path / "images").mkdir()
+    Image.fromarray(np.arange(192, dtype=np.uint8).reshape(8, 8, 3)).save("images/a.png")
+    said = []
+    for more in ([], ["--float", "float.mge"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["compare", "prepared.mge", "--data", "images", "--json", *more])
+        captured = capsys.readouterr()
+        assert caught.value.code == 0, captured.err
+        said.append(json.loads(captured.out)["note"])
+    assert said[0].startswith("bias_correction changed the weights")
+    assert said[1] == ""
 
 
 def test_the_command_prints_and_writes_a_page(written: Any) -> None:

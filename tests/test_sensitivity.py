@@ -273,6 +273,13 @@ def test_the_command_writes_a_recipe_that_works(
     assert list(config.rules[-1].match.name or ()) == document["raised"]
     real = qtrace.prepare(traced, config)
     qtrace.calibrate(real, [np.concatenate(_data(0))], progress=False)
+    Path("evaluation.py").write_text("def top1(model):\n    return 1.0\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with Path("low.yaml").open("a", encoding="utf-8") as file:
+        file.write("expect: {metric: top1, max_drop: 0.5}\n")
+    expected = run("--metric", "evaluation:top1", "--json")
+    assert expected.code == 0
+    assert json.loads(expected.out)["target"] == 0.5
     two = run("--at-least", "24", "--max-drop", "1")
     assert (two.code, two.err.count("\n")) == (2, 1)
     assert "--at-least and --max-drop are two goals" in two.err

@@ -82,10 +82,12 @@ def resumable_folder(
             stack.callback(_leave, target, work, made)
             _sweep(target, folder)
             _check_checkpoints(path, work, force, resume)
+            before = _times(work)
             try:
                 yield folder, work
-            except BaseException:
-                if kept(work):
+            except BaseException as error:
+                refused = isinstance(error, QtraceError) and _times(work) == before
+                if kept(work) and not refused:
                     note(f"what was done is kept in {path}: go on with --resume")
                 raise
             engine.synchronize()
@@ -93,6 +95,11 @@ def resumable_folder(
                 _replace(target, folder)
             except OSError as error:
                 raise QtraceError(f"{path} cannot be replaced: {error.strerror}.") from error
+
+
+def _times(work: Path) -> dict[str, int]:
+    """When each checkpoint was written."""
+    return {entry.name: entry.stat().st_mtime_ns for entry in work.iterdir() if entry.is_file()}
 
 
 def _unfinished(target: Path) -> bool:

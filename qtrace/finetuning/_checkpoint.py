@@ -42,11 +42,11 @@ def load(path: Path, identity: str) -> dict[str, Any]:
         found = json.loads(content.pop("meta").tobytes())["identity"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TrainingError(
-            f"the checkpoint {path} is damaged ({type(error).__name__}): remove it and begin anew."
+            f"the checkpoint {path} is damaged ({type(error).__name__}): remove it and begin anew (--force)."
         ) from error
     if found != identity:
         raise TrainingError(
             f"the checkpoint {path} belongs to another fine-tuning: the model, the data or a setting has "
-            "changed since. Put it back, or remove the checkpoint and begin anew."
+            "changed since. Put it back, or remove the checkpoint and begin anew (--force)."
         )
     return content

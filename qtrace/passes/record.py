@@ -80,7 +80,7 @@ def read_record(model: Module, stage: str | None = None) -> Record:
     if not isinstance(model, TracedModule) or text is None:
         raise GraphError(
             f"{type(model).__name__} is not a {stage or 'prepared'} module: "
-            "call qtrace.prepare on a traced one first."
+            "call qtrace.prepare on a traced one first, or give a file that `qtrace calibrate` wrote."
         )
     try:
         record = _parse(text)
@@ -90,7 +90,9 @@ def read_record(model: Module, stage: str | None = None) -> Record:
         ) from error
     if stage is not None and record.stage != stage:
         todo = (
-            "call qtrace.convert on it first" if stage == "converted" else "use the prepared one it came from"
+            "call qtrace.convert on it first, or give the file quantized.mge"
+            if stage == "converted"
+            else "use the prepared one it came from (prepared.mge)"
         )
         raise GraphError(f"the module is {record.stage}, not {stage}: {todo}.")
     return record

@@ -160,8 +160,8 @@ class _Planted:
     def value(self, raised: Any = ()) -> float:
         return sum(self.gain[name] for name in raised)
 
-    def noise(self, raised: Any = ()) -> float:
-        return sum(v for name, v in self.loudness.items() if name not in raised)
+    def noise(self, layer: Any) -> float:
+        return self.loudness[layer.name]
 
 
 def test_the_search_is_not_misled_by_noise_that_does_not_matter() -> None:
@@ -287,6 +287,38 @@ def test_the_command_writes_a_recipe_that_works(
     assert alone.code == 2
     assert "--patch is written by a search" in alone.err
     assert not Path("mixed.yaml").exists()
+
+
+def test_raising_weights_alone_leaves_activations_rounded(
+    traced: TracedModule, prepared: TracedModule
+) -> None:
+    simulation = Simulation(prepared, _data(1), activations=False)
+    names = [layer.name for layer in simulation.layers]
+    found = simulation.value(names)
+    # The same, prepared for real: float weights are those of 16 bits, to 4 digits.
+    wide = qtrace.prepare(traced, {**W4, "weight": {"bits": 16}})
+    qtrace.calibrate(wide, _data(0), progress=False)
+    truth = sqnr_db(_outputs(wide, "float"), _outputs(wide, "quantize"))
+    assert found == pytest.approx(truth, abs=0.5)
+    assert simulation.value() < found < simulation.in_float() == float("inf")
+    # A layer's noise is that of its weight alone: c_out's, with one scale for channels that differ widely.
+    layer = next(layer for layer in simulation.layers if layer.name == "c_out")
+    alone = qtrace.prepare(traced, W4)
+    qtrace.calibrate(alone, _data(0), progress=False)
+    f = _outputs(alone, "float")
+    alone.qsites.c_weight.phase = "quantize"
+    q = np.concatenate([alone(mge.Tensor(x)).numpy() for x in _data(1)])
+    assert simulation.noise(layer) == pytest.approx(10 ** (-sqnr_db(f, q) / 10), rel=1e-3)
+
+
+def test_a_search_for_weights_foretells_what_it_comes_to(traced: TracedModule) -> None:
+    base = qtrace.QConfig(**W4)
+    found = mixed_precision(traced, base, _data(0), goal=Budget("bytes", 500), raise_to="w16")
+    assert found.layers
+    assert found.steps[-1].value == pytest.approx(found.reached, abs=1.0)
+    assert "sqnr, raised weights in float" in found.table()
+    with pytest.raises(CalibrationError, match="with all of their weights in float it is"):
+        mixed_precision(traced, base, _data(0), goal=Goal(at_least=90.0), raise_to="w8")
 
 
 class TestChangedWeights:

@@ -109,19 +109,23 @@ def _layer(
     )
 
 
-def active_groups(layers: Iterable[Layer], raised: Collection[str]) -> frozenset[str]:
-    """The groups, and the sites of biases, that are still rounded when some layers compute in float.
+def active_groups(
+    layers: Iterable[Layer], raised: Collection[str], *, weights: bool = True, activations: bool = True
+) -> frozenset[str]:
+    """The groups, and the sites of biases, that are still rounded when some layers are raised.
 
     A tensor is rounded as long as one layer that stays reads it, or gives it.
 
     Args:
         layers: all layers of the graph.
-        raised: the names of those in float.
+        raised: the names of those that are.
+        weights, activations: whether raising a layer concerns its weight, and what it reads and gives.
     """
-    staying = [layer for layer in layers if layer.name not in raised]
-    return frozenset(
-        name
-        for layer in staying
-        for name in (*layer.reads, *layer.gives, *layer.biases, layer.weight)
-        if name
-    )
+    found: set[str] = set()
+    for layer in layers:
+        up = layer.name in raised
+        if not (up and weights):
+            found.add(layer.weight)
+        if not (up and activations):
+            found.update((*layer.reads, *layer.gives, *layer.biases))
+    return frozenset(found - {""})

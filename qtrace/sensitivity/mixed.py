@@ -74,7 +74,7 @@ class MixedPrecision:
             (n, name, f"{step.value:.4g}", f"{step.macs:.1%}")
             for n, (name, step) in enumerate(zip(names, self.steps, strict=True))
         ]
-        headers = ("raised", "layer", self.metric, "MACs not raised")
+        headers = ("raised", "layer", f"{self.metric}, {self.how.simulated()} in float", "MACs not raised")
         return f"{format_table(headers, rows, max_width)}\n\n{self.summary()}"
 
     def summary(self) -> str:
@@ -113,8 +113,9 @@ def mixed_precision(
 ) -> MixedPrecision:
     """Finds the fewest layers to raise for a goal, or the best ones within a budget.
 
-    While it searches, a raised layer computes in float. What it found is then prepared and calibrated for
-    real; where that falls short of the goal, the next layers by noise are raised, too.
+    While it searches, what is raised of a layer (its weight, its activations, or both) is in float. What it
+    found is then prepared and calibrated for real; where that falls short of the goal, the next layers by
+    noise are raised, too.
 
     Args:
         traced: a traced module.
@@ -155,7 +156,7 @@ class _Trial:
         self.calibration, self.measured = calibration, measured
         self.name, self.compares, self.own = metric
         self.first = self._simulation(base)
-        self.in_float = self.first.value([layer.name for layer in self.first.layers])
+        self.in_float = self.first.in_float()
 
     def spend(self, budget: Budget) -> MixedPrecision:
         """The best layers within a budget."""
@@ -181,7 +182,7 @@ class _Trial:
             self.compares.of(prepared)  # what it cannot do is told before the calibration, which may be long
         twin = flatten(prepared) if late_algorithms(config) else None  # before they change weights
         calibrate(prepared, self.calibration, progress=False)
-        return Simulation(prepared, self.measured, self.compares, self.own, twin)
+        return Simulation(prepared, self.measured, self.compares, self.own, twin, **self.how.sides())
 
     def _layers(self, names: Iterable[str]) -> tuple[Layer, ...]:
         known = {layer.name: layer for layer in self.first.layers}

@@ -47,6 +47,20 @@ class Raise:
             )
         return cls(**bits)
 
+    def sides(self) -> dict[str, bool]:
+        """Whether raising a layer concerns its weight, and what it reads, as arguments of a `Simulation`."""
+        whole = self == Raise()
+        return {
+            "weights": whole or self.weight is not None,
+            "activations": whole or self.activation is not None,
+        }
+
+    def simulated(self) -> str:
+        """What of raised layers is in float while layers are searched."""
+        if all(self.sides().values()):
+            return "raised"
+        return "raised weights" if self.weight is not None else "raised activations"
+
     def changes(self, layer: Layer) -> bool:
         """Whether raising makes a layer any different."""
         return self.bits(layer) != (layer.weight_bits, layer.activation_bits)

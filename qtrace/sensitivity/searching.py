@@ -91,10 +91,7 @@ class Budget:
 
 def by_noise(simulation: Simulation) -> tuple[Layer, ...]:
     """The layers by the output noise that each makes alone, the noisiest first."""
-    names = [layer.name for layer in simulation.layers]
-    noise = {
-        layer.name: simulation.noise([n for n in names if n != layer.name]) for layer in simulation.layers
-    }
+    noise = {layer.name: simulation.noise(layer) for layer in simulation.layers}
     return tuple(sorted(simulation.layers, key=lambda layer: -noise[layer.name]))
 
 
@@ -118,7 +115,7 @@ def fewest(simulation: Simulation, order: Sequence[Layer], target: float) -> tup
     ladder = next((n for n in range(1, len(names) + 1) if simulation.value(names[:n]) >= target), None)
     if ladder is None:
         raise CalibrationError(
-            f"no set of layers reaches {target:g}: with all of them in float it is "
+            f"no set of layers reaches {target:g}: with all of {_sides(simulation)} in float it is "
             f"{simulation.value(names):g}."
         )
     found = [_pruned(simulation, names[:ladder], target)]
@@ -149,11 +146,10 @@ def within(simulation: Simulation, budget: Budget, how: Raise) -> tuple[tuple[St
             f"the graph takes {spent:.4g} {budget.unit} without raising a layer, the budget is "
             f"{budget.most:.4g}: start from fewer bits."
         )
-    names = [layer.name for layer in simulation.layers]
     ratio = {}
     for layer in filter(how.changes, simulation.layers):
         price = budget.cost(layer, how.bits(layer)) - budget.cost(layer)
-        noise = simulation.noise([n for n in names if n != layer.name])
+        noise = simulation.noise(layer)
         ratio[layer.name] = (noise / price if price > 0 else float("inf"), price)
     steps, raised = [_step(simulation, ())], []
     for name in sorted(ratio, key=lambda n: -ratio[n][0]):
@@ -199,3 +195,10 @@ def _step(simulation: Simulation, raised: tuple[str, ...]) -> Step:
     total = sum(layer.macs for layer in simulation.layers)
     staying = sum(layer.macs for layer in simulation.layers if layer.name not in raised)
     return Step(raised, simulation.value(raised), staying / total if total else 1.0)
+
+
+def _sides(simulation: Simulation) -> str:
+    """What raising layers puts in float."""
+    if simulation.weights and simulation.activations:
+        return "them"
+    return "their weights" if simulation.weights else "their activations"

@@ -51,6 +51,7 @@ class Simulation:
         own: the user's metric, which runs the graph itself; it goes before ``metric``.
         twin: the float network with the graph's nodes (`qtrace.twin`), which errors are measured against, and
             which raised layers have their weights from; None for the graph itself in float.
+        weights, activations: whether raising a layer puts its weight, and what it reads and gives, in float.
 
     Raises:
         CalibrationError: when the module is not calibrated, or there are no batches.
@@ -64,16 +65,20 @@ class Simulation:
         metric: Metric | None = None,
         own: Callable[[TracedModule], float] | None = None,
         twin: TracedModule | None = None,
+        *,
+        weights: bool = True,
+        activations: bool = True,
     ) -> None:
         self.prepared, self.own = prepared, own
+        self.weights, self.activations = weights, activations
         self.metric = metric.of(prepared) if isinstance(metric, DetectionLoss) else metric or sqnr
         annotation = read_record(prepared, "prepared").annotation
         for fq in fake_quants(prepared):
             fq.qparams()  # asks whether it is calibrated
         nodes = [node for expr in exprs(prepared) for node in expr.outputs]
         shapes = {node.name: node.shape for node in nodes if isinstance(node, TensorNode)}
-        weights = {s.group: s.node for s in annotation.sites if s.sort == "weight"}
-        sizes = {group: math.prod(int(n) for n in shapes[node] or ()) for group, node in weights.items()}
+        stored = {s.group: s.node for s in annotation.sites if s.sort == "weight"}
+        sizes = {group: math.prod(int(n) for n in shapes[node] or ()) for group, node in stored.items()}
         self.layers: tuple[Layer, ...] = find_layers(annotation, sizes)
         self.batches = list(batches)
         if not self.batches:
@@ -94,20 +99,42 @@ class Simulation:
 
     def answer(self, raised: Collection[str] = ()) -> Answer:
         """The same with the parts of the metric, where it has some."""
-        return self._ask(active_groups(self.layers, raised), raised)
+        return self._ask(self._active(raised), raised if self.weights else ())
+
+    def in_float(self) -> float:
+        """The metric with all layers in float."""
+        return self._ask(frozenset(), [layer.name for layer in self.layers]).value
 
     def only(self, layer: Layer) -> Answer:
         """The metric with all layers but one in float."""
-        return self.answer([other.name for other in self.layers if other.name != layer.name])
+        return self._ask(active_groups([layer], ()), self._others(layer))
 
     def only_group(self, group: str) -> float:
         """The metric with all sites but those of one group in float."""
         return self._ask(frozenset({group}), [layer.name for layer in self.layers]).value
 
-    def noise(self, raised: Collection[str] = ()) -> float:
-        """Output noise relative to the signal, as a power: what `sqnr` is the logarithm of."""
-        found = self._outputs(active_groups(self.layers, raised), raised)
+    def noise(self, layer: Layer | None = None) -> float:
+        """Output noise relative to the signal, as a power: what `sqnr` is the logarithm of.
+
+        Args:
+            layer: the one that makes it, by that of its roundings which raising takes away, with all else in
+                float; None for all layers.
+        """
+        if layer is None:
+            found = self._outputs(self._active(()), ())
+        else:
+            parts = active_groups([layer], ()) - active_groups([layer], [layer.name], **self._sides())
+            found = self._outputs(parts, self._others(layer))
         return float(10 ** (-sqnr(self.reference, found) / 10))
+
+    def _others(self, layer: Layer) -> list[str]:
+        return [other.name for other in self.layers if other.name != layer.name]
+
+    def _sides(self) -> dict[str, bool]:
+        return {"weights": self.weights, "activations": self.activations}
+
+    def _active(self, raised: Collection[str]) -> frozenset[str]:
+        return active_groups(self.layers, raised, **self._sides())
 
     def _ask(self, active: Collection[str], raised: Collection[str]) -> Answer:
         if self.own is not None:

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qtrace import fakequant, graph, observers, recipes
+    from qtrace import fakequant, graph, observers, qat, recipes, sensitivity
     from qtrace.bisection import bisect
     from qtrace.calibration import calibrate
     from qtrace.comparison import compare
@@ -45,8 +45,10 @@ __all__ = [
     "observers",
     "param_groups",
     "prepare",
+    "qat",
     "recipes",
     "save",
+    "sensitivity",
     "set_phase",
     "trace",
     "verify",

@@ -10,7 +10,7 @@ import pytest
 import qtrace
 from qtrace import plugins
 
-NAMES = {"QConfig", "QParams", "QScheme", "fakequant", "graph", "observers", "recipes"}
+NAMES = {"QConfig", "QParams", "QScheme", "fakequant", "graph", "observers", "qat", "recipes", "sensitivity"}
 NAMES |= {
     "bisect",
     "calibrate",

@@ -361,3 +361,17 @@ class TestChangedWeights:
             traced, self.CONFIG, _data(0), goal=Goal(at_least=1.0), evaluation=_data(1), raise_to="w8"
         )
         assert found.quantized == pytest.approx(self._truth(traced, self._calibrated(traced)), abs=1e-3)
+
+
+def test_a_network_that_equalize_has_changed_is_still_the_reference() -> None:
+    module = net(lambda self, x: self.b(F.relu6(3.0 * self.a(x))), a=M.Conv2d(3, 6, 3), b=M.Conv2d(6, 4, 1))
+    x = 4 * _data(1)[0]
+    traced = qtrace.trace(module, x)
+    config = {**W4, "ptq": ["fuse_bn", {"equalize": {"relu6": "relu"}}]}
+    prepared = qtrace.calibrate(qtrace.prepare(traced, config), [x], progress=False)
+    truth = sqnr_db(traced(mge.Tensor(x)).numpy(), prepared(mge.Tensor(x)).numpy())
+    assert analyze(prepared, [x], float_model=traced).quantized == pytest.approx(truth, abs=1e-3)
+    found = qtrace.compare(prepared, [x], float_model=traced)
+    assert found.outputs[0].sqnr_db == pytest.approx(truth, abs=1e-3)
+    alone = qtrace.compare(prepared, [x])
+    assert abs(alone.outputs[0].sqnr_db - truth) > 1  # a ReLU against a ReLU6 is no error of rounding

@@ -26,10 +26,11 @@ from qtrace.numerics import dequantize, quantize
 from qtrace.observers._search import best_range, error, tables
 from qtrace.passes.annotation import Annotation, Site
 from qtrace.passes.insert import CONTAINER
-from qtrace.passes.record import read_record
+from qtrace.passes.record import is_quantized, read_record
 from qtrace.phases import in_phase
 from qtrace.scheme import QParams
 from qtrace.twin import check_nodes, float_twin, told_changed
+from qtrace.verification import leaves
 
 __all__ = ["Comparison", "compare"]
 
@@ -60,11 +61,12 @@ def compare(
     record = read_record(quantized)
     twin = None if float_model is None else float_twin(record, float_model)
     measured = _Measured(quantized, record.annotation, twin)
-    with evaluating(quantized):
+    network = None if float_model is None or is_quantized(float_model) else float_model
+    with evaluating(quantized), nullcontext() if network is None else evaluating(network):
         for index, batch in enumerate(itertools.islice(batches, max_batches)):
             args, kwargs = as_arguments(batch, quantized, index)
             with told(quantized, (args, kwargs), index):
-                measured.add(args, kwargs)
+                measured.add(args, kwargs, network)
     if measured.batches == 0:
         raise CalibrationError("there are no batches to compare on: give at least one.")
     note = "" if twin is not None else told_changed(record, "give that, too (float_model=, or --float).")
@@ -95,8 +97,14 @@ class _Measured:
         fq: FakeQuant = getattr(self.container, site.group)
         return fq
 
-    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Runs one batch."""
+    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], network: TracedModule | None) -> None:
+        """Runs one batch.
+
+        Args:
+            args, kwargs: the arguments of a call.
+            network: whose outputs are the reference; the twin's may differ, where ``equalize`` has made a
+                ReLU of a ReLU6. None for those of the twin, or of the graph itself in float.
+        """
         in_float = FloatRun(self.twin or self.model, {**self.moving, **self.fixed})
         with nullcontext() if self.twin else in_phase(self.model, "float"):
             in_float.compute(args, kwargs)
@@ -113,7 +121,10 @@ class _Measured:
         self.rounded = run.parameters
         self.batches += 1
         self.samples += len(in_float.outputs[0]) if in_float.outputs and in_float.outputs[0].ndim else 1
-        self._add_outputs(in_float.outputs, run.outputs)
+        reference = in_float.outputs
+        if network is not None:
+            reference = [tensor.numpy() for tensor in leaves(network(*args, **kwargs))]
+        self._add_outputs(reference, run.outputs)
 
     def _add_outputs(self, reference: list[np.ndarray], test: list[np.ndarray]) -> None:
         for index, (f, q) in enumerate(zip(reference, test, strict=True)):

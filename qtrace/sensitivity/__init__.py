@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from qtrace.graph.types import TracedModule
-from qtrace.passes.record import read_record
+from qtrace.passes.record import is_quantized, read_record
 from qtrace.sensitivity.detection import DetectionLoss, Level
 from qtrace.sensitivity.metrics import Metric, choose
 from qtrace.sensitivity.mixed import MixedPrecision, mixed_precision
@@ -62,4 +62,6 @@ def analyze(
     record = read_record(prepared, "prepared")
     twin = None if float_model is None else float_twin(record, float_model)
     note = "" if twin is not None else told_changed(record, "give that, too (float_model=).")
-    return replace(rank(Simulation(prepared, batches, compares, asks, twin), name, groups), note=note)
+    network = None if float_model is None or is_quantized(float_model) else float_model
+    simulation = Simulation(prepared, batches, compares, asks, twin, network)
+    return replace(rank(simulation, name, groups), note=note)

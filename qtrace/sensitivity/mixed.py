@@ -182,7 +182,8 @@ class _Trial:
             self.compares.of(prepared)  # what it cannot do is told before the calibration, which may be long
         twin = flatten(prepared) if late_algorithms(config) else None  # before they change weights
         calibrate(prepared, self.calibration, progress=False)
-        return Simulation(prepared, self.measured, self.compares, self.own, twin, **self.how.sides())
+        sides = self.how.sides()
+        return Simulation(prepared, self.measured, self.compares, self.own, twin, self.traced, **sides)
 
     def _layers(self, names: Iterable[str]) -> tuple[Layer, ...]:
         known = {layer.name: layer for layer in self.first.layers}

@@ -64,7 +64,8 @@ class BiasQuant(Module):
 
     def _product(self, activation: Tensor, weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """``s_in * s_w`` (float32), broadcastable to the bias, and its shape."""
-        shape = self.shape if weight.ndim else ()
+        # A weight has two axes or more. Out of a Function, MegEngine gives one number as a vector of one.
+        shape = self.shape if weight.ndim > 1 else ()
         if self.factor != 1.0:
             activation = activation * self.factor
         return (activation * weight).reshape(shape), shape

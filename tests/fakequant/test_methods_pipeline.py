@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("synchronous")
 LEARNED = {"dorefa": (0, 0), "learned_range": (1, 2), "lsq_plus": (1, 2), "pact": (1, 1), "tqt": (1, 1)}
 
 
-def _prepared(name: str, fold: bool) -> TracedModule:
+def _prepared(name: str, fold: bool, **weight: Any) -> TracedModule:
     module = net(
         lambda self, x: self.fc(F.mean(F.relu(self.bn(self.conv(x))), (2, 3))),
         conv=M.Conv2d(3, 4, 3, padding=1),
@@ -39,7 +39,7 @@ def _prepared(name: str, fold: bool) -> TracedModule:
         fc=M.Linear(4, 2),
     )
     patch: dict[str, Any] = {"power_of_two": True} if name == "tqt" else {}
-    config = QConfig(fakequant=name, qat={"bn": {"fold": fold}}, activation=patch, weight=patch)
+    config = QConfig(fakequant=name, qat={"bn": {"fold": fold}}, activation=patch, weight={**patch, **weight})
     return qtrace.prepare(qtrace.trace(module, BATCHES[0], check=False), config)
 
 
@@ -96,6 +96,18 @@ def test_trained_ranges_survive_everything(name: str, fold: bool, tmp_path: Path
     report = qtrace.verify(qtrace.export(converted, tmp_path / "m.onnx"), converted, BATCHES)
     assert report.passed, report.table()
     assert report.worst_lsb() == 0
+
+
+@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize("name", ["lsq", "learned_range", "tqt"])
+def test_one_scale_for_a_whole_weight_is_learned_beside_a_bias(name: str, fold: bool) -> None:
+    prepared = qtrace.calibrate(_prepared(name, fold, axis=None), BATCHES, progress=False)
+    before = [p.numpy().copy() for p in scales(prepared)]
+    _train(prepared, steps=1)
+    moved = [not np.array_equal(a, b.numpy()) for a, b in zip(before, scales(prepared), strict=True)]
+    assert sum(moved) >= len(moved) / 2
+    trained = prepared(X).numpy()
+    np.testing.assert_array_equal(qtrace.convert(prepared)(X).numpy(), trained)
 
 
 def test_converted_dorefa_holds_the_weights_that_were_trained() -> None:

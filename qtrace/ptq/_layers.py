@@ -19,7 +19,10 @@ from qtrace.graph.walk import exprs, get_module, owner, users
 from qtrace.ops import OpCall
 from qtrace.ptq.base import CalibratedTask
 
-__all__ = ["LAYERS", "Layer", "Twins", "layers", "per_channel", "write"]
+__all__ = ["KEPT_NORM", "LAYERS", "Layer", "Twins", "layers", "per_channel", "write"]
+
+# Why a layer is left whose BatchNorm is not folded.
+KEPT_NORM = "its BatchNorm is kept in training; fuse_bn in ptq folds it"
 
 # The layers whose outputs algorithms look at, with the axis of the output that counts channels.
 LAYERS = {"conv1d": 1, "conv2d": 1, "conv_transpose2d": 1, "linear": -1}
@@ -52,7 +55,7 @@ def layers(model: TracedModule) -> tuple[list[Layer], list[str]]:
     left: list[str] = []
     for expr in exprs(model):
         if isinstance(owner(expr), BnFold):
-            left.append(f"{expr.outputs[0].name}: its BatchNorm is kept in training")
+            left.append(f"{expr.outputs[0].name}: {KEPT_NORM}")
             continue
         call = ops.read(expr)
         if call is None or call.weight is None or not isinstance(owner(call.weight.expr), FakeQuant):

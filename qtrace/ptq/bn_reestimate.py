@@ -21,7 +21,7 @@ from qtrace.fakequant._bn_fold import LAYERS as FOLDED
 from qtrace.fakequant._bn_fold import BnFold
 from qtrace.graph.types import Expr
 from qtrace.graph.walk import exprs, get_module, owner
-from qtrace.ptq._layers import Layer, Twins, layers, per_channel, write
+from qtrace.ptq._layers import KEPT_NORM, Layer, Twins, layers, per_channel, write
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Noise, Report, SiteError
 from qtrace.scheme import QParams
 
@@ -36,7 +36,7 @@ class BnReestimate(CalibratedAlgorithm):
 
     def apply(self, task: CalibratedTask) -> Report:
         found, left = layers(task.model)
-        left = [line for line in left if not line.endswith("its BatchNorm is kept in training")]
+        left = [line for line in left if not line.endswith(KEPT_NORM)]
         known = {id(layer.call.expr): layer for layer in found}
         twins = Twins(task)
         changed, errors = [], []

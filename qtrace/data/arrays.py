@@ -140,7 +140,7 @@ class ArraySource(SizedSource):
 
 def _npz_headers(path: Path) -> list[_Array]:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with _archive(path) as archive:
             members = [info for info in archive.infolist() if not info.is_dir()]
     except _BAD_ZIP as error:
         raise DataError(f"{path} is not a whole .npz file ({error}).") from error
@@ -197,12 +197,31 @@ def _open(path: Path, member: str | None) -> Iterator[IO[bytes]]:
             with path.open("rb") as stream:
                 yield stream
         else:
-            with zipfile.ZipFile(path) as archive, archive.open(member) as part:
+            with _archive(path) as archive, _part(archive, member) as part:
                 yield part
     except _BAD_ZIP as error:
         raise DataError(f"{path}: {member or 'the file'} cannot be read, it is damaged ({error}).") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def _archive(path: Path) -> zipfile.ZipFile:
+    with _names():
+        return zipfile.ZipFile(path)
+
+
+def _part(archive: zipfile.ZipFile, member: str) -> IO[bytes]:
+    with _names():
+        return archive.open(member)
+
+
+@contextlib.contextmanager
+def _names() -> Iterator[None]:
+    """zipfile decodes names in the directory of a file and before each member."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise zipfile.BadZipFile("a name in it is not UTF-8") from error
 
 
 def _check_samples(source: str, arrays: list[_Array], shape: tuple[int, ...] | None) -> None:

@@ -235,7 +235,6 @@ class TestBrokenArrays:
         with pytest.raises(DataError, match="not a whole"):
             open_data(str(path))
 
-    @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
     @pytest.mark.parametrize(("header", "flags", "name"), [(b"PK\3\4", 6, 30), (b"PK\1\2", 8, 46)])
     def test_npz_with_a_name_that_is_no_text(self, tmp_path, header, flags, name):
         path = tmp_path / "x.npz"
@@ -248,6 +247,7 @@ class TestBrokenArrays:
         with pytest.raises(DataError, match="a name in it is not UTF-8"):
             open_data(str(path), batch_size=2)
 
+    @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
     def test_flipped_bits_in_an_npz(self, tmp_path, save):
         path = tmp_path / "x.npz"
         save(path, a=RNG.random((40, 40)))

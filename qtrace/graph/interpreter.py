@@ -184,13 +184,19 @@ def _structure(tree: TreeDef) -> str:
     return f"{left}{', '.join(parts)}{right}"
 
 
-def last_uses(graph: InternalGraph) -> dict[Expr | None, list[int]]:
-    """Which nodes to free after each expr, by id; under None, the inputs that nothing reads."""
+def last_uses(graph: InternalGraph, order: Sequence[Expr] | None = None) -> dict[Expr | None, list[int]]:
+    """Which nodes to free after each expr, by id; under None, the inputs that nothing reads.
+
+    Args:
+        graph: the graph.
+        order: all its exprs as they are computed; by default in the graph's order.
+    """
+    steps = graph._exprs if order is None else order
     kept = {id(node) for node in graph._outputs}
     last: dict[int, Expr | None] = dict.fromkeys((id(node) for node in graph._inputs), None)
-    for expr in graph._exprs:
+    for expr in steps:
         last.update((id(node), expr) for node in (*expr.outputs, *expr.inputs))
-    frees: dict[Expr | None, list[int]] = {None: [], **{expr: [] for expr in graph._exprs}}
+    frees: dict[Expr | None, list[int]] = {None: [], **{expr: [] for expr in steps}}
     for key, expr in last.items():
         if key not in kept:
             frees[expr].append(key)

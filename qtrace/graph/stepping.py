@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megengine.traced_module import TracedModule
@@ -12,6 +12,7 @@ from megengine.traced_module.node import ModuleNode, Node, TensorNode
 
 from qtrace.errors import GraphError
 from qtrace.graph.interpreter import Interpreter, interpret, last_uses
+from qtrace.graph.ordering import together as arranged
 
 __all__ = ["Stepper"]
 
@@ -25,21 +26,33 @@ class Stepper:
     Args:
         traced: a flat traced module.
         batches: pairs of positional and keyword arguments; all are held at once.
+        together: groups of exprs; when the first of one is the next, so are the others. The graph's order
+            is left for that as far as need be.
 
     Attributes:
         count: the number of batches.
+
+    Raises:
+        GraphError: when the exprs of a group cannot stand together.
     """
 
     def __init__(
-        self, traced: TracedModule, batches: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]
+        self,
+        traced: TracedModule,
+        batches: Iterable[tuple[tuple[Any, ...], dict[str, Any]]],
+        together: Sequence[Sequence[Expr]] = (),
     ) -> None:
         self.traced, self.graph = traced, traced.graph
-        self._order = {id(e): i for i, e in enumerate(self.graph._exprs)}
+        steps = arranged(self.graph._exprs, together)
+        if steps is None:
+            raise GraphError("exprs that are to be computed side by side need the results of one another.")
+        self._steps = steps
+        self._order = {id(e): i for i, e in enumerate(steps)}
         self._fixed = _fixed(self.graph)
         self._modules = {id(n) for n in self.graph._inputs if isinstance(n, ModuleNode)}
         self._known: dict[int, Any] = {}
         self._ahead: dict[tuple[int, int], Any] = {}
-        self._frees = last_uses(self.graph)
+        self._frees = last_uses(self.graph, steps)
         self._at = 0
         self._values: list[dict[int, Any]] = []
         binder = Interpreter(traced)
@@ -57,7 +70,7 @@ class Stepper:
         goal = self._order.get(id(expr), -1)
         if goal < self._at:
             raise GraphError(f"{expr} lies behind: a stepper goes forward only.")
-        for step in self.graph._exprs[self._at : goal]:
+        for step in self._steps[self._at : goal]:
             if id(step) in self._fixed:
                 continue
             for batch, values in enumerate(self._values):
@@ -80,7 +93,10 @@ class Stepper:
         return self._get(node, self._values[batch])
 
     def outputs(self, expr: Expr, batch: int) -> list[Any]:
-        """What ``expr``, the next one, gives for a batch; it is computed once, until parameters change."""
+        """What ``expr``, the next one or together with it, gives for a batch.
+
+        It is computed once, until parameters change.
+        """
         key = id(expr), batch
         if key not in self._ahead:
             self._ahead[key] = self._run(expr, self._values[batch])

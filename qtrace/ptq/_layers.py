@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from megengine import Parameter, Tensor
@@ -13,13 +14,24 @@ from qtrace import ops
 from qtrace.fakequant._bias import BiasQuant
 from qtrace.fakequant._bn_fold import BnFold
 from qtrace.fakequant.base import FakeQuant
+from qtrace.graph.ordering import together
 from qtrace.graph.stepping import Stepper
 from qtrace.graph.types import Expr, GetAttr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner, users
 from qtrace.ops import OpCall
 from qtrace.ptq.base import CalibratedTask
 
-__all__ = ["KEPT_NORM", "LAYERS", "Layer", "Twins", "layers", "per_channel", "write"]
+__all__ = [
+    "KEPT_NORM",
+    "LAYERS",
+    "Layer",
+    "Twins",
+    "by_weight",
+    "layers",
+    "mean_error",
+    "per_channel",
+    "write",
+]
 
 # Why a layer is left whose BatchNorm is not folded.
 KEPT_NORM = "its BatchNorm is kept in training; fuse_bn in ptq folds it"
@@ -30,11 +42,11 @@ LAYERS = {"conv1d": 1, "conv2d": 1, "conv_transpose2d": 1, "linear": -1}
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that computes with a quantized weight of its own.
+    """A layer that computes with a quantized weight of its own, in one call or several.
 
     Attributes:
-        name: the name of its output.
-        call: how it is read.
+        name: the name of the output of its first call.
+        calls: how each is read, in graph order.
         quant: the fake quant of its weight.
         weight: the path of its float weight.
         bias: the path of its float bias; None when it has none.
@@ -42,52 +54,123 @@ class Layer:
     """
 
     name: str
-    call: OpCall
+    calls: tuple[OpCall, ...]
     quant: FakeQuant
     weight: str
     bias: str | None
     axis: int
 
+    @property
+    def call(self) -> OpCall:
+        """The first call."""
+        return self.calls[0]
 
-def layers(model: TracedModule) -> tuple[list[Layer], list[str]]:
-    """The quantized layers in graph order, and a line with the reason for each that cannot be worked on."""
-    found: list[Layer] = []
-    left: list[str] = []
+    @property
+    def title(self) -> str:
+        """What a report calls it."""
+        return self.name + (f" and {len(self.calls) - 1} more calls" if len(self.calls) > 1 else "")
+
+
+def by_weight(model: TracedModule) -> list[list[OpCall]]:
+    """The calls that read one weight, for each weight; all in graph order."""
+    found: dict[int, list[OpCall]] = {}
     for expr in exprs(model):
-        if isinstance(owner(expr), BnFold):
-            left.append(f"{expr.outputs[0].name}: {KEPT_NORM}")
-            continue
         call = ops.read(expr)
-        if call is None or call.weight is None or not isinstance(owner(call.weight.expr), FakeQuant):
+        if call is not None and call.weight is not None:
+            found.setdefault(id(call.weight), []).append(call)
+    return list(found.values())
+
+
+def layers(model: TracedModule, shared: bool = False) -> tuple[list[Layer], list[str]]:
+    """The quantized layers, and a line with the reason for each call that cannot be worked on.
+
+    Args:
+        model: a prepared graph.
+        shared: whether layers that are called several times are wanted, too.
+
+    Returns:
+        The layers in graph order, or, where they are called several times, in the order of a graph in which
+        these calls stand together, which is how `Twins` goes through them.
+    """
+    folds = [e for e in exprs(model) if isinstance(owner(e), BnFold)]
+    left = [f"{e.outputs[0].name}: {KEPT_NORM}" for e in folds]
+    found: list[Layer] = []
+    for calls in by_weight(model):
+        weight = calls[0].weight
+        if weight is None or not isinstance(owner(weight.expr), FakeQuant):
             continue
-        layer = _layer(call)
-        if isinstance(layer, str):
-            left.append(f"{call.out.name}: {layer}")
-        else:
-            found.append(layer)
-    return found, left
+        for some in [calls] if shared else [[call] for call in calls]:
+            layer = _layer(some)
+            if isinstance(layer, Layer):
+                found.append(layer)
+            else:
+                left += [f"{call.out.name}: {layer}" for call in some]
+    kept, apart = _side_by_side(model, found)
+    for layer in apart:
+        reason = f"its weight {layer.weight} is shared by calls that have to wait for each other"
+        left += [f"{call.out.name}: {reason}" for call in layer.calls]
+    return kept, left
 
 
-def _layer(call: OpCall) -> Layer | str:
+def _side_by_side(model: TracedModule, found: list[Layer]) -> tuple[list[Layer], list[Layer]]:
+    """The layers whose calls can stand together, in that order, and the others."""
+    steps, kept, apart = exprs(model), found, list[Layer]()
+    order = together(steps, _groups(kept))
+    if order is None:  # one by one
+        order, kept = steps, []
+        for layer in found:
+            longer = together(steps, _groups([*kept, layer])) if len(layer.calls) > 1 else order
+            (apart if longer is None else kept).append(layer)
+            order = longer or order
+    place = {id(expr): i for i, expr in enumerate(order)}
+    return sorted(kept, key=lambda layer: place[id(layer.call.expr)]), apart
+
+
+def _groups(layers: Iterable[Layer]) -> list[list[Expr]]:
+    """What is to stand together."""
+    return [[call.expr for call in layer.calls] for layer in layers if len(layer.calls) > 1]
+
+
+def _layer(calls: list[OpCall]) -> Layer | str:
+    """The layer that these calls are, all that read its weight, or why they are none."""
+    call, *others = calls
     assert call.weight is not None
-    if call.kind not in LAYERS:
+    if call.kind not in LAYERS or any(other.kind != call.kind for other in others):
         return f"{call.kind} is not supported"
     raw = call.weight.expr.args[1]
     if not isinstance(raw.expr, GetAttr):
         return "its weight is computed"
-    if len(list(users(raw))) > 1 or len(list(users(call.weight))) > 1:
+    ours = {id(c.expr) for c in calls}
+    if len(list(users(raw))) > 1 or {id(e) for e in users(call.weight)} != ours:
         return f"its weight {raw.expr.name} is shared with another call"
-    bias = call.bias
-    if bias is not None and isinstance(owner(bias.expr), BiasQuant):
-        bias = bias.expr.args[1]
-    if bias is not None and (not isinstance(bias.expr, GetAttr) or len(list(users(bias))) > 1):
+    bias = _raw_bias(call)
+    if any(_raw_bias(other) is not bias for other in others):
+        return "its calls have biases of their own"
+    if bias is not None and (not isinstance(bias.expr, GetAttr) or _readers(bias) != ours):
         return "its bias is computed or shared with another call"
     path = None if bias is None else bias.expr.name
     quant = owner(call.weight.expr)
     assert isinstance(quant, FakeQuant)
     if quant.transforms:
         return "its fake quant transforms the weight before it rounds"
-    return Layer(call.out.name, call, quant, raw.expr.name, path, LAYERS[call.kind])
+    return Layer(call.out.name, tuple(calls), quant, raw.expr.name, path, LAYERS[call.kind])
+
+
+def _raw_bias(call: OpCall) -> TensorNode | None:
+    """The bias of a call before it is rounded, which each call does at a scale of its own."""
+    bias = call.bias
+    if bias is not None and isinstance(owner(bias.expr), BiasQuant):
+        return cast(TensorNode, bias.expr.args[1])
+    return bias
+
+
+def _readers(bias: TensorNode) -> set[int]:
+    """The ids of the exprs that read a bias, rounded or not."""
+    found: set[int] = set()
+    for user in users(bias):
+        rounded = isinstance(owner(user), BiasQuant)
+        found.update(id(e) for e in (users(user.outputs[0]) if rounded else (user,)))
+    return found
 
 
 def write(model: TracedModule, path: str, value: np.ndarray) -> None:
@@ -102,20 +185,36 @@ def per_channel(value: np.ndarray, axis: int) -> np.ndarray:
     return np.moveaxis(value, axis, 0).reshape(value.shape[axis], -1)
 
 
+def mean_error(pairs: Iterable[tuple[np.ndarray, np.ndarray]], axis: int) -> np.ndarray:
+    """What each channel lacks on average; float64 (C,).
+
+    Args:
+        pairs: wanted values, and those that there are.
+        axis: the axis that counts channels.
+    """
+    total, count = np.zeros(1), 0
+    for want, have in pairs:
+        rows = per_channel(want.astype(np.float64) - have, axis)
+        total, count = total + rows.sum(axis=1), count + rows.shape[1]
+    return total / count
+
+
 class Twins:
     """The quantized graph and the float one, stepped through side by side.
 
     Args:
         task: its model and its reference are run on its batches.
+        layers: what to look at; calls of one layer are computed together.
     """
 
-    def __init__(self, task: CalibratedTask) -> None:
-        self.quantized = Stepper(task.model, task.batches)
-        self.float = Stepper(task.reference, task.batches)
-        self.count = self.quantized.count
+    def __init__(self, task: CalibratedTask, layers: Iterable[Layer] = ()) -> None:
         self._twin = {n.name: e for e in exprs(task.reference) for n in e.outputs}
         self._nodes = {n.name: n for n in task.reference.graph.inputs}
         self._nodes.update((n.name, n) for e in self._twin.values() for n in e.outputs)
+        groups = _groups(layers)
+        self.quantized = Stepper(task.model, task.batches, groups)
+        self.float = Stepper(task.reference, task.batches, [[self.twin(e) for e in g] for g in groups])
+        self.count = self.quantized.count
 
     def twin(self, expr: Expr) -> Expr:
         """The expr of the float graph that gives the tensor of the same name."""
@@ -142,6 +241,11 @@ class Twins:
         for batch in range(self.count):
             want = self.float.outputs(self.twin(expr), batch)[0].numpy()
             yield want, self.quantized.outputs(expr, batch)[0].numpy()
+
+    def results(self, layer: Layer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The `outputs` of each call of a layer, one call after the other."""
+        for call in layer.calls:
+            yield from self.outputs(call.expr)
 
     def read(self, node: TensorNode, batch: int) -> np.ndarray:
         """The value of a node of the quantized graph."""

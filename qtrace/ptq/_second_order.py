@@ -14,7 +14,7 @@ from qtrace.numerics import round_to
 from qtrace.ops import OpCall
 from qtrace.scheme import QParams
 
-__all__ = ["JOINT", "Moments", "added", "grouped", "moments", "nearest", "parts", "rounded"]
+__all__ = ["JOINT", "Moments", "added", "grouped", "moments", "nearest", "parts", "rounded", "spacing"]
 
 # Columns that are rounded before the others hear of it: the larger product is what processors are good at.
 _BLOCK = 128
@@ -112,6 +112,11 @@ def moments(x: np.ndarray, want: np.ndarray, call: OpCall, weight: np.ndarray, p
     return total
 
 
+def spacing(want: np.ndarray, call: OpCall, places: int) -> int:
+    """One of how many places counts in `moments`."""
+    return 1 if call.kind == "linear" else -(-want.shape[2] * want.shape[3] // places)
+
+
 def _pairs(
     x: np.ndarray, want: np.ndarray, call: OpCall, shape: tuple[int, ...], places: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -124,7 +129,7 @@ def _pairs(
     window = tuple((k - 1) * d + 1 for k, d in zip(shape[-2:], dilation, strict=True))
     groups = shape[0] if len(shape) == 5 else 1
     size = want.shape[2] * want.shape[3]
-    kept = np.arange(0, size, -(-size // places))
+    kept = np.arange(0, size, spacing(want, call, places))
     several = max(1, _ROWS // len(kept))
     for start in range(0, len(x), several):
         part = slice(start, start + several)

@@ -4,17 +4,18 @@ Rounding errors of weights and inputs do not cancel: ``E[y~] - E[y]`` is not 0, 
 on to the next. Subtracting it from the bias removes it exactly (Nagel et al. 2019, "Data-Free Quantization
 Through Weight Equalization and Bias Correction", section 4.2 and appendix D: the empirical form). Layers are
 taken in the order of the graph, each on inputs that come from the quantized and corrected layers before it.
+A layer that is called several times, as the head of a detector is for each level, has one bias: it takes the
+mean over all calls.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
 from tqdm import tqdm
 
 from qtrace.ptq._biases import add_biases, move_bias
-from qtrace.ptq._layers import Layer, Twins, layers, per_channel
+from qtrace.ptq._layers import Layer, Twins, layers, mean_error
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Noise, Report, SiteError
 
 __all__ = ["BiasCorrection"]
@@ -30,16 +31,16 @@ class BiasCorrection(CalibratedAlgorithm):
         add_biases(task.model)
 
     def apply(self, task: CalibratedTask) -> Report:
-        found, left = layers(task.model)
-        twins = Twins(task)
+        found, left = layers(task.model, shared=True)
+        twins = Twins(task, found)
         changed, errors = [], []
         for layer in tqdm(found, desc="bias_correction", unit="layer", disable=not task.progress):
             if layer.bias is None:
-                left.append(f"{layer.name}: it has no bias")
+                left.append(f"{layer.title}: it has no bias")
                 continue
             error, largest = _correct(task, twins, layer)
             errors.append(error)
-            changed.append(f"{layer.name}: bias moved by {largest:.3g} at most")
+            changed.append(f"{layer.title}: bias moved by {largest:.3g} at most")
         if not found and not left:
             left.append("no layer has quantized weights")
         return Report(tuple(changed), tuple(left), tuple(errors))
@@ -49,13 +50,10 @@ def _correct(task: CalibratedTask, twins: Twins, layer: Layer) -> tuple[SiteErro
     """Corrects one layer; returns its error and the largest correction."""
     twins.advance(layer.call.expr)
     before, after = Noise(layer.name), Noise(layer.name)
-    shift, count = np.zeros(1), 0
-    for want, have in twins.outputs(layer.call.expr):
+    for want, have in twins.results(layer):
         before.add(want, have)
-        rows = per_channel(want.astype(np.float64) - have, layer.axis)
-        shift, count = shift + rows.sum(axis=1), count + rows.shape[1]
-    largest = move_bias(task.model, layer, shift / count)
+    largest = move_bias(task.model, layer, mean_error(twins.results(layer), layer.axis))
     twins.quantized.changed()
-    for want, have in twins.outputs(layer.call.expr):
+    for want, have in twins.results(layer):
         after.add(want, have)
     return SiteError(layer.name, before.decibels, after.decibels), largest

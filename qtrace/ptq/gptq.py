@@ -7,7 +7,8 @@ they can (Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for Ge
 Transformers", section 3, after Hassibi and Stork 1993, "Optimal Brain Surgeon"): with U the upper Cholesky
 factor of the inverse of H, rounding column i to q moves the columns j > i by ``-(w_i - q) U_ij / U_ii``.
 Nothing is learned: it costs a pass over the data and a factorisation for each layer. Layers are taken in the
-order of the graph, each on inputs from the quantized layers before it.
+order of the graph, each on inputs from the quantized layers before it. A layer that is called several times,
+as the head of a detector is for each level, is rounded once, by the sum of H over its calls.
 
 With `refit` the weights are first fitted to those inputs, see `qtrace.ptq._refit`.
 """
@@ -23,9 +24,9 @@ from tqdm import tqdm
 from qtrace.config.base import Float, Int
 from qtrace.graph.walk import get_module
 from qtrace.ptq._biases import add_biases, move_bias
-from qtrace.ptq._layers import Layer, Twins, layers, per_channel, write
+from qtrace.ptq._layers import Layer, Twins, layers, mean_error, write
 from qtrace.ptq._refit import correction
-from qtrace.ptq._second_order import Moments, added, grouped, moments, nearest, rounded
+from qtrace.ptq._second_order import Moments, added, grouped, moments, nearest, rounded, spacing
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Noise, Report, SiteError
 from qtrace.scheme import QParams
 
@@ -54,21 +55,21 @@ class Gptq(CalibratedAlgorithm):
             add_biases(task.model)
 
     def apply(self, task: CalibratedTask) -> Report:
-        found, left = layers(task.model)
-        twins = Twins(task)
+        found, left = layers(task.model, shared=True)
+        twins = Twins(task, found)
         changed, errors = [], []
         for layer in tqdm(found, desc="gptq", unit="layer", disable=not task.progress):
             supported = layer.call.kind in ("conv2d", "linear")
             if not supported:
-                left.append(f"{layer.name}: weights of {layer.call.kind} are rounded to nearest")
+                left.append(f"{layer.title}: weights of {layer.call.kind} are rounded to nearest")
             if not supported and (not self.refit or layer.bias is None):
                 continue
             error, told = (self._round if supported else _center)(task, twins, layer)
             errors.append(error)
             if told:
-                changed.append(f"{layer.name}: {told}")
+                changed.append(f"{layer.title}: {told}")
             else:
-                left.append(f"{layer.name}: rounding to nearest is better")
+                left.append(f"{layer.title}: rounding to nearest is better")
         if not found and not left:
             left.append("no layer has quantized weights")
         return Report(tuple(changed), tuple(left), tuple(errors))
@@ -76,7 +77,7 @@ class Gptq(CalibratedAlgorithm):
     def _round(self, task: CalibratedTask, twins: Twins, layer: Layer) -> tuple[SiteError, str]:
         """Rounds one layer, if that helps; returns its error, and what was changed."""
         twins.advance(layer.call.expr)
-        want, have = (list(values) for values in zip(*twins.outputs(layer.call.expr), strict=True))
+        want, have = (list(values) for values in zip(*twins.results(layer), strict=True))
         before = _noise(layer, want, have)
         weight = get_module(task.model, layer.weight).numpy().astype(np.float64)
         halves = self._halves(twins, layer, want, weight)
@@ -96,7 +97,7 @@ class Gptq(CalibratedAlgorithm):
             new[group] = rounded(part, hessians, scale[own], zero[own], qparams, self.damp)
         write(task.model, layer.weight, new.reshape(weight.shape))
         twins.quantized.changed()
-        tried = [got for _, got in twins.outputs(layer.call.expr)]
+        tried = [got for _, got in twins.results(layer)]
         after = _noise(layer, want, tried)
         differ = np.abs(new - near).reshape(len(scale), -1) > 0.5 * scale
         told = f"{int(differ.sum())} weights are not rounded to nearest"
@@ -115,13 +116,17 @@ class Gptq(CalibratedAlgorithm):
         self, twins: Twins, layer: Layer, want: list[np.ndarray], weight: np.ndarray
     ) -> list[list[Moments]]:
         """The moments of both halves of the samples; about the means where a bias takes these."""
-        reads = [twins.read(layer.call.inputs[0], batch) for batch in range(twins.count)]
-        if len(reads) == 1 and len(reads[0]) > 1:
-            reads, want = np.array_split(reads[0], 2), np.array_split(want[0], 2)
         halves: list[list[Moments]] = [[], []]
-        for i, (x, y) in enumerate(zip(reads, want, strict=True)):
-            found, half = moments(x, y, layer.call, weight, self.places), 2 * i // len(reads)
-            halves[half] = added(halves[half], found)
+        for number, call in enumerate(layer.calls):
+            reads = [twins.read(call.inputs[0], batch) for batch in range(twins.count)]
+            wanted = want[number * twins.count : (number + 1) * twins.count]
+            if len(reads) == 1 and len(reads[0]) > 1:
+                reads, wanted = np.array_split(reads[0], 2), np.array_split(wanted[0], 2)
+            for i, (x, y) in enumerate(zip(reads, wanted, strict=True)):
+                found, half = moments(x, y, call, weight, self.places), 2 * i // len(reads)
+                if len(layer.calls) > 1:  # a place of a large map stands for more than one of a small map
+                    found = [spacing(y, call, self.places) * m for m in found]
+                halves[half] = added(halves[half], found)
         halves[1] = halves[1] or [0 * m for m in halves[0]]  # of a single sample
         centered = self.refit and layer.bias is not None
         return [[m.centered() if centered else m for m in half] for half in halves]
@@ -130,7 +135,7 @@ class Gptq(CalibratedAlgorithm):
 def _center(task: CalibratedTask, twins: Twins, layer: Layer) -> tuple[SiteError, str]:
     """Leaves the weights and corrects the bias; the error that counts elsewhere is that without the means."""
     twins.advance(layer.call.expr)
-    want, have = (list(values) for values in zip(*twins.outputs(layer.call.expr), strict=True))
+    want, have = (list(values) for values in zip(*twins.results(layer), strict=True))
     noise = _noise(layer, want, have)
     _correct(task, layer, want, have)
     twins.quantized.changed()
@@ -139,9 +144,7 @@ def _center(task: CalibratedTask, twins: Twins, layer: Layer) -> tuple[SiteError
 
 def _correct(task: CalibratedTask, layer: Layer, want: list[np.ndarray], have: list[np.ndarray]) -> None:
     """Takes the mean error of each channel out of the bias."""
-    missed = [per_channel(w.astype(np.float64) - h, layer.axis) for w, h in zip(want, have, strict=True)]
-    shift = sum(m.sum(axis=1) for m in missed) / sum(m.shape[1] for m in missed)
-    move_bias(task.model, layer, np.asarray(shift))
+    move_bias(task.model, layer, mean_error(zip(want, have, strict=True), layer.axis))
 
 
 def _grid(layer: Layer, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, QParams]:
@@ -157,7 +160,8 @@ def _grid(layer: Layer, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, QPara
 def _noise(layer: Layer, want: list[np.ndarray], have: list[np.ndarray]) -> Noise:
     """The error of a layer's output, but for the means of its channels, which its bias can correct."""
     noise = Noise(layer.name)
+    mean = mean_error(zip(want, have, strict=True), layer.axis)
+    mean = np.moveaxis(mean.reshape(-1, *[1] * (want[0].ndim - 1)), 0, layer.axis)
     for wanted, got in zip(want, have, strict=True):
-        rest = tuple(axis for axis in range(wanted.ndim) if axis != layer.axis % wanted.ndim)
-        noise.add(wanted, got + (wanted - got).mean(axis=rest, keepdims=True))
+        noise.add(wanted, got + mean)
     return noise

@@ -130,7 +130,7 @@ def _wanted(batch: Any, inputs: list[tuple[str, tuple[int, ...]]]) -> str:
     """What a model takes, in words, and what to do about a batch that is something else."""
     if isinstance(batch, Mapping) and set(batch) != {name for name, _ in inputs}:
         advice = "name them so"
-    elif batch and isinstance(batch, (tuple, list)) and all(isinstance(i, (tuple, list)) for i in batch):
+    elif isinstance(batch, (tuple, list)) and batch and all(isinstance(i, (tuple, list)) for i in batch):
         advice = "make one array of each list of numbers"
     elif isinstance(batch, (tuple, list)) and len(batch) > len(inputs):
         advice = "leave out what is no input, such as labels"

@@ -64,7 +64,7 @@ class BnFold(Module):
         quantized = quant_dequant(folded_weight, scale, weight_quant.zero_point, levels, shape, learn)
         if source is not None:
             self.bias_quant.phase = self.phase
-            folded_bias = self.bias_quant.quantize(folded_bias, source.effective_scale(), scale)
+            folded_bias = self.bias_quant.quantize(folded_bias, source.signed_scale(), scale)
         return layer(x, quantized, folded_bias, **self.options)
 
     def fold(

@@ -49,9 +49,10 @@ class LSQPlusFakeQuant(FakeQuant):
         return Learn(gain, zero_point=not self.scheme.symmetric)
 
     def _derived(self) -> tuple[Tensor, Tensor]:
-        scheme, scale = self.scheme, F.maximum(F.abs(self.scale), SMALLEST_SCALE)
+        scheme = self.scheme
         if scheme.symmetric:
-            return scale, self.zero_point
+            return super()._derived()
+        scale = F.maximum(F.abs(self.scale), SMALLEST_SCALE)
         return scale, straight_through(F.clip(-self.offset / scale, scheme.qmin, scheme.qmax), F.round)
 
     def _adopt(self, scale: np.ndarray, zero_point: np.ndarray) -> None:

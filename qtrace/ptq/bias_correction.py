@@ -50,9 +50,10 @@ def _correct(task: CalibratedTask, twins: Twins, layer: Layer) -> tuple[SiteErro
     """Corrects one layer; returns its error and the largest correction."""
     twins.advance(layer.call.expr)
     before, after = Noise(layer.name), Noise(layer.name)
-    for want, have in twins.results(layer):
+    pairs = list(twins.results(layer))
+    for want, have in pairs:
         before.add(want, have)
-    largest = move_bias(task.model, layer, mean_error(twins.results(layer), layer.axis))
+    largest = move_bias(task.model, layer, mean_error(pairs, layer.axis))
     twins.quantized.changed()
     for want, have in twins.results(layer):
         after.add(want, have)

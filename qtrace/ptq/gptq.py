@@ -78,7 +78,7 @@ class Gptq(CalibratedAlgorithm):
         """Rounds one layer, if that helps; returns its error, and what was changed."""
         twins.advance(layer.call.expr)
         want, have = (list(values) for values in zip(*twins.results(layer), strict=True))
-        before = _noise(layer, want, have)
+        before, lost = _errors(layer, want, have)
         weight = get_module(task.model, layer.weight).numpy().astype(np.float64)
         halves = self._halves(twins, layer, want, weight)
         total = added(*halves)
@@ -98,16 +98,16 @@ class Gptq(CalibratedAlgorithm):
         write(task.model, layer.weight, new.reshape(weight.shape))
         twins.quantized.changed()
         tried = [got for _, got in twins.results(layer)]
-        after = _noise(layer, want, tried)
+        after, lacking = _errors(layer, want, tried)
         differ = np.abs(new - near).reshape(len(scale), -1) > 0.5 * scale
         told = f"{int(differ.sum())} weights are not rounded to nearest"
         if damping is not None:
             told += f", fitted to what is read with damping {damping:g}"
         if not after.noise < before.noise:
             write(task.model, layer.weight, weight)
-            tried, after, told = have, before, ""
+            after, lacking, told = before, lost, ""
         if self.refit and layer.bias is not None:
-            _correct(task, layer, want, tried)
+            move_bias(task.model, layer, lacking)
             told = told or "its bias takes the mean error; rounding to nearest is better"
         twins.quantized.changed()
         return SiteError(layer.name, before.decibels, after.decibels), told
@@ -136,15 +136,10 @@ def _center(task: CalibratedTask, twins: Twins, layer: Layer) -> tuple[SiteError
     """Leaves the weights and corrects the bias; the error that counts elsewhere is that without the means."""
     twins.advance(layer.call.expr)
     want, have = (list(values) for values in zip(*twins.results(layer), strict=True))
-    noise = _noise(layer, want, have)
-    _correct(task, layer, want, have)
+    noise, lacking = _errors(layer, want, have)
+    move_bias(task.model, layer, lacking)
     twins.quantized.changed()
     return SiteError(layer.name, noise.decibels, noise.decibels), "its bias takes the mean error"
-
-
-def _correct(task: CalibratedTask, layer: Layer, want: list[np.ndarray], have: list[np.ndarray]) -> None:
-    """Takes the mean error of each channel out of the bias."""
-    move_bias(task.model, layer, mean_error(zip(want, have, strict=True), layer.axis))
 
 
 def _grid(layer: Layer, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, QParams]:
@@ -157,11 +152,10 @@ def _grid(layer: Layer, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, QPara
     return scale, zero, qparams
 
 
-def _noise(layer: Layer, want: list[np.ndarray], have: list[np.ndarray]) -> Noise:
-    """The error of a layer's output, but for the means of its channels, which its bias can correct."""
-    noise = Noise(layer.name)
-    mean = mean_error(zip(want, have, strict=True), layer.axis)
-    mean = np.moveaxis(mean.reshape(-1, *[1] * (want[0].ndim - 1)), 0, layer.axis)
+def _errors(layer: Layer, want: list[np.ndarray], have: list[np.ndarray]) -> tuple[Noise, np.ndarray]:
+    """The error of a layer's output but for the means of its channels, and these, which its bias can take."""
+    noise, lacking = Noise(layer.name), mean_error(zip(want, have, strict=True), layer.axis)
+    mean = np.moveaxis(lacking.reshape(-1, *[1] * (want[0].ndim - 1)), 0, layer.axis)
     for wanted, got in zip(want, have, strict=True):
         noise.add(wanted, got + mean)
-    return noise
+    return noise, lacking

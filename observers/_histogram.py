@@ -8,7 +8,8 @@ it would have given. So the state depends on the set of values only, not on thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 
@@ -16,7 +17,6 @@ from qtrace.observers.base import Layout, Observer, Option, State
 
 __all__ = ["BINS", "HistogramObserver", "origin_of"]
 
-# Above 2**16, bin numbers of several lanes would leave the integers that float32 holds.
 BINS = Option(2048, 64, 65536)
 
 # 2**-k must be a float32: below this, values share a bin. It is also the smallest scale that is ever chosen.
@@ -27,7 +27,7 @@ _BLOCK = 1 << 16
 _PIECE = 1 << 30
 # Neighbours count in different lanes: else runs of one value (zeros after ReLU) wait for each other.
 _LANES = 4
-# Counters per block of channels; also keeps float32 exact (below 2**24).
+# Counters per block of channels.
 _COUNTERS = 1 << 20
 
 
@@ -61,8 +61,11 @@ class HistogramObserver(Observer):
 
     def _combine(self, first: State, second: State) -> State:
         lo, hi = np.minimum(first["lo"], second["lo"]), np.maximum(first["hi"], second["hi"])
-        exponent = _exponent(lo, hi, first["counts"].shape[1])
-        origin = origin_of(lo, exponent)
+        if np.array_equal(lo, first["lo"]) and np.array_equal(hi, first["hi"]):
+            exponent, origin = first["exponent"], origin_of(lo, first["exponent"])  # as of most batches
+        else:
+            exponent = _exponent(lo, hi, first["counts"].shape[1])
+            origin = origin_of(lo, exponent)
         counts = _regrid(first, exponent, origin) + _regrid(second, exponent, origin)
         zeros = first["zeros"] + second["zeros"]
         return {"lo": lo, "hi": hi, "exponent": exponent, "zeros": zeros, "counts": counts}
@@ -93,9 +96,12 @@ def _regrid(state: State, exponent: np.ndarray, origin: np.ndarray) -> np.ndarra
     """The counts of a state on coarser or equal bins that begin at `origin`."""
     counts = state["counts"]
     old_origin = origin_of(state["lo"], state["exponent"])
-    if np.array_equal(exponent, state["exponent"]) and np.array_equal(origin, old_origin):
-        return counts
     channels, size = counts.shape
+    if np.array_equal(exponent, state["exponent"]):
+        if np.array_equal(origin, old_origin):
+            return counts
+        if channels == 1:
+            return _moved(counts, int(old_origin[0] - origin[0]))
     shift = np.minimum(exponent - state["exponent"], 62)[:, None]  # an int64 is -1 or 0 from there on
     new = ((old_origin[:, None] + np.arange(size)) >> shift) - origin[:, None]
     # Bins past the end are empty ones, beyond the largest value.
@@ -103,6 +109,13 @@ def _regrid(state: State, exponent: np.ndarray, origin: np.ndarray) -> np.ndarra
     result = np.zeros(channels * size, np.int64)
     np.add.at(result, new.ravel(), counts.ravel())
     return result.reshape(channels, size)
+
+
+def _moved(counts: np.ndarray, by: int) -> np.ndarray:
+    """Counts of one channel, so many bins further right; those that leave are empty."""
+    result = np.zeros_like(counts)
+    result[:, by:] = counts[:, : counts.shape[1] - by]
+    return result
 
 
 def _precision(exponent: np.ndarray, origin: np.ndarray) -> type:
@@ -120,35 +133,45 @@ def _count_tensor(
     """Counts x of shape (A, 1, B) per bin: counts (1, size) and zeros (1,)."""
     x, dtype = x.reshape(-1), _precision(exponent, origin)
     length = min(_BLOCK, x.size)
-    factor = dtype(np.ldexp(1.0, -int(exponent[0])))
-    lane: np.ndarray = (np.arange(length) % _LANES * size - int(origin[0])).astype(dtype)
+    factor, first, lanes = dtype(np.ldexp(1.0, -int(exponent[0]))), dtype(origin[0]), _lanes(size)
     scaled: np.ndarray = np.empty(length, dtype)
     bins = np.empty(length, np.int32)
     is_zero = np.empty(length, np.bool_)
-    row, ones = np.zeros(length, np.int32), np.ones(length, np.int32)
-    counts, zeros, summed = np.zeros(_LANES * size, np.int64), 0, _summed()
-    for piece in np.split(x, range(_PIECE, x.size, _PIECE)):
+    counts, zeros = np.zeros(_LANES * size, np.int64), 0
+    for start in range(0, x.size, _PIECE):
         found = np.zeros(_LANES * size, np.int32)
-        for start in range(0, piece.size, length):
-            block = piece[start : start + length]
+        for at in range(start, min(start + _PIECE, x.size), length):
+            block = x[at : at + length]
             n = block.size
             np.multiply(block, factor, out=scaled[:n], dtype=dtype)  # else numpy 1 ignores a scalar's
-            np.floor(scaled[:n], out=scaled[:n])
-            np.add(scaled[:n], lane[:n], out=scaled[:n])
+            if first:  # else nothing is below 0, where a cast to integers is no floor
+                np.floor(scaled[:n], out=scaled[:n])
+                np.subtract(scaled[:n], first, out=scaled[:n])
             np.copyto(bins[:n], scaled[:n], casting="unsafe")
-            # A sparse matrix with a one for each value, made dense: what meets in a bin is summed. Unlike
-            # numpy.bincount it lets other threads run meanwhile, and takes less time.
-            summed(1, found.size, n, row, bins, ones, found, 0)
+            np.add(bins[:n], lanes[:n], out=bins[:n])
+            _tally(bins[:n], found)
             zeros += np.count_nonzero(np.equal(block, 0, out=is_zero[:n]))
         counts += found
     return counts.reshape(_LANES, size).sum(axis=0)[None], np.array([zeros], np.int64)
 
 
-def _summed() -> Callable[..., None]:
-    """scipy's conversion of a sparse matrix; it is a sixth of a second to import, for who never observes."""
-    from scipy.sparse._sparsetools import coo_todense
+@lru_cache(maxsize=8)
+def _lanes(size: int) -> np.ndarray:
+    """What is added to the bins of a block, so that each lane has its counters; nobody changes it."""
+    return (np.arange(_BLOCK) % _LANES * size).astype(np.int32)
 
-    return coo_todense
+
+def _tally(bins: np.ndarray, counts: np.ndarray) -> None:
+    """Adds to ``counts`` how often each index is in ``bins``; both int32 and contiguous.
+
+    It is the first half of scipy's selection of columns, here of a matrix without rows. Unlike numpy.bincount
+    it lets other threads run meanwhile, and takes a third of the time.
+    """
+    # Imported here: it takes a sixth of a second, for who never observes.
+    from scipy.sparse._sparsetools import csr_column_index1
+
+    nothing = np.zeros(1, np.int32)
+    csr_column_index1(bins.size, bins, 0, 0, nothing, nothing, counts, nothing)
 
 
 def _count_channels(
@@ -162,10 +185,11 @@ def _count_channels(
     for rows, channels in _blocks(x.shape, max(1, _COUNTERS // size)):
         block = x[rows, channels]
         row = size * np.arange(block.shape[1]) - origin[channels]
-        scaled = np.floor(block * factor[channels])
-        bins = np.add(scaled, row.astype(dtype)[:, None], dtype=dtype).astype(np.int32)
-        total = np.bincount(bins.ravel(), minlength=block.shape[1] * size)
-        counts[channels] += total.reshape(-1, size)
+        bins = np.floor(block * factor[channels]).astype(np.int32)
+        bins += row.astype(np.int32)[:, None]
+        found = np.zeros((block.shape[1], size), np.int32)
+        _tally(bins.reshape(-1), found.reshape(-1))
+        counts[channels] += found
         zeros[channels] += np.count_nonzero(block == 0, axis=(0, 2))
     return counts, zeros
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
 from typing import Any
 
 import megengine as mge
 
 from qtrace.batches import told
+from qtrace.collection.arrivals import Arrival, Arrivals
 from qtrace.collection.base import Arguments, Observe
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Node, TracedModule
 
 __all__ = ["MegEngine"]
+
+# Watched values that MegEngine may be computing: each is in memory until it was observed.
+_AHEAD = 8
 
 
 class MegEngine:
@@ -40,21 +45,26 @@ class MegEngine:
 
 
 class _Watcher(Interpreter):
-    """Shows a value when the next one is under way, so that MegEngine computes while it is copied."""
+    """Shows values some nodes later, so that MegEngine has ops to run while one is awaited."""
 
     def __init__(self, prepared: TracedModule, nodes: Collection[str], observe: Observe) -> None:
         super().__init__(prepared)
         self._nodes, self._observe = nodes, observe
-        self._last: tuple[str, Any] | None = None
+        self._arrivals = Arrivals()
+        self._asked: deque[tuple[str, Arrival]] = deque()
 
     def on_node(self, node: Node, value: Any) -> Any:
         if node.name in self._nodes:
-            self.show()
-            self._last = node.name, value
+            self._asked.append((node.name, self._arrivals.expect(value)))
+            if len(self._asked) > _AHEAD:
+                self._show()
         return value
 
     def show(self) -> None:
-        """Shows the value that waits."""
-        if self._last is not None:
-            (name, value), self._last = self._last, None
-            self._observe(name, value.numpy())
+        """Shows all values that are left."""
+        while self._asked:
+            self._show()
+
+    def _show(self) -> None:
+        name, arrival = self._asked.popleft()
+        self._observe(name, arrival.wait())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -71,7 +70,7 @@ def one_pass(prepared: TracedModule, batches: list[Tensor], engine: str) -> Call
     seen, statistics = watched(prepared), no_statistics(prepared)
     runner = choose(prepared, seen, engine)
     sites = {name: fq.site for name, fq in named_fake_quants(prepared)}
-    observing = Observing(statistics, seen, sites, 1 if engine == "megengine" else os.cpu_count() or 1)
+    observing = Observing(statistics, seen, sites)
     endless = enumerate(itertools.cycle(batches))
 
     def run() -> None:

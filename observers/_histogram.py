@@ -164,8 +164,8 @@ def _lanes(size: int) -> np.ndarray:
 def _tally(bins: np.ndarray, counts: np.ndarray) -> None:
     """Adds to ``counts`` how often each index is in ``bins``; both int32 and contiguous.
 
-    It is the first half of scipy's selection of columns, here of a matrix without rows. Unlike numpy.bincount
-    it lets other threads run meanwhile, and takes a third of the time.
+    It is the first half of scipy's selection of columns, here of a matrix without rows, and takes a third of
+    the time of numpy.bincount, which looks for the largest index first and counts in 64 bits.
     """
     # Imported here: it takes a sixth of a second, for who never observes.
     from scipy.sparse._sparsetools import csr_column_index1

@@ -1,9 +1,8 @@
-"""Waiting for values that MegEngine still computes, without Python's lock and without a pause in its work.
+"""Waiting for values that MegEngine still computes, while it goes on and other threads run.
 
-``Tensor.numpy()`` keeps Python's lock while it waits, so that no thread can observe meanwhile, and it waits
-for all ops that MegEngine was given, so that none is left to go on with. Here the memory of a value is shared
-(DLPack), and behind the value MegEngine is given one op more: a sum with one. A device runs its ops in their
-order: when the sum is in memory, so is the value.
+``Tensor.numpy()`` waits for all ops that MegEngine was given, so that none is left to go on with, and keeps
+Python's lock meanwhile. Here the memory of a value is shared (DLPack), and behind it MegEngine is given one
+more op, a sum with one. A device runs its ops in order: when the sum is in memory, so is the value.
 """
 
 from __future__ import annotations

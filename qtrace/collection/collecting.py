@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,9 +22,6 @@ from qtrace.phases import in_phase
 __all__ = ["Collected", "Options", "collect", "observe_parameters"]
 
 Numbered = Iterable[tuple[int, Any]]
-
-# More threads that observe would wait for memory and for Python's lock.
-_MOST_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,6 @@ def collect(
     with in_phase(prepared, "float"), evaluating(prepared):
         engine = choose(prepared, seen, options.engine, options.batches, options.threads)
         sites = {name: fq.site for name, fq in named_fake_quants(prepared)}
-        threads = 1 if engine.chosen.name == "megengine" else options.threads or os.cpu_count() or 1
         silent = not options.progress
         bar = tqdm(
             batches,
@@ -100,7 +95,8 @@ def collect(
             unit="batch",
             disable=silent,
         )
-        with bar, Observing(start, seen, sites, min(threads, _MOST_THREADS)) as observing:
+        observing = Observing(start, seen, sites)
+        with bar:
             for index, batch in bar:
                 arguments = as_arguments(batch, prepared, index)
                 observing.begin(index, batch)

@@ -36,12 +36,26 @@ class MegEngine:
     def run(self, arguments: Arguments, index: int, observe: Observe) -> None:
         """Runs one batch; see `Engine`."""
         args, kwargs = arguments
-        with told(self._prepared, arguments, index):
-            watcher = _Watcher(self._prepared, self._nodes, observe)
-            watcher.run(*args, **kwargs)
-            watcher.show()
-            # Errors in kernels come late: those behind the last site are this batch's, too.
-            mge._full_sync()
+        watcher = _Watcher(self._prepared, self._nodes, observe)
+        try:
+            with told(self._prepared, arguments, index):
+                try:
+                    watcher.run(*args, **kwargs)
+                    watcher.show()
+                finally:
+                    # Errors in kernels come late: those behind the last site are this batch's, too. And what
+                    # a failed kernel left in memory may have been refused.
+                    mge._full_sync()
+        except _ObserverError as error:
+            raise error.original from error.original.__cause__  # not MegEngine's: `told` has no say in it
+
+
+class _ObserverError(Exception):
+    """An observer refuses a value, or is at fault."""
+
+    def __init__(self, original: Exception) -> None:
+        super().__init__(str(original))
+        self.original = original
 
 
 class _Watcher(Interpreter):
@@ -67,4 +81,8 @@ class _Watcher(Interpreter):
 
     def _show(self) -> None:
         name, arrival = self._asked.popleft()
-        self._observe(name, arrival.wait())
+        value = arrival.wait()
+        try:
+            self._observe(name, value)
+        except Exception as error:
+            raise _ObserverError(error) from error

@@ -233,3 +233,17 @@ def test_a_site_before_an_op_in_place_is_seen_as_it_was() -> None:
     step = float(qparams.scale)
     assert abs(lo - min(seen.min(), 0)) <= step
     assert abs(hi - max(seen.max(), 0)) <= step
+
+
+@pytest.mark.parametrize("engine", ["megengine", "onnxruntime"])
+def test_a_fault_in_an_observer_is_not_taken_for_a_batch_that_does_not_fit(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = _prepared(Chain(3, 3))
+
+    def faulty(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("a fault of the observer's own")
+
+    monkeypatch.setattr("qtrace.observers.minmax.MinMax._measure", faulty)
+    with pytest.raises(ValueError, match=r"^a fault of the observer's own$"):
+        qtrace.calibrate(prepared, [_X], progress=False, engine=engine)

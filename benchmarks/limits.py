@@ -18,18 +18,18 @@ _LIMITS = (
     (r"own HistogramObserver", "a search for the range at every batch"),
     (
         r"(pass|images).*onnxruntime$|auto",
-        "onnxruntime's convolutions, and counting into bins on the same cores",
+        "onnxruntime's convolutions, then counting into bins, 2 to 3 ns a value",
     ),
     (
         r"pass / float forward, (minmax|moving_average)",
-        "copies to numpy, and waiting for each before the next op",
+        "MegEngine's convolutions on one thread; Python, which gives it ops and observes, is on another core",
     ),
     (
         r"pass / float forward",
-        "counting into bins: 2 to 4 ns a value, on a core that MegEngine's threads use too",
+        "MegEngine's convolutions on one thread; counting into bins, 2 to 3 ns a value, is on another core",
     ),
     (r"calibrate, \d+ batches", "onnxruntime's convolutions"),
-    (r"worker", "memory, and the thread that observes beside each worker's own"),
+    (r"worker", "memory; one worker of MegEngine's gives it ops and observes on a second core in part"),
     (r"2 processes", "memory"),
     (r"memory", "the batch's activations"),
     (r"quantize_qat", "theirs: the weight gradients of convolutions, plain loops"),

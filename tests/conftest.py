@@ -6,6 +6,11 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from qtrace.cli import engine
+
+# Before anything else loads MegEngine: a thread of it would take a quarter of a core from the tests.
+engine.start()
+
 # No deadline: a loaded machine is not a bug. What needs more examples says so; `make fuzz` has many.
 settings.register_profile("qtrace", deadline=None, max_examples=50)
 settings.load_profile("qtrace")

@@ -7,6 +7,7 @@ more op, a sum with one. A device runs its ops in order: when the sum is in memo
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -38,6 +39,11 @@ class Arrival:
 
     value: Tensor
     mark: tuple[Tensor, np.ndarray] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory the value takes."""
+        return math.prod(self.value.shape) * int(np.dtype(self.value.dtype).itemsize)
 
     def wait(self) -> np.ndarray:
         """The value when it is there; other threads run meanwhile. Nobody may change it.

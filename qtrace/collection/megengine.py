@@ -16,8 +16,9 @@ from qtrace.graph.types import Node, TracedModule
 
 __all__ = ["MegEngine"]
 
-# Watched values that MegEngine may be computing: each is in memory until it was observed.
+# Watched values that MegEngine may be computing, and their bytes: each is in memory until it was observed.
 _AHEAD = 8
+_AHEAD_BYTES = 64 << 20
 
 
 class MegEngine:
@@ -70,9 +71,12 @@ class _Watcher(Interpreter):
     def on_node(self, node: Node, value: Any) -> Any:
         if node.name in self._nodes:
             self._asked.append((node.name, self._arrivals.expect(value)))
-            if len(self._asked) > _AHEAD:
+            while len(self._asked) > 1 and self._too_many():
                 self._show()
         return value
+
+    def _too_many(self) -> bool:
+        return len(self._asked) > _AHEAD or sum(a.nbytes for _, a in self._asked) > _AHEAD_BYTES
 
     def show(self) -> None:
         """Shows all values that are left."""

@@ -63,25 +63,25 @@ def test_many_values_arrive_in_any_order_while_more_are_computed() -> None:
 
 def test_other_threads_run_while_a_value_is_computed() -> None:
     asked, x = Arrivals(), mge.Tensor(images(8, 32, 64, 64))
-    _slow(x).numpy()
-    arrival = asked.expect(_slow(x))
-    turns, done = [], threading.Event()
+    turns, begun, done = [], threading.Event(), threading.Event()
 
     def work() -> None:
+        begun.set()
         while not done.is_set():
             turns.append(time.monotonic())
             time.sleep(1e-3)
 
     thread = threading.Thread(target=work)
     thread.start()
-    begun = time.monotonic()
+    begun.wait()
+    arrival = asked.expect(_slow(_slow(_slow(x))))
+    before = time.monotonic()
     arrival.wait()
-    ended = time.monotonic()
+    after = time.monotonic()
     done.set()
     thread.join()
     # `Tensor.numpy` would let it have a turn before and one behind.
-    assert ended - begun > 0.02, "the work was too quick to say anything"
-    assert sum(begun < turn < ended for turn in turns) > 5
+    assert sum(before < turn < after for turn in turns) > 5, f"in {after - before:.3f} s"
 
 
 def test_memory_holds_a_value_that_was_changed_in_place_since() -> None:

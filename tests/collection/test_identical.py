@@ -76,7 +76,8 @@ def test_processes_write_the_same_bytes(alone: Any, place: Path, count: int, pro
     assert written(place, f"{len(program)}-{count}", engine, program, "--workers", f"{count}") == files
 
 
+@pytest.mark.parametrize("program", [PLAIN, SHUFFLED], ids=["in turn", "shuffled"])
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
-def test_a_local_ray_cluster_writes_the_same_bytes(alone: Any, place: Path) -> None:
+def test_a_local_ray_cluster_writes_the_same_bytes(alone: Any, place: Path, program: Any) -> None:
     engine, files = alone
-    assert written(place, "ray", engine, PLAIN, "--ray", "--workers", "2") == files
+    assert written(place, f"ray-{len(program)}", engine, program, "--ray", "--workers", "2") == files

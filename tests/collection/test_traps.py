@@ -49,33 +49,27 @@ def test_an_error_in_a_kernel_is_the_batchs_wherever_the_sites_are(body: str) ->
     assert done.stdout.startswith("told: batch 1 gives 2 inputs"), done.stderr
 
 
-_IDLE = """
-import sys, time
+_SLACK = """
 from pathlib import Path
-if sys.argv[1] == "quiet":
-    from qtrace.cli import engine
-    engine.start()
+from qtrace.cli import engine
+engine.start()
 import megengine as mge, numpy as np
 (mge.Tensor(np.ones((64, 64), "float32")) + 1).numpy()
-def switches():
-    found = [t for t in Path("/proc/self/task").iterdir() if (t / "comm").read_text() == "CompNodeSync\\n"]
-    lines = [line for t in found for line in (t / "status").read_text().splitlines()]
-    return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
-first = switches()
-time.sleep(0.5)
-print(switches() - first)
+for task in Path("/proc/self/task").iterdir():
+    kind = (task / "comm").read_text().strip()
+    print(kind.replace(" ", ""), Path("/proc", task.name, "timerslack_ns").read_text().strip())
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process say so")
-def test_an_idle_process_of_the_command_line_sleeps() -> None:
-    wakes = []
-    for kind in ("quiet", "as it is"):  # not at once: the one would wake the other
-        command = [sys.executable, "-W", "ignore", "-c", _IDLE, kind]
-        wakes.append(int(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout))
-    quiet, plain = wakes
-    assert plain > 1000, "MegEngine has no such thread any more: the setting in qtrace.cli.engine can go"
-    assert quiet < plain / 2
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets threads oversleep")
+def test_the_command_line_lets_megengines_idle_thread_sleep() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", _SLACK]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if "PermissionError" in done.stderr:
+        pytest.skip("this user may not look at the timers of a thread")
+    slack = [line.split() for line in done.stdout.splitlines()]
+    assert [value for name, value in slack if name == "CompNodeSync"] == ["5000000"], done.stderr
+    assert [value for _, value in slack].count("50000") == 1, "the main thread keeps its own"
 
 
 @pytest.mark.parametrize("engine", ["megengine", "onnxruntime"])

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -605,6 +606,23 @@ def umask():
     value = os.umask(0)
     os.umask(value)
     return value
+
+
+def test_an_interrupt_that_c_code_made_another_error_of(run, monkeypatch):
+    def command(*args, **kwargs):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            raise DataError("m.mge is damaged (ImportError: initialization failed).") from None
+
+    monkeypatch.setattr(cli.group, "main", command)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
+    try:
+        result = run("export", "m.mge")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (result.code, result.err) == (130, "interrupted: no result was written.\n")
 
 
 def test_tidying_up_is_not_cut_short():

@@ -96,33 +96,41 @@ def main(args: Sequence[str] | None = None) -> None:
 def _run(args: Sequence[str] | None) -> int:
     _open_streams()
     signal.signal(signal.SIGTERM, _terminate)
+    interrupt = _Interrupt()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt_handler())
+        signal.signal(signal.SIGINT, interrupt)
     try:
         result: Any = group.main(args, prog_name="qtrace", standalone_mode=False)
         return result if isinstance(result, int) else 0
-    except QtraceError as error:
+    except (click.Abort, KeyboardInterrupt):
+        return _interrupted()
+    except Exception as error:
+        # C code that is interrupted may make any error of it: an import, "initialization failed".
+        return _interrupted() if interrupt.seen else _explained(error)
+
+
+def _interrupted() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is over but the message
+    _told(lambda: click.echo("interrupted: no result was written.", err=True))
+    return INTERRUPTED
+
+
+def _explained(error: Exception) -> int:
+    """Tells what an error means to users; gives the exit code."""
+    if isinstance(error, QtraceError):
         return _failed(f"error: {' '.join(str(error).split())}")
-    except click.ClickException as error:
+    if isinstance(error, click.ClickException):
         _told(error.show)
         return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is over but the message
-        _told(lambda: click.echo("interrupted: no result was written.", err=True))
-        return INTERRUPTED
-    except OSError as error:  # a full disk, no more file handles: what no command can do anything about
+    if isinstance(error, OSError):  # a full disk, no more file handles: what no command can do anything about
         where = f"{error.filename}: " if error.filename else ""
         return _failed(f"error: {where}{error.strerror or error}.")
-    except MemoryError:
+    if isinstance(error, MemoryError):
         return _failed("error: there is not enough memory; use smaller batches.")
-    except Exception:
-        _told(traceback.print_exc)
-        _told(
-            lambda: click.echo(
-                "error: this is a fault in qtrace, not in what you gave it; please report it.", err=True
-            )
-        )
-        return INTERNAL_ERROR
+    _told(traceback.print_exc)
+    fault = "error: this is a fault in qtrace, not in what you gave it; please report it."
+    _told(lambda: click.echo(fault, err=True))
+    return INTERNAL_ERROR
 
 
 def _failed(sentence: str) -> int:
@@ -156,18 +164,22 @@ def _open_streams() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
 
 
-def _interrupt_handler(pause: float = 2.0) -> Callable[[int, Any], None]:
-    """Ctrl-C, of which a second one within ``pause`` seconds does not cut short the cleaning up."""
-    last = -math.inf
+class _Interrupt:
+    """Ctrl-C, of which a second one within ``pause`` seconds does not cut short the cleaning up.
 
-    def handler(_: int, __: Any) -> None:
-        nonlocal last
+    Attributes:
+        seen: whether there was one.
+    """
+
+    def __init__(self, pause: float = 2.0) -> None:
+        self.seen = False
+        self._pause, self._last = pause, -math.inf
+
+    def __call__(self, number: int, _: Any) -> None:
         now = time.monotonic()
-        if now - last > pause:
-            last = now
+        if now - self._last > self._pause:
+            self.seen, self._last = True, now
             raise KeyboardInterrupt
-
-    return handler
 
 
 def _terminate(number: int, _: Any) -> None:

@@ -19,7 +19,7 @@ __all__ = ["start", "synchronize"]
 # MegEngine's CUDA stub prints these to file descriptor 2 itself; no setting or logger turns them off.
 _NOISE = ("info: +", "debug: failed to load cuda func")
 # From <linux/prctl.h>.
-_PR_SET_TIMERSLACK = 29
+_PR_SET_TIMERSLACK, _PR_GET_TIMERSLACK = 29, 30
 # Nanoseconds that a thread of MegEngine's may sleep longer than it asks for.
 _SLACK = 5_000_000
 _started = False
@@ -51,11 +51,12 @@ def _slack_for_new_threads() -> Iterator[None]:
     if prctl is None:
         yield
         return
+    before = prctl(_PR_GET_TIMERSLACK)
     prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_SLACK))
     try:
         yield
     finally:
-        prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(0))  # what it was when this thread began
+        prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(before))
 
 
 def synchronize() -> None:

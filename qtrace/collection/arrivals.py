@@ -33,12 +33,12 @@ class Arrival:
 
     Attributes:
         value: it.
-        mark: a tensor and the numbers that it holds when the value is there; None where one must wait
-            otherwise.
+        shared: its memory, and a tensor with the numbers that it holds when the memory is whole; None where
+            one must wait otherwise.
     """
 
     value: Tensor
-    mark: tuple[Tensor, np.ndarray] | None = None
+    shared: tuple[np.ndarray, Tensor, np.ndarray] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -52,16 +52,17 @@ class Arrival:
             RuntimeError: where MegEngine knows by now that an op has failed; else the value is anything, and
                 ``megengine._full_sync`` tells.
         """
-        if self.mark is None:
+        if self.shared is None:
             return self.value.numpy()
-        mark, marked = np.from_dlpack(_Shared(self.mark[0])), self.mark[1]
+        memory, mark, marked = self.shared
+        seen = np.from_dlpack(_Shared(mark))
         begun = time.monotonic()
-        while not np.array_equal(mark, marked):
+        while not np.array_equal(seen, marked):
             waited = time.monotonic() - begun
             if waited > _PATIENCE:
                 return self.value.numpy()
             time.sleep(min(max(_SHARE * waited, _PAUSES[0]), _PAUSES[1]))
-        return np.from_dlpack(_Shared(self.value)).reshape(self.value.shape)
+        return memory
 
 
 class Arrivals:
@@ -78,14 +79,17 @@ class Arrivals:
         value = tensor.detach()
         if not self._shares(value):
             return Arrival(value)
+        # Before the mark: of a view, what is shared is a copy that MegEngine is told to make now.
+        memory = np.from_dlpack(_Shared(value)).reshape(value.shape)
         self._mark, self._marked = self._mark + 1, self._marked + 1
-        return Arrival(value, (self._mark, self._marked))
+        return Arrival(value, (memory, self._mark, self._marked))
 
     def _shares(self, tensor: Tensor) -> bool:
-        """Whether its memory is this processor's and its ops are in the queue of the marks."""
+        """Whether its memory is this processor's, in its order, and its ops are in the queue of the marks."""
         name = str(tensor.device.physical_name)
-        whole = name == self._device and name.startswith("cpu") and name != "cpu:default"
-        return whole and tensor.dtype in (np.float32, np.float16) and all(tensor.shape)
+        queued = name == self._device and name.startswith("cpu") and name != "cpu:default"
+        plain = tensor.format != "nhwc" and tensor.dtype in (np.float32, np.float16) and all(tensor.shape)
+        return queued and plain
 
 
 class _Shared:

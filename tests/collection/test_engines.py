@@ -15,10 +15,13 @@ import qtrace
 from qtrace.collection import choice
 from qtrace.collection.base import EngineError, watched
 from qtrace.collection.collecting import Options, collect
+from qtrace.collection.megengine import MegEngine
 from qtrace.collection.onnxruntime import OnnxRuntime
 from qtrace.errors import CalibrationError, ConfigError
+from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TracedModule
 from qtrace.passes.record import fake_quants
+from qtrace.phases import in_phase
 from tests.nets import Chain, images, net
 from tests.zoo.catalog import CNN
 
@@ -247,3 +250,42 @@ def test_a_fault_in_an_observer_is_not_taken_for_a_batch_that_does_not_fit(
     monkeypatch.setattr("qtrace.observers.minmax.MinMax._measure", faulty)
     with pytest.raises(ValueError, match=r"^a fault of the observer's own$"):
         qtrace.calibrate(prepared, [_X], progress=False, engine=engine)
+
+
+def _keeping(shown: dict[str, np.ndarray]) -> Callable[[str, Any], None]:
+    return lambda name, value: shown.update({name: value.copy()})
+
+
+def test_views_are_observed_when_they_are_whole() -> None:
+    class Last(M.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.fc = M.LSTM(16, 64, batch_first=True), M.Linear(64, 1024)
+            self.more = M.Linear(1024, 1024)  # so much that a late copy would come too late
+
+        def forward(self, x: mge.Tensor) -> mge.Tensor:
+            y = self.fc(self.lstm(x)[0][:, -1])
+            for _ in range(4):
+                y = self.more(y)
+            return y
+
+    x = images(32, 40, 16)
+    prepared = _prepared(Last(), x, {"observers": {"activation": "minmax"}})
+    seen: dict[str, np.ndarray] = {}
+
+    class Plain(Interpreter):
+        def on_node(self, node: Any, value: Any) -> Any:
+            if node.name in nodes:
+                mge._full_sync()
+                seen[node.name] = value.numpy().copy()
+            return value
+
+    nodes = watched(prepared).nodes
+    with in_phase(prepared, "float"):
+        Plain(prepared).run(mge.Tensor(x))
+        for _ in range(3):
+            shown: dict[str, np.ndarray] = {}
+            MegEngine(prepared, nodes).run(((mge.Tensor(x),), {}), 0, _keeping(shown))
+            assert shown.keys() == seen.keys()
+            for name, value in shown.items():
+                np.testing.assert_array_equal(value, seen[name], err_msg=name)

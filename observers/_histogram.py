@@ -15,9 +15,12 @@ import numpy as np
 
 from qtrace.observers.base import Layout, Observer, Option, State
 
-__all__ = ["BINS", "HistogramObserver", "origin_of"]
+__all__ = ["HISTOGRAM", "HistogramObserver", "origin_of"]
 
-BINS = Option(2048, 64, 65536)
+# The options of every histogram.
+HISTOGRAM = {"bins": Option(2048, 64, 65536), "sample": Option(1, 1, 1024)}
+# A sample leaves at least so many values of a channel and batch: ends at 99.9 percent keep some beyond them.
+_ENOUGH = 1 << 14
 
 # 2**-k must be a float32: below this, values share a bin. It is also the smallest scale that is ever chosen.
 _LOWEST_EXPONENT = -126
@@ -32,7 +35,7 @@ _COUNTERS = 1 << 20
 
 
 class HistogramObserver(Observer):
-    """Abstract: counts values.
+    """Abstract: counts values, all or a random sample; the smallest and the largest are those of all.
 
     The state, for C channels and N = 2 * bins::
 
@@ -55,6 +58,7 @@ class HistogramObserver(Observer):
     def _measure(self, x: np.ndarray, lo: np.ndarray, hi: np.ndarray, batch: int) -> State:
         size = 2 * int(self._options["bins"])
         exponent = _exponent(lo, hi, size)
+        x = _sampled(x, int(self._options.get("sample", 1)), batch)
         count = _count_tensor if x.shape[1] == 1 else _count_channels
         counts, zeros = count(x, exponent, origin_of(lo, exponent), size)
         return {"lo": lo, "hi": hi, "exponent": exponent, "zeros": zeros, "counts": counts}
@@ -69,6 +73,23 @@ class HistogramObserver(Observer):
         counts = _regrid(first, exponent, origin) + _regrid(second, exponent, origin)
         zeros = first["zeros"] + second["zeros"]
         return {"lo": lo, "hi": hi, "exponent": exponent, "zeros": zeros, "counts": counts}
+
+
+def _sampled(x: np.ndarray, every: int, seed: int) -> np.ndarray:
+    """One random value of every ``every``, of (A, C, B) as (1, C, n): a stratified sample.
+
+    Channels share positions, so that what they have in common stays. The same seed takes the same values: a
+    batch has its number, whoever observes it.
+    """
+    size = x.shape[0] * x.shape[2]
+    every = min(every, size // _ENOUGH)
+    if every < 2:
+        return x
+    strata = np.arange(0, size - every + 1, every)
+    taken = strata + np.random.default_rng(seed).integers(0, every, strata.size, dtype=np.uint16)
+    if x.shape[1] == 1:
+        return x.reshape(-1)[taken].reshape(1, 1, -1)
+    return np.ascontiguousarray(x[taken // x.shape[2], :, taken % x.shape[2]].T)[None]
 
 
 def origin_of(lo: np.ndarray, exponent: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import lambertw, ndtr
 
-from qtrace.observers._histogram import BINS, HistogramObserver
+from qtrace.observers._histogram import HISTOGRAM, HistogramObserver
 from qtrace.observers._moments import moments
 from qtrace.observers.base import Choice, Option, State
 
@@ -35,11 +35,12 @@ class AnalyticalClipping(HistogramObserver):
     Options:
         distribution: ``gauss``, ``laplace``, or ``auto`` for the one that is likelier for the values.
         bins: the moments are those of a histogram of `bins` to ``2 * bins`` bins.
+        sample: one value of so many is counted, where a batch has enough of them.
     """
 
     OPTIONS: ClassVar[Mapping[str, Option | Choice]] = {
         "distribution": Choice("auto", ("auto", "gauss", "laplace")),
-        "bins": BINS,
+        **HISTOGRAM,
     }
 
     def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:

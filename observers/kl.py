@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from qtrace.numerics import grid
-from qtrace.observers._histogram import BINS, HistogramObserver
+from qtrace.observers._histogram import HISTOGRAM, HistogramObserver
 from qtrace.observers._search import Tables, by_channels, observed, running, tables
 from qtrace.observers.base import Option, State
 from qtrace.scheme import QScheme
@@ -38,10 +38,11 @@ class KullbackLeibler(HistogramObserver):
 
     Options:
         bins: the range is resolved by `bins` to ``2 * bins`` bins.
+        sample: one value of so many is counted, where a batch has enough of them.
         candidates: how many ranges a sweep tries, evenly spaced.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {"bins": BINS, "candidates": Option(512, 8, 8192)}
+    OPTIONS: ClassVar[Mapping[str, Option]] = {**HISTOGRAM, "candidates": Option(512, 8, 8192)}
 
     def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
         candidates = int(self._options["candidates"])

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from qtrace.observers._histogram import BINS, HistogramObserver
+from qtrace.observers._histogram import HISTOGRAM, HistogramObserver
 from qtrace.observers._moments import moments
 from qtrace.observers.base import Option, State
 
@@ -26,9 +26,10 @@ class LSQPlusInitialization(HistogramObserver):
     Options:
         sigmas: how many standard deviations.
         bins: the moments are those of a histogram of `bins` to ``2 * bins`` bins.
+        sample: one value of so many is counted, where a batch has enough of them.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {"sigmas": Option(3.0, 0.5, 20.0), "bins": BINS}
+    OPTIONS: ClassVar[Mapping[str, Option]] = {"sigmas": Option(3.0, 0.5, 20.0), **HISTOGRAM}
 
     def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
         lo, hi = state["lo"].astype(np.float64), state["hi"].astype(np.float64)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from qtrace.observers._histogram import BINS, HistogramObserver, origin_of
+from qtrace.observers._histogram import HISTOGRAM, HistogramObserver, origin_of
 from qtrace.observers.base import Option, State
 
 __all__ = ["Percentile"]
@@ -22,9 +22,10 @@ class Percentile(HistogramObserver):
     Options:
         percentile: 51 to 100; the share of values below the upper end, and above the lower end.
         bins: the range is resolved by `bins` to ``2 * bins`` bins.
+        sample: one value of so many is counted, where a batch has enough of them.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {"percentile": Option(99.99, 51.0, 100.0), "bins": BINS}
+    OPTIONS: ClassVar[Mapping[str, Option]] = {"percentile": Option(99.99, 51.0, 100.0), **HISTOGRAM}
 
     def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
         counts, size = state["counts"], state["counts"].shape[1]

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from qtrace.numerics import SMALLEST_SCALE, grid
-from qtrace.observers._histogram import BINS, HistogramObserver
+from qtrace.observers._histogram import HISTOGRAM, HistogramObserver
 from qtrace.observers._search import Tables, error, g_at, observed, tables
 from qtrace.observers.base import Option, State
 from qtrace.scheme import QScheme
@@ -36,9 +36,10 @@ class PowerOfTwo(HistogramObserver):
 
     Options:
         bins: the range is resolved by `bins` to ``2 * bins`` bins.
+        sample: one value of so many is counted, where a batch has enough of them.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {"bins": BINS}
+    OPTIONS: ClassVar[Mapping[str, Option]] = {**HISTOGRAM}
 
     def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
         table, scheme = tables(state), self._scheme

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from qtrace.numerics import grid
-from qtrace.observers._histogram import BINS, HistogramObserver
+from qtrace.observers._histogram import HISTOGRAM, HistogramObserver
 from qtrace.observers._search import Tables, best_range
 from qtrace.observers.base import Option, State
 from qtrace.scheme import QScheme
@@ -28,10 +28,11 @@ class SiluMeanSquaredError(HistogramObserver):
 
     Options:
         bins: the range is resolved by `bins` to ``2 * bins`` bins.
+        sample: one value of so many is counted, where a batch has enough of them.
         candidates: how many ratios the first sweep tries.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {"bins": BINS, "candidates": Option(64, 8, 1024)}
+    OPTIONS: ClassVar[Mapping[str, Option]] = {**HISTOGRAM, "candidates": Option(64, 8, 1024)}
 
     def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
         candidates = int(self._options["candidates"])

@@ -147,7 +147,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ),
     (
         "observers: {activation: {mse: {binz: 3}}}",
-        ["mine.yaml:2: observer mse has no option 'binz': correct it to one of bins, candidates."],
+        ["mine.yaml:2: observer mse has no option 'binz': correct it to one of bins, sample, candidates."],
     ),
     (
         "rules:\n  - match: {op: conv2d}\n    observers: {weight: {percentile: {percentile: 300}}}",

@@ -14,7 +14,7 @@ from qtrace.graph._failures import short
 from qtrace.graph.signature import argument_names, fits, taken
 from qtrace.graph.types import TracedModule
 
-__all__ = ["as_arguments", "evaluating", "refuse_nan", "told"]
+__all__ = ["as_arguments", "evaluating", "first_samples", "refuse_nan", "told"]
 
 _SHOWN = 3  # of a list inside of a batch, in a message
 
@@ -70,6 +70,28 @@ def _values(value: Any) -> Iterator[np.ndarray]:
             yield from _values(item)
     else:
         yield value.numpy()
+
+
+def first_samples(arguments: _Arguments, count: int) -> _Arguments | None:
+    """The first samples of a batch; None where its Tensors do not share a first axis that is longer.
+
+    Args:
+        arguments: as `as_arguments` gives them.
+        count: how many samples.
+    """
+    sizes = set()
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: cut(item) for key, item in value.items()}
+        if isinstance(value, (tuple, list)):
+            found = [cut(item) for item in value]
+            return found if isinstance(value, list) else tuple(found)
+        sizes.add(int(value.shape[0]) if value.ndim else 0)
+        return value[:count] if value.ndim else value
+
+    few = cut(arguments)
+    return few if len(sizes) == 1 and sizes.pop() > count else None
 
 
 @contextmanager

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -33,9 +35,15 @@ def start() -> None:
     _started = True
     # MegEngine makes the processor flush subnormals to zero; numpy remarks on that.
     warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
+    # Its threads would wait for each other in loops, and take the cores from whatever else runs.
+    os.environ.setdefault("MGB_WORKER_MAX_SPIN", "0")
     with caught_lines(_NOISE), _slack_for_new_threads():
         import megengine as mge
+        from megengine.logger import set_mgb_log_level
 
+        # It remarks on that at every wait, by Python's logging and inside of a lock: when that happens to
+        # collect garbage, a Tensor among it waits for the lock forever.
+        set_mgb_log_level(logging.ERROR)
         mge.device.get_device_count("gpu")
         (mge.Tensor([0.0] * 64) + 1).numpy()  # the threads begin with the first op
 

@@ -19,8 +19,8 @@ from megengine import Tensor
 __all__ = ["Arrival", "Arrivals"]
 
 # Seconds between two looks: the share of what was waited so far, between the least and the most.
-_PAUSES = (5e-5, 1e-3)
-_SHARE = 0.1
+_PAUSES = (5e-5, 2e-3)
+_SHARE = 0.2
 # After so many seconds without an answer `Tensor.numpy` waits, and raises what went wrong.
 _PATIENCE = 1.0
 # Bytes of a mark: so many random ones are not by chance in memory that is not yet written.
@@ -57,7 +57,7 @@ class Arrival:
         memory, mark, marked = self.shared
         seen = np.from_dlpack(_Shared(mark))
         begun = time.monotonic()
-        while not np.array_equal(seen, marked):
+        while seen.tobytes() != marked.tobytes():  # a tenth of the time of numpy's comparison
             waited = time.monotonic() - begun
             if waited > _PATIENCE:
                 return self.value.numpy()

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from qtrace.batches import first_samples
 from qtrace.collection.base import Arguments, Engine, EngineError, Observe, Watched
 from qtrace.collection.megengine import MegEngine
 from qtrace.collection.onnxruntime import OnnxRuntime
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.interpreter import Interpreter
-from qtrace.graph.types import TracedModule
+from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.passes.record import read_record
 
 __all__ = ["ENGINES", "Chosen", "choose"]
@@ -23,6 +24,8 @@ ENGINES = ("auto", "megengine", "onnxruntime")
 # Two engines agree when no value differs by more than this share of the node's largest: 1/40 of a step of 8
 # bits. What float32 does to the order of sums stays below a tenth of it.
 _TOLERANCE = 1e-4
+# Samples of a batch on which they are compared, where it can be divided.
+_FEW = 2
 # Multiplications and additions below which it takes longer to write the ONNX model than to run MegEngine.
 _LITTLE = 10**9
 # What an iterable without a length is taken for.
@@ -132,7 +135,7 @@ class _Fixed(_Explained):
 
 
 class _Checked(_Explained):
-    """Runs the fast engine where it agrees with MegEngine, which runs the first batch of each shape, too."""
+    """Runs the fast engine where it agrees with MegEngine, which runs samples of each new shape, too."""
 
     def __init__(self, prepared: TracedModule, own: Engine, fast: Engine, known: Chosen | None) -> None:
         self._prepared, self._own, self._fast = prepared, own, fast
@@ -154,7 +157,7 @@ class _Checked(_Explained):
         first = next(iter(self._reasons.values()))
         if first:
             return Chosen(self._own.name, f"{self._fast.name} does not apply: {first}")
-        reason = f"it agrees with MegEngine to {self._worst:.1e} of the range on the first batch"
+        reason = f"it agrees with MegEngine to {self._worst:.1e} of the range on the first samples"
         others = sorted({reason for reason in self._reasons.values() if reason})
         if others:
             reason += f"; MegEngine runs batches of some other shapes: {others[0]}"
@@ -163,7 +166,7 @@ class _Checked(_Explained):
     def run(self, arguments: Arguments, index: int, observe: Observe) -> None:
         shapes = self._shapes(arguments)
         if shapes not in self._reasons:
-            self._check(arguments, index, shapes, observe)
+            self._begin(arguments, index, shapes, observe)
             return
         engine = self._own if self._reasons[shapes] else self._fast
         try:
@@ -176,29 +179,53 @@ class _Checked(_Explained):
         _, (_, *tensors) = Interpreter(self._prepared).bind(args, kwargs)
         return tuple(tuple(int(n) for n in t.shape) for t in tensors)
 
-    def _check(self, arguments: Arguments, index: int, shapes: Signature, observe: Observe) -> None:
-        """Runs both engines, and shows the values of the fast one if they agree."""
+    def _begin(self, arguments: Arguments, index: int, shapes: Signature, observe: Observe) -> None:
+        """Compares both engines, and shows the values of the fast one if they agree."""
         found: dict[str, np.ndarray] = {}
+        try:
+            self._fast.run(arguments, index, found.__setitem__)
+        except EngineError as error:
+            reason = str(error)
+        else:
+            reason = "" if self._agree_on_few(arguments, index) else self._compare(arguments, index, found)
+        self._reasons[shapes] = reason
+        if reason:
+            self._own.run(arguments, index, observe)
+            return
+        for name in list(found):
+            observe(name, found.pop(name))
+
+    def _agree_on_few(self, arguments: Arguments, index: int) -> bool:
+        """Whether the first samples of a batch say that the engines agree; what they deny, the batch may."""
+        few = first_samples(arguments, _few(self._prepared))
+        if few is None:
+            return False
+        found: dict[str, np.ndarray] = {}
+        try:
+            self._fast.run(few, index, found.__setitem__)
+            return not self._compare(few, index, found)
+        except (EngineError, CalibrationError):  # the graph takes no other number of samples
+            return False
+
+    def _compare(self, arguments: Arguments, index: int, found: Mapping[str, np.ndarray]) -> str:
+        """Why MegEngine must run such batches, by the values that the fast engine found; or ""."""
         worst: dict[str, float] = {}
 
         def compare(node: str, value: np.ndarray) -> None:
             worst[node] = _difference(found[node], value)
 
-        try:
-            self._fast.run(arguments, index, found.__setitem__)
-        except EngineError as error:
-            self._reasons[shapes] = str(error)
-        else:
-            self._own.run(arguments, index, compare)
-            node = max(worst, key=worst.__getitem__, default="")
-            self._worst = max(self._worst, worst.get(node, 0.0))
-            agrees = not worst or worst[node] <= _TOLERANCE
-            self._reasons[shapes] = "" if agrees else f"{node} differs by {worst[node]:.1e} of its range"
-        if self._reasons[shapes]:
-            self._own.run(arguments, index, observe)
-            return
-        for name in list(found):
-            observe(name, found.pop(name))
+        self._own.run(arguments, index, compare)
+        node = max(worst, key=worst.__getitem__, default="")
+        if worst and not worst[node] <= _TOLERANCE:
+            return f"{node} differs by {worst[node]:.1e} of its range"
+        self._worst = max(self._worst, worst.get(node, 0.0))
+        return ""
+
+
+def _few(prepared: TracedModule) -> int:
+    """How many samples are compared: not as many as were traced, which the ONNX model may have fixed."""
+    traced = {node.shape[0] for node in prepared.graph.inputs if isinstance(node, TensorNode) and node.shape}
+    return _FEW if _FEW not in traced else _FEW + 1
 
 
 def _difference(first: np.ndarray, second: np.ndarray) -> float:

@@ -60,11 +60,6 @@ class Processes:
 
     def __enter__(self) -> Processes:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
-        if self._count > 1:
-            # MegEngine's threads wait for each other in loops that would take the cores from other workers.
-            environment.setdefault("MGB_WORKER_MAX_SPIN", "0")
-            # It would remark on that for every queue; what fails is an exception.
-            environment.setdefault("MEGENGINE_LOGGING_LEVEL", "ERROR")
         for _ in range(self._count):
             worker = subprocess.Popen(
                 [sys.executable, "-m", _WORKER],

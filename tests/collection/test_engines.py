@@ -170,6 +170,40 @@ def test_auto_does_not_use_a_runtime_that_disagrees(monkeypatch: pytest.MonkeyPa
         np.testing.assert_array_equal(a.qparams().scale, b.qparams().scale)
 
 
+class _Seen(MegEngine):
+    """Keeps how many samples it was given."""
+
+    samples: list[int] = []
+
+    def run(self, arguments: Any, index: int, observe: Callable[[str, np.ndarray], None]) -> None:
+        self.samples.append(len(arguments[0][0]))
+        super().run(arguments, index, observe)
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize(
+    ("forward", "traced", "compared"),
+    [
+        (lambda self, x: self.c(x), 4, [2]),
+        (lambda self, x: self.c(x), 2, [3]),  # else what stands for the number of samples may be a constant
+        (lambda self, x: self.c(x).reshape(4, -1, 8), 4, [2]),
+        (lambda self, x: self.c(x) * self.each, 4, [4]),  # takes four samples only
+    ],
+)
+def test_engines_are_compared_on_few_samples_where_the_graph_takes_them(
+    forward: Any, traced: int, compared: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = net(forward, c=M.Conv2d(3, 4, 1), each=mge.Parameter(images(4, 1, 1, 1)))
+    prepared = qtrace.prepare(qtrace.trace(module, _X[:traced], check=False))
+    monkeypatch.setattr(choice, "MegEngine", _Seen)
+    monkeypatch.setattr(_Seen, "samples", [])
+    chosen = _auto(prepared, [_X, _X + 1])
+    assert (chosen.name, chosen.verified) == ("onnxruntime", (((4, 3, 16, 16),),))
+    assert _Seen.samples == compared
+    monkeypatch.setattr(choice, "OnnxRuntime", _Wrong)
+    assert _auto(prepared, [_X, _X + 1]).name == "megengine"
+
+
 @pytest.mark.usefixtures("eager")
 def test_batches_of_another_shape_are_compared_or_run_in_megengine() -> None:
     batches = [_X, _X[:1], images(1, 3, 24, 8)]

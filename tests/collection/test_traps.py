@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 import threading
@@ -72,6 +73,29 @@ def test_the_command_line_lets_megengines_idle_thread_sleep() -> None:
     slack = [line.split() for line in done.stdout.splitlines()]
     assert [value for name, value in slack if name == "CompNodeSync"] == ["5000000"], done.stderr
     assert [value for _, value in slack].count("40000") == 1, "the main thread keeps its own"
+
+
+_WAITING = """
+import os
+from qtrace.cli import engine
+engine.start()
+import megengine as mge, numpy as np
+x = mge.Tensor(np.ones((64, 64), "float32"))
+for _ in range(20):
+    x = x @ x / 64
+    x.numpy()
+print(os.environ["MGB_WORKER_MAX_SPIN"])
+"""
+
+
+@pytest.mark.parametrize(("wanted", "spin"), [(None, "0"), ("30", "30")])
+def test_waiting_takes_no_core_and_megengine_does_not_remark_on_it(wanted: str | None, spin: str) -> None:
+    """Its remark at every wait, inside of a lock, hangs when garbage is collected meanwhile."""
+    environment = {k: v for k, v in os.environ.items() if k != "MGB_WORKER_MAX_SPIN"}
+    environment |= {} if wanted is None else {"MGB_WORKER_MAX_SPIN": wanted}
+    command = [sys.executable, "-W", "ignore", "-c", _WAITING]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"{spin}\n", "")
 
 
 @pytest.mark.parametrize("engine", ["megengine", "onnxruntime"])

@@ -1,0 +1,38 @@
+"""A batch as arguments, and a part of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from megengine import Tensor
+
+from qtrace.batches import first_samples
+
+
+def _tensor(*shape: int) -> Tensor:
+    return Tensor(np.arange(np.prod(shape), dtype=np.float32).reshape(shape))
+
+
+def test_the_first_samples_of_every_tensor_of_a_batch() -> None:
+    x, y, z = _tensor(4, 3), _tensor(4), _tensor(4, 1, 2)
+    few = first_samples(((x, [y]), {"more": {"z": z}}), 2)
+    assert few is not None
+    (first, second), named = few
+    assert isinstance(second, list)
+    for part, whole in ((first, x), (second[0], y), (named["more"]["z"], z)):
+        np.testing.assert_array_equal(part.numpy(), whole.numpy()[:2])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ((_tensor(2, 3),), {}),  # has no more
+        ((_tensor(4, 3), _tensor(5, 3)), {}),
+        ((_tensor(4, 3),), {"scale": Tensor(1.0)}),
+        ((), {}),
+    ],
+)
+def test_no_samples_where_they_are_not_told_apart(arguments: Any) -> None:
+    assert first_samples(arguments, 2) is None

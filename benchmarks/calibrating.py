@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import megengine.module as M
-import numpy as np
 from megengine import Tensor
 from megengine.module import Module
 from megengine.quantization import calibration_qconfig, quantize_qat
@@ -16,13 +15,11 @@ import qtrace
 from benchmarks.nets import MobileNetV2, NativeResNet18, ResNet18, image_batches, settle
 from benchmarks.rows import Row, Size
 from benchmarks.timing import take_turns
-from qtrace import QScheme
 from qtrace.collection.base import named_fake_quants, watched
 from qtrace.collection.choice import choose
 from qtrace.collection.observing import Observing
 from qtrace.collection.statistics import no_statistics
 from qtrace.graph.types import TracedModule
-from qtrace.observers.mse import MeanSquaredError
 from tests.zoo.darknet import CSPDarknet
 
 __all__ = ["one_pass", "run"]
@@ -43,8 +40,8 @@ def run(size: Size) -> Iterator[Row]:
     yield from _passes(mobile, batches, "MobileNetV2", _TARGETS, size.few)
     darknet = settle(CSPDarknet(M.SiLU, size.width), batches[0])
     yield from _passes(darknet, batches, "CSPDarknet", _TARGETS, size.few)
+    yield from _sampled(darknet, "CSPDarknet", size)
     yield from _native(batches, size)
-    yield from _sampled(size)
 
 
 def _passes(
@@ -116,15 +113,21 @@ def _native(batches: list[Tensor], size: Size) -> Iterator[Row]:
     yield Row(title, samples.ratio("native", "float"), "x", note="it searches a range at every batch")
 
 
-def _sampled(size: Size) -> Iterator[Row]:
-    """Counting a part of the values beside counting all; the extremes are of all in both."""
-    values = np.random.default_rng(0).standard_normal(1 << 21, dtype=np.float32)
-    affine = QScheme(bits=8, signed=False, symmetric=False)
+def _sampled(net: Module, name: str, size: Size) -> Iterator[Row]:
+    """Counting a part of the values of larger images beside counting all; the extremes are always of all."""
+    count, channels, height, width = size.image
+    shape = (max(1, count // 2), channels, 2 * height, 2 * width)
+    batches = image_batches(2, shape)
+    traced = qtrace.trace(net, batches[0], check=False)
     parts = (1, 4, 16)
-    sides = {str(n): lambda n=n: MeanSquaredError(affine, sample=n).observe(values) for n in parts}
-    samples = take_turns(sides, size.repeats)
+    sides = {}
+    for part in parts:
+        prepared = qtrace.prepare(traced, {"observers": {"activation": {"mse": {"sample": part}}}})
+        sides[str(part)] = one_pass(prepared, batches, "onnxruntime")
+    samples = take_turns(sides, size.few, warm_up=2)
+    title = f"{name} {'x'.join(map(str, shape))}: calibration pass, mse, onnxruntime"
     for part in parts[1:]:
-        yield Row(f"observe 2**21 values, mse, sample: {part} / all", samples.ratio(str(part), "1"), "x")
+        yield Row(f"{title}, sample: {part} / all", samples.ratio(str(part), "1"), "x")
 
 
 def _forward(module: Module, batches: list[Tensor]) -> Callable[[], Tensor]:

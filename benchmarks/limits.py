@@ -28,7 +28,7 @@ _LIMITS = (
         r"pass / float forward",
         "MegEngine's convolutions on one thread; counting into bins, 2 to 3 ns a value, is on another core",
     ),
-    (r"^observe .*sample", "drawing positions, and the sweep for the extremes of all values"),
+    (r"sample: ", "onnxruntime's convolutions, and the sweep for the extremes of all values"),
     (r"calibrate, \d+ batches", "onnxruntime's convolutions"),
     (r"worker", "memory; one worker of MegEngine's gives it ops and observes on a second core in part"),
     (r"2 processes", "memory"),

@@ -22,6 +22,9 @@ HISTOGRAM = {"bins": Option(2048, 64, 65536), "sample": Option(1, 1, 1024)}
 # A sample leaves at least so many values of a channel and batch: ends at 99.9 percent keep some beyond them.
 _ENOUGH = 1 << 14
 
+# Positions that are drawn; in larger tensors they repeat.
+_STRATA = 1 << 16
+
 # 2**-k must be a float32: below this, values share a bin. It is also the smallest scale that is ever chosen.
 _LOWEST_EXPONENT = -126
 # Elements per block: the temporaries of a block stay in the cache.
@@ -85,11 +88,19 @@ def _sampled(x: np.ndarray, every: int, seed: int) -> np.ndarray:
     every = min(every, size // _ENOUGH)
     if every < 2:
         return x
-    strata = np.arange(0, size - every + 1, every)
-    taken = strata + np.random.default_rng(seed).integers(0, every, strata.size, dtype=np.uint16)
+    count = size // every
+    again = np.arange(0, count, _STRATA)[:, None] * every
+    taken = (again + _positions(every, seed)).reshape(-1)[:count]
     if x.shape[1] == 1:
         return x.reshape(-1)[taken].reshape(1, 1, -1)
     return np.ascontiguousarray(x[taken // x.shape[2], :, taken % x.shape[2]].T)[None]
+
+
+@lru_cache(maxsize=16)
+def _positions(every: int, seed: int) -> np.ndarray:
+    """One of each ``every`` positions, `_STRATA` times, int64: drawing takes longer than counting does."""
+    offsets = np.random.default_rng(seed).integers(0, every, _STRATA, dtype=np.uint16)
+    return np.arange(0, _STRATA * every, every) + offsets
 
 
 def origin_of(lo: np.ndarray, exponent: np.ndarray) -> np.ndarray:

@@ -181,13 +181,14 @@ class _Checked(_Explained):
 
     def _begin(self, arguments: Arguments, index: int, shapes: Signature, observe: Observe) -> None:
         """Compares both engines, and shows the values of the fast one if they agree."""
+        agreed = self._agree_on_few(arguments, index)
         found: dict[str, np.ndarray] = {}
         try:
             self._fast.run(arguments, index, found.__setitem__)
         except EngineError as error:
             reason = str(error)
         else:
-            reason = "" if self._agree_on_few(arguments, index) else self._compare(arguments, index, found)
+            reason = "" if agreed else self._compare(arguments, index, found)
         self._reasons[shapes] = reason
         if reason:
             self._own.run(arguments, index, observe)

@@ -36,12 +36,13 @@ def test_so_many_are_counted_and_the_ends_are_those_of_all() -> None:
     assert (state["lo"].item(), state["hi"].item()) == (x.min(), 40.0)
 
 
-def test_each_part_of_the_data_gives_one_value() -> None:
-    x = np.arange(_MANY, dtype=np.float32).reshape(1, 1, -1)
+@pytest.mark.parametrize("count", [_MANY, 1 << 21, (1 << 21) + 5])  # positions repeat in the larger ones
+def test_each_part_of_the_data_gives_one_value(count: int) -> None:
+    x = np.arange(count, dtype=np.float32).reshape(1, 1, -1)
     taken = _histogram._sampled(x, 8, 3).reshape(-1)
-    np.testing.assert_array_equal(taken // 8, np.arange(_MANY // 8))
+    np.testing.assert_array_equal(taken // 8, np.arange(count // 8))
     # Where in its part is random: a fixed place would take some columns of an image only.
-    assert np.bincount((taken % 8).astype(int), minlength=8).min() > _MANY // 8 // 8 * 0.9
+    assert np.bincount((taken % 8).astype(int), minlength=8).min() > count // 8 // 8 * 0.9
 
 
 def test_channels_share_positions() -> None:

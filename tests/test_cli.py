@@ -763,16 +763,23 @@ main(sys.argv[2:])
         assert process.stderr.read() == ""
         process.stderr.close()
 
+    @pytest.mark.parametrize("unbuffered", ["", "1"])
     @pytest.mark.parametrize(
-        ("args", "streams", "code"),
+        ("args", "streams", "code", "told"),
         [
-            ("nonsense", "2>/dev/full", 2),
-            ("recipes show nonsense", "2>&-", 2),
-            ("--help", ">/dev/full 2>/dev/full", 2),
-            ("--help", "<&- >&- 2>&-", 0),
+            ("nonsense", "2>/dev/full", 2, ""),
+            ("recipes show nonsense", "2>&-", 2, ""),
+            ("--help", ">/dev/full 2>/dev/full", 2, ""),
+            ("--help", "<&- >&- 2>&-", 0, ""),
+            ("--help", ">/dev/full", 2, "error: No space left on device.\n"),
+            ("recipes show int8", ">/dev/full", 2, "error: No space left on device.\n"),
         ],
     )
-    def test_streams_that_cannot_be_written(self, args, streams, code):
+    def test_streams_that_cannot_be_written(self, args, streams, code, told, unbuffered):
         """The exit code is right where nobody can be told; Python's own at its end would be 120."""
         command = f'"{sys.executable}" -W ignore -m qtrace.cli {args} {streams}'
-        assert subprocess.run(command, shell=True, timeout=60).returncode == code
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(
+            command, shell=True, timeout=60, env=environment, stderr=subprocess.PIPE, text=True
+        )
+        assert (done.returncode, done.stderr) == (code, told)

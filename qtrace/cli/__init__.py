@@ -90,7 +90,20 @@ def main(args: Sequence[str] | None = None) -> None:
         code = _run(args)
     except KeyboardInterrupt:  # another one, while the first was being told
         code = INTERRUPTED
-    sys.exit(code)
+    sys.exit(_flushed(code))
+
+
+def _flushed(code: int) -> int:
+    """The exit code when stdout has taken all; what it cannot take is dropped.
+
+    Python would try to write that once more at its end, and exit with 120.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+        return code or _failed(f"error: stdout: {error.strerror}.")
+    return code
 
 
 def _run(args: Sequence[str] | None) -> int:

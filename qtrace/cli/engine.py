@@ -24,6 +24,8 @@ _NOISE = ("info: +", "debug: failed to load cuda func")
 _PR_SET_TIMERSLACK, _PR_GET_TIMERSLACK = 29, 30
 # Nanoseconds that a thread of MegEngine's may sleep longer than it asks for.
 _SLACK = 5_000_000
+# How often MegEngine's threads look for work before they sleep.
+_SPIN = "MGB_WORKER_MAX_SPIN"
 _started = False
 
 
@@ -35,17 +37,34 @@ def start() -> None:
     _started = True
     # MegEngine makes the processor flush subnormals to zero; numpy remarks on that.
     warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
-    # Its threads would wait for each other in loops, and take the cores from whatever else runs.
-    os.environ.setdefault("MGB_WORKER_MAX_SPIN", "0")
-    with caught_lines(_NOISE), _slack_for_new_threads():
+    with caught_lines(_NOISE), _slack_for_new_threads(), _short_spin():
         import megengine as mge
         from megengine.logger import set_mgb_log_level
 
-        # It remarks on that at every wait, by Python's logging and inside of a lock: when that happens to
-        # collect garbage, a Tensor among it waits for the lock forever.
+        level = logging.getLogger("megbrain").level
+        # It remarks on the variable at its first wait, by Python's logging and inside of a lock: if that
+        # happened to collect garbage, a Tensor among it would wait for the lock forever.
         set_mgb_log_level(logging.ERROR)
         mge.device.get_device_count("gpu")
         (mge.Tensor([0.0] * 64) + 1).numpy()  # the threads begin with the first op
+        set_mgb_log_level(level)
+
+
+@contextlib.contextmanager
+def _short_spin() -> Iterator[None]:
+    """MegEngine's threads, when they first wait in this block, wait for each other in loops only once.
+
+    Many rounds of them take the cores from whatever else runs. The variable is read once, unless it is 0:
+    then it is read, and remarked on, at every wait. Other programs that this one starts do not see it.
+    """
+    if _SPIN in os.environ:
+        yield
+        return
+    os.environ[_SPIN] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_SPIN]
 
 
 @contextlib.contextmanager

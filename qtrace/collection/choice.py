@@ -154,16 +154,23 @@ class _Checked(_Explained):
             return Chosen(self._known.name, self._known.reason, verified)
         if not self._reasons:
             return Chosen(self._fast.name, "no batch has run yet")
-        first = next(iter(self._reasons.values()))
-        if first:
-            return Chosen(self._own.name, f"{self._fast.name} does not apply: {first}")
-        reason = f"it agrees with MegEngine to {self._worst:.1e} of the range on the first samples"
+        if self._refused:
+            return Chosen(self._own.name, f"{self._fast.name} does not apply: {self._refused}")
+        reason = f"it agrees with MegEngine to {self._worst:.1e} of the range where they were compared"
         others = sorted({reason for reason in self._reasons.values() if reason})
         if others:
             reason += f"; MegEngine runs batches of some other shapes: {others[0]}"
         return Chosen(self._fast.name, reason, verified)
 
+    @property
+    def _refused(self) -> str:
+        """Why all batches run in MegEngine, as in workers and later runs, which are told so; or ""."""
+        return "" if self._known is not None else next(iter(self._reasons.values()), "")
+
     def run(self, arguments: Arguments, index: int, observe: Observe) -> None:
+        if self._refused:
+            self._own.run(arguments, index, observe)
+            return
         shapes = self._shapes(arguments)
         if shapes not in self._reasons:
             self._begin(arguments, index, shapes, observe)
@@ -204,7 +211,8 @@ class _Checked(_Explained):
         found: dict[str, np.ndarray] = {}
         try:
             self._fast.run(few, index, found.__setitem__)
-            return not self._compare(few, index, found)
+            # Values that are nothing, or nothing but zeros, say nothing.
+            return all(value.any() for value in found.values()) and not self._compare(few, index, found)
         except (EngineError, CalibrationError):  # the graph takes no other number of samples
             return False
 
@@ -245,8 +253,9 @@ def _difference(first: np.ndarray, second: np.ndarray) -> float:
 
 def _not_worth_it(prepared: TracedModule, batches: int | None) -> str:
     """Why an export would take longer than it saves, or ""."""
-    if batches == 1:
-        return "there is one batch, with which onnxruntime would be compared"
+    sizes = [node.shape[0] for node in prepared.graph.inputs if isinstance(node, TensorNode) and node.shape]
+    if batches == 1 and min(sizes, default=0) <= _few(prepared):
+        return "there is one batch, on all of which the engines would be compared"
     work = sum(note.macs for note in read_record(prepared).annotation.notes)
     if work * (_MANY if batches is None else batches) < _LITTLE:
         return "there is so little to compute that an export would take longer"

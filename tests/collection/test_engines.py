@@ -133,7 +133,6 @@ def test_auto_takes_onnxruntime_where_it_agrees() -> None:
 
 def test_auto_stays_with_megengine_for_little_work() -> None:
     assert _auto(_prepared(Chain(1, 3)), [_X, _X]).name == "megengine"
-    assert "one batch" in _auto(_prepared(Chain(1, 3)), [_X]).reason
 
 
 def _missing(*_: Any) -> None:
@@ -202,6 +201,54 @@ def test_engines_are_compared_on_few_samples_where_the_graph_takes_them(
     assert _Seen.samples == compared
     monkeypatch.setattr(choice, "OnnxRuntime", _Wrong)
     assert _auto(prepared, [_X, _X + 1]).name == "megengine"
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize(
+    ("forward", "batch"),
+    [
+        (lambda self, x: self.c(F.concat([x[2:], x[2:]])), _X),  # of two samples nothing is left
+        (lambda self, x: F.relu(self.c(x * x)), np.concatenate([0 * _X[:2], _X[2:]])),
+    ],
+)
+def test_values_that_say_nothing_do_not_agree(
+    forward: Any, batch: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Behind(OnnxRuntime):
+        def run(self, arguments: Any, index: int, observe: Callable[[str, np.ndarray], None]) -> None:
+            wrong = np.float32(1.001)
+            super().run(arguments, index, lambda n, value: observe(n, value if n == "x" else value * wrong))
+
+    module = net(forward, c=M.Conv2d(3, 4, 1, bias=False))
+    prepared = qtrace.prepare(qtrace.trace(module, _X, check=False))
+    assert _auto(prepared, [batch, batch]).name == "onnxruntime"
+    monkeypatch.setattr(choice, "OnnxRuntime", Behind)
+    assert _auto(prepared, [batch, batch]).name == "megengine"
+
+
+@pytest.mark.usefixtures("eager")
+def test_where_the_first_batch_is_refused_no_other_takes_another_engine() -> None:
+    """Workers and resumed runs are told the engine of the first batch; all must end in the same bits."""
+    prepared = qtrace.prepare(qtrace.trace(Chain(3, 3), _X))
+    pairs = list(enumerate([images(4, 3, 24, 20), *(images(4, 3, 16, 16, seed=i) for i in (1, 2, 3))]))
+    once = collect(prepared, pairs, Options(batches=4))
+    begun = collect(prepared, pairs[:1], Options(batches=4))
+    resumed = collect(prepared, pairs[1:], Options(begun.chosen), start=begun.statistics)
+    assert once.chosen == begun.chosen == resumed.chosen
+    assert once.chosen.name == "megengine"
+    assert once.statistics.observers.keys() == resumed.statistics.observers.keys()
+    for group, observer in once.statistics.observers.items():
+        other = resumed.statistics.observers[group].state_dict()
+        for key, value in observer.state_dict().items():
+            np.testing.assert_array_equal(value, other[key], err_msg=f"{group} {key}")
+
+
+@pytest.mark.usefixtures("eager")
+def test_one_batch_takes_onnxruntime_if_a_part_of_it_can_be_compared() -> None:
+    assert _auto(_prepared(Chain(3, 3)), [_X]).name == "onnxruntime"
+    few = _auto(_prepared(Chain(3, 3), _X[:2]), [_X[:2]])
+    assert few.name == "megengine"
+    assert "one batch" in few.reason
 
 
 @pytest.mark.usefixtures("eager")

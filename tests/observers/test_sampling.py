@@ -36,7 +36,7 @@ def test_so_many_are_counted_and_the_ends_are_those_of_all() -> None:
     assert (state["lo"].item(), state["hi"].item()) == (x.min(), 40.0)
 
 
-@pytest.mark.parametrize("count", [_MANY, 1 << 21, (1 << 21) + 5])  # positions repeat in the larger ones
+@pytest.mark.parametrize("count", [_MANY, 1 << 21, (1 << 21) + 8005])  # positions repeat in the larger ones
 def test_each_part_of_the_data_gives_one_value(count: int) -> None:
     x = np.arange(count, dtype=np.float32).reshape(1, 1, -1)
     taken = _histogram._sampled(x, 8, 3).reshape(-1)

@@ -21,6 +21,8 @@ def test_the_suffix_chooses_and_names_are_known() -> None:
         runtimes.get(Path("m.xml"))
     with pytest.raises(ExportError, match=r"onnxruntime does not run files like m.xml"):
         runtimes.get(Path("m.xml"), "onnxruntime")
+    with pytest.raises(ExportError, match=r"no runtime runs files like \.; known"):
+        runtimes.get(Path(""))
 
 
 def test_a_missing_package_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

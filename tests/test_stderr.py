@@ -12,6 +12,7 @@ import cv2
 import numpy as np
 import pytest
 
+from qtrace.cli.console import Console
 from qtrace.data.pixels import decode
 from qtrace.errors import DataError
 from qtrace.stderr import caught_lines
@@ -61,3 +62,16 @@ def test_an_image_with_filled_in_pixels_is_refused(tmp_path: Path, capfd: pytest
     with pytest.raises(DataError, match=r"a\.jpg is a damaged image \([\w ]+\)\.$"):
         decode(tmp_path / "a.jpg", 3)
     assert capfd.readouterr().err == ""
+
+
+def test_a_progress_bar_has_ended_when_an_error_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        with Console(forced=True).bar([1, 2], "verify") as batches:  # type: ignore[arg-type]
+            next(iter(batches))
+            raise DataError("what is wrong")
+
+    with pytest.raises(DataError):
+        fail()
+    shown = capsys.readouterr().err
+    assert "verify" in shown
+    assert shown.endswith("\n")

@@ -48,11 +48,13 @@ class Console:
             yield
             engine.synchronize()
 
-    def bar(self, batches: DataSource, what: str) -> Iterable[Batch]:
-        """The batches, with a progress bar on stderr."""
+    @contextlib.contextmanager
+    def bar(self, batches: DataSource, what: str) -> Iterator[Iterable[Batch]]:
+        """The batches, with a progress bar on stderr, whose line ends before an error is told."""
         from tqdm import tqdm
 
-        return tqdm(batches, desc=what, unit="batch", disable=not self.progress)
+        with tqdm(batches, desc=what, unit="batch", disable=not self.progress) as bar:
+            yield bar
 
     def note(self, text: str) -> None:
         """Tells what happens, unless quiet."""

@@ -36,7 +36,7 @@ def get(path: Path, name: str | None = None) -> Runtime:
                 model = path.with_suffix(module.RUNTIME.suffixes[0]).name
                 raise ExportError(f"{path.name} holds weights: name the model that belongs to it, {model}.")
         who = f"{name} does not run" if name else "no runtime runs"
-        raise ExportError(f"{who} files like {path.name}; known: {_table()}.")
+        raise ExportError(f"{who} files like {path.name or path}; known: {_table()}.")
     # onnxruntime is what the ONNX form is made for; others that read it are asked for by name.
     runtime = sorted(fitting, key=lambda r: not r.default)[0]
     if importlib.util.find_spec(runtime.package) is None:

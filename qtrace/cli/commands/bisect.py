@@ -58,8 +58,8 @@ def bisect(
         source = models.open_source(
             data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
         )
-        batches = console.bar(source, "bisect")
-        found = qtrace.bisect(file, loaded, batches, runtime=runtime, max_lsb=max_lsb)
+        with console.bar(source, "bisect") as batches:
+            found = qtrace.bisect(file, loaded, batches, runtime=runtime, max_lsb=max_lsb)
         text = (
             f"no site differs by more than {max_lsb} LSB, and no output" if found is None else found.table()
         )

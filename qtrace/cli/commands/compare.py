@@ -73,7 +73,8 @@ def compare(
             data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
         )
         network = models.load_model(float_model, allow) if float_model else None
-        comparison = qtrace.compare(loaded, console.bar(source, "compare"), float_model=network)
+        with console.bar(source, "compare") as batches:
+            comparison = qtrace.compare(loaded, batches, float_model=network)
         if html is not None:
             page = comparison.html()
             with output_file(html) as partial:

@@ -54,8 +54,8 @@ def verify(
         source = models.open_source(
             data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
         )
-        batches = console.bar(source, "verify")
-        report = qtrace.verify(file, loaded, batches, runtime=runtime)
+        with console.bar(source, "verify") as batches:
+            report = qtrace.verify(file, loaded, batches, runtime=runtime)
         text, result = report.table(), report.to_dict()
     models.tell_skipped(source, console)
     console.result(text, {"passed": bool(report.passed), **result})

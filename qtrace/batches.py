@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +33,7 @@ def as_arguments(batch: Any, model: TracedModule, index: int = 0) -> _Arguments:
     Raises:
         CalibrationError: when the batch is not made of arrays, or holds other inputs than the model takes.
     """
-    value = _tensors(batch, index)
+    value = _mapped(batch, lambda leaf: _tensor(leaf, index))
     ways: list[_Arguments] = [((value,), {})]
     if isinstance(batch, (tuple, list)):
         ways = [(tuple(value), {})]
@@ -82,15 +82,10 @@ def first_samples(arguments: _Arguments, count: int) -> _Arguments | None:
     sizes = set()
 
     def cut(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: cut(item) for key, item in value.items()}
-        if isinstance(value, (tuple, list)):
-            found = [cut(item) for item in value]
-            return found if isinstance(value, list) else tuple(found)
         sizes.add(int(value.shape[0]) if value.ndim else 0)
         return value[:count] if value.ndim else value
 
-    few = cut(arguments)
+    few = _mapped(arguments, cut)
     return few if len(sizes) == 1 and sizes.pop() > count else None
 
 
@@ -127,13 +122,14 @@ def evaluating(model: TracedModule) -> Iterator[None]:
             module.training = training
 
 
-def _tensors(value: Any, index: int) -> Any:
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same structure of dicts, tuples and lists with all that is in it changed."""
     if isinstance(value, Mapping):
-        return {k: _tensors(v, index) for k, v in value.items()}
+        return {k: _mapped(v, change) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
-        found = [_tensors(v, index) for v in value]
+        found = [_mapped(v, change) for v in value]
         return found if isinstance(value, list) else tuple(found)  # a named tuple, too
-    return _tensor(value, index)
+    return change(value)
 
 
 def _tensor(value: Any, index: int) -> Any:

@@ -233,8 +233,12 @@ class _Checked(_Explained):
 
 def _few(prepared: TracedModule) -> int:
     """How many samples are compared: not as many as were traced, which the ONNX model may have fixed."""
-    traced = {node.shape[0] for node in prepared.graph.inputs if isinstance(node, TensorNode) and node.shape}
-    return _FEW if _FEW not in traced else _FEW + 1
+    return _FEW if _FEW not in _traced_samples(prepared) else _FEW + 1
+
+
+def _traced_samples(prepared: TracedModule) -> set[int]:
+    """The lengths of the first axes of the inputs that were traced."""
+    return {node.shape[0] for node in prepared.graph.inputs if isinstance(node, TensorNode) and node.shape}
 
 
 def _difference(first: np.ndarray, second: np.ndarray) -> float:
@@ -253,8 +257,7 @@ def _difference(first: np.ndarray, second: np.ndarray) -> float:
 
 def _not_worth_it(prepared: TracedModule, batches: int | None) -> str:
     """Why an export would take longer than it saves, or ""."""
-    sizes = [node.shape[0] for node in prepared.graph.inputs if isinstance(node, TensorNode) and node.shape]
-    if batches == 1 and min(sizes, default=0) <= _few(prepared):
+    if batches == 1 and min(_traced_samples(prepared), default=0) <= _few(prepared):
         return "there is one batch, on all of which the engines would be compared"
     work = sum(note.macs for note in read_record(prepared).annotation.notes)
     if work * (_MANY if batches is None else batches) < _LITTLE:

@@ -10,7 +10,9 @@ import megengine.module as M
 import megengine.traced_module as tm
 import numpy as np
 import pytest
+from megengine.traced_module.node import TensorNode
 
+import qtrace
 from qtrace.graph.flatten import flatten
 from qtrace.graph.lint import lint
 from tests.nets import Chain, MobileNetV2, ResNet, images, net, randomize
@@ -85,3 +87,36 @@ def test_long_chains_flatten_without_recursion() -> None:
     flat = flatten(traced)
     assert len(flat.graph._exprs) == 2 * 3 * 250
     assert time.perf_counter() - started < 60  # a hang guard, not a benchmark
+
+
+class _Up(M.Module):
+    """Enlarges, then adds a border: the second call gets what the first one made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = M.Conv2d(3, 3, 1)
+
+    def forward(self, x):
+        y = F.vision.interpolate(self.conv(x), scale_factor=2)
+        return F.relu(y.reshape(y.shape[0], -1, y.shape[3])).reshape(y.shape)
+
+
+def test_a_module_called_with_other_sizes_has_the_shapes_of_each_call():
+    model = net(lambda self, x: self.head(self.up(self.up(x))), up=_Up(), head=M.Conv2d(3, 2, 1))
+    x = mge.Tensor(images(2, 3, 4, 6))
+    flat = flatten(qtrace.trace(model, x))
+    shapes = []
+
+    class Shapes(qtrace.graph.Interpreter):
+        def on_node(self, node, value):
+            if isinstance(node, TensorNode):
+                shapes.append(
+                    (node.name, tuple(int(n) for n in node.shape), tuple(int(n) for n in value.shape))
+                )
+            return value
+
+    Shapes(flat).run(x)
+    assert [s for s in shapes if s[1] != s[2]] == []
+    assert {s[1] for s in shapes} >= {(2, 3, 8, 12), (2, 3, 16, 24), (2, 48, 24)}
+    macs = {n.name: n.macs for n in qtrace.explain(qtrace.prepare(qtrace.trace(model, x))).annotation.notes}
+    assert macs["up_conv_out_1"] == 4 * macs["up_conv_out"] > 0

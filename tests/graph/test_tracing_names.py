@@ -121,3 +121,52 @@ def test_a_dict_of_a_submodule_keeps_its_meaning() -> None:
     assert list(got) == ["y", "x"]
     for key in got:
         np.testing.assert_array_equal(got[key].numpy(), want[key].numpy())
+
+
+class Frozen(M.BatchNorm2d):
+    """Fills in an argument."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, freeze=True)
+
+    @classmethod
+    def convert(cls, module: M.Module) -> M.Module:
+        """Nothing that forward knows."""
+        return module
+
+
+class Halved(M.Conv2d):
+    """Computes something else."""
+
+    def calc_conv(self, inp: Any, weight: Any, bias: Any) -> Any:
+        return super().calc_conv(inp, weight, bias) * 0.5
+
+
+class Scaled(M.Conv2d):
+    """Its weight is not the Parameter that its base made."""
+
+    @property
+    def weight(self) -> mge.Tensor:
+        return self.direction * 2.0
+
+    @weight.setter
+    def weight(self, value: mge.Tensor) -> None:
+        self.direction = value
+
+
+def test_a_subclass_that_only_fills_in_arguments_is_its_base() -> None:
+    conv = M.Conv2d(3, 4, 3, padding=1, bias=False)
+    layers = {"conv": conv, "norm": Frozen(4), "half": Halved(4, 4, 1), "scaled": Scaled(4, 4, 1)}
+    model = net(lambda self, x: self.scaled(self.half(F.relu(self.norm(self.conv(x))))), **layers)
+    x = images(2, 3, 6, 6)
+    traced = qtrace.trace(model, x)
+    assert type(model.norm) is Frozen
+    assert type(traced.norm) is M.BatchNorm2d
+    state = model.state_dict()
+    assert {n: v.shape for n, v in traced.state_dict().items()} == {n: v.shape for n, v in state.items()}
+    traced.load_state_dict(state)
+    want = model(mge.Tensor(x)).numpy()
+    np.testing.assert_array_equal(traced(mge.Tensor(x)).numpy(), want)
+    prepared = qtrace.prepare(traced)
+    np.testing.assert_allclose(prepared(mge.Tensor(x)).numpy(), want, rtol=1e-5, atol=1e-6)
+    assert "norm.weight" not in dict(prepared.named_parameters())

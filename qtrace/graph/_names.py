@@ -12,6 +12,9 @@ from megengine.module import Module
 from qtrace.errors import ConfigError
 from qtrace.graph import allowlist
 
+DEPTH = 100
+"""How deeply containers, argument structures and modules of a file may be nested."""
+
 ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 
 
@@ -37,19 +40,21 @@ class Ref:
 
 
 class Budget:
-    """How much a file may make of itself.
+    """How much a file may make of itself, in memory and in work; both are linear in its size.
 
     A pickle can name what it has stored again and again, each time with a few bytes. What a saved model makes
-    is never larger than the file, so that a file that makes much more is refused before memory is taken.
+    is never larger than the file, so that a file that makes much more is refused before memory or time is
+    spent.
 
     Args:
         size: bytes of the file.
     """
 
-    __slots__ = ("_left",)
+    __slots__ = ("_left", "_steps")
 
     def __init__(self, size: int) -> None:
         self._left = 4 * size + (1 << 20)  # data as bytes, array and tensor, and tables of small things
+        self._steps = 4 * size + (1 << 19)
 
     def take(self, size: int) -> None:
         """Takes ``size`` bytes, or entries of a table.
@@ -60,6 +65,16 @@ class Budget:
         self._left -= size
         if self._left < 0:
             raise RefusedError("it would take far more memory than the file is long")
+
+    def work(self, steps: int) -> None:
+        """Takes ``steps`` elementary steps, each about a microsecond of Python.
+
+        Raises:
+            RefusedError: when nothing is left.
+        """
+        self._steps -= steps
+        if self._steps < 0:
+            raise RefusedError("it would take far more work to read than the file is long")
 
 
 def shown(value: object, limit: int = 100) -> str:
@@ -76,18 +91,6 @@ def shown(value: object, limit: int = 100) -> str:
     else:
         text = f"a {type(value).__name__}"
     return text if len(text) <= limit else f"{text[:limit]}..."
-
-
-def check_hashable(value: object) -> None:
-    """Refuses endless tuples within tuples: Python's hash of them has no limit and ends the process."""
-    todo, budget = [value], 10_000
-    while todo:
-        item = todo.pop()
-        if isinstance(item, (tuple, frozenset)):
-            budget -= 1 + len(item)
-            todo.extend(item)
-        if budget < 0:
-            raise RefusedError("it uses a key that is nested too deeply")
 
 
 class AllowList:

@@ -20,6 +20,8 @@ from megengine.core.tensor.dtype import bfloat16, intb1, intb2, intb4
 from qtrace.graph._names import RefusedError, shown
 
 CODES = frozenset("b1 i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8 c8 c16".split())  # noqa: SIM905 (shorter than a list)
+_LARGEST_SCALE = 3.5e38
+_LARGEST_DIM = 2**40
 TEXT = re.compile(r"[SU][0-9]{1,4}\Z")
 OWN = {pybfloat16: bfloat16, pyintb1: intb1, pyintb2: intb2, pyintb4: intb4}
 
@@ -39,7 +41,7 @@ class Pending:
 
 def start_dtype(*args: Any) -> Pending:
     """The dtype that ``numpy.dtype(code, False, True)`` in a pickle means, before its byte order is known."""
-    code = args[0] if len(args) == 3 else None
+    code = args[0] if len(args) == 3 and all(type(flag) is bool for flag in args[1:]) else None
     if type(code) is str and (code in CODES or TEXT.match(code)):
         return Pending(make_dtype, np.dtype(code))
     if isinstance(code, type) and code in OWN:
@@ -60,8 +62,11 @@ def make_dtype(start: np.dtype, state: Any) -> np.dtype:
 def _metadata(value: Any) -> dict[str, dict[str, Any]]:
     """MegEngine's note on a quantized dtype, rebuilt so that nothing else comes along."""
     note = value.get("mgb_dtype") if type(value) is dict and len(value) == 1 else None
-    kinds = {"name": (str,), "scale": (int, float), "zero_point": (int,)}
-    if type(note) is not dict or not all(k in kinds and type(v) in kinds[k] for k, v in note.items()):
+    if type(note) is not dict or not {"name", "scale"} <= set(note) <= {"name", "scale", "zero_point"}:
+        raise RefusedError(f"a numpy dtype in it has the metadata {shown(value)}")
+    scale, zero_point = note["scale"], note.get("zero_point", 0)
+    numbers = type(scale) in (int, float) and 0 <= scale <= _LARGEST_SCALE and type(zero_point) is int
+    if type(note["name"]) is not str or not numbers or not 0 <= zero_point < 2**16:
         raise RefusedError(f"a numpy dtype in it has the metadata {shown(value)}")
     return {"mgb_dtype": dict(note)}
 
@@ -75,7 +80,7 @@ def dtype_class(*args: Any) -> type:
 
 def start_array(*args: Any) -> Pending:
     """What numpy writes to begin an array: an empty one of class ndarray."""
-    if len(args) != 3 or args[0] is not np.ndarray or args[1] != (0,) or args[2] != b"b":
+    if len(args) != 3 or args[0] is not np.ndarray or type(args[2]) is not bytes:
         raise RefusedError("it begins a numpy array that is no plain ndarray")
     return Pending(make_array)
 
@@ -101,7 +106,11 @@ def from_buffer(*args: Any) -> np.ndarray:
 
 
 def _check_array(shape: Any, dtype: Any, size: int) -> None:
-    plain = type(shape) is tuple and all(type(n) is int and n >= 0 for n in shape) and len(shape) <= 32
+    plain = (
+        type(shape) is tuple
+        and len(shape) <= 32
+        and all(type(n) is int and 0 <= n < _LARGEST_DIM for n in shape)
+    )
     if not plain or not isinstance(dtype, np.dtype) or dtype.hasobject:
         raise RefusedError("a numpy array in it has no plain shape and dtype")
     if math.prod(shape) * dtype.itemsize != size:
@@ -113,4 +122,7 @@ def make_scalar(*args: Any) -> Any:
     ok = len(args) == 2 and isinstance(args[0], np.dtype) and not args[0].hasobject and type(args[1]) is bytes
     if not ok or len(args[1]) != args[0].itemsize:
         raise RefusedError("a numpy scalar in it is not dtype and bytes")
-    return np.frombuffer(args[1], args[0])[0]
+    try:
+        return np.frombuffer(args[1], args[0])[0]
+    except SystemError:  # numpy on text of no code point
+        raise RefusedError("a numpy scalar in it is no text") from None

@@ -2,43 +2,52 @@
 
 from __future__ import annotations
 
-import re
+import weakref
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from megengine import Parameter, Tensor
 from megengine.core._imperative_rt.core2 import Tensor as RawTensor
 from megengine.module import Module
 from megengine.traced_module import TracedModule
-from megengine.traced_module.expr import Apply, CallFunction, CallMethod, Constant, Expr, GetAttr, Input
+from megengine.traced_module.expr import (
+    Apply,
+    CallFunction,
+    CallMethod,
+    Constant,
+    Expr,
+    GetAttr,
+    Input,
+    is_call_module,
+)
 from megengine.traced_module.node import ModuleNode, TensorNode
-from megengine.traced_module.pytree import LeafDef, TreeDef
+from megengine.traced_module.pytree import TreeDef
 from megengine.traced_module.serialization import (
     load_apply_expr,
     load_call_module_expr,
     load_call_tensor_method_expr,
     load_functional,
 )
-from megengine.traced_module.traced_module import InternalGraph, NameSpace
+from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.graph import allowlist
-from qtrace.graph._names import RefusedError, shown
+from qtrace.graph._names import DEPTH, Budget, RefusedError, shown
+from qtrace.graph._nesting import NODES
 
-EXPRS = (Apply, CallFunction, CallMethod, Constant, GetAttr, Input)
-NODES = (ModuleNode, TensorNode)
-PATTERN = re.compile(r"[*+?{}()|^$\\]")  # MegEngine makes a regular expression of a graph's name
+__all__ = ["check_calls", "restore"]
 
 
-def restore(module: TracedModule, state: dict[str, Any]) -> None:
+def restore(module: TracedModule, budget: Budget) -> None:
     """What ``TracedModule.__setstate__`` does, with sets and counts where MegEngine searches lists.
 
     Args:
-        module: a bare TracedModule.
-        state: its attributes; module states have become modules already.
+        module: has its attributes, and its graphs were checked.
+        budget: pays for each visit of a module, of which shared modules have many.
     """
-    Module.__setstate__(module, state)
-    check_structure(module)
-    module._update_ref()
+    for graph in module.argdef_graph_map.values():
+        _check_getattrs(module, graph)
+    _update_refs(module, budget)
     graphs = list(module.argdef_graph_map.values())
     for graph in graphs:
         for expr in graph._exprs:
@@ -48,9 +57,77 @@ def restore(module: TracedModule, state: dict[str, Any]) -> None:
         _fix_users(graph)
         for expr in graph._exprs:
             graph._namespace.auto_naming_for_outputs(expr)
-    module._update_ref()
+    _update_refs(module, budget)
     for graph in graphs:
+        _check_subgraphs(graph)
         graph._reset_ids()
+
+
+def _update_refs(
+    module: TracedModule,
+    budget: Budget,
+    calls: dict[TreeDef, list[list[Any]]] | None = None,
+    caller: InternalGraph | None = None,
+) -> None:
+    """Sets the weak references of exprs, nodes and graphs, as ``TracedModule._update_ref`` does.
+
+    Args:
+        module: the module; then those that it calls.
+        budget: pays for each visit.
+        calls: for each structure of arguments, the nodes of each call of ``module`` in the graph of its caller.
+        caller: that graph.
+    """
+    for structure, graph in module.argdef_graph_map.items():
+        actual = list(zip(*calls[structure], strict=False)) if calls and structure in calls else []
+        inputs = len(graph._inputs)
+        budget.work(len(graph._exprs) + inputs + (inputs * inputs // 64 if actual else 0))
+        here = weakref.ref(graph)
+        if caller is not None:
+            graph._top_graph = weakref.ref(caller)
+        for node in graph._inputs + graph._outputs:
+            node.expr._top_graph = node._top_graph = here
+        graph._inputs[0]._owner = weakref.ref(module)
+        for index, node in enumerate(graph._inputs):
+            node.actual_node = list(actual[index]) if actual else []
+        owners: dict[int, Any] = {id(graph._inputs[0]): module}
+        next_calls: dict[int, dict[TreeDef, list[list[Any]]]] = {}
+        for expr in graph._exprs:
+            expr._top_graph = here
+            for node in expr.inputs + expr.outputs:
+                node._top_graph = here
+            _follow(expr, owners, next_calls)
+        for owner in list(owners.values()):
+            if owner is not module and isinstance(owner, TracedModule):
+                _update_refs(owner, budget, next_calls.get(id(owner)), graph)
+
+
+def _follow(expr: Expr, owners: dict[int, Any], calls: dict[int, dict[TreeDef, list[list[Any]]]]) -> None:
+    """Notes the module that an expr reads, or the call of one."""
+    if type(expr) in (GetAttr, Constant) and type(expr.outputs[0]) is ModuleNode:
+        node = expr.outputs[0]
+        owner = expr.value if type(expr) is Constant else expr.interpret(owners[id(expr.inputs[0])])[0]
+        node._owner = weakref.ref(owner)
+        owners[id(node)] = owner
+    if is_call_module(expr) and expr.arg_def is not None:
+        owner = owners[id(expr.inputs[0])]
+        calls.setdefault(id(owner), {}).setdefault(expr.arg_def, []).append(expr.inputs)
+
+
+def _check_subgraphs(graph: InternalGraph) -> None:
+    """Refuses a call of a traced module that has no graph for these arguments, or one for others."""
+    for expr in graph._exprs:
+        if not is_call_module(expr) or not isinstance(expr.inputs[0].owner, TracedModule):
+            continue
+        name = shown(expr.inputs[0]._name)
+        inner = expr.inputs[0].owner.argdef_graph_map.get(expr.arg_def)
+        if inner is None:
+            raise RefusedError(f"it calls the module {name} with arguments for which that has no graph")
+        takes, gives = len(inner._inputs), len(inner._outputs)
+        if (takes, gives) != (len(expr.inputs), len(expr.outputs)):
+            raise RefusedError(
+                f"it calls the module {name} with {len(expr.inputs)} values for {len(expr.outputs)}, "
+                f"but its graph takes {takes} and gives {gives}"
+            )
 
 
 def _apply_loaders(expr: Expr) -> None:
@@ -69,110 +146,68 @@ def _apply_loaders(expr: Expr) -> None:
 def _insert_missing(graph: InternalGraph) -> None:
     """Puts exprs that a loader has made before the first expr that reads them."""
     present = set(map(id, graph._exprs))
-    index = 0
-    while index < len(graph._exprs):
-        added = False
-        for node in graph._exprs[index].inputs:
+    todo, done = graph._exprs[::-1], []
+    while todo:
+        expr = todo[-1]
+        missing = []
+        for node in expr.inputs:
             if id(node.expr) not in present and not isinstance(node.expr, Input):
-                graph._exprs.insert(index, node.expr)
+                missing.append(node.expr)
                 present.add(id(node.expr))
-                added = True
-        if not added:
-            index += 1
+        todo.extend(missing)
+        if not missing:
+            done.append(todo.pop())
+    graph._exprs[:] = done
 
 
 def _fix_users(graph: InternalGraph) -> None:
     """Makes ``users`` and ``expr`` of every node agree with the exprs."""
-    counts: dict[int, Counter[int]] = {}
+    read = {id(expr): Counter(map(id, expr.inputs)) for expr in graph._exprs}
+    listed: dict[int, Counter[int]] = {}
     for expr in graph._exprs:
         for node in expr.inputs:
-            if id(node) not in counts:
-                counts[id(node)] = Counter(map(id, node.users))
-            missing = expr.inputs.count(node) - counts[id(node)][id(expr)]
+            counts = listed.setdefault(id(node), Counter(map(id, node.users)))
+            missing = read[id(expr)][id(node)] - counts[id(expr)]
             if missing > 0:
                 node.users.extend([expr] * missing)
-            for _ in range(-missing):
-                node.users.remove(expr)
-            counts[id(node)][id(expr)] += missing
+                counts[id(expr)] += missing
         for node in expr.outputs:
-            if node.expr is not expr:
-                if node in node.expr.outputs:
-                    raise RefusedError(f"its node {shown(node._name)} is the output of two exprs")
-                node.expr = expr
+            node.expr = expr
     for node in graph.nodes(False):
-        node.users = [user for user in node.users if node in user.inputs]
+        counts = listed.get(id(node), Counter())
+        surplus = {user: count - read[user][id(node)] for user, count in counts.items() if user in read}
+        node.users = list(_readers(node, surplus, read))
 
 
-def check_structure(module: TracedModule) -> None:
-    """Refuses a module whose graphs are not made of exactly MegEngine's own parts.
-
-    MegEngine calls methods of what it finds in a graph and sets attributes on it, so that only these may be
-    there.
-
-    Raises:
-        RefusedError: naming the part.
-    """
-    _all("argdef_graph_map", [module.argdef_graph_map], (dict,))
-    _all("argdef_outdef_map", [module.argdef_outdef_map], (dict,))
-    _all("argdef_graph_map", module.argdef_graph_map.values(), (InternalGraph,))
-    _all("argdef_graph_map", module.argdef_graph_map, (TreeDef,))
-    _all("argdef_outdef_map", module.argdef_outdef_map.values(), (TreeDef, LeafDef))
-    for graph in module.argdef_graph_map.values():
-        _all("namespace", [graph._namespace], (NameSpace,))
-        if type(graph._namespace.qualname) is not str or PATTERN.search(graph._namespace.qualname):
-            raise RefusedError(f"a graph in it is called {shown(graph._namespace.qualname)}")
-        _all("list of exprs", [graph._exprs, graph._inputs, graph._outputs], (list,))
-        _all("list of exprs", graph._exprs, EXPRS)
-        seen: set[int] = set()
-        _check_nodes(graph._inputs, seen)
-        _check_nodes(graph._outputs, seen)
-        _all("first input of a graph", graph._inputs[:1], (ModuleNode,))
-        for expr in graph._exprs:
-            _all("list of nodes", [expr.inputs, expr.outputs], (list,))
-            _check_nodes(expr.inputs, seen)
-            _check_nodes(expr.outputs, seen)
-            if type(expr) in (GetAttr, Constant) and len(expr.outputs) != 1:
-                raise RefusedError(f"a {type(expr).__name__} in it has {len(expr.outputs)} outputs")
-            first = expr.inputs[0] if expr.inputs else None
-            if type(expr) is CallMethod and (expr.method == "__call__") != (type(first) is ModuleNode):
-                raise RefusedError(f"it calls the method {shown(expr.method)} of {shown(first)}")
-        _check_getattrs(module, graph)
-
-
-def _check_nodes(nodes: list[Any], seen: set[int]) -> None:
-    for node in nodes:
-        if id(node) in seen:  # the users of a node are many: once is enough
+def _readers(node: Any, surplus: dict[int, int], read: dict[int, Counter[int]]) -> Iterator[Expr]:
+    """The users of a node that read it, without the first ones of those that are listed too often."""
+    for user in node.users:
+        if id(user) not in read or not read[id(user)][id(node)]:
             continue
-        seen.add(id(node))
-        if type(node) not in NODES or type(node.expr) not in EXPRS or type(node.users) is not list:
-            raise RefusedError(f"a graph in it has {shown(node)} for a node")
-        for user in node.users:
-            if type(user) not in EXPRS:
-                raise RefusedError(f"a node in it has {shown(user)} for a user")
+        if surplus.get(id(user), 0) > 0:
+            surplus[id(user)] -= 1
+            continue
+        yield user
 
 
-def _all(what: str, values: Any, kinds: tuple[type, ...]) -> None:
-    for value in values:
-        if type(value) not in kinds:
-            raise RefusedError(f"the {what} of a graph in it holds {shown(value)}")
-
-
-def check_calls(module: TracedModule) -> None:
+def check_calls(module: TracedModule, budget: Budget) -> None:
     """Refuses a graph that would read or call anything but modules, tensors and listed methods of tensors.
 
-    Functions, ops and module classes were checked by name before they were imported. This runs when the whole
-    model is there: a file can change lists and dicts until its last byte.
+    Functions, ops and module classes were checked by name before they were imported.
+
+    Args:
+        module: a restored module.
+        budget: pays for the callers that hand a module over.
 
     Raises:
         RefusedError: naming the attribute or method.
     """
-    check_structure(module)
     for graph in module.argdef_graph_map.values():
         for expr in graph._exprs:
             if type(expr) is CallMethod:
                 _check_method(expr)
             elif type(expr) is GetAttr and expr.inputs[0].owner is None:
-                for owner in _passed_in(expr.inputs[0], 0):
+                for owner in _passed_in(expr.inputs[0], budget, 0):
                     _read(expr, owner)
 
 
@@ -191,13 +226,14 @@ def _check_getattrs(module: TracedModule, graph: InternalGraph) -> None:
         owners[id(expr.outputs[0])] = _read(expr, owners.get(id(source)))
 
 
-def _passed_in(node: Any, depth: int) -> list[Any]:
+def _passed_in(node: Any, budget: Budget, depth: int) -> list[Any]:
     """The modules that callers hand over as this input."""
-    if type(node) is not ModuleNode or depth > 100:
+    budget.work(1)
+    if type(node) is not ModuleNode or depth > DEPTH:
         return [None]
     if node.owner is not None:
         return [node.owner]
-    return [found for actual in node.actual_node for found in _passed_in(actual, depth + 1)] or [None]
+    return [owner for actual in node.actual_node for owner in _passed_in(actual, budget, depth + 1)] or [None]
 
 
 def _read(expr: GetAttr, owner: Any) -> Any:

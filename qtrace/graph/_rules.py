@@ -9,17 +9,14 @@ are copied.
 
 from __future__ import annotations
 
-import re
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections import OrderedDict
 from inspect import FullArgSpec
 from typing import Any
 
-import numpy as np
 from megengine import Parameter, Tensor
 from megengine.core._imperative_rt.common import CompNode
 from megengine.core._wrap import Device
-from megengine.core.tensor.dtype import QuantDtypeMeta, _builtin_quant_dtypes
+from megengine.core.tensor.dtype import QuantDtypeMeta
 from megengine.distributed import Group
 from megengine.module import Module
 from megengine.quantization.utils import LSQParams, QParams, QuantMode
@@ -30,9 +27,13 @@ from megengine.traced_module.pytree import ArgsIndex, LeafDef, TreeDef
 from megengine.traced_module.serialization import _ModuleState
 from megengine.traced_module.traced_module import InternalGraph, NameSpace
 
-from qtrace.graph import _restore, allowlist
-from qtrace.graph._names import AllowList, Budget, Ref, RefusedError, check_hashable, refused, shown
+from qtrace.graph import _values, allowlist
+from qtrace.graph._names import AllowList, Budget, Ref, RefusedError, refused, shown
+from qtrace.graph._nesting import Keys
 from qtrace.graph._numpy import Pending, dtype_class, from_buffer, make_scalar, start_array, start_dtype
+from qtrace.graph._ops import make_op, op_state
+from qtrace.graph._trees import Trees
+from qtrace.graph._values import Rule
 
 __all__ = ["Pending", "Rules"]
 
@@ -64,8 +65,7 @@ FIELDS: dict[type, frozenset[str]] = {
         Device: "_cn _logical_name",
     }.items()
 }
-COMP_NODE = re.compile(r"[a-z]{3,12}[0-9]{0,3}(:[0-9]{1,3})?\Z")
-Rule = Callable[..., Any]
+_OBJECT = 64  # bytes that an object takes at least
 
 
 class Rules:
@@ -73,54 +73,54 @@ class Rules:
 
     Args:
         names: the allow-list, with the caller's own entries.
-        budget: what the file may take of memory.
+        budget: what the file may take of memory and work.
+        keep_devices: whether tensors go to the devices that the file names.
 
     Attributes:
-        traced: every TracedModule of the file, children before parents.
+        budget: the same.
+        keys: which values may be keys of dicts.
+        trees: the argument structures.
+        traced: every TracedModule of the file, children before parents; their graphs are not restored yet.
     """
 
-    def __init__(self, names: AllowList, budget: Budget) -> None:
-        self.names, self._budget = names, budget
+    def __init__(self, names: AllowList, budget: Budget, keep_devices: bool = False) -> None:
+        self.names, self.budget = names, budget
+        self.trees = Trees(names, budget)
+        self.keys = Keys(budget, self.trees.size)
         self.traced: list[TracedModule] = []
-        self._metas: dict[tuple, QuantDtypeMeta] = {tuple(m): m for m in _builtin_quant_dtypes.values()}
+        devices, metas = _values.Devices(keep_devices), _values.DtypeMetas()
         self._new: dict[type, Rule] = {
             cls: _bare(cls) for cls in (*FIELDS, Module, QParams, LSQParams, TracedModule)
         }
-        self._new |= {Tensor: _tensor(Tensor, budget), Parameter: _tensor(Parameter, budget)}
-        self._new |= {FullArgSpec: _argspec}
-        self._new |= {QuantDtypeMeta: self._meta, CompNode: lambda: Pending(_comp_node)}
+        self._new |= {cls: _values.tensor(cls, budget, devices) for cls in (Tensor, Parameter)}
+        self._new |= {FullArgSpec: _values.argspec(budget), QuantDtypeMeta: metas.make}
+        self._new |= {CompNode: lambda: Pending(devices.comp_node)}
         self._build: dict[type, Rule] = {cls: self._fields(cls) for cls in FIELDS}
         self._build |= {CallFunction: self._function, ModuleNode: self._module_node, Apply: self._apply}
         self._build |= {Constant: self._constant, _ModuleState: self._module_state, GetAttr: self._getattr}
         self._build |= {CallMethod: self._method, TreeDef: self._tree, LeafDef: self._tree}
-        self._build |= {
-            Module: _module,
-            TracedModule: self._traced,
-            Tensor: _tensor_state,
-            Parameter: _tensor_state,
-        }
-        self._build |= {
-            QParams: _qparams,
-            LSQParams: _qparams,
-            Pending: lambda pending, state: pending.finish(state),
-        }
+        self._build |= {Module: _module, TracedModule: self._traced}
+        self._build |= {cls: _values.tensor_state for cls in (Tensor, Parameter)}
+        self._build |= {cls: _values.qparams_state for cls in (QParams, LSQParams)}
+        self._build |= {Pending: lambda pending, state: pending.finish(state)}
         self._call: dict[str, Rule] = {
-            "builtins:bytearray": _only(bytearray, bytes),
-            "builtins:slice": slice,
-            "builtins:type": _singleton_type,
-            "collections:OrderedDict": _only(OrderedDict),
-            "collections:defaultdict": _defaultdict,
+            "builtins:bytearray": _values.only(bytearray, bytes),
+            "builtins:slice": _values.make_slice,
+            "builtins:type": _values.singleton_type,
+            "collections:OrderedDict": _values.only(OrderedDict),
+            "collections:defaultdict": _values.make_defaultdict,
             "numpy:dtype": start_dtype,
             "numpy.core:_DType_reconstruct": dtype_class,
             "numpy.core.multiarray:_reconstruct": start_array,
             "numpy.core.multiarray:scalar": make_scalar,
             "numpy.core.numeric:_frombuffer": from_buffer,
-            "megengine.quantization.utils:QuantMode": _only(QuantMode, int),
+            "megengine.quantization.utils:QuantMode": _values.only(QuantMode, int),
         }
 
     def new(self, cls: Any, args: Any) -> Any:
         """A bare instance of a class (NEWOBJ)."""
         target, key, kind = self._identify(cls)
+        self.budget.take(_OBJECT)
         if type(args) is not tuple or not isinstance(target, type):
             raise RefusedError("it makes an instance of something that is no class")
         if kind == "extra":
@@ -140,13 +140,13 @@ class Rules:
             return target(*args)
         if key not in allowlist.REDUCERS:
             raise RefusedError(f"it calls {key} while loading")
-        self._budget.take(_weight(args))
+        self.budget.take(_OBJECT + _values.weight(args))
         return self._call[key](*args)
 
     def build(self, instance: Any, state: Any) -> Any:
         """Gives an object its state (BUILD); returns the object, or what takes its place."""
         cls = type(instance)
-        self._budget.take(_weight(state))
+        self.budget.take(_values.weight(state))
         rule = self._build.get(cls)
         if rule is None:
             kind = self.names.kind(_key(cls))
@@ -174,17 +174,23 @@ class Rules:
         raise RefusedError(f"it calls, while loading, {shown(value)}")
 
     def _fields(self, cls: type) -> Rule:
-        known = FIELDS[cls]
-
         def rule(instance: Any, state: Any) -> None:
-            if type(state) is not dict or not known.issuperset(state):
-                odd = sorted(set(state) - known, key=str) if type(state) is dict else type(state).__name__
-                raise RefusedError(
-                    f"it gives a {cls.__name__} the state {shown(odd)}, which MegEngine never writes"
-                )
+            self._check_fields(cls, state)
             instance.__dict__.update(state)
 
         return rule
+
+    def _check_fields(self, cls: type, state: Any) -> None:
+        known = FIELDS[cls]
+        if type(state) is not dict or not known.issuperset(state):
+            odd = (
+                [shown(key) for key in state if key not in known][:3]
+                if type(state) is dict
+                else type(state).__name__
+            )
+            raise RefusedError(
+                f"it gives a {cls.__name__} the state {shown(odd)}, which MegEngine never writes"
+            )
 
     def _function(self, expr: CallFunction, state: Any) -> None:
         self._fields(CallFunction)(expr, state)
@@ -201,8 +207,8 @@ class Rules:
             raise RefusedError(f"it reads the attribute {shown(expr.name)} of a module")
 
     def _tree(self, tree: TreeDef, state: Any) -> None:
-        self._fields(type(tree))(tree, state)
-        check_hashable((state.get("aux_data"), state.get("const_val")))  # they go into its hash
+        self._check_fields(type(tree), state)
+        self.trees.build(tree, state)
 
     def _method(self, expr: CallMethod, state: Any) -> None:
         self._fields(CallMethod)(expr, state)
@@ -214,14 +220,14 @@ class Rules:
 
     def _apply(self, expr: Apply, state: Any) -> None:
         self._fields(Apply)(expr, state)
-        op_state = dict(expr.opdef_state) if type(expr.opdef_state) is dict else {}
-        cls = op_state.pop("opdef_type", None)
+        saved = expr.__dict__.get("opdef_state")
+        cls = saved.get("opdef_type") if type(saved) is dict else None
         key = _key(cls) if isinstance(cls, type) else shown(cls)
         if key not in allowlist.OPDEFS or self.names.find(*key.split(":", 1)) is not cls:
             raise refused("applies the op", key)
-        expr.opdef_state = {**op_state, "opdef_type": cls}
-        expr.opdef = cls()
-        expr.opdef.__setstate__(op_state)
+        state = op_state(cls, saved)
+        expr.opdef = make_op(cls, state)
+        expr.opdef_state = {**state, "opdef_type": cls}
 
     def _constant(self, expr: Constant, state: Any) -> None:
         self._fields(Constant)(expr, state)
@@ -247,18 +253,12 @@ class Rules:
         return value.obj
 
     def _traced(self, module: TracedModule, state: Any) -> None:
+        """Only sets the attributes: the graphs are restored when the file can no longer change them."""
+        if module.__dict__:
+            raise RefusedError("it gives a TracedModule its state twice")
         _check_attributes(TracedModule, state)
-        _restore.restore(module, {name: self.module_of(value) for name, value in state.items()})
+        Module.__setstate__(module, {name: self.module_of(value) for name, value in state.items()})
         self.traced.append(module)
-
-    def _meta(self, *fields: Any) -> QuantDtypeMeta:
-        """One object for equal dtype metas, MegEngine's own where there is one: it compares with ``is``."""
-        names, bounds = fields[:3:2], fields[3:5]
-        known = len(fields) == 6 and isinstance(fields[1], (str, type(None))) and type(fields[5]) is bool
-        if not known or not all(type(n) is str for n in names) or not all(type(b) is int for b in bounds):
-            raise RefusedError(f"a quantized dtype in it is {shown(fields)}")
-        meta = QuantDtypeMeta(*fields)
-        return self._metas.setdefault(tuple(meta), meta)
 
 
 def _key(cls: type) -> str:
@@ -267,72 +267,6 @@ def _key(cls: type) -> str:
 
 def _bare(cls: Any) -> Rule:
     return lambda: cls.__new__(cls)
-
-
-def _only(make: Rule, *kinds: type) -> Rule:
-    def rule(*args: Any) -> Any:
-        if tuple(map(type, args)) != kinds:
-            raise RefusedError(f"it calls {getattr(make, '__name__', make)} with {shown(args)}")
-        return make(*args)
-
-    return rule
-
-
-def _singleton_type(*args: Any) -> type:
-    if len(args) != 1 or not (args[0] is None or args[0] is Ellipsis):
-        raise RefusedError("it calls builtins:type with other arguments than None or Ellipsis")
-    return type(args[0])
-
-
-def _defaultdict(*args: Any) -> defaultdict:
-    if len(args) > 1 or not all(factory in (None, list, dict, int) for factory in args):
-        raise RefusedError("it calls collections:defaultdict with a factory of its own")
-    return defaultdict(*args)
-
-
-def _weight(state: Any) -> int:
-    """What is copied of a state or of arguments: entries of a dict, bytes of data."""
-    if type(state) is dict:
-        return len(state)
-    items = state if type(state) is tuple else ()
-    return sum(len(item) for item in items if type(item) in (bytes, bytearray))
-
-
-def _tensor(cls: type[Tensor], budget: Budget) -> Rule:
-    def rule(*args: Any) -> Tensor:
-        shape = len(args) == 3 and type(args[0]) is np.ndarray and isinstance(args[1], np.dtype)
-        if not shape or type(args[2]) is not str:
-            raise RefusedError(f"it makes a {cls.__name__} from something that is not data, dtype and device")
-        budget.take(args[0].size * max(args[0].itemsize, args[1].itemsize))
-        return cls.__new__(cls, *args)
-
-    return rule
-
-
-def _tensor_state(tensor: Tensor, state: Any) -> None:
-    if type(state) is not dict or not {"qparams"}.issuperset(state):
-        raise RefusedError(f"it gives a {type(tensor).__name__} a state that MegEngine never writes")
-    tensor.__setstate__(dict(state))
-
-
-def _argspec(*args: Any) -> FullArgSpec:
-    if len(args) != 7:
-        raise RefusedError("a signature in it is not a FullArgSpec")
-    return FullArgSpec(*args)
-
-
-def _comp_node(_: None, state: Any) -> CompNode:
-    if type(state) is not str or not COMP_NODE.match(state):
-        raise RefusedError(f"it names the device {shown(state)}")
-    return CompNode(state)
-
-
-def _qparams(params: QParams, state: Any) -> None:
-    slots = state[1] if type(state) is tuple and len(state) == 2 and state[0] is None else None
-    if type(slots) is not dict or not set(type(params).__slots__).issuperset(slots):
-        raise RefusedError("it gives quantization parameters a state that MegEngine never writes")
-    for name, value in slots.items():
-        setattr(params, name, value)
 
 
 def _check_attributes(cls: type, state: Any) -> None:

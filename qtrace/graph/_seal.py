@@ -21,6 +21,7 @@ __all__ = ["SIZE", "check", "sealing"]
 _NUMBERS = struct.Struct("<QI")  # length and CRC-32 of what follows
 _MARK = b"qtrace"
 _BEGIN = pickle.PROTO + b"\x04" + pickle.SHORT_BINBYTES + bytes([len(_MARK) + _NUMBERS.size]) + _MARK
+_LIKE = 3  # bytes of the eight behind the protocol; a pickle without a head shares one at most
 SIZE = len(_BEGIN) + _NUMBERS.size + len(pickle.POP)
 
 
@@ -54,7 +55,7 @@ def sealing(file: BinaryIO) -> Iterator[Any]:
 
 
 def check(data: Any) -> int:
-    """Where the pickle of a model begins: behind the head, if there is one.
+    """Where the pickle of a model begins: behind the head, if there is one. A damaged head is not taken for none.
 
     Args:
         data: the whole file, ``bytes`` or an ``mmap``.
@@ -63,6 +64,8 @@ def check(data: Any) -> int:
         DamagedError: when the file is not as it was written.
     """
     if data[: len(_BEGIN)] != _BEGIN:
+        if sum(have == want for have, want in zip(data[2 : len(_BEGIN)], _BEGIN[2:], strict=False)) >= _LIKE:
+            raise DamagedError("it is damaged: its first bytes are not quite those that qtrace.save writes")
         return 0
     head = data[len(_BEGIN) : SIZE]
     if len(head) < SIZE - len(_BEGIN):

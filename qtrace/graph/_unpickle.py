@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from qtrace.graph._names import DamagedError, RefusedError, check_hashable
+from qtrace.graph._names import DamagedError, RefusedError
+from qtrace.graph._nesting import DICTS
 from qtrace.graph._rules import Pending, Rules
 
 Handler = Callable[[int], int]
 
-DICTS = (dict, OrderedDict, defaultdict)
-STOP = ord(".")
+STOP, PROTO = ord("."), ord("\x80")
+_LONGEST_INTEGER = 255  # bytes; to write one as a decimal number takes the square of its length
+_SET = 256  # bytes that an empty set takes, which is one byte of a pickle
 
 
 class Machine:
@@ -53,6 +54,7 @@ class Machine:
         """
         data, table, position = self.data, self._table, start
         try:
+            position = self._protocol(position)
             while True:
                 code = data[position]
                 if code == STOP:
@@ -65,6 +67,14 @@ class Machine:
         if len(self.stack) != 1 or self.marks:
             raise DamagedError("it ends in the middle of an object")
         return self.stack[0]
+
+    def _protocol(self, position: int) -> int:
+        code, says = self.data[position], self.data[position + 1]
+        if code != PROTO or not 3 <= says <= 5:
+            raise DamagedError(
+                f"its pickle protocol is {says if code == PROTO else 'not given'}, not 3, 4 or 5: save it again"
+            )
+        return position + 2
 
     def pop_mark(self) -> list[Any]:
         """Everything above the last mark, taken off the stack."""
@@ -117,18 +127,14 @@ def _scalars(machine: Machine) -> dict[str, Handler]:
         def handler(position: int) -> int:
             start = position + layout.size
             size = layout.unpack(take(position, layout.size))[0]
+            if size > _LONGEST_INTEGER:
+                raise RefusedError(f"it holds an integer of {size} bytes")
             push(int.from_bytes(take(start, size), "little", signed=True))
             return start + size
 
         return handler
 
-    def proto(position: int) -> int:
-        if not 3 <= data[position] <= 5:
-            raise DamagedError(f"its pickle protocol is {data[position]}, not 3, 4 or 5: save it again")
-        return position + 1
-
     return {
-        "\x80": proto,
         "\x95": lambda position: position + 8,  # FRAME: how many bytes follow, a hint for readers of streams
         "N": constant(None),
         "\x88": constant(True),
@@ -140,6 +146,13 @@ def _scalars(machine: Machine) -> dict[str, Handler]:
         "\x8a": long(struct.Struct("B")),
         "\x8b": long(uint32),
     }
+
+
+def _decode(raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        raise DamagedError("it holds text that is not UTF-8") from None
 
 
 def _strings(machine: Machine) -> dict[str, Handler]:
@@ -156,19 +169,16 @@ def _strings(machine: Machine) -> dict[str, Handler]:
 
         return handler
 
-    def text(raw: bytes) -> str:
-        return raw.decode("utf-8", "surrogatepass")
-
     def short_text(position: int) -> int:
         start = position + 1
         end = start + data[position]
-        push(intern(data[start:end].decode("utf-8", "surrogatepass")))  # mostly names of attributes
+        push(intern(_decode(take(start, end - start))))  # mostly names of attributes
         return end
 
     return {
         "\x8c": short_text,
-        "X": sized("<I", text),
-        "\x8d": sized("<Q", text),
+        "X": sized("<I", _decode),
+        "\x8d": sized("<Q", _decode),
         "C": sized("B", bytes),
         "B": sized("<I", bytes),
         "\x8e": sized("<Q", bytes),
@@ -178,7 +188,7 @@ def _strings(machine: Machine) -> dict[str, Handler]:
 
 def _containers(machine: Machine) -> dict[str, Handler]:
     stack, marks, pop_mark = machine.stack, machine.marks, machine.pop_mark
-    push, pop = stack.append, stack.pop
+    push, pop, check_key = stack.append, stack.pop, machine.rules.keys.check
 
     def empty(make: Callable[[], Any]) -> Handler:
         def handler(position: int) -> int:
@@ -210,8 +220,13 @@ def _containers(machine: Machine) -> dict[str, Handler]:
     def frozenset_(position: int) -> int:
         items = pop_mark()
         for item in items:
-            check_hashable(item)
+            check_key(item, items)
         push(frozenset(items))
+        return position
+
+    def empty_set(position: int) -> int:
+        machine.rules.budget.take(_SET)
+        push(set())
         return position
 
     def discard(position: int) -> int:
@@ -226,7 +241,7 @@ def _containers(machine: Machine) -> dict[str, Handler]:
         ")": empty(tuple),
         "]": empty(list),
         "}": empty(dict),
-        "\x8f": empty(set),
+        "\x8f": empty_set,
         "(": mark,
         "t": tuple_,
         "\x85": tuple1,
@@ -239,7 +254,7 @@ def _containers(machine: Machine) -> dict[str, Handler]:
 
 
 def _fill(machine: Machine) -> dict[str, Handler]:
-    stack, pop_mark = machine.stack, machine.pop_mark
+    stack, pop_mark, check_key = machine.stack, machine.pop_mark, machine.rules.keys.check
     pop = stack.pop
 
     def target(kinds: tuple[type, ...]) -> Any:
@@ -260,25 +275,27 @@ def _fill(machine: Machine) -> dict[str, Handler]:
 
     def setitem(position: int) -> int:
         value, key = pop(), pop()
-        if type(key) is tuple:
-            check_hashable(key)
-        target(DICTS)[key] = value
+        into = target(DICTS)
+        if type(key) is not str:
+            check_key(key, into)
+        into[key] = value
         return position
 
     def setitems(position: int) -> int:
         items = pop_mark()
         into = target(DICTS)
         for i in range(0, len(items), 2):
-            if type(items[i]) is tuple:
-                check_hashable(items[i])
+            if type(items[i]) is not str:
+                check_key(items[i], into)
             into[items[i]] = items[i + 1]
         return position
 
     def additems(position: int) -> int:
         items = pop_mark()
+        into = target((set,))
         for item in items:
-            check_hashable(item)
-        target((set,)).update(items)
+            check_key(item, into)
+        into.update(items)
         return position
 
     return {"a": append, "e": appends, "s": setitem, "u": setitems, "\x90": additems}
@@ -319,7 +336,7 @@ def _objects(machine: Machine) -> dict[str, Handler]:
         end = data.find(b"\n", position)
         if end < 0:
             raise DamagedError("it is cut short")
-        return data[position:end].decode("utf-8"), end + 1
+        return _decode(data[position:end]), end + 1
 
     def global_(position: int) -> int:
         module, position = line(position)

@@ -28,10 +28,12 @@ from megengine.utils.max_recursion_limit import max_recursion_limit
 from qtrace.errors import DataError, GraphError, UnsafeFileError
 from qtrace.graph import garbage
 from qtrace.graph._names import AllowList, Budget, DamagedError, RefusedError
-from qtrace.graph._restore import check_calls
+from qtrace.graph._modules import check_modules
+from qtrace.graph._restore import check_calls, restore
 from qtrace.graph._rules import Rules
 from qtrace.graph._seal import check, sealing
 from qtrace.graph._unpickle import Machine
+from qtrace.graph._validate import Validator
 
 __all__ = ["load", "save"]
 
@@ -73,7 +75,7 @@ def save(module: TracedModule, path: str | os.PathLike[str]) -> None:
     _sync_folder(target.parent)
 
 
-def load(path: str | os.PathLike[str], allow: Iterable[str] = ()) -> TracedModule:
+def load(path: str | os.PathLike[str], allow: Iterable[str] = (), keep_devices: bool = False) -> TracedModule:
     """Reads a model that ``save`` or ``megengine.save`` wrote, and runs nothing that the file brings.
 
     Args:
@@ -82,6 +84,8 @@ def load(path: str | os.PathLike[str], allow: Iterable[str] = ()) -> TracedModul
             registered as built-in, a function that you wrapped, the class of an attribute. They are
             imported, and the file chooses what your classes are made with: list them only for files that
             you trust.
+        keep_devices: whether tensors go to the devices that the file names, which starts their threads. By
+            default everything goes to MegEngine's default device.
 
     Returns:
         The model, ready to run, with MegEngine's own objects for its dtypes.
@@ -94,11 +98,10 @@ def load(path: str | os.PathLike[str], allow: Iterable[str] = ()) -> TracedModul
     names = AllowList(allow)
     try:
         with _contents(path) as data, garbage.paused(collect_first=len(data) > BIG):
-            rules = Rules(names, Budget(len(data)))
+            rules = Rules(names, Budget(len(data)), keep_devices)
             model = Machine(data, rules).run(check(data))
             if type(model) is TracedModule:
-                for traced in rules.traced:
-                    check_calls(traced)
+                _finish(model, rules)
     except RefusedError as error:
         raise UnsafeFileError(f"{path} is refused: {error}.") from None
     except DamagedError as error:
@@ -106,11 +109,25 @@ def load(path: str | os.PathLike[str], allow: Iterable[str] = ()) -> TracedModul
     except DataError:
         raise
     except Exception as error:  # whatever else a damaged file makes of Python, numpy and MegEngine
-        reason = (str(error).splitlines() or [""])[0][:150]
+        reason = (str(error).splitlines() or [""])[0][:150].encode("ascii", "replace").decode()
         raise DataError(f"{path} is no saved model, or damaged ({type(error).__name__}: {reason}).") from None
     if type(model) is not TracedModule:
         raise DataError(f"{path} holds a {type(model).__name__}, not a TracedModule saved by qtrace.save.")
     return model
+
+
+def _finish(model: TracedModule, rules: Rules) -> None:
+    """Checks and restores all graphs of a model that was read to its end."""
+    if len(getattr(model, "argdef_graph_map", None) or ()) != 1:
+        raise RefusedError("its outermost module does not have one graph")
+    check_modules(model, rules)
+    validator = Validator(rules.trees, rules.budget)
+    for traced in rules.traced:
+        validator.check(traced)
+    for traced in rules.traced:
+        restore(traced, rules.budget)
+    for traced in rules.traced:
+        check_calls(traced, rules.budget)
 
 
 def _dump(module: TracedModule, file: Any) -> None:

@@ -5,19 +5,31 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from megengine import Tensor
 from megengine.module import Module
 from megengine.traced_module import TracedModule
 
 from qtrace.errors import SchemeError
+from qtrace.fakequant.base import PHASES, FakeQuant
 from qtrace.graph._names import DEPTH, DamagedError, RefusedError, shown
 from qtrace.graph._nesting import DICTS, weigh
 from qtrace.graph._numpy import Pending
 from qtrace.graph._rules import Rules
+from qtrace.observers.base import Observer
 from qtrace.scheme import QParams, QScheme
 
 __all__ = ["check_modules"]
 
 _GRAPHS = ("argdef_graph_map", "argdef_outdef_map")
+_FAKE_QUANT: dict[str, tuple[type, ...]] = {
+    "site": (str,),
+    "scheme": (QScheme,),
+    "observer": (Observer, type(None)),
+    "shape": (tuple,),
+    "phase": (str,),
+    "scale": (Tensor,),
+    "zero_point": (Tensor,),
+}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -87,6 +99,8 @@ class _Walk:
             self._check_module(owner)
         elif isinstance(owner, (QScheme, QParams)):
             _check_quantization(owner)
+        if isinstance(owner, FakeQuant):
+            _check_fake_quant(owner)
         for name, value in getattr(owner, "__dict__", {}).items():
             if not name.isprintable():
                 raise RefusedError(f"a {type(owner).__name__} in it has an attribute called {shown(name)}")
@@ -109,6 +123,18 @@ class _Walk:
     def _listed(self, value: Any) -> bool:
         key = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
         return key in self._rules.names.extra
+
+
+def _check_fake_quant(quant: FakeQuant) -> None:
+    """Holds the attributes that every fake quant has to their types."""
+    kind = type(quant).__name__
+    for name, kinds in _FAKE_QUANT.items():
+        if name not in quant.__dict__:
+            raise RefusedError(f"a {kind} in it has no {name}")
+        value = quant.__dict__[name]
+        known = isinstance(value, kinds) and not (name == "phase" and value not in PHASES)
+        if not known or (name == "shape" and not all(type(n) is int and n >= 0 for n in value)):
+            raise RefusedError(f"a {kind} in it has the {name} {shown(value)}")
 
 
 def _check_quantization(value: QScheme | QParams) -> None:

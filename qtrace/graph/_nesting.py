@@ -27,8 +27,8 @@ TUPLES = (tuple, FullArgSpec, QuantDtypeMeta)
 CONTAINERS = frozenset((*DICTS, *TUPLES, list, set, frozenset, slice))
 
 _DEEP = f"it nests data more than {DEPTH} levels deep"
-# Their hashes differ in every process (str, bytes), are addresses, or take one of few values: nobody can choose
-# many that are equal.
+# Their hashes differ in every process (str, bytes), are addresses, or are equal for a handful of values at
+# most: nobody can choose many that are equal.
 _SAFE_KEYS = frozenset((str, bytes, bool, float, type(None), type, Tensor, Parameter, *EXPRS, *NODES))
 
 

@@ -74,8 +74,8 @@ def _update_refs(
     Args:
         module: the module; then those that it calls.
         budget: pays for each visit.
-        calls: for each structure of arguments, the nodes of each call of ``module`` in the graph of its caller.
-        caller: that graph.
+        calls: for each structure of arguments, the nodes of each call of ``module`` in ``caller``.
+        caller: the graph that calls ``module``.
     """
     for structure, graph in module.argdef_graph_map.items():
         actual = list(zip(*calls[structure], strict=False)) if calls and structure in calls else []

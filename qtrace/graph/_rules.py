@@ -100,8 +100,8 @@ class Rules:
         self._build |= {Constant: self._constant, _ModuleState: self._module_state, GetAttr: self._getattr}
         self._build |= {CallMethod: self._method, TreeDef: self._tree, LeafDef: self._tree}
         self._build |= {Module: _module, TracedModule: self._traced}
-        self._build |= {cls: _values.tensor_state for cls in (Tensor, Parameter)}
-        self._build |= {cls: _values.qparams_state for cls in (QParams, LSQParams)}
+        self._build |= dict.fromkeys((Tensor, Parameter), _values.tensor_state)
+        self._build |= dict.fromkeys((QParams, LSQParams), _values.qparams_state)
         self._build |= {Pending: lambda pending, state: pending.finish(state)}
         self._call: dict[str, Rule] = {
             "builtins:bytearray": _values.only(bytearray, bytes),

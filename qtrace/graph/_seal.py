@@ -55,7 +55,9 @@ def sealing(file: BinaryIO) -> Iterator[Any]:
 
 
 def check(data: Any) -> int:
-    """Where the pickle of a model begins: behind the head, if there is one. A damaged head is not taken for none.
+    """Where the pickle of a model begins: behind the head, if there is one.
+
+    A damaged head is not taken for none.
 
     Args:
         data: the whole file, ``bytes`` or an ``mmap``.

@@ -96,14 +96,13 @@ class Trees:
             raise RefusedError(f"an argument structure in it has the type {shown(kind)}")
         leaves = sum(child.num_leaves for child in children)
         if type(tree.__dict__.get("num_leaves")) is not int or tree.num_leaves != leaves:
-            raise RefusedError(
-                f"an argument structure in it says {shown(tree.__dict__.get('num_leaves'))} leaves, not {leaves}"
-            )
+            says = shown(tree.__dict__.get("num_leaves"))
+            raise RefusedError(f"an argument structure in it says {says} leaves, not {leaves}")
         weigh(aux, self._budget, self.check_constant)
         named = kind in DICTS or kind in (QParams, LSQParams)
         if named and (type(aux) is not tuple or len(aux) != len(children)):
             raise RefusedError(f"a {kind.__name__} among the arguments in it has other names than values")
-        if kind in (list, tuple, slice) and aux is not None or kind is slice and len(children) != 3:
+        if (kind in (list, tuple, slice) and aux is not None) or (kind is slice and len(children) != 3):
             raise RefusedError(f"a {kind.__name__} among the arguments in it is not what MegEngine writes")
         if kind in (QParams, LSQParams) and not set(aux) <= set(kind.__slots__ + QParams.__slots__):
             raise RefusedError("quantization parameters among the arguments in it have unknown parts")

@@ -71,9 +71,8 @@ class Machine:
     def _protocol(self, position: int) -> int:
         code, says = self.data[position], self.data[position + 1]
         if code != PROTO or not 3 <= says <= 5:
-            raise DamagedError(
-                f"its pickle protocol is {says if code == PROTO else 'not given'}, not 3, 4 or 5: save it again"
-            )
+            protocol = says if code == PROTO else "not given"
+            raise DamagedError(f"its pickle protocol is {protocol}, not 3, 4 or 5: save it again")
         return position + 2
 
     def pop_mark(self) -> list[Any]:

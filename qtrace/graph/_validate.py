@@ -1,13 +1,14 @@
 """Checks a model file's graphs once, when the whole file was read and nothing can change them any more.
 
-MegEngine, and every room of qtrace, trusts a graph: that a node is there before it is read, that the structure
-of a call's arguments has as many leaves as the call has arguments, that names are names. Here is the one place
-where a file has to prove it.
+MegEngine, and every room of qtrace, trusts a graph: that a node is there before it is read, that the
+structure of a call's arguments has as many leaves as the call has arguments, that names are names. Here is
+the one place where a file has to prove it.
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from inspect import FullArgSpec
 from typing import Any
@@ -25,7 +26,7 @@ from megengine.traced_module.serialization import FUNCTIONAL_LOADER
 from megengine.traced_module.traced_module import InternalGraph, NameSpace
 
 from qtrace.graph._names import Budget, RefusedError, shown
-from qtrace.graph._nesting import EXPRS, NODES, weigh
+from qtrace.graph._nesting import EXPRS, NODES
 from qtrace.graph._trees import Trees
 
 __all__ = ["Validator"]
@@ -84,8 +85,10 @@ class Validator:
         for name in ("_exprs", "_inputs", "_outputs"):
             _one("list of exprs", fields.get(name), (list,))
         for name in ("_watch_point", "_end_point"):
-            if fields.get(name, []) != []:
+            if fields.setdefault(name, []) != [] or type(fields[name]) is not list:
                 raise RefusedError(f"the {name} of a graph in it is {shown(fields[name])}")
+        if type(fields.setdefault("_rst", defaultdict(list))) is not defaultdict or fields["_rst"]:
+            raise RefusedError(f"a graph in it has values of an earlier run: {shown(fields['_rst'])}")
         self._check_names(graph)
         _each("list of exprs", graph._exprs, _BODIES)
         _each("first input of a graph", graph._inputs[:1], (ModuleNode,))
@@ -107,6 +110,8 @@ class Validator:
     def _check_names(self, graph: InternalGraph) -> None:
         space = graph.__dict__.get("_namespace")
         _one("namespace", space, (NameSpace,))
+        for part in (graph, space):
+            part.__dict__.setdefault("_name" if part is graph else "name", None)
         for value in (space.__dict__.get("qualname"), graph.__dict__.get("_qualname")):
             if type(value) is not str or not _is_name(value) or _PATTERN.search(value):
                 raise RefusedError(f"a graph in it is called {shown(value)}")
@@ -160,6 +165,7 @@ class Validator:
 
     def _check_common(self, expr: Any) -> None:
         fields = expr.__dict__
+        fields.setdefault("_disable_remove", False)  # MegEngine 1.6 did not have it
         if type(fields.get("_id", 0)) is not int or type(fields.get("_disable_remove", False)) is not bool:
             raise RefusedError(f"a {type(expr).__name__} in it has no id")
         if "version" in fields and (
@@ -227,7 +233,7 @@ class Validator:
         present.add(id(node))
         fields = node.__dict__
         for name in ("_name", "_qualname"):
-            value = fields.get(name)
+            value = fields.setdefault(name, None)
             if value is not None and not _is_name(value):
                 raise RefusedError(f"a node in it is called {shown(value)}")
             self._budget.work(len(value or "") // 8)

@@ -55,7 +55,7 @@ class Devices:
         return name if self._keep else mge.get_default_device()
 
     def comp_node(self, _: None, state: Any) -> CompNode:
-        """The device that the state of a CompNode names; "invalid" is that of an op which may run anywhere."""
+        """The device that the state of a CompNode names; "invalid" is an op's that may run anywhere."""
         return Copy().comp_node if state == "invalid" else CompNode(self.name(state))
 
 

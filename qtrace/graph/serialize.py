@@ -27,8 +27,8 @@ from megengine.utils.max_recursion_limit import max_recursion_limit
 
 from qtrace.errors import DataError, GraphError, UnsafeFileError
 from qtrace.graph import garbage
-from qtrace.graph._names import AllowList, Budget, DamagedError, RefusedError
 from qtrace.graph._modules import check_modules
+from qtrace.graph._names import AllowList, Budget, DamagedError, RefusedError
 from qtrace.graph._restore import check_calls, restore
 from qtrace.graph._rules import Rules
 from qtrace.graph._seal import check, sealing

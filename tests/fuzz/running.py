@@ -11,13 +11,25 @@ import hypothesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz import arrays, checkpoints, commands, graphs, merging, models, numbers, pictures, recipes
+from tests.fuzz import (
+    arrays,
+    checkpoints,
+    commands,
+    edited,
+    graphs,
+    merging,
+    models,
+    numbers,
+    pictures,
+    recipes,
+)
 
 __all__ = ["TARGETS", "round_of"]
 
 TARGETS: dict[str, Callable[[st.DataObject, Path], None]] = {
     "recipes": recipes.check,
     "models": models.check,
+    "edited": edited.check,
     "arrays": arrays.check,
     "pictures": pictures.check,
     "checkpoints": checkpoints.check,

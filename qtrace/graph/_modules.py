@@ -97,15 +97,15 @@ class _Walk:
 
         if isinstance(owner, Module):
             self._check_module(owner)
-        elif isinstance(owner, (QScheme, QParams)):
-            _check_quantization(owner)
-        if isinstance(owner, FakeQuant):
-            _check_fake_quant(owner)
         for name, value in getattr(owner, "__dict__", {}).items():
             if not name.isprintable():
                 raise RefusedError(f"a {type(owner).__name__} in it has an attribute called {shown(name)}")
             if not (name in _GRAPHS and type(owner) is TracedModule):
                 weigh(value, self._rules.budget, leaf)
+        if isinstance(owner, (QScheme, QParams)):
+            _check_quantization(owner)  # its errors show the values, which are known to have an end now
+        elif isinstance(owner, FakeQuant):
+            _check_fake_quant(owner)
         return children
 
     def _check_module(self, module: Module) -> None:

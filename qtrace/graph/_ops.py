@@ -5,6 +5,7 @@ MegEngine's ``__setstate__`` of an op hands each value to C++, where one of anot
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +20,7 @@ _SLICE_ITEM = (int, int, int, int)
 
 
 @lru_cache(maxsize=256)
-def _schema(cls: type[OpDef]) -> dict[str, Any]:
+def _schema(cls: Callable[[], OpDef]) -> dict[str, Any]:
     """The state of an op as it is made, which has a value of the right type for each name."""
     return cls().__getstate__()
 

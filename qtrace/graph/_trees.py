@@ -23,6 +23,7 @@ from qtrace.graph._nesting import DICTS, weigh
 
 _PLAIN = (bool, int, float, str, bytes, bytearray, type(None), type(Ellipsis), np.ndarray, type)
 _OBJECTS = (np.generic, np.dtype, CompNode, QuantMode, OpDef, type)
+_SLOTS = frozenset((*QParams.__slots__, *LSQParams.__slots__))
 _PRINTED_ITEMS = 1000  # numpy prints no more than these of an array
 
 
@@ -104,7 +105,7 @@ class Trees:
             raise RefusedError(f"a {kind.__name__} among the arguments in it has other names than values")
         if (kind in (list, tuple, slice) and aux is not None) or (kind is slice and len(children) != 3):
             raise RefusedError(f"a {kind.__name__} among the arguments in it is not what MegEngine writes")
-        if kind in (QParams, LSQParams) and not set(aux) <= set(kind.__slots__ + QParams.__slots__):
+        if kind in (QParams, LSQParams) and not _SLOTS.issuperset(aux):
             raise RefusedError("quantization parameters among the arguments in it have unknown parts")
         self._budget.work(len(children))
 

@@ -77,7 +77,7 @@ class Validator:
             if arguments not in outs:
                 raise RefusedError("a graph in it has no structure of its outputs")
             self._check_graph(graph)
-            self._check_structure("outputs of a graph", outs[arguments], graph._outputs)
+            self._check_outputs("outputs of a graph", outs[arguments], graph._outputs)
             _check_signature(arguments)
 
     def _check_graph(self, graph: InternalGraph) -> None:
@@ -198,7 +198,7 @@ class Validator:
         self._check_structure(f"arguments of {what}", arguments, [*expr.inputs, *constants])
         _check_signature(arguments)
         if fields.get("out_def") is not None:
-            self._check_structure(f"outputs of {what}", expr.out_def, expr.outputs)
+            self._check_outputs(f"outputs of {what}", expr.out_def, expr.outputs)
         if type(expr) is CallMethod:
             first = expr.inputs[0] if expr.inputs else None
             if (expr.__dict__.get("method") == "__call__") != (type(first) is ModuleNode):
@@ -226,6 +226,13 @@ class Validator:
             raise RefusedError(
                 f"the {what} in it are {len(leaves)}, but {tree.num_leaves} in their structure"
             )
+
+    def _check_outputs(self, what: str, tree: Any, nodes: list[Any]) -> None:
+        self._check_structure(what, tree, nodes)
+        try:
+            tree.unflatten(nodes)
+        except Exception:  # a leaf of another type than its node
+            raise RefusedError(f"the {what} in it do not have the structure that it says") from None
 
     def _add_node(self, node: Any, present: set[int], exprs: set[int]) -> None:
         if id(node) in present:

@@ -137,7 +137,8 @@ def tensor(cls: type[Tensor], budget: Budget, devices: Devices) -> Rule:
         if not shape or type(args[2]) is not str:
             raise RefusedError(f"it makes a {cls.__name__} from something that is not data, dtype and device")
         budget.take(_TENSOR + args[0].size * max(args[0].itemsize, args[1].itemsize))
-        return cls.__new__(cls, args[0], args[1], devices.name(args[2]))
+        device = devices.name(args[2])
+        return cls.__new__(cls, args[0], args[1], device)  # type: ignore[call-overload,no-any-return]
 
     return rule
 

@@ -90,6 +90,10 @@ def no_structure(traced):
     expr_of(traced, CallFunction).arg_def = None
 
 
+def output_type(traced):
+    expr_of(traced, CallFunction).out_def.type = (int,)
+
+
 def constants(traced):
     expr_of(traced, CallFunction).const_val = [(9, 1)]
 
@@ -129,6 +133,7 @@ EDITS = {
     twice: "is the output of two exprs",
     foreign: "which is not computed before it",
     no_structure: "the structure of the arguments of a CallFunction in it is None",
+    output_type: "the outputs of a CallFunction in it do not have the structure",
     constants: "has the constant (9, 1)",
     hooks: "hooks that are no functions of yours",
     modules: "for the names of its modules",
@@ -242,6 +247,16 @@ QUANTIZATION = {
     "phase": (lambda quant: setattr(quant, "phase", "sleep"), "in it has the phase sleep"),
     "no scheme": (lambda quant: delattr(quant, "scheme"), "in it has no scheme"),
 }
+
+
+def test_shared_lists_in_a_scheme_are_not_printed(tmp_path):
+    traced = traced_net()
+    traced.scheme = copy.copy(QScheme())
+    object.__setattr__(traced.scheme, "rounding", "PLACEHOLDER2")
+    path = tmp_path / "scheme.mge"
+    lists = b"]r\x40\x42\x0f\0" + b"0](j\x40\x42\x0f\0j\x40\x42\x0f\0er\x40\x42\x0f\0" * 50
+    path.write_bytes(pickle.dumps(traced, 3).replace(text("PLACEHOLDER2"), lists))
+    assert "far more work" in verdict(path)
 
 
 @pytest.mark.parametrize("edit", QUANTIZATION)

@@ -69,7 +69,14 @@ def convert(prepared: TracedModule) -> TracedModule:
 
 
 def _frozen(fq: FakeQuant) -> FixedFakeQuant:
-    frozen = FixedFakeQuant(fq.site, fq.scheme, shape=fq.shape, static=fq.static, numel=fq.numel)
+    frozen = FixedFakeQuant(
+        fq.site,
+        fq.scheme,
+        shape=fq.shape,
+        static=fq.static,
+        numel=fq.numel,
+        channel_axes=fq.counted_axes,
+    )
     frozen.set_qparams(fq.qparams())
     frozen.phase = "quantize"
     frozen.training = fq.training

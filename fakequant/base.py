@@ -13,6 +13,7 @@ from megengine.traced_module.pytree import register_supported_type
 
 from qtrace.errors import CalibrationError, ConfigError, SchemeError
 from qtrace.fakequant._kernel import Learn, Levels, as_float32, positive, quant_dequant
+from qtrace.numerics import SMALLEST_SCALE
 from qtrace.observers.base import Observer
 from qtrace.scheme import QParams, QScheme
 
@@ -201,6 +202,8 @@ class FakeQuant(Module):
     def set_qparams(self, qparams: QParams) -> None:
         """Takes quantization parameters, in place (optimizers and traces keep their tensors).
 
+        No scale is smaller than ``qtrace.numerics.SMALLEST_SCALE``.
+
         Raises:
             SchemeError: when the number of scales is not this site's.
         """
@@ -209,7 +212,8 @@ class FakeQuant(Module):
                 f"site {self.site} takes {int(np.prod(self.shape))} scales, not {qparams.scale.size}."
             )
         kind = type(self.scale)
-        self.scale._reset(kind(qparams.scale.reshape(self.shape)))
+        scale = np.maximum(qparams.scale, np.float32(SMALLEST_SCALE))
+        self.scale._reset(kind(scale.reshape(self.shape)))
         self.zero_point._reset(as_float32(qparams.zero_point.reshape(self.shape)))
         self._adopt(self.scale.numpy(), self.zero_point.numpy())
 
@@ -224,6 +228,7 @@ class FakeQuant(Module):
         flat = (-1,) if self.shape else ()
         found = self.effective_scale(), self.effective_zero_point()
         scale, zero_point = (value.numpy().reshape(flat) for value in found)
+        scale = np.maximum(scale, np.float32(SMALLEST_SCALE))  # as the kernels apply it
         return QParams(self.scheme, scale, zero_point.astype(np.int32))
 
     def _module_info_string(self) -> str:

@@ -94,7 +94,7 @@ def test_every_file_is_exact(tmp_path: Path, name: str, format: str) -> None:
 def test_the_scale_of_the_one_channel_covers_all_its_weights() -> None:
     module = NETS["transposed"]()
     prepared = _calibrated(module, {"observers": {"weight": "minmax"}})
-    weight, quant = module.t.weight.numpy(), getattr(getattr(prepared, CONTAINER), "t_weight")
+    weight, quant = module.t.weight.numpy(), getattr(prepared, CONTAINER).t_weight
     assert quant.shape == (1, 1, 1, 1)
     np.testing.assert_allclose(quant.qparams().scale, [np.abs(weight).max() / 127], rtol=1e-6)
 

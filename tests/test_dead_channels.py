@@ -39,14 +39,16 @@ def _no_warnings() -> Iterator[None]:
         yield
 
 
-def _dead_channel(size: float = 1e-33) -> M.Module:
-    """A 1x1 conv with a dead channel, one of zeros and a small one; the dead one has a bias."""
-    module = net(lambda self, x: self.d(F.relu(self.c(x))), c=M.Conv2d(3, 8, 1), d=M.Conv2d(8, 4, 3))
+def _dead_channel(size: float = 1e-33, bias: bool = True) -> M.Module:
+    """A 1x1 conv with a dead channel, one of zeros and a small one; the dead one may have a bias."""
+    first = M.Conv2d(3, 8, 1, bias=bias)
+    module = net(lambda self, x: self.d(F.relu(self.c(x))), c=first, d=M.Conv2d(8, 4, 3))
     weight = module.c.weight.numpy().copy()
     weight[1], weight[2] = size, 0.0
     weight[3] *= 0.05
     module.c.weight[...] = mge.Tensor(weight)
-    module.c.bias[...] = mge.Tensor(np.linspace(-1, 1, 8).astype(np.float32).reshape(1, 8, 1, 1) + 0.5)
+    if bias:
+        module.c.bias[...] = mge.Tensor(np.linspace(-1, 1, 8).astype(np.float32).reshape(1, 8, 1, 1) + 0.5)
     return module
 
 
@@ -65,6 +67,7 @@ def _dead_tensor(size: float = 1e-33) -> M.Module:
 
 NETS: dict[str, Callable[[], M.Module]] = {
     "channel": _dead_channel,
+    "no bias": lambda: _dead_channel(bias=False),
     "subnormal": lambda: _dead_channel(1e-42),
     "tensor": _dead_tensor,
     "zeros": lambda: _dead_tensor(0.0),
@@ -133,7 +136,7 @@ def test_calibration_of_dead_parts_is_exact_enough(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("synchronous")
-@pytest.mark.parametrize("kind", ["channel", "tensor"])
+@pytest.mark.parametrize("kind", ["channel", "no bias", "tensor"])
 @pytest.mark.parametrize("fakequant", known("qtrace.fakequant"))
 def test_every_fake_quant_has_gradients_of_ordinary_size(fakequant: str, kind: str) -> None:
     config: dict[str, Any] = {
@@ -167,7 +170,7 @@ def test_a_norm_that_trains_may_have_a_dead_channel() -> None:
     assert SMALLEST_SHARE * 0.99 <= scale[1] / scale.max() <= SMALLEST_SHARE * 1.01
 
 
-@pytest.mark.parametrize("kind", ["channel", "tensor"])
+@pytest.mark.parametrize("kind", ["channel", "no bias", "tensor"])
 def test_fine_tuning_with_learned_scales_takes_its_steps(kind: str) -> None:
     prepared = _calibrated(NETS[kind](), {"qat": {"fakequant": "lsq"}})
     finetune(prepared, BATCHES, Settings(steps=2, batch_size=2), progress=False)

@@ -13,6 +13,7 @@ from megengine import Parameter
 
 from qtrace import ops
 from qtrace.fakequant._bias import BiasQuant
+from qtrace.fakequant._bn_fold import BnFold
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes
 from qtrace.graph.edit import GraphEditor, delete_attribute, set_parameter
@@ -70,6 +71,8 @@ def _computed(model: TracedModule, annotation: Annotation) -> list[TensorNode]:
 
 def _parameters(expr: Expr) -> Iterator[TensorNode]:
     """The weight, the bias and the factors that a layer or product reads, before they are rounded."""
+    if isinstance(owner(expr), BnFold):
+        yield from (node for node in expr.args[2:4] if node is not None)
     call = ops.read(expr)
     for node in (
         () if call is None or call.role is not Role.COMPUTE else (call.weight, call.bias, *call.inputs)

@@ -171,9 +171,10 @@ def test_a_norm_that_trains_may_have_a_dead_channel() -> None:
 
 
 @pytest.mark.parametrize("kind", ["channel", "no bias", "tensor"])
-def test_fine_tuning_with_learned_scales_takes_its_steps(kind: str) -> None:
+@pytest.mark.parametrize("jit", [False, True])
+def test_fine_tuning_with_learned_scales_takes_its_steps(kind: str, jit: bool) -> None:
     prepared = _calibrated(NETS[kind](), {"qat": {"fakequant": "lsq"}})
-    finetune(prepared, BATCHES, Settings(steps=2, batch_size=2), progress=False)
+    finetune(prepared, BATCHES, Settings(steps=2, batch_size=2, jit=jit), progress=False)
     assert np.isfinite(prepared(X).numpy()).all()
 
 

@@ -8,7 +8,7 @@ from megengine.module import Module
 
 from qtrace.fakequant._kernel import Levels, quant_dequant
 from qtrace.fakequant.base import FakeQuant, builtin
-from qtrace.numerics import SMALLEST_SCALE
+from qtrace.numerics import SMALLEST_NORMAL
 
 __all__ = ["BIAS_LIMIT", "BIAS_QMAX", "BiasQuant"]
 
@@ -59,7 +59,7 @@ class BiasQuant(Module):
         scale, shape = self._product(activation, weight)
         # Which way a tie goes is ours to say, for the exporter writes the integers: away from zero, since
         # the trick that rounds half to even fails beyond 2**22.
-        levels = Levels(-BIAS_QMAX, BIAS_QMAX, half_even=False, zero=0)
+        levels = Levels(-BIAS_QMAX, BIAS_QMAX, half_even=False, zero=0, least=SMALLEST_NORMAL)
         return quant_dequant(bias, scale, None, levels, shape)
 
     def _product(self, activation: Tensor, weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -73,7 +73,7 @@ class BiasQuant(Module):
     def scale(self, activation: FakeQuant, weight: FakeQuant) -> tuple[Tensor, tuple[int, ...]]:
         """The scale that `forward` uses with these two fake quants, and its shape."""
         product, shape = self._product(activation.signed_scale(), weight.signed_scale())
-        return F.maximum(F.abs(product), SMALLEST_SCALE), shape
+        return F.maximum(F.abs(product), SMALLEST_NORMAL), shape
 
     def _module_info_string(self) -> str:
         return f"{self.site}, int32, {self.phase}"

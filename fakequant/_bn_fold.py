@@ -2,8 +2,9 @@
 
 In training the layer runs on fake-quantized raw weights and the BatchNorm normalises by the batch. In
 evaluation both are one layer with folded weights ``w * g`` at scales ``s * |g|`` (the same integers, up to
-the sign of g), which is what ``convert`` writes and a runtime computes. Where g is so small that the bias
-would not fit into int32 at the product of the scales, the scale is wider.
+the sign of g), which is what ``convert`` writes and a runtime computes. Where g is next to 0 beside those of
+the other channels, or so small that the bias would not fit into int32 at the product of the scales, the scale
+is wider.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from qtrace.fakequant._bias import BIAS_LIMIT, BiasQuant
 from qtrace.fakequant._kernel import Levels, quant_dequant
 from qtrace.fakequant.base import FakeQuant, builtin
 from qtrace.gradients import conv2d
-from qtrace.numerics import SMALLEST_SCALE
+from qtrace.numerics import SMALLEST_SCALE, SMALLEST_SHARE
 
 __all__ = ["LAYERS", "BnFold"]
 
@@ -87,7 +88,8 @@ class BnFold(Module):
             shift = shift + bn.bias.reshape(-1)
         shape = weight_quant.shape
         gain = gain.reshape(shape)
-        scale = F.maximum(weight_quant.effective_scale() * F.abs(gain), SMALLEST_SCALE)
+        scale = weight_quant.effective_scale() * F.abs(gain)
+        scale = F.maximum(scale, F.maximum(F.max(scale) * SMALLEST_SHARE, SMALLEST_SCALE))
         if source is not None:
             least = F.abs(shift) / (source.effective_scale() * BIAS_LIMIT)
             scale = F.maximum(scale, least.reshape(shape))

@@ -43,12 +43,14 @@ class Levels:
         qmax: the largest.
         half_even: round ties to even (True) or away from zero (False).
         zero: the zero point of all channels, where the scheme fixes it.
+        least: the smallest scale that is applied.
     """
 
     qmin: int
     qmax: int
     half_even: bool = True
     zero: int | None = None
+    least: float = SMALLEST_SCALE
 
     @classmethod
     def of(cls, scheme: QScheme) -> Levels:
@@ -95,7 +97,7 @@ def of_magnitude(gain: float, device: str) -> Program:
 
     def divide(inputs: Any, f: Any, c: Any) -> Any:
         slope, scale = inputs
-        size = _magnitude(scale, f, c)
+        size = _magnitude(scale, SMALLEST_SCALE, f, c)
         # The sign last: the division alone says what it said when scales were positive.
         return (f(_MUL, f(_MUL, f(_DIV, slope, size), c(gain)), f(_DIV, scale, size)),), (False,)
 
@@ -109,8 +111,8 @@ def _op(function: Callable[..., Any], inputs: int, device: str) -> Program:
     return program
 
 
-def _magnitude(scale: Any, f: Any, c: Any) -> Any:
-    return f(_MAX, f(_ABS, scale), c(SMALLEST_SCALE))
+def _magnitude(scale: Any, least: float, f: Any, c: Any) -> Any:
+    return f(_MAX, f(_ABS, scale), c(least))
 
 
 class _Programs:
@@ -121,7 +123,7 @@ class _Programs:
 
     def round(self, inputs: Any, f: Any, c: Any) -> Any:
         x, scale, zero = inputs
-        scale = _magnitude(scale, f, c)
+        scale = _magnitude(scale, self.levels.least, f, c)
         low, high = self._bound(self.levels.qmin, zero, f, c), self.levels.qmax
         above = f(_MAX, f(_DIV, x, scale), low)
         if self.levels.half_even:
@@ -163,8 +165,9 @@ class _Programs:
             offset = f(_FMA, zero, c(slope), c(middle))
         else:
             offset = c(fixed * slope + middle)
+        size = _magnitude(scale, self.levels.least, f, c)
         # Not fused: with a number for each channel, the fused kernel takes four times as long.
-        return f(_ADD, f(_MUL, x, f(_DIV, c(slope), _magnitude(scale, f, c))), offset)
+        return f(_ADD, f(_MUL, x, f(_DIV, c(slope), size)), offset)
 
 
 _ADD, _SUB, _MUL, _DIV = (Elemwise(mode=mode) for mode in ("ADD", "SUB", "MUL", "TRUE_DIV"))

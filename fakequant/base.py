@@ -13,6 +13,7 @@ from megengine.traced_module.pytree import register_supported_type
 
 from qtrace.errors import CalibrationError, ConfigError, SchemeError
 from qtrace.fakequant._kernel import Learn, Levels, as_float32, positive, quant_dequant
+from qtrace.numerics import SMALLEST_SCALE
 from qtrace.observers.base import Observer
 from qtrace.scheme import QParams, QScheme
 
@@ -43,6 +44,8 @@ class FakeQuant(Module):
         observer: collects the statistics from which ``calibrate`` takes the parameters.
         static: True for a parameter: it is observed once, not at every batch.
         numel: how many values share one scale: of the parameter, or of one sample of an activation.
+        channel_axes: the axes of the tensor that count channels with a scale each. They cannot be read off
+            ``shape`` where a layer has one channel. None derives them from ``shape`` and the scheme's axis.
 
     Raises:
         ConfigError: when the scheme cannot be used with this fake quant.
@@ -57,11 +60,13 @@ class FakeQuant(Module):
         observer: Observer | None = None,
         static: bool = False,
         numel: int = 1,
+        channel_axes: tuple[int, ...] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         self.site, self.scheme, self.observer = site, scheme, observer
         self.shape, self.static, self.numel = tuple(shape), static, max(int(numel), 1)
+        self.channel_axes = None if channel_axes is None else tuple(channel_axes)
         self.phase: str = "float"
         self.batch = 0
         self.transforms = False
@@ -173,13 +178,22 @@ class FakeQuant(Module):
             self.observer.observe(self.channels_first(x.numpy()), batch=self.batch, site=self.site)
 
     @property
-    def folded_axes(self) -> tuple[int, ...]:
-        """The axes that count channels, where they are not the scheme's one axis; else none."""
+    def counted_axes(self) -> tuple[int, ...]:
+        """The axes of the tensor that count channels with a scale each; none with one scale."""
         if not self.scheme.per_channel:
             return ()
+        known = getattr(self, "channel_axes", None)  # models saved by earlier versions do not have it
+        if known:
+            return tuple(axis % len(self.shape) for axis in known)
         own = (self.scheme.axis or 0) % len(self.shape)
-        axes = tuple(i for i, size in enumerate(self.shape) if size != 1) or (own,)
-        return () if axes == (own,) else axes
+        return tuple(i for i, size in enumerate(self.shape) if size != 1) or (own,)
+
+    @property
+    def folded_axes(self) -> tuple[int, ...]:
+        """The axes that count channels, where they are not the scheme's one axis; else none."""
+        axes = self.counted_axes
+        own = axes and ((self.scheme.axis or 0) % len(self.shape),)
+        return () if axes == own else axes
 
     def channels_first(self, value: np.ndarray) -> np.ndarray:
         """A weight whose channels are not on the scheme's one axis, as (channels, rest)."""
@@ -187,6 +201,8 @@ class FakeQuant(Module):
 
     def set_qparams(self, qparams: QParams) -> None:
         """Takes quantization parameters, in place (optimizers and traces keep their tensors).
+
+        No scale is smaller than ``qtrace.numerics.SMALLEST_SCALE``.
 
         Raises:
             SchemeError: when the number of scales is not this site's.
@@ -196,7 +212,8 @@ class FakeQuant(Module):
                 f"site {self.site} takes {int(np.prod(self.shape))} scales, not {qparams.scale.size}."
             )
         kind = type(self.scale)
-        self.scale._reset(kind(qparams.scale.reshape(self.shape)))
+        scale = np.maximum(qparams.scale, np.float32(SMALLEST_SCALE))
+        self.scale._reset(kind(scale.reshape(self.shape)))
         self.zero_point._reset(as_float32(qparams.zero_point.reshape(self.shape)))
         self._adopt(self.scale.numpy(), self.zero_point.numpy())
 
@@ -211,6 +228,7 @@ class FakeQuant(Module):
         flat = (-1,) if self.shape else ()
         found = self.effective_scale(), self.effective_zero_point()
         scale, zero_point = (value.numpy().reshape(flat) for value in found)
+        scale = np.maximum(scale, np.float32(SMALLEST_SCALE))  # as the kernels apply it
         return QParams(self.scheme, scale, zero_point.astype(np.int32))
 
     def _module_info_string(self) -> str:

@@ -13,6 +13,8 @@ from qtrace.numerics import SMALLEST_SCALE
 
 __all__ = ["DoReFaFakeQuant"]
 
+# The largest weight counts as at least this share of the range: those of a dead channel stay next to 0.
+_LEAST_PEAK = 2.0**-8
 # The largest weight lies this much inside the range: rounding errors must not make it one that clips.
 _INSIDE = 1.0 - 2.0**-20
 
@@ -54,4 +56,4 @@ class DoReFaFakeQuant(FakeQuant):
         size = F.abs(bent)
         peak = F.max(size, axis=axes, keepdims=True) if axes else size if self.shape else F.max(size)
         reach = self.scale * ((self.scheme.qmax - self.scheme.symmetric_zero_point) * _INSIDE)
-        return bent / F.maximum(peak, SMALLEST_SCALE) * reach
+        return bent / F.maximum(peak, F.maximum(reach * _LEAST_PEAK, SMALLEST_SCALE)) * reach

@@ -25,7 +25,7 @@ _ENOUGH = 1 << 14
 # Positions that are drawn; in larger tensors they repeat.
 _STRATA = 1 << 16
 
-# 2**-k must be a float32: below this, values share a bin. It is also the smallest scale that is ever chosen.
+# 2**-k must be a float32: below this, values share a bin. Scales are far larger (`numerics.SMALLEST_SCALE`).
 _LOWEST_EXPONENT = -126
 # Elements per block: the temporaries of a block stay in the cache.
 _BLOCK = 1 << 16

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from qtrace.numerics import SMALLEST_SCALE, grid
+from qtrace.numerics import SMALLEST_NORMAL, grid
 from qtrace.observers._histogram import HISTOGRAM, HistogramObserver
 from qtrace.observers._search import Tables, error, g_at, observed, tables
 from qtrace.observers.base import Option, State
@@ -45,7 +45,7 @@ class PowerOfTwo(HistogramObserver):
         table, scheme = tables(state), self._scheme
         lo, hi = observed(state)
         widest = grid(lo, hi, scheme.replace(power_of_two=True))[0].astype(np.float64)
-        scale = np.maximum(np.ldexp(widest, -np.arange(_OCTAVES + 1)), SMALLEST_SCALE)
+        scale = np.maximum(np.ldexp(widest, -np.arange(_OCTAVES + 1)), SMALLEST_NORMAL)
         if scheme.symmetric:
             zero_point = np.full(scale.shape, scheme.symmetric_zero_point)
         else:

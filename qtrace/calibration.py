@@ -20,7 +20,9 @@ from qtrace.collection.distributed import Collective, common_statistics, current
 from qtrace.collection.statistics import Statistics
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.fakequant._bias import BIAS_LIMIT
+from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.graph.types import TracedModule
+from qtrace.graph.walk import exprs
 from qtrace.numerics import SMALLEST_SCALE
 from qtrace.passes.record import fake_quants, followers, read_record
 from qtrace.phases import set_phase
@@ -172,12 +174,13 @@ def _fit_biases(prepared: TracedModule) -> None:
 
     annotation = read_record(prepared).annotation
     container = getattr(prepared, CONTAINER)
-    values = {e.outputs[0].name: e for e in prepared.graph._exprs}
-    for site in annotation.sites:
-        if site.sort != "bias":
-            continue
+    # What a bias that depends on the batch may reach is not known.
+    biases = [site for site in annotation.sites if site.sort == "bias" and site.static]
+    nodes = {n.name: n for e in exprs(prepared) for n in e.outputs}
+    values = evaluate_fixed(prepared, (nodes[site.node] for site in biases))
+    for site in biases:
         activation, weight = getattr(container, site.activation), getattr(container, site.weight)
-        bias = values[site.node].interpret(prepared)[0].numpy().astype(np.float64).reshape(-1)
+        bias = values[id(nodes[site.node])].numpy().astype(np.float64).reshape(-1)
         if not (activation.calibrated and weight.calibrated):
             continue
         need = np.abs(bias) / (float(activation.qparams().scale) * site.factor * BIAS_LIMIT)

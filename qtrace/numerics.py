@@ -16,7 +16,10 @@ from qtrace.errors import QtraceError, SchemeError
 from qtrace.scheme import QParams, QScheme, Rounding
 
 __all__ = [
+    "SMALLEST_NORMAL",
     "SMALLEST_SCALE",
+    "SMALLEST_SHARE",
+    "alive",
     "choose",
     "dequantize",
     "expand",
@@ -29,8 +32,14 @@ __all__ = [
     "sqnr_db",
 ]
 
-# The smallest normal float32: runtimes flush smaller ones to zero, and 1 / scale must stay finite.
-SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
+# The smallest normal float32: runtimes, MegEngine among them, flush smaller ones to zero.
+SMALLEST_NORMAL = 2.0**-126
+# The smallest scale: the product of two, which is the scale of a bias, is still a normal float32. So is a square,
+# by which `jit.trace` divides where the gradient of a learned scale divides twice.
+SMALLEST_SCALE = 2.0**-63
+# The smallest scale of a channel, as a share of the largest one of its tensor: a float32 that is added to one
+# 2**24 times as large vanishes, and so do the channel's values in every activation of up to 16 bits.
+SMALLEST_SHARE = 2.0**-24
 
 
 def round_half_even(x: Any) -> np.ndarray:
@@ -85,6 +94,8 @@ def expand(param: np.ndarray, axis: int | None, ndim: int) -> np.ndarray:
 def grid(lo: Any, hi: Any, scheme: QScheme) -> tuple[np.ndarray, np.ndarray]:
     """The scale and the zero point with which `scheme` covers ranges; what `choose` computes, unchecked.
 
+    Every range stands by itself: no scale is smaller than 2**-126, and none depends on the others.
+
     Args:
         lo, hi: float64 arrays of any shapes that broadcast, finite, ``lo <= hi``.
         scheme: how to quantize.
@@ -103,7 +114,7 @@ def grid(lo: Any, hi: Any, scheme: QScheme) -> tuple[np.ndarray, np.ndarray]:
         mantissa, exponent = np.frexp(scale)  # in [0.5, 1): 0.5 is a power of two itself
         scale = np.ldexp(1.0, exponent - (mantissa == 0.5))
     with np.errstate(over="ignore"):
-        scale = np.asarray(np.maximum(scale, SMALLEST_SCALE)).astype(np.float32)
+        scale = np.asarray(np.maximum(scale, SMALLEST_NORMAL)).astype(np.float32)
     if scheme.symmetric:
         return scale, np.full(scale.shape, scheme.symmetric_zero_point, np.int32)
     # With the scale as it was rounded to float32, for that is the one in use.
@@ -117,7 +128,10 @@ def choose(lo: Any, hi: Any, scheme: QScheme) -> QParams:
     The range is widened to contain 0. A symmetric scheme covers ``max(|lo|, |hi|)`` on both sides; else the
     scale is ``(hi - lo) / (qmax - qmin)``, and the zero point is rounded in the scheme's manner, which may
     shift the covered range by half a step. A power-of-two scale is rounded up, so that nothing clips. A range
-    of nothing but 0 is treated as [0, 1]. No scale is smaller than the smallest normal float32, 2**-126.
+    of nothing but 0 is treated as [0, 1].
+
+    Dead channels do not get scales of their own size: a range that is smaller than 2**-24 of the tensor's
+    largest is widened to that share. A tensor whose largest scale would be smaller than 2**-63 counts as 0.
 
     Args:
         lo, hi: the ends of the range, scalars per tensor or of shape ``(C,)`` per channel.
@@ -143,10 +157,35 @@ def choose(lo: Any, hi: Any, scheme: QScheme) -> QParams:
     if crossed.any():
         raise SchemeError(f"choose: lo {low[crossed][0]} exceeds hi {high[crossed][0]}: swap the ends.")
     with np.errstate(over="ignore"):
-        scale, zero_point = grid(low, high, scheme)
+        scale, zero_point = grid(*_widened(low, high, scheme), scheme)
     if np.isinf(scale).any():
         raise SchemeError("choose: the range is so wide that float32 cannot hold its scale: clip the tensor.")
     return QParams(scheme, scale, zero_point)
+
+
+def alive(sizes: np.ndarray) -> np.ndarray:
+    """Which channels are not next to 0 beside the largest: those of at least `SMALLEST_SHARE` of it.
+
+    Args:
+        sizes: the largest magnitude of each channel, shape (C,).
+
+    Returns:
+        bool (C,); False for a channel of zeros.
+    """
+    return (sizes > 0) & (sizes >= SMALLEST_SHARE * sizes.max(initial=0.0))
+
+
+def _widened(lo: np.ndarray, hi: np.ndarray, scheme: QScheme) -> tuple[np.ndarray, np.ndarray]:
+    """Ranges as `choose` covers them: those of dead channels are widened, those of a dead tensor are 0."""
+    lo, hi = np.minimum(lo, 0.0), np.maximum(hi, 0.0)
+    steps = scheme.qmax - (scheme.symmetric_zero_point if scheme.symmetric else scheme.qmin)
+    span = np.maximum(-lo, hi) if scheme.symmetric else hi - lo
+    if not span.size or span.max() < SMALLEST_SCALE * steps:
+        return np.zeros_like(lo), np.zeros_like(hi)
+    least = np.maximum(SMALLEST_SHARE * span.max(), SMALLEST_SCALE * steps)
+    dead = (span > 0) & (span < least)
+    factor = np.where(dead, least / np.where(dead, span, 1.0), 1.0)
+    return lo * factor, hi * factor
 
 
 def quantize(x: Any, qparams: QParams) -> np.ndarray:

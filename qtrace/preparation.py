@@ -15,6 +15,7 @@ from qtrace.graph.lint import check
 from qtrace.graph.types import TracedModule
 from qtrace.passes.annotate import annotate
 from qtrace.passes.annotation import Annotation
+from qtrace.passes.biases import broadcast_biases
 from qtrace.passes.expand import expand
 from qtrace.passes.insert import insert
 from qtrace.passes.record import Record, is_quantized, write_record
@@ -98,7 +99,9 @@ def _decide(
     check_whole(config)
     model = flatten(traced)
     expanded = expand(model)
-    log = (*expanded.changed, *(f"left: {reason}" for reason in expanded.left))
+    changed = [*expanded.changed, *broadcast_biases(model, before_norms=False).changed]
     reports = change_float(model, config)
+    changed += broadcast_biases(model).changed
+    log = (*changed, *(f"left: {reason}" for reason in expanded.left))
     annotation = annotate(model, config)
     return model, annotation, Record("prepared", annotation, config.to_dict(), log, reports)

@@ -15,6 +15,8 @@ from onnx import TensorProto, helper
 from qtrace.errors import QtraceError, SchemeError
 from qtrace.numerics import (
     SMALLEST_SCALE,
+    SMALLEST_SHARE,
+    alive,
     choose,
     dequantize,
     expand,
@@ -108,7 +110,7 @@ def test_values_in_the_range_are_off_by_half_a_step_at_most(scheme, a, b):
 @given(SCHEMES, MODERATE, MODERATE)
 def test_scale_is_the_least_that_covers(scheme, a, b):
     lo, hi = min(a, b, 0.0), max(a, b, 0.0)
-    assume(hi - lo > 1e-30)
+    assume(hi - lo > SMALLEST_SCALE * 2**16)
     if scheme.symmetric:
         exact = Fraction(max(-lo, hi)) / (scheme.qmax - scheme.symmetric_zero_point)
     else:
@@ -128,10 +130,38 @@ def test_ranges_of_nothing(scheme):
     assert choose(0.0, 0.0, scheme) == choose(0.0, 1.0, scheme)
     assert choose(5.0, 5.0, scheme) == choose(0.0, 5.0, scheme)
     assert choose(-5.0, -5.0, scheme) == choose(-5.0, 0.0, scheme)
-    for tiny in (1e-45, 1e-38):
-        scale = float(choose(-tiny, tiny, scheme).scale)
-        assert scale == 2.0**-126
-        assert np.isfinite(np.float32(1) / np.float32(scale))
+    for tiny in (1e-45, 1e-38, 1e-33, 1e-19):
+        assert choose(-tiny, tiny, scheme) == choose(0.0, 0.0, scheme)
+    assert SMALLEST_SCALE <= float(choose(-1e-16, 1e-16, scheme).scale) < 1e-17
+
+
+AFFINE, SYMMETRIC = QScheme(axis=0), QScheme(signed=True, symmetric=True, axis=0)
+
+
+@pytest.mark.parametrize("scheme", [AFFINE, SYMMETRIC, SYMMETRIC.replace(bits=16, power_of_two=True)])
+@pytest.mark.parametrize("dead", [1e-45, 1e-33, 1e-12])
+def test_the_scale_of_a_dead_channel_is_a_share_of_the_largest(scheme, dead):
+    lo, hi = np.array([-2.0, -dead, 0.0, -0.5e-3, -1e-5]), np.array([1.0, 2 * dead, 0.0, 1e-3, 0.0])
+    params, kept = choose(lo, hi, scheme), [0, 2, 3, 4]
+    alone = choose(lo[kept], hi[kept], scheme)
+    np.testing.assert_array_equal(params.scale[kept], alone.scale)
+    np.testing.assert_array_equal(params.zero_point[kept], alone.zero_point)
+    share = params.scale[1] / params.scale[0]
+    assert SMALLEST_SHARE * 0.5 <= share <= SMALLEST_SHARE * 2.0
+    assert (quantize(np.full((5, 3), dead), params)[1] == params.zero_point[1]).all()
+
+
+def test_two_smallest_scales_make_a_normal_scale_of_a_bias():
+    product = np.float32(SMALLEST_SCALE) * np.float32(SMALLEST_SCALE)
+    assert product >= np.finfo(np.float32).tiny
+    tensor = choose(np.array([0.0, 0.0]), np.array([1e-14, 1e-33]), SYMMETRIC.replace(bits=8))
+    assert (tensor.scale >= SMALLEST_SCALE).all()
+
+
+def test_which_channels_are_alive():
+    assert alive(np.array([1.0, 0.0, 1e-33, 1e-7])).tolist() == [True, False, False, True]
+    assert alive(np.zeros(2)).tolist() == [False, False]
+    assert alive(np.array([1e-33])).tolist() == [True]
 
 
 def test_zero_point_is_rounded_as_the_scheme_says():

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from qtrace.fakequant.base import FakeQuant
+from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.passes.insert import CONTAINER
@@ -82,10 +83,11 @@ def watched(prepared: TracedModule) -> Watched:
     moving = {site.group for site in sites if not site.static}
     groups: dict[str, list[str]] = {}
     fixed: dict[bool, list[tuple[str, np.ndarray]]] = {True: [], False: []}
-    producers = {node.name: e for e in exprs(prepared) for node in e.outputs}
+    producers = {node.name: node for e in exprs(prepared) for node in e.outputs}
+    values = evaluate_fixed(prepared, (producers[site.node] for site in sites if site.static))
     for site in sites:
         if site.static:
-            value = producers[site.node].interpret(prepared)[0].numpy()
+            value = values[id(producers[site.node])].numpy()
             value = getattr(container, site.group).channels_first(value)
             fixed[site.group in moving].append((site.group, value))
         else:

@@ -325,6 +325,6 @@ def integer_values(fq: FakeQuant, value: np.ndarray) -> np.ndarray:
     integers = quantize(flat.astype(np.float32), qparams)
     if not fq.scheme.per_channel:
         return integers.reshape(value.shape)
-    axes = [i for i, size in enumerate(fq.shape) if size != 1] or [fq.scheme.axis or 0]
+    axes = fq.counted_axes
     moved = np.moveaxis(value, axes, range(len(axes))).shape
     return np.moveaxis(integers.reshape(moved), range(len(axes)), axes)

@@ -16,6 +16,7 @@ from qtrace.finetuning._data import Leaves, unpack
 from qtrace.finetuning.settings import Settings
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Node, TracedModule
+from qtrace.numerics import SMALLEST_NORMAL
 from qtrace.verification import leaves as outputs_in
 
 __all__ = ["PARTS", "Compared", "Twins", "choose_compared"]
@@ -161,7 +162,7 @@ def choose_compared(twins: Twins, blocks: Sequence[str], batches: Sequence[Leave
                 f"{what} of the float graph is NaN or infinite on the data: look at both; "
                 "the model is left as it was."
             )
-    for key in [key for key, power in powers.items() if power == 0.0]:
+    for key in [key for key, power in powers.items() if power < SMALLEST_NORMAL]:  # 0 as a float32
         if isinstance(key, int):
             left[key] = f"output {key} is 0 everywhere"
         del powers[key]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import megengine.functional as F
 
-from qtrace.graph.types import Apply, CallFunction, Expr, TensorNode, TracedModule
+from qtrace.graph.interpreter import interpret
+from qtrace.graph.types import Apply, CallFunction, Expr, ModuleNode, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, tensor_inputs
 
-__all__ = ["static_nodes"]
+__all__ = ["evaluate_fixed", "fixed_nodes", "static_nodes"]
 
 _LIKE = (F.zeros_like, F.ones_like, F.full_like)
 
@@ -26,6 +30,45 @@ def static_nodes(traced: TracedModule) -> set[int]:
         if all(id(n) in found for n in _values_read(expr)):
             found.update(id(n) for n in expr.outputs if isinstance(n, TensorNode))
     return found
+
+
+def fixed_nodes(traced: TracedModule, without: Callable[[Expr], bool] = lambda expr: False) -> set[int]:
+    """The ids of the nodes that are computed from parameters and constants alone, and of these themselves.
+
+    Their values are known without a batch, unlike those of `static_nodes` that depend on an input's shape.
+
+    Args:
+        traced: a flat traced module.
+        without: says of an expr that its outputs are not to count.
+    """
+    found = {id(n) for n in traced.graph.inputs if isinstance(n, ModuleNode)}
+    for expr in exprs(traced):
+        if all(id(n) in found for n in expr.inputs) and not without(expr):
+            found.update(id(n) for n in expr.outputs)
+    return found
+
+
+def evaluate_fixed(traced: TracedModule, nodes: Iterable[TensorNode]) -> dict[int, Any]:
+    """Computes nodes that depend on parameters and constants alone.
+
+    Args:
+        traced: a flat traced module.
+        nodes: nodes of its graph that are in `fixed_nodes`.
+
+    Returns:
+        id of node -> its Tensor.
+    """
+    wanted = {id(node) for node in nodes}
+    needed, order = set(wanted), []
+    for expr in reversed(exprs(traced)):
+        if any(id(n) in needed for n in expr.outputs):
+            needed.update(id(n) for n in expr.inputs)
+            order.append(expr)
+    values: dict[int, Any] = {id(n): traced for n in traced.graph.inputs if isinstance(n, ModuleNode)}
+    for expr in reversed(order):
+        results = interpret(expr, [values[id(n)] for n in expr.inputs])
+        values.update((id(n), v) for n, v in zip(expr.outputs, results or (), strict=True))
+    return {key: values[key] for key in wanted}
 
 
 def _values_read(expr: Expr) -> list[TensorNode]:

@@ -201,13 +201,17 @@ class GraphEditor:
     def replace_expr(self, old: Expr, new: TensorNode) -> None:
         """Puts ``new`` in the place of the one output of ``old``, under its name, and drops ``old``."""
         (node,) = old.outputs
+        self.put_in_place(new, node)
+        self.remove(old)
+
+    def put_in_place(self, new: TensorNode, node: TensorNode) -> None:
+        """Lets everything read ``new`` instead of ``node``, under its name; an expr without a reader goes."""
         self.replace_uses(node, new)
         names = self.graph._namespace.used_names
         names[new._name] = None
         names[node._name] = new
         new._name, node._name, new._qualname = node._name, new._name, node._qualname
         names[node._name] = node
-        self.remove(old)
 
     def set_argument(self, expr: CallFunction, name: str, value: Any) -> None:
         """Sets one argument of a function call by its parameter name."""

@@ -13,7 +13,7 @@ from typing import TypeVar
 from qtrace import backends, ops
 from qtrace.config import QConfig
 from qtrace.errors import ConfigError
-from qtrace.graph.dataflow import static_nodes
+from qtrace.graph.dataflow import fixed_nodes, static_nodes
 from qtrace.graph.types import Constant, Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, module_path
 from qtrace.ops import Role
@@ -213,6 +213,7 @@ class _Annotator:
     def _place_weights(self) -> None:
         asked: dict[int, list[tuple[tuple[Plan, tuple[int, ...]], Expr]]] = {}
         nodes: dict[int, TensorNode] = {}
+        fixed = fixed_nodes(self.view.traced)
         for expr in self.view.order:
             call = self.calls.get(id(expr))
             if call is None or call.weight is None or self.chains.head.get(id(expr)) is not expr:
@@ -227,12 +228,13 @@ class _Annotator:
                 readers = [e for p, e in wanted if p == (plan, axes)]
                 name = node.name if index == 0 else f"{node.name}__{readers[0].outputs[0].name}"
                 names = tuple(e.outputs[0].name for e in readers)
-                static = isinstance(node.expr, (GetAttr, Constant))
+                static = id(node) in fixed
                 self._add(Site(name, "weight", node.name, names, name, plan, axes, static))
                 self.weight_site.update((id(e), name) for e in readers)
 
     def _place_biases(self) -> None:
         readers: dict[int, int] = {}
+        fixed = fixed_nodes(self.view.traced)
         for expr in self.view.order:
             call = self.calls.get(id(expr))
             if call is None or call.bias is None or id(expr) not in self.weight_site:
@@ -244,7 +246,8 @@ class _Annotator:
             readers[id(call.bias)] = count + 1
             name = call.bias.name if count == 0 else f"{call.bias.name}__{call.out.name}"
             weight, names = self.weight_site[id(expr)], (call.out.name,)
-            site = Site(name, "bias", call.bias.name, names, name, None, static=True)
+            static = id(call.bias) in fixed
+            site = Site(name, "bias", call.bias.name, names, name, None, static=static)
             factor = self._factor(expr, call.inputs[0])
             self.sites.append(dataclasses.replace(site, activation=group, weight=weight, factor=factor))
 

@@ -21,6 +21,7 @@ from qtrace.graph.edit import GraphEditor, delete_attribute, exchange_function, 
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner
+from qtrace.passes._computed import write_computed
 from qtrace.passes.annotation import Annotation, Fold, Site
 from qtrace.passes.insert import CONTAINER
 from qtrace.passes.record import fake_quants, followers, read_record, write_record
@@ -31,6 +32,8 @@ __all__ = ["convert", "dtype_meta"]
 
 def convert(prepared: TracedModule) -> TracedModule:
     """Returns a frozen copy of a calibrated module, ready to export.
+
+    Weights and biases that are computed from parameters alone are parameters of the copy.
 
     It has no observers and no learned ranges, and computes exactly what ``prepared`` computes in the phase
     ``quantize``. Every site's node, and every node that carries its integers, has ``qparams``.
@@ -51,13 +54,14 @@ def convert(prepared: TracedModule) -> TracedModule:
         fq.qparams()
     model = flatten(prepared)
     container = getattr(model, CONTAINER)
-    _write_transforms(model, record.annotation)
+    annotation = write_computed(model, record.annotation)
+    _write_transforms(model, annotation)
     for name, fq in list(container.__dict__.items()):
         if isinstance(fq, FakeQuant):
             setattr(container, name, _frozen(fq))
     for module in followers(model):
         module.phase = "quantize"
-    annotation = _write_folds(model, record.annotation)
+    annotation = _write_folds(model, annotation)
     exchange_function(model, conv2d, plain(conv2d))
     model._update_ref()
     for expr in exprs(model):
@@ -69,7 +73,14 @@ def convert(prepared: TracedModule) -> TracedModule:
 
 
 def _frozen(fq: FakeQuant) -> FixedFakeQuant:
-    frozen = FixedFakeQuant(fq.site, fq.scheme, shape=fq.shape, static=fq.static, numel=fq.numel)
+    frozen = FixedFakeQuant(
+        fq.site,
+        fq.scheme,
+        shape=fq.shape,
+        static=fq.static,
+        numel=fq.numel,
+        channel_axes=fq.counted_axes,
+    )
     frozen.set_qparams(fq.qparams())
     frozen.phase = "quantize"
     frozen.training = fq.training

@@ -127,6 +127,7 @@ def _module(site: Site, node: TensorNode) -> Module:
         observer=observer,
         static=site.static,
         numel=numel,
+        channel_axes=tuple(axes),
         **dict(plan.fakequant_options),
     )
     return module

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import megengine as mge
 import numpy as np
 
+from qtrace.numerics import SMALLEST_NORMAL
 from qtrace.ptq._block_run import BlockData, BlockRun
 from qtrace.ptq._blocks import Block
 from qtrace.ptq._checkpoint import key_of
@@ -88,7 +89,7 @@ def _decide(
     task: CalibratedTask, run: BlockRun, data: BlockData, settings: Settings, before: Noise
 ) -> list[np.ndarray]:
     """The weights with their roundings decided; the scales of ``run`` are then as learned, too."""
-    if before.noise == 0:
+    if before.noise < SMALLEST_NORMAL * data.values:  # of a dead block: the loss is not a float32
         return [state.nearest for state in run.layers]
     kept, key = task.checkpoint, ""
     if kept is not None:

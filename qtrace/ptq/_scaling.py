@@ -6,7 +6,7 @@ import numpy as np
 
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import get_module
-from qtrace.numerics import choose, fake_quantize, sqnr_db
+from qtrace.numerics import alive, choose, fake_quantize, sqnr_db
 from qtrace.ops import OpCall
 from qtrace.passes.annotation import Site
 from qtrace.ptq._channels import ChannelGroup, input_axes
@@ -79,7 +79,8 @@ def factors(parameters: Parameters, group: ChannelGroup) -> np.ndarray:
     For one writer and one reader with ranges r1 and r2 this is ``sqrt(r1 / r2)``, after which both ranges are
     ``sqrt(r1 * r2)`` (Nagel et al. 2019, section 4.1 and appendix A). Of several layers on one side, each
     channel counts as in the layer where it is largest, measured by that layer's own range; the means of
-    these ranges give the common factor. Channels that one side does not use keep their scale.
+    these ranges give the common factor. Channels that one side does not use, or whose weights are next to 0
+    beside the others (`qtrace.numerics.alive`), keep their scale: their output may be a bias alone.
     """
     sides = []
     for calls, outputs in ((group.writers, True), (group.readers, False)):
@@ -88,13 +89,13 @@ def factors(parameters: Parameters, group: ChannelGroup) -> np.ndarray:
         share = np.max(np.stack([r / w for r, w in zip(ranges, whole, strict=True)]), axis=0)
         sides.append(share * np.exp(np.mean(np.log(whole))))
     written, read = sides
-    used = (written > 0) & (read > 0)
+    used = alive(written) & alive(read)
     return np.where(used, np.sqrt(np.where(used, written, 1.0) / np.where(used, read, 1.0)), 1.0)
 
 
 def precision(ranges: np.ndarray) -> np.ndarray:
     """How many bits each channel loses under one scale for all: ``log2(max(r) / r)``; used channels only."""
-    used = ranges[ranges > 0]
+    used = ranges[alive(ranges)]
     return np.log2(used.max() / used) if used.size else np.zeros(1)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
-from scipy.linalg import cholesky
+from scipy.linalg import LinAlgError, cholesky
 from scipy.linalg.lapack import dtrtri
 
 from qtrace.numerics import round_to
@@ -172,7 +172,7 @@ def _together(
         return nearest(rows, *grid)
     # The inputs that count most are rounded first, while many others can make up for them.
     order = np.argsort(-diagonal, kind="stable")
-    upper = _factor(hessian[np.ix_(order, order)] + damp * diagonal.mean() * np.eye(len(order)))
+    upper = _damped_factor(hessian[np.ix_(order, order)], damp)
     # Turned, so that an input's weights lie side by side.
     free, result = np.ascontiguousarray(rows[:, order].T), np.empty_like(rows)
     scale, zero, qparams = grid
@@ -187,6 +187,20 @@ def _together(
             free[i + 1 : stop] -= upper[i, i + 1 : stop, None] * error
         free[stop:] -= upper[start:stop, stop:].T @ errors
     return result
+
+
+def _damped_factor(matrix: np.ndarray, damp: float) -> np.ndarray:
+    """The `_factor` of a matrix with ``damp`` of its mean diagonal added to the diagonal, or more if need be.
+
+    About the means, what a layer reads of constant inputs is nothing but rounding errors of the sums, which
+    need not be positive definite: the damping grows until the factor exists.
+    """
+    added = damp * float(np.abs(np.diagonal(matrix)).mean())
+    while True:
+        try:
+            return _factor(matrix + added * np.eye(len(matrix)))
+        except LinAlgError:
+            added *= 10.0
 
 
 def _factor(matrix: np.ndarray) -> np.ndarray:

@@ -257,3 +257,51 @@ def test_equal_infinities_are_no_noise() -> None:
     assert report.passed
     report.add_outputs("reference", ["y"], [masked], [-masked])
     assert report.sqnr_db() == -np.inf
+
+
+def _report(outputs: dict[str, float], step: int = 1, differing: int = 1) -> VerifyReport:
+    """A report on a file whose ops differ by ``step`` in some of 10,000 integers.
+
+    Args:
+        outputs: mode -> the ratio of its outputs in dB.
+        step: by how much the integers differ.
+        differing: how many of them do.
+    """
+    report = VerifyReport("m.onnx", 1, 0.999, 35.0)
+    mine = np.zeros(10_000, np.int64)
+    theirs = mine.copy()
+    theirs[:differing] = step
+    report.add("op_by_op", "a_q", mine, theirs)
+    signal = np.ones((100, 10))
+    for mode, ratio in outputs.items():
+        report.add_outputs(mode, ["y"], [signal], [signal * (1 + 10 ** (-ratio / 20))])
+    return report
+
+
+def test_a_good_file_below_the_limit_end_to_end_is_told_that_no_op_is_wrong() -> None:
+    report = _report({"reference": 34.7, "deployed": 33.9})
+    text = report.summary()
+    assert not report.passed
+    assert "outputs (reference) have 34.7 dB, 35.0 dB needed" in text
+    for part in (
+        "no op is wrong: no op differs from the graph by more than 1 LSB",
+        "later layers amplify them; this is no fault of the file",
+        "what to do: measure the accuracy of the task",
+        "min_sqnr_db, such as 30",
+    ):
+        assert part in text
+    assert report.to_dict()["remarks"] == text.splitlines()[-3:]
+
+
+@pytest.mark.parametrize(
+    ("report", "said", "not_said"),
+    [
+        (_report({"reference": 50.0, "deployed": 20.0}), "only the optimized form falls short", "amplify"),
+        (_report({"reference": 20.0}, differing=500), "bisect names the first op", "no op is wrong"),
+        (_report({"reference": 20.0}, step=2), "", "no op"),
+        (_report({"reference": 50.0, "deployed": 50.0}), "passed", "no op"),
+    ],
+)
+def test_the_verdict_says_no_more_than_what_is_known(report: VerifyReport, said: str, not_said: str) -> None:
+    assert said in report.summary()
+    assert not_said not in report.summary()

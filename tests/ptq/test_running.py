@@ -139,7 +139,7 @@ def test_reports_are_in_the_record_in_explain_and_survive_a_file(tmp_path: Path)
     assert reports[1]["options"] == {"absorb": False}
     text = explanation.summary()
     assert "Post-training algorithms:" in text
-    assert "bias_correction: 2 changed, 0 left; SQNR" in text
+    assert "bias_correction: 2 changed, 0 left\n  outputs: " in text
     assert "equalize (absorb False): 1 changed, 0 left; SQNR" in text
 
 

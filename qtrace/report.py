@@ -316,7 +316,10 @@ class VerifyReport:
         if self.kernels is None:
             return []
         count = len(self.kernels.integer) + len(self.kernels.floats)
-        lines = [f"integer kernels: {len(self.kernels.integer)} of {count} quantized ops"]
+        lines = [
+            f"integer kernels: {len(self.kernels.integer)} of {count} ops of the file that read integers"
+            + ("; the others compute in float, with the same values" if self.kernels.floats else "")
+        ]
         groups: dict[tuple[str, str], list[str]] = {}
         for name, op, why in self.kernels.floats:
             groups.setdefault((op, why), []).append(name)

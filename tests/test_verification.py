@@ -154,9 +154,27 @@ def test_integer_kernels_are_counted_and_the_others_named(tmp_path: Path) -> Non
         ("ConvTranspose", "ConvTranspose"),
         ("ReduceMean", "ReduceMean"),
     ]
-    assert "integer kernels: 1 of 3 quantized ops" in report.summary()
+    assert "integer kernels: 1 of 3 ops of the file that read integers; the others" in report.summary()
     assert report.to_dict()["kernels"]["integer"] == ("a_out",)
     assert qtrace.verify(path, converted, batches, optimized=False).kernels is None
+
+
+REASONS: dict[str, Callable[[M.Module, mge.Tensor], mge.Tensor]] = {
+    "its result is not rounded: Mul reads it in float": lambda self, x: F.silu(self.a(x)),
+    "it reads the float result of Sigmoid, not integers": lambda self, x: F.silu(self.a(x)),
+    "its result is clipped to fewer values than its integers can hold, and onnxruntime fuses no Clip": (
+        lambda self, x: F.clip(self.a(x), -0.01, 0.01) + 3.0 * x
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_what_keeps_an_op_from_an_integer_kernel_is_said(reason: str, tmp_path: Path) -> None:
+    batches = [images(2, 4, 8, 8)]
+    converted = _converted(net(REASONS[reason], a=M.Conv2d(4, 4, 3, padding=1)), batches)
+    path = qtrace.export(converted, tmp_path / "m.onnx")
+    report = qtrace.verify(path, converted, batches)
+    assert reason in report.summary()
 
 
 def test_ordinary_networks_run_on_integer_kernels(tmp_path: Path) -> None:

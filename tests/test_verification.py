@@ -165,6 +165,9 @@ REASONS: dict[str, Callable[[M.Module, mge.Tensor], mge.Tensor]] = {
     "its result is clipped to fewer values than its integers can hold, and onnxruntime fuses no Clip": (
         lambda self, x: F.clip(self.a(x), -0.01, 0.01) + 3.0 * x
     ),
+    "onnxruntime has an integer kernel for this op, but not with these attributes, types or shapes": (
+        lambda self, x: F.max_pool2d(F.vision.interpolate(self.a(x), size=(5, 5), mode="bilinear"), 1)
+    ),
 }
 
 

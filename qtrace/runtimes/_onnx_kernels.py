@@ -93,7 +93,8 @@ def _why(node: Any, made_by: Mapping[str, Any], readers: Mapping[str, list[Any]]
     """Why no integer kernel computes an op, such as a QuantizeLinear that is missing behind it."""
     if node.op_type in _WITHOUT.split():
         return f"onnxruntime has no integer kernel for {node.op_type}"
-    sources = [made_by[name].op_type for name in node.input if name in made_by]
+    data = node.input[:1] if node.op_type == "Resize" else node.input  # its others are sizes
+    sources = [made_by[name].op_type for name in data if name in made_by]
     floats = [kind for kind in sources if kind not in ("DequantizeLinear", "Constant")]
     if floats:
         return f"it reads the float result of {_listed(floats)}, not integers"

@@ -13,6 +13,7 @@ import numpy as np
 
 from qtrace.batches import as_arguments, evaluating, refuse_nan, told
 from qtrace.causes import likely_causes
+from qtrace.crosscheck import Disagreement, cross_check
 from qtrace.errors import CalibrationError
 from qtrace.graph.table import format_table
 from qtrace.graph.types import Node, TracedModule
@@ -20,14 +21,15 @@ from qtrace.numerics import quantize
 from qtrace.passes.annotation import Annotation, ExprNote
 from qtrace.passes.insert import CONTAINER
 from qtrace.passes.record import read_record
-from qtrace.report import VerifyReport
+from qtrace.report import CrossCheck, VerifyReport, output_sqnr_db
 from qtrace.runtimes import get as get_runtime
 from qtrace.scheme import QParams
-from qtrace.verification import EndToEnd, OpByOp, integer_names, leaves, output_names
+from qtrace.verification import EndToEnd, OpByOp, integer_names, leaves, output_names, wrong_output
 
 __all__ = ["Difference", "bisect"]
 
 _EXAMPLES = 5
+_KERNEL = "a kernel of MegEngine, which the graph is computed with; the file need not be changed"
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,9 @@ class Difference:
         histogram: difference (runtime minus graph) in LSB -> how often, the most frequent ones.
         examples: rows of index, the value before rounding in LSB, the graph's and the runtime's integer; of a
             float output, the graph's value takes the first two places.
-        causes: what the differences look like, the most likely first.
+        causes: what the differences look like, the most likely first; where the graph is wrong, the op of
+            MegEngine that is, and nothing about the file.
+        check: which side is wrong, by a second evaluation of the op.
         sqnr_db: signal-to-noise ratio of a float output from the runtime's own integers; None for integers.
     """
 
@@ -68,6 +72,7 @@ class Difference:
     histogram: dict[int, int]
     examples: tuple[tuple[str, float, float, float], ...]
     causes: tuple[str, ...]
+    check: CrossCheck
     sqnr_db: float | None = None
 
     def table(self) -> str:
@@ -88,6 +93,7 @@ class Difference:
             f"  rounds to {self.qparams}",
             *(f"  reads {text}" for text in self.inputs),
             *([f"  runtime minus graph: {steps}"] if steps else []),
+            f"  which side: {self.check.sentence()}",
             *(f"  likely: {cause}" for cause in self.causes),
             format_table(headers, rows),
         ]
@@ -149,15 +155,16 @@ def bisect(
                 ran = session.run(graph.inputs)
                 search = _Search(converted, names, ran.integers, (max_lsb, min_equal), str(path))
                 outputs = [t.numpy() for t in leaves(search.run(*args, **kwargs))]
-            if search.close():
-                return _difference(annotation, search, stage, index)
-            search.report.add_outputs("op_by_op", ends, outputs, ran.outputs)
-            for name, mine, theirs in zip(ends, outputs, ran.outputs, strict=True):
-                ratio = search.report.outputs["op_by_op"][name].sqnr_db
-                if ratio < min_sqnr_db:
-                    return _float_difference(
-                        _maker(annotation, name), (name, mine, theirs), ratio, stage, index
-                    )
+                if search.close():
+                    check = cross_check(converted, (args, kwargs), search.values, search.first())
+                    return _difference(annotation, search, check, stage, index)
+                search.report.add_outputs("op_by_op", ends, outputs, ran.outputs)
+                wrong = wrong_output(converted, outputs, ran.outputs, min_sqnr_db)
+                if wrong is not None:
+                    number, values = wrong
+                    check = cross_check(converted, (args, kwargs), search.values, values)
+                    note = _maker(annotation, ends[number])
+                    return _float_difference(note, (ends[number], values), check, stage, index)
     return None
 
 
@@ -215,8 +222,16 @@ class _Search(OpByOp):
             self.found = self.many
         return self.found is not None
 
+    def first(self) -> Disagreement:
+        """The integers of the site that was found."""
+        assert self.found is not None
+        node, _, mine, theirs = self.found
+        return Disagreement(node, mine, theirs, self.qparams[node])
 
-def _difference(annotation: Annotation, search: _Search, stage: str, batch: int) -> Difference:
+
+def _difference(
+    annotation: Annotation, search: _Search, check: CrossCheck, stage: str, batch: int
+) -> Difference:
     assert search.found is not None
     name, x, mine, theirs = search.found
     qparams = search.qparams[name]
@@ -226,7 +241,9 @@ def _difference(annotation: Annotation, search: _Search, stage: str, batch: int)
     places = [np.unravel_index(i, delta.shape) for i in where if delta.flat[i]]
     note = _maker(annotation, name)
     causes = likely_causes(exact, mine, theirs, qparams)
-    if stage == "optimized":
+    if check.side == "graph":
+        causes = (_KERNEL,)
+    elif stage == "optimized":
         causes = ("a kernel that the runtime fuses: with optimizations off nothing differs", *causes)
     return Difference(
         site=name,
@@ -242,14 +259,23 @@ def _difference(annotation: Annotation, search: _Search, stage: str, batch: int)
         histogram={int(k): n for k, n in Counter(delta[delta != 0].tolist()).most_common(6)},
         examples=tuple((_index(p), float(exact[p]), int(mine[p]), int(theirs[p])) for p in places),
         causes=causes,
+        check=check,
     )
 
 
+# What each side's fault looks like behind the last integers.
+_FLOAT_CAUSES = {
+    "graph": _KERNEL,
+    "runtime": "what follows the last integers: a weight, a bias or a scale there, since all sites agree",
+    "unknown": "what follows the last integers, in the file or in MegEngine, since all sites agree",
+}
+
+
 def _float_difference(
-    note: ExprNote | None, output: tuple[str, np.ndarray, np.ndarray], ratio: float, stage: str, batch: int
+    note: ExprNote | None, output: tuple[str, Disagreement], check: CrossCheck, stage: str, batch: int
 ) -> Difference:
     """An output in float that differs although the integers before it are the same."""
-    name, mine, theirs = output
+    name, mine, theirs = output[0], output[1].graph, output[1].runtime
     delta = np.nan_to_num(np.abs(theirs.astype(np.float64) - mine), nan=np.inf)
     where = np.argsort(-delta, axis=None, kind="stable")[:_EXAMPLES]
     places = [np.unravel_index(i, delta.shape) for i in where if delta.flat[i]]
@@ -266,8 +292,9 @@ def _float_difference(
         values=delta.size,
         histogram={},
         examples=tuple((_index(p), float(mine[p]), float(mine[p]), float(theirs[p])) for p in places),
-        causes=("what follows the last integers: a weight, a bias or a scale there, since all sites agree",),
-        sqnr_db=ratio,
+        causes=(_FLOAT_CAUSES[check.side],),
+        check=check,
+        sqnr_db=output_sqnr_db(mine, theirs),
     )
 
 

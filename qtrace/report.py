@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from qtrace.errors import ExportError
 from qtrace.graph.table import format_table
 from qtrace.runtimes.base import Kernels
 
-__all__ = ["SiteTally", "VerifyReport"]
+__all__ = ["CrossCheck", "SiteTally", "VerifyReport", "output_sqnr_db"]
 
 _MODES = ("op_by_op", "end_to_end", "deployed")
 _SHOWN = 6
@@ -30,15 +30,17 @@ class SiteTally:
     worst: int = 0
     histogram: dict[int, int] = field(default_factory=dict)
 
-    def add(self, mine: np.ndarray, theirs: np.ndarray) -> None:
-        """Adds one comparison of integers of equal shape."""
+    def add(self, mine: np.ndarray, theirs: np.ndarray) -> int:
+        """Adds one comparison of integers of equal shape; returns the largest difference in it."""
         difference = theirs.astype(np.int64) - mine.astype(np.int64)
         apart = difference[difference != 0]
+        worst = int(np.abs(apart).max(initial=0))
         self.values += difference.size
         self.equal += difference.size - apart.size
-        self.worst = max(self.worst, int(np.abs(apart).max(initial=0)))
+        self.worst = max(self.worst, worst)
         for step, count in zip(*np.unique(apart, return_counts=True), strict=True):
             self.histogram[int(step)] = self.histogram.get(int(step), 0) + int(count)
+        return worst
 
 
 @dataclass
@@ -83,6 +85,38 @@ class _Noise:
         )
 
 
+def output_sqnr_db(mine: np.ndarray, theirs: np.ndarray) -> float:
+    """The signal-to-noise ratio, in dB, of a runtime's output against the graph's."""
+    noise = _Noise()
+    noise.add(mine, theirs)
+    return noise.sqnr_db
+
+
+@dataclass(frozen=True)
+class CrossCheck:
+    """The outcome of a second evaluation of an op whose values differ between graph and runtime.
+
+    Attributes:
+        side: the side that is wrong: "graph" (a kernel of MegEngine), "runtime" (the exported file, or a
+            kernel of the runtime), or "unknown".
+        reason: the evidence, as a clause.
+    """
+
+    side: Literal["graph", "runtime", "unknown"]
+    reason: str
+
+    def sentence(self) -> str:
+        """The verdict and its evidence."""
+        return f"{_SIDES[self.side]}: {self.reason}"
+
+
+_SIDES = {
+    "graph": "the graph is wrong, not the file",
+    "runtime": "the file or the runtime is wrong, not the graph",
+    "unknown": "either side may be wrong",
+}
+
+
 @dataclass
 class VerifyReport:
     """The outcome of ``qtrace.verify``.
@@ -99,6 +133,8 @@ class VerifyReport:
         outputs: mode -> output -> its noise; "op_by_op" is from the runtime's own integers to the output, so
             it tells whether what follows the last site, in float, is computed alike.
         kernels: which ops the runtime computes on integers when it is deployed; None where that is unknown.
+        cross_check: the first node that differs by more than is allowed, op by op, and the second evaluation
+            that says which side is wrong there; None where no node does.
     """
 
     path: str
@@ -108,15 +144,16 @@ class VerifyReport:
     sites: dict[str, dict[str, SiteTally]] = field(default_factory=lambda: {m: {} for m in _MODES})
     outputs: dict[str, dict[str, _Noise]] = field(default_factory=dict)
     kernels: Kernels | None = None
+    cross_check: tuple[str, CrossCheck] | None = None
 
-    def add(self, mode: str, node: str, mine: np.ndarray, theirs: np.ndarray) -> None:
-        """Adds the integers of one site in one batch.
+    def add(self, mode: str, node: str, mine: np.ndarray, theirs: np.ndarray) -> int:
+        """Adds the integers of one site in one batch; returns their largest difference.
 
         Raises:
             ExportError: when the two have different shapes.
         """
         self._alike(f"site {node}", mine, theirs)
-        self.sites[mode].setdefault(node, SiteTally()).add(mine, theirs)
+        return self.sites[mode].setdefault(node, SiteTally()).add(mine, theirs)
 
     def add_outputs(
         self, mode: str, names: Sequence[str], mine: Sequence[np.ndarray], theirs: Sequence[np.ndarray]
@@ -224,8 +261,43 @@ class VerifyReport:
             f"outputs: {ratios}; same prediction {self.agreement():.2%}",
             *self._kernel_lines(),
             "passed" if self.passed else "FAILED: " + "; ".join(self.problems()),
+            *self.remarks(),
         ]
         return "\n".join(lines)
+
+    def remarks(self) -> list[str]:
+        """What the problems mean, who is to blame and what to do, a sentence each."""
+        if self.passed:
+            return []
+        if self.cross_check is not None:
+            node, check = self.cross_check
+            return [f"at {node}, {check.sentence()}"]
+        floats = self.outputs.get("op_by_op", {}).values()
+        if self.worst_lsb() > self.max_lsb or any(noise.sqnr_db < self.min_sqnr_db for noise in floats):
+            return []
+        within = f"no op differs from the graph by more than {self.max_lsb} LSB"
+        if self.equal_share() < self.min_equal:
+            return [f"{within}, but many do: bisect names the first op that rounds in another way"]
+        weak = [m for m in self.outputs if m != "op_by_op" and self.sqnr_db(m) < self.min_sqnr_db]
+        if weak == ["deployed"]:
+            return [
+                f"no op is wrong with the runtime's optimizations off: {within}",
+                "only the optimized form falls short of the limit: bisect compares that op by op, too",
+            ]
+        if any(not np.isfinite(self.sqnr_db(mode)) for mode in weak):
+            return [f"{within}: an output is not finite on one side, from end to end only"]
+        return [
+            f"no op is wrong: {within} when both read the same integers",
+            "the outputs differ because from end to end single LSBs (ties, the order of sums) add up, and "
+            "later layers amplify them; this is no fault of the file",
+            "what to do: measure the accuracy of the task with the file, and where it holds, call "
+            f"qtrace.verify with a smaller min_sqnr_db, such as {self._next_limit():g}",
+        ]
+
+    def _next_limit(self) -> float:
+        """A limit in dB that the outputs meet, a multiple of 5."""
+        lowest = min(self.sqnr_db(mode) for mode in self.outputs if mode != "op_by_op")
+        return 5.0 * float(np.floor(lowest / 5.0)) if np.isfinite(lowest) else 0.0
 
     def _ratio(self, mode: str) -> str:
         whole, (name, own) = self.sqnr_db(mode), self.weakest_output(mode)
@@ -244,7 +316,10 @@ class VerifyReport:
         if self.kernels is None:
             return []
         count = len(self.kernels.integer) + len(self.kernels.floats)
-        lines = [f"integer kernels: {len(self.kernels.integer)} of {count} quantized ops"]
+        lines = [
+            f"integer kernels: {len(self.kernels.integer)} of {count} ops of the file that read integers"
+            + ("; the others compute in float, with the same values" if self.kernels.floats else "")
+        ]
         groups: dict[tuple[str, str], list[str]] = {}
         for name, op, why in self.kernels.floats:
             groups.setdefault((op, why), []).append(name)
@@ -259,6 +334,7 @@ class VerifyReport:
             "path": self.path,
             "passed": self.passed,
             "problems": self.problems(),
+            "remarks": self.remarks(),
             "worst_lsb": {m: self.worst_lsb(m) for m in _MODES if self.sites[m]},
             "histogram": {m: self.histogram(m) for m in _MODES if self.sites[m]},
             "equal_share": {m: self.equal_share(m) for m in _MODES if self.sites[m]},
@@ -269,8 +345,13 @@ class VerifyReport:
             },
             "agreement": self.agreement(),
             "kernels": None if self.kernels is None else asdict(self.kernels),
+            "cross_check": None if self.cross_check is None else self._cross_check(),
             "sites": {m: {k: vars(t) for k, t in self.sites[m].items()} for m in _MODES},
         }
+
+    def _cross_check(self) -> dict[str, str]:
+        assert self.cross_check is not None
+        return {"node": self.cross_check[0], **asdict(self.cross_check[1])}
 
 
 def _finite(ratio: float) -> float | None:

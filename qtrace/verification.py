@@ -14,18 +14,19 @@ from typing import Any
 import numpy as np
 
 from qtrace.batches import as_arguments, evaluating, refuse_nan, told
+from qtrace.crosscheck import Disagreement, RuntimeValues, cross_check
 from qtrace.errors import CalibrationError, ExportError
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Input, Node, TensorNode, TracedModule
 from qtrace.numerics import dequantize, quantize
 from qtrace.passes.insert import CONTAINER
 from qtrace.passes.record import carried_qparams, graph_hash, read_record
-from qtrace.report import VerifyReport
+from qtrace.report import VerifyReport, output_sqnr_db
 from qtrace.runtimes import get as get_runtime
 from qtrace.runtimes.base import Session
 from qtrace.scheme import QParams
 
-__all__ = ["EndToEnd", "OpByOp", "integer_names", "leaves", "output_names", "verify"]
+__all__ = ["EndToEnd", "OpByOp", "integer_names", "leaves", "output_names", "verify", "wrong_output"]
 
 
 def verify(
@@ -77,8 +78,15 @@ def verify(
             with told(converted, (args, kwargs), count - 1):
                 graph.compute(args, kwargs)
             ran = session.run(graph.inputs)
-            tails = OpByOp(converted, table, ran.integers, report).run(*args, **kwargs)
-            report.add_outputs("op_by_op", ends, [t.numpy() for t in leaves(tails)], ran.outputs)
+            single = OpByOp(converted, table, ran.integers, report)
+            tails = [t.numpy() for t in leaves(single.run(*args, **kwargs))]
+            report.add_outputs("op_by_op", ends, tails, ran.outputs)
+            if report.cross_check is None:
+                _, found = wrong_output(converted, tails, ran.outputs, min_sqnr_db) or (0, None)
+                found = single.disagreement or found
+                if found is not None:
+                    check = cross_check(converted, (args, kwargs), single.values, found)
+                    report.cross_check = (found.node, check)
             graph.tally(ran.integers, "end_to_end")
             report.add_outputs("reference", ends, graph.outputs, ran.outputs)
             if fused is not None:
@@ -88,6 +96,26 @@ def verify(
     if count == 0:
         raise CalibrationError("verification data has no batches: give at least one.")
     return report
+
+
+def wrong_output(
+    converted: TracedModule, graph: list[np.ndarray], runtime: list[np.ndarray], min_sqnr_db: float
+) -> tuple[int, Disagreement] | None:
+    """The first output that differs by more than is allowed although both sides read the same integers.
+
+    Args:
+        converted: the converted module.
+        graph: its outputs, computed from the runtime's own integers.
+        runtime: the runtime's outputs.
+        min_sqnr_db: smallest signal-to-noise ratio allowed.
+
+    Returns:
+        The number of the output and its values; None where every output is within the limit.
+    """
+    for number, (node, mine, theirs) in enumerate(zip(converted.graph.outputs, graph, runtime, strict=True)):
+        if output_sqnr_db(mine, theirs) < min_sqnr_db:
+            return number, Disagreement(node.name, mine, theirs)
+    return None
 
 
 def integer_names(converted: TracedModule, path: Path, session: Session) -> dict[str, str]:
@@ -133,7 +161,12 @@ def _groups(converted: TracedModule) -> dict[str, QParams]:
 
 
 class OpByOp(Interpreter):
-    """Compares at every site, then goes on with the runtime's integers."""
+    """Compares at every site, then goes on with the runtime's integers.
+
+    Attributes:
+        values: what the runtime gave.
+        disagreement: the first site that differs by more than the report allows; None where there is none.
+    """
 
     def __init__(
         self,
@@ -145,6 +178,8 @@ class OpByOp(Interpreter):
         super().__init__(converted)
         self.names, self.integers, self.report = names, integers, report
         self.qparams = _groups(converted)
+        self.values = RuntimeValues(names, integers, self.qparams)
+        self.disagreement: Disagreement | None = None
 
     def on_node(self, node: Node, value: Any) -> Any:
         """Replaces the graph's value at a site by what the runtime computed there."""
@@ -152,8 +187,10 @@ class OpByOp(Interpreter):
         if name is None:
             return value
         qparams = self.qparams[node.name]
-        theirs = self.integers[name]
-        self.report.add("op_by_op", node.name, quantize(value.numpy(), qparams), theirs)
+        mine, theirs = quantize(value.numpy(), qparams), self.integers[name]
+        worst = self.report.add("op_by_op", node.name, mine, theirs)
+        if self.disagreement is None and worst > self.report.max_lsb:
+            self.disagreement = Disagreement(node.name, mine, theirs, qparams)
         return type(value)(dequantize(theirs, qparams))
 
 

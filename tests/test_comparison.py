@@ -21,7 +21,7 @@ from PIL import Image
 
 import qtrace
 from qtrace import cli
-from qtrace.comparison import Comparison
+from qtrace.comparison import Comparison, _plots
 from qtrace.errors import CalibrationError, ConfigError, GraphError
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
@@ -272,6 +272,22 @@ def test_the_command_prints_and_writes_a_page(written: Any) -> None:
     assert document["samples"] == 12
     assert "page.html is written" in written.err
     assert "<svg" in written.page.read_text("utf-8")
+
+
+def test_the_plot_has_the_sign_of_the_table(found: Comparison) -> None:
+    from matplotlib.figure import Figure
+
+    sites = [site for site in found.sites if site.sort == "activation"]
+    axes = Figure().add_subplot()
+    _plots._draw_waterfall(axes, sites)
+    tops = [bar.get_y() + bar.get_height() for bar in axes.patches]
+    assert tops == pytest.approx([site.own_db for site in sites])
+    (line,) = (line for line in axes.lines if line.get_label().startswith("SQNR"))
+    assert list(line.get_ydata()) == pytest.approx([site.sqnr_db for site in sites])
+    assert "higher is better" in axes.get_ylabel()
+    assert min(axes.get_ylim()) == 0
+    assert not axes.yaxis_inverted()
+    assert "\N{MINUS SIGN}" not in _plots.waterfall(sites)
 
 
 def _chromium() -> str:

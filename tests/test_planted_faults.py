@@ -105,6 +105,7 @@ def _found(path: Path, converted: TracedModule, wanted: tuple[str, str, str]) ->
     assert found is not None
     assert (found.site, found.op, found.stage) == (site, op, "plain"), found.table()
     assert found.causes[0].startswith(cause), found.table()
+    assert found.check.side == "runtime", found.table()
     assert any(exact != round(exact) for _, exact, _, _ in found.examples), "rounded before it is shown"
     # What reads and rounds it, and both sides' integers.
     assert op == "input" or sum("scale" in text for text in found.inputs) >= 2, found.inputs
@@ -207,6 +208,7 @@ def test_swapped_axes_in_a_megengine_dump(tmp_path: Path) -> None:
     found = qtrace.bisect(path, converted, BATCHES)
     assert found is not None
     assert (found.op, found.path, found.stage) == ("F.conv2d", "a", "plain"), found.table()
+    assert found.check.side == "runtime", found.table()
 
 
 def test_the_histogram_counts_every_difference(for_onnx: TracedModule, tmp_path: Path) -> None:

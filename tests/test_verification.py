@@ -154,9 +154,30 @@ def test_integer_kernels_are_counted_and_the_others_named(tmp_path: Path) -> Non
         ("ConvTranspose", "ConvTranspose"),
         ("ReduceMean", "ReduceMean"),
     ]
-    assert "integer kernels: 1 of 3 quantized ops" in report.summary()
+    assert "integer kernels: 1 of 3 ops of the file that read integers; the others" in report.summary()
     assert report.to_dict()["kernels"]["integer"] == ("a_out",)
     assert qtrace.verify(path, converted, batches, optimized=False).kernels is None
+
+
+REASONS: dict[str, Callable[[M.Module, mge.Tensor], mge.Tensor]] = {
+    "its result is not rounded: Mul reads it in float": lambda self, x: F.silu(self.a(x)),
+    "it reads the float result of Sigmoid, not integers": lambda self, x: F.silu(self.a(x)),
+    "its result is clipped to fewer values than its integers can hold, and onnxruntime fuses no Clip": (
+        lambda self, x: F.clip(self.a(x), -0.01, 0.01) + 3.0 * x
+    ),
+    "onnxruntime has an integer kernel for this op, but not with these attributes, types or shapes": (
+        lambda self, x: F.max_pool2d(F.vision.interpolate(self.a(x), size=(5, 5), mode="bilinear"), 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_what_keeps_an_op_from_an_integer_kernel_is_said(reason: str, tmp_path: Path) -> None:
+    batches = [images(2, 4, 8, 8)]
+    converted = _converted(net(REASONS[reason], a=M.Conv2d(4, 4, 3, padding=1)), batches)
+    path = qtrace.export(converted, tmp_path / "m.onnx")
+    report = qtrace.verify(path, converted, batches)
+    assert reason in report.summary()
 
 
 def test_ordinary_networks_run_on_integer_kernels(tmp_path: Path) -> None:
@@ -257,3 +278,51 @@ def test_equal_infinities_are_no_noise() -> None:
     assert report.passed
     report.add_outputs("reference", ["y"], [masked], [-masked])
     assert report.sqnr_db() == -np.inf
+
+
+def _report(outputs: dict[str, float], step: int = 1, differing: int = 1) -> VerifyReport:
+    """A report on a file whose ops differ by ``step`` in some of 10,000 integers.
+
+    Args:
+        outputs: mode -> the ratio of its outputs in dB.
+        step: by how much the integers differ.
+        differing: how many of them do.
+    """
+    report = VerifyReport("m.onnx", 1, 0.999, 35.0)
+    mine = np.zeros(10_000, np.int64)
+    theirs = mine.copy()
+    theirs[:differing] = step
+    report.add("op_by_op", "a_q", mine, theirs)
+    signal = np.ones((100, 10))
+    for mode, ratio in outputs.items():
+        report.add_outputs(mode, ["y"], [signal], [signal * (1 + 10 ** (-ratio / 20))])
+    return report
+
+
+def test_a_good_file_below_the_limit_end_to_end_is_told_that_no_op_is_wrong() -> None:
+    report = _report({"reference": 34.7, "deployed": 33.9})
+    text = report.summary()
+    assert not report.passed
+    assert "outputs (reference) have 34.7 dB, 35.0 dB needed" in text
+    for part in (
+        "no op is wrong: no op differs from the graph by more than 1 LSB",
+        "later layers amplify them; this is no fault of the file",
+        "what to do: measure the accuracy of the task",
+        "min_sqnr_db, such as 30",
+    ):
+        assert part in text
+    assert report.to_dict()["remarks"] == text.splitlines()[-3:]
+
+
+@pytest.mark.parametrize(
+    ("report", "said", "not_said"),
+    [
+        (_report({"reference": 50.0, "deployed": 20.0}), "only the optimized form falls short", "amplify"),
+        (_report({"reference": 20.0}, differing=500), "bisect names the first op", "no op is wrong"),
+        (_report({"reference": 20.0}, step=2), "", "no op"),
+        (_report({"reference": 50.0, "deployed": 50.0}), "passed", "no op"),
+    ],
+)
+def test_the_verdict_says_no_more_than_what_is_known(report: VerifyReport, said: str, not_said: str) -> None:
+    assert said in report.summary()
+    assert not_said not in report.summary()

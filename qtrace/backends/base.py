@@ -72,6 +72,8 @@ class Backend:
             multiplication by a power of two then changes the scale instead of the integers.
         limits: sort of site ("activation", "weight") -> what can run.
         any_rounding: whether schemes may round otherwise than the default ones.
+        float_kernels: of ``ops``, those that the runtime computes in float between rounded tensors, since it
+            has no integer kernel for them; the integers that come out are the same.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Backend:
     rounds_around_float: bool = False
     scales_freely: bool = False
     any_rounding: bool = False
+    float_kernels: frozenset[str] = frozenset()
 
     @property
     def rounding(self) -> str:

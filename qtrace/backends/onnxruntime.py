@@ -14,6 +14,8 @@ _HEADS = (
 )
 _JOINS = ("concat", "stack", "setitem", "where")
 _UNARY = "relu relu6 clip leaky_relu prelu sigmoid silu hswish hsigmoid tanh neg abs"
+# Without an integer kernel in onnxruntime 1.23: measured, as tests/backends/test_onnxruntime.py does.
+_IN_FLOAT = "conv_transpose2d sub div mean interpolate silu hswish hsigmoid tanh"
 
 BACKEND = Backend(
     name="onnxruntime",
@@ -30,4 +32,5 @@ BACKEND = Backend(
         "activation": Limits(bits=(4, 8, 16), per_channel=False, affine=True, narrow=False),
         "weight": Limits(bits=(2, 3, 4, 5, 6, 7, 8, 16), per_channel=True, affine=True),
     },
+    float_kernels=frozenset(_IN_FLOAT.split()),
 )

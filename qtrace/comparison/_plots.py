@@ -29,7 +29,7 @@ _BEST_DB = 100.0  # what is better is drawn so: infinity has no place on an axis
 
 
 def waterfall(sites: Sequence[SiteError]) -> str:
-    """The error relative to the signal along the graph: what arises at each site, and the whole."""
+    """The ratios of the table along the graph: of the error that arises at each site, and of the whole."""
     return _svg((11.0, 5.2), "waterfall", lambda axes: _draw_waterfall(axes, sites))
 
 
@@ -41,16 +41,16 @@ def distribution(site: SiteError, histogram: Histogram) -> str:
 def _draw_waterfall(axes: Axes, sites: Sequence[SiteError]) -> None:
     place = np.arange(len(sites))
     whole, own, inherited = (
-        -np.minimum([getattr(site, name) for site in sites], _BEST_DB)
+        np.minimum([getattr(site, name) for site in sites], _BEST_DB)
         for name in ("sqnr_db", "own_db", "inherited_db")
     )
     drawn = np.concatenate([whole, own])
-    floor = float(drawn.min(initial=0.0)) - 4.0
-    axes.bar(place, own - floor, bottom=floor, color=OWN, width=0.8, label="arises at the site")
-    seen = inherited > -_BEST_DB
-    axes.plot(place[seen], inherited[seen], ".", color=INHERITED, label="inherited")
-    axes.step(place, whole, where="mid", color=WHOLE, linewidth=1.6, label="whole error")
-    axes.set_ylabel("error relative to the signal, dB")
+    floor = float(drawn.min(initial=0.0))
+    axes.bar(place, own - floor, bottom=floor, color=OWN, width=0.8, label="own: the error that arises here")
+    seen = inherited < _BEST_DB
+    axes.plot(place[seen], inherited[seen], ".", color=INHERITED, label="inherited: the errors before")
+    axes.step(place, whole, where="mid", color=WHOLE, linewidth=1.6, label="SQNR: the whole error")
+    axes.set_ylabel("signal to error, dB (higher is better)")
     axes.set_ylim(floor, float(drawn.max(initial=floor + 1.0)) + 3.0)
     axes.margins(x=0.01)
     every = max(1, -(-len(sites) // _MOST_NAMES))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from statistics import median
 from typing import Any
 
 from qtrace.explanation._index import few
 
 __all__ = ["told"]
+
+_SHOWN = 4
+# Ratios that differ by less are told as alike.
+_CHANGED_DB = 0.05
 
 
 def told(reports: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -24,7 +27,12 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
     options = ", ".join(f"{key} {value}" for key, value in report["options"].items())
     parts = [f"{len(report['changed'])} changed", f"{len(report['left'])} left"]
     name = f"{report['algorithm']}{f' ({options})' if options else ''}"
-    lines = [f"{name}: {', '.join(parts)}{_errors(report['errors'])}"]
+    lines = [f"{name}: {', '.join(parts)}"]
+    if outputs := _both(report.get("outputs", ())):
+        ratios = ", ".join(f"{e['site']} {_ratios(e)}" for e in outputs[:_SHOWN])
+        more = f" and {len(outputs) - _SHOWN} more" if len(outputs) > _SHOWN else ""
+        lines.append(f"  outputs: {ratios}{more} (SQNR on {report['measured']})")
+    lines += _sites(_both(report["errors"]))
     reasons: dict[str, list[str]] = {}
     for line in report["left"]:
         site, colon, reason = line.partition(": ")
@@ -34,14 +42,26 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _errors(errors: list[dict[str, Any]]) -> str:
-    """The SQNR before and after, in the middle and at the worst site."""
-    both = [e for e in errors if e["before"] is not None and e["after"] is not None]
-    if not both:
-        return ""
-    middle = (median(e[key] for e in both) for key in ("before", "after"))
-    worst = min(both, key=lambda e: float(e["after"]))
-    return (
-        "; SQNR {:.1f} -> {:.1f} dB in the middle".format(*middle)
-        + f", {worst['before']:.1f} -> {worst['after']:.1f} dB at {worst['site']}"
-    )
+def _both(errors: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The errors that are known before and after."""
+    return [e for e in errors if e["before"] is not None and e["after"] is not None]
+
+
+def _ratios(error: Mapping[str, Any]) -> str:
+    return f"{error['before']:.1f} -> {error['after']:.1f} dB"
+
+
+def _sites(errors: list[Mapping[str, Any]]) -> list[str]:
+    """How many sites gained and lost, and which gained, and which lost, most; higher is better."""
+    gains = sorted(errors, key=lambda e: float(e["before"] - e["after"]))
+    better = [e for e in gains if e["after"] - e["before"] >= _CHANGED_DB]
+    worse = [e for e in reversed(gains) if e["before"] - e["after"] >= _CHANGED_DB]
+    same = len(errors) - len(better) - len(worse)
+    parts = [
+        f"{len(changed)} {word} ({changed[0]['site']} {_ratios(changed[0])}"
+        + (" the most)" if len(changed) > 1 else ")")
+        for changed, word in ((better, "better"), (worse, "worse"))
+        if changed
+    ]
+    parts += [f"{same} alike"] if same and parts else []
+    return [f"  sites, each by itself: {', '.join(parts)}"] if parts else []

@@ -85,6 +85,13 @@ class Summary:
         return {state: found[state] for state in (*_STATES, "shape")}
 
     @cached_property
+    def float_kernels(self) -> dict[str, int]:
+        """Kind -> how many ops on integers the runtime computes in float, for want of an integer kernel."""
+        kinds = self.proposals.backend.float_kernels
+        notes = self.index.annotation.notes
+        return dict(Counter(n.kind for n in notes if n.state == "int" and n.kind in kinds).most_common())
+
+    @cached_property
     def sites(self) -> dict[str, int]:
         """Sort -> how many sites are of it."""
         found = Counter(s.sort for s in self.index.annotation.sites)
@@ -148,6 +155,7 @@ class Summary:
         return {
             "backend": self.index.annotation.backend,
             "ops": self.ops,
+            "float_kernels": self.float_kernels,
             "sites": self.sites,
             "macs": self.macs,
             "islands": self.islands,
@@ -179,6 +187,7 @@ class Summary:
         figures = {
             "backend": self.index.annotation.backend,
             "ops": (ops or "none") + shapes,
+            **({"on integers": self._meaning()} if self.ops["int"] else {}),
             "MACs": self._shares() or "none",
             "sites": sites or "none",
         }
@@ -193,6 +202,15 @@ class Summary:
             made = ", ".join(f"{n} x {kinds}".replace(" ", _TIGHT) for kinds, n in self.islands.items())
             figures["float islands"] = f"{sum(self.islands.values())} between integers: {made}"
         return figures
+
+    def _meaning(self) -> str:
+        """What "on integers" stands for, and for how many ops the runtime has no integer kernel."""
+        name, kinds = self.index.annotation.backend, self.float_kernels
+        meaning = f"simulated by the rules of backend {name}"
+        if kinds:
+            counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+            meaning += f", which computes {sum(kinds.values())} of these ops in float kernels ({counts})"
+        return f"{meaning}; verify of an ONNX file counts the ops that run in integer kernels"
 
     def _shares(self) -> str:
         total = sum(self.macs.values())

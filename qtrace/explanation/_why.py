@@ -158,6 +158,12 @@ class Teller:
             else:
                 kernel = f"as one kernel with {' and '.join(others)}"
                 yield f"It is computed on integers, {kernel}: nothing is rounded in between."
+            if note.kind in self._proposals.backend.float_kernels:
+                runtime = self.index.annotation.backend
+                yield (
+                    f"{runtime} has no integer kernel for {note.kind}: it computes it in float from the same "
+                    "integers and rounds the result to the same integers."
+                )
             yield from self._fold(note)
         elif note.state == "fused":
             head = self.index.notes[note.into]

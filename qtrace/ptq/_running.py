@@ -18,6 +18,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.passes.record import Record, read_record, write_record
 from qtrace.phases import set_phase
 from qtrace.ptq._checkpoint import Checkpoint
+from qtrace.ptq._outputs import CalibrationOutputs, output_errors
 from qtrace.ptq.base import Batches, CalibratedAlgorithm, CalibratedTask, FloatTask, Report
 
 __all__ = ["calibrated_algorithms", "change_float", "restoring", "run_calibrated"]
@@ -90,11 +91,15 @@ def run_calibrated(
     reference = flatten(model)
     set_phase(reference, "float")
     reference.eval()
-    reports = []
+    outputs = CalibrationOutputs(model, reference, batches)
+    reports, before = [], outputs.ratios()
     for name, algorithm in wanted:
         assert isinstance(algorithm, CalibratedAlgorithm)
         read = batches.spread(algorithm.samples)
         report = algorithm.apply(CalibratedTask(model, reference, read, progress, checkpoint))
+        after = outputs.ratios() if report.changed else before
+        report = dataclasses.replace(report, outputs=output_errors(before, after), measured=outputs.measured)
+        before = after
         if len(read) < len(batches):
             told = f"{len(read)} of {len(batches)} batches were read, for samples is {algorithm.samples}"
             report = dataclasses.replace(report, left=(*report.left, told))

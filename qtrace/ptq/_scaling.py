@@ -13,7 +13,7 @@ from qtrace.ptq._channels import ChannelGroup, input_axes
 from qtrace.ptq._layers import write
 from qtrace.scheme import QScheme
 
-__all__ = ["Parameters", "factors", "precision", "weight_sqnr"]
+__all__ = ["Parameters", "factors", "precision", "rounded_weight", "site_sqnr", "weight_sqnr"]
 
 
 class Parameters:
@@ -107,14 +107,26 @@ def weight_sqnr(weight: np.ndarray, scheme: QScheme, axes: tuple[int, ...]) -> f
         scheme: how it is quantized.
         axes: the axes that count channels with a scale each; () for one scale.
     """
-    rows = np.moveaxis(weight, axes, range(len(axes))) if axes else weight
-    rows = rows.reshape(int(np.prod(rows.shape[: len(axes)])), -1)
+    found = sqnr_db(weight, rounded_weight(weight, scheme, axes))
+    return found if np.isfinite(found) else None
+
+
+def rounded_weight(weight: np.ndarray, scheme: QScheme, axes: tuple[int, ...]) -> np.ndarray:
+    """A weight that is rounded over its whole range, in its own shape.
+
+    Args:
+        weight: the weight.
+        scheme: how it is quantized.
+        axes: the axes that count channels with a scale each; () for one scale.
+    """
+    moved = np.moveaxis(weight, axes, range(len(axes))) if axes else weight
+    rows = moved.reshape(int(np.prod(moved.shape[: len(axes)])), -1)
     if axes:
         qparams = choose(rows.min(axis=1), rows.max(axis=1), scheme.replace(axis=0))
     else:
         qparams = choose(rows.min(), rows.max(), scheme)
-    found = sqnr_db(rows, fake_quantize(rows, qparams))
-    return found if np.isfinite(found) else None
+    rounded = fake_quantize(rows, qparams).reshape(moved.shape)
+    return np.moveaxis(rounded, range(len(axes)), axes) if axes else rounded
 
 
 def site_sqnr(parameters: Parameters, call: OpCall, site: Site) -> float | None:

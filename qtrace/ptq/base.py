@@ -39,7 +39,7 @@ class SiteError:
     """The error of one site before and after an algorithm.
 
     Attributes:
-        site: a weight's site, or the output of a layer.
+        site: a weight's site, or the output of a layer or of the model.
         before: signal to quantization noise ratio in dB; None where there was no noise.
         after: the same afterwards.
     """
@@ -57,6 +57,8 @@ class Report:
         changed: one line for everything that it changed.
         left: one line, with the reason, for everything that looked like work but was left alone.
         errors: the sites that it worked on, in graph order.
+        outputs: the outputs of the model; empty where they were not measured.
+        measured: what ``outputs`` were measured on.
         algorithm: its name; set by the one who runs it.
         options: its options as plain data; likewise.
     """
@@ -64,6 +66,8 @@ class Report:
     changed: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     errors: tuple[SiteError, ...] = ()
+    outputs: tuple[SiteError, ...] = ()
+    measured: str = ""
     algorithm: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -74,7 +78,9 @@ class Report:
             "options": dict(self.options),
             "changed": list(self.changed),
             "left": list(self.left),
-            "errors": [{"site": e.site, "before": e.before, "after": e.after} for e in self.errors],
+            "errors": [vars(error) for error in self.errors],
+            "outputs": [vars(error) for error in self.outputs],
+            "measured": self.measured,
         }
 
 

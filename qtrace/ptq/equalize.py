@@ -25,6 +25,7 @@ from qtrace.ops import OpCall
 from qtrace.passes.annotate import annotate
 from qtrace.passes.annotation import Site
 from qtrace.ptq._channels import ChannelGroup, channel_groups
+from qtrace.ptq._outputs import RandomOutputs, output_errors
 from qtrace.ptq._scaling import Parameters, factors, site_sqnr
 from qtrace.ptq.base import FloatAlgorithm, FloatTask, Report, SiteError
 
@@ -51,13 +52,15 @@ class Equalize(FloatAlgorithm):
     tolerance: Annotated[Float, Field(gt=0)] = 1e-3
 
     def apply(self, task: FloatTask) -> Report:
+        sites = weight_sites(task)
+        outputs = RandomOutputs(task.model, sites)
+        ratios = outputs.ratios()
         changed = _relu_for_relu6(task) if self.relu6 == "relu" else []
         groups = channel_groups(task.model)
         wanted = [g for g in groups if not g.reason]
         left = [f"{g.name} ({g.describe()}): {g.reason}" for g in groups if g.reason]
         if not groups:
             left.append("no two layers follow each other")
-        sites = weight_sites(task)
         parameters = Parameters(task.model)
         calls = {c.out.name: c for g in wanted for c in (*g.writers, *g.readers)}
         before = _errors(parameters, calls, sites)
@@ -73,7 +76,8 @@ class Equalize(FloatAlgorithm):
         parameters.store()
         after = _errors(parameters, calls, sites)
         errors = tuple(SiteError(name, before[name], after[name]) for name in before)
-        return Report(tuple(changed), tuple(left), errors)
+        gained = output_errors(ratios, outputs.ratios()) if changed else ()
+        return Report(tuple(changed), tuple(left), errors, gained, outputs.measured)
 
 
 def weight_sites(task: FloatTask) -> dict[str, Site]:

@@ -20,6 +20,7 @@ from qtrace.graph.walk import exprs
 from qtrace.ops import OpCall
 from qtrace.passes.annotation import Site
 from qtrace.ptq._channels import ChannelGroup, channel_groups
+from qtrace.ptq._outputs import RandomOutputs, output_errors
 from qtrace.ptq._scaling import Parameters, factors, precision, site_sqnr
 from qtrace.ptq.base import FloatAlgorithm, FloatTask, Report, SiteError
 from qtrace.ptq.equalize import weight_sites
@@ -50,6 +51,8 @@ class Tensorwise(FloatAlgorithm):
         parameters = Parameters(task.model)
         lost = {name: _lost(parameters, call) for name, call in calls.items()}
         noise = {name: site_sqnr(parameters, c, sites[_weight(c)]) for name, c in calls.items()}
+        outputs = RandomOutputs(task.model, sites)
+        ratios = outputs.ratios()
         groups = channel_groups(task.model, every=True)
         wanted = [g for g in groups if g.writers and g.readers and not g.reason and self._hurt(g, lost)]
         for _ in range(self.iterations):
@@ -68,7 +71,8 @@ class Tensorwise(FloatAlgorithm):
             SiteError(_weight(c), noise[name], site_sqnr(parameters, c, sites[_weight(c)]))
             for name, c in calls.items()
         )
-        return Report(tuple(changed), tuple(left), errors)
+        gained = output_errors(ratios, outputs.ratios()) if changed else ()
+        return Report(tuple(changed), tuple(left), errors, gained, outputs.measured)
 
     def _hurt(self, group: ChannelGroup, lost: dict[str, float]) -> bool:
         return any(lost.get(c.out.name, 0.0) > self.bits for c in (*group.writers, *group.readers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ _COMPUTING = (
     "Sigmoid LeakyRelu Softmax Tanh HardSigmoid HardSwish Resize"
 )
 _WITHOUT = "ConvTranspose Sub Div ReduceMean HardSigmoid HardSwish Tanh"
+_NOT_ROUNDED = "its result is not rounded"
 _MOVES = "MaxPool Resize Transpose Reshape Flatten Concat Split Slice Squeeze Unsqueeze Gather Pad"
 
 
@@ -49,7 +51,7 @@ def kernels(path: Path) -> Kernels:
         if after is None or _is_integer(after, integers):
             names.append(node.output[0])
         else:
-            floats.append((node.output[0], node.op_type, _why(node, readers)))
+            floats.append((node.output[0], node.op_type, _why(node, made_by, readers)))
     return Kernels(tuple(names), tuple(floats))
 
 
@@ -87,12 +89,28 @@ def _is_integer(node: Any, integers: set[str]) -> bool:
     return node.op_type in _MOVES.split() and any(name in integers for name in node.input)
 
 
-def _why(node: Any, readers: dict[str, list[Any]]) -> str:
+def _why(node: Any, made_by: Mapping[str, Any], readers: Mapping[str, list[Any]]) -> str:
+    """Why no integer kernel computes an op, such as a QuantizeLinear that is missing behind it."""
     if node.op_type in _WITHOUT.split():
         return f"onnxruntime has no integer kernel for {node.op_type}"
-    after = readers.get(node.output[0], [])
-    if any(n.op_type == "Clip" for n in after):
-        return "its result is clipped within the range of its integers"
-    if not any(n.op_type in ("QuantizeLinear", "Relu") for n in after):
-        return "its result is not rounded"
-    return "onnxruntime does not fuse this form"
+    data = node.input[:1] if node.op_type == "Resize" else node.input  # its others are sizes
+    sources = [made_by[name].op_type for name in data if name in made_by]
+    floats = [kind for kind in sources if kind not in ("DequantizeLinear", "Constant")]
+    if floats:
+        return f"it reads the float result of {_listed(floats)}, not integers"
+    after = [n.op_type for n in readers.get(node.output[0], [])]
+    if "Clip" in after:
+        return (
+            "its result is clipped to fewer values than its integers can hold, and onnxruntime fuses no Clip "
+            "between an op and its rounding"
+        )
+    others = [kind for kind in after if kind not in ("QuantizeLinear", "Relu")]
+    if len(others) == len(after):
+        return _NOT_ROUNDED + (f": {_listed(others)} reads it in float" if others else "")
+    if others:
+        return f"its result is rounded, but {_listed(others)} reads it in float, too"
+    return "onnxruntime has an integer kernel for this op, but not with these attributes, types or shapes"
+
+
+def _listed(kinds: list[str]) -> str:
+    return " and ".join(dict.fromkeys(kinds))

@@ -263,4 +263,4 @@ def _count(path: Path, result: Result) -> None:
     result.floats = tuple(f for f in kernels.floats if f[1] in COUNTED)
     result.integer = sum(ops[name] in COUNTED for name in kernels.integer)
     result.counted = result.integer + len(result.floats)
-    result.ends = sum(why == "its result is not rounded" for *_, why in result.floats)
+    result.ends = sum(why.startswith("its result is not rounded") for *_, why in result.floats)

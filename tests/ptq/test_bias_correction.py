@@ -54,6 +54,25 @@ def test_no_channel_has_a_mean_error_on_the_calibration_data() -> None:
     assert all(e["after"] >= e["before"] for e in report["errors"])
 
 
+def test_the_report_has_the_error_of_the_outputs_on_calibration_data() -> None:
+    module, batches = randomize(ResNet(width=4, blocks=(1, 1))), [images(8, 3, 32, 32)]
+    plain = _calibrated(module, batches, "fuse_bn")
+    prepared = _calibrated(module, batches, "fuse_bn", "bias_correction")
+    (output,) = read_record(prepared).ptq[-1]["outputs"]
+    assert read_record(prepared).ptq[-1]["measured"] == "8 samples of the calibration data"
+    want = {}
+    for key, model in (("before", plain), ("after", prepared)):
+        want[key] = _values(model, batches, [model.graph.outputs[0].name]).popitem()[1]
+    qtrace.set_phase(plain, "float")
+    exact = _values(plain, batches, [plain.graph.outputs[0].name]).popitem()[1]
+    for key, value in want.items():
+        ratio = 10 * np.log10(np.sum(exact**2) / np.sum((value - exact) ** 2))
+        assert abs(output[key] - ratio) < 1e-3
+    assert output["after"] > output["before"]
+    text = "\n".join(qtrace.explain(prepared).algorithms())
+    assert f"outputs: {output['site']} {output['before']:.1f} -> {output['after']:.1f} dB (SQNR on 8" in text
+
+
 def test_a_layer_without_bias_gets_one_and_convert_and_export_keep_it(tmp_path: Any) -> None:
     module = net(
         lambda self, x: self.b(F.relu(self.a(x))),

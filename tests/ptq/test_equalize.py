@@ -170,3 +170,39 @@ def test_parameters_write_nothing_before_they_are_stored() -> None:
     before = traced.a.weight.numpy()
     assert parameters["a.weight"].dtype == np.float64
     np.testing.assert_array_equal(traced.a.weight.numpy(), before)
+
+
+def test_the_report_has_the_error_of_the_output_which_the_ratio_of_a_weight_does_not_show() -> None:
+    """Channels that are small in one weight and enlarged in the next are erased by one scale for all."""
+    module = net(lambda self, x: self.b(F.relu(self.a(x))), a=M.Conv2d(4, 8, 3), b=M.Conv2d(8, 5, 1))
+    stretch = np.exp2(-2.0 * np.arange(8)).astype(np.float32)
+    for layer, shape, factor in ((module.a, (8, 1, 1, 1), stretch), (module.b, (1, 8, 1, 1), 1 / stretch)):
+        layer.weight._reset(mge.Parameter(layer.weight.numpy() * factor.reshape(shape)))
+    module.a.bias._reset(mge.Parameter(module.a.bias.numpy() * stretch.reshape(1, 8, 1, 1)))
+    x = images(2, 4, 8, 8)
+    float_output = module(mge.Tensor(x)).numpy()
+    prepared = _prepared(module, x, {"equalize": {"absorb": False}})
+    report = _report(prepared, "equalize")
+    (output,) = report["outputs"]
+    assert output["site"] == "b_out"
+    assert output["after"] - output["before"] > 20.0
+    assert all(abs(e["after"] - e["before"]) < 12.0 for e in report["errors"])
+    # What the report promises is what the graph with rounded weights gives on other inputs.
+    qtrace.calibrate(prepared, [x], progress=False)
+    for site in ("x", "relu_out", "b_out"):
+        getattr(prepared.qsites, site).phase = "float"
+    error = prepared(mge.Tensor(x)).numpy() - float_output
+    measured = 10 * np.log10(np.sum(float_output**2) / np.sum(error**2))
+    assert measured == pytest.approx(output["after"], abs=4.0)
+    text = "\n".join(qtrace.explain(prepared).algorithms())
+    ratios = f"b_out {output['before']:.1f} -> {output['after']:.1f} dB"
+    assert f"outputs: {ratios} (SQNR on random inputs, with rounded weights and float activations)" in text
+    assert "sites, each by itself: " in text
+    assert "in the middle" not in text
+
+
+def test_without_a_change_no_output_is_told() -> None:
+    module = net(lambda self, x: F.sigmoid(self.a(x)), a=M.Conv2d(4, 6, 3))
+    prepared = _prepared(module, images(2, 4, 8, 8), "equalize")
+    assert _report(prepared, "equalize")["outputs"] == []
+    assert not any("outputs" in line for line in qtrace.explain(prepared).algorithms())

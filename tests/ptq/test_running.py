@@ -139,8 +139,8 @@ def test_reports_are_in_the_record_in_explain_and_survive_a_file(tmp_path: Path)
     assert reports[1]["options"] == {"absorb": False}
     text = explanation.summary()
     assert "Post-training algorithms:" in text
-    assert "bias_correction: 2 changed, 0 left; SQNR" in text
-    assert "equalize (absorb False): 1 changed, 0 left; SQNR" in text
+    assert "bias_correction: 2 changed, 0 left\n  outputs: " in text
+    assert "equalize (absorb False): 1 changed, 0 left\n  outputs: " in text
 
 
 def test_a_model_file_cannot_have_a_module_imported(tmp_path: Path, monkeypatch: Any) -> None:

@@ -15,11 +15,13 @@ from typing import Any
 from qtrace.batches import evaluating, told
 from qtrace.errors import TrainingError
 from qtrace.finetuning._data import Samples, held_back, read, unpack
+from qtrace.finetuning._evaluating import Evaluation
 from qtrace.finetuning._places import block_outputs
-from qtrace.finetuning._running import Run, outputs_of
+from qtrace.finetuning._retreating import Retreat
+from qtrace.finetuning._running import Run
 from qtrace.finetuning._twins import PARTS
 from qtrace.finetuning._watching import Frozen
-from qtrace.finetuning.report import FineTuned, Output
+from qtrace.finetuning.report import FineTuned, Output, outputs_of
 from qtrace.finetuning.settings import Settings
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
@@ -29,7 +31,7 @@ from qtrace.ptq._learning import queueless
 from qtrace.ptq._running import restoring
 from qtrace.twin import changed_weights, float_twin
 
-__all__ = ["FineTuned", "Frozen", "Output", "Settings", "finetune"]
+__all__ = ["Evaluation", "FineTuned", "Frozen", "Output", "Retreat", "Settings", "finetune"]
 
 
 def finetune(
@@ -47,15 +49,22 @@ def finetune(
 
     Weights, biases and norms learn, and ranges where the fake quant has some that learn (all but ``fixed``).
     Ranges, and the statistics of BatchNorms that were kept, are averaged and stay as they are once they
-    hardly move. Phases and training flags are as before in the end; on an error or an interruption the module
-    is left as it was.
+    hardly move.
+
+    The outputs are evaluated on held-back data at the start and at intervals. In the end the module has the
+    state with the smallest held-back error. That is the start, bit for bit, if no step was better; the report
+    says so. If the loss or the held-back error grows to three times its start, the run returns to the best
+    state and goes on with smaller rates.
+
+    The logger ``qtrace`` gets an estimate of the time before the first step (INFO), and what a user should
+    know besides (WARNING). Phases and training flags are as before in the end; on an error or an interruption
+    the module is left as it was.
 
     Args:
         prepared: a module made by ``qtrace.prepare``, calibrated; it is trained in place.
         batches: inputs as for ``qtrace.calibrate``; where their first axis counts samples, they are mixed.
         settings: steps, rates, and what is compared; None for the defaults.
-        evaluation: inputs on which the outputs are measured before and after; None to hold back a part of
-            ``batches``.
+        evaluation: inputs on which the outputs are evaluated; None to hold back a part of ``batches``.
         teacher: the float network, as traced; None for the graph itself in float. Needed where an algorithm
             of ``ptq`` has changed its weights.
         checkpoint: a file for the state, written every ``settings.checkpoint_every`` steps and removed at the
@@ -65,7 +74,8 @@ def finetune(
         progress: whether to show a progress bar on stderr.
 
     Returns:
-        Loss, outputs before and after, and what was frozen when; with ``table()`` and ``to_dict()``.
+        Loss, held-back error, outputs before and after, and what was frozen when; with ``table()`` and
+        ``to_dict()``.
 
     Raises:
         GraphError: when the module is not prepared.
@@ -90,13 +100,14 @@ def finetune(
     args, kwargs = unpack(samples.form, leaves)
     with restoring(prepared), evaluating(prepared), in_phase(prepared, "train"):
         with told(prepared, (args, kwargs), 0):
-            run = Run(prepared, original, samples, settings, blocks)
-            before = run.measure(unseen)
+            run = Run(prepared, original, samples, unseen, settings, blocks)
         with queueless():
             run.learn(file, resume, progress)
-        after = run.measure(unseen)
+        after = run.evaluate() if run.best.best.step else run.start
     if file is not None:
         file.unlink(missing_ok=True)
+    best = run.best.best.step
+    frozen = tuple(f for f in run.watch.frozen if f.step <= best)
     curves = list(zip(*run.curves, strict=True))
     return FineTuned(
         settings=settings,
@@ -106,13 +117,18 @@ def finetune(
         left_out=samples.left_out,
         parameters=len(run.learner.parameters),
         ranges=run.learner.ranges,
-        outputs=outputs_of(before, after),
+        outputs=outputs_of(run.start, after),
+        evaluations=tuple(run.best.evaluations),
+        best_step=best,
+        retreats=tuple(run.retreats.all),
+        stopped=run.stopped,
+        seconds=run.pace.seconds,
         blocks=tuple(run.compared.blocks),
         left=run.compared.left,
         loss=curves[0],
         parts=dict(zip(PARTS, curves[1:], strict=True)),
-        frozen=tuple(run.watch.frozen),
-        moving=len(run.watch.all) - len(run.watch.frozen),
+        frozen=frozen,
+        moving=len(run.watch.all) - len(frozen),
         resumed=run.resumed,
         jit=bool(run.jit),
     )
@@ -141,7 +157,7 @@ def _check_twin(teacher: TracedModule, blocks: tuple[str, ...]) -> None:
 def _data(
     prepared: TracedModule, batches: Iterable[Any], evaluation: Iterable[Any] | None, settings: Settings
 ) -> tuple[Samples, Samples, str]:
-    """What is learned from, what is measured on, and how that was chosen."""
+    """What is learned from, what is evaluated on, and how that was chosen."""
     samples = read(batches, prepared, settings.memory, "the data")
     if evaluation is not None:
         return samples, read(evaluation, prepared, settings.memory, "the evaluation data"), "given"

@@ -1,8 +1,9 @@
-"""The parameters that learn: rates relative to their size, clipped gradients, averages."""
+"""The parameters that learn: rates in quantization steps, clipped gradients, averages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,16 +11,13 @@ from megengine import Parameter
 
 from qtrace.errors import TrainingError
 from qtrace.fakequant.base import scales
-from qtrace.finetuning._watching import range_unit
+from qtrace.finetuning._units import Units
 from qtrace.finetuning.settings import Settings
 from qtrace.graph.types import TracedModule
-from qtrace.passes.record import fake_quants
 from qtrace.ptq._rounding import Adam
 from qtrace.qat import param_groups
 
 __all__ = ["Learner"]
-
-_SMALLEST = 0.01  # what a parameter of zeros may change by, times the rate
 
 
 class Learner:
@@ -32,11 +30,8 @@ class Learner:
 
     def __init__(self, model: TracedModule, settings: Settings) -> None:
         self.settings = settings
-        learned = scales(model)
-        ranges = {id(p) for p in learned}
-        units = {
-            id(p): range_unit(f, p.numpy()) for f in fake_quants(model) for p in f.parameters(recursive=False)
-        }
+        ranges = {id(p) for p in scales(model)}
+        units = Units(model)
         names = {id(p): name for name, p in model.named_parameters()}
         self.parameters: list[Parameter] = []
         self.names: list[str] = []
@@ -45,7 +40,9 @@ class Learner:
         for group in param_groups(model, settings.lr, settings.rate_of_ranges):
             for parameter in group["params"]:
                 value = parameter.numpy().copy()
-                unit = units[id(parameter)] if id(parameter) in ranges else size_of(value)
+                if not value.size or value.dtype.kind != "f":  # an unused input of an imported op
+                    continue
+                unit = units.of(parameter)
                 self.parameters.append(parameter)
                 self.names.append(names.get(id(parameter), "a parameter"))
                 self.units.append(unit)
@@ -54,16 +51,16 @@ class Learner:
         self.averages = [s.value.copy() for s in self.steppers] if settings.weight_average else []
         self._is_range = [id(p) in ranges for p in self.parameters]
 
-    def step(self, gradients: Sequence[np.ndarray | None], factor: float, fixed: set[int]) -> float:
+    def step(
+        self, gradients: Sequence[np.ndarray | None], loss: float, factor: float, fixed: set[int]
+    ) -> None:
         """Takes a step against the gradients.
 
         Args:
             gradients: of each parameter; None where there is none.
+            loss: the loss; gradients are clipped relative to it.
             factor: what rates are multiplied by.
             fixed: ids of parameters that stay as they are.
-
-        Returns:
-            The norm of the gradients before they were clipped, relative to the size of the parameters.
 
         Raises:
             TrainingError: naming the first parameter that is not finite, or whose gradient is not.
@@ -76,7 +73,7 @@ class Learner:
             if not np.isfinite(parts[-1]):
                 raise TrainingError(f"the gradient of {name} is NaN or infinite")
         norm = float(np.sqrt(sum(parts)))
-        clip = min(1.0, self.settings.clip / norm) if norm else 1.0
+        clip = min(1.0, self.settings.clip * loss / norm) if norm else 1.0
         for index, (parameter, stepper) in enumerate(zip(self.parameters, self.steppers, strict=True)):
             gradient = gradients[index]
             if gradient is None or id(parameter) in fixed:
@@ -88,13 +85,26 @@ class Learner:
             if self.averages and not self._is_range[index]:
                 share = np.float32(1.0 - self.settings.weight_average)
                 self.averages[index] += share * (stepper.value - self.averages[index])
-        return norm
 
-    def settle(self) -> None:
-        """Ends: weights take their averages, if there are any."""
-        for index, average in enumerate(self.averages):
-            if not self._is_range[index]:
-                self.parameters[index]._reset(Parameter(average))
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Within the block, weights have their averages, if there are any."""
+        averaged = [i for i in range(len(self.averages)) if not self._is_range[i]]
+        for index in averaged:
+            self.parameters[index]._reset(Parameter(self.averages[index]))
+        try:
+            yield
+        finally:
+            for index in averaged:
+                self.parameters[index]._reset(Parameter(self.steppers[index].value))
+
+    def rewind(self) -> None:
+        """Starts Adam and the averages anew at the present values of the parameters."""
+        for parameter, stepper in zip(self.parameters, self.steppers, strict=True):
+            stepper.value = parameter.numpy().copy()
+            stepper.first, stepper.second = np.zeros_like(stepper.value), np.zeros_like(stepper.value)
+            stepper.steps = 0
+        self.averages = [s.value.copy() for s in self.steppers] if self.averages else []
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """The state of Adam and the averages, as arrays; the parameters themselves are the model's."""
@@ -116,21 +126,3 @@ class Learner:
             )
             stepper.steps = int(state[f"{index}/steps"])
         self.averages = [np.array(state[f"{index}/average"]) for index in range(len(self.averages))]
-
-
-def size_of(value: np.ndarray) -> np.ndarray:
-    """What counts as a change of 1: the root mean square of a tensor, of a weight by output channel.
-
-    Args:
-        value: a weight, output channels first (linear, convolution; those of groups behind the groups), or a
-            bias or the parameter of a norm.
-
-    Returns:
-        An array that broadcasts to ``value``; a channel that is next to 0 counts as a hundredth of the whole.
-    """
-    whole = float(np.sqrt(np.mean(np.square(value, dtype=np.float64))))
-    axes = tuple(range(1 if value.ndim < 5 else 2, value.ndim))
-    if not axes:
-        return np.full(value.shape, whole or _SMALLEST, np.float32)
-    each = np.sqrt(np.mean(np.square(value, dtype=np.float64), axis=axes, keepdims=True))
-    return np.maximum(each, 0.01 * whole if whole else _SMALLEST).astype(np.float32)

@@ -1,10 +1,12 @@
-"""The run of a fine-tuning: steps, checkpoints, and what was good before and after."""
+"""The run of a fine-tuning: steps, evaluations of held-back data, checkpoints."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,27 +16,32 @@ from megengine import Tensor
 from megengine.jit import trace
 from tqdm import tqdm
 
-from qtrace.comparison._tally import Difference
 from qtrace.errors import TrainingError
 from qtrace.finetuning import _checkpoint
 from qtrace.finetuning._data import Leaves, Samples
+from qtrace.finetuning._evaluating import BestState, Figures, evaluate
 from qtrace.finetuning._finding import first_not_finite
 from qtrace.finetuning._learning import Learner
+from qtrace.finetuning._pacing import Pace, minutes
+from qtrace.finetuning._retreating import Retreats
 from qtrace.finetuning._twins import PARTS, Compared, Twins, choose_compared
 from qtrace.finetuning._watching import Watch
-from qtrace.finetuning.report import Output
 from qtrace.finetuning.settings import Settings
 from qtrace.graph.types import TracedModule
 from qtrace.passes.record import graph_hash
-from qtrace.phases import in_phase
 
 __all__ = ["Run"]
 
+_LOG = logging.getLogger("qtrace")
+
 _MEASURED_FIRST = 8  # batches from which the mean squares of outputs and blocks are taken
 _TRACED_FROM = 20  # steps: capturing and compiling a step costs as much as some eager ones
+_TIMED_FROM = 5  # steps: a shorter run is over before a trial step would have told how long it takes
+_MOST_EVALUATIONS = 20
+_FEWEST_STEPS = 5  # between evaluations
 
 # What a fine-tuning may change without becoming another one.
-_FREE = ("checkpoint_every", "memory")
+_FREE = ("checkpoint_every", "memory", "max_minutes")
 
 
 class Run:
@@ -44,8 +51,13 @@ class Run:
         model: the prepared graph, in the phase ``train`` and in eval mode; it is changed in place.
         teacher: the float one.
         samples: what is learned from.
+        unseen: what outputs are evaluated on.
         settings: how.
         blocks: names of the nodes that are compared.
+
+    Attributes:
+        start: the figures of the model before the first step.
+        stopped: why the run ended before its last step; "" where it did not.
     """
 
     def __init__(
@@ -53,16 +65,18 @@ class Run:
         model: TracedModule,
         teacher: TracedModule,
         samples: Samples,
+        unseen: Samples,
         settings: Settings,
         blocks: Sequence[str],
     ) -> None:
-        self.model, self.samples, self.settings = model, samples, settings
+        self.pace = Pace(settings.max_minutes)
+        self.model, self.samples, self.unseen, self.settings = model, samples, unseen, settings
         self.jit = settings.jit
         if self.jit is None:
             self.jit = samples.joined and settings.steps >= _TRACED_FROM
         given = dataclasses.asdict(settings)
         kept = {key: value for key, value in given.items() if key not in _FREE} | {"jit": self.jit}
-        hashes = [graph_hash(model), graph_hash(teacher), samples.identity]
+        hashes = [graph_hash(model), graph_hash(teacher), samples.identity, unseen.identity]
         self.identity = json.dumps([kept, *hashes], sort_keys=True, default=list)
         self.twins = Twins(model, teacher, samples.form, blocks)
         first = min(_MEASURED_FIRST, math.ceil(samples.count / settings.batch_size))
@@ -72,48 +86,124 @@ class Run:
         self.watch = Watch(model, settings)
         self.curves: list[list[float]] = []
         self.resumed: int | None = None
+        self.stopped = ""
         self._captured: Any = None
         self._present: list[int] = []
+        begun = self.pace.seconds
+        self.start = self.evaluate()
+        self._evaluation_seconds = self.pace.seconds - begun
+        self.best = BestState(model, self.start.error)
+        self.retreats = Retreats(self.start.error, [self._loss(leaves) for leaves in drawn])
 
     # -- learning -----------------------------------------------------------------------------------
 
     def learn(self, checkpoint: Path | None, resume: bool, progress: bool) -> None:
-        """Takes all steps that are left, and ends.
+        """Takes all steps that are left; the model has its best state in the end.
 
         Raises:
             TrainingError: when the loss or a gradient is not finite, naming where that arises.
         """
         if resume and checkpoint is not None and checkpoint.exists():
             self._load(checkpoint)
+        self._plan()
         self.watch.start()
         start, steps = len(self.curves), self.settings.steps
         with tqdm(total=steps, initial=start, desc="finetune", unit="step", disable=not progress) as bar:
             for step in range(start, steps):
                 self._step(step)
-                bar.set_postfix(
-                    loss=f"{self.curves[-1][0]:.4g}", frozen=len(self.watch.frozen), refresh=False
-                )
+                self._judge(step + 1)
+                error = f"{self.best.best.error:.3g}"
+                bar.set_postfix(loss=f"{self.curves[-1][0]:.3g}", best_error=error, refresh=False)
                 bar.update()
+                if self.stopped:
+                    break
                 done = step + 1
                 if checkpoint is not None and done < steps and done % self.settings.checkpoint_every == 0:
                     _checkpoint.save(checkpoint, self._state(), self.identity)
-        self.watch.settle()
-        self.learner.settle()
+        self.best.restore()
+        if self.best.best.step == 0:
+            _LOG.warning("finetune: no step was better than the start: the model is as it was")
+
+    def _plan(self) -> None:
+        """Estimates the time, and shortens the run to what fits into ``max_minutes``."""
+        left, bound = self.settings.steps - len(self.curves), self.settings.max_minutes
+        if left < _TIMED_FROM and bound is None:
+            return
+        each, evaluations = self._timed_step(), math.ceil(left / self.evaluate_every)
+        total = left * each + evaluations * self._evaluation_seconds
+        _LOG.info(
+            f"finetune: about {minutes(total)}: {left} steps of {each:.2g} s and {evaluations} evaluations "
+            f"of {self._evaluation_seconds:.2g} s"
+        )
+        fit = self.pace.fitting(left, total)
+        if self.resumed is None and fit < left:  # a resumed run keeps its rates, which depend on the steps
+            _LOG.warning(f"finetune: {fit} steps instead of {left}, to end within {bound:g} minutes")
+            self._shorten(fit)
+
+    def _shorten(self, steps: int) -> None:
+        self.settings = dataclasses.replace(self.settings, steps=steps)
+        self.watch = Watch(self.model, self.settings)
+
+    @property
+    def evaluate_every(self) -> int:
+        """Steps between evaluations: so many that these take a small part of the time."""
+        if self.settings.evaluate_every is not None:
+            return self.settings.evaluate_every
+        batches = self.unseen.count / (self.settings.batch_size if self.unseen.joined else 1)
+        return max(math.ceil(self.settings.steps / _MOST_EVALUATIONS), math.ceil(batches), _FEWEST_STEPS)
+
+    def evaluate(self) -> Figures:
+        """Compares the outputs of both graphs on the held-back data."""
+        size = 4 * self.settings.batch_size
+        return evaluate(self.model, self.twins, self.compared, self.unseen, size)
+
+    def _judge(self, done: int) -> None:
+        """Evaluates where it is time to, keeps the best state, and goes back to it where the run diverges."""
+        late = self.pace.over
+        error = None
+        if late or done == self.settings.steps or done % self.evaluate_every == 0:
+            with self.watch.settled(), self.learner.settled():
+                error = self.evaluate().error
+                self.best.consider(done, error)
+        if late and done < self.settings.steps:
+            self.stopped = f"max_minutes ({self.settings.max_minutes:g}) had passed after step {done}"
+            return
+        if done == self.settings.steps:
+            return
+        reason = self.retreats.reason(done, [row[0] for row in self.curves], error)
+        if not reason:
+            return
+        if self.retreats.exhausted:
+            self.stopped = f"{reason}, at the smallest learning rate that is tried"
+            return
+        retreat = self.retreats.retreat(done, self.best.best.step, reason)
+        _LOG.warning(f"finetune: {retreat}")
+        self.best.restore()
+        self.learner.rewind()
+        if self.watch.rewind(self.best.best.step):
+            self._captured = None
+
+    def _loss(self, leaves: Leaves) -> float:
+        return self.twins.loss([Tensor(leaf) for leaf in leaves], self.compared, self.settings)[0].item()
 
     def _step(self, step: int) -> None:
-        leaves = self.samples.draw(step, self.settings.batch_size, self.settings.seed)
+        leaves = self._batch(step)
         found = self._gradients(leaves)
         losses = [float(value) for value in found[: 1 + len(PARTS)] if value is not None]
         if not math.isfinite(losses[0]):
             raise TrainingError(self._told(f"the loss is {losses[0]}", step, leaves))
         gradients = found[1 + len(PARTS) :]
         try:
-            self.learner.step(gradients, self.settings.factor(step), self.watch.fixed)
+            factor = self.settings.factor(step) * self.retreats.factor
+            self.learner.step(gradients, losses[0], factor, self.watch.fixed)
         except TrainingError as error:
             raise TrainingError(self._told(str(error), step, leaves)) from None
         self.curves.append(losses)
         if any(frozen.sort == "statistics" for frozen in self.watch.update(step + 1)):
             self._captured = None  # a frozen BatchNorm computes something else
+
+    def _batch(self, step: int) -> Leaves:
+        return self.samples.draw(step, self.settings.batch_size, self.settings.seed)
 
     def _gradients(self, leaves: Leaves) -> list[np.ndarray | None]:
         """Loss, parts and gradients as arrays."""
@@ -140,12 +230,21 @@ class Run:
             self._present[:] = [i for i, value in enumerate(found) if value is not None]
             return tuple(found[i] for i in self._present)
 
-        statistics = [(t, t.numpy().copy()) for w in self.watch.all if w.norm is not None for t in w.tensors]
         self._captured = trace(compute, symbolic=False)
-        for _ in range(2):
-            self._captured(*tensors)
-        for tensor, value in statistics:
-            tensor._reset(Tensor(value))
+        with self.watch.unchanged():
+            for _ in range(2):
+                self._captured(*tensors)
+
+    def _timed_step(self) -> float:
+        """The seconds that a step takes, by one whose gradients are thrown away."""
+        self.watch.start()
+        leaves = self._batch(len(self.curves))
+        with self.watch.unchanged():
+            if self.jit:
+                self._gradients(leaves)
+            begun = time.monotonic()
+            self._gradients(leaves)
+            return time.monotonic() - begun
 
     def _told(self, what: str, step: int, leaves: Leaves) -> str:
         """A sentence on values that are not finite."""
@@ -165,45 +264,21 @@ class Run:
 
     def _state(self) -> dict[str, np.ndarray]:
         state = {f"model/{name}": t.numpy() for name, t in self.model.named_tensors()}
-        state.update({f"learner/{key}": value for key, value in self.learner.state_dict().items()})
-        state.update({f"watch/{key}": value for key, value in self.watch.state_dict().items()})
-        return {**state, "curves": np.array(self.curves, np.float64)}
+        for name, owner in self._owners.items():
+            state.update({f"{name}/{key}": value for key, value in owner.state_dict().items()})
+        return {**state, "curves": np.array(self.curves, np.float64), "steps": np.array(self.settings.steps)}
+
+    @property
+    def _owners(self) -> dict[str, Any]:
+        return {"learner": self.learner, "watch": self.watch, "best": self.best, "retreats": self.retreats}
 
     def _load(self, checkpoint: Path) -> None:
         state = _checkpoint.load(checkpoint, self.identity)
+        self._shorten(int(state["steps"]))
         for name, tensor in self.model.named_tensors():
             tensor._reset(type(tensor)(state[f"model/{name}"]))
-        for part, owner in (("learner/", self.learner), ("watch/", self.watch)):
-            owner.load_state_dict({k[len(part) :]: v for k, v in state.items() if k.startswith(part)})
+        for name, owner in self._owners.items():
+            prefix = f"{name}/"
+            owner.load_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
         self.curves = [[float(v) for v in row] for row in state["curves"]]
         self.resumed = len(self.curves)
-
-    # -- measuring ----------------------------------------------------------------------------------
-
-    def measure(self, samples: Samples) -> dict[int, tuple[tuple[int, ...], float, float | None]]:
-        """Output -> shape of a sample, SQNR in dB, and share of equal classes; in eval mode."""
-        sums = {index: (Difference(), [0, 0]) for index in self.compared.outputs}
-        shapes: dict[int, tuple[int, ...]] = {}
-        with in_phase(self.model, "quantize"):
-            for leaves in samples.in_order(4 * self.settings.batch_size):
-                tensors = [Tensor(leaf) for leaf in leaves]
-                want, have = self.twins.wanted(tensors)[0], self.twins.given(tensors)[0]
-                for index, (difference, same) in sums.items():
-                    w, h = want[index].numpy(), have[index].numpy()
-                    difference.add(w, h)
-                    shapes[index] = w.shape[1:]
-                    if index in self.compared.classes:
-                        same[0] += int(np.sum(w.argmax(1) == h.argmax(1)))
-                        same[1] += len(w)
-        return {
-            index: (shapes[index], difference.sqnr_db, same[0] / same[1] if same[1] else None)
-            for index, (difference, same) in sums.items()
-        }
-
-
-def outputs_of(before: dict[int, Any], after: dict[int, Any]) -> tuple[Output, ...]:
-    """What `Run.measure` found before and after, by output."""
-    return tuple(
-        Output(index, shape, db, after[index][1], same, after[index][2])
-        for index, (shape, db, same) in before.items()
-    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from megengine import Tensor
 from megengine.module import Module
 
-from qtrace.fakequant.base import FakeQuant
+from qtrace.finetuning._units import range_unit
 from qtrace.finetuning.settings import Settings
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs, owner
@@ -127,11 +128,45 @@ class Watch:
             return []
         return [w.frozen for w in self.all if w.check(step, self.every) and w.frozen is not None]
 
-    def settle(self) -> None:
-        """Ends: what still moves takes its average."""
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Within the block, what still moves has its average, as it would if the run ended here."""
+        moving = [w for w in self.all if w.frozen is None]
+        before = [[t.numpy().copy() for t in w.tensors] for w in moving]
+        for watched in moving:
+            watched.settle()
+        try:
+            yield
+        finally:
+            for watched, values in zip(moving, before, strict=True):
+                for tensor, value in zip(watched.tensors, values, strict=True):
+                    tensor._reset(type(tensor)(value))
+            self.start()
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Gives the statistics of BatchNorms their values back after the block."""
+        before = [(t, t.numpy().copy()) for w in self.all if w.norm is not None for t in w.tensors]
+        try:
+            yield
+        finally:
+            for tensor, value in before:
+                tensor._reset(Tensor(value))
+
+    def rewind(self, step: int) -> bool:
+        """Goes back to the present values, which are those after ``step``; what was frozen later moves again.
+
+        Returns:
+            Whether a BatchNorm's statistics move again.
+        """
+        thawed = [w for w in self.all if w.frozen is not None and w.frozen.step > step]
+        for watched in thawed:
+            watched.frozen = None
         for watched in self.all:
             if watched.frozen is None:
-                watched.settle()
+                watched.average, watched.before = [t.numpy().copy() for t in watched.tensors], []
+        self.start()
+        return any(watched.norm is not None for watched in thawed)
 
     @property
     def fixed(self) -> set[int]:
@@ -170,17 +205,9 @@ def _ranges(model: TracedModule, limit: float) -> list[Watched]:
     for fake in fake_quants(model):
         parameters = list(fake.parameters(recursive=False))
         if parameters:
-            units = [range_unit(fake, p.numpy()) for p in parameters]
+            units = [range_unit(fake, p) for p in parameters]
             found.append(Watched(fake.site, "range", parameters, units, limit))
     return found
-
-
-def range_unit(fake: FakeQuant, value: np.ndarray) -> np.ndarray:
-    """What counts as a change of 1 of something that a range learns: its size, of a logarithm 1."""
-    if fake.scheme.power_of_two:
-        return np.ones_like(value)
-    scale = np.broadcast_to(fake.effective_scale().numpy(), value.shape)
-    return np.maximum(np.abs(value), scale).astype(np.float32)
 
 
 def _norms(model: TracedModule, limit: float) -> list[Watched]:

@@ -16,7 +16,7 @@ import qtrace
 from qtrace.errors import CalibrationError, ConfigError, GraphError, TrainingError
 from qtrace.finetuning import Settings, _running
 from qtrace.finetuning._data import held_back, read
-from qtrace.finetuning._learning import size_of
+from qtrace.finetuning._units import size_of
 from qtrace.finetuning._watching import Watched
 from qtrace.graph.types import TracedModule
 from qtrace.passes.record import fake_quants, followers, graph_hash, read_record, write_record
@@ -24,7 +24,14 @@ from tests.nets import net
 
 W3 = {"backend": "generic", "fakequant": "lsq", "weight": {"bits": 3}, "activation": {"bits": 4}}
 QUICK = Settings(
-    steps=60, batch_size=16, lr=0.02, range_average=0.5, freeze_below=1e-3, most_blocks=2, jit=True
+    steps=60,
+    batch_size=16,
+    lr=0.02,
+    range_average=0.5,
+    freeze_below=1e-3,
+    most_blocks=2,
+    jit=True,
+    evaluate_every=60,
 )
 FEW = replace(QUICK, steps=3, jit=False)
 

@@ -50,7 +50,7 @@ def test_interrupted_run_leaves_its_state_and_goes_on_to_a_whole_folder(
             raise KeyboardInterrupt
         step(self, number)
 
-    given = ("--steps", "4", "--batch-size", "8", "--checkpoint-steps", "1", "--json")
+    given = ("--steps", "4", "--batch-size", "8", "--checkpoint-steps", "1", "--lr", "0.1", "--json")
     with monkeypatch.context() as patched:
         patched.setattr(_running.Run, "_step", stops)
         assert _run(*given) == 130

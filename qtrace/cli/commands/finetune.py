@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +31,22 @@ _CHECKPOINT = "finetune.part.npz"
 @click.argument("model")
 @options.data(required=True, batch_size=32)
 @click.option(
-    "--eval-data", metavar="D", help="What to measure on, as --data; a tenth of --data if left out."
+    "--eval-data", metavar="D", help="What to evaluate on, as --data; a tenth of --data if left out."
 )
 @click.option("--out", "-o", type=options.file_or_folder(), required=True, help="The folder to write.")
 @click.option("--steps", type=click.IntRange(1), default=500, show_default=True, help="Steps to take.")
+@click.option("--minutes", type=float, help="Take only as many steps as fit into this time.")
 @click.option(
     "--lr",
     type=float,
-    default=5e-3,
+    default=0.0125,
     show_default=True,
-    help="Learning rate, as a share of each tensor's size.",
+    help="Learning rate, in quantization steps of each weight.",
 )
-@click.option("--range-lr", type=float, help="That of ranges; as --lr if left out.")
-@click.option("--freeze-below", type=float, help="Ranges that change less than this share in a step stay.")
+@click.option("--range-lr", type=float, help="Learning rate of ranges; as --lr if left out.")
+@click.option(
+    "--freeze-below", type=float, help="Ranges stay once they move fewer quantization steps in a step."
+)
 @click.option(
     "--block",
     "blocks",
@@ -77,8 +84,11 @@ def finetune(
     """Train a quantized graph to give what it gives in float; no labels are needed.
 
     MODEL is a prepared.mge that `qtrace calibrate` wrote. The folder --out appears whole or not at all. It
-    holds prepared.mge, quantized.mge (to be exported), report.json (the loss, the outputs before and after,
-    what was frozen when, and all sites) and explain.txt.
+    holds prepared.mge, quantized.mge (to be exported), report.json (the loss, the held-back error, the outputs
+    before and after, what was frozen when, and all sites) and explain.txt.
+
+    The result is the state with the smallest error on held-back data. If no step was better than MODEL, the
+    result is MODEL as it was, and the report says so; the exit code is 0.
     """
     with console.work():
         import qtrace
@@ -93,7 +103,7 @@ def finetune(
         if asked["eval_data"]:
             unseen = models.open_source(asked["eval_data"], console, qconfig=qconfig, **sizes)
         work = resumable_folder(out, names=FILES, force=force, resume=resume, note=console.note)
-        with work as (folder, checkpoints):
+        with work as (folder, checkpoints), _noted(console):
             report = qtrace.finetune(
                 prepared,
                 source,
@@ -111,11 +121,41 @@ def finetune(
     console.result("\n".join([report.table(), "", *files]), {**summary, "files": files})
 
 
+class _Notes(logging.Handler):
+    """Shows what the library logs above the progress bar."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.INFO)
+        self.console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
+        with tqdm.external_write_mode(file=sys.stderr):
+            self.console.note(record.getMessage())
+
+
+@contextlib.contextmanager
+def _noted(console: Console) -> Iterator[None]:
+    """Within the block, the library's messages are notes of the command."""
+    logger, handler = logging.getLogger("qtrace"), _Notes(console)
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.level, logger.propagate = before
+
+
 def _settings(asked: dict[str, Any], batch_size: int) -> Any:
     """The settings; what was not given has its default."""
     from qtrace.finetuning import Settings
 
     given = {name: asked[name] for name in ("steps", "lr", "range_lr", "freeze_below", "seed")}
     given |= {"blocks": asked["blocks"] or None, "checkpoint_every": asked["checkpoint_steps"]}
+    given["max_minutes"] = asked["minutes"]
     given = {name: value for name, value in given.items() if value is not None}
     return Settings(batch_size=batch_size, **given)

@@ -33,7 +33,7 @@ class Layer:
         """Its line in the ``.param``."""
         words = [
             self.kind,
-            self.tops[0],
+            self.tops[0] if self.tops else f"{self.bottoms[0]}_unused",
             str(len(self.bottoms)),
             str(len(self.tops)),
             *self.bottoms,

@@ -72,6 +72,18 @@ class _Exporter:
             self.writer.layer("Input", [], name, input_param={"shape": [shape]})
         for expr in exprs(self.model):
             self._emit(expr)
+        self._silence_unread()
+
+    def _silence_unread(self) -> None:
+        """Reads the parts of a split that nothing else reads: Caffe takes unread blobs for outputs."""
+        w = self.writer
+        layers = list(w.net.layer)
+        read = {blob for layer in layers for blob in layer.bottom}
+        read.update(w.names[id(n)] for n in self.model.graph.outputs if id(n) in w.names)
+        for layer in layers:
+            unread = [top for top in layer.top if len(layer.top) > 1 and top not in read]
+            if unread:
+                w.layers("Silence", unread, f"{layer.name}_unused", [])
 
     def _emit(self, expr: Expr) -> None:
         if isinstance(expr, (GetAttr, Constant)):

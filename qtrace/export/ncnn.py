@@ -17,7 +17,7 @@ from megengine import Tensor
 from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export._allow_float import float_kinds, only_floats_read
-from qtrace.export._ncnn_fuse import fuse_activations, fuse_roundings, split_branches
+from qtrace.export._ncnn_fuse import fuse_activations, fuse_roundings, sinks, split_branches
 from qtrace.export._ncnn_ops import EMITTERS
 from qtrace.export._ncnn_writer import Layer, NcnnWriter, Rounded, Weight
 from qtrace.export.onnx import input_names, integer_values
@@ -74,6 +74,7 @@ class _Exporter:
         for expr in exprs(self.model):
             self._emit(expr)
         outputs = self._outputs()
+        w.layers += sinks(w.layers, outputs)
         w.layers = fuse_activations(w.layers, outputs)
         w.layers = fuse_roundings(w.layers, outputs)
         w.layers = split_branches(w.layers)

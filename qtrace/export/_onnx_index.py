@@ -175,7 +175,10 @@ def _pairs(w: OnnxWriter, many: list[_Item], out: str) -> str:
     """Positions in the first axes together, as GatherND reads them."""
     ranks = {rank(i.value) for i in many}
     if [i.axis for i in many] != list(range(len(many))) or len(ranks) != 1:
-        raise ExportError(f"{out}: several lists of positions have an ONNX form only in the first axes")
+        raise ExportError(
+            f"{out}: several lists of positions have an ONNX form only in the first axes: transpose "
+            "before, or index one axis at a time"
+        )
     columns = [w.node("Unsqueeze", [_positions(w, i.value), w.ints([-1])], w.fresh(out)) for i in many]
     return w.node("Concat", columns, w.fresh(out), axis=-1)
 
@@ -184,7 +187,7 @@ def _masked(w: OnnxWriter, source: str, items: list[_Item], out: str) -> str:
     """``x[mask]`` with a mask over the first axes."""
     mask = items[0].value
     if not _is_mask(mask) or not all(i.whole for i in items[1:]):
-        raise ExportError(f"{out}: a mask has an ONNX form only as the whole index")
+        raise ExportError(f"{out}: a mask has an ONNX form only as the whole index: index twice")
     flat = w.node("Reshape", [operand(w, mask, np.bool_), w.ints([-1])], w.fresh(out))
     count = rank(mask)
     if count > 1:
@@ -246,14 +249,16 @@ def _plain(w: OnnxWriter, call: OpCall) -> str:
     value = call.attrs["value"]
     size = int(np.prod(value.shape)) if isinstance(value, TensorNode) else array(value).size
     if size != 1:
-        raise ExportError(f"{call.out.name}: only one number has an ONNX form where a mask says the places")
+        raise ExportError(
+            f"{call.out.name}: only one number has an ONNX form where a mask says the places: use F.where"
+        )
     return operand(w, value, call.out.dtype)
 
 
 def _mask_everywhere(w: OnnxWriter, items: list[_Item], axes: int, out: str) -> str:
     mask = items[0].value
     if not all(i.whole for i in items[1:]):
-        raise ExportError(f"{out}: a mask has an ONNX form only as the whole index")
+        raise ExportError(f"{out}: a mask has an ONNX form only as the whole index: index twice")
     name = operand(w, mask, np.bool_)
     count = rank(mask)
     return name if count == axes else w.node("Unsqueeze", [name, w.ints(range(count, axes))], w.fresh(out))

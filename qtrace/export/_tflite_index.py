@@ -174,9 +174,9 @@ def _sliced(b: Build, call: OpCall, held: Held, items: list[_Item], shape: list[
 
 
 def _setitem(b: Build, job: Job) -> None:
-    """``x[..., 2:5, :7] = value``, an axis at a time: what stands before, the value, and what stands behind."""
+    """``x[..., 2:5, :7] = value``, axis by axis: what stands before, the value, and what stands behind."""
     call = job.call
-    target, index, value = call.expr.args
+    target, index, _ = call.expr.args
     held = b.floats(b.get(target))
     items = [_fixed(b, i, call) for i in _items(index, len(held.order))]
     if any(i.axis is None or not isinstance(i.value, slice) for i in items):

@@ -13,6 +13,7 @@ from pathlib import Path
 from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export._float import float_graph
+from qtrace.export._located import refusal
 from qtrace.export._params import beside, parameter_file
 from qtrace.export._sites import Layer, Names, site_table
 from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode, TracedModule
@@ -96,14 +97,15 @@ class _Exporter:
         if not any(is_float_tensor(n) for n in expr.outputs):
             return  # shapes: layers have those of the trace
         if call is None or call.kind not in self.emitters:
-            raise ExportError(
+            raise refusal(
                 f"{name}: {label} has no Caffe form: end the graph before it, or write it with ops that "
-                "have one."
+                "have one",
+                expr,
             )
         try:
             self.emitters[call.kind](self.writer, call)
         except ExportError as error:
-            raise ExportError(f"{name}: {error} (in {label}).") from error
+            raise refusal(f"{name}: {error}", expr) from error
 
     def names(self) -> Names:
         """What the net calls the nodes and layers of the graph."""

@@ -32,6 +32,7 @@ from qtrace.graph._restore import check_calls
 from qtrace.graph._rules import Rules
 from qtrace.graph._seal import check, sealing
 from qtrace.graph._unpickle import Machine
+from qtrace.graph.source_lines import attach_lines, detach_lines
 
 __all__ = ["load", "save"]
 
@@ -99,6 +100,7 @@ def load(path: str | os.PathLike[str], allow: Iterable[str] = ()) -> TracedModul
             if type(model) is TracedModule:
                 for traced in rules.traced:
                     check_calls(traced)
+                detach_lines(model)
     except RefusedError as error:
         raise UnsafeFileError(f"{path} is refused: {error}.") from None
     except DamagedError as error:
@@ -116,11 +118,13 @@ def load(path: str | os.PathLike[str], allow: Iterable[str] = ()) -> TracedModul
 def _dump(module: TracedModule, file: Any) -> None:
     """Pickles as ``megengine.save`` does, then takes away the notes that MegEngine leaves on modules."""
     try:
+        attach_lines(module)
         with max_recursion_limit():  # the pickler recurses along the graph
             pickle.dump(module, file, pickle.DEFAULT_PROTOCOL)
     except (AssertionError, AttributeError, TypeError, pickle.PicklingError) as error:
         raise GraphError(f"the model cannot be saved: {error}") from error
     finally:
+        detach_lines(module)
         for part in _modules(module):
             part.__dict__.pop("_m_dump_modulestate", None)
 

@@ -41,7 +41,7 @@ def traced_value(node: TensorNode) -> np.ndarray | None:
 
 
 def _needed(node: TensorNode) -> list[Expr] | None:
-    """The exprs that compute ``node``, in order; None where one of them reads more than shapes and numbers."""
+    """The exprs that compute ``node``, in order; None where one reads more than shapes and numbers."""
     order: list[Expr] = []
     done: set[int] = set()
     stack: list[tuple[Expr, bool]] = [(node.expr, False)]

@@ -19,7 +19,7 @@ from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.source_lines import named
 from qtrace.graph.walk import op_label, owner
 
-__all__ = ["nonfinite_result"]
+__all__ = ["nonfinite_results"]
 
 _SOFTMAX = (
     "MegEngine's softmax does so on CPU where all values along the axis are below -87.33. Subtract the "
@@ -28,7 +28,7 @@ _SOFTMAX = (
 _OTHERS = "calibration refuses such values: trace with an example like real data, or limit what the op reads"
 
 
-def nonfinite_result(traced: TracedModule, args: tuple[Any, ...]) -> str | None:
+def nonfinite_results(traced: TracedModule, args: tuple[Any, ...]) -> list[str]:
     """Runs ``traced`` once and looks at every value.
 
     Args:
@@ -37,15 +37,15 @@ def nonfinite_result(traced: TracedModule, args: tuple[Any, ...]) -> str | None:
 
     Returns:
         A sentence that names the first op with a NaN or infinite result from finite inputs, its line, and
-        the remedy; None where there is none.
+        the remedy; empty where there is none.
     """
     search = _Search(flatten(traced))
     search.run(*args)
     expr = search.found
     if expr is None:
-        return None
+        return []
     remedy = _SOFTMAX if _is_softmax(expr) else _OTHERS
-    return f"{named(expr, op_label(expr))} gives {search.what} for finite inputs on the example: {remedy}."
+    return [f"{named(expr, op_label(expr))} gives {search.what} for finite inputs on the example: {remedy}."]
 
 
 class _Search(Interpreter):

@@ -22,8 +22,9 @@ from qtrace.errors import TraceError
 from qtrace.graph._attention import attention_in_parts
 from qtrace.graph.source_lines import named, recorded_lines
 
-__all__ = ["check_kernels", "holds_none", "recording", "without_none"]
+__all__ = ["NONE_IS_DROPPED", "check_kernels", "holds_none", "recording", "without_none"]
 
+NONE_IS_DROPPED = "forward returns None among tensors: the trace returns the tensors alone."
 _KNOWN_COMPILED = ("Where",)  # which `expand` writes as a function
 
 

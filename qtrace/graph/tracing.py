@@ -19,8 +19,8 @@ from megengine.utils.naming import AutoNaming
 from qtrace.errors import QtraceWarning, TraceError
 from qtrace.graph import _diff, _failures, _hazards, _inputs
 from qtrace.graph._attention import open_attention
-from qtrace.graph._nonfinite import nonfinite_result
-from qtrace.graph._recording import check_kernels, holds_none, recording, without_none
+from qtrace.graph._nonfinite import nonfinite_results
+from qtrace.graph._recording import NONE_IS_DROPPED, check_kernels, holds_none, recording, without_none
 from qtrace.graph._returned import key_order, restore_key_order
 from qtrace.graph._source_names import restore_names
 from qtrace.graph._subclasses import become_builtin
@@ -198,18 +198,9 @@ class _Tracing:
                 self.compare(traced, other, expected, batch if extra else None)
                 break
         traced.eval()
-        return traced, self.notes(traced, check)
-
-    def notes(self, traced: TracedModule, check: bool) -> list[str]:
-        found = []
-        if self.drops_none:
-            found.append(
-                f"{self.name}.forward returns None among tensors: the trace returns the tensors alone."
-            )
-        nonfinite = nonfinite_result(traced, _inputs.fresh(self.args)) if check else None
-        if nonfinite is not None:
-            found.append(f"{self.name}: {nonfinite}")
-        return found
+        notes = [NONE_IS_DROPPED] if self.drops_none else []
+        notes += nonfinite_results(traced, _inputs.fresh(self.args)) if check else []
+        return traced, [f"{self.name}: {note}" for note in notes]
 
     def first_run(self, check: bool) -> tuple[tuple[Any, ...], list[Any]]:
         """Runs the copy once, on other values where it takes them; reports Functions and changed state."""

@@ -68,16 +68,23 @@ def trace(module: Module, *example: Any, method: str = "forward", check: bool = 
         return copied
     args = _inputs.to_tensors(example)
     _check_signature(module, method, args)
-    try:
-        with _engine(async_level=1):
-            traced, notes = _Tracing(module, args, method).run(check)
-    except TraceError:
-        # F.arange and F.linspace race when several are queued, so a verdict counts only without a queue.
-        with _engine(async_level=0):
-            traced, notes = _Tracing(module, args, method).run(check)
+    traced, notes = _traced(module, args, method, check)
     for note in notes:
         warnings.warn(note, QtraceWarning, stacklevel=2)
     return traced
+
+
+def _traced(
+    module: Module, args: tuple[Any, ...], method: str, check: bool
+) -> tuple[TracedModule, list[str]]:
+    try:
+        with _engine(async_level=1):
+            return _Tracing(module, args, method).run(check)
+    except TraceError:
+        pass
+    # F.arange and F.linspace race when several are queued, so a verdict counts only without a queue.
+    with _engine(async_level=0):
+        return _Tracing(module, args, method).run(check)
 
 
 def _check_signature(module: Module, method: str, args: tuple[Any, ...]) -> None:

@@ -97,7 +97,18 @@ def _topk(w: OnnxWriter, call: OpCall) -> None:
     if a["kth_only"]:
         _kth(w, call)
         return
-    _top(w, call, scalar_int64(w, a["k"]), bool(a["descending"]), not a["no_sort"])
+    base = call.out.name
+    # MegEngine gives all values where there are fewer than k; how many there are may depend on the input.
+    count = w.node("Min", [scalar_int64(w, a["k"]), _length(w, call)], w.fresh(base))
+    _top(w, call, count, bool(a["descending"]), not a["no_sort"])
+
+
+def _length(w: OnnxWriter, call: OpCall) -> str:
+    """The size of the last axis of the input, as a vector of one number."""
+    x, base = call.inputs[0], call.out.name
+    last = len(x.shape) - 1
+    shape = w.node("Shape", [w.name(x)], w.fresh(base))
+    return w.node("Slice", [shape, w.ints([last]), w.ints([last + 1])], w.fresh(base))
 
 
 def _kth(w: OnnxWriter, call: OpCall) -> None:
@@ -116,11 +127,7 @@ def _kth(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _sort(w: OnnxWriter, call: OpCall) -> None:
-    x = call.inputs[0]
-    shape = w.node("Shape", [w.name(x)], w.fresh(call.out.name))
-    last = len(x.shape) - 1
-    count = w.node("Slice", [shape, w.ints([last]), w.ints([last + 1])], w.fresh(call.out.name))
-    _top(w, call, count, bool(call.attrs["descending"]))
+    _top(w, call, _length(w, call), bool(call.attrs["descending"]))
 
 
 def _one_hot(w: OnnxWriter, call: OpCall) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 from tqdm import tqdm
 
 from qtrace.batches import as_arguments, evaluating
-from qtrace.collection.base import named_fake_quants, watched
+from qtrace.collection.base import Watched, named_fake_quants, watched
 from qtrace.collection.choice import Chosen, choose
 from qtrace.collection.observing import Observing
 from qtrace.collection.statistics import Statistics, fresh, no_statistics
 from qtrace.errors import CalibrationError
+from qtrace.graph.source_lines import named
 from qtrace.graph.types import TracedModule
+from qtrace.graph.walk import exprs, op_label
 from qtrace.observers.base import Observer
 from qtrace.phases import in_phase
 
@@ -95,7 +97,7 @@ def collect(
             unit="batch",
             disable=silent,
         )
-        observing = Observing(start, seen, sites)
+        observing = Observing(start, seen, sites, _places(prepared, seen))
         with bar:
             for index, batch in bar:
                 arguments = as_arguments(batch, prepared, index)
@@ -104,6 +106,12 @@ def collect(
                 observing.commit()
                 after(Collected(observing.statistics, engine.chosen))
         return Collected(observing.statistics, engine.chosen)
+
+
+def _places(prepared: TracedModule, seen: Watched) -> dict[str, str]:
+    """Watched node -> what computes it, and the line of it."""
+    nodes = ((node, e) for e in exprs(prepared) for node in e.outputs)
+    return {node.name: named(e, op_label(e)) for node, e in nodes if node.name in seen.nodes}
 
 
 def observe_parameters(prepared: TracedModule, statistics: Statistics) -> Statistics:

@@ -9,6 +9,7 @@ import numpy as np
 
 from qtrace.collection.base import Watched
 from qtrace.collection.statistics import Statistics, arrays, checksum, fresh
+from qtrace.errors import CalibrationError
 from qtrace.fakequant.base import fold_channels
 from qtrace.observers.base import Observer
 
@@ -28,10 +29,14 @@ class Observing:
         statistics: what is added to.
         watched: what is observed.
         sites: group -> the name of its site, for errors.
+        places: node -> its op and the line of it, for errors.
     """
 
-    def __init__(self, statistics: Statistics, watched: Watched, sites: Mapping[str, str]) -> None:
+    def __init__(
+        self, statistics: Statistics, watched: Watched, sites: Mapping[str, str], places: Mapping[str, str]
+    ) -> None:
         self.statistics, self._watched, self._sites = statistics, watched, sites
+        self._places = places
         self._seen: dict[str, list[Observer]] = {}
         self._batch = self._checksum = 0
 
@@ -50,10 +55,14 @@ class Observing:
         """Takes the value of a node for all its groups.
 
         Raises:
-            CalibrationError: when an observer refuses it, naming site and batch.
+            CalibrationError: when an observer refuses it, naming site, batch, op and line.
         """
         for group in self._watched.nodes[node]:
-            self._observe(group, fold_channels(value, self._watched.folded.get(group, ())))
+            try:
+                self._observe(group, fold_channels(value, self._watched.folded.get(group, ())))
+            except CalibrationError as error:
+                place = self._places.get(node)
+                raise CalibrationError(f"{error} The value is {place}." if place else str(error)) from error
 
     def commit(self) -> None:
         """Ends the batch: adds it to the statistics."""

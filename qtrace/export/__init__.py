@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.errors import ExportError
+from qtrace.export._located import locate_by_name
 from qtrace.graph.types import TracedModule
 from qtrace.passes.record import read_record
 
@@ -46,7 +47,7 @@ def export(
 
     Raises:
         ExportError: for an unknown format or option, a graph that the format cannot express, naming the
-            node, or a path that cannot be written.
+            node, its op and the line of it, or a path that cannot be written.
         GraphError: when the module is not converted.
     """
     target = Path(path)
@@ -55,10 +56,13 @@ def export(
     if not target.parent.is_dir():
         raise ExportError(f"{target.parent} is not a folder: make it first.")
     _check_options(module, options)
-    if hasattr(module, "files"):
-        contents = module.files(converted, target, **options)
-    else:
-        contents = {target: module.serialize(converted, **options)}
+    try:
+        if hasattr(module, "files"):
+            contents = module.files(converted, target, **options)
+        else:
+            contents = {target: module.serialize(converted, **options)}
+    except ExportError as error:
+        raise locate_by_name(error, converted) from error
     try:
         _write(contents)
     except OSError as error:

@@ -40,7 +40,7 @@ def _leaky_relu(w: CaffeWriter, call: OpCall) -> None:
 def _prelu(w: CaffeWriter, call: OpCall) -> None:
     slope = w.value(call.attrs["slope"])
     if slope is None:
-        raise ExportError("its slope is computed, and Caffe stores it in the file")
+        raise ExportError("its slope is computed, and Caffe stores it in the file: make it a parameter")
     fields = {"channel_shared": slope.size == 1}
     w.emit("PReLU", [w.name(call.inputs[0])], call.out, [slope.reshape(-1)], prelu_param=fields)
 
@@ -102,7 +102,9 @@ def _batch_norm(w: CaffeWriter, call: OpCall) -> None:
     found = {n: w.value(v) if isinstance(v, TensorNode) else v for n, v in raw.items()}
     gamma, beta, mean, var = (None if found[n] is None else np.asarray(found[n]).reshape(-1) for n in names)
     if mean is None or var is None:
-        raise ExportError("its statistics are computed, and Caffe stores them in the file")
+        raise ExportError(
+            "its statistics are computed, and Caffe stores them in the file: end the graph before it"
+        )
     factor = 1.0 / np.sqrt(var.astype(np.float64) + a["eps"])
     factor = factor if gamma is None else factor * gamma
     offset = -mean * factor if beta is None else beta - mean * factor
@@ -127,7 +129,7 @@ def _binary(w: CaffeWriter, call: OpCall) -> None:
     if call.kind == "sub":
         how["coeff"] = [1.0, -1.0]
     elif call.kind not in ("add", "mul", "maximum"):
-        raise ExportError(f"Caffe has no {call.kind} of two tensors")
+        raise ExportError(f"Caffe has no {call.kind} of two tensors: end the graph before it")
     w.emit("Eltwise", [w.name(left), w.name(right)], call.out, eltwise_param=how)
 
 
@@ -140,7 +142,7 @@ def _with_scalar(w: CaffeWriter, call: OpCall) -> None:
         "div": {"power": -1.0, "scale": 1.0 / number} if front else {"scale": 1.0 / number},
     }.get(call.kind)
     if fields is None:
-        raise ExportError(f"Caffe has no {call.kind} with a number")
+        raise ExportError(f"Caffe has no {call.kind} with a number: end the graph before it")
     w.emit("Power", [w.name(call.inputs[0])], call.out, power_param=fields)
 
 
@@ -151,7 +153,10 @@ def _with_parameter(w: CaffeWriter, call: OpCall, values: list[np.ndarray | None
     channels = int(shape[1]) if len(shape) > 1 else 0
     full = (1,) * (len(shape) - value.ndim) + value.shape
     if call.kind not in ("add", "mul") or full != (1, channels, *(1,) * (len(shape) - 2)):
-        raise ExportError("Caffe adds and multiplies by a stored number for each channel only")
+        raise ExportError(
+            "Caffe adds and multiplies by a stored number for each channel only: give it the shape "
+            "(1, C, 1, 1)"
+        )
     ones, flat = np.ones(channels, np.float32), value.reshape(-1)
     blobs = [ones, flat] if call.kind == "add" else [flat]
     fields = {"axis": 1, "bias_term": call.kind == "add"}

@@ -21,7 +21,7 @@ def stored(w: CaffeWriter, node: Any, what: str) -> np.ndarray:
     """The value of a parameter."""
     value = w.value(node)
     if value is None:
-        raise ExportError(f"its {what} is computed, and Caffe stores those in the file")
+        raise ExportError(f"its {what} is computed, and Caffe stores those in the file: make it a parameter")
     return value
 
 

@@ -30,7 +30,8 @@ class CaffeWriter:
             return self.names[id(node)]
         what = node.name if isinstance(node, Node) else repr(node)
         raise ExportError(
-            f"{what} is a parameter, a number or a shape, and Caffe has those inside of layers only"
+            f"{what} is a parameter, a number or a shape, and Caffe has those inside of layers only: "
+            "compute it from the input, or end the graph before it"
         )
 
     def value(self, node: Any) -> np.ndarray | None:

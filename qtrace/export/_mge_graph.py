@@ -15,6 +15,7 @@ from megengine.functional.quantized import conv_bias_activation, conv_transpose2
 from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export._allow_float import only_floats_read
+from qtrace.export._located import located
 from qtrace.export.onnx import integer_values
 from qtrace.fakequant._bias import BiasQuant
 from qtrace.fakequant.base import FakeQuant
@@ -74,7 +75,8 @@ class QuantizedGraph:
         self.values = {id(graph.inputs[0]): self.model}
         self.values.update((id(n), x) for n, x in zip(graph.inputs[1:], inputs, strict=True))
         for expr in exprs(self.model):
-            self._compute(expr)
+            with located(expr):
+                self._compute(expr)
         return [_as_float(self.values[id(n)]) for n in graph.outputs]
 
     def _compute(self, expr: Expr) -> None:
@@ -147,7 +149,10 @@ class QuantizedGraph:
             values = [_as_float(v) for v in values]
         found = expr.interpret(*values)
         if found is None:
-            raise ExportError(f"{expr.outputs[0].name}: {op_label(expr)} gives nothing that could be dumped.")
+            raise ExportError(
+                f"{expr.outputs[0].name}: {op_label(expr)} gives nothing that could be dumped: end "
+                "the graph before it."
+            )
         return found
 
     # -- ops with kernels for integers --------------------------------------------------------------

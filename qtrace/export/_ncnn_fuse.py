@@ -7,7 +7,7 @@ from typing import Any
 
 from qtrace.export._ncnn_writer import Layer
 
-__all__ = ["fuse_activations", "fuse_roundings", "split_branches"]
+__all__ = ["fuse_activations", "fuse_roundings", "sinks", "split_branches"]
 
 _LAYERS = ("Convolution", "ConvolutionDepthWise", "Deconvolution", "DeconvolutionDepthWise", "InnerProduct")
 _ACTIVATION, _ARGUMENTS, _INT8 = 9, -23310, 8
@@ -25,7 +25,7 @@ def fuse_roundings(layers: list[Layer], outputs: set[str]) -> list[Layer]:
 
 def _fuse(layers: list[Layer], outputs: set[str], take: Any) -> list[Layer]:
     readers = Counter(b for layer in layers for b in layer.bottoms)
-    producers = {layer.tops[0]: layer for layer in layers}
+    producers = {layer.tops[0]: layer for layer in layers if layer.tops}
     kept: list[Layer] = []
     for layer in layers:
         blob = layer.bottoms[0] if len(layer.bottoms) == 1 else ""
@@ -68,6 +68,13 @@ def _take_rounding(before: Layer, layer: Layer, readers: Counter[str]) -> bool:
     before.params[_INT8] += 100
     before.weights += layer.weights
     return True
+
+
+def sinks(layers: list[Layer], outputs: set[str]) -> list[Layer]:
+    """Layers that read the parts of a split that nothing else reads: ncnn takes unread blobs for outputs."""
+    read = {blob for layer in layers for blob in layer.bottoms} | outputs
+    unread = [top for layer in layers if len(layer.tops) > 1 for top in layer.tops if top not in read]
+    return [Layer("Noop", [blob], []) for blob in unread]
 
 
 def split_branches(layers: list[Layer]) -> list[Layer]:

@@ -68,7 +68,9 @@ def _batch_norm(w: NcnnWriter, call: OpCall) -> None:
     raw = {n: getattr(module, n) if module is not None else a[n] for n in names}
     found = {n: w.value(v) if isinstance(v, TensorNode) else v for n, v in raw.items()}
     if found["running_mean"] is None or found["running_var"] is None:
-        raise ExportError("its statistics are computed, and ncnn stores them in the file")
+        raise ExportError(
+            "its statistics are computed, and ncnn stores them in the file: end the graph before it"
+        )
     mean = np.asarray(found["running_mean"]).reshape(-1)
     fallback = {"weight": np.ones_like(mean), "bias": np.zeros_like(mean)}
     parts = [fallback[n] if found[n] is None else np.asarray(found[n]).reshape(-1) for n in names]
@@ -98,7 +100,10 @@ def _sample(value: np.ndarray, call: OpCall) -> np.ndarray:
     rank = len(call.out.shape)
     full = value.reshape((1,) * (rank - value.ndim) + value.shape)
     if len(full) != 1:
-        raise ExportError("a stored operand has a value for each sample of the batch, which ncnn cannot know")
+        raise ExportError(
+            "a stored operand has a value for each sample of the batch, which ncnn cannot know: "
+            "give it 1 in the first axis"
+        )
     return full[0]
 
 
@@ -147,7 +152,7 @@ def _reshape(w: NcnnWriter, call: OpCall) -> None:
     w.shape(call.inputs[0])
     shape = w.shape(call.out)
     if len(shape) > 4:
-        raise ExportError(f"ncnn has blobs of 1 to 4 axes, not {len(shape)}")
+        raise ExportError(f"ncnn has blobs of 1 to 4 axes, not {len(shape)}: join some axes")
     keys = {1: (0,), 2: (0, 1), 3: (0, 1, 2), 4: (0, 1, 11, 2)}[len(shape)]
     params = dict(zip(keys, reversed(shape), strict=True))
     w.emit("Reshape", [w.name(call.inputs[0])], call.out, params)
@@ -179,7 +184,7 @@ def _pad(w: NcnnWriter, call: OpCall) -> None:
     width = [*call.attrs["width"], *[(0, 0)] * (len(call.out.shape) - len(call.attrs["width"]))]
     modes = {"constant": 0, "replicate": 1, "reflect": 2}
     if len(width) != 4 or any(any(pair) for pair in width[:2]):
-        raise ExportError("ncnn pads the height and width of images only")
+        raise ExportError("ncnn pads the height and width of images only: leave the other axes")
     (top, bottom), (left, right) = width[2:]
     params = {0: top, 1: bottom, 2: left, 3: right, 4: modes[call.attrs["mode"]]}
     w.emit("Padding", [w.name(call.inputs[0])], call.out, {**params, 5: float(call.attrs["value"])})

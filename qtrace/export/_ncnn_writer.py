@@ -33,7 +33,7 @@ class Layer:
         """Its line in the ``.param``."""
         words = [
             self.kind,
-            self.tops[0],
+            self.tops[0] if self.tops else f"{self.bottoms[0]}_unused",
             str(len(self.bottoms)),
             str(len(self.tops)),
             *self.bottoms,
@@ -106,7 +106,10 @@ class NcnnWriter:
         """The blob that an op reads for ``node``."""
         if not isinstance(node, Node) or id(node) not in self.names:
             what = node.name if isinstance(node, Node) else repr(node)
-            raise ExportError(f"{what} is a parameter, a number or a shape, where ncnn takes a blob")
+            raise ExportError(
+                f"{what} is a parameter, a number or a shape, where ncnn takes a blob: "
+                "compute it from the input, or end the graph before it"
+            )
         if self.moving or id(node) not in self.rounded:
             return self.names[id(node)]
         return self._dequantized(node)
@@ -163,7 +166,9 @@ class NcnnWriter:
     def memory(self, value: np.ndarray, name: str) -> str:
         """Adds a stored blob, of a shape without the batch."""
         if value.ndim not in (1, 2, 3):
-            raise ExportError(f"ncnn stores blobs of 1 to 3 axes, and {name} has {value.ndim}")
+            raise ExportError(
+                f"ncnn stores blobs of 1 to 3 axes, and {name} has {value.ndim}: drop axes of size 1"
+            )
         sizes = dict(zip((0, 1, 2), reversed(value.shape), strict=False))
         return self.layer("MemoryData", [], name, sizes, [floats(value)])
 
@@ -203,7 +208,7 @@ def stored(w: NcnnWriter, node: Any, what: str) -> np.ndarray:
     """The value of a parameter."""
     value = w.value(node)
     if value is None:
-        raise ExportError(f"its {what} is computed, and ncnn stores it in the file")
+        raise ExportError(f"its {what} is computed, and ncnn stores it in the file: make it a parameter")
     return value
 
 

@@ -68,5 +68,7 @@ def activations(prepared: TracedModule, nodes: Sequence[str]) -> Activations:
     try:
         data = model.SerializeToString()
     except ValueError as error:
-        raise ExportError("the model is larger than an ONNX file may be, 2 GiB.") from error
+        raise ExportError(
+            "the model is larger than an ONNX file may be, 2 GiB: use engine megengine."
+        ) from error
     return Activations(data, inputs, outputs, given)

@@ -74,7 +74,9 @@ def _logic(op: str) -> Emitter:
     def emit(w: OnnxWriter, call: OpCall) -> None:
         operands = call.attrs.get("operands", call.inputs)
         if np.dtype(call.out.dtype) != np.bool_:
-            raise ExportError(f"{call.out.name}: logic on integers has no ONNX form before opset 18")
+            raise ExportError(
+                f"{call.out.name}: logic on integers has no ONNX form before opset 18: use booleans"
+            )
         w.emit(op, [operand(w, v, np.bool_) for v in operands], call.out)
 
     return emit
@@ -146,7 +148,9 @@ def _shifted(w: OnnxWriter, call: OpCall) -> list[str]:
     """The number, and the power of two by which a shift multiplies or divides it."""
     left, right = call.attrs["operands"]
     if isinstance(right, TensorNode):
-        raise ExportError(f"{call.out.name}: a shift by a computed number has no ONNX form")
+        raise ExportError(
+            f"{call.out.name}: a shift by a computed number has no ONNX form: shift by a fixed one"
+        )
     return [operand(w, left, call.out.dtype), number(w, 2 ** int(right), call.out.dtype)]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.export._onnx_types import Emitter, array, cast, int64, operand, rank, scalar_int64
 from qtrace.export._onnx_writer import OnnxWriter
+from qtrace.graph.traced_sizes import traced_value
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 
@@ -174,7 +175,10 @@ def _pairs(w: OnnxWriter, many: list[_Item], out: str) -> str:
     """Positions in the first axes together, as GatherND reads them."""
     ranks = {rank(i.value) for i in many}
     if [i.axis for i in many] != list(range(len(many))) or len(ranks) != 1:
-        raise ExportError(f"{out}: several lists of positions have an ONNX form only in the first axes")
+        raise ExportError(
+            f"{out}: several lists of positions have an ONNX form only in the first axes: transpose "
+            "before, or index one axis at a time"
+        )
     columns = [w.node("Unsqueeze", [_positions(w, i.value), w.ints([-1])], w.fresh(out)) for i in many]
     return w.node("Concat", columns, w.fresh(out), axis=-1)
 
@@ -183,7 +187,7 @@ def _masked(w: OnnxWriter, source: str, items: list[_Item], out: str) -> str:
     """``x[mask]`` with a mask over the first axes."""
     mask = items[0].value
     if not _is_mask(mask) or not all(i.whole for i in items[1:]):
-        raise ExportError(f"{out}: a mask has an ONNX form only as the whole index")
+        raise ExportError(f"{out}: a mask has an ONNX form only as the whole index: index twice")
     flat = w.node("Reshape", [operand(w, mask, np.bool_), w.ints([-1])], w.fresh(out))
     count = rank(mask)
     if count > 1:
@@ -199,16 +203,38 @@ def _masked(w: OnnxWriter, source: str, items: list[_Item], out: str) -> str:
 def _setitem(w: OnnxWriter, call: OpCall) -> None:
     """``x[index] = value`` as a choice between the old values and the new ones."""
     x, out = call.expr.args[0], call.out
-    items = _items(call.attrs["index"], len(x.shape))
+    items = [_at_traced_size(i, out) for i in _items(call.attrs["index"], len(x.shape))]
     if _is_mask(items[0].value):
         chosen, value = _mask_everywhere(w, items, rank(x), out.name), _plain(w, call)
     elif any(i.axis is None or i.many or isinstance(i.value, TensorNode) or _computed(i) for i in items):
         raise ExportError(
-            f"{out.name}: writing has an ONNX form only by fixed slices and numbers, or by a mask"
+            f"{out.name}: writing at {call.attrs['index']!r} has no ONNX form: write at slices and numbers "
+            "that are fixed or computed from shapes, or at a mask, or use F.where or F.concat"
         )
     else:
         chosen, value = _region(w, call, items)
     w.emit("Where", [chosen, value, operand(w, x, out.dtype)], out)
+
+
+def _at_traced_size(item: _Item, out: TensorNode) -> _Item:
+    """``item`` with bounds that are computed from shapes as numbers; the whole axis where they span it."""
+    value = item.value
+    if item.axis is None or _is_mask(value):
+        return item
+    if isinstance(value, slice):
+        value = slice(*(_traced_number(b) for b in (value.start, value.stop, value.step)))
+        if not _computed(_Item(item.axis, value)):
+            size = int(out.shape[item.axis])
+            value = slice(None) if range(size)[value] == range(size) else value
+    elif isinstance(value, TensorNode) and item.single:
+        value = _traced_number(value)
+    return _Item(item.axis, value)
+
+
+def _traced_number(value: Any) -> Any:
+    """The number that ``value`` is at the traced size; ``value`` itself where it depends on more."""
+    found = traced_value(value) if isinstance(value, TensorNode) else None
+    return value if found is None or found.size != 1 else int(found.reshape(-1)[0])
 
 
 def _computed(item: _Item) -> bool:
@@ -223,14 +249,16 @@ def _plain(w: OnnxWriter, call: OpCall) -> str:
     value = call.attrs["value"]
     size = int(np.prod(value.shape)) if isinstance(value, TensorNode) else array(value).size
     if size != 1:
-        raise ExportError(f"{call.out.name}: only one number has an ONNX form where a mask says the places")
+        raise ExportError(
+            f"{call.out.name}: only one number has an ONNX form where a mask says the places: use F.where"
+        )
     return operand(w, value, call.out.dtype)
 
 
 def _mask_everywhere(w: OnnxWriter, items: list[_Item], axes: int, out: str) -> str:
     mask = items[0].value
     if not all(i.whole for i in items[1:]):
-        raise ExportError(f"{out}: a mask has an ONNX form only as the whole index")
+        raise ExportError(f"{out}: a mask has an ONNX form only as the whole index: index twice")
     name = operand(w, mask, np.bool_)
     count = rank(mask)
     return name if count == axes else w.node("Unsqueeze", [name, w.ints(range(count, axes))], w.fresh(out))

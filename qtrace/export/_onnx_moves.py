@@ -92,7 +92,9 @@ def _split(w: OnnxWriter, call: OpCall) -> None:
 def _split_computed(w: OnnxWriter, call: OpCall, axis: int, sections: Any) -> None:
     """A slice for each part, between places that are computed."""
     if isinstance(sections, TensorNode):
-        raise ExportError(f"{call.out.name}: a split into a computed number of parts has no ONNX form")
+        raise ExportError(
+            f"{call.out.name}: a split into a computed number of parts has no ONNX form: fix it"
+        )
     places = [w.ints([0]), *(scalar_int64(w, s) for s in sections), w.ints([_END])]
     for node, start, end in zip(call.outputs, places, places[1:], strict=False):
         w.emit("Slice", [w.name(call.inputs[0]), start, end, w.ints([axis])], node)
@@ -135,7 +137,7 @@ def _roll(w: OnnxWriter, call: OpCall) -> None:
     name = source if axes is not None else w.node("Reshape", [source, w.ints([-1])], w.fresh(base))
     for shift, axis in zip(call.attrs["shift"], axes or (0,), strict=True):
         if isinstance(shift, TensorNode):
-            raise ExportError(f"{base}: a shift that is computed has no ONNX form")
+            raise ExportError(f"{base}: a shift that is computed has no ONNX form: fix it")
         if int(shift) == 0:
             continue
         place = _place(w, name, int(shift), axis, base)

@@ -26,7 +26,10 @@ def _batch_norm(w: OnnxWriter, call: OpCall) -> None:
     else:
         values = [None if call.attrs[n] is None else w.value(call.attrs[n]) for n in names]
         if any(v is None and call.attrs[n] is not None for v, n in zip(values, names, strict=True)):
-            raise ExportError(f"{call.out.name}: a BatchNorm whose statistics are computed has no ONNX form")
+            raise ExportError(
+                f"{call.out.name}: a BatchNorm whose statistics are computed has no ONNX form: "
+                "end the graph before it"
+            )
     size = next(v.size for v in values if v is not None)
     defaults = (1.0, 0.0, 0.0, 1.0)
     flat = [
@@ -78,7 +81,7 @@ def _power_sum(w: OnnxWriter, call: OpCall, keep: int, output: str) -> str:
     if order in (1.0, 2.0):
         return w.node(f"ReduceL{order:.0f}", [x], output, axes=axes, keepdims=keep)
     if order <= 0.0 or math.isinf(order):
-        raise ExportError(f"{base}: a norm of order {order:g} has no ONNX form")
+        raise ExportError(f"{base}: a norm of order {order:g} has no ONNX form: use order 1 or 2")
     powers = w.node("Pow", [w.node("Abs", [x], w.fresh(base)), w.scalar(order)], w.fresh(base))
     total = w.node("ReduceSum", [powers, w.ints(axes)], w.fresh(base), keepdims=keep)
     return w.node("Pow", [total, w.scalar(1.0 / order)], output)

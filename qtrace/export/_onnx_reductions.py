@@ -59,10 +59,14 @@ def _argument(op: str) -> Emitter:
     def emit(w: OnnxWriter, call: OpCall) -> None:
         axis, x, keep = call.attrs["axis"], w.name(call.inputs[0]), int(bool(call.attrs["keepdims"]))
         if axis is not None and len(axis) != 1:
-            raise ExportError(f"{call.out.name}: a search over several axes has no ONNX form")
+            raise ExportError(
+                f"{call.out.name}: a search over several axes has no ONNX form: flatten these axes before"
+            )
         if axis is None:
             if keep:
-                raise ExportError(f"{call.out.name}: a search over all axes that keeps them has no ONNX form")
+                raise ExportError(
+                    f"{call.out.name}: a search over all axes that keeps them has no ONNX form: flatten it"
+                )
             x = w.node("Reshape", [x, w.ints([-1])], w.fresh(call.out.name))
         emit_as(w, op, [x], call.out, axis=0 if axis is None else int(axis[0]), keepdims=keep)
 
@@ -93,14 +97,27 @@ def _topk(w: OnnxWriter, call: OpCall) -> None:
     if a["kth_only"]:
         _kth(w, call)
         return
-    _top(w, call, scalar_int64(w, a["k"]), bool(a["descending"]), not a["no_sort"])
+    base = call.out.name
+    # MegEngine gives all values where there are fewer than k; how many there are may depend on the input.
+    count = w.node("Min", [scalar_int64(w, a["k"]), _length(w, call)], w.fresh(base))
+    _top(w, call, count, bool(a["descending"]), not a["no_sort"])
+
+
+def _length(w: OnnxWriter, call: OpCall) -> str:
+    """The size of the last axis of the input, as a vector of one number."""
+    x, base = call.inputs[0], call.out.name
+    last = len(x.shape) - 1
+    shape = w.node("Shape", [w.name(x)], w.fresh(base))
+    return w.node("Slice", [shape, w.ints([last]), w.ints([last + 1])], w.fresh(base))
 
 
 def _kth(w: OnnxWriter, call: OpCall) -> None:
     """The k-th value alone, as the last of the k first."""
     value, position = call.outputs
     if any(users(position)):
-        raise ExportError(f"{call.out.name}: the position of a k-th value has no ONNX form")
+        raise ExportError(
+            f"{call.out.name}: the position of a k-th value has no ONNX form: take it from F.topk"
+        )
     made = [w.fresh(value.name), w.fresh(value.name)]
     options = {"axis": -1, "largest": int(bool(call.attrs["descending"])), "sorted": 1}
     inputs = [w.name(call.inputs[0]), scalar_int64(w, call.attrs["k"])]
@@ -110,11 +127,7 @@ def _kth(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _sort(w: OnnxWriter, call: OpCall) -> None:
-    x = call.inputs[0]
-    shape = w.node("Shape", [w.name(x)], w.fresh(call.out.name))
-    last = len(x.shape) - 1
-    count = w.node("Slice", [shape, w.ints([last]), w.ints([last + 1])], w.fresh(call.out.name))
-    _top(w, call, count, bool(call.attrs["descending"]))
+    _top(w, call, _length(w, call), bool(call.attrs["descending"]))
 
 
 def _one_hot(w: OnnxWriter, call: OpCall) -> None:
@@ -134,7 +147,7 @@ def _nms(w: OnnxWriter, call: OpCall) -> None:
     ranked = w.node("Unsqueeze", [w.name(scores), w.ints([0, 1])], w.fresh(base))
     threshold = call.attrs["iou_thresh"]
     if isinstance(threshold, TensorNode):
-        raise ExportError(f"{base}: a threshold that is computed has no ONNX form")
+        raise ExportError(f"{base}: a threshold that is computed has no ONNX form: fix it")
     limits = w.constant(w.fresh("const_iou"), np.array([float(threshold)], np.float32))
     found = w.node("NonMaxSuppression", [stacked, ranked, count, limits], w.fresh(base))
     column = w.constant("const_axis_2", np.array(2, np.int64))

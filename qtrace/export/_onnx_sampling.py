@@ -87,11 +87,11 @@ def _warp(w: OnnxWriter, call: OpCall) -> None:
     """Places are ``mat @ (x, y, 1)`` for every pixel of the output; the third row divides the others."""
     a, base = _given(call), call.out.name
     if a["format"] != "NCHW":
-        raise ExportError(f"{call.kind} has an ONNX form only with format='NCHW'")
+        raise ExportError(f"{call.kind} has an ONNX form only with format='NCHW': transpose its input")
     if a.get("mat_idx") is not None:
         raise ExportError(f"{call.kind} with mat_idx has no ONNX form: give each image its matrix")
     if isinstance(a["out_shape"], TensorNode):
-        raise ExportError(f"{call.kind} has an ONNX form only where out_shape is fixed")
+        raise ExportError(f"{call.kind} has an ONNX form only where out_shape is fixed: give numbers")
     high, wide = (int(n) for n in call.out.shape[2:])
     y, x = np.mgrid[:high, :wide].astype(np.float32)
     pixels = w.constant(f"{base}_pixels", np.stack([x, y, np.ones_like(x)], -1).reshape(1, -1, 3))
@@ -148,7 +148,9 @@ def _deformable_arguments(w: OnnxWriter, call: OpCall) -> dict[str, Any]:
     for name in ("weight", "bias"):
         value = found[name]
         if isinstance(value, TensorNode) and w.value(value) is None:
-            raise ExportError(f"{call.kind} has an ONNX form only where its {name} is stored")
+            raise ExportError(
+                f"{call.kind} has an ONNX form only where its {name} is stored: make it a parameter"
+            )
         stored = w.value(value) if isinstance(value, TensorNode) else value
         found[name] = None if stored is None else array(stored)
     return found

@@ -43,7 +43,10 @@ def _interpolate(w: OnnxWriter, call: OpCall) -> None:
     a, shape, out = call.attrs, call.inputs[0].shape, call.out.shape
     mode = {"nearest": "nearest", "bilinear": "linear", "linear": "linear", "bicubic": "cubic"}.get(a["mode"])
     if mode is None:
-        raise ExportError(f"{call.out.name}: interpolate mode {a['mode']!r} has no ONNX form")
+        raise ExportError(
+            f"{call.out.name}: interpolate mode {a['mode']!r} has no ONNX form: use nearest, bilinear "
+            "or bicubic"
+        )
     place = "align_corners" if a["align_corners"] else "half_pixel"
     how = {"mode": mode, "coordinate_transformation_mode": place}
     if mode == "nearest":

@@ -174,27 +174,44 @@ def _sliced(b: Build, call: OpCall, held: Held, items: list[_Item], shape: list[
 
 
 def _setitem(b: Build, job: Job) -> None:
-    """``x[..., 2:5] = value``: what stands before the part, the value, and what stands behind it."""
+    """``x[..., 2:5, :7] = value``, axis by axis: what stands before, the value, and what stands behind."""
     call = job.call
-    target, index, value = call.expr.args
+    target, index, _ = call.expr.args
     held = b.floats(b.get(target))
     items = [_fixed(b, i, call) for i in _items(index, len(held.order))]
-    changed = [i for i in items if i.axis is not None and i.value not in (slice(None), slice(None, None, 1))]
-    if len(changed) != 1 or any(i.axis is None for i in items) or not isinstance(changed[0].value, slice):
-        raise ExportError(f"{call.out.name}: writing has a TFLite form only by one slice along one axis")
-    axis = changed[0].axis or 0
-    place, size = held.order.index(axis), held.shape[axis]
-    cut = range(size)[changed[0].value]
-    if cut.step != 1:
+    if any(i.axis is None or not isinstance(i.value, slice) for i in items):
+        raise ExportError(
+            f"{call.out.name}: writing at {index!r} has no TFLite form: write at slices that are fixed or "
+            "computed from shapes, or use F.where or F.concat"
+        )
+    cuts = [(i.axis or 0, range(held.shape[i.axis or 0])[i.value]) for i in items]
+    if any(cut.step != 1 for _, cut in cuts):
         raise ExportError(f"{call.out.name}: writing with a step has no TFLite form: use a slice without one")
-    shape = [len(cut) if i == place else n for i, n in enumerate(held.stored.shape)]
-    parts = [_span(b, held, place, 0, cut.start), _spread(b, job, value, held, shape)]
-    parts.append(_span(b, held, place, cut.stop, size))
-    out = b.result(call.out, held.order)
+    partial = [(held.order.index(axis), cut) for axis, cut in cuts if len(cut) != held.shape[axis]]
+    b.put(call.out, _filled(b, job, held, partial), held.order)
+
+
+def _filled(b: Build, job: Job, held: Held, cuts: list[tuple[int, range]]) -> Stored:
+    """The values of ``held`` with the written value within ``cuts``, ranges of places of the file's axes."""
+    if not cuts:
+        return _spread(b, job, job.call.expr.args[2], held, list(held.stored.shape))
+    place, cut = cuts[0]
+    size = held.stored.shape[place]
+    if not len(cut):
+        return held.stored
+    if len(cuts) > 1:
+        inside = _span(b, held, place, cut.start, cut.stop)
+        assert inside is not None
+        middle = _filled(b, job, Held(inside, held.order), cuts[1:])
+    else:
+        shape = [len(cut) if i == place else n for i, n in enumerate(held.stored.shape)]
+        middle = _spread(b, job, job.call.expr.args[2], held, shape)
+    parts = [_span(b, held, place, 0, cut.start), middle, _span(b, held, place, cut.stop, size)]
+    out = b.like(held.stored, f"{job.call.out.name}_filled", held.stored.shape)
     b.writer.op(
         "CONCATENATION", [p for p in parts if p is not None], [out], "ConcatenationOptions", axis=place
     )
-    b.put(call.out, out, held.order)
+    return out
 
 
 def _span(b: Build, held: Held, place: int, start: int, end: int) -> Stored | None:

@@ -88,7 +88,10 @@ class _Layer:
         if not self.ints:
             value = np.zeros(count, np.float32) if node is None else b.value(node)
             if value is None:
-                raise ExportError(f"{self.call.out.name}: its bias is computed, which TFLite has no form for")
+                raise ExportError(
+                    f"{self.call.out.name}: its bias is computed, which TFLite has no form for: "
+                    "add it behind the layer, or set quantize: false"
+                )
             return b.writer.constant(self.base + "_bias" if node is None else node.name, value.reshape(-1))
         kind = np.int64 if self.input.dtype == np.int16 else np.int32
         assert self.input.grid is not None

@@ -77,7 +77,8 @@ def _argument(code: str, kind: str) -> Emitter:
         held, axes, _, keeps = _axes(b, call)
         if len(axes) != 1:
             raise ExportError(
-                f"{call.out.name}: the place of an extreme has a TFLite form along one axis only"
+                f"{call.out.name}: the place of an extreme has a TFLite form along one axis only: "
+                "flatten the axes before"
             )
         if held.stored.dtype == np.int16:  # the operator reads 8 bits or floats
             held = b.floats(held)

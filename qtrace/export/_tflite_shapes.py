@@ -55,5 +55,9 @@ class _Shapes(Interpreter):
         module, *nodes = self.traced.graph.inputs
         zeros = [mge.Tensor(np.zeros(n.shape, np.dtype(n.dtype))) for n in nodes]
         assert not isinstance(module, TensorNode)
-        self._execute(self.traced.graph, [self.traced, *zeros], None)
+        level, mge.config.async_level = mge.config.async_level, 0  # an error must come where it is caught
+        try:
+            self._execute(self.traced.graph, [self.traced, *zeros], None)
+        finally:
+            mge.config.async_level = level
         return self.found

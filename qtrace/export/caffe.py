@@ -13,6 +13,7 @@ from pathlib import Path
 from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export._float import float_graph
+from qtrace.export._located import refusal
 from qtrace.export._params import beside, parameter_file
 from qtrace.export._sites import Layer, Names, site_table
 from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode, TracedModule
@@ -72,6 +73,18 @@ class _Exporter:
             self.writer.layer("Input", [], name, input_param={"shape": [shape]})
         for expr in exprs(self.model):
             self._emit(expr)
+        self._silence_unread()
+
+    def _silence_unread(self) -> None:
+        """Reads the parts of a split that nothing else reads: Caffe takes unread blobs for outputs."""
+        w = self.writer
+        layers = list(w.net.layer)
+        read = {blob for layer in layers for blob in layer.bottom}
+        read.update(w.names[id(n)] for n in self.model.graph.outputs if id(n) in w.names)
+        for layer in layers:
+            unread = [top for top in layer.top if len(layer.top) > 1 and top not in read]
+            if unread:
+                w.layers("Silence", unread, f"{layer.name}_unused", [])
 
     def _emit(self, expr: Expr) -> None:
         if isinstance(expr, (GetAttr, Constant)):
@@ -84,14 +97,15 @@ class _Exporter:
         if not any(is_float_tensor(n) for n in expr.outputs):
             return  # shapes: layers have those of the trace
         if call is None or call.kind not in self.emitters:
-            raise ExportError(
+            raise refusal(
                 f"{name}: {label} has no Caffe form: end the graph before it, or write it with ops that "
-                "have one."
+                "have one",
+                expr,
             )
         try:
             self.emitters[call.kind](self.writer, call)
         except ExportError as error:
-            raise ExportError(f"{name}: {error} (in {label}).") from error
+            raise refusal(f"{name}: {error}", expr) from error
 
     def names(self) -> Names:
         """What the net calls the nodes and layers of the graph."""

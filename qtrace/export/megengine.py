@@ -58,7 +58,9 @@ def serialize(converted: TracedModule, allow_float: Iterable[str] = ()) -> bytes
         traced.dump(stream, arg_names=names, output_names=outputs, user_info=json.dumps(facts))
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ExportError(f"MegEngine cannot dump the graph: {line}") from error
+        raise ExportError(
+            f"MegEngine cannot dump the graph: {line}. End the graph before the op that it names."
+        ) from error
     return stream.getvalue()
 
 

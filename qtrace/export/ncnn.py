@@ -17,14 +17,15 @@ from megengine import Tensor
 from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export._allow_float import float_kinds, only_floats_read
-from qtrace.export._ncnn_fuse import fuse_activations, fuse_roundings, split_branches
+from qtrace.export._located import refusal, site_expr
+from qtrace.export._ncnn_fuse import fuse_activations, fuse_roundings, sinks, split_branches
 from qtrace.export._ncnn_ops import EMITTERS
 from qtrace.export._ncnn_writer import Layer, NcnnWriter, Rounded, Weight
 from qtrace.export.onnx import input_names, integer_values
 from qtrace.fakequant._bias import BiasQuant
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode, TracedModule
-from qtrace.graph.walk import exprs, is_float_tensor, op_label, owner
+from qtrace.graph.walk import exprs, is_float_tensor, owner
 from qtrace.numerics import dequantize, quantize
 from qtrace.passes.annotation import Site
 from qtrace.passes.insert import CONTAINER
@@ -74,6 +75,7 @@ class _Exporter:
         for expr in exprs(self.model):
             self._emit(expr)
         outputs = self._outputs()
+        w.layers += sinks(w.layers, outputs)
         w.layers = fuse_activations(w.layers, outputs)
         w.layers = fuse_roundings(w.layers, outputs)
         w.layers = split_branches(w.layers)
@@ -92,7 +94,8 @@ class _Exporter:
             elif any(is_float_tensor(n) for n in expr.outputs):
                 self._emit_op(expr)
         except ExportError as error:
-            raise ExportError(f"{node.name}: {error} (in {op_label(expr)}).") from error
+            about = site_expr(expr.args[1], node) if node.name in self.sites else expr
+            raise refusal(f"{node.name}: {error}", about) from error
 
     def _emit_op(self, expr: Expr) -> None:
         w, call = self.writer, ops.read(expr)
@@ -116,7 +119,10 @@ class _Exporter:
         module = getattr(self.container, site.group)
         if site.sort == "weight":
             if value is None:
-                raise ExportError("its weight is computed, and ncnn stores weights in the file")
+                raise ExportError(
+                    "its weight is computed, and ncnn stores weights in the file: set quantize: false "
+                    "for its layer"
+                )
             self._weight(out, site, module, value)
         elif value is not None:
             w.values[id(out)] = dequantize(quantize(value, module.qparams()), module.qparams())
@@ -142,7 +148,9 @@ class _Exporter:
     def _bias(self, site: Site, value: np.ndarray | None) -> np.ndarray:
         """What the graph adds: ncnn has biases in float, so the rounded one is exact enough."""
         if value is None:
-            raise ExportError("its bias is computed, and ncnn stores biases in the file")
+            raise ExportError(
+                "its bias is computed, and ncnn stores biases in the file: set quantize: false for its layer"
+            )
         groups = (getattr(self.container, g) for g in (site.activation, site.weight))
         scale = getattr(self.container, site.group).scale(*groups)[0].numpy().astype(np.float64)
         steps = value.astype(np.float64) / scale

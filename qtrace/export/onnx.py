@@ -22,6 +22,7 @@ from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export import _onnx_external
 from qtrace.export._allow_float import float_kinds, only_floats_read
+from qtrace.export._located import located, site_expr
 from qtrace.fakequant._bias import BIAS_QMAX, BiasQuant
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode, TracedModule
@@ -87,7 +88,9 @@ def check(model: Any) -> None:
         onnx.checker.check_model(_onnx_external.skeleton(model), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         line = str(error).strip().splitlines()[0]
-        raise ExportError(f"the graph makes no valid ONNX model: {line}") from error
+        raise ExportError(
+            f"the graph makes no valid ONNX model: {line}. End the graph before the op that it names."
+        ) from error
 
 
 class _Exporter:
@@ -167,11 +170,13 @@ class _Exporter:
             return
         module = owner(expr)
         if isinstance(module, (FakeQuant, BiasQuant)):
-            self._emit_site(expr, self.sites[expr.outputs[0].name])
+            with located(site_expr(expr.args[1], expr.outputs[0])):
+                self._emit_site(expr, self.sites[expr.outputs[0].name])
             return
         if self._emit_rescaled(expr):
             return
-        self._emit_op(expr)
+        with located(expr):
+            self._emit_op(expr)
         for node in expr.outputs:
             qparams = self.moved.get(node.name)
             if qparams is not None:
@@ -187,12 +192,9 @@ class _Exporter:
         call = ops.read(expr)
         if call is not None and call.kind in self.emitters:
             names = dict(self.writer.names)
-            try:
-                if call.kind in self.floats:
-                    self._keep_float(call)
-                self.emitters[call.kind](self.writer, call)
-            except ExportError as error:
-                raise ExportError(f"{error} (in {call.out.name}, {op_label(expr)}).") from error
+            if call.kind in self.floats:
+                self._keep_float(call)
+            self.emitters[call.kind](self.writer, call)
             self.writer.names.update((id(n), names[id(n)]) for n in call.inputs if id(n) in names)
             return
         raise ExportError(
@@ -274,7 +276,7 @@ class _Exporter:
             call = ops.read(user)
             if call is not None:
                 return call
-        raise ExportError(f"{node.name} is a weight that no layer reads")
+        raise ExportError(f"{node.name} is a weight that no layer reads: set quantize: false for it")
 
     def _emit_bias(self, out: TensorNode, site: Site, source: TensorNode) -> None:
         container, value = getattr(self.model, CONTAINER), self.writer.value(source)

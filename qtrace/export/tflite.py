@@ -20,6 +20,7 @@ import numpy as np
 from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export._allow_float import float_kinds
+from qtrace.export._located import located, site_expr
 from qtrace.fakequant._bias import BIAS_QMAX, BiasQuant
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode, TracedModule
@@ -231,10 +232,12 @@ class _Exporter:
                 self.build.values[id(expr.outputs[0])] = value[0].numpy()
             return
         if isinstance(owner(expr), (FakeQuant, BiasQuant)):
-            self._emit_site(expr, self.plan.sites[expr.outputs[0].name])
+            with located(site_expr(expr.args[1], expr.outputs[0])):
+                self._emit_site(expr, self.plan.sites[expr.outputs[0].name])
             return
-        if not self.forms.fold(self.build, expr):
-            self._emit_op(expr)
+        with located(expr):
+            if not self.forms.fold(self.build, expr):
+                self._emit_op(expr)
 
     def _type(self, site: Site) -> np.dtype:
         return np.dtype(np.int16 if self.plan.schemes[site.group].bits == 16 else np.int8)
@@ -280,7 +283,10 @@ class _Exporter:
         from qtrace.export._tflite_writer import Grid
 
         if value is None:
-            raise ExportError(f"site {site.name}: its bias is computed, which int32 storage cannot express.")
+            raise ExportError(
+                f"site {site.name}: its bias is computed, which int32 storage cannot express: "
+                "set quantize: false for its layer."
+            )
         activation, weight = getattr(self.container, site.activation), getattr(self.container, site.weight)
         scale = getattr(self.container, site.group).scale(activation, weight)[0].numpy().astype(np.float32)
         steps = round_half_away((value.astype(np.float32).reshape(-1) / scale.reshape(-1)).astype(np.float64))
@@ -301,8 +307,4 @@ class _Exporter:
                 f"{expr.outputs[0].name}: {op_label(expr)} has no TFLite form ({reason}): end the graph "
                 "before it, or write it with ops that have one."
             )
-        job = self.plan.job(expr, call)
-        try:
-            emit_job(self.build, job, self.carried)
-        except ExportError as error:
-            raise ExportError(f"{error} (in {job.out.name}, {op_label(expr)}).") from error
+        emit_job(self.build, self.plan.job(expr, call), self.carried)

@@ -23,6 +23,7 @@ from megengine.traced_module.traced_module import _is_builtin_name
 from megengine.traced_module.utils import _convert_kwargs_to_args
 
 from qtrace.errors import GraphError
+from qtrace.graph.source_lines import copy_line
 
 __all__ = [
     "GraphEditor",
@@ -149,6 +150,7 @@ class GraphEditor:
         node = TensorNode(expr, "", f"{self.graph._qualname}.{qualname}", like.shape, like.dtype)
         node._device = like.device
         expr.return_val = node
+        copy_line(after, expr)
         node._name = self._unique(name, node)
         if isinstance(after, Input) or id(after) in self._in_front:
             self._front.append(expr)

@@ -34,6 +34,7 @@ from qtrace.graph._rules import Rules
 from qtrace.graph._seal import check, sealing
 from qtrace.graph._unpickle import Machine
 from qtrace.graph._validate import Validator
+from qtrace.graph.source_lines import attach_lines, detach_lines
 
 __all__ = ["load", "save"]
 
@@ -128,16 +129,19 @@ def _finish(model: TracedModule, rules: Rules) -> None:
         restore(traced, rules.budget)
     for traced in rules.traced:
         check_calls(traced, rules.budget)
+    detach_lines(model)
 
 
 def _dump(module: TracedModule, file: Any) -> None:
     """Pickles as ``megengine.save`` does, then takes away the notes that MegEngine leaves on modules."""
     try:
+        attach_lines(module)
         with max_recursion_limit():  # the pickler recurses along the graph
             pickle.dump(module, file, pickle.DEFAULT_PROTOCOL)
     except (AssertionError, AttributeError, TypeError, pickle.PicklingError) as error:
         raise GraphError(f"the model cannot be saved: {error}") from error
     finally:
+        detach_lines(module)
         for part in _modules(module):
             part.__dict__.pop("_m_dump_modulestate", None)
 

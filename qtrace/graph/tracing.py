@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,8 +16,11 @@ from megengine.traced_module import TracedModule, tm_config, trace_module
 from megengine.traced_module.module_tracer import module_tracer
 from megengine.utils.naming import AutoNaming
 
-from qtrace.errors import TraceError
+from qtrace.errors import QtraceWarning, TraceError
 from qtrace.graph import _diff, _failures, _hazards, _inputs
+from qtrace.graph._attention import open_attention
+from qtrace.graph._nonfinite import nonfinite_results
+from qtrace.graph._recording import NONE_IS_DROPPED, check_kernels, holds_none, recording, without_none
 from qtrace.graph._returned import key_order, restore_key_order
 from qtrace.graph._source_names import restore_names
 from qtrace.graph._subclasses import become_builtin
@@ -44,7 +48,10 @@ def trace(module: Module, *example: Any, method: str = "forward", check: bool = 
             where the module itself accepts one. Costs about five forwards.
 
     Returns:
-        The trace, in eval mode.
+        The trace, in eval mode. Where forward returns None among tensors, it returns the tensors alone.
+
+    Warns:
+        QtraceWarning: where None is left out, or an op makes NaN or infinity of finite inputs on the example.
 
     Raises:
         TraceError: when the module cannot be traced faithfully; the message names the submodule, parameter
@@ -61,6 +68,15 @@ def trace(module: Module, *example: Any, method: str = "forward", check: bool = 
         return copied
     args = _inputs.to_tensors(example)
     _check_signature(module, method, args)
+    traced, notes = _traced(module, args, method, check)
+    for note in notes:
+        warnings.warn(note, QtraceWarning, stacklevel=2)
+    return traced
+
+
+def _traced(
+    module: Module, args: tuple[Any, ...], method: str, check: bool
+) -> tuple[TracedModule, list[str]]:
     try:
         with _engine(async_level=1):
             return _Tracing(module, args, method).run(check)
@@ -137,6 +153,7 @@ class _Tracing:
         self.args = args
         self.module = self.copy()
         self.order: Any = None
+        self.drops_none = False
 
     def copy(self) -> Module:
         try:
@@ -148,6 +165,7 @@ class _Tracing:
             ) from error
         module.eval()
         become_builtin(module)
+        open_attention(module)
         own = type(module)
         if module_tracer.is_builtin(module):  # the tracer calls such a class as one op, which is no graph
             if not own.__module__.startswith("megengine."):
@@ -163,10 +181,13 @@ class _Tracing:
     def results(self, inputs: tuple[Any, ...]) -> list[Any]:
         """What the copy returns on ``inputs``."""
         result = self.module(*_inputs.fresh(inputs))
+        self.drops_none = holds_none(result)
+        result = without_none(result)
         self.order = key_order(result)
         return _diff.values(result)
 
-    def run(self, check: bool) -> TracedModule:
+    def run(self, check: bool) -> tuple[TracedModule, list[str]]:
+        """The trace, and what its user ought to know."""
         inputs, expected = self.first_run(check)
         traced = self.trace(self.args)
         self.check_parameters(traced, inputs, expected)
@@ -184,7 +205,9 @@ class _Tracing:
                 self.compare(traced, other, expected, batch if extra else None)
                 break
         traced.eval()
-        return traced
+        notes = [NONE_IS_DROPPED] if self.drops_none else []
+        notes += nonfinite_results(traced, _inputs.fresh(self.args)) if check else []
+        return traced, [f"{self.name}: {note}" for note in notes]
 
     def first_run(self, check: bool) -> tuple[tuple[Any, ...], list[Any]]:
         """Runs the copy once, on other values where it takes them; reports Functions and changed state."""
@@ -241,12 +264,14 @@ class _Tracing:
 
     def trace(self, args: tuple[Any, ...]) -> TracedModule:
         try:
-            traced = trace_module(self.module, *_inputs.fresh(args))
+            with recording():
+                traced = trace_module(self.module, *_inputs.fresh(args))
         except Exception as error:
             try:
                 raise _failures.explain(error, self.module, self.name) from error
             finally:
                 _failures.clean_up(error)
+        check_kernels(traced, self.name)
         restore_names(self.module, traced)
         restore_key_order(traced, self.order)
         return traced

@@ -14,7 +14,7 @@ from typing import Any
 from qtrace.gradients import plain
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, is_call_module
 from qtrace.ops._infinity import INFINITE, meets_infinity
-from qtrace.ops.base import OpCall, OpRule, Reading, Role
+from qtrace.ops.base import OpCall, OpRule, Reading, Role, UnreadableError
 
 __all__ = ["OpCall", "OpRule", "Role", "kinds", "read", "rules", "target_key", "unsupported"]
 
@@ -63,6 +63,8 @@ def _read(expr: Expr) -> tuple[OpRule | None, Reading | str]:
         return None, "no rule for this op"
     try:
         return rule, _without_infinity(expr, rule, rule.read(expr))
+    except UnreadableError as error:
+        return rule, str(error)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         # Readers say int(x), a["axis"], module.bias: what a tensor, a missing argument or a changed module
         # is not. A form that nobody has thought of keeps its op in float instead of failing.

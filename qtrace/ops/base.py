@@ -13,6 +13,7 @@ from megengine import Tensor
 from megengine.module import Module
 
 from qtrace.graph.edit import signature
+from qtrace.graph.traced_sizes import traced_value
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, TensorNode, is_call_module
 from qtrace.graph.walk import is_float_tensor
 
@@ -22,12 +23,14 @@ __all__ = [
     "Reading",
     "Role",
     "Target",
+    "UnreadableError",
     "arguments",
     "axes",
     "children",
     "named",
     "positional",
     "tensors",
+    "traced_arguments",
     "typed",
 ]
 
@@ -57,6 +60,8 @@ class Reading:
         channel_axes: the axes of the weight that count output channels, in MegEngine's layout.
         role: the role of this very call, where it depends on the arguments.
         reason: why this very call has a float or shape role, where it depends on the arguments.
+        kind: the kind of this very call, where it depends on the arguments.
+        fixed: the arguments that were computed from shapes and are read as the traced sizes, in words.
     """
 
     inputs: tuple[TensorNode, ...]
@@ -66,6 +71,12 @@ class Reading:
     channel_axes: tuple[int, ...] = ()
     role: Role | None = None
     reason: str = ""
+    kind: str = ""
+    fixed: str = ""
+
+
+class UnreadableError(ValueError):
+    """The form of a call is not supported; the message says why, as a clause."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +144,7 @@ class OpCall:
     channel_axes: tuple[int, ...]
     rule: str
     reason: str = ""
+    fixed: str = ""
 
     @property
     def out(self) -> TensorNode:
@@ -149,7 +161,7 @@ class OpCall:
         """Joins what the rule says and what its reader found."""
         return cls(
             expr,
-            rule.kind,
+            reading.kind or rule.kind,
             reading.role or rule.role,
             reading.inputs,
             MappingProxyType(dict(reading.attrs)),
@@ -158,6 +170,7 @@ class OpCall:
             reading.channel_axes,
             rule.source,
             reading.reason or rule.reason,
+            reading.fixed,
         )
 
 
@@ -195,6 +208,37 @@ def _bind(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     bound = signature(func).bind(*args, **kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
+
+
+def traced_arguments(values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Replaces arguments that are computed from shapes by the numbers of the traced sizes.
+
+    Args:
+        values: name of an argument -> a number, a node, or nested tuples of both.
+
+    Returns:
+        The same arguments without nodes, and in words which ones were computed; "" when none was.
+
+    Raises:
+        UnreadableError: when an argument depends on values, which no trace fixes.
+    """
+    numbers = {name: _without_nodes(name, value) for name, value in values.items()}
+    computed = [name for name, value in values.items() if children(value)]
+    if not computed:
+        return numbers, ""
+    listed = ", ".join(f"{name} {numbers[name]!r}" for name in computed)
+    return numbers, f"computed from shapes, and fixed at the traced size: {listed}"
+
+
+def _without_nodes(name: str, value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(_without_nodes(name, v) for v in value)
+    if not isinstance(value, TensorNode):
+        return value
+    found = traced_value(value)
+    if found is None:
+        raise UnreadableError(f"its {name} is computed from values: compute it from shapes, or fix it")
+    return found.item() if found.size == 1 and found.ndim == 0 else tuple(found.reshape(-1).tolist())
 
 
 def positional(expr: Expr) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import megengine.functional as F
@@ -10,15 +11,29 @@ import megengine.module as M
 
 from qtrace.graph.types import Apply, Expr
 from qtrace.graph.walk import owner
-from qtrace.ops.base import OpRule, Reading, Role, Target, arguments, axes, named, positional, tensors, typed
+from qtrace.ops.base import (
+    OpRule,
+    Reading,
+    Role,
+    Target,
+    arguments,
+    axes,
+    named,
+    positional,
+    tensors,
+    traced_arguments,
+    typed,
+)
 from qtrace.ops.conv import pair
 
 __all__ = ["RULES"]
 
 
-def _moved(expr: Expr, node: Any, attrs: dict[str, Any]) -> Reading | str:
+def _moved(expr: Expr, node: Any, attrs: dict[str, Any], fixed: str = "") -> Reading | str:
     nodes = tensors(node)
-    return typed(expr, nodes, attrs) if nodes else "its input is not a tensor of the graph"
+    if not nodes:
+        return "its input is not a tensor of the graph"
+    return replace(typed(expr, nodes, attrs), fixed=fixed)
 
 
 def _spread(key: str) -> Callable[[Expr], Reading | str]:
@@ -95,12 +110,12 @@ def _pad(expr: Expr) -> Reading | str:
         a = arguments(expr)
         node, width, mode, value = a["src"], a["pad_width"], a["mode"], a["constant_value"]
     mode, value = str(mode).lower(), float(value)
-    found = _moved(
-        expr, node, {"width": tuple((int(b), int(e)) for b, e in width), "mode": mode, "value": value}
-    )
+    numbers, fixed = traced_arguments({"padding": width})
+    widths = tuple((int(b), int(e)) for b, e in numbers["padding"])
+    found = _moved(expr, node, {"width": widths, "mode": mode, "value": value}, fixed)
     if isinstance(found, Reading) and found.role is None and mode == "constant" and value != 0.0:
         reason = f"it pads with {value:g}, which need not be one of the input's values"
-        return Reading(found.inputs, found.attrs, role=Role.FLOAT, reason=reason)
+        return Reading(found.inputs, found.attrs, role=Role.FLOAT, reason=reason, fixed=fixed)
     return found
 
 
@@ -119,14 +134,16 @@ def _roll(expr: Expr) -> Reading | str:
 def _pixel_shuffle(expr: Expr) -> Reading | str:
     module = owner(expr)
     factor = module.upscale_factor if module is not None else named(expr)["upscale_factor"]
-    return _moved(expr, positional(expr)[0], {"factor": int(factor)})
+    numbers, fixed = traced_arguments({"factor": factor})
+    return _moved(expr, positional(expr)[0], {"factor": int(numbers["factor"])}, fixed)
 
 
 def _sliding_window(expr: Expr) -> Reading | str:
     module: Any = owner(expr)
     names = ("kernel_size", "padding", "stride", "dilation")
     found = named(expr) if module is None else {n: getattr(module, n) for n in names}
-    return _moved(expr, positional(expr)[0], {n: pair(found[n]) for n in names})
+    numbers, fixed = traced_arguments({n: found[n] for n in names})
+    return _moved(expr, positional(expr)[0], {n: pair(numbers[n]) for n in names}, fixed)
 
 
 def _rule(kind: str, read: Callable[[Expr], Reading | str], *targets: Target) -> OpRule:

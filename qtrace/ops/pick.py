@@ -7,7 +7,17 @@ import megengine.module as M
 
 from qtrace.graph.types import Expr
 from qtrace.graph.walk import is_float_tensor, owner
-from qtrace.ops.base import OpRule, Reading, Role, Target, arguments, positional, tensors, typed
+from qtrace.ops.base import (
+    OpRule,
+    Reading,
+    Role,
+    Target,
+    arguments,
+    positional,
+    tensors,
+    traced_arguments,
+    typed,
+)
 
 __all__ = ["RULES"]
 
@@ -43,7 +53,8 @@ def _embedding(expr: Expr) -> Reading | str:
 
 def _one_hot(expr: Expr) -> Reading | str:
     a = arguments(expr)
-    return Reading(tensors(a["inp"]), {"num_classes": int(a["num_classes"])})
+    numbers, fixed = traced_arguments({"num_classes": a["num_classes"]})
+    return Reading(tensors(a["inp"]), {"num_classes": int(numbers["num_classes"])}, fixed=fixed)
 
 
 RULES = (

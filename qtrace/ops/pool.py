@@ -9,7 +9,7 @@ import megengine.module as M
 
 from qtrace.graph.types import Expr
 from qtrace.graph.walk import owner
-from qtrace.ops.base import OpRule, Reading, Role, Target, arguments, positional, tensors
+from qtrace.ops.base import OpRule, Reading, Role, Target, arguments, positional, tensors, traced_arguments
 from qtrace.ops.conv import pair
 
 __all__ = ["RULES"]
@@ -24,23 +24,23 @@ def _window(expr: Expr) -> Reading | str:
         node = expr.args[1]
         names = ("kernel_size", "stride", "padding", "mode")
         a = {k: getattr(module, k) for k in names if hasattr(module, k)}
-    kernel = pair(a["kernel_size"])
+    numbers, fixed = traced_arguments({n: a[n] for n in ("kernel_size", "stride", "padding")})
+    kernel, stride = pair(numbers["kernel_size"]), numbers["stride"]
     attrs: dict[str, Any] = {
         "kernel": kernel,
-        "stride": kernel if a["stride"] is None else pair(a["stride"]),
-        "padding": pair(a["padding"]),
+        "stride": kernel if stride is None else pair(stride),
+        "padding": pair(numbers["padding"]),
     }
     if "mode" in a:
         attrs["count_include_pad"] = a["mode"] == "average"
-    return Reading(tensors(node), attrs)
+    return Reading(tensors(node), attrs, fixed=fixed)
 
 
 def _adaptive(expr: Expr) -> Reading | str:
     module = owner(expr)
     size = module.oshp if module is not None else arguments(expr)["oshp"]
-    if tensors(size) or not isinstance(size, (int, tuple, list)):
-        return "its output size is computed"
-    return Reading(tensors(positional(expr)[0]), {"output_size": pair(size)})
+    numbers, fixed = traced_arguments({"output size": size})
+    return Reading(tensors(positional(expr)[0]), {"output_size": pair(numbers["output size"])}, fixed=fixed)
 
 
 RULES = (

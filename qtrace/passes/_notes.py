@@ -106,6 +106,11 @@ class Notes:
         return any(is_float_tensor(n) and id(n) not in self.view.static for n in expr.outputs)
 
     def _reason(self, expr: Expr, state: str) -> str:
+        call = self.view.calls.get(id(expr))
+        said = (self._cause(expr, state), call.fixed if call else "")
+        return "; ".join(part for part in said if part)
+
+    def _cause(self, expr: Expr, state: str) -> str:
         if state in ("int", "fused"):
             return (self._without_effect(expr) if state == "fused" else "") or self._unrounded(expr)
         if state == "carried" and id(expr) in self.view.scaling:

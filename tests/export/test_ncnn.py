@@ -253,7 +253,11 @@ REFUSED: dict[str, tuple[M.Module, Any, str]] = {
         QConfig(backend="generic", activation={**NCNN, "bits": 4}),
         r"site x is int4 .*8 bits",
     ),
-    "no form": (_after(lambda y: F.roll(y, 1, 1)), RECIPE, r"roll_out: it has no ncnn form.*\(in F\.roll\)"),
+    "no form": (
+        _after(lambda y: F.roll(y, 1, 1)),
+        RECIPE,
+        r"roll_out: it has no ncnn form.*\(in F\.roll, .*\.py:\d+\)",
+    ),
     "the batch": (_after(lambda y: y.reshape(-1, 4, 8)), RECIPE, r"reshape_out: .*sample by sample"),
     "linear on images": (
         net(lambda self, x: self.fc(x), fc=M.Linear(8, 5)),

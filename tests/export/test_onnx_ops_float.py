@@ -133,6 +133,7 @@ CASES: dict[str, tuple[M.Module, tuple[int, ...]]] = {
     "argmax_kernel": _f(lambda x: F.argmax(x, 1)),
     "cumsum": _f(lambda x: (F.cumsum(x, 1), F.cumsum(F.argmax(x, 1), 1))),
     "topk": _f(lambda x: F.topk(x, 3, descending=True), ROWS),
+    "topk_of_fewer": _f(lambda x: F.topk(x, 1000, descending=True), ROWS),
     "topk_smallest": _f(lambda x: F.topk(x, 3, descending=False), ROWS),
     "topk_kth": _f(lambda x: F.topk(x, 3, descending=True, kth_only=True)[0], ROWS),
     "sort": _f(lambda x: (F.sort(x), F.argsort(x, descending=True)), ROWS),

@@ -138,7 +138,7 @@ CASES: dict[str, Case] = {
     "fn:F.tensor.repeat": _f(lambda x: F.repeat(x, 2, 1), "repeat carry x"),
     "tm:mean": _f(lambda x: x.mean(axis=1), "mean elementwise x"),
     "mod:LayerNorm": _m(M.LayerNorm(8), "layer_norm float x"),
-    "tm:astype": _f(lambda x: x.astype("float32"), "astype carry x"),
+    "tm:astype": _f(lambda x: x.astype("float32"), "identity carry x"),
     "tm:__imul__": _f(_inplace("__imul__"), "mul elementwise relu_out x"),
     "fn:F.elemwise.exp": _f(lambda x: F.exp(x), "exp float x"),
     "tm:sum": _f(lambda x: x.sum(axis=1), "sum elementwise x"),

@@ -1,0 +1,90 @@
+"""Numbers that a graph computes from shapes, at the shapes that it was traced with."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import megengine as mge
+import numpy as np
+
+from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Input, TensorNode
+
+__all__ = ["traced_value"]
+
+_MAX_VALUES = 256  # entries of one tensor; sizes, paddings and bounds are few
+_MAX_EXPRS = 512
+_ALL_AXES = 7  # the axis of a GetVarShape that reads the whole shape
+
+
+def traced_value(node: TensorNode) -> np.ndarray | None:
+    """Computes ``node`` from the shapes that the graph was traced with.
+
+    Args:
+        node: a node of a graph, such as ``(x.shape[2] + 31) // 32``.
+
+    Returns:
+        The value of ``node``; None where it depends on the values of an input or a parameter, or is large.
+    """
+    order = _needed(node)
+    if order is None:
+        return None
+    values: dict[int, np.ndarray] = {}
+    for expr in order:
+        try:
+            results = _evaluate(expr, values)
+        except Exception:  # a kernel that does not take these sizes: then nothing is known
+            return None
+        for out, value in zip(expr.outputs, results, strict=True):
+            values[id(out)] = value
+    return values[id(node)]
+
+
+def _needed(node: TensorNode) -> list[Expr] | None:
+    """The exprs that compute ``node``, in order; None where one reads more than shapes and numbers."""
+    order: list[Expr] = []
+    done: set[int] = set()
+    stack: list[tuple[Expr, bool]] = [(node.expr, False)]
+    while stack:
+        expr, ready = stack.pop()
+        if id(expr) in done:
+            continue
+        if ready:
+            done.add(id(expr))
+            order.append(expr)
+            continue
+        if not _is_small(expr) or len(stack) > _MAX_EXPRS or len(order) > _MAX_EXPRS:
+            return None
+        stack.append((expr, True))
+        if not _reads_shape(expr):
+            stack.extend((n.expr, False) for n in expr.inputs)
+    return order
+
+
+def _is_small(expr: Any) -> bool:
+    """Whether an expr gives few numbers, and none that a file or an input holds."""
+    if expr is None or isinstance(expr, (Input, GetAttr)) or not expr.outputs or _draws(expr):
+        return False
+    if isinstance(expr, Constant) and not isinstance(expr.outputs[0], TensorNode):
+        return False
+    shapes = [n.shape for n in expr.outputs]
+    return all(s is not None and math.prod(int(i) for i in s) <= _MAX_VALUES for s in shapes)
+
+
+def _reads_shape(expr: Expr) -> bool:
+    return isinstance(expr, Apply) and str(expr.opdef) == "GetVarShape"
+
+
+def _draws(expr: Expr) -> bool:
+    """Whether an expr draws random numbers."""
+    return isinstance(expr, Apply) and "RNG" in type(expr.opdef).__name__
+
+
+def _evaluate(expr: Expr, values: dict[int, np.ndarray]) -> list[np.ndarray]:
+    if _reads_shape(expr):
+        (source,) = expr.inputs
+        shape = np.array([int(n) for n in source.shape], np.int32)
+        axis = int(expr.opdef.axis)
+        return [shape if axis == _ALL_AXES else shape[axis : axis + 1 or None]]
+    results = expr.interpret(*(mge.Tensor(values[id(n)]) for n in expr.inputs))
+    return [r.numpy() for r in results]

@@ -1,0 +1,242 @@
+"""What a trace leaves out or warns of: None among results, attention in parts, NaN from finite inputs."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+from megengine.core._imperative_rt.core2 import apply
+from megengine.core.tensor.utils import subgraph
+
+import qtrace
+from qtrace.errors import QtraceWarning, TraceError
+from qtrace.graph.flatten import flatten
+from tests.nets import images, net
+
+IMAGE = images(2, 3, 8, 8)
+TOKENS = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)
+
+
+# -- None among what forward returns -------------------------------------------------------------------
+
+
+class Logits(M.Module):
+    """Returns a loss beside its result, which is None without targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = M.Linear(8, 4)
+
+    def forward(self, x: mge.Tensor, targets: mge.Tensor | None = None) -> tuple[Any, ...]:
+        y = self.fc(x)
+        return y, None if targets is None else F.mean(y - targets)
+
+
+RESULTS: dict[str, Callable[[mge.Tensor], Any]] = {
+    "tuple": lambda x: (x, None),
+    "list": lambda x: [None, x, [None, x + 1]],
+    "dict": lambda x: OrderedDict(first=None, second=x, last={"inner": None, "kept": x * 2}),
+}
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_none_is_left_out_of_the_result(kind: str, tmp_path: Path) -> None:
+    module = net(lambda self, x: RESULTS[kind](self.fc(x)), fc=M.Linear(8, 8))
+    with pytest.warns(QtraceWarning, match="returns None among tensors: the trace returns the tensors alone"):
+        traced = qtrace.trace(module, TOKENS)
+    qtrace.save(traced, tmp_path / "m.mge")
+    y = module.fc(mge.Tensor(TOKENS)).numpy()
+    for model in (traced, flatten(traced), qtrace.load(tmp_path / "m.mge")):
+        result = model(mge.Tensor(TOKENS))
+        if kind == "tuple":
+            assert isinstance(result, tuple)
+            (found,) = result
+        elif kind == "list":
+            found, (other,) = result
+            np.testing.assert_allclose(other.numpy(), y + 1, rtol=1e-6)
+        else:
+            assert list(result) == ["second", "last"]
+            found = result["second"]
+            np.testing.assert_allclose(result["last"]["kept"].numpy(), y * 2, rtol=1e-6)
+        np.testing.assert_allclose(found.numpy(), y, rtol=1e-6)
+
+
+def test_a_submodule_that_returns_none_is_traced_without_a_word() -> None:
+    module = net(lambda self, x: F.relu(self.inner(x)[0]), inner=Logits())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        traced = qtrace.trace(module, TOKENS)
+    x = mge.Tensor(TOKENS)
+    np.testing.assert_allclose(traced(x).numpy(), module(x).numpy(), rtol=1e-6)
+
+
+def test_a_submodule_that_returns_none_twice() -> None:
+    module = net(lambda self, x: self.inner(x)[0] + self.inner(x * 2)[0], inner=Logits())
+    traced, x = qtrace.trace(module, TOKENS), mge.Tensor(TOKENS)
+    np.testing.assert_allclose(flatten(traced)(x).numpy(), module(x).numpy(), rtol=1e-6)
+
+
+def test_a_forward_that_returns_nothing_is_refused() -> None:
+    with pytest.raises(TraceError, match="may only return Tensors"):
+        qtrace.trace(net(lambda self, x: None), TOKENS)
+
+
+# -- attention -----------------------------------------------------------------------------------------
+
+
+def _attention(**options: Any) -> M.Module:
+    layer = M.MultiHeadAttention(8, 2, **options)
+    rng = np.random.default_rng(1)
+    layer.io_weight_bias._reset(
+        mge.Parameter(rng.normal(size=layer.io_weight_bias.shape).astype(np.float32) * 0.3)
+    )
+    layer.eval()
+    return layer
+
+
+_MASK = np.random.default_rng(2).random((5, 5)) > 0.6
+_MASK[:, 0] = False
+_PADDING = np.array([[False] * 4 + [True], [False] * 5])
+
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "boolean mask": {"attn_mask": _MASK},
+    "float mask": {"attn_mask": np.random.default_rng(3).normal(size=(5, 5)).astype(np.float32)},
+    "a mask for each head": {"attn_mask": np.random.default_rng(3).normal(size=(4, 5, 5)).astype(np.float32)},
+    "padding": {"key_padding_mask": _PADDING},
+    "both": {"attn_mask": _MASK, "key_padding_mask": _PADDING},
+    "weights": {"need_weights": True},
+    "mean weights": {"need_weights": True, "average_attn_weights": True},
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("case", CALLS)
+def test_attention_is_traced_in_parts(case: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # MegEngine writes boolean masks by y[mask] = number, which gives garbage where ops are queued.
+    monkeypatch.setattr(mge.config, "async_level", 0)
+    layer = _attention(bias=bias)
+    given = {k: mge.Tensor(v) if isinstance(v, np.ndarray) else v for k, v in CALLS[case].items()}
+    module = net(lambda self, x: [v for v in self.layer(x, x, x, **given) if v is not None], layer=layer)
+    layer.io_weight_bias._reset(_attention(bias=bias).io_weight_bias)
+    traced, x = qtrace.trace(module, TOKENS), mge.Tensor(TOKENS)
+    for found, wanted in zip(flatten(traced)(x), module(x), strict=True):
+        np.testing.assert_allclose(found.numpy(), wanted.numpy(), rtol=1e-4, atol=1e-6)
+    assert [n for n, _ in traced.named_parameters()] == ["layer.io_weight_bias"]
+
+
+def test_attention_is_saved_quantized_and_exported(tmp_path: Path) -> None:
+    layer = _attention()
+    module = net(lambda self, x: self.last(self.layer(x, x, x)[0]), layer=layer, last=M.Linear(8, 8))
+    layer.io_weight_bias._reset(_attention().io_weight_bias)
+    qtrace.save(qtrace.trace(module, TOKENS), tmp_path / "m.mge")
+    prepared = qtrace.prepare(qtrace.load(tmp_path / "m.mge"))
+    converted = qtrace.convert(qtrace.calibrate(prepared, [TOKENS], progress=False))
+    path = qtrace.export(converted, tmp_path / "m.onnx")
+    report = qtrace.verify(path, converted, [TOKENS], min_sqnr_db=20)
+    assert report.passed, report.table()
+    assert report.worst_lsb() == 0
+
+
+def test_attention_alone_is_traced() -> None:
+    layer = _attention()
+    with pytest.warns(QtraceWarning, match="returns None among tensors"):
+        traced = qtrace.trace(layer, TOKENS, TOKENS, TOKENS)
+    x = mge.Tensor(TOKENS)
+    np.testing.assert_allclose(traced(x, x, x)[0].numpy(), layer(x, x, x)[0].numpy(), rtol=1e-4, atol=1e-6)
+
+
+# -- ops that are compiled from others -----------------------------------------------------------------
+
+
+@functools.cache
+def _outer_op(dtype: Any, device: Any) -> Any:
+    @subgraph("OuterProduct", dtype, device, 1)
+    def outer(inputs: Any, f: Any, c: Any) -> Any:
+        (x,) = inputs
+        return (f("*", x, x),), (True,)
+
+    return outer
+
+
+def _square(x: mge.Tensor) -> mge.Tensor:
+    return apply(_outer_op(x.dtype, x.device)(), x)[0]  # of a function like einsum
+
+
+def test_an_op_compiled_from_others_is_refused_with_its_line() -> None:
+    module = net(lambda self, x: F.relu(_square(self.fc(x))), fc=M.Linear(8, 8))
+    line = next(n for n, t in enumerate(Path(__file__).read_text().splitlines(), 1) if "like einsum" in t)
+    with pytest.raises(TraceError) as caught:
+        qtrace.trace(module, TOKENS)
+    message = str(caught.value)
+    assert f"outerproduct_out (OuterProduct, tests/graph/test_tracing_notes.py:{line})" in message
+    assert "reshape, transpose and matmul" in message
+
+
+# -- NaN and infinity from finite inputs ---------------------------------------------------------------
+
+
+def _low(self: Any, x: mge.Tensor) -> mge.Tensor:
+    y = self.fc(x) * 0 - 95
+    return F.maximum(F.softmax(y, axis=-1), 0.0)  # on CPU, maximum swallows NaN
+
+
+def test_the_softmax_that_gives_nan_is_named_at_trace() -> None:
+    line = next(n for n, t in enumerate(Path(__file__).read_text().splitlines(), 1) if "swallows NaN" in t)
+    with pytest.warns(QtraceWarning) as caught:
+        qtrace.trace(net(_low, fc=M.Linear(8, 8)), TOKENS)
+    (text,) = (str(w.message) for w in caught if w.category is QtraceWarning)
+    assert f"softmax_out (F.softmax, tests/graph/test_tracing_notes.py:{line}) gives NaN" in text
+    assert "F.softmax(x - F.max(x, axis, keepdims=True), axis)" in text
+
+
+def test_the_proposed_softmax_is_equal_and_finite() -> None:
+    values = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32) * 30
+    for shift in (0.0, -300.0):
+        x = mge.Tensor(values + np.float32(shift))
+        found = F.softmax(x - F.max(x, 1, keepdims=True), 1).numpy()
+        exact = np.exp((values + np.float32(shift)).astype(np.float64))
+        wide = values.astype(np.float64) + shift
+        exact = np.exp(wide - wide.max(1, keepdims=True))
+        np.testing.assert_allclose(found, exact / exact.sum(1, keepdims=True), atol=1e-5)
+
+
+@pytest.mark.parametrize("top", [-87.3, -87.4])
+def test_where_softmax_of_megengine_gives_nan(top: float) -> None:
+    """The fact that the documents state: NaN where the largest value is below ln(1.18e-38) = -87.34."""
+    result = F.softmax(mge.Tensor(np.array([[top, top - 20]], np.float32)), 1).numpy()
+    assert np.isnan(result).all() == (top < -87.34)
+
+
+def test_infinity_is_named_too() -> None:
+    module = net(lambda self, x: F.log(F.relu(self.fc(x)) * 0), fc=M.Linear(8, 8))
+    with pytest.warns(QtraceWarning, match=r"log_out \(F.log, .*\) gives infinity for finite inputs"):
+        qtrace.trace(module, TOKENS)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_masks_of_infinity_are_no_news(check: bool) -> None:
+    def forward(self: Any, x: mge.Tensor) -> mge.Tensor:
+        y = self.fc(x)
+        mask = F.full(y.shape, float("-inf"), dtype="float32")
+        return F.softmax(F.where(y > 0, y, mask) * 1.0 + 0, axis=-1) + F.softmax(y, axis=-1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", QtraceWarning)
+        qtrace.trace(net(forward, fc=M.Linear(8, 8)), np.abs(TOKENS) + 5, check=check)
+
+
+def test_calibration_names_op_and_line() -> None:
+    module = net(lambda self, x: self.fc(F.softmax(x, axis=-1) + 0.5), fc=M.Linear(8, 8))
+    prepared = qtrace.prepare(qtrace.trace(module, TOKENS))
+    with pytest.raises(qtrace.errors.CalibrationError, match=r"softmax_out \(F.softmax, .*py:\d+\)"):
+        qtrace.calibrate(prepared, [TOKENS * 0 - 95], progress=False)

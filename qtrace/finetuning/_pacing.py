@@ -42,7 +42,7 @@ class Pace:
 def minutes(seconds: float) -> str:
     """Returns a time in the unit that suits it."""
     if seconds < 100:
-        return f"{max(seconds, 1):.0f} seconds"
+        return f"{max(seconds, 1):.0f} s"
     if seconds < 100 * 60:
         return f"{seconds / 60:.0f} minutes"
     return f"{seconds / 3600:.1f} hours"

@@ -120,6 +120,7 @@ class Run:
                 done = step + 1
                 if checkpoint is not None and done < steps and done % self.settings.checkpoint_every == 0:
                     _checkpoint.save(checkpoint, self._state(), self.identity)
+        self.watch.stop()
         self.best.restore()
         if self.best.best.step == 0:
             _LOG.warning("finetune: no step was better than the start: the model is as it was")

@@ -128,6 +128,12 @@ class Watch:
             return []
         return [w.frozen for w in self.all if w.check(step, self.every) and w.frozen is not None]
 
+    def stop(self) -> None:
+        """Lets all BatchNorms use their statistics, which stay as they are."""
+        for watched in self.all:
+            if watched.norm is not None:
+                watched.norm.training = False
+
     @contextmanager
     def settled(self) -> Iterator[None]:
         """Within the block, what still moves has its average, as it would if the run ended here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import megengine.functional as F
@@ -14,6 +15,7 @@ import qtrace
 from qtrace import cli
 from qtrace.cli.commands.calibrate import FILES
 from qtrace.finetuning import _running
+from qtrace.passes.record import graph_hash
 from tests.nets import net
 
 
@@ -75,3 +77,27 @@ def test_wrong_model_or_setting_is_a_sentence(here: Path, capsys: pytest.Capture
     assert _run("--lr", "-1") == 2
     assert "finetune: lr is -1.0" in capsys.readouterr().err
     assert not (here / "out").exists()
+
+
+def test_a_run_without_gain_writes_the_model_as_it_was_and_says_so(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--steps", "6", "--batch-size", "8", "--lr", "1e-12", "--minutes", "5")
+    assert _run(*given) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("NO STEP WAS BETTER than the start: the model is as it was.")
+    assert re.search(r"finetune: about \d+ s: 6 steps of", printed.err)
+    assert "finetune: no step was better than the start" in printed.err
+    report = json.loads((here / "out" / "report.json").read_text())["finetuning"]
+    assert report["best_step"] == 0
+    assert report["error_after"] == report["error_before"]
+    assert graph_hash(qtrace.load(here / "out" / "prepared.mge")) == graph_hash(
+        qtrace.load(here / "prepared.mge")
+    )
+
+
+def test_quiet_shows_no_estimate(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("--steps", "6", "--batch-size", "8", "-q") == 0
+    assert "finetune:" not in capsys.readouterr().err
+    assert _run("--minutes", "-1", "--force") == 2
+    assert "finetune: max_minutes is -1.0: give a number above 0" in capsys.readouterr().err

@@ -84,8 +84,8 @@ def finetune(
     """Train a quantized graph to give what it gives in float; no labels are needed.
 
     MODEL is a prepared.mge that `qtrace calibrate` wrote. The folder --out appears whole or not at all. It
-    holds prepared.mge, quantized.mge (to be exported), report.json (the loss, the held-back error, the outputs
-    before and after, what was frozen when, and all sites) and explain.txt.
+    holds prepared.mge, quantized.mge (to be exported), report.json (the loss, the held-back error, the
+    outputs before and after, what was frozen when, and all sites) and explain.txt.
 
     The result is the state with the smallest error on held-back data. If no step was better than MODEL, the
     result is MODEL as it was, and the report says so; the exit code is 0.

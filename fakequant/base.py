@@ -16,7 +16,7 @@ from qtrace.fakequant._kernel import Learn, Levels, as_float32, positive, quant_
 from qtrace.observers.base import Observer
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["PHASES", "FakeQuant", "Phase", "scales"]
+__all__ = ["PHASES", "FakeQuant", "Phase", "builtin", "reject_options", "scales"]
 
 Phase = Literal["float", "observe", "quantize", "train"]
 PHASES: tuple[str, ...] = get_args(Phase)

@@ -14,6 +14,7 @@ import numpy as np
 from qtrace.batches import as_arguments, evaluating, refuse_nan, told
 from qtrace.causes import likely_causes
 from qtrace.errors import CalibrationError
+from qtrace.graph.process import on_engine_thread
 from qtrace.graph.table import format_table
 from qtrace.graph.types import Node, TracedModule
 from qtrace.numerics import quantize
@@ -98,6 +99,7 @@ class Difference:
         return asdict(self)
 
 
+@on_engine_thread
 def bisect(
     path: str | os.PathLike[str],
     converted: TracedModule,

@@ -16,6 +16,7 @@ import numpy as np
 from qtrace.batches import as_arguments, evaluating, refuse_nan, told
 from qtrace.errors import CalibrationError, ExportError
 from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.process import on_engine_thread
 from qtrace.graph.types import Input, Node, TensorNode, TracedModule
 from qtrace.numerics import dequantize, quantize
 from qtrace.passes.insert import CONTAINER
@@ -28,6 +29,7 @@ from qtrace.scheme import QParams
 __all__ = ["EndToEnd", "OpByOp", "integer_names", "leaves", "output_names", "verify"]
 
 
+@on_engine_thread
 def verify(
     path: str | os.PathLike[str],
     converted: TracedModule,

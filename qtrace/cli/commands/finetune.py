@@ -82,11 +82,14 @@ def finetune(
     """
     with console.work():
         import qtrace
+        from qtrace.passes.record import read_record
 
         settings = _settings(asked, batch_size)
         prepared = models.load_model(model, asked["allow"])
         teacher = models.load_model(asked["teacher"], asked["allow"]) if asked["teacher"] else None
+        read_record(prepared, "prepared")
         qconfig = models.preprocessing(prepared, asked["recipe"])
+        models.check_size(prepared, model, qconfig, data)
         sizes = {name: asked[name] for name in ("max_batches", "skip_bad")} | {"batch_size": batch_size}
         source = models.open_source(data, console, qconfig=qconfig, **sizes)
         unseen = None

@@ -48,9 +48,12 @@ def verify(
     """
     with console.work():
         import qtrace
+        from qtrace.passes.record import read_record
 
         loaded = models.load_model(model, allow)
+        read_record(loaded, "converted")
         qconfig = models.preprocessing(loaded, recipe, allow_code)
+        models.check_size(loaded, model, qconfig, data)
         source = models.open_source(
             data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
         )

@@ -28,7 +28,7 @@ def problem(path: str | os.PathLike[str]) -> str:
             return ""
     except UnicodeEncodeError:
         pass
-    return f"{ascii(os.fspath(path))} cannot be the name of a file: it has a character that no file name has."
+    return f"{os.fspath(path)!a} cannot be the name of a file: it has a character that no file name has."
 
 
 def claim(target: Path, make: Callable[[Path], None]) -> tuple[Path, int]:

@@ -210,7 +210,7 @@ def _find(given: str | Path, base: Path = Path()) -> Path:
     except UnicodeEncodeError:  # half of a pair of surrogates
         possible = False
     if not possible:
-        raise ConfigError(f"{ascii(text)} cannot be the name of a file.")
+        raise ConfigError(f"{text!a} cannot be the name of a file.")
     if text.endswith(_SUFFIXES):
         return base / text
     packaged = _HOME / f"{text}.yaml"

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from qtrace.data import Batch, DataSource  # at run time it loads numpy, which --help does without
 
 __all__ = [
-    "check_quantized",
     "check_size",
+    "check_stage",
     "is_factory",
     "load_model",
     "open_source",
@@ -85,15 +85,22 @@ def tell_skipped(data: DataSource, console: Console) -> None:
         console.note(f"{len(data.skipped)} unreadable images left out: {shown}")
 
 
-def check_quantized(model: Any, name: str) -> None:
-    """Refuses a model that was only traced, before any data is asked for.
+def check_stage(model: Any, name: str, stage: str | None = None) -> None:
+    """Refuses a model of another stage, before any data is asked for.
+
+    Args:
+        model: the model.
+        name: its file.
+        stage: ``prepared`` or ``converted``; None for either.
 
     Raises:
         GraphError: saying which file to give.
     """
-    from qtrace.passes.record import is_quantized
+    from qtrace.passes.record import is_quantized, read_record
 
-    if not is_quantized(model):
+    if stage is not None:
+        read_record(model, stage)
+    elif not is_quantized(model):
         raise GraphError(
             f"{name} is traced, not quantized: give the quantized.mge or prepared.mge that "
             "`qtrace calibrate` made of it."

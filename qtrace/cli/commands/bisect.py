@@ -52,10 +52,9 @@ def bisect(
     """
     with console.work():
         import qtrace
-        from qtrace.passes.record import read_record
 
         loaded = models.load_model(model, allow)
-        read_record(loaded, "converted")
+        models.check_stage(loaded, model, "converted")
         qconfig = models.preprocessing(loaded, recipe, allow_code)
         models.check_size(loaded, model, qconfig, data)
         source = models.open_source(

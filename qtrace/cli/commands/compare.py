@@ -68,7 +68,7 @@ def compare(
         import qtrace
 
         loaded = models.load_model(model, allow)
-        models.check_quantized(loaded, model)
+        models.check_stage(loaded, model)
         qconfig = models.preprocessing(loaded, recipe, allow_code)
         models.check_size(loaded, model, qconfig, data)
         source = models.open_source(

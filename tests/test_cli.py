@@ -85,6 +85,7 @@ class Fakes:
         monkeypatch.setattr("qtrace.cli.commands.calibrate._sites", lambda prepared: [{"site": "x"}])
         monkeypatch.setattr("qtrace.cli.commands.calibrate._collect", self.collect)
         monkeypatch.setattr("qtrace.cli.models.check_stage", lambda *args: None)
+        monkeypatch.setattr("qtrace.cli.models.check_size", lambda *args: None)
 
     def trace(self, module, *example, method="forward", check=True):
         self.calls["trace"] = ([array.shape for array in example], check)

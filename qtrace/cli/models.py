@@ -122,11 +122,11 @@ def check_size(model: Any, name: str, qconfig: Any, data: str) -> None:
     from qtrace.graph.signature import taken
 
     preprocess = getattr(qconfig, "preprocess", None)
-    inputs = taken(model)
-    if preprocess is None or not Path(data).is_dir() or len(inputs) != 1:
+    if preprocess is None or not Path(data).is_dir():
         return
-    shape, size = tuple(inputs[0][1]), tuple(preprocess.size)
-    if shape[1:] == size:
+    inputs, size = taken(model), tuple(preprocess.size)
+    shape = tuple(inputs[0][1])
+    if len(inputs) != 1 or shape[1:] == size:
         return
     try:
         zeros = as_arguments((np.zeros((*shape[:1], *size), np.float32),), model, 0)

@@ -118,9 +118,9 @@ def _child(args: tuple[str, ...], said: Path, before: Callable[[], None] | None)
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - until the child ends
         if before is not None:
             before()
-        from qtrace import cli
+        from qtrace.cli import program
 
-        _begin(cli, args)
+        _begin(program, args)
     except SystemExit as end:
         code = end.code
     except BaseException:  # it shows in what was said
@@ -132,19 +132,19 @@ def _child(args: tuple[str, ...], said: Path, before: Callable[[], None] | None)
         os._exit(code if isinstance(code, int) else 0)
 
 
-def _begin(cli: Any, args: tuple[str, ...]) -> None:
+def _begin(program: Any, args: tuple[str, ...]) -> None:
     """Runs main; whoever sends Ctrl-C waits until it has begun, as it does where a shell starts it."""
-    real = cli._run
+    real = program._run
 
     def run(args: tuple[str, ...]) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         code: int = real(args)
         return code
 
-    cli._run = run
+    program._run = run
     with contextlib.suppress(OSError):
         Path("begun").touch()
-    cli.main(args)
+    program.main(args)
 
 
 def state(path: Path) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Fake quantizers: one a file; the file name is the name that configs use.
 
-The classes of all files are names of this package, loaded when they are first used, and so is `scales`.
+The classes of all files are names of this package, loaded when they are first used, and so are `scales` and
+what a fake quant of one's own is written with: `FakeQuant`, `builtin`, `reject_options` and `Learn`.
 """
 
 from __future__ import annotations
@@ -10,10 +11,16 @@ from typing import TYPE_CHECKING, Any
 from qtrace import plugins
 
 if TYPE_CHECKING:
+    from qtrace.fakequant._kernel import Learn as Learn
     from qtrace.fakequant.base import FakeQuant as FakeQuant
+    from qtrace.fakequant.base import builtin as builtin
+    from qtrace.fakequant.base import reject_options as reject_options
     from qtrace.fakequant.base import scales as scales
 
-_OTHERS = {"FakeQuant": "qtrace.fakequant.base", "scales": "qtrace.fakequant.base"}
+_OTHERS = {
+    **dict.fromkeys(("FakeQuant", "builtin", "reject_options", "scales"), "qtrace.fakequant.base"),
+    "Learn": "qtrace.fakequant._kernel",
+}
 
 
 def __getattr__(name: str) -> Any:

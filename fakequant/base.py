@@ -17,7 +17,7 @@ from qtrace.numerics import SMALLEST_SCALE
 from qtrace.observers.base import Observer
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["PHASES", "FakeQuant", "Phase", "scales"]
+__all__ = ["PHASES", "FakeQuant", "Phase", "builtin", "reject_options", "scales"]
 
 Phase = Literal["float", "observe", "quantize", "train"]
 PHASES: tuple[str, ...] = get_args(Phase)

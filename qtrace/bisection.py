@@ -15,6 +15,7 @@ from qtrace.batches import as_arguments, evaluating, refuse_nan, told
 from qtrace.causes import likely_causes
 from qtrace.crosscheck import Disagreement, cross_check
 from qtrace.errors import CalibrationError
+from qtrace.graph.process import on_engine_thread
 from qtrace.graph.table import format_table
 from qtrace.graph.types import Node, TracedModule
 from qtrace.numerics import quantize
@@ -104,6 +105,7 @@ class Difference:
         return asdict(self)
 
 
+@on_engine_thread
 def bisect(
     path: str | os.PathLike[str],
     converted: TracedModule,

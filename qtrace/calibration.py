@@ -13,7 +13,7 @@ import numpy as np
 from megengine import Tensor
 
 from qtrace.batches import evaluating
-from qtrace.collection.base import named_fake_quants
+from qtrace.collection.base import check_sites, named_fake_quants
 from qtrace.collection.checkpoint import write_durably
 from qtrace.collection.collecting import Options, collect, observe_parameters
 from qtrace.collection.distributed import Collective, common_statistics, current
@@ -21,6 +21,7 @@ from qtrace.collection.statistics import Statistics
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.fakequant._bias import BIAS_LIMIT
 from qtrace.graph.dataflow import evaluate_fixed
+from qtrace.graph.process import on_engine_thread
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.numerics import SMALLEST_SCALE
@@ -34,6 +35,7 @@ from qtrace.scheme import QParams
 __all__ = ["calibrate"]
 
 
+@on_engine_thread
 def calibrate(
     prepared: TracedModule,
     batches: Iterable[Any],
@@ -69,12 +71,13 @@ def calibrate(
         ``prepared``.
 
     Raises:
-        CalibrationError: when there is no batch, a batch does not fit the model, the engine cannot run it, or
-            a value is NaN or infinite, naming site and batch.
+        CalibrationError: when the graph has no site, there is no batch, a batch does not fit the model, the
+            engine cannot run it, or a value is NaN or infinite, naming site and batch.
         ConfigError: for an unknown engine.
     """
     record = read_record(prepared, "prepared")
     _check_arguments(batches, max_batches)
+    check_sites(prepared)
     algorithms = calibrated_algorithms(record, batches)
     if statistics is None:
         options = Options(engine, _count(batches, max_batches), progress=progress)

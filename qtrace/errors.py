@@ -39,6 +39,13 @@ class DataError(QtraceError):
     """A data source cannot be read."""
 
 
+class Terminated(SystemExit):
+    """A signal asked the process to end; no error, and told apart from a ``sys.exit`` in the user's code."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+
+
 class QtraceWarning(UserWarning):
     """Something is allowed that may well go wrong."""
 

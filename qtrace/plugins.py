@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import pkgutil
 import re
+import sys
 from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
-from qtrace.errors import ConfigError
+from qtrace.errors import ConfigError, Terminated
 
-__all__ = ["attribute", "exported", "known", "resolve"]
+__all__ = ["attribute", "exported", "known", "resolve", "search_current_folder"]
 
 _OWN = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*(\.[^\W\d]\w*)*)")
 
@@ -102,11 +104,20 @@ def attribute(package: str, name: str, others: Mapping[str, str]) -> Any:
     return getattr(importlib.import_module(names[name]), name)
 
 
+def search_current_folder() -> None:
+    """Lets modules in the current folder be imported, before others, as ``python -m`` does."""
+    here = os.getcwd()
+    if here not in sys.path:  # it stays: a module may import its neighbours later
+        sys.path.insert(0, here)
+
+
 def _own(module: str, name: str, base: type) -> Any:
     """What a user's module calls `name`."""
     try:
         imported = importlib.import_module(module)
-    except Exception as error:  # it is the user's code: anything may be wrong with it
+    except Terminated:
+        raise
+    except (Exception, SystemExit) as error:  # it is the user's code: anything may be wrong with it
         raise ConfigError(
             f"'{module}:{name}': importing {module} failed with {type(error).__name__}: {error}. Is it on "
             "PYTHONPATH?"

@@ -12,6 +12,8 @@ from qtrace.errors import GraphError
 from qtrace.graph import garbage
 from qtrace.graph.flatten import flatten
 from qtrace.graph.lint import check
+from qtrace.graph.process import on_engine_thread
+from qtrace.graph.refusals import moved_outputs, native_quantization
 from qtrace.graph.types import TracedModule
 from qtrace.passes.annotate import annotate
 from qtrace.passes.annotation import Annotation
@@ -25,6 +27,7 @@ from qtrace.recipe import as_qconfig
 __all__ = ["plan", "prepare"]
 
 
+@on_engine_thread
 def prepare(
     traced: TracedModule,
     qconfig: QConfig | str | Path | Mapping[str, Any] | None = None,
@@ -60,6 +63,7 @@ def prepare(
     return model
 
 
+@on_engine_thread
 def plan(
     traced: TracedModule,
     qconfig: QConfig | str | Path | Mapping[str, Any] | None = None,
@@ -78,9 +82,12 @@ def _with_region(
     if inputs is None and outputs is None:
         return config
     old = config.region or Region()
-    given = {"inputs": inputs or old.inputs, "outputs": outputs or old.outputs}
+    arguments = {"inputs": inputs, "outputs": outputs}
+    given = {key: value or getattr(old, key) for key, value in arguments.items()}
     region = Region.model_validate({key: value for key, value in given.items() if value is not None})
-    return config.model_copy(update={"region": region})
+    return config.with_region(
+        region, {f"region.{key}": f"argument {key}" for key in arguments if arguments[key]}
+    )
 
 
 def _decide(
@@ -95,6 +102,9 @@ def _decide(
         )
     if is_quantized(traced):
         raise GraphError("the module is prepared or converted already: prepare the float one.")
+    problem = moved_outputs(traced) or native_quantization(traced)
+    if problem:
+        raise GraphError(f"prepare cannot take the model: {problem}")
     config = _with_region(as_qconfig(QConfig() if qconfig is None else qconfig), inputs, outputs)
     check_whole(config)
     model = flatten(traced)

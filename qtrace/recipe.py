@@ -42,6 +42,9 @@ _HOME = Path(__file__).parent / "recipes"
 _SUFFIXES = (".yaml", ".yml")
 _NAME = re.compile(r"\w+(/\w+)*")
 _MOST_BYTES = 1 << 20
+_MAX_IMPORTS = 100  # of one file
+_MAX_FILES = 200
+_MAX_DEPTH = 30
 
 # Plugins with their options: half of one and half of another would make no sense.
 _WHOLE = frozenset(
@@ -122,7 +125,9 @@ def _read(name_or_path: str | Path, allow_code: bool) -> tuple[QConfig, Tree, di
         try:
             config = QConfig.model_validate(tree.plain(), place=tree.place)
         except ConfigError as error:
-            problems.append(str(error))
+            # What could not be read at all is told once.
+            told = {_line(problem) for problem in problems}
+            problems += [text for text in str(error).split("\n") if _line(text) not in told]
     if config is not None and tree is not None and not allow_code:
         problems += _named_code(config, tree)
     if config is None or tree is None or problems:
@@ -133,6 +138,12 @@ def _read(name_or_path: str | Path, allow_code: bool) -> tuple[QConfig, Tree, di
     places.update(_ptq_places(tree.value.get("ptq")))
     config = config.with_origin(tree.file, [rule.origin for rule in rules or ()], places)
     return config, tree, reading.texts
+
+
+def _line(sentence: str) -> str:
+    """``FILE:LINE`` of a sentence about a recipe, or the sentence."""
+    found = re.match(r".+?:\d+(?=: )", sentence)
+    return found[0] if found else sentence
 
 
 def _named_code(config: QConfig, tree: Tree) -> list[str]:
@@ -194,8 +205,12 @@ def _name(path: Path) -> str:
 def _find(given: str | Path, base: Path = Path()) -> Path:
     """The file of a packaged recipe, or a path relative to ``base``."""
     text = os.fspath(given)
-    if "\0" in text:
-        raise ConfigError(f"{text!r} cannot be the name of a file.")
+    try:
+        possible = b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # half of a pair of surrogates
+        possible = False
+    if not possible:
+        raise ConfigError(f"{text!a} cannot be the name of a file.")
     if text.endswith(_SUFFIXES):
         return base / text
     packaged = _HOME / f"{text}.yaml"
@@ -236,6 +251,7 @@ class _Reading:
         self.texts: dict[str, str] = {}
         self._open: list[tuple[Path, str]] = []
         self._done: set[Path] = set()
+        self._full = False
 
     def file(self, path: Path, importer: str = "") -> Tree | None:
         """The merged tree of a file and its imports; None when it cannot be read, or counted already."""
@@ -245,7 +261,7 @@ class _Reading:
             way = " -> ".join([name for _, name in self._open] + [shown])
             self.problems.append(f"{importer}the imports go in a circle: {way}.")
             return None
-        if real in self._done:
+        if real in self._done or self._is_full(importer):
             return None
         self._done.add(real)
         try:
@@ -261,6 +277,18 @@ class _Reading:
         tree = self._with_imports(tree, path)
         self._open.pop()
         return tree
+
+    def _is_full(self, importer: str) -> bool:
+        """Whether the recipe has as many files as one may have; says so once."""
+        reason = ""
+        if len(self._open) >= _MAX_DEPTH:
+            reason = f"imports stand more than {_MAX_DEPTH} levels below each other"
+        elif len(self._done) >= _MAX_FILES:
+            reason = f"the recipe has more than {_MAX_FILES} files"
+        if reason and not self._full:
+            self.problems.append(f"{importer}{reason}: put what belongs together into one file.")
+            self._full = True
+        return bool(reason)
 
     def _is_recipe(self, tree: Tree) -> bool:
         """Whether ``tree`` is a mapping of our schema."""
@@ -290,6 +318,12 @@ class _Reading:
             return []
         if not isinstance(imports.value, list):
             self.problems.append(f"{imports.origin}: imports must be a list of recipe names and paths.")
+            return []
+        if len(imports.value) > _MAX_IMPORTS:
+            self.problems.append(
+                f"{imports.origin}: imports lists {len(imports.value)} recipes; a file may import at most "
+                f"{_MAX_IMPORTS}."
+            )
             return []
         found = []
         for item in imports.value:

@@ -17,6 +17,7 @@ from qtrace.batches import as_arguments, evaluating, refuse_nan, told
 from qtrace.crosscheck import Disagreement, RuntimeValues, cross_check
 from qtrace.errors import CalibrationError, ExportError
 from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.process import on_engine_thread
 from qtrace.graph.types import Input, Node, TensorNode, TracedModule
 from qtrace.numerics import dequantize, quantize
 from qtrace.passes.insert import CONTAINER
@@ -29,6 +30,7 @@ from qtrace.scheme import QParams
 __all__ = ["EndToEnd", "OpByOp", "integer_names", "leaves", "output_names", "verify", "wrong_output"]
 
 
+@on_engine_thread
 def verify(
     path: str | os.PathLike[str],
     converted: TracedModule,

@@ -55,6 +55,10 @@ def rank(): return [x()[0]]
 def stops():
     yield x()
     raise RuntimeError("the disk\\nis gone")
+def exits():
+    yield x()
+    raise SystemExit(3)
+def leaves(): raise SystemExit("done")
 def needs(more): return []
 def no_module(): return {}
 def broken(): raise KeyError("weights")
@@ -156,6 +160,9 @@ def arrays() -> dict[str, bytes]:
         "negative.npy": header((-1, 3, 8, 8)) + bytes(768),
         "bomb.npz": lying_zip(),
         "other.npz": zipped([("readme.txt", b"no array")]),
+        "axes.npy": npy(np.zeros((4, *[1] * 29), np.float32)),
+        "more_axes.npy": header((4, *[1] * 39)) + bytes(16),
+        "members.npz": zipped([(f"a{i}.npy", npy(np.zeros((4, 1), np.float32))) for i in range(100)]),
         "pixels.npy": npy(np.zeros((2, 8, 8, 3), np.uint8)),
     }
 
@@ -189,6 +196,13 @@ def recipes() -> dict[str, bytes]:
         "absolute.yaml": head + b"imports: [/etc/passwd.yaml]\n",
         "unmet.yaml": head + b"rules: [{match: {op: lstm}, quantize: false}]\n",
         "bits.yaml": head + b"activation: {bits: 99}\n",
+        "digits.yaml": head + b"activation: {bits: " + b"9" * 5000 + b"}\n",
+        "long.yaml": head + b"qat: {epochs: " + b"9" * 4000 + b"}\n",
+        "hex.yaml": head + b"activation: {bits: 0x" + b"f" * 100_000 + b"}\n",
+        "vast.yaml": head + b"preprocess: {size: [3, 1000000, 1000000], mean: [0, 0, 0], std: [1, 1, 1]}\n",
+        "imports.yaml": head + b"imports: [" + b", ".join(b"n%d" % i for i in range(3000)) + b"]\n",
+        "keys.yaml": head + b"".join(b"key%d: 1\n" % i for i in range(3000)),
+        **{f"chain{i}.yaml": head + b"imports: [chain%d.yaml]\n" % (i + 1) for i in range(40)},
         "text.txt": b"schema: qtrace/1\n",
     }  # fmt: skip
 
@@ -286,9 +300,40 @@ def build(folder: Path) -> None:
         (folder / name).write_bytes(data)
     for name, change in (("cut.onnx", cut), ("empty.onnx", lambda data: b""), ("text.onnx", lambda d: b"x")):
         _changed(folder / "model.onnx", folder / name, change)
+    _onnx_files(folder)
     (folder / "dir.mge").mkdir()
     (folder / "dir.npy").mkdir()
     (folder / "dir.yaml").mkdir()
+
+
+def _onnx_files(folder: Path) -> None:
+    """ONNX files that keep a tensor elsewhere, lack one, or are larger than any."""
+    import onnx
+
+    places = {
+        "outside.onnx": {"location": "../secret.bin", "offset": "0", "length": "4"},
+        "root.onnx": {"location": "/etc/hostname"},
+        "noplace.onnx": {},
+        "offset.onnx": {"location": "model.onnx", "offset": "first"},
+        "before.onnx": {"location": "model.onnx", "offset": "-5", "length": "9"},
+    }
+    for name, place in places.items():
+        model = onnx.load(folder / "model.onnx")
+        tensor = model.graph.initializer[0]
+        for field in ("raw_data", "float_data", "int32_data"):
+            tensor.ClearField(field)
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        for key, value in place.items():
+            entry = tensor.external_data.add()
+            entry.key, entry.value = key, value
+        (folder / name).write_bytes(model.SerializeToString())
+    model = onnx.load(folder / "model.onnx")
+    for node in model.graph.node:
+        if node.op_type == "QuantizeLinear":
+            del node.input[2:]
+    (folder / "nozero.onnx").write_bytes(model.SerializeToString())
+    with open(folder / "sparse.onnx", "wb") as file:
+        file.truncate(5 << 30)
 
 
 def _changed(source: Path, target: Path, change: Callable[[bytes], bytes]) -> None:

@@ -44,7 +44,8 @@ def place(filled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(filled)
     monkeypatch.setattr(sys, "path", [*sys.path, str(filled)])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     before = _names(filled)
     yield filled
     for number, handler in handlers.items():
@@ -144,6 +145,22 @@ ARGUMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "shape and data": ("either --shape or --data", ("trace", f"{CODE}:Net", *NEW)),
     "factory of nothing": ("no module 'nowhere_at_all'", ("trace", "nowhere_at_all:N", "--shape", "1", *NEW)),
     "factory raises": ("KeyError: 'weights'", ("trace", f"{CODE}:broken", "--shape", "1", *NEW)),
+    "factory exits": ("raised SystemExit: done", ("trace", f"{CODE}:leaves", "--shape", "1", *NEW)),
+    "ONNX to trace": (
+        "model.onnx is an ONNX file.*write a function",
+        ("trace", "model.onnx", "--shape", "1", *NEW),
+    ),
+    "weights to trace": ("det.pkl holds weights", ("trace", "det.pkl", "--shape", "1", *NEW)),
+    "traced to trace": (
+        "go on with `qtrace calibrate float.mge`",
+        ("trace", "float.mge", "--shape", "1", *NEW),
+    ),
+    "Python file to trace": (
+        "name its module, mydet:build",
+        ("trace", "mydet.py:build", "--shape", "1", *NEW),
+    ),
+    "Python file to explain": ("name its module, mydet:build", ("explain", "src/mydet.py:build")),
+    "no form of a name": ("not of the form pkg.mod:factory", ("trace", "resnet", "--shape", "1", *NEW)),
     "factory of dicts": ("returned dict", ("trace", f"{CODE}:no_module", "--shape", "1", *NEW)),
     "no forward": ("", ("trace", f"{CODE}:Partial", "--shape", "1x3x8x8", *NEW)),
     "shape that does not fit": ("", ("trace", f"{CODE}:Net", "--shape", "1x5x8x8", *NEW)),
@@ -226,6 +243,9 @@ ARRAYS = {
     "bomb.npz": "",
     "other.npz": "NumPy's .npy format",
     "pixels.npy": "N x C x H x W",
+    "axes.npy": "has 30 axes, and MegEngine's tensors have at most 7",
+    "more_axes.npy": "has 40 axes",
+    "members.npz": "'a0'",
     "img.yaml": "cannot be read as data",
 }
 
@@ -289,6 +309,13 @@ RECIPES = {
     "unmet.yaml": "unmet.yaml:2: ",
     "bits.yaml": "bits.yaml:2: ",
     "text.txt": "there is no recipe 'text.txt'",
+    "digits.yaml": r"^error: digits.yaml:2: '9+\.\.\. cannot be read as int\.$",
+    "long.yaml": "long.yaml:2: qat.epochs is a whole number of 13288 bits: give one of 64",
+    "hex.yaml": "hex.yaml:2: activation.bits is a whole number of 400000 bits",
+    "vast.yaml": "vast.yaml:2: .*more than 256 million pixels",
+    "imports.yaml": "imports.yaml:2: imports lists 3000 recipes; a file may import at most 100",
+    "keys.yaml": "keys.yaml:22: 2980 more mistakes begin here",
+    "chain0.yaml": "chain29.yaml:2: imports stand more than 30 levels below each other",
 }
 
 
@@ -350,6 +377,8 @@ LOADERS = {
     "inf": "batch 1.*NaN, infinity",
     "rank": "",
     "stops": "making batch 1 raised RuntimeError: the disk is gone at",
+    "exits": "making batch 1 raised SystemExit: 3 at",
+    "leaves": "calling it raised SystemExit: done at",
     "needs": "calling it raised TypeError",
     "iterator": "iterated only once",
 }
@@ -358,7 +387,7 @@ LOADERS = {
 @pytest.mark.parametrize("name", LOADERS)
 def test_loaders(name: str, place: Path) -> None:
     refused(LOADERS[name], *calibrate(data=f"{CODE}:{name}"))
-    if name in ("inf", "stops"):  # the batches before are kept, for --resume
+    if name in ("inf", "stops", "exits"):  # the batches before are kept, for --resume
         assert os.listdir("new") == [WORK]
         shutil.rmtree("new")
 
@@ -473,7 +502,11 @@ STAGES = {
     "converted to finetune": (finetune(model="quantized.mge"), "converted, not prepared"),
     "prepared to sensitivity": (("sensitivity", "prepared.mge", "-d", "x.npz"), "prepared or converted"),
     "float to bisect": (("bisect", "model.onnx", "-m", "float.mge", "-d", "x.npz"), "not a converted module"),
-    "float to compare": (("compare", "float.mge", "-d", "x.npz"), ""),
+    "float to compare": (("compare", "float.mge", "-d", "good"), "float.mge is traced, not quantized"),
+    "float to verify with images": (
+        ("verify", "model.onnx", "-m", "float.mge", "-d", "good"),
+        "not a converted module",
+    ),
 }
 
 
@@ -489,6 +522,13 @@ EXPORTED = {
     "empty.onnx": "not an ONNX file",
     "text.onnx": "not an ONNX file",
     "pipe.onnx": "",
+    "outside.onnx": "keeps tensors in '../secret.bin', which is not a file in its own folder",
+    "root.onnx": "keeps tensors in '/etc/hostname'",
+    "noplace.onnx": "keeps tensors in ''",
+    "offset.onnx": "no whole number for its place",
+    "before.onnx": "no whole number for its place",
+    "nozero.onnx": "has no stored zero point",
+    "sparse.onnx": "has 5.0 GiB, and an ONNX file less than 2 GiB",
     "good": "",
     "x.npz": "no runtime",
 }
@@ -516,6 +556,9 @@ CONFIGS = {
     "no module": {"fakequant": "nowhere_at_all:X"},
     "no name": {"fakequant": "json:nothing"},
     "twice": {"ptq": ["fuse_bn", "fuse_bn"]},
+    "long": {"qat": {"epochs": 10**5000}},
+    "long option": {"observers": {"activation": {"mse": {"bins": 10**5000}}}},
+    "imports": {"imports": ["resnet"]},
     "not plain data": {"observers": {"activation": {"mse": {"bins": object()}}}},
 }
 

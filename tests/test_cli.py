@@ -84,6 +84,8 @@ class Fakes:
             monkeypatch.setitem(vars(qtrace), name, getattr(self, name))  # setattr would load the real one
         monkeypatch.setattr("qtrace.cli.commands.calibrate._sites", lambda prepared: [{"site": "x"}])
         monkeypatch.setattr("qtrace.cli.commands.calibrate._collect", self.collect)
+        monkeypatch.setattr("qtrace.cli.models.check_stage", lambda *args: None)
+        monkeypatch.setattr("qtrace.cli.models.check_size", lambda *args: None)
 
     def trace(self, module, *example, method="forward", check=True):
         self.calls["trace"] = ([array.shape for array in example], check)
@@ -675,6 +677,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # the background jobs 
 import qtrace
 from qtrace.cli import main
 import qtrace.cli.commands.calibrate as command
+import qtrace.cli.models as models
+models.check_stage = lambda *args: None
 def pause(*_):
     print("calibrating", file=sys.stderr, flush=True)
     time.sleep(60)
@@ -746,7 +750,9 @@ main(sys.argv[2:])
         assert result.err.startswith("error: There is no file gone.npy")
         assert result.err.count("\n") == 1
 
-    @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+    @pytest.mark.parametrize(
+        ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+    )
     def test_signals_leave_nothing_behind(self, here, number, code):
         process = self.start("pause", *calibrate("-q"))
         assert process.stderr.readline() == "calibrating\n"

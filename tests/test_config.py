@@ -25,7 +25,7 @@ _WORDS = st.text(min_size=1, max_size=12)
 _NAMES = st.one_of(_WORDS, st.lists(_WORDS, min_size=1, max_size=3))
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 _JSON = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), _FLOATS, st.text(max_size=8)),
+    st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), _FLOATS, st.text(max_size=8)),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=8), inner, max_size=3)
     ),

@@ -224,7 +224,10 @@ MISTAKES = [
     ("qat:\n  bn: {fold: yes}", "my.yaml:3: qat.bn.fold must be true or false, not 'yes'."),
     ("qat: {lr: .inf}", "my.yaml:2: qat.lr must be a finite number, not inf."),
     ("qat: {lr: '1e-4'}", "my.yaml:2: qat.lr must be a number, not '1e-4'."),
-    ("qat: {epochs: 1" + "0" * 400 + "}\nbackend: x", "my.yaml:3: backend: unknown backend 'x'"),
+    (
+        "qat: {epochs: 1" + "0" * 400 + "}\nbackend: x",
+        "my.yaml:2: qat.epochs is a whole number of 1329 bits: give one of 64.",
+    ),
     ("\nbackend: tensor_rt", "my.yaml:3: backend: unknown backend 'tensor_rt'; did you mean 'tensorrt'?"),
     ("backend:", "my.yaml:2: backend must be text, not empty."),
     (

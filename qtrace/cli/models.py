@@ -8,13 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from qtrace.cli import engine
 from qtrace.cli.console import Console
-from qtrace.errors import QtraceError, TraceError
+from qtrace.cli.naming import check_factory, check_model
+from qtrace.errors import GraphError, QtraceError, Terminated, TraceError
 
 if TYPE_CHECKING:
     from qtrace.data import Batch, DataSource  # at run time it loads numpy, which --help does without
 
-__all__ = ["is_factory", "load_model", "open_source", "preprocessing", "tell_skipped", "trace_factory"]
+__all__ = [
+    "check_size",
+    "check_stage",
+    "is_factory",
+    "load_model",
+    "open_source",
+    "preprocessing",
+    "tell_skipped",
+    "trace_factory",
+]
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -30,6 +41,7 @@ def load_model(model: str, allow: tuple[str, ...]) -> Any:
     """Loads a saved model."""
     import qtrace
 
+    check_model(model)
     if is_factory(model):
         raise click.UsageError(f"{model} is code; this command takes a file that qtrace wrote.")
     return qtrace.load(model, allow=allow)
@@ -73,6 +85,66 @@ def tell_skipped(data: DataSource, console: Console) -> None:
         console.note(f"{len(data.skipped)} unreadable images left out: {shown}")
 
 
+def check_stage(model: Any, name: str, stage: str | None = None) -> None:
+    """Refuses a model of another stage, before any data is asked for.
+
+    Args:
+        model: the model.
+        name: its file.
+        stage: ``prepared`` or ``converted``; None for either.
+
+    Raises:
+        GraphError: saying which file to give.
+    """
+    from qtrace.passes.record import is_quantized, read_record
+
+    if stage is not None:
+        read_record(model, stage)
+    elif not is_quantized(model):
+        raise GraphError(
+            f"{name} is traced, not quantized: give the quantized.mge or prepared.mge that "
+            "`qtrace calibrate` made of it."
+        )
+
+
+def check_size(model: Any, name: str, qconfig: Any, data: str) -> None:
+    """Refuses a folder of images whose size in the recipe the model does not take, before they are read.
+
+    Another size than that of the trace is tried on zeros: many models take it.
+
+    Raises:
+        ConfigError: naming both sizes.
+    """
+    import numpy as np
+
+    from qtrace.batches import as_arguments, evaluating, told
+    from qtrace.errors import CalibrationError, ConfigError
+    from qtrace.graph.signature import taken
+
+    preprocess = getattr(qconfig, "preprocess", None)
+    if preprocess is None or not Path(data).is_dir():
+        return
+    inputs, size = taken(model), tuple(preprocess.size)
+    shape = tuple(inputs[0][1])
+    if len(inputs) != 1 or shape[1:] == size:
+        return
+    try:
+        zeros = as_arguments((np.zeros((*shape[:1], *size), np.float32),), model, 0)
+        with evaluating(model), told(model, zeros, 0):
+            model(*zeros[0], **zeros[1])
+            engine.synchronize()
+    except CalibrationError as error:
+        raise ConfigError(
+            f"the recipe makes images {_spelled(size)}, and {name}, which was traced with "
+            f"{_spelled(shape[1:])}, does not take them: trace it with --shape {_spelled((1, *size))}, or "
+            "give preprocess.size in a recipe of your own."
+        ) from error
+
+
+def _spelled(shape: tuple[int, ...]) -> str:
+    return "x".join(str(number) for number in shape)
+
+
 def trace_factory(
     name: str,
     *,
@@ -99,6 +171,7 @@ def _make(name: str) -> Any:
 
     from qtrace.data import blame, import_object
 
+    check_factory(name)
     target = import_object(name)
     if isinstance(target, Module):
         return target
@@ -108,9 +181,9 @@ def _make(name: str) -> Any:
         )
     try:
         module = target()
-    except QtraceError:
+    except (QtraceError, Terminated):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TraceError(blame(name, "calling it without arguments", error)) from error
     if not isinstance(module, Module):
         raise TraceError(f"{name} returned {type(module).__name__}, not a megengine.module.Module.")

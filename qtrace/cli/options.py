@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from qtrace import plugins
 from qtrace.cli.console import Console
 
 __all__ = [
@@ -65,16 +66,25 @@ def _all(*options: Callable[..., Any]) -> Callable[..., Any]:
     return lambda function: functools.reduce(lambda f, option: option(f), reversed(options), function)
 
 
+def _importable(_: click.Context, __: click.Parameter, given: Any) -> Any:
+    """Lets code of the user's own that is allowed be found in the current folder, as a factory is."""
+    if given:
+        plugins.search_current_folder()
+    return given
+
+
 allow = click.option(
     "--allow",
     metavar="PKG.MOD:NAME",
     multiple=True,
+    callback=_importable,
     help="Also accept this class of your own in a model file. Repeatable; only for files that you trust.",
 )
 
 allow_code = click.option(
     "--allow-code",
     is_flag=True,
+    callback=_importable,
     help="Let a recipe name code of its own (pkg.mod:Class), which is run; only for recipes that you trust.",
 )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import glob
 import os
 import secrets
 import shutil
@@ -13,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from qtrace import leftovers
 from qtrace.cli import engine
 from qtrace.errors import QtraceError
 
@@ -21,6 +21,7 @@ __all__ = ["WORK", "output_file", "output_folder", "resumable_folder", "undistur
 WORK = ".calibration"
 """Where an output folder keeps lock and checkpoints until it is complete."""
 
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
 
 
@@ -80,7 +81,6 @@ def resumable_folder(
         with contextlib.ExitStack() as stack:
             stack.enter_context(locked(work / "lock", str(path), note))
             stack.callback(_leave, target, work, made)
-            _sweep(target, folder)
             _check_checkpoints(path, work, force, resume)
             before = _times(work)
             try:
@@ -120,13 +120,6 @@ def _check_checkpoints(path: Path, work: Path, force: bool, resume: bool) -> Non
         )
     for entry in work.glob("*.npz"):
         entry.unlink(missing_ok=True)
-
-
-def _sweep(target: Path, ours: Path) -> None:
-    """Removes what runs that were killed left beside the target; its lock is ours, so they have ended."""
-    for leftover in target.parent.glob(f".{glob.escape(target.name)}.????????.tmp"):
-        if leftover != ours:
-            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _leave(target: Path, work: Path, made: bool) -> None:
@@ -183,11 +176,11 @@ def _check_replaceable(path: Path, target: Path, names: tuple[str, ...], force: 
 @contextlib.contextmanager
 def _workspace(path: Path, target: Path) -> Iterator[Path]:
     """A folder beside the target, on the same file system, removed at the end."""
-    folder = _beside(target)
     missing = [parent for parent in target.parents if not parent.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir()
+        leftovers.sweep(target)
+        folder, lock = leftovers.claim(target, Path.mkdir)
     except (FileExistsError, NotADirectoryError) as error:
         raise QtraceError(f"{path} cannot be written: {error.filename} is a file, not a folder.") from error
     except OSError as error:
@@ -205,6 +198,7 @@ def _workspace(path: Path, target: Path) -> Iterator[Path]:
     finally:
         with undisturbed():
             shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
             for parent in missing:  # if nothing came into them
                 with contextlib.suppress(OSError):
                     parent.rmdir()
@@ -212,20 +206,16 @@ def _workspace(path: Path, target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Lets no second Ctrl-C or SIGTERM cut short what must be tidied up."""
+    """Lets no second Ctrl-C, SIGTERM or SIGHUP cut short what must be tidied up."""
     if threading.current_thread() is not threading.main_thread():  # only that one gets signals
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _beside(target: Path) -> Path:
-    return target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
 
 
 def _replace(target: Path, folder: Path) -> None:
@@ -235,7 +225,7 @@ def _replace(target: Path, folder: Path) -> None:
         return
     if _exchange(target, folder):
         return
-    old = _beside(target)
+    old = target.with_name(f".{target.name}.{secrets.token_hex(4)}.old")
     os.rename(target, old)
     try:
         os.rename(folder, target)

@@ -10,6 +10,7 @@ import threading
 from typing import Any, NoReturn
 
 from qtrace.cli import engine
+from qtrace.errors import Terminated
 
 __all__ = ["main"]
 
@@ -51,7 +52,7 @@ def _end_with_parent() -> None:
 
 
 def _terminate(number: int, _: Any) -> NoReturn:
-    raise SystemExit(128 + number)
+    raise Terminated(number)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from qtrace.errors import CalibrationError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.graph.types import TracedModule
@@ -21,6 +22,7 @@ __all__ = [
     "EngineError",
     "Observe",
     "Watched",
+    "check_sites",
     "named_fake_quants",
     "watched",
 ]
@@ -97,6 +99,19 @@ def watched(prepared: TracedModule) -> Watched:
     axes = {group: getattr(container, group).folded_axes for names in nodes.values() for group in names}
     folded = {group: found for group, found in axes.items() if found}
     return Watched(nodes, tuple(fixed[True]), tuple(fixed[False]), folded)
+
+
+def check_sites(prepared: TracedModule) -> None:
+    """Refuses a prepared graph without a site, which a calibration would leave in float.
+
+    Raises:
+        CalibrationError: saying so.
+    """
+    if next(named_fake_quants(prepared), None) is None:
+        raise CalibrationError(
+            "the graph has no site: not one of its ops is quantized, so there is nothing to calibrate; "
+            "`qtrace explain` says why each op stays float."
+        )
 
 
 def named_fake_quants(prepared: TracedModule) -> Iterator[tuple[str, FakeQuant]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +26,7 @@ Told = Callable[[int], None]
 
 # By name: it stands above this room, with the other programs.
 _WORKER = "qtrace.cli.worker"
+_SECONDS_TO_END = 30  # for all workers together, to write what they have seen
 
 
 class Executor(Protocol):
@@ -75,12 +78,11 @@ class Processes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for worker in self._workers:
-            if worker.poll() is None:
-                worker.terminate()
+        self._terminate()
+        deadline = time.monotonic() + _SECONDS_TO_END
         for worker in self._workers:
             try:
-                worker.wait(30)
+                worker.wait(max(deadline - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
                 worker.kill()
                 worker.wait()
@@ -127,9 +129,14 @@ class Processes:
             if not failures:  # else it was stopped because of the other
                 failures[index] = QtraceError(f"worker {index} {how} after {seen} batches.")
         if failures:
-            for other in self._workers:
-                if other.poll() is None:
-                    other.terminate()
+            self._terminate()
+
+    def _terminate(self) -> None:
+        """Asks all workers to end; one that was stopped (SIGSTOP) takes no signal until it goes on."""
+        for worker in self._workers:
+            if worker.poll() is None:
+                worker.terminate()
+                worker.send_signal(signal.SIGCONT)
 
 
 class Ray:

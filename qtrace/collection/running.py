@@ -9,6 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from qtrace.collection.base import check_sites
 from qtrace.collection.checkpoint import Cadence, Part, Parts, fingerprint
 from qtrace.collection.choice import Chosen
 from qtrace.collection.collecting import Collected, Options, collect
@@ -85,9 +86,11 @@ def collect_all(
         note: is told what happens.
 
     Raises:
-        CalibrationError: when a batch does not fit, or the checkpoints belong to another calibration.
+        CalibrationError: when the graph has no site, a batch does not fit, or the checkpoints belong to
+            another calibration.
         QtraceError: for what is wrong with the data, or a worker that dies.
     """
+    check_sites(prepared)
     identity = fingerprint(
         prepared,
         source.identity(),

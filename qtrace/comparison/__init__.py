@@ -20,6 +20,7 @@ from qtrace.comparison._tally import Difference, SiteTally, clipped, decibels, r
 from qtrace.comparison.report import Comparison, GroupCost, Output, SiteError
 from qtrace.errors import CalibrationError
 from qtrace.fakequant.base import FakeQuant
+from qtrace.graph.process import on_engine_thread
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.numerics import dequantize, quantize
@@ -35,6 +36,7 @@ from qtrace.verification import leaves
 __all__ = ["Comparison", "compare"]
 
 
+@on_engine_thread
 def compare(
     quantized: TracedModule,
     batches: Iterable[Any],

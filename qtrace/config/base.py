@@ -26,6 +26,9 @@ __all__ = [
     "spell",
 ]
 
+_MAX_MISTAKES = 20  # that are told of one config
+_MAX_LEVELS = 50
+
 _M = TypeVar("_M", bound="Model")
 
 Loc = tuple["int | str", ...]
@@ -53,6 +56,7 @@ class Model(BaseModel):
     def __init__(self, /, *args: Any, **data: Any) -> None:
         if args:
             raise ConfigError(self._unnamed(args[0]))
+        _refuse_long_integers(data)
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -80,6 +84,7 @@ class Model(BaseModel):
         Raises:
             ConfigError: with a line for each mistake.
         """
+        _refuse_long_integers(obj, place)
         try:
             return super().model_validate(obj, *args, **kwargs)
         except ValidationError as error:
@@ -126,7 +131,27 @@ def _explain(error: ValidationError, model: type[BaseModel], place: Place | None
         model: the model, for the keys that it knows.
         place: tells where the data was written; by default, where it stands in the data.
     """
-    return [_sentence(e, model, place or _in_python) for e in error.errors(include_url=False)]
+    mistakes = error.errors(include_url=False)
+    sentences = [_sentence(e, model, place or _in_python) for e in mistakes[:_MAX_MISTAKES]]
+    if len(mistakes) > _MAX_MISTAKES:
+        prefix, _ = (place or _in_python)(mistakes[_MAX_MISTAKES]["loc"])
+        sentences.append(f"{prefix}{len(mistakes) - _MAX_MISTAKES} more mistakes begin here.")
+    return sentences
+
+
+def _refuse_long_integers(data: Any, place: Place | None = None, loc: Loc = ()) -> None:
+    """Raises ConfigError for an integer beyond 64 bits, whose decimal digits take a time of their own."""
+    if isinstance(data, Mapping) and len(loc) < _MAX_LEVELS:
+        for key, value in data.items():
+            _refuse_long_integers(value, place, (*loc, str(key)))
+    elif isinstance(data, (list, tuple)) and len(loc) < _MAX_LEVELS:
+        for index, value in enumerate(data):
+            _refuse_long_integers(value, place, (*loc, index))
+    elif isinstance(data, int) and data.bit_length() > 64:
+        prefix, path = (place or _in_python)(loc)
+        raise ConfigError(
+            f"{prefix}{path or 'a config'} is a whole number of {data.bit_length()} bits: give one of 64."
+        )
 
 
 def hint(word: str, known: Iterable[str]) -> str:
@@ -169,6 +194,11 @@ def _sentence(error: Mapping[str, Any], model: type[BaseModel], place: Place) ->
     kind, loc, value, context = error["type"], error["loc"], error["input"], error.get("ctx", {})
     prefix, path = place(loc)
     parent = place(loc[:-1])[1] if loc else ""
+    if kind == "extra_forbidden" and loc in (("imports",), ("schema",)):
+        return (
+            f"{prefix}{loc[0]!r} belongs in a recipe file: write the config into a .yaml file and give "
+            "its path, or give the name of a packaged recipe."
+        )
     inside = f" in {parent}" if parent else ""
     if kind == "extra_forbidden":
         return f"{prefix}unknown key {loc[-1]!r}{inside}{hint(str(loc[-1]), _keys_at(model, loc[:-1]))}"

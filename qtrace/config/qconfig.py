@@ -13,6 +13,7 @@ from qtrace.config.rule import AlgorithmSpec, FakeQuantSpec, Observers, Rule, Sc
 
 __all__ = ["Bn", "Expect", "Preprocess", "QConfig", "Qat", "Region"]
 
+_MAX_PIXELS = 2**28  # as many as an image that is read may have
 _NUMBERED = re.compile(r"rules\[\d+\]")
 
 
@@ -61,6 +62,8 @@ class Preprocess(Model):
     def _agree(self) -> Preprocess:
         if len(self.size) != 3 or self.size[0] not in (1, 3):
             raise ValueError("size must be [channels, height, width] with 1 or 3 channels.")
+        if self.size[1] * self.size[2] > _MAX_PIXELS:
+            raise ValueError(f"size asks for more than {_MAX_PIXELS >> 20} million pixels.")
         for name in ("mean", "std"):
             count = len(getattr(self, name))
             if count != self.size[0]:
@@ -200,6 +203,17 @@ class QConfig(Model):
             *keys: dotted keys, such as ``observers.activation``.
         """
         return next((self._places[key] for key in keys if key in self._places), self._origin)
+
+    def with_region(self, region: Region, places: Mapping[str, str]) -> QConfig:
+        """The same config with another region.
+
+        Args:
+            region: the region.
+            places: ``region.inputs`` and ``region.outputs`` -> where they were given, for `place`.
+        """
+        config = self.model_copy(update={"region": region})
+        config._places = {**self._places, **places}
+        return config
 
     def with_origin(
         self, origin: str, rules: Iterable[str], places: Mapping[str, str] | None = None

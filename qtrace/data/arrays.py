@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from qtrace.data.base import Batch, SizedSource, check_dtype, file_identity, to_input
+from qtrace.data.base import Batch, SizedSource, check_dtype, check_rank, file_identity, to_input
 from qtrace.data.pixels import normalize
 from qtrace.errors import DataError
 
@@ -55,10 +55,15 @@ class _Array:
     def sample_bytes(self) -> int:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
-    def batches(self, size: int) -> Iterator[np.ndarray]:
-        """Consecutive samples; the last batch may be smaller."""
+    def batches(self, size: int, archive: zipfile.ZipFile | None) -> Iterator[np.ndarray]:
+        """Consecutive samples; the last batch may be smaller.
+
+        Args:
+            size: samples per batch.
+            archive: the open .npz file that holds the array; None for an .npy file.
+        """
         total = self.shape[0]
-        with _open(self.path, self.member) as stream:
+        with _open(self.path, self.member, archive) as stream:
             stream.read(self.offset)
             if self.fortran:  # the samples are interleaved
                 whole = self._read(stream, total)
@@ -93,7 +98,8 @@ class ArraySource(SizedSource):
         super().__init__(str(path), max_batches)
         self._batch_size = batch_size
         self._preprocess = preprocess
-        arrays = [_header(path, None)] if path.suffix.lower() == ".npy" else _npz_headers(path)
+        self._path, self._zipped = path, path.suffix.lower() == ".npz"
+        arrays = _npz_headers(path) if self._zipped else [_header(path, None, None)]
         self._arrays = self._without_labels(arrays)
         _check_samples(self.source, self._arrays, shape)
         for array in self._arrays:
@@ -104,7 +110,7 @@ class ArraySource(SizedSource):
         if len(arrays) == 1:
             return arrays
         inputs = [array for array in arrays if array.key.lower() not in LABELS]
-        self.skipped = [array.key for array in arrays if array not in inputs]
+        self.skipped = [array.key for array in arrays if array.key.lower() in LABELS]
         if not inputs:
             raise DataError(f"{self.source} holds only labels ({', '.join(self.skipped)}) and no input.")
         return inputs
@@ -120,16 +126,18 @@ class ArraySource(SizedSource):
         return f"{self.source} {file_identity(Path(self.source))}"
 
     def _batches(self, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
-        streams = [array.batches(self._batch_size) for array in self._arrays]
-        for number in range(self._count()):
-            rows = [next(stream) for stream in streams]
-            if not wanted(number):
-                continue
-            values = [self._input(array, row) for array, row in zip(self._arrays, rows, strict=True)]
-            if len(values) == 1:
-                yield number, (values[0],)
-            else:
-                yield number, {array.key: value for array, value in zip(self._arrays, values, strict=True)}
+        with _archive(self._path) if self._zipped else contextlib.nullcontext() as archive:
+            streams = [array.batches(self._batch_size, archive) for array in self._arrays]
+            for number in range(self._count()):
+                rows = [next(stream) for stream in streams]
+                if not wanted(number):
+                    continue
+                values = [self._input(array, row) for array, row in zip(self._arrays, rows, strict=True)]
+                if len(values) == 1:
+                    yield number, (values[0],)
+                else:
+                    named = zip(self._arrays, values, strict=True)
+                    yield number, {array.key: value for array, value in named}
 
     def _input(self, array: _Array, rows: np.ndarray) -> np.ndarray:
         value = to_input(rows, array.where)
@@ -139,27 +147,22 @@ class ArraySource(SizedSource):
 
 
 def _npz_headers(path: Path) -> list[_Array]:
-    try:
-        with _archive(path) as archive:
-            members = [info for info in archive.infolist() if not info.is_dir()]
-    except _BAD_ZIP as error:
-        raise DataError(f"{path} is not a whole .npz file ({error}).") from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
-    if not members:
-        raise DataError(f"{path} holds no array.")
-    names = Counter(info.filename.removesuffix(".npy") for info in members)
-    twice = [name for name, count in names.items() if count > 1]
-    if twice:
-        raise DataError(f"{path} holds more than one array called {twice[0]!r}; keep one of them.")
-    return [_header(path, info) for info in members]
+    with _archive(path) as archive:
+        members = [info for info in archive.infolist() if not info.is_dir()]
+        if not members:
+            raise DataError(f"{path} holds no array.")
+        names = Counter(info.filename.removesuffix(".npy") for info in members)
+        twice = [name for name, count in names.items() if count > 1]
+        if twice:
+            raise DataError(f"{path} holds more than one array called {twice[0]!r}; keep one of them.")
+        return [_header(path, info, archive) for info in members]
 
 
-def _header(path: Path, info: zipfile.ZipInfo | None) -> _Array:
+def _header(path: Path, info: zipfile.ZipInfo | None, archive: zipfile.ZipFile | None) -> _Array:
     """Reads one header and compares it with the number of bytes that the file has for the array."""
     member = info.filename if info else None
     where = f"{path}[{member.removesuffix('.npy')}]" if member else str(path)
-    with _open(path, member) as stream:
+    with _open(path, member, archive) as stream:
         try:
             reader = _READERS[np.lib.format.read_magic(stream)]  # type: ignore[no-untyped-call]
             shape, fortran, dtype = reader(stream)
@@ -173,6 +176,7 @@ def _header(path: Path, info: zipfile.ZipInfo | None) -> _Array:
     if dtype.hasobject:
         raise DataError(f"{where} holds Python objects, which only pickle could load; store plain numbers.")
     check_dtype(dtype, where)
+    check_rank(len(shape), where)
     if not shape:
         raise DataError(f"{where} is a single number; the first axis must count the samples.")
     if min(shape) <= 0:
@@ -190,14 +194,14 @@ def _header(path: Path, info: zipfile.ZipInfo | None) -> _Array:
 
 
 @contextlib.contextmanager
-def _open(path: Path, member: str | None) -> Iterator[IO[bytes]]:
+def _open(path: Path, member: str | None, archive: zipfile.ZipFile | None) -> Iterator[IO[bytes]]:
     """Opens a file, or a member of an .npz, and turns what can be wrong with it into a DataError."""
     try:
-        if member is None:
+        if member is None or archive is None:
             with path.open("rb") as stream:
                 yield stream
         else:
-            with _archive(path) as archive, _part(archive, member) as part:
+            with _part(archive, member) as part:
                 yield part
     except _BAD_ZIP as error:
         raise DataError(f"{path}: {member or 'the file'} cannot be read, it is damaged ({error}).") from error
@@ -206,8 +210,18 @@ def _open(path: Path, member: str | None) -> Iterator[IO[bytes]]:
 
 
 def _archive(path: Path) -> zipfile.ZipFile:
-    with _names():
-        return zipfile.ZipFile(path)
+    """Opens an .npz file.
+
+    Raises:
+        DataError: when it cannot be read, or is no zip archive.
+    """
+    try:
+        with _names():
+            return zipfile.ZipFile(path)
+    except _BAD_ZIP as error:
+        raise DataError(f"{path} is not a whole .npz file ({error}).") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 def _part(archive: zipfile.ZipFile, member: str) -> IO[bytes]:

@@ -11,12 +11,13 @@ import numpy as np
 
 from qtrace.errors import DataError
 
-__all__ = ["Batch", "DataSource", "SizedSource", "file_identity", "to_input"]
+__all__ = ["Batch", "DataSource", "SizedSource", "check_rank", "file_identity", "to_input"]
 
 Batch = tuple[np.ndarray, ...] | dict[str, np.ndarray]
 """The inputs of one call of the model: by position, or by name."""
 
 _INT32 = np.iinfo(np.int32)
+_MAX_RANK = 7  # of MegEngine's tensors
 
 
 class DataSource(abc.ABC):
@@ -102,6 +103,14 @@ def check_dtype(dtype: np.dtype[Any], where: str) -> None:
         )
 
 
+def check_rank(rank: int, where: str) -> None:
+    """Raises DataError unless MegEngine has tensors of ``rank`` axes."""
+    if rank > _MAX_RANK:
+        raise DataError(
+            f"{where} has {rank} axes, and MegEngine's tensors have at most {_MAX_RANK}: reshape the array."
+        )
+
+
 def to_input(array: np.ndarray, where: str) -> np.ndarray:
     """The array as MegEngine takes it, in memory of its own.
 
@@ -114,6 +123,7 @@ def to_input(array: np.ndarray, where: str) -> np.ndarray:
     """
     dtype = array.dtype
     check_dtype(dtype, where)
+    check_rank(array.ndim, where)
     if dtype.kind == "f" or dtype == np.uint8:
         with np.errstate(over="ignore"):  # an overflow becomes Inf, which the observers report
             return np.array(array, dtype=np.float32, order="C")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 import os
@@ -89,17 +90,18 @@ def find_images(folder: Path) -> list[Path]:
     """
     root = folder.resolve()
     found = []
-    for where, folders, files in os.walk(folder, onerror=_fail):
-        for name in folders + files:
-            path = Path(where, name)
-            if path.is_symlink() and not name.startswith(".") and not _target(path).is_relative_to(root):
+    folders = [folder]
+    while folders:  # not os.walk: it recurses, and ends at a thousand nested folders
+        for entry in _entries(folders.pop()):
+            path = Path(entry)
+            if entry.name.startswith("."):
+                continue
+            if entry.is_symlink() and not _target(path).is_relative_to(root):
                 raise DataError(f"{path} is a link that leaves {folder}; put the images themselves there.")
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [
-            Path(where, name)
-            for name in files
-            if not name.startswith(".") and name.lower().endswith(SUFFIXES)
-        ]
+            if entry.is_dir():
+                folders += [] if entry.is_symlink() else [path]
+            elif entry.name.lower().endswith(SUFFIXES):
+                found.append(path)
     if not found:
         raise DataError(f"{folder} holds no image; looked for {', '.join(SUFFIXES)}, in its subfolders too.")
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
@@ -113,5 +115,13 @@ def _target(path: Path) -> Path:
         raise DataError(f"{path} is a link that leads nowhere; remove it.") from error
 
 
-def _fail(error: OSError) -> None:
-    raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from error
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise DataError(
+                f"{str(folder)[:60]}... cannot be read: its folders are nested too deep."
+            ) from error
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from error

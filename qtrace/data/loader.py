@@ -6,7 +6,6 @@ import importlib
 import itertools
 import os
 import re
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
@@ -14,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from qtrace import plugins
 from qtrace.data.base import Batch, DataSource, SizedSource, to_input
-from qtrace.errors import DataError, QtraceError
+from qtrace.errors import DataError, QtraceError, Terminated
 
 __all__ = ["blame", "import_object", "is_object_name", "open_loader"]
 
@@ -35,16 +35,16 @@ def import_object(name: str) -> Any:
         DataError: when there is no such module or name, or importing the module fails.
     """
     module, _, attribute = name.partition(":")
-    here = os.getcwd()
-    if here not in sys.path:  # it stays: the module may import its neighbours later
-        sys.path.insert(0, here)
+    plugins.search_current_folder()
     try:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise DataError(blame(name, "importing its module", error)) from error
         raise DataError(f"{name}: there is no module {error.name!r} here or in PYTHONPATH.") from error
-    except Exception as error:
+    except Terminated:
+        raise
+    except (Exception, SystemExit) as error:
         raise DataError(blame(name, "importing its module", error)) from error
     try:
         return reduce(getattr, attribute.split("."), imported)
@@ -105,9 +105,9 @@ class _LoaderSource(DataSource):
         """Runs a piece of the user's code."""
         try:
             return call()
-        except QtraceError:
+        except (QtraceError, Terminated):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(blame(self.source, doing, error)) from error
 
 
@@ -138,7 +138,9 @@ def _to_array(value: Any, where: str) -> np.ndarray:
             )
         try:
             value = np.asarray(value.numpy())
-        except Exception as error:
+        except Terminated:
+            raise
+        except (Exception, SystemExit) as error:
             raise DataError(blame(where, "numpy()", error)) from error
     if not value.ndim or not value.size:
         raise DataError(f"{where} has shape {value.shape}; the first axis must count at least one sample.")

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["decode", "fit", "normalize"]
 
+# An image of the most pixels that are read has less than this, even if nothing is compressed.
+_MAX_BYTES = 2**31
 _PNG = b"\x89PNG\r\n\x1a\n"
 # What libjpeg and libpng print when they gave up, or filled pixels in. Bytes that are left over before a
 # marker belong to it: a stream in which a bit fell over loses its place, and mostly shows by nothing else.
@@ -72,6 +74,8 @@ def _contents(path: Path) -> bytes:
     try:
         if path.exists() and not path.is_file():  # a pipe would never end
             raise DataError(f"{path} is not a regular file.")
+        if path.stat().st_size > _MAX_BYTES:
+            raise DataError(f"{path} has more than {_MAX_BYTES >> 30} GiB: no image to calibrate with.")
         data = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error

@@ -7,18 +7,20 @@ suffixes of files beside the one that is named.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import os
 import pkgutil
 import sys
-import tempfile
 import types
 from pathlib import Path
 from typing import Any
 
+from qtrace import leftovers
 from qtrace.errors import ExportError
 from qtrace.export._located import locate_by_name
+from qtrace.graph.process import on_engine_thread
 from qtrace.graph.types import TracedModule
 from qtrace.passes.record import read_record
 
@@ -30,6 +32,7 @@ def formats() -> tuple[str, ...]:
     return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")))
 
 
+@on_engine_thread
 def export(
     converted: TracedModule, path: str | os.PathLike[str], format: str | None = None, **options: Any
 ) -> Path:
@@ -50,6 +53,8 @@ def export(
             node, its op and the line of it, or a path that cannot be written.
         GraphError: when the module is not converted.
     """
+    if wrong := leftovers.problem(path):
+        raise ExportError(wrong)
     target = Path(path)
     module = _format_module(target, format)
     read_record(converted, "converted")
@@ -87,27 +92,24 @@ def _write(contents: dict[Path, bytes]) -> None:
     if taken is not None:
         kind = "a folder" if taken.is_dir() else "a device or a pipe"
         raise ExportError(f"{taken} is {kind}: name a file.")
-    temporaries: dict[Path, str] = {}
+    temporaries: dict[Path, Path] = {}
+    locks = contextlib.ExitStack()
     try:
         for path, data in contents.items():
-            handle, temporaries[path] = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-            with os.fdopen(handle, "wb") as stream:
+            leftovers.sweep(path)
+            temporaries[path], lock = leftovers.claim(path, lambda new: new.touch(exist_ok=False))
+            locks.callback(os.close, lock)
+            with temporaries[path].open("wb") as stream:
                 stream.write(data)
                 stream.flush()
                 os.fsync(stream.fileno())
-            os.chmod(temporaries[path], 0o666 & ~_umask())
         for path in list(temporaries):
             os.replace(temporaries[path], path)
             del temporaries[path]
     finally:
         for name in temporaries.values():
             os.unlink(name)
-
-
-def _umask() -> int:
-    value = os.umask(0)
-    os.umask(value)
-    return value
+        locks.close()
 
 
 def _format_module(path: Path, name: str | None) -> Any:

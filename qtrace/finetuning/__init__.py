@@ -23,6 +23,7 @@ from qtrace.finetuning._twins import PARTS
 from qtrace.finetuning._watching import Frozen
 from qtrace.finetuning.report import FineTuned, Output, outputs_of
 from qtrace.finetuning.settings import Settings
+from qtrace.graph.process import on_engine_thread
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.passes.record import Record, fake_quants, read_record
@@ -34,6 +35,7 @@ from qtrace.twin import changed_weights, float_twin
 __all__ = ["Evaluation", "FineTuned", "Frozen", "Output", "Retreat", "Settings", "finetune"]
 
 
+@on_engine_thread
 def finetune(
     prepared: TracedModule,
     batches: Iterable[Any],

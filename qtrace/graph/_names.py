@@ -173,7 +173,11 @@ class AllowList:
 
 def refused(does: str, key: str) -> RefusedError:
     """The refusal of a name, and what to do about it."""
-    hint = f"; if you trust the file, load it with allow=[{key!r}]" if ENTRY.match(key) else ""
+    hint = (
+        f"; if you trust the file, allow it with --allow {key}, in Python with load(..., allow=[{key!r}])"
+        if ENTRY.match(key)
+        else ""
+    )
     return RefusedError(f"it {does} {shown(key)}, which is not on the allow-list{hint}")
 
 

@@ -15,7 +15,6 @@ import io
 import mmap
 import os
 import pickle
-import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from megengine.traced_module import TracedModule
 from megengine.traced_module.expr import Constant
 from megengine.utils.max_recursion_limit import max_recursion_limit
 
+from qtrace import leftovers
 from qtrace.errors import DataError, GraphError, UnsafeFileError
 from qtrace.graph import garbage
 from qtrace.graph._modules import check_modules
@@ -34,6 +34,7 @@ from qtrace.graph._rules import Rules
 from qtrace.graph._seal import check, sealing
 from qtrace.graph._unpickle import Machine
 from qtrace.graph._validate import Validator
+from qtrace.graph.process import on_engine_thread
 from qtrace.graph.source_lines import attach_lines, detach_lines
 
 __all__ = ["load", "save"]
@@ -41,6 +42,7 @@ __all__ = ["load", "save"]
 BIG = 64 << 20
 
 
+@on_engine_thread
 def save(module: TracedModule, path: str | os.PathLike[str]) -> None:
     """Writes a traced, prepared or converted model to a file; the file appears complete or not at all.
 
@@ -56,13 +58,17 @@ def save(module: TracedModule, path: str | os.PathLike[str]) -> None:
         raise GraphError(
             f"save writes a TracedModule, not a {type(module).__name__}: trace it with qtrace.trace."
         )
+    if wrong := leftovers.problem(path):
+        raise DataError(wrong)
     target = Path(os.path.realpath(path))
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    partial, lock = target, -1
     try:
         if target.exists() and not target.is_file():
             kind = "a folder" if target.is_dir() else "a device or a pipe"
             raise DataError(f"{path} is {kind}: name a file.")
-        with open(partial, "xb") as file:
+        leftovers.sweep(target)
+        partial, lock = leftovers.claim(target, lambda new: new.touch(exist_ok=False))
+        with open(partial, "wb") as file:
             with sealing(file) as body:
                 _dump(module, body)
             file.flush()
@@ -71,11 +77,14 @@ def save(module: TracedModule, path: str | os.PathLike[str]) -> None:
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
     finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
+        if lock >= 0:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            os.close(lock)
     _sync_folder(target.parent)
 
 
+@on_engine_thread
 def load(path: str | os.PathLike[str], allow: Iterable[str] = (), keep_devices: bool = False) -> TracedModule:
     """Reads a model that ``save`` or ``megengine.save`` wrote, and runs nothing that the file brings.
 
@@ -96,6 +105,8 @@ def load(path: str | os.PathLike[str], allow: Iterable[str] = (), keep_devices: 
         DataError: when the file is missing, cut short, damaged, or holds something else.
         ConfigError: when an entry of ``allow`` is not of the form above.
     """
+    if wrong := leftovers.problem(path):
+        raise DataError(wrong)
     names = AllowList(allow)
     try:
         with _contents(path) as data, garbage.paused(collect_first=len(data) > BIG):

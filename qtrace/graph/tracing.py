@@ -24,6 +24,8 @@ from qtrace.graph._recording import NONE_IS_DROPPED, check_kernels, holds_none, 
 from qtrace.graph._returned import key_order, restore_key_order
 from qtrace.graph._source_names import restore_names
 from qtrace.graph._subclasses import become_builtin
+from qtrace.graph.process import on_engine_thread
+from qtrace.graph.refusals import native_quantization
 
 __all__ = ["trace"]
 
@@ -33,6 +35,7 @@ _BAKED = (
 )
 
 
+@on_engine_thread
 def trace(module: Module, *example: Any, method: str = "forward", check: bool = True) -> TracedModule:
     """Traces ``module`` in eval mode and reports what the trace would lose or get wrong.
 
@@ -62,6 +65,9 @@ def trace(module: Module, *example: Any, method: str = "forward", check: bool = 
             f"only a megengine.module.Module can be traced, not {type(module).__name__}: call it in the "
             "forward of a Module and trace that."
         )
+    problem = native_quantization(module)
+    if problem:
+        raise TraceError(f"{type(module).__name__} cannot be traced: {problem}")
     if isinstance(module, TracedModule):
         copied = copy.deepcopy(module)
         copied.eval()

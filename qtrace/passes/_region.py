@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from qtrace.config import Region
-from qtrace.config.base import hint
 from qtrace.errors import ConfigError
 from qtrace.graph.types import Expr, TracedModule
 from qtrace.graph.walk import exprs, module_path
@@ -14,14 +14,16 @@ from qtrace.passes._selectors import closure
 
 __all__ = ["inside"]
 
+_NEAREST = 5
 
-def inside(traced: TracedModule, region: Region, origin: str) -> set[int]:
+
+def inside(traced: TracedModule, region: Region, place: Callable[..., str]) -> set[int]:
     """The ids of the exprs of a region: on a way from its inputs to its outputs, both ends included.
 
     Args:
         traced: a flat, expanded graph.
         region: where it begins and ends.
-        origin: where the region was written, for messages.
+        place: `QConfig.place`: where the region or one of its ends was written, for messages.
 
     Raises:
         ConfigError: for a pattern that no node and no module has, or a region without an op.
@@ -29,14 +31,20 @@ def inside(traced: TracedModule, region: Region, origin: str) -> set[int]:
     every = exprs(traced)
     found = {id(e) for e in every}
     if region.outputs is not None:
-        ends = _named(traced, region.outputs, f"{origin}: region.outputs")
+        ends = _named(traced, region.outputs, _subject(place, "outputs"))
         found &= closure(ends, lambda e: [n.expr for n in e.inputs])
     if region.inputs is not None:
-        starts = _named(traced, region.inputs, f"{origin}: region.inputs")
+        starts = _named(traced, region.inputs, _subject(place, "inputs"))
         found &= closure(starts, lambda e: [u for n in e.outputs for u in n.users])
     if not any(id(e) in found for e in every):
-        raise ConfigError(f"{origin}: no op lies between the inputs and the outputs of the region.")
+        raise ConfigError(f"{place('region')}: no op lies between the inputs and the outputs of the region.")
     return found
+
+
+def _subject(place: Callable[..., str], end: str) -> str:
+    """What names an end of the region: an argument of the call, or a key at a place in a file."""
+    where = place(f"region.{end}", "region")
+    return where if where == f"argument {end}" else f"{where}: region.{end}"
 
 
 def _named(traced: TracedModule, patterns: Sequence[str], origin: str) -> list[Expr]:
@@ -54,8 +62,10 @@ def _named(traced: TracedModule, patterns: Sequence[str], origin: str) -> list[E
     for pattern in patterns:
         matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
         if not matched:
-            # Module paths first: people know those.
-            likely = hint(pattern, sorted(names, key=lambda n: (-n.count("."), n))[:20])
-            raise ConfigError(f"{origin} names {pattern!r}, which is no node or module here{likely}")
+            near = difflib.get_close_matches(pattern, names, n=_NEAREST, cutoff=0.0)
+            raise ConfigError(
+                f"{origin} names {pattern!r}, which is no node or module here; the nearest names are "
+                f"{', '.join(near)}."
+            )
         found += [e for name in matched for e in names[name]]
     return found

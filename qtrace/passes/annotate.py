@@ -45,7 +45,7 @@ def annotate(traced: TracedModule, qconfig: QConfig) -> Annotation:
     backend = backends.get(qconfig.backend)
     calls = {id(e): c for e in exprs(traced) if (c := ops.read(e)) is not None}
     choices = choose(traced, calls, qconfig, backend)
-    region = None if qconfig.region is None else inside(traced, qconfig.region, qconfig.place("region"))
+    region = None if qconfig.region is None else inside(traced, qconfig.region, qconfig.place)
     view = View(traced, calls, choices, backend, region, static_nodes(traced))
     origins = tuple(rule.origin for rule in qconfig.rules)
     return dataclasses.replace(_Annotator(view).run(), origins=origins)

@@ -19,6 +19,7 @@ from qtrace.fakequant.fixed import FixedFakeQuant
 from qtrace.gradients import conv2d, plain
 from qtrace.graph.edit import GraphEditor, delete_attribute, exchange_function, set_parameter
 from qtrace.graph.flatten import flatten
+from qtrace.graph.process import on_engine_thread
 from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.passes._computed import write_computed
@@ -30,6 +31,7 @@ from qtrace.scheme import QParams, QScheme
 __all__ = ["convert", "dtype_meta"]
 
 
+@on_engine_thread
 def convert(prepared: TracedModule) -> TracedModule:
     """Returns a frozen copy of a calibrated module, ready to export.
 

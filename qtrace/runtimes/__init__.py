@@ -10,7 +10,7 @@ from pathlib import Path
 from qtrace.errors import ExportError
 from qtrace.runtimes.base import Runtime
 
-__all__ = ["get", "known"]
+__all__ = ["Runtime", "get", "known"]
 
 
 def known() -> tuple[str, ...]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qtrace.errors import ExportError
+from qtrace.runtimes.base import check_size
 
 __all__ = ["Exposed", "with_integer_outputs"]
 
@@ -50,8 +52,7 @@ def with_integer_outputs(path: Path) -> Exposed:
         raise ExportError("verification needs the package onnx: run pip install 'qtrace[onnx]'.")
     import onnx
 
-    if not path.is_file():
-        raise ExportError(f"{path} does not exist: export the module first.")
+    check_size(path, "ONNX")
     try:
         model = onnx.load(str(path), load_external_data=False)
     except Exception as error:
@@ -67,7 +68,12 @@ def with_integer_outputs(path: Path) -> Exposed:
         if node.op_type == "QuantizeLinear":
             name = node.output[0]
             integers.append(name.removesuffix("_int"))
-            kind = stored[node.input[2]]
+            kind = stored.get(node.input[2]) if len(node.input) > 2 else None
+            if kind is None:
+                raise ExportError(
+                    f"{path}: QuantizeLinear {name!r} has no stored zero point: qtrace.export did not write "
+                    "this file; export the module again."
+                )
             if kind in _WIDER:  # numpy has no type of 4 bits
                 kind, wide = _WIDER[kind], f"{name}{_SUFFIX}"
                 model.graph.node.append(onnx.helper.make_node("Cast", [name], [wide], to=kind))
@@ -87,16 +93,49 @@ def _take_in(model: Any, path: Path) -> Path | None:
     size = 0
     for tensor in outside:
         where = {e.key: e.value for e in tensor.external_data}
-        file = path.parent / where.get("location", "")
-        end = int(where.get("offset", 0)) + int(where.get("length", 0))
+        file = _beside(path, where.get("location", ""))
+        try:
+            offset, length = int(where.get("offset", 0)), int(where.get("length", 0))
+        except ValueError:
+            offset, length = -1, -1
+        if min(offset, length) < 0:
+            raise ExportError(
+                f"{path}: tensor {tensor.name!r} has no whole number for its place in {file.name}: the file "
+                "is damaged; export it again."
+            )
         if not file.is_file():
             raise ExportError(
                 f"{file} does not exist: it holds the tensors of {path.name}, so keep them together."
             )
-        if file.stat().st_size < end:
-            raise ExportError(f"{file} is not whole: {path.name} needs {end} bytes of it; export it again.")
-        size += int(where.get("length", 0))
+        if file.stat().st_size < offset + length:
+            raise ExportError(
+                f"{file} is not whole: {path.name} needs {offset + length} bytes of it; export it again."
+            )
+        size += length
     if size >= _LIMIT:
         return path.parent
-    onnx.external_data_helper.load_external_data_for_model(model, str(path.parent))
+    try:
+        onnx.external_data_helper.load_external_data_for_model(model, str(path.parent))
+    except Exception as error:  # of tensors within nodes, which qtrace.export does not write
+        line = " ".join(str(error).split())[:200]
+        raise ExportError(f"{path}: its tensors in other files cannot be read: {line}") from error
     return None
+
+
+def _beside(path: Path, location: str) -> Path:
+    """The file of tensors that an ONNX file calls ``location``.
+
+    Raises:
+        ExportError: when it is not in the folder of the ONNX file, as ONNX demands.
+    """
+    folder = os.path.realpath(path.parent)
+    try:
+        real = os.path.realpath(os.path.join(folder, location))
+    except ValueError:  # a zero byte
+        real = ""
+    if not location or os.path.isabs(location) or not real.startswith(os.path.join(folder, "")):
+        raise ExportError(
+            f"{path} keeps tensors in {location!r}, which is not a file in its own folder: keep both files "
+            "in one folder, or export the module again."
+        )
+    return path.parent / location

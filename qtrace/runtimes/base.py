@@ -9,7 +9,32 @@ from typing import Protocol
 
 import numpy as np
 
-__all__ = ["Kernels", "Run", "Runtime", "Session"]
+from qtrace.errors import ExportError
+
+__all__ = ["Kernels", "Run", "Runtime", "Session", "check_size"]
+
+# What the lengths and offsets of protobuf and FlatBuffers files can express.
+_MAX_BYTES = 2**31
+
+
+def check_size(path: Path, kind: str) -> None:
+    """Refuses a protobuf or FlatBuffers file that is missing or larger than such a file can be.
+
+    Args:
+        path: the file, which is not read.
+        kind: the kind of file, for the message: ``ONNX``.
+
+    Raises:
+        ExportError: saying why.
+    """
+    if not path.is_file():
+        raise ExportError(f"{path} does not exist: export the module first.")
+    size = path.stat().st_size
+    if size >= _MAX_BYTES:
+        raise ExportError(
+            f"{path} has {size / 2**30:.1f} GiB, and an {kind} file less than {_MAX_BYTES >> 30} GiB: it is "
+            "damaged, or something else; export the module again."
+        )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.runtimes.base import Run, Runtime
+from qtrace.runtimes.base import Run, Runtime, check_size
 
 __all__ = ["RUNTIME"]
 
@@ -56,8 +56,7 @@ class _Session:
     """
 
     def __init__(self, path: Path, optimize: bool) -> None:
-        if not path.is_file():
-            raise ExportError(f"{path} does not exist: export the module first.")
+        check_size(path, "TFLite")
         data = path.read_bytes()
         if data[4:8] != b"TFL3":
             raise ExportError(f"{path} is not a TFLite file.")

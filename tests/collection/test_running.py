@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 
 import qtrace
 from qtrace.archives import pack_arrays, unpack_arrays
-from qtrace.collection import running
+from qtrace.collection import executors, running
 from qtrace.collection.checkpoint import Cadence, Parts, fingerprint, kept
 from qtrace.collection.executors import Processes, run_elsewhere
 from qtrace.collection.jobs import Job, Source, run_job
@@ -247,6 +249,18 @@ def test_a_worker_that_dies_is_told(prepared: TracedModule, data: Source, tmp_pa
         job = Job("m", (), data, 0, 1, (), running.Chosen("megengine", ""), None, "p", "i")
         with pytest.raises(QtraceError, match="worker 0 was ended by signal 9 after 0 batches"):
             executor.run([job], lambda number: None)
+
+
+def test_a_worker_that_was_stopped_ends_at_once() -> None:
+    executor = Processes(1)
+    executor.__enter__()
+    worker = executor._workers[0]
+    time.sleep(1)  # until it has begun
+    worker.send_signal(signal.SIGSTOP)
+    before = time.monotonic()
+    executor.__exit__(None, None, None)
+    assert time.monotonic() - before < executors._SECONDS_TO_END
+    assert worker.returncode in (143, -signal.SIGTERM)  # not killed: it could write what it had seen
 
 
 def test_cadence() -> None:

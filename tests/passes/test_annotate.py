@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 import qtrace
 from qtrace.config import QConfig
-from qtrace.errors import ConfigError
+from qtrace.errors import CalibrationError, ConfigError
 from qtrace.passes.annotation import Annotation, ExprNote, Site
+from qtrace.passes.record import fake_quants
 from qtrace.preparation import plan
 from tests.nets import ResNet, images, net, randomize
 
@@ -282,6 +283,10 @@ def test_any_graph_of_ops_prepares_and_computes_the_same_in_float(ops: list[str]
     traced = qtrace.trace(module, X, check=False)
     prepared = qtrace.prepare(traced)
     np.testing.assert_array_equal(prepared(mge.Tensor(X)).numpy(), traced(mge.Tensor(X)).numpy())
+    if not list(fake_quants(prepared)):
+        with pytest.raises(CalibrationError, match="has no site"):
+            qtrace.calibrate(prepared, [X], progress=False)
+        return
     qtrace.calibrate(prepared, [X], progress=False)
     converted = qtrace.convert(prepared)
     np.testing.assert_array_equal(converted(mge.Tensor(X)).numpy(), prepared(mge.Tensor(X)).numpy())

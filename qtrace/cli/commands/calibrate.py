@@ -65,15 +65,16 @@ def calibrate(
         import qtrace
 
         qconfig = qtrace.load_recipe(recipe, allow_code=allow_code)
+        traced = None if models.is_factory(model) else models.load_model(model, allow)
+        if traced is not None:
+            models.check_size(traced, model, qconfig, data)
         source = models.open_source(
             data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
         )
         work = resumable_folder(out, names=FILES, force=force, resume=resume, note=console.note)
         with work as (folder, checkpoints):
-            if models.is_factory(model):
+            if traced is None:
                 traced = models.trace_factory(model, data=source)
-            else:
-                traced = models.load_model(model, allow)
             prepared = qtrace.prepare(traced, qconfig)
             console.note(f"calibrating on {data}")
             where = {

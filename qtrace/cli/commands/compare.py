@@ -68,7 +68,9 @@ def compare(
         import qtrace
 
         loaded = models.load_model(model, allow)
+        models.check_stage(loaded, model)
         qconfig = models.preprocessing(loaded, recipe, allow_code)
+        models.check_size(loaded, model, qconfig, data)
         source = models.open_source(
             data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
         )

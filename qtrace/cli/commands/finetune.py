@@ -96,7 +96,9 @@ def finetune(
         settings = _settings(asked, batch_size)
         prepared = models.load_model(model, asked["allow"])
         teacher = models.load_model(asked["teacher"], asked["allow"]) if asked["teacher"] else None
+        models.check_stage(prepared, model, "prepared")
         qconfig = models.preprocessing(prepared, asked["recipe"])
+        models.check_size(prepared, model, qconfig, data)
         sizes = {name: asked[name] for name in ("max_batches", "skip_bad")} | {"batch_size": batch_size}
         source = models.open_source(data, console, qconfig=qconfig, **sizes)
         unseen = None

@@ -106,15 +106,16 @@ def sensitivity(
             raise ConfigError("--patch is written by a search: give --at-least, --max-drop or --budget, too.")
         if asked["raise_to"] != "float" and goal is None:
             raise ConfigError("--raise is for a search: give --at-least, --max-drop or --budget, too.")
+        traced = None if models.is_factory(model) else models.load_model(model, allow)
+        if traced is not None:
+            models.check_size(traced, model, qconfig, data)
         source = models.open_source(data, console, qconfig=qconfig, **sizes)
         calibration = list(source)
         measured = calibration
         if asked["eval_data"]:
             measured = list(models.open_source(asked["eval_data"], console, qconfig=qconfig, **sizes))
-        if models.is_factory(model):
+        if traced is None:
             traced = models.trace_factory(model, data=source)
-        else:
-            traced = models.load_model(model, allow)
         if goal is None:
             prepared = qtrace.prepare(traced, qconfig)
             if isinstance(chosen.get("metric"), DetectionLoss):

@@ -1,0 +1,66 @@
+"""What to write where a file was named in the place of ``pkg.mod:factory``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+__all__ = ["check_factory", "check_model"]
+
+_FORMATS = {
+    ".onnx": "an ONNX file",
+    ".tflite": "a TFLite file",
+    ".param": "an ncnn net",
+    ".caffemodel": "a Caffe file",
+    ".prototxt": "a Caffe file",
+    ".pt": "a file of PyTorch's",
+    ".pth": "a file of PyTorch's",
+}
+_WEIGHTS = (".pkl", ".pickle", ".npz", ".tar", ".ckpt")
+
+
+def check_factory(name: str) -> None:
+    """Raises UsageError when ``name`` is that of a file, or is not of the form ``pkg.mod:factory``."""
+    from qtrace.data import is_object_name
+
+    problem = _python_file(name) or _model_file(name)
+    if not problem and not is_object_name(name):
+        problem = f"{name!r} is not of the form pkg.mod:factory, such as models:resnet18."
+    if problem:
+        raise click.UsageError(problem)
+
+
+def check_model(name: str) -> None:
+    """Raises UsageError when a Python file was named in the place of ``pkg.mod:factory``."""
+    problem = _python_file(name)
+    if problem:
+        raise click.UsageError(problem)
+
+
+def _python_file(name: str) -> str:
+    """What to write in the place of ``file.py:factory``; "" for other names."""
+    file, _, factory = name.partition(":")
+    if not file.endswith(".py") or "\0" in file or (factory and Path(name).exists()):
+        return ""
+    folder, module = str(Path(file).parent), Path(file).stem
+    where = "" if folder == "." else f", from within the folder {folder} or with it in PYTHONPATH"
+    return f"{name} names a Python file: name its module, {module}:{factory or 'FACTORY'}{where}."
+
+
+def _model_file(name: str) -> str:
+    """What to write in the place of the file of a model; "" for other names."""
+    path = Path(name)
+    if ":" in name or "\0" in name:
+        return ""
+    suffix = path.suffix.lower()
+    code = "write a function that builds the Module, and name it as pkg.mod:function"
+    if suffix == ".mge":
+        return f"{name} is a file that was traced already: go on with `qtrace calibrate {name}`."
+    if suffix in _FORMATS:
+        return f"{name} is {_FORMATS[suffix]}, and a MegEngine Module is traced: {code}."
+    if suffix in _WEIGHTS:
+        return f"{name} holds weights or pickled objects: {code}; it may load the file with megengine.load."
+    if path.is_file():
+        return f"{name} is a file, and a MegEngine Module is traced: {code}."
+    return ""

@@ -25,7 +25,7 @@ def _schema(cls: Callable[[], OpDef]) -> dict[str, Any]:
     return cls().__getstate__()
 
 
-def op_state(cls: type[OpDef], state: dict[str, Any]) -> dict[str, Any]:
+def op_state(cls: Any, state: dict[str, Any]) -> dict[str, Any]:
     """The part of a saved state that the op has, after each value was checked.
 
     Args:

@@ -133,6 +133,8 @@ class Validator:
             raise RefusedError(f"the input {_called(node)} of a graph in it is not made by its Input")
         self._check_common(expr)
         self._add_node(node, present, exprs)
+        if not node._name:
+            raise RefusedError("an input of a graph in it has no name")
 
     def _check_expr(self, expr: Any, present: set[int], exprs: set[int]) -> None:
         fields, kind = expr.__dict__, type(expr).__name__

@@ -138,7 +138,7 @@ def tensor(cls: type[Tensor], budget: Budget, devices: Devices) -> Rule:
             raise RefusedError(f"it makes a {cls.__name__} from something that is not data, dtype and device")
         budget.take(_TENSOR + args[0].size * max(args[0].itemsize, args[1].itemsize))
         device = devices.name(args[2])
-        return cls.__new__(cls, args[0], args[1], device)  # type: ignore[call-overload,no-any-return]
+        return cls.__new__(cls, args[0], args[1], device)  # type: ignore[call-overload]
 
     return rule
 

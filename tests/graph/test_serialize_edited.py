@@ -73,6 +73,10 @@ def number_for_a_name(traced):
     traced.graph.outputs[0]._name = 3
 
 
+def unnamed_input(traced):
+    traced.graph.inputs[1]._name = None
+
+
 def graph_name(traced):
     traced.graph._name = 3
 
@@ -129,6 +133,7 @@ EDITS = {
     device: "the device of the node reshape_out",
     node_name: "a node in it is called",
     number_for_a_name: "a node in it is called 3",
+    unnamed_input: "an input of a graph in it has no name",
     graph_name: "a graph in it is called 3",
     twice: "is the output of two exprs",
     foreign: "which is not computed before it",

@@ -160,7 +160,7 @@ def test_devices_of_a_file_are_kept_when_asked_for(tmp_path):
         load(path, keep_devices=True)
 
 
-DEEP = b")" + b"\x85" * 100_000
+DEEP = b")" + b"\x85" * 1_000_000
 INT = name("builtins", "int")
 
 
@@ -198,7 +198,7 @@ def shared(levels, pair=b"](h\x00h\x00e"):
 
 SPEC = name("inspect", "FullArgSpec")
 KEYS = {
-    "signature": (b"}" + new(SPEC, DEEP, b"N", b"N", b"N", b"]", b"N", b"}") + b"Ns", "levels deep"),
+    "signature": (b"}" + new(SPEC, DEEP, b"N", b"N", b"N", b")", b"N", b")") + b"Ns", "levels deep"),
     "types of a leaf": (b"}" + leaf_def(kinds=DEEP) + b"Ns", "has the types"),
     "type of a tree": (b"}" + tree_def(kind=DEEP) + b"Ns", "has the type"),
     "names of a tree": (tree_def(kind=name("builtins", "dict"), aux=DEEP), "levels deep"),

@@ -34,8 +34,8 @@ __all__ = [
 
 # The smallest normal float32: runtimes, MegEngine among them, flush smaller ones to zero.
 SMALLEST_NORMAL = 2.0**-126
-# The smallest scale: the product of two, which is the scale of a bias, is still a normal float32. So is a square,
-# by which `jit.trace` divides where the gradient of a learned scale divides twice.
+# The smallest scale: the product of two, which is the scale of a bias, is still a normal float32. So is its
+# square, by which `jit.trace` divides where the gradient of a learned scale divides twice.
 SMALLEST_SCALE = 2.0**-63
 # The smallest scale of a channel, as a share of the largest one of its tensor: a float32 that is added to one
 # 2**24 times as large vanishes, and so do the channel's values in every activation of up to 16 bits.

@@ -105,21 +105,21 @@ _COMPUTED = {
 
 
 class _Computed(M.Module):
-    """A layer whose weight is computed from a parameter."""
+    """A layer whose weight is computed from a parameter and the input: no constant of the file."""
 
     def __init__(self, layer: Callable[[Tensor, Tensor], Tensor], value: np.ndarray) -> None:
         super().__init__()
         self.layer, self.value = layer, Parameter(value)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, self.value * 0.5)
+        return self.layer(x, self.value * F.maximum(F.mean(x), 0.5))
 
 
 def _computed(kind: str, **config: object) -> tuple[TracedModule, np.ndarray]:
     layer, x, value = _COMPUTED[kind]
     traced = qtrace.trace(_Computed(layer, value), x)
     # Its product stays in float: the weight is quantized once, per channel.
-    rules = [{"match": {"op": "mul"}, "quantize": False}]
+    rules = [{"match": {"op": op}, "quantize": False} for op in ("mul", "mean", "maximum")]
     prepared = qtrace.prepare(traced, qtrace.QConfig(rules=rules, **config))
     return qtrace.convert(qtrace.calibrate(prepared, [x], progress=False)), x
 

@@ -19,7 +19,7 @@ from qtrace.errors import TraceError
 from qtrace.graph import _diff, _failures, _hazards, _inputs
 from qtrace.graph._returned import key_order, restore_key_order
 from qtrace.graph._source_names import restore_names
-from qtrace.graph._subclasses import become_builtin
+from qtrace.graph._subclasses import use_builtin_classes
 
 __all__ = ["trace"]
 
@@ -147,7 +147,7 @@ class _Tracing:
                 f"be copied out of its attributes ({_failures.short(error)})."
             ) from error
         module.eval()
-        become_builtin(module)
+        use_builtin_classes(module)
         own = type(module)
         if module_tracer.is_builtin(module):  # the tracer calls such a class as one op, which is no graph
             if not own.__module__.startswith("megengine."):

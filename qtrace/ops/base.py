@@ -57,6 +57,7 @@ class Reading:
         channel_axes: the axes of the weight that count output channels, in MegEngine's layout.
         role: the role of this very call, where it depends on the arguments.
         reason: why this very call has a float or shape role, where it depends on the arguments.
+        kind: the kind of this very call, where its arguments make another op of it.
     """
 
     inputs: tuple[TensorNode, ...]
@@ -66,6 +67,7 @@ class Reading:
     channel_axes: tuple[int, ...] = ()
     role: Role | None = None
     reason: str = ""
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ class OpCall:
         """Joins what the rule says and what its reader found."""
         return cls(
             expr,
-            rule.kind,
+            reading.kind or rule.kind,
             reading.role or rule.role,
             reading.inputs,
             MappingProxyType(dict(reading.attrs)),

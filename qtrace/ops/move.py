@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,9 @@ def _pad(expr: Expr) -> Reading | str:
         a = arguments(expr)
         node, width, mode, value = a["src"], a["pad_width"], a["mode"], a["constant_value"]
     mode, value = str(mode).lower(), float(value)
+    if not any(int(n) for pair in width for n in pair):
+        found = _moved(expr, node, {})
+        return found if isinstance(found, str) else dataclasses.replace(found, kind="identity")
     found = _moved(
         expr, node, {"width": tuple((int(b), int(e)) for b, e in width), "mode": mode, "value": value}
     )

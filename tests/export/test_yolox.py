@@ -87,7 +87,7 @@ def _check_whole(model: M.Module, batch: int, size: int, file: str, folder: Path
     assert report.passed, report.table()
 
 
-@pytest.mark.parametrize("file", FORMS)
+@pytest.mark.parametrize("file", ["m.onnx", pytest.param("m.tflite", marks=pytest.mark.slow)])
 def test_a_tiny_one(file: str, tmp_path: Path) -> None:
     _check_whole(trained(Published(4, in_place=True)), 2, 32, file, tmp_path)
 

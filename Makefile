@@ -48,9 +48,10 @@ bench: $(STAMP) ## Run the benchmarks
 fuzz: $(STAMP) ## Try random recipes, files, graphs and numbers for MINUTES (1)
 	$(PY) -W ignore -m tests.fuzz --minutes $(MINUTES) $(ARGS)
 
-lint: $(STAMP) ## Check style with ruff
+lint: $(STAMP) ## Check style with ruff, and that commits name what they delete
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
+	$(PY) scripts/check_deletions.py
 
 format: $(STAMP) ## Repair style with ruff
 	$(PY) -m ruff check --fix

@@ -2,7 +2,7 @@
 
 A format is ``serialize(converted, **options) -> bytes``, or, when it consists of several files,
 ``files(converted, path, **options) -> dict[Path, bytes]``. ``COMPANIONS``, where there are any, are the
-suffixes of files beside the one that is named.
+suffixes of files beside the one that is named. ``RUNS_GRAPH = True`` says that it reads no recorded shapes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from qtrace import leftovers
 from qtrace.errors import ExportError
 from qtrace.export._located import locate_by_name
 from qtrace.graph.process import on_engine_thread
-from qtrace.graph.types import TracedModule
+from qtrace.graph.types import TensorNode, TracedModule
+from qtrace.graph.walk import exprs, node_path, op_label
 from qtrace.passes.record import read_record
 
 __all__ = ["export", "formats"]
@@ -62,6 +63,8 @@ def export(
         raise ExportError(f"{target.parent} is not a folder: make it first.")
     _check_options(module, options)
     try:
+        if not getattr(module, "RUNS_GRAPH", False):
+            _check_shapes(converted)
         if hasattr(module, "files"):
             contents = module.files(converted, target, **options)
         else:
@@ -73,6 +76,19 @@ def export(
     except OSError as error:
         raise ExportError(f"{target} cannot be written: {error.strerror or error}.") from error
     return target
+
+
+def _check_shapes(converted: TracedModule) -> None:
+    """Refuses a graph with a tensor whose shape is not known, which no format can be written without."""
+    for expr in exprs(converted):
+        for node in expr.outputs:
+            if isinstance(node, TensorNode) and node.shape is None:
+                path = node_path(node)
+                raise ExportError(
+                    f"{node.name}: its shape is not known, because {repr(path) if path else 'its module'} is "
+                    f"called with several sizes and the size of this {op_label(expr)} depends on values: "
+                    "give each call a module of its own, or end the graph before it."
+                )
 
 
 def _check_options(module: Any, options: dict[str, Any]) -> None:

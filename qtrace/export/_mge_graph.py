@@ -19,7 +19,7 @@ from qtrace.export._located import located
 from qtrace.export.onnx import integer_values
 from qtrace.fakequant._bias import BiasQuant
 from qtrace.fakequant.base import FakeQuant
-from qtrace.graph.types import Constant, Expr, GetAttr, Node, TensorNode, TracedModule
+from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, op_label, owner, users
 from qtrace.ops import OpCall
 from qtrace.passes.annotation import Site
@@ -58,9 +58,13 @@ class QuantizedGraph:
         self.carried = carried_qparams(converted, self.annotation)
         self.moved = frozenset(self.annotation.moved())
         self.integers: list[str] = []
+        self.merged: dict[str, str] = {}
         self.values: dict[int, Any] = {}
-        self.named: set[int] = set()
+        self.named: dict[int, str] = {}
+        self.rounded: dict[tuple[int, float], Tensor] = {}
+        self.computed: dict[tuple[Any, ...], Sequence[Any]] = {}
         self.kept: dict[tuple[str, int], Tensor] = {}
+        self.contents: dict[tuple[Any, ...], Tensor] = {}
         made = {e.outputs[0].name: e.outputs[0] for e in exprs(converted) if e.outputs}
         stored = [f"{s.name}_q" for s in self.annotation.sites if s.sort != "activation"]
         self.floating = {n for n in stored if n in made and only_floats_read(made[n], floats)}
@@ -69,9 +73,13 @@ class QuantizedGraph:
                 _check(site.name, site.plan.scheme, site.sort == "weight")
 
     def run(self, *inputs: Tensor) -> list[Tensor]:
-        """The outputs of the graph as floats; `integers` are the names of the tensors of integers."""
+        """Computes the outputs of the graph as floats.
+
+        `integers` are then the names of the tensors of integers. MegEngine merges ops that compute the same
+        from the same inputs, and keeps one name: `merged` has the name that stands for each lost one.
+        """
         graph = self.model.graph
-        self.integers, self.named = [], set()
+        self.integers, self.merged, self.named, self.rounded, self.computed = [], {}, {}, {}, {}
         self.values = {id(graph.inputs[0]): self.model}
         self.values.update((id(n), x) for n, x in zip(graph.inputs[1:], inputs, strict=True))
         for expr in exprs(self.model):
@@ -90,10 +98,9 @@ class QuantizedGraph:
             return
         call = ops.read(expr)
         result = None if call is None else self._integer_op(call)
-        if result is None:
-            results = self._as_traced(expr, call)
-        else:
-            results = [result]
+        results = self._as_traced(expr, call) if result is None else [result]
+        key = (*_what(expr), *(id(values[id(n)]) for n in expr.inputs), *map(_scale_of, results))
+        results = self.computed.setdefault(key, results)
         for out, value in zip(expr.outputs, results, strict=True):
             values[id(out)] = self._carry(out, value)
 
@@ -113,14 +120,19 @@ class QuantizedGraph:
                 f"site {site.name}: its weight is computed, and MegEngine's kernels take stored ones: set "
                 "quantize: false for its layer."
             )
-        if not _is_integer(value) or _scale(value) != scale or id(value) in self.named:
-            value = _as_float(value).astype(dtype.qint8(scale))
+        if not _is_integer(value) or _scale(value) != scale:
+            key = (id(value), scale)
+            if key not in self.rounded:
+                self.rounded[key] = _as_float(value).astype(dtype.qint8(scale))
+            value = self.rounded[key]
         return self._name(value, site.name)
 
     def _keep(self, what: str, expr: Expr, make: Callable[[], Tensor]) -> Tensor:
         key = (what, id(expr))
         if key not in self.kept:
-            self.kept[key] = make()
+            tensor = make()
+            content = (tensor.shape, str(tensor.dtype), tensor.numpy().tobytes())
+            self.kept[key] = self.contents.setdefault(content, tensor)
         return self.kept[key]
 
     def _carry(self, node: Node, value: Any) -> Any:
@@ -134,9 +146,12 @@ class QuantizedGraph:
         return self._name(value, node.name) if node.name in self.moved else value
 
     def _name(self, value: Tensor, name: str) -> Tensor:
-        value.name = f"{name}_int"
-        self.named.add(id(value))
         self.integers.append(name)
+        first = self.named.setdefault(id(value), name)
+        if first == name:
+            value.name = f"{name}_int"
+        else:
+            self.merged[name] = first
         return value
 
     def _as_traced(self, expr: Expr, call: OpCall | None) -> Sequence[Any]:
@@ -244,6 +259,16 @@ class QuantizedGraph:
             return x  # the kernel before it has done it
         scale, _ = self._ahead(call, relu=False)
         return None if scale is None else _elemwise_multi_type(x, mode="qrelu", dtype=dtype.qint8(scale))
+
+
+def _what(expr: Expr) -> tuple[Any, ...]:
+    """What ``expr`` computes from its inputs; equal where MegEngine may merge two exprs."""
+    state = repr(expr.opdef.__getstate__()) if isinstance(expr, Apply) else ""
+    return ops.target_key(expr), state, repr(expr.const_val), repr(expr.arg_def)
+
+
+def _scale_of(value: Any) -> float | None:
+    return _scale(value) if _is_integer(value) else None
 
 
 def _is_integer(value: Any) -> bool:

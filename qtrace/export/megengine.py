@@ -21,10 +21,11 @@ from qtrace.export._mge_graph import QuantizedGraph
 from qtrace.export.onnx import input_names
 from qtrace.graph.types import TensorNode, TracedModule
 
-__all__ = ["SUFFIXES", "serialize"]
+__all__ = ["RUNS_GRAPH", "SUFFIXES", "serialize"]
 
 # Chosen by name: .mge stands for a model that qtrace.save wrote.
 SUFFIXES: tuple[str, ...] = ()
+RUNS_GRAPH = True
 
 
 def serialize(converted: TracedModule, allow_float: Iterable[str] = ()) -> bytes:
@@ -53,7 +54,8 @@ def serialize(converted: TracedModule, allow_float: Iterable[str] = ()) -> bytes
         # Once as it is, so that the graph keeps its constants, then as a trace.
         for result in (*run(*samples), *traced(*samples)):
             result.numpy()  # kernels tell their errors late: here at the latest
-        facts = {"qtrace": 1, "inputs": names, "integers": list(dict.fromkeys(graph.integers))}
+        integers = list(dict.fromkeys(graph.integers))
+        facts = {"qtrace": 1, "inputs": names, "integers": integers, "merged": graph.merged}
         # As text: a reader need not unpickle what it finds there.
         traced.dump(stream, arg_names=names, output_names=outputs, user_info=json.dumps(facts))
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:

@@ -18,9 +18,10 @@ from megengine.traced_module.traced_module import InternalGraph, TracedModuleBui
 
 from qtrace.errors import TraceError
 
-__all__ = ["clean_up", "explain", "short", "user_line"]
+__all__ = ["LIBRARIES", "clean_up", "explain", "short", "user_line"]
 
-_LIBRARIES = (
+# Where files lie that are no user's code.
+LIBRARIES = (
     str(Path(__file__).parent),
     str(Path(megengine.__file__).parent.parent),
     sysconfig.get_path("stdlib"),
@@ -148,7 +149,7 @@ def user_line(error: BaseException) -> str:
     found = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES):
+        if not file.startswith(LIBRARIES):
             found = f"{Path(file).name}:{number}"
     return found
 

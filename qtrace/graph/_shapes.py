@@ -1,94 +1,275 @@
-"""Shapes of a graph that was inlined for a call of other sizes than those it was traced with."""
+"""Shapes of a submodule's tensors at each of its calls.
+
+A traced submodule has one graph however often it is called, and the nodes of that graph record the shapes of
+the first call. `flatten` writes the exprs once for each call; this module gives each copy the shapes of its
+own call by running its exprs on zeros. A shape that zeros cannot show, because it depends on values, becomes
+None ("unknown"): exporters refuse such a node, while a shape of another call would give a wrong file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import megengine as mge
 import numpy as np
 from megengine.core._imperative_rt.core2 import Tensor as RawTensor
-from megengine.module import Module
-from megengine.traced_module.expr import CallFunction, Constant, Expr, GetAttr
+from megengine.traced_module import TracedModule
+from megengine.traced_module.expr import Apply, CallFunction, CallMethod, Constant, Expr, GetAttr, Input
 from megengine.traced_module.node import Node, TensorNode
 
-__all__ = ["differ", "refresh"]
+from qtrace.graph.interpreter import interpret
 
-# The sizes of their results come from values, which zeros do not have.
-_SIZED_BY_VALUES = ("cond_take", "nms", "non_zero")
+__all__ = ["Call", "needs_own_shapes", "record_shapes"]
+
+# Ops whose result has as many elements as the values of their inputs say.
+_SIZED_BY_VALUES = {"cond_take", "nms", "non_zero", "CondTake", "NMSKeep", "NonZero"}
+# Ops whose result has the same shape whatever their integer and boolean inputs hold; so have the operators
+# of Python (`_is_operator`).
+_ELEMENTWISE = {
+    "Elemwise",
+    "TypeCvt",
+    "astype",
+    "gather",
+    "where",
+    "logical_and",
+    "logical_or",
+    "logical_not",
+}
+_ELEMENTWISE |= {"equal", "not_equal", "less", "less_equal", "greater", "greater_equal", "maximum", "minimum"}
+_INDEXING = {"__getitem__", "__setitem__"}
 
 
-def differ(left: Iterable[Node], right: Iterable[Node]) -> bool:
-    """Whether any two tensors of the pairs were traced with different shapes."""
-    pairs = zip(left, right, strict=True)
-    return any(isinstance(x, TensorNode) and _shape(x) != _shape(y) for x, y in pairs)
+@dataclass(frozen=True)
+class Call:
+    """A call of a submodule, written into a flat graph with the shapes of another call.
+
+    Attributes:
+        start: the place of its first expr in the flat graph.
+        stop: the place behind its last expr.
+        outputs: its results in the flat graph.
+        recorded: its results in the graph of the caller, whose shapes are those of this call.
+    """
+
+    start: int
+    stop: int
+    outputs: Sequence[Node]
+    recorded: Sequence[Node]
 
 
-def refresh(exprs: Sequence[Expr], attribute: Callable[[str], Any], root: Node) -> None:
-    """Notes the shapes and dtypes that the results of ``exprs`` have, by running them on zeros.
+@dataclass(frozen=True)
+class _Value:
+    """What a node holds when the graph runs on zeros.
 
-    A module that is called twice has one graph, whose nodes know the shapes of the first call. Where zeros
-    cannot tell, because a size depends on values, the nodes keep what they have.
+    Attributes:
+        value: a tensor or a module.
+        exact: whether every input of the graph gives this value; False where zeros stand for activations.
+    """
+
+    value: Any
+    exact: bool
+
+
+def needs_own_shapes(recorded: Sequence[Node], given: Sequence[Node], again: bool) -> bool:
+    """Whether a call's tensors may have other shapes than those that its submodule's graph records.
 
     Args:
-        exprs: of a flat graph, in order; shapes of what they read from before are right.
-        attribute: the module or tensor at a dotted path.
-        root: the node of the top module.
+        recorded: the inputs of the submodule's graph, as the first call left them.
+        given: the arguments of this call, in the same order.
+        again: whether the submodule was called before; a tensor of integers may then be another size.
     """
-    if not all(_runs_on_zeros(e) for e in exprs):
+    for old, new in zip(recorded, given, strict=True):
+        if isinstance(new, TensorNode):
+            if _shape(old) != _shape(new) or old.dtype != new.dtype:
+                return True
+            if again and np.dtype(new.dtype).kind in "iub":
+                return True
+    return False
+
+
+def record_shapes(traced: TracedModule, calls: Sequence[Call]) -> None:
+    """Records the shapes and dtypes that the tensors of ``calls`` have, in time linear in their exprs.
+
+    Args:
+        traced: a flat traced module; its modules are left as they are.
+        calls: in the order of the graph, none inside of another.
+    """
+    if not calls:
         return
-    level, mge.config.async_level = mge.config.async_level, 0  # an error must come where it is caught
+    with _quiet_engine(traced):
+        for call in calls:
+            _ZeroRun(traced, traced.graph._exprs[call.start : call.stop]).run()
+            for node, same in zip(call.outputs, call.recorded, strict=True):
+                if isinstance(node, TensorNode) and isinstance(same, TensorNode):
+                    node._shape, node._dtype = same._shape, same._dtype
+
+
+@contextmanager
+def _quiet_engine(traced: TracedModule) -> Iterator[None]:
+    """Lets errors of kernels come at once, and no module change its statistics."""
+    training = [m for m in traced.modules() if m.training]
+    level, mge.config.async_level = mge.config.async_level, 0
+    for module in training:
+        module.training = False
     try:
-        found = _run(exprs, attribute, root)
-    except Exception:  # an op that does not take zeros
-        return
+        yield
     finally:
         mge.config.async_level = level
-    for node, (shape, dtype) in found.items():
-        node._shape, node._dtype = shape, dtype
+        for module in training:
+            module.training = True
 
 
-def _run(
-    exprs: Sequence[Expr], attribute: Callable[[str], Any], root: Node
-) -> dict[TensorNode, tuple[tuple[int, ...], Any]]:
-    last = {node: index for index, expr in enumerate(exprs) for node in expr.inputs}
-    values: dict[Node, Any] = {root: attribute("")}
-    found: dict[TensorNode, tuple[tuple[int, ...], Any]] = {}
-    for index, expr in enumerate(exprs):
-        inputs = [values[n] if n in values else _stand_in(n, attribute) for n in expr.inputs]
-        for node, value in zip(expr.outputs, expr.interpret(*inputs) or (), strict=True):
-            values[node] = value
-            _check_evaluates(value)
-            if isinstance(value, RawTensor) and isinstance(node, TensorNode):
-                found[node] = (tuple(int(n) for n in value.shape), value.dtype)
-        for node in expr.inputs:
-            if last[node] == index and node is not root:
-                values.pop(node, None)
-    return found
+class _ZeroRun:
+    """Runs consecutive exprs of a flat graph, with zeros for the activations that they read."""
+
+    def __init__(self, traced: TracedModule, exprs: Sequence[Expr]) -> None:
+        self.traced = traced
+        self.exprs = exprs
+        self.values: dict[Node, _Value | None] = {}  # None: unknown
+        self.frees: dict[Expr, list[Node]] = {}
+        last = {node: expr for expr in exprs for node in expr.inputs}
+        for node, expr in last.items():
+            self.frees.setdefault(expr, []).append(node)
+
+    def run(self) -> None:
+        """Records the shape and dtype of every result; None where zeros do not show the shape."""
+        for expr in self.exprs:
+            results = self._compute(expr)
+            for node, result in zip(expr.outputs, results, strict=True):
+                self.values[node] = result
+                if not isinstance(node, TensorNode):
+                    continue
+                if result is None:
+                    node._shape = None
+                else:
+                    node._shape = tuple(int(n) for n in result.value.shape)
+                    node._dtype = result.value.dtype
+            for node in self.frees.get(expr, ()):
+                self.values.pop(node, None)
+
+    def _compute(self, expr: Expr) -> Sequence[_Value | None]:
+        unknown = [None] * len(expr.outputs)
+        if isinstance(expr, GetAttr):
+            return [self._attribute(expr)]
+        if isinstance(expr, Constant):
+            return [_Value(expr.value, True)]
+        inputs = [self._value(node) for node in expr.inputs]
+        if any(value is None for value in inputs):
+            return unknown
+        given = [value for value in inputs if value is not None]
+        if not _shows_shapes(expr, given):
+            return unknown
+        try:
+            results = interpret(expr, [value.value for value in given]) or ()
+        except Exception:  # a kernel that does not take zeros: MegEngine's errors have no class of their own
+            return unknown
+        exact = _reads_shape(expr) or all(value.exact for value in given)
+        return [_Value(result, exact) for result in results]
+
+    def _value(self, node: Node) -> _Value | None:
+        if node not in self.values:
+            self.values[node] = self._outer_value(node)
+        return self.values[node]
+
+    def _outer_value(self, node: Node) -> _Value | None:
+        """The value of a node from before the exprs; integers are computed, since they may be sizes."""
+        pending = [node]
+        while pending:
+            current = pending[-1]
+            if current in self.values:
+                pending.pop()
+                continue
+            expr = current.expr
+            if current is self.traced.graph._inputs[0]:
+                self.values[current] = _Value(self.traced, True)
+            elif isinstance(expr, (Input, GetAttr, Constant)) or not _is_integer(current):
+                self.values[current] = self._given(current)
+            else:
+                missing = [n for n in expr.inputs if n not in self.values]
+                if missing:
+                    pending.extend(missing)
+                    continue
+                self.values.update(zip(expr.outputs, self._compute(expr), strict=True))
+        return self.values[node]
+
+    def _given(self, node: Node) -> _Value | None:
+        """A parameter, a constant or a module; zeros for an activation."""
+        if isinstance(node.expr, Constant):
+            return _Value(node.expr.value, True)
+        if isinstance(node.expr, GetAttr):
+            return self._attribute(node.expr)
+        shape = _shape(node)
+        return None if shape is None else _Value(_zeros(shape, node.dtype), False)
+
+    def _attribute(self, expr: GetAttr) -> _Value:
+        value: Any = self.traced
+        for part in expr.name.split("."):
+            value = getattr(value, part)
+        return _Value(value, True)
 
 
-def _stand_in(node: Node, attribute: Callable[[str], Any]) -> Any:
-    """What ``node`` gets or holds, or zeros in its place."""
-    if isinstance(node.expr, Constant):
-        return node.expr.value
-    if isinstance(node.expr, GetAttr):
-        value = attribute(node.expr.name)
-        _check_evaluates(value)
-        return value
-    if np.dtype(node.dtype).kind != "f":
-        raise ValueError("numbers that may be sizes")
-    return mge.Tensor(np.zeros(_shape(node) or (), np.float32)).astype(node.dtype)
+def _zeros(shape: tuple[int, ...], dtype: Any) -> mge.Tensor:
+    kind = np.dtype(dtype)
+    if kind.kind in "iub":
+        return mge.Tensor(np.zeros(shape, kind))
+    return mge.Tensor(np.zeros(shape, np.float32)).astype(dtype)
 
 
-def _check_evaluates(value: Any) -> None:
-    if isinstance(value, Module) and value.training:
-        raise ValueError("it would change its statistics")
-
-
-def _runs_on_zeros(expr: Expr) -> bool:
-    if isinstance(expr, CallFunction) and expr.func.__name__ in _SIZED_BY_VALUES:
+def _shows_shapes(expr: Expr, inputs: Sequence[_Value]) -> bool:
+    """Whether zeros for the activations give the results of ``expr`` their true shapes."""
+    name = _name(expr)
+    if _updates_inputs(expr):
         return False
-    return not any(isinstance(n, TensorNode) and np.dtype(n.dtype) == np.bool_ for n in expr.inputs)
+    guessed = [value for value in inputs if not value.exact]
+    if name in _SIZED_BY_VALUES and guessed:
+        return False
+    if name in _ELEMENTWISE or _is_operator(expr):
+        return True
+    return _reads_shape(expr) or not any(_holds_integers(value.value) for value in guessed)
+
+
+def _name(expr: Expr) -> str:
+    if isinstance(expr, CallFunction):
+        return str(expr.func.__name__)
+    if isinstance(expr, Apply):
+        return type(expr.opdef).__name__
+    return str(expr.method) if isinstance(expr, CallMethod) else ""
+
+
+def _updates_inputs(expr: Expr) -> bool:
+    """Whether ``expr`` is a BatchNorm in training, which writes into its running statistics."""
+    if isinstance(expr, CallFunction) and expr.func.__name__ in ("batch_norm", "sync_batch_norm"):
+        return bool(expr.kwargs.get("training", False))
+    return isinstance(expr, Apply) and str(getattr(expr.opdef, "fwd_mode", "")).endswith("TRAINING")
+
+
+def _is_operator(expr: Expr) -> bool:
+    """Whether ``expr`` is an operator of Python between values, such as ``x < y``."""
+    return (
+        isinstance(expr, CallMethod)
+        and expr.method.startswith("__")
+        and expr.method
+        not in _INDEXING
+        | {
+            "__call__",
+            "__new__",
+        }
+    )
+
+
+def _reads_shape(expr: Expr) -> bool:
+    """Whether ``expr`` gives the shape of its first input, or part of it, and reads no value of it."""
+    return isinstance(expr, Apply) and type(expr.opdef).__name__ == "GetVarShape"
+
+
+def _holds_integers(value: Any) -> bool:
+    return isinstance(value, RawTensor) and np.dtype(value.dtype).kind in "iub"
+
+
+def _is_integer(node: Node) -> bool:
+    return isinstance(node, TensorNode) and node.dtype is not None and np.dtype(node.dtype).kind in "iub"
 
 
 def _shape(node: Node) -> tuple[int, ...] | None:

@@ -1,8 +1,8 @@
-"""Layers of a user's class that computes what MegEngine's own does.
+"""Replaces subclasses that compute what their MegEngine base class does by that base class.
 
-A tracer looks inside of every class that it does not know. A subclass that only fills in arguments, such as a
-BatchNorm2d that is always frozen, would come apart: into a function, with parameters in shapes that its
-``state_dict`` does not have.
+A tracer looks inside of every class that it does not know. It would take a subclass that only fills in
+arguments, such as a BatchNorm2d that is always frozen, apart into functions whose parameters have shapes that
+the ``state_dict`` does not have; and no rule or pass would see a layer there.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 from megengine.module import Module
 from megengine.traced_module.module_tracer import module_tracer
 
-__all__ = ["become_builtin"]
+__all__ = ["use_builtin_classes"]
 
-# What a class may define without a change of what it computes.
-_HARMLESS = {
+# Names that a subclass may define without changing what its forward computes.
+_WITHOUT_EFFECT = {
     "__abstractmethods__",
     "__annotations__",
     "__dict__",
@@ -33,20 +33,23 @@ _HARMLESS = {
 }
 
 
-def become_builtin(root: Module) -> None:
-    """Gives every module below ``root`` that computes what its base does the class of that base.
+def use_builtin_classes(root: Module) -> None:
+    """Gives every submodule of ``root`` that computes what its base class does the class of that base.
 
     Args:
-        root: a private copy; it keeps its own class.
+        root: a private copy of the user's module; it keeps its own class.
     """
     for module in root.modules():
         base = _builtin_base(type(module))
-        if module is not root and base is not None and not _is_hooked(module):
+        if module is not root and base is not None and not (_is_hooked(module) or _is_patched(module, base)):
             module.__class__ = base
 
 
 def _builtin_base(cls: type[Module]) -> type[Module] | None:
-    """The class of MegEngine whose ``forward`` ``cls`` runs unchanged; None if it is one or there is none."""
+    """Returns the MegEngine class whose ``forward`` ``cls`` runs unchanged.
+
+    None if ``cls`` is such a class itself, or if there is none.
+    """
     for position, base in enumerate(cls.__mro__):
         if base is Module:
             return None
@@ -57,14 +60,21 @@ def _builtin_base(cls: type[Module]) -> type[Module] | None:
 
 
 def _adds_nothing(cls: type, base: type[Module]) -> bool:
-    return all(name in _HARMLESS or _is_apart(name, value, base) for name, value in vars(cls).items())
+    return all(
+        name in _WITHOUT_EFFECT or _is_new_method(name, value, base) for name, value in vars(cls).items()
+    )
 
 
-def _is_apart(name: str, value: Any, base: type[Module]) -> bool:
-    """Whether the forward of ``base`` cannot meet ``value``: a function of a name unknown to it."""
-    plain = isinstance(value, (FunctionType, staticmethod, classmethod))
-    return plain and not name.startswith("__") and not hasattr(base, name)
+def _is_new_method(name: str, value: Any, base: type[Module]) -> bool:
+    """Whether ``value`` is a method that the forward of ``base`` never calls: ``base`` has no such name."""
+    is_method = isinstance(value, (FunctionType, staticmethod, classmethod))
+    return is_method and not name.startswith("__") and not hasattr(base, name)
 
 
 def _is_hooked(module: Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _is_patched(module: Module, base: type[Module]) -> bool:
+    """Whether ``module`` itself replaces a method of ``base``, as by ``self.forward = ...``."""
+    return any(callable(getattr(base, name, None)) for name in vars(module))

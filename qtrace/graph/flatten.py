@@ -7,7 +7,6 @@ searches lists while it removes dead code, so its time grows with the square of 
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 from megengine.module import Module
@@ -16,7 +15,7 @@ from megengine.traced_module.expr import CallMethod, Constant, Expr, GetAttr, In
 from megengine.traced_module.node import ModuleNode, Node, TensorNode
 from megengine.traced_module.traced_module import InternalGraph
 
-from qtrace.graph._shapes import differ, refresh
+from qtrace.graph._shapes import Call, needs_own_shapes, record_shapes
 from qtrace.graph.edit import finish
 
 __all__ = ["flatten"]
@@ -49,8 +48,7 @@ def flatten(traced: TracedModule) -> TracedModule:
     root.argdef_graph_map = {arg_def: flat}
     root.argdef_outdef_map = {arg_def: out_def}
     root.argspec = traced.argspec
-    for first, last in emitter.resized:
-        refresh(flat._exprs[first:last], functools.partial(_lookup, root), inputs[0])
+    record_shapes(root, emitter.resized)
     finish(root)
     return root
 
@@ -85,8 +83,9 @@ class _Emitter:
         self.flat = flat
         self.memo = memo
         self.attrs: dict[str, Node] = {}
-        self.resized: list[tuple[int, int]] = []  # the exprs of calls of other sizes than those traced
-        self._inside = False
+        self.resized: list[Call] = []  # calls of other sizes than those that were traced
+        self._in_resized = False
+        self._called: set[int] = set()
 
     def copy_input(self, node: Node) -> Node:
         new_expr = copy.copy(node.expr)
@@ -133,12 +132,14 @@ class _Emitter:
                 for i, o in zip(inner._outputs, expr.outputs, strict=True)
             }
             inner_path = paths[id(callee)]
-            outermost, start = not self._inside and differ(inner._inputs, args), len(self.flat._exprs)
-            self._inside |= outermost
+            again, start = id(inner) in self._called, len(self.flat._exprs)
+            self._called.add(id(inner))
+            resized = not self._in_resized and needs_own_shapes(inner._inputs, args, again)
+            self._in_resized |= resized
             results = self.inline(inner, args, inner_path, inner_path.replace(".", "_"), given)
-            if outermost:
-                self.resized.append((start, len(self.flat._exprs)))
-                self._inside = False
+            if resized:
+                self.resized.append(Call(start, len(self.flat._exprs), results, expr.outputs))
+                self._in_resized = False
             bound.update((id(o), r) for o, r in zip(expr.outputs, results, strict=True))
         return [resolve(n) for n in graph._outputs]
 

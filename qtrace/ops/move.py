@@ -112,6 +112,9 @@ def _pad(expr: Expr) -> Reading | str:
     mode, value = str(mode).lower(), float(value)
     numbers, fixed = traced_arguments({"padding": width})
     widths = tuple((int(b), int(e)) for b, e in numbers["padding"])
+    if not any(n for pair in widths for n in pair):
+        found = _moved(expr, node, {}, fixed)
+        return found if isinstance(found, str) else replace(found, kind="identity")
     found = _moved(expr, node, {"width": widths, "mode": mode, "value": value}, fixed)
     if isinstance(found, Reading) and found.role is None and mode == "constant" and value != 0.0:
         reason = f"it pads with {value:g}, which need not be one of the input's values"

@@ -30,10 +30,10 @@ class _Session:
         except RuntimeError as error:
             line = (str(error).strip().splitlines() or [""])[0]
             raise ExportError(f"{path} is not a MegEngine dump: {line}.") from error
-        self.input_names, self.integer_names = _facts(path, loaded.metadata)
+        self.input_names, self.tensors = _facts(path, loaded.metadata)
+        self.integer_names = list(self.tensors)
         self.output_names = [v.name for v in loaded.output_vars_list]
-        blobs = [f"{name}_int" for name in self.integer_names]
-        self.graph = _inference(data, [*self.output_names, *blobs])
+        self.graph = _inference(data, [*self.output_names, *dict.fromkeys(self.tensors.values())])
         # What is deployed computes its outputs only, and may fuse what is read here.
         self.deployed = _inference(data, None) if optimize else None
 
@@ -48,7 +48,7 @@ class _Session:
         except RuntimeError as error:
             line = (str(error).strip().splitlines() or [""])[0]
             raise ExportError(f"MegEngine refused the input: {line}") from error
-        integers = {name: np.asarray(found[f"{name}_int"]).astype(np.int32) for name in self.integer_names}
+        integers = {name: np.asarray(found[t]).astype(np.int32) for name, t in self.tensors.items()}
         return Run([ends[name] for name in self.output_names], integers)
 
 
@@ -71,15 +71,16 @@ def _read(path: Path) -> bytes:
     return data
 
 
-def _facts(path: Path, metadata: Any) -> tuple[list[str], list[str]]:
-    """The inputs in order, and the names of the integers: a text that lies pickled in the file.
+def _facts(path: Path, metadata: Any) -> tuple[list[str], dict[str, str]]:
+    """Reads the inputs in order, and the tensor of the file that holds each integer value.
 
-    It is read without unpickling: a pickle is a program.
+    They are a text that lies pickled in the file. It is read without unpickling: a pickle is a program.
     """
     try:
         strings = [arg for _, arg, _ in pickletools.genops(metadata.user_info) if isinstance(arg, str)]
         facts = json.loads(strings[0])
-        return list(facts["inputs"]), list(facts["integers"])
+        merged = dict(facts.get("merged", {}))  # a file of an earlier version has none
+        return list(facts["inputs"]), {n: f"{merged.get(n, n)}_int" for n in facts["integers"]}
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ExportError(
             f"{path} was not written by qtrace.export: it does not name its integers."

@@ -182,3 +182,18 @@ def test_other_schemes_are_refused_and_nothing_is_written(case: str, tmp_path: P
     with pytest.raises(ExportError, match=problem):
         qtrace.export(converted, tmp_path / "m.mge", format="megengine")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ops_that_megengine_merges_are_verified_under_both_names(tmp_path: Path) -> None:
+    """Two calls of the same from the same: the dump keeps one of the two names."""
+
+    def forward(self, x):
+        x = F.relu(self.conv(x))
+        first, second = F.max_pool2d(x, 2), F.max_pool2d(x, 2)
+        return self.last(first), self.last(second) + second
+
+    batches = [images(2, 4, 8, 8, seed=s) for s in range(2)]
+    converted = _converted(net(forward, conv=_conv(), last=_conv(6, 6)), *batches)
+    report = qtrace.verify(_export(converted, tmp_path), converted, batches[:1])
+    assert report.passed, report.table()
+    assert {"max_pool2d_out", "max_pool2d_out_1"} <= set(report.sites["op_by_op"])

@@ -120,3 +120,53 @@ def test_a_module_called_with_other_sizes_has_the_shapes_of_each_call():
     assert {s[1] for s in shapes} >= {(2, 3, 8, 12), (2, 3, 16, 24), (2, 48, 24)}
     macs = {n.name: n.macs for n in qtrace.explain(qtrace.prepare(qtrace.trace(model, x))).annotation.notes}
     assert macs["up_conv_out_1"] == 4 * macs["up_conv_out"] > 0
+
+
+def _recorded(flat: tm.TracedModule) -> dict[str, tuple[int, ...] | None]:
+    nodes = (n for e in flat.graph._exprs for n in e.outputs if isinstance(n, TensorNode))
+    return {n.name: None if n.shape is None else tuple(int(i) for i in n.shape) for n in nodes}
+
+
+def test_a_shape_that_depends_on_values_is_that_of_no_other_call() -> None:
+    """It is unknown, and what is computed from it as well; the rest of the call is known."""
+
+    def forward(self, x):
+        y = self.conv(x)
+        mask = y > 0
+        taken = F.cond_take(mask, y)[0]
+        return F.where(mask, y, y * 0.5) + F.exp(taken * 2).sum()
+
+    def twice(self, x):
+        return self.block(x), self.block(F.max_pool2d(x, 2))
+
+    block = net(forward, conv=M.Conv2d(3, 3, 1))
+    shapes = _recorded(flatten(qtrace.trace(net(twice, block=block), mge.Tensor(images(2, 3, 8, 6)))))
+    assert shapes["block_gt_out_1"] == shapes["block_where_out_1"] == shapes["block_1_out"] == (2, 3, 4, 3)
+    assert len(shapes["block_cond_take_out"]) == len(shapes["block_exp_out"]) == 1
+    assert shapes["block_cond_take_out_2"] is shapes["block_exp_out_1"] is None
+
+
+def test_integers_that_are_sizes_are_computed() -> None:
+    def up(self, x, size):
+        return F.vision.interpolate(self.conv(x), size=size)
+
+    def twice(self, x):
+        large = F.concat([x, x], axis=2)
+        return self.up(x, x.shape[2:]) + 1, self.up(x, large.shape[2:]) + 1
+
+    model = net(twice, up=net(up, conv=M.Conv2d(3, 3, 1)))
+    shapes = _recorded(flatten(qtrace.trace(model, mge.Tensor(images(2, 3, 8, 6)))))
+    assert shapes["up_out"] == (2, 3, 8, 6)
+    assert shapes["up_1_out"] == (2, 3, 16, 6)
+
+
+def test_a_module_in_training_keeps_its_statistics_while_shapes_are_read() -> None:
+    block = net(lambda self, x: self.bn(self.conv(x)), conv=M.Conv2d(3, 3, 1), bn=M.BatchNorm2d(3))
+    model = net(lambda self, x: (self.block(x), self.block(F.max_pool2d(x, 2))), block=block)
+    traced = tm.trace_module(model, mge.Tensor(images(2, 3, 8, 6)))
+    traced.train()
+    before = traced.block.bn.running_mean.numpy().copy()
+    flat = flatten(traced)
+    assert flat.block.bn.training
+    np.testing.assert_array_equal(flat.block.bn.running_mean.numpy(), before)
+    assert _recorded(flat)["block_conv_out_1"] == (2, 3, 4, 3)

@@ -154,6 +154,22 @@ class Scaled(M.Conv2d):
         self.direction = value
 
 
+class Patched(M.Conv2d):
+    """Replaces a method of its base where only the object shows it."""
+
+    def __init__(self, inside: int, outside: int, kernel: int) -> None:
+        super().__init__(inside, outside, kernel)
+        plain = self.calc_conv
+        self.calc_conv = lambda inp, weight, bias: plain(inp, weight, bias) * 0.5
+
+
+def test_a_layer_with_a_replaced_method_keeps_it() -> None:
+    model = net(lambda self, x: F.relu(self.conv(x)), conv=Patched(3, 4, 1))
+    x = images(2, 3, 6, 6)
+    prepared = qtrace.prepare(qtrace.trace(model, x))
+    np.testing.assert_allclose(prepared(mge.Tensor(x)).numpy(), model(mge.Tensor(x)).numpy(), atol=1e-6)
+
+
 def test_a_subclass_that_only_fills_in_arguments_is_its_base() -> None:
     conv = M.Conv2d(3, 4, 3, padding=1, bias=False)
     layers = {"conv": conv, "norm": Frozen(4), "half": Halved(4, 4, 1), "scaled": Scaled(4, 4, 1)}

@@ -1,0 +1,198 @@
+"""Which MegEngine ops and gradients give views, and which kernels compute wrong values from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megengine.traced_module.expr import Apply, CallFunction, CallMethod, Expr, is_call_module
+from megengine.traced_module.node import Node, TensorNode
+
+from qtrace.graph.edit import signature
+
+__all__ = [
+    "broadcasts_first_axes",
+    "gives_view",
+    "is_arithmetic",
+    "is_product",
+    "reads_only_shape",
+    "returns_view",
+]
+
+_PRODUCTS = {"mul", "div", "truediv", "pow", "MUL", "TRUE_DIV", "POW"}
+_ARITHMETIC = {"add", "sub", "maximum", "minimum", "ADD", "SUB", "MAX", "MIN", *_PRODUCTS}
+_ARITHMETIC |= {"FUSE_ADD_RELU", "FUSE_ADD_H_SWISH", "FUSE_MUL_ADD3"}
+# Ops whose result is a view if their input is one. Some copy at times: one copy more does no harm.
+_KEEPS_LAYOUT = {"reshape", "Reshape", "flatten", "expand_dims", "AddAxis", "squeeze", "RemoveAxis"}
+_KEEPS_LAYOUT |= {"transpose", "Dimshuffle", "swapaxes", "roll"}
+_KEEPS_LAYOUT |= {
+    "copy",
+    "Copy",
+    "detach",
+    "Identity",
+    "Dropout",
+    "dropout",
+    "__pos__",
+    "to",
+    "astype",
+    "TypeCvt",
+}
+_REPEATS = {"broadcast_to", "_broadcast", "Broadcast", "repeat", "tile"}
+_SUMS = {"sum", "mean"}
+
+
+def _name(expr: Expr) -> str:
+    """The function, method or kernel that ``expr`` calls; ``add`` for ``__radd__`` and ``__iadd__``, too."""
+    if isinstance(expr, CallFunction):
+        module = str(expr.func.__module__)
+        return str(expr.func.__name__) if module.startswith("megengine.") else ""
+    if isinstance(expr, Apply):
+        kind = type(expr.opdef).__name__
+        return str(expr.opdef.mode).rpartition(".")[2] if kind == "Elemwise" else kind
+    if not isinstance(expr, CallMethod):
+        return ""
+    if is_call_module(expr):
+        return str(expr.inputs[0].module_type.__name__)
+    name = str(expr.method)
+    bare = name.strip("_")
+    known = bare if bare in _ARITHMETIC else bare[1:] if bare[1:] in _ARITHMETIC and bare[0] in "ri" else ""
+    return known if known and name.startswith("__") else name
+
+
+def is_arithmetic(expr: Expr) -> bool:
+    """Whether a kernel of ``expr`` may take a view for contiguous."""
+    return _name(expr) in _ARITHMETIC
+
+
+def is_product(expr: Expr) -> bool:
+    """Whether a gradient of ``expr`` is computed by such a kernel from the gradient that arrives."""
+    return _name(expr) in _PRODUCTS
+
+
+def reads_only_shape(expr: Expr) -> bool:
+    """Whether ``expr`` gives the same whatever values its input holds."""
+    return _name(expr) in ("GetVarShape", "zeros_like", "ones_like", "full_like")
+
+
+def broadcasts_first_axes(
+    view: Sequence[int], other: Sequence[int], view_is_fixed: bool, other_is_fixed: bool
+) -> bool:
+    """Whether, at some batch size, ``other`` is broadcast over the first axes of ``view`` and over no other.
+
+    Args:
+        view: the shape of the operand that may be a view.
+        other: the shape of the other operand.
+        view_is_fixed: whether the view has no batch, since it does not depend on the inputs' values.
+        other_is_fixed: the same of the other operand, which then keeps its first axis at other batch sizes.
+    """
+    rank = max(len(view), len(other))
+    pairs = zip(
+        (1,) * (rank - len(view)) + tuple(view), (1,) * (rank - len(other)) + tuple(other), strict=True
+    )
+    axes = [
+        "none" if x == y == 1 else "same" if x == y else "spread" if y == 1 else "other" for x, y in pairs
+    ]
+    cases = [axes]
+    if not view_is_fixed and len(view) == rank:
+        cases.append(["none", *axes[1:]])  # a batch of 1
+        if other_is_fixed and axes[0] == "none":
+            cases.append(["spread", *axes[1:]])  # a larger one
+    return any(_spreads_then_same([a for a in case if a != "none"]) for case in cases)
+
+
+def _spreads_then_same(axes: list[str]) -> bool:
+    spread = next((i for i, axis in enumerate(axes) if axis != "spread"), len(axes))
+    return 0 < spread < len(axes) and all(axis == "same" for axis in axes[spread:])
+
+
+def gives_view(expr: Expr, out: Node, inputs: Sequence[tuple[Node, bool]]) -> bool:
+    """Whether the tensor ``out`` may be a view with rows apart in memory.
+
+    Args:
+        expr: the expr.
+        out: one of its outputs.
+        inputs: what it reads, with whether that may be such a view.
+    """
+    name = _name(expr)
+    if name in _REPEATS:
+        return True
+    if name in ("split", "Split"):
+        return inputs[0][1] or _axis(expr, 2, len(inputs[0][0].shape or ())) != 0
+    if name == "Subtensor":
+        return True
+    if name == "__getitem__":
+        return _cuts(expr.args[1], len(inputs[0][0].shape or ()), inputs[0][1])
+    if name in _KEEPS_LAYOUT and inputs:
+        source, is_view = next(pair for pair in inputs if isinstance(pair[0], TensorNode))
+        return is_view and source.dtype == out.dtype
+    return False
+
+
+def _cuts(index: Any, rank: int, is_view: bool) -> bool:
+    """Whether ``x[index]`` is a view with rows apart, for a tensor of ``rank`` axes."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(item, (list, TensorNode)) and not _is_number(item) for item in items):
+        return False  # gathers into new memory
+    given = [item for item in items if item is not None and item is not Ellipsis]
+    place = items.index(Ellipsis) if any(item is Ellipsis for item in items) else len(items)
+    front = [item for item in items[:place] if item is not None]
+    whole: list[Any] = [slice(None)] * max(rank - len(given), 0)
+    axes = [*front, *whole, *given[len(front) :]]
+    if axes and not (isinstance(axes[-1], slice) and axes[-1].step in (None, 1)):
+        return False  # steps along the last axis: another kernel
+    first = axes[0] if axes else slice(None)
+    steps = isinstance(first, slice) and first.step not in (None, 1)
+    return is_view or steps or any(not _is_whole(item) for item in axes[1:])
+
+
+def _is_whole(item: Any) -> bool:
+    return (
+        isinstance(item, slice) and item.start in (None, 0) and item.stop is None and item.step in (None, 1)
+    )
+
+
+def _is_number(item: Any) -> bool:
+    return isinstance(item, TensorNode) and item.shape == ()
+
+
+def returns_view(expr: Expr, node: Node, arrives: bool) -> bool:
+    """Whether the gradient that ``expr`` returns to its input ``node`` may be a view with rows apart.
+
+    Args:
+        expr: the expr.
+        node: one of its inputs.
+        arrives: whether the gradient of its output is such a view.
+    """
+    name, (out, *_) = _name(expr), expr.outputs
+    if name in ("concat", "Concat", "stack"):
+        return arrives or _axis(expr, 1, len(out.shape or ())) != 0
+    if name in _SUMS:
+        return _sums_first_axes(expr, len(node.shape or ()))
+    if name in ("add", "ADD", "sub", "SUB"):
+        return arrives and node.shape == out.shape
+    return name in _KEEPS_LAYOUT and arrives
+
+
+def _sums_first_axes(expr: Expr, rank: int) -> bool:
+    """Whether the gradient of a sum or a mean is broadcast over the first axes, at some batch size."""
+    axis = _argument(expr, "axis", 1)
+    if axis is None or not isinstance(axis, (int, tuple, list)):
+        return False
+    axes = {int(a) % max(rank, 1) for a in (axis if isinstance(axis, (tuple, list)) else [axis])}
+    return bool(axes & {0, 1}) and rank - 1 not in axes
+
+
+def _axis(expr: Expr, position: int, rank: int) -> int:
+    axis = expr.opdef.axis if isinstance(expr, Apply) else _argument(expr, "axis", position)
+    return int(axis) % max(rank, 1) if isinstance(axis, int) else -1
+
+
+def _argument(expr: Expr, name: str, position: int) -> Any:
+    """An argument of a function or method by its name, None where it is not given."""
+    if isinstance(expr, CallFunction):
+        bound = signature(expr.func).bind(*expr.args, **expr.kwargs)
+        bound.apply_defaults()
+        return bound.arguments.get(name)
+    if isinstance(expr, Apply):
+        return getattr(expr.opdef, name, None)
+    return expr.kwargs.get(name, expr.args[position] if len(expr.args) > position else None)

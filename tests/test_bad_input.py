@@ -469,7 +469,7 @@ MODELS = {
     "text.mge": "not a saved model",
     "zip.mge": "zip archive",
     "evil.mge": "posix:system, which is not on the allow-list",
-    "protocol.mge": "protocol is 2",
+    "protocol.mge": "its first bytes are not quite those",
     "list.mge": "holds a list",
     "x.npz": "zip archive",
     "model.onnx": "not a saved model",

@@ -15,10 +15,10 @@ import qtrace
 from benchmarks.nets import MobileNetV2, NativeResNet18, ResNet18, image_batches, settle
 from benchmarks.rows import Row, Size
 from benchmarks.timing import take_turns
-from qtrace.collection.base import named_fake_quants, watched
-from qtrace.collection.choice import choose
-from qtrace.collection.observing import Observing
-from qtrace.collection.statistics import no_statistics
+from qtrace.calibration.base import named_fake_quants, watched
+from qtrace.calibration.choice import choose
+from qtrace.calibration.observing import Observing
+from qtrace.calibration.statistics import no_statistics
 from qtrace.graph.types import TracedModule
 from tests.zoo.darknet import CSPDarknet
 

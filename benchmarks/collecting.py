@@ -18,9 +18,9 @@ import qtrace
 from benchmarks.nets import ResNet18, image_batches, settle
 from benchmarks.rows import Row, Size
 from benchmarks.timing import Sample, Samples, take_turns
-from qtrace.collection.choice import Chosen
-from qtrace.collection.executors import Processes
-from qtrace.collection.jobs import Job, Source
+from qtrace.calibration.choice import Chosen
+from qtrace.calibration.executors import Processes
+from qtrace.calibration.jobs import Job, Source
 from qtrace.graph.types import TracedModule
 
 __all__ = ["run"]

@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 from benchmarks.rows import Row, Size
-from qtrace.cli import engine
+from qtrace.process import engine
 
 __all__ = ["measured", "measured_apart"]
 

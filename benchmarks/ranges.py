@@ -11,7 +11,7 @@ from benchmarks.nets import ResNet50, image_batches, settle
 from benchmarks.rows import Row, Size
 from benchmarks.timing import take_turns
 from qtrace import QScheme
-from qtrace.collection.collecting import Options, collect, observe_parameters
+from qtrace.calibration.collecting import Options, collect, observe_parameters
 from qtrace.observers.base import Observer
 from qtrace.observers.mse import MeanSquaredError
 from qtrace.observers.percentile import Percentile

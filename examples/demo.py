@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.cli import engine
+from qtrace.process import engine
 
 # MegEngine makes the processor flush subnormal numbers to zero, which numpy remarks on.
 warnings.filterwarnings("ignore", message="The value of the smallest subnormal")

@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from qtrace.cli import engine
+from qtrace.process import engine
 
 # MegEngine makes the processor flush subnormal numbers to zero, which numpy remarks on.
 warnings.filterwarnings("ignore", message="The value of the smallest subnormal")

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from qtrace import plugins
 
 if TYPE_CHECKING:
-    from qtrace.fakequant._kernel import Learn as Learn
     from qtrace.fakequant.base import FakeQuant as FakeQuant
     from qtrace.fakequant.base import builtin as builtin
     from qtrace.fakequant.base import reject_options as reject_options
     from qtrace.fakequant.base import scales as scales
+    from qtrace.fakequant.kernels.kernel import Learn as Learn
 
 _OTHERS = {
     **dict.fromkeys(("FakeQuant", "builtin", "reject_options", "scales"), "qtrace.fakequant.base"),
-    "Learn": "qtrace.fakequant._kernel",
+    "Learn": "qtrace.fakequant.kernels.kernel",
 }
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import megengine.functional as F
 from megengine import Tensor
 
-from qtrace.fakequant._kernel import Learn
 from qtrace.fakequant.base import FakeQuant, builtin, reject_options
+from qtrace.fakequant.kernels.kernel import Learn
 from qtrace.numerics import SMALLEST_SCALE
 
 __all__ = ["DoReFaFakeQuant"]

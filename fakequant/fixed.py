@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from qtrace.fakequant._kernel import Learn
 from qtrace.fakequant.base import FakeQuant, builtin, reject_options
+from qtrace.fakequant.kernels.kernel import Learn
 
 __all__ = ["FixedFakeQuant"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from qtrace.fakequant._gain import check_grad_scale, step_gain
-from qtrace.fakequant._kernel import Learn
 from qtrace.fakequant.base import FakeQuant, builtin, refuse_powers_of_two, reject_options
+from qtrace.fakequant.kernels.gain import check_grad_scale, step_gain
+from qtrace.fakequant.kernels.kernel import Learn
 
 __all__ = ["LSQFakeQuant"]
 

@@ -8,9 +8,9 @@ import megengine.functional as F
 import numpy as np
 from megengine import Parameter, Tensor
 
-from qtrace.fakequant._gain import check_grad_scale, step_gain
-from qtrace.fakequant._kernel import Learn, straight_through
 from qtrace.fakequant.base import FakeQuant, builtin, refuse_powers_of_two, reject_options
+from qtrace.fakequant.kernels.gain import check_grad_scale, step_gain
+from qtrace.fakequant.kernels.kernel import Learn, straight_through
 from qtrace.numerics import SMALLEST_SCALE
 
 __all__ = ["LSQPlusFakeQuant"]

@@ -11,8 +11,8 @@ from megengine import Parameter, Tensor
 from megengine.autodiff import Function
 
 from qtrace.errors import ConfigError
-from qtrace.fakequant._kernel import Learn
 from qtrace.fakequant.base import FakeQuant, builtin, reject_options
+from qtrace.fakequant.kernels.kernel import Learn
 from qtrace.numerics import SMALLEST_SCALE
 
 __all__ = ["TQTFakeQuant"]

@@ -10,9 +10,9 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import lambertw, ndtr
 
-from qtrace.observers._histogram import HISTOGRAM, HistogramObserver
-from qtrace.observers._moments import moments
 from qtrace.observers.base import Choice, Option, State
+from qtrace.observers.statistics.histogram import HISTOGRAM, HistogramObserver
+from qtrace.observers.statistics.moments import moments
 
 __all__ = ["AnalyticalClipping"]
 

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from qtrace.observers._histogram import HISTOGRAM, HistogramObserver
-from qtrace.observers._search import best_range, dissimilarity
 from qtrace.observers.base import Option, State
+from qtrace.observers.statistics.histogram import HISTOGRAM, HistogramObserver
+from qtrace.observers.statistics.search import best_range, dissimilarity
 
 __all__ = ["Cosine"]
 

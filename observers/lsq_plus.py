@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from qtrace.observers._histogram import HISTOGRAM, HistogramObserver
-from qtrace.observers._moments import moments
 from qtrace.observers.base import Option, State
+from qtrace.observers.statistics.histogram import HISTOGRAM, HistogramObserver
+from qtrace.observers.statistics.moments import moments
 
 __all__ = ["LSQPlusInitialization"]
 

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from qtrace.observers._moving import MOMENTUM, MovingObserver
 from qtrace.observers.base import Option
+from qtrace.observers.statistics.moving import MOMENTUM, MovingObserver
 
 __all__ = ["MovingPercentile"]
 

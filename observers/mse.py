@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from qtrace.observers._histogram import HISTOGRAM, HistogramObserver
-from qtrace.observers._search import best_range
 from qtrace.observers.base import Option, State
+from qtrace.observers.statistics.histogram import HISTOGRAM, HistogramObserver
+from qtrace.observers.statistics.search import best_range
 
 __all__ = ["MeanSquaredError"]
 
@@ -18,7 +18,7 @@ class MeanSquaredError(HistogramObserver):
     """Trades clipping against resolution: the quantizer of this scheme with the least squared error.
 
     The error is that of the whole quantizer, rounding, clipping and rounded zero point included, computed
-    from a histogram in closed form (`qtrace.observers._search`).
+    from a histogram in closed form (`qtrace.observers.statistics.search`).
 
     Options:
         bins: the range is resolved by `bins` to ``2 * bins`` bins.

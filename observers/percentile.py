@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from qtrace.observers._histogram import HISTOGRAM, HistogramObserver, origin_of
 from qtrace.observers.base import Option, State
+from qtrace.observers.statistics.histogram import HISTOGRAM, HistogramObserver, origin_of
 
 __all__ = ["Percentile"]
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 import numpy as np
 
 from qtrace.numerics import SMALLEST_NORMAL, grid
-from qtrace.observers._histogram import HISTOGRAM, HistogramObserver
-from qtrace.observers._search import Tables, error, g_at, observed, tables
 from qtrace.observers.base import Option, State
+from qtrace.observers.statistics.histogram import HISTOGRAM, HistogramObserver
+from qtrace.observers.statistics.search import Tables, error, g_at, observed, tables
 from qtrace.scheme import QScheme
 
 __all__ = ["PowerOfTwo"]
@@ -30,7 +30,7 @@ class PowerOfTwo(HistogramObserver):
     The search is complete down to 2**-12 of the scale that covers everything. With a given scale s a zero
     point only moves the window of levels, multiples of s: moving it up by a step changes the squared error
     by ``2 s (G(v_0 + s / 2) - H(v_L + s / 2))``, H being G seen from above, which grows as the window
-    moves. So the best zero point is found by halving (derived here; G as in `qtrace.observers._search`).
+    moves. So the best zero point is found by halving (derived here; G as in `qtrace.observers.statistics.search`).
 
     The range may end outside what was seen, as power-of-two scales must, by less than its own length.
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 import numpy as np
 
 from qtrace.numerics import grid
-from qtrace.observers._histogram import HISTOGRAM, HistogramObserver
-from qtrace.observers._search import Tables, best_range
 from qtrace.observers.base import Option, State
+from qtrace.observers.statistics.histogram import HISTOGRAM, HistogramObserver
+from qtrace.observers.statistics.search import Tables, best_range
 from qtrace.scheme import QScheme
 
 __all__ = ["SiluMeanSquaredError"]

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qtrace import fakequant, graph, observers, qat, recipes, sensitivity
-    from qtrace.bisection import bisect
-    from qtrace.calibration import calibrate
-    from qtrace.comparison import compare
+    from qtrace.calibration.calibrate import calibrate
     from qtrace.config import QConfig
-    from qtrace.explanation import explain
+    from qtrace.config.recipe import load_recipe
     from qtrace.export import export
     from qtrace.finetuning import finetune
-    from qtrace.graph.serialize import load, save
-    from qtrace.graph.tracing import trace
-    from qtrace.passes.convert import convert
-    from qtrace.phases import set_phase
-    from qtrace.preparation import prepare
+    from qtrace.graph.files.serialize import load, save
+    from qtrace.graph.tracing.trace import trace
+    from qtrace.inspection.comparison import compare
+    from qtrace.inspection.explanation import explain
+    from qtrace.preparation.passes.convert import convert
+    from qtrace.preparation.phases import set_phase
+    from qtrace.preparation.prepare import prepare
     from qtrace.qat import param_groups
-    from qtrace.recipe import load_recipe
     from qtrace.scheme import QParams, QScheme
-    from qtrace.verification import verify
+    from qtrace.verification.bisect import bisect
+    from qtrace.verification.verify import verify
 
 __all__ = [
     "QConfig",

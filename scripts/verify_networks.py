@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
 
-from qtrace.cli import engine  # noqa: E402
+from qtrace.process import engine  # noqa: E402
 
 engine.start()
 

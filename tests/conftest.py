@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from qtrace.cli import engine
+from qtrace.process import engine
 
 # Before anything else loads MegEngine: a thread of it would take a quarter of a core from the tests.
 engine.start()

@@ -7,10 +7,10 @@ from typing import Any
 import yaml
 
 from qtrace.config import QConfig
-from qtrace.explanation import Explanation
-from qtrace.explanation._summary import Floats
 from qtrace.graph.types import TracedModule
-from qtrace.preparation import plan
+from qtrace.inspection.explanation import Explanation
+from qtrace.inspection.explanation._summary import Floats
+from qtrace.preparation.prepare import plan
 
 __all__ = ["changed", "holds", "unkept"]
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from qtrace import cli
-from qtrace.collection import running
-from qtrace.collection.executors import Executor
-from qtrace.collection.jobs import Job
+from qtrace.calibration import running
+from qtrace.calibration.executors import Executor
+from qtrace.calibration.jobs import Job
 
 __all__ = ["Shuffled"]
 

@@ -165,8 +165,16 @@ def test_file_keeps_to_its_room(file):
         ("qtrace/errors.py", "from qtrace import QScheme", "errors may import only nothing"),
         ("qtrace/cli.py", "import observers.base", "say qtrace.observers.base"),
         ("qtrace/observers/ema.py", "import megengine.functional as F", "must do without MegEngine"),
-        ("qtrace/passes/insert.py", "from megengine.traced_module import Node", "qtrace.graph is for that"),
-        ("qtrace/passes/insert.py", "from megengine import traced_module", "qtrace.graph is for that"),
+        (
+            "qtrace/preparation/passes/insert.py",
+            "from megengine.traced_module import Node",
+            "qtrace.graph is for that",
+        ),
+        (
+            "qtrace/preparation/passes/insert.py",
+            "from megengine import traced_module",
+            "qtrace.graph is for that",
+        ),
         ("qtrace/ops/conv.py", "import megengine as m\nm.traced_module.expr", "conv.py:2 uses"),
         ("qtrace/novel.py", "", "novel.py belongs to no room"),
         ("qtrace/novel/__init__.py", "", "belongs to no room"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from megengine import Tensor
 
-from qtrace.batches import first_samples
+from qtrace.data.batches import first_samples
 
 
 def _tensor(*shape: int) -> Tensor:

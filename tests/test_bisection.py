@@ -11,10 +11,10 @@ from click.testing import CliRunner
 
 import qtrace
 from qtrace import cli
-from qtrace.causes import likely_causes
 from qtrace.errors import CalibrationError
 from qtrace.numerics import quantize
 from qtrace.scheme import QParams, QScheme
+from qtrace.verification.causes import likely_causes
 from tests.nets import images
 from tests.test_verification import _converted, _edit, _initializer, _net
 

@@ -21,12 +21,12 @@ from PIL import Image
 
 import qtrace
 from qtrace import cli
-from qtrace.comparison import Comparison, _plots
 from qtrace.errors import CalibrationError, ConfigError, GraphError
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
+from qtrace.inspection.comparison import Comparison, _plots
 from qtrace.numerics import fake_quantize, sqnr_db
-from qtrace.passes.insert import CONTAINER
+from qtrace.preparation.passes.insert import CONTAINER
 from qtrace.scheme import QParams
 from tests.nets import images, net
 

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qtrace import backends
-from qtrace.config import Match, Observers, Preprocess, QConfig, Rule, SchemePatch, Spec, Subgraph
+from qtrace.config import Match, Observers, Preprocess, QConfig, Rule, SchemePatch, Spec, Subgraph, backends
 from qtrace.errors import ConfigError, SchemeError
 from qtrace.scheme import QScheme
 

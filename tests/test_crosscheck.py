@@ -136,7 +136,7 @@ def test_nobody_is_accused_without_a_second_evaluation(
         raise RuntimeError("no kernel here")
 
     for name in ("_run_reference", "_run_onnxruntime"):
-        monkeypatch.setattr(f"qtrace.crosscheck.{name}", refuse)
+        monkeypatch.setattr(f"qtrace.verification.crosscheck.{name}", refuse)
     found = qtrace.bisect(path, converted, BATCHES)
     assert found is not None
     assert found.check.side == "unknown"

@@ -16,13 +16,13 @@ from megengine.autodiff import GradManager
 
 import qtrace
 from qtrace import QScheme
+from qtrace.config.recipe import load_recipe
 from qtrace.finetuning import Settings, finetune
 from qtrace.graph.types import TracedModule
 from qtrace.numerics import SMALLEST_SCALE, SMALLEST_SHARE
 from qtrace.observers.base import Observer
-from qtrace.passes.record import fake_quants
 from qtrace.plugins import known, resolve
-from qtrace.recipe import load_recipe
+from qtrace.preparation.record import fake_quants
 from qtrace.sensitivity import analyze
 from tests.nets import images, net
 

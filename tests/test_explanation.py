@@ -14,8 +14,8 @@ import pytest
 
 import qtrace
 from qtrace.config import QConfig
-from qtrace.explanation import Explanation
-from qtrace.passes.annotation import Annotation, ExprNote, Plan, Site
+from qtrace.inspection.explanation import Explanation
+from qtrace.preparation.annotation import Annotation, ExprNote, Plan, Site
 from qtrace.scheme import QScheme
 from tests.nets import ResNet, images, net, randomize
 

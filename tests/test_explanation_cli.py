@@ -91,7 +91,9 @@ def test_dot_is_written_whole_or_not_at_all(run: Any, folder: Path, monkeypatch:
     assert "new/graph.dot is written" in result.err
     drawn = Path("new/graph.dot").read_text()
     assert drawn.startswith("digraph")
-    monkeypatch.setattr("qtrace.explanation.Explanation.dot", lambda self, every: "x" * 3 + "\ud800")
+    monkeypatch.setattr(
+        "qtrace.inspection.explanation.Explanation.dot", lambda self, every: "x" * 3 + "\ud800"
+    )
     assert run("float.mge", "--dot", "new/graph.dot").code != 0
     assert Path("new/graph.dot").read_text() == drawn
     assert [path.name for path in Path("new").iterdir()] == ["graph.dot"]
@@ -110,7 +112,7 @@ def test_a_terminal_is_filled_and_not_overrun(
         seen.update(width=width, **options)
         return ""
 
-    monkeypatch.setattr("qtrace.explanation.Explanation.table", table)
+    monkeypatch.setattr("qtrace.inspection.explanation.Explanation.table", table)
     run("float.mge")
     assert seen == {"width": None, "every": False, "colour": False}
     monkeypatch.setenv("COLUMNS", str(columns))

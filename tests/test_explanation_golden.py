@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 import qtrace
-from qtrace.explanation import Explanation
+from qtrace.config.recipe import recipe_names
 from qtrace.graph.types import TracedModule
-from qtrace.recipe import recipe_names
+from qtrace.inspection.explanation import Explanation
 from tests.nets import MobileNetV2, ResNet, images, randomize
 from tests.proposing import unkept
 from tests.zoo.catalog import CNN

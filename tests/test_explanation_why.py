@@ -14,7 +14,7 @@ import pytest
 import qtrace
 from qtrace.config import QConfig
 from qtrace.errors import GraphError
-from qtrace.explanation import Explanation
+from qtrace.inspection.explanation import Explanation
 from tests.nets import images, net
 
 X = images(2, 4, 8, 8)

@@ -19,10 +19,10 @@ import pytest
 from megengine.quantization import quantize_qat
 
 import qtrace
-from qtrace import leftovers
 from qtrace.data import open_data
 from qtrace.errors import CalibrationError, ConfigError, GraphError, QtraceError, TraceError
 from qtrace.graph.types import TracedModule
+from qtrace.storage import leftovers
 from tests import faulty
 from tests.nets import images, net
 from tests.test_bad_input import refused, run
@@ -345,12 +345,12 @@ def test_sizes_of_recipe_and_trace_are_compared_before_images_are_read(
 
 
 def test_what_architecture_tells_to_use_can_be_imported() -> None:
-    from qtrace.backends import Backend
+    from qtrace.config.backends import Backend
     from qtrace.fakequant import FakeQuant, Learn, builtin, reject_options
     from qtrace.observers import Observer
     from qtrace.ops import OpRule
     from qtrace.ptq import CalibratedAlgorithm, CalibratedTask, FloatAlgorithm, FloatTask, Report
-    from qtrace.runtimes import Runtime
+    from qtrace.verification.runtimes import Runtime
 
     classes = (
         Backend,

@@ -19,7 +19,7 @@ import qtrace
 from qtrace import QConfig
 from qtrace.errors import CalibrationError, GraphError, QtraceWarning
 from qtrace.graph.types import TracedModule
-from qtrace.passes.record import fake_quants, read_record
+from qtrace.preparation.record import fake_quants, read_record
 from tests.nets import images, net
 
 BATCHES = [images(4, 3, 8, 8, seed=s) for s in range(2)]

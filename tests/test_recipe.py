@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qtrace.config import QConfig, Spec
+from qtrace.config.recipe import as_qconfig, dump_recipe, load_recipe, recipe_names, resolve_recipe
 from qtrace.errors import ConfigError, QtraceError
-from qtrace.recipe import as_qconfig, dump_recipe, load_recipe, recipe_names, resolve_recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 HEAD = "schema: qtrace/1\n"

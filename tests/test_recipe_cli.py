@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from qtrace import cli
-from qtrace.recipe import load_recipe, recipe_names
+from qtrace.config.recipe import load_recipe, recipe_names
 
 Run = Callable[..., SimpleNamespace]
 

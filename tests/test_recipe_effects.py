@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import qtrace
+from qtrace.config.recipe import load_recipe, recipe_names
 from qtrace.graph.types import TracedModule
-from qtrace.passes.annotation import Annotation, ExprNote, Site
-from qtrace.passes.record import fake_quants
-from qtrace.preparation import plan
-from qtrace.recipe import load_recipe, recipe_names
+from qtrace.preparation.annotation import Annotation, ExprNote, Site
+from qtrace.preparation.prepare import plan
+from qtrace.preparation.record import fake_quants
 from tests.nets import MobileNetV2, ResNet, images, net
 
 X = images(2, 4, 8, 8)
@@ -388,7 +388,7 @@ def test_a_new_family_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "  - match: {op: add}\n"
         "    observers: {activation: minmax}\n"
     )
-    monkeypatch.setattr("qtrace.recipe._HOME", tmp_path)
+    monkeypatch.setattr("qtrace.config.recipe._HOME", tmp_path)
     assert "mynet" in recipe_names()
     assert load_recipe("mynet").rules[-1].origin == "qtrace/recipes/mynet.yaml:6"
     (tmp_path / "use.yaml").write_text("schema: qtrace/1\nimports: [backend/tensorrt, mynet]\n")

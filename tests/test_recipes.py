@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qtrace import backends
-from qtrace.config import QConfig
+from qtrace.config import QConfig, backends
 from qtrace.config.linting import mistakes
+from qtrace.config.recipe import load_recipe, recipe_names, resolve_recipe
 from qtrace.config.tree import Tree, read
-from qtrace.recipe import load_recipe, recipe_names, resolve_recipe
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden" / "recipes.yaml"
@@ -29,7 +28,7 @@ FAMILIES = tuple(
 @pytest.fixture(autouse=True)
 def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parsing is most of the time, and the files stay as they are."""
-    monkeypatch.setattr("qtrace.recipe.read", lambda text, file, problems: _parsed(text, file))
+    monkeypatch.setattr("qtrace.config.recipe.read", lambda text, file, problems: _parsed(text, file))
 
 
 @lru_cache(maxsize=100)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import qtrace
-from qtrace import runtimes
 from qtrace.errors import ExportError
+from qtrace.verification import runtimes
 from tests.nets import MobileNetV2, ResNet, images, randomize
 
 

@@ -17,7 +17,7 @@ from onnx import numpy_helper
 import qtrace
 from qtrace.errors import CalibrationError, ExportError, GraphError
 from qtrace.graph.types import TracedModule
-from qtrace.report import VerifyReport
+from qtrace.verification.report import VerifyReport
 from tests.nets import MobileNetV2, ResNet, images, net, randomize
 
 

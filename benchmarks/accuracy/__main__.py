@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from qtrace.cli import engine
+from qtrace.process import engine
 
 # MegEngine sets the processor to flush subnormals, of which numpy warns.
 warnings.filterwarnings("ignore", message="The value of the smallest subnormal")

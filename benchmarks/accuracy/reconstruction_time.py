@@ -12,7 +12,7 @@ from benchmarks.accuracy.four_bits import low_bits
 from benchmarks.accuracy.judging import quantize
 from benchmarks.accuracy.rows import Row
 from benchmarks.accuracy.subjects import Subject
-from qtrace.ptq import _descending
+from qtrace.ptq.learning import descent
 
 __all__ = ["run"]
 
@@ -36,10 +36,10 @@ def run(subject: Subject, iterations: int | None) -> Iterator[Row]:
 @contextmanager
 def _timed_steps(spent: list[float]) -> Iterator[None]:
     """Notes the processor time of loss and gradients, which are compiled as one, of every step."""
-    original = _descending.Gradients.__call__
+    original = descent.Gradients.__call__
 
     def timed(
-        self: _descending.Gradients, rng: np.random.Generator, drop: float
+        self: descent.Gradients, rng: np.random.Generator, drop: float
     ) -> tuple[float, list[np.ndarray]]:
         started = time.process_time()
         try:
@@ -47,8 +47,8 @@ def _timed_steps(spent: list[float]) -> Iterator[None]:
         finally:
             spent.append(time.process_time() - started)
 
-    _descending.Gradients.__call__ = timed  # type: ignore[method-assign]
+    descent.Gradients.__call__ = timed  # type: ignore[method-assign]
     try:
         yield
     finally:
-        _descending.Gradients.__call__ = original  # type: ignore[method-assign]
+        descent.Gradients.__call__ = original  # type: ignore[method-assign]

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.cli import engine
 from qtrace.cli.outputs import output_folder
+from qtrace.process import engine
 
 engine.start()  # before anything else loads MegEngine: it would print notes about a missing CUDA driver
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from qtrace.cli import engine
 from qtrace.cli.outputs import output_file
+from qtrace.process import engine
 
 engine.start()  # before anything else loads MegEngine: it would print notes about a missing CUDA driver
 

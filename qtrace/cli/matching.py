@@ -68,7 +68,7 @@ def match(traced: TracedModule, qconfig: QConfig) -> tuple[Met, ...]:
     Raises:
         QtraceError: for what `prepare` would refuse, except for rules that match nothing.
     """
-    from qtrace.preparation import plan
+    from qtrace.preparation.prepare import plan
 
     tolerant = tuple(rule.model_copy(update={"optional": True}) for rule in qconfig.rules)
     notes = plan(traced, qconfig.model_copy(update={"rules": tolerant})).notes

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qtrace.cli import engine
 from qtrace.cli.console import Console
 from qtrace.cli.naming import check_factory, check_model
 from qtrace.errors import GraphError, QtraceError, Terminated, TraceError
+from qtrace.process import engine
 
 if TYPE_CHECKING:
     from qtrace.data import Batch, DataSource  # at run time it loads numpy, which --help does without
@@ -50,7 +50,7 @@ def load_model(model: str, allow: tuple[str, ...]) -> Any:
 def preprocessing(model: Any, recipe: str | None, allow_code: bool = False) -> Any:
     """The config whose preprocess the data needs: the recipe's, or else what the model was quantized with."""
     import qtrace
-    from qtrace.passes.record import is_quantized, read_record
+    from qtrace.preparation.record import is_quantized, read_record
 
     if recipe:
         return qtrace.load_recipe(recipe, allow_code=allow_code)
@@ -96,7 +96,7 @@ def check_stage(model: Any, name: str, stage: str | None = None) -> None:
     Raises:
         GraphError: saying which file to give.
     """
-    from qtrace.passes.record import is_quantized, read_record
+    from qtrace.preparation.record import is_quantized, read_record
 
     if stage is not None:
         read_record(model, stage)
@@ -117,7 +117,7 @@ def check_size(model: Any, name: str, qconfig: Any, data: str) -> None:
     """
     import numpy as np
 
-    from qtrace.batches import as_arguments, evaluating, told
+    from qtrace.data.batches import as_arguments, evaluating, told
     from qtrace.errors import CalibrationError, ConfigError
     from qtrace.graph.signature import taken
 

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from qtrace import leftovers
-from qtrace.cli import engine
 from qtrace.errors import QtraceError
+from qtrace.process import engine
+from qtrace.storage import leftovers
 
 __all__ = ["WORK", "output_file", "output_folder", "resumable_folder", "undisturbed"]
 
@@ -67,8 +67,8 @@ def resumable_folder(
     Raises:
         QtraceError: when another process writes to ``path``, or for what `output_folder` refuses.
     """
-    from qtrace.collection.checkpoint import kept
-    from qtrace.collection.lock import locked
+    from qtrace.calibration.checkpoint import kept
+    from qtrace.storage.lock import locked
 
     target = Path(os.path.realpath(path))
     _check_replaceable(path, target, (*names, WORK), force or _unfinished(target))
@@ -109,7 +109,7 @@ def _unfinished(target: Path) -> bool:
 
 def _check_checkpoints(path: Path, work: Path, force: bool, resume: bool) -> None:
     """Refuses to begin anew without a word where there are checkpoints; drops them with ``force``."""
-    from qtrace.collection.checkpoint import kept
+    from qtrace.calibration.checkpoint import kept
 
     if resume or not kept(work):
         return
@@ -124,7 +124,7 @@ def _check_checkpoints(path: Path, work: Path, force: bool, resume: bool) -> Non
 
 def _leave(target: Path, work: Path, made: bool) -> None:
     """Removes the work folder unless it holds checkpoints, and the folder itself if we made it."""
-    from qtrace.collection.checkpoint import kept
+    from qtrace.calibration.checkpoint import kept
 
     if not work.is_dir() or kept(work):
         return

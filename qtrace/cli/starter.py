@@ -75,8 +75,8 @@ def starter(names: Sequence[str], out: Path | None, *, allow_code: bool = False)
     Raises:
         ConfigError: when one of the recipes cannot be read.
     """
-    from qtrace import backends
-    from qtrace.recipe import SCHEMA, load_recipe
+    from qtrace.config import backends
+    from qtrace.config.recipe import SCHEMA, load_recipe
 
     configs = [load_recipe(name, allow_code=allow_code) for name in names]
     said: dict[str, Any] = {}

@@ -167,7 +167,7 @@ def known_backend(name: str) -> str:
     Raises:
         ValueError: when it is not, listing those there are.
     """
-    from qtrace import backends  # here: it loads numpy
+    from qtrace.config import backends  # here: it loads numpy
 
     known = backends.known()
     if name not in known:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from qtrace import backends, plugins
+from qtrace import plugins
+from qtrace.config import backends
 from qtrace.config.algorithm import algorithms
 from qtrace.config.qconfig import QConfig
 from qtrace.config.rule import Spec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qtrace import backends
+from qtrace.config import backends
 from qtrace.config.base import hint
 from qtrace.config.checking import check_options, check_scheme, check_whole
 from qtrace.config.qconfig import QConfig

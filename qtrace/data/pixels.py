@@ -10,7 +10,7 @@ import numpy as np
 
 from qtrace.data.headers import MOST_PIXELS, dimensions
 from qtrace.errors import DataError
-from qtrace.stderr import caught_lines
+from qtrace.process.stderr import caught_lines
 
 if TYPE_CHECKING:
     from qtrace.config import Preprocess  # it loads MegEngine, which data can do without

@@ -17,13 +17,13 @@ import types
 from pathlib import Path
 from typing import Any
 
-from qtrace import leftovers
 from qtrace.errors import ExportError
-from qtrace.export._located import locate_by_name
-from qtrace.graph.process import on_engine_thread
+from qtrace.export.converted.located import locate_by_name
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs, node_path, op_label
-from qtrace.passes.record import read_record
+from qtrace.preparation.record import read_record
+from qtrace.process.thread import on_engine_thread
+from qtrace.storage import leftovers
 
 __all__ = ["export", "formats"]
 

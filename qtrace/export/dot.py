@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from qtrace.export._document import Graph, Op, Quantized, Value, read_graph
+from qtrace.export.converted.document import Graph, Op, Quantized, Value, read_graph
 from qtrace.graph.types import TracedModule
 
 __all__ = ["SUFFIXES", "serialize"]

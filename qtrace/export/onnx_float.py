@@ -15,10 +15,10 @@ import numpy as np
 
 from qtrace import ops
 from qtrace.errors import ExportError
-from qtrace.export._float import float_graph
-from qtrace.export._params import beside, parameter_file
-from qtrace.export._sites import Layer, Names, site_table
-from qtrace.export.onnx import _Exporter, check
+from qtrace.export.converted.float_graph import float_graph
+from qtrace.export.onnx.exporter import _Exporter, check
+from qtrace.export.parameters.base import beside, parameter_file
+from qtrace.export.parameters.sites import Layer, Names, site_table
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.ops import OpCall
@@ -96,7 +96,7 @@ def _layer(
     model: Any,
     others: dict[str, Layer],
 ) -> Layer:
-    from qtrace.export._onnx_ops import weight_layout
+    from qtrace.export.onnx.ops import weight_layout
 
     assert call.weight is not None
     name = call.weight.name

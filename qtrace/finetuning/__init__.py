@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from qtrace.batches import evaluating, told
+from qtrace.calibration.algorithms import restoring
+from qtrace.data.batches import evaluating, told
 from qtrace.errors import TrainingError
 from qtrace.finetuning._data import Samples, held_back, read, unpack
 from qtrace.finetuning._evaluating import Evaluation
@@ -23,14 +24,13 @@ from qtrace.finetuning._twins import PARTS
 from qtrace.finetuning._watching import Frozen
 from qtrace.finetuning.report import FineTuned, Output, outputs_of
 from qtrace.finetuning.settings import Settings
-from qtrace.graph.process import on_engine_thread
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
-from qtrace.passes.record import Record, fake_quants, read_record
-from qtrace.phases import in_phase
-from qtrace.ptq._learning import queueless
-from qtrace.ptq._running import restoring
-from qtrace.twin import changed_weights, float_twin
+from qtrace.inspection.twin import changed_weights, float_twin
+from qtrace.preparation.phases import in_phase
+from qtrace.preparation.record import Record, fake_quants, read_record
+from qtrace.process.thread import on_engine_thread
+from qtrace.ptq.learning.blockwise import queueless
 
 __all__ = ["Evaluation", "FineTuned", "Frozen", "Output", "Retreat", "Settings", "finetune"]
 

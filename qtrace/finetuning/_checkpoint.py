@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.archives import pack_arrays, unpack_arrays
-from qtrace.collection.checkpoint import write_durably
+from qtrace.calibration.checkpoint import write_durably
 from qtrace.errors import TrainingError
+from qtrace.storage.archives import pack_arrays, unpack_arrays
 
 __all__ = ["load", "save"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from megengine import Tensor
 
-from qtrace.batches import as_arguments
+from qtrace.data.batches import as_arguments
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 

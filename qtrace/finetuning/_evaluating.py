@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from megengine import Tensor
 
-from qtrace.comparison._tally import Difference
 from qtrace.finetuning._data import Samples
 from qtrace.finetuning._twins import Compared, Twins
 from qtrace.graph.types import TracedModule
-from qtrace.phases import in_phase
+from qtrace.inspection.comparison.tally import Difference
+from qtrace.preparation.phases import in_phase
 
 __all__ = ["BestState", "Evaluation", "Figures", "evaluate"]
 

@@ -6,12 +6,12 @@ import fnmatch
 from collections.abc import Sequence
 
 from qtrace.errors import ConfigError
-from qtrace.fakequant._bias import BiasQuant
 from qtrace.fakequant.base import FakeQuant
+from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.graph.types import Expr, GetAttr, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, owner, tensor_inputs, users
-from qtrace.passes.record import read_record
-from qtrace.ptq._blocks import bottlenecks
+from qtrace.preparation.record import read_record
+from qtrace.ptq.learning.blocks import bottlenecks
 
 __all__ = ["block_outputs"]
 

@@ -28,7 +28,7 @@ from qtrace.finetuning._twins import PARTS, Compared, Twins, choose_compared
 from qtrace.finetuning._watching import Watch
 from qtrace.finetuning.settings import Settings
 from qtrace.graph.types import TracedModule
-from qtrace.passes.record import graph_hash
+from qtrace.preparation.record import graph_hash
 
 __all__ = ["Run"]
 

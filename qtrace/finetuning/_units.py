@@ -13,8 +13,8 @@ from megengine import Parameter
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import GetAttr, TracedModule
 from qtrace.graph.walk import exprs, get_module
-from qtrace.passes.insert import CONTAINER
-from qtrace.passes.record import fake_quants, read_record
+from qtrace.preparation.passes.insert import CONTAINER
+from qtrace.preparation.record import fake_quants, read_record
 
 __all__ = ["Units", "range_unit", "size_of"]
 

@@ -16,7 +16,7 @@ from qtrace.finetuning._units import range_unit
 from qtrace.finetuning.settings import Settings
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs, owner
-from qtrace.passes.record import fake_quants
+from qtrace.preparation.record import fake_quants
 
 __all__ = ["Frozen", "Watch", "Watched"]
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from qtrace.graph.edit import GraphEditor, add_submodule, delete_attribute, set_parameter
+from qtrace.graph.files.serialize import load, save
 from qtrace.graph.flatten import flatten
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.lint import LintProblem, check, lint
 from qtrace.graph.pattern import Anything, Const, Match, Mismatch, Op, Param, match
 from qtrace.graph.rewrite import RewriteRule, RuleResult, apply_rules
-from qtrace.graph.serialize import load, save
 from qtrace.graph.table import format_table, table
-from qtrace.graph.tracing import trace
+from qtrace.graph.tracing.trace import trace
 from qtrace.graph.walk import exprs, users
 
 __all__ = [

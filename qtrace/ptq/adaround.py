@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from qtrace.graph.types import TracedModule
-from qtrace.ptq._blocks import Block, single_layers
-from qtrace.ptq._layers import Layer
-from qtrace.ptq._recovering import Recovering
+from qtrace.ptq.layers.quantized import Layer
+from qtrace.ptq.learning.blocks import Block, single_layers
+from qtrace.ptq.learning.learned_rounding import Recovering
 
 __all__ = ["AdaRound"]
 

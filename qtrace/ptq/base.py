@@ -12,14 +12,14 @@ import numpy as np
 from megengine import Tensor
 from pydantic import Field
 
-from qtrace.batches import as_arguments
 from qtrace.config import QConfig
 from qtrace.config.algorithm import Algorithm
 from qtrace.config.base import Int
+from qtrace.data.batches import as_arguments
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
-from qtrace.passes.base import PassResult
-from qtrace.ptq._checkpoint import Checkpoint
+from qtrace.preparation.passes.base import PassResult
+from qtrace.storage.blocks import Checkpoint
 
 __all__ = [
     "Batches",

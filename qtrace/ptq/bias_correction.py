@@ -14,9 +14,9 @@ from typing import ClassVar
 
 from tqdm import tqdm
 
-from qtrace.ptq._biases import add_biases, move_bias
-from qtrace.ptq._layers import Layer, Twins, layers, mean_error
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Noise, Report, SiteError
+from qtrace.ptq.layers.biases import add_biases, move_bias
+from qtrace.ptq.layers.quantized import Layer, Twins, layers, mean_error
 
 __all__ = ["BiasCorrection"]
 

@@ -17,12 +17,12 @@ import numpy as np
 from megengine import Tensor
 from tqdm import tqdm
 
-from qtrace.fakequant._bn_fold import LAYERS as FOLDED
-from qtrace.fakequant._bn_fold import BnFold
+from qtrace.fakequant.following.bn_fold import LAYERS as FOLDED
+from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.graph.types import Expr
 from qtrace.graph.walk import exprs, get_module, owner
-from qtrace.ptq._layers import KEPT_NORM, Layer, Twins, layers, per_channel, write
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Noise, Report, SiteError
+from qtrace.ptq.layers.quantized import KEPT_NORM, Layer, Twins, layers, per_channel, write
 from qtrace.scheme import QParams
 
 __all__ = ["BnReestimate"]

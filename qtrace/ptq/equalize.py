@@ -22,12 +22,12 @@ from qtrace.config.base import Bool, Float, Int
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.walk import exprs
 from qtrace.ops import OpCall
-from qtrace.passes.annotate import annotate
-from qtrace.passes.annotation import Site
-from qtrace.ptq._channels import ChannelGroup, channel_groups
-from qtrace.ptq._outputs import RandomOutputs, output_errors
-from qtrace.ptq._scaling import Parameters, factors, site_sqnr
+from qtrace.preparation.annotation import Site
+from qtrace.preparation.passes.annotate import annotate
 from qtrace.ptq.base import FloatAlgorithm, FloatTask, Report, SiteError
+from qtrace.ptq.layers.channels import ChannelGroup, channel_groups
+from qtrace.ptq.layers.outputs import RandomOutputs, output_errors
+from qtrace.ptq.layers.scaling import Parameters, factors, site_sqnr
 
 __all__ = ["Equalize"]
 

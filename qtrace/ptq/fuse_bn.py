@@ -1,8 +1,8 @@
-"""Folds BatchNorm into the layer before it; see `qtrace.passes.fuse_bn`."""
+"""Folds BatchNorm into the layer before it; see `qtrace.preparation.passes.fuse_bn`."""
 
 from __future__ import annotations
 
-from qtrace.passes.fuse_bn import fuse_bn
+from qtrace.preparation.passes.fuse_bn import fuse_bn
 from qtrace.ptq.base import FloatAlgorithm, FloatTask, Report, report_of
 
 __all__ = ["FuseBn"]

@@ -10,7 +10,7 @@ Nothing is learned: it costs a pass over the data and a factorisation for each l
 order of the graph, each on inputs from the quantized layers before it. A layer that is called several times,
 as the head of a detector is for each level, is rounded once, by the sum of H over its calls.
 
-With `refit` the weights are first fitted to those inputs, see `qtrace.ptq._refit`.
+With `refit` the weights are first fitted to those inputs, see `qtrace.ptq.layers.refit`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tqdm import tqdm
 
 from qtrace.config.base import Float, Int
 from qtrace.graph.walk import get_module
-from qtrace.ptq._biases import add_biases, move_bias
-from qtrace.ptq._layers import Layer, Twins, layers, mean_error, write
-from qtrace.ptq._refit import correction
-from qtrace.ptq._second_order import Moments, added, grouped, moments, nearest, rounded, spacing
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Noise, Report, SiteError
+from qtrace.ptq.layers.biases import add_biases, move_bias
+from qtrace.ptq.layers.quantized import Layer, Twins, layers, mean_error, write
+from qtrace.ptq.layers.refit import correction
+from qtrace.ptq.layers.second_order import Moments, added, grouped, moments, nearest, rounded, spacing
 from qtrace.scheme import QParams
 
 __all__ = ["Gptq"]

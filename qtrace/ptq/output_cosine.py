@@ -19,8 +19,8 @@ from pydantic import Field
 from tqdm import tqdm
 
 from qtrace.config.base import Int
-from qtrace.ptq._layers import Layer, Twins, layers, per_channel
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Noise, Report, SiteError
+from qtrace.ptq.layers.quantized import Layer, Twins, layers, per_channel
 from qtrace.scheme import QParams
 
 __all__ = ["OutputCosine"]

@@ -20,10 +20,10 @@ from pydantic import Field
 
 from qtrace.config.base import Bool, Float, Int
 from qtrace.graph.types import TracedModule
-from qtrace.ptq._blocks import Block, structural_blocks
-from qtrace.ptq._layers import Layer
-from qtrace.ptq._learning import Settings
-from qtrace.ptq._recovering import Recovering
+from qtrace.ptq.layers.quantized import Layer
+from qtrace.ptq.learning.blocks import Block, structural_blocks
+from qtrace.ptq.learning.blockwise import Settings
+from qtrace.ptq.learning.learned_rounding import Recovering
 
 __all__ = ["Reconstruct"]
 

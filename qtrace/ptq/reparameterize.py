@@ -1,10 +1,10 @@
-"""Merges parallel convolutions whose results are added; see `qtrace.passes.reparameterize`."""
+"""Merges parallel convolutions whose results are added; see `qtrace.preparation.passes.reparameterize`."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from qtrace.passes.reparameterize import reparameterize
+from qtrace.preparation.passes.reparameterize import reparameterize
 from qtrace.ptq.base import FloatAlgorithm, FloatTask, Report, report_of
 
 __all__ = ["Reparameterize"]

@@ -21,8 +21,8 @@ from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import GetAttr, TracedModule
 from qtrace.graph.walk import exprs, get_module
 from qtrace.numerics import round_to
-from qtrace.passes.insert import CONTAINER
-from qtrace.passes.record import read_record
+from qtrace.preparation.passes.insert import CONTAINER
+from qtrace.preparation.record import read_record
 
 __all__ = ["Dampening", "Oscillations"]
 

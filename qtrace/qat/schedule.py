@@ -9,7 +9,7 @@ from megengine.module.batchnorm import _BatchNorm
 
 from qtrace.errors import ConfigError
 from qtrace.graph.types import TracedModule
-from qtrace.passes.record import fake_quants, read_record
+from qtrace.preparation.record import fake_quants, read_record
 
 __all__ = ["Schedule", "cosine", "freeze_batchnorm", "freeze_ranges"]
 

@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from qtrace.graph.types import TracedModule
-from qtrace.passes.record import is_quantized, read_record
+from qtrace.inspection.twin import float_twin, told_changed
+from qtrace.preparation.record import is_quantized, read_record
 from qtrace.sensitivity.detection import DetectionLoss, Level
 from qtrace.sensitivity.metrics import Metric, choose
 from qtrace.sensitivity.mixed import MixedPrecision, mixed_precision
 from qtrace.sensitivity.ranking import Ranking, rank
 from qtrace.sensitivity.searching import Budget, Goal
 from qtrace.sensitivity.simulation import Simulation
-from qtrace.twin import float_twin, told_changed
 
 __all__ = [
     "Budget",

@@ -11,7 +11,7 @@ import numpy as np
 from qtrace.errors import ConfigError
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.sensitivity.metrics import Outputs
-from qtrace.verification import output_names
+from qtrace.verification.verify import output_names
 
 __all__ = ["DetectionLoss", "Level", "Parts"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from qtrace.passes.annotation import Annotation, ExprNote, Plan
+from qtrace.preparation.annotation import Annotation, ExprNote, Plan
 
 __all__ = ["Layer", "active_groups", "find_layers"]
 

@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qtrace.calibration import calibrate
+from qtrace.calibration.calibrate import calibrate
 from qtrace.config import QConfig
+from qtrace.config.recipe import as_qconfig
 from qtrace.graph.flatten import flatten
 from qtrace.graph.table import format_table
 from qtrace.graph.types import TracedModule
-from qtrace.preparation import prepare
-from qtrace.recipe import as_qconfig
+from qtrace.inspection.twin import late_algorithms
+from qtrace.preparation.prepare import prepare
 from qtrace.sensitivity import searching
 from qtrace.sensitivity.detection import DetectionLoss
 from qtrace.sensitivity.layers import Layer
@@ -21,7 +22,6 @@ from qtrace.sensitivity.metrics import Metric, Own, choose
 from qtrace.sensitivity.raising import Raise, patch_text
 from qtrace.sensitivity.searching import Budget, Goal, Step
 from qtrace.sensitivity.simulation import Simulation
-from qtrace.twin import late_algorithms
 
 __all__ = ["MixedPrecision", "mixed_precision"]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from qtrace.config import QConfig, Rule
+from qtrace.config.recipe import SCHEMA
 from qtrace.config.tree import dump
 from qtrace.errors import ConfigError
-from qtrace.recipe import SCHEMA
 from qtrace.sensitivity.layers import Layer
 
 __all__ = ["Raise", "patch_text"]

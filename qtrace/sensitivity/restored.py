@@ -9,8 +9,8 @@ import numpy as np
 
 from qtrace.graph.types import GetAttr, TracedModule
 from qtrace.graph.walk import exprs, get_module
-from qtrace.passes.annotation import Annotation
-from qtrace.ptq._layers import write
+from qtrace.preparation.annotation import Annotation
+from qtrace.ptq.layers.quantized import write
 from qtrace.sensitivity.layers import Layer
 
 __all__ = ["FloatValues"]

@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.batches import as_arguments, evaluating, told
+from qtrace.data.batches import as_arguments, evaluating, told
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs
-from qtrace.passes.insert import CONTAINER
-from qtrace.passes.record import fake_quants, read_record
-from qtrace.phases import in_phase
+from qtrace.preparation.passes.insert import CONTAINER
+from qtrace.preparation.phases import in_phase
+from qtrace.preparation.record import fake_quants, read_record
 from qtrace.sensitivity.detection import DetectionLoss, Parts
 from qtrace.sensitivity.layers import Layer, active_groups, find_layers
 from qtrace.sensitivity.metrics import Metric, Outputs, sqnr
 from qtrace.sensitivity.restored import FloatValues
-from qtrace.verification import leaves
+from qtrace.verification.verify import leaves
 
 __all__ = ["Answer", "Simulation", "outputs_of"]
 
@@ -52,7 +52,7 @@ class Simulation:
         batches: as for ``qtrace.calibrate``; a list, since they are run again and again.
         metric: compares outputs; None for `sqnr`.
         own: the user's metric, which runs the graph itself; it goes before ``metric``.
-        twin: the float network with the graph's nodes (`qtrace.twin`), which errors are measured against, and
+        twin: the float network with the graph's nodes (`qtrace.inspection.twin`), which errors are measured against, and
             which raised layers have their weights from; None for the graph itself in float.
         network: the network as traced, whose outputs are the reference where they are not the twin's: where
             ``equalize`` has made a ReLU of a ReLU6, say.

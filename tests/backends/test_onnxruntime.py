@@ -11,8 +11,8 @@ import megengine.module as M
 import pytest
 
 import qtrace
-from qtrace import backends
-from qtrace.runtimes import get as get_runtime
+from qtrace.config import backends
+from qtrace.verification.runtimes import get as get_runtime
 from tests.nets import images, net
 
 REFUSED = [

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qtrace import backends, ops
-from qtrace.backends import Backend
+from qtrace import ops
+from qtrace.config import backends
+from qtrace.config.backends import Backend
 from qtrace.numerics import choose, quantize
 from qtrace.ops import Role
 
@@ -90,7 +91,7 @@ def test_names_ops_that_can_run_on_integers(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_says_what_it_is(name: str) -> None:
-    text = importlib.import_module(f"qtrace.backends.{name}").__doc__
+    text = importlib.import_module(f"qtrace.config.backends.{name}").__doc__
     assert text
     assert len(text) > 80
 

@@ -11,8 +11,8 @@ import megengine.functional as F
 import numpy as np
 import pytest
 
-from qtrace.collection import arrivals
-from qtrace.collection.arrivals import Arrival, Arrivals
+from qtrace.calibration import arrivals
+from qtrace.calibration.arrivals import Arrival, Arrivals
 from tests.nets import images
 
 Op = Callable[[mge.Tensor], mge.Tensor]

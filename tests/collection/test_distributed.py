@@ -1,4 +1,4 @@
-"""Ranks: the logic of `qtrace.collection.distributed` with two ranks that take turns in one process."""
+"""Ranks: the logic of `qtrace.calibration.distributed` with two ranks that take turns in one process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace import calibration
-from qtrace.collection import distributed
-from qtrace.collection.distributed import MegEngineCollective, average_ranges
+from qtrace.calibration import calibrate, distributed
+from qtrace.calibration.distributed import MegEngineCollective, average_ranges
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
-from qtrace.passes.record import fake_quants
+from qtrace.preparation.record import fake_quants
 from tests.nets import Chain, images
 
 _BATCHES = [images(2, 3, 8, 8, seed=i) * (i + 1) for i in range(4)]
@@ -68,7 +67,7 @@ def _calibrated(
     traced: TracedModule, batches: list[Any], rank: _Rank | None, patch: pytest.MonkeyPatch
 ) -> TracedModule:
     with patch.context() as inside:
-        inside.setattr(calibration, "current", lambda: rank)
+        inside.setattr(calibrate, "current", lambda: rank)
         rule = {"match": {"position": "first"}, "observers": {"activation": "moving_average"}}
         config = {"observers": {"activation": "mse"}, "rules": [rule]}
         return qtrace.calibrate(qtrace.prepare(traced, config), batches, progress=False)

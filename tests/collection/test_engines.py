@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.collection import choice
-from qtrace.collection.base import EngineError, watched
-from qtrace.collection.collecting import Options, collect
-from qtrace.collection.megengine import MegEngine
-from qtrace.collection.onnxruntime import OnnxRuntime
+from qtrace.calibration import choice
+from qtrace.calibration.base import EngineError, watched
+from qtrace.calibration.collecting import Options, collect
+from qtrace.calibration.megengine import MegEngine
+from qtrace.calibration.onnxruntime import OnnxRuntime
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TracedModule
-from qtrace.passes.record import fake_quants
-from qtrace.phases import in_phase
+from qtrace.preparation.phases import in_phase
+from qtrace.preparation.record import fake_quants
 from tests.nets import Chain, images, net
 from tests.zoo.catalog import CNN
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from qtrace.collection.lock import locked
 from qtrace.errors import QtraceError
+from qtrace.storage.lock import locked
 
 _HOLDER = """
 import sys, pathlib

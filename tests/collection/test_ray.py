@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.collection.executors import Ray
-from qtrace.collection.jobs import Source
-from qtrace.collection.running import Settings, collect_all
+from qtrace.calibration.executors import Ray
+from qtrace.calibration.jobs import Source
+from qtrace.calibration.running import Settings, collect_all
 from qtrace.errors import ConfigError
 from qtrace.observers.base import to_dict
 from tests.nets import Chain, images

@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.archives import pack_arrays, unpack_arrays
-from qtrace.collection import executors, running
-from qtrace.collection.checkpoint import Cadence, Parts, fingerprint, kept
-from qtrace.collection.executors import Processes, run_elsewhere
-from qtrace.collection.jobs import Job, Source, run_job
-from qtrace.collection.running import Result, Settings, collect_all
+from qtrace.calibration import executors, running
+from qtrace.calibration.checkpoint import Cadence, Parts, fingerprint, kept
+from qtrace.calibration.executors import Processes, run_elsewhere
+from qtrace.calibration.jobs import Job, Source, run_job
+from qtrace.calibration.running import Result, Settings, collect_all
 from qtrace.errors import CalibrationError, DataError, QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.observers.base import to_dict
+from qtrace.storage.archives import pack_arrays, unpack_arrays
 from tests.nets import Chain, images
 
 _BATCHES = 7

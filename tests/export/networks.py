@@ -17,7 +17,7 @@ import numpy as np
 
 import qtrace
 from qtrace.graph.types import TracedModule
-from qtrace.report import VerifyReport
+from qtrace.verification.report import VerifyReport
 from tests.nets import MobileNetV2, images
 from tests.zoo import efficientnet, mobilenet, regnet, repvgg, shufflenet
 from tests.zoo.detectors.dense import RetinaNet

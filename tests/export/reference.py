@@ -9,8 +9,8 @@ import onnx
 import onnxruntime as ort
 from onnx.reference import ReferenceEvaluator
 
-from qtrace.export._onnx_opset import at_opset
-from qtrace.runtimes._onnx import with_integer_outputs
+from qtrace.export.onnx.opset import at_opset
+from qtrace.verification.runtimes._onnx import with_integer_outputs
 
 __all__ = ["assert_agrees"]
 

@@ -11,9 +11,9 @@ import megengine.module as M
 import pytest
 
 import qtrace
-from qtrace import runtimes
 from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
+from qtrace.verification import runtimes
 from tests.nets import images, net
 
 X = images(2, 4, 8, 8)
@@ -77,5 +77,5 @@ def test_every_extra_that_is_named_exists() -> None:
 
 
 def _suffix(name: str) -> str:
-    module = importlib.import_module(f"qtrace.runtimes.{name}")
+    module = importlib.import_module(f"qtrace.verification.runtimes.{name}")
     return module.RUNTIME.suffixes[0]

@@ -11,10 +11,10 @@ import pytest
 
 import qtrace
 from qtrace.errors import ExportError
-from qtrace.export import _onnx_external
+from qtrace.export.onnx import external_data
 from qtrace.graph.types import TracedModule
-from qtrace.passes.record import graph_hash
-from qtrace.runtimes import _onnx
+from qtrace.preparation.record import graph_hash
+from qtrace.verification.runtimes import _onnx
 from tests.nets import ResNet, images, randomize
 
 X = images(2, 3, 32, 32)
@@ -55,7 +55,7 @@ def test_tensors_beside_the_model(converted: TracedModule, tmp_path: Path) -> No
 def test_large_models_do_so_by_themselves(
     converted: TracedModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_onnx_external, "LIMIT", 10_000)
+    monkeypatch.setattr(external_data, "LIMIT", 10_000)
     path = qtrace.export(converted, tmp_path / "m.onnx")
     assert path.with_name("m.onnx.data").exists()
     qtrace.export(converted, tmp_path / "whole.onnx", external=False)

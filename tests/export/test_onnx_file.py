@@ -17,7 +17,7 @@ import qtrace
 from qtrace import QConfig
 from qtrace.errors import ExportError, GraphError
 from qtrace.graph.types import TracedModule
-from qtrace.passes.record import fake_quants
+from qtrace.preparation.record import fake_quants
 from tests.nets import ResNet, images, net, randomize
 
 

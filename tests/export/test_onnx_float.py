@@ -20,7 +20,7 @@ from onnx import helper, numpy_helper
 import qtrace
 from qtrace import QConfig
 from qtrace.errors import ExportError
-from qtrace.export._params import kinds
+from qtrace.export.parameters.base import kinds
 from qtrace.graph.types import TracedModule
 from tests.nets import Inverted, ResNet, images, net, randomize
 

@@ -11,8 +11,8 @@ import pytest
 import qtrace
 from qtrace import ops
 from qtrace.errors import ExportError
-from qtrace.export._onnx_moves import MOVES
-from qtrace.export._onnx_ops import EMITTERS, WITHOUT
+from qtrace.export.onnx.moves import MOVES
+from qtrace.export.onnx.ops import EMITTERS, WITHOUT
 from tests.nets import images, net
 
 

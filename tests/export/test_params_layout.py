@@ -15,7 +15,7 @@ import pytest
 
 import qtrace
 from qtrace.graph.types import TracedModule
-from qtrace.passes.record import carried_qparams
+from qtrace.preparation.record import carried_qparams
 from tests.nets import ResNet, images, net, randomize
 
 NUMBER = (int, float)

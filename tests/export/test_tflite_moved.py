@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qtrace.export._tflite_layout import CHANNELS_LAST, moves_values, window_pads
-from qtrace.export._tflite_moved import Moved
+from qtrace.export.tflite.layout import CHANNELS_LAST, moves_values, window_pads
+from qtrace.export.tflite.moved import Moved
 
 
 def _value(moved: Moved, stored: np.ndarray) -> np.ndarray:

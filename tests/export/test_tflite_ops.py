@@ -13,7 +13,7 @@ import pytest
 
 import qtrace
 from qtrace import QConfig
-from qtrace.backends.tflite import BACKEND
+from qtrace.config.backends.tflite import BACKEND
 from qtrace.graph.types import TracedModule
 from tests.export.tflite_files import facts, kinds
 from tests.nets import images, net

@@ -19,7 +19,7 @@ from qtrace.graph.flatten import flatten
 from qtrace.graph.traced_sizes import traced_value
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
-from qtrace.passes.record import read_record
+from qtrace.preparation.record import read_record
 from tests.nets import images, net
 
 Forward = Callable[[Any, mge.Tensor], mge.Tensor]

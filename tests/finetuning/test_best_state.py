@@ -23,7 +23,7 @@ from qtrace.finetuning import Settings, _running
 from qtrace.finetuning._retreating import Retreats
 from qtrace.finetuning._units import Units, range_unit, size_of
 from qtrace.graph.types import TracedModule
-from qtrace.passes.record import fake_quants, graph_hash
+from qtrace.preparation.record import fake_quants, graph_hash
 from tests.nets import net
 
 LOSS_FACTOR = 2.0  # what the loss may rise by in the first steps, against its largest value without learning

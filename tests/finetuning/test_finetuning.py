@@ -19,7 +19,7 @@ from qtrace.finetuning._data import held_back, read
 from qtrace.finetuning._units import size_of
 from qtrace.finetuning._watching import Watched
 from qtrace.graph.types import TracedModule
-from qtrace.passes.record import fake_quants, followers, graph_hash, read_record, write_record
+from qtrace.preparation.record import fake_quants, followers, graph_hash, read_record, write_record
 from tests.nets import net
 
 W3 = {"backend": "generic", "fakequant": "lsq", "weight": {"bits": 3}, "activation": {"bits": 4}}

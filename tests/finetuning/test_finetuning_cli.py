@@ -15,7 +15,7 @@ import qtrace
 from qtrace import cli
 from qtrace.cli.commands.calibrate import FILES
 from qtrace.finetuning import _running
-from qtrace.passes.record import graph_hash
+from qtrace.preparation.record import graph_hash
 from tests.nets import net
 
 

@@ -9,8 +9,8 @@ import megengine.module as M
 from hypothesis import strategies as st
 
 import qtrace
-from qtrace.collection.checkpoint import Part, pack, unpack
-from qtrace.collection.statistics import fresh, no_statistics
+from qtrace.calibration.checkpoint import Part, pack, unpack
+from qtrace.calibration.statistics import fresh, no_statistics
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from tests.fuzz.mutation import mutated, one_sentence

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import qtrace
 from qtrace.errors import QtraceError
-from qtrace.explanation import explain
+from qtrace.inspection.explanation import explain
 
 __all__ = ["verdict"]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import qtrace
 from qtrace.errors import QtraceError
 from qtrace.graph import garbage
-from qtrace.graph.allowlist import FUNCTIONS, MODULES, OBJECTS, OPDEFS, REDUCERS, TYPES
+from qtrace.graph.files.allowlist import FUNCTIONS, MODULES, OBJECTS, OPDEFS, REDUCERS, TYPES
 from qtrace.graph.types import TracedModule
 from tests.fuzz.mutation import mutated, one_sentence
 from tests.nets import images, net

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from qtrace.config import QConfig
 from qtrace.config.linting import mistakes
+from qtrace.config.recipe import dump_recipe, load_recipe
 from qtrace.config.rule import specs
 from qtrace.errors import ConfigError
-from qtrace.recipe import dump_recipe, load_recipe
 from tests.fuzz.mutation import mutated
 
 PACKAGED = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))

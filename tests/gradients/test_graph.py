@@ -20,8 +20,8 @@ from megengine.quantization import quantize_qat
 import qtrace
 from qtrace.errors import UnsafeFileError
 from qtrace.gradients import conv, conv2d, fast_gradients
-from qtrace.graph.allowlist import QTRACE_FUNCTIONS
 from qtrace.graph.edit import exchange_function
+from qtrace.graph.files.allowlist import QTRACE_FUNCTIONS
 from qtrace.graph.pattern import Op, match
 from qtrace.graph.types import CallFunction, TracedModule
 from tests.nets import images, net

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from qtrace.errors import UnsafeFileError
-from qtrace.graph.serialize import load
+from qtrace.graph.files.serialize import load
 
 HEAD, STOP = b"\x80\x04", b"."
 

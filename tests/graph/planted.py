@@ -14,7 +14,7 @@ from megengine.traced_module.module_tracer import active_module_tracer
 from megengine.utils.naming import AutoNaming
 
 from qtrace.errors import TraceError
-from qtrace.graph.tracing import trace
+from qtrace.graph.tracing.trace import trace
 
 RNG = np.random.default_rng(7)
 ROWS = RNG.standard_normal((2, 4)).astype("float32")

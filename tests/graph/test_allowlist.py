@@ -15,8 +15,8 @@ from megengine.core.ops import builtin
 from megengine.traced_module.module_tracer import BUILTIN_ARRAY_METHOD, Patcher, module_tracer
 
 import qtrace
-from qtrace.graph import allowlist
-from qtrace.graph._names import AllowList, RefusedError, resolve
+from qtrace.graph.files import allowlist
+from qtrace.graph.files.names import AllowList, RefusedError, resolve
 
 LISTS = [name for name in allowlist.__all__ if name.isupper() and name != "TENSOR_METHODS"]
 

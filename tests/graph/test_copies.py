@@ -17,7 +17,7 @@ from megengine.jit import trace as jit_trace
 
 import qtrace
 from qtrace.errors import TraceError
-from qtrace.graph.tracing import trace
+from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import CallFunction, TracedModule
 from tests.nets import images, net
 

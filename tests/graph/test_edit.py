@@ -12,7 +12,7 @@ from qtrace.errors import GraphError
 from qtrace.graph.edit import GraphEditor, add_submodule, delete_attribute
 from qtrace.graph.flatten import flatten
 from qtrace.graph.lint import lint
-from qtrace.graph.tracing import trace
+from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from tests.nets import images, net

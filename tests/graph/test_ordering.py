@@ -17,9 +17,9 @@ from qtrace.errors import GraphError
 from qtrace.graph.flatten import flatten
 from qtrace.graph.ordering import together
 from qtrace.graph.stepping import Stepper
-from qtrace.graph.tracing import trace
+from qtrace.graph.tracing.trace import trace
 from qtrace.graph.walk import exprs
-from qtrace.passes.expand import expand
+from qtrace.preparation.passes.expand import expand
 from tests.nets import images, net
 
 

@@ -18,7 +18,7 @@ from megengine.traced_module.fake_quant import FakeQuantize
 
 import qtrace
 from qtrace.errors import UnsafeFileError
-from qtrace.graph.serialize import load, save
+from qtrace.graph.files.serialize import load, save
 
 
 class Block(M.Module):

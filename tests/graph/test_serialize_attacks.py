@@ -15,9 +15,9 @@ from megengine.traced_module.expr import CallFunction
 from megengine.traced_module.pytree import tree_flatten
 
 from qtrace.errors import DataError
-from qtrace.graph._names import AllowList, Budget
-from qtrace.graph._rules import Rules
-from qtrace.graph._unpickle import Machine
+from qtrace.graph.files.names import AllowList, Budget
+from qtrace.graph.files.rules import Rules
+from qtrace.graph.files.unpickle import Machine
 from tests.graph.hostile import (
     EXPR,
     GRAPH,

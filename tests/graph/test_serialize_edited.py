@@ -20,8 +20,8 @@ from megengine.traced_module.expr import Apply, CallFunction, CallMethod, GetAtt
 import qtrace
 from qtrace.errors import DataError, QtraceError, UnsafeFileError
 from qtrace.fakequant.base import FakeQuant
-from qtrace.graph._seal import SIZE
-from qtrace.graph.serialize import load, save
+from qtrace.graph.files.seal import SIZE
+from qtrace.graph.files.serialize import load, save
 from qtrace.scheme import QScheme
 from tests.fuzz.loading import verdict
 from tests.graph.hostile import net_input, refusal, text, traced_net

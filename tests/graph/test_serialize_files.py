@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from qtrace.errors import ConfigError, DataError, GraphError, UnsafeFileError
-from qtrace.graph.serialize import load, save
+from qtrace.graph.files.serialize import load, save
 from tests.graph.hostile import net_input, traced_net
 
 

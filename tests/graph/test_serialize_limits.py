@@ -22,11 +22,11 @@ from megengine.traced_module.pytree import LeafDef, TreeDef, _leaf_type
 
 import qtrace
 from qtrace.errors import UnsafeFileError
-from qtrace.graph import allowlist
-from qtrace.graph._names import AllowList, Budget, RefusedError, resolve
-from qtrace.graph._ops import make_op, op_state
-from qtrace.graph._rules import Rules
-from qtrace.graph.serialize import load, save
+from qtrace.graph.files import allowlist
+from qtrace.graph.files.names import AllowList, Budget, RefusedError, resolve
+from qtrace.graph.files.ops import make_op, op_state
+from qtrace.graph.files.rules import Rules
+from qtrace.graph.files.serialize import load, save
 from tests.fuzz.loading import verdict
 from tests.graph.hostile import (
     EXPR,

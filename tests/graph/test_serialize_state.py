@@ -10,10 +10,10 @@ from megengine.traced_module.node import ModuleNode, TensorNode
 from megengine.traced_module.pytree import LeafDef, TreeDef, tree_flatten
 
 from qtrace.errors import DataError, QtraceError
-from qtrace.graph._names import AllowList, Budget
-from qtrace.graph._rules import Rules
-from qtrace.graph._unpickle import Machine
-from qtrace.graph.serialize import load
+from qtrace.graph.files.names import AllowList, Budget
+from qtrace.graph.files.rules import Rules
+from qtrace.graph.files.serialize import load
+from qtrace.graph.files.unpickle import Machine
 from tests.graph.hostile import (
     EXPR,
     HEAD,

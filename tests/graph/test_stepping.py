@@ -14,10 +14,10 @@ from qtrace.errors import GraphError
 from qtrace.graph.flatten import flatten
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.stepping import Stepper
-from qtrace.graph.tracing import trace
+from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import exprs
-from qtrace.passes.expand import expand
+from qtrace.preparation.passes.expand import expand
 from tests.nets import images, net
 
 BATCHES = [images(n, 3, 6, 6, seed=n) for n in (1, 4, 2)]

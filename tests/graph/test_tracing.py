@@ -14,7 +14,7 @@ from megengine.traced_module import TracedModule, register_as_builtin
 
 import qtrace
 from qtrace.errors import TraceError
-from qtrace.graph.tracing import trace
+from qtrace.graph.tracing.trace import trace
 from tests.graph.planted import (
     IMAGE,
     ROWS,

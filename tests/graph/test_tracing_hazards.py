@@ -10,7 +10,7 @@ import pytest
 from megengine.autodiff import Function
 from megengine.traced_module.module_tracer import module_tracer
 
-from qtrace.graph.tracing import trace
+from qtrace.graph.tracing.trace import trace
 from tests.graph.planted import GLOBAL, IMAGE, ROWS, Two, buffer, failure, holder, net, parameter, write_slice
 
 GLOBAL_PARAMETER = mge.Parameter(np.ones(4, "float32"))

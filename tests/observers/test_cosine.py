@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from qtrace.numerics import fake_quantize, grid
-from qtrace.observers._search import dissimilarity, tables
 from qtrace.observers.cosine import Cosine
+from qtrace.observers.statistics.search import dissimilarity, tables
 from qtrace.scheme import QParams, QScheme
 from tests.observers.test_mse import DATA, SCHEMES, spread
 

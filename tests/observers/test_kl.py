@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from qtrace.numerics import grid
-from qtrace.observers._search import tables
 from qtrace.observers.kl import KullbackLeibler, divergence
+from qtrace.observers.statistics.search import tables
 from qtrace.scheme import QScheme
 
 RNG = np.random.default_rng(5)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from qtrace.numerics import choose, grid
-from qtrace.observers._search import error, tables
 from qtrace.observers.minmax import MinMax
 from qtrace.observers.mse import MeanSquaredError
+from qtrace.observers.statistics.search import error, tables
 from qtrace.scheme import QScheme
 
 RNG = np.random.default_rng(7)

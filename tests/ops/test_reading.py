@@ -18,7 +18,7 @@ from qtrace.graph.lint import lint
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, TracedModule, is_call_module
 from qtrace.graph.walk import exprs
 from qtrace.ops import OpCall, Role
-from qtrace.passes.expand import expand
+from qtrace.preparation.passes.expand import expand
 from tests.nets import images, net
 from tests.ops.cases import CASES, IMAGE, KERNELS, SIBLINGS, Case
 

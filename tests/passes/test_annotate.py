@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import qtrace
 from qtrace.config import QConfig
 from qtrace.errors import CalibrationError, ConfigError
-from qtrace.passes.annotation import Annotation, ExprNote, Site
-from qtrace.passes.record import fake_quants
-from qtrace.preparation import plan
+from qtrace.preparation.annotation import Annotation, ExprNote, Site
+from qtrace.preparation.prepare import plan
+from qtrace.preparation.record import fake_quants
 from tests.nets import ResNet, images, net, randomize
 
 X = images(2, 4, 8, 8)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import qtrace
+from qtrace.config.recipe import load_recipe
 from qtrace.graph.types import TracedModule
-from qtrace.recipe import load_recipe
 from tests.nets import images, net
 
 BATCHES = [images(2, 3, 8, 8, seed=s) for s in range(2)]

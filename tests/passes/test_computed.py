@@ -15,12 +15,12 @@ from megengine.autodiff import GradManager
 from megengine.optimizer import SGD
 
 import qtrace
+from qtrace.config.recipe import load_recipe
 from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes
 from qtrace.graph.lint import lint
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
-from qtrace.passes.record import read_record
-from qtrace.recipe import load_recipe
+from qtrace.preparation.record import read_record
 from tests.nets import images, net
 
 BATCHES = [images(2, 3, 8, 8, seed=s) for s in range(2)]

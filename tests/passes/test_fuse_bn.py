@@ -11,11 +11,11 @@ from megengine.autodiff import GradManager
 
 from qtrace.graph.flatten import flatten
 from qtrace.graph.lint import lint
-from qtrace.graph.tracing import trace
+from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import TracedModule
-from qtrace.passes.base import PassResult
-from qtrace.passes.expand import expand
-from qtrace.passes.fuse_bn import fuse_bn
+from qtrace.preparation.passes.base import PassResult
+from qtrace.preparation.passes.expand import expand
+from qtrace.preparation.passes.fuse_bn import fuse_bn
 from tests.nets import MobileNetV2, ResNet, images, net, randomize
 
 

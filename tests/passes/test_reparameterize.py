@@ -15,9 +15,9 @@ from qtrace.config import QConfig
 from qtrace.graph.flatten import flatten
 from qtrace.graph.lint import lint
 from qtrace.graph.walk import exprs
-from qtrace.passes.expand import expand
-from qtrace.passes.fuse_bn import fuse_bn
-from qtrace.passes.reparameterize import reparameterize
+from qtrace.preparation.passes.expand import expand
+from qtrace.preparation.passes.fuse_bn import fuse_bn
+from qtrace.preparation.passes.reparameterize import reparameterize
 from tests.nets import images, net, randomize
 
 X = images(2, 4, 8, 8)

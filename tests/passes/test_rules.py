@@ -17,8 +17,8 @@ import qtrace
 from qtrace.config import QConfig
 from qtrace.errors import ConfigError
 from qtrace.graph.types import TracedModule
-from qtrace.passes.annotation import Annotation, ExprNote, Site
-from qtrace.preparation import plan
+from qtrace.preparation.annotation import Annotation, ExprNote, Site
+from qtrace.preparation.prepare import plan
 from tests.nets import images, net
 
 X = images(2, 4, 8, 8)

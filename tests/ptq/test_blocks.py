@@ -10,8 +10,8 @@ import megengine.module as M
 
 import qtrace
 from qtrace import QConfig
-from qtrace.ptq._blocks import single_layers, structural_blocks
-from qtrace.ptq._layers import layers
+from qtrace.ptq.layers.quantized import layers
+from qtrace.ptq.learning.blocks import single_layers, structural_blocks
 from tests.nets import MobileNetV2, ResNet, images, net, randomize
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from qtrace.graph.flatten import flatten
-from qtrace.graph.tracing import trace
-from qtrace.passes.expand import expand
-from qtrace.ptq._channels import channel_groups
+from qtrace.graph.tracing.trace import trace
+from qtrace.preparation.passes.expand import expand
+from qtrace.ptq.layers.channels import channel_groups
 from tests.nets import images, net
 
 

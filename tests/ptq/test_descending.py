@@ -14,14 +14,14 @@ import pytest
 import qtrace
 from qtrace import QConfig
 from qtrace.graph.flatten import flatten
-from qtrace.phases import set_phase
-from qtrace.ptq import _descending
-from qtrace.ptq._block_run import BlockData, BlockRun
-from qtrace.ptq._blocks import structural_blocks
-from qtrace.ptq._descending import Settings, descend
-from qtrace.ptq._layers import Twins, layers
-from qtrace.ptq._learning import queueless
+from qtrace.preparation.phases import set_phase
 from qtrace.ptq.base import Batches, CalibratedTask
+from qtrace.ptq.layers.quantized import Twins, layers
+from qtrace.ptq.learning import descent
+from qtrace.ptq.learning.block_run import BlockData, BlockRun
+from qtrace.ptq.learning.blocks import structural_blocks
+from qtrace.ptq.learning.blockwise import queueless
+from qtrace.ptq.learning.descent import Settings, descend
 from tests.nets import images, net, randomize
 
 SETTINGS = Settings(
@@ -62,7 +62,7 @@ def test_compiled_steps_learn_what_eager_ones_learn(monkeypatch: Any) -> None:
     found = []
     with queueless():
         for first in (20, 100):
-            monkeypatch.setattr(_descending, "_TRACED_FROM", first)
+            monkeypatch.setattr(descent, "_TRACED_FROM", first)
             run, data = _run()
             start = [state.rounding.v.copy() for state in run.layers]
             descend(run, data, SETTINGS, 0.01)
@@ -78,7 +78,7 @@ def test_the_gradient_of_a_weight_is_that_of_finite_differences() -> None:
     with queueless():
         run, data = _run()
         settings = dataclasses.replace(SETTINGS, drop=1 - 1e-12)
-        step = _descending.Gradients(run, data, settings, [s.parameter for s in run.layers], 0.01)
+        step = descent.Gradients(run, data, settings, [s.parameter for s in run.layers], 0.01)
 
         def loss(layer: int, weight: np.ndarray) -> tuple[float, list[np.ndarray]]:
             run.layers[layer].parameter._reset(mge.Parameter(weight))

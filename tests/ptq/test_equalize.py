@@ -12,9 +12,9 @@ import pytest
 
 import qtrace
 from qtrace import QConfig
-from qtrace.passes.record import read_record
-from qtrace.ptq._channels import channel_groups
-from qtrace.ptq._scaling import Parameters, precision, weight_sqnr
+from qtrace.preparation.record import read_record
+from qtrace.ptq.layers.channels import channel_groups
+from qtrace.ptq.layers.scaling import Parameters, precision, weight_sqnr
 from qtrace.scheme import QScheme
 from tests.nets import MobileNetV2, ResNet, images, net, randomize
 

@@ -15,8 +15,8 @@ import qtrace
 from qtrace import QConfig
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.numerics import dequantize, quantize
-from qtrace.passes.record import read_record
-from qtrace.ptq import _learning, _recovering
+from qtrace.preparation.record import read_record
+from qtrace.ptq.learning import blockwise, learned_rounding
 from tests.nets import net, randomize
 
 
@@ -93,13 +93,13 @@ def test_a_block_starts_from_what_its_layers_learned_alone(warm: bool, monkeypat
         a=M.Conv2d(3, 6, 3, padding=1),
         b=M.Conv2d(6, 3, 1),
     )
-    descend, begun = _learning.descend, []
+    descend, begun = blockwise.descend, []
 
     def seen(run: Any, *args: Any) -> None:
         begun.append((run.block.name, [state.rounding.up() for state in run.layers]))
         descend(run, *args)
 
-    monkeypatch.setattr(_learning, "descend", seen)
+    monkeypatch.setattr(blockwise, "descend", seen)
     report = _report(_calibrated({"reconstruct": {**QUICK, "warm": warm}}, module=randomize(module, seed=5)))
     layers = ["relu_out", "b_out"] if warm else []
     assert [name for name, _ in begun] == [*layers, report["errors"][0]["site"]]
@@ -147,7 +147,7 @@ def test_a_loss_that_is_no_number_names_the_block_and_changes_nothing() -> None:
 def _once(files: int) -> Any:
     """Learning, for one block only: the first one is in a file."""
     assert files == 1
-    descend, calls = _learning.descend, []
+    descend, calls = blockwise.descend, []
 
     def call(*args: Any) -> None:
         calls.append(args)
@@ -159,7 +159,7 @@ def _once(files: int) -> Any:
 
 def test_an_interruption_in_the_second_block_is_undone_and_resumed(monkeypatch: Any, tmp_path: Path) -> None:
     data, calls = _batches(), []
-    learn = _recovering.learn
+    learn = learned_rounding.learn
 
     def second(*args: Any) -> Any:
         calls.append(args)
@@ -167,7 +167,7 @@ def test_an_interruption_in_the_second_block_is_undone_and_resumed(monkeypatch: 
             raise KeyboardInterrupt
         return learn(*args)
 
-    monkeypatch.setattr(_recovering, "learn", second)
+    monkeypatch.setattr(learned_rounding, "learn", second)
     traced = qtrace.trace(_module(), data[0][:1], check=False)
     prepared = qtrace.prepare(traced, QConfig(backend="generic", ptq=[{"adaround": FEW}]))
     before = _state(prepared)
@@ -176,7 +176,7 @@ def test_an_interruption_in_the_second_block_is_undone_and_resumed(monkeypatch: 
     assert len(calls) == 2
     assert all(np.array_equal(v, before[n]) for n, v in _state(prepared).items())
     monkeypatch.undo()
-    monkeypatch.setattr(_learning, "descend", _once(len(list(tmp_path.iterdir()))))
+    monkeypatch.setattr(blockwise, "descend", _once(len(list(tmp_path.iterdir()))))
     qtrace.calibrate(prepared, data, progress=False, state=tmp_path)
     monkeypatch.undo()
     again = _calibrated({"adaround": FEW}, weight={"bits": 8}, activation={"bits": 8})

@@ -13,10 +13,11 @@ import pytest
 import qtrace
 from qtrace import QConfig
 from qtrace.errors import CalibrationError
-from qtrace.passes.record import read_record
-from qtrace.ptq import _second_order, gptq
-from qtrace.ptq._refit import DAMPINGS, correction, ridge
-from qtrace.ptq._second_order import Moments
+from qtrace.preparation.record import read_record
+from qtrace.ptq import gptq
+from qtrace.ptq.layers import second_order
+from qtrace.ptq.layers.refit import DAMPINGS, correction, ridge
+from qtrace.ptq.layers.second_order import Moments
 from tests.nets import images, net
 
 
@@ -169,7 +170,7 @@ def test_one_sample_and_layers_in_parts_are_rounded_as_they_are(monkeypatch: pyt
     report = read_record(alone).ptq[0]
     assert report["changed"]
     assert all("fitted" not in line for line in report["changed"])
-    monkeypatch.setattr(_second_order, "JOINT", 8)  # every layer has more inputs
+    monkeypatch.setattr(second_order, "JOINT", 8)  # every layer has more inputs
     parted = qtrace.calibrate(_prepared(_module(), {"gptq": {"refit": True}}), BATCHES, progress=False)
     assert all("fitted" not in line for line in read_record(parted).ptq[0]["changed"])
 

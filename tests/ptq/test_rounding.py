@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qtrace.numerics import dequantize, fake_quantize, quantize
-from qtrace.ptq._rounding import Adam, SoftRounding, annealed
+from qtrace.ptq.learning.rounding import Adam, SoftRounding, annealed
 from qtrace.scheme import QParams, QScheme
 
 

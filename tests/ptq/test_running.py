@@ -16,7 +16,7 @@ import pytest
 import qtrace
 from qtrace import QConfig
 from qtrace.errors import CalibrationError, ConfigError
-from qtrace.passes.record import read_record, write_record
+from qtrace.preparation.record import read_record, write_record
 from qtrace.ptq.base import Batches, CalibratedAlgorithm, CalibratedTask, Report
 from tests.nets import images, net
 
@@ -176,7 +176,7 @@ def test_algorithms_without_work_say_so_and_change_nothing() -> None:
 def test_a_config_with_algorithms_survives_yaml(tmp_path: Path) -> None:
     config = QConfig(ptq=["fuse_bn", {"equalize": {"relu6": "relu"}}])
     path = tmp_path / "r.yaml"
-    from qtrace.recipe import dump_recipe
+    from qtrace.config.recipe import dump_recipe
 
     path.write_text(dump_recipe(config))
     assert qtrace.load_recipe(path) == config

@@ -12,11 +12,11 @@ import pytest
 
 import qtrace
 from qtrace import QConfig
-from qtrace.fakequant._bias import BIAS_LIMIT
+from qtrace.fakequant.following.bias import BIAS_LIMIT
 from qtrace.graph.interpreter import Interpreter
-from qtrace.passes.record import read_record
-from qtrace.ptq._biases import move_bias
-from qtrace.ptq._layers import Layer, layers
+from qtrace.preparation.record import read_record
+from qtrace.ptq.layers.biases import move_bias
+from qtrace.ptq.layers.quantized import Layer, layers
 from tests.nets import images, net
 
 BATCHES = [images(8, 4, 16, 16, seed=s) for s in range(2)]

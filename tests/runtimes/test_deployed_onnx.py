@@ -9,7 +9,7 @@ import onnxruntime as ort
 import openvino
 
 import qtrace
-from qtrace.runtimes import get
+from qtrace.verification.runtimes import get
 from tests.nets import ResNet, images, randomize
 
 

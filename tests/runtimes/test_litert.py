@@ -15,9 +15,9 @@ import pytest
 from ai_edge_litert import schema_py_generated as schema
 
 import qtrace
-from qtrace import runtimes
 from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
+from qtrace.verification import runtimes
 from tests.export.tflite_files import load
 from tests.nets import images, net
 

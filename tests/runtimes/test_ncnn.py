@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace import runtimes
 from qtrace.errors import ExportError
+from qtrace.verification import runtimes
 from tests.nets import images, net
 
 

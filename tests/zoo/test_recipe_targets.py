@@ -10,11 +10,11 @@ import megengine as mge
 import pytest
 
 import qtrace
-from qtrace import backends
+from qtrace.config import backends
+from qtrace.config.recipe import recipe_names
 from qtrace.graph.types import TracedModule
-from qtrace.passes.annotation import ExprNote
-from qtrace.preparation import plan
-from qtrace.recipe import recipe_names
+from qtrace.preparation.annotation import ExprNote
+from qtrace.preparation.prepare import plan
 from tests.zoo.catalog import CNN
 from tests.zoo.detectors.entries import DETECTORS
 from tests.zoo.parts import pictures

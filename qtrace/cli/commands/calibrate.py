@@ -13,7 +13,7 @@ from qtrace.cli.console import Console
 from qtrace.cli.outputs import resumable_folder
 
 if TYPE_CHECKING:
-    from qtrace.collection.running import Result
+    from qtrace.calibration.running import Result
     from qtrace.data import DataSource  # at run time it loads numpy, which --help does without
 
 __all__ = ["FILES", "calibrate", "write_folder"]
@@ -115,9 +115,9 @@ def _collect(
     how: dict[str, Any],
 ) -> Result:
     """Collects the statistics; ``where`` and ``how`` are fields of `Source` and `Settings`."""
-    from qtrace.collection.jobs import Source
-    from qtrace.collection.running import Settings, collect_all
-    from qtrace.passes.record import read_record
+    from qtrace.calibration.jobs import Source
+    from qtrace.calibration.running import Settings, collect_all
+    from qtrace.preparation.record import read_record
 
     preprocess = read_record(prepared).qconfig.get("preprocess")
     settings = Settings(progress=console.progress, **how)
@@ -154,7 +154,7 @@ def write_folder(folder: Path, prepared: Any, summary: dict[str, Any]) -> None:
 
 def _sites(prepared: Any) -> list[dict[str, Any]]:
     """Every site with its numbers; those of a site that saw no data are null."""
-    from qtrace.passes.record import fake_quants
+    from qtrace.preparation.record import fake_quants
 
     sites = []
     for site in fake_quants(prepared):

@@ -61,7 +61,7 @@ def explain(
     width = shutil.get_terminal_size().columns if on_terminal() else None
     with console.work():
         import qtrace
-        from qtrace.passes.record import is_quantized
+        from qtrace.preparation.record import is_quantized
 
         if recipe:
             qtrace.load_recipe(

@@ -46,8 +46,8 @@ def list_recipes(console: Console) -> None:
     """List the recipes that come with qtrace, a line each."""
     with console.work():
         import qtrace
-        from qtrace import backends
-        from qtrace.recipe import recipe_names
+        from qtrace.config import backends
+        from qtrace.config.recipe import recipe_names
 
         # A target's own name, as in `onnxruntime`, is short for that of its recipe.
         kinds = {name: _KINDS.get(name.rpartition("/")[0], "family") for name in recipe_names()}
@@ -78,7 +78,7 @@ def show(name: str, allow_code: bool, console: Console) -> None:
     a YAML file.
     """
     with console.work():
-        from qtrace.recipe import resolve_recipe
+        from qtrace.config.recipe import resolve_recipe
 
         resolved = resolve_recipe(name, allow_code=allow_code)
         text = resolved.text().rstrip("\n")

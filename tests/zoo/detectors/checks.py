@@ -19,7 +19,7 @@ from megengine.optimizer import SGD
 import qtrace
 from qtrace.graph.lint import lint
 from qtrace.graph.types import TracedModule
-from qtrace.passes.insert import CONTAINER
+from qtrace.preparation.passes.insert import CONTAINER
 from tests.zoo.detectors.entry import Entry
 from tests.zoo.shares import layer_share, whole_share
 

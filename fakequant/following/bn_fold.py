@@ -1,0 +1,101 @@
+"""A layer and the BatchNorm after it, while the BatchNorm still trains.
+
+In training the layer runs on fake-quantized raw weights and the BatchNorm normalises by the batch. In
+evaluation both are one layer with folded weights ``w * g`` at scales ``s * |g|`` (the same integers, up to
+the sign of g), which is what ``convert`` writes and a runtime computes. Where g is next to 0 beside those of
+the other channels, or so small that the bias would not fit into int32 at the product of the scales, the scale
+is wider.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import megengine.functional as F
+from megengine import Tensor
+from megengine.module import Module
+
+from qtrace.fakequant.base import FakeQuant, builtin
+from qtrace.fakequant.following.bias import BIAS_LIMIT, BiasQuant
+from qtrace.fakequant.kernels.kernel import Levels, quant_dequant
+from qtrace.gradients import conv2d
+from qtrace.numerics import SMALLEST_SCALE, SMALLEST_SHARE
+
+__all__ = ["LAYERS", "BnFold"]
+
+LAYERS = {"conv2d": conv2d, "conv_transpose2d": F.conv_transpose2d, "linear": F.linear}
+
+
+@builtin
+class BnFold(Module):
+    """Computes ``bn(layer(x))``, folded in evaluation.
+
+    Args:
+        site: the name of the layer's output.
+        kind: ``conv2d``, ``conv_transpose2d`` or ``linear``.
+        options: keyword arguments of the layer's function (stride, padding, ...).
+        bias_shape: shape of the layer's bias.
+    """
+
+    def __init__(self, site: str, kind: str, options: dict[str, Any], bias_shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.site, self.kind, self.phase = site, kind, "float"
+        self.options = dict(options)
+        self.bias_shape = tuple(bias_shape)
+        self.bias_quant = BiasQuant(f"{site}_bias", self.bias_shape)
+
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, bn: Module, weight_quant: FakeQuant, source: Any
+    ) -> Tensor:
+        """Runs the layer and its BatchNorm.
+
+        Args:
+            x: the layer's input.
+            weight: its raw weight.
+            bias: its raw bias, or None.
+            bn: the BatchNorm; its ``training`` chooses between batch statistics and folding.
+            weight_quant: the fake quant of the weight.
+            source: the fake quant of the input, or None when the input is float.
+        """
+        layer = LAYERS[self.kind]
+        if bn.training or self.phase in ("float", "observe"):
+            return bn(layer(x, weight_quant(weight), bias, **self.options))
+        folded_weight, folded_bias, scale = self.fold(weight, bias, bn, weight_quant, source)
+        levels, shape, learn = Levels.of(weight_quant.scheme), weight_quant.shape, weight_quant.learning
+        quantized = quant_dequant(folded_weight, scale, weight_quant.zero_point, levels, shape, learn)
+        if source is not None:
+            self.bias_quant.phase = self.phase
+            folded_bias = self.bias_quant.quantize(folded_bias, source.signed_scale(), scale)
+        return layer(x, quantized, folded_bias, **self.options)
+
+    def fold(
+        self, weight: Tensor, bias: Tensor | None, bn: Module, weight_quant: FakeQuant, source: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The folded weight and bias in float32, and the scales of the folded weight.
+
+        Args:
+            weight: raw weight.
+            bias: raw bias or None.
+            bn: the BatchNorm.
+            weight_quant: the fake quant of the weight.
+            source: the fake quant of the input, or None when the input is float.
+        """
+        gain = self._gain(bn)
+        shift = -bn.running_mean.reshape(-1) * gain
+        if bias is not None:
+            shift = shift + bias.reshape(-1) * gain
+        if bn.bias is not None:
+            shift = shift + bn.bias.reshape(-1)
+        shape = weight_quant.shape
+        gain = gain.reshape(shape)
+        scale = weight_quant.effective_scale() * F.abs(gain)
+        scale = F.maximum(scale, F.maximum(F.max(scale) * SMALLEST_SHARE, SMALLEST_SCALE))
+        if source is not None:
+            least = F.abs(shift) / (source.effective_scale() * BIAS_LIMIT)
+            scale = F.maximum(scale, least.reshape(shape))
+        return weight_quant.shaped(weight) * gain, shift.reshape(self.bias_shape), scale
+
+    @staticmethod
+    def _gain(bn: Module) -> Tensor:
+        gain = 1.0 / F.sqrt(bn.running_var.reshape(-1) + bn.eps)
+        return gain if bn.weight is None else gain * bn.weight.reshape(-1)

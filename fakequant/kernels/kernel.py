@@ -1,0 +1,192 @@
+"""The quantize-dequantize operation with its gradients.
+
+Forward, with s the magnitude of the scale and v = x / s: q = clip(round(v), qmin - z, qmax - z),
+y = q * s, which is ONNX's QuantizeLinear followed by DequantizeLinear in float32, operation by operation.
+
+Backward (straight through; Esser et al. 2020, "Learned Step Size Quantization", eq. 3, written for
+q relative to the zero point, which makes it hold for affine schemes too)::
+
+    dy/dx = 1      inside,  0 outside       inside: qmin - z <= v <= qmax - z
+    dy/ds = q - v  inside,  q outside       q is then qmin - z or qmax - z
+    dy/dz = 0      inside, -s outside
+
+What lies beyond a bound by less than a millionth of the range counts as inside.
+
+A fake quant that learns a zero point, a threshold or the ends of a range derives s and z from it with
+differentiable operations: the chain rule then gives the formula of its paper. `Learn` says what flows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import megengine.functional as F
+import numpy as np
+from megengine import Tensor
+from megengine.autodiff import Function
+
+from qtrace.fakequant.kernels.programs import Levels, of_magnitude, programs
+from qtrace.numerics import SMALLEST_SCALE
+
+__all__ = ["Learn", "Levels", "QuantDequant", "as_float32", "positive", "quant_dequant", "straight_through"]
+
+
+@dataclass(frozen=True)
+class Learn:
+    """What flows back to the range.
+
+    Attributes:
+        gain: factor on the gradients of scale and zero point.
+        residual: whether values inside the range count with their rounding (LSQ), or only those outside
+            with the level they clip to (PACT).
+        zero_point: whether the zero point gets a gradient.
+    """
+
+    gain: float = 1.0
+    residual: bool = True
+    zero_point: bool = False
+
+
+class QuantDequant(Function):
+    """Quantize-dequantize as one differentiable function; an instance serves one call.
+
+    Args:
+        levels: the integers.
+        shape: shape of the scale.
+        learn: what flows back to scale and zero point; None when both are fixed.
+    """
+
+    def __init__(self, levels: Levels, shape: tuple[int, ...], learn: Learn | None) -> None:
+        super().__init__()
+        self.levels, self.shape, self.learn = levels, shape, learn
+
+    def forward(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+        """Computes ``clip(round(x / |scale|), qmin - zp, qmax - zp) * |scale|``.
+
+        Args:
+            x: float32 tensor of any shape.
+            scale: float32, broadcastable to ``x``.
+            zero_point: float32 holding integers, of the shape of ``scale``.
+        """
+        (y,) = programs(self.levels, str(x.device)).round(x, scale, zero_point)
+        self.saved = (x, scale, zero_point, None if self.learn is None else y)
+        return y
+
+    def backward(self, grad: Tensor) -> tuple[Any, Any, Any]:
+        """Returns the gradients of x, of the scale and of the zero point (None where it is not learned)."""
+        x, scale, zero_point, y = self.saved
+        known, learn = programs(self.levels, str(grad.device)), self.learn
+        if learn is None:
+            return known.pass_inside(x, scale, zero_point, grad)[0], None, None
+        if learn.residual:
+            grad_x, terms = known.with_residual(x, scale, zero_point, grad, y)
+        else:
+            grad_x, terms = known.without_residual(x, scale, zero_point, grad, y)
+        (grad_scale,) = of_magnitude(learn.gain, str(grad.device))(_sum_to(terms, self.shape), scale)
+        grad_zero = None
+        if learn.zero_point:
+            grad_zero = F.abs(scale) * _sum_to(grad - grad_x, self.shape) * -learn.gain
+        return grad_x, grad_scale, grad_zero
+
+
+def _sum_to(a: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Sums ``a`` over the axes along which a tensor of ``shape`` was broadcast."""
+    axes = [i for i, size in enumerate(shape) if size == 1]
+    own = len(shape) - len(axes)
+    if own == 0:
+        return a.sum().reshape(shape)
+    if axes and axes[0] == own:  # the sums are of rows that lie in one piece
+        return F.sum(a.reshape(math.prod(shape), -1), axis=1).reshape(shape)
+    return F.sum(a, axis=axes, keepdims=True) if axes else a
+
+
+def quant_dequant(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    levels: Levels,
+    shape: tuple[int, ...],
+    learn: Learn | None = None,
+) -> Tensor:
+    """Fake-quantizes ``x``; see the module's docstring for the mathematics.
+
+    Args:
+        x: floats of any shape; float16, as under ``megengine.amp``, is rounded as float32.
+        scale: float32, broadcastable to ``x``; its magnitude is applied, for one that is learned may have
+            crossed zero, and its gradient has its sign.
+        zero_point: float32 holding integers, of the shape of ``scale``; None where ``levels`` say it.
+        levels: the integers.
+        shape: the shape of ``scale``, known before the call (it is symbolic under ``jit.trace``).
+        learn: what flows back to scale and zero point; None when both are fixed.
+
+    Returns:
+        A float32 tensor of the shape of ``x`` with values ``(q - zero_point) * |scale|``.
+    """
+    if zero_point is None:
+        zero_point = scale  # which is not read
+    if x.dtype != np.float32:
+        x = x.astype("float32")
+    return QuantDequant(levels, shape, learn)(x, scale, zero_point)
+
+
+class _Positive(Function):
+    """A learned scale without its sign; an instance serves one call."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def forward(self, scale: Tensor) -> Tensor:
+        self.scale = scale
+        return self._shaped(F.maximum(F.abs(scale), SMALLEST_SCALE))
+
+    def backward(self, grad: Tensor | None) -> Tensor | None:
+        if grad is None:  # all that used it takes the scale as fixed
+            return None
+        return self._shaped(grad * F.sign(self.scale))
+
+    def _shaped(self, value: Tensor) -> Tensor:
+        # In a Function, MegEngine makes one-element vectors of scalars.
+        return value if self.shape else value.reshape(())
+
+
+def positive(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``max(|scale|, smallest)``: a learned scale may have crossed zero; the gradient has its sign.
+
+    Args:
+        scale: float32.
+        shape: its shape, known before the call.
+    """
+    return _Positive(shape)(scale)
+
+
+class _Through(Function):
+    """Applies a step function and lets the gradient pass; an instance serves one call."""
+
+    def __init__(self, step: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.step(x)
+
+    def backward(self, grad: Tensor) -> Tensor:
+        return grad
+
+
+def straight_through(x: Tensor, step: Callable[[Tensor], Tensor]) -> Tensor:
+    """``step(x)``, such as ``F.round``, with the gradient of x (Bengio et al. 2013).
+
+    Args:
+        x: a tensor of any shape.
+        step: an element by element function.
+    """
+    return _Through(step)(x)
+
+
+def as_float32(value: float | np.ndarray) -> Tensor:
+    """A float32 Tensor of ``value``."""
+    return Tensor(np.asarray(value, dtype=np.float32))

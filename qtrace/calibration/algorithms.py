@@ -1,0 +1,125 @@
+"""Runs the algorithms of a config: those of the float graph in ``prepare``, the others in ``calibrate``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from megengine import Tensor
+
+from qtrace.config import QConfig
+from qtrace.config.algorithm import Algorithm, Named, algorithms, check_imported
+from qtrace.errors import CalibrationError
+from qtrace.graph.flatten import flatten
+from qtrace.graph.types import TracedModule
+from qtrace.preparation.phases import set_phase
+from qtrace.preparation.record import Record, read_record, write_record
+from qtrace.ptq.base import Batches, CalibratedAlgorithm, CalibratedTask, FloatTask, Report
+from qtrace.ptq.layers.outputs import CalibrationOutputs, output_errors
+from qtrace.storage.blocks import Checkpoint
+
+__all__ = ["calibrated_algorithms", "change_float", "restoring", "run_calibrated"]
+
+
+def change_float(model: TracedModule, config: QConfig) -> tuple[dict[str, Any], ...]:
+    """Runs the algorithms of the float stage on a flat, expanded graph; returns their reports.
+
+    Algorithms of the calibrated stage make room for what they will need.
+    """
+    task = FloatTask(model, config)
+    reports = []
+    for name, algorithm in algorithms(config):
+        if isinstance(algorithm, CalibratedAlgorithm):
+            algorithm.ready(task)
+        else:
+            reports.append(_named(algorithm.apply(task), name, algorithm))
+    return tuple(reports)
+
+
+def calibrated_algorithms(record: Record, batches: Any) -> tuple[Named, ...]:
+    """The algorithms that ``calibrate`` is to run.
+
+    Args:
+        record: of the prepared model.
+        batches: the calibration data.
+
+    Raises:
+        CalibrationError: when the data cannot be read twice, or they have run already.
+        ConfigError: when one lies in a module that nobody has imported.
+    """
+    config = QConfig.model_validate(record.qconfig)
+    check_imported(spec for _, spec in config.ptq_entries)
+    found = algorithms(config)
+    wanted = tuple((name, a) for name, a in found if a.stage == "calibrated")
+    names = ", ".join(name for name, _ in wanted)
+    if wanted and iter(batches) is batches:
+        raise CalibrationError(
+            f"batches is an iterator, which can be read once, but ptq: {names} reads the data again: give a "
+            "list, or an object whose __iter__ begins anew."
+        )
+    done = {report["algorithm"] for report in record.ptq if report["changed"]}
+    again = [name for name, _ in wanted if name in done]
+    if again:
+        raise CalibrationError(
+            f"{', '.join(again)} changed this model in an earlier calibration: prepare it again from the "
+            "float model."
+        )
+    return wanted
+
+
+def run_calibrated(
+    model: TracedModule,
+    wanted: tuple[Named, ...],
+    batches: Batches,
+    progress: bool = False,
+    checkpoint: Checkpoint | None = None,
+) -> None:
+    """Runs the algorithms of the calibrated stage and writes their reports into the record.
+
+    Args:
+        model: calibrated, in the phase ``quantize`` and in eval mode; changed in place.
+        wanted: as `calibrated_algorithms` gives them.
+        batches: the calibration data.
+        progress: whether to show progress bars.
+        checkpoint: keeps the blocks that are learned; None for nothing.
+    """
+    if not wanted:
+        return
+    reference = flatten(model)
+    set_phase(reference, "float")
+    reference.eval()
+    outputs = CalibrationOutputs(model, reference, batches)
+    reports, before = [], outputs.ratios()
+    for name, algorithm in wanted:
+        assert isinstance(algorithm, CalibratedAlgorithm)
+        read = batches.spread(algorithm.samples)
+        report = algorithm.apply(CalibratedTask(model, reference, read, progress, checkpoint))
+        after = outputs.ratios() if report.changed else before
+        report = dataclasses.replace(report, outputs=output_errors(before, after), measured=outputs.measured)
+        before = after
+        if len(read) < len(batches):
+            told = f"{len(read)} of {len(batches)} batches were read, for samples is {algorithm.samples}"
+            report = dataclasses.replace(report, left=(*report.left, told))
+        reports.append(_named(report, name, algorithm))
+    record = read_record(model)
+    write_record(model, dataclasses.replace(record, ptq=(*record.ptq, *reports)))
+
+
+@contextmanager
+def restoring(model: TracedModule) -> Iterator[None]:
+    """Gives every parameter and buffer of ``model`` its value back when the block fails."""
+    before = {name: (tensor, tensor.numpy().copy()) for name, tensor in model.named_tensors()}
+    try:
+        yield
+    except BaseException:
+        for tensor, value in before.values():
+            if not np.array_equal(tensor.numpy(), value, equal_nan=True):
+                tensor._reset(type(tensor)(Tensor(value)))
+        raise
+
+
+def _named(report: Report, name: str, algorithm: Algorithm) -> dict[str, Any]:
+    return dataclasses.replace(report, algorithm=name, options=algorithm.to_dict()).to_dict()

@@ -1,0 +1,120 @@
+"""What an engine is: something that runs a prepared graph in float and shows its activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from qtrace.errors import CalibrationError
+from qtrace.fakequant.base import FakeQuant
+from qtrace.graph.dataflow import evaluate_fixed
+from qtrace.graph.types import TracedModule
+from qtrace.graph.walk import exprs
+from qtrace.preparation.passes.insert import CONTAINER
+from qtrace.preparation.record import read_record
+
+__all__ = [
+    "Arguments",
+    "Engine",
+    "EngineError",
+    "Observe",
+    "Watched",
+    "check_sites",
+    "named_fake_quants",
+    "watched",
+]
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+Observe = Callable[[str, Any], None]
+"""Takes the name of a node and its value in one batch: an array, or what has ``numpy()``."""
+
+
+class EngineError(Exception):
+    """An engine cannot run a graph, or a batch, though another may; the text is a clause that says why."""
+
+
+class Engine(Protocol):
+    """Runs a prepared graph in float, batch by batch."""
+
+    @property
+    def name(self) -> str:
+        """What users call it."""
+
+    def run(self, arguments: Arguments, index: int, observe: Observe) -> None:
+        """Runs one batch and shows the value of every node that is watched, in the order of the graph.
+
+        Args:
+            arguments: of the model's forward, as `qtrace.data.batches.as_arguments` gives them.
+            index: the number of the batch.
+            observe: is called once for each watched node.
+
+        Raises:
+            CalibrationError: when the batch does not fit the model.
+            EngineError: when this engine cannot run it.
+        """
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What is observed of a prepared graph.
+
+    A group that holds parameters only is observed once. In one that also holds activations, a parameter
+    counts in every batch, as the others do.
+
+    Attributes:
+        nodes: node -> its groups, for the nodes that depend on the batch, in the order of the graph.
+        constants: group and value of each parameter that belongs to a group with activations.
+        parameters: group and value of each other parameter.
+        folded: group -> the axes that count its channels, where they are several.
+    """
+
+    nodes: dict[str, tuple[str, ...]]
+    constants: tuple[tuple[str, np.ndarray], ...]
+    parameters: tuple[tuple[str, np.ndarray], ...]
+    folded: dict[str, tuple[int, ...]]
+
+
+def watched(prepared: TracedModule) -> Watched:
+    """What is observed of a prepared graph."""
+    container = getattr(prepared, CONTAINER)
+    sites = [site for site in read_record(prepared).annotation.sites if site.plan is not None]
+    moving = {site.group for site in sites if not site.static}
+    groups: dict[str, list[str]] = {}
+    fixed: dict[bool, list[tuple[str, np.ndarray]]] = {True: [], False: []}
+    producers = {node.name: node for e in exprs(prepared) for node in e.outputs}
+    values = evaluate_fixed(prepared, (producers[site.node] for site in sites if site.static))
+    for site in sites:
+        if site.static:
+            value = values[id(producers[site.node])].numpy()
+            value = getattr(container, site.group).channels_first(value)
+            fixed[site.group in moving].append((site.group, value))
+        else:
+            groups.setdefault(site.node, []).append(site.group)
+    order = [*(n.name for n in prepared.graph.inputs), *producers]
+    nodes = {name: tuple(groups[name]) for name in order if name in groups}
+    axes = {group: getattr(container, group).folded_axes for names in nodes.values() for group in names}
+    folded = {group: found for group, found in axes.items() if found}
+    return Watched(nodes, tuple(fixed[True]), tuple(fixed[False]), folded)
+
+
+def check_sites(prepared: TracedModule) -> None:
+    """Refuses a prepared graph without a site, which a calibration would leave in float.
+
+    Raises:
+        CalibrationError: saying so.
+    """
+    if next(named_fake_quants(prepared), None) is None:
+        raise CalibrationError(
+            "the graph has no site: not one of its ops is quantized, so there is nothing to calibrate; "
+            "`qtrace explain` says why each op stays float."
+        )
+
+
+def named_fake_quants(prepared: TracedModule) -> Iterator[tuple[str, FakeQuant]]:
+    """Group and module of every fake quant of a prepared graph, in the order of the sites."""
+    children = getattr(prepared, CONTAINER).__dict__.items()
+    return ((name, module) for name, module in children if isinstance(module, FakeQuant))

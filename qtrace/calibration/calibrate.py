@@ -1,0 +1,196 @@
+"""calibrate: shows data to the observers and takes the quantization parameters from them."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from megengine import Tensor
+
+from qtrace.calibration.algorithms import calibrated_algorithms, restoring, run_calibrated
+from qtrace.calibration.base import check_sites, named_fake_quants
+from qtrace.calibration.checkpoint import write_durably
+from qtrace.calibration.collecting import Options, collect, observe_parameters
+from qtrace.calibration.distributed import Collective, common_statistics, current
+from qtrace.calibration.statistics import Statistics
+from qtrace.data.batches import evaluating
+from qtrace.errors import CalibrationError, QtraceError
+from qtrace.fakequant.following.bias import BIAS_LIMIT
+from qtrace.graph.dataflow import evaluate_fixed
+from qtrace.graph.types import TracedModule
+from qtrace.graph.walk import exprs
+from qtrace.numerics import SMALLEST_SCALE
+from qtrace.preparation.phases import set_phase
+from qtrace.preparation.record import fake_quants, followers, read_record
+from qtrace.process.thread import on_engine_thread
+from qtrace.ptq.base import Batches
+from qtrace.scheme import QParams
+from qtrace.storage.blocks import Checkpoint
+
+__all__ = ["calibrate"]
+
+
+@on_engine_thread
+def calibrate(
+    prepared: TracedModule,
+    batches: Iterable[Any],
+    max_batches: int | None = None,
+    progress: bool = True,
+    *,
+    engine: str = "auto",
+    statistics: Statistics | None = None,
+    state: str | Path | None = None,
+) -> TracedModule:
+    """Runs ``batches`` through the graph, records every site and sets its quantization parameters.
+
+    Statistics of an earlier calibration are forgotten. Algorithms of the config's ``ptq`` that work with data
+    (`bias_correction` ...) run at the end and read the batches again; ``explain`` shows their reports. The
+    batches run in eval mode, and every module gets its training flag back. The module is left in the phase
+    ``quantize``; on an error or an interruption it is left as it was.
+
+    Args:
+        prepared: a module made by ``qtrace.prepare``; it is calibrated in place.
+        batches: Tensors or arrays, or tuples (positional) or dicts (keyword) of them. Not an iterator, where
+            an algorithm reads the data again.
+        max_batches: how many batches to take at most; None for all.
+        progress: whether to show a progress bar with the time left, and the engine, on stderr.
+        engine: what computes the activations: ``megengine``, ``onnxruntime``, or ``auto`` for the fastest
+            that applies (docs/calibration.md).
+        statistics: what was collected from the batches elsewhere, so that they need not run; then
+            ``max_batches`` and ``engine`` have no say.
+        state: a folder, made if need be, for what algorithms that learn (``adaround``, ``reconstruct``) have
+            done, block by block: an interrupted calibration that is called again goes on behind these blocks,
+            to the same result. Files whose model, data or options are others have no effect.
+
+    Returns:
+        ``prepared``.
+
+    Raises:
+        CalibrationError: when the graph has no site, there is no batch, a batch does not fit the model, the
+            engine cannot run it, or a value is NaN or infinite, naming site and batch.
+        ConfigError: for an unknown engine.
+    """
+    record = read_record(prepared, "prepared")
+    _check_arguments(batches, max_batches)
+    check_sites(prepared)
+    algorithms = calibrated_algorithms(record, batches)
+    if statistics is None:
+        options = Options(engine, _count(batches, max_batches), progress=progress)
+        statistics = _collect(prepared, itertools.islice(batches, max_batches), options, current())
+    if not statistics.batches:
+        raise CalibrationError("calibration data has no batches: give at least one.")
+    statistics = observe_parameters(prepared, statistics)
+    with _undone_on_failure(prepared), evaluating(prepared):
+        _apply(prepared, statistics)
+        seen = len(statistics.batches)  # of all ranks, where there are several
+        data = Batches(batches, prepared, min(_count(batches, max_batches) or seen, seen))
+        run_calibrated(prepared, algorithms, data, progress, _checkpoint(state))
+        if algorithms:
+            _fit_biases(prepared)  # learned scales may have become smaller
+    return prepared
+
+
+def _collect(
+    prepared: TracedModule, batches: Iterable[Any], options: Options, ranks: Collective | None
+) -> Statistics:
+    """The statistics of the batches; where there are several ranks, of those of all of them."""
+    first, step = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    outcome: Statistics | QtraceError
+    try:
+        collected = collect(prepared, zip(itertools.count(first, step), batches), options)
+        outcome = collected.statistics
+        if options.progress and outcome.batches:
+            print(f"engine {collected.chosen.name}: {collected.chosen.reason}", file=sys.stderr)
+    except QtraceError as error:
+        if ranks is None:
+            raise
+        outcome = error
+    if ranks is None:
+        assert isinstance(outcome, Statistics)
+        return outcome
+    return common_statistics(prepared, outcome, ranks)
+
+
+@contextmanager
+def _undone_on_failure(prepared: TracedModule) -> Iterator[None]:
+    """Leaves tensors, observers and phases as they were when the block fails."""
+    observers = [(fq, fq.observer) for fq in fake_quants(prepared)]
+    phases = [(module, module.phase) for module in (*fake_quants(prepared), *followers(prepared))]
+    try:
+        with restoring(prepared):
+            yield
+    except BaseException:
+        for fq, observer in observers:
+            fq.observer = observer
+        for module, phase in phases:
+            module.phase = phase
+        raise
+
+
+def _checkpoint(state: str | Path | None) -> Checkpoint | None:
+    if state is None:
+        return None
+    folder = Path(state)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CalibrationError(f"state {folder} cannot be a folder: {error.strerror}.") from error
+    return Checkpoint(folder, write_durably)
+
+
+def _apply(prepared: TracedModule, statistics: Statistics) -> None:
+    """Sets the parameters that the statistics give."""
+    sites = dict(named_fake_quants(prepared))
+    observers = {name: statistics.observers[name] for name in sites}
+    parameters = {name: o.qparams() for name, o in observers.items() if not o.empty}
+    for name, fq in sites.items():
+        fq.observer = observers[name]
+        if name in parameters:
+            fq.set_qparams(parameters[name])
+    _fit_biases(prepared)
+    set_phase(prepared, "quantize")
+
+
+def _count(batches: Iterable[Any], limit: int | None) -> int | None:
+    total = len(batches) if hasattr(batches, "__len__") else None  # type: ignore[arg-type]
+    return total if limit is None else limit if total is None else min(limit, total)
+
+
+def _check_arguments(batches: Any, max_batches: Any) -> None:
+    whole = isinstance(max_batches, int) and not isinstance(max_batches, bool) and max_batches > 0
+    if max_batches is not None and not whole:
+        raise CalibrationError(f"max_batches is {max_batches!r}: give a whole number above 0, or None.")
+    if isinstance(batches, (Tensor, np.ndarray, Mapping, str)) or not isinstance(batches, Iterable):
+        raise CalibrationError(
+            f"batches is one {type(batches).__name__}: give an iterable of batches, such as a list of arrays."
+        )
+
+
+def _fit_biases(prepared: TracedModule) -> None:
+    """Widens weight scales that are so small that their layer's bias would not fit into int32."""
+    from qtrace.preparation.passes.insert import CONTAINER
+
+    annotation = read_record(prepared).annotation
+    container = getattr(prepared, CONTAINER)
+    # What a bias that depends on the batch may reach is not known.
+    biases = [site for site in annotation.sites if site.sort == "bias" and site.static]
+    nodes = {n.name: n for e in exprs(prepared) for n in e.outputs}
+    values = evaluate_fixed(prepared, (nodes[site.node] for site in biases))
+    for site in biases:
+        activation, weight = getattr(container, site.activation), getattr(container, site.weight)
+        bias = values[id(nodes[site.node])].numpy().astype(np.float64).reshape(-1)
+        if not (activation.calibrated and weight.calibrated):
+            continue
+        need = np.abs(bias) / (float(activation.qparams().scale) * site.factor * BIAS_LIMIT)
+        have = weight.qparams()
+        floor = need if have.scale.ndim else need.max()
+        if np.any(floor > have.scale):
+            if have.scheme.power_of_two:
+                floor = np.ldexp(1.0, np.ceil(np.log2(np.maximum(floor, SMALLEST_SCALE))).astype(int))
+            scale = np.maximum(have.scale, floor).astype(np.float32)
+            weight.set_qparams(QParams(have.scheme, scale, have.zero_point))

@@ -1,0 +1,255 @@
+"""Statistics in files: parts of a calibration that was not finished, which together are what was seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qtrace.calibration.choice import Chosen
+from qtrace.calibration.statistics import Statistics, no_statistics
+from qtrace.errors import CalibrationError, ConfigError, QtraceError
+from qtrace.graph.types import TracedModule
+from qtrace.preparation.record import read_record
+from qtrace.storage.archives import pack_arrays, unpack_arrays
+
+__all__ = [
+    "Cadence",
+    "Part",
+    "Parts",
+    "fingerprint",
+    "joined",
+    "kept",
+    "pack",
+    "read_part",
+    "unpack",
+    "write_durably",
+    "write_part",
+]
+
+_SUFFIX = ".part.npz"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a process collected.
+
+    Attributes:
+        statistics: of the batches that it ran.
+        chosen: the engine.
+        skipped: images that were left out.
+        passed: number -> checksum of batches that it read, but left to others.
+    """
+
+    statistics: Statistics
+    chosen: Chosen | None = None
+    skipped: tuple[str, ...] = ()
+    passed: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class Cadence:
+    """When to write a checkpoint: after some batches, or some seconds, whichever comes first.
+
+    Attributes:
+        batches: after how many; None for any number.
+        seconds: after how long; None for any time.
+    """
+
+    batches: int | None = None
+    seconds: float | None = 60.0
+    _since: float = field(default_factory=time.monotonic)
+    _count: int = 0
+
+    def due(self) -> bool:
+        """Called after each batch: whether it is time; if so, counting begins anew."""
+        self._count += 1
+        now = time.monotonic()
+        late = self.seconds is not None and now - self._since >= self.seconds
+        if not late and (self.batches is None or self._count < self.batches):
+            return False
+        self._since, self._count = now, 0
+        return True
+
+
+def fingerprint(prepared: TracedModule, *others: Any) -> str:
+    """A hash of everything on which the statistics depend: graph, decisions, weights, and ``others``."""
+    record = read_record(prepared, "prepared")
+    found = hashlib.sha256(json.dumps([record.annotation.to_json(), others], sort_keys=True).encode())
+    for name, tensor in sorted(prepared.named_tensors(), key=lambda item: item[0]):
+        if not name.startswith("qsites."):
+            value = np.ascontiguousarray(tensor.numpy())
+            found.update(f"{name} {value.dtype} {value.shape}".encode())
+            found.update(value.tobytes())
+    return found.hexdigest()
+
+
+def write_part(path: Path, part: Part, identity: str) -> None:
+    """Writes a part; the file appears whole or not at all, and is on the disk when this returns.
+
+    Raises:
+        QtraceError: when it cannot be written.
+    """
+    write_durably(path, pack(part, identity))
+
+
+def pack(part: Part, identity: str) -> bytes:
+    """A part as the content of an .npz file."""
+    observers = part.statistics.observers
+    meta = {
+        "identity": identity,
+        "groups": list(observers),
+        "chosen": part.chosen and dataclasses.asdict(part.chosen),
+        "skipped": list(part.skipped),
+    }
+    content: dict[str, Any] = {"meta": np.frombuffer(json.dumps(meta).encode(), np.uint8)}
+    for name, seen in (("batches", part.statistics.batches), ("passed", part.passed)):
+        content[name] = np.array(sorted(seen.items()), np.int64).reshape(-1, 2)
+    for index, observer in enumerate(observers.values()):
+        content.update({f"{index}/{key}": value for key, value in observer.state_dict().items()})
+    return pack_arrays(content)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Writes a file beside its place and renames it when it is on the disk.
+
+    Raises:
+        QtraceError: when it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            with open(partial, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+        handle = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise QtraceError(f"the checkpoint {path} cannot be written: {error.strerror}.") from error
+
+
+def read_part(path: Path, prepared: TracedModule, identity: str) -> Part:
+    """Reads a part that belongs to a prepared graph.
+
+    Raises:
+        CalibrationError: when it was written for another calibration, or is damaged.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CalibrationError(f"the checkpoint {path} cannot be read: {error.strerror}.") from error
+    return unpack(data, prepared, identity, f"the checkpoint {path}")
+
+
+def unpack(data: bytes, prepared: TracedModule, identity: str, where: str) -> Part:
+    """The inverse of `pack`.
+
+    Args:
+        data: what `pack` gave.
+        prepared: the graph that it belongs to.
+        identity: its `fingerprint`.
+        where: what to call it in an error.
+
+    Raises:
+        CalibrationError: when it was written for another calibration, or is damaged.
+    """
+    try:
+        return _part(unpack_arrays(data), prepared, identity, where)
+    except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+        reason = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
+        raise CalibrationError(f"{where} is damaged ({reason}): calibrate anew with --force.") from error
+
+
+def _part(content: dict[str, np.ndarray], prepared: TracedModule, identity: str, where: str) -> Part:
+    meta = json.loads(content["meta"].tobytes())
+    if meta["identity"] != identity:
+        raise CalibrationError(
+            f"{where} belongs to another calibration: the model, the recipe, the data "
+            "or an option has changed since. Put it back, or calibrate anew with --force."
+        )
+    batches, passed = ({int(k): int(v) for k, v in content[name]} for name in ("batches", "passed"))
+    chosen = meta["chosen"] and Chosen.from_dict(meta["chosen"])
+    observers = no_statistics(prepared).observers
+    for index, group in enumerate(meta["groups"]):
+        state = {k.partition("/")[2]: v for k, v in content.items() if k.startswith(f"{index}/")}
+        observers[group].load_state_dict(state)
+    return Part(Statistics(observers, batches), chosen, tuple(meta["skipped"]), passed)
+
+
+class Parts:
+    """The parts in a folder.
+
+    Args:
+        folder: where they are.
+        prepared: the graph that they belong to.
+        identity: its `fingerprint`.
+    """
+
+    def __init__(self, folder: Path, prepared: TracedModule, identity: str) -> None:
+        self.folder, self.prepared, self.identity = folder, prepared, identity
+
+    def path(self, name: str) -> Path:
+        """Where the part of this name is."""
+        return self.folder / f"{name}{_SUFFIX}"
+
+    def write(self, name: str, part: Part) -> None:
+        """Writes a part under a name."""
+        write_part(self.path(name), part, self.identity)
+
+    def gather(self) -> Part:
+        """All parts as one, which takes their place. Killed at any instant, no batch is lost or counts twice.
+
+        Raises:
+            CalibrationError: when a part is damaged or belongs to another calibration.
+        """
+        paths = sorted(self.folder.glob(f"*{_SUFFIX}"))
+        parts = [read_part(path, self.prepared, self.identity) for path in paths]
+        parts.sort(key=lambda part: len(part.statistics.batches), reverse=True)
+        whole = Part(no_statistics(self.prepared))
+        for part in parts:
+            if set(part.statistics.batches) <= set(whole.statistics.batches):
+                continue  # it was gathered before, and its file should have gone
+            whole = joined(whole, part)
+        if paths:
+            self.write("gathered", whole)
+            for path in paths:
+                if path != self.path("gathered"):
+                    path.unlink(missing_ok=True)
+        return whole
+
+
+def joined(first: Part, second: Part) -> Part:
+    """Two parts as one.
+
+    Raises:
+        CalibrationError: when both have seen one batch, or they read different data under one number.
+    """
+    known = {**first.passed, **first.statistics.batches}
+    for number, value in (*second.passed.items(), *second.statistics.batches.items()):
+        if known.get(number, value) != value:
+            raise CalibrationError(
+                f"batch {number} is not the same at every iteration: give the loader a fixed seed, so that "
+                "workers and resumed runs see the same batches."
+            )
+    skipped = tuple(sorted({*first.skipped, *second.skipped}))
+    statistics = first.statistics.merge(second.statistics)
+    return Part(statistics, first.chosen or second.chosen, skipped, {**first.passed, **second.passed})
+
+
+def kept(folder: Path) -> bool:
+    """Whether a folder holds parts."""
+    return any(folder.glob(f"*{_SUFFIX}"))

@@ -1,0 +1,129 @@
+"""The loop over the batches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from qtrace.calibration.base import Watched, named_fake_quants, watched
+from qtrace.calibration.choice import Chosen, choose
+from qtrace.calibration.observing import Observing
+from qtrace.calibration.statistics import Statistics, fresh, no_statistics
+from qtrace.data.batches import as_arguments, evaluating
+from qtrace.errors import CalibrationError
+from qtrace.graph.source_lines import named
+from qtrace.graph.types import TracedModule
+from qtrace.graph.walk import exprs, op_label
+from qtrace.observers.base import Observer
+from qtrace.preparation.phases import in_phase
+
+__all__ = ["Collected", "Options", "collect", "observe_parameters"]
+
+Numbered = Iterable[tuple[int, Any]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to collect.
+
+    Attributes:
+        engine: one of `qtrace.calibration.choice.ENGINES`, or what was chosen before.
+        batches: how many batches there will be; None when that is not known.
+        threads: how many threads compute; None for all cores.
+        progress: whether to show a progress bar on stderr.
+    """
+
+    engine: str | Chosen = "auto"
+    batches: int | None = None
+    threads: int | None = None
+    progress: bool = False
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What was collected, and by what.
+
+    Attributes:
+        statistics: of the activations.
+        chosen: the engine, and why.
+    """
+
+    statistics: Statistics
+    chosen: Chosen
+
+
+def collect(
+    prepared: TracedModule,
+    batches: Numbered,
+    options: Options | None = None,
+    after: Callable[[Collected], None] = lambda collected: None,
+    start: Statistics | None = None,
+) -> Collected:
+    """Runs batches through a prepared graph in float and observes its activations.
+
+    The module is left as it was. Its parameters are not observed: see `observe_parameters`.
+
+    Args:
+        prepared: a module made by ``qtrace.prepare``.
+        batches: pairs of a batch's number and the batch, as `qtrace.calibrate` takes it.
+        options: how to collect.
+        after: called after each batch with all that was collected so far.
+        start: statistics to add to; None for none.
+
+    Raises:
+        CalibrationError: when a batch does not fit the model, a value is not finite, or this is not the main
+            thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise CalibrationError(
+            "calibrate was called on a thread of its own, where MegEngine fails: call it on the main thread."
+        )
+    options = options or Options()
+    seen = watched(prepared)
+    start = start or no_statistics(prepared)
+    with in_phase(prepared, "float"), evaluating(prepared):
+        engine = choose(prepared, seen, options.engine, options.batches, options.threads)
+        sites = {name: fq.site for name, fq in named_fake_quants(prepared)}
+        silent = not options.progress
+        bar = tqdm(
+            batches,
+            total=options.batches,
+            initial=len(start.batches),
+            desc="calibrate",
+            unit="batch",
+            disable=silent,
+        )
+        observing = Observing(start, seen, sites, _places(prepared, seen))
+        with bar:
+            for index, batch in bar:
+                arguments = as_arguments(batch, prepared, index)
+                observing.begin(index, batch)
+                engine.run(arguments, index, observing.observe)
+                observing.commit()
+                after(Collected(observing.statistics, engine.chosen))
+        return Collected(observing.statistics, engine.chosen)
+
+
+def _places(prepared: TracedModule, seen: Watched) -> dict[str, str]:
+    """Watched node -> what computes it, and the line of it."""
+    nodes = ((node, e) for e in exprs(prepared) for node in e.outputs)
+    return {node.name: named(e, op_label(e)) for node, e in nodes if node.name in seen.nodes}
+
+
+def observe_parameters(prepared: TracedModule, statistics: Statistics) -> Statistics:
+    """The statistics and what is the same in every batch: the values of parameters.
+
+    Raises:
+        CalibrationError: when a parameter is not finite, naming it.
+    """
+    sites = {name: fq.site for name, fq in named_fake_quants(prepared)}
+    observed: dict[str, list[Observer]] = {}
+    for group, value in watched(prepared).parameters:
+        observer = fresh(statistics.observers[group])
+        observer.observe(value, site=sites[group])
+        observed.setdefault(group, []).append(observer)
+    return statistics.plus(observed)

@@ -1,0 +1,25 @@
+"""ncnn on ARM and x86 CPUs: int8 convolutions and inner products between float tensors.
+
+Activations and weights are symmetric in -127 to 127, ties go away from zero. A layer rounds what it reads;
+its result is float, after an activation function in its kernel. Everything else is computed in float, so
+no concatenation ties anything. The recipe ``backend/ncnn`` says that results are not rounded.
+"""
+
+from qtrace.config.backends.base import Backend, Limits
+from qtrace.scheme import QScheme
+
+_SCHEME = QScheme(bits=8, signed=True, symmetric=True, narrow=True, rounding="half_away")
+_FUNCTIONS = "relu relu6 clip leaky_relu sigmoid hswish"
+
+BACKEND = Backend(
+    name="ncnn",
+    activation=_SCHEME,
+    weight=_SCHEME.replace(axis=0),
+    ops=frozenset({"conv2d", "linear"}),
+    fused=dict.fromkeys(("conv2d", "linear"), frozenset(_FUNCTIONS.split())),
+    ties_concat=False,
+    limits={
+        "activation": Limits(bits=(8,), per_channel=False, affine=False, signed=True, wide=False),
+        "weight": Limits(bits=(8,), per_channel=True, affine=False, signed=True, wide=False),
+    },
+)

@@ -1,0 +1,36 @@
+"""onnxruntime on CPU, through QuantizeLinear and DequantizeLinear nodes.
+
+The schemes are those that its optimizer turns into integer kernels: uint8 affine activations (a Relu
+vanishes into a zero point at 0) and int8 per-channel weights. Rounding is half to even.
+"""
+
+from qtrace.config.backends.base import Backend, Limits
+from qtrace.scheme import QScheme
+
+_CLAMPS = frozenset({"relu", "relu6", "clip"})
+_HEADS = (
+    "conv1d conv2d conv_transpose2d linear matmul add sub mul div maximum minimum avg_pool2d "
+    "adaptive_avg_pool2d mean concat stack setitem where interpolate batch_norm"
+)
+_JOINS = ("concat", "stack", "setitem", "where")
+_UNARY = "relu relu6 clip leaky_relu prelu sigmoid silu hswish hsigmoid tanh neg abs"
+# Without an integer kernel in onnxruntime 1.23: measured, as tests/backends/test_onnxruntime.py does.
+_IN_FLOAT = "conv_transpose2d sub div mean interpolate silu hswish hsigmoid tanh"
+
+BACKEND = Backend(
+    name="onnxruntime",
+    activation=QScheme(bits=8, signed=False, symmetric=False, rounding="half_even"),
+    weight=QScheme(bits=8, signed=True, symmetric=True, narrow=True, axis=0, rounding="half_even"),
+    ops=frozenset(f"{_HEADS} {_UNARY}".split()),
+    # A clamp before QuantizeLinear is part of its saturation, whatever computes before it.
+    fused={kind: _CLAMPS for kind in _HEADS.split() if kind not in _JOINS},
+    ties_concat=False,
+    rounds_around_float=True,
+    scales_freely=True,
+    limits={
+        # 16 bits are ONNX types from opset 21 on; fewer bits than 8 fit into int8.
+        "activation": Limits(bits=(4, 8, 16), per_channel=False, affine=True, narrow=False),
+        "weight": Limits(bits=(2, 3, 4, 5, 6, 7, 8, 16), per_channel=True, affine=True),
+    },
+    float_kernels=frozenset(_IN_FLOAT.split()),
+)

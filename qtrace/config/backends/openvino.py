@@ -1,0 +1,31 @@
+"""OpenVINO on Intel CPUs, which reads the QuantizeLinear and DequantizeLinear nodes of an ONNX file.
+
+Schemes are onnxruntime's. What differs is that its kernels compute any activation function in float before
+they round, so none of them needs a rounding of its own after a layer. As it runs by default it may drop the
+rounding on one branch of a sum and be 3 steps off; compare it with ``LP_TRANSFORMS_MODE=NO`` and the
+precision hint f32, where it is at most one step off.
+"""
+
+from qtrace.config.backends.base import Backend, Limits
+from qtrace.scheme import QScheme
+
+_FUNCTIONS = "relu relu6 clip leaky_relu prelu sigmoid silu hswish hsigmoid tanh"
+_HEADS = (
+    "conv1d conv2d conv_transpose2d linear matmul add sub mul avg_pool2d adaptive_avg_pool2d mean "
+    "interpolate batch_norm"
+)
+
+BACKEND = Backend(
+    name="openvino",
+    activation=QScheme(bits=8, signed=False, symmetric=False, rounding="half_even"),
+    weight=QScheme(bits=8, signed=True, symmetric=True, narrow=True, axis=0, rounding="half_even"),
+    ops=frozenset(f"{_HEADS} {_FUNCTIONS} div maximum minimum concat stack".split()),
+    fused=dict.fromkeys(_HEADS.split(), frozenset(_FUNCTIONS.split())),
+    ties_concat=False,
+    rounds_around_float=True,
+    limits={
+        "activation": Limits(bits=(8,), per_channel=False, affine=True, narrow=False),
+        # Weights of fewer bits fit into int8.
+        "weight": Limits(bits=(2, 3, 4, 5, 6, 7, 8), per_channel=True, affine=False, signed=True),
+    },
+)

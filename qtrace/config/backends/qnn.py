@@ -1,0 +1,32 @@
+"""Qualcomm's AI Engine Direct (QNN) and its sibling SNPE, on the Hexagon tensor processor.
+
+Activations are unsigned and affine, of 8 or 16 bits (those stay exact enough for box regression); weights
+are symmetric int8, or int4, with a scale per channel, or affine with one scale per tensor. Every tensor has
+parameters of its own, the result of a concatenation too. SiLU is a sigmoid and a product there; the rounding
+between the two is not simulated. Half to even is the rounding of its quantization tools; the processor's own
+was not measured.
+"""
+
+from qtrace.config.backends.base import Backend, Limits
+from qtrace.scheme import QScheme
+
+_CLAMPS = frozenset({"relu", "relu6", "clip"})
+_HEADS = (
+    "conv2d conv_transpose2d linear matmul add sub mul div avg_pool2d adaptive_avg_pool2d mean sum "
+    "interpolate batch_norm"
+)
+_OTHERS = "maximum minimum concat stack leaky_relu prelu sigmoid silu hswish hsigmoid tanh"
+
+BACKEND = Backend(
+    name="qnn",
+    activation=QScheme(bits=8, signed=False, symmetric=False, rounding="half_even"),
+    weight=QScheme(bits=8, signed=True, symmetric=True, narrow=True, axis=0, rounding="half_even"),
+    ops=_CLAMPS | frozenset(f"{_HEADS} {_OTHERS}".split()),
+    fused=dict.fromkeys(_HEADS.split(), _CLAMPS),
+    ties_concat=False,
+    rounds_around_float=True,
+    limits={
+        "activation": Limits(bits=(8, 16), per_channel=False, affine=True, signed=False, narrow=False),
+        "weight": Limits(bits=(4, 8), per_channel=True, affine=True),
+    },
+)

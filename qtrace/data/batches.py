@@ -1,0 +1,187 @@
+"""Running a model on batches: a batch as arguments, eval mode around it, what does not fit in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from megengine import Tensor
+
+from qtrace.errors import CalibrationError
+from qtrace.graph.failures import short
+from qtrace.graph.signature import argument_names, fits, taken
+from qtrace.graph.types import TracedModule
+
+__all__ = ["as_arguments", "evaluating", "first_samples", "refuse_nan", "told"]
+
+_SHOWN = 3  # of a list inside of a batch, in a message
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def as_arguments(batch: Any, model: TracedModule, index: int = 0) -> _Arguments:
+    """A batch as the arguments of a call: arrays become float32 or integer Tensors.
+
+    Args:
+        batch: a Tensor or array; a tuple or list of them, one for each argument; or a dict, by the names
+            of the model's arguments. A dict with other keys is the model's one argument.
+        model: the module that will be called.
+        index: the number of the batch, for messages.
+
+    Raises:
+        CalibrationError: when the batch is not made of arrays, or holds other inputs than the model takes.
+    """
+    value = _mapped(batch, lambda leaf: _tensor(leaf, index))
+    ways: list[_Arguments] = [((value,), {})]
+    if isinstance(batch, (tuple, list)):
+        ways = [(tuple(value), {})]
+    elif isinstance(batch, Mapping) and set(batch) <= set(argument_names(model)):
+        ways.insert(0, ((), value))
+    for args, kwargs in ways:
+        if fits(model, args, kwargs):
+            return args, kwargs
+    raise CalibrationError(
+        f"batch {index} gives {_given(*ways[-1])}, but the model takes {_wanted(batch, taken(model))}."
+    )
+
+
+def refuse_nan(arguments: _Arguments, index: int) -> None:
+    """Refuses a batch with NaN, of which runtimes make any integer they like; infinity has one.
+
+    Args:
+        arguments: as `as_arguments` gives them.
+        index: the number of the batch.
+
+    Raises:
+        CalibrationError: when a value is NaN.
+    """
+    for value in _values(arguments):
+        if value.dtype.kind == "f" and np.isnan(value).any():
+            raise CalibrationError(f"batch {index} holds NaN, which has no integer: repair the data.")
+
+
+def _values(value: Any) -> Iterator[np.ndarray]:
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _values(item)
+    else:
+        yield value.numpy()
+
+
+def first_samples(arguments: _Arguments, count: int) -> _Arguments | None:
+    """The first samples of a batch; None where its Tensors do not share a first axis that is longer.
+
+    Args:
+        arguments: as `as_arguments` gives them.
+        count: how many samples.
+    """
+    sizes = set()
+
+    def cut(value: Any) -> Any:
+        sizes.add(int(value.shape[0]) if value.ndim else 0)
+        return value[:count] if value.ndim else value
+
+    few = _mapped(arguments, cut)
+    return few if len(sizes) == 1 and sizes.pop() > count else None
+
+
+@contextmanager
+def told(model: TracedModule, arguments: _Arguments, index: int) -> Iterator[None]:
+    """Tells what MegEngine refuses in a sentence that names the batch, its shapes and those of the trace.
+
+    Args:
+        model: the module that is called inside.
+        arguments: what it is called with, as `as_arguments` gives it.
+        index: the number of the batch.
+
+    Raises:
+        CalibrationError: for MegEngine's errors; others pass.
+    """
+    try:
+        yield
+    except (AssertionError, TypeError, RuntimeError, ValueError) as error:
+        raise CalibrationError(
+            f"batch {index} gives {_given(*arguments)}, which does not fit the model: it was traced with "
+            f"{_listed(taken(model))}, so give such shapes ({short(error)})."
+        ) from error
+
+
+@contextmanager
+def evaluating(model: TracedModule) -> Iterator[None]:
+    """Puts the model in eval mode and gives every module its training flag back in the end."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same structure of dicts, tuples and lists with all that is in it changed."""
+    if isinstance(value, Mapping):
+        return {k: _mapped(v, change) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        found = [_mapped(v, change) for v in value]
+        return found if isinstance(value, list) else tuple(found)  # a named tuple, too
+    return change(value)
+
+
+def _tensor(value: Any, index: int) -> Any:
+    if isinstance(value, Tensor):
+        return value
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise CalibrationError(f"batch {index} is ragged: every array needs one shape.") from error
+    if array.dtype == object or array.dtype.kind not in "fiub":
+        raise CalibrationError(f"batch {index} holds {array.dtype} values: give arrays of numbers.")
+    return Tensor(array.astype(np.float32) if array.dtype.kind == "f" else array)
+
+
+def _wanted(batch: Any, inputs: list[tuple[str, tuple[int, ...]]]) -> str:
+    """What a model takes, in words, and what to do about a batch that is something else."""
+    if isinstance(batch, Mapping) and set(batch) != {name for name, _ in inputs}:
+        advice = "name them so"
+    elif isinstance(batch, (tuple, list)) and batch and all(isinstance(i, (tuple, list)) for i in batch):
+        advice = "make one array of each list of numbers"
+    elif isinstance(batch, (tuple, list)) and len(batch) > len(inputs):
+        advice = "leave out what is no input, such as labels"
+    else:
+        advice = "give one array for each"
+    return f"{_count(len(inputs))}, {_listed(inputs)}: {advice}"
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The inputs of a batch with their shapes, in words."""
+    named = args[0] if len(args) == 1 and isinstance(args[0], Mapping) else None if args else kwargs
+    if named is not None:
+        return _and([f"{key!r} of shape {_shape(value)}" for key, value in named.items()])
+    several = "s" if len(args) > 1 else ""
+    return f"{_count(len(args))} of shape{several} {_and([_shape(value) for value in args])}"
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_shape(item)}' for key, item in value.items())}}}"
+    if isinstance(value, (tuple, list)):
+        more = ", ..." if len(value) > _SHOWN else ""
+        return f"[{', '.join(_shape(item) for item in value[:_SHOWN])}{more}]"
+    return str(tuple(int(n) for n in value.shape))
+
+
+def _listed(inputs: list[tuple[str, tuple[int, ...]]]) -> str:
+    return _and([f"{name} of shape {shape}" for name, shape in inputs])
+
+
+def _count(number: int) -> str:
+    return f"{number} input{'' if number == 1 else 's'}"
+
+
+def _and(words: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]])) if words else "nothing"

@@ -1,0 +1,198 @@
+"""Caffe layers for arithmetic, activation functions and what is left of normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from qtrace.errors import ExportError
+from qtrace.export.caffe.writer import CaffeWriter
+from qtrace.graph.types import TensorNode
+from qtrace.graph.walk import owner
+from qtrace.ops import OpCall
+
+__all__ = ["ARITHMETIC"]
+
+Emitter = Callable[[CaffeWriter, OpCall], None]
+
+
+def _function(kind: str) -> Emitter:
+    def emit(w: CaffeWriter, call: OpCall) -> None:
+        w.emit(kind, [w.name(call.inputs[0])], call.out)
+
+    return emit
+
+
+def _power(**fields: float) -> Emitter:
+    def emit(w: CaffeWriter, call: OpCall) -> None:
+        w.emit("Power", [w.name(call.inputs[0])], call.out, power_param=fields)
+
+    return emit
+
+
+def _leaky_relu(w: CaffeWriter, call: OpCall) -> None:
+    fields = {"negative_slope": call.attrs["negative_slope"]}
+    w.emit("ReLU", [w.name(call.inputs[0])], call.out, relu_param=fields)
+
+
+def _prelu(w: CaffeWriter, call: OpCall) -> None:
+    slope = w.value(call.attrs["slope"])
+    if slope is None:
+        raise ExportError("its slope is computed, and Caffe stores it in the file: make it a parameter")
+    fields = {"channel_shared": slope.size == 1}
+    w.emit("PReLU", [w.name(call.inputs[0])], call.out, [slope.reshape(-1)], prelu_param=fields)
+
+
+def _clip(w: CaffeWriter, call: OpCall) -> None:
+    """Any bounds, from two ReLUs: Caffe has no layer for them."""
+    low, high = call.attrs["lower"], call.attrs["upper"]
+    name, base = w.name(call.inputs[0]), call.out.name
+    if (low, high) == (0.0, 6.0):
+        w.emit("ReLU6", [name], call.out)
+        return
+    for bound, sign in ((low, 1.0), (high, -1.0)):
+        if bound is not None:
+            away = {"scale": sign, "shift": -sign * bound}
+            shifted = w.layer("Power", [name], w.fresh(base), power_param=away)
+            kept = w.layer("ReLU", [shifted], w.fresh(base))
+            back = {"scale": sign, "shift": bound}
+            name = w.layer("Power", [kept], w.fresh(base), power_param=back)
+    w.names[id(call.out)] = w.layer("Power", [name], base, power_param={"scale": 1.0})
+
+
+def _hard_gate(w: CaffeWriter, x: str, top: str) -> str:
+    """relu6(x + 3) / 6."""
+    moved = w.layer("Power", [x], w.fresh(top), power_param={"shift": 3.0})
+    clipped = w.layer("ReLU6", [moved], w.fresh(top))
+    return w.layer("Power", [clipped], top, power_param={"scale": 1.0 / 6.0})
+
+
+def _hsigmoid(w: CaffeWriter, call: OpCall) -> None:
+    w.names[id(call.out)] = _hard_gate(w, w.name(call.inputs[0]), call.out.name)
+
+
+def _gated(gate: Callable[[CaffeWriter, str, str], str]) -> Emitter:
+    """x * gate(x)."""
+
+    def emit(w: CaffeWriter, call: OpCall) -> None:
+        x = w.name(call.inputs[0])
+        factor = gate(w, x, w.fresh(call.out.name))
+        w.emit("Eltwise", [x, factor], call.out, eltwise_param={"operation": "PROD"})
+
+    return emit
+
+
+def _sigmoid_gate(w: CaffeWriter, x: str, top: str) -> str:
+    return w.layer("Sigmoid", [x], top)
+
+
+def _softmax(w: CaffeWriter, call: OpCall) -> None:
+    (axis,) = call.attrs["axis"]
+    fields = {"axis": axis % len(call.out.shape)}
+    w.emit("Softmax", [w.name(call.inputs[0])], call.out, softmax_param=fields)
+
+
+def _batch_norm(w: CaffeWriter, call: OpCall) -> None:
+    """A factor and an offset for each channel."""
+    a, module = call.attrs, owner(call.expr)
+    names = ("weight", "bias", "running_mean", "running_var")
+    raw = {n: getattr(module, n) if module is not None else a[n] for n in names}
+    found = {n: w.value(v) if isinstance(v, TensorNode) else v for n, v in raw.items()}
+    gamma, beta, mean, var = (None if found[n] is None else np.asarray(found[n]).reshape(-1) for n in names)
+    if mean is None or var is None:
+        raise ExportError(
+            "its statistics are computed, and Caffe stores them in the file: end the graph before it"
+        )
+    factor = 1.0 / np.sqrt(var.astype(np.float64) + a["eps"])
+    factor = factor if gamma is None else factor * gamma
+    offset = -mean * factor if beta is None else beta - mean * factor
+    fields = {"axis": 1, "bias_term": True}
+    w.emit("Scale", [w.name(call.inputs[0])], call.out, [factor, offset], scale_param=fields)
+
+
+def _binary(w: CaffeWriter, call: OpCall) -> None:
+    operands = call.attrs["operands"]
+    if "scalar" in call.attrs:
+        _with_scalar(w, call)
+        return
+    values = [w.value(v) if isinstance(v, TensorNode) else np.asarray(v) for v in operands]
+    if any(v is not None for v in values):
+        _with_parameter(w, call, values)
+        return
+    left, right = operands
+    if tuple(left.shape) != tuple(right.shape):
+        _broadcast(w, call, left, right)
+        return
+    how: dict[str, Any] = {"operation": {"mul": "PROD", "maximum": "MAX"}.get(call.kind, "SUM")}
+    if call.kind == "sub":
+        how["coeff"] = [1.0, -1.0]
+    elif call.kind not in ("add", "mul", "maximum"):
+        raise ExportError(f"Caffe has no {call.kind} of two tensors: end the graph before it")
+    w.emit("Eltwise", [w.name(left), w.name(right)], call.out, eltwise_param=how)
+
+
+def _with_scalar(w: CaffeWriter, call: OpCall) -> None:
+    number, front = call.attrs["scalar"], call.attrs["side"] == "left"
+    fields: dict[str, float] | None = {
+        "add": {"shift": number},
+        "sub": {"scale": -1.0, "shift": number} if front else {"shift": -number},
+        "mul": {"scale": number},
+        "div": {"power": -1.0, "scale": 1.0 / number} if front else {"scale": 1.0 / number},
+    }.get(call.kind)
+    if fields is None:
+        raise ExportError(f"Caffe has no {call.kind} with a number: end the graph before it")
+    w.emit("Power", [w.name(call.inputs[0])], call.out, power_param=fields)
+
+
+def _with_parameter(w: CaffeWriter, call: OpCall, values: list[np.ndarray | None]) -> None:
+    """A number for each channel, stored: x * value or x + value."""
+    value = next(v for v in values if v is not None)
+    x, shape = call.inputs[0] if values[0] is None else call.inputs[-1], tuple(call.out.shape)
+    channels = int(shape[1]) if len(shape) > 1 else 0
+    full = (1,) * (len(shape) - value.ndim) + value.shape
+    if call.kind not in ("add", "mul") or full != (1, channels, *(1,) * (len(shape) - 2)):
+        raise ExportError(
+            "Caffe adds and multiplies by a stored number for each channel only: give it the shape "
+            "(1, C, 1, 1)"
+        )
+    ones, flat = np.ones(channels, np.float32), value.reshape(-1)
+    blobs = [ones, flat] if call.kind == "add" else [flat]
+    fields = {"axis": 1, "bias_term": call.kind == "add"}
+    w.emit("Scale", [w.name(x)], call.out, blobs, scale_param=fields)
+
+
+def _broadcast(w: CaffeWriter, call: OpCall, left: TensorNode, right: TensorNode) -> None:
+    """An image times a factor for each of its channels, as in squeeze and excitation."""
+    image, factor = (left, right) if tuple(left.shape) == tuple(call.out.shape) else (right, left)
+    same = len(factor.shape) == 4 and tuple(factor.shape) == (*tuple(image.shape)[:2], 1, 1)
+    if call.kind != "mul" or not same:
+        raise ExportError(
+            f"Caffe cannot {call.kind} {tuple(left.shape)} and {tuple(right.shape)}: give them one shape, or "
+            "multiply by one number for each channel"
+        )
+    flat = w.layer("Flatten", [w.name(factor)], w.fresh(call.out.name), flatten_param={"axis": 1})
+    w.emit("Scale", [w.name(image), flat], call.out, scale_param={"axis": 0})
+
+
+ARITHMETIC: dict[str, Emitter] = {
+    **dict.fromkeys(("add", "sub", "mul", "div", "maximum"), _binary),
+    "neg": _power(scale=-1.0),
+    "square": _power(power=2.0),
+    "sqrt": _power(power=0.5),
+    "abs": _function("AbsVal"),
+    "exp": _function("Exp"),
+    "relu": _function("ReLU"),
+    "relu6": _function("ReLU6"),
+    "sigmoid": _function("Sigmoid"),
+    "tanh": _function("TanH"),
+    "leaky_relu": _leaky_relu,
+    "prelu": _prelu,
+    "clip": _clip,
+    "hsigmoid": _hsigmoid,
+    "hswish": _gated(_hard_gate),
+    "silu": _gated(_sigmoid_gate),
+    "softmax": _softmax,
+    "batch_norm": _batch_norm,
+}

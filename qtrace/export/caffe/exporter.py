@@ -1,0 +1,125 @@
+"""A float Caffe net, ``.prototxt`` and ``.caffemodel``, and beside them a file of quantization parameters.
+
+Layers and blobs have the names of the graph's nodes. Caffe has no integers: tools that read it quantize by
+themselves, with the parameters in the file. Parameters of layers have no names in Caffe; files call them
+``LAYER.weight`` and ``LAYER.bias``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from qtrace import ops
+from qtrace.errors import ExportError
+from qtrace.export.converted.float_graph import float_graph
+from qtrace.export.converted.located import refusal
+from qtrace.export.parameters.base import beside, parameter_file
+from qtrace.export.parameters.sites import Layer, Names, site_table
+from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, is_float_tensor, op_label
+
+__all__ = ["COMPANIONS", "SUFFIXES", "files"]
+
+SUFFIXES = (".prototxt",)
+COMPANIONS = (".caffemodel",)
+
+
+def files(converted: TracedModule, path: Path, *, params: str | None = None) -> dict[Path, bytes]:
+    """The net, its weights and its parameter file.
+
+    Args:
+        converted: a module made by ``qtrace.convert``.
+        path: where the net goes; the weights stand beside it, with the suffix ``.caffemodel``.
+        params: the kind of parameter file, such as ``ncnn``; None for none.
+
+    Raises:
+        ExportError: when a node has no Caffe form, or the kind of file cannot express a site, naming it.
+    """
+    kind = None if params is None else parameter_file(params)
+    if importlib.util.find_spec("google.protobuf") is None:
+        raise ExportError("Caffe export needs the package protobuf: run pip install 'qtrace[caffe]'.")
+    from google.protobuf import text_format
+
+    exporter = _Exporter(float_graph(converted))
+    exporter.run()
+    writer = exporter.writer
+    found: dict[Path, bytes] = {}
+    if kind is not None:
+        found[beside(path, kind)] = kind.write(site_table(converted, exporter.names())).encode()
+    found[path.with_suffix(".caffemodel")] = writer.weights.SerializeToString()
+    found[path] = text_format.MessageToString(writer.net).encode()
+    if len(found) < 2 + (kind is not None):
+        raise ExportError(f"{path.name} is the name of the weights: name the net with the suffix .prototxt.")
+    return found
+
+
+class _Exporter:
+    def __init__(self, flat: TracedModule) -> None:
+        from qtrace.export.caffe.ops import EMITTERS
+        from qtrace.export.caffe.writer import CaffeWriter
+        from qtrace.export.onnx.exporter import input_names
+
+        self.model, self.emitters = flat, EMITTERS
+        self.inputs = input_names(flat)
+        self.writer = CaffeWriter(flat.graph.name or "qtrace")
+
+    def run(self) -> None:
+        """Fills the writer."""
+        for node, name in zip(self.model.graph.inputs[1:], self.inputs, strict=True):
+            self.writer.names[id(node)] = name
+            # One sample: deployments change that number.
+            shape = {"dim": [1, *(int(n) for n in node.shape[1:])]}
+            self.writer.layer("Input", [], name, input_param={"shape": [shape]})
+        for expr in exprs(self.model):
+            self._emit(expr)
+        self._silence_unread()
+
+    def _silence_unread(self) -> None:
+        """Reads the parts of a split that nothing else reads: Caffe takes unread blobs for outputs."""
+        w = self.writer
+        layers = list(w.net.layer)
+        read = {blob for layer in layers for blob in layer.bottom}
+        read.update(w.names[id(n)] for n in self.model.graph.outputs if id(n) in w.names)
+        for layer in layers:
+            unread = [top for top in layer.top if len(layer.top) > 1 and top not in read]
+            if unread:
+                w.layers("Silence", unread, f"{layer.name}_unused", [])
+
+    def _emit(self, expr: Expr) -> None:
+        if isinstance(expr, (GetAttr, Constant)):
+            if isinstance(expr.outputs[0], TensorNode):
+                value = expr.interpret(self.model) if isinstance(expr, GetAttr) else (expr.value,)
+                self.writer.values[id(expr.outputs[0])] = value[0].numpy()
+            return
+        call = ops.read(expr)
+        name, label = expr.outputs[0].name, op_label(expr)
+        if not any(is_float_tensor(n) for n in expr.outputs):
+            return  # shapes: layers have those of the trace
+        if call is None or call.kind not in self.emitters:
+            raise refusal(
+                f"{name}: {label} has no Caffe form: end the graph before it, or write it with ops that "
+                "have one",
+                expr,
+            )
+        try:
+            self.emitters[call.kind](self.writer, call)
+        except ExportError as error:
+            raise refusal(f"{name}: {error}", expr) from error
+
+    def names(self) -> Names:
+        """What the net calls the nodes and layers of the graph."""
+        w = self.writer
+        nodes = [*self.model.graph.inputs[1:], *(n for e in exprs(self.model) for n in e.outputs)]
+        tensors = {n.name: n.name for n in nodes if id(n) in w.values}
+        tensors.update((n.name, w.names[id(n)]) for n in nodes if id(n) in w.names)
+        blobs = {layer.name: layer.blobs[0] for layer in w.weights.layer}
+        layers: dict[str, Layer] = {}
+        for expr in exprs(self.model):
+            call = ops.read(expr)
+            if call is not None and call.weight is not None:
+                name, value = call.out.name, w.values[id(call.weight)]
+                value = value.reshape(tuple(blobs[name].shape.dim))
+                axis = 1 if call.kind == "conv_transpose2d" else 0
+                layers[name] = Layer(name, f"{name}.weight", f"{name}.bias", value, axis)
+        return Names(tensors, layers)

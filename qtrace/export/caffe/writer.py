@@ -1,0 +1,92 @@
+"""Collects the layers of one Caffe net."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from qtrace.errors import ExportError
+from qtrace.export.caffe.proto import message
+from qtrace.graph.types import Node, TensorNode
+
+__all__ = ["CaffeWriter"]
+
+
+class CaffeWriter:
+    """One net in the making. Layers and the blobs that they give have the names of the graph's nodes."""
+
+    def __init__(self, name: str) -> None:
+        self.net = message("NetParameter")(name=name)
+        self.weights = message("NetParameter")(name=name)
+        self.names: dict[int, str] = {}
+        self.values: dict[int, np.ndarray] = {}
+        self.counter = 0
+
+    def name(self, node: Any) -> str:
+        """The blob that holds the value of ``node``."""
+        if isinstance(node, Node) and id(node) in self.names:
+            return self.names[id(node)]
+        what = node.name if isinstance(node, Node) else repr(node)
+        raise ExportError(
+            f"{what} is a parameter, a number or a shape, and Caffe has those inside of layers only: "
+            "compute it from the input, or end the graph before it"
+        )
+
+    def value(self, node: Any) -> np.ndarray | None:
+        """The value of a parameter or constant, None for what is computed."""
+        return self.values.get(id(node)) if isinstance(node, Node) else None
+
+    def fresh(self, base: str) -> str:
+        """A name for a step on the way to ``base``."""
+        self.counter += 1
+        return f"{base}__{self.counter}"
+
+    def layer(
+        self,
+        kind: str,
+        bottoms: Sequence[str],
+        top: str,
+        blobs: Sequence[np.ndarray] = (),
+        **parameters: dict[str, Any],
+    ) -> str:
+        """Adds a layer with one output and returns the output's name.
+
+        Args:
+            kind: Caffe's name of the layer.
+            bottoms: the blobs that it reads.
+            top: its own name and that of the blob that it gives.
+            blobs: its parameters.
+            **parameters: by the field of the layer, such as ``relu_param``.
+        """
+        self.layers(kind, bottoms, top, [top], blobs, **parameters)
+        return top
+
+    def layers(
+        self,
+        kind: str,
+        bottoms: Sequence[str],
+        name: str,
+        tops: Sequence[str],
+        blobs: Sequence[np.ndarray] = (),
+        **parameters: dict[str, Any],
+    ) -> None:
+        """Adds a layer with several outputs."""
+        self.net.layer.add(name=name, type=kind, bottom=bottoms, top=tops, **parameters)
+        if blobs:
+            stored = self.weights.layer.add(name=name, type=kind, bottom=bottoms, top=tops)
+            for value in blobs:
+                flat = np.ascontiguousarray(value, np.float32)
+                stored.blobs.add(shape={"dim": flat.shape}, data=flat.reshape(-1))
+
+    def emit(
+        self,
+        kind: str,
+        bottoms: Sequence[str],
+        node: TensorNode,
+        blobs: Sequence[np.ndarray] = (),
+        **parameters: dict[str, Any],
+    ) -> None:
+        """Adds a layer that computes the graph's ``node``."""
+        self.names[id(node)] = self.layer(kind, bottoms, node.name, blobs, **parameters)

@@ -1,0 +1,199 @@
+"""A converted graph as plain data for documents: ops without fake quants, and how tensors are quantized."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from qtrace import ops
+from qtrace.export.onnx.exporter import input_names
+from qtrace.fakequant.base import FakeQuant
+from qtrace.fakequant.following.bias import BiasQuant
+from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, Node, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, op_label, owner
+from qtrace.preparation.annotation import Site
+from qtrace.preparation.passes.insert import CONTAINER
+from qtrace.preparation.record import carried_qparams, read_record
+
+__all__ = ["Graph", "Op", "Quantized", "Value", "read_graph"]
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """How a tensor is quantized: ``x = (q - zero_point) * scale``.
+
+    Attributes:
+        site: the site, or the node that carries a site's integers.
+        scheme: in words.
+        scale: one number, or one for each channel.
+        zero_point: the same.
+    """
+
+    site: str
+    scheme: str
+    scale: np.ndarray
+    zero_point: np.ndarray
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor as an op reads or gives it.
+
+    Attributes:
+        name: its node.
+        producer: the op that gives it; "" for a parameter.
+        index: which of that op's outputs it is.
+        shape: as traced.
+        dtype: as computed in float.
+        quantized: None where it is float.
+    """
+
+    name: str
+    producer: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: str
+    quantized: Quantized | None
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op.
+
+    Attributes:
+        name: its first output.
+        kind: the op kind, "" without a rule.
+        label: what it calls.
+        inputs: what it reads, without weight and bias.
+        outputs: what it gives.
+        weights: "weight" and "bias" of a layer, "const" of a constant.
+        attrs: its constant arguments.
+    """
+
+    name: str
+    kind: str
+    label: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    weights: dict[str, Value] = field(default_factory=dict)
+    attrs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The ops in order, those of kind ``input`` and ``constant`` included, and what leaves the graph."""
+
+    name: str
+    backend: str
+    ops: tuple[Op, ...]
+    outputs: tuple[Value, ...]
+
+
+def read_graph(converted: TracedModule) -> Graph:
+    """Reads a converted module.
+
+    Args:
+        converted: a module made by ``qtrace.convert``.
+    """
+    return _Reader(converted).graph()
+
+
+class _Reader:
+    def __init__(self, converted: TracedModule) -> None:
+        self.model = converted
+        self.annotation = read_record(converted, "converted").annotation
+        self.sites = {f"{s.name}_q": s for s in self.annotation.sites}
+        # Results that are rounded for all of their readers.
+        self.results = {s.node: s for s in self.annotation.sites if s.consumers is None}
+        self.carried = carried_qparams(converted, self.annotation)
+        self.producers: dict[int, tuple[str, int]] = {}
+        self.names: dict[int, str] = {}
+        self.constants: set[int] = set()
+
+    def graph(self) -> Graph:
+        """The whole graph."""
+        found = []
+        inputs = self.model.graph.inputs[1:]
+        for node, name in zip(inputs, input_names(self.model), strict=True):
+            self.producers[id(node)], self.names[id(node)] = (name, 0), name
+            found.append(Op(name, "input", "input", (), (self._value(node),)))
+        for expr in exprs(self.model):
+            if not isinstance(owner(expr), (FakeQuant, BiasQuant)) and not isinstance(
+                expr, (GetAttr, Constant)
+            ):
+                found += self._op(expr)
+        outputs = tuple(self._value(n) for n in self.model.graph.outputs)
+        return Graph(self.model.graph.name or "qtrace", self.annotation.backend, tuple(found), outputs)
+
+    def _op(self, expr: Expr) -> Iterator[Op]:
+        """The op of an expr, behind the constants that it is the first to read."""
+        call = ops.read(expr)
+        weights = {} if call is None else {"weight": call.weight, "bias": call.bias}
+        layer = {id(n) for n in weights.values() if n is not None}
+        read = [n for n in expr.inputs if not isinstance(n, ModuleNode) and id(n) not in layer]
+        for node in read:
+            source = self._source(node)[0]
+            if isinstance(source.expr, (GetAttr, Constant)) and id(source) not in self.constants:
+                self.constants.add(id(source))
+                self.producers[id(source)] = (source.name, 0)
+                value = self._value(source)
+                yield Op(source.name, "constant", "constant", (), (value,), {"const": value})
+        name = expr.outputs[0].name
+        self.producers.update((id(n), (name, i)) for i, n in enumerate(expr.outputs))
+        yield Op(
+            name,
+            "" if call is None else call.kind,
+            op_label(expr),
+            tuple(self._value(n) for n in read),
+            tuple(self._result(n) for n in expr.outputs),
+            {key: self._value(n) for key, n in weights.items() if n is not None},
+            {} if call is None else {k: v for k, v in call.attrs.items() if _plain(v)},
+        )
+
+    def _source(self, node: Node) -> tuple[Any, Quantized | None]:
+        """The node whose value is read, and how it was rounded on the way (the last rounding counts)."""
+        quantized = None
+        while isinstance(owner(node.expr), (FakeQuant, BiasQuant)):
+            quantized = quantized or self._rounded(node)
+            node = next(n for n in node.expr.inputs if isinstance(n, TensorNode))
+        return node, quantized
+
+    def _rounded(self, node: Node) -> Quantized:
+        return self._numbers(self.sites[node.name])
+
+    def _numbers(self, site: Site) -> Quantized:
+        container = getattr(self.model, CONTAINER)
+        if site.sort == "bias":
+            groups = (getattr(container, g) for g in (site.activation, site.weight))
+            scale = getattr(container, site.group).scale(*groups)[0].numpy().astype(np.float32)
+            scale = scale.reshape(-1) if scale.ndim else scale
+            return Quantized(site.name, "int32 sym", scale, np.zeros(scale.shape, np.int32))
+        qparams = getattr(container, site.group).qparams()
+        return Quantized(site.name, qparams.scheme.describe(), qparams.scale, qparams.zero_point)
+
+    def _result(self, node: Node) -> Value:
+        site = self.results.get(node.name)
+        value = self._value(node)
+        return value if site is None else dataclasses.replace(value, quantized=self._numbers(site))
+
+    def _value(self, node: Node) -> Value:
+        source, quantized = self._source(node)
+        if quantized is None and source.name in self.carried:
+            qparams = self.carried[source.name]
+            parts = (qparams.scheme.describe(), qparams.scale, qparams.zero_point)
+            quantized = Quantized(source.name, *parts)
+        producer, index = self.producers.get(id(source), ("", 0))
+        name = self.names.get(id(source), source.name)
+        shape = tuple(int(n) for n in source.shape or ())
+        return Value(name, producer, index, shape, str(np.dtype(source.dtype)), quantized)
+
+
+def _plain(value: Any) -> bool:
+    """Whether a document can hold it: a number, a text, None, or several of these."""
+    if isinstance(value, (tuple, list)):
+        return all(_plain(v) for v in value)
+    return value is None or isinstance(value, (bool, int, float, str))

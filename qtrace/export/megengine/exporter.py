@@ -1,0 +1,81 @@
+"""A dump for MegEngine's own runtimes, whose convolutions, linear layers and sums compute on int8.
+
+For modules that were prepared for backend megengine. The file is what ``megengine.jit.trace(...).dump``
+writes; ``megengine.utils.comp_graph_tools.GraphInference`` and MegEngine Lite load it. It is named ``.mge``
+as a rule, like the models of ``qtrace.save``, so this format has to be named: ``format="megengine"``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable
+
+import numpy as np
+from megengine import Tensor
+from megengine.jit import trace
+
+from qtrace.errors import ExportError
+from qtrace.export.converted.allow_float import float_kinds
+from qtrace.export.megengine.graph import QuantizedGraph
+from qtrace.export.onnx.exporter import input_names
+from qtrace.graph.types import TensorNode, TracedModule
+
+__all__ = ["RUNS_GRAPH", "SUFFIXES", "serialize"]
+
+# Chosen by name: .mge stands for a model that qtrace.save wrote.
+SUFFIXES: tuple[str, ...] = ()
+RUNS_GRAPH = True
+
+
+def serialize(converted: TracedModule, allow_float: Iterable[str] = ()) -> bytes:
+    """The dump.
+
+    Args:
+        converted: a module made by ``qtrace.convert``.
+        allow_float: kinds of layers, such as ``conv2d``, that compute in float, with weights that the graph
+            rounded: in any way, also one that MegEngine's int8 kernels cannot express.
+
+    Raises:
+        ExportError: when a site has another scheme than MegEngine's int8 kernels, naming it, or an op cannot
+            be dumped.
+    """
+    graph = QuantizedGraph(converted, float_kinds(allow_float))
+    names = input_names(converted)
+    outputs = _output_names(converted, names)
+    samples = [_sample(node) for node in converted.graph.inputs[1:]]
+
+    def run(*inputs: Tensor) -> list[Tensor]:
+        return graph.run(*inputs)
+
+    traced = trace(run, symbolic=True, capture_as_const=True)
+    stream = io.BytesIO()
+    try:
+        # Once as it is, so that the graph keeps its constants, then as a trace.
+        for result in (*run(*samples), *traced(*samples)):
+            result.numpy()  # kernels tell their errors late: here at the latest
+        integers = list(dict.fromkeys(graph.integers))
+        facts = {"qtrace": 1, "inputs": names, "integers": integers, "merged": graph.merged}
+        # As text: a reader need not unpickle what it finds there.
+        traced.dump(stream, arg_names=names, output_names=outputs, user_info=json.dumps(facts))
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ExportError(
+            f"MegEngine cannot dump the graph: {line}. End the graph before the op that it names."
+        ) from error
+    return stream.getvalue()
+
+
+def _sample(node: TensorNode) -> Tensor:
+    return Tensor(np.zeros([int(n) for n in node.shape], np.dtype(node.dtype)))
+
+
+def _output_names(converted: TracedModule, taken: list[str]) -> list[str]:
+    """The names of the nodes that leave the graph, each once."""
+    found: list[str] = []
+    for node in converted.graph.outputs:
+        name = node.name.removesuffix("_q")
+        while name in (*taken, *found):
+            name = f"{name}_output"
+        found.append(name)
+    return found

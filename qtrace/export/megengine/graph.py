@@ -1,0 +1,311 @@
+"""Runs a converted graph on MegEngine's own int8 kernels, for a trace that can be dumped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import megengine.functional as F
+import numpy as np
+from megengine import Tensor
+from megengine.core.tensor import dtype
+from megengine.functional.elemwise import _elemwise_multi_type
+from megengine.functional.quantized import conv_bias_activation, conv_transpose2d
+
+from qtrace import ops
+from qtrace.errors import ExportError
+from qtrace.export.converted.allow_float import only_floats_read
+from qtrace.export.converted.located import located
+from qtrace.export.onnx.exporter import integer_values
+from qtrace.fakequant.base import FakeQuant
+from qtrace.fakequant.following.bias import BiasQuant
+from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Node, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, is_float_tensor, op_label, owner, users
+from qtrace.ops import OpCall
+from qtrace.preparation.annotation import Site
+from qtrace.preparation.passes.insert import CONTAINER
+from qtrace.preparation.record import carried_qparams, read_record
+from qtrace.scheme import QScheme
+
+__all__ = ["QuantizedGraph"]
+
+# What MegEngine moves as integers.
+_MOVING = "max_pool2d adaptive_max_pool2d reshape flatten transpose swapaxes expand_dims squeeze getitem"
+_MOVES = frozenset([*_MOVING.split(), "split", "pad", "concat", "identity", "dropout"])
+
+
+class QuantizedGraph:
+    """Computes what a converted graph computes, with integers between its int8 ops.
+
+    A value is float32 or, where the graph has integers, a tensor of type qint8. Convolutions, linear layers
+    and sums compute on integers, moves move them; whatever else reads them gets floats. The first run makes
+    the integers of weights and biases and keeps them, so that a trace of the second one has them as
+    constants.
+
+    Args:
+        converted: a module made by ``qtrace.convert``.
+        floats: kinds of layers that compute in float, with weights rounded in any way.
+
+    Raises:
+        ExportError: when a site has another scheme than MegEngine's kernels.
+    """
+
+    def __init__(self, converted: TracedModule, floats: frozenset[str] = frozenset()) -> None:
+        self.model = converted
+        self.annotation = read_record(converted, "converted").annotation
+        self.container = getattr(converted, CONTAINER)
+        self.sites = {f"{s.name}_q": s for s in self.annotation.sites}
+        self.carried = carried_qparams(converted, self.annotation)
+        self.moved = frozenset(self.annotation.moved())
+        self.integers: list[str] = []
+        self.merged: dict[str, str] = {}
+        self.values: dict[int, Any] = {}
+        self.named: dict[int, str] = {}
+        self.rounded: dict[tuple[int, float], Tensor] = {}
+        self.computed: dict[tuple[Any, ...], Sequence[Any]] = {}
+        self.kept: dict[tuple[str, int], Tensor] = {}
+        self.contents: dict[tuple[Any, ...], Tensor] = {}
+        made = {e.outputs[0].name: e.outputs[0] for e in exprs(converted) if e.outputs}
+        stored = [f"{s.name}_q" for s in self.annotation.sites if s.sort != "activation"]
+        self.floating = {n for n in stored if n in made and only_floats_read(made[n], floats)}
+        for site in self.annotation.sites:
+            if site.plan is not None and f"{site.name}_q" not in self.floating:
+                _check(site.name, site.plan.scheme, site.sort == "weight")
+
+    def run(self, *inputs: Tensor) -> list[Tensor]:
+        """Computes the outputs of the graph as floats.
+
+        `integers` are then the names of the tensors of integers. MegEngine merges ops that compute the same
+        from the same inputs, and keeps one name: `merged` has the name that stands for each lost one.
+        """
+        graph = self.model.graph
+        self.integers, self.merged, self.named, self.rounded, self.computed = [], {}, {}, {}, {}
+        self.values = {id(graph.inputs[0]): self.model}
+        self.values.update((id(n), x) for n, x in zip(graph.inputs[1:], inputs, strict=True))
+        for expr in exprs(self.model):
+            with located(expr):
+                self._compute(expr)
+        return [_as_float(self.values[id(n)]) for n in graph.outputs]
+
+    def _compute(self, expr: Expr) -> None:
+        values, node = self.values, expr.outputs[0]
+        if isinstance(expr, (GetAttr, Constant)):
+            found = expr.interpret(self.model) if isinstance(expr, GetAttr) else (expr.value,)
+            values[id(node)] = found[0]
+            return
+        if isinstance(owner(expr), (FakeQuant, BiasQuant)):
+            values[id(node)] = self._site(expr, self.sites[node.name])
+            return
+        call = ops.read(expr)
+        result = None if call is None else self._integer_op(call)
+        results = self._as_traced(expr, call) if result is None else [result]
+        key = (*_what(expr), *(id(values[id(n)]) for n in expr.inputs), *map(_scale_of, results))
+        results = self.computed.setdefault(key, results)
+        for out, value in zip(expr.outputs, results, strict=True):
+            values[id(out)] = self._carry(out, value)
+
+    def _site(self, expr: Expr, site: Site) -> Tensor:
+        """The rounded value of a site; a kernel that rounded it already is left alone."""
+        value = self.values[id(expr.args[1])]
+        if site.sort == "bias" or expr.outputs[0].name in self.floating:
+            return self._keep(
+                "value", expr, lambda: expr.interpret(*(self.values[id(n)] for n in expr.inputs))[0]
+            )
+        module = getattr(self.container, site.group)
+        scale = module.qparams().scale.item()
+        if isinstance(expr.args[1].expr, (GetAttr, Constant)):
+            return self._keep("value", expr, lambda: _stored(module, value.numpy(), scale))
+        if site.sort == "weight":
+            raise ExportError(
+                f"site {site.name}: its weight is computed, and MegEngine's kernels take stored ones: set "
+                "quantize: false for its layer."
+            )
+        if not _is_integer(value) or _scale(value) != scale:
+            key = (id(value), scale)
+            if key not in self.rounded:
+                self.rounded[key] = _as_float(value).astype(dtype.qint8(scale))
+            value = self.rounded[key]
+        return self._name(value, site.name)
+
+    def _keep(self, what: str, expr: Expr, make: Callable[[], Tensor]) -> Tensor:
+        key = (what, id(expr))
+        if key not in self.kept:
+            tensor = make()
+            content = (tensor.shape, str(tensor.dtype), tensor.numpy().tobytes())
+            self.kept[key] = self.contents.setdefault(content, tensor)
+        return self.kept[key]
+
+    def _carry(self, node: Node, value: Any) -> Any:
+        """What a node that carries integers holds: integers, under its name."""
+        qparams = self.carried.get(node.name)
+        if qparams is None:
+            return value
+        scale = qparams.scale.item()
+        if not _is_integer(value) or _scale(value) != scale:
+            value = _as_float(value).astype(dtype.qint8(scale))
+        return self._name(value, node.name) if node.name in self.moved else value
+
+    def _name(self, value: Tensor, name: str) -> Tensor:
+        self.integers.append(name)
+        first = self.named.setdefault(id(value), name)
+        if first == name:
+            value.name = f"{name}_int"
+        else:
+            self.merged[name] = first
+        return value
+
+    def _as_traced(self, expr: Expr, call: OpCall | None) -> Sequence[Any]:
+        """The op itself: on integers if it only moves them, else on floats."""
+        values = [self.values[id(n)] for n in expr.inputs]
+        integer = [v for v in values if _is_integer(v)]
+        alike = len({_scale(v) for v in integer}) == 1
+        whole = len(integer) == sum(is_float_tensor(n) for n in expr.inputs)
+        if not (call is not None and call.kind in _MOVES and alike and whole):
+            values = [_as_float(v) for v in values]
+        found = expr.interpret(*values)
+        if found is None:
+            raise ExportError(
+                f"{expr.outputs[0].name}: {op_label(expr)} gives nothing that could be dumped: end "
+                "the graph before it."
+            )
+        return found
+
+    # -- ops with kernels for integers --------------------------------------------------------------
+
+    def _integer_op(self, call: OpCall) -> Tensor | None:
+        """The result of an int8 kernel; None when there is none for this call."""
+        read = [self.values[id(n)] for n in call.inputs]
+        if not all(_is_integer(v) for v in read):
+            return None
+        rule = {"conv2d": self._conv, "linear": self._linear, "add": self._add, "relu": self._relu}.get(
+            call.kind
+        )
+        if call.kind == "conv_transpose2d":
+            return self._transposed(call, read[0])
+        return None if rule is None else rule(call, *read)
+
+    def _ahead(self, call: OpCall, relu: bool = True) -> tuple[float | None, bool]:
+        """To which scale the result is rounded if nothing reads it before, and whether a relu is between."""
+        node, through = call.out, False
+        reader = self._only_reader(node)
+        if relu and reader is not None and (found := ops.read(reader)) is not None and found.kind == "relu":
+            node, through = reader.outputs[0], True
+            reader = self._only_reader(node)
+        site = None if reader is None else self.sites.get(reader.outputs[0].name)
+        if site is None or site.sort != "activation":
+            return None, False
+        return getattr(self.container, site.group).qparams().scale.item(), through
+
+    def _only_reader(self, node: TensorNode) -> Expr | None:
+        found = list(users(node))
+        leaves = any(n is node for n in self.model.graph.outputs)
+        return found[0] if len(found) == 1 and not leaves else None
+
+    def _conv(self, call: OpCall, x: Tensor) -> Tensor | None:
+        weight = self.values[id(call.weight)]
+        if not _is_integer(weight):
+            return None
+        a = call.attrs
+        options = {k: a[k] for k in ("stride", "padding", "dilation", "groups")}
+        return self._kernel(call, x, weight, options)
+
+    def _kernel(self, call: OpCall, x: Tensor, weight: Tensor, options: dict[str, Any]) -> Tensor:
+        product = dtype.qint32(_scale(x) * _scale(weight))
+        bias = self._keep("bias", call.expr, lambda: self._bias(call, weight, product))
+        scale, relu = self._ahead(call)
+        mode = "relu" if relu else "identity"
+        kind = product if scale is None else dtype.qint8(scale)
+        found = conv_bias_activation(x, weight, bias, kind, nonlinear_mode=mode, **options)
+        return _as_float(found) if scale is None else found
+
+    def _bias(self, call: OpCall, weight: Tensor, product: Any) -> Tensor:
+        if call.bias is None:
+            value = np.zeros(int(np.prod(weight.shape[:-3])), np.float32)
+        else:
+            value = self.values[id(call.bias)].numpy()
+        return Tensor(value.reshape(1, -1, 1, 1)).astype(product)
+
+    def _linear(self, call: OpCall, x: Tensor) -> Tensor | None:
+        """As a convolution of single pixels, for which there is a kernel."""
+        weight = self.values[id(call.weight)]
+        if not _is_integer(weight):
+            return None
+        outputs, width = (int(n) for n in weight.shape)
+        front = [int(n) for n in call.inputs[0].shape[1:-1]]
+        pixels = F.reshape(x, (-1, width, 1, 1))
+        weight = self._keep("weight", call.expr, lambda: F.reshape(weight, (outputs, width, 1, 1)))
+        return F.reshape(self._kernel(call, pixels, weight, {}), (-1, *front, outputs))
+
+    def _transposed(self, call: OpCall, x: Tensor) -> Tensor | None:
+        a, weight = call.attrs, self.values[id(call.weight)]
+        scale, relu = self._ahead(call, relu=False)
+        plain = call.bias is None and a["groups"] == 1 and not any(a["output_padding"])
+        if not _is_integer(weight) or scale is None or relu or not plain or a["dilation"] != (1, 1):
+            return None  # MegEngine's kernel has no bias, no groups and no output in float
+        return conv_transpose2d(x, weight, None, dtype.qint8(scale), a["stride"], a["padding"])
+
+    def _add(self, call: OpCall, *read: Tensor) -> Tensor | None:
+        scale, relu = self._ahead(call)
+        if len(read) != 2 or scale is None or "scalar" in call.attrs:
+            return None
+        if tuple(call.inputs[0].shape) != tuple(call.inputs[1].shape):
+            return None
+        mode = "qfuse_add_relu" if relu else "qadd"
+        return _elemwise_multi_type(*read, mode=mode, dtype=dtype.qint8(scale))
+
+    def _relu(self, call: OpCall, x: Tensor) -> Tensor | None:
+        node = call.inputs[0]
+        if not isinstance(owner(node.expr), FakeQuant) and node.name not in self.carried:
+            return x  # the kernel before it has done it
+        scale, _ = self._ahead(call, relu=False)
+        return None if scale is None else _elemwise_multi_type(x, mode="qrelu", dtype=dtype.qint8(scale))
+
+
+def _what(expr: Expr) -> tuple[Any, ...]:
+    """What ``expr`` computes from its inputs; equal where MegEngine may merge two exprs."""
+    state = repr(expr.opdef.__getstate__()) if isinstance(expr, Apply) else ""
+    return ops.target_key(expr), state, repr(expr.const_val), repr(expr.arg_def)
+
+
+def _scale_of(value: Any) -> float | None:
+    return _scale(value) if _is_integer(value) else None
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Tensor) and dtype.is_quantize(value.dtype)
+
+
+def _scale(value: Tensor) -> float:
+    return float(dtype.get_scale(value.dtype))
+
+
+def _stored(module: FakeQuant, value: np.ndarray, scale: float) -> Tensor:
+    integers = integer_values(module, value).astype(np.float32)
+    return Tensor(integers * np.float32(scale)).astype(dtype.qint8(scale))
+
+
+def _as_float(value: Any) -> Any:
+    return value.astype("float32") if _is_integer(value) else value
+
+
+def _check(site: str, scheme: QScheme, stored: bool) -> None:
+    """Refuses what MegEngine's int8 kernels are not made for."""
+    reason = ""
+    if scheme.per_channel:
+        reason = "they have one scale for each tensor"
+    elif not scheme.symmetric or not scheme.signed:
+        reason = "their integers are signed and symmetric"
+    elif not stored and scheme.bits != 8:
+        reason = "their integers have 8 bits"
+    elif scheme.bits > 8:
+        reason = "weights have 8 bits at most"
+    elif not stored and scheme.narrow:
+        reason = "they saturate at -128"
+    elif scheme.rounding != "half_away":
+        reason = "they round half away from zero"
+    if reason:
+        raise ExportError(
+            f"site {site} is {scheme.describe()}, which MegEngine's int8 kernels do not compute ({reason}): "
+            "prepare the module with the recipe backend/megengine"
+            + (", or name the kind of its layer in allow_float." if stored else ".")
+        )

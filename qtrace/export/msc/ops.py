@@ -1,0 +1,121 @@
+"""What MSC calls our op kinds, how it writes their arguments, and in which layout a tensor is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qtrace.export.converted.document import Op, Value
+
+__all__ = ["attributes", "optype", "output_layout", "weight_layout"]
+
+_OPTYPES = {
+    "input": "input",
+    "constant": "constant",
+    "conv1d": "nn.conv1d",
+    "conv2d": "nn.conv2d",
+    "conv3d": "nn.conv3d",
+    "conv_transpose2d": "nn.conv2d_transpose",
+    "linear": "msc.linear",
+    "matmul": "matmul",
+    "relu": "nn.relu",
+    "relu6": "clip",
+    "clip": "clip",
+    "leaky_relu": "nn.leakyrelu",
+    "prelu": "nn.prelu",
+    "silu": "nn.silu",
+    "gelu": "nn.gelu",
+    "softmax": "nn.softmax",
+    "batch_norm": "nn.batch_norm",
+    "layer_norm": "nn.layer_norm",
+    "group_norm": "nn.group_norm",
+    "max_pool2d": "nn.max_pool2d",
+    "avg_pool2d": "nn.avg_pool2d",
+    "adaptive_avg_pool2d": "nn.adaptive_avg_pool2d",
+    "sub": "subtract",
+    "mul": "multiply",
+    "div": "divide",
+    "pow": "power",
+    "neg": "negative",
+    "flatten": "reshape",
+    "transpose": "permute_dims",
+    "swapaxes": "permute_dims",
+    "interpolate": "image.resize2d",
+    "pad": "nn.pad",
+    "pixel_shuffle": "nn.pixel_shuffle",
+    "getitem": "strided_slice",
+}
+_WITH_BIAS = {"conv1d": "msc.conv1d_bias", "conv2d": "msc.conv2d_bias", "linear": "msc.linear_bias"}
+_SPATIAL = frozenset(
+    {
+        "conv2d",
+        "conv_transpose2d",
+        "max_pool2d",
+        "avg_pool2d",
+        "adaptive_avg_pool2d",
+        "adaptive_max_pool2d",
+        "interpolate",
+    }
+)
+# What changes the meaning of axes in ways that letters do not follow.
+_MOVES = "reshape flatten getitem expand_dims squeeze broadcast_to tile repeat stack matmul"
+_RESHAPES = frozenset(_MOVES.split())
+_PLURAL = {"stride": "strides"}
+
+
+def optype(op: Op) -> str:
+    """The type of a node; a kind that MSC does not know keeps our name."""
+    if "bias" in op.weights and op.kind in _WITH_BIAS:
+        return _WITH_BIAS[op.kind]
+    return _OPTYPES.get(op.kind) or op.kind or op.label
+
+
+def attributes(op: Op) -> dict[str, str]:
+    """The arguments of a node as MSC writes them: text, several numbers with commas between."""
+    found = {_PLURAL.get(k, k): _text(v) for k, v in op.attrs.items()}
+    if op.kind == "relu6":
+        found = {"min": "0", "max": "6"}
+    if op.kind == "clip":
+        found = {"min": _text(op.attrs["lower"]), "max": _text(op.attrs["upper"])}
+    if "kernel" in found:
+        found["pool_size"] = found.pop("kernel")
+    if op.kind in _SPATIAL:
+        padding = op.attrs.get("padding")
+        if padding is not None:
+            found["padding"] = _text((*padding, *padding))
+        found["data_layout" if "weight" in op.weights else "layout"] = "NCHW"
+        if "weight" in op.weights:
+            found["kernel_layout"] = weight_layout(op.kind, op.weights["weight"])
+    return found
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return ",".join(_text(v) for v in value)
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def weight_layout(kind: str, value: Value) -> str:
+    """The layout of a layer's weight; G counts groups."""
+    if kind == "linear":
+        return "OI"
+    spatial = {"conv1d": "W", "conv3d": "DHW"}.get(kind, "HW")
+    front = "IO" if kind.startswith("conv_transpose") else "OI"
+    layout = f"{front}{spatial}"
+    return f"G{layout}" if len(value.shape) == len(layout) + 1 else layout
+
+
+def output_layout(op: Op, value: Value, inputs: list[str]) -> str:
+    """The layout of an output, "" where it is not known."""
+    rank = len(value.shape)
+    if op.kind == "input" or op.kind in _SPATIAL:
+        return {4: "NCHW", 3: "NCW", 2: "NC"}.get(rank, "")
+    before = inputs[0] if inputs else ""
+    if op.kind in ("transpose", "swapaxes"):
+        order = op.attrs.get("pattern") or tuple(reversed(range(rank)))
+        fits = before and all(isinstance(p, int) for p in order) and len(order) == len(before)
+        return "".join(before[p] for p in order) if fits else ""
+    if op.kind in _RESHAPES or not before:
+        return "NC" if rank == 2 and before.startswith("NC") else ""
+    if len(before) == rank:
+        return before
+    return "NC" if rank == 2 and before == "NCHW" else ""  # a mean over the image

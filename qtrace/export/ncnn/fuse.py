@@ -1,0 +1,95 @@
+"""What ncnn computes as one layer: activation functions, roundings; and copies where blobs branch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from qtrace.export.ncnn.writer import Layer
+
+__all__ = ["fuse_activations", "fuse_roundings", "sinks", "split_branches"]
+
+_LAYERS = ("Convolution", "ConvolutionDepthWise", "Deconvolution", "DeconvolutionDepthWise", "InnerProduct")
+_ACTIVATION, _ARGUMENTS, _INT8 = 9, -23310, 8
+
+
+def fuse_activations(layers: list[Layer], outputs: set[str]) -> list[Layer]:
+    """Moves an activation function into the layer before it, when nothing else reads that layer."""
+    return _fuse(layers, outputs, _take_activation)
+
+
+def fuse_roundings(layers: list[Layer], outputs: set[str]) -> list[Layer]:
+    """Lets a convolution of 8 bits give integers, when its result is only rounded."""
+    return _fuse(layers, outputs, _take_rounding)
+
+
+def _fuse(layers: list[Layer], outputs: set[str], take: Any) -> list[Layer]:
+    readers = Counter(b for layer in layers for b in layer.bottoms)
+    producers = {layer.tops[0]: layer for layer in layers if layer.tops}
+    kept: list[Layer] = []
+    for layer in layers:
+        blob = layer.bottoms[0] if len(layer.bottoms) == 1 else ""
+        before = producers.get(blob)
+        alone = readers[blob] == 1 and blob not in outputs
+        if before is not None and alone and take(before, layer, readers):
+            before.tops = list(layer.tops)
+            producers[layer.tops[0]] = before
+        else:
+            kept.append(layer)
+    return kept
+
+
+def _take_activation(before: Layer, layer: Layer, readers: Counter[str]) -> bool:
+    if before.kind not in _LAYERS or _ACTIVATION in before.params:
+        return False
+    code: tuple[int, list[float]] | None = None
+    if layer.kind == "ReLU":
+        slope = layer.params.get(0, 0.0)
+        code = (2, [slope]) if slope else (1, [])
+    elif layer.kind == "Clip":
+        code = (3, [layer.params[0], layer.params[1]])
+    elif layer.kind == "Sigmoid":
+        code = (4, [])
+    elif layer.kind == "HardSwish":
+        code = (6, [layer.params[0], layer.params[1]])
+    if code is None:
+        return False
+    before.params[_ACTIVATION] = code[0]
+    if code[1]:
+        before.params[_ARGUMENTS] = code[1]
+    return True
+
+
+def _take_rounding(before: Layer, layer: Layer, readers: Counter[str]) -> bool:
+    integer = before.kind in ("Convolution", "ConvolutionDepthWise") and before.params.get(_INT8, 0) in (1, 2)
+    # Integers that nobody reads are there for whoever asks for them; the floats are what is wanted.
+    if layer.kind != "Quantize" or not integer or not readers[layer.tops[0]]:
+        return False
+    before.params[_INT8] += 100
+    before.weights += layer.weights
+    return True
+
+
+def sinks(layers: list[Layer], outputs: set[str]) -> list[Layer]:
+    """Layers that read the parts of a split that nothing else reads: ncnn takes unread blobs for outputs."""
+    read = {blob for layer in layers for blob in layer.bottoms} | outputs
+    unread = [top for layer in layers if len(layer.tops) > 1 for top in layer.tops if top not in read]
+    return [Layer("Noop", [blob], []) for blob in unread]
+
+
+def split_branches(layers: list[Layer]) -> list[Layer]:
+    """Copies every blob that several layers read: in ncnn a blob has one reader."""
+    readers = Counter(b for layer in layers for b in layer.bottoms)
+    taken: Counter[str] = Counter()
+    result: list[Layer] = []
+    for layer in layers:
+        for index, blob in enumerate(layer.bottoms):
+            if readers[blob] > 1:
+                layer.bottoms[index] = f"{blob}_copy{taken[blob]}"
+                taken[blob] += 1
+        result.append(layer)
+        for top in layer.tops:
+            if readers[top] > 1:
+                copies = [f"{top}_copy{i}" for i in range(readers[top])]
+                result.append(Layer("Split", [top], copies))
+    return result

@@ -1,0 +1,74 @@
+"""A float ONNX model whose outputs are the activations of a prepared graph, to be observed elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qtrace.errors import ExportError
+from qtrace.export.converted.float_graph import bare_graph
+from qtrace.graph.types import TracedModule
+from qtrace.graph.walk import exprs
+
+__all__ = ["Activations", "activations"]
+
+
+@dataclass(frozen=True)
+class Activations:
+    """A model in float and where the nodes of a graph are in it.
+
+    Attributes:
+        data: the ONNX file.
+        inputs: the names of its inputs, in the order of the graph's.
+        outputs: node -> the output that holds its value.
+        given: node -> the input that is its value.
+    """
+
+    data: bytes
+    inputs: tuple[str, ...]
+    outputs: dict[str, str]
+    given: dict[str, str]
+
+
+def activations(prepared: TracedModule, nodes: Sequence[str]) -> Activations:
+    """Writes the float form of a prepared graph as far as ``nodes`` need it.
+
+    Args:
+        prepared: a module made by ``qtrace.prepare``.
+        nodes: names of nodes that are computed, or that are inputs of the graph.
+
+    Raises:
+        ExportError: when a node has no ONNX form, or the package onnx is missing.
+    """
+    if importlib.util.find_spec("onnx") is None:
+        raise ExportError("the package onnx is not installed: run pip install 'qtrace[onnx]'.")
+    from onnx import TensorProto, helper
+
+    from qtrace.export.onnx.exporter import _Exporter
+
+    class Exporter(_Exporter):
+        """Without metadata: the hash of the graph takes as long as the rest."""
+
+        def _metadata(self, own: str) -> dict[str, str]:
+            return {}
+
+    flat = bare_graph(prepared)
+    exporter = Exporter(flat)
+    model = exporter.run()
+    names = exporter.writer.names
+    known = {n.name: n for n in (*flat.graph.inputs[1:], *(n for e in exprs(flat) for n in e.outputs))}
+    inputs = tuple(i.name for i in model.graph.input)
+    tensors = {name: names[id(known[name])] for name in nodes}
+    given = {name: tensor for name, tensor in tensors.items() if tensor in inputs}
+    outputs = {name: tensor for name, tensor in tensors.items() if name not in given}
+    del model.graph.output[:]
+    for tensor in dict.fromkeys(outputs.values()):
+        model.graph.output.append(helper.make_tensor_value_info(tensor, TensorProto.FLOAT, None))
+    try:
+        data = model.SerializeToString()
+    except ValueError as error:
+        raise ExportError(
+            "the model is larger than an ONNX file may be, 2 GiB: use engine megengine."
+        ) from error
+    return Activations(data, inputs, outputs, given)

@@ -1,0 +1,226 @@
+"""ONNX for arithmetic, comparisons, logic and conversions, on floats and on integers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from qtrace.errors import ExportError
+from qtrace.export.onnx.types import Emitter, cast, is_float, number, operand
+from qtrace.export.onnx.writer import OnnxWriter
+from qtrace.graph.types import TensorNode
+from qtrace.ops import OpCall
+
+__all__ = ["ARITHMETIC"]
+
+
+def _binary(op: str) -> Emitter:
+    def emit(w: OnnxWriter, call: OpCall) -> None:
+        names = [operand(w, v, call.out.dtype) for v in call.attrs["operands"]]
+        w.emit(op, names, call.out)
+
+    return emit
+
+
+def _floor_div(w: OnnxWriter, call: OpCall) -> None:
+    """ONNX divides integers towards zero, MegEngine towards minus infinity."""
+    left, right = (operand(w, v, call.out.dtype) for v in call.attrs["operands"])
+    if is_float(call.out):
+        w.emit("Floor", [w.node("Div", [left, right], w.fresh(call.out.name))], call.out)
+        return
+    rest = w.node("Mod", [left, right], w.fresh(call.out.name))
+    w.emit("Div", [w.node("Sub", [left, rest], w.fresh(call.out.name)), right], call.out)
+
+
+def _mod(w: OnnxWriter, call: OpCall) -> None:
+    names = [operand(w, v, call.out.dtype) for v in call.attrs["operands"]]
+    # MegEngine's remainder has the sign of the divisor for integers, of the dividend for floats.
+    w.emit("Mod", names, call.out, fmod=int(is_float(call.out)))
+
+
+def _square(w: OnnxWriter, call: OpCall) -> None:
+    x = w.name(call.inputs[0])
+    w.emit("Mul", [x, x], call.out)
+
+
+def _common(operands: tuple[Any, ...]) -> np.dtype:
+    """The type in which two operands are compared: that of the nodes, float32 where a float is among them."""
+    kinds = [np.dtype(v.dtype) for v in operands if isinstance(v, TensorNode)]
+    fractions = any(np.asarray(v).dtype.kind == "f" for v in operands if not isinstance(v, TensorNode))
+    if fractions or any(k.kind == "f" for k in kinds):
+        return np.dtype(np.float32)
+    return next((k for k in kinds if k.kind != "b"), kinds[0])
+
+
+def _comparison(op: str) -> Emitter:
+    def emit(w: OnnxWriter, call: OpCall) -> None:
+        operands = call.attrs["operands"]
+        kind = _common(operands)
+        if kind == np.bool_ and op != "Equal":
+            kind = np.dtype(np.int32)
+        w.emit(op, [operand(w, v, kind) for v in operands], call.out)
+
+    return emit
+
+
+def _not_equal(w: OnnxWriter, call: OpCall) -> None:
+    operands = call.attrs["operands"]
+    names = [operand(w, v, _common(operands)) for v in operands]
+    w.emit("Not", [w.node("Equal", names, w.fresh(call.out.name))], call.out)
+
+
+def _logic(op: str) -> Emitter:
+    def emit(w: OnnxWriter, call: OpCall) -> None:
+        operands = call.attrs.get("operands", call.inputs)
+        if np.dtype(call.out.dtype) != np.bool_:
+            raise ExportError(
+                f"{call.out.name}: logic on integers has no ONNX form before opset 18: use booleans"
+            )
+        w.emit(op, [operand(w, v, np.bool_) for v in operands], call.out)
+
+    return emit
+
+
+def _astype(w: OnnxWriter, call: OpCall) -> None:
+    source, out = call.inputs[0], call.out
+    name = w.name(source)
+    if np.dtype(source.dtype) == np.dtype(out.dtype):
+        w.names[id(out)] = name
+        return
+    w.names[id(out)] = cast(w, name, out.dtype, out.name)
+
+
+def _where(w: OnnxWriter, call: OpCall) -> None:
+    mask = operand(w, call.attrs["mask"], np.bool_)
+    names = [operand(w, v, call.out.dtype) for v in call.attrs["operands"]]
+    w.emit("Where", [mask, *names], call.out)
+
+
+def _unary(op: str, **fixed: Any) -> Emitter:
+    def emit(w: OnnxWriter, call: OpCall) -> None:
+        w.emit(op, [operand(w, call.inputs[0], call.out.dtype)], call.out, **fixed)
+
+    return emit
+
+
+def _same_if_integer(emit: Emitter) -> Emitter:
+    """Rounding leaves integers as they are."""
+
+    def guarded(w: OnnxWriter, call: OpCall) -> None:
+        if is_float(call.inputs[0]):
+            emit(w, call)
+        else:
+            _astype(w, call)
+
+    return guarded
+
+
+def _round(w: OnnxWriter, call: OpCall) -> None:
+    """Half away from zero, as MegEngine rounds; ONNX's Round goes to even."""
+    x, base = w.name(call.inputs[0]), call.out.name
+    size = w.node("Abs", [x], w.fresh(base))
+    whole = w.node("Floor", [size], w.fresh(base))
+    rest = w.node("Sub", [size, whole], w.fresh(base))
+    up = w.node("GreaterOrEqual", [rest, w.scalar(0.5)], w.fresh(base))
+    rounded = w.node("Add", [whole, cast(w, up, np.float32)], w.fresh(base))
+    w.emit("Mul", [rounded, w.node("Sign", [x], w.fresh(base))], call.out)
+
+
+def _elemwise(w: OnnxWriter, call: OpCall) -> None:
+    """The fused modes of MegEngine's Elemwise that are not expanded."""
+    op = {"FUSE_ADD_SIGMOID": "Sigmoid", "FUSE_ADD_TANH": "Tanh"}[call.attrs["mode"]]
+    total = w.node("Add", [w.name(n) for n in call.inputs], w.fresh(call.out.name))
+    w.emit(op, [total], call.out)
+
+
+def _left_shift(w: OnnxWriter, call: OpCall) -> None:
+    w.emit("Mul", _shifted(w, call), call.out)
+
+
+def _right_shift(w: OnnxWriter, call: OpCall) -> None:
+    names = _shifted(w, call)
+    rest = w.node("Mod", names, w.fresh(call.out.name))
+    w.emit("Div", [w.node("Sub", [names[0], rest], w.fresh(call.out.name)), names[1]], call.out)
+
+
+def _shifted(w: OnnxWriter, call: OpCall) -> list[str]:
+    """The number, and the power of two by which a shift multiplies or divides it."""
+    left, right = call.attrs["operands"]
+    if isinstance(right, TensorNode):
+        raise ExportError(
+            f"{call.out.name}: a shift by a computed number has no ONNX form: shift by a fixed one"
+        )
+    return [operand(w, left, call.out.dtype), number(w, 2 ** int(right), call.out.dtype)]
+
+
+def _test(op: str) -> Emitter:
+    """A test for NaN or infinity."""
+
+    def emit(w: OnnxWriter, call: OpCall) -> None:
+        w.emit(op, [w.name(call.inputs[0])], call.out)
+
+    return emit
+
+
+def _expm1(w: OnnxWriter, call: OpCall) -> None:
+    power = w.node("Exp", [w.name(call.inputs[0])], w.fresh(call.out.name))
+    w.emit("Sub", [power, w.scalar(1.0)], call.out)
+
+
+def _log1p(w: OnnxWriter, call: OpCall) -> None:
+    w.emit("Log", [w.node("Add", [w.name(call.inputs[0]), w.scalar(1.0)], w.fresh(call.out.name))], call.out)
+
+
+def _logaddexp(w: OnnxWriter, call: OpCall) -> None:
+    """max(a, b) + softplus(-|a - b|)."""
+    base = call.out.name
+    names = [operand(w, v, np.float32) for v in call.attrs["operands"]]
+    apart = w.node("Abs", [w.node("Sub", names, w.fresh(base))], w.fresh(base))
+    tail = w.node("Softplus", [w.node("Neg", [apart], w.fresh(base))], w.fresh(base))
+    w.emit("Add", [w.node("Max", names, w.fresh(base)), tail], call.out)
+
+
+ARITHMETIC: dict[str, Emitter] = {
+    "add": _binary("Add"),
+    "sub": _binary("Sub"),
+    "mul": _binary("Mul"),
+    "div": _binary("Div"),
+    "maximum": _binary("Max"),
+    "minimum": _binary("Min"),
+    "pow": _binary("Pow"),
+    "floor_div": _floor_div,
+    "mod": _mod,
+    "neg": _unary("Neg"),
+    "abs": _unary("Abs"),
+    "square": _square,
+    "elemwise": _elemwise,
+    "exp": _unary("Exp"),
+    "expm1": _expm1,
+    "log": _unary("Log"),
+    "log1p": _log1p,
+    "logaddexp": _logaddexp,
+    "sqrt": _unary("Sqrt"),
+    "floor": _same_if_integer(_unary("Floor")),
+    "ceil": _same_if_integer(_unary("Ceil")),
+    "round": _same_if_integer(_round),
+    "sign": _unary("Sign"),
+    **{n: _unary(n.capitalize()) for n in ("sin", "cos", "tan", "asin", "acos", "atan")},
+    **{n: _unary(n.capitalize()) for n in ("sinh", "cosh", "asinh", "acosh", "atanh")},
+    "less": _comparison("Less"),
+    "less_equal": _comparison("LessOrEqual"),
+    "greater": _comparison("Greater"),
+    "greater_equal": _comparison("GreaterOrEqual"),
+    "equal": _comparison("Equal"),
+    "not_equal": _not_equal,
+    "isnan": _test("IsNaN"),
+    "isinf": _test("IsInf"),
+    "logical_and": _logic("And"),
+    "logical_or": _logic("Or"),
+    "logical_xor": _logic("Xor"),
+    "logical_not": _logic("Not"),
+    "left_shift": _left_shift,
+    "right_shift": _right_shift,
+    "astype": _astype,
+    "where": _where,
+}

@@ -1,0 +1,332 @@
+"""ONNX with QuantizeLinear and DequantizeLinear nodes (QDQ): opset 13; 16 or 21 where an op or type needs it.
+
+Weights are stored as integers per channel, biases as int32 at the scale of the accumulator; every tensor
+that is an integer in the graph is one in the file, under the name of its site with ``_int`` behind it.
+Inputs have the names of the traced arguments, outputs those of the nodes that compute them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qtrace import ops
+from qtrace.errors import ExportError
+from qtrace.export.converted.allow_float import float_kinds, only_floats_read
+from qtrace.export.converted.located import located, site_expr
+from qtrace.export.onnx import external_data
+from qtrace.fakequant.base import FakeQuant
+from qtrace.fakequant.following.bias import BIAS_QMAX, BiasQuant
+from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, is_float_tensor, op_label, owner, users
+from qtrace.numerics import quantize
+from qtrace.ops import OpCall
+from qtrace.preparation.annotation import Annotation, Site
+from qtrace.preparation.passes.insert import CONTAINER
+from qtrace.preparation.record import carried_qparams, graph_hash, read_record
+from qtrace.scheme import QParams
+
+__all__ = ["SUFFIXES", "check", "files"]
+
+SUFFIXES = (".onnx",)
+
+
+def files(
+    converted: TracedModule,
+    path: Path,
+    packed: bool = False,
+    external: bool | None = None,
+    allow_float: Iterable[str] = (),
+) -> dict[Path, bytes]:
+    """The converted module as an ONNX file, and where it is large the tensors in a file beside it.
+
+    Args:
+        converted: a module made by ``qtrace.convert``.
+        path: where the model goes; its tensors go to a file of that name with ``.data`` behind it.
+        packed: whether weights of 4 bits and less are stored two in a byte, which needs opset 21. Otherwise
+            they are int8 values of a small range, for which runtimes have integer kernels.
+        external: whether tensors lie in a file of their own; None where the model has 2 GB, which is as much
+            as one file holds.
+        allow_float: kinds of layers, such as ``conv2d``, whose weights and biases are stored as floats (those
+            that the graph rounded to), so that runtimes compute the layer in float.
+
+    Raises:
+        ExportError: when a node has no ONNX form or rounds in another way than ONNX, naming it, an option is
+            neither true nor false, or onnx is not installed.
+    """
+    for name, given in (("packed", packed), ("external", external)):
+        if not (isinstance(given, bool) or (name == "external" and given is None)):
+            raise ExportError(f"{name}={given!r} is no choice of the ONNX export: choose true or false.")
+    model = _Exporter(converted, packed, float_kinds(allow_float)).run()
+    check(model)
+    size = sum(len(t.raw_data) for t in model.graph.initializer)
+    if external or (external is None and size >= external_data.LIMIT):
+        beside = path.with_name(f"{path.name}.data")
+        data = external_data.move_out(model, beside.name)
+        if data:
+            return {beside: data, path: bytes(model.SerializeToString())}
+    return {path: bytes(model.SerializeToString())}
+
+
+def check(model: Any) -> None:
+    """Refuses a model that is not valid ONNX.
+
+    Raises:
+        ExportError: with the first line of what the checker says.
+    """
+    import onnx
+
+    try:
+        onnx.checker.check_model(external_data.skeleton(model), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise ExportError(
+            f"the graph makes no valid ONNX model: {line}. End the graph before the op that it names."
+        ) from error
+
+
+class _Exporter:
+    def __init__(
+        self, converted: TracedModule, packed: bool = False, floats: frozenset[str] = frozenset()
+    ) -> None:
+        if importlib.util.find_spec("onnx") is None:
+            raise ExportError("ONNX export needs the package onnx: run pip install 'qtrace[onnx]'.")
+        from qtrace.export.onnx.moves import MOVES
+        from qtrace.export.onnx.ops import EMITTERS
+        from qtrace.export.onnx.writer import OnnxWriter
+
+        self.model, self.floats = converted, floats
+        self.annotation: Annotation = read_record(converted, "converted").annotation
+        carried = carried_qparams(converted, self.annotation)
+        self.moved = {name: carried[name] for name in self.annotation.moved()}
+        self.sites: dict[str, Site] = {f"{s.name}_q": s for s in self.annotation.sites}
+        self.emitters = {**EMITTERS, **MOVES}
+        self.writer = OnnxWriter(packed)
+
+    def run(self) -> Any:
+        """The whole model."""
+        graph = self.model.graph
+        self._check_rounding()
+        names = input_names(self.model)
+        self.writer.names.update((id(n), name) for n, name in zip(graph.inputs[1:], names, strict=True))
+        for expr in exprs(self.model):
+            self._emit(expr)
+        batch = int(graph.inputs[1].shape[0]) if len(graph.inputs) > 1 and graph.inputs[1].shape else None
+        inputs = [self._value_info(n, name, batch) for n, name in zip(graph.inputs[1:], names, strict=True)]
+        taken = set(names)
+        outputs = [self._value_info(n, self._name_output(n, taken), batch) for n in graph.outputs]
+        own = version("qtrace")
+        return self.writer.model(graph.name or "qtrace", inputs, outputs, self._metadata(own), own)
+
+    def _metadata(self, own: str) -> dict[str, str]:
+        """Where the file comes from: a reader finds it under the metadata properties of the model."""
+        record = read_record(self.model)
+        return {
+            "qtrace.version": own,
+            "qtrace.backend": record.annotation.backend,
+            "qtrace.recipe": json.dumps(record.qconfig, sort_keys=True),
+            "qtrace.graph": graph_hash(self.model),
+        }
+
+    def _check_rounding(self) -> None:
+        """Refuses sites that the file would round in another way; a parameter is stored as it was rounded."""
+        for site in self.annotation.sites:
+            if site.plan is not None and not site.static and site.plan.scheme.rounding != "half_even":
+                raise ExportError(
+                    f"site {site.name} rounds half away from zero, as backend {self.annotation.backend} "
+                    "does, but ONNX rounds half to even: prepare the module with backend onnxruntime."
+                )
+
+    def _name_output(self, node: TensorNode, taken: set[str]) -> str:
+        """Gives the tensor of a graph output the name of its node if that is free, and returns its name."""
+        site = self.sites.get(node.name)
+        wanted = site.node if site is not None else node.name
+        name = self.writer.output(self.writer.name(node), wanted, taken)
+        taken.add(name)
+        return name
+
+    @staticmethod
+    def _value_info(node: TensorNode, name: str, batch: int | None) -> Any:
+        from onnx import helper
+
+        kind = helper.np_dtype_to_tensor_dtype(np.dtype(node.dtype))
+        shape = [int(n) for n in node.shape]
+        dims: list[Any] = ["N" if i == 0 and n == batch else n for i, n in enumerate(shape)]
+        return helper.make_tensor_value_info(name, kind, dims)
+
+    def _emit(self, expr: Expr) -> None:
+        if isinstance(expr, (GetAttr, Constant)):
+            if isinstance(expr.outputs[0], TensorNode):
+                value = expr.interpret(self.model) if isinstance(expr, GetAttr) else (expr.value,)
+                self.writer.values[id(expr.outputs[0])] = value[0].numpy()
+            return
+        module = owner(expr)
+        if isinstance(module, (FakeQuant, BiasQuant)):
+            with located(site_expr(expr.args[1], expr.outputs[0])):
+                self._emit_site(expr, self.sites[expr.outputs[0].name])
+            return
+        if self._emit_rescaled(expr):
+            return
+        with located(expr):
+            self._emit_op(expr)
+        for node in expr.outputs:
+            qparams = self.moved.get(node.name)
+            if qparams is not None:
+                self._requantize(node, qparams)
+
+    def _emit_op(self, expr: Expr) -> None:
+        for node in expr.outputs:
+            if isinstance(node, TensorNode) and node.dtype == np.float16:
+                raise ExportError(
+                    f"{node.name}: {op_label(expr)} computes in float16, which is not written to ONNX yet: "
+                    "compute in float32, or end the graph before it."
+                )
+        call = ops.read(expr)
+        if call is not None and call.kind in self.emitters:
+            names = dict(self.writer.names)
+            if call.kind in self.floats:
+                self._keep_float(call)
+            self.emitters[call.kind](self.writer, call)
+            self.writer.names.update((id(n), names[id(n)]) for n in call.inputs if id(n) in names)
+            return
+        raise ExportError(
+            f"{expr.outputs[0].name}: {op_label(expr)} has no ONNX form ({ops.unsupported(expr)}): end the "
+            "graph before it, or write it with ops that have one."
+        )
+
+    def _keep_float(self, call: OpCall) -> None:
+        """Puts a node that changes no value between each input and its DequantizeLinear.
+
+        With that before it no runtime takes the op for one of its integer kernels. Floats as weights would
+        not do: onnxruntime rounds those by itself, in another way than the graph.
+        """
+        w = self.writer
+        for node in call.inputs:
+            if is_float_tensor(node) and w.value(node) is None:
+                lowest = w.constant("const_lowest", np.finfo(np.float32).min)
+                w.names[id(node)] = w.node("Max", [w.name(node), lowest], w.fresh(f"{node.name}_float"))
+
+    def _emit_rescaled(self, expr: Expr) -> bool:
+        """Writes a multiplication that only changes a scale: the same integers, read with the new one."""
+        call = ops.read(expr)
+        if call is None or call.kind not in ("mul", "div") or call.out.name not in self.moved:
+            return False
+        node, source = call.out, self.writer.name(call.inputs[0])
+        name = self.writer.rescale(source, node.name, f"{node.name}_dq", self.moved[node.name])
+        if name is not None:
+            self.writer.names[id(node)] = name
+        return name is not None
+
+    def _requantize(self, node: TensorNode, qparams: QParams) -> None:
+        """Writes the integers of a node that carries them: the same parameters, so nothing is rounded."""
+        w = self.writer
+        w.names[id(node)] = w.quantize_dequantize(w.name(node), node.name, f"{node.name}_dq", qparams)
+
+    def _emit_site(self, expr: Expr, site: Site) -> None:
+        module, out = owner(expr), expr.outputs[0]
+        source = next(n for n in expr.inputs if isinstance(n, TensorNode))
+        value = self.writer.value(source)
+        try:
+            if site.sort == "bias":
+                self._emit_bias(out, site, source)
+            elif site.sort == "weight" and value is not None:
+                self._emit_weight(out, site, value)
+            elif value is not None:
+                qparams = module.qparams()  # type: ignore[union-attr]
+                axis = qparams.scheme.axis or 0
+                name = self.writer.dequantize(site.name, quantize(value, qparams), qparams, axis, out.name)
+                self.writer.names[id(out)] = name
+            else:
+                self._emit_computed(out, site, source)
+        except ExportError as error:
+            raise ExportError(f"site {site.name}: {error}.") from error
+
+    def _emit_computed(self, out: TensorNode, site: Site, source: TensorNode) -> None:
+        qparams = getattr(getattr(self.model, CONTAINER), site.group).qparams()
+        w, axes = self.writer, site.channel_axes
+        name = w.name(source)
+        if axes == (0, 1):  # a grouped convolution's weight: ONNX knows one axis of channels
+            name = w.node("Reshape", [name, w.ints([-1, *source.shape[2:]])], w.fresh(source.name))
+            w.laid.add(id(out))
+            axes = (0,)
+        axis = axes[0] if axes else 0
+        w.names[id(out)] = w.quantize_dequantize(name, site.name, out.name, qparams, axis)
+
+    def _emit_weight(self, out: TensorNode, site: Site, value: np.ndarray) -> None:
+        from qtrace.export.onnx.ops import weight_layout
+
+        fq = getattr(getattr(self.model, CONTAINER), site.group)
+        integers = integer_values(fq, value)
+        call = self._layer(out)
+        laid, axis = weight_layout(call, integers)
+        w = self.writer
+        w.laid.add(id(out))
+        w.names[id(out)] = w.dequantize(site.name, laid, fq.qparams(), axis, out.name)
+
+    def _layer(self, node: TensorNode) -> OpCall:
+        for user in users(node):
+            call = ops.read(user)
+            if call is not None:
+                return call
+        raise ExportError(f"{node.name} is a weight that no layer reads: set quantize: false for it")
+
+    def _emit_bias(self, out: TensorNode, site: Site, source: TensorNode) -> None:
+        container, value = getattr(self.model, CONTAINER), self.writer.value(source)
+        if value is None:
+            if not only_floats_read(out, self.floats):
+                raise ExportError(
+                    "its bias is computed, which int32 storage cannot express: set quantize: false for its "
+                    "layer, or name the kind of the layer in allow_float, and the bias stays as computed"
+                )
+            self.writer.names[id(out)] = self.writer.name(source)
+            return
+        activation, weight = getattr(container, site.activation), getattr(container, site.weight)
+        scale = getattr(container, site.group).scale(activation, weight)[0].numpy().astype(np.float32)
+        flat = value.astype(np.float32).reshape(-1)
+        steps = flat / scale.reshape(-1)
+        # Half away from zero, as BiasQuant rounds.
+        rounded = np.sign(steps) * np.floor(np.abs(steps.astype(np.float64)) + 0.5)
+        integers = np.clip(rounded, -BIAS_QMAX, BIAS_QMAX).astype(np.int32)
+        w = self.writer
+        stored = w.constant(f"{site.name}_int", integers)
+        factor = w.constant(f"{site.name}_scale", scale.reshape(-1) if scale.ndim else scale)
+        zero = w.constant(f"{site.name}_zero_point", np.zeros(scale.size if scale.ndim else (), np.int32))
+        extra = {"axis": 0} if scale.ndim else {}
+        w.names[id(out)] = w.node("DequantizeLinear", [stored, factor, zero], out.name, **extra)
+
+
+def input_names(model: TracedModule) -> list[str]:
+    """The names of a graph's inputs: those of the traced arguments.
+
+    MegEngine numbers nodes whose names Python uses (``input_1`` for ``input``), and the parts of an argument
+    that is a list or a dict; these keep their numbers.
+    """
+    nodes = [n.name for n in model.graph.inputs[1:]]
+    arguments = set(model.argspec.args) if model.argspec is not None else set()
+    bare = [name if name in arguments else re.sub(r"_\d+$", "", name) for name in nodes]
+    others = {n.name for e in exprs(model) for n in e.outputs}
+    counts = Counter(bare)
+    return [
+        short if short in arguments - others and counts[short] == 1 else name
+        for name, short in zip(nodes, bare, strict=True)
+    ]
+
+
+def integer_values(fq: FakeQuant, value: np.ndarray) -> np.ndarray:
+    """The integers to which ``fq`` rounds a parameter, in the parameter's own layout (int32)."""
+    flat = fq.channels_first(value)
+    qparams = fq.qparams()
+    integers = quantize(flat.astype(np.float32), qparams)
+    if not fq.scheme.per_channel:
+        return integers.reshape(value.shape)
+    axes = fq.counted_axes
+    moved = np.moveaxis(value, axes, range(len(axes))).shape
+    return np.moveaxis(integers.reshape(moved), range(len(axes)), axes)

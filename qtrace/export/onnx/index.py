@@ -1,0 +1,347 @@
+"""ONNX for indexing: reading and writing by slices, numbers, tensors of positions and masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from qtrace.errors import ExportError
+from qtrace.export.onnx.types import Emitter, array, cast, int64, operand, rank, scalar_int64
+from qtrace.export.onnx.writer import OnnxWriter
+from qtrace.graph.traced_sizes import traced_value
+from qtrace.graph.types import TensorNode
+from qtrace.ops import OpCall
+
+__all__ = ["INDEXING"]
+
+_END = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class _Item:
+    """What an index says of one axis of the source.
+
+    Attributes:
+        axis: the axis; None for a new axis.
+        value: a slice, an int, or a node or array of positions.
+    """
+
+    axis: int | None
+    value: Any
+
+    @property
+    def whole(self) -> bool:
+        """Whether it takes the axis as it is."""
+        found = self.value
+        return isinstance(found, slice) and (found.start, found.stop, found.step) == (None, None, None)
+
+    @property
+    def single(self) -> bool:
+        """Whether it takes one position and drops the axis."""
+        if isinstance(self.value, TensorNode):
+            return tuple(self.value.shape) == ()
+        return isinstance(self.value, (int, np.integer))
+
+    @property
+    def many(self) -> bool:
+        """Whether it takes a list of positions."""
+        return self.axis is not None and not isinstance(self.value, slice) and not self.single
+
+
+def _items(index: Any, axes: int) -> list[_Item]:
+    """An item for each axis of the source, and for each new one, in the order of the index."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    used = sum(_width(v) for v in given)
+    dots = [k for k, v in enumerate(given) if v is Ellipsis]
+    rest = [slice(None)] * (axes - used)
+    where = dots[0] if dots else len(given)
+    given[where : where + 1] = rest
+    found, axis = [], 0
+    for value in given:
+        found.append(_Item(None if value is None else axis, value))
+        axis += _width(value)
+    return found
+
+
+def _width(value: Any) -> int:
+    """How many axes of the source an item takes; a mask takes as many as it has."""
+    if value is None or value is Ellipsis:
+        return 0
+    return len(value.shape) if _is_mask(value) else 1
+
+
+def _is_mask(value: Any) -> bool:
+    if isinstance(value, TensorNode):
+        return np.dtype(value.dtype) == np.bool_
+    return isinstance(value, (list, np.ndarray)) and np.asarray(value).dtype == np.bool_
+
+
+def _getitem(w: OnnxWriter, call: OpCall) -> None:
+    source, out = w.name(call.inputs[0]), call.out.name
+    items = _items(call.attrs["index"], rank(call.inputs[0]))
+    if any(_is_mask(i.value) for i in items):
+        w.names[id(call.out)] = _masked(w, source, items, out)
+        return
+    many = [i for i in items if i.many]
+    _check_adjacent(items, out)
+    steps: list[tuple[str, list[str], dict[str, int]]] = []
+    cuts = [i for i in items if isinstance(i.value, slice) and not i.whole] + [
+        i for i in items if i.single and not isinstance(i.value, TensorNode)
+    ]
+    if cuts:
+        steps.append(("Slice", _bounds(w, cuts, out), {}))
+    for item in items:
+        if item.single and isinstance(item.value, TensorNode):
+            steps.append(("Gather", [scalar_int64(w, item.value)], {"axis": item.axis or 0}))
+    dropped = [i.axis for i in items if i.single and i.axis is not None]
+    if dropped:
+        steps.append(("Squeeze", [w.ints(dropped)], {}))
+    if len(many) == 1:
+        steps.append(("Gather", [_positions(w, many[0].value)], {"axis": _left(many[0], dropped)}))
+    elif many:
+        steps.append(("GatherND", [_pairs(w, many, out)], {}))
+    added = _new_axes(items)
+    if added:
+        steps.append(("Unsqueeze", [w.ints(added)], {}))
+    for number, (op, extra, options) in enumerate(steps):
+        last = number == len(steps) - 1
+        source = w.node(op, [source, *extra], out if last else w.fresh(out), **options)
+    w.names[id(call.out)] = source
+
+
+def _check_adjacent(items: list[_Item], out: str) -> None:
+    """Refuses lists of positions beside others with a slice between: their axes would come first."""
+    taken = [k for k, i in enumerate(items) if i.many or (i.single and any(j.many for j in items))]
+    if taken and taken[-1] - taken[0] != len(taken) - 1:
+        raise ExportError(f"{out}: positions in axes that are not neighbours have no ONNX form: index twice")
+
+
+def _left(item: _Item, dropped: list[int]) -> int:
+    """The axis of ``item`` when the axes ``dropped`` are gone."""
+    assert item.axis is not None
+    return item.axis - sum(d < item.axis for d in dropped)
+
+
+def _new_axes(items: list[_Item]) -> list[int]:
+    """Where the axes that ``None`` asks for stand in the result."""
+    found, position = [], 0
+    for item in items:
+        if item.axis is None:
+            found.append(position)
+        if item.many:
+            position += (
+                len(item.value.shape) if isinstance(item.value, TensorNode) else array(item.value).ndim
+            )
+        elif not item.single:
+            position += 1
+    return found
+
+
+def _bounds(w: OnnxWriter, cuts: list[_Item], out: str) -> list[str]:
+    """The inputs of Slice: starts, ends, axes and steps, computed or fixed."""
+    starts, ends, steps = [], [], []
+    for item in cuts:
+        if item.single:
+            starts.append(int(item.value))
+            ends.append(_END if int(item.value) == -1 else int(item.value) + 1)
+            steps.append(1)
+            continue
+        step = item.value.step
+        if isinstance(step, TensorNode):
+            raise ExportError(f"{out}: a step that is computed has no ONNX form: use fixed ones")
+        step = 1 if step is None else int(step)
+        first, last = (0, _END) if step > 0 else (_END, -_END)
+        starts.append(first if item.value.start is None else item.value.start)
+        ends.append(last if item.value.stop is None else item.value.stop)
+        steps.append(step)
+    axes = [i.axis or 0 for i in cuts]
+    return [_vector(w, starts), _vector(w, ends), w.ints(axes), w.ints(steps)]
+
+
+def _vector(w: OnnxWriter, values: list[Any]) -> str:
+    if not any(isinstance(v, TensorNode) for v in values):
+        return w.ints([int(v) for v in values])
+    parts = [scalar_int64(w, v) for v in values]
+    return parts[0] if len(parts) == 1 else w.node("Concat", parts, w.fresh("bounds"), axis=0)
+
+
+def _positions(w: OnnxWriter, value: Any) -> str:
+    return int64(w, value if isinstance(value, TensorNode) else array(value))
+
+
+def _pairs(w: OnnxWriter, many: list[_Item], out: str) -> str:
+    """Positions in the first axes together, as GatherND reads them."""
+    ranks = {rank(i.value) for i in many}
+    if [i.axis for i in many] != list(range(len(many))) or len(ranks) != 1:
+        raise ExportError(
+            f"{out}: several lists of positions have an ONNX form only in the first axes: transpose "
+            "before, or index one axis at a time"
+        )
+    columns = [w.node("Unsqueeze", [_positions(w, i.value), w.ints([-1])], w.fresh(out)) for i in many]
+    return w.node("Concat", columns, w.fresh(out), axis=-1)
+
+
+def _masked(w: OnnxWriter, source: str, items: list[_Item], out: str) -> str:
+    """``x[mask]`` with a mask over the first axes."""
+    mask = items[0].value
+    if not _is_mask(mask) or not all(i.whole for i in items[1:]):
+        raise ExportError(f"{out}: a mask has an ONNX form only as the whole index: index twice")
+    flat = w.node("Reshape", [operand(w, mask, np.bool_), w.ints([-1])], w.fresh(out))
+    count = rank(mask)
+    if count > 1:
+        tail = w.node("Shape", [source], w.fresh(out))
+        tail = w.node("Slice", [tail, w.ints([count]), w.ints([_END])], w.fresh(out))
+        shape = (
+            w.node("Concat", [w.ints([-1]), tail], w.fresh(out), axis=0) if len(items) > 1 else w.ints([-1])
+        )
+        source = w.node("Reshape", [source, shape], w.fresh(out))
+    return w.node("Compress", [source, flat], out, axis=0)
+
+
+def _setitem(w: OnnxWriter, call: OpCall) -> None:
+    """``x[index] = value`` as a choice between the old values and the new ones."""
+    x, out = call.expr.args[0], call.out
+    items = [_at_traced_size(i, out) for i in _items(call.attrs["index"], len(x.shape))]
+    if _is_mask(items[0].value):
+        chosen, value = _mask_everywhere(w, items, rank(x), out.name), _plain(w, call)
+    elif any(i.axis is None or i.many or isinstance(i.value, TensorNode) or _computed(i) for i in items):
+        raise ExportError(
+            f"{out.name}: writing at {call.attrs['index']!r} has no ONNX form: write at slices and numbers "
+            "that are fixed or computed from shapes, or at a mask, or use F.where or F.concat"
+        )
+    else:
+        chosen, value = _region(w, call, items)
+    w.emit("Where", [chosen, value, operand(w, x, out.dtype)], out)
+
+
+def _at_traced_size(item: _Item, out: TensorNode) -> _Item:
+    """``item`` with bounds that are computed from shapes as numbers; the whole axis where they span it."""
+    value = item.value
+    if item.axis is None or _is_mask(value):
+        return item
+    if isinstance(value, slice):
+        value = slice(*(_traced_number(b) for b in (value.start, value.stop, value.step)))
+        if not _computed(_Item(item.axis, value)):
+            size = int(out.shape[item.axis])
+            value = slice(None) if range(size)[value] == range(size) else value
+    elif isinstance(value, TensorNode) and item.single:
+        value = _traced_number(value)
+    return _Item(item.axis, value)
+
+
+def _traced_number(value: Any) -> Any:
+    """The number that ``value`` is at the traced size; ``value`` itself where it depends on more."""
+    found = traced_value(value) if isinstance(value, TensorNode) else None
+    return value if found is None or found.size != 1 else int(found.reshape(-1)[0])
+
+
+def _computed(item: _Item) -> bool:
+    found = item.value
+    return isinstance(found, slice) and any(
+        isinstance(b, TensorNode) for b in (found.start, found.stop, found.step)
+    )
+
+
+def _plain(w: OnnxWriter, call: OpCall) -> str:
+    """A value that fits everywhere: a single number."""
+    value = call.attrs["value"]
+    size = int(np.prod(value.shape)) if isinstance(value, TensorNode) else array(value).size
+    if size != 1:
+        raise ExportError(
+            f"{call.out.name}: only one number has an ONNX form where a mask says the places: use F.where"
+        )
+    return operand(w, value, call.out.dtype)
+
+
+def _mask_everywhere(w: OnnxWriter, items: list[_Item], axes: int, out: str) -> str:
+    mask = items[0].value
+    if not all(i.whole for i in items[1:]):
+        raise ExportError(f"{out}: a mask has an ONNX form only as the whole index: index twice")
+    name = operand(w, mask, np.bool_)
+    count = rank(mask)
+    return name if count == axes else w.node("Unsqueeze", [name, w.ints(range(count, axes))], w.fresh(out))
+
+
+def _region(w: OnnxWriter, call: OpCall, items: list[_Item]) -> tuple[str, str]:
+    """The mask of a fixed region, of size 1 in axes that are taken whole, and the value spread over it."""
+    shape = [int(n) for n in call.out.shape]
+    base, value = call.out.name, call.attrs["value"]
+    mask = np.ones([1] * len(shape), np.bool_)
+    places: dict[int, np.ndarray] = {}
+    for item in items:
+        if item.whole:
+            continue
+        axis = item.axis or 0
+        at = np.arange(shape[axis])[item.value].reshape(-1)
+        inside = np.isin(np.arange(shape[axis]), at)
+        mask = mask & inside.reshape([-1 if i == axis else 1 for i in range(len(shape))])
+        places[axis] = at
+    chosen = w.constant(f"{base}_places", mask)
+    name = operand(w, value, call.out.dtype)
+    sizes = [int(n) for n in value.shape] if isinstance(value, TensorNode) else list(array(value).shape)
+    kept = [i for i, item in enumerate(items) if not item.single]
+    # As numpy aligns them: the value's last axis to the last axis that the index kept.
+    given = dict(zip(kept[len(kept) - len(sizes) :], sizes, strict=True)) if sizes else {}
+    missing = [i for i in range(len(shape)) if i not in given]
+    if sizes and missing:
+        name = w.node("Unsqueeze", [name, w.ints(missing)], w.fresh(base))
+    for axis, at in places.items():
+        if given.get(axis, 1) != 1:
+            where = np.zeros(shape[axis], np.int64)
+            where[at] = np.arange(len(at))
+            name = w.node("Gather", [name, w.constant(w.fresh(base), where)], w.fresh(base), axis=axis)
+    return chosen, name
+
+
+def _gather(w: OnnxWriter, call: OpCall) -> None:
+    inputs = [w.name(call.inputs[0]), int64(w, call.attrs["index"])]
+    w.emit("GatherElements", inputs, call.out, axis=call.attrs["axis"])
+
+
+def _scatter(w: OnnxWriter, call: OpCall) -> None:
+    source, updates = (operand(w, n, call.out.dtype) for n in call.inputs)
+    inputs = [source, int64(w, call.attrs["index"]), updates]
+    w.emit("ScatterElements", inputs, call.out, axis=call.attrs["axis"])
+
+
+def _indexing_one_hot(w: OnnxWriter, call: OpCall) -> None:
+    axis, base = call.attrs["axis"], call.out.name
+    where = w.node("Unsqueeze", [int64(w, call.attrs["index"]), w.ints([axis])], w.fresh(base))
+    inputs = [w.name(call.inputs[0]), where]
+    if call.attrs["keepdims"]:
+        w.emit("GatherElements", inputs, call.out, axis=axis)
+        return
+    found = w.node("GatherElements", inputs, w.fresh(base), axis=axis)
+    w.emit("Squeeze", [found, w.ints([axis])], call.out)
+
+
+def _cond_take(w: OnnxWriter, call: OpCall) -> None:
+    values, positions = call.outputs
+    base = values.name
+    flat = w.node("Reshape", [operand(w, call.attrs["mask"], np.bool_), w.ints([-1])], w.fresh(base))
+    source = w.node("Reshape", [w.name(call.inputs[0]), w.ints([-1])], w.fresh(base))
+    w.emit("Compress", [source, flat], values, axis=0)
+    found = w.node("Reshape", [w.node("NonZero", [flat], w.fresh(base)), w.ints([-1])], w.fresh(base))
+    w.names[id(positions)] = cast(w, found, positions.dtype, positions.name)
+
+
+def _embedding(w: OnnxWriter, call: OpCall) -> None:
+    table = call.attrs["weight"]
+    if isinstance(table, TensorNode):
+        name = w.name(table)
+    else:
+        name = w.constant(f"{call.out.name}_weight", array(table))
+    w.emit("Gather", [name, int64(w, call.attrs["index"])], call.out, axis=0)
+
+
+INDEXING: dict[str, Emitter] = {
+    "getitem": _getitem,
+    "setitem": _setitem,
+    "gather": _gather,
+    "scatter": _scatter,
+    "indexing_one_hot": _indexing_one_hot,
+    "cond_take": _cond_take,
+    "embedding": _embedding,
+}

@@ -1,0 +1,205 @@
+"""ONNX for ops that only move values of one tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from qtrace.errors import ExportError
+from qtrace.export.onnx.types import Emitter, cast, emit_several, scalar_int64, shape_vector
+from qtrace.export.onnx.writer import OnnxWriter
+from qtrace.graph.types import TensorNode
+from qtrace.ops import OpCall
+
+__all__ = ["MOVES"]
+
+_END = 2**31 - 1
+
+
+def _reshape(w: OnnxWriter, call: OpCall) -> None:
+    w.emit("Reshape", [w.name(call.inputs[0]), shape_vector(w, call.attrs["target_shape"])], call.out)
+
+
+def _flatten(w: OnnxWriter, call: OpCall) -> None:
+    shape = [int(n) for n in call.inputs[0].shape]
+    rank = len(shape)
+    start, end = call.attrs["start"] % max(rank, 1), call.attrs["end"] % max(rank, 1)
+    # 0 copies the input's dimension, so that the batch stays free.
+    target = [0] * start + [-1] + shape[end + 1 :]
+    w.emit("Reshape", [w.name(call.inputs[0]), w.ints(target)], call.out)
+
+
+def _transpose(w: OnnxWriter, call: OpCall) -> None:
+    pattern = call.attrs["pattern"]
+    rank = len(call.inputs[0].shape)
+    pattern = tuple(pattern) or tuple(reversed(range(rank)))
+    kept = [int(p) % rank for p in pattern if isinstance(p, (int, np.integer))]
+    added = [i for i, p in enumerate(pattern) if p == "x"]
+    if len(kept) + len(added) != len(pattern) or sorted(kept) != list(range(rank)):
+        raise ExportError(f"{call.out.name}: transpose by {pattern!r} has no ONNX form: use all axes")
+    source = [w.name(call.inputs[0])]
+    if not added:
+        w.emit("Transpose", source, call.out, perm=kept)
+        return
+    moved = w.node("Transpose", source, w.fresh(call.out.name), perm=kept)
+    w.emit("Unsqueeze", [moved, w.ints(added)], call.out)
+
+
+def _axes(op: str) -> Emitter:
+    def emit(w: OnnxWriter, call: OpCall) -> None:
+        axes = call.attrs["axis"]
+        if axes is None:
+            axes = [i for i, n in enumerate(call.inputs[0].shape) if int(n) == 1]
+        w.emit(op, [w.name(call.inputs[0]), w.ints(axes)], call.out)
+
+    return emit
+
+
+def _identity(w: OnnxWriter, call: OpCall) -> None:
+    source, name = call.inputs[0], w.name(call.inputs[0])
+    if np.dtype(source.dtype) != np.dtype(call.out.dtype):  # Tensor(x, dtype=...)
+        name = cast(w, name, call.out.dtype, call.out.name)
+    w.names[id(call.out)] = name
+
+
+def _pad(w: OnnxWriter, call: OpCall) -> None:
+    width = call.attrs["width"]
+    rank = len(call.inputs[0].shape)
+    width = (*width, *[(0, 0)] * (rank - len(width)))
+    pads = w.ints([int(b) for b, _ in width] + [int(a) for _, a in width])
+    mode = {"constant": "constant", "reflect": "reflect", "replicate": "edge"}[call.attrs["mode"]]
+    inputs = [w.name(call.inputs[0]), pads]
+    if mode == "constant":
+        inputs.append(w.scalar(call.attrs["value"]))
+    w.emit("Pad", inputs, call.out, mode=mode)
+
+
+def _split(w: OnnxWriter, call: OpCall) -> None:
+    axis, sections = call.attrs["axis"], call.attrs["sections"]
+    source = w.name(call.inputs[0])
+    if isinstance(sections, TensorNode) or (
+        isinstance(sections, (tuple, list)) and any(isinstance(s, TensorNode) for s in sections)
+    ):
+        _split_computed(w, call, axis, sections)
+        return
+    sizes = [int(n.shape[axis]) for n in call.outputs]
+    outputs = [n.name for n in call.outputs]
+    emit_several(w, "Split", [source, w.ints(sizes)], outputs, axis=axis)
+    w.names.update((id(n), n.name) for n in call.outputs)
+
+
+def _split_computed(w: OnnxWriter, call: OpCall, axis: int, sections: Any) -> None:
+    """A slice for each part, between places that are computed."""
+    if isinstance(sections, TensorNode):
+        raise ExportError(
+            f"{call.out.name}: a split into a computed number of parts has no ONNX form: fix it"
+        )
+    places = [w.ints([0]), *(scalar_int64(w, s) for s in sections), w.ints([_END])]
+    for node, start, end in zip(call.outputs, places, places[1:], strict=False):
+        w.emit("Slice", [w.name(call.inputs[0]), start, end, w.ints([axis])], node)
+
+
+def _broadcast_to(w: OnnxWriter, call: OpCall) -> None:
+    w.emit("Expand", [w.name(call.inputs[0]), shape_vector(w, call.attrs["shape"])], call.out)
+
+
+def _tile(w: OnnxWriter, call: OpCall) -> None:
+    reps, x = call.attrs["reps"], call.inputs[0]
+    name, rank = w.name(x), len(x.shape)
+    if isinstance(reps, TensorNode):
+        w.emit("Tile", [name, shape_vector(w, reps)], call.out)
+        return
+    reps = (1,) * (rank - len(reps)) + tuple(reps)
+    if len(reps) > rank:
+        name = w.node("Unsqueeze", [name, w.ints(range(len(reps) - rank))], w.fresh(call.out.name))
+    w.emit("Tile", [name, shape_vector(w, reps)], call.out)
+
+
+def _repeat(w: OnnxWriter, call: OpCall) -> None:
+    """Each value several times: a new axis behind, repeated, and joined with the one before it."""
+    axis, times, x = call.attrs["axis"], call.attrs["repeats"], call.inputs[0]
+    name, base, shape = w.name(x), call.out.name, [int(n) for n in x.shape]
+    if axis is None:
+        name, shape, axis = w.node("Reshape", [name, w.ints([-1])], w.fresh(base)), [-1], 0
+    single = w.node("Unsqueeze", [name, w.ints([axis + 1])], w.fresh(base))
+    counts: list[Any] = [1] * (len(shape) + 1)
+    counts[axis + 1] = times
+    many = w.node("Tile", [single, shape_vector(w, counts)], w.fresh(base))
+    target = [0] * axis + [-1] + shape[axis + 1 :]
+    w.emit("Reshape", [many, w.ints(target)], call.out)
+
+
+def _roll(w: OnnxWriter, call: OpCall) -> None:
+    """The values behind a place come first; the place is the negative shift, modulo the size."""
+    x, base, axes = call.inputs[0], call.out.name, call.attrs["axis"]
+    source = w.name(x)
+    name = source if axes is not None else w.node("Reshape", [source, w.ints([-1])], w.fresh(base))
+    for shift, axis in zip(call.attrs["shift"], axes or (0,), strict=True):
+        if isinstance(shift, TensorNode):
+            raise ExportError(f"{base}: a shift that is computed has no ONNX form: fix it")
+        if int(shift) == 0:
+            continue
+        place = _place(w, name, int(shift), axis, base)
+        where = w.ints([axis])
+        behind = w.node("Slice", [name, place, w.ints([_END]), where], w.fresh(base))
+        before = w.node("Slice", [name, w.ints([0]), place, where], w.fresh(base))
+        name = w.node("Concat", [behind, before], w.fresh(base), axis=axis)
+    if axes is None:
+        name = w.node("Reshape", [name, w.node("Shape", [source], w.fresh(base))], w.fresh(base))
+    w.names[id(call.out)] = name
+
+
+def _place(w: OnnxWriter, name: str, shift: int, axis: int, base: str) -> str:
+    whole = w.node("Shape", [name], w.fresh(base))
+    size = w.node("Gather", [whole, w.ints([axis])], w.fresh(base), axis=0)
+    return w.node("Mod", [w.ints([-shift]), size], w.fresh(base))
+
+
+def _pixel_shuffle(w: OnnxWriter, call: OpCall) -> None:
+    factor, x, base = call.attrs["factor"], call.inputs[0], call.out.name
+    name, shape = w.name(x), [int(n) for n in x.shape]
+    if len(shape) == 4:
+        w.emit("DepthToSpace", [name], call.out, blocksize=factor, mode="CRD")
+        return
+    flat = w.node("Reshape", [name, w.ints([-1, *shape[-3:]])], w.fresh(base))
+    moved = w.node("DepthToSpace", [flat], w.fresh(base), blocksize=factor, mode="CRD")
+    # Leading axes: all but the first are fixed; without any, the one that was added goes away.
+    target = [-1, *(int(n) for n in call.out.shape[1:])] if len(shape) > 4 else list(call.out.shape)
+    w.emit("Reshape", [moved, w.ints(target)], call.out)
+
+
+def _sliding_window(w: OnnxWriter, call: OpCall) -> None:
+    """Rows and columns of every window by their positions, then the axes of the windows go behind."""
+    a, base, shape = call.attrs, call.out.name, call.inputs[0].shape
+    name, (high, wide) = w.name(call.inputs[0]), a["padding"]
+    if high or wide:
+        pads = w.ints([0, 0, high, wide, 0, 0, high, wide])
+        name = w.node("Pad", [name, pads, w.scalar(0.0)], w.fresh(base), mode="constant")
+    for axis, source, pad in ((2, 2, high), (4, 3, wide)):
+        k, step, apart = (a[n][source - 2] for n in ("kernel_size", "stride", "dilation"))
+        count = (int(shape[source]) + 2 * pad - apart * (k - 1) - 1) // step + 1
+        places = step * np.arange(count)[:, None] + apart * np.arange(k)
+        where = w.constant(f"{base}_places_{axis}", places.astype(np.int64))
+        name = w.node("Gather", [name, where], w.fresh(base), axis=axis)
+    w.emit("Transpose", [name], call.out, perm=[0, 1, 2, 4, 3, 5])
+
+
+MOVES: dict[str, Emitter] = {
+    "reshape": _reshape,
+    "flatten": _flatten,
+    "transpose": _transpose,
+    "swapaxes": _transpose,
+    "expand_dims": _axes("Unsqueeze"),
+    "squeeze": _axes("Squeeze"),
+    "broadcast_to": _broadcast_to,
+    "tile": _tile,
+    "repeat": _repeat,
+    "roll": _roll,
+    "identity": _identity,
+    "dropout": _identity,
+    "pad": _pad,
+    "split": _split,
+    "pixel_shuffle": _pixel_shuffle,
+    "sliding_window": _sliding_window,
+}

@@ -1,0 +1,213 @@
+"""ONNX for normalisations and for activations that stay float; at opset 13 most are several nodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from qtrace.errors import ExportError
+from qtrace.export.onnx.types import Emitter, array, operand
+from qtrace.export.onnx.writer import OnnxWriter
+from qtrace.graph.types import TensorNode
+from qtrace.graph.walk import get_module, owner
+from qtrace.ops import OpCall
+
+__all__ = ["NORMS"]
+
+
+def _batch_norm(w: OnnxWriter, call: OpCall) -> None:
+    module, names = owner(call.expr), ("weight", "bias", "running_mean", "running_var")
+    if module is not None:
+        found = [get_module(module, n) for n in names]
+        values = [None if t is None else t.numpy() for t in found]
+    else:
+        values = [None if call.attrs[n] is None else w.value(call.attrs[n]) for n in names]
+        if any(v is None and call.attrs[n] is not None for v, n in zip(values, names, strict=True)):
+            raise ExportError(
+                f"{call.out.name}: a BatchNorm whose statistics are computed has no ONNX form: "
+                "end the graph before it"
+            )
+    size = next(v.size for v in values if v is not None)
+    defaults = (1.0, 0.0, 0.0, 1.0)
+    flat = [
+        np.full(size, d, np.float32) if v is None else v.reshape(-1)
+        for v, d in zip(values, defaults, strict=True)
+    ]
+    inputs = [w.constant(f"{call.out.name}_{n}", v) for n, v in zip(names, flat, strict=True)]
+    w.emit("BatchNormalization", [w.name(call.inputs[0]), *inputs], call.out, epsilon=call.attrs["eps"])
+
+
+def _softmax(w: OnnxWriter, call: OpCall) -> None:
+    axes, x = call.attrs["axis"], call.inputs[0]
+    if len(axes) == 1:
+        w.emit("Softmax", [w.name(x)], call.out, axis=axes[0])
+        return
+    base = call.out.name
+    top = w.node("ReduceMax", [w.name(x)], w.fresh(base), axes=list(axes), keepdims=1)
+    powers = w.node("Exp", [w.node("Sub", [w.name(x), top], w.fresh(base))], w.fresh(base))
+    total = w.node("ReduceSum", [powers, w.ints(axes)], w.fresh(base), keepdims=1)
+    w.emit("Div", [powers, total], call.out)
+
+
+def _axes(call: OpCall) -> list[int]:
+    axis = call.attrs["axis"]
+    rank = len(call.inputs[0].shape)
+    if axis is None:
+        return list(range(rank))
+    return [int(a) % rank for a in (axis if isinstance(axis, (tuple, list)) else [axis])]
+
+
+def _logsoftmax(w: OnnxWriter, call: OpCall) -> None:
+    axes, x = _axes(call), w.name(call.inputs[0])
+    if len(axes) == 1:
+        w.emit("LogSoftmax", [x], call.out, axis=axes[0])
+        return
+    total = w.node("ReduceLogSumExp", [x], w.fresh(call.out.name), axes=axes, keepdims=1)
+    w.emit("Sub", [x, total], call.out)
+
+
+def _logsumexp(w: OnnxWriter, call: OpCall) -> None:
+    keep = int(bool(call.attrs["keepdims"]))
+    w.emit("ReduceLogSumExp", [w.name(call.inputs[0])], call.out, axes=_axes(call), keepdims=keep)
+
+
+def _power_sum(w: OnnxWriter, call: OpCall, keep: int, output: str) -> str:
+    """The vector norm over the axes."""
+    order = 2.0 if call.attrs["ord"] is None else float(call.attrs["ord"])
+    axes, x, base = _axes(call), w.name(call.inputs[0]), call.out.name
+    if order in (1.0, 2.0):
+        return w.node(f"ReduceL{order:.0f}", [x], output, axes=axes, keepdims=keep)
+    if order <= 0.0 or math.isinf(order):
+        raise ExportError(f"{base}: a norm of order {order:g} has no ONNX form: use order 1 or 2")
+    powers = w.node("Pow", [w.node("Abs", [x], w.fresh(base)), w.scalar(order)], w.fresh(base))
+    total = w.node("ReduceSum", [powers, w.ints(axes)], w.fresh(base), keepdims=keep)
+    return w.node("Pow", [total, w.scalar(1.0 / order)], output)
+
+
+def _norm(w: OnnxWriter, call: OpCall) -> None:
+    w.names[id(call.out)] = _power_sum(w, call, int(bool(call.attrs["keepdims"])), call.out.name)
+
+
+def _normalize(w: OnnxWriter, call: OpCall) -> None:
+    base = call.out.name
+    length = _power_sum(w, call, 1, w.fresh(base))
+    floor = w.node("Max", [length, w.scalar(float(call.attrs["eps"]))], w.fresh(base))
+    w.emit("Div", [w.name(call.inputs[0]), floor], call.out)
+
+
+def _standardized(w: OnnxWriter, x: str, axes: Sequence[int], eps: float, base: str) -> str:
+    """(x - mean) / sqrt(variance + eps) over ``axes``."""
+    mean = w.node("ReduceMean", [x], w.fresh(base), axes=list(axes), keepdims=1)
+    apart = w.node("Sub", [x, mean], w.fresh(base))
+    square = w.node("Mul", [apart, apart], w.fresh(base))
+    variance = w.node("ReduceMean", [square], w.fresh(base), axes=list(axes), keepdims=1)
+    spread = w.node("Sqrt", [w.node("Add", [variance, w.scalar(eps)], w.fresh(base))], w.fresh(base))
+    return w.node("Div", [apart, spread], w.fresh(base))
+
+
+def _factor(w: OnnxWriter, call: OpCall, name: str, shape: Sequence[int]) -> str | None:
+    """The weight or bias of a norm in the given shape."""
+    value = call.attrs[name]
+    if value is None:
+        return None
+    fixed = w.value(value) if isinstance(value, TensorNode) else array(value)
+    if fixed is None:
+        return w.node("Reshape", [operand(w, value, np.float32), w.ints(shape)], w.fresh(call.out.name))
+    return w.constant(f"{call.out.name}_{name}", fixed.reshape(shape).astype(np.float32))
+
+
+def _finish(w: OnnxWriter, call: OpCall, name: str, shape: Sequence[int]) -> None:
+    """Multiplies by the weight and adds the bias, if there are any."""
+    weight, bias = (_factor(w, call, n, shape) for n in ("weight", "bias"))
+    if weight is not None:
+        name = w.node("Mul", [name, weight], call.out.name if bias is None else w.fresh(call.out.name))
+    if bias is not None:
+        name = w.node("Add", [name, bias], call.out.name)
+    w.names[id(call.out)] = name
+
+
+def _layer_norm(w: OnnxWriter, call: OpCall) -> None:
+    shape = [int(n) for n in call.inputs[0].shape]
+    if "normalized_shape" in call.attrs:
+        inner = call.attrs["normalized_shape"]
+        count = 1 if isinstance(inner, int) else len(inner)
+    else:
+        count = int(call.attrs["normalized_dim"])
+    axes = list(range(len(shape) - count, len(shape)))
+    x = _standardized(w, w.name(call.inputs[0]), axes, call.attrs["eps"], call.out.name)
+    _finish(w, call, x, shape[-count:])
+
+
+def _general_norm(w: OnnxWriter, call: OpCall) -> None:
+    shape = [int(n) for n in call.inputs[0].shape]
+    given = call.attrs["normalized_axis"]
+    axes = [int(a) % len(shape) for a in (given if isinstance(given, (tuple, list)) else [given])]
+    x = _standardized(w, w.name(call.inputs[0]), axes, call.attrs["eps"], call.out.name)
+    _finish(w, call, x, [n if i in axes else 1 for i, n in enumerate(shape)])
+
+
+def _group_norm(w: OnnxWriter, call: OpCall) -> None:
+    """The channels of a group in one axis, each group standardized, and back."""
+    shape = [int(n) for n in call.inputs[0].shape]
+    groups = call.attrs.get("num_groups", call.attrs.get("group"))
+    source, base = w.name(call.inputs[0]), call.out.name
+    whole = w.node("Shape", [source], w.fresh(base))
+    split = w.node("Reshape", [source, w.ints([0, int(groups), -1])], w.fresh(base))
+    x = _standardized(w, split, [2], call.attrs["eps"], base)
+    joined = w.node("Reshape", [x, whole], w.fresh(base))
+    _finish(w, call, joined, [1, shape[1], *[1] * (len(shape) - 2)])
+
+
+def _instance_norm(w: OnnxWriter, call: OpCall) -> None:
+    shape = [int(n) for n in call.inputs[0].shape]
+    axes = list(range(2, len(shape)))
+    x = _standardized(w, w.name(call.inputs[0]), axes, call.attrs["eps"], call.out.name)
+    _finish(w, call, x, [1, shape[1], *[1] * (len(shape) - 2)])
+
+
+def _local_response_norm(w: OnnxWriter, call: OpCall) -> None:
+    a: dict[str, Any] = dict(call.attrs)
+    size = int(a["kernel_size"])
+    # ONNX divides alpha by the size.
+    options = {"alpha": float(a["alpha"]) * size, "beta": float(a["beta"]), "bias": float(a["k"])}
+    w.emit("LRN", [w.name(call.inputs[0])], call.out, size=size, **options)
+
+
+def _gelu(w: OnnxWriter, call: OpCall) -> None:
+    """x * (1 + erf(x / sqrt(2))) / 2."""
+    x, base = w.name(call.inputs[0]), call.out.name
+    inner = w.node("Erf", [w.node("Div", [x, w.scalar(math.sqrt(2.0))], w.fresh(base))], w.fresh(base))
+    half = w.node("Mul", [x, w.scalar(0.5)], w.fresh(base))
+    w.emit("Mul", [half, w.node("Add", [inner, w.scalar(1.0)], w.fresh(base))], call.out)
+
+
+def _softplus(w: OnnxWriter, call: OpCall) -> None:
+    w.emit("Softplus", [w.name(call.inputs[0])], call.out)
+
+
+def _logsigmoid(w: OnnxWriter, call: OpCall) -> None:
+    """-softplus(-x): the logarithm of a sigmoid would be -inf for large negative x."""
+    base = call.out.name
+    inner = w.node("Softplus", [w.node("Neg", [w.name(call.inputs[0])], w.fresh(base))], w.fresh(base))
+    w.emit("Neg", [inner], call.out)
+
+
+NORMS: dict[str, Emitter] = {
+    "batch_norm": _batch_norm,
+    "softmax": _softmax,
+    "logsoftmax": _logsoftmax,
+    "logsumexp": _logsumexp,
+    "norm": _norm,
+    "normalize": _normalize,
+    "layer_norm": _layer_norm,
+    "general_norm": _general_norm,
+    "group_norm": _group_norm,
+    "instance_norm": _instance_norm,
+    "local_response_norm": _local_response_norm,
+    "gelu": _gelu,
+    "softplus": _softplus,
+    "logsigmoid": _logsigmoid,
+}

@@ -1,0 +1,240 @@
+"""ONNX for each op kind. An emitter reads an `OpCall` and writes the nodes that compute its output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from qtrace import ops
+from qtrace.errors import ExportError
+from qtrace.export.onnx.arithmetic import ARITHMETIC
+from qtrace.export.onnx.index import INDEXING
+from qtrace.export.onnx.norms import NORMS
+from qtrace.export.onnx.reductions import REDUCTIONS
+from qtrace.export.onnx.sampling import SAMPLING
+from qtrace.export.onnx.shapes import SHAPES
+from qtrace.export.onnx.types import Emitter, operand
+from qtrace.export.onnx.windows import WINDOWS
+from qtrace.export.onnx.writer import OnnxWriter
+from qtrace.graph.types import TensorNode
+from qtrace.graph.walk import users
+from qtrace.ops import OpCall
+
+__all__ = ["EMITTERS", "WITHOUT", "Emitter", "weight_layout"]
+
+
+# The number of axes along which each of them moves its window.
+_CONVS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
+_TRANSPOSED = {"conv_transpose2d": 2, "conv_transpose3d": 3}
+
+
+def weight_layout(call: OpCall, weight: np.ndarray) -> tuple[np.ndarray, int]:
+    """A layer's weight in ONNX's layout, and the axis that counts its output channels there."""
+    if call.kind in _CONVS:
+        return weight.reshape(-1, *weight.shape[-_CONVS[call.kind] - 1 :]), 0
+    if call.kind in _TRANSPOSED:
+        return weight.reshape(-1, *weight.shape[-_TRANSPOSED[call.kind] - 1 :]), 1
+    if call.kind == "linear" and not _only_matrices(call):
+        return weight.T, 1
+    return weight, 0
+
+
+def _only_matrices(call: OpCall) -> bool:
+    """Whether every linear layer that reads this weight has a matrix as its input: Gemm takes only those."""
+    assert call.weight is not None
+    calls = [found for user in users(call.weight) if (found := ops.read(user)) is not None]
+    return all(len(c.inputs[0].shape) == 2 for c in calls if c.kind == "linear")
+
+
+def _weight(w: OnnxWriter, call: OpCall) -> str:
+    """The tensor of a layer's weight in ONNX's layout, be it stored integers, floats or computed."""
+    node = call.weight
+    assert node is not None
+    value = w.value(node)
+    if value is not None:  # a layer that stays in float
+        laid = weight_layout(call, value)[0]
+        same = laid.shape == value.shape and np.array_equal(laid, value)
+        return w.name(node) if same else w.constant(f"{node.name}_{call.kind}", laid)
+    if id(node) in w.laid:
+        return w.name(node)
+    shape = [int(n) for n in node.shape]
+    count = {**_CONVS, **_TRANSPOSED}.get(call.kind)
+    if count is not None and len(shape) > count + 2:
+        return w.node("Reshape", [w.name(node), w.ints([-1, *shape[2:]])], w.fresh(node.name))
+    if call.kind == "linear" and not _only_matrices(call):
+        return w.node("Transpose", [w.name(node)], w.fresh(node.name), perm=[1, 0])
+    return w.name(node)
+
+
+def _conv(w: OnnxWriter, call: OpCall) -> None:
+    a, weight = call.attrs, call.weight
+    assert weight is not None
+    count = {**_CONVS, **_TRANSPOSED}[call.kind]
+    attributes: dict[str, Any] = {
+        "kernel_shape": [int(n) for n in weight.shape[-count:]],
+        "strides": list(a["stride"]),
+        "dilations": list(a["dilation"]),
+        "group": a["groups"],
+        "pads": [*a["padding"], *a["padding"]],
+    }
+    if call.kind in _TRANSPOSED:
+        attributes["output_padding"] = list(a["output_padding"])
+    inputs = [w.name(call.inputs[0]), _weight(w, call)]
+    if call.bias is not None:
+        inputs.append(_flat(w, call.bias))
+    w.emit("ConvTranspose" if call.kind in _TRANSPOSED else "Conv", inputs, call.out, **attributes)
+
+
+def _flat(w: OnnxWriter, bias: TensorNode) -> str:
+    """A bias as a vector; one that is quantized is stored as one."""
+    value = w.value(bias)
+    if value is not None and value.ndim > 1:
+        return w.constant(f"{bias.name}_flat", value.reshape(-1))
+    return w.name(bias)
+
+
+def _linear(w: OnnxWriter, call: OpCall) -> None:
+    x = call.inputs[0]
+    inputs = [w.name(x), _weight(w, call)]
+    if len(x.shape) == 2:
+        if call.bias is not None:
+            inputs.append(w.name(call.bias))
+        w.emit("Gemm", inputs, call.out, transB=int(_only_matrices(call)))
+    elif call.bias is None:
+        w.emit("MatMul", inputs, call.out)
+    else:
+        product = w.node("MatMul", inputs, w.fresh(call.out.name))
+        w.emit("Add", [product, w.name(call.bias)], call.out)
+
+
+def _matmul(w: OnnxWriter, call: OpCall) -> None:
+    names = []
+    for node, flip in zip(call.inputs, (call.attrs["transpose_a"], call.attrs["transpose_b"]), strict=True):
+        name = w.name(node)
+        if flip:
+            rank = len(node.shape)
+            order = [*range(rank - 2), rank - 1, rank - 2]
+            name = w.node("Transpose", [name], w.fresh(node.name), perm=order)
+        names.append(name)
+    w.emit("MatMul", names, call.out)
+
+
+def _unary(op: str, **fixed: Any) -> Emitter:
+    def emit(w: OnnxWriter, call: OpCall) -> None:
+        w.emit(op, [w.name(call.inputs[0])], call.out, **fixed)
+
+    return emit
+
+
+def _leaky_relu(w: OnnxWriter, call: OpCall) -> None:
+    w.emit("LeakyRelu", [w.name(call.inputs[0])], call.out, alpha=call.attrs["negative_slope"])
+
+
+def _clip(w: OnnxWriter, call: OpCall) -> None:
+    lower, upper = (0.0, 6.0) if call.kind == "relu6" else (call.attrs["lower"], call.attrs["upper"])
+    name, kind = w.name(call.inputs[0]), call.out.dtype
+    if not any(isinstance(b, TensorNode) for b in (lower, upper)):
+        names = ["" if b is None else operand(w, b, kind) for b in (lower, upper)]
+        w.emit("Clip", [name, *names], call.out)
+        return
+    # Clip takes numbers only; a bound that is computed may have axes.
+    if upper is not None:
+        name = w.node("Min", [name, operand(w, upper, kind)], w.fresh(call.out.name))
+    if lower is not None:
+        name = w.node("Max", [name, operand(w, lower, kind)], w.fresh(call.out.name))
+    w.names[id(call.out)] = name
+
+
+def _gated(gate: str, **fixed: Any) -> Emitter:
+    """x * gate(x)."""
+
+    def emit(w: OnnxWriter, call: OpCall) -> None:
+        x = w.name(call.inputs[0])
+        w.emit("Mul", [x, w.node(gate, [x], w.fresh(call.out.name), **fixed)], call.out)
+
+    return emit
+
+
+def _join(w: OnnxWriter, call: OpCall) -> None:
+    axis, out = call.attrs["axis"], call.out
+    names = [operand(w, n, out.dtype) for n in call.attrs["parts"]]
+    if call.kind == "stack":
+        names = [w.node("Unsqueeze", [n, w.ints([axis])], w.fresh(n)) for n in names]
+    else:  # MegEngine joins numbers without axes as vectors
+        parts = zip(names, call.attrs["parts"], strict=True)
+        names = [n if np.shape(p) else w.node("Reshape", [n, w.ints([1])], w.fresh(n)) for n, p in parts]
+    w.emit("Concat", names, out, axis=axis)
+
+
+def _prelu(w: OnnxWriter, call: OpCall) -> None:
+    """One slope, or one for each channel along axis 1; ONNX aligns the last axes."""
+    slope, x = call.attrs["slope"], call.inputs[0]
+    name = operand(w, slope, np.float32)
+    size = int(np.prod(slope.shape))
+    if size > 1 and len(slope.shape) == 1:
+        name = w.node("Reshape", [name, w.ints([size, *[1] * (len(x.shape) - 2)])], w.fresh(call.out.name))
+    w.emit("PRelu", [w.name(x), name], call.out)
+
+
+_OLD = "ONNX has no op for it"
+_LAYER = "its weights have an order of MegEngine's own (linear layers have a form)"
+
+# Kinds that have no ONNX form, and why.
+WITHOUT: dict[str, str] = {
+    "atan2": _OLD,
+    "correlation": _OLD,
+    "cvt_color": _OLD,
+    "deformable_psroi_pooling": _OLD,
+    "diag": _OLD,
+    "local_conv2d": _OLD,
+    "lstm": _LAYER,
+    "matinv": _OLD,
+    "multi_head_attention": _LAYER,
+    "nvof": _OLD,
+    "region_restricted_conv": _OLD,
+    "rnn": _LAYER,
+    "roi_pooling": "ONNX rounds the borders of regions in another way",
+    "sliding_window_transpose": _OLD,
+    "svd": _OLD,
+    **dict.fromkeys(
+        ("l1_loss", "square_loss", "cross_entropy", "binary_cross_entropy", "hinge_loss", "ctc_loss"),
+        "a loss belongs to training",
+    ),
+}
+
+
+def _refuse(reason: str) -> Emitter:
+    def emit(w: OnnxWriter, call: OpCall) -> None:
+        raise ExportError(f"{call.out.name}: {call.kind} has no ONNX form: {reason}; end the graph before it")
+
+    return emit
+
+
+_SIXTH = {"alpha": 1.0 / 6.0, "beta": 0.5}
+
+EMITTERS: dict[str, Emitter] = {
+    **ARITHMETIC,
+    **NORMS,
+    **REDUCTIONS,
+    **INDEXING,
+    **SHAPES,
+    **WINDOWS,
+    **SAMPLING,
+    **dict.fromkeys((*_CONVS, *_TRANSPOSED), _conv),
+    "linear": _linear,
+    "matmul": _matmul,
+    "relu": _unary("Relu"),
+    "relu6": _clip,
+    "clip": _clip,
+    "leaky_relu": _leaky_relu,
+    "prelu": _prelu,
+    "sigmoid": _unary("Sigmoid"),
+    "tanh": _unary("Tanh"),
+    "hsigmoid": _unary("HardSigmoid", **_SIXTH),
+    "silu": _gated("Sigmoid"),
+    "hswish": _gated("HardSigmoid", **_SIXTH),
+    "concat": _join,
+    "stack": _join,
+    **{kind: _refuse(reason) for kind, reason in WITHOUT.items()},
+}

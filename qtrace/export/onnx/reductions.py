@@ -1,0 +1,170 @@
+"""ONNX for reductions, running sums, sorting and searching."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qtrace.errors import ExportError
+from qtrace.export.onnx.types import Emitter, cast, emit_as, emit_several, int64, operand, scalar_int64
+from qtrace.export.onnx.writer import OnnxWriter
+from qtrace.graph.types import TensorNode
+from qtrace.graph.walk import users
+from qtrace.ops import OpCall
+
+__all__ = ["REDUCTIONS"]
+
+
+def _axes(call: OpCall) -> list[int]:
+    axis, rank = call.attrs["axis"], len(call.inputs[0].shape)
+    return list(range(rank)) if axis is None else [i % rank for i in axis]
+
+
+def _reduce(op: str) -> Emitter:
+    def emit(w: OnnxWriter, call: OpCall) -> None:
+        axes, keep = _axes(call), int(call.attrs["keepdims"])
+        x = operand(w, call.inputs[0], call.out.dtype)
+        if op == "ReduceSum":  # its axes became an input at opset 13
+            w.emit(op, [x, w.ints(axes)], call.out, keepdims=keep)
+        else:
+            w.emit(op, [x], call.out, axes=axes, keepdims=keep)
+
+    return emit
+
+
+def _spread(w: OnnxWriter, call: OpCall) -> None:
+    """Variance and standard deviation, of the whole population."""
+    axes, keep, base = _axes(call), int(call.attrs["keepdims"]), call.out.name
+    x = operand(w, call.inputs[0], np.float32)
+    mean = w.node("ReduceMean", [x], w.fresh(base), axes=axes, keepdims=1)
+    apart = w.node("Sub", [x, mean], w.fresh(base))
+    square = w.node("Mul", [apart, apart], w.fresh(base))
+    if call.kind == "var":
+        w.emit("ReduceMean", [square], call.out, axes=axes, keepdims=keep)
+        return
+    variance = w.node("ReduceMean", [square], w.fresh(base), axes=axes, keepdims=keep)
+    w.emit("Sqrt", [variance], call.out)
+
+
+def _argument(op: str) -> Emitter:
+    """The position of the largest or smallest value, of the first one among equals."""
+
+    def emit(w: OnnxWriter, call: OpCall) -> None:
+        axis, x, keep = call.attrs["axis"], w.name(call.inputs[0]), int(bool(call.attrs["keepdims"]))
+        if axis is not None and len(axis) != 1:
+            raise ExportError(
+                f"{call.out.name}: a search over several axes has no ONNX form: flatten these axes before"
+            )
+        if axis is None:
+            if keep:
+                raise ExportError(
+                    f"{call.out.name}: a search over all axes that keeps them has no ONNX form: flatten it"
+                )
+            x = w.node("Reshape", [x, w.ints([-1])], w.fresh(call.out.name))
+        emit_as(w, op, [x], call.out, axis=0 if axis is None else int(axis[0]), keepdims=keep)
+
+    return emit
+
+
+def _cumsum(w: OnnxWriter, call: OpCall) -> None:
+    (axis,) = call.attrs["axis"]
+    where = w.constant(f"const_axis_{axis}", np.array(axis, np.int64))
+    w.emit("CumSum", [operand(w, call.inputs[0], call.out.dtype), where], call.out)
+
+
+def _top(w: OnnxWriter, call: OpCall, count: str, largest: bool, ordered: bool = True) -> None:
+    """TopK along the last axis; values to the first output, positions to the second."""
+    values, positions = call.outputs if len(call.outputs) == 2 else (None, call.out)
+    base = call.out.name
+    made = [w.fresh(base) if values is None else values.name, w.fresh(base)]
+    options = {"axis": -1, "largest": int(largest), "sorted": int(ordered)}
+    source = w.name(call.inputs[0])
+    emit_several(w, "TopK", [source, count], made, **options)
+    if values is not None:
+        w.names[id(values)] = made[0]
+    w.names[id(positions)] = cast(w, made[1], positions.dtype, positions.name)
+
+
+def _topk(w: OnnxWriter, call: OpCall) -> None:
+    a = call.attrs
+    if a["kth_only"]:
+        _kth(w, call)
+        return
+    base = call.out.name
+    # MegEngine gives all values where there are fewer than k; how many there are may depend on the input.
+    count = w.node("Min", [scalar_int64(w, a["k"]), _length(w, call)], w.fresh(base))
+    _top(w, call, count, bool(a["descending"]), not a["no_sort"])
+
+
+def _length(w: OnnxWriter, call: OpCall) -> str:
+    """The size of the last axis of the input, as a vector of one number."""
+    x, base = call.inputs[0], call.out.name
+    last = len(x.shape) - 1
+    shape = w.node("Shape", [w.name(x)], w.fresh(base))
+    return w.node("Slice", [shape, w.ints([last]), w.ints([last + 1])], w.fresh(base))
+
+
+def _kth(w: OnnxWriter, call: OpCall) -> None:
+    """The k-th value alone, as the last of the k first."""
+    value, position = call.outputs
+    if any(users(position)):
+        raise ExportError(
+            f"{call.out.name}: the position of a k-th value has no ONNX form: take it from F.topk"
+        )
+    made = [w.fresh(value.name), w.fresh(value.name)]
+    options = {"axis": -1, "largest": int(bool(call.attrs["descending"])), "sorted": 1}
+    inputs = [w.name(call.inputs[0]), scalar_int64(w, call.attrs["k"])]
+    emit_several(w, "TopK", inputs, made, **options)
+    last = w.constant("const_axis_-1", np.array(-1, np.int64))
+    w.emit("Gather", [made[0], last], value, axis=-1)
+
+
+def _sort(w: OnnxWriter, call: OpCall) -> None:
+    _top(w, call, _length(w, call), bool(call.attrs["descending"]))
+
+
+def _one_hot(w: OnnxWriter, call: OpCall) -> None:
+    depth = w.constant(
+        f"const_int64_{call.attrs['num_classes']}", np.array(call.attrs["num_classes"], np.int64)
+    )
+    values = w.constant("const_off_on", np.array([0, 1], np.int64))
+    emit_as(w, "OneHot", [int64(w, call.inputs[0]), depth, values], call.out, axis=-1)
+
+
+def _nms(w: OnnxWriter, call: OpCall) -> None:
+    """Boxes of one class, which MegEngine gives in the order of their scores."""
+    boxes, scores = call.inputs
+    base, limit = call.out.name, call.attrs["max_output"]
+    count = _box_count(w, boxes, base) if limit is None else w.ints([int(limit)])
+    stacked = w.node("Unsqueeze", [w.name(boxes), w.ints([0])], w.fresh(base))
+    ranked = w.node("Unsqueeze", [w.name(scores), w.ints([0, 1])], w.fresh(base))
+    threshold = call.attrs["iou_thresh"]
+    if isinstance(threshold, TensorNode):
+        raise ExportError(f"{base}: a threshold that is computed has no ONNX form: fix it")
+    limits = w.constant(w.fresh("const_iou"), np.array([float(threshold)], np.float32))
+    found = w.node("NonMaxSuppression", [stacked, ranked, count, limits], w.fresh(base))
+    column = w.constant("const_axis_2", np.array(2, np.int64))
+    emit_as(w, "Gather", [found, column], call.out, axis=1)
+
+
+def _box_count(w: OnnxWriter, boxes: TensorNode, base: str) -> str:
+    shape = w.node("Shape", [w.name(boxes)], w.fresh(base))
+    return w.node("Slice", [shape, w.ints([0]), w.ints([1])], w.fresh(base))
+
+
+REDUCTIONS: dict[str, Emitter] = {
+    "mean": _reduce("ReduceMean"),
+    "sum": _reduce("ReduceSum"),
+    "max": _reduce("ReduceMax"),
+    "min": _reduce("ReduceMin"),
+    "prod": _reduce("ReduceProd"),
+    "var": _spread,
+    "std": _spread,
+    "argmax": _argument("ArgMax"),
+    "argmin": _argument("ArgMin"),
+    "cumsum": _cumsum,
+    "topk": _topk,
+    "sort": _sort,
+    "argsort": _sort,
+    "one_hot": _one_hot,
+    "nms": _nms,
+}

@@ -1,0 +1,189 @@
+"""Collects the nodes and initializers of one ONNX graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from qtrace.errors import ExportError
+from qtrace.export.onnx.opset import at_opset, versions
+from qtrace.graph.types import Node, TensorNode
+from qtrace.scheme import QParams, QScheme
+
+__all__ = ["OnnxWriter", "integer_type"]
+
+_FLOAT = TensorProto.FLOAT
+
+
+def integer_type(scheme: QScheme, packed: bool = False) -> Any:
+    """The numpy type that holds the integers of ``scheme`` in an ONNX file.
+
+    Args:
+        scheme: the scheme; its integers may use fewer bits than the type has.
+        packed: whether 4 bits and less are stored two in a byte; runtimes have faster kernels for int8.
+    """
+    import ml_dtypes
+
+    if scheme.bits > 8:
+        return np.int16 if scheme.signed else np.uint16
+    if packed and scheme.bits <= 4:
+        return ml_dtypes.int4 if scheme.signed else ml_dtypes.uint4
+    return np.int8 if scheme.signed else np.uint8
+
+
+class OnnxWriter:
+    """One ONNX graph in the making. Tensors are named like the nodes of the traced graph."""
+
+    def __init__(self, packed: bool = False) -> None:
+        self.packed = packed
+        self.nodes: list[onnx.NodeProto] = []
+        self.initializers: dict[str, onnx.TensorProto] = {}
+        self.names: dict[int, str] = {}
+        self.values: dict[int, np.ndarray] = {}
+        self.laid: set[int] = set()  # weights whose integers are stored in ONNX's layout
+        self.counter = 0
+        self.integers: dict[str, str] = {}  # a dequantized tensor -> its integers
+
+    def name(self, node: Node) -> str:
+        """The ONNX tensor that holds the value of ``node``; parameters are written when first read."""
+        if id(node) not in self.names:
+            self.names[id(node)] = self.constant(node.name, self.values[id(node)])
+        return self.names[id(node)]
+
+    def value(self, node: Node) -> np.ndarray | None:
+        """The value of a parameter or constant, None for what is computed."""
+        return self.values.get(id(node))
+
+    def constant(self, name: str, value: Any) -> str:
+        """Adds an initializer (once per name) and returns its name."""
+        if name not in self.initializers:
+            self.initializers[name] = numpy_helper.from_array(np.array(value, order="C"), name)
+        return name
+
+    def scalar(self, value: float) -> str:
+        """A float constant."""
+        return self.constant(f"const_{value!r}", np.array(value, np.float32))
+
+    def ints(self, values: Sequence[int]) -> str:
+        """An int64 vector constant."""
+        return self.constant("const_ints_" + "_".join(str(v) for v in values), np.array(values, np.int64))
+
+    def fresh(self, base: str) -> str:
+        """A tensor name that nothing else has."""
+        self.counter += 1
+        return f"{base}__{self.counter}"
+
+    def node(self, op: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
+        """Adds a node with one output and returns the output's name."""
+        self.nodes.append(helper.make_node(op, list(inputs), [output], name=f"{output}_{op}", **attributes))
+        return output
+
+    def emit(self, op: str, inputs: Sequence[str], node: TensorNode, **attributes: Any) -> None:
+        """Adds a node that computes the graph's ``node``."""
+        self.names[id(node)] = self.node(op, inputs, node.name, **attributes)
+
+    def output(self, name: str, wanted: str, taken: set[str]) -> str:
+        """Makes the tensor ``name`` an output of the model and returns the name that it has as such.
+
+        Args:
+            name: a tensor.
+            wanted: the output's name; if inputs, outputs or initializers have it, it gets a suffix.
+            taken: the names of inputs and of other outputs. A tensor that is one of those, or an
+                initializer, is copied.
+        """
+        fixed = taken | set(self.initializers)
+        if wanted in fixed:
+            wanted = self._free(f"{wanted}_output", fixed)
+        if name in fixed:
+            return self.node("Identity", [name], wanted)
+        self._rename(name, wanted, fixed)
+        return wanted
+
+    def _free(self, base: str, fixed: set[str]) -> str:
+        used = fixed.union(*(node.output for node in self.nodes))
+        return next(n for n in (base, *(f"{base}_{i}" for i in range(len(used)))) if n not in used)
+
+    def _rename(self, old: str, new: str, fixed: set[str]) -> None:
+        """Renames a computed tensor; a computed one that has the name already makes way."""
+        if old == new:
+            return
+        swap = {new: self._free(f"{new}_float", fixed), old: new}
+        for node in self.nodes:
+            for field in (node.input, node.output):
+                for index, name in enumerate(field):
+                    field[index] = swap.get(name, name)
+        self.names = {key: swap.get(name, name) for key, name in self.names.items()}
+
+    def quantize_dequantize(
+        self, source: str, base: str, output: str, qparams: QParams, axis: int = 0
+    ) -> str:
+        """Adds QuantizeLinear and DequantizeLinear; the integers are named ``{base}_int``.
+
+        QuantizeLinear saturates at the bounds of its type. Where the scheme ends earlier, the values are
+        clipped before it.
+
+        Raises:
+            ExportError: for a scheme that ends earlier and has a scale per channel; the caller adds the site.
+        """
+        scheme, kind = qparams.scheme, integer_type(qparams.scheme)
+        scale, zero = self._parameters(base, qparams, kind)
+        integers = f"{base}_int"
+        if (scheme.qmin, scheme.qmax) != (np.iinfo(kind).min, np.iinfo(kind).max):
+            source = self._clip(source, base, qparams)
+        extra = {"axis": axis} if qparams.scale.ndim else {}
+        self.node("QuantizeLinear", [source, scale, zero], integers, **extra)
+        self.integers[output] = integers
+        return self.node("DequantizeLinear", [integers, scale, zero], output, **extra)
+
+    def _clip(self, source: str, base: str, qparams: QParams) -> str:
+        scheme = qparams.scheme
+        if qparams.scale.ndim:
+            raise ExportError(
+                f"it is computed and has a scale per channel, but {scheme.describe()} does not use every "
+                "value of its type, at which QuantizeLinear saturates: set narrow: false and 8 bits there, "
+                "or keep it in float"
+            )
+        ends = [np.float32((q - int(qparams.zero_point)) * qparams.scale) for q in (scheme.qmin, scheme.qmax)]
+        names = [self.constant(f"{base}_{n}", end) for n, end in zip(("low", "high"), ends, strict=True)]
+        return self.node("Clip", [source, *names], f"{base}_clipped")
+
+    def rescale(self, source: str, base: str, output: str, qparams: QParams) -> str | None:
+        """Reads the integers behind ``source`` once more, with other parameters; None if there are none."""
+        integers = self.integers.get(source)
+        if integers is None:
+            return None
+        scale, zero = self._parameters(base, qparams, integer_type(qparams.scheme))
+        self.integers[output] = integers
+        return self.node("DequantizeLinear", [integers, scale, zero], output)
+
+    def dequantize(self, base: str, integers: np.ndarray, qparams: QParams, axis: int, output: str) -> str:
+        """Adds stored integers ``{base}_int`` and the DequantizeLinear that reads them."""
+        kind = integer_type(qparams.scheme, self.packed)
+        scale, zero = self._parameters(base, qparams, kind)
+        stored = self.constant(f"{base}_int", integers.astype(kind))
+        extra = {"axis": axis} if qparams.scale.ndim else {}
+        return self.node("DequantizeLinear", [stored, scale, zero], output, **extra)
+
+    def _parameters(self, base: str, qparams: QParams, kind: Any) -> tuple[str, str]:
+        scale = self.constant(f"{base}_scale", qparams.scale.astype(np.float32))
+        zero = self.constant(f"{base}_zero_point", qparams.zero_point.astype(kind))
+        return scale, zero
+
+    def model(
+        self, name: str, inputs: list[Any], outputs: list[Any], metadata: dict[str, str], version: str
+    ) -> onnx.ModelProto:
+        """The finished model; initializers that no node reads are dropped."""
+        read = {i for n in self.nodes for i in n.input}
+        kept = [t for n, t in self.initializers.items() if n in read]
+        opset, ir_version = versions(kept, self.nodes)
+        nodes, more = at_opset(self.nodes, opset)
+        graph = helper.make_graph(nodes, name, inputs, outputs, [*kept, *more])
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
+        model.ir_version = ir_version
+        model.producer_name, model.producer_version = "qtrace", version
+        helper.set_model_props(model, metadata)
+        return model

@@ -1,0 +1,56 @@
+"""ncnn's calibration table, for ncnn2int8: by layer, first the scales of weights, then those of inputs.
+
+A scale is the inverse of ours: integers for one unit. Nothing but the inputs of convolutions and inner
+products is quantized, so a site anywhere else is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from qtrace.export.parameters.base import ParameterFile, refuse
+from qtrace.export.parameters.sites import Row
+
+__all__ = ["KINDS"]
+
+_TITLE = "an ncnn table"
+_BACKEND = "prepare with the recipe backend/ncnn"
+
+
+def _check(row: Row) -> None:
+    scheme = row.scheme
+    if scheme is None:  # ncnn adds biases in float
+        return
+    if scheme.bits != 8 or not scheme.symmetric or not scheme.signed:
+        raise refuse(row, _TITLE, "knows signed symmetric integers of 8 bits only", _BACKEND)
+    if not scheme.narrow:
+        raise refuse(row, _TITLE, "stands for integers from -127 to 127", "set narrow: true there")
+    if row.sort == "activation" and row.axis is not None:
+        raise refuse(row, _TITLE, "has one scale for each input", "set axis: null there")
+    if row.elsewhere:
+        reason = f"says how layers with weights round what they read, and {row.elsewhere} reads this rounded"
+        change = "set quantize_output: false before it, or export format ncnn, where rounding is a layer"
+        raise refuse(row, _TITLE, reason, change)
+
+
+def _write(rows: Sequence[Row]) -> str:
+    for row in rows:
+        _check(row)
+    weights = {layer: row for row in rows if row.sort == "weight" for layer in row.layers}
+    inputs = {layer: row for row in rows if row.sort == "activation" for layer in row.layers}
+    for layer, row in weights.items():
+        if layer not in inputs:
+            reason = "quantizes a layer's weight and its input or neither"
+            raise refuse(row, _TITLE, reason, f"set quantize: false for {layer}, or quantize its input too")
+    lines = [f"{layer}_param_0 {_numbers(row)}" for layer, row in weights.items()]
+    lines += [f"{layer} {_numbers(inputs[layer])}" for layer in weights]
+    return "\n".join(lines) + "\n"
+
+
+def _numbers(row: Row) -> str:
+    return " ".join(f"{1 / float(s):.9g}" for s in np.reshape(row.scale, -1))
+
+
+KINDS = {"ncnn": ParameterFile(_TITLE, ".table", _write)}

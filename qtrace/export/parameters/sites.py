@@ -1,0 +1,208 @@
+"""One table of what is quantized in a float model, for every kind of parameter file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from qtrace import ops
+from qtrace.errors import ExportError
+from qtrace.fakequant.base import FakeQuant
+from qtrace.graph.types import TensorNode, TracedModule
+from qtrace.graph.walk import exprs, owner, users
+from qtrace.preparation.annotation import Annotation, Site
+from qtrace.preparation.passes.insert import CONTAINER
+from qtrace.preparation.record import carried_qparams, read_record
+from qtrace.scheme import QParams, QScheme
+
+__all__ = ["Layer", "Names", "Row", "site_table"]
+
+_OUTPUT = "the model's output"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer with a weight, as a float model stores it.
+
+    Attributes:
+        name: its name.
+        weight: the name of its weight.
+        bias: the name of its bias.
+        value: the weight's values.
+        axis: the axis of the weight that counts output channels.
+    """
+
+    name: str
+    weight: str
+    bias: str
+    value: np.ndarray
+    axis: int
+
+
+@dataclass(frozen=True)
+class Names:
+    """How a float model calls what the graph has.
+
+    Attributes:
+        tensors: name of a node -> the tensor that holds its value.
+        layers: name of the output of a layer with a weight -> the layer.
+    """
+
+    tensors: Mapping[str, str]
+    layers: Mapping[str, Layer]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of the float model and how it is quantized: ``x = (q - zero_point) * scale``.
+
+    Attributes:
+        tensor: its name in the float model.
+        site: the site, or the node that carries a site's integers.
+        sort: activation, weight or bias.
+        scheme: the scheme; None for a bias, which is int32 and symmetric.
+        scale: float32 of shape ``()`` or ``(channels,)``.
+        zero_point: int32, of the same shape.
+        axis: the axis of the channels, in the layout of the float model; None for one scale.
+        stored: whether the tensor is a parameter.
+        layers: the layers with a weight that read the integers.
+        elsewhere: for an activation, another op that computes with the integers; "" for none.
+        floating: for an activation, an op that reads the tensor before it is rounded; "" for none.
+        value: a weight's values.
+    """
+
+    tensor: str
+    site: str
+    sort: Literal["activation", "weight", "bias"]
+    scheme: QScheme | None
+    scale: np.ndarray
+    zero_point: np.ndarray
+    axis: int | None = None
+    stored: bool = False
+    layers: tuple[str, ...] = ()
+    elsewhere: str = ""
+    floating: str = ""
+    value: np.ndarray | None = field(default=None, repr=False)
+
+    def describe(self) -> str:
+        """The scheme in words."""
+        return "int32 sym" if self.scheme is None else self.scheme.describe()
+
+
+def site_table(converted: TracedModule, names: Names) -> tuple[Row, ...]:
+    """Every quantized tensor of the float model: activations, those that carry integers, weights, biases.
+
+    A bias that a layer adds at several scales, since its calls have inputs of several, has no row: its
+    scale is that of the call's input times the weight's, for a reader to compute.
+
+    Args:
+        converted: a module made by ``qtrace.convert``.
+        names: how the float model calls what the graph has.
+
+    Raises:
+        ExportError: when a tensor is quantized in two ways for two readers.
+    """
+    annotation = read_record(converted, "converted").annotation
+    rows: dict[str, Row] = {}
+    several: set[str] = set()
+    for row in (*_activations(converted, annotation, names), *_parameters(converted, annotation, names)):
+        known = rows.setdefault(row.tensor, row)
+        if not _same(known, row):
+            if known.sort == row.sort == "bias":
+                several.add(row.tensor)
+                continue
+            raise ExportError(
+                f"site {row.site} ({row.describe()}) quantizes tensor {row.tensor} otherwise than site "
+                f"{known.site} ({known.describe()}), but a parameter file has one entry for each tensor: let "
+                "all its readers ask for the same scheme, or export format onnx."
+            )
+        if known is not row:
+            rows[row.tensor] = _joined(known, row)
+    return tuple(row for tensor, row in rows.items() if tensor not in several)
+
+
+def _activations(converted: TracedModule, annotation: Annotation, names: Names) -> list[Row]:
+    container = getattr(converted, CONTAINER)
+    nodes = {n.name: n for e in exprs(converted) for n in e.outputs}
+    nodes.update((n.name, n) for n in converted.graph.inputs)
+    reading = _Reading(converted, annotation, names)
+    rows = []
+    for site in annotation.sites:
+        if site.sort == "activation":
+            qparams = getattr(container, site.group).qparams()
+            floating = reading.in_float(nodes[site.node])
+            ends = (nodes[f"{site.name}_q"], site.static, floating)
+            rows.append(reading.row(names.tensors[site.node], site.name, qparams, *ends))
+    for name, qparams in carried_qparams(converted, annotation).items():
+        rows.append(reading.row(names.tensors[name], name, qparams, nodes[name], False, ""))
+    return rows
+
+
+class _Reading:
+    """Who reads a tensor."""
+
+    def __init__(self, converted: TracedModule, annotation: Annotation, names: Names) -> None:
+        self.carried, self.names = annotation.carried, names
+        self.outputs = {id(n) for n in converted.graph.outputs}
+
+    def row(
+        self, tensor: str, site: str, qparams: QParams, integers: TensorNode, stored: bool, floating: str
+    ) -> Row:
+        """The row of a tensor whose integers are those of the node ``integers``."""
+        layers: list[str] = []
+        elsewhere = _OUTPUT if id(integers) in self.outputs else ""
+        for expr in users(integers):
+            call = ops.read(expr)
+            if call is not None and call.weight is not None and call.inputs[0] is integers:
+                layers.append(self.names.layers[call.out.name].name)
+            elif not any(n.name in self.carried for n in expr.outputs):
+                elsewhere = expr.outputs[0].name
+        numbers = (qparams.scheme, qparams.scale, qparams.zero_point, qparams.scheme.axis)
+        return Row(tensor, site, "activation", *numbers, stored, tuple(layers), elsewhere, floating)
+
+    def in_float(self, node: TensorNode) -> str:
+        """An op that reads ``node`` itself while others read what it is rounded to."""
+        found = [e.outputs[0].name for e in users(node) if not isinstance(owner(e), FakeQuant)]
+        return found[0] if found else (_OUTPUT if id(node) in self.outputs else "")
+
+
+def _parameters(converted: TracedModule, annotation: Annotation, names: Names) -> list[Row]:
+    container = getattr(converted, CONTAINER)
+    rows = []
+    for site in annotation.sites:
+        if site.sort == "activation":
+            continue
+        # A model may store a parameter that several layers read once, or for each of them.
+        for layer in (names.layers[c] for c in site.consumers or ()):
+            if site.sort == "weight":
+                rows.append(_weight(site, getattr(container, site.group).qparams(), layer))
+                continue
+            groups = (getattr(container, g) for g in (site.activation, site.weight))
+            scale = getattr(container, site.group).scale(*groups)[0].numpy().astype(np.float32)
+            scale = scale.reshape(-1) if scale.ndim else scale
+            zero, axis = np.zeros(scale.shape, np.int32), 0 if scale.ndim else None
+            rows.append(Row(layer.bias, site.name, "bias", None, scale, zero, axis, True))
+    return rows
+
+
+def _weight(site: Site, qparams: QParams, layer: Layer) -> Row:
+    scheme = qparams.scheme
+    axis = layer.axis if scheme.per_channel else None
+    numbers = (scheme, qparams.scale, qparams.zero_point, axis)
+    return Row(layer.weight, site.name, "weight", *numbers, True, (layer.name,), value=layer.value)
+
+
+def _same(a: Row, b: Row) -> bool:
+    arrays = ((a.scale, b.scale), (a.zero_point, b.zero_point))
+    return a.scheme == b.scheme and a.axis == b.axis and all(np.array_equal(x, y) for x, y in arrays)
+
+
+def _joined(a: Row, b: Row) -> Row:
+    """Two sites on one tensor with the same parameters."""
+    numbers = (a.scheme, a.scale, a.zero_point, a.axis, a.stored)
+    layers = tuple(dict.fromkeys((*a.layers, *b.layers)))
+    elsewhere, floating = a.elsewhere or b.elsewhere, a.floating or b.floating
+    return Row(a.tensor, a.site, a.sort, *numbers, layers, elsewhere, floating, a.value)

@@ -1,0 +1,310 @@
+"""TFLite (LiteRT) with int8 kernels: images with the channels last, weights per channel, int32 biases.
+
+Every site is a tensor of integers called ``{site}_int``; an op writes the integers of its site itself, with
+the activation function that it fuses. Image tensors (N, C, H, W) are (N, H, W, C) in the file, its inputs
+and outputs too; metadata called ``qtrace`` say how the axes of each tensor stand, and which tensor holds
+what.
+
+An op that the annotation keeps in float stands between DEQUANTIZE and QUANTIZE, as the graph computes it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qtrace import ops
+from qtrace.errors import ExportError
+from qtrace.export.converted.allow_float import float_kinds
+from qtrace.export.converted.located import located, site_expr
+from qtrace.fakequant.base import FakeQuant
+from qtrace.fakequant.following.bias import BIAS_QMAX, BiasQuant
+from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, is_float_tensor, op_label, owner
+from qtrace.numerics import quantize, round_half_away
+from qtrace.preparation.annotation import Site
+from qtrace.preparation.passes.insert import CONTAINER
+from qtrace.preparation.record import carried_qparams, graph_hash, read_record
+
+if TYPE_CHECKING:
+    from qtrace.export.tflite.writer import Stored
+
+__all__ = ["SUFFIXES", "serialize"]
+
+SUFFIXES = (".tflite",)
+
+_IO = ("float32", "int8")
+_FUNCTIONS = ("float", "table", "native")
+
+
+def serialize(
+    converted: TracedModule,
+    *,
+    io: str = "float32",
+    functions: str = "float",
+    allow_float: Iterable[str] = (),
+) -> bytes:
+    """The converted module as a TFLite file.
+
+    Args:
+        converted: a module made by ``qtrace.convert`` for backend tflite.
+        io: "float32", or "int8" for a model whose float inputs and outputs are the integers of their sites:
+            int16 where a site has 16 bits.
+        functions: how functions of one value (sigmoid, SiLU, hard swish ...) and products of two activations
+            are written between integers. "float" computes them between DEQUANTIZE and QUANTIZE: LiteRT makes
+            a look-up of a function. "table" is a GATHER, for devices without floats: exact, and slow on a
+            CPU. "native" is TFLite's integer kernel where it has one: up to one step off in a tenth of the
+            values. Products have no table: they are integer kernels with both.
+        allow_float: op kinds that may compute in float although the graph computes them on integers.
+
+    Raises:
+        ExportError: when a node has no TFLite form or a site rounds in another way, naming it, or LiteRT is
+            not installed.
+    """
+    if importlib.util.find_spec("ai_edge_litert") is None:
+        raise ExportError("TFLite export needs the package ai-edge-litert: run pip install 'qtrace[tflite]'.")
+    from qtrace.export.tflite.build import Options
+
+    for name, given, known in (("io", io, _IO), ("functions", functions, _FUNCTIONS)):
+        if given not in known:
+            raise ExportError(
+                f"{name}={given!r} is no choice of the TFLite export: choose {' or '.join(known)}."
+            )
+    return _Exporter(converted, Options(io, functions, float_kinds(allow_float))).run()
+
+
+class _Exporter:
+    def __init__(self, converted: TracedModule, options: Any) -> None:
+        from qtrace.export.tflite import ops as tflite_ops
+        from qtrace.export.tflite.build import Build
+        from qtrace.export.tflite.plan import Plan
+
+        self.model, self.options, self.forms = converted, options, tflite_ops
+        self.plan = Plan(converted)
+        self.inputs = [n for n in converted.graph.inputs[1:] if isinstance(n, TensorNode)]
+        sizes = {int(n.shape[0]) if n.shape else 0 for n in self.inputs}
+        self.batch = sizes.pop() if len(sizes) == 1 else 0
+        self.build = Build(self.plan, options, self.batch)
+        self.container = getattr(converted, CONTAINER)
+        self.ends: dict[int, tuple[int, ...]] = {}
+        self.carried = carried_qparams(converted, self.plan.annotation)
+
+    def run(self) -> bytes:
+        """The whole file."""
+        self.plan.check()
+        inputs = self._inputs()
+        for expr in exprs(self.model):
+            self._emit(expr)
+        outputs = self._outputs({t.index for _, t in inputs})
+        b = self.build
+        kept = b.writer.prune([t for _, t in outputs])
+        free = self.batch if self.batch and not b.fixed else None
+        metadata = {"qtrace": self._metadata(kept, free is not None)}
+        return b.writer.finish(inputs, outputs, metadata, f"qtrace {version('qtrace')}", free)
+
+    # -- inputs and outputs ---------------------------------------------------------------------------
+
+    def _inputs(self) -> list[tuple[str, Stored]]:
+        from qtrace.export.onnx.exporter import input_names
+        from qtrace.export.tflite.layout import CHANNELS_LAST, file_shape, natural
+
+        found = []
+        for node, name in zip(self.inputs, input_names(self.model), strict=True):
+            rank = len(node.shape)
+            image = rank == 4 and self.plan.reaches(node, self.forms.SPATIAL, self.forms.AGNOSTIC)
+            order = CHANNELS_LAST if image else natural(rank)
+            shape = file_shape(node.shape, order)
+            if self.options.io == "int8" and is_float_tensor(node):
+                stored = self._integer_input(node, shape)
+            else:
+                stored = self.build.writer.tensor(name, shape, self._kind(node))
+            self.build.put(node, stored, order)
+            self.ends[id(node)] = order
+            found.append((name, stored))
+        return found
+
+    def _integer_input(self, node: TensorNode, shape: tuple[int, ...]) -> Stored:
+        site = self.plan.site_of(node)
+        if site is None:
+            raise ExportError(
+                f"input {node.name} is read in float or rounded in two ways, so it cannot be int8: "
+                "export with io='float32', or give all its readers one scheme."
+            )
+        kind, grid = self._type(site), self.plan.grids[site.group]
+        return self.build.writer.tensor(f"{site.name}_int", shape, kind, grid)
+
+    @staticmethod
+    def _kind(node: TensorNode) -> np.dtype:
+        kind = np.dtype(node.dtype)
+        if kind not in (np.float32, np.int32, np.int64, np.bool_):
+            raise ExportError(
+                f"{node.name} is {kind.name}, which is not written to TFLite: use float32 or int32."
+            )
+        return kind
+
+    def _outputs(self, taken: set[int]) -> list[tuple[str, Stored]]:
+        found: list[tuple[str, Stored]] = []
+        names: dict[str, int] = {}
+        for node in self.model.graph.outputs:
+            site = self.plan.sites.get(node.name)
+            name = site.node if site is not None else node.name
+            names[name] = names.get(name, 0) + 1
+            stored = self._output(node, name)
+            if stored.index in taken or stored.value is not None:
+                stored = self._copied(stored, name)
+            taken.add(stored.index)
+            found.append((name if names[name] == 1 else f"{name}_{names[name]}", stored))
+        return found
+
+    def _output(self, node: TensorNode, name: str) -> Stored:
+        from qtrace.export.tflite.layout import CHANNELS_LAST, natural
+
+        b = self.build
+        order = b.moved_from(node)[1].nearest()
+        order = CHANNELS_LAST if order == CHANNELS_LAST else natural(len(order))
+        stored = b.ordered(node, order)
+        self.ends[id(node)] = order
+        if stored.grid is None:
+            if self.options.io == "int8" and stored.dtype == np.float32:
+                raise ExportError(
+                    f"output {name} is float, so it cannot be int8: export with io='float32', or end the "
+                    "graph before it."
+                )
+            return stored
+        if self.options.io == "int8":
+            return stored
+        made = b.writer.tensor(name, stored.shape)
+        b.writer.op("DEQUANTIZE", [stored], [made], "DequantizeOptions")
+        return made
+
+    def _copied(self, stored: Stored, name: str) -> Stored:
+        """Another tensor of the same values: a tensor is given once, and an input is not given at all."""
+        b = self.build
+        made = b.like(stored, f"{name}_output", stored.shape)
+        target = b.writer.ints([-1, *stored.shape[1:]] if stored.shape else [])
+        b.writer.op("RESHAPE", [stored, target], [made], "ReshapeOptions")
+        return made
+
+    def _metadata(self, kept: set[str], free: bool) -> dict[str, Any]:
+        """Where the file comes from, and what a reader needs to compare its integers with the graph's."""
+        b, integers = self.build, {}
+        nodes = {n.name: n for e in exprs(self.model) for n in e.outputs}
+        moved = self.plan.annotation.moved()
+        named = {
+            s.name: f"{s.name}_q"
+            for s in self.plan.annotation.sites
+            if s.sort == "activation" and not s.static
+        }
+        for name, node in (*named.items(), *((m, m) for m in moved)):
+            held = b.held.get(id(nodes.get(node)))
+            if held is None and id(nodes.get(node)) in b.integers:
+                held = b.get(nodes[node])
+            if held is None or held.stored.grid is None:
+                continue
+            if held.stored.name in kept or held.stored.value is not None:
+                b.writer.keep(held.stored)
+                integers[name] = [held.stored.name, list(held.order)]
+        ends = (self.inputs, self.model.graph.outputs)
+        orders = [[list(self.ends[id(n)]) for n in nodes] for nodes in ends]
+        return {
+            "version": version("qtrace"),
+            "backend": self.plan.annotation.backend,
+            "recipe": read_record(self.model).qconfig,
+            "graph": graph_hash(self.model),
+            "inputs": orders[0],
+            "outputs": orders[1],
+            "integers": integers,
+            "free_batch": free,
+        }
+
+    # -- parameters and sites -------------------------------------------------------------------------
+
+    def _emit(self, expr: Expr) -> None:
+        if id(expr) in self.plan.members:
+            return
+        if isinstance(expr, (GetAttr, Constant)):
+            if isinstance(expr.outputs[0], TensorNode):
+                value = expr.interpret(self.model) if isinstance(expr, GetAttr) else (expr.value,)
+                self.build.values[id(expr.outputs[0])] = value[0].numpy()
+            return
+        if isinstance(owner(expr), (FakeQuant, BiasQuant)):
+            with located(site_expr(expr.args[1], expr.outputs[0])):
+                self._emit_site(expr, self.plan.sites[expr.outputs[0].name])
+            return
+        with located(expr):
+            if not self.forms.fold(self.build, expr):
+                self._emit_op(expr)
+
+    def _type(self, site: Site) -> np.dtype:
+        return np.dtype(np.int16 if self.plan.schemes[site.group].bits == 16 else np.int8)
+
+    def _emit_site(self, expr: Expr, site: Site) -> None:
+        from qtrace.export.onnx.exporter import integer_values
+        from qtrace.export.tflite.writer import Grid
+
+        b, out = self.build, expr.outputs[0]
+        source = next(n for n in expr.inputs if isinstance(n, TensorNode))
+        value = b.value(source)
+        if site.sort == "bias":
+            self._emit_bias(out, site, value)
+            return
+        fq = getattr(self.container, site.group)
+        if value is not None:
+            if site.sort == "weight":
+                integers, grid = integer_values(fq, value), Grid.of(fq.qparams())
+            else:
+                integers, grid = quantize(value, fq.qparams()), self.plan.grids[site.group]
+            module: Any = owner(expr)
+            b.integers[id(out)] = (integers.astype(self._type(site)), grid)
+            b.lazy[id(out)] = lambda: self._rounded(module, value)
+        elif site.sort == "weight":
+            raise ExportError(
+                f"site {site.name}: the weight is computed from the model's input, which TFLite has no form "
+                "for: use matmul, or end the graph before it."
+            )
+        else:
+            held = b.get(source)
+            stored = b.quantized(
+                held.stored, self.plan.grids[site.group], self._type(site), f"{site.name}_int"
+            )
+            b.put(out, stored, held.order)
+
+    @staticmethod
+    def _rounded(module: Any, value: np.ndarray) -> np.ndarray:
+        import megengine as mge
+
+        return module(mge.Tensor(value)).numpy()
+
+    def _emit_bias(self, out: TensorNode, site: Site, value: np.ndarray | None) -> None:
+        from qtrace.export.tflite.writer import Grid
+
+        if value is None:
+            raise ExportError(
+                f"site {site.name}: its bias is computed, which int32 storage cannot express: "
+                "set quantize: false for its layer."
+            )
+        activation, weight = getattr(self.container, site.activation), getattr(self.container, site.weight)
+        scale = getattr(self.container, site.group).scale(activation, weight)[0].numpy().astype(np.float32)
+        steps = round_half_away((value.astype(np.float32).reshape(-1) / scale.reshape(-1)).astype(np.float64))
+        integers = np.clip(steps, -BIAS_QMAX, BIAS_QMAX).astype(np.int32)
+        self.build.integers[id(out)] = (integers, Grid.symmetric(scale))
+        rounded = (integers * scale.reshape(-1)).astype(np.float32).reshape(value.shape)
+        self.build.lazy[id(out)] = lambda: rounded
+
+    # -- ops ------------------------------------------------------------------------------------------
+
+    def _emit_op(self, expr: Expr) -> None:
+        from qtrace.export.tflite.choice import emit_job
+
+        call = ops.read(expr)
+        if call is None:
+            reason = ops.unsupported(expr)
+            raise ExportError(
+                f"{expr.outputs[0].name}: {op_label(expr)} has no TFLite form ({reason}): end the graph "
+                "before it, or write it with ops that have one."
+            )
+        emit_job(self.build, self.plan.job(expr, call), self.carried)

@@ -1,0 +1,136 @@
+"""Reshapes and transposes that are not written yet: what a chain of them does as a whole.
+
+The axes of a tensor are cut into *atoms*, the largest parts that every reshape of the chain keeps whole. A
+reshape or transpose then says which atoms make up each axis, and nothing moves until an op reads the values.
+A channel shuffle, three ops in the graph, is one transpose in the file, or none where only a slice is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from qtrace.export.tflite.layout import Order
+
+__all__ = ["Moved"]
+
+
+@dataclass(frozen=True, eq=False)
+class Moved:
+    """The axes of a tensor in terms of another one's.
+
+    Attributes:
+        order: the order of the source's axes in the file.
+        cuts: for each axis of the source, the sizes of its atoms, from the outermost on.
+        axes: for each axis of this tensor, its atoms as (axis of the source, number).
+    """
+
+    order: Order
+    cuts: tuple[tuple[int, ...], ...]
+    axes: tuple[tuple[tuple[int, int], ...], ...]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], order: Order) -> Moved:
+        """The source itself."""
+        rank = range(len(shape))
+        return cls(order, tuple((int(n),) for n in shape), tuple(((axis, 0),) for axis in rank))
+
+    def size(self, atom: tuple[int, int]) -> int:
+        """How many places an atom has."""
+        return self.cuts[atom[0]][atom[1]]
+
+    def transposed(self, pattern: Sequence[int]) -> Moved:
+        """The axes in another order."""
+        return Moved(self.order, self.cuts, tuple(self.axes[i] for i in pattern))
+
+    def reshaped(self, shape: Sequence[int]) -> Moved | None:
+        """The values in another shape; None when no cut of the source's axes gives it."""
+        atoms = [(atom, (self.size(atom),)) for axis in self.axes for atom in axis]
+        parts: dict[tuple[int, int], tuple[int, ...]] = {}
+        made: list[list[tuple[tuple[int, int], int]]] = []
+        queue = [(atom, 0, size[0]) for atom, size in atoms]  # atom, number of the part, size that is left
+        for wanted in shape:
+            left = int(wanted)
+            taken: list[tuple[tuple[int, int], int]] = []
+            while queue and (left > 1 or (queue[0][2] == 1 and not taken and left == 1)):
+                atom, number, size = queue[0]
+                if left % size == 0:
+                    queue.pop(0)
+                    part, left = size, left // size
+                elif size % left == 0 and atom != (0, 0):  # the batch is never cut
+                    queue[0] = (atom, number + 1, size // left)
+                    part, left = left, 1
+                else:
+                    return None
+                parts[atom] = (*parts.get(atom, ()), part)
+                taken.append((atom, number))
+            if left != 1:
+                return None
+            made.append(taken)
+        for atom, number, size in queue:  # of size 1: behind the last axis
+            if size != 1 or not made:
+                return None
+            parts[atom] = (*parts.get(atom, ()), 1)
+            made[-1].append((atom, number))
+        return self._renumbered(parts, made)
+
+    def _renumbered(
+        self, parts: dict[tuple[int, int], tuple[int, ...]], made: list[list[tuple[tuple[int, int], int]]]
+    ) -> Moved:
+        """With the parts of old atoms as atoms."""
+        cuts, first = [], {}
+        for axis, sizes in enumerate(self.cuts):
+            new: list[int] = []
+            for number in range(len(sizes)):
+                first[axis, number] = len(new)
+                new.extend(parts[axis, number])
+            cuts.append(tuple(new))
+        axes = tuple(tuple((atom[0], first[atom] + number) for atom, number in axis) for axis in made)
+        return Moved(self.order, tuple(cuts), axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the graph."""
+        return tuple(int(np.prod([self.size(a) for a in axis], dtype=np.int64)) for axis in self.axes)
+
+    @property
+    def stored(self) -> list[tuple[int, int]]:
+        """The atoms as they stand in the file."""
+        return [(axis, number) for axis in self.order for number in range(len(self.cuts[axis]))]
+
+    def wide(self, atom: tuple[int, int]) -> bool:
+        """Whether an atom has more than one place; the batch may always have."""
+        return atom == (0, 0) or self.size(atom) != 1
+
+    def nearest(self) -> Order:
+        """The order of this tensor's axes that moves least: they follow their first atoms in the file."""
+        place = {atom: i for i, atom in enumerate(self.stored)}
+
+        def first(axis: int) -> tuple[int, int]:
+            atoms = self.axes[axis]
+            wide = [place[a] for a in atoms if self.wide(a)] or [place[a] for a in atoms]
+            # A new axis stands behind the axis that is before it in the graph.
+            return (min(wide), axis) if wide else (first(axis - 1)[0] if axis else -1, axis)
+
+        return tuple(sorted(range(len(self.axes)), key=first))
+
+    def shuffle(self) -> tuple[Order, np.ndarray] | None:
+        """The order without any transpose, if only places within the last axis differ from the graph's.
+
+        Returns:
+            The order, whose last axis is the graph's last, and for each place of that axis in the file, the
+            place in the graph; None when other axes would have to move.
+        """
+        *front, last = self.axes
+        order = (*(a for a in self.nearest() if a != len(front)), len(front))
+        wanted = [a for axis in order[:-1] for a in self.axes[axis] if self.wide(a)]
+        stored = [a for a in self.stored if self.wide(a)]
+        inside = [a for a in self.stored if a in last and self.wide(a)]
+        if stored != wanted + inside:
+            return None
+        atoms = [a for a in last if self.wide(a)]
+        places = np.arange(int(np.prod([self.size(a) for a in atoms], dtype=np.int64)))
+        cube = places.reshape([self.size(a) for a in atoms])
+        return order, cube.transpose([atoms.index(a) for a in inside]).reshape(-1)

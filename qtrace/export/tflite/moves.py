@@ -1,0 +1,196 @@
+"""TFLite for ops that only move values: integers move as floats do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from qtrace.errors import ExportError
+from qtrace.export.tflite.build import Build, Emitter, Held
+from qtrace.export.tflite.layout import Order, file_shape, natural
+from qtrace.export.tflite.moved import Moved
+from qtrace.export.tflite.plan import Job
+from qtrace.export.tflite.writer import Stored
+from qtrace.graph.types import TensorNode
+
+__all__ = ["MOVES", "reshape"]
+
+
+def _put_like(
+    b: Build, node: TensorNode, code: str, inputs: list[Stored], order: Order, kind: str, **options: Any
+) -> None:
+    """Adds an operator whose result is of the type of its first input."""
+    out = b.result(node, order, inputs[0])
+    b.writer.op(code, inputs, [out], kind, **options)
+    b.put(node, out, order)
+
+
+def reshape(b: Build, node: TensorNode, held: Held, moved: Moved) -> None:
+    """``node`` as moved values in another shape of the graph."""
+    shape = list(b.shape(node))
+    made = moved.reshaped(shape)
+    if made is None:  # the axes have no common parts with those of the source: the values move first
+        natural_order = natural(len(moved.axes))
+        stored = b.materialized(node.name, held, moved, natural_order)
+        b.put(node, b.reshaped(stored, shape, 0, _name(node, held)), natural(len(shape)))
+        return
+    b.move(node, held, made)
+
+
+def _name(node: TensorNode, held: Held) -> str:
+    return f"{node.name}_int" if held.stored.grid is not None else node.name
+
+
+def _reshape(b: Build, job: Job) -> None:
+    reshape(b, job.out, *b.moved_from(job.call.inputs[0]))
+
+
+def _transpose(b: Build, job: Job) -> None:
+    call, (held, moved) = job.call, b.moved_from(job.call.inputs[0])
+    rank = len(moved.axes)
+    pattern = tuple(call.attrs["pattern"]) or tuple(reversed(range(rank)))
+    kept = [int(p) % rank for p in pattern if isinstance(p, (int, np.integer))]
+    if sorted(kept) != list(range(rank)):
+        raise ExportError(f"{call.out.name}: transpose by {pattern!r} has no TFLite form: use all axes")
+    reshape(b, call.out, held, moved.transposed(kept))
+
+
+def _identity(b: Build, job: Job) -> None:
+    b.move(job.out, *b.moved_from(job.call.inputs[0]))
+
+
+def _pad(b: Build, job: Job) -> None:
+    call, held = job.call, b.get(job.call.inputs[0])
+    a, rank = job.call.attrs, len(held.order)
+    width = (*a["width"], *[(0, 0)] * (rank - len(a["width"])))
+    pads = b.writer.constant("pads", np.array([width[axis] for axis in held.order], np.int32))
+    if a["mode"] == "replicate":
+        raise ExportError(
+            f"{call.out.name}: padding by the border's values has no TFLite form: use zeros or reflect"
+        )
+    if a["mode"] == "reflect":
+        _put_like(b, call.out, "MIRROR_PAD", [held.stored, pads], held.order, "MirrorPadOptions", mode=0)
+        return
+    if a["value"] == 0.0:  # integers are padded with their zero point
+        _put_like(b, call.out, "PAD", [held.stored, pads], held.order, "PadOptions")
+        return
+    stored = b.floats(held).stored
+    fill = b.writer.constant("fill", np.array([a["value"]], np.float32))
+    _put_like(b, call.out, "PADV2", [stored, pads, fill], held.order, "PadV2Options")
+
+
+def _split(b: Build, job: Job) -> None:
+    call, held = job.call, b.get(job.call.inputs[0])
+    axis = call.attrs["axis"] % len(held.order)
+    place, sizes = held.order.index(axis), [b.shape(n)[axis] for n in call.outputs]
+    if len(set(sizes)) == 1:
+        outs = [b.result(n, held.order, held.stored) for n in call.outputs]
+        where = b.writer.constant("axis", np.array(place, np.int32))
+        b.writer.op("SPLIT", [where, held.stored], outs, "SplitOptions", numSplits=len(outs))
+        for node, out in zip(call.outputs, outs, strict=True):
+            b.put(node, out, held.order)
+        return
+    start = 0
+    for node, size in zip(call.outputs, sizes, strict=True):
+        out = b.result(node, held.order, held.stored)
+        b.cut(held.stored, out, {place: (start, start + size, 1)})
+        b.put(node, out, held.order)
+        start += size
+
+
+def _broadcast_to(b: Build, job: Job) -> None:
+    call = job.call
+    held = b.widened(b.get(call.inputs[0]), b.rank(call.out))
+    shape = file_shape(b.shape(call.out), held.order)
+    if shape == held.stored.shape:
+        b.put(call.out, held.stored, held.order)
+        return
+    repeats = [o // i for o, i in zip(shape, held.stored.shape, strict=True)]
+    _put_like(b, call.out, "TILE", [held.stored, b.writer.ints(repeats)], held.order, "TileOptions")
+    if repeats[held.order.index(0)] != 1:
+        b.fixed = b.fixed or call.out.name
+
+
+def _tile(b: Build, job: Job) -> None:
+    call = job.call
+    reps = [b.number(r, f"{call.out.name}: how often it repeats") for r in call.attrs["reps"]]
+    rank = b.rank(call.out)
+    held = b.widened(b.get(call.inputs[0]), rank)
+    reps = [1] * (rank - len(reps)) + reps
+    inputs = [held.stored, b.writer.ints([reps[axis] for axis in held.order])]
+    _put_like(b, call.out, "TILE", inputs, held.order, "TileOptions")
+
+
+def _repeat(b: Build, job: Job) -> None:
+    """Each value several times: a new axis behind, repeated, and joined with the one before it."""
+    call, held = job.call, b.get(job.call.inputs[0])
+    times = b.number(call.attrs["repeats"], f"{call.out.name}: how often it repeats")
+    axis = call.attrs["axis"]
+    if axis is None:
+        held, axis = (
+            Held(b.arrange(held, natural(len(held.order))), natural(len(held.order))),
+            len(held.order) - 1,
+        )
+    place = held.order.index(axis)
+    shape = held.stored.shape
+    single = b.reshaped(held.stored, (*shape[: place + 1], 1, *shape[place + 1 :]), held.order.index(0))
+    counts = [1] * (len(shape) + 1)
+    counts[place + 1] = times
+    many = b.like(single, f"{call.out.name}_many", [n * c for n, c in zip(single.shape, counts, strict=True)])
+    b.writer.op("TILE", [single, b.writer.ints(counts)], [many], "TileOptions")
+    if b.rank(call.out) != len(shape):  # of the flattened values
+        b.put(call.out, b.reshaped(many, b.shape(call.out), 0, _name(call.out, held)), natural(1))
+        return
+    made = b.reshaped(
+        many, file_shape(b.shape(call.out), held.order), held.order.index(0), _name(call.out, held)
+    )
+    b.put(call.out, made, held.order)
+
+
+def _pixel_shuffle(b: Build, job: Job) -> None:
+    """Channels become rows and columns: two reshapes with one transpose between."""
+    call, f = job.call, job.call.attrs["factor"]
+    n, channels, height, width = b.shape(call.inputs[0])
+    held, moved = b.moved_from(call.inputs[0])
+    apart = moved.reshaped([n, channels // (f * f), f, f, height, width])
+    if apart is None:
+        held = b.get(call.inputs[0])
+        apart = Moved.of(held.shape, held.order).reshaped([n, channels // (f * f), f, f, height, width])
+    assert apart is not None
+    reshape(b, call.out, held, apart.transposed((0, 1, 4, 2, 5, 3)))
+
+
+def _roll(b: Build, job: Job) -> None:
+    call, held = job.call, b.get(job.call.inputs[0])
+    if call.attrs["axis"] is None:
+        raise ExportError(f"{call.out.name}: rolling the flattened values has no TFLite form: name the axes")
+    stored = held.stored
+    for shift, axis in zip(call.attrs["shift"], call.attrs["axis"], strict=True):
+        place, size = held.order.index(axis % len(held.order)), held.shape[axis]
+        cut = -b.number(shift, f"{call.out.name}: its shift") % size
+        if cut == 0:
+            continue
+        parts = []
+        for start, end in ((cut, size), (0, cut)):
+            shape = [end - start if i == place else n for i, n in enumerate(stored.shape)]
+            parts.append(b.like(stored, f"{call.out.name}_part", shape))
+            b.cut(stored, parts[-1], {place: (start, end, 1)})
+        joined = b.like(stored, f"{_name(call.out, held)}", stored.shape)
+        b.writer.op("CONCATENATION", parts, [joined], "ConcatenationOptions", axis=place)
+        stored = joined
+    b.put(call.out, stored, held.order)
+
+
+MOVES: dict[str, Emitter] = {
+    **dict.fromkeys(("reshape", "flatten", "expand_dims", "squeeze"), _reshape),
+    **dict.fromkeys(("transpose", "swapaxes"), _transpose),
+    **dict.fromkeys(("identity", "dropout"), _identity),
+    "pad": _pad,
+    "split": _split,
+    "broadcast_to": _broadcast_to,
+    "tile": _tile,
+    "repeat": _repeat,
+    "roll": _roll,
+    "pixel_shuffle": _pixel_shuffle,
+}

@@ -1,0 +1,144 @@
+"""TFLite for each op kind: tables of emitters, and what is computed while the file is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import megengine as mge
+import numpy as np
+
+from qtrace import ops
+from qtrace.export.tflite.arithmetic import FLOAT_ARITHMETIC, INTEGER_ARITHMETIC, rescaled
+from qtrace.export.tflite.build import Build, Emitter
+from qtrace.export.tflite.functions import FLOAT_FUNCTIONS, FUNCTIONS, NATIVE, table
+from qtrace.export.tflite.index import FLOAT_INDEXING, INDEXING
+from qtrace.export.tflite.layers import FLOAT_LAYERS, INEXACT, INTEGER_LAYERS
+from qtrace.export.tflite.logic import FLOAT_LOGIC
+from qtrace.export.tflite.moves import MOVES as MOVING
+from qtrace.export.tflite.plan import Job, reads_values
+from qtrace.export.tflite.reductions import FLOAT_REDUCTIONS, INTEGER_REDUCTIONS, MOVING_REDUCTIONS
+from qtrace.export.tflite.windows import FLOAT_WINDOWS, INTEGER_WINDOWS, MOVING_WINDOWS
+from qtrace.graph.types import Expr, ModuleNode, TensorNode
+from qtrace.ops import OpCall
+
+__all__ = [
+    "AGNOSTIC",
+    "FLOAT",
+    "FUNCTIONS",
+    "INEXACT",
+    "INTEGER",
+    "MOVES",
+    "NATIVE",
+    "SPATIAL",
+    "fold",
+    "rescaled",
+    "table",
+    "tabular",
+]
+
+MOVES: dict[str, Emitter] = {**MOVING, **INDEXING, **MOVING_WINDOWS, **MOVING_REDUCTIONS}
+INTEGER: dict[str, Emitter] = {
+    **INTEGER_LAYERS,
+    **INTEGER_WINDOWS,
+    **INTEGER_ARITHMETIC,
+    **INTEGER_REDUCTIONS,
+}
+FLOAT: dict[str, Emitter] = {
+    **FLOAT_LAYERS,
+    **FLOAT_WINDOWS,
+    **FLOAT_FUNCTIONS,
+    **FLOAT_REDUCTIONS,
+    **FLOAT_INDEXING,
+    **FLOAT_ARITHMETIC,
+    **FLOAT_LOGIC,
+}
+
+# Kinds that want the channels last, and kinds that take any order and hand it on.
+SPATIAL = frozenset(
+    {"conv2d", "conv_transpose2d", "interpolate", "adaptive_avg_pool2d", *MOVING_WINDOWS, "avg_pool2d"}
+)
+AGNOSTIC = frozenset(
+    {
+        "identity",
+        "dropout",
+        "pad",
+        "concat",
+        "split",
+        "getitem",
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "maximum",
+        "minimum",
+    }
+    | {"relu", "relu6", "clip", "batch_norm", "pixel_shuffle"}
+    | FUNCTIONS
+)
+
+
+def tabular(job: Job) -> bool:
+    """Whether an op maps single values: a slope for each channel does not."""
+    slope: Any = job.call.attrs.get("slope")
+    few = slope is None or int(np.prod(slope.shape)) == 1
+    return few and len(job.call.inputs) == 1 and len(job.call.expr.outputs) == 1
+
+
+def fold(b: Build, expr: Expr) -> bool:
+    """Computes an expr whose inputs are fixed: shapes, and what is made of numbers and parameters.
+
+    A result that another batch size would change is computed for that too, and told by the difference.
+    """
+    outputs = [n for n in expr.outputs if isinstance(n, TensorNode)]
+    if len(outputs) != len(expr.outputs) or any(isinstance(n, ModuleNode) for n in expr.inputs):
+        return False
+    if not reads_values(expr):
+        _fold_shape(b, expr)
+        return True
+    call = ops.read(expr)
+    if call is not None and call.kind == "full_like" and isinstance(call.attrs["value"], (int, float)):
+        _fold_full(b, call)
+        return True
+    moves = call is not None and call.kind in MOVES
+    if any(id(n) in b.integers and moves for n in expr.inputs):
+        return False  # integers that move stay integers
+    values = [b.values.get(id(n)) if id(n) not in b.lazy else b.value(n) for n in expr.inputs]
+    if any(v is None for v in values):
+        return False
+    found = _interpreted(expr, values)
+    for node, value in zip(outputs, found, strict=True):
+        b.values[id(node)] = value
+    if any(id(n) in b.shifted for n in expr.inputs):
+        _fold_shifted(b, expr, outputs, found)
+    return True
+
+
+def _interpreted(expr: Expr, values: list[Any]) -> list[np.ndarray]:
+    return [t.numpy() for t in expr.interpret(*(mge.Tensor(v) for v in values))]
+
+
+def _fold_shape(b: Build, expr: Expr) -> None:
+    source, out = expr.inputs[0], expr.outputs[0]
+    shape = np.array(b.shape(source), np.int32)
+    b.values[id(out)] = shape
+    if b.batch and id(source) not in b.values and shape.size and shape[0] % b.batch == 0:
+        b.shifted[id(out)] = np.array([shape[0] // b.batch * (b.batch + 1), *shape[1:]], np.int32)
+
+
+def _fold_full(b: Build, call: OpCall) -> None:
+    """A tensor of one number, whose shape is another one's."""
+    shape, kind = b.shape(call.out), np.dtype(call.out.dtype)
+    b.values[id(call.out)] = np.full(shape, call.attrs["value"], kind)
+    if b.batch and shape and shape[0] % b.batch == 0:
+        more = (shape[0] // b.batch * (b.batch + 1), *shape[1:])
+        b.shifted[id(call.out)] = np.full(more, call.attrs["value"], kind)
+
+
+def _fold_shifted(b: Build, expr: Expr, outputs: list[TensorNode], found: list[np.ndarray]) -> None:
+    try:
+        others = _interpreted(expr, [b.shifted.get(id(n), b.values[id(n)]) for n in expr.inputs])
+    except Exception:  # another size does not fit here at all
+        others = [np.zeros(0)] * len(found)
+    for node, value, other in zip(outputs, found, others, strict=True):
+        if not np.array_equal(value, other):
+            b.shifted[id(node)] = other

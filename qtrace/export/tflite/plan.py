@@ -1,0 +1,175 @@
+"""What a converted graph asks of a TFLite file: which op gives integers of which site, and what is fused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qtrace import ops
+from qtrace.errors import ExportError
+from qtrace.export.tflite.shapes import shapes_of
+from qtrace.export.tflite.writer import Grid
+from qtrace.fakequant.base import FakeQuant
+from qtrace.graph.types import Apply, CallMethod, Expr, TensorNode, TracedModule
+from qtrace.graph.walk import owner, users
+from qtrace.ops import OpCall
+from qtrace.preparation.annotation import Annotation, ExprNote, Site
+from qtrace.preparation.passes.insert import CONTAINER
+from qtrace.preparation.record import read_record
+from qtrace.scheme import QScheme
+
+__all__ = ["Job", "Plan", "reads_values"]
+
+CLAMPS = ("relu", "relu6", "clip")
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One op of the graph with what the file's operator computes at once.
+
+    Attributes:
+        call: the op.
+        clamp: the activation function that is fused into it.
+        out: the node that it gives: the clamp's, if there is one.
+        site: the site that rounds ``out``, when nothing else reads its value.
+        state: what the annotation says of the op: "int" and "fused" are computed on integers.
+    """
+
+    call: OpCall
+    clamp: OpCall | None
+    out: TensorNode
+    site: Site | None
+    state: str
+
+    @property
+    def kind(self) -> str:
+        """The op's kind."""
+        return self.call.kind
+
+    @property
+    def on_integers(self) -> bool:
+        """Whether the graph was prepared so that the op computes on integers."""
+        return self.state in ("int", "fused")
+
+
+def reads_values(expr: Expr) -> bool:
+    """Whether ``expr`` reads the values of its inputs rather than their shapes."""
+    return not (isinstance(expr, Apply) and str(expr.opdef) == "GetVarShape")
+
+
+class Plan:
+    """Reads the converted graph once.
+
+    Attributes:
+        annotation: the decisions.
+        sites: name of a fake quant's output -> its site.
+        grids: group -> what its integers mean.
+        schemes: group -> its scheme.
+        shapes: id of node -> its shape.
+        members: ids of the exprs that are fused into another.
+    """
+
+    def __init__(self, model: TracedModule) -> None:
+        self.model = model
+        self.annotation: Annotation = read_record(model, "converted").annotation
+        self.sites = {f"{s.name}_q": s for s in self.annotation.sites}
+        self.outputs = {id(n) for n in model.graph.outputs}
+        self.notes: dict[str, ExprNote] = {n.name: n for n in self.annotation.notes}
+        self.members: set[int] = set()
+        self.grids: dict[str, Grid] = {}
+        self.schemes: dict[str, QScheme] = {}
+        for site in self.annotation.sites:
+            if site.plan is not None:
+                qparams = getattr(getattr(model, CONTAINER), site.group).qparams()
+                self.grids[site.group], self.schemes[site.group] = Grid.of(qparams), qparams.scheme
+        self.shapes = shapes_of(model)
+
+    def check(self) -> None:
+        """Refuses sites that TFLite has no type for, or rounds in another way.
+
+        Raises:
+            ExportError: naming the first one and what to change.
+        """
+        for site in self.annotation.sites:
+            if site.plan is None:
+                continue
+            scheme = self.schemes[site.group]
+            problem = _weight_problem(scheme) if site.sort == "weight" else _problem(scheme, site.static)
+            if problem:
+                raise ExportError(f"site {site.name} is {scheme.describe()}: {problem}.")
+
+    def state(self, call: OpCall) -> str:
+        """What the annotation says of an op; a layer that has taken its BatchNorm in has the norm's name."""
+        note = self.notes.get(call.out.name)
+        return "" if note is None else note.state
+
+    def job(self, expr: Expr, call: OpCall) -> Job:
+        """What the operator for ``expr`` computes at once."""
+        clamp = self._clamp(call) if len(expr.outputs) == 1 else None
+        out = call.out if clamp is None else clamp.out
+        site = self.site_of(out) if len(expr.outputs) == 1 else None
+        if clamp is not None:
+            self.members.add(id(clamp.expr))
+        return Job(call, clamp, out, site, self.state(call))
+
+    def _clamp(self, call: OpCall) -> OpCall | None:
+        if self.state(call) not in ("int", "fused") or call.kind in CLAMPS or id(call.out) in self.outputs:
+            return None
+        readers = list(users(call.out))
+        found = ops.read(readers[0]) if len(readers) == 1 else None
+        if found is None or found.kind not in CLAMPS or self.state(found) != "fused":
+            return None
+        return found
+
+    def site_of(self, node: TensorNode) -> Site | None:
+        """The one site that reads the value of ``node``, if nothing else does."""
+        readers = [e for e in users(node) if reads_values(e)]
+        if id(node) in self.outputs or len(readers) != 1 or not isinstance(owner(readers[0]), FakeQuant):
+            return None
+        site = self.sites[readers[0].outputs[0].name]
+        return site if site.sort == "activation" else None
+
+    def reaches(self, node: TensorNode, wanted: frozenset[str], through: frozenset[str]) -> bool:
+        """Whether a value arrives at an op of the kinds ``wanted`` through ops of the kinds ``through``."""
+        seen: set[int] = set()
+        stack = [node]
+        while stack:
+            for expr in users(stack.pop()):
+                if id(expr) in seen:
+                    continue
+                seen.add(id(expr))
+                kind = "identity" if isinstance(owner(expr), FakeQuant) else _kind(expr)
+                if kind in wanted:
+                    return True
+                if kind in through:
+                    stack.extend(n for n in expr.outputs if isinstance(n, TensorNode))
+        return False
+
+
+def _kind(expr: Expr) -> str:
+    if isinstance(expr, CallMethod) and isinstance(owner(expr), FakeQuant):
+        return ""
+    call = ops.read(expr)
+    return "" if call is None else call.kind
+
+
+def _weight_problem(scheme: QScheme) -> str:
+    if scheme.bits > 8 or not scheme.signed or not scheme.symmetric:
+        return "TFLite's weights are signed, symmetric and of 8 bits: give this layer that weight scheme"
+    return ""
+
+
+def _problem(scheme: QScheme, static: bool) -> str:
+    """Why the integers of an activation have no form."""
+    if scheme.per_channel:
+        return "TFLite has one scale for each activation: set axis: null there"
+    if not scheme.signed:
+        return "TFLite's activations are signed: prepare the module with backend tflite"
+    if scheme.bits == 16 and not scheme.symmetric:
+        return "TFLite's 16-bit integers have no zero point: set symmetric: true there"
+    if scheme.bits not in (8, 16):
+        return "TFLite has kernels for 8 and 16 bits: use 8 there, or keep it in float"
+    if scheme.narrow and not static:
+        return "TFLite's kernels saturate at the lowest integer: set narrow: false there"
+    if scheme.rounding != "half_even" and not static:
+        return "LiteRT rounds half to even: prepare the module with backend tflite"
+    return ""

@@ -1,0 +1,63 @@
+"""The shapes of all tensors of a graph, found by running it.
+
+A node of a flat graph remembers the shape that it was traced with. Where one module is called several times,
+on maps of different sizes, its nodes are copies of one graph, and all remember the sizes of one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import megengine as mge
+import numpy as np
+
+from qtrace.errors import ExportError
+from qtrace.fakequant.base import FakeQuant
+from qtrace.fakequant.following.bias import BiasQuant
+from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
+from qtrace.graph.walk import op_label, owner
+
+__all__ = ["shapes_of"]
+
+
+def shapes_of(model: TracedModule) -> dict[int, tuple[int, ...]]:
+    """Id of node -> its shape, for inputs of the shapes that were traced."""
+    return _Shapes(model).found_by_zeros()
+
+
+class _Shapes(Interpreter):
+    def __init__(self, model: TracedModule) -> None:
+        super().__init__(model)
+        self.found: dict[int, tuple[int, ...]] = {}
+
+    def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
+        """Computes an expr; what is only rounded keeps its shape."""
+        if isinstance(owner(expr), (FakeQuant, BiasQuant)):
+            return (inputs[1],)
+        try:
+            return super().run_expr(expr, inputs)
+        except RuntimeError as error:  # such as the inverse of a matrix
+            raise ExportError(
+                f"{expr.outputs[0].name}: {op_label(expr)} cannot be computed on zeros, which is how shapes "
+                f"are found ({str(error).splitlines()[0]}): end the graph before it."
+            ) from error
+
+    def on_node(self, node: Node, value: Any) -> Any:
+        """Notes a shape."""
+        if isinstance(node, TensorNode):
+            self.found[id(node)] = tuple(int(n) for n in value.shape)
+        return value
+
+    def found_by_zeros(self) -> dict[int, tuple[int, ...]]:
+        """Runs the graph on zeros."""
+        module, *nodes = self.traced.graph.inputs
+        zeros = [mge.Tensor(np.zeros(n.shape, np.dtype(n.dtype))) for n in nodes]
+        assert not isinstance(module, TensorNode)
+        level, mge.config.async_level = mge.config.async_level, 0  # an error must come where it is caught
+        try:
+            self._execute(self.traced.graph, [self.traced, *zeros], None)
+        finally:
+            mge.config.async_level = level
+        return self.found

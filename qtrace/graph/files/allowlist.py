@@ -1,0 +1,303 @@
+"""What a model file may name: literal, exact names, one list for each use that a file can make of a name.
+
+A name stands for one object, ``module:qualname`` as pickle and MegEngine store it; there are no prefixes and
+no patterns. Which list a name is on decides what a file can do with it:
+
+* ``TYPES`` and ``OPDEFS`` reach the loaded model as the types they are (the type of a leaf, a dtype, an op).
+* ``OBJECTS`` and ``MODULES`` are classes of which instances are made, without running a constructor.
+* ``REDUCERS`` are called while loading, each with arguments that ``_rules.py`` checks.
+* ``FUNCTIONS`` and ``TENSOR_METHODS`` are strings inside exprs; nothing but running the model calls them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from functools import lru_cache
+
+__all__ = [
+    "EXCLUDED_FUNCTIONS",
+    "EXCLUDED_MODULES",
+    "EXCLUDED_OPDEFS",
+    "FUNCTIONS",
+    "MODULES",
+    "OBJECTS",
+    "OPDEFS",
+    "QTRACE_CLASSES",
+    "QTRACE_FUNCTIONS",
+    "REDUCERS",
+    "TENSOR_METHODS",
+    "TYPES",
+    "qtrace_classes",
+]
+
+
+def _split(names: str) -> list[str]:
+    return names.split()
+
+
+def _names(table: dict[str, str]) -> frozenset[str]:
+    return frozenset(f"{module}:{name}" for module, names in table.items() for name in _split(names))
+
+
+TYPES = _names(
+    {
+        "abc": "ABCMeta",
+        "builtins": "Ellipsis bool bytearray bytes dict float frozenset int list set slice str tuple type",
+        "collections": "OrderedDict defaultdict",
+        "inspect": "FullArgSpec",
+        "numpy": """
+            bool_ complex128 complex64 dtype float16 float32 float64 int16 int32 int64 int8 longlong
+            ndarray uint16 uint32 uint64 uint8 ulonglong
+        """,
+        "numpy.dtypes": """
+            BoolDType Complex128DType Complex64DType Float16DType Float32DType Float64DType Int16DType
+            Int32DType Int64DType Int8DType LongLongDType UInt16DType UInt32DType UInt64DType UInt8DType
+            ULongLongDType
+        """,
+        "megengine.core._imperative_rt": "pybfloat16 pyintb1 pyintb2 pyintb4",
+        "megengine.core._imperative_rt.common": "CompNode",
+        "megengine.core._imperative_rt.core2": "Tensor",
+        "megengine.core._wrap": "Device",
+        "megengine.core.tensor.dtype": "QuantDtypeMeta",
+        "megengine.distributed.group": "Group",
+        "megengine.module.module": "Module",
+        "megengine.quantization.utils": "LSQParams QParams QuantMode",
+        "megengine.tensor": "Parameter Tensor",
+        "megengine.traced_module.node": "ModuleNode Node NodeMixin TensorNode",
+        "megengine.traced_module.pytree": "ArgsIndex",
+    }
+)
+"""Types (and Ellipsis) that may stand in a model as they are: whatever calls one of them does no harm.
+
+``type`` and ``abc.ABCMeta`` are the types of leaves that are classes, such as a dtype or Tensor itself.
+"""
+
+OBJECTS = _names(
+    {
+        "megengine.traced_module.expr": "Apply CallFunction CallMethod Constant GetAttr Input",
+        "megengine.traced_module.pytree": "LeafDef TreeDef",
+        "megengine.traced_module.serialization": "_ModuleState",
+        "megengine.traced_module.traced_module": "InternalGraph NameSpace TracedModule",
+    }
+)
+"""The parts of a traced graph."""
+
+REDUCERS = _names(
+    {
+        "builtins": "bytearray slice type",
+        "collections": "OrderedDict defaultdict",
+        "numpy": "dtype",
+        "numpy.core": "_DType_reconstruct",
+        "numpy.core.multiarray": "_reconstruct scalar",
+        "numpy.core.numeric": "_frombuffer",
+        "megengine.quantization.utils": "QuantMode",
+    }
+)
+"""What REDUCE may call; `type` is here for ``type(None)``."""
+
+FUNCTIONS = _names(
+    {
+        "megengine.functional.elemwise": """
+            abs acos acosh add asin asinh atan atan2 atanh ceil clip cos cosh div equal exp expm1 floor
+            floor_div greater greater_equal left_shift less less_equal log log1p logaddexp logical_and
+            logical_not logical_or logical_xor maximum minimum mod mul neg not_equal pow right_shift
+            round sin sinh sqrt square sub tan tanh
+        """,
+        "megengine.functional.loss": """
+            binary_cross_entropy cross_entropy ctc_loss hinge_loss l1_loss square_loss
+        """,
+        "megengine.functional.math": """
+            argmax argmin argsort dot isinf isnan matinv matmul max mean min norm normalize prod sign
+            sort std sum svd topk var
+        """,
+        "megengine.functional.metric": "topk_accuracy",
+        "megengine.functional.nn": """
+            adaptive_avg_pool2d adaptive_max_pool2d avg_pool2d batch_norm conv1d conv2d conv3d
+            conv_transpose2d conv_transpose3d deformable_conv2d deformable_psroi_pooling dropout
+            embedding gelu general_norm group_norm hsigmoid hswish indexing_one_hot instance_norm
+            layer_norm leaky_relu linear local_conv2d local_response_norm logsigmoid logsoftmax logsumexp
+            max_pool2d multi_head_attention one_hot pad pixel_shuffle prelu region_restricted_conv relu
+            relu6 sigmoid silu sliding_window sliding_window_transpose softmax softplus sync_batch_norm
+        """,
+        "megengine.functional.quantized": "batch_conv_bias_activation conv_bias_activation conv_transpose2d",
+        "megengine.functional.tensor": """
+            arange broadcast_to complex concat cond_take copy cumsum diag expand_dims eye flatten full
+            full_like gather imag linspace meshgrid ones ones_like polar real repeat reshape roll scatter
+            split squeeze stack swapaxes tile transpose where zeros zeros_like
+        """,
+        "megengine.functional.vision": """
+            correlation cvt_color interpolate nms remap roi_align roi_pooling warp_affine
+            warp_perspective
+        """,
+        "megengine.module.qat.module": "QATModule._apply_fakequant_with_observer",
+    }
+)
+"""Functions that a CallFunction may name. Strings only: the unpickler itself can never reach or call one."""
+
+MODULES = _names(
+    {
+        "megengine.module.activation": "GELU LeakyReLU PReLU ReLU SiLU Sigmoid Softmax",
+        "megengine.module.adaptive_pooling": "AdaptiveAvgPool2d AdaptiveMaxPool2d",
+        "megengine.module.batch_matmul_activation": "BatchMatMulActivation",
+        "megengine.module.batchnorm": "BatchNorm1d BatchNorm2d SyncBatchNorm",
+        "megengine.module.concat": "Concat",
+        "megengine.module.conv": """
+            Conv1d Conv2d Conv3d ConvRelu2d ConvTranspose2d ConvTranspose3d ConvTransposeRelu2d
+            DeformableConv2d LocalConv2d RegionRestrictedConv
+        """,
+        "megengine.module.conv_bn": "ConvBn2d ConvBnRelu2d",
+        "megengine.module.conv_transpose_bn": "ConvTransposeBn2d ConvTransposeBnRelu2d",
+        "megengine.module.deformable_psroi_pooling": "DeformablePSROIPooling",
+        "megengine.module.dropout": "Dropout",
+        "megengine.module.elemwise": "Elemwise",
+        "megengine.module.embedding": "Embedding",
+        "megengine.module.identity": "Identity",
+        "megengine.module.linear": "Linear LinearRelu",
+        "megengine.module.linear_bn": "LinearBn1d LinearBnRelu1d",
+        "megengine.module.lrn": "LocalResponseNorm",
+        "megengine.module.module": "Module",
+        "megengine.module.multiheadattn": "MultiHeadAttention",
+        "megengine.module.normalization": "GeneralNorm GroupNorm InstanceNorm LayerNorm",
+        "megengine.module.padding": "Pad",
+        "megengine.module.pixel_shuffle": "PixelShuffle",
+        "megengine.module.pooling": "AvgPool2d MaxPool2d",
+        "megengine.module.qat.batch_matmul_activation": "BatchMatMulActivation",
+        "megengine.module.qat.concat": "Concat",
+        "megengine.module.qat.conv": "Conv2d ConvRelu2d ConvTranspose2d ConvTransposeRelu2d",
+        "megengine.module.qat.conv_bn": "ConvBn2d ConvBnRelu2d",
+        "megengine.module.qat.conv_transpose_bn": "ConvTransposeBn2d ConvTransposeBnRelu2d",
+        "megengine.module.qat.elemwise": "Elemwise",
+        "megengine.module.qat.linear": "Linear LinearRelu",
+        "megengine.module.qat.linear_bn": "LinearBn1d LinearBnRelu1d",
+        "megengine.module.qat.module": "QATModule",
+        "megengine.module.qat.quant_dequant": "DequantStub QuantStub",
+        "megengine.module.quant_dequant": "DequantStub QuantStub",
+        "megengine.module.quantized.batch_matmul_activation": "BatchMatMulActivation",
+        "megengine.module.quantized.concat": "Concat",
+        "megengine.module.quantized.conv": "Conv2d ConvRelu2d ConvTranspose2d ConvTransposeRelu2d",
+        "megengine.module.quantized.conv_bn": "ConvBn2d ConvBnRelu2d",
+        "megengine.module.quantized.conv_transpose_bn": "ConvTransposeBn2d ConvTransposeBnRelu2d",
+        "megengine.module.quantized.elemwise": "Elemwise",
+        "megengine.module.quantized.linear": "Linear LinearRelu",
+        "megengine.module.quantized.linear_bn": "LinearBn1d LinearBnRelu1d",
+        "megengine.module.quantized.module": "QuantizedModule",
+        "megengine.module.quantized.quant_dequant": "DequantStub QuantStub",
+        "megengine.module.rnn": "LSTM LSTMCell RNN RNNCell",
+        "megengine.module.sequential": "Sequential",
+        "megengine.module.sliding_window": "SlidingWindow SlidingWindowTranspose",
+        "megengine.quantization.fake_quant": "FakeQuantize LSQ TQT",
+        "megengine.quantization.observer": """
+            ExponentialMovingAverageObserver HistogramObserver MinMaxObserver Observer PassiveObserver
+            SyncExponentialMovingAverageObserver SyncMinMaxObserver
+        """,
+        "megengine.traced_module.fake_quant": "FakeQuantize",
+        "megengine.traced_module.utils": "_ModuleDict _ModuleList",
+    }
+)
+"""Module classes of which a file may hold instances, and which a ModuleNode may name."""
+
+EXCLUDED_MODULES = _names(
+    {
+        "megengine.module.external": """
+            AtlasRuntimeSubgraph CambriconRuntimeSubgraph ExternOprSubgraph MagicMindRuntimeSubgraph
+            TensorrtRuntimeSubgraph
+        """,
+    }
+)
+"""Left out on purpose: they hand a blob of the file to a native runtime."""
+
+EXCLUDED_FUNCTIONS = _names(
+    {
+        "megengine.distributed.functional": """
+            all_gather all_reduce_max all_reduce_min all_reduce_sum all_to_all broadcast collective_comm
+            gather reduce_scatter_sum reduce_sum remote_recv remote_send scatter
+        """,
+        "megengine.functional.debug_param": "get_execution_strategy",
+        "megengine.functional.vision": "nvof",
+    }
+)
+"""Left out on purpose: they talk to other processes, read global settings, or need a vendor's library."""
+
+OPDEFS = _names(
+    {
+        "megengine.core._imperative_rt.ops": """
+            AdaptivePooling AddAxis Argmax Argmin Argsort AssertEqual BatchConvBias BatchNorm
+            BatchNormBackward BatchedIncrMeshIndexing BatchedMatrixMul BatchedMeshIndexing
+            BatchedSetMeshIndexing Broadcast CheckNonFinite Concat CondTake ConvBias Convolution
+            Convolution3D Convolution3DBackwardData ConvolutionBackwardData Copy Correlation Cumsum
+            CvtColor DeformableConv DeformablePSROIPooling Diag Dimshuffle Dot Elemwise ElemwiseMultiType
+            Eye FakeQuant FastpathCopy Fill FillLike GeneralNorm GetVarShape GroupLocal GroupNorm
+            Identity Images2Neibs IncrMeshIndexing IncrSubtensor IndexingIncrMultiAxisVec
+            IndexingMultiAxisVec IndexingOneHot IndexingSetMultiAxisVec IndexingSetOneHot InstanceNorm
+            LRN LSQ LSTM LSTMCell LayerNorm Linspace MaskedFill MatrixInverse MatrixMul MeshGrid
+            MeshIndexing NMSKeep Padding PixelShuffle PixelShuffleBackward Pooling RNN RNNCell ROIAlign
+            ROIPooling Reduce RegionRestrictedConvolution RegionRestrictedConvolutionBackwardData Remap
+            RemoveAxis Reshape Resize Resize3D SVD SetMeshIndexing SetSubtensor SlidingWindowTranspose
+            Softmax Split Stack Subtensor TQT TopK TypeCvt WarpAffine WarpPerspective
+            WarpPerspectiveBackwardData WarpPerspectiveBackwardMat
+        """
+    }
+)
+"""The ops of an Apply."""
+
+EXCLUDED_OPDEFS = _names(
+    {
+        "megengine.core._imperative_rt.ops": """
+            AtlasRuntime CambriconRuntime ExternOpr MagicMindRuntime TensorRTRuntime CollectiveComm
+            RemoteRecv RemoteSend BetaRNG Dropout GammaRNG GaussianRNG MultiHeadAttn PermutationRNG
+            PoissonRNG ShuffleRNG UniformRNG Barrier Borrow InplaceAdd LAMBUpdate NvOf ParamPackConcat
+            ParamPackSplit PyOpBase
+        """
+    }
+)
+"""Left out on purpose: native blobs; the network; ops whose state holds the address of a native handle, which
+no file can know; and what only optimizers, drivers or MegEngine's own runtime apply."""
+
+TENSOR_METHODS = frozenset(
+    _split(
+        """
+            __lt__ __le__ __gt__ __ge__ __eq__ __ne__ __neg__ __pos__ __abs__ __invert__ __round__
+            __floor__ __ceil__ __add__ __sub__ __mul__ __matmul__ __truediv__ __floordiv__ __mod__
+            __pow__ __lshift__ __rshift__ __and__ __or__ __xor__ __radd__ __rsub__ __rmul__ __rmatmul__
+            __rtruediv__ __rfloordiv__ __rmod__ __rpow__ __rlshift__ __rrshift__ __rand__ __ror__
+            __rxor__ __iadd__ __isub__ __imul__ __imatmul__ __itruediv__ __ifloordiv__ __imod__ __ipow__
+            __ilshift__ __irshift__ __iand__ __ior__ __ixor__ transpose astype reshape _broadcast flatten
+            sum prod min max mean __getitem__ __setitem__ detach to
+        """
+    )
+)
+"""What a CallMethod may call on a tensor; on the class Tensor it is ``__new__``, on a module ``__call__``."""
+
+QTRACE_FUNCTIONS = frozenset({"qtrace.gradients.conv:conv2d"})
+"""Functions of qtrace that a CallFunction of a prepared model names."""
+
+QTRACE_CLASSES = frozenset(
+    {
+        "qtrace.scheme:QParams",
+        "qtrace.scheme:QScheme",
+        # Modules outside the plugin folders or in private files, which the enumeration below leaves out.
+        "qtrace.fakequant.following.bias:BiasQuant",
+        "qtrace.fakequant.following.bn_fold:BnFold",
+        "qtrace.preparation.passes.insert:Container",
+    }
+)
+"""Classes of qtrace that a model may hold and that no public plugin file names in ``__all__``."""
+
+
+@lru_cache(maxsize=1)
+def qtrace_classes() -> frozenset[str]:
+    """The names of qtrace's own classes: ``QTRACE_CLASSES`` and what the installed plugin files export."""
+    found = set(QTRACE_CLASSES)
+    for package_name in ("qtrace.fakequant", "qtrace.observers"):
+        package = importlib.import_module(package_name)
+        for info in pkgutil.iter_modules(package.__path__):
+            if info.name.startswith("_"):
+                continue
+            plugin = importlib.import_module(f"{package_name}.{info.name}")
+            for name in getattr(plugin, "__all__", ()):
+                member = getattr(plugin, name)
+                if inspect.isclass(member) and member.__module__ == plugin.__name__:
+                    found.add(f"{plugin.__name__}:{member.__qualname__}")
+    return frozenset(found)

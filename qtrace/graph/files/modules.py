@@ -1,0 +1,146 @@
+"""Checks the modules of a loaded model: that they form a tree of bounded depth, and hold plain attributes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megengine import Tensor
+from megengine.module import Module
+from megengine.traced_module import TracedModule
+
+from qtrace.errors import SchemeError
+from qtrace.fakequant.base import PHASES, FakeQuant
+from qtrace.graph.files.arrays import Pending
+from qtrace.graph.files.names import DEPTH, DamagedError, RefusedError, shown
+from qtrace.graph.files.nesting import DICTS, weigh
+from qtrace.graph.files.rules import Rules
+from qtrace.observers.base import Observer
+from qtrace.scheme import QParams, QScheme
+
+__all__ = ["check_modules"]
+
+_GRAPHS = ("argdef_graph_map", "argdef_outdef_map")
+_FAKE_QUANT: dict[str, tuple[type, ...]] = {
+    "site": (str,),
+    "scheme": (QScheme,),
+    "observer": (Observer, type(None)),
+    "shape": (tuple,),
+    "phase": (str,),
+    "scale": (Tensor,),
+    "zero_point": (Tensor,),
+}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def check_modules(model: TracedModule, rules: Rules) -> None:
+    """Refuses modules that MegEngine could not go through.
+
+    Args:
+        model: the outermost module; the graphs of traced modules are not looked at.
+        rules: those of the file.
+
+    Raises:
+        RefusedError: naming the module's class and what is wrong with it.
+    """
+    walk = _Walk(rules)
+    walk.visit(model, 0)
+    for traced in rules.traced:
+        walk.visit(traced, 0)
+    try:
+        for _ in model.named_tensors():
+            pass
+    except Exception as error:
+        raise DamagedError(f"its modules cannot be listed ({type(error).__name__})") from None
+
+
+class _Walk:
+    """Goes through modules, and through the objects of qtrace that they hold.
+
+    Args:
+        rules: those of the file.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._heights: dict[int, int] = {}
+        self._open: set[int] = set()
+
+    def visit(self, owner: Any, depth: int) -> int:
+        """Checks ``owner`` and what it holds, once; gives how deeply that is nested.
+
+        Args:
+            owner: a module, or an object of one of qtrace's classes.
+            depth: how many hold it.
+        """
+        if id(owner) in self._open:
+            raise RefusedError(f"a {type(owner).__name__} in it holds itself")
+        if depth + self._heights.get(id(owner), 0) > DEPTH:
+            raise RefusedError(f"it nests modules more than {DEPTH} levels deep")
+        if id(owner) in self._heights:
+            return self._heights[id(owner)]
+        self._open.add(id(owner))
+        height = 1 + max((self.visit(child, depth + 1) for child in self._children(owner)), default=0)
+        self._open.discard(id(owner))
+        self._heights[id(owner)] = height
+        return height
+
+    def _children(self, owner: Any) -> list[Any]:
+        """Checks the attributes of ``owner``; gives the modules and objects among them."""
+        children: list[Any] = []
+
+        def leaf(value: Any) -> None:
+            if type(value) is Pending:
+                raise RefusedError("it holds an array or a device without its state")
+            if isinstance(value, Module) or type(value).__module__.startswith("qtrace."):
+                children.append(value)
+
+        if isinstance(owner, Module):
+            self._check_module(owner)
+        for name, value in getattr(owner, "__dict__", {}).items():
+            if not name.isprintable():
+                raise RefusedError(f"a {type(owner).__name__} in it has an attribute called {shown(name)}")
+            if not (name in _GRAPHS and type(owner) is TracedModule):
+                weigh(value, self._rules.budget, leaf)
+        if isinstance(owner, (QScheme, QParams)):
+            _check_quantization(owner)  # its errors show the values, which are known to have an end now
+        elif isinstance(owner, FakeQuant):
+            _check_fake_quant(owner)
+        return children
+
+    def _check_module(self, module: Module) -> None:
+        fields, kind = module.__dict__, type(module).__name__
+        for name in _HOOKS:
+            hooks = fields.get(name)
+            if type(hooks) not in DICTS or not all(self._listed(hook) for hook in hooks.values()):
+                raise RefusedError(f"a {kind} in it has hooks that are no functions of yours")
+        names = fields.get("_modules")
+        if type(names) is not list or not all(type(name) is str and name in fields for name in names):
+            raise RefusedError(f"a {kind} in it has {shown(names)} for the names of its modules")
+        if type(fields.get("training")) is not bool:
+            raise RefusedError(f"a {kind} in it is neither in training nor not")
+
+    def _listed(self, value: Any) -> bool:
+        key = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
+        return key in self._rules.names.extra
+
+
+def _check_fake_quant(quant: FakeQuant) -> None:
+    """Holds the attributes that every fake quant has to their types."""
+    kind = type(quant).__name__
+    for name, kinds in _FAKE_QUANT.items():
+        if name not in quant.__dict__:
+            raise RefusedError(f"a {kind} in it has no {name}")
+        value = quant.__dict__[name]
+        known = isinstance(value, kinds) and not (name == "phase" and value not in PHASES)
+        if not known or (name == "shape" and not all(type(n) is int and n >= 0 for n in value)):
+            raise RefusedError(f"a {kind} in it has the {name} {shown(value)}")
+
+
+def _check_quantization(value: QScheme | QParams) -> None:
+    """Makes a scheme or its parameters again, which checks them."""
+    try:
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        type(value)(**fields)
+    except (SchemeError, TypeError, ValueError, AttributeError, OverflowError):
+        raise RefusedError(f"a {type(value).__name__} in it is not one that qtrace makes") from None

@@ -1,0 +1,203 @@
+"""From a name in a file to the object it stands for, and no further than the allow-list."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from megengine.module import Module
+
+from qtrace.errors import ConfigError
+from qtrace.graph.files import allowlist
+
+DEPTH = 100
+"""How deeply containers, argument structures and modules of a file may be nested."""
+
+ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
+
+
+class RefusedError(Exception):
+    """The file asks for something that a file may not have; the message says what."""
+
+
+class DamagedError(Exception):
+    """The file cannot be read; the message says why."""
+
+
+class Ref:
+    """Stands for a listed object on the unpickler's stack.
+
+    A Ref cannot be called and has nothing to set: wherever a file puts it, it is a piece of lifeless data.
+    Only the unpickler's own rules look at what it stands for.
+    """
+
+    __slots__ = ("key", "target")
+
+    def __init__(self, key: str, target: Any) -> None:
+        self.key, self.target = key, target
+
+
+class Budget:
+    """How much a file may make of itself, in memory and in work; both are linear in its size.
+
+    A pickle can name what it has stored again and again, each time with a few bytes. What a saved model makes
+    is never larger than the file, so that a file that makes much more is refused before memory or time is
+    spent.
+
+    Args:
+        size: bytes of the file.
+    """
+
+    __slots__ = ("_left", "_steps")
+
+    def __init__(self, size: int) -> None:
+        self._left = 4 * size + (1 << 20)  # data as bytes, array and tensor, and tables of small things
+        self._steps = 4 * size + (1 << 19)
+
+    def take(self, size: int) -> None:
+        """Takes ``size`` bytes, or entries of a table.
+
+        Raises:
+            RefusedError: when nothing is left.
+        """
+        self._left -= size
+        if self._left < 0:
+            raise RefusedError("it would take far more memory than the file is long")
+
+    def work(self, steps: int) -> None:
+        """Takes ``steps`` elementary steps, each about a microsecond of Python.
+
+        Raises:
+            RefusedError: when nothing is left.
+        """
+        self._steps -= steps
+        if self._steps < 0:
+            raise RefusedError("it would take far more work to read than the file is long")
+
+
+def shown(value: object, limit: int = 100) -> str:
+    """``value`` as an error can print it.
+
+    Names may be long or contain line breaks; objects of a half-loaded model are only named by their type,
+    because their own repr may not work yet.
+    """
+    plain = (str, int, float, bytes, type(None))
+    if isinstance(value, str) and value.isprintable():
+        text = value
+    elif all(type(item) in plain for item in (value if isinstance(value, (tuple, list)) else [value])):
+        text = ascii(value)
+    else:
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+class AllowList:
+    """Looks names up, exactly, in the lists of ``allowlist.py`` and in the caller's own.
+
+    Args:
+        extra: the caller's entries, ``"pkg.mod:Qual.Name"``.
+
+    Raises:
+        ConfigError: when an entry is not of that form.
+    """
+
+    def __init__(self, extra: Iterable[str] = ()) -> None:
+        if isinstance(extra, str):
+            raise ConfigError(f"allow is a list of names such as 'pkg.mod:Name', not the string {extra!r}.")
+        self.extra = frozenset(extra)
+        for entry in self.extra:
+            if not ENTRY.match(entry if isinstance(entry, str) else ""):
+                raise ConfigError(f"allow entry {shown(entry)!r} is not of the form 'pkg.mod:Qual.Name'.")
+        self._found: dict[tuple[str, str], Any] = {}
+
+    def kind(self, key: str) -> str | None:
+        """The list that ``key`` is on: extra, type, opdef, object, module, qtrace, reducer, or None."""
+        if key in allowlist.TYPES:
+            return "type"
+        if key in allowlist.OBJECTS:
+            return "object"
+        if key in allowlist.MODULES:
+            return "module"
+        if key in allowlist.OPDEFS:
+            return "opdef"
+        if key in allowlist.REDUCERS:
+            return "reducer"
+        if key in self.extra:
+            return "extra"
+        if key.startswith("qtrace.") and key in allowlist.qtrace_classes():
+            return "qtrace"
+        return None
+
+    def find(self, module: object, name: object) -> Any:
+        """What the unpickler may put on its stack for a global name: a harmless type, or a Ref.
+
+        Raises:
+            RefusedError: when the name is on no list.
+        """
+        if type(module) is not str or type(name) is not str:
+            raise RefusedError("it builds the name of an import from things that are not strings")
+        if (module, name) in self._found:
+            return self._found[module, name]
+        key = f"{module}:{name}"
+        kind = self.kind(key)
+        if kind is None:
+            raise refused("names", key)
+        target = resolve(key)
+        value = target if kind in ("type", "opdef", "extra") else Ref(key, target)
+        self._found[module, name] = value
+        return value
+
+    def function(self, pair: object) -> Any:
+        """The function of a CallFunction, held to the list before anything is imported."""
+        key = _pair(pair, "the function of a CallFunction")
+        if key not in allowlist.FUNCTIONS | allowlist.QTRACE_FUNCTIONS and key not in self.extra:
+            raise refused("would call the function", key)
+        return resolve(key)
+
+    def module_type(self, pair: object, instance: bool = False) -> Any:
+        """A module class named by a string; ``instance`` when one is going to be made of it.
+
+        MegEngine restores a TracedModule only as an object of its own, so none is made from a string.
+        """
+        key = _pair(pair, "a module type")
+        listed = self.kind(key) in ("module", "qtrace", "extra") or key == "megengine.module.module:Module"
+        if not listed and (instance or key != "megengine.traced_module.traced_module:TracedModule"):
+            raise refused("names the module class", key)
+        found = resolve(key)
+        if not isinstance(found, type) or not issubclass(found, Module):
+            raise RefusedError(f"it names {shown(key)} as a module class, which it is not")
+        return found
+
+
+def refused(does: str, key: str) -> RefusedError:
+    """The refusal of a name, and what to do about it."""
+    hint = (
+        f"; if you trust the file, allow it with --allow {key}, in Python with load(..., allow=[{key!r}])"
+        if ENTRY.match(key)
+        else ""
+    )
+    return RefusedError(f"it {does} {shown(key)}, which is not on the allow-list{hint}")
+
+
+def resolve(key: str) -> Any:
+    """Imports what a listed key names.
+
+    Raises:
+        DamagedError: when it cannot be imported here.
+    """
+    module, _, name = key.partition(":")
+    try:
+        found = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise DamagedError(f"it needs {key}, which cannot be imported here ({error})") from error
+    return found
+
+
+def _pair(pair: object, what: str) -> str:
+    if type(pair) is not tuple or len(pair) != 2 or type(pair[0]) is not str or type(pair[1]) is not str:
+        raise RefusedError(f"{what} in it is not a pair of module and name but {shown(pair)}")
+    return f"{pair[0]}:{pair[1]}"

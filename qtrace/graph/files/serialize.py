@@ -1,0 +1,206 @@
+"""Saving and loading of traced, prepared and converted models.
+
+A saved model is the file that ``megengine.save`` writes: a pickle of the TracedModule, here behind a head
+with its checksum (``_seal.py``). A pickle is a program, so ``load`` does not hand it to Python's unpickler.
+It runs the file on a machine that can only build data (``_unpickle.py``), which makes objects by the rules
+of ``_rules.py`` from the exact names of ``allowlist.py`` and the names that the caller adds. When the file
+was read to its end, its modules (``_modules.py``) and graphs (``_validate.py``) are checked once and restored
+(``_restore.py``), so that running it calls only listed functions, listed tensor methods and listed modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import mmap
+import os
+import pickle
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megengine.module import Module
+from megengine.traced_module import TracedModule
+from megengine.traced_module.expr import Constant
+from megengine.utils.max_recursion_limit import max_recursion_limit
+
+from qtrace.errors import DataError, GraphError, UnsafeFileError
+from qtrace.graph import garbage
+from qtrace.graph.files.modules import check_modules
+from qtrace.graph.files.names import AllowList, Budget, DamagedError, RefusedError
+from qtrace.graph.files.restore import check_calls, restore
+from qtrace.graph.files.rules import Rules
+from qtrace.graph.files.seal import check, sealing
+from qtrace.graph.files.unpickle import Machine
+from qtrace.graph.files.validate import Validator
+from qtrace.graph.source_lines import attach_lines, detach_lines
+from qtrace.process.thread import on_engine_thread
+from qtrace.storage import leftovers
+
+__all__ = ["load", "save"]
+
+BIG = 64 << 20
+
+
+@on_engine_thread
+def save(module: TracedModule, path: str | os.PathLike[str]) -> None:
+    """Writes a traced, prepared or converted model to a file; the file appears complete or not at all.
+
+    Args:
+        module: what ``qtrace.trace``, ``prepare`` or ``convert`` returned. It is not changed.
+        path: the file; an existing one is replaced. ``megengine.load`` reads it too.
+
+    Raises:
+        GraphError: when ``module`` is not a TracedModule, or holds something that cannot be saved.
+        DataError: when the file cannot be written.
+    """
+    if not isinstance(module, TracedModule):
+        raise GraphError(
+            f"save writes a TracedModule, not a {type(module).__name__}: trace it with qtrace.trace."
+        )
+    if wrong := leftovers.problem(path):
+        raise DataError(wrong)
+    target = Path(os.path.realpath(path))
+    partial, lock = target, -1
+    try:
+        if target.exists() and not target.is_file():
+            kind = "a folder" if target.is_dir() else "a device or a pipe"
+            raise DataError(f"{path} is {kind}: name a file.")
+        leftovers.sweep(target)
+        partial, lock = leftovers.claim(target, lambda new: new.touch(exist_ok=False))
+        with open(partial, "wb") as file:
+            with sealing(file) as body:
+                _dump(module, body)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
+    finally:
+        if lock >= 0:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            os.close(lock)
+    _sync_folder(target.parent)
+
+
+@on_engine_thread
+def load(path: str | os.PathLike[str], allow: Iterable[str] = (), keep_devices: bool = False) -> TracedModule:
+    """Reads a model that ``save`` or ``megengine.save`` wrote, and runs nothing that the file brings.
+
+    Args:
+        path: the file.
+        allow: exact names of your own that the file may use, ``"pkg.mod:Qual.Name"``: a module class that you
+            registered as built-in, a function that you wrapped, the class of an attribute. They are
+            imported, and the file chooses what your classes are made with: list them only for files that
+            you trust.
+        keep_devices: whether tensors go to the devices that the file names, which starts their threads. By
+            default everything goes to MegEngine's default device.
+
+    Returns:
+        The model, ready to run, with MegEngine's own objects for its dtypes.
+
+    Raises:
+        UnsafeFileError: when the file asks for anything that is not on the allow-list; the message names it.
+        DataError: when the file is missing, cut short, damaged, or holds something else.
+        ConfigError: when an entry of ``allow`` is not of the form above.
+    """
+    if wrong := leftovers.problem(path):
+        raise DataError(wrong)
+    names = AllowList(allow)
+    try:
+        with _contents(path) as data, garbage.paused(collect_first=len(data) > BIG):
+            rules = Rules(names, Budget(len(data)), keep_devices)
+            model = Machine(data, rules).run(check(data))
+            if type(model) is TracedModule:
+                _finish(model, rules)
+    except RefusedError as error:
+        raise UnsafeFileError(f"{path} is refused: {error}.") from None
+    except DamagedError as error:
+        raise DataError(f"{path} cannot be loaded: {error}.") from None
+    except DataError:
+        raise
+    except Exception as error:  # whatever else a damaged file makes of Python, numpy and MegEngine
+        reason = (str(error).splitlines() or [""])[0][:150].encode("ascii", "replace").decode()
+        raise DataError(f"{path} is no saved model, or damaged ({type(error).__name__}: {reason}).") from None
+    if type(model) is not TracedModule:
+        raise DataError(f"{path} holds a {type(model).__name__}, not a TracedModule saved by qtrace.save.")
+    return model
+
+
+def _finish(model: TracedModule, rules: Rules) -> None:
+    """Checks and restores all graphs of a model that was read to its end."""
+    if len(getattr(model, "argdef_graph_map", None) or ()) != 1:
+        raise RefusedError("its outermost module does not have one graph")
+    check_modules(model, rules)
+    validator = Validator(rules.trees, rules.budget)
+    for traced in rules.traced:
+        validator.check(traced)
+    for traced in rules.traced:
+        restore(traced, rules.budget)
+    for traced in rules.traced:
+        check_calls(traced, rules.budget)
+    detach_lines(model)
+
+
+def _dump(module: TracedModule, file: Any) -> None:
+    """Pickles as ``megengine.save`` does, then takes away the notes that MegEngine leaves on modules."""
+    try:
+        attach_lines(module)
+        with max_recursion_limit():  # the pickler recurses along the graph
+            pickle.dump(module, file, pickle.DEFAULT_PROTOCOL)
+    except (AssertionError, AttributeError, TypeError, pickle.PicklingError) as error:
+        raise GraphError(f"the model cannot be saved: {error}") from error
+    finally:
+        detach_lines(module)
+        for part in _modules(module):
+            part.__dict__.pop("_m_dump_modulestate", None)
+
+
+def _modules(module: TracedModule) -> Iterator[Module]:
+    """Every module of a model, those in Constants included."""
+    for part in module.modules():
+        yield part
+        for graph in (getattr(part, "argdef_graph_map", None) or {}).values():
+            for expr in graph._exprs:
+                if isinstance(expr, Constant) and isinstance(expr.value, Module):
+                    yield from expr.value.modules()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes the new name in the folder durable, where the system lets a folder be opened."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@contextlib.contextmanager
+def _contents(path: str | os.PathLike[str]) -> Iterator[Any]:
+    """The bytes of a file, mapped into memory."""
+    with contextlib.ExitStack() as stack:
+        try:
+            if os.path.exists(path) and not os.path.isfile(path):
+                kind = "a folder" if os.path.isdir(path) else "not a regular file"  # a pipe would never end
+                raise DataError(f"{path} is {kind}: name a saved model.")
+            file = stack.enter_context(open(path, "rb"))
+            head = file.read(4)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+        if not head:
+            raise DataError(f"{path} is empty: no model was saved there, or saving it was interrupted.")
+        if head.startswith(b"PK\x03\x04"):
+            raise DataError(
+                f"{path} is a zip archive (torch or npz?), not a TracedModule saved by qtrace.save."
+            )
+        if head[0] != pickle.PROTO[0]:
+            raise DataError(
+                f"{path} is not a saved model: qtrace.save and megengine.save write pickle files."
+            )
+        try:
+            data = stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        except (io.UnsupportedOperation, ValueError, OSError) as error:
+            raise DataError(f"{path} cannot be read: {error}.") from error
+        yield data

@@ -1,0 +1,199 @@
+"""Copies of views for MegEngine's broadcasting kernels, which compute wrong values from views on CPU.
+
+On CPU, MegEngine 1.13 computes ``a + b`` wrong if ``b`` is broadcast along the first axes only, as a grid or
+a vector is, and ``a`` is a view whose rows do not follow each other in memory, such as ``x[..., :2]``: the
+kernel takes ``a`` for contiguous. The same holds for ``- * / **``, maximum and minimum, in eager mode and
+under ``jit.trace``, and for the gradient of ``* / **`` where the gradient that arrives is such a view: behind
+a concatenation, a stack or a sum over the first axes.
+
+A copy is ``F.nn.pad`` by nothing. It changes no bit and has a gradient. ``F.copy`` keeps the view, and
+``jit.trace`` takes ``x * 1.0`` away.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import megengine.functional as F
+import numpy as np
+from megengine.traced_module import TracedModule
+from megengine.traced_module.expr import Constant, Expr, GetAttr
+from megengine.traced_module.node import TensorNode
+
+from qtrace.graph.edit import GraphEditor
+from qtrace.graph.source_lines import source_line
+from qtrace.graph.tracing.unrolled import Step, Unrolled
+from qtrace.graph.tracing.views import (
+    broadcasts_first_axes,
+    gives_view,
+    is_arithmetic,
+    is_product,
+    reads_only_shape,
+    returns_view,
+)
+
+__all__ = ["Copy", "describe_places", "find_copies", "insert_copies", "report_copies"]
+
+_NAMED_PLACES = 5
+_log = logging.getLogger("qtrace")
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy that a kernel needs.
+
+    Attributes:
+        module: the traced module whose graph holds the node.
+        node: the tensor to copy.
+        reader: the expr that shall read the copy; None for all exprs that read the node, where the copy is
+            for the gradient.
+        source: the expr that MegEngine would compute wrong.
+    """
+
+    module: TracedModule
+    node: TensorNode
+    reader: Expr | None
+    source: Expr
+
+
+def find_copies(traced: TracedModule) -> list[Copy]:
+    """Finds the tensors of a traced module that must be copied for MegEngine's kernels to be right.
+
+    The answer holds for every batch size: a tensor that does not depend on the inputs' values is taken to be
+    broadcast over a batch. It also holds for a prepared graph, where an op that rounds may put a contiguous
+    tensor in the place of a transposed one; so a copy may stand where this very trace does not need it. Time
+    is linear in the number of executed exprs.
+
+    Args:
+        traced: a traced module, flat or hierarchical; it is not changed.
+    """
+    unrolled = Unrolled(traced)
+    views, fixed = _layouts(unrolled)
+    found = (*_for_values(unrolled, views, fixed), *_for_gradients(unrolled, fixed))
+    return list({(id(copy.node), id(copy.reader)): copy for copy in found}.values())
+
+
+def describe_places(copies: Iterable[Copy]) -> str:
+    """Says which ops MegEngine may compute wrong.
+
+    Args:
+        copies: what `find_copies` gave.
+    """
+    places = {copy.source.outputs[0].name: source_line(copy.source) for copy in copies}
+    named = [f"{name} ({line})" if line else name for name, line in places.items()]
+    more = f" and {len(named) - _NAMED_PLACES} more" if len(named) > _NAMED_PLACES else ""
+    return (
+        "MegEngine's kernels on CPU can take a view such as x[..., :2] for contiguous memory at "
+        f"{', '.join(named[:_NAMED_PLACES])}{more}"
+    )
+
+
+def report_copies(name: str, places: str, problem: str | None) -> None:
+    """Logs where a trace has copies, as a warning where the module itself computes wrong values.
+
+    Args:
+        name: the class of the module.
+        places: what `describe_places` gave.
+        problem: how the module's values differ from those of the trace, if they do.
+    """
+    if problem is None:
+        _log.info("%s: %s; the trace copies the views first.", name, places)
+        return
+    _log.warning(
+        "%s: %s. The trace copies the views first and is right; the module itself computes wrong values "
+        "(%s), in training, too: train the trace, or put F.nn.pad(x, ((0, 0),) * x.ndim) behind the view.",
+        name,
+        places,
+        problem,
+    )
+
+
+def insert_copies(traced: TracedModule, copies: Iterable[Copy]) -> None:
+    """Inserts ``copies`` into the graphs of ``traced`` and of its submodules."""
+    by_module: dict[int, list[Copy]] = {}
+    for copy in copies:
+        by_module.setdefault(id(copy.module), []).append(copy)
+    for group in by_module.values():
+        module = group[0].module
+        with GraphEditor(module) as editor:
+            for copy in group:
+                node, after = copy.node, copy.node.expr
+                widths = ((0, 0),) * len(node.shape)
+                new = editor.call_function(
+                    F.nn.pad, node, widths, after=after, like=node, name=f"{node._name}_copy"
+                )
+                editor.replace_uses(node, new, None if copy.reader is None else [copy.reader])
+        if module is not traced:
+            module.graph._total_ids = None  # only the top graph counts
+    if by_module:
+        traced._update_ref()
+        traced.graph._reset_ids()
+
+
+def _for_values(unrolled: Unrolled, views: Mapping[int, bool], fixed: Mapping[int, bool]) -> Iterator[Copy]:
+    """Finds operands that must be copied."""
+    for step in unrolled.steps:
+        if not is_arithmetic(step.expr):
+            continue
+        operands = _operands(step)
+        for node, value in operands:
+            for other, number in operands:
+                if number == value or not views[value] or node.shape is None or other.shape is None:
+                    continue
+                if broadcasts_first_axes(node.shape, other.shape, fixed[value], fixed[number]):
+                    yield Copy(step.module, node, step.expr, step.expr)
+                    break
+
+
+def _for_gradients(unrolled: Unrolled, fixed: Mapping[int, bool]) -> Iterator[Copy]:
+    """Finds results that must be copied, since their gradient would arrive as a view."""
+    gradient_views = _gradient_views(unrolled)
+    for step in unrolled.steps:
+        if not is_product(step.expr) or step.outputs[0] not in gradient_views:
+            continue
+        (out,), given = step.expr.outputs, fixed[step.outputs[0]]
+        for other, number in _operands(step):
+            if out.shape is None or other.shape is None or np.dtype(out.dtype).kind != "f":
+                continue
+            if broadcasts_first_axes(out.shape, other.shape, given, fixed[number]):
+                yield Copy(step.module, out, None, step.expr)
+                break
+
+
+def _operands(step: Step) -> list[tuple[TensorNode, int]]:
+    """The tensors that a step reads, except for booleans, with their values."""
+    pairs = zip(step.expr.inputs, step.inputs, strict=True)
+    return [(n, v) for n, v in pairs if isinstance(n, TensorNode) and np.dtype(n.dtype) != np.bool_]
+
+
+def _layouts(unrolled: Unrolled) -> tuple[Mapping[int, bool], Mapping[int, bool]]:
+    """Which values may be views, and which do not depend on the values of the graph's inputs."""
+    views = dict.fromkeys(unrolled.inputs, False)
+    fixed = dict.fromkeys(unrolled.inputs, False)
+    fixed[unrolled.inputs[0]] = True  # the module itself
+    for step in unrolled.steps:
+        expr = step.expr
+        constant = isinstance(expr, (GetAttr, Constant)) or reads_only_shape(expr)
+        read = [(node, views[value]) for node, value in zip(expr.inputs, step.inputs, strict=True)]
+        is_fixed = constant or all(fixed[value] for value in step.inputs)
+        for node, value in zip(expr.outputs, step.outputs, strict=True):
+            views[value] = not constant and gives_view(expr, node, read)
+            fixed[value] = is_fixed
+    return views, fixed
+
+
+def _gradient_views(unrolled: Unrolled) -> set[int]:
+    """The values whose gradient may be a view when it arrives; a sum of several gradients is none."""
+    uses = Counter(unrolled.outputs)
+    for step in unrolled.steps:
+        uses.update(step.inputs)
+    found: set[int] = set()
+    for step in reversed(unrolled.steps):
+        arrives = any(value in found for value in step.outputs)
+        for node, value in zip(step.expr.inputs, step.inputs, strict=True):
+            if uses[value] == 1 and value not in unrolled.outputs and returns_view(step.expr, node, arrives):
+                found.add(value)
+    return found

@@ -1,0 +1,94 @@
+"""What qtrace changes in MegEngine's tracer while it traces.
+
+The line of each expr is noted; attention is recorded in parts; and a forward may return None among tensors:
+the graph returns the tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import megengine.functional as F
+from megengine.core._imperative_rt import OpDef
+from megengine.traced_module import TracedModule, traced_module
+from megengine.traced_module.expr import Apply
+from megengine.traced_module.traced_module import TracedModuleBuilder
+
+from qtrace.errors import TraceError
+from qtrace.graph.source_lines import named, recorded_lines
+from qtrace.graph.tracing.attention import attention_in_parts
+
+__all__ = ["NONE_IS_DROPPED", "check_kernels", "holds_none", "recording", "without_none"]
+
+NONE_IS_DROPPED = "forward returns None among tensors: the trace returns the tensors alone."
+_KNOWN_COMPILED = ("Where",)  # which `expand` writes as a function
+
+
+def without_none(result: Any) -> Any:
+    """``result`` without None in its dicts, lists and tuples."""
+    if type(result) in (list, tuple):
+        return type(result)(without_none(v) for v in result if v is not None)
+    if isinstance(result, dict):
+        kept = copy.copy(result)  # keeps the kind of dict
+        kept.clear()
+        kept.update((k, without_none(v)) for k, v in result.items() if v is not None)
+        return kept
+    return result
+
+
+def holds_none(result: Any) -> bool:
+    """Whether a dict, list or tuple of ``result`` holds None."""
+    values = list(result.values()) if isinstance(result, dict) else result
+    return isinstance(values, (list, tuple)) and any(v is None or holds_none(v) for v in values)
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Traces within the block are recorded as described above."""
+    flatten, wrap = traced_module.tree_flatten, traced_module._wrapped_function
+
+    def flatten_results(values: Any, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1)
+        of_module = caller.f_code is TracedModuleBuilder.__call__.__code__ and "is_leaf" in kwargs
+        if of_module and not caller.f_locals["self"]._is_builtin:
+            values = without_none(values)
+        return flatten(values, *args, **kwargs)
+
+    def wrap_function(function: Callable[..., Any]) -> Callable[..., Any]:
+        return attention_in_parts if function is _ATTENTION else wrap(function)
+
+    traced_module.tree_flatten, traced_module._wrapped_function = flatten_results, wrap_function
+    try:
+        with recorded_lines():
+            yield
+    finally:
+        traced_module.tree_flatten, traced_module._wrapped_function = flatten, wrap
+
+
+_ATTENTION = F.nn.multi_head_attention
+
+
+def check_kernels(traced: TracedModule, name: str) -> None:
+    """Refuses ops that were compiled from other ops: neither a file nor an export can hold them.
+
+    Raises:
+        TraceError: naming the op, its module and its line.
+    """
+    for module in traced.modules():
+        graphs: Any = getattr(module, "argdef_graph_map", None) or {}
+        for graph in graphs.values():
+            for expr in graph._exprs:
+                if _is_compiled(expr):
+                    raise TraceError(
+                        f"{name}: {named(expr, str(expr.opdef))} is compiled from other ops, which no file "
+                        "and no export can hold: write it with functions of megengine.functional, such as "
+                        "reshape, transpose and matmul, called by their names in forward."
+                    )
+
+
+def _is_compiled(expr: Any) -> bool:
+    return isinstance(expr, Apply) and type(expr.opdef) is OpDef and str(expr.opdef) not in _KNOWN_COMPILED

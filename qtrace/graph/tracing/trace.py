@@ -1,0 +1,416 @@
+"""Tracing a module faithfully: what a trace would lose or get wrong is an error, not a surprise later."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import megengine as mge
+from megengine.module import Module
+from megengine.traced_module import TracedModule, tm_config, trace_module
+from megengine.traced_module.module_tracer import module_tracer
+from megengine.utils.naming import AutoNaming
+
+from qtrace.errors import QtraceWarning, TraceError
+from qtrace.graph import failures
+from qtrace.graph.tracing import diff, example_inputs, hazards
+from qtrace.graph.tracing.attention import open_attention
+from qtrace.graph.tracing.copies import Copy, describe_places, find_copies, insert_copies, report_copies
+from qtrace.graph.tracing.nonfinite import nonfinite_results
+from qtrace.graph.tracing.recording import NONE_IS_DROPPED, check_kernels, holds_none, recording, without_none
+from qtrace.graph.tracing.refusals import native_quantization
+from qtrace.graph.tracing.returned import key_order, restore_key_order
+from qtrace.graph.tracing.source_names import restore_names
+from qtrace.graph.tracing.subclasses import use_builtin_classes
+from qtrace.process.thread import on_engine_thread
+
+__all__ = ["trace"]
+
+_BAKED = (
+    "A Python value was fixed while tracing (a branch or loop on a value, .item(), .numpy(), int() of a "
+    "shape): compute it with tensor operations, or take it out of forward."
+)
+
+
+@on_engine_thread
+def trace(module: Module, *example: Any, method: str = "forward", check: bool = True) -> TracedModule:
+    """Traces ``module`` in eval mode and reports what the trace would lose or get wrong.
+
+    The module stays as it is, training flags included, and the result shares nothing with it. Where a kernel
+    of MegEngine's would compute wrong values from a view, the trace copies the view first; the logger
+    ``qtrace`` says where.
+
+    Args:
+        module: the model, one layer of MegEngine's own if need be; a ``TracedModule`` is copied and put in
+            eval mode, not traced again.
+        *example: inputs of ``forward`` by position: Tensors, numpy arrays, dicts, lists and tuples of them.
+        method: what to trace in the place of ``forward``, such as a method that stops before boxes are
+            decoded and returns tensors. It may call ``self.forward``.
+        check: whether to compare module and trace on two other inputs: other values, and another batch size
+            where the module itself accepts one. Costs about five forwards.
+
+    Returns:
+        The trace, in eval mode. Where forward returns None among tensors, it returns the tensors alone.
+
+    Warns:
+        QtraceWarning: where None is left out, or an op makes NaN or infinity of finite inputs on the example.
+
+    Raises:
+        TraceError: when the module cannot be traced faithfully; the message names the submodule, parameter
+            or expr.
+    """
+    if not isinstance(module, Module):
+        raise TraceError(
+            f"only a megengine.module.Module can be traced, not {type(module).__name__}: call it in the "
+            "forward of a Module and trace that."
+        )
+    problem = native_quantization(module)
+    if problem:
+        raise TraceError(f"{type(module).__name__} cannot be traced: {problem}")
+    if isinstance(module, TracedModule):
+        copied = copy.deepcopy(module)
+        copied.eval()
+        return copied
+    args = example_inputs.to_tensors(example)
+    _check_signature(module, method, args)
+    traced, notes = _traced(module, args, method, check)
+    for note in notes:
+        warnings.warn(note, QtraceWarning, stacklevel=2)
+    return traced
+
+
+def _traced(
+    module: Module, args: tuple[Any, ...], method: str, check: bool
+) -> tuple[TracedModule, list[str]]:
+    try:
+        with _engine(async_level=1):
+            return _Tracing(module, args, method).run(check)
+    except TraceError:
+        pass
+    # F.arange and F.linspace race when several are queued, so a verdict counts only without a queue.
+    with _engine(async_level=0):
+        return _Tracing(module, args, method).run(check)
+
+
+def _check_signature(module: Module, method: str, args: tuple[Any, ...]) -> None:
+    name = type(module).__name__
+    called = getattr(type(module), method, None)
+    if not callable(called):
+        near = difflib.get_close_matches(method, dir(type(module)), n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else "."
+        raise TraceError(f"{name} has no method {method!r}{meant}")
+    signature = inspect.signature(getattr(module, method))
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        raise TraceError(
+            f"{name}.{method}{signature} cannot be called with "
+            f"{len(args)} example(s) by position ({error}); give the missing ones, and wrap a {method} that "
+            "takes keywords only in a module that takes them by position."
+        ) from error
+
+
+@contextmanager
+def _engine(async_level: int) -> Iterator[None]:
+    """Sets how far ops may run ahead, and restores what MegEngine leaves behind after an exception."""
+    level, default_check, depth = (
+        mge.config.async_level,
+        tm_config._enable_default_checker,
+        len(AutoNaming.scopes),
+    )
+    mge.config.async_level = min(level, async_level)
+    # We compare on other inputs; MegEngine's own comparison on the example costs a forward more.
+    tm_config._enable_default_checker = False
+    try:
+        yield
+    finally:
+        mge.config.async_level = level
+        tm_config._enable_default_checker = default_check
+        while len(AutoNaming.scopes) > depth:
+            AutoNaming.pop_scope()
+
+
+def _with_forward(own: type[Module], method: str) -> type[Module]:
+    """A subclass of ``own`` whose ``forward`` is its ``method``, which may still call the old one."""
+    inside = False
+
+    def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside:
+            return own.forward(self, *args, **kwargs)
+        inside = True
+        try:
+            return getattr(own, method)(self, *args, **kwargs)
+        finally:
+            inside = False
+
+    forward.__signature__ = inspect.signature(getattr(own, method))  # type: ignore[attr-defined]
+    return type(own.__name__, (own,), {"__module__": own.__module__, "forward": forward})
+
+
+class _Tracing:
+    """One call of ``trace``: the source, a private copy of it in eval mode, and the examples."""
+
+    def __init__(self, source: Module, args: tuple[Any, ...], method: str) -> None:
+        self.source = source
+        self.method = method
+        self.name = type(source).__name__
+        self.args = args
+        self.module = self.copy()
+        self.order: Any = None
+        self.drops_none = False
+        self.copies: list[Copy] = []
+
+    def copy(self) -> Module:
+        try:
+            module = copy.deepcopy(self.source)
+        except Exception as error:
+            raise TraceError(
+                f"{self.name} cannot be copied, so it cannot be traced without changing it; take what cannot "
+                f"be copied out of its attributes ({failures.short(error)})."
+            ) from error
+        module.eval()
+        use_builtin_classes(module)
+        open_attention(module)
+        own = type(module)
+        if module_tracer.is_builtin(module):  # the tracer calls such a class as one op, which is no graph
+            if not own.__module__.startswith("megengine."):
+                raise TraceError(
+                    f"{self.name} is registered as a builtin, so a trace does not look inside: hold it in a "
+                    "Module of your own and trace that."
+                )
+            module.__class__ = type(own.__name__, (own,), {"__module__": own.__module__})
+        if self.method != "forward":
+            module.__class__ = _with_forward(type(module), self.method)
+        return module
+
+    def results(self, inputs: tuple[Any, ...]) -> list[Any]:
+        """What the copy returns on ``inputs``."""
+        result = self.module(*example_inputs.fresh(inputs))
+        self.drops_none = holds_none(result)
+        result = without_none(result)
+        self.order = key_order(result)
+        return diff.values(result)
+
+    def run(self, check: bool) -> tuple[TracedModule, list[str]]:
+        """The trace, and what its user ought to know."""
+        inputs, expected = self.first_run(check)
+        traced = self.trace(self.args)
+        self.copies = find_copies(traced)
+        self.check_parameters(traced, inputs, expected)
+        if check:
+            self.compare(traced, inputs, expected)
+            batch = example_inputs.batch_size(self.args)
+            for extra in (1, 0) if batch else (0,):
+                other = example_inputs.vary(self.args, high=True, extra=extra)
+                try:
+                    # Where shapes may not fit, one op at a time: a kernel after a failed one can crash.
+                    with _engine(async_level=0):
+                        expected = self.results(other)
+                except Exception:  # the module itself does not take it: nothing to compare
+                    continue
+                self.compare(traced, other, expected, batch if extra else None)
+                inputs = other
+                break
+        traced.eval()
+        if self.copies:
+            insert_copies(traced, self.copies)
+            problem = _run_and_compare(traced, inputs, expected)
+            report_copies(self.name, describe_places(self.copies), problem)
+        notes = [NONE_IS_DROPPED] if self.drops_none else []
+        notes += nonfinite_results(traced, example_inputs.fresh(self.args)) if check else []
+        return traced, [f"{self.name}: {note}" for note in notes]
+
+    def first_run(self, check: bool) -> tuple[tuple[Any, ...], list[Any]]:
+        """Runs the copy once, on other values where it takes them; reports Functions and changed state."""
+        candidates = [example_inputs.vary(self.args, high=False), self.args] if check else [self.args]
+        failure: Exception | None = None
+        for inputs in candidates:
+            if failure is not None:
+                self.module = self.copy()
+            try:
+                with hazards.watch_functions(self.module) as functions:
+                    expected = self.results(inputs)
+                break
+            except Exception as error:
+                failure = error
+        else:
+            assert failure is not None
+            line = failures.user_line(failure)
+            raise TraceError(
+                f"{self.name} itself fails on the example{f' ({line})' if line else ''}, before any tracing: "
+                f"{failures.short(failure)}"
+            ) from failure
+        self.check_functions(functions)
+        self.check_state()
+        return inputs, expected
+
+    def check_functions(self, functions: dict[str, str]) -> None:
+        if functions:
+            what = ", ".join(f"{name} in {_place(path)}" for name, path in functions.items())
+            raise TraceError(
+                f"{self.name} calls a custom autodiff Function, whose gradient a trace loses: {what}. Put "
+                "the call in a module of its own and register its class with "
+                "megengine.traced_module.register_as_builtin."
+            )
+
+    def check_state(self) -> None:
+        changed = hazards.changed_state(self.source, self.module)
+        if not changed:
+            return
+        # Filled once and kept whatever the values are: a cache, which a trace may compute anew.
+        before = copy.deepcopy(self.module)
+        try:
+            self.results(example_inputs.vary(self.args, high=True))
+            again = hazards.changed_state(before, self.module)
+        except Exception:
+            again = changed
+        if again or any(isinstance(t, mge.Parameter) for t in changed.values()):
+            named = [path for path in changed if path in again] or changed
+            raise TraceError(
+                f"{self.name}.forward updates its own state in eval mode, which a trace drops: "
+                f"{_names(named)}. Return the new value as an output, or update it outside "
+                "of forward."
+            )
+        self.module = self.copy()
+
+    def trace(self, args: tuple[Any, ...]) -> TracedModule:
+        try:
+            with recording():
+                traced = trace_module(self.module, *example_inputs.fresh(args))
+        except Exception as error:
+            try:
+                raise failures.explain(error, self.module, self.name) from error
+            finally:
+                failures.clean_up(error)
+        check_kernels(traced, self.name)
+        restore_names(self.module, traced)
+        restore_key_order(traced, self.order)
+        return traced
+
+    def check_parameters(self, traced: TracedModule, inputs: tuple[Any, ...], expected: list[Any]) -> None:
+        lost = hazards.lost_parameters(self.module, traced)
+        if lost:
+            raise TraceError(
+                f"{self.name} keeps parameters where a trace cannot see them, so they became constants: "
+                f"{_names(lost)}. Assign a Parameter as an attribute of its module, and keep modules in "
+                "plain lists or as attributes (no tuples inside)."
+            )
+        kept = hazards.read_parameters(traced)
+        absent = {n: p for n, p in self.module.named_parameters() if id(p) not in kept}
+        used = self.used_parameters(absent, inputs, expected)
+        if used:
+            raise TraceError(
+                f"{self.name} uses a parameter as a Python or numpy value, which a trace fixes: "
+                f"{_names(used)}. Use the Tensor itself in forward (no .numpy(), .item() or float())."
+            )
+
+    def used_parameters(
+        self, absent: dict[str, mge.Parameter], inputs: tuple[Any, ...], expected: list[Any]
+    ) -> list[str]:
+        """Those of ``absent`` that change the output: all at once first, then one by one."""
+        names = list(absent) if absent and self.depends_on(list(absent.values()), inputs, expected) else []
+        if names and self.depends_on([], inputs, expected):  # random anyway: that is another hazard
+            return []
+        if len(names) > 1:
+            names = [n for n in names if self.depends_on([absent[n]], inputs, expected)] or names
+        return names
+
+    def depends_on(
+        self, parameters: list[mge.Parameter], inputs: tuple[Any, ...], expected: list[Any]
+    ) -> bool:
+        saved = [mge.Tensor(p.numpy(), dtype=p.dtype, device=p.device) for p in parameters]
+        try:
+            for parameter in parameters:
+                parameter._reset(parameter * 1.25 + 0.125)
+            return diff.output_mismatch(expected, self.results(inputs)) is not None
+        except Exception:  # not a parameter that can be moved freely: no verdict
+            return False
+        finally:
+            for parameter, value in zip(parameters, saved, strict=True):
+                parameter._reset(value)
+
+    def compare(
+        self, traced: TracedModule, inputs: tuple[Any, ...], expected: list[Any], batch: int | None = None
+    ) -> None:
+        """Raises when ``traced`` differs from the module; ``batch``: the example's, if not the inputs'."""
+        problem = _run_and_compare(traced, inputs, expected)
+        if problem is None or self.is_kernels_fault(traced, inputs):
+            return
+        # More than once: few random values can agree by chance.
+        if any(diff.output_mismatch(expected, self.results(inputs)) for _ in range(3)):
+            draws = ", ".join(diff.describe(e) for e in diff.random_exprs(traced)[:3])
+            raise TraceError(
+                f"{self.name} is not deterministic in eval mode: two runs on the same input differ; "
+                f"{f'random: {draws}' if draws else 'it may keep a count in a Python attribute'}. Switch "
+                "this off when not self.training."
+            )
+        what, remedy = "with other values of the same shape", ""
+        if batch is not None and self.same_batch_agrees(traced):
+            what = f"of another batch size ({batch + 1} instead of {batch})"
+            remedy = f" If every batch will have {batch}, trace with check=False (--no-check)."
+        raise TraceError(
+            f"{self.name}: the trace is wrong on an input {what}: {problem}; "
+            f"{self.where(traced, inputs)}{remedy}"
+        )
+
+    def is_kernels_fault(self, traced: TracedModule, inputs: tuple[Any, ...]) -> bool:
+        """Whether module and trace run the same steps, some of which MegEngine's kernels compute wrong.
+
+        Such a kernel reads what lies behind a view in memory, so that no two runs need agree. A queue can
+        make values wrong, too, so the answer is no until `trace` has tried without one.
+        """
+        if not self.copies or mge.config.async_level > 0 or hazards.hooked_modules(self.module):
+            return False
+        try:
+            return diff.first_difference(traced, self.trace(inputs)) is None
+        except TraceError:
+            return False
+
+    def same_batch_agrees(self, traced: TracedModule) -> bool:
+        same = example_inputs.vary(self.args, high=True)
+        try:
+            return _run_and_compare(traced, same, self.results(same)) is None
+        except Exception:  # the module takes only the other one: then the batch is not to blame
+            return False
+
+    def where(self, traced: TracedModule, inputs: tuple[Any, ...]) -> str:
+        """The first expr at which a trace on ``inputs`` differs, with advice."""
+        try:
+            found = diff.first_difference(traced, self.trace(inputs))
+        except TraceError as error:
+            return f"tracing on that input fails too ({error}). {_BAKED}"
+        if found is not None:
+            return f"{found}. {_BAKED}"
+        hooked = hazards.hooked_modules(self.module)
+        if hooked:
+            return (
+                f"a trace does not run forward hooks, such as those of {_names(hooked)}: use forward itself."
+            )
+        return (
+            "both graphs have the same steps, so the difference hides in a value that forward keeps outside "
+            "of tensors and attributes, or in a write into a shared tensor."
+        )
+
+
+def _run_and_compare(traced: TracedModule, inputs: tuple[Any, ...], expected: list[Any]) -> str | None:
+    try:
+        got = diff.values(traced(*example_inputs.fresh(inputs)))
+    except Exception as error:
+        return f"it fails with {failures.short(error)}"
+    return diff.output_mismatch(expected, got)
+
+
+def _place(path: str) -> str:
+    return f"submodule {path!r}" if path else "its own forward"
+
+
+def _names(names: Any, limit: int = 5) -> str:
+    listed = [str(n) for n in names]
+    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
+    return ", ".join(repr(n) for n in listed[:limit]) + more

@@ -1,0 +1,250 @@
+"""compare: where the quantized graph's error comes from, site by site.
+
+Each batch runs three times. In float, every site's value f is kept. Then every site by itself: all that
+it reads is in float, and what it gives, o, has the error that arises there. Then quantized: what a site
+gives, q, has the whole error ``q - f = (o - f) + (q - o)``, its own and the inherited part.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+
+from qtrace.data.batches import as_arguments, evaluating, told
+from qtrace.errors import CalibrationError
+from qtrace.fakequant.base import FakeQuant
+from qtrace.graph.types import TracedModule
+from qtrace.graph.walk import exprs
+from qtrace.inspection.comparison._runs import AloneRun, FloatRun, QuantizedRun
+from qtrace.inspection.comparison.report import Comparison, GroupCost, Output, SiteError
+from qtrace.inspection.comparison.tally import Difference, SiteTally, clipped, decibels, range_of
+from qtrace.inspection.twin import check_nodes, float_twin, told_changed
+from qtrace.numerics import dequantize, quantize
+from qtrace.observers.statistics.search import best_range, error, tables
+from qtrace.preparation.annotation import Annotation, Site
+from qtrace.preparation.passes.insert import CONTAINER
+from qtrace.preparation.phases import in_phase
+from qtrace.preparation.record import is_quantized, read_record
+from qtrace.process.thread import on_engine_thread
+from qtrace.scheme import QParams
+from qtrace.verification.verify import leaves
+
+__all__ = ["Comparison", "compare"]
+
+
+@on_engine_thread
+def compare(
+    quantized: TracedModule,
+    batches: Iterable[Any],
+    *,
+    float_model: TracedModule | None = None,
+    max_batches: int | None = None,
+) -> Comparison:
+    """Compares a quantized graph with the float network, on data.
+
+    Args:
+        quantized: a calibrated module, prepared or converted; it is not changed.
+        batches: inputs as for ``qtrace.calibrate``, best ones that were not used there.
+        float_model: the network as traced, or prepared from it; None for the graph itself in float, which is
+            another network where training, or an algorithm of ``ptq`` in ``calibrate``, has changed weights.
+        max_batches: how many batches to take at most; None for all.
+
+    Returns:
+        What was found, with ``table()``, ``to_dict()`` and ``html()``.
+
+    Raises:
+        GraphError: when the module is not prepared or converted, or ``float_model`` is another network.
+        CalibrationError: when it is not calibrated, there are no batches, or one does not fit the model.
+    """
+    record = read_record(quantized)
+    twin = None if float_model is None else float_twin(record, float_model)
+    measured = _Measured(quantized, record.annotation, twin)
+    network = None if float_model is None or is_quantized(float_model) else float_model
+    with evaluating(quantized), nullcontext() if network is None else evaluating(network):
+        for index, batch in enumerate(itertools.islice(batches, max_batches)):
+            args, kwargs = as_arguments(batch, quantized, index)
+            with told(quantized, (args, kwargs), index):
+                measured.add(args, kwargs, network)
+    if measured.batches == 0:
+        raise CalibrationError("there are no batches to compare on: give at least one.")
+    note = "" if twin is not None else told_changed(record, "give that, too (float_model=, or --float).")
+    return measured.result(record.qconfig.get("name") or "", note)
+
+
+class _Measured:
+    """Gathers what `compare` tells."""
+
+    def __init__(self, model: TracedModule, annotation: Annotation, twin: TracedModule | None) -> None:
+        self.model, self.annotation, self.twin = model, annotation, twin
+        self.container = getattr(model, CONTAINER, None)
+        rounded = {node.name for expr in exprs(model) for node in expr.outputs}
+        found = [s for s in annotation.sites if s.sort != "bias" and f"{s.name}_q" in rounded]
+        self.moving = {s.name: s for s in found if not s.static}
+        self.fixed = {s.name: s for s in found if s.static}
+        if twin is not None:
+            check_nodes(twin, (site.node for site in self.moving.values()))
+        self.tallies = {
+            name: SiteTally(name, self._fake_quant(site).qparams()) for name, site in self.moving.items()
+        }
+        self.parameters: dict[str, np.ndarray] = {}
+        self.rounded: dict[str, np.ndarray] = {}
+        self.outputs: list[tuple[Difference, tuple[int, ...], list[int]]] = []
+        self.batches = self.samples = 0
+
+    def _fake_quant(self, site: Site) -> FakeQuant:
+        fq: FakeQuant = getattr(self.container, site.group)
+        return fq
+
+    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], network: TracedModule | None) -> None:
+        """Runs one batch.
+
+        Args:
+            args, kwargs: the arguments of a call.
+            network: whose outputs are the reference; the twin's may differ, where ``equalize`` has made a
+                ReLU of a ReLU6. None for those of the twin, or of the graph itself in float.
+        """
+        in_float = FloatRun(self.twin or self.model, {**self.moving, **self.fixed})
+        with nullcontext() if self.twin else in_phase(self.model, "float"):
+            in_float.compute(args, kwargs)
+        for name in self.fixed:
+            if name in in_float.values:
+                self.parameters[name] = in_float.values.pop(name)
+        with in_phase(self.model, "quantize"):
+            alone = AloneRun(self.model, self.moving, in_float.values)
+            alone.compute(args, kwargs)
+            rounded = self.fixed if self.twin else {}
+            sites = {**self.moving, **rounded}
+            run = QuantizedRun(self.model, sites, in_float.values, alone.own, self.tallies)
+            run.compute(args, kwargs)
+        self.rounded = run.parameters
+        self.batches += 1
+        self.samples += len(in_float.outputs[0]) if in_float.outputs and in_float.outputs[0].ndim else 1
+        reference = in_float.outputs
+        if network is not None:
+            reference = [tensor.numpy() for tensor in leaves(network(*args, **kwargs))]
+        self._add_outputs(reference, run.outputs)
+
+    def _add_outputs(self, reference: list[np.ndarray], test: list[np.ndarray]) -> None:
+        for index, (f, q) in enumerate(zip(reference, test, strict=True)):
+            if index == len(self.outputs):
+                self.outputs.append((Difference(), f.shape[1:], [0, 0]))
+            difference, _, same = self.outputs[index]
+            if f.shape != q.shape or f.dtype.kind != "f":
+                continue  # a selection (NMS) may keep others; integers have no error in dB
+            difference.add(f, q)
+            if f.ndim == 2:
+                same[0] += int(np.sum(f.argmax(1) == q.argmax(1)))
+                same[1] += len(f)
+
+    def result(self, name: str, note: str) -> Comparison:
+        """What was found.
+
+        Args:
+            name: of the recipe.
+            note: on what "float" stands for.
+        """
+        kinds = {gives: note.kind for note in self.annotation.notes for gives in note.gives}
+        sites = []
+        for site in self.annotation.sites:
+            if site.name in self.tallies:
+                sites.append(_activation(site, self.tallies[site.name], kinds.get(site.node, "")))
+            elif site.name in self.parameters:
+                value, fq = self.parameters[site.name], self._fake_quant(site)
+                sites.append(_parameter(site, fq, value, self.rounded.get(site.name)))
+        outputs = tuple(
+            Output(i, shape, d.sqnr_db, d.cosine, same[0] / same[1] if same[1] else None)
+            for i, (d, shape, same) in enumerate(self.outputs)
+        )
+        histograms = {name: tally.histogram() for name, tally in self.tallies.items()}
+        groups = tuple(self._groups())
+        return Comparison(
+            self.annotation.backend,
+            name,
+            self.batches,
+            self.samples,
+            outputs,
+            tuple(sites),
+            groups,
+            histograms,
+            note,
+        )
+
+    def _groups(self) -> Iterable[GroupCost]:
+        members: dict[str, list[str]] = {}
+        for name, site in self.moving.items():
+            members.setdefault(site.group, []).append(name)
+        for group, names in members.items():
+            if len(names) > 1:
+                yield GroupCost(group, tuple(names), tuple(_cost(self.tallies[n]) for n in names))
+
+
+def _activation(site: Site, tally: SiteTally, kind: str) -> SiteError:
+    return SiteError(
+        site.name,
+        site.sort,
+        kind,
+        site.group,
+        tally.qparams.scheme.describe(),
+        tally.values,
+        tally.total.sqnr_db,
+        tally.own.sqnr_db,
+        decibels(tally.total.ff, tally.inherited.noise),
+        tally.total.cosine,
+        tally.clipped / tally.values,
+        tally.used,
+    )
+
+
+def _parameter(site: Site, fq: FakeQuant, value: np.ndarray, rounded: np.ndarray | None) -> SiteError:
+    """The error of a parameter; ``rounded`` is what the graph has, None for ``value`` rounded to nearest."""
+    qparams = fq.qparams()
+    flat = qparams
+    if qparams.scheme.per_channel:
+        flat = QParams(qparams.scheme.replace(axis=0), qparams.scale, qparams.zero_point)
+    rows = _rows(fq, qparams, value)
+    integers = quantize(rows, flat)
+    outside = clipped(rows, integers, flat)
+    if rounded is not None and rounded.shape == value.shape:
+        integers = quantize(_rows(fq, qparams, rounded), flat)
+    difference = Difference()
+    difference.add(rows, dequantize(integers, flat))
+    scheme = qparams.scheme
+    width = integers.astype(np.int64).max(axis=-1) - integers.astype(np.int64).min(axis=-1)
+    return SiteError(
+        site.name,
+        site.sort,
+        "",
+        site.group,
+        scheme.describe(),
+        value.size,
+        difference.sqnr_db,
+        difference.sqnr_db,
+        float("inf"),
+        difference.cosine,
+        outside / value.size,
+        float(np.mean(width)) / (scheme.qmax - scheme.qmin),
+    )
+
+
+def _rows(fq: FakeQuant, qparams: QParams, value: np.ndarray) -> np.ndarray:
+    """A parameter as (channels, rest), or as one row where all channels have the same scale."""
+    if not qparams.scheme.per_channel:
+        return value.reshape(1, -1)
+    rows = fq.channels_first(value)
+    rows = np.moveaxis(rows, (qparams.scheme.axis or 0) if rows is value else 0, 0)
+    return rows.reshape(len(rows), -1)
+
+
+def _cost(tally: SiteTally) -> float:
+    """How many dB the rounding error would be lower with parameters of the site's own."""
+    state = {k: np.asarray(v) for k, v in tally.distribution.state_dict().items() if k != "batches"}
+    scheme = tally.distribution.scheme
+    table = tables(state)
+    shared = (np.array([[end]]) for end in range_of(tally.qparams))
+    own = (end[:, None] for end in best_range(state, scheme, 64))
+    now, then = (float(error(table, lo, hi, scheme)[0, 0]) for lo, hi in (shared, own))
+    return max(decibels(now, then), 0.0) if now > 0 else 0.0

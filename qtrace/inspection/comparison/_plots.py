@@ -1,0 +1,88 @@
+"""The plots of the page, as SVG text. Colours are told apart by everyone who cannot tell red from green."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from qtrace.inspection.comparison.report import SiteError
+from qtrace.inspection.comparison.tally import Histogram
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["OWN", "RANGE", "WHOLE", "distribution", "waterfall"]
+
+WHOLE, OWN, INHERITED, RANGE = "#1b3a5c", "#e69f00", "#56a3d9", "#009e73"
+_STYLE = {
+    "svg.fonttype": "none",  # text stays text: it can be searched and copied
+    "font.family": ["DejaVu Sans", "sans-serif"],
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+_MOST_NAMES = 60
+_BEST_DB = 100.0  # what is better is drawn so: infinity has no place on an axis
+
+
+def waterfall(sites: Sequence[SiteError]) -> str:
+    """The ratios of the table along the graph: of the error that arises at each site, and of the whole."""
+    return _svg((11.0, 5.2), "waterfall", lambda axes: _draw_waterfall(axes, sites))
+
+
+def distribution(site: SiteError, histogram: Histogram) -> str:
+    """How the float values of a site are distributed, and the range that the integers cover."""
+    return _svg((5.2, 2.6), site.site, lambda axes: _draw_distribution(axes, histogram))
+
+
+def _draw_waterfall(axes: Axes, sites: Sequence[SiteError]) -> None:
+    place = np.arange(len(sites))
+    whole, own, inherited = (
+        np.minimum([getattr(site, name) for site in sites], _BEST_DB)
+        for name in ("sqnr_db", "own_db", "inherited_db")
+    )
+    drawn = np.concatenate([whole, own])
+    floor = float(drawn.min(initial=0.0))
+    axes.bar(place, own - floor, bottom=floor, color=OWN, width=0.8, label="own: the error that arises here")
+    seen = inherited < _BEST_DB
+    axes.plot(place[seen], inherited[seen], ".", color=INHERITED, label="inherited: the errors before")
+    axes.step(place, whole, where="mid", color=WHOLE, linewidth=1.6, label="SQNR: the whole error")
+    axes.set_ylabel("signal to error, dB (higher is better)")
+    axes.set_ylim(floor, float(drawn.max(initial=floor + 1.0)) + 3.0)
+    axes.margins(x=0.01)
+    every = max(1, -(-len(sites) // _MOST_NAMES))
+    axes.set_xticks(place[::every], [site.site for site in sites[::every]], rotation=90, fontsize=7)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, fontsize=8, frameon=False)
+
+
+def _draw_distribution(axes: Axes, histogram: Histogram) -> None:
+    counts = np.array(histogram.counts, np.float64)
+    left = histogram.left + histogram.width * np.arange(len(counts))
+    axes.axvspan(histogram.lo, histogram.hi, color=RANGE, alpha=0.15, label="range", linewidth=0)
+    for end in (histogram.lo, histogram.hi):
+        axes.axvline(end, color=RANGE, linewidth=1.2)
+    axes.bar(left, counts, width=histogram.width, align="edge", color=WHOLE, linewidth=0)
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=0.7)
+    axes.set_xlabel(f"value; one step is {histogram.step:.3g}")
+    axes.set_ylabel("count")
+    axes.legend(loc="upper right", fontsize=7, framealpha=0.9)
+
+
+def _svg(size: tuple[float, float], name: str, draw: Callable[[Axes], None]) -> str:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    stream = io.StringIO()
+    # The salt keeps ids apart on one page, and equal from run to run.
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure.add_subplot())
+        figure.savefig(stream, format="svg", metadata={"Date": None})
+    text = stream.getvalue()
+    return text[text.index("<svg") :]  # without the prolog, which has no place inside a page

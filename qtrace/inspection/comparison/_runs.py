@@ -1,0 +1,103 @@
+"""The three runs of a batch: in float, each site by itself, and quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from megengine import Tensor
+
+from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.types import Node, TensorNode, TracedModule
+from qtrace.inspection.comparison.tally import SiteTally
+from qtrace.preparation.annotation import Site
+from qtrace.verification.verify import leaves
+
+__all__ = ["AloneRun", "FloatRun", "QuantizedRun"]
+
+
+class _Run(Interpreter):
+    """Runs a graph and keeps its outputs."""
+
+    def __init__(self, model: TracedModule, sites: Mapping[str, Site]) -> None:
+        super().__init__(model)
+        self.before: dict[str, list[str]] = {}  # node -> the sites that round it
+        for site in sites.values():
+            self.before.setdefault(site.node, []).append(site.name)
+        self.after = {f"{name}_q": name for name in sites}
+        self.outputs: list[np.ndarray] = []
+
+    def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Runs the graph on the arguments of one call."""
+        self.outputs = [t.numpy() for t in leaves(self.run(*args, **kwargs))]
+
+    def on_node(self, node: Node, value: Any) -> Any:
+        if not isinstance(node, TensorNode):
+            return value
+        for name in self.before.get(node.name, ()):
+            self.on_value(name, value)
+        name = self.after.get(node.name, "")
+        return self.on_rounded(name, value) if name else value
+
+    def on_value(self, name: str, value: Tensor) -> None:
+        """Called with what is about to be rounded at a site."""
+
+    def on_rounded(self, name: str, value: Tensor) -> Tensor:
+        """Called with what a site gives; its result is used instead."""
+        return value
+
+
+class FloatRun(_Run):
+    """Keeps the value of every site; the graph is in the phase ``float``."""
+
+    def __init__(self, model: TracedModule, sites: Mapping[str, Site]) -> None:
+        super().__init__(model, sites)
+        self.values: dict[str, np.ndarray] = {}
+
+    def on_value(self, name: str, value: Tensor) -> None:
+        self.values[name] = value.numpy()
+
+
+class AloneRun(_Run):
+    """Keeps what every site gives when all before it is in float: with its own error, that of weights too."""
+
+    def __init__(
+        self, model: TracedModule, sites: Mapping[str, Site], values: Mapping[str, np.ndarray]
+    ) -> None:
+        super().__init__(model, sites)
+        self.values, self.own = values, dict[str, np.ndarray]()
+
+    def on_rounded(self, name: str, value: Tensor) -> Tensor:
+        self.own[name] = value.numpy()
+        return Tensor(self.values[name])
+
+
+class QuantizedRun(_Run):
+    """Hands each site's values to its tally."""
+
+    def __init__(
+        self,
+        model: TracedModule,
+        sites: Mapping[str, Site],
+        values: dict[str, np.ndarray],
+        own: dict[str, np.ndarray],
+        tallies: Mapping[str, SiteTally],
+    ) -> None:
+        super().__init__(model, sites)
+        self.values, self.own, self.tallies = values, own, tallies
+        self.unrounded: dict[str, np.ndarray] = {}
+        self.parameters: dict[str, np.ndarray] = {}  # rounded ones, which have no tally
+
+    def on_value(self, name: str, value: Tensor) -> None:
+        if name in self.tallies:
+            self.unrounded[name] = value.numpy()
+
+    def on_rounded(self, name: str, value: Tensor) -> Tensor:
+        if name not in self.tallies:
+            self.parameters[name] = value.numpy()
+            return value
+        # Nothing of a site is kept when it has been counted.
+        reference, own = self.values.pop(name), self.own.pop(name)
+        self.tallies[name].add(reference, own, self.unrounded.pop(name), value.numpy())
+        return value

@@ -1,0 +1,40 @@
+"""The page of a comparison: HTML with its plots inside, which needs no other file and no network."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+from qtrace.errors import QtraceError
+from qtrace.inspection.comparison import _plots
+from qtrace.inspection.comparison.report import Comparison, db, origin
+
+__all__ = ["render"]
+
+_WORST = 10
+_TEMPLATE = "page.html.j2"
+
+
+def render(comparison: Comparison) -> str:
+    """The page as text.
+
+    Raises:
+        QtraceError: when the extra ``report`` is not installed.
+    """
+    try:
+        import jinja2
+        import matplotlib  # noqa: F401 - told here, not in the middle of the work
+    except ImportError as error:
+        raise QtraceError(
+            f"the page needs {error.name}, which is not installed: pip install 'qtrace[report]'."
+        ) from error
+    activations = [site for site in comparison.sites if site.sort == "activation"]
+    worst = [
+        (site, _plots.distribution(site, comparison.histograms[site.site]))
+        for site in comparison.worst(_WORST)
+    ]
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    text = resources.files("qtrace.inspection.comparison").joinpath(_TEMPLATE).read_text("utf-8")
+    waterfall = _plots.waterfall(activations)
+    return environment.from_string(text).render(
+        c=comparison, db=db, origin=origin, waterfall=waterfall, worst=worst
+    )

@@ -1,0 +1,150 @@
+"""Running sums over batches, from which the figures of a site are made. Numpy only, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from qtrace.numerics import dequantize, quantize
+from qtrace.observers.mse import MeanSquaredError
+from qtrace.observers.statistics.histogram import origin_of
+from qtrace.scheme import QParams, QScheme
+
+__all__ = ["Difference", "Histogram", "SiteTally", "decibels"]
+
+
+def decibels(signal: float, noise: float) -> float:
+    """``10 log10(signal / noise)``; infinity without noise."""
+    if noise == 0:
+        return float("inf")
+    return float(10 * np.log10(max(signal, 1e-300) / noise))
+
+
+@dataclass
+class Difference:
+    """Sums over a float tensor f and its quantized twin q: f*f, q*q, f*q and (q - f)**2."""
+
+    ff: float = 0.0
+    qq: float = 0.0
+    fq: float = 0.0
+    noise: float = 0.0
+
+    def add(self, reference: np.ndarray, test: np.ndarray) -> None:
+        """Adds two arrays of equal shape."""
+        f, q = reference.astype(np.float64).ravel(), test.astype(np.float64).ravel()
+        self.ff += float(f @ f)
+        self.qq += float(q @ q)
+        self.fq += float(f @ q)
+        d = q - f
+        self.noise += float(d @ d)
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal-to-quantization-noise ratio in dB."""
+        return decibels(self.ff, self.noise)
+
+    @property
+    def cosine(self) -> float:
+        """Cosine of the angle between the two, as vectors; 1 where both are 0."""
+        norm = np.sqrt(self.ff) * np.sqrt(self.qq)
+        return float(self.fq / norm) if norm else float(self.ff == self.qq)
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How a site's float values are distributed, and the range that was chosen.
+
+    Attributes:
+        left: the left end of the first bin.
+        width: the width of a bin.
+        counts: values in each bin.
+        lo, hi: the smallest and the largest value that the integers stand for.
+        step: the distance between two of them.
+    """
+
+    left: float
+    width: float
+    counts: tuple[int, ...]
+    lo: float
+    hi: float
+    step: float
+
+
+class SiteTally:
+    """What is gathered about one site of activations.
+
+    Args:
+        name: of the site.
+        qparams: its parameters.
+    """
+
+    def __init__(self, name: str, qparams: QParams) -> None:
+        self.name, self.qparams = name, qparams
+        self.total, self.own, self.inherited = Difference(), Difference(), Difference()
+        self.values = self.clipped = 0
+        self.lowest, self.highest = qparams.scheme.qmax, qparams.scheme.qmin
+        # Of the whole tensor, also where its parameters are per channel.
+        self.distribution = MeanSquaredError(_per_tensor(qparams.scheme))
+
+    def add(self, reference: np.ndarray, own: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:
+        """Adds one batch.
+
+        Args:
+            reference: the float graph's value.
+            own: what the site gives when everything before it is in float.
+            before, after: the quantized graph's value, unrounded and rounded.
+        """
+        self.total.add(reference, after)
+        self.own.add(reference, own)
+        self.inherited.add(own, after)
+        self.distribution.observe(reference, site=self.name)
+        integers = quantize(before, self.qparams)
+        self.lowest = min(self.lowest, int(integers.min()))
+        self.highest = max(self.highest, int(integers.max()))
+        self.values += before.size
+        self.clipped += clipped(before, integers, self.qparams)
+
+    @property
+    def used(self) -> float:
+        """The share of the integers' range between the smallest and the largest that occurred."""
+        scheme = self.qparams.scheme
+        return max(self.highest - self.lowest, 0) / (scheme.qmax - scheme.qmin)
+
+    def histogram(self, bins: int = 128) -> Histogram:
+        """The distribution in about ``bins`` bins."""
+        state = self.distribution.state_dict()
+        counts = np.asarray(state["counts"])[0]
+        occupied = int(np.flatnonzero(counts)[-1]) + 1
+        group = max(1, -(-occupied // bins))
+        padded = np.pad(counts[:occupied], (0, -occupied % group)).reshape(-1, group).sum(axis=1)
+        width = float(np.ldexp(1.0, int(np.asarray(state["exponent"])[0])))
+        origin = origin_of(np.asarray(state["lo"]), np.asarray(state["exponent"]))
+        lo, hi = range_of(self.qparams)
+        step = float(np.max(self.qparams.scale))
+        return Histogram(float(origin[0]) * width, width * group, tuple(int(c) for c in padded), lo, hi, step)
+
+
+def clipped(values: np.ndarray, integers: np.ndarray, qparams: QParams) -> int:
+    """How many values lie outside what the integers can stand for, by more than rounding."""
+    scheme = qparams.scheme
+    ends = (integers == scheme.qmin) | (integers == scheme.qmax)
+    if not ends.any():
+        return 0
+    scale = qparams.scale
+    if scale.ndim:
+        shape = [1] * values.ndim
+        shape[scheme.axis or 0] = -1
+        scale = scale.reshape(shape)
+    return int(np.count_nonzero(np.abs(values - dequantize(integers, qparams)) > 0.5000001 * scale))
+
+
+def range_of(qparams: QParams) -> tuple[float, float]:
+    """The smallest and the largest value that integers with these parameters stand for, over all channels."""
+    scheme, zero_point = qparams.scheme, qparams.zero_point.astype(np.float64)
+    lo, hi = ((end - zero_point) * qparams.scale for end in (scheme.qmin, scheme.qmax))
+    return float(np.min(lo)), float(np.max(hi))
+
+
+def _per_tensor(scheme: QScheme) -> QScheme:
+    return scheme.replace(axis=None) if scheme.per_channel else scheme

@@ -1,0 +1,141 @@
+"""explain: every decision of annotate, as a table, a summary, a story, a drawing, or data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from qtrace.config import QConfig
+from qtrace.config.recipe import as_qconfig, resolve_recipe
+from qtrace.graph import garbage
+from qtrace.graph.types import TracedModule
+from qtrace.inspection.explanation import _numbers
+from qtrace.inspection.explanation._dot import to_dot
+from qtrace.inspection.explanation._index import Index
+from qtrace.inspection.explanation._proposals import Proposals
+from qtrace.inspection.explanation._ptq import told as _told
+from qtrace.inspection.explanation._summary import Summary
+from qtrace.inspection.explanation._table import op_table
+from qtrace.inspection.explanation._why import Story, Teller
+from qtrace.preparation.annotation import Annotation
+from qtrace.preparation.prepare import plan
+from qtrace.preparation.record import is_quantized, read_record
+from qtrace.scheme import QParams
+
+__all__ = ["Explanation", "explain"]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The decisions for one graph.
+
+    Attributes:
+        annotation: a note for every op, and the sites.
+        qconfig: the config that led to them.
+        numbers: group -> its parameters, for a prepared model as far as it is calibrated; None for one that
+            is not prepared.
+        comments: what a recipe says above each of its rules; empty where no recipe was read.
+        ptq: the reports of the post-training algorithms, for a prepared or converted model.
+    """
+
+    annotation: Annotation
+    qconfig: QConfig
+    numbers: Mapping[str, QParams] | None = None
+    comments: tuple[str, ...] = ()
+    ptq: tuple[dict[str, Any], ...] = ()
+
+    @cached_property
+    def _index(self) -> Index:
+        return Index(self.annotation)
+
+    @cached_property
+    def _summary(self) -> Summary:
+        return Summary(self._index, Proposals(self._index, self.qconfig), self.comments)
+
+    def table(self, max_width: int | None = 160, *, every: bool = False, colour: bool = False) -> str:
+        """A text table, one row for each op, and below it the summary.
+
+        Args:
+            max_width: columns to fit into; None for no limit.
+            every: show ops on shapes and constants, too.
+            colour: set states apart by ANSI colours.
+        """
+        rows = op_table(self._index, max_width, every, colour)
+        return f"{rows}\n\n{self.summary(max_width)}"
+
+    def summary(self, max_width: int | None = 100) -> str:
+        """How much is computed on integers, what stays float and why, and the lines that would change it.
+
+        Args:
+            max_width: columns to fit into; None for no limit.
+        """
+        algorithms = ["", "Post-training algorithms:", *self.algorithms()] if self.ptq else []
+        return "\n".join([self._summary.text(max_width), *algorithms])
+
+    def algorithms(self) -> list[str]:
+        """What each post-training algorithm changed, what it left and why, and the errors, in lines."""
+        return _told(self.ptq)
+
+    def why(self, name: str) -> list[Story]:
+        """The whole story of a node, a site, or every op of a module.
+
+        Args:
+            name: of a node or a site, or a glob pattern for module paths and node names, or a kind of op.
+
+        Raises:
+            GraphError: when nothing is called so, with the nearest names.
+        """
+        return Teller(self._index, self.qconfig, self.numbers, self.comments).tell(name)
+
+    def dot(self, *, every: bool = False) -> str:
+        """The graph for Graphviz: ops by state, sites as marks.
+
+        Args:
+            every: draw ops on shapes and constants, too.
+        """
+        return to_dot(self._index, every)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        data: dict[str, Any] = json.loads(self.annotation.to_json())
+        comments = self.comments or ("",) * len(self.qconfig.rules)
+        rules = zip(self.annotation.origins, comments, self.qconfig.rules, strict=True)
+        data["rules"] = [{"origin": o, "comment": c, **rule.to_dict()} for o, c, rule in rules]
+        numbers = self.numbers or {}
+        for site, plain in zip(self.annotation.sites, data["sites"], strict=True):
+            plain["qparams"] = _numbers.of_site(numbers, site)
+        return {"summary": self._summary.to_dict(), "ptq": list(self.ptq), **data}
+
+
+def explain(
+    model: TracedModule,
+    qconfig: QConfig | str | Path | Mapping[str, Any] | None = None,
+    *,
+    allow_code: bool = False,
+) -> Explanation:
+    """Tells for every op what is quantized, by which rule, or why it stays float.
+
+    Args:
+        model: a traced module (what ``prepare`` would decide), or a prepared or converted one (what it did).
+        qconfig: the config, for a traced module, as for ``prepare``; None for the default. Of a recipe that
+            is named, the comments above its rules are told, too.
+        allow_code: whether a recipe that is named may name code, as for ``load_recipe``.
+    """
+    if is_quantized(model):
+        record = read_record(model)
+        config = QConfig.model_validate(record.qconfig)
+        config = config.with_origin("the config", record.annotation.origins)
+        return Explanation(record.annotation, config, _numbers.numbers(model), ptq=record.ptq)
+    comments: tuple[str, ...] = ()
+    if isinstance(qconfig, (str, Path)):
+        recipe = resolve_recipe(qconfig, allow_code=allow_code)
+        config = recipe.config
+        comments = tuple(" ".join(e.comment) for e in recipe.entries if e.keys == ("rules",))
+    else:
+        config = as_qconfig(QConfig() if qconfig is None else qconfig)
+    with garbage.paused():
+        return Explanation(plan(model, config), config, comments=comments)

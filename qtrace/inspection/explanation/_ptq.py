@@ -1,0 +1,67 @@
+"""What the post-training algorithms did: a few lines each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from qtrace.inspection.explanation._index import few
+
+__all__ = ["told"]
+
+_SHOWN = 4
+# Ratios that differ by less are told as alike.
+_CHANGED_DB = 0.05
+
+
+def told(reports: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The lines for reports of algorithms.
+
+    Args:
+        reports: as the record of a model holds them.
+    """
+    return [line for report in reports for line in _lines(report)]
+
+
+def _lines(report: Mapping[str, Any]) -> list[str]:
+    options = ", ".join(f"{key} {value}" for key, value in report["options"].items())
+    parts = [f"{len(report['changed'])} changed", f"{len(report['left'])} left"]
+    name = f"{report['algorithm']}{f' ({options})' if options else ''}"
+    lines = [f"{name}: {', '.join(parts)}"]
+    if outputs := _both(report.get("outputs", ())):
+        ratios = ", ".join(f"{e['site']} {_ratios(e)}" for e in outputs[:_SHOWN])
+        more = f" and {len(outputs) - _SHOWN} more" if len(outputs) > _SHOWN else ""
+        lines.append(f"  outputs: {ratios}{more} (SQNR on {report['measured']})")
+    lines += _sites(_both(report["errors"]))
+    reasons: dict[str, list[str]] = {}
+    for line in report["left"]:
+        site, colon, reason = line.partition(": ")
+        reasons.setdefault(reason if colon else line, []).extend([site] if colon else [])
+    for reason, sites in reasons.items():
+        lines.append(f"  left {few(sites)}: {reason}" if sites else f"  left: {reason}")
+    return lines
+
+
+def _both(errors: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The errors that are known before and after."""
+    return [e for e in errors if e["before"] is not None and e["after"] is not None]
+
+
+def _ratios(error: Mapping[str, Any]) -> str:
+    return f"{error['before']:.1f} -> {error['after']:.1f} dB"
+
+
+def _sites(errors: list[Mapping[str, Any]]) -> list[str]:
+    """How many sites gained and lost, and which gained, and which lost, most; higher is better."""
+    gains = sorted(errors, key=lambda e: float(e["before"] - e["after"]))
+    better = [e for e in gains if e["after"] - e["before"] >= _CHANGED_DB]
+    worse = [e for e in reversed(gains) if e["before"] - e["after"] >= _CHANGED_DB]
+    same = len(errors) - len(better) - len(worse)
+    parts = [
+        f"{len(changed)} {word} ({changed[0]['site']} {_ratios(changed[0])}"
+        + (" the most)" if len(changed) > 1 else ")")
+        for changed, word in ((better, "better"), (worse, "worse"))
+        if changed
+    ]
+    parts += [f"{same} alike"] if same and parts else []
+    return [f"  sites, each by itself: {', '.join(parts)}"] if parts else []

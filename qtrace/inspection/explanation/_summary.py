@@ -1,0 +1,258 @@
+"""The summary: how much of a graph is computed on integers, and what is in the way of the rest."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from qtrace.inspection.explanation._index import Index, few
+from qtrace.inspection.explanation._proposals import Proposal, Proposals
+from qtrace.preparation.annotation import ExprNote
+
+__all__ = ["Floats", "Summary"]
+
+_STATES = {
+    "int": "on integers",
+    "fused": "fused into these",
+    "carried": "moving integers",
+    "float": "in float",
+}
+_TIGHT = "\u00a0"  # a space where no line is broken
+
+
+@dataclass(frozen=True)
+class Floats:
+    """Ops that stay float for the same reason.
+
+    Attributes:
+        notes: the ops.
+        proposal: the change of the config that quantizes them; None where there is none.
+        remark: a sentence about it, or what else there is to do; or "".
+    """
+
+    notes: tuple[ExprNote, ...]
+    proposal: Proposal | None
+    remark: str
+
+    @property
+    def reason(self) -> str:
+        """Why they stay float."""
+        return self.notes[0].reason
+
+    @property
+    def islands(self) -> int:
+        """In how many float islands they lie."""
+        return len({n.island for n in self.notes if n.island})
+
+    @property
+    def kinds(self) -> str:
+        """How many of which kind."""
+        return ", ".join(f"{n} {kind}" for kind, n in Counter(n.kind or n.op for n in self.notes).items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {
+            "ops": [n.name for n in self.notes],
+            "kinds": dict(Counter(n.kind or n.op for n in self.notes)),
+            "causes": list(self.notes[0].causes),
+            "reason": self.reason,
+            "proposal": None if self.proposal is None else self.proposal.to_dict(),
+            "remark": self.remark,
+        }
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A graph in numbers.
+
+    Attributes:
+        index: the decisions.
+        proposals: finds what would change them.
+        comments: what a recipe says above each of its rules, if it is known.
+    """
+
+    index: Index
+    proposals: Proposals
+    comments: tuple[str, ...] = ()
+
+    @cached_property
+    def ops(self) -> dict[str, int]:
+        """State -> how many ops have it."""
+        found = Counter(n.state for n in self.index.annotation.notes)
+        return {state: found[state] for state in (*_STATES, "shape")}
+
+    @cached_property
+    def float_kernels(self) -> dict[str, int]:
+        """Kind -> how many ops on integers the runtime computes in float, for want of an integer kernel."""
+        kinds = self.proposals.backend.float_kernels
+        notes = self.index.annotation.notes
+        return dict(Counter(n.kind for n in notes if n.state == "int" and n.kind in kinds).most_common())
+
+    @cached_property
+    def sites(self) -> dict[str, int]:
+        """Sort -> how many sites are of it."""
+        found = Counter(s.sort for s in self.index.annotation.sites)
+        return {sort: found[sort] for sort in ("activation", "weight", "bias")}
+
+    @cached_property
+    def macs(self) -> dict[str, int]:
+        """``int4``, ``int8``, ``int16`` or ``float`` -> multiplications with accumulation computed so.
+
+        An op counts by the widest of what it reads.
+        """
+        found = dict.fromkeys(("int4", "int8", "int16", "float"), 0)
+        for note in self.index.annotation.notes:
+            found[self._width(note)] += note.macs
+        return found
+
+    def _width(self, note: ExprNote) -> str:
+        if note.state != "int":
+            return "float"
+        plans = [self.index.plan(group) for group in (*note.inputs, note.weight) if group]
+        bits = max((p.scheme.bits for p in plans if p is not None), default=8)
+        return "int4" if bits <= 4 else "int8" if bits <= 8 else "int16"
+
+    @cached_property
+    def islands(self) -> dict[str, int]:
+        """The kinds in a float island, such as ``exp + softmax`` -> how many islands there are of these."""
+        makers = ([n for n in m if n.causes != ("idle",)] or m for m in self.index.islands.values())
+        kinds = ({n.kind or n.op for n in notes} for notes in makers)
+        return dict(Counter(" + ".join(sorted(found)) for found in kinds).most_common())
+
+    @cached_property
+    def requantized(self) -> tuple[str, ...]:
+        """The sites on values that hold integers already, with other parameters."""
+        sites = (s for s in self.index.annotation.sites if s.sort == "activation" and s.consumers is not None)
+        return tuple(s.name for s in sites if self.index.group(s.node))
+
+    @cached_property
+    def shared(self) -> dict[str, list[str]]:
+        """Group -> its sites, where there is more than one."""
+        return {group: [s.name for s in m] for group, m in self.index.members.items() if len(m) > 1}
+
+    @cached_property
+    def floats(self) -> tuple[Floats, ...]:
+        """What stays float, by reason: most islands first, what only follows its neighbours last."""
+        found: dict[object, list[ExprNote]] = {}
+        for note in self.index.annotation.notes:
+            if note.state == "float":
+                found.setdefault(self._key(note), []).append(note)
+        floats = (Floats(tuple(n), *self.proposals.for_ops(n)) for n in found.values())
+        return tuple(sorted(floats, key=lambda f: (f.notes[0].causes == ("idle",), -f.islands)))
+
+    def _key(self, note: ExprNote) -> object:
+        if note.causes == ("idle",):
+            return note.causes
+        if note.causes in (("rule",), ("region",), ("region", "rule")):  # one change for ops of any kind
+            return note.causes, note.reason, self.proposals.silencing(note)
+        return note.causes, note.reason, note.kind or note.op
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {
+            "backend": self.index.annotation.backend,
+            "ops": self.ops,
+            "float_kernels": self.float_kernels,
+            "sites": self.sites,
+            "macs": self.macs,
+            "islands": self.islands,
+            "requantized": list(self.requantized),
+            "shared": self.shared,
+            "floats": [f.to_dict() for f in self.floats],
+        }
+
+    # -- as text ------------------------------------------------------------------------------------
+
+    def text(self, width: int | None = 100) -> str:
+        """A few lines for a person; lines of a config are never broken.
+
+        Args:
+            width: columns to fit into; None for no limit.
+        """
+        lines = [f"{name + ':':<14} {text}" for name, text in self._figures().items()]
+        wrapped = [_wrap(line, width, " " * 15) for line in lines]
+        if self.floats:
+            wrapped += ["", "What stays in float, and what would change it:"]
+            told: set[str] = set()
+            wrapped += [self._float_text(f, width, told) for f in self.floats]
+        return "\n".join(wrapped)
+
+    def _figures(self) -> dict[str, str]:
+        ops = ", ".join(f"{self.ops[state]} {words}" for state, words in _STATES.items() if self.ops[state])
+        shapes = f" (and {self.ops['shape']} on shapes and constants)" if self.ops["shape"] else ""
+        sites = ", ".join(f"{count} {sort}" for sort, count in self.sites.items() if count)
+        figures = {
+            "backend": self.index.annotation.backend,
+            "ops": (ops or "none") + shapes,
+            **({"on integers": self._meaning()} if self.ops["int"] else {}),
+            "MACs": self._shares() or "none",
+            "sites": sites or "none",
+        }
+        if self.requantized:
+            sites = "site" if len(self.requantized) == 1 else "sites"
+            on = f"on values that are quantized already ({few(self.requantized)})"
+            figures["rounded twice"] = f"{len(self.requantized)} {sites} {on}"
+        if self.shared:
+            groups = (f"{group} ({len(names)} sites)" for group, names in self.shared.items())
+            figures["shared"] = f"parameters of {few(groups)}"
+        if self.islands:
+            made = ", ".join(f"{n} x {kinds}".replace(" ", _TIGHT) for kinds, n in self.islands.items())
+            figures["float islands"] = f"{sum(self.islands.values())} between integers: {made}"
+        return figures
+
+    def _meaning(self) -> str:
+        """What "on integers" stands for, and for how many ops the runtime has no integer kernel."""
+        name, kinds = self.index.annotation.backend, self.float_kernels
+        meaning = f"simulated by the rules of backend {name}"
+        if kinds:
+            counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+            meaning += f", which computes {sum(kinds.values())} of these ops in float kernels ({counts})"
+        return f"{meaning}; verify of an ONNX file counts the ops that run in integer kernels"
+
+    def _shares(self) -> str:
+        total = sum(self.macs.values())
+        shares = {kind: macs for kind, macs in self.macs.items() if macs}
+        return ", ".join(f"{_percent(macs, total)} {kind}" for kind, macs in shares.items())
+
+    def _comment(self, note: ExprNote) -> str:
+        """What the recipe says above the rule that keeps ``note`` in float."""
+        ranks = self.proposals.silencing(note) if note.causes[:1] == ("rule",) else ()
+        return self.comments[ranks[-1]] if ranks and self.comments else ""
+
+    def _float_text(self, floats: Floats, width: int | None, told: set[str]) -> str:
+        """The lines for one entry; a comment that is ``told`` is not told again."""
+        names = few(n.name for n in floats.notes)
+        islands = f", in {floats.islands} island{'s' if floats.islands > 1 else ''}" if floats.islands else ""
+        lines = [_wrap(f"  {floats.kinds}{islands}: {names}", width, "      ")]
+        lines.append(_wrap(f"    why: {floats.reason}", width, "         "))
+        comment = self._comment(floats.notes[0])
+        if comment and comment not in told:
+            told.add(comment)
+            lines.append(_wrap(f"         ({comment})", width, "          "))
+        lines += [f"    {line}" for line in (floats.proposal.lines if floats.proposal else ())]
+        if floats.remark:
+            lines.append(
+                _wrap(f"    {'note' if floats.proposal else 'so'}: {floats.remark}", width, "         ")
+            )
+        return "\n".join(lines)
+
+
+def _wrap(line: str, width: int | None, indent: str) -> str:
+    """``line`` in several, where it is too long; words (names and paths) stay whole."""
+    if width is None or len(line) <= width:
+        return line.replace(_TIGHT, " ")
+    wide = max(width, 40)
+    parts = textwrap.wrap(
+        line, wide, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(parts).replace(_TIGHT, " ")
+
+
+def _percent(part: int, whole: int) -> str:
+    """A share that is 0 % and 100 % only when it is nothing and all."""
+    if part == whole:
+        return "100 %"
+    return f"{min(max(100 * part / whole, 0.1), 99.9):.1f} %"

@@ -1,0 +1,371 @@
+"""The whole story of one node, site or module, in sentences."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from qtrace.config import QConfig
+from qtrace.errors import GraphError
+from qtrace.inspection.explanation import _numbers
+from qtrace.inspection.explanation._index import Index, few
+from qtrace.inspection.explanation._proposals import Proposals
+from qtrace.inspection.explanation._rules import Changes
+from qtrace.preparation.annotation import ExprNote, Site
+from qtrace.scheme import QParams
+
+__all__ = ["Story", "Teller"]
+
+_ROLES = {
+    "compute": "it multiplies by a weight or by another activation, on integers",
+    "elementwise": "it makes new values from old ones, on integers",
+    "activation": "it makes new values from old ones, and may be fused into the op before it",
+    "norm": "it scales and shifts each channel, folded or fused into the op before it where possible",
+    "carry": "it only moves values, so integers pass through it as they are",
+    "concat": "it joins several tensors into one",
+    "float": "it stays float unless a config says quantize: true",
+    "shape": "it works on integers and shapes, which are never quantized",
+}
+
+
+@dataclass(frozen=True)
+class Story:
+    """What there is to say about one thing.
+
+    Attributes:
+        title: its name.
+        parts: heading -> sentences.
+    """
+
+    title: str
+    parts: Mapping[str, tuple[str, ...]]
+
+    def text(self, width: int | None = 100) -> str:
+        """As paragraphs, each with its heading at the left; lines of a config are never broken."""
+        lines = [self.title]
+        for heading, sentences in self.parts.items():
+            for index, sentence in enumerate(sentences):
+                first = f"  {heading if not index else '':<9} "
+                lines += _hung(first, sentence, width)
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {"name": self.title, **{heading.lower(): list(told) for heading, told in self.parts.items()}}
+
+
+def _hung(first: str, sentence: str, width: int | None) -> list[str]:
+    if width is None or "- {" in sentence or ": {" in sentence or len(first) + len(sentence) <= width:
+        return [first + sentence]
+    return textwrap.wrap(
+        sentence,
+        max(width, 50),
+        initial_indent=first,
+        subsequent_indent=" " * len(first),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+@dataclass(frozen=True)
+class Teller:
+    """Tells about the nodes of one graph.
+
+    Attributes:
+        index: the decisions.
+        qconfig: the config that led to them.
+        numbers: group -> its parameters, as far as they are known; None for a graph that is not prepared.
+        comments: what a recipe says above each of its rules, if it is known.
+    """
+
+    index: Index
+    qconfig: QConfig
+    numbers: Mapping[str, QParams] | None
+    comments: tuple[str, ...] = ()
+
+    def tell(self, name: str) -> list[Story]:
+        """The stories of all that ``name`` means.
+
+        Args:
+            name: of a node or a site, or a glob pattern for module paths and node names, or a kind of op.
+
+        Raises:
+            GraphError: when nothing is called so, with the nearest names.
+        """
+        index = self.index
+        name = name if name in index.notes or name in index.sites else name.removesuffix("_q")
+        if name in index.notes:
+            return [self._op(index.notes[name])]
+        if name in index.annotation.inputs:
+            return [self._input(name)]
+        if name in index.sites:
+            return [self._site(index.sites[name])]
+        if name in index.at:
+            return [self._site(site) for site in index.at[name]]
+        found = [n for n in index.annotation.notes if _meets(n, name)]
+        found = found or [n for n in index.annotation.notes if n.kind == name]
+        if not found:
+            raise GraphError(
+                f"nothing here is called {name!r}: no node, no site, no module{self._near(name)}"
+            )
+        return [self._op(note) for note in found]
+
+    def _near(self, name: str) -> str:
+        paths = {p: None for n in self.index.annotation.notes for p in _paths(n)}
+        known = [*paths, *self.index.notes, *self.index.sites, *self.index.annotation.inputs]
+        names = list(dict.fromkeys(difflib.get_close_matches(name, known, n=6, cutoff=0.5)))[:3]
+        return f"; the nearest are {', '.join(names)}." if names else "; the table has the names."
+
+    # -- ops ----------------------------------------------------------------------------------------
+
+    def _op(self, note: ExprNote) -> Story:
+        parts = {
+            "What": self._what(note),
+            "State": self._state(note),
+            "Config": self._changes.told(note) if note.rule and note.state != "shape" else (),
+            "Reads": self._inputs(note),
+            "Weight": self._parameters(note),
+            "Result": self._result(note),
+            "Readers": self._readers(note.name),
+        }
+        return Story(note.name, {heading: told for heading, t in parts.items() if (told := tuple(t))})
+
+    @cached_property
+    def _changes(self) -> Changes:
+        annotation = self.index.annotation
+        return Changes(annotation.backend, self.qconfig, annotation.origins, self.comments)
+
+    def _what(self, note: ExprNote) -> Iterator[str]:
+        where = f"of module {note.path}" if note.path else "of the model's own forward"
+        yield f"{note.kind or note.op}: a call of {note.op} in the code {where}."
+        if note.rule:
+            yield f"Op rule {note.rule} reads it; its role is {note.role}: {_ROLES[note.role]}."
+        else:
+            yield "No op rule reads it, so nothing is known of how it treats integers."
+        if note.macs:
+            yield f"It takes {note.macs:,} multiplications with accumulation (MACs) at the traced shapes."
+
+    def _state(self, note: ExprNote) -> Iterator[str]:
+        if note.state == "int":
+            others = [f"{n.name} ({n.kind})" for n in self.index.followers.get(note.name, ())]
+            if not others:
+                yield "It is computed on integers."
+            else:
+                kernel = f"as one kernel with {' and '.join(others)}"
+                yield f"It is computed on integers, {kernel}: nothing is rounded in between."
+            if note.kind in self._proposals.backend.float_kernels:
+                runtime = self.index.annotation.backend
+                yield (
+                    f"{runtime} has no integer kernel for {note.kind}: it computes it in float from the same "
+                    "integers and rounds the result to the same integers."
+                )
+            yield from self._fold(note)
+        elif note.state == "fused":
+            head = self.index.notes[note.into]
+            yield f"It is fused into {head.name} ({head.kind}): the backend computes both as one kernel."
+        elif note.state == "carried":
+            yield f"It holds the integers of site {note.output} without rounding: {self._way(note)}."
+        elif note.state == "float":
+            yield from self._why_float(note)
+        else:
+            yield f"It is never quantized: {note.reason or 'it holds no float32 values of the data'}."
+        if note.reason and note.state in ("int", "fused", "carried"):
+            yield f"{note.reason[0].upper()}{note.reason[1:]}."
+
+    def _fold(self, note: ExprNote) -> Iterator[str]:
+        fold = self.index.folds.get(note.name)
+        if fold is not None:
+            yield f"BatchNorm {fold.norm} stays in training; in evaluation it is folded into the layer."
+
+    def _way(self, note: ExprNote) -> str:
+        """Along which moves the integers came."""
+        names = [note.name]
+        while note.state == "carried" and note.reads:
+            names.append(note.reads[0])
+            before = self.index.notes.get(note.reads[0])
+            if before is None:
+                break
+            note = before
+        return " from ".join(names)
+
+    def _why_float(self, note: ExprNote) -> Iterator[str]:
+        yield f"It stays float: {note.reason}."
+        if len(note.causes) > 1:
+            more = " and ".join(_CAUSES[cause] for cause in note.causes[1:])
+            yield f"Without that it would stay float still: {more}."
+        if note.island:
+            others = [n.name for n in self.index.islands[note.island] if n is not note]
+            more = f" with {few(others)}" if others else ""
+            borders = "integers become float before it and are rounded again behind it"
+            yield f"It makes float island {note.island}{more}: {borders}."
+        proposal, remark = self._proposals.for_ops([note])
+        if proposal is not None:
+            yield "To quantize it:"
+            yield from proposal.lines
+        if remark:
+            yield f"{remark[0].upper()}{remark[1:]}."
+
+    @cached_property
+    def _proposals(self) -> Proposals:
+        return Proposals(self.index, self.qconfig)
+
+    def _inputs(self, note: ExprNote) -> Iterator[str]:
+        inside = note.state == "fused"
+        groups = dict(zip(note.reads, note.inputs, strict=False))
+        if not note.kind:  # nothing is known of it, so it reads what there is
+            groups = {name: self.index.group(name) for name in note.reads}
+        for name, group in groups.items():
+            if inside and name in self._kernel(note):
+                yield f"{name}, inside of the kernel, unrounded."
+            elif not group:
+                yield f"{name}, in float."
+            else:
+                yield f"{name}, {self._read(note, name, group)}"
+
+    def _kernel(self, note: ExprNote) -> set[str]:
+        return {note.into, *(n.name for n in self.index.followers.get(note.into, ()))}
+
+    def _read(self, note: ExprNote, name: str, group: str) -> str:
+        """How ``note`` reads an input that is quantized."""
+        sites = (s for s in self.index.at.get(name, ()) if s.consumers is not None)
+        own = next((s for s in sites if note.name in (s.consumers or ()) and s.name != name), None)
+        if own is not None:
+            present = self.index.group(name)
+            held = f"holds {self.index.scheme(present)} otherwise" if present else "is float otherwise"
+            others = [c for c in own.consumers or () if c != note.name]
+            more = f" and {few(others)}" if others else ""
+            return f"rounded at site {own.name} for this op{more}, since {name} {held}: {self._how(group)}"
+        if name in self.index.annotation.carried:
+            factor = self.index.annotation.factors.get(name)
+            scaled = f", which stand for {factor:g} times the values there" if factor else ""
+            return f"which carries the integers of site {group}{scaled}: {self._how(group)}"
+        return f"rounded at site {group}: {self._how(group)}"
+
+    def _how(self, group: str) -> str:
+        plan = self.index.plan(group)
+        if plan is None:
+            return "as its layer says."
+        observer = f"observer {_called(plan.observer, plan.observer_options)}"
+        fake = f"fake quant {_called(plan.fakequant, plan.fakequant_options)}"
+        return f"{plan.scheme.describe()}, {observer}, {fake}{self._measured(group)}."
+
+    def _measured(self, group: str) -> str:
+        if self.numbers is None:
+            return ""
+        found = self.numbers.get(group)
+        return f"; {_numbers.describe(found)}" if found is not None else "; not calibrated"
+
+    def _parameters(self, note: ExprNote) -> Iterator[str]:
+        if note.weight:
+            site = self.index.sites[note.weight]
+            many = len(site.consumers or ())
+            used = f", one site for its {many} calls" if many > 1 else ""
+            yield f"{site.node}, rounded at site {site.name}{used}: {self._how(site.group)}"
+        bias = self.index.biases.get(note.name)
+        if bias is not None:
+            yield f"Bias {bias.node}: {self._bias(bias)}."
+
+    def _bias(self, site: Site) -> str:
+        measured = _numbers.describe_bias(self.numbers or {}, site)
+        scaled = f" times {site.factor:g}" if site.factor != 1.0 else ""
+        how = f"int32 at the scale of {site.activation}{scaled} times that of {site.weight}"
+        return f"{how}: {measured}" if measured else how
+
+    # -- results and their readers ------------------------------------------------------------------
+
+    def _result(self, note: ExprNote) -> Iterator[str]:
+        if note.state == "shape":
+            return
+        if not self.index.is_last(note):
+            yield "No site: it lies inside of the kernel."
+            return
+        yield from self._sites_at(note.name)
+        if note.state == "carried":
+            yield f"No site of its own: the integers of {note.output} pass through."
+        elif not self.index.at.get(note.name) and not note.output:
+            yield "No site: no reader asks for integers."
+        elif not self.index.at.get(note.name):
+            yield f"No site of its own: the backend ties it to the inputs, which share group {note.output}."
+
+    def _sites_at(self, node: str) -> Iterator[str]:
+        for site in self.index.at.get(node, ()):
+            if site.sort != "activation":
+                continue
+            whole = site.consumers is None or site.name == node
+            readers = "all its readers" if whole else f"{few(site.consumers or ())} only"
+            yield f"Site {site.name}, for {readers}: {self._how(site.group)}"
+            yield from self._sharing(site)
+
+    def _sharing(self, site: Site) -> Iterator[str]:
+        others = [s.name for s in self.index.members[site.group] if s.name != site.name]
+        if others:
+            yield f"It shares the parameters of group {site.group} with {few(others)}."
+
+    def _readers(self, node: str) -> Iterator[str]:
+        for note in self.index.readers.get(node, ()):
+            if note.state == "shape":
+                continue
+            what = f"{note.name} ({note.kind or note.op})"
+            if note.asks:
+                verb = (
+                    "moves values, and asks for what its readers want:"
+                    if note.role == "carry"
+                    else "asks for"
+                )
+                yield f"{what} {verb} {note.asks}."
+            elif note.state == "fused":
+                yield f"{what} is part of the kernel and asks for nothing."
+            elif note.role == "carry":
+                yield f"{what} asks for nothing: not all its readers do, or not for the same."
+            else:
+                yield f"{what} reads it in float and asks for nothing."
+        if node in self.index.annotation.outputs:
+            yield "It leaves the graph."
+
+    # -- what is no op ------------------------------------------------------------------------------
+
+    def _input(self, name: str) -> Story:
+        result = tuple(self._sites_at(name)) or ("No site: no reader asks for integers.",)
+        readers = tuple(self._readers(name))
+        parts = {"What": ("An input of the graph.",), "Result": result}
+        return Story(name, {**parts, "Readers": readers} if readers else parts)
+
+    def _site(self, site: Site) -> Story:
+        what = [f"A site for {_SITES[site.sort]} {site.node}."]
+        if site.static:
+            what.append("It is a parameter: observed once, not at every batch.")
+        if site.sort == "bias":
+            how = f"{self._bias(site)}; it has no parameters of its own."
+        else:
+            how = self._how(site.group)
+        readers = few(site.consumers, 8) if site.consumers else "every reader of the node"
+        parts = {"What": tuple(what), "Rounds": (how, *self._sharing(site)), "Readers": (f"For {readers}.",)}
+        return Story(site.name, parts)
+
+
+_SITES = {"activation": "the activation", "weight": "the weight", "bias": "the bias"}
+_CAUSES = {
+    "rule": "the config says quantize: false",
+    "role": "it is kept in float on purpose",
+    "dtype": "its values are not float32",
+    "kernel": "the backend has no integer kernel for it",
+}
+
+
+def _called(name: str, options: tuple[tuple[str, Any], ...]) -> str:
+    return f"{name}({', '.join(f'{k}={v}' for k, v in options)})" if options else name
+
+
+def _paths(note: ExprNote) -> list[str]:
+    """The path of the op's module and of those around it."""
+    parts = note.path.split(".") if note.path else []
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+
+
+def _meets(note: ExprNote, pattern: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for name in (*note.gives, *_paths(note)))

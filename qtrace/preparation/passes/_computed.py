@@ -1,0 +1,101 @@
+"""Weights and biases that a graph computes from parameters are written as parameters by `convert`.
+
+A network may mask, scale, standardize, reshape or transpose a parameter before its layer reads it. While the
+graph is trained these ops stay, so that gradients reach the parameters; a converted graph has the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from megengine import Parameter
+
+from qtrace import ops
+from qtrace.fakequant.base import FakeQuant
+from qtrace.fakequant.following.bias import BiasQuant
+from qtrace.fakequant.following.bn_fold import BnFold
+from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes
+from qtrace.graph.edit import GraphEditor, delete_attribute, set_parameter
+from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, owner
+from qtrace.ops import Role
+from qtrace.preparation.annotation import Annotation
+
+__all__ = ["write_computed"]
+
+
+def write_computed(model: TracedModule, annotation: Annotation) -> Annotation:
+    """Replaces each weight, bias and static site that is computed from parameters alone by a parameter.
+
+    The parameter's node has the name of the node that it replaces. Parameters that no expr reads any more are
+    deleted.
+
+    Args:
+        model: a prepared graph that is being converted; it is edited in place.
+        annotation: its decisions.
+
+    Returns:
+        The decisions without the notes of the exprs that are gone; sites of new parameters are static.
+    """
+    before = exprs(model)
+    wanted = _computed(model, annotation)
+    if not wanted:
+        return annotation
+    values, names = evaluate_fixed(model, wanted), {node.name for node in wanted}
+    with GraphEditor(model) as editor:
+        for node in wanted:
+            path = _free_path(model, node.name)
+            set_parameter(model, path, Parameter(values[id(node)].numpy()))
+            editor.put_in_place(editor.get_attr(path), node)
+    _delete_unread(model, before)
+    alive = {node.name for expr in exprs(model) for node in expr.outputs}
+    notes = tuple(note for note in annotation.notes if note.name in alive)
+    sites = (dataclasses.replace(s, static=True) if s.node in names else s for s in annotation.sites)
+    return dataclasses.replace(annotation, notes=notes, sites=tuple(sites))
+
+
+def _computed(model: TracedModule, annotation: Annotation) -> list[TensorNode]:
+    """The nodes to replace, in graph order: nothing that they are computed from is rounded."""
+    fixed = fixed_nodes(model, without=lambda expr: isinstance(owner(expr), (FakeQuant, BiasQuant)))
+    sites = {site.node for site in annotation.sites}
+    read = {id(node) for expr in exprs(model) for node in _parameters(expr)}
+    return [
+        node
+        for expr in exprs(model)
+        if not isinstance(expr, (GetAttr, Constant))
+        for node in expr.outputs
+        if id(node) in fixed and (node.name in sites or id(node) in read)
+    ]
+
+
+def _parameters(expr: Expr) -> Iterator[TensorNode]:
+    """The weight, the bias and the factors that a layer or product reads, before they are rounded."""
+    if isinstance(owner(expr), BnFold):
+        yield from (node for node in expr.args[2:4] if node is not None)
+    call = ops.read(expr)
+    for node in (
+        () if call is None or call.role is not Role.COMPUTE else (call.weight, call.bias, *call.inputs)
+    ):
+        if node is not None:
+            yield node.expr.args[1] if isinstance(owner(node.expr), (FakeQuant, BiasQuant)) else node
+
+
+def _free_path(model: TracedModule, name: str) -> str:
+    """``name``, or with a number if the module has such an attribute."""
+    path, count = name, 0
+    while hasattr(model, path):
+        count += 1
+        path = f"{name}_{count}"
+    return path
+
+
+def _delete_unread(model: TracedModule, before: list[Expr]) -> None:
+    """Deletes the tensors that exprs of ``before`` read and none reads now, unless a module owns them."""
+    now = {expr.name: expr for expr in exprs(model) if isinstance(expr, GetAttr)}
+    modules = tuple(f"{name}." for name, e in now.items() if not isinstance(e.outputs[0], TensorNode))
+    for expr in before:
+        gone = isinstance(expr, GetAttr) and isinstance(expr.outputs[0], TensorNode) and expr.name not in now
+        if gone and not expr.name.startswith(modules):
+            delete_attribute(model, expr.name)
+            now[expr.name] = expr

@@ -1,0 +1,209 @@
+"""What annotate works on: the graph, what its exprs are, and which of them compute on integers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from qtrace import ops
+from qtrace.config import Spec
+from qtrace.config.backends import Backend
+from qtrace.errors import ConfigError
+from qtrace.graph.types import Expr, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, is_float_tensor
+from qtrace.ops import OpCall, Role
+from qtrace.preparation.annotation import Plan
+from qtrace.preparation.passes.select import Choice
+from qtrace.scheme import QScheme
+
+__all__ = ["INT_ROLES", "STATIC", "Cause", "View", "plan_of"]
+
+STATIC = "it is computed from shapes and constants alone"
+
+_SINGULAR = ("log", "sqrt", "pow", "div")
+INT_ROLES = (Role.COMPUTE, Role.ELEMENTWISE, Role.ACTIVATION, Role.NORM, Role.CONCAT)
+
+
+class Cause(NamedTuple):
+    """What keeps an expr in float.
+
+    Attributes:
+        code: one of those of `ExprNote.causes`, or "shape" and "static" for what is never quantized.
+        reason: the same in words.
+    """
+
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class View:
+    """One graph under one config.
+
+    Attributes:
+        traced: the flat, expanded graph.
+        calls: id of expr -> its reading.
+        choices: id of expr -> what the config says about it.
+        backend: the target.
+        inside: ids of the exprs in the config's region; None for all.
+        static: ids of the nodes whose values depend on no input of the graph.
+    """
+
+    traced: TracedModule
+    calls: Mapping[int, OpCall]
+    choices: Mapping[int, Choice]
+    backend: Backend
+    inside: set[int] | None
+    static: set[int]
+
+    @cached_property
+    def order(self) -> list[Expr]:
+        """The exprs in execution order."""
+        return exprs(self.traced)
+
+    @cached_property
+    def outputs(self) -> set[int]:
+        """The ids of the graph's outputs."""
+        return {id(n) for n in self.traced.graph.outputs}
+
+    @cached_property
+    def float_reason(self) -> dict[int, str]:
+        """Id of expr -> why it stays float; an expr without one runs on integers or carries them."""
+        return {key: causes[0].reason for key, causes in self.float_causes.items()}
+
+    @cached_property
+    def float_causes(self) -> dict[int, list[Cause]]:
+        """Id of expr -> everything that keeps it in float: with the first gone, the next would."""
+        found = ((id(e), self._why_float(e)) for e in self.order)
+        return {key: causes for key, causes in found if causes}
+
+    def _why_float(self, expr: Expr) -> list[Cause]:
+        call = self.calls.get(id(expr))
+        if call is None:
+            reason = ops.unsupported(expr)
+            return [Cause("unread", reason)] if reason else []
+        if call.role is Role.SHAPE:
+            return [Cause("shape", call.reason or "integer or shape arithmetic")]
+        if call.role is not Role.CARRY and expr.outputs and all(id(n) in self.static for n in expr.outputs):
+            return [Cause("static", STATIC)]
+        causes = []
+        if self.inside is not None and id(expr) not in self.inside:
+            causes.append(Cause("region", "it lies outside of the region"))
+        choice = self.choices[id(expr)]
+        if choice.quantize is False:
+            causes.append(Cause("rule", f"{choice.decided} says quantize: false"))
+        if call.role is Role.FLOAT and not choice.quantize:
+            causes.append(Cause("role", call.reason))
+        if not all(is_float_tensor(n) for n in (*call.inputs, *call.outputs)):
+            causes.append(Cause("dtype", "its values are not float32"))
+        elif call.role in (*INT_ROLES, Role.FLOAT) and call.kind not in self.backend.ops:
+            causes += self._without_kernel(call, choice, bool(causes))
+        return causes
+
+    def _without_kernel(self, call: OpCall, choice: Choice, told: bool) -> list[Cause]:
+        """The cause that the backend has no kernel, unless it rounds around the float op instead."""
+        around = self.backend.rounds_around_float
+        if around and (choice.quantize or call.role is Role.FLOAT):
+            return []
+        reason = f"backend {self.backend.name} has no integer kernel for {call.kind}"
+        if choice.quantize and not told:
+            raise ConfigError(
+                f"{choice.decided}: {reason} ({call.out.name}), so quantize: true cannot be had; drop it."
+            )
+        return [Cause("kernel", reason)]
+
+    @cached_property
+    def scaling(self) -> dict[int, float]:
+        """Id of expr -> the factor, for multiplications that only change the scale of their input."""
+        trains_norms = any(c.role is Role.NORM for c in self.calls.values())
+        if not self.backend.scales_freely or trains_norms:
+            return {}
+        found = {id(e): self._factor(e) for e in self.order if id(e) not in self.float_reason}
+        return {key: factor for key, factor in found.items() if factor is not None}
+
+    def _factor(self, expr: Expr) -> float | None:
+        """The power of two by which ``expr`` multiplies: float32 values then stay exact."""
+        call = self.calls.get(id(expr))
+        if call is None or call.kind not in ("mul", "div") or "scalar" not in call.attrs:
+            return None
+        choice, scalar = self.choices[id(expr)], call.attrs["scalar"]
+        own = choice.output is not None or not choice.quantize_output or choice.activation.per_channel
+        if own or (call.kind == "div" and call.attrs["side"] != "right"):
+            return None
+        if not 2.0**-16 <= scalar <= 2.0**16 or math.frexp(scalar)[0] != 0.5:
+            return None
+        return 1.0 / scalar if call.kind == "div" else float(scalar)
+
+    def on_integers(self, expr: Expr) -> bool:
+        """Whether ``expr`` (the head of its chain) computes on quantized inputs."""
+        call = self.calls.get(id(expr))
+        if call is None or id(expr) in self.float_reason or id(expr) in self.scaling:
+            return False
+        return call.role in INT_ROLES or call.role is Role.FLOAT
+
+    def carries(self, expr: Expr) -> bool:
+        """Whether ``expr`` moves integers as it moves floats, or changes nothing but their scale."""
+        call = self.calls.get(id(expr))
+        if call is None or id(expr) in self.float_reason:
+            return False
+        return call.role is Role.CARRY or id(expr) in self.scaling
+
+    def must_not_vanish(self, node: TensorNode) -> bool:
+        """Whether a float op reads ``node``, moved or not, that has no value or slope at zero.
+
+        Small values round to zero, and a logarithm, root or quotient of them then is infinite.
+        """
+        for user in node.users:
+            call = self.calls.get(id(user))
+            if call is None or self.on_integers(user):
+                continue
+            if self.carries(user):
+                if any(self.must_not_vanish(n) for n in user.outputs):
+                    return True
+            elif call.kind in _SINGULAR and (call.kind != "div" or call.attrs["operands"][1] is node):
+                return True
+        return False
+
+    def only_user(self, expr: Expr) -> Expr | None:
+        """The one expr that reads the result, if it reads nothing else and may run on integers.
+
+        It needs no kernel of its own where the kernel before it can take it in.
+        """
+        node = expr.outputs[0]
+        if len(node.users) != 1 or id(node) in self.outputs:
+            return None
+        user = node.users[0]
+        call = self.calls.get(id(user))
+        fits = all(cause.code == "kernel" for cause in self.float_causes.get(id(user), ()))
+        alone = call is not None and fits and call.inputs == (node,)
+        return user if alone else None
+
+    def weight_plan(self, call: OpCall) -> tuple[Plan, tuple[int, ...]]:
+        """How a layer's weight is quantized, and along which axes."""
+        choice = self.choices[id(call.expr)]
+        scheme, axes = choice.weight, call.channel_axes
+        if not scheme.per_channel or (call.kind == "conv_transpose2d" and len(axes) > 1):
+            # Runtimes have no per-channel scales for grouped transposed convolutions.
+            scheme, axes = scheme.replace(axis=None), ()
+        else:
+            scheme = scheme.replace(axis=0)
+        return plan_of(scheme, choice.weight_observer, choice.fakequant), axes
+
+    def all_values_read_by(self, node: TensorNode, readers: list[Expr]) -> bool:
+        """Whether nothing but ``readers`` and shape arithmetic sees ``node``."""
+        others = [u for u in node.users if u not in readers]
+        return id(node) not in self.outputs and not any(is_float_tensor(n) for u in others for n in u.outputs)
+
+
+def plan_of(scheme: QScheme, observer: Spec, fakequant: Spec) -> Plan:
+    """The plan of a site."""
+    return Plan(
+        scheme,
+        observer.name,
+        tuple(sorted(observer.options.items())),
+        fakequant.name,
+        tuple(sorted(fakequant.options.items())),
+    )

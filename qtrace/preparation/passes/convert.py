@@ -1,0 +1,207 @@
+"""Convert: freezes a calibrated graph and records the quantization parameters on its nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from megengine import Parameter, Tensor
+from megengine.core.tensor.dtype import QuantDtypeMeta, _builtin_quant_dtypes
+from megengine.quantization.utils import QParams as NodeQParams
+from megengine.quantization.utils import QuantMode, create_qparams
+
+from qtrace.errors import ConfigError
+from qtrace.fakequant.base import FakeQuant
+from qtrace.fakequant.fixed import FixedFakeQuant
+from qtrace.fakequant.following.bias import BiasQuant
+from qtrace.fakequant.following.bn_fold import LAYERS
+from qtrace.gradients import conv2d, plain
+from qtrace.graph.edit import GraphEditor, delete_attribute, exchange_function, set_parameter
+from qtrace.graph.flatten import flatten
+from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, get_module, owner
+from qtrace.preparation.annotation import Annotation, Fold, Site
+from qtrace.preparation.passes._computed import write_computed
+from qtrace.preparation.passes.insert import CONTAINER
+from qtrace.preparation.record import fake_quants, followers, read_record, write_record
+from qtrace.process.thread import on_engine_thread
+from qtrace.scheme import QParams, QScheme
+
+__all__ = ["convert", "dtype_meta"]
+
+
+@on_engine_thread
+def convert(prepared: TracedModule) -> TracedModule:
+    """Returns a frozen copy of a calibrated module, ready to export.
+
+    Weights and biases that are computed from parameters alone are parameters of the copy.
+
+    It has no observers and no learned ranges, and computes exactly what ``prepared`` computes in the phase
+    ``quantize``. Every site's node, and every node that carries its integers, has ``qparams``.
+
+    Args:
+        prepared: a calibrated module; it is not changed.
+
+    Returns:
+        A converted ``TracedModule``.
+
+    Raises:
+        GraphError: when the module is not prepared.
+        CalibrationError: when a site was never calibrated, naming it.
+        ConfigError: when a weight that its fake quant transforms is rounded in another way, too.
+    """
+    record = read_record(prepared, "prepared")
+    for fq in fake_quants(prepared):
+        fq.qparams()
+    model = flatten(prepared)
+    container = getattr(model, CONTAINER)
+    annotation = write_computed(model, record.annotation)
+    _write_transforms(model, annotation)
+    for name, fq in list(container.__dict__.items()):
+        if isinstance(fq, FakeQuant):
+            setattr(container, name, _frozen(fq))
+    for module in followers(model):
+        module.phase = "quantize"
+    annotation = _write_folds(model, annotation)
+    exchange_function(model, conv2d, plain(conv2d))
+    model._update_ref()
+    for expr in exprs(model):
+        if isinstance(expr, GetAttr) and isinstance(expr.outputs[0], ModuleNode):
+            expr.outputs[0].module_type = type(expr.outputs[0].owner)
+    _record_nodes(model, annotation)
+    write_record(model, dataclasses.replace(record, stage="converted", annotation=annotation))
+    return model
+
+
+def _frozen(fq: FakeQuant) -> FixedFakeQuant:
+    frozen = FixedFakeQuant(
+        fq.site,
+        fq.scheme,
+        shape=fq.shape,
+        static=fq.static,
+        numel=fq.numel,
+        channel_axes=fq.counted_axes,
+    )
+    frozen.set_qparams(fq.qparams())
+    frozen.phase = "quantize"
+    frozen.training = fq.training
+    return frozen
+
+
+def _write_transforms(model: TracedModule, annotation: Annotation) -> None:
+    """Writes the weights that a fake quant transforms as what it rounds: the frozen one rounds only."""
+    container = getattr(model, CONTAINER)
+    producers = {n.name: e for e in exprs(model) for n in e.outputs}
+    for site in annotation.sites:
+        if site.sort == "bias" or not getattr(container, site.group).transforms:
+            continue
+        if sum(site.node == other.node for other in annotation.sites) > 1:
+            raise ConfigError(
+                f"site {site.name}: a fake quant that transforms {site.node} cannot share it with another "
+                "scheme: give all readers one scheme, or use another fake quant there."
+            )
+        expr = producers[site.node]
+        shaped = Parameter(getattr(container, site.group).shaped(expr.interpret(model)[0]).numpy())
+        if isinstance(expr, Constant):
+            expr.value = shaped
+        else:
+            set_parameter(model, expr.name, shaped)
+
+
+def _write_folds(model: TracedModule, annotation: Annotation) -> Annotation:
+    """Writes layers whose BatchNorm was kept as plain layers with folded parameters."""
+    container = getattr(model, CONTAINER)
+    calls = {e.outputs[0].name: e for e in exprs(model) if e.outputs}
+    sites = {s.name: s for s in annotation.sites}
+    with GraphEditor(model) as editor:
+        for fold in annotation.folds:
+            sites.update((s.name, s) for s in _write_fold(editor, container, fold, calls[fold.norm], sites))
+    for fold in annotation.folds:
+        delattr(container, f"{fold.layer}_bn")
+        delete_attribute(model, calls[fold.norm].args[4].expr.name)
+    model._update_ref()
+    return dataclasses.replace(annotation, sites=tuple(sites.values()), folds=())
+
+
+def _write_fold(
+    editor: GraphEditor, container: Any, fold: Fold, expr: Expr, sites: dict[str, Site]
+) -> tuple[Site, ...]:
+    module: Any = owner(expr)
+    _, x, weight, bias, norm, _, source = expr.args
+    scales, out = getattr(container, fold.weight), expr.outputs[0]
+    path = weight.expr.name
+    bias_path = (
+        bias.expr.name if bias is not None else f"{path.removesuffix('weight').rstrip('.')}.bias".lstrip(".")
+    )
+    raw_bias = None if bias is None else get_module(editor.traced, bias_path)
+    activation = getattr(container, fold.activation) if source is not None else None
+    raw_weight, frozen = get_module(editor.traced, path), scales.qparams()
+    *folded, factor = module.fold(raw_weight, raw_bias, norm.owner, scales, activation)
+    scales.set_qparams(QParams(frozen.scheme, factor.numpy().reshape(-1), frozen.zero_point))
+    for where, value in zip((path, bias_path), folded, strict=True):
+        set_parameter(editor.traced, where, Parameter(value.numpy()))
+    weight_node, bias_node = editor.get_attr(path), editor.get_attr(bias_path)
+    weight_site = sites[fold.weight]
+    quantized = editor.call_module(
+        f"{CONTAINER}.{fold.weight}",
+        weight_node,
+        after=weight_node.expr,
+        like=weight_node,
+        name=f"{fold.weight}_q",
+    )
+    added = [dataclasses.replace(weight_site, consumers=(out.name,))]
+    if source is not None:
+        name = f"{fold.layer}_bias"
+        setattr(container, name, BiasQuant(name, module.bias_shape))
+        getattr(container, name).phase = "quantize"
+        groups = tuple(editor.get_attr(f"{CONTAINER}.{g}") for g in (fold.activation, fold.weight))
+        bias_site = Site(
+            name, "bias", bias_node.name, (out.name,), name, None, (), True, fold.activation, fold.weight
+        )
+        added.append(bias_site)
+        bias_node = editor.call_module(
+            f"{CONTAINER}.{name}", bias_node, *groups, after=bias_node.expr, like=bias_node, name=f"{name}_q"
+        )
+    layer = LAYERS[module.kind]
+    new = editor.call_function(layer, x, quantized, bias_node, after=expr, like=out, **module.options)
+    editor.replace_expr(expr, new)
+    return tuple(added)
+
+
+def _record_nodes(model: TracedModule, annotation: Annotation) -> None:
+    nodes: dict[str, TensorNode] = {n.name: n for n in model.graph.inputs}
+    nodes.update((n.name, n) for e in exprs(model) for n in e.outputs)
+    container = getattr(model, CONTAINER)
+    for site in annotation.sites:
+        if site.sort == "bias":
+            activation, weight = getattr(container, site.activation), getattr(container, site.weight)
+            scale, _ = getattr(container, site.group).scale(activation, weight)
+            value = create_qparams(QuantMode.SYMMERTIC, "qint32", scale=Tensor(scale.numpy()))
+        else:
+            value = _node_qparams(getattr(container, site.group))
+        nodes[site.node].qparams = value
+        nodes[f"{site.name}_q"].qparams = value
+    for name, group in annotation.carried.items():
+        nodes[name].qparams = _node_qparams(getattr(container, group), annotation.factors.get(name, 1.0))
+
+
+def _node_qparams(fq: FakeQuant, factor: float = 1.0) -> NodeQParams:
+    affine = bool(np.any(fq.zero_point.numpy()))
+    mode = QuantMode.ASYMMERTIC if affine or not fq.scheme.symmetric else QuantMode.SYMMERTIC
+    zero_point = Tensor(fq.zero_point.numpy()) if mode is QuantMode.ASYMMERTIC else None
+    scale = Tensor(fq.effective_scale().numpy() * np.float32(factor))
+    return create_qparams(mode, dtype_meta(fq.scheme), scale, zero_point)
+
+
+_CANONICAL = {(m.qmin, m.qmax, m.np_dtype_str): m for m in reversed(list(_builtin_quant_dtypes.values()))}
+
+
+def dtype_meta(scheme: QScheme) -> QuantDtypeMeta:
+    """MegEngine's dtype for the integers of ``scheme``; its own object where it has one."""
+    storage = f"{'int' if scheme.signed else 'uint'}{8 if scheme.bits <= 8 else 16}"
+    known = _CANONICAL.get((scheme.qmin, scheme.qmax, storage))
+    if known is not None:
+        return known
+    name = f"q{'int' if scheme.signed else 'uint'}{scheme.bits}{'_narrow' if scheme.narrow else ''}"
+    return QuantDtypeMeta(name, None, storage, scheme.qmin, scheme.qmax, not scheme.signed)

@@ -1,0 +1,196 @@
+"""Folds BatchNorm into the conv or linear layer before it.
+
+With running mean m and variance v, ``bn(conv(x)) = conv(x; w * g) + (b - m) * g + beta`` where
+``g = gamma / sqrt(v + eps)`` scales the output channels (Jacob et al. 2018, "Quantization and Training of
+Neural Networks for Efficient Integer-Arithmetic-Only Inference", section 3.2). Computed in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from megengine import Parameter
+
+from qtrace import ops
+from qtrace.graph.edit import GraphEditor, delete_attribute, set_parameter
+from qtrace.graph.types import Expr, GetAttr, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, get_module, owner, users
+from qtrace.ops import OpCall
+from qtrace.preparation.passes.base import PassResult
+
+__all__ = ["affine", "bias_shape", "drop_dead_norms", "free_bias", "fuse_bn"]
+
+# The shape of the bias that each layer takes.
+_LAYERS = {
+    "conv1d": (1, -1, 1),
+    "conv2d": (1, -1, 1, 1),
+    "conv_transpose2d": (1, -1, 1, 1),
+    "linear": (-1,),
+}
+
+
+@dataclass(frozen=True)
+class _Affine:
+    """The per-channel map ``y * gain + shift`` that a BatchNorm computes, shape (C,), float64.
+
+    In training its result had the mean and the standard deviation of the last two attributes.
+    """
+
+    gain: np.ndarray
+    shift: np.ndarray
+    identity: tuple[Any, ...]
+    mean: np.ndarray
+    deviation: np.ndarray
+
+
+def fuse_bn(traced: TracedModule) -> PassResult:
+    """Folds every BatchNorm that directly follows a conv1d, conv2d, conv_transpose2d or linear function.
+
+    Args:
+        traced: a flat, expanded traced module; graph and parameters are edited in place.
+
+    Returns:
+        What was folded, and what was left with the reason.
+    """
+    calls = {id(e): c for e in exprs(traced) if (c := ops.read(e)) is not None}
+    norms = [c for c in calls.values() if c.kind == "batch_norm"]
+    # All reasons before the first edit: layers that share a weight are folded together or not at all.
+    alone = {id(bn.expr): _why_not_alone(traced, calls, bn) for bn in norms}
+    reasons = {id(bn.expr): alone[id(bn.expr)] or _why_not_shared(calls, alone, bn) for bn in norms}
+    changed: list[str] = []
+    left: list[str] = []
+    statistics: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    folded: set[tuple[int, tuple[Any, ...]]] = set()
+    with GraphEditor(traced) as editor:
+        for bn in norms:
+            reason = reasons[id(bn.expr)]
+            if reason is not None:
+                left.append(f"{bn.out.name}: {reason}")
+                continue
+            layer = calls[id(bn.inputs[0].expr)]
+            norm = affine(traced, bn)
+            _fold(traced, editor, layer, norm, folded)
+            statistics[layer.out.name] = norm.mean, norm.deviation
+            editor.replace_uses(bn.out, layer.out)
+            editor.remove(bn.expr)
+            changed.append(f"{layer.out.name}: folded {bn.out.name}")
+    drop_dead_norms(traced, calls.values())
+    return PassResult(traced, tuple(changed), tuple(left), statistics)
+
+
+def _why_not_alone(traced: TracedModule, calls: dict[int, OpCall], bn: OpCall) -> str | None:
+    """Why ``bn`` cannot be folded, whatever shares its parameters."""
+    layer = calls.get(id(bn.inputs[0].expr))
+    if layer is None or layer.kind not in _LAYERS:
+        return "no conv or linear layer stands directly before it"
+    if len(layer.out.users) > 1 or any(layer.out is n for n in traced.graph.outputs):
+        return f"the output of {layer.out.name} is also used elsewhere"
+    for node in (layer.weight, layer.bias):
+        if node is not None and not isinstance(node.expr, GetAttr):
+            return f"{node.name} is computed, not a parameter"
+    if any(n is not None and not isinstance(n.expr, GetAttr) for n in _statistics(bn)):
+        return "its statistics are computed"
+    return None
+
+
+def _why_not_shared(calls: dict[int, OpCall], alone: dict[int, str | None], bn: OpCall) -> str | None:
+    """Why ``bn`` cannot be folded for the sake of what else reads the layer's parameters."""
+    layer = calls[id(bn.inputs[0].expr)]
+    assert layer.weight is not None
+    if layer.bias is not None and set(map(id, users(layer.bias))) != set(map(id, users(layer.weight))):
+        return f"{layer.bias.expr.name} is shared with another layer"
+    for user in users(layer.weight):
+        following = [calls.get(id(u)) for u in users(user.outputs[0])]
+        norm = following[0] if len(following) == 1 else None
+        same = norm is not None and norm.kind == "batch_norm" and _identity(norm) == _identity(bn)
+        if norm is None or not same or alone[id(norm.expr)] is not None:
+            return f"{layer.weight.expr.name} is shared with {user.outputs[0].name}, which has no such norm"
+    return None
+
+
+def _statistics(bn: OpCall) -> list[TensorNode | None]:
+    return [bn.attrs[k] for k in ("running_mean", "running_var", "weight", "bias") if k in bn.attrs]
+
+
+def _identity(bn: OpCall) -> tuple[Any, ...]:
+    """Equal for two calls of one BatchNorm."""
+    module = owner(bn.expr)
+    if module is not None:
+        return ("module", id(module))
+    return tuple(None if n is None else id(n) for n in _statistics(bn))
+
+
+def affine(traced: TracedModule, bn: OpCall) -> _Affine:
+    """The map that a BatchNorm computes in evaluation."""
+    module = owner(bn.expr)
+    if module is not None:
+        mean, var, gamma, beta = module.running_mean, module.running_var, module.weight, module.bias
+    else:
+        mean, var, gamma, beta = (
+            None if n is None else get_module(traced, n.expr.name) for n in _statistics(bn)
+        )
+    m, v = (t.numpy().astype(np.float64).reshape(-1) for t in (mean, var))
+    scale, offset = np.ones_like(m), np.zeros_like(m)
+    if gamma is not None:
+        scale = scale * gamma.numpy().astype(np.float64).reshape(-1)
+    if beta is not None:
+        offset = offset + beta.numpy().astype(np.float64).reshape(-1)
+    gain = scale / np.sqrt(v + bn.attrs["eps"])
+    return _Affine(gain, offset - m * gain, _identity(bn), offset, np.abs(scale))
+
+
+def _fold(
+    traced: TracedModule, editor: GraphEditor, layer: OpCall, norm: _Affine, folded: set[tuple[int, Any]]
+) -> None:
+    assert layer.weight is not None
+    path = layer.weight.expr.name
+    bias_path = layer.bias.expr.name if layer.bias is not None else free_bias(traced, path)
+    key = (id(layer.weight), norm.identity)
+    if key not in folded:
+        folded.add(key)
+        weight = get_module(traced, path).numpy().astype(np.float64)
+        shape = tuple(n if i in layer.channel_axes else 1 for i, n in enumerate(weight.shape))
+        set_parameter(traced, path, Parameter((weight * norm.gain.reshape(shape)).astype(np.float32)))
+        old = get_module(traced, bias_path).numpy() if layer.bias is not None else np.zeros(1, np.float32)
+        bias = old.astype(np.float64).reshape(-1) * norm.gain + norm.shift
+        form = _LAYERS[layer.kind]
+        set_parameter(traced, bias_path, Parameter(bias.astype(np.float32).reshape(form)))
+    if layer.bias is None:
+        editor.set_argument(layer.expr, "bias", editor.get_attr(bias_path))
+
+
+def bias_shape(kind: str) -> tuple[int, ...]:
+    """The shape of the bias that a kind of layer takes, with -1 for the channels."""
+    return _LAYERS[kind]
+
+
+def free_bias(traced: TracedModule, weight_path: str) -> str:
+    """Where the new bias goes: ``bias`` beside ``weight`` if free, else a name made from the weight's."""
+    parent, _, name = weight_path.rpartition(".")
+    beside = f"{parent}.bias" if parent else "bias"
+    taken = getattr(get_module(traced, parent), "bias", None) is not None
+    return f"{weight_path}_bias" if taken or name != "weight" else beside
+
+
+def drop_dead_norms(traced: TracedModule, calls: Iterable[OpCall]) -> None:
+    """Deletes the BatchNorms among ``calls``, and their statistics, that no expr reads any more."""
+    used = [e.name for e in exprs(traced) if isinstance(e, GetAttr)]
+    alive = {name.rsplit(".", i)[0] for name in used for i in range(name.count(".") + 1)}
+    dead: set[str] = set()
+    for call in calls:
+        if call.kind != "batch_norm":
+            continue
+        if owner_path := _module_path(call.expr):
+            dead.add(owner_path)
+        dead.update(n.expr.name for n in _statistics(call) if n is not None and isinstance(n.expr, GetAttr))
+    for path in sorted(dead - alive):
+        delete_attribute(traced, path)
+
+
+def _module_path(expr: Expr) -> str | None:
+    if owner(expr) is None or not isinstance(expr.inputs[0].expr, GetAttr):
+        return None
+    return str(expr.inputs[0].expr.name)

@@ -1,0 +1,175 @@
+"""Merges parallel convolutions of one tensor whose results are added, as in RepVGG's training form.
+
+A convolution is linear in its weight, so ``conv(x; w1) + conv(x; w2) = conv(x; w1 + w2)`` once the smaller
+kernel is padded with zeros to the place where it stands in the larger one; a BatchNorm of ``x`` itself is a
+1x1 convolution with a diagonal weight (Ding et al. 2021, "RepVGG: Making VGG-style ConvNets Great Again",
+section 3.3). Computed in float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from megengine import Parameter
+
+from qtrace import ops
+from qtrace.graph.edit import GraphEditor, delete_attribute, set_parameter
+from qtrace.graph.types import GetAttr, Node, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, get_module, owner
+from qtrace.ops import OpCall
+from qtrace.preparation.passes.base import PassResult
+from qtrace.preparation.passes.fuse_bn import affine, drop_dead_norms, free_bias
+
+__all__ = ["reparameterize"]
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """A node as a convolution of ``source``.
+
+    Attributes:
+        source: what it convolves.
+        weight: (groups, out / groups, in / groups, kh, kw), float64; of shape (C,) for a diagonal 1x1 one.
+        bias: (out,), float64.
+        padding: zeros around the source.
+        stride: steps.
+        conv: the convolution with the largest kernel that was merged; None for a diagonal one.
+        parts: the ops that were merged.
+    """
+
+    source: Node
+    weight: np.ndarray
+    bias: np.ndarray
+    padding: tuple[int, int]
+    stride: tuple[int, int]
+    conv: OpCall | None
+    parts: tuple[OpCall, ...]
+
+
+def reparameterize(traced: TracedModule) -> PassResult:
+    """Merges convolutions, and BatchNorms, of one tensor that are added up.
+
+    BatchNorms behind convolutions are to be folded first (``ptq: [fuse_bn, reparameterize]``).
+
+    Args:
+        traced: a flat, expanded traced module; graph and parameters are edited in place. The merged layer
+            keeps the names of the convolution with the largest kernel.
+
+    Returns:
+        What was merged, and what was left with the reason.
+    """
+    branches: dict[int, _Branch] = {}
+    merged: dict[int, tuple[OpCall, _Branch]] = {}
+    left: list[str] = []
+    for expr in exprs(traced):
+        call = ops.read(expr)
+        if call is None:
+            continue
+        if call.kind == "add" and len(call.inputs) == 2 and "scalar" not in call.attrs:
+            found = _sum(traced, branches, call)
+            if isinstance(found, str):
+                left.append(f"{call.out.name}: {found}")
+            elif found is not None:
+                branches[id(call.out)] = found
+                merged[id(call.out)] = call, found
+                for node in call.inputs:
+                    merged.pop(id(node), None)
+        elif (branch := _branch(traced, call)) is not None:
+            branches[id(call.out)] = branch
+    with GraphEditor(traced) as editor:
+        for call, branch in merged.values():
+            _write(traced, editor, call, branch)
+    dead = {n.expr.name for call, b in merged.values() for n in _parameters(b.parts)}
+    _delete(traced, dead)
+    drop_dead_norms(traced, [p for _, b in merged.values() for p in b.parts])
+    return PassResult(traced, tuple(_told(branch) for _, branch in merged.values()), tuple(left))
+
+
+def _told(branch: _Branch) -> str:
+    others = ", ".join(p.out.name for p in branch.parts if p is not branch.conv)
+    return f"{_conv(branch).out.name}: merged {others}"
+
+
+def _branch(traced: TracedModule, call: OpCall) -> _Branch | None:
+    """``call`` as a convolution with parameters of its own."""
+    if call.kind == "batch_norm":
+        if owner(call.expr) is None or len(call.inputs[0].shape) != 4:
+            return None
+        norm = affine(traced, call)
+        return _Branch(call.inputs[0], norm.gain, norm.shift, (0, 0), (1, 1), None, (call,))
+    if call.kind != "conv2d" or call.attrs["dilation"] != (1, 1):
+        return None
+    own = all(isinstance(n.expr, GetAttr) and len(n.users) == 1 for n in _parameters((call,)))
+    if not own or call.weight is None:
+        return None
+    weight = get_module(traced, call.weight.expr.name).numpy().astype(np.float64)
+    weight = weight if weight.ndim == 5 else weight[None]
+    bias = np.zeros(weight.shape[0] * weight.shape[1])
+    if call.bias is not None:
+        bias = get_module(traced, call.bias.expr.name).numpy().astype(np.float64).reshape(-1)
+    a = call.attrs
+    return _Branch(call.inputs[0], weight, bias, a["padding"], a["stride"], call, (call,))
+
+
+def _sum(traced: TracedModule, branches: dict[int, _Branch], call: OpCall) -> _Branch | str | None:
+    """The sum of two branches, why there is none, or None where nothing looks like one."""
+    one, two = (branches.get(id(n)) for n in call.inputs)
+    if one is None or two is None or one.source is not two.source or (one.conv or two.conv) is None:
+        return None
+    for node in call.inputs:
+        if len(node.users) > 1 or any(node is n for n in traced.graph.outputs):
+            return f"{node.name} is also used elsewhere"
+    one, two = sorted((one, two), key=lambda b: -1 if b.conv is None else b.weight.shape[-1])[::-1]
+    if one.stride != two.stride:
+        return "the strides of its branches differ"
+    if two.conv is None:
+        two = _undiagonal(two, one)
+    if one.weight.shape[:3] != two.weight.shape[:3]:
+        return "the channels or groups of its branches differ"
+    top, side = (p - q for p, q in zip(one.padding, two.padding, strict=True))
+    (kh, kw), (h, w) = one.weight.shape[3:], two.weight.shape[3:]
+    if top < 0 or side < 0 or top + h > kh or side + w > kw:
+        return "one kernel does not lie within the other"
+    room = ((0, 0), (0, 0), (0, 0), (top, kh - h - top), (side, kw - w - side))
+    weight = one.weight + np.pad(two.weight, room)
+    return replace(one, weight=weight, bias=one.bias + two.bias, parts=(*one.parts, *two.parts))
+
+
+def _undiagonal(norm: _Branch, like: _Branch) -> _Branch:
+    """A diagonal branch as a 1x1 convolution with the groups of ``like``."""
+    groups, outputs, inputs = like.weight.shape[:3]
+    if outputs != inputs or groups * outputs != norm.weight.size:
+        return replace(norm, weight=norm.weight.reshape(1, -1, 1, 1, 1))  # told as differing channels
+    eye = np.eye(outputs)[None, :, :] * norm.weight.reshape(groups, outputs, 1)
+    return replace(norm, weight=eye[..., None, None])
+
+
+def _conv(branch: _Branch) -> OpCall:
+    assert branch.conv is not None
+    return branch.conv
+
+
+def _write(traced: TracedModule, editor: GraphEditor, call: OpCall, branch: _Branch) -> None:
+    conv = _conv(branch)
+    assert conv.weight is not None
+    path = conv.weight.expr.name
+    bias_path = free_bias(traced, path) if conv.bias is None else conv.bias.expr.name
+    form = tuple(int(n) for n in conv.weight.shape)
+    set_parameter(traced, path, Parameter(branch.weight.reshape(form).astype(np.float32)))
+    set_parameter(traced, bias_path, Parameter(branch.bias.reshape(1, -1, 1, 1).astype(np.float32)))
+    if conv.bias is None:
+        editor.set_argument(conv.expr, "bias", editor.get_attr(bias_path))
+    editor.replace_uses(call.out, conv.out)
+    editor.remove(call.expr)
+
+
+def _parameters(calls: tuple[OpCall, ...]) -> list[TensorNode]:
+    return [n for c in calls for n in (c.weight, c.bias) if n is not None]
+
+
+def _delete(traced: TracedModule, candidates: set[str]) -> None:
+    """Deletes the parameters that no expr reads any more."""
+    used = {e.name for e in exprs(traced) if isinstance(e, GetAttr)}
+    for path in sorted(candidates - used):
+        delete_attribute(traced, path)

@@ -1,0 +1,158 @@
+"""Which rule of a config meets which op: selectors by structure and by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from qtrace.config import QConfig, Rule, Spec
+from qtrace.config.backends import Backend
+from qtrace.config.checking import check_options, check_scheme
+from qtrace.errors import ConfigError
+from qtrace.graph.types import TracedModule
+from qtrace.ops import OpCall
+from qtrace.preparation.passes._selectors import Selector
+from qtrace.scheme import QScheme
+
+__all__ = ["Choice", "choose"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a config says about one op.
+
+    Attributes:
+        quantize: False keeps the op in float; None leaves it to the backend.
+        decided: origin of the rule that said so.
+        activation: scheme of its input sites (and of its output where no consumer has a say).
+        weight: scheme of its weight.
+        activation_observer: for its activation sites.
+        weight_observer: for its weight.
+        fakequant: for all its sites.
+        output: scheme of its result where the config gives it one of its own.
+        quantize_output: False leaves its result in float.
+        share: whether the calls of one module share their sites.
+        rules: origins of the rules that matched, in order.
+        ranks: the numbers of these rules.
+    """
+
+    quantize: bool | None
+    activation: QScheme
+    weight: QScheme
+    activation_observer: Spec
+    weight_observer: Spec
+    fakequant: Spec
+    output: QScheme | None = None
+    quantize_output: bool = True
+    share: bool = False
+    rules: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    decided: str = ""
+
+    @property
+    def rank(self) -> int:
+        """The number of the last rule that matched; -1 without one."""
+        return self.ranks[-1] if self.ranks else -1
+
+
+def choose(
+    traced: TracedModule, calls: dict[int, OpCall], qconfig: QConfig, backend: Backend
+) -> dict[int, Choice]:
+    """Applies the rules of ``qconfig`` in order; a later rule wins over an earlier one.
+
+    Args:
+        traced: a flat, expanded graph.
+        calls: id of expr -> its reading.
+        qconfig: the config.
+        backend: gives the schemes that the rules change.
+
+    Returns:
+        id of expr -> choice, for every expr in ``calls``.
+
+    Raises:
+        ConfigError: for a rule that matches nothing or names an unknown op, or a scheme that the backend
+            cannot run, with the rule's file and line.
+    """
+    selector = Selector(traced, calls)
+    base = _base(qconfig, backend)
+    chosen = dict.fromkeys(calls, base)
+    for rank, rule in enumerate(qconfig.rules):
+        if rule.backends is not None and backend.name not in rule.backends:
+            continue
+        matched = selector.select(rule)
+        if not matched and not rule.optional:
+            raise ConfigError(
+                f"{rule.origin}: the rule {rule.match.to_dict()} matches no op of this graph: fix it, drop "
+                "it, or say optional: true."
+            )
+        _check_effect(rule, [calls[key] for key in matched])
+        changed: dict[int, Choice] = {}  # most ops share a choice: apply the rule to each of those once
+        for key in matched:
+            old = chosen[key]
+            if id(old) not in changed:
+                changed[id(old)] = replace(_apply(old, rule, backend), ranks=(*old.ranks, rank))
+            chosen[key] = changed[id(old)]
+    return chosen
+
+
+def _check_effect(rule: Rule, matched: list[OpCall]) -> None:
+    """Refuses a rule about weights alone when nothing that it matches has one."""
+    content = (rule.quantize, rule.quantize_output, rule.activation, rule.output, rule.fakequant, rule.share)
+    if rule.observers is not None and rule.observers.activation is not None:
+        return
+    about_weights = all(value is None for value in content)
+    if about_weights and matched and all(call.weight is None for call in matched):
+        kinds = ", ".join(sorted({call.kind for call in matched}))
+        raise ConfigError(
+            f"{rule.origin}: the rule changes weights only, but what it matches ({kinds}) has none: drop it."
+        )
+
+
+def _base(qconfig: QConfig, backend: Backend) -> Choice:
+    activation, weight = backend.activation, backend.weight
+    if qconfig.activation is not None:
+        activation = qconfig.activation.apply(activation)
+    if qconfig.weight is not None:
+        weight = qconfig.weight.apply(weight)
+    return Choice(
+        None,
+        activation,
+        weight,
+        qconfig.activation_observer,
+        qconfig.weight_observer,
+        qconfig.effective_fakequant,
+    )
+
+
+def _apply(old: Choice, rule: Rule, backend: Backend) -> Choice:
+    activation = rule.activation.apply(old.activation) if rule.activation else old.activation
+    weight = rule.weight.apply(old.weight) if rule.weight else old.weight
+    output = rule.output.apply(old.output or activation) if rule.output else old.output
+    for sort, changes, scheme in (
+        ("activation", rule.activation, activation),
+        ("activation", rule.output, output),
+        ("weight", rule.weight, weight),
+    ):
+        if changes and scheme is not None:
+            check_scheme(backend, sort, scheme, rule.origin)
+    observers = rule.observers
+    choice = replace(
+        old,
+        quantize=old.quantize if rule.quantize is None else rule.quantize,
+        activation=activation,
+        weight=weight,
+        activation_observer=(observers.activation if observers else None) or old.activation_observer,
+        weight_observer=(observers.weight if observers else None) or old.weight_observer,
+        fakequant=rule.fakequant or old.fakequant,
+        output=output,
+        quantize_output=old.quantize_output if rule.quantize_output is None else rule.quantize_output,
+        share=old.share if rule.share is None else rule.share,
+        rules=(*old.rules, rule.origin),
+        decided=old.decided if rule.quantize is None else rule.origin,
+    )
+    for sort, scheme, spec in (
+        ("activation", activation, choice.activation_observer),
+        ("weight", weight, choice.weight_observer),
+    ):
+        check_options("qtrace.observers", spec, sort, scheme, rule.origin)
+        check_options("qtrace.fakequant", choice.fakequant, sort, scheme, rule.origin)
+    return choice

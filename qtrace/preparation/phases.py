@@ -1,0 +1,92 @@
+"""Phases: what the fake quants of a prepared graph do. Switching them never changes the graph."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import megengine as mge
+from megengine.module import Module
+
+from qtrace.errors import CalibrationError, ConfigError, QtraceWarning
+from qtrace.fakequant.base import PHASES
+from qtrace.graph.types import TracedModule
+from qtrace.preparation.record import fake_quants, followers, is_quantized, read_record
+
+__all__ = ["in_phase", "set_phase"]
+
+
+def set_phase(prepared: Module, phase: str) -> None:
+    """Sets the phase of every site of ``prepared``.
+
+    ``float`` passes values through; ``observe`` also records them; ``quantize`` rounds with frozen
+    parameters; ``train`` rounds, with gradients, and learned ranges learn. A ``jit.trace`` captured in one
+    phase must be captured again in another.
+
+    Parameters may come from ``calibrate`` or from the state dict of a calibrated module. Entering ``train``
+    on CPU warns (`QtraceWarning`) unless ``megengine.config.async_level`` is 0.
+
+    Args:
+        prepared: a module made by ``qtrace.prepare``, or one that holds such modules beside float ones.
+        phase: one of the four names.
+
+    Raises:
+        ConfigError: for an unknown phase.
+        GraphError: when the module is not prepared and holds none that is.
+        CalibrationError: for ``quantize`` and ``train`` when a site has no parameters yet.
+    """
+    if phase not in PHASES:
+        raise ConfigError(f"unknown phase {phase!r}; known: {', '.join(PHASES)}.")
+    parts = _prepared_parts(prepared)
+    if phase in ("quantize", "train"):
+        missing = [fq.site for part in parts for fq in fake_quants(part) if not fq.calibrated]
+        if missing:
+            raise CalibrationError(
+                f"{len(missing)} sites have no quantization parameters, the first is {missing[0]}: "
+                f"run qtrace.calibrate on data before the phase {phase!r}."
+            )
+    if phase == "train":
+        _warn_of_races(parts)
+    for part in parts:
+        for module in (*fake_quants(part), *followers(part)):
+            module.phase = phase
+
+
+def _prepared_parts(module: Module) -> list[TracedModule]:
+    """The prepared modules that ``module`` is or holds.
+
+    Raises:
+        GraphError: when there is none, or one is converted.
+    """
+    parts = [part for part in module.modules() if is_quantized(part)] if isinstance(module, Module) else []
+    for part in parts or [module]:
+        read_record(part, "prepared")
+    return parts
+
+
+@contextmanager
+def in_phase(model: TracedModule, phase: str) -> Iterator[None]:
+    """Puts the sites of a prepared or converted module in ``phase``, and back in their own in the end."""
+    modules = (*fake_quants(model), *followers(model))
+    before = [module.phase for module in modules]
+    try:
+        for module in modules:
+            module.phase = phase
+        yield
+    finally:
+        for module, own in zip(modules, before, strict=True):
+            module.phase = own
+
+
+def _warn_of_races(parts: list[TracedModule]) -> None:
+    """Warns when gradients would be computed on CPU from a queue: MegEngine 1.13 gets some of them wrong."""
+    level = mge.config.async_level
+    devices = {str(fq.scale.device.physical_name) for part in parts for fq in fake_quants(part)}
+    if level > 0 and any(device.startswith(("cpu", "multithread")) for device in devices):
+        warnings.warn(
+            f"MegEngine computes wrong gradients on CPU now and then at async_level {level}: "
+            "set megengine.config.async_level = 0 before you train.",
+            QtraceWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,153 @@
+"""What a prepared or converted module carries: its fake quants and the record of how it was made."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from megengine.module import Module
+
+from qtrace.errors import GraphError
+from qtrace.fakequant.base import FakeQuant
+from qtrace.fakequant.following.bias import BiasQuant
+from qtrace.fakequant.following.bn_fold import BnFold
+from qtrace.graph.types import TracedModule
+from qtrace.preparation.annotation import Annotation
+from qtrace.preparation.passes.insert import CONTAINER
+from qtrace.scheme import QParams
+
+__all__ = [
+    "Record",
+    "carried_qparams",
+    "fake_quants",
+    "followers",
+    "graph_hash",
+    "is_quantized",
+    "read_record",
+    "write_record",
+]
+
+# MegEngine saves plain attributes of a TracedModule; JSON keeps the record free of classes.
+_ATTRIBUTE = "qtrace_record"
+
+
+@dataclass(frozen=True)
+class Record:
+    """How a graph was quantized.
+
+    Attributes:
+        stage: "prepared" or "converted".
+        annotation: the decisions that were executed.
+        qconfig: the config as plain data.
+        log: what the passes did and left, a line each.
+        ptq: the reports of the post-training algorithms that have run, as plain data.
+    """
+
+    stage: str
+    annotation: Annotation
+    qconfig: dict[str, Any]
+    log: tuple[str, ...]
+    ptq: tuple[dict[str, Any], ...] = ()
+
+
+def write_record(model: TracedModule, record: Record) -> None:
+    """Attaches ``record`` to ``model``."""
+    document = {
+        "stage": record.stage,
+        "annotation": record.annotation.to_json(),
+        "qconfig": record.qconfig,
+        "log": list(record.log),
+        "ptq": list(record.ptq),
+    }
+    setattr(model, _ATTRIBUTE, json.dumps(document, sort_keys=True))
+
+
+def read_record(model: Module, stage: str | None = None) -> Record:
+    """The record of a prepared or converted module.
+
+    Args:
+        model: the module.
+        stage: the stage that the caller needs; None for either.
+
+    Raises:
+        GraphError: when the module is not at that stage, or its record is damaged.
+    """
+    text = getattr(model, _ATTRIBUTE, None)
+    if not isinstance(model, TracedModule) or text is None:
+        raise GraphError(
+            f"{type(model).__name__} is not a {stage or 'prepared'} module: "
+            "call qtrace.prepare on a traced one first, or give a file that `qtrace calibrate` wrote."
+        )
+    try:
+        record = _parse(text)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise GraphError(
+            f"what the model says of how it was quantized is damaged ({type(error).__name__}): make it again."
+        ) from error
+    if stage is not None and record.stage != stage:
+        todo = (
+            "call qtrace.convert on it first, or give the file quantized.mge"
+            if stage == "converted"
+            else "use the prepared one it came from (prepared.mge)"
+        )
+        raise GraphError(f"the module is {record.stage}, not {stage}: {todo}.")
+    return record
+
+
+def _parse(text: str) -> Record:
+    """The inverse of `write_record`, for what may be any text."""
+    data = json.loads(text)
+    annotation = Annotation.from_json(data["annotation"])
+    log, ptq = tuple(data["log"]), tuple(data.get("ptq", ()))
+    if data["stage"] not in ("prepared", "converted") or not isinstance(data["qconfig"], dict):
+        raise ValueError
+    return Record(data["stage"], annotation, data["qconfig"], log, ptq)
+
+
+def graph_hash(model: TracedModule) -> str:
+    """SHA-256, in hex, of how a graph was quantized and of all its numbers: parameters, scales, zero points.
+
+    A copy has the same, and so has what ``qtrace.load`` gives; another calibration has another.
+    """
+    found = hashlib.sha256(getattr(model, _ATTRIBUTE, "").encode())
+    # Not by state_dict: at every module it goes through all that it has found so far.
+    for name, value in sorted(model.named_tensors(), key=lambda named: named[0]):
+        array = np.ascontiguousarray(value.numpy())
+        found.update(f"{name} {array.dtype} {array.shape}".encode())
+        found.update(array.tobytes())
+    return found.hexdigest()
+
+
+def is_quantized(model: Module) -> bool:
+    """Whether ``model`` was made by ``prepare`` or ``convert``."""
+    return getattr(model, _ATTRIBUTE, None) is not None
+
+
+def fake_quants(model: TracedModule) -> Iterator[FakeQuant]:
+    """The fake quants of a prepared or converted module, in the order of their sites."""
+    return (m for m in _children(model) if isinstance(m, FakeQuant))
+
+
+def followers(model: TracedModule) -> Iterator[BiasQuant | BnFold]:
+    """The modules that have a phase but no parameters of their own: biases and folded layers."""
+    return (m for m in _children(model) if isinstance(m, (BiasQuant, BnFold)))
+
+
+def carried_qparams(model: TracedModule, annotation: Annotation) -> dict[str, QParams]:
+    """Node name -> parameters, for the nodes that carry integers without rounding (`Annotation.carried`)."""
+    container = getattr(model, CONTAINER)
+    groups = {group: getattr(container, group).qparams() for group in set(annotation.carried.values())}
+    found = {name: groups[group] for name, group in annotation.carried.items()}
+    for name, factor in annotation.factors.items():
+        old = found[name]
+        found[name] = QParams(old.scheme, old.scale * np.float32(factor), old.zero_point)
+    return found
+
+
+def _children(model: TracedModule) -> Iterator[Module]:
+    container = getattr(model, CONTAINER)
+    return (m for m in container.__dict__.values() if isinstance(m, Module))

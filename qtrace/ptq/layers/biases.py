@@ -1,0 +1,69 @@
+"""Biases of layers: those that are missing, and moves that fit into an accumulator."""
+
+from __future__ import annotations
+
+import numpy as np
+from megengine import Parameter
+
+from qtrace import ops
+from qtrace.fakequant.following.bias import BIAS_LIMIT, BiasQuant
+from qtrace.graph.edit import GraphEditor, set_parameter
+from qtrace.graph.ordering import together
+from qtrace.graph.types import GetAttr, TracedModule
+from qtrace.graph.walk import exprs, get_module, owner, users
+from qtrace.ops import OpCall
+from qtrace.preparation.passes.fuse_bn import bias_shape, free_bias
+from qtrace.ptq.layers.quantized import LAYERS, Layer, by_weight, write
+
+__all__ = ["add_biases", "move_bias"]
+
+
+def add_biases(model: TracedModule) -> None:
+    """Gives layers without a bias one of zeros, but those that a BatchNorm follows, in the float stage."""
+    with GraphEditor(model) as editor:
+        for calls in by_weight(model):
+            source = calls[0].weight.expr if calls[0].weight is not None else None
+            if not isinstance(source, GetAttr) or not _can_have_bias(model, calls):
+                continue
+            path = free_bias(model, source.name)
+            channels = int(calls[0].out.shape[LAYERS[calls[0].kind]])
+            zeros = np.zeros(channels, np.float32).reshape(bias_shape(calls[0].kind))
+            set_parameter(model, path, Parameter(zeros))
+            for call in calls:
+                editor.set_argument(call.expr, "bias", editor.get_attr(path))
+
+
+def _can_have_bias(model: TracedModule, calls: list[OpCall]) -> bool:
+    """Whether the calls that share a weight lack a bias that could be corrected."""
+    for call in calls:
+        if call.kind != calls[0].kind or call.kind not in LAYERS or call.bias is not None:
+            return False
+        follower = [ops.read(u) for u in users(call.out)]
+        if any(f is not None and f.kind == "batch_norm" for f in follower):
+            return False
+    group = [call.expr for call in calls]
+    if {id(e) for e in users(calls[0].weight)} != {id(e) for e in group}:
+        return False
+    return len(group) == 1 or together(exprs(model), [group]) is not None
+
+
+def move_bias(model: TracedModule, layer: Layer, shift: np.ndarray) -> float:
+    """Adds ``shift`` (one number a channel) to the bias of ``layer``; returns the largest change."""
+    assert layer.bias is not None
+    old = get_module(model, layer.bias).numpy().astype(np.float64).reshape(-1)
+    new = _within_int32(layer, old + shift)
+    write(model, layer.bias, new)
+    return float(np.abs(new - old).max())
+
+
+def _within_int32(layer: Layer, bias: np.ndarray) -> np.ndarray:
+    """``bias`` as far as it fits into the int32 of every accumulator: a dead channel's scale may be tiny."""
+    for call in layer.calls:
+        assert call.bias is not None
+        source = call.bias.expr
+        module = owner(source)
+        if isinstance(module, BiasQuant):
+            activation, weight = (node.owner for node in source.args[2:])
+            scale = module.scale(activation, weight)[0].numpy().astype(np.float64).reshape(-1)
+            bias = np.clip(bias, -BIAS_LIMIT * scale, BIAS_LIMIT * scale)
+    return bias

@@ -1,0 +1,143 @@
+"""The error of a model's outputs before and after an algorithm: what the algorithm is run for.
+
+The errors of single sites do not tell it. Where a layer's weights have one scale, for instance, rounding may
+erase a channel of small weights that the next layer enlarges, and hardly change the ratio of all weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from megengine import Tensor
+
+from qtrace.data.batches import evaluating, first_samples
+from qtrace.errors import QtraceError
+from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.types import Node, TensorNode, TracedModule
+from qtrace.preparation.annotation import Site
+from qtrace.preparation.record import read_record
+from qtrace.ptq.base import Batches, SiteError
+from qtrace.ptq.layers.scaling import rounded_weight
+
+__all__ = ["CalibrationOutputs", "RandomOutputs", "output_errors"]
+
+_MOST_SAMPLES = 8
+# What MegEngine and the interpreter raise for inputs that a graph does not take.
+_REFUSALS = (QtraceError, AssertionError, TypeError, RuntimeError, ValueError)
+
+Ratios = Mapping[str, float | None]
+
+
+class _Outputs(Interpreter):
+    """Keeps the float outputs of a graph, and may change the values of nodes on the way.
+
+    Args:
+        model: the graph.
+        change: node name -> what its value is replaced by.
+    """
+
+    def __init__(
+        self, model: TracedModule, change: Mapping[str, Callable[[np.ndarray], np.ndarray]] | None = None
+    ) -> None:
+        super().__init__(model)
+        self.change = change or {}
+
+    def on_node(self, node: Node, value: Any) -> Any:
+        """Replaces the value of a node that is to be changed."""
+        change = self.change.get(node.name)
+        return value if change is None else Tensor(change(value.numpy()).astype(np.float32))
+
+    def compute(self, inputs: list[Tensor]) -> list[np.ndarray]:
+        """The outputs, in the order of the graph's, for the values of its inputs."""
+        graph = self.traced.graph
+        values = self._execute(graph, [self.traced, *inputs], None)
+        return [values[id(node)].numpy() for node in graph.outputs]
+
+
+class RandomOutputs:
+    """The ratio of each output to the error that rounding the weights makes of it, on random inputs.
+
+    There are no data in ``prepare``: the inputs are normally distributed, of the traced shapes. Activations
+    are not rounded.
+
+    Args:
+        model: a flat, expanded float graph.
+        sites: weight node -> how it is quantized.
+    """
+
+    measured = "random inputs, with rounded weights and float activations"
+
+    def __init__(self, model: TracedModule, sites: Mapping[str, Site]) -> None:
+        self.model, self.sites = model, sites
+
+    def ratios(self) -> Ratios:
+        """Output -> its ratio in dB, None without an error; empty where the graph takes no random inputs."""
+        rng, inputs = np.random.default_rng(0), []
+        for node in self.model.graph.inputs:
+            if isinstance(node, TensorNode):
+                kind = np.dtype(node.dtype)
+                value = rng.normal(size=node.shape) if kind.kind == "f" else np.zeros(node.shape)
+                inputs.append(Tensor(value.astype(kind)))
+        changes = {name: _rounding(site) for name, site in self.sites.items()}
+        try:
+            with evaluating(self.model):
+                exact = _Outputs(self.model).compute(inputs)
+                rounded = _Outputs(self.model, changes).compute(inputs)
+        except _REFUSALS:
+            return {}
+        names = [node.name for node in self.model.graph.outputs]
+        return {n: _ratio(a, b) for n, a, b in zip(names, exact, rounded, strict=True) if _comparable(a, b)}
+
+
+def _rounding(site: Site) -> Callable[[np.ndarray], np.ndarray]:
+    assert site.plan is not None
+    scheme, axes = site.plan.scheme, site.channel_axes
+    return lambda weight: rounded_weight(weight.astype(np.float64), scheme, axes)
+
+
+class CalibrationOutputs:
+    """The ratio of each output to its whole quantization error, on a few samples of the calibration data.
+
+    Args:
+        model: the calibrated graph, in the phase ``quantize`` and in eval mode.
+        reference: the float graph.
+        batches: the calibration data.
+    """
+
+    def __init__(self, model: TracedModule, reference: TracedModule, batches: Batches) -> None:
+        arguments = next(iter(batches.spread(_MOST_SAMPLES)))
+        arguments = first_samples(arguments, _MOST_SAMPLES) or arguments
+        self.model, self.inputs = model, Interpreter(model).bind(*arguments)[1][1:]
+        self.exact = _Outputs(reference).compute(self.inputs)
+        nodes = {f"{s.name}_q": s.node for s in read_record(model).annotation.sites}
+        self.names = [nodes.get(node.name, node.name) for node in model.graph.outputs]
+        first = self.inputs[0]
+        count = int(first.shape[0]) if first.ndim else 1
+        self.measured = f"{count} sample{'' if count == 1 else 's'} of the calibration data"
+
+    def ratios(self) -> Ratios:
+        """Output -> its ratio in dB, None without an error."""
+        rounded = _Outputs(self.model).compute(self.inputs)
+        pairs = zip(self.names, self.exact, rounded, strict=True)
+        return {name: _ratio(a, b) for name, a, b in pairs if _comparable(a, b)}
+
+
+def output_errors(before: Ratios, after: Ratios) -> tuple[SiteError, ...]:
+    """The ratios of all outputs that both have; those of a graph without names in common, in order."""
+    if set(before) != set(after) and len(before) == len(after):  # an op that gives an output was replaced
+        before = dict(zip(after, before.values(), strict=True))
+    return tuple(SiteError(name, before[name], after[name]) for name in after if name in before)
+
+
+def _comparable(exact: np.ndarray, rounded: np.ndarray) -> bool:
+    """Whether the error of an output is a number: not of integers, nor where a selection keeps others."""
+    return exact.shape == rounded.shape and exact.dtype.kind == "f"
+
+
+def _ratio(exact: np.ndarray, rounded: np.ndarray) -> float | None:
+    finite = np.isfinite(exact) & np.isfinite(rounded)
+    a, b = exact[finite].astype(np.float64), rounded[finite].astype(np.float64)
+    signal, noise = float(np.sum(a * a)), float(np.sum(np.square(a - b)))
+    return float(10 * np.log10(signal / noise)) if signal and noise else None

@@ -1,0 +1,155 @@
+"""Gradient descent on the roundings and activation scales of one block."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import megengine.functional as F
+import numpy as np
+from megengine import Parameter, Tensor
+from megengine.autodiff import GradManager
+from megengine.jit import trace
+
+from qtrace.errors import CalibrationError
+from qtrace.ptq.learning.block_run import BlockData, BlockRun
+from qtrace.ptq.learning.rounding import Adam, annealed
+
+__all__ = ["Gradients", "Settings", "descend"]
+
+# Steps from which it pays to capture and compile one.
+_TRACED_FROM = 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a block is learned.
+
+    Attributes:
+        iterations: steps of Adam.
+        batch: images in a step.
+        lr: learning rate of the roundings; None for 20 in all steps together, as in the paper's 20,000 of
+            1e-3, but 0.1 at most.
+        scale_lr: learning rate of activation scales, as a share of the scale; 0 for none.
+        drop: the share of values that are not rounded in a step.
+        warmup: the share of the steps without regulariser.
+        beta: its exponent at the start and at the end.
+        strength: the factor of its mean over all weights, against an error that is 1 for rounding to nearest.
+        seed: of what is drawn; together with the name of the block.
+    """
+
+    iterations: int
+    batch: int
+    lr: float | None
+    scale_lr: float
+    drop: float
+    warmup: float
+    beta: tuple[float, float]
+    strength: float
+    seed: int
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the roundings."""
+        return min(0.1, 20.0 / self.iterations) if self.lr is None else self.lr
+
+
+def descend(run: BlockRun, data: BlockData, settings: Settings, unit: float) -> None:
+    """Takes all steps; the roundings and scales of ``run`` are then as learned.
+
+    Args:
+        run: the block.
+        data: what it reads and should give.
+        settings: how.
+        unit: the mean squared error that counts as 1.
+
+    Raises:
+        CalibrationError: when the loss is not a number, naming the block.
+    """
+    rng = np.random.default_rng([settings.seed, zlib.crc32(run.block.name.encode())])
+    weights = [state.parameter for state in run.layers]
+    roundings = [Adam(state.rounding.v, settings.rate) for state in run.layers]
+    learned = [scale for _, scale in run.scales.values()] if settings.scale_lr else []
+    values = [scale.numpy().copy() for scale in learned]
+    steppers = [Adam(v, settings.scale_lr * v.copy()) for v in values]
+    gradients = Gradients(run, data, settings, [*weights, *learned], unit)
+    strength = settings.strength / sum(state.nearest.size for state in run.layers)
+    for step in range(settings.iterations):
+        done = step / settings.iterations
+        for state in run.layers:
+            state.parameter._reset(Parameter(state.rounding.soft()))
+        loss, found = gradients(rng, settings.drop)
+        if not math.isfinite(loss):
+            raise CalibrationError(
+                f"the loss of {run.block.name} is {loss} in step {step + 1}: the model is left as it was; "
+                "try a lower lr, and look at the calibration data."
+            )
+        beta = annealed(done, settings.warmup, settings.beta)
+        for state, adam, gradient in zip(run.layers, roundings, found[: len(weights)], strict=True):
+            adam.step(state.rounding.gradient(gradient, beta or 2.0, 0.0 if beta is None else strength))
+        factor = 0.5 * (1.0 + math.cos(math.pi * done))
+        for scale, adam, gradient in zip(learned, steppers, found[len(weights) :], strict=True):
+            adam.step(gradient, factor)
+            scale._reset(Parameter(adam.value))
+
+
+class Gradients:
+    """Computes loss and gradients of one step, under ``jit.trace`` where all steps are alike in shape."""
+
+    def __init__(
+        self, run: BlockRun, data: BlockData, settings: Settings, parameters: list[Parameter], unit: float
+    ) -> None:
+        self.run, self.data, self.settings = run, data, settings
+        self.parameters, self.unit = parameters, unit
+        self.shapes: list[tuple[int, ...]] = []
+        self.traced: Any = None
+        if data.whole is not None and settings.iterations >= _TRACED_FROM:
+            self.traced = trace(self._compute, symbolic=False)
+            drawn = data.draw(np.random.default_rng(0), settings.batch)[: data.entries]
+            run.forward([Tensor(value) for value in drawn], self._noted)
+
+    def __call__(self, rng: np.random.Generator, drop: float) -> tuple[float, list[np.ndarray]]:
+        """Draws images and what is dropped; returns the loss and the gradient of every parameter."""
+        drawn, n = self.data.draw(rng, self.settings.batch), self.data.entries
+        entries, want = drawn[:n], drawn[2 * n :]
+        if self.settings.drop:
+            entries = [
+                np.where(rng.random(r.shape, np.float32) < drop, e, r)
+                for r, e in zip(entries, drawn[n : 2 * n], strict=True)
+            ]
+        tensors = [Tensor(value) for value in (*entries, *want)]
+        if self.traced is None:
+            loss, *found = self._compute(*tensors, draw=lambda x: _mask(rng, tuple(x.shape), drop))
+        else:
+            masks = [_mask(rng, shape, drop) for shape in self.shapes] if self.settings.drop else []
+            loss, *found = self.traced(*tensors, *masks)
+        return float(loss.numpy()), [gradient.numpy() for gradient in found]
+
+    def _compute(self, *inputs: Tensor, draw: Any = None) -> tuple[Tensor, ...]:
+        """Loss and gradients for entries, wanted exits, and masks unless they are drawn."""
+        entries, want = inputs[: self.data.entries], inputs[self.data.entries :][: len(self.run.block.exits)]
+        masks = iter(inputs[len(entries) + len(want) :])
+        given = None if not self.settings.drop else draw or (lambda x: next(masks))
+        manager = GradManager().attach(self.parameters)
+        with manager:
+            exits = self.run.forward(entries, given)
+            errors = [F.sum((h - w) ** 2) for h, w in zip(exits, want, strict=True)]
+            size = sum(math.prod(int(n) for n in w._tuple_shape) for w in want)
+            loss = sum(errors[1:], errors[0]) / (self.unit * size)
+            manager.backward(loss)
+        found = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return (loss, *found)
+
+    def _noted(self, x: Tensor) -> Tensor:
+        self.shapes.append(tuple(int(n) for n in x.shape))
+        return Tensor(1.0)
+
+
+def _mask(rng: np.random.Generator, shape: Sequence[int], drop: float) -> Tensor:
+    """1 for what is rounded, 0 for the share ``drop``."""
+    return Tensor((rng.random(tuple(int(n) for n in shape), np.float32) >= drop).astype(np.float32))

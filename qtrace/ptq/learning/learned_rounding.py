@@ -1,0 +1,110 @@
+"""What algorithms have in common that learn the roundings of weights."""
+
+from __future__ import annotations
+
+import abc
+from typing import Annotated
+
+import numpy as np
+from pydantic import AfterValidator, Field
+from tqdm import tqdm
+
+from qtrace.config.base import Float, Int
+from qtrace.graph.types import TracedModule
+from qtrace.graph.walk import get_module
+from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Report
+from qtrace.ptq.layers.quantized import Layer, Twins, layers
+from qtrace.ptq.learning.blocks import Block, single_layers
+from qtrace.ptq.learning.blockwise import Learned, Settings, learn, queueless
+
+__all__ = ["Recovering"]
+
+
+def _falling(values: tuple[float, ...]) -> tuple[float, ...]:
+    if len(values) != 2 or not values[0] >= values[1] >= 1:
+        raise ValueError("beta is two numbers, from high to low, none below 1.")
+    return values
+
+
+class Recovering(CalibratedAlgorithm):
+    """Abstract base: takes the blocks of a graph in order, each on what the learned ones before it give.
+
+    Attributes:
+        iterations: steps for each block.
+        batch: images in a step.
+        lr: learning rate of the roundings; by default 20 / iterations, but 0.1 at most.
+        warmup: the share of the steps before the regulariser sets in.
+        beta: its exponent at the start and at the end.
+        strength: the factor of its mean over the weights, beside a relative error.
+        seed: of what is drawn.
+        samples: see `CalibratedAlgorithm`; what is learned fits fewer of them too closely.
+    """
+
+    samples: Annotated[Int, Field(ge=1)] = 256
+    iterations: Annotated[Int, Field(gt=0)] = 1000
+    batch: Annotated[Int, Field(gt=0)] = 32
+    lr: Annotated[Float, Field(gt=0)] | None = None
+    warmup: Annotated[Float, Field(ge=0, lt=1)] = 0.2
+    beta: Annotated[tuple[Float, ...], AfterValidator(_falling)] = (20.0, 2.0)
+    strength: Annotated[Float, Field(ge=0)] = 20.0
+    seed: Annotated[Int, Field(ge=0)] = 0
+
+    @abc.abstractmethod
+    def blocks(self, model: TracedModule, layers: list[Layer]) -> list[Block]:
+        """What is learned as one, in graph order."""
+
+    def layers_first(self, block: Block) -> bool:
+        """Whether each layer of ``block`` is learned alone before they are learned as one."""
+        return False
+
+    def settings(self) -> Settings:
+        """How a block is learned."""
+        return Settings(
+            iterations=self.iterations,
+            batch=self.batch,
+            lr=self.lr,
+            scale_lr=0.0,
+            drop=0.0,
+            warmup=self.warmup,
+            beta=(self.beta[0], self.beta[1]),
+            strength=self.strength,
+            seed=self.seed,
+        )
+
+    def apply(self, task: CalibratedTask) -> Report:
+        found, left = layers(task.model)
+        blocks = self.blocks(task.model, found)
+        settings, floats = self.settings(), _weights(task.model, found)
+        changed: list[str] = []
+        errors = []
+        with queueless():
+            twins = Twins(task)
+            name = type(self).__name__.lower()
+            for block in tqdm(blocks, desc=name, unit="block", disable=not task.progress):
+                if self.layers_first(block):
+                    ahead = twins.fork(block.exprs[0])
+                    for layer in single_layers(task.model, block.layers):
+                        learn(task, ahead, layer, Recovering.settings(self), floats)
+                learned = learn(task, twins, block, settings, floats)
+                errors.append(learned.error)
+                done, not_done = _told(block, learned)
+                changed += done
+                left += not_done
+        if not blocks:
+            left.append("no layer has quantized weights")
+        return Report(tuple(changed), tuple(left), tuple(errors))
+
+
+def _weights(model: TracedModule, layers: list[Layer]) -> dict[str, np.ndarray]:
+    """The weights of layers, by path."""
+    return {layer.weight: get_module(model, layer.weight).numpy().copy() for layer in layers}
+
+
+def _told(block: Block, learned: Learned) -> tuple[list[str], list[str]]:
+    if not learned.better:
+        names = ", ".join(layer.name for layer in block.layers)
+        return [], [f"{names}: rounding to nearest gives a smaller error"]
+    lines = [f"{n}: {k} of {m} weights rounded the other way" for n, (k, m) in learned.turned.items()]
+    if learned.scales:
+        lines.append(f"{block.name}: {learned.scales} scales of activations learned")
+    return lines, []

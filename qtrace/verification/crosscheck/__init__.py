@@ -1,0 +1,216 @@
+"""A second evaluation of an op whose values differ between the graph and a runtime: which side is wrong.
+
+Graph and runtime compute an op from the same integers, so one of them is wrong where they differ. It need not
+be the runtime: some of MegEngine's kernels give wrong values for batches of several samples. The op is
+therefore evaluated again: by MegEngine for each sample alone, and by ONNX's reference evaluator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from qtrace.errors import ExportError
+from qtrace.export.onnx.segment import segment_model
+from qtrace.fakequant.base import FakeQuant
+from qtrace.graph.failures import short
+from qtrace.graph.types import TensorNode, TracedModule
+from qtrace.graph.walk import op_label, owner
+from qtrace.numerics import quantize
+from qtrace.scheme import QParams
+from qtrace.verification.crosscheck._segment import Arguments, Recording, RuntimeValues, Segment, Split
+from qtrace.verification.report import CrossCheck
+
+__all__ = ["Disagreement", "RuntimeValues", "cross_check"]
+
+# A second evaluation agrees with a side when this share of the compared values lies next to that side's.
+_AGREEMENT = 0.9
+# Values are compared where the two sides differ by more than this share of their largest difference.
+_COMPARED = 0.1
+# A value lies next to a side's value when it is this many times closer to it than the two sides are apart.
+_NEAR = 0.25
+# Two evaluations of an op in float32 differ by less than this share of its largest value.
+_FLOAT_NOISE = 1e-3
+
+_CURE = "use batches of one sample, or write this op in another way"
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """The values of one node, where graph and runtime differ.
+
+    Attributes:
+        node: the name of the node.
+        graph: the graph's values: integers, or floats where ``qparams`` is None.
+        runtime: the runtime's values, of the same shape.
+        qparams: the parameters of the integers; None for a node in float.
+    """
+
+    node: str
+    graph: np.ndarray
+    runtime: np.ndarray
+    qparams: QParams | None = None
+
+    def side_of(self, value: np.ndarray) -> str:
+        """Returns which side a second evaluation agrees with: "graph", "runtime" or "neither".
+
+        Args:
+            value: the node's floats by the second evaluation.
+        """
+        value = value if self.qparams is None else quantize(value, self.qparams)
+        if value.shape != self.graph.shape:
+            return "neither"
+        apart = _distances(self.graph, self.runtime)
+        compared = np.isinf(apart) if np.isinf(apart).any() else apart > _COMPARED * apart.max(initial=0.0)
+        limit = np.minimum(_NEAR * apart[compared], np.finfo(np.float64).max)
+        for side, values in (("graph", self.graph), ("runtime", self.runtime)):
+            if np.mean(_distances(value, values)[compared] <= limit) >= _AGREEMENT:
+                return side
+        return "neither"
+
+
+def cross_check(
+    converted: TracedModule, arguments: Arguments, values: RuntimeValues, disagreement: Disagreement
+) -> CrossCheck:
+    """Evaluates an op again and returns which side of a disagreement is wrong.
+
+    Args:
+        converted: the converted module, in eval mode.
+        arguments: the batch, as ``qtrace.data.batches.as_arguments`` gives it.
+        values: what the runtime gave for the batch.
+        disagreement: the first node, in graph order, that differs.
+    """
+    segment = Segment.ending_at(converted, disagreement.node, values)
+    given = segment.given_values(arguments, values)
+    split = segment.split(arguments, given)
+    in_graph = Recording(segment, values).record(arguments)
+    alone, op = _each_alone(segment, given, split, in_graph, disagreement)
+    where = "by itself" if split is None else f"for each of the {split.count} samples of the batch alone"
+    blame = f"MegEngine computes {op} differently in this batch and {where}"
+    if alone == "runtime":
+        return CrossCheck("graph", f"{blame}, and the runtime has the values of the latter: {_CURE}")
+    verdict, evaluator = _by_reference(segment, given, split, disagreement)
+    if verdict == "graph":
+        return CrossCheck("runtime", f"the op, exported anew, gives the graph's values in {evaluator}")
+    if verdict == "runtime" and alone == "neither":
+        return CrossCheck("graph", f"{blame}, and {evaluator} gives the runtime's values: {_CURE}")
+    same = f"MegEngine gives the graph's values {where}, too; " if alone == "graph" else ""
+    if verdict == "runtime":
+        return CrossCheck(
+            "unknown",
+            f"{same}the op, exported anew, gives the runtime's values in {evaluator}: the file is as qtrace "
+            "writes it, and either MegEngine's kernel or the rule that exports the op is wrong",
+        )
+    if verdict == "neither":
+        return CrossCheck("unknown", f"{same}the op, exported anew, gives other values still in {evaluator}")
+    return CrossCheck("unknown", f"{same}it could not be evaluated outside of MegEngine: {verdict}")
+
+
+def _distances(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """The absolute differences of two arrays, in float64: 0 for equal infinities and NaN, else infinity."""
+    a, b = one.astype(np.float64), other.astype(np.float64)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(a - b)
+    return np.where(same, 0.0, np.nan_to_num(apart, nan=np.inf, posinf=np.inf))
+
+
+def _each_alone(
+    segment: Segment,
+    given: Mapping[int, np.ndarray],
+    split: Split | None,
+    in_graph: Mapping[int, np.ndarray],
+    disagreement: Disagreement,
+) -> tuple[str, str]:
+    """Evaluates the segment by itself in MegEngine, for each sample alone where there are samples.
+
+    Returns:
+        The side that this agrees with, as `Disagreement.side_of`, and the first op whose values differ from
+        those in the whole graph, in words.
+    """
+    if split is None:
+        alone = segment.evaluate(given)
+    else:
+        parts = [
+            segment.evaluate({key: split.sample(value, key, number) for key, value in given.items()})
+            for number in range(split.count)
+        ]
+        alone = {key: split.join([part[key] for part in parts], key) for key in parts[0] if split.joins(key)}
+    changed = (
+        f"{op_label(expr)} ({node.name})"
+        for expr in segment.exprs
+        for node in expr.outputs
+        if id(node) in alone and _changed(in_graph[id(node)], alone[id(node)])
+    )
+    last = segment.exprs[-1] if segment.exprs else segment.target.expr
+    op = next(changed, f"{op_label(last)} ({segment.target.name})")
+    value = alone[id(segment.target)] if segment.exprs else given[id(segment.target)]
+    return disagreement.side_of(value), op
+
+
+def _changed(together: np.ndarray, alone: np.ndarray) -> bool:
+    """Whether two evaluations in float32 differ by more than the order of sums explains."""
+    largest = np.abs(np.nan_to_num(together)).max(initial=0.0)
+    return bool(_distances(together, alone).max(initial=0.0) > _FLOAT_NOISE * largest)
+
+
+def _by_reference(
+    segment: Segment, given: Mapping[int, np.ndarray], split: Split | None, disagreement: Disagreement
+) -> tuple[str, str]:
+    """Evaluates the segment as an ONNX model; where there are samples, the one that differs most.
+
+    Returns:
+        The side that this agrees with, as `Disagreement.side_of`, or why it is not possible; and the name of
+        the evaluator.
+    """
+    values = dict(given)
+    if split is not None and (axis := split.axes[id(segment.target)]) is not None:
+        apart = np.split(_distances(disagreement.graph, disagreement.runtime), split.count, axis)
+        worst = int(np.argmax([piece.max(initial=0.0) for piece in apart]))
+        values = {key: split.sample(value, key, worst) for key, value in given.items()}
+        graph, runtime = (
+            split.sample(whole, id(segment.target), worst)
+            for whole in (disagreement.graph, disagreement.runtime)
+        )
+        disagreement = replace(disagreement, graph=graph, runtime=runtime)
+    steps, output = segment.exprs, segment.target
+    if steps and isinstance(owner(steps[-1]), FakeQuant):  # rounding is done by numpy, as the scheme says
+        output = next(node for node in steps[-1].inputs if isinstance(node, TensorNode))
+        steps = steps[:-1]
+    if id(output) in values:
+        return disagreement.side_of(values[id(output)]), "numpy"
+    inputs = {node: values[id(node)] for node in segment.given}
+    try:
+        data, names = segment_model(segment.model, steps, inputs, output)
+    except ExportError as error:
+        return str(error).rstrip("."), ""
+    feeds = dict(zip(names, inputs.values(), strict=True))
+    reasons = []
+    for evaluator, run in (("onnx.reference", _run_reference), ("onnxruntime", _run_onnxruntime)):
+        try:
+            value = run(data, feeds)
+        except Exception as error:  # the evaluators' own exceptions derive from nothing else
+            reasons.append(f"{evaluator} refuses it ({short(error)})")
+        else:
+            return disagreement.side_of(value), evaluator
+    return "; ".join(reasons), ""
+
+
+def _run_reference(data: bytes, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
+    from onnx.reference import ReferenceEvaluator
+
+    results: Any = ReferenceEvaluator(data).run(None, dict(feeds))
+    return np.asarray(results[0])
+
+
+def _run_onnxruntime(data: bytes, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    return np.asarray(session.run(None, dict(feeds))[0])

@@ -1,0 +1,90 @@
+"""A MegEngine dump, run by MegEngine's graph inference, with all its integer tensors as outputs."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickletools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qtrace.errors import ExportError
+from qtrace.verification.runtimes.base import Run, Runtime
+
+__all__ = ["RUNTIME"]
+
+_PICKLE = b"\x80"
+
+
+class _Session:
+    """Runs a dump on CPU."""
+
+    def __init__(self, path: Path, optimize: bool) -> None:
+        from megengine.core.tensor.megbrain_graph import load_graph
+
+        data = _read(path)
+        try:
+            loaded = load_graph(io.BytesIO(data))
+        except RuntimeError as error:
+            line = (str(error).strip().splitlines() or [""])[0]
+            raise ExportError(f"{path} is not a MegEngine dump: {line}.") from error
+        self.input_names, self.tensors = _facts(path, loaded.metadata)
+        self.integer_names = list(self.tensors)
+        self.output_names = [v.name for v in loaded.output_vars_list]
+        self.graph = _inference(data, [*self.output_names, *dict.fromkeys(self.tensors.values())])
+        # What is deployed computes its outputs only, and may fuse what is read here.
+        self.deployed = _inference(data, None) if optimize else None
+
+    def run(self, inputs: list[np.ndarray]) -> Run:
+        """Runs the model; see `Session`."""
+        if len(inputs) != len(self.input_names):
+            raise ExportError(f"the model takes {len(self.input_names)} inputs, not {len(inputs)}.")
+        given = dict(zip(self.input_names, inputs, strict=True))
+        try:
+            found = self.graph.run(inp_dict=given)
+            ends = found if self.deployed is None else self.deployed.run(inp_dict=given)
+        except RuntimeError as error:
+            line = (str(error).strip().splitlines() or [""])[0]
+            raise ExportError(f"MegEngine refused the input: {line}") from error
+        integers = {name: np.asarray(found[t]).astype(np.int32) for name, t in self.tensors.items()}
+        return Run([ends[name] for name in self.output_names], integers)
+
+
+def _inference(data: bytes, outputs: list[str] | None) -> Any:
+    from megengine.utils.comp_graph_tools import GraphInference
+
+    return GraphInference(io.BytesIO(data), outputs=outputs)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ExportError(f"{path} cannot be read ({error.strerror}): export the module first.") from error
+    if data.startswith(_PICKLE):
+        raise ExportError(
+            f"{path} is a model that qtrace.save or megengine.save wrote, not a dump for MegEngine's "
+            "runtime: write one with qtrace.export(..., format='megengine')."
+        )
+    return data
+
+
+def _facts(path: Path, metadata: Any) -> tuple[list[str], dict[str, str]]:
+    """Reads the inputs in order, and the tensor of the file that holds each integer value.
+
+    They are a text that lies pickled in the file. It is read without unpickling: a pickle is a program.
+    """
+    try:
+        strings = [arg for _, arg, _ in pickletools.genops(metadata.user_info) if isinstance(arg, str)]
+        facts = json.loads(strings[0])
+        merged = dict(facts.get("merged", {}))  # a file of an earlier version has none
+        return list(facts["inputs"]), {n: f"{merged.get(n, n)}_int" for n in facts["integers"]}
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ExportError(
+            f"{path} was not written by qtrace.export: it does not name its integers."
+        ) from error
+
+
+RUNTIME = Runtime("megengine", "megengine", "", (".mge",), _Session)

@@ -15,7 +15,7 @@ __all__ = ["measured", "measured_apart"]
 def measured(group: str, size: Size) -> list[Row]:
     """The rows of the group ``benchmarks.<group>``."""
     # As the command line does: else a thread of MegEngine's takes a quarter of a core from all sides.
-    engine.start()
+    engine.quiet()
     return list(importlib.import_module(f"benchmarks.{group}").run(size))
 
 

@@ -23,16 +23,15 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.process import engine
+import qtrace
 
 # MegEngine makes the processor flush subnormal numbers to zero, which numpy remarks on.
 warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
-engine.start()  # before anything else loads MegEngine: it would print notes about a missing CUDA driver
+qtrace.quiet()  # before anything else loads MegEngine: it would print notes about a missing CUDA driver
 
 import megengine as mge  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
-import qtrace  # noqa: E402
 from qtrace.graph import format_table  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent))  # also when the file is loaded by another script

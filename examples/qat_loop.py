@@ -13,19 +13,17 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from qtrace.process import engine
+import qtrace
 
 # MegEngine makes the processor flush subnormal numbers to zero, which numpy remarks on.
 warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
-engine.start()  # before anything else loads MegEngine: it would print notes about a missing CUDA driver
+qtrace.quiet()  # before anything else loads MegEngine: it would print notes about a missing CUDA driver
 
 import megengine as mge  # noqa: E402
 import megengine.functional as F  # noqa: E402
 import megengine.optimizer as optim  # noqa: E402
 import numpy as np  # noqa: E402
 from megengine.autodiff import GradManager  # noqa: E402
-
-import qtrace  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent))  # also when the file is loaded by another script
 

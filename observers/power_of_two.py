@@ -30,7 +30,8 @@ class PowerOfTwo(HistogramObserver):
     The search is complete down to 2**-12 of the scale that covers everything. With a given scale s a zero
     point only moves the window of levels, multiples of s: moving it up by a step changes the squared error
     by ``2 s (G(v_0 + s / 2) - H(v_L + s / 2))``, H being G seen from above, which grows as the window
-    moves. So the best zero point is found by halving (derived here; G as in `qtrace.observers.statistics.search`).
+    moves. So the best zero point is found by halving (derived here; G as in
+    `qtrace.observers.statistics.search`).
 
     The range may end outside what was seen, as power-of-two scales must, by less than its own length.
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from qtrace.calibration.calibrate import calibrate
     from qtrace.config import QConfig
     from qtrace.config.recipe import load_recipe
+    from qtrace.errors import QtraceError
     from qtrace.export import export
     from qtrace.finetuning import finetune
     from qtrace.graph.files.serialize import load, save
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from qtrace.preparation.passes.convert import convert
     from qtrace.preparation.phases import set_phase
     from qtrace.preparation.prepare import prepare
+    from qtrace.process.engine import quiet
     from qtrace.qat import param_groups
     from qtrace.scheme import QParams, QScheme
     from qtrace.verification.bisect import bisect
@@ -31,6 +33,7 @@ __all__ = [
     "QConfig",
     "QParams",
     "QScheme",
+    "QtraceError",
     "bisect",
     "calibrate",
     "compare",
@@ -46,6 +49,7 @@ __all__ = [
     "param_groups",
     "prepare",
     "qat",
+    "quiet",
     "recipes",
     "save",
     "sensitivity",
@@ -58,21 +62,23 @@ _HOME = {
     "QConfig": "config",
     "QParams": "scheme",
     "QScheme": "scheme",
-    "bisect": "bisection",
-    "calibrate": "calibration",
-    "compare": "comparison",
-    "convert": "passes.convert",
-    "explain": "explanation",
+    "QtraceError": "errors",
+    "bisect": "verification.bisect",
+    "calibrate": "calibration.calibrate",
+    "compare": "inspection.comparison",
+    "convert": "preparation.passes.convert",
+    "explain": "inspection.explanation",
     "export": "export",
     "finetune": "finetuning",
-    "load": "graph.serialize",
-    "load_recipe": "recipe",
+    "load": "graph.files.serialize",
+    "load_recipe": "config.recipe",
     "param_groups": "qat",
-    "prepare": "preparation",
-    "save": "graph.serialize",
-    "set_phase": "phases",
+    "prepare": "preparation.prepare",
+    "quiet": "process.engine",
+    "save": "graph.files.serialize",
+    "set_phase": "preparation.phases",
     "trace": "graph.tracing",
-    "verify": "verification",
+    "verify": "verification.verify",
 }
 
 

@@ -24,13 +24,13 @@ _OWN = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*(\.
 
 
 def known(package: str) -> tuple[str, ...]:
-    """The names of the plugins in a package: its modules, sorted, without ``base`` and ``_private`` ones.
+    """The names of the plugins in a package: its modules without ``base``, ``_private`` ones and packages.
 
     Args:
         package: the dotted name of the plugin package, such as ``qtrace.observers``.
     """
     paths = importlib.import_module(package).__path__
-    names = (module.name for module in pkgutil.iter_modules(paths))
+    names = (module.name for module in pkgutil.iter_modules(paths) if not module.ispkg)
     return tuple(sorted(name for name in names if not name.startswith("_") and name != "base"))
 
 

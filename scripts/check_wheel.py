@@ -23,7 +23,7 @@ NOT_SOURCE = shutil.ignore_patterns(".*", "build", "dist", "demo-out", "*.egg-in
 USE = """
 import importlib.util, pathlib, sys
 import qtrace
-from qtrace.recipe import recipe_names
+from qtrace.config.recipe import recipe_names
 
 home = pathlib.Path(qtrace.__file__).parent
 assert home.is_relative_to(sys.prefix), f"imported {home}, not the installed qtrace"

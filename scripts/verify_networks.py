@@ -17,7 +17,7 @@ warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
 
 from qtrace.process import engine  # noqa: E402
 
-engine.start()
+engine.quiet()
 
 from tests.export.networks import NETWORKS, Result, measure  # noqa: E402
 

@@ -9,7 +9,7 @@ from hypothesis import settings
 from qtrace.process import engine
 
 # Before anything else loads MegEngine: a thread of it would take a quarter of a core from the tests.
-engine.start()
+engine.quiet()
 
 # No deadline: a loaded machine is not a bug. What needs more examples says so; `make fuzz` has many.
 settings.register_profile("qtrace", deadline=None, max_examples=50)

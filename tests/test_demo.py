@@ -15,7 +15,7 @@ import qtrace
 
 ROOT = Path(__file__).parent.parent
 # What is documented beside the names of `qtrace` itself.
-PUBLIC = {f"qtrace.{name}" for name in ("fakequant", "graph", "observers")} | {"qtrace.process.engine"}
+PUBLIC = {f"qtrace.{name}" for name in ("fakequant", "graph", "observers")}
 
 
 def _run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

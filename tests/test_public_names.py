@@ -10,7 +10,19 @@ import pytest
 import qtrace
 from qtrace import plugins
 
-NAMES = {"QConfig", "QParams", "QScheme", "fakequant", "graph", "observers", "qat", "recipes", "sensitivity"}
+NAMES = {
+    "QConfig",
+    "QParams",
+    "QScheme",
+    "QtraceError",
+    "quiet",
+    "fakequant",
+    "graph",
+    "observers",
+    "qat",
+    "recipes",
+    "sensitivity",
+}
 NAMES |= {
     "bisect",
     "calibrate",

@@ -19,7 +19,7 @@ from qtrace.process import engine
 
 # MegEngine sets the processor to flush subnormals, of which numpy warns.
 warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
-engine.start()  # before anything else loads MegEngine: it would print notes about a missing CUDA driver
+engine.quiet()  # before anything else loads MegEngine: it would print notes about a missing CUDA driver
 
 from benchmarks import machine  # noqa: E402
 from benchmarks.accuracy import (  # noqa: E402

@@ -22,12 +22,11 @@ from typing import Any
 
 import numpy as np
 
+import qtrace
 from qtrace.cli.outputs import output_folder
-from qtrace.process import engine
 
-engine.start()  # before anything else loads MegEngine: it would print notes about a missing CUDA driver
+qtrace.quiet()  # before anything else loads MegEngine: it would print notes about a missing CUDA driver
 
-import qtrace  # noqa: E402
 from examples.detector import boxes, data, pictures  # noqa: E402
 from examples.detector.metric import Detections, iou  # noqa: E402
 from examples.detector.runners import in_megengine, in_onnxruntime  # noqa: E402

@@ -12,10 +12,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import qtrace
 from qtrace.cli.outputs import output_file
-from qtrace.process import engine
 
-engine.start()  # before anything else loads MegEngine: it would print notes about a missing CUDA driver
+qtrace.quiet()  # before anything else loads MegEngine: it would print notes about a missing CUDA driver
 
 import megengine as mge  # noqa: E402
 

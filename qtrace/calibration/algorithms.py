@@ -1,4 +1,4 @@
-"""Runs the algorithms of a config: those of the float graph in ``prepare``, the others in ``calibrate``."""
+"""Runs the algorithms of a config that work on the calibrated graph, at the end of ``calibrate``."""
 
 from __future__ import annotations
 
@@ -11,32 +11,18 @@ import numpy as np
 from megengine import Tensor
 
 from qtrace.config import QConfig
-from qtrace.config.algorithm import Algorithm, Named, algorithms, check_imported
+from qtrace.config.algorithm import Named, algorithms, check_imported
 from qtrace.errors import CalibrationError
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.float_stage import named_report
 from qtrace.preparation.phases import set_phase
 from qtrace.preparation.record import Record, read_record, write_record
-from qtrace.ptq.base import Batches, CalibratedAlgorithm, CalibratedTask, FloatTask, Report
+from qtrace.ptq.base import Batches, CalibratedAlgorithm, CalibratedTask
 from qtrace.ptq.layers.outputs import CalibrationOutputs, output_errors
 from qtrace.storage.blocks import Checkpoint
 
-__all__ = ["calibrated_algorithms", "change_float", "restoring", "run_calibrated"]
-
-
-def change_float(model: TracedModule, config: QConfig) -> tuple[dict[str, Any], ...]:
-    """Runs the algorithms of the float stage on a flat, expanded graph; returns their reports.
-
-    Algorithms of the calibrated stage make room for what they will need.
-    """
-    task = FloatTask(model, config)
-    reports = []
-    for name, algorithm in algorithms(config):
-        if isinstance(algorithm, CalibratedAlgorithm):
-            algorithm.ready(task)
-        else:
-            reports.append(_named(algorithm.apply(task), name, algorithm))
-    return tuple(reports)
+__all__ = ["calibrated_algorithms", "restoring", "run_calibrated"]
 
 
 def calibrated_algorithms(record: Record, batches: Any) -> tuple[Named, ...]:
@@ -103,7 +89,7 @@ def run_calibrated(
         if len(read) < len(batches):
             told = f"{len(read)} of {len(batches)} batches were read, for samples is {algorithm.samples}"
             report = dataclasses.replace(report, left=(*report.left, told))
-        reports.append(_named(report, name, algorithm))
+        reports.append(named_report(report, name, algorithm))
     record = read_record(model)
     write_record(model, dataclasses.replace(record, ptq=(*record.ptq, *reports)))
 
@@ -119,7 +105,3 @@ def restoring(model: TracedModule) -> Iterator[None]:
             if not np.array_equal(tensor.numpy(), value, equal_nan=True):
                 tensor._reset(type(tensor)(Tensor(value)))
         raise
-
-
-def _named(report: Report, name: str, algorithm: Algorithm) -> dict[str, Any]:
-    return dataclasses.replace(report, algorithm=name, options=algorithm.to_dict()).to_dict()

@@ -25,7 +25,7 @@ def main() -> NoReturn:
     def tell(**event: Any) -> None:
         results.write(json.dumps(event) + "\n")
 
-    engine.start()  # MegEngine loads while the parent prepares the job
+    engine.quiet()  # MegEngine loads while the parent prepares the job
     from qtrace.calibration.jobs import Job, run_job
     from qtrace.errors import QtraceError
 

@@ -44,7 +44,7 @@ class Console:
     def work(self) -> Iterator[None]:
         """Surrounds all work of a command: what models and loaders print goes to stderr."""
         with contextlib.redirect_stdout(sys.stderr):
-            engine.start()
+            engine.quiet()
             yield
             engine.synchronize()
 

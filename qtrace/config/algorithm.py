@@ -36,6 +36,10 @@ class Algorithm(Model, abc.ABC):
     def apply(self, task: Any) -> Any:
         """Does the work on what ``task`` holds, and reports; see ``qtrace.ptq.base``."""
 
+    def ready(self, task: Any) -> None:
+        """Makes room in the float graph for what a calibrated `apply` will need; called in ``prepare``."""
+        return
+
 
 Named = tuple[str, Algorithm]
 

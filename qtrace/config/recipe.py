@@ -38,7 +38,7 @@ __all__ = [
 
 SCHEMA = "qtrace/1"
 
-_HOME = Path(__file__).parent / "recipes"
+_HOME = Path(__file__).parent.parent / "recipes"
 _SUFFIXES = (".yaml", ".yml")
 _NAME = re.compile(r"\w+(/\w+)*")
 _MOST_BYTES = 1 << 20

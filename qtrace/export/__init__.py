@@ -1,4 +1,4 @@
-"""Export: one format a file; the file name is the name of the format, its ``SUFFIXES`` choose it by path.
+"""Export: one format a file or folder, whose name is that of the format; its ``SUFFIXES`` choose it by path.
 
 A format is ``serialize(converted, **options) -> bytes``, or, when it consists of several files,
 ``files(converted, path, **options) -> dict[Path, bytes]``. ``COMPANIONS``, where there are any, are the
@@ -28,9 +28,13 @@ from qtrace.storage import leftovers
 __all__ = ["export", "formats"]
 
 
+# What exporters share.
+_NOT_FORMATS = ("converted", "parameters")
+
+
 def formats() -> tuple[str, ...]:
     """The names of all formats, sorted."""
-    return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")))
+    return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in _NOT_FORMATS))
 
 
 @on_engine_thread

@@ -16,7 +16,7 @@ import numpy as np
 from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export.converted.float_graph import float_graph
-from qtrace.export.onnx.exporter import _Exporter, check
+from qtrace.export.onnx.exporter import OnnxExporter, check
 from qtrace.export.parameters.base import beside, parameter_file
 from qtrace.export.parameters.sites import Layer, Names, site_table
 from qtrace.graph.types import TracedModule
@@ -42,7 +42,7 @@ def files(converted: TracedModule, path: Path, *, params: str | None = None) -> 
     """
     kind = None if params is None else parameter_file(params)
     flat = float_graph(converted)
-    exporter = _Exporter(flat)
+    exporter = OnnxExporter(flat)
     model = exporter.run()
     _name_parameters(flat, model)
     check(model)

@@ -14,7 +14,7 @@ from qtrace.fakequant.base import scales
 from qtrace.finetuning._units import Units
 from qtrace.finetuning.settings import Settings
 from qtrace.graph.types import TracedModule
-from qtrace.ptq.learning.rounding import Adam
+from qtrace.optim.adam import Adam
 from qtrace.qat import param_groups
 
 __all__ = ["Learner"]

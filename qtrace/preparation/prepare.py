@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qtrace.calibration.algorithms import change_float
 from qtrace.config import QConfig, Region
 from qtrace.config.checking import check_whole
 from qtrace.config.recipe import as_qconfig
@@ -17,6 +16,7 @@ from qtrace.graph.lint import check
 from qtrace.graph.tracing.refusals import moved_outputs, native_quantization
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.annotation import Annotation
+from qtrace.preparation.float_stage import change_float
 from qtrace.preparation.passes.annotate import annotate
 from qtrace.preparation.passes.biases import broadcast_biases
 from qtrace.preparation.passes.expand import expand

@@ -1,8 +1,4 @@
-"""MegEngine, kept quiet and honest: no notes about CUDA at its start, no error that shows after success.
-
-Every command uses it, and so may a script: ``from qtrace.cli import engine; engine.start()`` before anything
-else loads MegEngine.
-"""
+"""MegEngine without remarks about CUDA at its start, and without errors that show only after success."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from collections.abc import Iterator
 
 from qtrace.process.stderr import caught_lines
 
-__all__ = ["start", "synchronize"]
+__all__ = ["quiet", "synchronize"]
 
 # MegEngine's CUDA stub prints these to file descriptor 2 itself; no setting or logger turns them off.
 _NOISE = ("info: +", "debug: failed to load cuda func")
@@ -29,8 +25,12 @@ _SPIN = "MGB_WORKER_MAX_SPIN"
 _started = False
 
 
-def start() -> None:
-    """Starts MegEngine and drops what it says about a missing CUDA driver; other lines are passed on."""
+def quiet() -> None:
+    """Starts MegEngine without its remarks on a missing CUDA driver, and lets its idle threads sleep.
+
+    Call it before anything else loads MegEngine; a second call does nothing. Every ``qtrace`` command does.
+    Other lines that MegEngine prints are passed on to stderr.
+    """
     global _started
     if _started:
         return

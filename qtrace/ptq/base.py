@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from megengine import Tensor
 from pydantic import Field
 
-from qtrace.config import QConfig
 from qtrace.config.algorithm import Algorithm
 from qtrace.config.base import Int
 from qtrace.data.batches import as_arguments
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.float_stage import FloatTask, Report, SiteError
 from qtrace.preparation.passes.base import PassResult
 from qtrace.storage.blocks import Checkpoint
 
@@ -32,72 +32,6 @@ __all__ = [
     "SiteError",
     "report_of",
 ]
-
-
-@dataclass(frozen=True)
-class SiteError:
-    """The error of one site before and after an algorithm.
-
-    Attributes:
-        site: a weight's site, or the output of a layer or of the model.
-        before: signal to quantization noise ratio in dB; None where there was no noise.
-        after: the same afterwards.
-    """
-
-    site: str
-    before: float | None
-    after: float | None
-
-
-@dataclass(frozen=True)
-class Report:
-    """What an algorithm did.
-
-    Attributes:
-        changed: one line for everything that it changed.
-        left: one line, with the reason, for everything that looked like work but was left alone.
-        errors: the sites that it worked on, in graph order.
-        outputs: the outputs of the model; empty where they were not measured.
-        measured: what ``outputs`` were measured on.
-        algorithm: its name; set by the one who runs it.
-        options: its options as plain data; likewise.
-    """
-
-    changed: tuple[str, ...] = ()
-    left: tuple[str, ...] = ()
-    errors: tuple[SiteError, ...] = ()
-    outputs: tuple[SiteError, ...] = ()
-    measured: str = ""
-    algorithm: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return {
-            "algorithm": self.algorithm,
-            "options": dict(self.options),
-            "changed": list(self.changed),
-            "left": list(self.left),
-            "errors": [vars(error) for error in self.errors],
-            "outputs": [vars(error) for error in self.outputs],
-            "measured": self.measured,
-        }
-
-
-@dataclass(frozen=True)
-class FloatTask:
-    """What an algorithm of the float stage works on.
-
-    Attributes:
-        model: the flat, expanded float graph; it is changed in place.
-        config: the config.
-        norms: output node of a layer -> mean and standard deviation of its channels, each (C,) float64, as
-            the BatchNorm said that was folded into it. Filled by ``fuse_bn``.
-    """
-
-    model: TracedModule
-    config: QConfig
-    norms: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
 
 class Batches:
@@ -191,10 +125,6 @@ class CalibratedAlgorithm(Algorithm):
         Raises:
             CalibrationError: when a value is NaN or infinite, naming the site.
         """
-
-    def ready(self, task: FloatTask) -> None:
-        """Makes room in the float graph for what `apply` will need; called in ``prepare``."""
-        return
 
 
 class Noise:

@@ -52,8 +52,8 @@ class Simulation:
         batches: as for ``qtrace.calibrate``; a list, since they are run again and again.
         metric: compares outputs; None for `sqnr`.
         own: the user's metric, which runs the graph itself; it goes before ``metric``.
-        twin: the float network with the graph's nodes (`qtrace.inspection.twin`), which errors are measured against, and
-            which raised layers have their weights from; None for the graph itself in float.
+        twin: the float network with the graph's nodes (`qtrace.inspection.twin`), which errors are measured
+            against, and which raised layers have their weights from; None for the graph itself in float.
         network: the network as traced, whose outputs are the reference where they are not the twin's: where
             ``equalize`` has made a ReLU of a ReLU6, say.
         weights, activations: whether raising a layer puts its weight, and what it reads and gives, in float.

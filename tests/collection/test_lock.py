@@ -15,7 +15,7 @@ from qtrace.storage.lock import locked
 
 _HOLDER = """
 import sys, pathlib
-from qtrace.collection.lock import locked
+from qtrace.storage.lock import locked
 with locked(pathlib.Path(sys.argv[1]), "out"):
     print("held", flush=True)
     sys.stdin.read()

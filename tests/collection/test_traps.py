@@ -53,9 +53,9 @@ def test_an_error_in_a_kernel_is_the_batchs_wherever_the_sites_are(body: str) ->
 _SLACK = """
 import ctypes
 from pathlib import Path
-from qtrace.cli import engine
+from qtrace.process import engine
 ctypes.CDLL(None).prctl(29, ctypes.c_ulong(40_000))
-engine.start()
+engine.quiet()
 import megengine as mge, numpy as np
 (mge.Tensor(np.ones((64, 64), "float32")) + 1).numpy()
 for task in Path("/proc/self/task").iterdir():
@@ -77,13 +77,13 @@ def test_the_command_line_lets_megengines_idle_thread_sleep() -> None:
 
 _WAITING = """
 import gc, logging, os, subprocess, sys
-from qtrace.cli import engine
+from qtrace.process import engine
 if sys.argv[1] == "start":
     class Collect(logging.Handler):
         def emit(self, record):
             gc.collect()  # as may happen at any time
     logging.getLogger("megbrain").addHandler(Collect())
-    engine.start()
+    engine.quiet()
 import megengine as mge, numpy as np
 gc.disable()
 x = mge.Tensor(np.ones((64, 64), "float32"))

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from qtrace.numerics import dequantize, fake_quantize, quantize
-from qtrace.ptq.learning.rounding import Adam, SoftRounding, annealed
+from qtrace.optim.adam import Adam
+from qtrace.ptq.learning.rounding import SoftRounding, annealed
 from qtrace.scheme import QParams, QScheme
 
 

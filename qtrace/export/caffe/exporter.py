@@ -58,7 +58,7 @@ class _Exporter:
     def __init__(self, flat: TracedModule) -> None:
         from qtrace.export.caffe.ops import EMITTERS
         from qtrace.export.caffe.writer import CaffeWriter
-        from qtrace.export.onnx.exporter import input_names
+        from qtrace.export.converted.values import input_names
 
         self.model, self.emitters = flat, EMITTERS
         self.inputs = input_names(flat)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from qtrace import ops
-from qtrace.export.onnx.exporter import input_names
+from qtrace.export.converted.values import input_names
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, Node, TensorNode, TracedModule

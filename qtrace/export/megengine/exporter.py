@@ -17,8 +17,8 @@ from megengine.jit import trace
 
 from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import float_kinds
+from qtrace.export.converted.values import input_names
 from qtrace.export.megengine.graph import QuantizedGraph
-from qtrace.export.onnx.exporter import input_names
 from qtrace.graph.types import TensorNode, TracedModule
 
 __all__ = ["RUNS_GRAPH", "SUFFIXES", "serialize"]

@@ -16,7 +16,7 @@ from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import only_floats_read
 from qtrace.export.converted.located import located
-from qtrace.export.onnx.exporter import integer_values
+from qtrace.export.converted.values import integer_values
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Node, TensorNode, TracedModule

@@ -18,10 +18,10 @@ from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import float_kinds, only_floats_read
 from qtrace.export.converted.located import refusal, site_expr
+from qtrace.export.converted.values import input_names, integer_values
 from qtrace.export.ncnn.fuse import fuse_activations, fuse_roundings, sinks, split_branches
 from qtrace.export.ncnn.ops import EMITTERS
 from qtrace.export.ncnn.writer import Layer, NcnnWriter, Rounded, Weight
-from qtrace.export.onnx.exporter import input_names, integer_values
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode, TracedModule

@@ -45,9 +45,9 @@ def activations(prepared: TracedModule, nodes: Sequence[str]) -> Activations:
         raise ExportError("the package onnx is not installed: run pip install 'qtrace[onnx]'.")
     from onnx import TensorProto, helper
 
-    from qtrace.export.onnx.exporter import _Exporter
+    from qtrace.export.onnx.exporter import OnnxExporter
 
-    class Exporter(_Exporter):
+    class Exporter(OnnxExporter):
         """Without metadata: the hash of the graph takes as long as the rest."""
 
         def _metadata(self, own: str) -> dict[str, str]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
-from collections import Counter
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +20,7 @@ from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import float_kinds, only_floats_read
 from qtrace.export.converted.located import located, site_expr
+from qtrace.export.converted.values import input_names, integer_values
 from qtrace.export.onnx import external_data
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BIAS_QMAX, BiasQuant
@@ -34,7 +33,7 @@ from qtrace.preparation.passes.insert import CONTAINER
 from qtrace.preparation.record import carried_qparams, graph_hash, read_record
 from qtrace.scheme import QParams
 
-__all__ = ["SUFFIXES", "check", "files"]
+__all__ = ["SUFFIXES", "OnnxExporter", "check", "files"]
 
 SUFFIXES = (".onnx",)
 
@@ -65,7 +64,7 @@ def files(
     for name, given in (("packed", packed), ("external", external)):
         if not (isinstance(given, bool) or (name == "external" and given is None)):
             raise ExportError(f"{name}={given!r} is no choice of the ONNX export: choose true or false.")
-    model = _Exporter(converted, packed, float_kinds(allow_float)).run()
+    model = OnnxExporter(converted, packed, float_kinds(allow_float)).run()
     check(model)
     size = sum(len(t.raw_data) for t in model.graph.initializer)
     if external or (external is None and size >= external_data.LIMIT):
@@ -93,7 +92,18 @@ def check(model: Any) -> None:
         ) from error
 
 
-class _Exporter:
+class OnnxExporter:
+    """Writes a converted graph into one ONNX model.
+
+    Args:
+        converted: a module made by ``qtrace.convert``.
+        packed: whether weights of 4 bits and less are stored two in a byte.
+        floats: kinds of layers whose weights and biases are stored as floats.
+
+    Raises:
+        ExportError: when onnx is not installed.
+    """
+
     def __init__(
         self, converted: TracedModule, packed: bool = False, floats: frozenset[str] = frozenset()
     ) -> None:
@@ -301,32 +311,3 @@ class _Exporter:
         zero = w.constant(f"{site.name}_zero_point", np.zeros(scale.size if scale.ndim else (), np.int32))
         extra = {"axis": 0} if scale.ndim else {}
         w.names[id(out)] = w.node("DequantizeLinear", [stored, factor, zero], out.name, **extra)
-
-
-def input_names(model: TracedModule) -> list[str]:
-    """The names of a graph's inputs: those of the traced arguments.
-
-    MegEngine numbers nodes whose names Python uses (``input_1`` for ``input``), and the parts of an argument
-    that is a list or a dict; these keep their numbers.
-    """
-    nodes = [n.name for n in model.graph.inputs[1:]]
-    arguments = set(model.argspec.args) if model.argspec is not None else set()
-    bare = [name if name in arguments else re.sub(r"_\d+$", "", name) for name in nodes]
-    others = {n.name for e in exprs(model) for n in e.outputs}
-    counts = Counter(bare)
-    return [
-        short if short in arguments - others and counts[short] == 1 else name
-        for name, short in zip(nodes, bare, strict=True)
-    ]
-
-
-def integer_values(fq: FakeQuant, value: np.ndarray) -> np.ndarray:
-    """The integers to which ``fq`` rounds a parameter, in the parameter's own layout (int32)."""
-    flat = fq.channels_first(value)
-    qparams = fq.qparams()
-    integers = quantize(flat.astype(np.float32), qparams)
-    if not fq.scheme.per_channel:
-        return integers.reshape(value.shape)
-    axes = fq.counted_axes
-    moved = np.moveaxis(value, axes, range(len(axes))).shape
-    return np.moveaxis(integers.reshape(moved), range(len(axes)), axes)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.onnx.exporter import _Exporter
+from qtrace.export.onnx.exporter import OnnxExporter
 from qtrace.export.onnx.opset import at_opset
 from qtrace.graph.types import Expr, TensorNode, TracedModule
 
@@ -42,7 +42,7 @@ def segment_model(
         raise ExportError("the package onnx is not installed: run pip install 'qtrace[onnx]'.")
     from onnx import helper
 
-    exporter = _Exporter(converted)
+    exporter = OnnxExporter(converted)
     writer = exporter.writer
     names = [f"given_{index}" for index in range(len(inputs))]
     infos = [

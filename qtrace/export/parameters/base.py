@@ -1,4 +1,4 @@
-"""Kinds of files that hold quantization parameters by tensor name: each in a file ``_params_*.py``."""
+"""Kinds of files that hold quantization parameters by tensor name: one a file, with its ``KINDS``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from qtrace.errors import ExportError
 from qtrace.export.parameters.sites import Row
 
 __all__ = ["ParameterFile", "beside", "kinds", "parameter_file", "refuse", "refuse_floating"]
+
+
+_OTHERS = ("base", "sites")
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class ParameterFile:
 def kinds() -> dict[str, ParameterFile]:
     """The kinds by the names that the option ``params`` takes."""
     package = importlib.import_module(__name__.rpartition(".")[0])
-    names = sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name.startswith("_params_"))
+    names = sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name not in _OTHERS)
     found: dict[str, ParameterFile] = {}
     for name in names:
         found.update(importlib.import_module(f"{package.__name__}.{name}").KINDS)

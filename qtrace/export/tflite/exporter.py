@@ -109,7 +109,7 @@ class _Exporter:
     # -- inputs and outputs ---------------------------------------------------------------------------
 
     def _inputs(self) -> list[tuple[str, Stored]]:
-        from qtrace.export.onnx.exporter import input_names
+        from qtrace.export.converted.values import input_names
         from qtrace.export.tflite.layout import CHANNELS_LAST, file_shape, natural
 
         found = []
@@ -243,7 +243,7 @@ class _Exporter:
         return np.dtype(np.int16 if self.plan.schemes[site.group].bits == 16 else np.int8)
 
     def _emit_site(self, expr: Expr, site: Site) -> None:
-        from qtrace.export.onnx.exporter import integer_values
+        from qtrace.export.converted.values import integer_values
         from qtrace.export.tflite.writer import Grid
 
         b, out = self.build, expr.outputs[0]

@@ -286,6 +286,23 @@ QTRACE_CLASSES = frozenset(
 """Classes of qtrace that a model may hold and that no public plugin file names in ``__all__``."""
 
 
+MOVED = {
+    "qtrace.fakequant._bias:BiasQuant": "qtrace.fakequant.following.bias:BiasQuant",
+    "qtrace.fakequant._bn_fold:BnFold": "qtrace.fakequant.following.bn_fold:BnFold",
+    "qtrace.passes.insert:Container": "qtrace.preparation.passes.insert:Container",
+}
+"""Names of our classes in files of earlier versions -> the names they have now. Entries are never removed."""
+
+
+def current(key: str) -> str:
+    """Returns the name that a class has in this version.
+
+    Args:
+        key: ``module:name`` as a file spells it.
+    """
+    return MOVED.get(key, key)
+
+
 @lru_cache(maxsize=1)
 def qtrace_classes() -> frozenset[str]:
     """The names of qtrace's own classes: ``QTRACE_CLASSES`` and what the installed plugin files export."""

@@ -140,7 +140,7 @@ class AllowList:
             raise RefusedError("it builds the name of an import from things that are not strings")
         if (module, name) in self._found:
             return self._found[module, name]
-        key = f"{module}:{name}"
+        key = allowlist.current(f"{module}:{name}")
         kind = self.kind(key)
         if kind is None:
             raise refused("names", key)
@@ -200,4 +200,4 @@ def resolve(key: str) -> Any:
 def _pair(pair: object, what: str) -> str:
     if type(pair) is not tuple or len(pair) != 2 or type(pair[0]) is not str or type(pair[1]) is not str:
         raise RefusedError(f"{what} in it is not a pair of module and name but {shown(pair)}")
-    return f"{pair[0]}:{pair[1]}"
+    return allowlist.current(f"{pair[0]}:{pair[1]}")

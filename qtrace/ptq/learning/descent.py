@@ -15,8 +15,9 @@ from megengine.autodiff import GradManager
 from megengine.jit import trace
 
 from qtrace.errors import CalibrationError
+from qtrace.optim.adam import Adam
 from qtrace.ptq.learning.block_run import BlockData, BlockRun
-from qtrace.ptq.learning.rounding import Adam, annealed
+from qtrace.ptq.learning.rounding import annealed
 
 __all__ = ["Gradients", "Settings", "descend"]
 

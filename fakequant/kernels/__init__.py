@@ -1,0 +1,1 @@
+"""The quantize-dequantize operation, its gradients, and the programs that compute it."""

@@ -1,0 +1,1 @@
+"""Statistics that merge exactly, and searches over them."""

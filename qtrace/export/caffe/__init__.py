@@ -1,0 +1,5 @@
+"""Caffe: a float net, ``.prototxt`` and ``.caffemodel``."""
+
+from qtrace.export.caffe.exporter import COMPANIONS, SUFFIXES, files
+
+__all__ = ["COMPANIONS", "SUFFIXES", "files"]

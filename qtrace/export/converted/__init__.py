@@ -1,0 +1,1 @@
+"""What every exporter reads of a converted graph."""

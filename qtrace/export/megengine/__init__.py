@@ -1,0 +1,5 @@
+"""MegEngine: a dump that runs on its own int8 kernels."""
+
+from qtrace.export.megengine.exporter import SUFFIXES, serialize
+
+__all__ = ["SUFFIXES", "serialize"]

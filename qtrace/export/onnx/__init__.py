@@ -1,0 +1,5 @@
+"""ONNX with QuantizeLinear and DequantizeLinear (QDQ)."""
+
+from qtrace.export.onnx.exporter import SUFFIXES, files
+
+__all__ = ["SUFFIXES", "files"]

@@ -1,0 +1,1 @@
+"""Files of quantization parameters, one kind a file."""

@@ -1,0 +1,1 @@
+"""Tracing: MegEngine's tracer in eval mode, and what a trace cannot hold."""

@@ -1,0 +1,1 @@
+"""Optimizers on numpy arrays, whose state is easily kept in a checkpoint."""

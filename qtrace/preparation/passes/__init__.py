@@ -1,0 +1,1 @@
+"""Passes over a graph: what they find, decide and change."""

@@ -1,0 +1,1 @@
+"""Quantized layers as the algorithms read and write them."""

@@ -1,0 +1,1 @@
+"""Roundings and scales that are learned block by block."""

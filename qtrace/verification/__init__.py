@@ -1,0 +1,1 @@
+"""The real runtime beside the graph: verify, bisect, and the causes of differences."""

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Writes model files and a checkpoint as this version saves them, into a new folder of ``tests/golden/files``.
+"""Writes model files and a checkpoint as this version saves them, to a new folder of ``tests/golden/files``.
 
     .venv/bin/python scripts/write_golden_files.py NAME
 
-Run it before a release that changes what files hold. A folder that is there is never written again: every later
-version must load it and give the same outputs (``tests/graph/files/test_golden_files.py``).
+Run it before a release that changes what files hold. A folder that is there is never written again: every
+later version must load it and give the same outputs (``tests/graph/files/test_golden_files.py``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Holds the arrows of ARCHITECTURE.md: which room may import which, wherever in a file the import stands."""
+"""Holds the table in ARCHITECTURE.md: which room may import which, wherever in a file the import stands."""
 
 from __future__ import annotations
 
 import ast
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,72 +12,58 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LINKED = ("observers", "fakequant", "recipes")
 
-
-def _rooms() -> dict[str, set[str]]:
-    """Every room and the rooms that it may import. A room is a file or a folder of qtrace/."""
-    rooms: dict[str, set[str]] = {}
-
-    def room(name: str, imports: str | None = None) -> None:
-        rooms[name] = set(rooms) if imports is None else set(imports.split())
-
-    room("errors", "")
-    room("stderr", "")
-    room("archives", "")
-    room("leftovers", "")
-    room("scheme", "errors")
-    room("numerics", "errors scheme")
-    room("plugins", "errors")
-    room("observers", "errors scheme numerics plugins")
-    room("gradients", "")
-    room("fakequant", "errors scheme numerics plugins observers gradients")
-    room("graph", "errors leftovers scheme numerics observers gradients fakequant")
-    room("ops", "errors gradients graph")
-    room("backends", "errors scheme plugins graph ops")
-    room("config", "errors scheme plugins observers fakequant ops backends")
-    room("recipes", "")
-    room("recipe", "errors config recipes")
-    room("passes")  # without a list: all of the above
-    room("batches", "errors graph")
-    room("phases")
-    room("qat", "errors fakequant graph numerics passes")
-    room("ptq")
-    room("preparation")
-    room("explanation")
-    room("data", "errors stderr plugins config recipe")
-    room("export", "errors leftovers scheme numerics plugins fakequant graph ops backends config passes")
-    room("collection")
-    room("calibration")
-    room("runtimes", "errors")
-    room("report", "errors graph runtimes")
-    room("causes", "scheme")
-    room("crosscheck", "errors scheme numerics fakequant graph batches export report")
-    room("verification")
-    room("bisection")
-    room("twin")
-    room("comparison")
-    room("sensitivity")
-    room("finetuning")
-    room("__init__")
-    room("cli")
-    room("__main__", "cli")
-    return rooms
-
-
-ROOMS = _rooms()
-
 # Numpy only: these run in worker processes that never load MegEngine.
-WITHOUT_MEGENGINE = {"errors", "stderr", "archives", "scheme", "numerics", "plugins", "observers"}
+WITHOUT_MEGENGINE = {"errors", "storage", "scheme", "numerics", "plugins", "observers", "optim"}
 
 # The only room that touches TracedModule's internals, and the files outside it that may name the module.
 TRACED_MODULE_ROOM = "graph"
 TRACED_MODULE_FILES = {"qtrace/fakequant/base.py"}  # it calls register_as_builtin
 
+MOST_ROOMS = 28
+NOT_ROOMS = {"__init__.py", "__main__.py", "__pycache__", "py.typed"}
+_ROW = re.compile(r"\| `(?P<room>\w+)(?:/|\.py)?` \|[^|]+\|(?P<imports>[^|]*)\|(?P<by_name>[^|]*)\|")
+_MODULE = re.compile(r"(?P<module>qtrace(\.\w+)+)(:\w+)?")
 
-def _sources() -> list[str]:
-    real = [path for path in (ROOT / "qtrace").rglob("*.py") if not path.is_symlink()]
-    linked = [path for name in LINKED for path in (ROOT / name).rglob("*.py")]
-    names = {path.relative_to(ROOT).as_posix() for path in real + linked}
-    return sorted({f"qtrace/{name}" if name.split("/")[0] in LINKED else name for name in names})
+
+@dataclass(frozen=True)
+class Row:
+    """A room and what it may import: rooms by an import statement, and rooms by a name in a string."""
+
+    imports: frozenset[str]
+    by_name: frozenset[str]
+
+
+def read_table(text: str) -> dict[str, Row]:
+    """The rooms of the table in a page, in its order."""
+    rows = {}
+    for match in map(_ROW.match, text.splitlines()):
+        if match:
+            imports, by_name = (
+                frozenset(part.replace(",", " ").split()) - {"nothing"}
+                for part in match.group("imports", "by_name")
+            )
+            assert match["room"] not in rows, match["room"]
+            rows[match["room"]] = Row(imports, by_name)
+    return rows
+
+
+ROOMS = read_table((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"))
+
+
+def _sources() -> dict[str, Path]:
+    """The name that each source file of the package has below ``qtrace/`` -> where it really stands."""
+    folders = [(ROOT / "qtrace", "qtrace"), *((ROOT / name, f"qtrace/{name}") for name in LINKED)]
+    files = {}
+    for folder, name in folders:
+        for path in folder.rglob("*.py"):
+            inside = path.relative_to(folder)
+            if not (folder.name == "qtrace" and inside.parts[0] in LINKED):
+                files[f"{name}/{inside.as_posix()}"] = path
+    return dict(sorted(files.items()))
+
+
+SOURCES = _sources()
+MODULES = {name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in SOURCES}
 
 
 def _room_of(module: str) -> str:
@@ -98,13 +86,33 @@ def _imports(tree: ast.AST, file: str) -> list[tuple[int, str]]:
     return found
 
 
-def violations(file: str, source: str) -> list[str]:
+def _named_modules(tree: ast.AST) -> list[tuple[int, str]]:
+    """(line, dotted name) of the modules of ours that strings name, alone or as ``module:Class``."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            match = _MODULE.fullmatch(node.value)
+            if match and match["module"] in MODULES:
+                found.append((node.lineno, match["module"]))
+    return found
+
+
+def _private_part(name: str, module: str) -> str | None:
+    """The first private module or name on the way to ``name`` that is not in a package around ``module``."""
+    parts = name.split(".")
+    for index, part in enumerate(parts):
+        if part.startswith("_") and not part.startswith("__"):
+            package = ".".join(parts[:index])
+            return None if f"{module}.".startswith(f"{package}.") else part
+    return None
+
+
+def violations(file: str, source: str, rooms: dict[str, Row] = ROOMS) -> list[str]:
     """What in a file goes against the table, one sentence each."""
-    room = _room_of(file.removesuffix(".py").replace("/", "."))
-    if room not in ROOMS:
-        return [
-            f"{file} belongs to no room: give {room!r} a line in {Path(__file__).name} and in ARCHITECTURE.md"
-        ]
+    module = file.removesuffix(".py").replace("/", ".")
+    room = _room_of(module)
+    if room not in rooms:
+        return [f"{file} belongs to no room: give {room!r} a row in ARCHITECTURE.md"]
 
     tree = ast.parse(source)
     problems = []
@@ -115,38 +123,68 @@ def violations(file: str, source: str) -> list[str]:
             problems.append(f"{where} imports {name}: say qtrace.{name}")
         elif top == "qtrace":
             target = _room_of(name)
-            if target not in ROOMS:
+            if target not in rooms:
                 target = "__init__"  # `from qtrace import QScheme`: the public names
-            if target != room and target not in ROOMS[room]:
-                allowed = ", ".join(sorted(ROOMS[room])) or "nothing"
+            if target != room and target not in rooms[room].imports:
+                allowed = ", ".join(sorted(rooms[room].imports)) or "nothing"
                 problems.append(f"{where} imports {name}, but {room} may import only {allowed}")
+            private = _private_part(name, module)
+            if private is not None:
+                problems.append(f"{where} imports {name}: {private} is private to its package")
         elif top == "megengine" and room in WITHOUT_MEGENGINE:
             problems.append(f"{where} imports {name}, but {room} must do without MegEngine")
+    for line, name in _named_modules(tree):
+        target = _room_of(name)
+        if target not in {room, *rooms[room].imports, *rooms[room].by_name}:
+            problems.append(f"{file}:{line} names {name} in a string, but {room} may not know {target}")
+    return problems + _uses_of_traced_module(file, room, tree)
 
-    if room != TRACED_MODULE_ROOM and file not in TRACED_MODULE_FILES:
-        named = [
-            line for line, name in _imports(tree, file) if f"{name}.".startswith("megengine.traced_module.")
-        ]
-        named += [
-            node.lineno
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute) and node.attr == "traced_module"
-        ]
-        problems += [
-            f"{file}:{line} uses megengine.traced_module: qtrace.graph is for that" for line in named
-        ]
-    return problems
+
+def _uses_of_traced_module(file: str, room: str, tree: ast.AST) -> list[str]:
+    """What a file outside of the graph's room does with MegEngine's module for traced graphs."""
+    if room == TRACED_MODULE_ROOM or file in TRACED_MODULE_FILES:
+        return []
+    lines = [line for line, name in _imports(tree, file) if f"{name}.".startswith("megengine.traced_module.")]
+    lines += [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr == "traced_module"
+    ]
+    return [f"{file}:{line} uses megengine.traced_module: qtrace.graph is for that" for line in lines]
 
 
 def test_each_room_imports_only_earlier_ones():
     names = list(ROOMS)
-    for index, (name, imports) in enumerate(ROOMS.items()):
-        assert imports <= set(names[:index]), name
+    for index, (name, row) in enumerate(ROOMS.items()):
+        assert row.imports <= set(names[:index]), name
+        assert row.by_name <= set(names), name
+        assert not row.by_name & row.imports, name
 
 
-@pytest.mark.parametrize("file", _sources())
+def test_the_table_has_every_room_and_no_other():
+    entries = {
+        path.name.removesuffix(".py") for path in (ROOT / "qtrace").iterdir() if path.name not in NOT_ROOMS
+    }
+    assert entries == set(ROOMS) - {"__init__", "__main__"}
+    assert len(entries) <= MOST_ROOMS
+
+
+def test_every_import_that_the_table_allows_is_used():
+    used: dict[str, set[str]] = {room: set() for room in ROOMS}
+    for file, path in SOURCES.items():
+        room = _room_of(file.removesuffix(".py").replace("/", "."))
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for _, name in (*_imports(tree, file), *_named_modules(tree)):
+            if name.split(".")[0] == "qtrace":
+                target = _room_of(name)
+                used[room].add(target if target in ROOMS else "__init__")
+    unused = {room: (row.imports | row.by_name) - used[room] for room, row in ROOMS.items()}
+    assert {room: rooms for room, rooms in unused.items() if rooms} == {}
+
+
+@pytest.mark.parametrize("file", SOURCES)
 def test_file_keeps_to_its_room(file):
-    problems = violations(file, (ROOT / file).read_text(encoding="utf-8"))
+    problems = violations(file, SOURCES[file].read_text(encoding="utf-8"))
     assert not problems, "\n".join(problems)
 
 
@@ -160,24 +198,20 @@ def test_file_keeps_to_its_room(file):
             "scheme.py:2 imports qtrace.numerics",
         ),
         ("qtrace/scheme.py", "if True:\n    import qtrace.cli as c", "imports qtrace.cli"),
-        ("qtrace/graph/table.py", "from ..passes.insert import run", "imports qtrace.passes.insert.run"),
+        ("qtrace/graph/table.py", "from ..ptq.gptq import run", "imports qtrace.ptq.gptq.run"),
         ("qtrace/graph/__init__.py", "from ..cli import main", "imports qtrace.cli.main"),
         ("qtrace/errors.py", "from qtrace import QScheme", "errors may import only nothing"),
         ("qtrace/cli.py", "import observers.base", "say qtrace.observers.base"),
         ("qtrace/observers/ema.py", "import megengine.functional as F", "must do without MegEngine"),
-        (
-            "qtrace/preparation/passes/insert.py",
-            "from megengine.traced_module import Node",
-            "qtrace.graph is for that",
-        ),
-        (
-            "qtrace/preparation/passes/insert.py",
-            "from megengine import traced_module",
-            "qtrace.graph is for that",
-        ),
+        ("qtrace/ptq/new.py", "from megengine.traced_module import Node", "qtrace.graph is for that"),
+        ("qtrace/ptq/new.py", "from megengine import traced_module", "qtrace.graph is for that"),
         ("qtrace/ops/conv.py", "import megengine as m\nm.traced_module.expr", "conv.py:2 uses"),
         ("qtrace/novel.py", "", "novel.py belongs to no room"),
         ("qtrace/novel/__init__.py", "", "belongs to no room"),
+        ("qtrace/ops/conv.py", "NAME = 'qtrace.cli'", "ops may not know cli"),
+        ("qtrace/ops/conv.py", "NAME = 'qtrace.ptq.gptq:Gptq'", "ops may not know ptq"),
+        ("qtrace/ops/conv.py", "from qtrace.graph._diff import x", "_diff is private to its package"),
+        ("qtrace/ops/conv.py", "from qtrace.graph.walk import _x", "_x is private to its package"),
     ],
 )
 def test_complains_about(file, source, complaint):
@@ -189,11 +223,21 @@ def test_complains_about(file, source, complaint):
     [
         ("qtrace/numerics.py", "from qtrace import scheme\nfrom qtrace.errors import SchemeError"),
         ("qtrace/observers/ema.py", "from qtrace.observers.base import Observer\nfrom .base import Observer"),
-        ("qtrace/graph/trace.py", "import megengine.traced_module as tm\nfrom . import table"),
+        ("qtrace/graph/trace.py", "import megengine.traced_module as tm\nfrom . import table, _diff"),
         ("qtrace/fakequant/base.py", "from megengine.traced_module import register_as_builtin"),
         ("qtrace/cli.py", "import qtrace\nfrom qtrace import QConfig"),
         ("qtrace/__init__.py", "from qtrace.graph import trace"),
+        ("qtrace/config/rule.py", "NAME = 'qtrace.ptq'"),
+        ("qtrace/ops/conv.py", "KEY = 'qtrace.no_module_of_this_name'\nTEXT = 'see qtrace.cli for this'"),
     ],
 )
 def test_allows(file, source):
     assert violations(file, source) == []
+
+
+def test_a_table_is_read_row_by_row():
+    text = "| `a.py` | x | nothing | |\n| --- |\n| `b/` | y, z | a, c d | e |\n"
+    assert read_table(text) == {
+        "a": Row(frozenset(), frozenset()),
+        "b": Row(frozenset("acd"), frozenset("e")),
+    }

@@ -1,4 +1,4 @@
-"""Files that earlier versions saved load, and give the same outputs. Their folders are never written again."""
+"""Files that earlier versions saved load, and give the same outputs. They are never written again."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def test_a_checkpoint_of_an_earlier_version_is_read(folder: Path) -> None:
     part = read_part(folder / "checkpoint.part.npz", prepared, fingerprint(prepared))
     assert list(part.statistics.batches) == [0]
     statistics = part.statistics
-    qtrace.calibrate(prepared, [np.load(folder / "outputs.npz")["input"]], progress=False, statistics=statistics)
+    qtrace.calibrate(
+        prepared, [np.load(folder / "outputs.npz")["input"]], progress=False, statistics=statistics
+    )
 
 
 def test_the_files_name_classes_that_have_moved() -> None:

@@ -376,7 +376,7 @@ def test_a_new_family_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Beside the packaged ones it is known by its name, and goes with every target."""
     for folder in ("backend", "common"):
         (tmp_path / folder).mkdir()
-    packaged = Path(qtrace.recipe.__file__).parent / "recipes"
+    packaged = Path(qtrace.__file__).parent / "recipes"
     for name in ("backend/tensorrt", "common/imagenet", "common/depthwise"):
         (tmp_path / f"{name}.yaml").write_text((packaged / f"{name}.yaml").read_text())
     (tmp_path / "mynet.yaml").write_text(

@@ -12,6 +12,7 @@ import pytest
 import qtrace
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.record import fake_quants
 from tests.nets import net
 
 _X = np.random.RandomState(0).randn(2, 3, 4, 4).astype("float32")
@@ -100,8 +101,17 @@ def test_several_inputs_are_named_wherever_they_stand() -> None:
 
 def test_a_dict_may_be_the_one_argument_even_with_its_name_as_a_key() -> None:
     module = net(lambda self, x: self.c(x["x"]), c=M.Conv2d(3, 4, 1))
-    prepared = qtrace.prepare(qtrace.trace(module, {"x": _X}))
-    qtrace.calibrate(prepared, [{"x": _X}, {"x": {"x": _X}}], progress=False)
+    traced = qtrace.trace(module, {"x": _X})
+    batches = [
+        [{"x": _X}, {"x": 2 * _X}],
+        [{"x": {"x": _X}}, {"x": {"x": 2 * _X}}],
+        [{"x": _X}, {"x": {"x": 2 * _X}}],
+    ]
+    plain, wrapped, mixed = (
+        [fq.qparams() for fq in fake_quants(qtrace.calibrate(qtrace.prepare(traced), data, progress=False))]
+        for data in batches
+    )
+    assert plain == wrapped == mixed
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 4, 4), (3, 4, 4)])

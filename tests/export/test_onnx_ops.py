@@ -8,7 +8,6 @@ from pathlib import Path
 import megengine as mge
 import megengine.functional as F
 import megengine.module as M
-import numpy as np
 import pytest
 
 import qtrace
@@ -200,6 +199,6 @@ def test_op_runs_in_onnxruntime_as_in_the_graph(name: str, tmp_path: Path) -> No
     report = qtrace.verify(path, converted, fresh, min_sqnr_db=30.0)
     assert report.passed, report.table()
     assert report.sites["op_by_op"], "no site was compared"
-    assert all(np.isfinite(t.worst) for t in report.sites["op_by_op"].values())
+    assert all(t.values for t in report.sites["op_by_op"].values()), "a site of which no value was compared"
     if name not in NO_ORACLE:
         assert_agrees(path, [fresh[-1][:2]])

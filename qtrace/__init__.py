@@ -77,7 +77,7 @@ _HOME = {
     "quiet": "process.engine",
     "save": "graph.files.serialize",
     "set_phase": "preparation.phases",
-    "trace": "graph.tracing",
+    "trace": "graph.tracing.trace",
     "verify": "verification.verify",
 }
 

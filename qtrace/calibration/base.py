@@ -89,7 +89,7 @@ def watched(prepared: TracedModule) -> Watched:
     values = evaluate_fixed(prepared, (producers[site.node] for site in sites if site.static))
     for site in sites:
         if site.static:
-            value = values[id(producers[site.node])].numpy()
+            value = values[producers[site.node]].numpy()
             value = getattr(container, site.group).channels_first(value)
             fixed[site.group in moving].append((site.group, value))
         else:

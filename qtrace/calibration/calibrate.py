@@ -183,7 +183,7 @@ def _fit_biases(prepared: TracedModule) -> None:
     values = evaluate_fixed(prepared, (nodes[site.node] for site in biases))
     for site in biases:
         activation, weight = getattr(container, site.activation), getattr(container, site.weight)
-        bias = values[id(nodes[site.node])].numpy().astype(np.float64).reshape(-1)
+        bias = values[nodes[site.node]].numpy().astype(np.float64).reshape(-1)
         if not (activation.calibrated and weight.calibrated):
             continue
         need = np.abs(bias) / (float(activation.qparams().scale) * site.factor * BIAS_LIMIT)

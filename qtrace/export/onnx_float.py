@@ -77,9 +77,9 @@ def _name_parameters(flat: TracedModule, model: Any) -> None:
 def _names(flat: TracedModule, writer: Any, model: Any) -> Names:
     """What the exporter called the nodes and layers of the graph."""
     nodes = [*flat.graph.inputs[1:], *(n for e in exprs(flat) for n in e.outputs)]
-    values = {n.name: writer.values[id(n)] for n in nodes if id(n) in writer.values}
+    values = {n.name: writer.values[n] for n in nodes if n in writer.values}
     tensors = {name: name for name in values}
-    tensors.update((n.name, writer.names[id(n)]) for n in nodes if id(n) in writer.names)
+    tensors.update((n.name, writer.names[n]) for n in nodes if n in writer.names)
     stored = {t.name for t in model.graph.initializer}
     layers: dict[str, Layer] = {}
     for call in _calls(flat):

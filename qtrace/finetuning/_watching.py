@@ -219,10 +219,10 @@ def _ranges(model: TracedModule, limit: float) -> list[Watched]:
 def _norms(model: TracedModule, limit: float) -> list[Watched]:
     from megengine.module.batchnorm import _BatchNorm
 
-    called = {id(m) for expr in exprs(model) for m in _called(expr)}
+    called = {m for expr in exprs(model) for m in _called(expr)}
     found = []
     for name, norm in model.named_modules():
-        if isinstance(norm, _BatchNorm) and id(norm) in called and norm.track_running_stats:
+        if isinstance(norm, _BatchNorm) and norm in called and norm.track_running_stats:
             variance = np.maximum(norm.running_var.numpy(), np.float32(norm.eps))
             tensors = [norm.running_mean, norm.running_var]
             found.append(Watched(name, "statistics", tensors, [np.sqrt(variance), variance], limit, norm))

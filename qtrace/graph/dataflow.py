@@ -8,7 +8,7 @@ from typing import Any
 import megengine.functional as F
 
 from qtrace.graph.interpreter import interpret
-from qtrace.graph.types import Apply, CallFunction, Expr, ModuleNode, TensorNode, TracedModule
+from qtrace.graph.types import Apply, CallFunction, Expr, ModuleNode, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, tensor_inputs
 
 __all__ = ["evaluate_fixed", "fixed_nodes", "static_nodes"]
@@ -16,8 +16,8 @@ __all__ = ["evaluate_fixed", "fixed_nodes", "static_nodes"]
 _LIKE = (F.zeros_like, F.ones_like, F.full_like)
 
 
-def static_nodes(traced: TracedModule) -> set[int]:
-    """The ids of the tensor nodes that do not depend on the values of the graph's inputs.
+def static_nodes(traced: TracedModule) -> set[Node]:
+    """The tensor nodes that do not depend on the values of the graph's inputs.
 
     They depend on parameters, constants and shapes only: ``reshape(self.table)``, or the places of anchors
     that are made by ``arange`` over ``x.shape``. Reading the shape of a tensor is not reading its values.
@@ -25,15 +25,15 @@ def static_nodes(traced: TracedModule) -> set[int]:
     Args:
         traced: a flat traced module.
     """
-    found: set[int] = set()
+    found: set[Node] = set()
     for expr in exprs(traced):
-        if all(id(n) in found for n in _values_read(expr)):
-            found.update(id(n) for n in expr.outputs if isinstance(n, TensorNode))
+        if all(n in found for n in _values_read(expr)):
+            found.update(n for n in expr.outputs if isinstance(n, TensorNode))
     return found
 
 
-def fixed_nodes(traced: TracedModule, without: Callable[[Expr], bool] = lambda expr: False) -> set[int]:
-    """The ids of the nodes that are computed from parameters and constants alone, and of these themselves.
+def fixed_nodes(traced: TracedModule, without: Callable[[Expr], bool] = lambda expr: False) -> set[Node]:
+    """The nodes that are computed from parameters and constants alone, and of these themselves.
 
     Their values are known without a batch, unlike those of `static_nodes` that depend on an input's shape.
 
@@ -41,14 +41,14 @@ def fixed_nodes(traced: TracedModule, without: Callable[[Expr], bool] = lambda e
         traced: a flat traced module.
         without: says of an expr that its outputs are not to count.
     """
-    found = {id(n) for n in traced.graph.inputs if isinstance(n, ModuleNode)}
+    found = {n for n in traced.graph.inputs if isinstance(n, ModuleNode)}
     for expr in exprs(traced):
-        if all(id(n) in found for n in expr.inputs) and not without(expr):
-            found.update(id(n) for n in expr.outputs)
+        if all(n in found for n in expr.inputs) and not without(expr):
+            found.update(n for n in expr.outputs)
     return found
 
 
-def evaluate_fixed(traced: TracedModule, nodes: Iterable[TensorNode]) -> dict[int, Any]:
+def evaluate_fixed(traced: TracedModule, nodes: Iterable[TensorNode]) -> dict[Node, Any]:
     """Computes nodes that depend on parameters and constants alone.
 
     Args:
@@ -56,18 +56,18 @@ def evaluate_fixed(traced: TracedModule, nodes: Iterable[TensorNode]) -> dict[in
         nodes: nodes of its graph that are in `fixed_nodes`.
 
     Returns:
-        id of node -> its Tensor.
+        node -> its Tensor.
     """
-    wanted = {id(node) for node in nodes}
+    wanted = set(nodes)
     needed, order = set(wanted), []
     for expr in reversed(exprs(traced)):
-        if any(id(n) in needed for n in expr.outputs):
-            needed.update(id(n) for n in expr.inputs)
+        if any(n in needed for n in expr.outputs):
+            needed.update(n for n in expr.inputs)
             order.append(expr)
-    values: dict[int, Any] = {id(n): traced for n in traced.graph.inputs if isinstance(n, ModuleNode)}
+    values: dict[Node, Any] = {n: traced for n in traced.graph.inputs if isinstance(n, ModuleNode)}
     for expr in reversed(order):
-        results = interpret(expr, [values[id(n)] for n in expr.inputs])
-        values.update((id(n), v) for n, v in zip(expr.outputs, results or (), strict=True))
+        results = interpret(expr, [values[n] for n in expr.inputs])
+        values.update((n, v) for n, v in zip(expr.outputs, results or (), strict=True))
     return {key: values[key] for key in wanted}
 
 

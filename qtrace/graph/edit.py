@@ -52,11 +52,11 @@ class GraphEditor:
     def __init__(self, traced: TracedModule) -> None:
         self.traced = traced
         self.graph = traced.graph
-        self._after: dict[int, list[Expr]] = {}
+        self._after: dict[Expr, list[Expr]] = {}
         self._front: list[Expr] = []
-        self._removed: set[int] = set()
+        self._removed: set[Expr] = set()
         self._attrs: dict[str, Node] = {}
-        self._in_front: set[int] = set()
+        self._in_front: set[Expr] = set()
         self._suffix: dict[str, int] = {}
         for expr in self.graph._exprs:
             if isinstance(expr, GetAttr) and expr.inputs[0] is self.graph._inputs[0]:
@@ -87,8 +87,8 @@ class GraphEditor:
         node = self._attrs.get(path)
         if node is None:
             node = self._new_attr(path)
-        if id(node.expr) not in self._in_front:
-            self._in_front.add(id(node.expr))
+        if node.expr not in self._in_front:
+            self._in_front.add(node.expr)
             self._front.append(node.expr)
         return node
 
@@ -152,11 +152,11 @@ class GraphEditor:
         expr.return_val = node
         copy_line(after, expr)
         node._name = self._unique(name, node)
-        if isinstance(after, Input) or id(after) in self._in_front:
+        if isinstance(after, Input) or after in self._in_front:
             self._front.append(expr)
-            self._in_front.add(id(expr))
+            self._in_front.add(expr)
         else:
-            self._after.setdefault(id(after), []).append(expr)
+            self._after.setdefault(after, []).append(expr)
         return node
 
     def _unique(self, name: str, node: Node) -> str:
@@ -185,14 +185,14 @@ class GraphEditor:
             users: only these exprs; None means all users of ``old``.
             outputs: whether graph outputs are replaced too (only when ``users`` is None).
         """
-        chosen = None if users is None else {id(e) for e in users}
+        chosen = None if users is None else set(users)
         stay: list[Expr] = []
-        moved: dict[int, Expr] = {}
+        moved: dict[Expr, Expr] = {}
         for expr in old.users:
-            if expr is new.expr or (chosen is not None and id(expr) not in chosen):
+            if expr is new.expr or (chosen is not None and expr not in chosen):
                 stay.append(expr)
             else:
-                moved[id(expr)] = expr
+                moved[expr] = expr
                 new.users.append(expr)
         old.users = stay
         for expr in moved.values():
@@ -226,7 +226,7 @@ class GraphEditor:
 
     def remove(self, expr: Expr) -> None:
         """Drops ``expr``, whose outputs must be unused when the edits are written."""
-        self._removed.add(id(expr))
+        self._removed.add(expr)
 
     def commit(self) -> None:
         """Writes the collected edits.
@@ -235,35 +235,35 @@ class GraphEditor:
             GraphError: when an expr was removed whose output is still used.
         """
         order: list[Expr] = []
-        for start in (*self._front, *(e for e in self.graph._exprs if id(e) not in self._in_front)):
+        for start in (*self._front, *(e for e in self.graph._exprs if e not in self._in_front)):
             stack = [start]
             while stack:
                 expr = stack.pop()
                 order.append(expr)
-                stack.extend(reversed(self._after.pop(id(expr), ())))
+                stack.extend(reversed(self._after.pop(expr, ())))
         if self._after:
             raise GraphError("an edit was placed behind an expr that is not in this graph.")
         self._check_order(order)
-        self.graph._exprs = [e for e in order if id(e) not in self._removed]
+        self.graph._exprs = [e for e in order if e not in self._removed]
         for expr in order:
-            if id(expr) in self._removed:
+            if expr in self._removed:
                 self._unlink(expr)
         finish(self.traced)
 
     def _check_order(self, order: list[Expr]) -> None:
         """Refuses a node that is read before it is produced: dropping dead exprs would lose its producer."""
-        later = {id(n) for e in order for n in e.outputs}
+        later = {n for e in order for n in e.outputs}
         for expr in order:
-            early = next((n for n in expr.inputs if id(n) in later), None)
-            if early is not None and id(expr) not in self._removed:
+            early = next((n for n in expr.inputs if n in later), None)
+            if early is not None and expr not in self._removed:
                 raise GraphError(f"{expr} reads {early._name}, which is produced later: move it up.")
-            later.difference_update(id(n) for n in expr.outputs)
+            later.difference_update(n for n in expr.outputs)
 
     def _unlink(self, expr: Expr) -> None:
-        outputs = {id(n) for n in self.graph._outputs}
+        outputs = set(self.graph._outputs)
         for node in expr.outputs:
-            live = [u for u in node.users if id(u) not in self._removed]
-            if live or id(node) in outputs:
+            live = [u for u in node.users if u not in self._removed]
+            if live or node in outputs:
                 raise GraphError(
                     f"{node._name} cannot be removed: it is still used by {live or 'the outputs'}."
                 )
@@ -309,25 +309,25 @@ def _argspec(func: Callable[..., Any]) -> inspect.FullArgSpec:
 def finish(traced: TracedModule) -> None:
     """Drops dead exprs and renews users, back references and ids: one pass, linear."""
     graph = traced.graph
-    live = {id(n) for n in graph._outputs}
+    live = set(graph._outputs)
     kept: list[Expr] = []
     for expr in reversed(graph._exprs):
-        if expr._disable_remove or not expr.outputs or any(id(n) in live for n in expr.outputs):
+        if expr._disable_remove or not expr.outputs or any(n in live for n in expr.outputs):
             kept.append(expr)
-            live.update(id(n) for n in expr.inputs)
+            live.update(n for n in expr.inputs)
         else:
             for node in expr.outputs:
                 graph._namespace.used_names[node._name] = None
     kept.reverse()
     graph._exprs = kept
     counts: Counter[int] = Counter()
-    users: dict[int, list[Expr]] = {}
+    users: dict[Node, list[Expr]] = {}
     for expr in kept:
         for node in expr.inputs:
-            users.setdefault(id(node), []).append(expr)
-            counts[id(node)] += 1
+            users.setdefault(node, []).append(expr)
+            counts[node] += 1
     for node in (*graph._inputs, *(n for e in kept for n in e.outputs)):
-        node.users = users.get(id(node), [])
+        node.users = users.get(node, [])
     traced._update_ref()
     graph._reset_ids()
 

@@ -85,7 +85,7 @@ class _Emitter:
         self.attrs: dict[str, Node] = {}
         self.resized: list[Call] = []  # calls of other sizes than those that were traced
         self._in_resized = False
-        self._called: set[int] = set()
+        self._called: set[Node] = set()
 
     def copy_input(self, node: Node) -> Node:
         new_expr = copy.copy(node.expr)
@@ -94,30 +94,30 @@ class _Emitter:
         return new
 
     def inline(
-        self, graph: InternalGraph, inputs: list[Node], path: str, prefix: str, names: dict[int, str]
+        self, graph: InternalGraph, inputs: list[Node], path: str, prefix: str, names: dict[Node, str]
     ) -> list[Node]:
         """Emits ``graph`` with its inputs bound to ``inputs``; returns the nodes of its outputs.
 
         Args:
             path: dotted path of the graph's module below the root.
             prefix: put before the names of the nodes inside.
-            names: names that the caller gives to output nodes, by id of the inner node.
+            names: names that the caller gives to output nodes, by inner node.
         """
-        bound: dict[int, Node] = {id(n): new for n, new in zip(graph._inputs, inputs, strict=True)}
-        paths: dict[int, str] = {id(graph._inputs[0]): path}
-        objects: dict[int, Any] = {id(graph._inputs[0]): _lookup(self.root, path)}
+        bound: dict[Node, Node] = dict(zip(graph._inputs, inputs, strict=True))
+        paths: dict[Node, str] = {graph._inputs[0]: path}
+        objects: dict[Node, Any] = {graph._inputs[0]: _lookup(self.root, path)}
 
         def resolve(node: Node) -> Node:
-            if id(node) not in bound:
-                bound[id(node)] = self.attr(node, paths[id(node)])
-            return bound[id(node)]
+            if node not in bound:
+                bound[node] = self.attr(node, paths[node])
+            return bound[node]
 
         for expr in graph._exprs:
             if isinstance(expr, GetAttr):
                 base, out = expr.inputs[0], expr.outputs[0]
-                if id(base) in paths:
-                    paths[id(out)] = f"{paths[id(base)]}.{expr.name}".lstrip(".")
-                    objects[id(out)] = _lookup(self.root, paths[id(out)])
+                if base in paths:
+                    paths[out] = f"{paths[base]}.{expr.name}".lstrip(".")
+                    objects[out] = _lookup(self.root, paths[out])
                     if isinstance(out, TensorNode):
                         resolve(out)
                     continue
@@ -128,28 +128,28 @@ class _Emitter:
             callee = expr.inputs[0]
             args = [callee if n is callee else resolve(n) for n in expr.inputs]
             given = {
-                id(i): names.get(id(o), _join(prefix, o._name))
+                i: names.get(o, _join(prefix, o._name))
                 for i, o in zip(inner._outputs, expr.outputs, strict=True)
             }
-            inner_path = paths[id(callee)]
-            again, start = id(inner) in self._called, len(self.flat._exprs)
-            self._called.add(id(inner))
+            inner_path = paths[callee]
+            again, start = inner in self._called, len(self.flat._exprs)
+            self._called.add(inner)
             resized = not self._in_resized and needs_own_shapes(inner._inputs, args, again)
             self._in_resized |= resized
             results = self.inline(inner, args, inner_path, inner_path.replace(".", "_"), given)
             if resized:
                 self.resized.append(Call(start, len(self.flat._exprs), results, expr.outputs))
                 self._in_resized = False
-            bound.update((id(o), r) for o, r in zip(expr.outputs, results, strict=True))
+            bound.update((o, r) for o, r in zip(expr.outputs, results, strict=True))
         return [resolve(n) for n in graph._outputs]
 
     @staticmethod
-    def _inner_graph(expr: Expr, objects: dict[int, Any]) -> InternalGraph | None:
+    def _inner_graph(expr: Expr, objects: dict[Node, Any]) -> InternalGraph | None:
         """The graph to inline at ``expr``; the source's, since the copied tree carries none."""
         if not (isinstance(expr, CallMethod) and is_call_module(expr)):
             return None
         source = expr.inputs[0].owner
-        if isinstance(source, TracedModule) and not source.is_qat and id(expr.inputs[0]) in objects:
+        if isinstance(source, TracedModule) and not source.is_qat and expr.inputs[0] in objects:
             return source.argdef_graph_map[expr.arg_def]
         return None
 
@@ -169,7 +169,7 @@ class _Emitter:
         return self.attrs[path]
 
     def _clone(
-        self, expr: Expr, resolve: Any, bound: dict[int, Node], prefix: str, names: dict[int, str]
+        self, expr: Expr, resolve: Any, bound: dict[Node, Node], prefix: str, names: dict[Node, str]
     ) -> None:
         new = copy.copy(expr)
         new.inputs = [resolve(n) for n in expr.inputs]
@@ -179,10 +179,8 @@ class _Emitter:
             new.value = copy.deepcopy(expr.value, self.memo)
         if expr.const_val is not None:
             new.const_val = list(expr.const_val)
-        new.outputs = [
-            self._copy_node(n, new, names.get(id(n), _join(prefix, n._name))) for n in expr.outputs
-        ]
-        bound.update((id(old), node) for old, node in zip(expr.outputs, new.outputs, strict=True))
+        new.outputs = [self._copy_node(n, new, names.get(n, _join(prefix, n._name))) for n in expr.outputs]
+        bound.update((old, node) for old, node in zip(expr.outputs, new.outputs, strict=True))
         self.flat._exprs.append(new)
 
     def _copy_node(self, node: Node, expr: Expr, name: str) -> Node:

@@ -77,7 +77,7 @@ class Interpreter:
         arg_def, inputs = self.bind(args, kwargs)
         graph = self.traced.argdef_graph_map[arg_def]
         values = self._execute(graph, inputs, None)
-        outputs = [values[id(node)] for node in graph._outputs]
+        outputs = [values[node] for node in graph._outputs]
         return self.traced.argdef_outdef_map[arg_def].unflatten(outputs)
 
     def run_until(self, node: Node, /, *args: Any, **kwargs: Any) -> Any:
@@ -89,9 +89,9 @@ class Interpreter:
         """
         arg_def, inputs = self.bind(args, kwargs)
         values = self._execute(self.traced.argdef_graph_map[arg_def], inputs, node)
-        if id(node) not in values:
+        if node not in values:
             raise GraphError(f"the graph does not produce {node.name}: is it a node of another copy?")
-        return values[id(node)]
+        return values[node]
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[TreeDef, list[Any]]:
         """The key of the graph for these arguments, and the values of its inputs, as forward finds them.
@@ -114,26 +114,26 @@ class Interpreter:
             )
         return arg_def, [leaf for leaf in leaves if isinstance(leaf, (Module, RawTensor))]
 
-    def _execute(self, graph: InternalGraph, inputs: list[Any], until: Node | None) -> dict[int, Any]:
-        """Runs the exprs; returns the values that are alive at the end, by id of the node."""
+    def _execute(self, graph: InternalGraph, inputs: list[Any], until: Node | None) -> dict[Node, Any]:
+        """Runs the exprs; returns the values that are alive at the end, by node."""
         frees = last_uses(graph)
-        values: dict[int, Any] = {}
+        values: dict[Node, Any] = {}
         for node in graph._inputs:
-            values[id(node)] = self.on_node(node, inputs.pop(0))
-        if until is not None and id(until) in values:
+            values[node] = self.on_node(node, inputs.pop(0))
+        if until is not None and until in values:
             return values
         for key in frees[None]:
             values.pop(key, None)
         for expr in graph._exprs:
             # Nothing else may hold a value here: a local name would keep it through the next expr.
-            self._store(expr, self.run_expr(expr, [values[id(n)] for n in expr.inputs]), values)
-            if until is not None and id(until) in values:
+            self._store(expr, self.run_expr(expr, [values[n] for n in expr.inputs]), values)
+            if until is not None and until in values:
                 return values
             for key in frees[expr]:
                 values.pop(key, None)
         return values
 
-    def _store(self, expr: Expr, results: Sequence[Any] | None, values: dict[int, Any]) -> None:
+    def _store(self, expr: Expr, results: Sequence[Any] | None, values: dict[Node, Any]) -> None:
         found = () if results is None else results
         if len(found) != len(expr.outputs):
             raise GraphError(
@@ -141,7 +141,7 @@ class Interpreter:
                 f"but run_expr returned {len(found)} values."
             )
         for node, value in zip(expr.outputs, found, strict=True):
-            values[id(node)] = self.on_node(node, value)
+            values[node] = self.on_node(node, value)
 
 
 def interpret(expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
@@ -184,19 +184,19 @@ def _structure(tree: TreeDef) -> str:
     return f"{left}{', '.join(parts)}{right}"
 
 
-def last_uses(graph: InternalGraph, order: Sequence[Expr] | None = None) -> dict[Expr | None, list[int]]:
-    """Which nodes to free after each expr, by id; under None, the inputs that nothing reads.
+def last_uses(graph: InternalGraph, order: Sequence[Expr] | None = None) -> dict[Expr | None, list[Node]]:
+    """Which nodes to free after each expr; under None, the inputs that nothing reads.
 
     Args:
         graph: the graph.
         order: all its exprs as they are computed; by default in the graph's order.
     """
     steps = graph._exprs if order is None else order
-    kept = {id(node) for node in graph._outputs}
-    last: dict[int, Expr | None] = dict.fromkeys((id(node) for node in graph._inputs), None)
+    kept = set(graph._outputs)
+    last: dict[Node, Expr | None] = dict.fromkeys(graph._inputs)
     for expr in steps:
-        last.update((id(node), expr) for node in (*expr.outputs, *expr.inputs))
-    frees: dict[Expr | None, list[int]] = {None: [], **{expr: [] for expr in steps}}
+        last.update((node, expr) for node in (*expr.outputs, *expr.inputs))
+    frees: dict[Expr | None, list[Node]] = {None: [], **{expr: [] for expr in steps}}
     for key, expr in last.items():
         if key not in kept:
             frees[expr].append(key)

@@ -115,8 +115,8 @@ class _GraphLinter:
         self.problems: list[LintProblem] = []
         self.calls: list[tuple[TracedModule, str, TreeDef]] = []
         # The modules that module nodes stand for, with their paths.
-        self.objects: dict[int, tuple[Any, str]] = {id(graph._inputs[0]): (module, path)}
-        self.nodes: dict[int, Node] = {}
+        self.objects: dict[Node, tuple[Any, str]] = {graph._inputs[0]: (module, path)}
+        self.nodes: dict[Node, Node] = {}
 
     def run(self) -> list[LintProblem]:
         """All problems of the graph."""
@@ -135,17 +135,17 @@ class _GraphLinter:
 
     def _order(self) -> None:
         """Every node has one producer, knows it, and is read only after it."""
-        producers: dict[int, Expr] = {}
+        producers: dict[Node, Expr] = {}
         for expr in self.graph._exprs:
             for node in expr.outputs:
-                producers.setdefault(id(node), expr)
+                producers.setdefault(node, expr)
         for node in self.graph._inputs:
-            self.nodes[id(node)] = node  # the same node may be an input twice: f(x, x)
+            self.nodes[node] = node  # the same node may be an input twice: f(x, x)
         for expr in self.graph._exprs:
             for node in expr.inputs:
-                if id(node) in self.nodes:
+                if node in self.nodes:
                     continue
-                later = producers.get(id(node))
+                later = producers.get(node)
                 if later is None:
                     text = f"reads {_name(node)}, which no expr of this graph produces"
                     self._report("not-produced", _where(expr), text)
@@ -153,11 +153,11 @@ class _GraphLinter:
                     text = f"reads {_name(node)} before {_show(later)} produces it"
                     self._report("used-before-produced", _where(expr), text)
             for node in expr.outputs:
-                if id(node) in self.nodes:
+                if node in self.nodes:
                     text = f"is produced a second time, by {_show(expr)}"
                     self._report("produced-twice", _name(node), text)
                     continue
-                self.nodes[id(node)] = node
+                self.nodes[node] = node
                 if node.expr is not expr:
                     text = f"is produced by {_show(expr)}, but its expr is {_show(node.expr)}"
                     self._report("wrong-producer", _name(node), text)
@@ -165,7 +165,7 @@ class _GraphLinter:
     def _outputs(self) -> None:
         """Graph outputs are nodes of the graph, as many as the module returns."""
         for index, node in enumerate(self.graph._outputs):
-            if id(node) not in self.nodes:
+            if node not in self.nodes:
                 text = f"is output {index} of the graph, but nothing in the graph produces it"
                 self._report("output-not-produced", _name(node), text)
         found, wanted = len(self.graph._outputs), self.out_def and self.out_def.num_leaves
@@ -175,23 +175,23 @@ class _GraphLinter:
 
     def _users(self) -> None:
         """A node's users are the exprs that read it, each as often as it reads it (outputs are no users)."""
-        reads: dict[int, Counter[int]] = {}
-        exprs: dict[int, Expr] = {}
+        reads: dict[Node, Counter[int]] = {}
+        exprs: dict[Expr, Expr] = {}
         for expr in self.graph._exprs:
-            exprs[id(expr)] = expr
+            exprs[expr] = expr
             for node in expr.inputs:
-                reads.setdefault(id(node), Counter())[id(expr)] += 1
+                reads.setdefault(node, Counter())[expr] += 1
         for key, node in self.nodes.items():
-            listed = Counter(id(user) for user in node.users)
+            listed = Counter(user for user in node.users)
             actual = reads.get(key, Counter())
             if listed == actual:
                 continue
             for user in node.users:
-                if id(user) not in exprs:
+                if user not in exprs:
                     text = f"lists {_show(user)} as a user, which is not in this graph"
                     self._report("wrong-users", _name(node), text)
-                    exprs[id(user)] = user  # said once
-                    listed.pop(id(user), None)
+                    exprs[user] = user  # said once
+                    listed.pop(user, None)
             for ident in dict.fromkeys((*actual, *listed)):
                 times, said = actual[ident], listed[ident]
                 if times != said and ident in exprs:
@@ -235,20 +235,20 @@ class _GraphLinter:
         if isinstance(expr, GetAttr):
             self._attribute(expr)
         elif isinstance(expr, Constant) and isinstance(expr.outputs[0], ModuleNode):
-            self.objects[id(expr.outputs[0])] = (expr.value, expr.outputs[0]._name)
+            self.objects[expr.outputs[0]] = (expr.value, expr.outputs[0]._name)
         else:
             callee = expr.inputs[0] if isinstance(expr, CallMethod) and is_call_module(expr) else None
             for node in expr.inputs:
-                if id(node) in self.objects:
-                    owner, path = self.objects[id(node)]
+                if node in self.objects:
+                    owner, path = self.objects[node]
                     if node is not callee or not self._call(expr, owner, path):
                         self.reached.add(id(owner))
 
     def _attribute(self, expr: GetAttr) -> None:
         out = expr.outputs[0]
-        if id(expr.inputs[0]) not in self.objects:
+        if expr.inputs[0] not in self.objects:
             return
-        base, path = self.objects[id(expr.inputs[0])]
+        base, path = self.objects[expr.inputs[0]]
         path = f"{path}.{expr.name}".lstrip(".")
         value = base
         for part in expr.name.split("."):
@@ -263,7 +263,7 @@ class _GraphLinter:
         elif isinstance(out, TensorNode):
             self.reached.add(id(value))
         else:
-            self.objects[id(out)] = (value, path)
+            self.objects[out] = (value, path)
             if out.owner is not value:
                 self._report("wrong-owner", _name(out), f"stands for {path}, but refers to another module")
 
@@ -280,12 +280,12 @@ class _GraphLinter:
 
     def _dead(self) -> None:
         """Every result is used, unless the expr is kept on purpose or writes in place."""
-        live = {id(node) for node in self.graph._outputs}
+        live = set(self.graph._outputs)
         dead: list[Expr] = []
         for expr in reversed(self.graph._exprs):
             writes = isinstance(expr, CallMethod) and expr.method == "__setitem__"
-            if expr._disable_remove or writes or not expr.outputs or any(id(n) in live for n in expr.outputs):
-                live.update(id(node) for node in expr.inputs)
+            if expr._disable_remove or writes or not expr.outputs or any(n in live for n in expr.outputs):
+                live.update(node for node in expr.inputs)
             else:
                 dead.append(expr)
         for expr in reversed(dead):

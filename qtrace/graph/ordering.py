@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from qtrace.graph.types import Expr
+from qtrace.graph.types import Expr, Node
 
 __all__ = ["together"]
 
@@ -25,11 +25,11 @@ def together(exprs: Sequence[Expr], groups: Sequence[Sequence[Expr]]) -> list[Ex
         None where there is no such order: one member needs what another gives, or what comes from it through
         a second group.
     """
-    place = {id(expr): i for i, expr in enumerate(exprs)}
+    place = {expr: i for i, expr in enumerate(exprs)}
     unit = list(range(len(exprs)))  # the place of the first member stands for a group
     members = {i: [i] for i in unit}
     for group in groups:
-        first, *others = sorted(place[id(expr)] for expr in group)
+        first, *others = sorted(place[expr] for expr in group)
         for other in others:
             unit[other] = first
             members[first] += members.pop(other)
@@ -60,14 +60,14 @@ def _sorted(exprs: Sequence[Expr], unit: list[int], members: dict[int, list[int]
 def _needs(exprs: Sequence[Expr], unit: list[int]) -> dict[int, set[int]]:
     """For each unit, those that come first; itself where one member needs another."""
     needs: dict[int, set[int]] = {one: set() for one in unit}
-    maker: dict[int, int] = {}
+    maker: dict[Node, int] = {}
     wall: list[int] = []  # the last expr without outputs
     since: list[int] = []  # the exprs since then
     for i, expr in enumerate(exprs):
-        needed = {maker[id(node)] for node in expr.inputs if id(node) in maker}
+        needed = {maker[node] for node in expr.inputs if node in maker}
         needed.update(wall if expr.outputs else (*wall, *since))
         needs[unit[i]].update(unit[j] for j in needed)
-        maker.update((id(node), i) for node in expr.outputs)
+        maker.update((node, i) for node in expr.outputs)
         since.append(i)
         if not expr.outputs:
             wall, since = [i], []

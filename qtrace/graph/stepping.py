@@ -47,18 +47,18 @@ class Stepper:
         if steps is None:
             raise GraphError("exprs that are to be computed side by side need the results of one another.")
         self._steps = steps
-        self._order = {id(e): i for i, e in enumerate(steps)}
+        self._order = {e: i for i, e in enumerate(steps)}
         self._fixed = _fixed(self.graph)
-        self._modules = {id(n) for n in self.graph._inputs if isinstance(n, ModuleNode)}
-        self._known: dict[int, Any] = {}
-        self._ahead: dict[tuple[int, int], Any] = {}
+        self._modules = {n for n in self.graph._inputs if isinstance(n, ModuleNode)}
+        self._known: dict[Node, Any] = {}
+        self._ahead: dict[tuple[Any, Any], Any] = {}
         self._frees = last_uses(self.graph, steps)
         self._at = 0
-        self._values: list[dict[int, Any]] = []
+        self._values: list[dict[Node, Any]] = []
         binder = Interpreter(traced)
         for args, kwargs in batches:
             inputs = binder.bind(args, kwargs)[1]
-            self._values.append({id(n): v for n, v in zip(self.graph._inputs, inputs, strict=True)})
+            self._values.append(dict(zip(self.graph._inputs, inputs, strict=True)))
         self.count = len(self._values)
 
     def advance(self, expr: Expr) -> None:
@@ -67,15 +67,15 @@ class Stepper:
         Raises:
             GraphError: when ``expr`` was passed already, or is not in the graph.
         """
-        goal = self._order.get(id(expr), -1)
+        goal = self._order.get(expr, -1)
         if goal < self._at:
             raise GraphError(f"{expr} lies behind: a stepper goes forward only.")
         for step in self._steps[self._at : goal]:
-            if id(step) in self._fixed:
+            if step in self._fixed:
                 continue
             for batch, values in enumerate(self._values):
-                results = self._ahead.pop((id(step), batch), None) or self._run(step, values)
-                values.update((id(n), v) for n, v in zip(step.outputs, results, strict=True))
+                results = self._ahead.pop((step, batch), None) or self._run(step, values)
+                values.update((n, v) for n, v in zip(step.outputs, results, strict=True))
                 for key in self._frees[step]:
                     if key not in self._modules:
                         values.pop(key, None)
@@ -97,7 +97,7 @@ class Stepper:
 
         It is computed once, until parameters change.
         """
-        key = id(expr), batch
+        key = expr, batch
         if key not in self._ahead:
             self._ahead[key] = self._run(expr, self._values[batch])
         return list(self._ahead[key])
@@ -107,7 +107,7 @@ class Stepper:
         values = dict(self._values[batch])
         for expr in exprs:
             results = self._run(expr, values)
-            values.update((id(n), v) for n, v in zip(expr.outputs, results, strict=True))
+            values.update((n, v) for n, v in zip(expr.outputs, results, strict=True))
         return [self._get(n, values) for n in nodes]
 
     def fork(self) -> Stepper:
@@ -121,28 +121,28 @@ class Stepper:
         self._known.clear()
         self._ahead.clear()
 
-    def _run(self, expr: Expr, values: dict[int, Any]) -> Any:
+    def _run(self, expr: Expr, values: dict[Node, Any]) -> Any:
         found = interpret(expr, [self._get(n, values) for n in expr.inputs])
         return () if found is None else found
 
-    def _get(self, node: Node, values: dict[int, Any]) -> Any:
-        if id(node) in values:
-            return values[id(node)]
-        if id(node) not in self._known:
+    def _get(self, node: Node, values: dict[Node, Any]) -> Any:
+        if node in values:
+            return values[node]
+        if node not in self._known:
             expr = node.expr
-            if id(expr) not in self._fixed:
+            if expr not in self._fixed:
                 raise GraphError(f"{node._name} has no value here: it is computed later, or was dropped.")
             results = self._run(expr, values)
-            self._known.update((id(n), v) for n, v in zip(expr.outputs, results, strict=True))
-        return self._known[id(node)]
+            self._known.update((n, v) for n, v in zip(expr.outputs, results, strict=True))
+        return self._known[node]
 
 
-def _fixed(graph: Any) -> set[int]:
-    """The ids of the exprs that depend on parameters and constants alone."""
-    found: set[int] = set()
-    nodes: set[int] = {id(n) for n in graph._inputs if isinstance(n, ModuleNode)}
+def _fixed(graph: Any) -> set[Expr]:
+    """The exprs that depend on parameters and constants alone."""
+    found: set[Expr] = set()
+    nodes: set[Node] = {n for n in graph._inputs if isinstance(n, ModuleNode)}
     for expr in graph._exprs:
-        if all(id(n) in nodes for n in expr.inputs):
-            found.add(id(expr))
-            nodes.update(id(n) for n in expr.outputs if isinstance(n, (TensorNode, ModuleNode)))
+        if all(n in nodes for n in expr.inputs):
+            found.add(expr)
+            nodes.update(n for n in expr.outputs if isinstance(n, (TensorNode, ModuleNode)))
     return found

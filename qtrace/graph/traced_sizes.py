@@ -8,7 +8,7 @@ from typing import Any
 import megengine as mge
 import numpy as np
 
-from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Input, TensorNode
+from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Input, Node, TensorNode
 
 __all__ = ["traced_value"]
 
@@ -29,28 +29,28 @@ def traced_value(node: TensorNode) -> np.ndarray | None:
     order = _needed(node)
     if order is None:
         return None
-    values: dict[int, np.ndarray] = {}
+    values: dict[Node, np.ndarray] = {}
     for expr in order:
         try:
             results = _evaluate(expr, values)
         except Exception:  # a kernel that does not take these sizes: then nothing is known
             return None
         for out, value in zip(expr.outputs, results, strict=True):
-            values[id(out)] = value
-    return values[id(node)]
+            values[out] = value
+    return values[node]
 
 
 def _needed(node: TensorNode) -> list[Expr] | None:
     """The exprs that compute ``node``, in order; None where one reads more than shapes and numbers."""
     order: list[Expr] = []
-    done: set[int] = set()
+    done: set[Expr] = set()
     stack: list[tuple[Expr, bool]] = [(node.expr, False)]
     while stack:
         expr, ready = stack.pop()
-        if id(expr) in done:
+        if expr in done:
             continue
         if ready:
-            done.add(id(expr))
+            done.add(expr)
             order.append(expr)
             continue
         if not _is_small(expr) or len(stack) > _MAX_EXPRS or len(order) > _MAX_EXPRS:
@@ -80,11 +80,11 @@ def _draws(expr: Expr) -> bool:
     return isinstance(expr, Apply) and "RNG" in type(expr.opdef).__name__
 
 
-def _evaluate(expr: Expr, values: dict[int, np.ndarray]) -> list[np.ndarray]:
+def _evaluate(expr: Expr, values: dict[Node, np.ndarray]) -> list[np.ndarray]:
     if _reads_shape(expr):
         (source,) = expr.inputs
         shape = np.array([int(n) for n in source.shape], np.int32)
         axis = int(expr.opdef.axis)
         return [shape if axis == _ALL_AXES else shape[axis : axis + 1 or None]]
-    results = expr.interpret(*(mge.Tensor(values[id(n)]) for n in expr.inputs))
+    results = expr.interpret(*(mge.Tensor(values[n]) for n in expr.inputs))
     return [r.numpy() for r in results]

@@ -43,10 +43,10 @@ def exprs(traced: TracedModule) -> list[Expr]:
 
 def users(node: Node) -> Iterator[Expr]:
     """The exprs that read ``node``, each once, in the order in which they were recorded."""
-    seen: set[int] = set()
+    seen: set[Expr] = set()
     for expr in node.users:
-        if id(expr) not in seen:
-            seen.add(id(expr))
+        if expr not in seen:
+            seen.add(expr)
             yield expr
 
 

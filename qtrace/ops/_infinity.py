@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from megengine import Parameter, Tensor
 
-from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Input, TensorNode
+from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Input, Node, TensorNode
 from qtrace.graph.walk import get_module
 from qtrace.ops.base import OpRule, Reading, Role
 
@@ -38,12 +38,12 @@ def meets_infinity(
     if _writes_infinity(expr):
         return True
     todo: list[TensorNode] = list(reading.inputs)
-    seen: set[int] = set()
+    seen: set[Node] = set()
     while todo:
         source = todo.pop().expr
-        if id(source) in seen or isinstance(source, Input):
+        if source in seen or isinstance(source, Input):
             continue
-        seen.add(id(source))
+        seen.add(source)
         if isinstance(source, (Constant, GetAttr)):
             if _holds(source):
                 return True

@@ -37,7 +37,7 @@ class BnReestimate(CalibratedAlgorithm):
     def apply(self, task: CalibratedTask) -> Report:
         found, left = layers(task.model)
         left = [line for line in left if not line.endswith(KEPT_NORM)]
-        known = {id(layer.call.expr): layer for layer in found}
+        known = {layer.call.expr: layer for layer in found}
         twins = Twins(task)
         changed, errors = [], []
         for expr in tqdm(exprs(task.model), desc="bn_reestimate", unit="op", disable=not task.progress):
@@ -45,8 +45,8 @@ class BnReestimate(CalibratedAlgorithm):
             if isinstance(owner(expr), BnFold):
                 errors.append(_reestimate(twins, expr))
                 changed.append(f"{name}: mean and variance estimated anew")
-            elif id(expr) in known:
-                result = _rescale(task, twins, known[id(expr)])
+            elif expr in known:
+                result = _rescale(task, twins, known[expr])
                 if isinstance(result, str):
                     left.append(f"{name}: {result}")
                 else:

@@ -23,11 +23,18 @@ from qtrace.preparation.passes.expand import expand
 from tests.nets import images, net
 
 
+class _Part(SimpleNamespace):
+    """A node or an expr; as in a graph, it equals only itself."""
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
 def _graph(reads: list[list[int]], silent: tuple[int, ...] = ()) -> list[Any]:
     """Exprs with one output each, but for those that are ``silent``, which read the outputs of others."""
-    nodes = [SimpleNamespace() for _ in reads]
+    nodes = [_Part() for _ in reads]
     return [
-        SimpleNamespace(inputs=[nodes[j] for j in read], outputs=[] if i in silent else [nodes[i]])
+        _Part(inputs=[nodes[j] for j in read], outputs=[] if i in silent else [nodes[i]])
         for i, read in enumerate(reads)
     ]
 

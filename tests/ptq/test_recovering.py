@@ -187,8 +187,9 @@ def test_what_cannot_be_learned_is_left_with_the_reason() -> None:
     shared = net(lambda self, x: self.b(F.relu(self.b(self.a(x)))), a=M.Conv2d(3, 3, 1), b=M.Conv2d(3, 3, 1))
     left = _report(_calibrated({"adaround": FEW}, module=shared))["left"]
     assert sum("its weight b.weight is shared with another call" in line for line in left) == 2
-    rules = [{"match": {}, "quantize": False}]
-    report = _report(_calibrated({"adaround": FEW}, rules=rules))
+    rules = [{"match": {"op": "conv2d"}, "quantize": False}]
+    doubled = net(lambda self, x: self.a(x + x), a=M.Conv2d(3, 3, 1))
+    report = _report(_calibrated({"adaround": FEW}, module=doubled, rules=rules))
     assert (report["changed"], report["left"]) == ([], ["no layer has quantized weights"])
 
 

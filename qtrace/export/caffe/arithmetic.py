@@ -59,7 +59,7 @@ def _clip(w: CaffeWriter, call: OpCall) -> None:
             kept = w.layer("ReLU", [shifted], w.fresh(base))
             back = {"scale": sign, "shift": bound}
             name = w.layer("Power", [kept], w.fresh(base), power_param=back)
-    w.names[id(call.out)] = w.layer("Power", [name], base, power_param={"scale": 1.0})
+    w.names[call.out] = w.layer("Power", [name], base, power_param={"scale": 1.0})
 
 
 def _hard_gate(w: CaffeWriter, x: str, top: str) -> str:
@@ -70,7 +70,7 @@ def _hard_gate(w: CaffeWriter, x: str, top: str) -> str:
 
 
 def _hsigmoid(w: CaffeWriter, call: OpCall) -> None:
-    w.names[id(call.out)] = _hard_gate(w, w.name(call.inputs[0]), call.out.name)
+    w.names[call.out] = _hard_gate(w, w.name(call.inputs[0]), call.out.name)
 
 
 def _gated(gate: Callable[[CaffeWriter, str, str], str]) -> Emitter:

@@ -67,7 +67,7 @@ class _Exporter:
     def run(self) -> None:
         """Fills the writer."""
         for node, name in zip(self.model.graph.inputs[1:], self.inputs, strict=True):
-            self.writer.names[id(node)] = name
+            self.writer.names[node] = name
             # One sample: deployments change that number.
             shape = {"dim": [1, *(int(n) for n in node.shape[1:])]}
             self.writer.layer("Input", [], name, input_param={"shape": [shape]})
@@ -80,7 +80,7 @@ class _Exporter:
         w = self.writer
         layers = list(w.net.layer)
         read = {blob for layer in layers for blob in layer.bottom}
-        read.update(w.names[id(n)] for n in self.model.graph.outputs if id(n) in w.names)
+        read.update(w.names[n] for n in self.model.graph.outputs if n in w.names)
         for layer in layers:
             unread = [top for top in layer.top if len(layer.top) > 1 and top not in read]
             if unread:
@@ -90,7 +90,7 @@ class _Exporter:
         if isinstance(expr, (GetAttr, Constant)):
             if isinstance(expr.outputs[0], TensorNode):
                 value = expr.interpret(self.model) if isinstance(expr, GetAttr) else (expr.value,)
-                self.writer.values[id(expr.outputs[0])] = value[0].numpy()
+                self.writer.values[expr.outputs[0]] = value[0].numpy()
             return
         call = ops.read(expr)
         name, label = expr.outputs[0].name, op_label(expr)
@@ -111,14 +111,14 @@ class _Exporter:
         """What the net calls the nodes and layers of the graph."""
         w = self.writer
         nodes = [*self.model.graph.inputs[1:], *(n for e in exprs(self.model) for n in e.outputs)]
-        tensors = {n.name: n.name for n in nodes if id(n) in w.values}
-        tensors.update((n.name, w.names[id(n)]) for n in nodes if id(n) in w.names)
+        tensors = {n.name: n.name for n in nodes if n in w.values}
+        tensors.update((n.name, w.names[n]) for n in nodes if n in w.names)
         blobs = {layer.name: layer.blobs[0] for layer in w.weights.layer}
         layers: dict[str, Layer] = {}
         for expr in exprs(self.model):
             call = ops.read(expr)
             if call is not None and call.weight is not None:
-                name, value = call.out.name, w.values[id(call.weight)]
+                name, value = call.out.name, w.values[call.weight]
                 value = value.reshape(tuple(blobs[name].shape.dim))
                 axis = 1 if call.kind == "conv_transpose2d" else 0
                 layers[name] = Layer(name, f"{name}.weight", f"{name}.bias", value, axis)

@@ -135,7 +135,7 @@ def _split(w: CaffeWriter, call: OpCall) -> None:
     places = np.cumsum([int(n.shape[axis]) for n in call.outputs])[:-1].tolist()
     tops, fields = [n.name for n in call.outputs], {"axis": axis, "slice_point": places}
     w.layers("Slice", [w.name(call.inputs[0])], call.out.name, tops, slice_param=fields)
-    w.names.update((id(n), n.name) for n in call.outputs)
+    w.names.update((n, n.name) for n in call.outputs)
 
 
 def _flatten(w: CaffeWriter, call: OpCall) -> None:
@@ -162,7 +162,7 @@ def _transpose(w: CaffeWriter, call: OpCall) -> None:
 
 
 def _identity(w: CaffeWriter, call: OpCall) -> None:
-    w.names[id(call.out)] = w.name(call.inputs[0])
+    w.names[call.out] = w.name(call.inputs[0])
 
 
 EMITTERS: dict[str, Emitter] = {

@@ -20,14 +20,14 @@ class CaffeWriter:
     def __init__(self, name: str) -> None:
         self.net = message("NetParameter")(name=name)
         self.weights = message("NetParameter")(name=name)
-        self.names: dict[int, str] = {}
-        self.values: dict[int, np.ndarray] = {}
+        self.names: dict[Node, str] = {}
+        self.values: dict[Node, np.ndarray] = {}
         self.counter = 0
 
     def name(self, node: Any) -> str:
         """The blob that holds the value of ``node``."""
-        if isinstance(node, Node) and id(node) in self.names:
-            return self.names[id(node)]
+        if isinstance(node, Node) and node in self.names:
+            return self.names[node]
         what = node.name if isinstance(node, Node) else repr(node)
         raise ExportError(
             f"{what} is a parameter, a number or a shape, and Caffe has those inside of layers only: "
@@ -36,7 +36,7 @@ class CaffeWriter:
 
     def value(self, node: Any) -> np.ndarray | None:
         """The value of a parameter or constant, None for what is computed."""
-        return self.values.get(id(node)) if isinstance(node, Node) else None
+        return self.values.get(node) if isinstance(node, Node) else None
 
     def fresh(self, base: str) -> str:
         """A name for a step on the way to ``base``."""
@@ -89,4 +89,4 @@ class CaffeWriter:
         **parameters: dict[str, Any],
     ) -> None:
         """Adds a layer that computes the graph's ``node``."""
-        self.names[id(node)] = self.layer(kind, bottoms, node.name, blobs, **parameters)
+        self.names[node] = self.layer(kind, bottoms, node.name, blobs, **parameters)

@@ -110,16 +110,16 @@ class _Reader:
         # Results that are rounded for all of their readers.
         self.results = {s.node: s for s in self.annotation.sites if s.consumers is None}
         self.carried = carried_qparams(converted, self.annotation)
-        self.producers: dict[int, tuple[str, int]] = {}
-        self.names: dict[int, str] = {}
-        self.constants: set[int] = set()
+        self.producers: dict[Node, tuple[str, int]] = {}
+        self.names: dict[Node, str] = {}
+        self.constants: set[Node] = set()
 
     def graph(self) -> Graph:
         """The whole graph."""
         found = []
         inputs = self.model.graph.inputs[1:]
         for node, name in zip(inputs, input_names(self.model), strict=True):
-            self.producers[id(node)], self.names[id(node)] = (name, 0), name
+            self.producers[node], self.names[node] = (name, 0), name
             found.append(Op(name, "input", "input", (), (self._value(node),)))
         for expr in exprs(self.model):
             if not isinstance(owner(expr), (FakeQuant, BiasQuant)) and not isinstance(
@@ -133,17 +133,17 @@ class _Reader:
         """The op of an expr, behind the constants that it is the first to read."""
         call = ops.read(expr)
         weights = {} if call is None else {"weight": call.weight, "bias": call.bias}
-        layer = {id(n) for n in weights.values() if n is not None}
-        read = [n for n in expr.inputs if not isinstance(n, ModuleNode) and id(n) not in layer]
+        layer = {n for n in weights.values() if n is not None}
+        read = [n for n in expr.inputs if not isinstance(n, ModuleNode) and n not in layer]
         for node in read:
             source = self._source(node)[0]
-            if isinstance(source.expr, (GetAttr, Constant)) and id(source) not in self.constants:
-                self.constants.add(id(source))
-                self.producers[id(source)] = (source.name, 0)
+            if isinstance(source.expr, (GetAttr, Constant)) and source not in self.constants:
+                self.constants.add(source)
+                self.producers[source] = (source.name, 0)
                 value = self._value(source)
                 yield Op(source.name, "constant", "constant", (), (value,), {"const": value})
         name = expr.outputs[0].name
-        self.producers.update((id(n), (name, i)) for i, n in enumerate(expr.outputs))
+        self.producers.update((n, (name, i)) for i, n in enumerate(expr.outputs))
         yield Op(
             name,
             "" if call is None else call.kind,
@@ -186,8 +186,8 @@ class _Reader:
             qparams = self.carried[source.name]
             parts = (qparams.scheme.describe(), qparams.scale, qparams.zero_point)
             quantized = Quantized(source.name, *parts)
-        producer, index = self.producers.get(id(source), ("", 0))
-        name = self.names.get(id(source), source.name)
+        producer, index = self.producers.get(source, ("", 0))
+        name = self.names.get(source, source.name)
         shape = tuple(int(n) for n in source.shape or ())
         return Value(name, producer, index, shape, str(np.dtype(source.dtype)), quantized)
 

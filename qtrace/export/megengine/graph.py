@@ -59,7 +59,7 @@ class QuantizedGraph:
         self.moved = frozenset(self.annotation.moved())
         self.integers: list[str] = []
         self.merged: dict[str, str] = {}
-        self.values: dict[int, Any] = {}
+        self.values: dict[Node, Any] = {}
         self.named: dict[int, str] = {}
         self.rounded: dict[tuple[int, float], Tensor] = {}
         self.computed: dict[tuple[Any, ...], Sequence[Any]] = {}
@@ -80,36 +80,36 @@ class QuantizedGraph:
         """
         graph = self.model.graph
         self.integers, self.merged, self.named, self.rounded, self.computed = [], {}, {}, {}, {}
-        self.values = {id(graph.inputs[0]): self.model}
-        self.values.update((id(n), x) for n, x in zip(graph.inputs[1:], inputs, strict=True))
+        self.values = {graph.inputs[0]: self.model}
+        self.values.update((n, x) for n, x in zip(graph.inputs[1:], inputs, strict=True))
         for expr in exprs(self.model):
             with located(expr):
                 self._compute(expr)
-        return [_as_float(self.values[id(n)]) for n in graph.outputs]
+        return [_as_float(self.values[n]) for n in graph.outputs]
 
     def _compute(self, expr: Expr) -> None:
         values, node = self.values, expr.outputs[0]
         if isinstance(expr, (GetAttr, Constant)):
             found = expr.interpret(self.model) if isinstance(expr, GetAttr) else (expr.value,)
-            values[id(node)] = found[0]
+            values[node] = found[0]
             return
         if isinstance(owner(expr), (FakeQuant, BiasQuant)):
-            values[id(node)] = self._site(expr, self.sites[node.name])
+            values[node] = self._site(expr, self.sites[node.name])
             return
         call = ops.read(expr)
         result = None if call is None else self._integer_op(call)
         results = self._as_traced(expr, call) if result is None else [result]
-        key = (*_what(expr), *(id(values[id(n)]) for n in expr.inputs), *map(_scale_of, results))
+        key = (*_what(expr), *(id(values[n]) for n in expr.inputs), *map(_scale_of, results))
         results = self.computed.setdefault(key, results)
         for out, value in zip(expr.outputs, results, strict=True):
-            values[id(out)] = self._carry(out, value)
+            values[out] = self._carry(out, value)
 
     def _site(self, expr: Expr, site: Site) -> Tensor:
         """The rounded value of a site; a kernel that rounded it already is left alone."""
-        value = self.values[id(expr.args[1])]
+        value = self.values[expr.args[1]]
         if site.sort == "bias" or expr.outputs[0].name in self.floating:
             return self._keep(
-                "value", expr, lambda: expr.interpret(*(self.values[id(n)] for n in expr.inputs))[0]
+                "value", expr, lambda: expr.interpret(*(self.values[n] for n in expr.inputs))[0]
             )
         module = getattr(self.container, site.group)
         scale = module.qparams().scale.item()
@@ -128,7 +128,7 @@ class QuantizedGraph:
         return self._name(value, site.name)
 
     def _keep(self, what: str, expr: Expr, make: Callable[[], Tensor]) -> Tensor:
-        key = (what, id(expr))
+        key = (what, expr)
         if key not in self.kept:
             tensor = make()
             content = (tensor.shape, str(tensor.dtype), tensor.numpy().tobytes())
@@ -156,7 +156,7 @@ class QuantizedGraph:
 
     def _as_traced(self, expr: Expr, call: OpCall | None) -> Sequence[Any]:
         """The op itself: on integers if it only moves them, else on floats."""
-        values = [self.values[id(n)] for n in expr.inputs]
+        values = [self.values[n] for n in expr.inputs]
         integer = [v for v in values if _is_integer(v)]
         alike = len({_scale(v) for v in integer}) == 1
         whole = len(integer) == sum(is_float_tensor(n) for n in expr.inputs)
@@ -174,7 +174,7 @@ class QuantizedGraph:
 
     def _integer_op(self, call: OpCall) -> Tensor | None:
         """The result of an int8 kernel; None when there is none for this call."""
-        read = [self.values[id(n)] for n in call.inputs]
+        read = [self.values[n] for n in call.inputs]
         if not all(_is_integer(v) for v in read):
             return None
         rule = {"conv2d": self._conv, "linear": self._linear, "add": self._add, "relu": self._relu}.get(
@@ -202,7 +202,7 @@ class QuantizedGraph:
         return found[0] if len(found) == 1 and not leaves else None
 
     def _conv(self, call: OpCall, x: Tensor) -> Tensor | None:
-        weight = self.values[id(call.weight)]
+        weight = self.values[call.weight]
         if not _is_integer(weight):
             return None
         a = call.attrs
@@ -222,12 +222,12 @@ class QuantizedGraph:
         if call.bias is None:
             value = np.zeros(int(np.prod(weight.shape[:-3])), np.float32)
         else:
-            value = self.values[id(call.bias)].numpy()
+            value = self.values[call.bias].numpy()
         return Tensor(value.reshape(1, -1, 1, 1)).astype(product)
 
     def _linear(self, call: OpCall, x: Tensor) -> Tensor | None:
         """As a convolution of single pixels, for which there is a kernel."""
-        weight = self.values[id(call.weight)]
+        weight = self.values[call.weight]
         if not _is_integer(weight):
             return None
         outputs, width = (int(n) for n in weight.shape)
@@ -237,7 +237,7 @@ class QuantizedGraph:
         return F.reshape(self._kernel(call, pixels, weight, {}), (-1, *front, outputs))
 
     def _transposed(self, call: OpCall, x: Tensor) -> Tensor | None:
-        a, weight = call.attrs, self.values[id(call.weight)]
+        a, weight = call.attrs, self.values[call.weight]
         scale, relu = self._ahead(call, relu=False)
         plain = call.bias is None and a["groups"] == 1 and not any(a["output_padding"])
         if not _is_integer(weight) or scale is None or relu or not plain or a["dilation"] != (1, 1):

@@ -71,7 +71,7 @@ class _Exporter:
         w = self.writer
         for node, name in zip(self.model.graph.inputs[1:], input_names(self.model), strict=True):
             w.shape(node)
-            w.names[id(node)] = w.layer("Input", [], name)
+            w.names[node] = w.layer("Input", [], name)
         for expr in exprs(self.model):
             self._emit(expr)
         outputs = self._outputs()
@@ -86,7 +86,7 @@ class _Exporter:
         if isinstance(expr, (GetAttr, Constant)):
             if isinstance(node, TensorNode):
                 value = expr.interpret(self.model) if isinstance(expr, GetAttr) else (expr.value,)
-                w.values[id(node)] = value[0].numpy()
+                w.values[node] = value[0].numpy()
             return
         try:
             if isinstance(owner(expr), (FakeQuant, BiasQuant)):
@@ -109,12 +109,12 @@ class _Exporter:
         for node in expr.outputs:
             qparams = self.carried.get(node.name)
             if qparams is not None:
-                w.rounded[id(node)] = Rounded(node.name, qparams)
+                w.rounded[node] = Rounded(node.name, qparams)
 
     def _emit_site(self, out: TensorNode, source: TensorNode, site: Site) -> None:
         w, value = self.writer, self.writer.value(source)
         if site.sort == "bias":
-            w.values[id(out)] = self._bias(site, value)
+            w.values[out] = self._bias(site, value)
             return
         module = getattr(self.container, site.group)
         if site.sort == "weight":
@@ -125,16 +125,16 @@ class _Exporter:
                 )
             self._weight(out, site, module, value)
         elif value is not None:
-            w.values[id(out)] = dequantize(quantize(value, module.qparams()), module.qparams())
+            w.values[out] = dequantize(quantize(value, module.qparams()), module.qparams())
         else:
             _check(site.name, module.scheme, 8)
-            w.names[id(out)] = w.name(source)
-            w.rounded[id(out)] = Rounded(site.name, module.qparams())
+            w.names[out] = w.name(source)
+            w.rounded[out] = Rounded(site.name, module.qparams())
             w.integer_blob(out)
 
     def _weight(self, out: TensorNode, site: Site, module: FakeQuant, value: np.ndarray) -> None:
         if only_floats_read(out, self.floats):
-            self.writer.values[id(out)] = module(Tensor(value)).numpy()
+            self.writer.values[out] = module(Tensor(value)).numpy()
             return
         _check(site.name, module.scheme, module.scheme.bits, ", or name the kind of its layer in allow_float")
         qparams, axes = module.qparams(), site.channel_axes
@@ -142,8 +142,8 @@ class _Exporter:
         shape = [n if i in axes else 1 for i, n in enumerate(value.shape)]
         scale = qparams.scale.reshape(shape) if qparams.scale.ndim else qparams.scale
         means = (stored * scale).astype(np.float32)
-        self.writer.weights[id(out)] = Weight(stored, qparams.scale, means)
-        self.writer.values[id(out)] = means
+        self.writer.weights[out] = Weight(stored, qparams.scale, means)
+        self.writer.values[out] = means
 
     def _bias(self, site: Site, value: np.ndarray | None) -> np.ndarray:
         """What the graph adds: ncnn has biases in float, so the rounded one is exact enough."""

@@ -22,16 +22,16 @@ def _bias(w: NcnnWriter, call: OpCall) -> np.ndarray | None:
 
 def _input(w: NcnnWriter, call: OpCall) -> tuple[str, Weight | None]:
     """What a layer reads, and its weight if the layer is one of 8 bits."""
-    weight = w.weights.get(id(call.weight))
-    if weight is None or id(call.inputs[0]) not in w.rounded:
+    weight = w.weights.get(call.weight)
+    if weight is None or call.inputs[0] not in w.rounded:
         return w.name(call.inputs[0]), None
     return w.integer_blob(call.inputs[0]), weight
 
 
 def _parts(w: NcnnWriter, call: OpCall, value: np.ndarray, bias: np.ndarray | None) -> list[bytes]:
     """What the ``.bin`` holds for a layer."""
-    weight = w.weights.get(id(call.weight))
-    integer = weight is not None and id(call.inputs[0]) in w.rounded
+    weight = w.weights.get(call.weight)
+    integer = weight is not None and call.inputs[0] in w.rounded
     parts = [integers(value) if integer else tagged(value)]
     if bias is not None:
         parts.append(floats(bias))
@@ -59,7 +59,7 @@ def _conv(w: NcnnWriter, call: OpCall) -> None:
 
 
 def _scales(w: NcnnWriter, call: OpCall, weight: np.ndarray) -> list[bytes]:
-    scale = w.rounded[id(call.inputs[0])].qparams.scale
+    scale = w.rounded[call.inputs[0]].qparams.scale
     return [floats(np.float32(1) / weight), floats(np.float32(1) / scale)]
 
 
@@ -73,7 +73,7 @@ def _by_group(w: NcnnWriter, call: OpCall, weight: Weight, value: np.ndarray) ->
     w.integer_blob(call.inputs[0])
     pieces = [w.fresh(out) for _ in range(groups)]
     inside = value.shape[1]
-    source = w.names[id(call.inputs[0])]
+    source = w.names[call.inputs[0]]
     w.layer("Slice", [source], pieces[0], {-23300: [inside] * groups, 1: 0})
     w.layers[-1].tops = pieces
     bias, scale = _bias(w, call), scale_of(weight, len(value))

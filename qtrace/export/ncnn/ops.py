@@ -144,7 +144,7 @@ def _split(w: NcnnWriter, call: OpCall) -> None:
     sizes = [w.shape(n)[axis] for n in call.outputs]
     w.layer("Slice", [w.name(call.inputs[0])], call.outputs[0].name, {-23300: sizes, 1: axis})
     w.layers[-1].tops = [n.name for n in call.outputs]
-    w.names.update((id(n), n.name) for n in call.outputs)
+    w.names.update((n, n.name) for n in call.outputs)
 
 
 def _reshape(w: NcnnWriter, call: OpCall) -> None:
@@ -191,7 +191,7 @@ def _pad(w: NcnnWriter, call: OpCall) -> None:
 
 
 def _identity(w: NcnnWriter, call: OpCall) -> None:
-    w.names[id(call.out)] = w.name(call.inputs[0])
+    w.names[call.out] = w.name(call.inputs[0])
 
 
 def _pixel_shuffle(w: NcnnWriter, call: OpCall) -> None:

@@ -76,10 +76,10 @@ class NcnnWriter:
     def __init__(self, batch: int) -> None:
         self.batch = batch
         self.layers: list[Layer] = []
-        self.names: dict[int, str] = {}
-        self.values: dict[int, np.ndarray] = {}
-        self.weights: dict[int, Weight] = {}
-        self.rounded: dict[int, Rounded] = {}
+        self.names: dict[Node, str] = {}
+        self.values: dict[Node, np.ndarray] = {}
+        self.weights: dict[Node, Weight] = {}
+        self.rounded: dict[Node, Rounded] = {}
         self.moving = False
         self.made: dict[str, str] = {}
         self.counter = 0
@@ -100,33 +100,33 @@ class NcnnWriter:
 
     def value(self, node: Any) -> np.ndarray | None:
         """The value of a parameter or constant, None for what is computed."""
-        return self.values.get(id(node)) if isinstance(node, Node) else None
+        return self.values.get(node) if isinstance(node, Node) else None
 
     def name(self, node: Any) -> str:
         """The blob that an op reads for ``node``."""
-        if not isinstance(node, Node) or id(node) not in self.names:
+        if not isinstance(node, Node) or node not in self.names:
             what = node.name if isinstance(node, Node) else repr(node)
             raise ExportError(
                 f"{what} is a parameter, a number or a shape, where ncnn takes a blob: "
                 "compute it from the input, or end the graph before it"
             )
-        if self.moving or id(node) not in self.rounded:
-            return self.names[id(node)]
+        if self.moving or node not in self.rounded:
+            return self.names[node]
         return self._dequantized(node)
 
     def integer_blob(self, node: TensorNode) -> str:
         """The blob with the integers of a rounded node; it is made when first asked for."""
-        rounded = self.rounded[id(node)]
+        rounded = self.rounded[node]
         blob = f"{rounded.name}_int"
         if blob not in self.made:
             scale = floats(np.float32(1) / rounded.qparams.scale)
-            self.made[blob] = self.layer("Quantize", [self.names[id(node)]], blob, {0: 1}, [scale])
+            self.made[blob] = self.layer("Quantize", [self.names[node]], blob, {0: 1}, [scale])
         return blob
 
     def _dequantized(self, node: Node) -> str:
         """The blob with what the integers of a rounded node stand for."""
         assert isinstance(node, TensorNode)
-        rounded = self.rounded[id(node)]
+        rounded = self.rounded[node]
         blob = f"{rounded.name}_dq"
         if blob not in self.made:
             cast = self.layer("Cast", [self.integer_blob(node)], self.fresh(rounded.name), {0: 3, 1: 1})
@@ -161,7 +161,7 @@ class NcnnWriter:
     ) -> None:
         """Adds a layer that computes the graph's ``node``."""
         self.shape(node)
-        self.names[id(node)] = self.layer(kind, bottoms, node.name, params, weights)
+        self.names[node] = self.layer(kind, bottoms, node.name, params, weights)
 
     def memory(self, value: np.ndarray, name: str) -> str:
         """Adds a stored blob, of a shape without the batch."""

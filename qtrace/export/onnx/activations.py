@@ -59,7 +59,7 @@ def activations(prepared: TracedModule, nodes: Sequence[str]) -> Activations:
     names = exporter.writer.names
     known = {n.name: n for n in (*flat.graph.inputs[1:], *(n for e in exprs(flat) for n in e.outputs))}
     inputs = tuple(i.name for i in model.graph.input)
-    tensors = {name: names[id(known[name])] for name in nodes}
+    tensors = {name: names[known[name]] for name in nodes}
     given = {name: tensor for name, tensor in tensors.items() if tensor in inputs}
     outputs = {name: tensor for name, tensor in tensors.items() if name not in given}
     del model.graph.output[:]

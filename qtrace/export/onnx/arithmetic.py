@@ -86,9 +86,9 @@ def _astype(w: OnnxWriter, call: OpCall) -> None:
     source, out = call.inputs[0], call.out
     name = w.name(source)
     if np.dtype(source.dtype) == np.dtype(out.dtype):
-        w.names[id(out)] = name
+        w.names[out] = name
         return
-    w.names[id(out)] = cast(w, name, out.dtype, out.name)
+    w.names[out] = cast(w, name, out.dtype, out.name)
 
 
 def _where(w: OnnxWriter, call: OpCall) -> None:

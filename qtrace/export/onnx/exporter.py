@@ -126,7 +126,7 @@ class OnnxExporter:
         graph = self.model.graph
         self._check_rounding()
         names = input_names(self.model)
-        self.writer.names.update((id(n), name) for n, name in zip(graph.inputs[1:], names, strict=True))
+        self.writer.names.update((n, name) for n, name in zip(graph.inputs[1:], names, strict=True))
         for expr in exprs(self.model):
             self._emit(expr)
         batch = int(graph.inputs[1].shape[0]) if len(graph.inputs) > 1 and graph.inputs[1].shape else None
@@ -176,7 +176,7 @@ class OnnxExporter:
         if isinstance(expr, (GetAttr, Constant)):
             if isinstance(expr.outputs[0], TensorNode):
                 value = expr.interpret(self.model) if isinstance(expr, GetAttr) else (expr.value,)
-                self.writer.values[id(expr.outputs[0])] = value[0].numpy()
+                self.writer.values[expr.outputs[0]] = value[0].numpy()
             return
         module = owner(expr)
         if isinstance(module, (FakeQuant, BiasQuant)):
@@ -205,7 +205,7 @@ class OnnxExporter:
             if call.kind in self.floats:
                 self._keep_float(call)
             self.emitters[call.kind](self.writer, call)
-            self.writer.names.update((id(n), names[id(n)]) for n in call.inputs if id(n) in names)
+            self.writer.names.update((n, names[n]) for n in call.inputs if n in names)
             return
         raise ExportError(
             f"{expr.outputs[0].name}: {op_label(expr)} has no ONNX form ({ops.unsupported(expr)}): end the "
@@ -222,7 +222,7 @@ class OnnxExporter:
         for node in call.inputs:
             if is_float_tensor(node) and w.value(node) is None:
                 lowest = w.constant("const_lowest", np.finfo(np.float32).min)
-                w.names[id(node)] = w.node("Max", [w.name(node), lowest], w.fresh(f"{node.name}_float"))
+                w.names[node] = w.node("Max", [w.name(node), lowest], w.fresh(f"{node.name}_float"))
 
     def _emit_rescaled(self, expr: Expr) -> bool:
         """Writes a multiplication that only changes a scale: the same integers, read with the new one."""
@@ -232,13 +232,13 @@ class OnnxExporter:
         node, source = call.out, self.writer.name(call.inputs[0])
         name = self.writer.rescale(source, node.name, f"{node.name}_dq", self.moved[node.name])
         if name is not None:
-            self.writer.names[id(node)] = name
+            self.writer.names[node] = name
         return name is not None
 
     def _requantize(self, node: TensorNode, qparams: QParams) -> None:
         """Writes the integers of a node that carries them: the same parameters, so nothing is rounded."""
         w = self.writer
-        w.names[id(node)] = w.quantize_dequantize(w.name(node), node.name, f"{node.name}_dq", qparams)
+        w.names[node] = w.quantize_dequantize(w.name(node), node.name, f"{node.name}_dq", qparams)
 
     def _emit_site(self, expr: Expr, site: Site) -> None:
         module, out = owner(expr), expr.outputs[0]
@@ -253,7 +253,7 @@ class OnnxExporter:
                 qparams = module.qparams()  # type: ignore[union-attr]
                 axis = qparams.scheme.axis or 0
                 name = self.writer.dequantize(site.name, quantize(value, qparams), qparams, axis, out.name)
-                self.writer.names[id(out)] = name
+                self.writer.names[out] = name
             else:
                 self._emit_computed(out, site, source)
         except ExportError as error:
@@ -265,10 +265,10 @@ class OnnxExporter:
         name = w.name(source)
         if axes == (0, 1):  # a grouped convolution's weight: ONNX knows one axis of channels
             name = w.node("Reshape", [name, w.ints([-1, *source.shape[2:]])], w.fresh(source.name))
-            w.laid.add(id(out))
+            w.laid.add(out)
             axes = (0,)
         axis = axes[0] if axes else 0
-        w.names[id(out)] = w.quantize_dequantize(name, site.name, out.name, qparams, axis)
+        w.names[out] = w.quantize_dequantize(name, site.name, out.name, qparams, axis)
 
     def _emit_weight(self, out: TensorNode, site: Site, value: np.ndarray) -> None:
         from qtrace.export.onnx.ops import weight_layout
@@ -278,8 +278,8 @@ class OnnxExporter:
         call = self._layer(out)
         laid, axis = weight_layout(call, integers)
         w = self.writer
-        w.laid.add(id(out))
-        w.names[id(out)] = w.dequantize(site.name, laid, fq.qparams(), axis, out.name)
+        w.laid.add(out)
+        w.names[out] = w.dequantize(site.name, laid, fq.qparams(), axis, out.name)
 
     def _layer(self, node: TensorNode) -> OpCall:
         for user in users(node):
@@ -296,7 +296,7 @@ class OnnxExporter:
                     "its bias is computed, which int32 storage cannot express: set quantize: false for its "
                     "layer, or name the kind of the layer in allow_float, and the bias stays as computed"
                 )
-            self.writer.names[id(out)] = self.writer.name(source)
+            self.writer.names[out] = self.writer.name(source)
             return
         activation, weight = getattr(container, site.activation), getattr(container, site.weight)
         scale = getattr(container, site.group).scale(activation, weight)[0].numpy().astype(np.float32)
@@ -310,4 +310,4 @@ class OnnxExporter:
         factor = w.constant(f"{site.name}_scale", scale.reshape(-1) if scale.ndim else scale)
         zero = w.constant(f"{site.name}_zero_point", np.zeros(scale.size if scale.ndim else (), np.int32))
         extra = {"axis": 0} if scale.ndim else {}
-        w.names[id(out)] = w.node("DequantizeLinear", [stored, factor, zero], out.name, **extra)
+        w.names[out] = w.node("DequantizeLinear", [stored, factor, zero], out.name, **extra)

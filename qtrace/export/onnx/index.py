@@ -82,7 +82,7 @@ def _getitem(w: OnnxWriter, call: OpCall) -> None:
     source, out = w.name(call.inputs[0]), call.out.name
     items = _items(call.attrs["index"], rank(call.inputs[0]))
     if any(_is_mask(i.value) for i in items):
-        w.names[id(call.out)] = _masked(w, source, items, out)
+        w.names[call.out] = _masked(w, source, items, out)
         return
     many = [i for i in items if i.many]
     _check_adjacent(items, out)
@@ -108,7 +108,7 @@ def _getitem(w: OnnxWriter, call: OpCall) -> None:
     for number, (op, extra, options) in enumerate(steps):
         last = number == len(steps) - 1
         source = w.node(op, [source, *extra], out if last else w.fresh(out), **options)
-    w.names[id(call.out)] = source
+    w.names[call.out] = source
 
 
 def _check_adjacent(items: list[_Item], out: str) -> None:
@@ -324,7 +324,7 @@ def _cond_take(w: OnnxWriter, call: OpCall) -> None:
     source = w.node("Reshape", [w.name(call.inputs[0]), w.ints([-1])], w.fresh(base))
     w.emit("Compress", [source, flat], values, axis=0)
     found = w.node("Reshape", [w.node("NonZero", [flat], w.fresh(base)), w.ints([-1])], w.fresh(base))
-    w.names[id(positions)] = cast(w, found, positions.dtype, positions.name)
+    w.names[positions] = cast(w, found, positions.dtype, positions.name)
 
 
 def _embedding(w: OnnxWriter, call: OpCall) -> None:

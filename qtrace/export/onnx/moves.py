@@ -60,7 +60,7 @@ def _identity(w: OnnxWriter, call: OpCall) -> None:
     source, name = call.inputs[0], w.name(call.inputs[0])
     if np.dtype(source.dtype) != np.dtype(call.out.dtype):  # Tensor(x, dtype=...)
         name = cast(w, name, call.out.dtype, call.out.name)
-    w.names[id(call.out)] = name
+    w.names[call.out] = name
 
 
 def _pad(w: OnnxWriter, call: OpCall) -> None:
@@ -86,7 +86,7 @@ def _split(w: OnnxWriter, call: OpCall) -> None:
     sizes = [int(n.shape[axis]) for n in call.outputs]
     outputs = [n.name for n in call.outputs]
     emit_several(w, "Split", [source, w.ints(sizes)], outputs, axis=axis)
-    w.names.update((id(n), n.name) for n in call.outputs)
+    w.names.update((n, n.name) for n in call.outputs)
 
 
 def _split_computed(w: OnnxWriter, call: OpCall, axis: int, sections: Any) -> None:
@@ -147,7 +147,7 @@ def _roll(w: OnnxWriter, call: OpCall) -> None:
         name = w.node("Concat", [behind, before], w.fresh(base), axis=axis)
     if axes is None:
         name = w.node("Reshape", [name, w.node("Shape", [source], w.fresh(base))], w.fresh(base))
-    w.names[id(call.out)] = name
+    w.names[call.out] = name
 
 
 def _place(w: OnnxWriter, name: str, shift: int, axis: int, base: str) -> str:

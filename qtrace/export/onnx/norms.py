@@ -88,7 +88,7 @@ def _power_sum(w: OnnxWriter, call: OpCall, keep: int, output: str) -> str:
 
 
 def _norm(w: OnnxWriter, call: OpCall) -> None:
-    w.names[id(call.out)] = _power_sum(w, call, int(bool(call.attrs["keepdims"])), call.out.name)
+    w.names[call.out] = _power_sum(w, call, int(bool(call.attrs["keepdims"])), call.out.name)
 
 
 def _normalize(w: OnnxWriter, call: OpCall) -> None:
@@ -126,7 +126,7 @@ def _finish(w: OnnxWriter, call: OpCall, name: str, shape: Sequence[int]) -> Non
         name = w.node("Mul", [name, weight], call.out.name if bias is None else w.fresh(call.out.name))
     if bias is not None:
         name = w.node("Add", [name, bias], call.out.name)
-    w.names[id(call.out)] = name
+    w.names[call.out] = name
 
 
 def _layer_norm(w: OnnxWriter, call: OpCall) -> None:

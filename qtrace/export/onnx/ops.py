@@ -56,7 +56,7 @@ def _weight(w: OnnxWriter, call: OpCall) -> str:
         laid = weight_layout(call, value)[0]
         same = laid.shape == value.shape and np.array_equal(laid, value)
         return w.name(node) if same else w.constant(f"{node.name}_{call.kind}", laid)
-    if id(node) in w.laid:
+    if node in w.laid:
         return w.name(node)
     shape = [int(n) for n in node.shape]
     count = {**_CONVS, **_TRANSPOSED}.get(call.kind)
@@ -143,7 +143,7 @@ def _clip(w: OnnxWriter, call: OpCall) -> None:
         name = w.node("Min", [name, operand(w, upper, kind)], w.fresh(call.out.name))
     if lower is not None:
         name = w.node("Max", [name, operand(w, lower, kind)], w.fresh(call.out.name))
-    w.names[id(call.out)] = name
+    w.names[call.out] = name
 
 
 def _gated(gate: str, **fixed: Any) -> Emitter:

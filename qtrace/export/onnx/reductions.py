@@ -80,8 +80,8 @@ def _top(w: OnnxWriter, call: OpCall, count: str, largest: bool, ordered: bool =
     source = w.name(call.inputs[0])
     emit_several(w, "TopK", [source, count], made, **options)
     if values is not None:
-        w.names[id(values)] = made[0]
-    w.names[id(positions)] = cast(w, made[1], positions.dtype, positions.name)
+        w.names[values] = made[0]
+    w.names[positions] = cast(w, made[1], positions.dtype, positions.name)
 
 
 def _topk(w: OnnxWriter, call: OpCall) -> None:

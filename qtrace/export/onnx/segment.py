@@ -49,7 +49,7 @@ def segment_model(
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
         for name, value in zip(names, inputs.values(), strict=True)
     ]
-    writer.names.update((id(node), name) for node, name in zip(inputs, names, strict=True))
+    writer.names.update((node, name) for node, name in zip(inputs, names, strict=True))
     for expr in segment:
         exporter._emit(expr)
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(output.dtype))

@@ -9,7 +9,7 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.export.onnx.types import Emitter, cast, emit_as, operand, scalar_int64, shape_vector
 from qtrace.export.onnx.writer import OnnxWriter
-from qtrace.graph.types import TensorNode
+from qtrace.graph.types import Node, TensorNode
 from qtrace.ops import OpCall
 
 __all__ = ["SHAPES"]
@@ -23,7 +23,7 @@ def _fixed(emit: Emitter) -> Emitter:
             emit(w, call)
             return
         for node, value in zip(call.outputs, call.expr.interpret(), strict=True):
-            w.values[id(node)] = value.numpy()
+            w.values[node] = value.numpy()
 
     return guarded
 
@@ -55,7 +55,7 @@ def _emit_float(w: OnnxWriter, call: OpCall, name: str) -> None:
     """Makes a float32 tensor the result."""
     if np.dtype(call.out.dtype) != np.float32:
         name = cast(w, name, call.out.dtype, call.out.name)
-    w.names[id(call.out)] = name
+    w.names[call.out] = name
 
 
 def _linspace(w: OnnxWriter, call: OpCall) -> None:
@@ -97,7 +97,7 @@ def _meshgrid(w: OnnxWriter, call: OpCall) -> None:
     axes = list(range(rank))
     if call.attrs["indexing"] == "xy" and rank > 1:
         axes[0], axes[1] = 1, 0
-    lengths: dict[int, str] = {}
+    lengths: dict[Node, str] = {}
     lines: list[str] = []
     for node, axis in zip(call.inputs, axes, strict=True):
         lengths[axis] = w.node("Shape", [w.name(node)], w.fresh(call.out.name))

@@ -78,7 +78,7 @@ def operand(w: OnnxWriter, value: Any, dtype: Any) -> str:
 def emit_as(w: OnnxWriter, op: str, inputs: Sequence[str], node: TensorNode, **attributes: Any) -> None:
     """Adds a node whose result has another type in ONNX than ``node`` has, and converts it."""
     made = w.node(op, inputs, w.fresh(node.name), **attributes)
-    w.names[id(node)] = cast(w, made, node.dtype, node.name)
+    w.names[node] = cast(w, made, node.dtype, node.name)
 
 
 def emit_several(

@@ -42,21 +42,21 @@ class OnnxWriter:
         self.packed = packed
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: dict[str, onnx.TensorProto] = {}
-        self.names: dict[int, str] = {}
-        self.values: dict[int, np.ndarray] = {}
-        self.laid: set[int] = set()  # weights whose integers are stored in ONNX's layout
+        self.names: dict[Node, str] = {}
+        self.values: dict[Node, np.ndarray] = {}
+        self.laid: set[Node] = set()  # weights whose integers are stored in ONNX's layout
         self.counter = 0
         self.integers: dict[str, str] = {}  # a dequantized tensor -> its integers
 
     def name(self, node: Node) -> str:
         """The ONNX tensor that holds the value of ``node``; parameters are written when first read."""
-        if id(node) not in self.names:
-            self.names[id(node)] = self.constant(node.name, self.values[id(node)])
-        return self.names[id(node)]
+        if node not in self.names:
+            self.names[node] = self.constant(node.name, self.values[node])
+        return self.names[node]
 
     def value(self, node: Node) -> np.ndarray | None:
         """The value of a parameter or constant, None for what is computed."""
-        return self.values.get(id(node))
+        return self.values.get(node)
 
     def constant(self, name: str, value: Any) -> str:
         """Adds an initializer (once per name) and returns its name."""
@@ -84,7 +84,7 @@ class OnnxWriter:
 
     def emit(self, op: str, inputs: Sequence[str], node: TensorNode, **attributes: Any) -> None:
         """Adds a node that computes the graph's ``node``."""
-        self.names[id(node)] = self.node(op, inputs, node.name, **attributes)
+        self.names[node] = self.node(op, inputs, node.name, **attributes)
 
     def output(self, name: str, wanted: str, taken: set[str]) -> str:
         """Makes the tensor ``name`` an output of the model and returns the name that it has as such.

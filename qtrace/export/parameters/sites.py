@@ -146,14 +146,14 @@ class _Reading:
 
     def __init__(self, converted: TracedModule, annotation: Annotation, names: Names) -> None:
         self.carried, self.names = annotation.carried, names
-        self.outputs = {id(n) for n in converted.graph.outputs}
+        self.outputs = set(converted.graph.outputs)
 
     def row(
         self, tensor: str, site: str, qparams: QParams, integers: TensorNode, stored: bool, floating: str
     ) -> Row:
         """The row of a tensor whose integers are those of the node ``integers``."""
         layers: list[str] = []
-        elsewhere = _OUTPUT if id(integers) in self.outputs else ""
+        elsewhere = _OUTPUT if integers in self.outputs else ""
         for expr in users(integers):
             call = ops.read(expr)
             if call is not None and call.weight is not None and call.inputs[0] is integers:
@@ -166,7 +166,7 @@ class _Reading:
     def in_float(self, node: TensorNode) -> str:
         """An op that reads ``node`` itself while others read what it is rounded to."""
         found = [e.outputs[0].name for e in users(node) if not isinstance(owner(e), FakeQuant)]
-        return found[0] if found else (_OUTPUT if id(node) in self.outputs else "")
+        return found[0] if found else (_OUTPUT if node in self.outputs else "")
 
 
 def _parameters(converted: TracedModule, annotation: Annotation, names: Names) -> list[Row]:

@@ -54,7 +54,7 @@ def _between_integers(b: Build, job: Job) -> bool:
     """Whether all that the op reads is integers, and its result is rounded at one site."""
     call = job.call
     weights = [n for n in (call.weight, call.bias) if n is not None]
-    known = all(b.on_integers(n) for n in call.inputs) and all(id(n) in b.integers for n in weights)
+    known = all(b.on_integers(n) for n in call.inputs) and all(n in b.integers for n in weights)
     return known and bool(call.inputs) and job.site is not None
 
 

@@ -23,7 +23,7 @@ from qtrace.export.converted.allow_float import float_kinds
 from qtrace.export.converted.located import located, site_expr
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BIAS_QMAX, BiasQuant
-from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode, TracedModule
+from qtrace.graph.types import Constant, Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, op_label, owner
 from qtrace.numerics import quantize, round_half_away
 from qtrace.preparation.annotation import Site
@@ -90,7 +90,7 @@ class _Exporter:
         self.batch = sizes.pop() if len(sizes) == 1 else 0
         self.build = Build(self.plan, options, self.batch)
         self.container = getattr(converted, CONTAINER)
-        self.ends: dict[int, tuple[int, ...]] = {}
+        self.ends: dict[Node, tuple[int, ...]] = {}
         self.carried = carried_qparams(converted, self.plan.annotation)
 
     def run(self) -> bytes:
@@ -123,7 +123,7 @@ class _Exporter:
             else:
                 stored = self.build.writer.tensor(name, shape, self._kind(node))
             self.build.put(node, stored, order)
-            self.ends[id(node)] = order
+            self.ends[node] = order
             found.append((name, stored))
         return found
 
@@ -146,7 +146,7 @@ class _Exporter:
             )
         return kind
 
-    def _outputs(self, taken: set[int]) -> list[tuple[str, Stored]]:
+    def _outputs(self, taken: set[Node]) -> list[tuple[str, Stored]]:
         found: list[tuple[str, Stored]] = []
         names: dict[str, int] = {}
         for node in self.model.graph.outputs:
@@ -167,7 +167,7 @@ class _Exporter:
         order = b.moved_from(node)[1].nearest()
         order = CHANNELS_LAST if order == CHANNELS_LAST else natural(len(order))
         stored = b.ordered(node, order)
-        self.ends[id(node)] = order
+        self.ends[node] = order
         if stored.grid is None:
             if self.options.io == "int8" and stored.dtype == np.float32:
                 raise ExportError(
@@ -200,8 +200,8 @@ class _Exporter:
             if s.sort == "activation" and not s.static
         }
         for name, node in (*named.items(), *((m, m) for m in moved)):
-            held = b.held.get(id(nodes.get(node)))
-            if held is None and id(nodes.get(node)) in b.integers:
+            held = b.held.get(nodes.get(node))
+            if held is None and nodes.get(node) in b.integers:
                 held = b.get(nodes[node])
             if held is None or held.stored.grid is None:
                 continue
@@ -209,7 +209,7 @@ class _Exporter:
                 b.writer.keep(held.stored)
                 integers[name] = [held.stored.name, list(held.order)]
         ends = (self.inputs, self.model.graph.outputs)
-        orders = [[list(self.ends[id(n)]) for n in nodes] for nodes in ends]
+        orders = [[list(self.ends[n]) for n in nodes] for nodes in ends]
         return {
             "version": version("qtrace"),
             "backend": self.plan.annotation.backend,
@@ -224,12 +224,12 @@ class _Exporter:
     # -- parameters and sites -------------------------------------------------------------------------
 
     def _emit(self, expr: Expr) -> None:
-        if id(expr) in self.plan.members:
+        if expr in self.plan.members:
             return
         if isinstance(expr, (GetAttr, Constant)):
             if isinstance(expr.outputs[0], TensorNode):
                 value = expr.interpret(self.model) if isinstance(expr, GetAttr) else (expr.value,)
-                self.build.values[id(expr.outputs[0])] = value[0].numpy()
+                self.build.values[expr.outputs[0]] = value[0].numpy()
             return
         if isinstance(owner(expr), (FakeQuant, BiasQuant)):
             with located(site_expr(expr.args[1], expr.outputs[0])):
@@ -259,8 +259,8 @@ class _Exporter:
             else:
                 integers, grid = quantize(value, fq.qparams()), self.plan.grids[site.group]
             module: Any = owner(expr)
-            b.integers[id(out)] = (integers.astype(self._type(site)), grid)
-            b.lazy[id(out)] = lambda: self._rounded(module, value)
+            b.integers[out] = (integers.astype(self._type(site)), grid)
+            b.lazy[out] = lambda: self._rounded(module, value)
         elif site.sort == "weight":
             raise ExportError(
                 f"site {site.name}: the weight is computed from the model's input, which TFLite has no form "
@@ -291,9 +291,9 @@ class _Exporter:
         scale = getattr(self.container, site.group).scale(activation, weight)[0].numpy().astype(np.float32)
         steps = round_half_away((value.astype(np.float32).reshape(-1) / scale.reshape(-1)).astype(np.float64))
         integers = np.clip(steps, -BIAS_QMAX, BIAS_QMAX).astype(np.int32)
-        self.build.integers[id(out)] = (integers, Grid.symmetric(scale))
+        self.build.integers[out] = (integers, Grid.symmetric(scale))
         rounded = (integers * scale.reshape(-1)).astype(np.float32).reshape(value.shape)
-        self.build.lazy[id(out)] = lambda: rounded
+        self.build.lazy[out] = lambda: rounded
 
     # -- ops ------------------------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ class _Layer:
 
     def weight(self) -> np.ndarray:
         """Integers or floats, in MegEngine's layout."""
-        found = self.b.integers[id(self.weight_node)][0] if self.ints else self.b.value(self.weight_node)
+        found = self.b.integers[self.weight_node][0] if self.ints else self.b.value(self.weight_node)
         if found is None:
             raise ExportError(
                 f"{self.call.out.name}: its weight is computed from the model's input, which TFLite has no "
@@ -78,9 +78,7 @@ class _Layer:
         """The weight in the layout of the operator."""
         if not self.ints:
             return self.b.writer.constant(self.base, laid)
-        return self.b.writer.constant(
-            f"{self.base}_int", laid, self.b.integers[id(self.weight_node)][1], axis
-        )
+        return self.b.writer.constant(f"{self.base}_int", laid, self.b.integers[self.weight_node][1], axis)
 
     def bias(self, count: int) -> Stored:
         """The bias as a vector; zeros where the graph has none, since kernels on integers ask for one."""
@@ -96,14 +94,14 @@ class _Layer:
         kind = np.int64 if self.input.dtype == np.int16 else np.int32
         assert self.input.grid is not None
         if node is not None:
-            integers, grid = b.integers[id(node)]
+            integers, grid = b.integers[node]
             name = f"{node.name.removesuffix('_q')}_int"
             return b.writer.constant(name, integers.reshape(-1).astype(kind), grid)
         scale = np.float32(self.input.grid.scale[0]) * self._weight_scales()
         return b.writer.constant(f"{self.base}_zeros", np.zeros(count, kind), Grid.symmetric(scale))
 
     def _weight_scales(self) -> np.ndarray:
-        return np.array(self.b.integers[id(self.weight_node)][1].scale, np.float32)
+        return np.array(self.b.integers[self.weight_node][1].scale, np.float32)
 
     def target(self, order: Order, fuses: bool = True) -> Target:
         """Where the operator writes."""

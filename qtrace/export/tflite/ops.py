@@ -100,15 +100,15 @@ def fold(b: Build, expr: Expr) -> bool:
         _fold_full(b, call)
         return True
     moves = call is not None and call.kind in MOVES
-    if any(id(n) in b.integers and moves for n in expr.inputs):
+    if any(n in b.integers and moves for n in expr.inputs):
         return False  # integers that move stay integers
-    values = [b.values.get(id(n)) if id(n) not in b.lazy else b.value(n) for n in expr.inputs]
+    values = [b.values.get(n) if n not in b.lazy else b.value(n) for n in expr.inputs]
     if any(v is None for v in values):
         return False
     found = _interpreted(expr, values)
     for node, value in zip(outputs, found, strict=True):
-        b.values[id(node)] = value
-    if any(id(n) in b.shifted for n in expr.inputs):
+        b.values[node] = value
+    if any(n in b.shifted for n in expr.inputs):
         _fold_shifted(b, expr, outputs, found)
     return True
 
@@ -120,25 +120,25 @@ def _interpreted(expr: Expr, values: list[Any]) -> list[np.ndarray]:
 def _fold_shape(b: Build, expr: Expr) -> None:
     source, out = expr.inputs[0], expr.outputs[0]
     shape = np.array(b.shape(source), np.int32)
-    b.values[id(out)] = shape
-    if b.batch and id(source) not in b.values and shape.size and shape[0] % b.batch == 0:
-        b.shifted[id(out)] = np.array([shape[0] // b.batch * (b.batch + 1), *shape[1:]], np.int32)
+    b.values[out] = shape
+    if b.batch and source not in b.values and shape.size and shape[0] % b.batch == 0:
+        b.shifted[out] = np.array([shape[0] // b.batch * (b.batch + 1), *shape[1:]], np.int32)
 
 
 def _fold_full(b: Build, call: OpCall) -> None:
     """A tensor of one number, whose shape is another one's."""
     shape, kind = b.shape(call.out), np.dtype(call.out.dtype)
-    b.values[id(call.out)] = np.full(shape, call.attrs["value"], kind)
+    b.values[call.out] = np.full(shape, call.attrs["value"], kind)
     if b.batch and shape and shape[0] % b.batch == 0:
         more = (shape[0] // b.batch * (b.batch + 1), *shape[1:])
-        b.shifted[id(call.out)] = np.full(more, call.attrs["value"], kind)
+        b.shifted[call.out] = np.full(more, call.attrs["value"], kind)
 
 
 def _fold_shifted(b: Build, expr: Expr, outputs: list[TensorNode], found: list[np.ndarray]) -> None:
     try:
-        others = _interpreted(expr, [b.shifted.get(id(n), b.values[id(n)]) for n in expr.inputs])
+        others = _interpreted(expr, [b.shifted.get(n, b.values[n]) for n in expr.inputs])
     except Exception:  # another size does not fit here at all
         others = [np.zeros(0)] * len(found)
     for node, value, other in zip(outputs, found, others, strict=True):
         if not np.array_equal(value, other):
-            b.shifted[id(node)] = other
+            b.shifted[node] = other

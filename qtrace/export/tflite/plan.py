@@ -64,17 +64,17 @@ class Plan:
         sites: name of a fake quant's output -> its site.
         grids: group -> what its integers mean.
         schemes: group -> its scheme.
-        shapes: id of node -> its shape.
-        members: ids of the exprs that are fused into another.
+        shapes: node -> its shape.
+        members: the exprs that are fused into another.
     """
 
     def __init__(self, model: TracedModule) -> None:
         self.model = model
         self.annotation: Annotation = read_record(model, "converted").annotation
         self.sites = {f"{s.name}_q": s for s in self.annotation.sites}
-        self.outputs = {id(n) for n in model.graph.outputs}
+        self.outputs = set(model.graph.outputs)
         self.notes: dict[str, ExprNote] = {n.name: n for n in self.annotation.notes}
-        self.members: set[int] = set()
+        self.members: set[Expr] = set()
         self.grids: dict[str, Grid] = {}
         self.schemes: dict[str, QScheme] = {}
         for site in self.annotation.sites:
@@ -108,11 +108,11 @@ class Plan:
         out = call.out if clamp is None else clamp.out
         site = self.site_of(out) if len(expr.outputs) == 1 else None
         if clamp is not None:
-            self.members.add(id(clamp.expr))
+            self.members.add(clamp.expr)
         return Job(call, clamp, out, site, self.state(call))
 
     def _clamp(self, call: OpCall) -> OpCall | None:
-        if self.state(call) not in ("int", "fused") or call.kind in CLAMPS or id(call.out) in self.outputs:
+        if self.state(call) not in ("int", "fused") or call.kind in CLAMPS or call.out in self.outputs:
             return None
         readers = list(users(call.out))
         found = ops.read(readers[0]) if len(readers) == 1 else None
@@ -123,20 +123,20 @@ class Plan:
     def site_of(self, node: TensorNode) -> Site | None:
         """The one site that reads the value of ``node``, if nothing else does."""
         readers = [e for e in users(node) if reads_values(e)]
-        if id(node) in self.outputs or len(readers) != 1 or not isinstance(owner(readers[0]), FakeQuant):
+        if node in self.outputs or len(readers) != 1 or not isinstance(owner(readers[0]), FakeQuant):
             return None
         site = self.sites[readers[0].outputs[0].name]
         return site if site.sort == "activation" else None
 
     def reaches(self, node: TensorNode, wanted: frozenset[str], through: frozenset[str]) -> bool:
         """Whether a value arrives at an op of the kinds ``wanted`` through ops of the kinds ``through``."""
-        seen: set[int] = set()
+        seen: set[Expr] = set()
         stack = [node]
         while stack:
             for expr in users(stack.pop()):
-                if id(expr) in seen:
+                if expr in seen:
                     continue
-                seen.add(id(expr))
+                seen.add(expr)
                 kind = "identity" if isinstance(owner(expr), FakeQuant) else _kind(expr)
                 if kind in wanted:
                     return True

@@ -22,7 +22,7 @@ from qtrace.graph.walk import op_label, owner
 __all__ = ["shapes_of"]
 
 
-def shapes_of(model: TracedModule) -> dict[int, tuple[int, ...]]:
+def shapes_of(model: TracedModule) -> dict[Node, tuple[int, ...]]:
     """Id of node -> its shape, for inputs of the shapes that were traced."""
     return _Shapes(model).found_by_zeros()
 
@@ -30,7 +30,7 @@ def shapes_of(model: TracedModule) -> dict[int, tuple[int, ...]]:
 class _Shapes(Interpreter):
     def __init__(self, model: TracedModule) -> None:
         super().__init__(model)
-        self.found: dict[int, tuple[int, ...]] = {}
+        self.found: dict[Node, tuple[int, ...]] = {}
 
     def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
         """Computes an expr; what is only rounded keeps its shape."""
@@ -47,10 +47,10 @@ class _Shapes(Interpreter):
     def on_node(self, node: Node, value: Any) -> Any:
         """Notes a shape."""
         if isinstance(node, TensorNode):
-            self.found[id(node)] = tuple(int(n) for n in value.shape)
+            self.found[node] = tuple(int(n) for n in value.shape)
         return value
 
-    def found_by_zeros(self) -> dict[int, tuple[int, ...]]:
+    def found_by_zeros(self) -> dict[Node, tuple[int, ...]]:
         """Runs the graph on zeros."""
         module, *nodes = self.traced.graph.inputs
         zeros = [mge.Tensor(np.zeros(n.shape, np.dtype(n.dtype))) for n in nodes]

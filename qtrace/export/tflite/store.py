@@ -42,12 +42,12 @@ class Store:
     Attributes:
         plan: the graph.
         writer: the file.
-        held: id of node -> its value in the file.
-        moved: id of node -> a value in the file, and moves that make it the node's; not written yet.
-        values: id of node -> its numbers, if they are fixed.
+        held: node -> its value in the file.
+        moved: node -> a value in the file, and moves that make it the node's; not written yet.
+        values: node -> its numbers, if they are fixed.
         lazy: how to compute such numbers, for those that few ask for.
         shifted: the same, computed with another batch size, where that makes a difference.
-        integers: id of node -> the integers of a fixed value and what they mean.
+        integers: node -> the integers of a fixed value and what they mean.
         batch: the size of the batch axis.
         fixed: the node that makes the file work for this batch size alone; "" for none.
     """
@@ -55,21 +55,21 @@ class Store:
     def __init__(self, plan: Plan, batch: int) -> None:
         self.plan, self.batch = plan, batch
         self.writer = TfliteWriter()
-        self.held: dict[int, Held] = {}
-        self.values: dict[int, np.ndarray] = {}
-        self.lazy: dict[int, Callable[[], np.ndarray]] = {}
-        self.shifted: dict[int, np.ndarray] = {}
-        self.integers: dict[int, tuple[np.ndarray, Grid]] = {}
+        self.held: dict[Node, Held] = {}
+        self.values: dict[Node, np.ndarray] = {}
+        self.lazy: dict[Node, Callable[[], np.ndarray]] = {}
+        self.shifted: dict[Node, np.ndarray] = {}
+        self.integers: dict[Node, tuple[np.ndarray, Grid]] = {}
         self.fixed = ""
-        self.moved: dict[int, tuple[Held, Moved]] = {}
-        self._made: dict[tuple[int, Order], Stored] = {}
-        self._arranged: dict[tuple[int, Order, Order], Stored] = {}
-        self._floats: dict[int, Stored] = {}
-        self._origin: dict[int, Stored] = {}
+        self.moved: dict[Node, tuple[Held, Moved]] = {}
+        self._made: dict[tuple[Node, Order], Stored] = {}
+        self._arranged: dict[tuple[Node, Order, Order], Stored] = {}
+        self._floats: dict[Node, Stored] = {}
+        self._origin: dict[Node, Stored] = {}
 
     def shape(self, node: TensorNode) -> tuple[int, ...]:
         """The shape of a node in the graph."""
-        return self.plan.shapes[id(node)]
+        return self.plan.shapes[node]
 
     def rank(self, node: TensorNode) -> int:
         """How many axes a node has."""
@@ -79,10 +79,10 @@ class Store:
 
     def value(self, node: Node) -> np.ndarray | None:
         """The numbers of a node if they are fixed."""
-        if id(node) in self.lazy:
-            self.values[id(node)] = self.lazy.pop(id(node))()
-        found = self.values.get(id(node))
-        if found is not None and id(node) in self.shifted:
+        if node in self.lazy:
+            self.values[node] = self.lazy.pop(node)()
+        found = self.values.get(node)
+        if found is not None and node in self.shifted:
             self.fixed = self.fixed or node.name
         return found
 
@@ -97,32 +97,32 @@ class Store:
 
     def get(self, node: TensorNode) -> Held:
         """The value of a node, integers where there are some; a fixed one is written when first read."""
-        if id(node) not in self.held and id(node) in self.moved:
-            order = self.moved[id(node)][1].nearest()
-            self.held[id(node)] = Held(self.ordered(node, order), order)
-        if id(node) not in self.held:
+        if node not in self.held and node in self.moved:
+            order = self.moved[node][1].nearest()
+            self.held[node] = Held(self.ordered(node, order), order)
+        if node not in self.held:
             name = node.name
-            if id(node) in self.integers:
-                integers, grid = self.integers[id(node)]
+            if node in self.integers:
+                integers, grid = self.integers[node]
                 stored = self.writer.constant(f"{name.removesuffix('_q')}_int", integers, grid)
             else:
                 found = self.value(node)
                 assert found is not None, name
                 stored = self.writer.constant(name, _plain(found))
-            self.held[id(node)] = Held(stored, natural(len(stored.shape)))
-        return self.held[id(node)]
+            self.held[node] = Held(stored, natural(len(stored.shape)))
+        return self.held[node]
 
     def on_integers(self, node: TensorNode) -> bool:
         """Whether the file has integers of this node."""
-        source = self.moved.get(id(node))
-        held = self.held.get(id(node)) if source is None else source[0]
-        return id(node) in self.integers if held is None else held.stored.grid is not None
+        source = self.moved.get(node)
+        held = self.held.get(node) if source is None else source[0]
+        return node in self.integers if held is None else held.stored.grid is not None
 
     def integer_type(self, node: TensorNode) -> np.dtype:
         """The type of the integers of a node that has some."""
-        source = self.moved.get(id(node))
-        held = self.held.get(id(node)) if source is None else source[0]
-        return self.integers[id(node)][0].dtype if held is None else held.stored.dtype
+        source = self.moved.get(node)
+        held = self.held.get(node) if source is None else source[0]
+        return self.integers[node][0].dtype if held is None else held.stored.dtype
 
     def floats(self, held: Held) -> Held:
         """The same value in float32."""
@@ -171,23 +171,23 @@ class Store:
 
     def moved_from(self, node: TensorNode) -> tuple[Held, Moved]:
         """Where the values of a node stand, and what moves are still to be made."""
-        if id(node) in self.held or id(node) not in self.moved:
+        if node in self.held or node not in self.moved:
             held = self.get(node)
             return held, Moved.of(held.shape, held.order)
-        return self.moved[id(node)]
+        return self.moved[node]
 
     def move(self, node: TensorNode, held: Held, moved: Moved) -> None:
         """Says that ``node`` has the values of ``held``, moved; nothing is written until it is read."""
-        self.moved[id(node)] = (held, moved)
-        self.held.pop(id(node), None)
+        self.moved[node] = (held, moved)
+        self.held.pop(node, None)
 
     def ordered(self, node: TensorNode, order: Order) -> Stored:
         """The value of a node with its axes in an order; moves that were put off are made at once."""
-        if id(node) in self.held or id(node) not in self.moved:
+        if node in self.held or node not in self.moved:
             return self.arrange(self.get(node), order)
-        key = (id(node), order)
+        key = (node, order)
         if key not in self._made:
-            self._made[key] = self.materialized(node.name, *self.moved[id(node)], order)
+            self._made[key] = self.materialized(node.name, *self.moved[node], order)
         return self._made[key]
 
     def materialized(self, name: str, held: Held, moved: Moved, order: Order) -> Stored:
@@ -255,7 +255,7 @@ class Store:
 
     def put(self, node: TensorNode, stored: Stored, order: Order) -> None:
         """Says that a tensor holds the value of a node."""
-        self.held[id(node)] = Held(stored, order)
+        self.held[node] = Held(stored, order)
 
 
 def _batch(atoms: list[tuple[int, int]]) -> int | None:

@@ -34,6 +34,7 @@ from qtrace.graph.tracing.views import (
     reads_only_shape,
     returns_view,
 )
+from qtrace.graph.types import Node
 
 __all__ = ["Copy", "describe_places", "find_copies", "insert_copies", "report_copies"]
 
@@ -73,7 +74,7 @@ def find_copies(traced: TracedModule) -> list[Copy]:
     unrolled = Unrolled(traced)
     views, fixed = _layouts(unrolled)
     found = (*_for_values(unrolled, views, fixed), *_for_gradients(unrolled, fixed))
-    return list({(id(copy.node), id(copy.reader)): copy for copy in found}.values())
+    return list({(copy.node, copy.reader): copy for copy in found}.values())
 
 
 def describe_places(copies: Iterable[Copy]) -> str:
@@ -113,9 +114,9 @@ def report_copies(name: str, places: str, problem: str | None) -> None:
 
 def insert_copies(traced: TracedModule, copies: Iterable[Copy]) -> None:
     """Inserts ``copies`` into the graphs of ``traced`` and of its submodules."""
-    by_module: dict[int, list[Copy]] = {}
+    by_module: dict[Node, list[Copy]] = {}
     for copy in copies:
-        by_module.setdefault(id(copy.module), []).append(copy)
+        by_module.setdefault(copy.module, []).append(copy)
     for group in by_module.values():
         module = group[0].module
         with GraphEditor(module) as editor:

@@ -90,13 +90,13 @@ class _Walk:
     """Walks two graphs side by side and pairs their nodes."""
 
     def __init__(self) -> None:
-        self.pair: dict[int, Node] = {}
-        self.done: set[tuple[int, int]] = set()
+        self.pair: dict[Node, Node] = {}
+        self.done: set[tuple[Any, Any]] = set()
 
     def graphs(self, old: InternalGraph, new: InternalGraph) -> Difference | None:
-        if (id(old), id(new)) in self.done:
+        if (old, new) in self.done:
             return None
-        self.done.add((id(old), id(new)))
+        self.done.add((old, new))
         self.bind(old._inputs, new._inputs)
         for a, b in zip_longest(old._exprs, new._exprs):
             if a is None or b is None:
@@ -115,12 +115,12 @@ class _Walk:
         if len(old._outputs) != len(new._outputs):
             return Difference(_last(old), "the module returns another number of values there")
         for x, y in zip(old._outputs, new._outputs, strict=True):
-            if self.pair.get(id(x)) is not y:
+            if self.pair.get(x) is not y:
                 return Difference(x.expr, f"the module returns {op_label(y.expr)}'s output there")
         return None
 
     def bind(self, old: list[Node], new: list[Node]) -> None:
-        self.pair.update((id(x), y) for x, y in zip(old, new, strict=False))
+        self.pair.update((x, y) for x, y in zip(old, new, strict=False))
 
     def reason(self, a: Expr, b: Expr) -> str | None:
         """Why ``b`` is not the same step as ``a``."""
@@ -138,7 +138,7 @@ class _Walk:
                 return f"it holds {_short(x)} where the module has {_short(y)}"
         if len(mine) != len(theirs) or len(a.inputs) != len(b.inputs):
             return "the module gives it other arguments there"
-        if any(self.pair.get(id(x)) is not y for x, y in zip(a.inputs, b.inputs, strict=True)):
+        if any(self.pair.get(x) is not y for x, y in zip(a.inputs, b.inputs, strict=True)):
             return "the module gives it other values to read there"
         return None
 

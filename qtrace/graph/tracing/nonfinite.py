@@ -53,14 +53,14 @@ class _Search(Interpreter):
         super().__init__(traced)
         self.found: Expr | None = None
         self.what = ""
-        self._infinite: set[int] = set()
+        self._infinite: set[Node] = set()
 
     def on_node(self, node: Node, value: Any) -> Any:
         """Remembers which nodes hold NaN or infinity."""
         if self.found is None and isinstance(node, TensorNode) and np.dtype(value.dtype).kind == "f":
             array = value.numpy()
             if not np.isfinite(array).all():
-                self._infinite.add(id(node))
+                self._infinite.add(node)
                 if self._is_origin(node.expr):
                     self.found = node.expr
                     self.what = "NaN" if np.isnan(array).any() else "infinity"
@@ -70,7 +70,7 @@ class _Search(Interpreter):
         read: Sequence[Node] = [n for n in expr.inputs if isinstance(n, TensorNode)]
         given = [v for _, v in (expr.const_val or ()) if isinstance(v, float)]
         meant = any(math.isinf(v) or math.isnan(v) for v in given)  # such as where(mask, x, -inf)
-        return bool(read) and not meant and not any(id(n) in self._infinite for n in read)
+        return bool(read) and not meant and not any(n in self._infinite for n in read)
 
 
 def _is_softmax(expr: Expr) -> bool:

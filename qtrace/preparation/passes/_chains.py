@@ -16,31 +16,31 @@ class Chains:
     """Which ops are computed as one.
 
     Attributes:
-        head: id of expr -> the first op of its chain, for every op that computes on integers.
-        tail: id of a head -> the last op of its chain.
-        norm: id of a head -> the BatchNorm that stays in the graph and is folded whenever it does not train.
+        head: expr -> the first op of its chain, for every op that computes on integers.
+        tail: head -> the last op of its chain.
+        norm: head -> the BatchNorm that stays in the graph and is folded whenever it does not train.
     """
 
     def __init__(self, view: View) -> None:
         self.view = view
-        self.head: dict[int, Expr] = {}
-        self.tail: dict[int, Expr] = {}
-        self.norm: dict[int, Expr] = {}
+        self.head: dict[Expr, Expr] = {}
+        self.tail: dict[Expr, Expr] = {}
+        self.norm: dict[Expr, Expr] = {}
         for expr in view.order:
-            if id(expr) not in self.head and view.on_integers(expr):
+            if expr not in self.head and view.on_integers(expr):
                 self._grow(expr)
 
     def _grow(self, expr: Expr) -> None:
         """Lets ``expr`` take the following norm and activation into its kernel."""
-        view, call = self.view, self.view.calls[id(expr)]
-        self.head[id(expr)] = self.tail[id(expr)] = expr
+        view, call = self.view, self.view.calls[expr]
+        self.head[expr] = self.tail[expr] = expr
         follower = view.only_user(expr)
-        if follower is not None and self._folds(call, view.calls[id(follower)]):
+        if follower is not None and self._folds(call, view.calls[follower]):
             self._join(expr, follower)
-            self.norm[id(expr)] = follower
+            self.norm[expr] = follower
             follower = view.only_user(follower)
         fused = view.backend.fused.get(call.kind, frozenset())
-        if follower is not None and view.calls[id(follower)].kind in fused:
+        if follower is not None and view.calls[follower].kind in fused:
             self._join(expr, follower)
 
     def _folds(self, layer: OpCall, norm: OpCall) -> bool:
@@ -52,21 +52,21 @@ class Chains:
         return alone and bool(axes) and plan.scheme.symmetric and plan.scheme.signed
 
     def _join(self, head: Expr, member: Expr) -> None:
-        self.head[id(member)] = head
-        self.tail[id(head)] = member
+        self.head[member] = head
+        self.tail[head] = member
 
     def interior(self, expr: Expr) -> bool:
         """Whether ``expr`` is fused into another: its input is not a tensor of its own."""
-        return id(expr) in self.head and self.head[id(expr)] is not expr
+        return expr in self.head and self.head[expr] is not expr
 
     def input_plan(self, head: Expr) -> Plan:
         """How the inputs of a chain are quantized: as the config says for its first op."""
-        choice = self.view.choices[id(head)]
+        choice = self.view.choices[head]
         return plan_of(choice.activation, choice.activation_observer, choice.fakequant)
 
     def output_choice(self, head: Expr) -> Choice:
         """What the config says about the result of a chain: its last rule for the first or last op."""
-        first, last = (self.view.choices[id(e)] for e in (head, self.tail[id(head)]))
+        first, last = (self.view.choices[e] for e in (head, self.tail[head]))
         return last if last.rank > first.rank else first
 
     def output_plan(self, head: Expr) -> tuple[Plan, bool]:

@@ -46,7 +46,7 @@ def write_computed(model: TracedModule, annotation: Annotation) -> Annotation:
     with GraphEditor(model) as editor:
         for node in wanted:
             path = _free_path(model, node.name)
-            set_parameter(model, path, Parameter(values[id(node)].numpy()))
+            set_parameter(model, path, Parameter(values[node].numpy()))
             editor.put_in_place(editor.get_attr(path), node)
     _delete_unread(model, before)
     alive = {node.name for expr in exprs(model) for node in expr.outputs}
@@ -59,13 +59,13 @@ def _computed(model: TracedModule, annotation: Annotation) -> list[TensorNode]:
     """The nodes to replace, in graph order: nothing that they are computed from is rounded."""
     fixed = fixed_nodes(model, without=lambda expr: isinstance(owner(expr), (FakeQuant, BiasQuant)))
     sites = {site.node for site in annotation.sites}
-    read = {id(node) for expr in exprs(model) for node in _parameters(expr)}
+    read = {node for expr in exprs(model) for node in _parameters(expr)}
     return [
         node
         for expr in exprs(model)
         if not isinstance(expr, (GetAttr, Constant))
         for node in expr.outputs
-        if id(node) in fixed and (node.name in sites or id(node) in read)
+        if node in fixed and (node.name in sites or node in read)
     ]
 
 

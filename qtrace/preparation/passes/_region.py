@@ -17,8 +17,8 @@ __all__ = ["inside"]
 _NEAREST = 5
 
 
-def inside(traced: TracedModule, region: Region, place: Callable[..., str]) -> set[int]:
-    """The ids of the exprs of a region: on a way from its inputs to its outputs, both ends included.
+def inside(traced: TracedModule, region: Region, place: Callable[..., str]) -> set[Expr]:
+    """The exprs of a region: on a way from its inputs to its outputs, both ends included.
 
     Args:
         traced: a flat, expanded graph.
@@ -29,14 +29,14 @@ def inside(traced: TracedModule, region: Region, place: Callable[..., str]) -> s
         ConfigError: for a pattern that no node and no module has, or a region without an op.
     """
     every = exprs(traced)
-    found = {id(e) for e in every}
+    found = set(every)
     if region.outputs is not None:
         ends = _named(traced, region.outputs, _subject(place, "outputs"))
         found &= closure(ends, lambda e: [n.expr for n in e.inputs])
     if region.inputs is not None:
         starts = _named(traced, region.inputs, _subject(place, "inputs"))
         found &= closure(starts, lambda e: [u for n in e.outputs for u in n.users])
-    if not any(id(e) in found for e in every):
+    if not any(e in found for e in every):
         raise ConfigError(f"{place('region')}: no op lies between the inputs and the outputs of the region.")
     return found
 

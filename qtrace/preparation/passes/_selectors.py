@@ -25,18 +25,18 @@ class Selector:
 
     Args:
         traced: a flat, expanded graph.
-        calls: id of expr -> its reading.
+        calls: expr -> its reading.
     """
 
-    def __init__(self, traced: TracedModule, calls: dict[int, OpCall]) -> None:
+    def __init__(self, traced: TracedModule, calls: dict[Expr, OpCall]) -> None:
         self.traced, self.calls = traced, calls
         self.every = exprs(traced)
-        self.order = [e for e in self.every if id(e) in calls]
+        self.order = [e for e in self.every if e in calls]
 
-    def select(self, rule: Rule) -> list[int]:
-        """The ids of the exprs that ``rule`` matches, in graph order."""
+    def select(self, rule: Rule) -> list[Expr]:
+        """The exprs that ``rule`` matches, in graph order."""
         match = rule.match
-        keep = [e for e in self.order if self.calls[id(e)].role is not Role.SHAPE]
+        keep = [e for e in self.order if self.calls[e].role is not Role.SHAPE]
         if match.op is not None:
             keep = self._by_op(keep, match.op, rule.origin)
         if match.name is not None:
@@ -45,8 +45,8 @@ class Selector:
             keep = [e for e in keep if answer(e) is wanted]
         if match.subgraph is not None:
             inside = self._between(match.subgraph.from_, match.subgraph.to, rule.origin)
-            keep = [e for e in keep if id(e) in inside]
-        return [id(e) for e in keep]
+            keep = [e for e in keep if e in inside]
+        return list(keep)
 
     def _structural(self, match: Match, origin: str) -> list[tuple[bool, Callable[[Expr], bool | None]]]:
         """The questions that ``match`` asks, each with the answer that it wants."""
@@ -55,7 +55,7 @@ class Selector:
             asked.append((match.depthwise, self._depthwise))
         if match.position is not None:
             members = {"first": self._first, "last": self._last, "tail": self._tail}[match.position]
-            asked.append((True, lambda e: id(e) in members))
+            asked.append((True, lambda e: e in members))
         if match.before_output is not None:
             asked.append((match.before_output, self._before_output))
         if match.gate is not None:
@@ -65,15 +65,15 @@ class Selector:
         for kinds, forward in ((match.feeds, True), (match.follows, False)):
             if kinds is not None:
                 found = self._near(_known(kinds, origin), forward)
-                asked.append((True, lambda e, found=found: id(e) in found))  # type: ignore[misc]
+                asked.append((True, lambda e, found=found: e in found))  # type: ignore[misc]
         return asked
 
     def _by_op(self, keep: list[Expr], kinds: Sequence[str], origin: str) -> list[Expr]:
         wanted = _known(kinds, origin)
-        return [e for e in keep if self.calls[id(e)].kind in wanted]
+        return [e for e in keep if self.calls[e].kind in wanted]
 
     def _depthwise(self, expr: Expr) -> bool | None:
-        call = self.calls[id(expr)]
+        call = self.calls[expr]
         if call.kind not in ("conv2d", "conv_transpose2d") or call.weight is None:
             return None
         return call.attrs["groups"] > 1 and int(call.weight.shape[2]) == 1
@@ -81,21 +81,21 @@ class Selector:
     # -- positions ----------------------------------------------------------------------------------
 
     @cached_property
-    def _first(self) -> set[int]:
+    def _first(self) -> set[Expr]:
         above = _reach(self.every, self._computes, lambda e: [n.expr for n in e.inputs])
-        return {id(e) for e in self.order if self._computes(e) and id(e) not in above}
+        return {e for e in self.order if self._computes(e) and e not in above}
 
     @cached_property
-    def _last(self) -> set[int]:
+    def _last(self) -> set[Expr]:
         below = _reach(reversed(self.every), self._computes, self._readers)
-        return {id(e) for e in self.order if self._computes(e) and id(e) not in below}
+        return {e for e in self.order if self._computes(e) and e not in below}
 
     @cached_property
-    def _tail(self) -> set[int]:
+    def _tail(self) -> set[Expr]:
         return tail(self.every, self.calls)
 
     def _computes(self, expr: Expr) -> bool:
-        call = self.calls.get(id(expr))
+        call = self.calls.get(expr)
         return call is not None and call.role is Role.COMPUTE
 
     @staticmethod
@@ -104,42 +104,42 @@ class Selector:
 
     def _before_output(self, expr: Expr) -> bool:
         """Whether nothing but moves and fused activations stands between the op and a graph output."""
-        outputs = {id(n) for n in self.traced.graph.outputs}
+        outputs = set(self.traced.graph.outputs)
         stack: list[Node] = list(expr.outputs)
         while stack:
             node = stack.pop()
-            if id(node) in outputs:
+            if node in outputs:
                 return True
             for user in node.users:
-                call = self.calls.get(id(user))
+                call = self.calls.get(user)
                 if call is not None and call.role in (Role.CARRY, Role.ACTIVATION, Role.NORM):
                     stack.extend(user.outputs)
         return False
 
     # -- neighbours ---------------------------------------------------------------------------------
 
-    def _near(self, kinds: frozenset[str], forward: bool) -> set[int]:
+    def _near(self, kinds: frozenset[str], forward: bool) -> set[Expr]:
         """The exprs next to an op of one of ``kinds``: before it, or behind it, past what `_seen_through`."""
-        found: set[int] = set()
+        found: set[Expr] = set()
         for expr in reversed(self.every) if forward else self.every:
             near = self._readers(expr) if forward else [n.expr for n in expr.inputs]
             for other in near:
-                call = self.calls.get(id(other))
+                call = self.calls.get(other)
                 if call is None:
                     continue
-                if call.kind in kinds or (id(other) in found and self._seen_through(call)):
-                    found.add(id(expr))
+                if call.kind in kinds or (other in found and self._seen_through(call)):
+                    found.add(expr)
         return found
 
     @cached_property
-    def _static(self) -> set[int]:
+    def _static(self) -> set[Expr]:
         return static_nodes(self.traced)
 
     def _seen_through(self, call: OpCall) -> bool:
         """Whether ``call`` moves values, or changes each by what parameters and numbers alone give."""
         if call.role in _PASSED:
             return True
-        computed = [n for n in call.inputs if id(n) not in self._static]
+        computed = [n for n in call.inputs if n not in self._static]
         return call.kind in _SCALED and len(computed) == 1
 
     def _gates(self, expr: Expr) -> bool:
@@ -148,7 +148,7 @@ class Selector:
         while stack:
             node = stack.pop()
             for user in users(node):
-                call = self.calls.get(id(user))
+                call = self.calls.get(user)
                 if call is None:
                     continue
                 if call.role is Role.CARRY:
@@ -158,13 +158,13 @@ class Selector:
         return False
 
     def _shared(self, expr: Expr) -> bool | None:
-        call = self.calls[id(expr)]
+        call = self.calls[expr]
         if call.weight is None:
             return None
-        readers = [u for u in users(call.weight) if id(u) in self.calls]
+        readers = [u for u in users(call.weight) if u in self.calls]
         return len(readers) > 1
 
-    def _between(self, start: str, end: str, origin: str) -> set[int]:
+    def _between(self, start: str, end: str, origin: str) -> set[Expr]:
         """The exprs on a way from node ``start`` to node ``end``, both ends included."""
         nodes = {n.name: n for e in self.every for n in e.outputs}
         nodes.update((n.name, n) for n in self.traced.graph.inputs)
@@ -178,7 +178,7 @@ class Selector:
         return behind & before
 
 
-def tail(order: Sequence[Expr], calls: dict[int, OpCall]) -> set[int]:
+def tail(order: Sequence[Expr], calls: dict[Expr, OpCall]) -> set[Expr]:
     """The ops after the last computing ones: no value of theirs reaches a computing op.
 
     Boxes that choose where another op reads (``roi_align``) are no values for it. What can be fused into
@@ -186,50 +186,50 @@ def tail(order: Sequence[Expr], calls: dict[int, OpCall]) -> set[int]:
 
     Args:
         order: the exprs of a flat graph.
-        calls: id of expr -> its reading.
+        calls: expr -> its reading.
 
     Returns:
-        The ids of their exprs.
+        Their exprs.
     """
-    feeding: set[int] = set()  # the nodes whose values some computing op depends on
-    behind: set[int] = set()
+    feeding: set[Node] = set()  # the nodes whose values some computing op depends on
+    behind: set[Expr] = set()
     for expr in reversed(order):
-        call = calls.get(id(expr))
-        alive = any(id(n) in feeding for n in expr.outputs)
+        call = calls.get(expr)
+        alive = any(n in feeding for n in expr.outputs)
         computes = call is not None and call.role is Role.COMPUTE
         if alive or computes:
             read = expr.inputs if call is None else (*call.inputs, *filter(None, (call.weight, call.bias)))
-            feeding.update(id(n) for n in read)
+            feeding.update(n for n in read)
         elif call is not None:
-            behind.add(id(expr))
+            behind.add(expr)
     for expr in order:
-        call = calls.get(id(expr))
+        call = calls.get(expr)
         fusable = call is not None and call.role in (Role.ACTIVATION, Role.NORM)
-        if fusable and id(expr) in behind and id(expr.inputs[-1].expr) not in behind:
-            behind.remove(id(expr))
+        if fusable and expr in behind and expr.inputs[-1].expr not in behind:
+            behind.remove(expr)
     return behind
 
 
-def closure(start: Iterable[Expr], near: Callable[[Expr], Iterable[Expr]]) -> set[int]:
-    """The ids of the exprs that can be reached from ``start``, itself included."""
-    seen: set[int] = set()
+def closure(start: Iterable[Expr], near: Callable[[Expr], Iterable[Expr]]) -> set[Expr]:
+    """The exprs that can be reached from ``start``, itself included."""
+    seen: set[Expr] = set()
     stack = list(start)
     while stack:
         expr = stack.pop()
-        if id(expr) not in seen:
-            seen.add(id(expr))
+        if expr not in seen:
+            seen.add(expr)
             stack.extend(near(expr))
     return seen
 
 
 def _reach(
     order: Iterable[Expr], is_source: Callable[[Expr], bool], near: Callable[[Expr], Iterable[Expr]]
-) -> set[int]:
-    """The ids of the exprs that have a source among those ``near`` them, directly or not."""
-    found: set[int] = set()
+) -> set[Expr]:
+    """The exprs that have a source among those ``near`` them, directly or not."""
+    found: set[Expr] = set()
     for expr in order:
-        if any(id(e) in found or is_source(e) for e in near(expr)):
-            found.add(id(expr))
+        if any(e in found or is_source(e) for e in near(expr)):
+            found.add(expr)
     return found
 
 

@@ -12,7 +12,7 @@ from qtrace import ops
 from qtrace.config import Spec
 from qtrace.config.backends import Backend
 from qtrace.errors import ConfigError
-from qtrace.graph.types import Expr, TensorNode, TracedModule
+from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor
 from qtrace.ops import OpCall, Role
 from qtrace.preparation.annotation import Plan
@@ -45,19 +45,19 @@ class View:
 
     Attributes:
         traced: the flat, expanded graph.
-        calls: id of expr -> its reading.
-        choices: id of expr -> what the config says about it.
+        calls: expr -> its reading.
+        choices: expr -> what the config says about it.
         backend: the target.
-        inside: ids of the exprs in the config's region; None for all.
-        static: ids of the nodes whose values depend on no input of the graph.
+        inside: the exprs in the config's region; None for all.
+        static: the nodes whose values depend on no input of the graph.
     """
 
     traced: TracedModule
-    calls: Mapping[int, OpCall]
-    choices: Mapping[int, Choice]
+    calls: Mapping[Expr, OpCall]
+    choices: Mapping[Expr, Choice]
     backend: Backend
-    inside: set[int] | None
-    static: set[int]
+    inside: set[Expr] | None
+    static: set[Node]
 
     @cached_property
     def order(self) -> list[Expr]:
@@ -65,34 +65,34 @@ class View:
         return exprs(self.traced)
 
     @cached_property
-    def outputs(self) -> set[int]:
-        """The ids of the graph's outputs."""
-        return {id(n) for n in self.traced.graph.outputs}
+    def outputs(self) -> set[Node]:
+        """The graph's outputs."""
+        return set(self.traced.graph.outputs)
 
     @cached_property
-    def float_reason(self) -> dict[int, str]:
+    def float_reason(self) -> dict[Expr, str]:
         """Id of expr -> why it stays float; an expr without one runs on integers or carries them."""
         return {key: causes[0].reason for key, causes in self.float_causes.items()}
 
     @cached_property
-    def float_causes(self) -> dict[int, list[Cause]]:
+    def float_causes(self) -> dict[Expr, list[Cause]]:
         """Id of expr -> everything that keeps it in float: with the first gone, the next would."""
-        found = ((id(e), self._why_float(e)) for e in self.order)
+        found = ((e, self._why_float(e)) for e in self.order)
         return {key: causes for key, causes in found if causes}
 
     def _why_float(self, expr: Expr) -> list[Cause]:
-        call = self.calls.get(id(expr))
+        call = self.calls.get(expr)
         if call is None:
             reason = ops.unsupported(expr)
             return [Cause("unread", reason)] if reason else []
         if call.role is Role.SHAPE:
             return [Cause("shape", call.reason or "integer or shape arithmetic")]
-        if call.role is not Role.CARRY and expr.outputs and all(id(n) in self.static for n in expr.outputs):
+        if call.role is not Role.CARRY and expr.outputs and all(n in self.static for n in expr.outputs):
             return [Cause("static", STATIC)]
         causes = []
-        if self.inside is not None and id(expr) not in self.inside:
+        if self.inside is not None and expr not in self.inside:
             causes.append(Cause("region", "it lies outside of the region"))
-        choice = self.choices[id(expr)]
+        choice = self.choices[expr]
         if choice.quantize is False:
             causes.append(Cause("rule", f"{choice.decided} says quantize: false"))
         if call.role is Role.FLOAT and not choice.quantize:
@@ -116,20 +116,20 @@ class View:
         return [Cause("kernel", reason)]
 
     @cached_property
-    def scaling(self) -> dict[int, float]:
+    def scaling(self) -> dict[Expr, float]:
         """Id of expr -> the factor, for multiplications that only change the scale of their input."""
         trains_norms = any(c.role is Role.NORM for c in self.calls.values())
         if not self.backend.scales_freely or trains_norms:
             return {}
-        found = {id(e): self._factor(e) for e in self.order if id(e) not in self.float_reason}
+        found = {e: self._factor(e) for e in self.order if e not in self.float_reason}
         return {key: factor for key, factor in found.items() if factor is not None}
 
     def _factor(self, expr: Expr) -> float | None:
         """The power of two by which ``expr`` multiplies: float32 values then stay exact."""
-        call = self.calls.get(id(expr))
+        call = self.calls.get(expr)
         if call is None or call.kind not in ("mul", "div") or "scalar" not in call.attrs:
             return None
-        choice, scalar = self.choices[id(expr)], call.attrs["scalar"]
+        choice, scalar = self.choices[expr], call.attrs["scalar"]
         own = choice.output is not None or not choice.quantize_output or choice.activation.per_channel
         if own or (call.kind == "div" and call.attrs["side"] != "right"):
             return None
@@ -139,17 +139,17 @@ class View:
 
     def on_integers(self, expr: Expr) -> bool:
         """Whether ``expr`` (the head of its chain) computes on quantized inputs."""
-        call = self.calls.get(id(expr))
-        if call is None or id(expr) in self.float_reason or id(expr) in self.scaling:
+        call = self.calls.get(expr)
+        if call is None or expr in self.float_reason or expr in self.scaling:
             return False
         return call.role in INT_ROLES or call.role is Role.FLOAT
 
     def carries(self, expr: Expr) -> bool:
         """Whether ``expr`` moves integers as it moves floats, or changes nothing but their scale."""
-        call = self.calls.get(id(expr))
-        if call is None or id(expr) in self.float_reason:
+        call = self.calls.get(expr)
+        if call is None or expr in self.float_reason:
             return False
-        return call.role is Role.CARRY or id(expr) in self.scaling
+        return call.role is Role.CARRY or expr in self.scaling
 
     def must_not_vanish(self, node: TensorNode) -> bool:
         """Whether a float op reads ``node``, moved or not, that has no value or slope at zero.
@@ -157,7 +157,7 @@ class View:
         Small values round to zero, and a logarithm, root or quotient of them then is infinite.
         """
         for user in node.users:
-            call = self.calls.get(id(user))
+            call = self.calls.get(user)
             if call is None or self.on_integers(user):
                 continue
             if self.carries(user):
@@ -173,17 +173,17 @@ class View:
         It needs no kernel of its own where the kernel before it can take it in.
         """
         node = expr.outputs[0]
-        if len(node.users) != 1 or id(node) in self.outputs:
+        if len(node.users) != 1 or node in self.outputs:
             return None
         user = node.users[0]
-        call = self.calls.get(id(user))
-        fits = all(cause.code == "kernel" for cause in self.float_causes.get(id(user), ()))
+        call = self.calls.get(user)
+        fits = all(cause.code == "kernel" for cause in self.float_causes.get(user, ()))
         alone = call is not None and fits and call.inputs == (node,)
         return user if alone else None
 
     def weight_plan(self, call: OpCall) -> tuple[Plan, tuple[int, ...]]:
         """How a layer's weight is quantized, and along which axes."""
-        choice = self.choices[id(call.expr)]
+        choice = self.choices[call.expr]
         scheme, axes = choice.weight, call.channel_axes
         if not scheme.per_channel or (call.kind == "conv_transpose2d" and len(axes) > 1):
             # Runtimes have no per-channel scales for grouped transposed convolutions.
@@ -195,7 +195,7 @@ class View:
     def all_values_read_by(self, node: TensorNode, readers: list[Expr]) -> bool:
         """Whether nothing but ``readers`` and shape arithmetic sees ``node``."""
         others = [u for u in node.users if u not in readers]
-        return id(node) not in self.outputs and not any(is_float_tensor(n) for u in others for n in u.outputs)
+        return node not in self.outputs and not any(is_float_tensor(n) for u in others for n in u.outputs)
 
 
 def plan_of(scheme: QScheme, observer: Spec, fakequant: Spec) -> Plan:

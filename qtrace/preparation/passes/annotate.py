@@ -43,7 +43,7 @@ def annotate(traced: TracedModule, qconfig: QConfig) -> Annotation:
         ConfigError: for rules that match nothing or ask for what the backend cannot run.
     """
     backend = backends.get(qconfig.backend)
-    calls = {id(e): c for e in exprs(traced) if (c := ops.read(e)) is not None}
+    calls = {e: c for e in exprs(traced) if (c := ops.read(e)) is not None}
     choices = choose(traced, calls, qconfig, backend)
     region = None if qconfig.region is None else inside(traced, qconfig.region, qconfig.place)
     view = View(traced, calls, choices, backend, region, static_nodes(traced))
@@ -55,16 +55,16 @@ class _Annotator:
     def __init__(self, view: View) -> None:
         self.view, self.calls = view, view.calls
         self.chains = Chains(view)
-        self.wants: dict[int, list[tuple[Plan, Expr]]] = {}
-        self.asks: dict[int, str] = {}
-        self.mixed: set[int] = set()  # moves of which some reader wants the float value
+        self.wants: dict[Node, list[tuple[Plan, Expr]]] = {}
+        self.asks: dict[Expr, str] = {}
+        self.mixed: set[Expr] = set()  # moves of which some reader wants the float value
         self.sites: list[Site] = []
-        self.state: dict[int, str] = {}
-        self.reads: dict[tuple[int, int], str] = {}
-        self.weight_site: dict[int, str] = {}
+        self.state: dict[Expr, str] = {}
+        self.reads: dict[tuple[Expr, Expr], str] = {}
+        self.weight_site: dict[Expr, str] = {}
         self.tie: dict[str, str] = {}
         self.plans: dict[str, Plan] = {}
-        self.factor: dict[int, float] = {}
+        self.factor: dict[Node, float] = {}
 
     def run(self) -> Annotation:
         for expr in reversed(self.view.order):
@@ -81,28 +81,28 @@ class _Annotator:
     # -- what readers ask for -----------------------------------------------------------------------
 
     def _ask(self, expr: Expr) -> None:
-        call = self.calls.get(id(expr))
+        call = self.calls.get(expr)
         if call is None or self.chains.interior(expr):
             return
         if self.view.on_integers(expr):
             plan: Plan | None = self.chains.input_plan(expr)
         elif self.view.carries(expr):
-            asked = _distinct([p for n in expr.outputs for p, _ in self.wants.get(id(n), [])])
+            asked = _distinct([p for n in expr.outputs for p, _ in self.wants.get(n, [])])
             plan = asked[0] if len(asked) == 1 else None
             if not all(self._all_ask(n) for n in expr.outputs):
-                self.mixed.add(id(expr))
+                self.mixed.add(expr)
         else:
             plan = None
         if plan is not None:
-            if id(expr) not in self.mixed:
-                self.asks[id(expr)] = plan.describe()
+            if expr not in self.mixed:
+                self.asks[expr] = plan.describe()
             for node in dict.fromkeys(call.inputs):
-                self.wants.setdefault(id(node), []).insert(0, (plan, expr))
+                self.wants.setdefault(node, []).insert(0, (plan, expr))
 
     def _all_ask(self, node: TensorNode) -> bool:
         """Whether whoever reads the value of ``node``, moved or not, asks for integers."""
-        readers = [e for _, e in self.wants.get(id(node), []) if id(e) not in self.mixed]
-        calls = ((user, self.calls.get(id(user))) for user in node.users)
+        readers = [e for _, e in self.wants.get(node, []) if e not in self.mixed]
+        calls = ((user, self.calls.get(user)) for user in node.users)
         blind = [user for user, call in calls if call is not None and call.role is Role.SHAPE]
         return self.view.all_values_read_by(node, [*readers, *blind])
 
@@ -110,33 +110,33 @@ class _Annotator:
 
     def _place(self, expr: Expr) -> None:
         if self.view.carries(expr):
-            before = self.calls[id(expr)].inputs[0]
+            before = self.calls[expr].inputs[0]
             source = self._read(expr, before)
-            factor = self._factor(expr, before) * self.view.scaling.get(id(expr), 1.0)
+            factor = self._factor(expr, before) * self.view.scaling.get(expr, 1.0)
             for node in expr.outputs:
                 if source:
-                    self.state[id(node)] = source
-                    self.factor[id(node)] = factor
+                    self.state[node] = source
+                    self.factor[node] = factor
                 self._place_edges(node, self.plans[source] if source else None)
             return
-        head = self.chains.head.get(id(expr))
+        head = self.chains.head.get(expr)
         if head is None:
             for node in expr.outputs:
                 self._place_edges(node, None)
-        elif self.chains.tail[id(head)] is expr:
+        elif self.chains.tail[head] is expr:
             self._place_output(head, expr.outputs[0])
 
     def _place_output(self, head: Expr, node: TensorNode) -> None:
-        call = self.calls[id(head)]
+        call = self.calls[head]
         own, fixed = self.chains.output_plan(head)
         if call.role is Role.CONCAT and self.view.backend.ties_concat:
             groups = [self._read(head, n) for n in call.inputs]
             for group in groups[1:]:
                 self._tie(groups[0], group)
-            self.state[id(node)] = groups[0]
+            self.state[node] = groups[0]
             self._place_edges(node, own)
             return
-        asked = _distinct([p for p, _ in self.wants.get(id(node), [])])
+        asked = _distinct([p for p, _ in self.wants.get(node, [])])
         unrounded = not self.chains.output_choice(head).quantize_output
         unrounded |= len(asked) > 1 or self.view.must_not_vanish(node)
         if unrounded and not fixed:
@@ -146,7 +146,7 @@ class _Annotator:
         fitting = [p for p in asked if not fixed or p.scheme == own.scheme]
         plan = fitting[0] if fitting else own
         self._add(Site(node.name, "activation", node.name, None, node.name, plan))
-        self.state[id(node)] = node.name
+        self.state[node] = node.name
         self._place_edges(node, plan)
 
     def _place_edges(self, node: Node, present: Plan | None) -> None:
@@ -155,7 +155,7 @@ class _Annotator:
         A move asks for what its readers want; where one of them wants the float value, there is no site
         before it, and the others round what it moved.
         """
-        asked = [(p, e) for p, e in self.wants.get(id(node), []) if id(e) not in self.mixed]
+        asked = [(p, e) for p, e in self.wants.get(node, []) if e not in self.mixed]
         for plan in _distinct([p for p, _ in asked if p != present]):
             readers = [e for p, e in asked if p == plan]
             first = readers[0].outputs[0].name
@@ -165,7 +165,7 @@ class _Annotator:
             static = isinstance(node.expr, (GetAttr, Constant))
             self._add(Site(name, "activation", node.name, names, name, plan, static=static))
             for reader in readers:
-                self.reads[id(reader), id(node)] = name
+                self.reads[reader, node] = name
 
     def _add(self, site: Site) -> None:
         axis = site.plan.scheme.axis if site.plan is not None and site.sort == "activation" else None
@@ -176,11 +176,11 @@ class _Annotator:
             self.plans[site.name] = site.plan
 
     def _read(self, expr: Expr, node: Node) -> str:
-        return self.reads.get((id(expr), id(node))) or self.state.get(id(node), "")
+        return self.reads.get((expr, node)) or self.state.get(node, "")
 
     def _factor(self, expr: Expr, node: Node) -> float:
         """By what the scale of the group that ``expr`` reads is multiplied there."""
-        return 1.0 if (id(expr), id(node)) in self.reads else self.factor.get(id(node), 1.0)
+        return 1.0 if (expr, node) in self.reads else self.factor.get(node, 1.0)
 
     def _tie(self, first: str, second: str) -> None:
         if not first or not second:
@@ -198,29 +198,29 @@ class _Annotator:
         """Ties what the calls of one module read, and what they give, where the config says so."""
         first: dict[object, Expr] = {}
         for head in self.view.order:
-            if self.chains.head.get(id(head)) is not head or not self.view.choices[id(head)].share:
+            if self.chains.head.get(head) is not head or not self.view.choices[head].share:
                 continue
-            call = self.calls[id(head)]
-            key = id(call.weight) if call.weight is not None else (call.kind, module_path(head))
-            model = self.calls[id(first.setdefault(key, head))]
+            call = self.calls[head]
+            key = call.weight if call.weight is not None else (call.kind, module_path(head))
+            model = self.calls[first.setdefault(key, head)]
             for one, other in zip(model.inputs, call.inputs, strict=False):
                 self._tie(self._read(model.expr, one), self._read(head, other))
-            ends = [self.chains.tail[id(e)].outputs[0] for e in (model.expr, head)]
-            self._tie(self.state.get(id(ends[0]), ""), self.state.get(id(ends[1]), ""))
+            ends = [self.chains.tail[e].outputs[0] for e in (model.expr, head)]
+            self._tie(self.state.get(ends[0], ""), self.state.get(ends[1], ""))
 
     # -- parameters ---------------------------------------------------------------------------------
 
     def _place_weights(self) -> None:
-        asked: dict[int, list[tuple[tuple[Plan, tuple[int, ...]], Expr]]] = {}
-        nodes: dict[int, TensorNode] = {}
+        asked: dict[Node, list[tuple[tuple[Plan, tuple[int, ...]], Expr]]] = {}
+        nodes: dict[Node, TensorNode] = {}
         fixed = fixed_nodes(self.view.traced)
         for expr in self.view.order:
-            call = self.calls.get(id(expr))
-            if call is None or call.weight is None or self.chains.head.get(id(expr)) is not expr:
+            call = self.calls.get(expr)
+            if call is None or call.weight is None or self.chains.head.get(expr) is not expr:
                 continue
             if is_float_tensor(call.weight):
-                nodes[id(call.weight)] = call.weight
-                asked.setdefault(id(call.weight), []).append((self.view.weight_plan(call), expr))
+                nodes[call.weight] = call.weight
+                asked.setdefault(call.weight, []).append((self.view.weight_plan(call), expr))
         for key, wanted in asked.items():
             node = nodes[key]
             plans = _distinct([p for p, _ in wanted])
@@ -228,25 +228,25 @@ class _Annotator:
                 readers = [e for p, e in wanted if p == (plan, axes)]
                 name = node.name if index == 0 else f"{node.name}__{readers[0].outputs[0].name}"
                 names = tuple(e.outputs[0].name for e in readers)
-                static = id(node) in fixed
+                static = node in fixed
                 self._add(Site(name, "weight", node.name, names, name, plan, axes, static))
-                self.weight_site.update((id(e), name) for e in readers)
+                self.weight_site.update((e, name) for e in readers)
 
     def _place_biases(self) -> None:
-        readers: dict[int, int] = {}
+        readers: dict[Node, int] = {}
         fixed = fixed_nodes(self.view.traced)
         for expr in self.view.order:
-            call = self.calls.get(id(expr))
-            if call is None or call.bias is None or id(expr) not in self.weight_site:
+            call = self.calls.get(expr)
+            if call is None or call.bias is None or expr not in self.weight_site:
                 continue
             group = self._read(expr, call.inputs[0])
-            if not group or id(expr) in self.chains.norm or self.plans[group].scheme.per_channel:
+            if not group or expr in self.chains.norm or self.plans[group].scheme.per_channel:
                 continue
-            count = readers.get(id(call.bias), 0)
-            readers[id(call.bias)] = count + 1
+            count = readers.get(call.bias, 0)
+            readers[call.bias] = count + 1
             name = call.bias.name if count == 0 else f"{call.bias.name}__{call.out.name}"
-            weight, names = self.weight_site[id(expr)], (call.out.name,)
-            static = id(call.bias) in fixed
+            weight, names = self.weight_site[expr], (call.out.name,)
+            static = call.bias in fixed
             site = Site(name, "bias", call.bias.name, names, name, None, static=static)
             factor = self._factor(expr, call.inputs[0])
             self.sites.append(dataclasses.replace(site, activation=group, weight=weight, factor=factor))
@@ -260,36 +260,36 @@ class _Annotator:
         )
         at_site = {s.node for s in sites if s.consumers is None}
         carried = {
-            n.name: self._group(self.state[id(n)])
+            n.name: self._group(self.state[n])
             for e in self.view.order
             for n in e.outputs
-            if id(n) in self.state and n.name not in at_site
+            if n in self.state and n.name not in at_site
         }
         groups = {key: self._group(name) for key, name in self.state.items()}
         reads = {key: self._group(name) for key, name in self.reads.items()}
         notes = Notes(self.view, self.chains, groups, reads, self.weight_site, self.plans, self.asks).all()
-        folds = tuple(self._fold(e) for e in self.view.order if id(e) in self.chains.norm)
+        folds = tuple(self._fold(e) for e in self.view.order if e in self.chains.norm)
         ends = (self.view.traced.graph.inputs, self.view.traced.graph.outputs)
         inputs, outputs = (tuple(n.name for n in nodes if isinstance(n, TensorNode)) for nodes in ends)
         name = self.view.backend.name
         factors = {
-            n.name: self.factor[id(n)]
+            n.name: self.factor[n]
             for e in self.view.order
             for n in e.outputs
-            if n.name in carried and self.factor.get(id(n), 1.0) != 1.0
+            if n.name in carried and self.factor.get(n, 1.0) != 1.0
         }
         return Annotation(name, notes, sites, carried, folds, inputs=inputs, outputs=outputs, factors=factors)
 
     def _fold(self, layer: Expr) -> Fold:
-        group = self._group(self._read(layer, self.calls[id(layer)].inputs[0]))
-        names = (layer.outputs[0].name, self.chains.norm[id(layer)].outputs[0].name)
-        weight = self.weight_site[id(layer)]
+        group = self._group(self._read(layer, self.calls[layer].inputs[0]))
+        names = (layer.outputs[0].name, self.chains.norm[layer].outputs[0].name)
+        weight = self.weight_site[layer]
         if self.plans[weight].scheme.power_of_two:
             raise ConfigError(
                 f"site {weight}: with its BatchNorm {names[1]} kept in training, the scales of the folded "
                 "weights are no powers of two: set qat: {bn: {fold: true}}, or power_of_two: false there."
             )
-        return Fold(*names, self.weight_site[id(layer)], group)
+        return Fold(*names, self.weight_site[layer], group)
 
 
 def _distinct(values: list[_T]) -> list[_T]:

@@ -16,7 +16,7 @@ from megengine import Parameter
 
 from qtrace import ops
 from qtrace.graph.edit import GraphEditor, delete_attribute, set_parameter
-from qtrace.graph.types import Expr, GetAttr, TensorNode, TracedModule
+from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner, users
 from qtrace.ops import OpCall
 from qtrace.preparation.passes.base import PassResult
@@ -55,22 +55,22 @@ def fuse_bn(traced: TracedModule) -> PassResult:
     Returns:
         What was folded, and what was left with the reason.
     """
-    calls = {id(e): c for e in exprs(traced) if (c := ops.read(e)) is not None}
+    calls = {e: c for e in exprs(traced) if (c := ops.read(e)) is not None}
     norms = [c for c in calls.values() if c.kind == "batch_norm"]
     # All reasons before the first edit: layers that share a weight are folded together or not at all.
-    alone = {id(bn.expr): _why_not_alone(traced, calls, bn) for bn in norms}
-    reasons = {id(bn.expr): alone[id(bn.expr)] or _why_not_shared(calls, alone, bn) for bn in norms}
+    alone = {bn.expr: _why_not_alone(traced, calls, bn) for bn in norms}
+    reasons = {bn.expr: alone[bn.expr] or _why_not_shared(calls, alone, bn) for bn in norms}
     changed: list[str] = []
     left: list[str] = []
     statistics: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    folded: set[tuple[int, tuple[Any, ...]]] = set()
+    folded: set[tuple[Node, tuple[Any, ...]]] = set()
     with GraphEditor(traced) as editor:
         for bn in norms:
-            reason = reasons[id(bn.expr)]
+            reason = reasons[bn.expr]
             if reason is not None:
                 left.append(f"{bn.out.name}: {reason}")
                 continue
-            layer = calls[id(bn.inputs[0].expr)]
+            layer = calls[bn.inputs[0].expr]
             norm = affine(traced, bn)
             _fold(traced, editor, layer, norm, folded)
             statistics[layer.out.name] = norm.mean, norm.deviation
@@ -81,9 +81,9 @@ def fuse_bn(traced: TracedModule) -> PassResult:
     return PassResult(traced, tuple(changed), tuple(left), statistics)
 
 
-def _why_not_alone(traced: TracedModule, calls: dict[int, OpCall], bn: OpCall) -> str | None:
+def _why_not_alone(traced: TracedModule, calls: dict[Expr, OpCall], bn: OpCall) -> str | None:
     """Why ``bn`` cannot be folded, whatever shares its parameters."""
-    layer = calls.get(id(bn.inputs[0].expr))
+    layer = calls.get(bn.inputs[0].expr)
     if layer is None or layer.kind not in _LAYERS:
         return "no conv or linear layer stands directly before it"
     if len(layer.out.users) > 1 or any(layer.out is n for n in traced.graph.outputs):
@@ -96,17 +96,17 @@ def _why_not_alone(traced: TracedModule, calls: dict[int, OpCall], bn: OpCall) -
     return None
 
 
-def _why_not_shared(calls: dict[int, OpCall], alone: dict[int, str | None], bn: OpCall) -> str | None:
+def _why_not_shared(calls: dict[Expr, OpCall], alone: dict[Expr, str | None], bn: OpCall) -> str | None:
     """Why ``bn`` cannot be folded for the sake of what else reads the layer's parameters."""
-    layer = calls[id(bn.inputs[0].expr)]
+    layer = calls[bn.inputs[0].expr]
     assert layer.weight is not None
     if layer.bias is not None and set(map(id, users(layer.bias))) != set(map(id, users(layer.weight))):
         return f"{layer.bias.expr.name} is shared with another layer"
     for user in users(layer.weight):
-        following = [calls.get(id(u)) for u in users(user.outputs[0])]
+        following = [calls.get(u) for u in users(user.outputs[0])]
         norm = following[0] if len(following) == 1 else None
         same = norm is not None and norm.kind == "batch_norm" and _identity(norm) == _identity(bn)
-        if norm is None or not same or alone[id(norm.expr)] is not None:
+        if norm is None or not same or alone[norm.expr] is not None:
             return f"{layer.weight.expr.name} is shared with {user.outputs[0].name}, which has no such norm"
     return None
 
@@ -120,7 +120,7 @@ def _identity(bn: OpCall) -> tuple[Any, ...]:
     module = owner(bn.expr)
     if module is not None:
         return ("module", id(module))
-    return tuple(None if n is None else id(n) for n in _statistics(bn))
+    return tuple(None if n is None else n for n in _statistics(bn))
 
 
 def affine(traced: TracedModule, bn: OpCall) -> _Affine:
@@ -143,12 +143,12 @@ def affine(traced: TracedModule, bn: OpCall) -> _Affine:
 
 
 def _fold(
-    traced: TracedModule, editor: GraphEditor, layer: OpCall, norm: _Affine, folded: set[tuple[int, Any]]
+    traced: TracedModule, editor: GraphEditor, layer: OpCall, norm: _Affine, folded: set[tuple[Node, Any]]
 ) -> None:
     assert layer.weight is not None
     path = layer.weight.expr.name
     bias_path = layer.bias.expr.name if layer.bias is not None else free_bias(traced, path)
-    key = (id(layer.weight), norm.identity)
+    key = (layer.weight, norm.identity)
     if key not in folded:
         folded.add(key)
         weight = get_module(traced, path).numpy().astype(np.float64)

@@ -59,8 +59,8 @@ def reparameterize(traced: TracedModule) -> PassResult:
     Returns:
         What was merged, and what was left with the reason.
     """
-    branches: dict[int, _Branch] = {}
-    merged: dict[int, tuple[OpCall, _Branch]] = {}
+    branches: dict[Node, _Branch] = {}
+    merged: dict[Node, tuple[OpCall, _Branch]] = {}
     left: list[str] = []
     for expr in exprs(traced):
         call = ops.read(expr)
@@ -71,12 +71,12 @@ def reparameterize(traced: TracedModule) -> PassResult:
             if isinstance(found, str):
                 left.append(f"{call.out.name}: {found}")
             elif found is not None:
-                branches[id(call.out)] = found
-                merged[id(call.out)] = call, found
+                branches[call.out] = found
+                merged[call.out] = call, found
                 for node in call.inputs:
-                    merged.pop(id(node), None)
+                    merged.pop(node, None)
         elif (branch := _branch(traced, call)) is not None:
-            branches[id(call.out)] = branch
+            branches[call.out] = branch
     with GraphEditor(traced) as editor:
         for call, branch in merged.values():
             _write(traced, editor, call, branch)
@@ -112,9 +112,9 @@ def _branch(traced: TracedModule, call: OpCall) -> _Branch | None:
     return _Branch(call.inputs[0], weight, bias, a["padding"], a["stride"], call, (call,))
 
 
-def _sum(traced: TracedModule, branches: dict[int, _Branch], call: OpCall) -> _Branch | str | None:
+def _sum(traced: TracedModule, branches: dict[Node, _Branch], call: OpCall) -> _Branch | str | None:
     """The sum of two branches, why there is none, or None where nothing looks like one."""
-    one, two = (branches.get(id(n)) for n in call.inputs)
+    one, two = (branches.get(n) for n in call.inputs)
     if one is None or two is None or one.source is not two.source or (one.conv or two.conv) is None:
         return None
     for node in call.inputs:

@@ -61,12 +61,12 @@ def choose(
 
     Args:
         traced: a flat, expanded graph.
-        calls: id of expr -> its reading.
+        calls: expr -> its reading.
         qconfig: the config.
         backend: gives the schemes that the rules change.
 
     Returns:
-        id of expr -> choice, for every expr in ``calls``.
+        expr -> choice, for every expr in ``calls``.
 
     Raises:
         ConfigError: for a rule that matches nothing or names an unknown op, or a scheme that the backend

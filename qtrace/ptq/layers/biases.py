@@ -42,7 +42,7 @@ def _can_have_bias(model: TracedModule, calls: list[OpCall]) -> bool:
         if any(f is not None and f.kind == "batch_norm" for f in follower):
             return False
     group = [call.expr for call in calls]
-    if {id(e) for e in users(calls[0].weight)} != {id(e) for e in group}:
+    if set(users(calls[0].weight)) != set(group):
         return False
     return len(group) == 1 or together(exprs(model), [group]) is not None
 

@@ -85,23 +85,23 @@ class _Finder:
     def __init__(self, model: TracedModule) -> None:
         self.model = model
         self.static = static_nodes(model)
-        self.parent: dict[int, int] = {}
-        self.reasons: dict[int, str] = {}
-        self.writers: dict[int, list[OpCall]] = {}
-        self.readers: dict[int, list[OpCall]] = {}
-        self.through: list[tuple[int, OpCall]] = []
-        self.nodes: dict[int, TensorNode] = {}
+        self.parent: dict[Node, int] = {}
+        self.reasons: dict[Node, str] = {}
+        self.writers: dict[Node, list[OpCall]] = {}
+        self.readers: dict[Node, list[OpCall]] = {}
+        self.through: list[tuple[Node, OpCall]] = []
+        self.nodes: dict[Node, TensorNode] = {}
 
     def groups(self) -> list[ChannelGroup]:
         for node in self.model.graph.inputs:
             self._block(node, "it is an input of the model")
         for expr in exprs(self.model):
-            if not expr.outputs or all(id(n) in self.static for n in expr.outputs):
+            if not expr.outputs or all(n in self.static for n in expr.outputs):
                 continue
             self._visit(expr)
         for node in self.model.graph.outputs:
             self._block(node, "it leaves the model")
-        found: dict[int, ChannelGroup] = {}
+        found: dict[Node, ChannelGroup] = {}
         for key, node in self.nodes.items():
             root = self._root(key)
             if root not in found:
@@ -128,7 +128,7 @@ class _Finder:
             ends = (*call.inputs, *call.outputs)
             for node in ends:
                 self._unite(ends[0], node)
-            self.through.append((id(ends[0]), call))
+            self.through.append((ends[0], call))
         else:
             why = f"{call.kind} ({call.out.name}) does not scale with its input"
             for node in (*call.inputs, *call.outputs):
@@ -142,7 +142,7 @@ class _Finder:
         for node, calls in ((call.inputs[0], self.readers), (call.out, self.writers)):
             self._add(node)
             if reason is None:
-                calls.setdefault(id(node), []).append(call)
+                calls.setdefault(node, []).append(call)
             else:
                 self._block(node, f"{call.out.name}: {reason}")
 
@@ -169,9 +169,9 @@ class _Finder:
     # -- sets of nodes --------------------------------------------------------------------------------
 
     def _add(self, node: Node) -> None:
-        if id(node) not in self.parent and isinstance(node, TensorNode):
-            self.parent[id(node)] = id(node)
-            self.nodes[id(node)] = node
+        if node not in self.parent and isinstance(node, TensorNode):
+            self.parent[node] = node
+            self.nodes[node] = node
 
     def _root(self, key: int) -> int:
         root = key
@@ -183,12 +183,12 @@ class _Finder:
     def _unite(self, one: Node, other: Node) -> None:
         self._add(one)
         self._add(other)
-        self.parent[self._root(id(other))] = self._root(id(one))
+        self.parent[self._root(other)] = self._root(one)
 
     def _block(self, node: Node, reason: str) -> None:
         if isinstance(node, TensorNode) and is_float_tensor(node):
             self._add(node)
-            self.reasons.setdefault(id(node), reason)
+            self.reasons.setdefault(node, reason)
 
 
 def _channels(node: TensorNode) -> int:

@@ -53,7 +53,7 @@ class _Outputs(Interpreter):
         """The outputs, in the order of the graph's, for the values of its inputs."""
         graph = self.traced.graph
         values = self._execute(graph, [self.traced, *inputs], None)
-        return [values[id(node)].numpy() for node in graph.outputs]
+        return [values[node].numpy() for node in graph.outputs]
 
 
 class RandomOutputs:

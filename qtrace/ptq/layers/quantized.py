@@ -16,7 +16,7 @@ from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.graph.ordering import together
 from qtrace.graph.stepping import Stepper
-from qtrace.graph.types import Expr, GetAttr, TensorNode, TracedModule
+from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner, users
 from qtrace.ops import OpCall
 from qtrace.ptq.base import CalibratedTask
@@ -73,11 +73,11 @@ class Layer:
 
 def by_weight(model: TracedModule) -> list[list[OpCall]]:
     """The calls that read one weight, for each weight; all in graph order."""
-    found: dict[int, list[OpCall]] = {}
+    found: dict[Node, list[OpCall]] = {}
     for expr in exprs(model):
         call = ops.read(expr)
         if call is not None and call.weight is not None:
-            found.setdefault(id(call.weight), []).append(call)
+            found.setdefault(call.weight, []).append(call)
     return list(found.values())
 
 
@@ -122,8 +122,8 @@ def _side_by_side(model: TracedModule, found: list[Layer]) -> tuple[list[Layer],
             longer = together(steps, _groups([*kept, layer])) if len(layer.calls) > 1 else order
             (apart if longer is None else kept).append(layer)
             order = longer or order
-    place = {id(expr): i for i, expr in enumerate(order)}
-    return sorted(kept, key=lambda layer: place[id(layer.call.expr)]), apart
+    place = {expr: i for i, expr in enumerate(order)}
+    return sorted(kept, key=lambda layer: place[layer.call.expr]), apart
 
 
 def _groups(layers: Iterable[Layer]) -> list[list[Expr]]:
@@ -140,8 +140,8 @@ def _layer(calls: list[OpCall]) -> Layer | str:
     raw = call.weight.expr.args[1]
     if not isinstance(raw.expr, GetAttr):
         return "its weight is computed"
-    ours = {id(c.expr) for c in calls}
-    if len(list(users(raw))) > 1 or {id(e) for e in users(call.weight)} != ours:
+    ours = {c.expr for c in calls}
+    if len(list(users(raw))) > 1 or set(users(call.weight)) != ours:
         return f"its weight {raw.expr.name} is shared with another call"
     bias = _raw_bias(call)
     if any(_raw_bias(other) is not bias for other in others):
@@ -164,12 +164,12 @@ def _raw_bias(call: OpCall) -> TensorNode | None:
     return bias
 
 
-def _readers(bias: TensorNode) -> set[int]:
-    """The ids of the exprs that read a bias, rounded or not."""
-    found: set[int] = set()
+def _readers(bias: TensorNode) -> set[Expr]:
+    """The exprs that read a bias, rounded or not."""
+    found: set[Expr] = set()
     for user in users(bias):
         rounded = isinstance(owner(user), BiasQuant)
-        found.update(id(e) for e in (users(user.outputs[0]) if rounded else (user,)))
+        found.update(e for e in (users(user.outputs[0]) if rounded else (user,)))
     return found
 
 

@@ -11,6 +11,7 @@ from megengine import Parameter, Tensor
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.kernels.kernel import Learn, Levels, quant_dequant
 from qtrace.graph.interpreter import interpret
+from qtrace.graph.types import Node
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.numerics import SMALLEST_SCALE
 from qtrace.ptq.base import CalibratedTask, Noise
@@ -90,7 +91,7 @@ class _LayerState:
         self.start = quant.quantize_dequantize(Tensor(self.start)).numpy()
         self.parameter = Parameter(self.start)
         assert layer.call.weight is not None
-        self.key = id(layer.call.weight)
+        self.key = layer.call.weight
 
 
 class BlockRun:
@@ -113,7 +114,7 @@ class BlockRun:
     def forward(self, entries: Sequence[Tensor], masks: Masks | None = None) -> list[Tensor]:
         """The exits of the block for the values of its entries; without ``masks``, everything is rounded."""
         weights = {state.key: state.parameter for state in self.layers}
-        values: dict[int, Any] = {id(n): v for n, v in zip(self.block.entries, entries, strict=True)}
+        values: dict[Node, Any] = dict(zip(self.block.entries, entries, strict=True))
         for expr in self.block.exprs:
             module = owner(expr)
             inputs = [self._value(n, values, weights) for n in expr.inputs]
@@ -122,13 +123,13 @@ class BlockRun:
             else:
                 found = interpret(expr, inputs)
                 results = [] if found is None else list(found)
-            values.update((id(n), v) for n, v in zip(expr.outputs, results, strict=True))
-        return [values[id(n)] for n in self.block.exits]
+            values.update((n, v) for n, v in zip(expr.outputs, results, strict=True))
+        return [values[n] for n in self.block.exits]
 
-    def _value(self, node: Any, values: dict[int, Any], weights: dict[int, Parameter]) -> Any:
-        if id(node) in weights:
-            return weights[id(node)]
-        return values[id(node)] if id(node) in values else self.twins.quantized.value(node, 0)
+    def _value(self, node: Any, values: dict[Node, Any], weights: dict[Node, Parameter]) -> Any:
+        if node in weights:
+            return weights[node]
+        return values[node] if node in values else self.twins.quantized.value(node, 0)
 
     def _round(self, module: FakeQuant, x: Tensor, masks: Masks | None) -> Tensor:
         known = self.scales.get(id(module))

@@ -71,7 +71,7 @@ def structural_blocks(model: TracedModule, layers: Iterable[Layer], most: int) -
         layers: those whose roundings are to be learned; a block has one at least.
         most: how many layers a block may have; the layers of a larger one are blocks of their own.
     """
-    known = {id(layer.call.expr): layer for layer in layers}
+    known = {layer.call.expr: layer for layer in layers}
     outputs = [n for n in model.graph.outputs if isinstance(n, TensorNode)]
     moving = _moving(model)
     after = _read_after(model, moving)
@@ -80,7 +80,7 @@ def structural_blocks(model: TracedModule, layers: Iterable[Layer], most: int) -
     entry: list[TensorNode] = [n for n in model.graph.inputs if isinstance(n, TensorNode)]
     for index, expr in enumerate(moving):
         steps.append(expr)
-        inside = [known[id(e)] for e in steps if id(e) in known]
+        inside = [known[e] for e in steps if e in known]
         alive = after[index]
         last = index == len(moving) - 1
         if not inside or not (last or _is_cut(alive)):
@@ -95,7 +95,7 @@ def structural_blocks(model: TracedModule, layers: Iterable[Layer], most: int) -
 def bottlenecks(model: TracedModule) -> list[TensorNode]:
     """The tensors of a prepared graph that are alive alone and are rounded next, in graph order."""
     found = [alive[0] for alive in _read_after(model, _moving(model)) if _is_cut(alive)]
-    return list({id(node): node for node in found}.values())
+    return list({node: node for node in found}.values())
 
 
 def _is_cut(alive: list[TensorNode]) -> bool:
@@ -107,11 +107,11 @@ def _is_cut(alive: list[TensorNode]) -> bool:
 
 def _moving(model: TracedModule) -> list[Expr]:
     """The exprs that depend on an input of the graph."""
-    fixed = {id(n) for n in model.graph.inputs if isinstance(n, ModuleNode)}
+    fixed = {n for n in model.graph.inputs if isinstance(n, ModuleNode)}
     found = []
     for expr in exprs(model):
-        if all(id(n) in fixed for n in expr.inputs):
-            fixed.update(id(n) for n in expr.outputs)
+        if all(n in fixed for n in expr.inputs):
+            fixed.update(n for n in expr.outputs)
         else:
             found.append(expr)
     return found
@@ -119,12 +119,12 @@ def _moving(model: TracedModule) -> list[Expr]:
 
 def _read_after(model: TracedModule, moving: list[Expr]) -> list[list[TensorNode]]:
     """For each expr, the tensors, computed up to it or given, that are read later."""
-    ours = {id(n) for n in (*model.graph.inputs, *(n for e in moving for n in e.outputs))}
-    alive = {id(n): n for n in model.graph.outputs if isinstance(n, TensorNode)}
+    ours = {*model.graph.inputs, *(n for e in moving for n in e.outputs)}
+    alive = {n: n for n in model.graph.outputs if isinstance(n, TensorNode)}
     found = []
     for expr in reversed(moving):
         found.append(list(alive.values()))
         for node in expr.outputs:
-            alive.pop(id(node), None)
-        alive.update((id(n), n) for n in expr.inputs if isinstance(n, TensorNode) and id(n) in ours)
+            alive.pop(node, None)
+        alive.update((n, n) for n in expr.inputs if isinstance(n, TensorNode) and n in ours)
     return found[::-1]

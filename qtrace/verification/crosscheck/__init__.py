@@ -17,7 +17,7 @@ from qtrace.errors import ExportError
 from qtrace.export.onnx.segment import segment_model
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.failures import short
-from qtrace.graph.types import TensorNode, TracedModule
+from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.graph.walk import op_label, owner
 from qtrace.numerics import quantize
 from qtrace.scheme import QParams
@@ -120,9 +120,9 @@ def _distances(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 def _each_alone(
     segment: Segment,
-    given: Mapping[int, np.ndarray],
+    given: Mapping[Node, np.ndarray],
     split: Split | None,
-    in_graph: Mapping[int, np.ndarray],
+    in_graph: Mapping[Node, np.ndarray],
     disagreement: Disagreement,
 ) -> tuple[str, str]:
     """Evaluates the segment by itself in MegEngine, for each sample alone where there are samples.
@@ -143,11 +143,11 @@ def _each_alone(
         f"{op_label(expr)} ({node.name})"
         for expr in segment.exprs
         for node in expr.outputs
-        if id(node) in alone and _changed(in_graph[id(node)], alone[id(node)])
+        if node in alone and _changed(in_graph[node], alone[node])
     )
     last = segment.exprs[-1] if segment.exprs else segment.target.expr
     op = next(changed, f"{op_label(last)} ({segment.target.name})")
-    value = alone[id(segment.target)] if segment.exprs else given[id(segment.target)]
+    value = alone[segment.target] if segment.exprs else given[segment.target]
     return disagreement.side_of(value), op
 
 
@@ -158,7 +158,7 @@ def _changed(together: np.ndarray, alone: np.ndarray) -> bool:
 
 
 def _by_reference(
-    segment: Segment, given: Mapping[int, np.ndarray], split: Split | None, disagreement: Disagreement
+    segment: Segment, given: Mapping[Node, np.ndarray], split: Split | None, disagreement: Disagreement
 ) -> tuple[str, str]:
     """Evaluates the segment as an ONNX model; where there are samples, the one that differs most.
 
@@ -167,22 +167,21 @@ def _by_reference(
         the evaluator.
     """
     values = dict(given)
-    if split is not None and (axis := split.axes[id(segment.target)]) is not None:
+    if split is not None and (axis := split.axes[segment.target]) is not None:
         apart = np.split(_distances(disagreement.graph, disagreement.runtime), split.count, axis)
         worst = int(np.argmax([piece.max(initial=0.0) for piece in apart]))
         values = {key: split.sample(value, key, worst) for key, value in given.items()}
         graph, runtime = (
-            split.sample(whole, id(segment.target), worst)
-            for whole in (disagreement.graph, disagreement.runtime)
+            split.sample(whole, segment.target, worst) for whole in (disagreement.graph, disagreement.runtime)
         )
         disagreement = replace(disagreement, graph=graph, runtime=runtime)
     steps, output = segment.exprs, segment.target
     if steps and isinstance(owner(steps[-1]), FakeQuant):  # rounding is done by numpy, as the scheme says
         output = next(node for node in steps[-1].inputs if isinstance(node, TensorNode))
         steps = steps[:-1]
-    if id(output) in values:
-        return disagreement.side_of(values[id(output)]), "numpy"
-    inputs = {node: values[id(node)] for node in segment.given}
+    if output in values:
+        return disagreement.side_of(values[output]), "numpy"
+    inputs = {node: values[node] for node in segment.given}
     try:
         data, names = segment_model(segment.model, steps, inputs, output)
     except ExportError as error:

@@ -57,7 +57,7 @@ class Split:
     """
 
     count: int
-    axes: Mapping[int, int | None]
+    axes: Mapping[Node, int | None]
 
     def sample(self, value: np.ndarray, node: int, number: int) -> np.ndarray:
         """One sample of the value of a node."""
@@ -93,32 +93,31 @@ class Segment:
     @classmethod
     def ending_at(cls, model: TracedModule, name: str, values: RuntimeValues) -> Segment:
         """The segment that computes the node ``name``."""
-        inputs, order = {id(node): node for node in model.graph.inputs}, exprs(model)
+        inputs, order = {node: node for node in model.graph.inputs}, exprs(model)
         target = next(n for n in (*(n for e in order for n in e.outputs), *inputs.values()) if n.name == name)
-        needed, segment, given = {id(target)}, [], {}
+        needed, segment, given = {target}, [], {}
         for expr in reversed(order):
-            if not any(id(node) in needed for node in expr.outputs):
+            if not any(node in needed for node in expr.outputs):
                 continue
             segment.append(expr)
             for node in expr.inputs:
-                if isinstance(node, TensorNode) and (id(node) in inputs or node.name in values):
-                    given[id(node)] = node
+                if isinstance(node, TensorNode) and (node in inputs or node.name in values):
+                    given[node] = node
                 else:
-                    needed.add(id(node))
+                    needed.add(node)
         if not segment:
-            given = {id(target): target}
+            given = {target: target}
         return cls(model, target, tuple(reversed(segment)), tuple(given.values()))
 
-    def given_values(self, arguments: Arguments, values: RuntimeValues) -> dict[int, np.ndarray]:
+    def given_values(self, arguments: Arguments, values: RuntimeValues) -> dict[Node, np.ndarray]:
         """The values of the nodes that are read from outside, by id of the node."""
         _, bound = Interpreter(self.model).bind(*arguments)
-        inputs = {id(node): value for node, value in zip(self.model.graph.inputs, bound, strict=True)}
+        inputs = dict(zip(self.model.graph.inputs, bound, strict=True))
         return {
-            id(node): values[node.name] if node.name in values else inputs[id(node)].numpy()
-            for node in self.given
+            node: values[node.name] if node.name in values else inputs[node].numpy() for node in self.given
         }
 
-    def split(self, arguments: Arguments, given: Mapping[int, np.ndarray]) -> Split | None:
+    def split(self, arguments: Arguments, given: Mapping[Node, np.ndarray]) -> Split | None:
         """How the batch falls into samples; None where it does not, or the graph takes no single sample."""
         first = first_samples(arguments, 1)
         if first is None:
@@ -130,25 +129,25 @@ class Segment:
             whole = {key: value.shape for key, value in {**given, **self.evaluate(given)}.items()}
         except _REFUSALS:
             return None
-        known = {id(node): node.name for node in (*self.given, *self.computed)}
+        known = {node: node.name for node in (*self.given, *self.computed)}
         axes = {key: _sample_axis(shape, shapes.found[known[key]], count) for key, shape in whole.items()}
         split = Split(count, axes)
-        return split if all(split.joins(id(node)) for node in (*self.given, self.target)) else None
+        return split if all(split.joins(node) for node in (*self.given, self.target)) else None
 
     @property
     def computed(self) -> tuple[TensorNode, ...]:
         """The tensors that the exprs compute, in graph order."""
         return tuple(n for e in self.exprs for n in e.outputs if isinstance(n, TensorNode))
 
-    def evaluate(self, given: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+    def evaluate(self, given: Mapping[Node, np.ndarray]) -> dict[Node, np.ndarray]:
         """The values that MegEngine computes, by id of the node."""
-        values: dict[int, Any] = {key: Tensor(value) for key, value in given.items()}
-        values[id(self.model.graph.inputs[0])] = self.model
+        values: dict[Node, Any] = {key: Tensor(value) for key, value in given.items()}
+        values[self.model.graph.inputs[0]] = self.model
         for expr in self.exprs:
-            results = interpret(expr, [values[id(node)] for node in expr.inputs]) or ()
+            results = interpret(expr, [values[node] for node in expr.inputs]) or ()
             fresh = zip(expr.outputs, results, strict=True)
-            values.update((id(node), value) for node, value in fresh if id(node) not in given)
-        return {id(node): values[id(node)].numpy() for node in self.computed if id(node) not in given}
+            values.update((node, value) for node, value in fresh if node not in given)
+        return {node: values[node].numpy() for node in self.computed if node not in given}
 
 
 class _Shapes(Interpreter):
@@ -186,16 +185,16 @@ class Recording(Interpreter):
 
     def __init__(self, segment: Segment, values: RuntimeValues) -> None:
         super().__init__(segment.model)
-        self.values, self.wanted = values, {id(node) for node in segment.computed}
-        self.kept: dict[int, Any] = {}
+        self.values, self.wanted = values, set(segment.computed)
+        self.kept: dict[Node, Any] = {}
 
     def on_node(self, node: Node, value: Any) -> Any:
         """Keeps the value of a node of the segment; replaces the graph's integers by the runtime's."""
-        if id(node) in self.wanted:
-            self.kept[id(node)] = value
+        if node in self.wanted:
+            self.kept[node] = value
         return type(value)(self.values[node.name]) if node.name in self.values else value
 
-    def record(self, arguments: Arguments) -> dict[int, np.ndarray]:
+    def record(self, arguments: Arguments) -> dict[Node, np.ndarray]:
         """The values that the graph computes for the batch, by id of the node."""
         self.run(*arguments[0], **arguments[1])
         return {key: value.numpy() for key, value in self.kept.items()}

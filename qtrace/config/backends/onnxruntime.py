@@ -14,7 +14,7 @@ _HEADS = (
 )
 _JOINS = ("concat", "stack", "setitem", "where")
 _UNARY = "relu relu6 clip leaky_relu prelu sigmoid silu hswish hsigmoid tanh neg abs"
-# Without an integer kernel in onnxruntime 1.23: measured, as tests/backends/test_onnxruntime.py does.
+# Without an integer kernel in onnxruntime 1.23: measured, as tests/config/backends/test_onnxruntime.py does.
 _IN_FLOAT = "conv_transpose2d sub div mean interpolate silu hswish hsigmoid tanh"
 
 BACKEND = Backend(

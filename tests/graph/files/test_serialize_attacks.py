@@ -18,7 +18,7 @@ from qtrace.errors import DataError
 from qtrace.graph.files.names import AllowList, Budget
 from qtrace.graph.files.rules import Rules
 from qtrace.graph.files.unpickle import Machine
-from tests.graph.hostile import (
+from tests.graph.files.hostile import (
     EXPR,
     GRAPH,
     HEAD,

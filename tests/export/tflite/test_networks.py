@@ -8,7 +8,7 @@ import pytest
 
 import qtrace
 from tests.export.networks import NETWORKS, Network, Prepared
-from tests.export.tflite_files import kinds
+from tests.export.tflite.files import kinds
 
 QUICK = [n for n in NETWORKS if n.name in ("MobileNetV3", "ShuffleNetV2")]
 

@@ -14,7 +14,7 @@ import pytest
 
 from qtrace.errors import ConfigError, DataError, GraphError, UnsafeFileError
 from qtrace.graph.files.serialize import load, save
-from tests.graph.hostile import net_input, traced_net
+from tests.graph.files.hostile import net_input, traced_net
 
 
 def write_plugin(folder, name):

@@ -18,7 +18,7 @@ import qtrace
 from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
 from qtrace.verification import runtimes
-from tests.export.tflite_files import load
+from tests.export.tflite.files import load
 from tests.nets import images, net
 
 BATCHES = [images(4, 4, 8, 8, seed=s) for s in range(2)]

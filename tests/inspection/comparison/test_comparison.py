@@ -30,7 +30,7 @@ from qtrace.preparation.passes.insert import CONTAINER
 from qtrace.scheme import QParams
 from tests.nets import images, net
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 _SHRINK = np.linspace(0.3, 1.0, 141)
 
 

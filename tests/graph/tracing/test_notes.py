@@ -178,7 +178,7 @@ def test_an_op_compiled_from_others_is_refused_with_its_line() -> None:
     with pytest.raises(TraceError) as caught:
         qtrace.trace(module, TOKENS)
     message = str(caught.value)
-    assert f"outerproduct_out (OuterProduct, tests/graph/test_tracing_notes.py:{line})" in message
+    assert f"outerproduct_out (OuterProduct, tests/graph/tracing/test_notes.py:{line})" in message
     assert "reshape, transpose and matmul" in message
 
 
@@ -195,7 +195,7 @@ def test_the_softmax_that_gives_nan_is_named_at_trace() -> None:
     with pytest.warns(QtraceWarning) as caught:
         qtrace.trace(net(_low, fc=M.Linear(8, 8)), TOKENS)
     (text,) = (str(w.message) for w in caught if w.category is QtraceWarning)
-    assert f"softmax_out (F.softmax, tests/graph/test_tracing_notes.py:{line}) gives NaN" in text
+    assert f"softmax_out (F.softmax, tests/graph/tracing/test_notes.py:{line}) gives NaN" in text
     assert "F.softmax(x - F.max(x, axis, keepdims=True), axis)" in text
 
 

@@ -3,7 +3,7 @@
 A change of a rule, a recipe or a backend shows there, network by network. Where the change is meant, this
 writes the files anew; read their diff before committing it:
 
-    QTRACE_GOLDEN=write python -m pytest -m "" tests/test_explanation_golden.py
+    QTRACE_GOLDEN=write python -m pytest -m "" tests/inspection/explanation/test_golden.py
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import qtrace
 from qtrace.config.recipe import recipe_names
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import Explanation
+from tests.inspection.explanation.proposing import unkept
 from tests.nets import MobileNetV2, ResNet, images, randomize
-from tests.proposing import unkept
 from tests.zoo.catalog import CNN
 from tests.zoo.detectors.entries import DETECTORS
 from tests.zoo.transformers.entries import TRANSFORMERS, USER_NETS
 
-FOLDER = Path(__file__).parent / "golden" / "explain"
+FOLDER = Path(__file__).parents[2] / "golden" / "explain"
 WRITE = os.environ.get("QTRACE_GOLDEN") == "write"
 
 

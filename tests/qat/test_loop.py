@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-FILE = Path(__file__).parent.parent / "examples/qat_loop.py"
+FILE = Path(__file__).parents[2] / "examples/qat_loop.py"
 
 
 def _body(name: str) -> list[str]:

@@ -15,7 +15,7 @@ import qtrace
 from qtrace import QConfig
 from qtrace.config.backends.tflite import BACKEND
 from qtrace.graph.types import TracedModule
-from tests.export.tflite_files import facts, kinds
+from tests.export.tflite.files import facts, kinds
 from tests.nets import images, net
 
 IMAGE = (4, 8, 8)

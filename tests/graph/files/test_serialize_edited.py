@@ -24,7 +24,7 @@ from qtrace.graph.files.seal import SIZE
 from qtrace.graph.files.serialize import load, save
 from qtrace.scheme import QScheme
 from tests.fuzz.loading import verdict
-from tests.graph.hostile import net_input, refusal, text, traced_net
+from tests.graph.files.hostile import net_input, refusal, text, traced_net
 from tests.nets import images, net
 
 

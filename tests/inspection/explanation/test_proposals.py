@@ -16,8 +16,8 @@ import qtrace
 from qtrace.config import QConfig, backends
 from qtrace.inspection.explanation import Explanation
 from qtrace.inspection.explanation._summary import Floats
+from tests.inspection.explanation.proposing import changed, unkept
 from tests.nets import images, net
-from tests.proposing import changed, unkept
 
 X = images(2, 4, 8, 8)
 

@@ -18,7 +18,7 @@ import qtrace
 from qtrace import QConfig
 from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
-from tests.export.tflite_files import constants, facts, kinds, load, tensors
+from tests.export.tflite.files import constants, facts, kinds, load, tensors
 from tests.nets import ResNet, images, net, randomize
 
 X = [images(3, 4, 8, 8, seed=s) for s in range(2)]

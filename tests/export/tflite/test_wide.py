@@ -16,7 +16,7 @@ from qtrace import QConfig
 from qtrace.config.backends.tflite import BACKEND
 from qtrace.errors import ConfigError, ExportError
 from qtrace.graph.types import TracedModule
-from tests.export.tflite_files import constants, kinds, tensors
+from tests.export.tflite.files import constants, kinds, tensors
 from tests.nets import images, net
 
 WIDE = {"bits": 16, "symmetric": True}

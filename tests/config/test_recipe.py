@@ -16,7 +16,7 @@ from qtrace.config import QConfig, Spec
 from qtrace.config.recipe import as_qconfig, dump_recipe, load_recipe, recipe_names, resolve_recipe
 from qtrace.errors import ConfigError, QtraceError
 
-RECIPES = Path(__file__).parent.parent / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 HEAD = "schema: qtrace/1\n"
 
 
@@ -535,7 +535,7 @@ def test_mistakes_in_the_form_of_an_imported_file():
 
 def _configs():
     """The strategy of the config's own tests."""
-    path = Path(__file__).with_name("test_config.py")
+    path = Path(__file__).with_name("test_qconfig.py")
     spec = importlib.util.spec_from_file_location("_configs", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -14,7 +14,7 @@ from qtrace.graph.files.names import AllowList, Budget
 from qtrace.graph.files.rules import Rules
 from qtrace.graph.files.serialize import load
 from qtrace.graph.files.unpickle import Machine
-from tests.graph.hostile import (
+from tests.graph.files.hostile import (
     EXPR,
     HEAD,
     OS_SYSTEM,

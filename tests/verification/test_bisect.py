@@ -16,7 +16,7 @@ from qtrace.numerics import quantize
 from qtrace.scheme import QParams, QScheme
 from qtrace.verification.causes import likely_causes
 from tests.nets import images
-from tests.test_verification import _converted, _edit, _initializer, _net
+from tests.verification.test_verify import _converted, _edit, _initializer, _net
 
 BATCHES = [images(4, 4, 8, 8, seed=s) for s in range(2)]
 QPARAMS = QParams(QScheme(bits=8, signed=False, symmetric=False), np.float32(0.05), np.int32(100))

@@ -28,7 +28,7 @@ from qtrace.graph.files.ops import make_op, op_state
 from qtrace.graph.files.rules import Rules
 from qtrace.graph.files.serialize import load, save
 from tests.fuzz.loading import verdict
-from tests.graph.hostile import (
+from tests.graph.files.hostile import (
     EXPR,
     HEAD,
     STOP,
@@ -105,7 +105,7 @@ def every_op():
 
 
 def test_no_wrong_value_of_any_op_aborts():
-    script = "from tests.graph.test_serialize_limits import every_op; every_op()"
+    script = "from tests.graph.files.test_serialize_limits import every_op; every_op()"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False
     )
@@ -303,7 +303,7 @@ def test_nothing_but_trees_holds_arguments(tmp_path):
         call_of(traced).arg_def = "PLACEHOLDER2"
 
     tampered(path, change)
-    key = "tests.graph.test_serialize_limits:Recorder"
+    key = "tests.graph.files.test_serialize_limits:Recorder"
     data = path.read_bytes()
     path.write_bytes(data.replace(text_op("PLACEHOLDER2"), name(*key.split(":"))))
     refusal(path, "the structure of the arguments of a CallFunction", allow=[key])

@@ -14,8 +14,8 @@ from qtrace.config.linting import mistakes
 from qtrace.config.recipe import load_recipe, recipe_names, resolve_recipe
 from qtrace.config.tree import Tree, read
 
-ROOT = Path(__file__).parent.parent
-GOLDEN = Path(__file__).parent / "golden" / "recipes.yaml"
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parents[1] / "golden" / "recipes.yaml"
 
 TARGETS = tuple(name for name in recipe_names() if name.startswith("backend/"))
 PARTS = tuple(name for name in recipe_names() if name.startswith("common/"))

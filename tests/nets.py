@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import megengine as mge
 import megengine.functional as F
 import megengine.module as M
 import numpy as np
+
+import qtrace
+from qtrace.graph.types import TracedModule
+from qtrace.preparation.record import fake_quants
 
 
 def net(forward: Callable[..., object], **children: object) -> M.Module:
@@ -19,6 +24,11 @@ def net(forward: Callable[..., object], **children: object) -> M.Module:
             setattr(self, name, child)
 
     return randomize(type("Net", (M.Module,), {"__init__": init, "forward": forward})())
+
+
+def calibrated_if_quantized(prepared: TracedModule, batches: list[Any]) -> TracedModule:
+    """``prepared``, calibrated where it has a site; `qtrace.calibrate` refuses a graph without one."""
+    return qtrace.calibrate(prepared, batches, progress=False) if any(fake_quants(prepared)) else prepared
 
 
 def randomize(module: M.Module, seed: int = 0) -> M.Module:

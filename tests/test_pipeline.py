@@ -309,7 +309,9 @@ def test_jit_forward_equals_eager_in_the_quantize_phase() -> None:
 def test_where_nothing_is_quantized_nothing_is_left_over(tmp_path: Path) -> None:
     x = images(2, 3, 4, 4)
     traced = qtrace.trace(net(lambda self, x: F.exp(x).reshape(2, -1)), x)
-    prepared = qtrace.calibrate(qtrace.prepare(traced), [x], progress=False)
+    prepared = qtrace.prepare(traced)
+    with pytest.raises(CalibrationError, match="the graph has no site"):
+        qtrace.calibrate(prepared, [x], progress=False)
     qtrace.save(prepared, tmp_path / "m.mge")
     for model in (prepared, qtrace.convert(prepared), qtrace.load(tmp_path / "m.mge")):
         assert qtrace.graph.lint(model) == []

@@ -15,6 +15,7 @@ from qtrace.graph.table import format_table
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import late_algorithms
 from qtrace.preparation.prepare import prepare
+from qtrace.preparation.record import fake_quants
 from qtrace.sensitivity import searching
 from qtrace.sensitivity.detection import DetectionLoss
 from qtrace.sensitivity.layers import Layer
@@ -181,7 +182,8 @@ class _Trial:
         if isinstance(self.compares, DetectionLoss):
             self.compares.of(prepared)  # what it cannot do is told before the calibration, which may be long
         twin = flatten(prepared) if late_algorithms(config) else None  # before they change weights
-        calibrate(prepared, self.calibration, progress=False)
+        if any(fake_quants(prepared)):  # none where all layers are raised to float
+            calibrate(prepared, self.calibration, progress=False)
         sides = self.how.sides()
         return Simulation(prepared, self.measured, self.compares, self.own, twin, self.traced, **sides)
 

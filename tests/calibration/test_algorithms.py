@@ -157,8 +157,8 @@ def test_a_model_file_cannot_have_a_module_imported(tmp_path: Path, monkeypatch:
 def test_algorithms_without_work_say_so_and_change_nothing() -> None:
     x = images(2, 4, 8, 8)
     names = ["fuse_bn", "reparameterize", "equalize", "bn_reestimate", "bias_correction"]
-    config = QConfig(rules=[{"match": {}, "quantize": False}], ptq=names)
-    prepared = qtrace.prepare(qtrace.trace(net(lambda self, x: F.relu(x)), x, check=False), config)
+    traced = qtrace.trace(net(lambda self, x: F.relu(x + x)), x, check=False)
+    prepared = qtrace.prepare(traced, QConfig(ptq=names))
     before = _state(prepared)
     qtrace.calibrate(prepared, BATCHES, progress=False)
     reports = read_record(prepared).ptq

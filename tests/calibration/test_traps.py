@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.errors import CalibrationError, SchemeError
+from qtrace.errors import QtraceError, SchemeError
 from qtrace.preparation.record import fake_quants
 from tests.nets import Chain, images
 
@@ -139,7 +139,7 @@ def test_another_thread_is_refused_before_anything_runs() -> None:
     def work() -> None:
         try:
             qtrace.calibrate(prepared, [_X], progress=False)
-        except CalibrationError as error:
+        except QtraceError as error:
             caught.append(error)
 
     thread = threading.Thread(target=work)

@@ -73,7 +73,10 @@ def test_rules_have_a_line_each_for_reason_and_place() -> None:
     assert text.endswith(f"\n{reason}  # mine.yaml:5\n  - match: {{op: add}}\n    quantize: false\n")
 
 
-@given(st.text(max_size=30), st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.booleans())
+@given(
+    st.text(max_size=30),
+    st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | st.booleans(),
+)
 @example("\n\U00010000\U0001f600 \\\U00010000 \\ud800\\udc00", 0)
 @settings(deadline=None, max_examples=80)
 def test_any_value_survives(text: str, number: object) -> None:

@@ -18,12 +18,12 @@ from qtrace import QConfig
 from qtrace.errors import ExportError, GraphError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.record import fake_quants
-from tests.nets import ResNet, images, net, randomize
+from tests.nets import ResNet, calibrated_if_quantized, images, net, randomize
 
 
 def _converted(module: M.Module, x: np.ndarray, **config: object) -> TracedModule:
     prepared = qtrace.prepare(qtrace.trace(module, x, check=False), QConfig(**config))
-    return qtrace.convert(qtrace.calibrate(prepared, [x], progress=False))
+    return qtrace.convert(calibrated_if_quantized(prepared, [x]))
 
 
 def test_types_names_and_versions(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 import qtrace
 from qtrace.errors import ExportError
-from tests.nets import images, net
+from tests.nets import calibrated_if_quantized, images, net
 
 T = mge.Tensor
 _RANDOM = np.random.default_rng(3)
@@ -56,7 +56,7 @@ def _module(function: Callable[[T, T], T]) -> M.Module:
 
 def _export(module: M.Module, inputs: tuple[np.ndarray, ...], folder: Path, config: object = None) -> Path:
     prepared = qtrace.prepare(qtrace.trace(module, *inputs, check=False), config)
-    converted = qtrace.convert(qtrace.calibrate(prepared, [inputs], progress=False))
+    converted = qtrace.convert(calibrated_if_quantized(prepared, [inputs]))
     return qtrace.export(converted, folder / "m.onnx")
 
 
@@ -77,7 +77,7 @@ def test_regions_of_a_quantized_map(tmp_path: Path) -> None:
     conv = M.Conv2d(4, 4, 3, padding=1)
     module = net(lambda self, x, r: self.d(F.vision.roi_align(self.c(x), r, 2)), c=conv, d=M.Conv2d(4, 5, 1))
     prepared = qtrace.prepare(qtrace.trace(module, x, REGIONS, check=False))
-    converted = qtrace.convert(qtrace.calibrate(prepared, [(x, REGIONS)], progress=False))
+    converted = qtrace.convert(calibrated_if_quantized(prepared, [(x, REGIONS)]))
     path = qtrace.export(converted, tmp_path / "m.onnx")
     report = qtrace.verify(path, converted, [(images(*SHAPE, seed=1), REGIONS)])
     assert report.passed, report.table()

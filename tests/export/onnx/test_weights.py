@@ -15,6 +15,7 @@ from megengine import Parameter, Tensor
 import qtrace
 from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
+from tests.nets import calibrated_if_quantized
 
 
 def _draw(*shape: int) -> np.ndarray:
@@ -75,7 +76,7 @@ def test_runtime_computes_what_the_graph_does(
     tmp_path: Path, module: M.Module, inputs: tuple[np.ndarray, ...], rules: list[dict[str, object]]
 ) -> None:
     prepared = qtrace.prepare(qtrace.trace(module, *inputs), qtrace.QConfig(rules=rules))
-    converted = qtrace.convert(qtrace.calibrate(prepared, [inputs], progress=False))
+    converted = qtrace.convert(calibrated_if_quantized(prepared, [inputs]))
     path = qtrace.export(converted, tmp_path / "m.onnx")
     report = qtrace.verify(path, converted, [inputs])
     assert report.passed, report.summary()

@@ -242,7 +242,7 @@ def test_two_argument_structures_name_the_submodule():
         (
             lambda self, x: x * float(np.prod(x.shape)),
             {},
-            ["'body.part'", "numpy function", "test_tracing_hazards.py:"],
+            ["'body.part'", "numpy function", "test_hazards.py:"],
         ),
     ],
 )
@@ -271,7 +271,7 @@ def test_keyword_only_inputs():
 
 def test_a_module_that_fails_itself():
     message = failure(net(lambda self, x: F.matmul(x, x)), ROWS)
-    assert "Net itself fails on the example (test_tracing_hazards.py:" in message
+    assert "Net itself fails on the example (test_hazards.py:" in message
 
 
 def test_what_cannot_be_copied():

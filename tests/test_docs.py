@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-PAGES = sorted((Path(__file__).parent.parent / "docs").glob("*.md"))
+PAGES = sorted((Path(__file__).parent.parent / "docs").rglob("*.md"))
 
 
 @pytest.mark.usefixtures("synchronous")  # pages on training set async_level

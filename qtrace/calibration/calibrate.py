@@ -60,7 +60,7 @@ def calibrate(
         max_batches: how many batches to take at most; None for all.
         progress: whether to show a progress bar with the time left, and the engine, on stderr.
         engine: what computes the activations: ``megengine``, ``onnxruntime``, or ``auto`` for the fastest
-            that applies (docs/calibration.md).
+            that applies (docs/guides/calibration.md).
         statistics: what was collected from the batches elsewhere, so that they need not run; then
             ``max_batches`` and ``engine`` have no say.
         state: a folder, made if need be, for what algorithms that learn (``adaround``, ``reconstruct``) have

@@ -8,7 +8,7 @@ Quantization for Extremely Low-bit Post-Training Quantization"). Scales follow t
 al. 2020, eq. 3).
 
 A block starts from the roundings that its layers learn alone, each on its own output (``warm``): blocks that
-started from the fractions ended behind `adaround` (docs/accuracy.md).
+started from the fractions ended behind `adaround` (docs/measured/accuracy.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/families.md says of every network of the zoo what the script measures."""
+"""docs/measured/families.md says of every network of the zoo what the script measures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from scripts.families import NETWORKS, main, measure, render
 
-PAGE = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "measured" / "families.md").read_text(encoding="utf-8")
 ROWS = [
     tuple(cell.strip() for cell in line.strip("|").split("|"))
     for line in PAGE.splitlines()

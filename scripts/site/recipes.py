@@ -6,8 +6,8 @@ __all__ = ["page"]
 
 _HEAD = """# Recipes that come with qtrace
 
-`--recipe NAME`, `qtrace.prepare(traced, NAME)` or `imports: [NAME]` takes one. `qtrace recipes show NAME` prints
-it with everything that it imports, and with the reason for each rule.
+`--recipe NAME`, `qtrace.prepare(traced, NAME)` or `imports: [NAME]` takes one. `qtrace recipes show NAME`
+prints it with everything that it imports, and with the reason for each rule.
 
 ```
 qtrace calibrate float.mge --data images/ --recipe resnet50 --out int8

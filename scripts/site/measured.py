@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.limits import limit
 from scripts.stored import RESULTS, ExportRow, FamilyRow, load, table
 
-__all__ = ["accuracy", "demo", "detector_demo", "exports", "families", "figures", "speed"]
+__all__ = ["accuracy", "calibration", "demo", "detector_demo", "exports", "families", "figures", "speed"]
 
 _VERDICT = {True: "met", False: "**missed**", None: ""}
 
@@ -130,6 +130,17 @@ def detector_demo() -> str:
         for row in _stored("detector_demo.json")["variants"]
     ]
     return _rows(("variant", "mAP in the graph", "in onnxruntime", "worst LSB"), rows)
+
+
+def calibration() -> str:
+    """How long a calibration pass takes, in MegEngine and in onnxruntime."""
+    timed = {row["name"]: row for group in _stored("latest.json").values() for row in group["rows"]}
+    rows = []
+    for net in ("ResNet-18 8x3x96x96", "MobileNetV2", "CSPDarknet"):
+        name = f"{net}: calibration pass / float forward, mse"
+        pair = [f"{timed[key]['value']['median']:.2f}" for key in (f"{name}, onnxruntime", name)]
+        rows.append((net.partition(" ")[0], *pair))
+    return _rows(("network", "by onnxruntime, which `auto` takes", "by MegEngine"), rows)
 
 
 # Row of a group in latest.json -> how the README calls it.

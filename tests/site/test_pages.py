@@ -183,7 +183,7 @@ def test_the_drawing_names_every_stage_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["accuracy", "demo", "detector_demo", "exports", "families", "figures", "speed"]
+    "name", ["accuracy", "calibration", "demo", "detector_demo", "exports", "families", "figures", "speed"]
 )
 def test_measured_tables_are_whole(name: str) -> None:
     tables = getattr(measured, name)()

@@ -52,6 +52,26 @@ def test_every_python_block_of_a_page_is_found() -> None:
         assert len(headers) == len(list(BLOCK.finditer(text))), page
 
 
+GUIDES = [p for p in sorted((ROOT / "docs" / "guides").glob("*.md")) if p.name != "index.md"]
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda p: p.stem)
+def test_a_guide_opens_with_an_example(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    opening = text.split("\n## ")[0]
+    assert text.startswith("# ")
+    assert "\n```" in opening
+
+
+def test_cells_of_tables_are_short() -> None:
+    """Two lines at most in a table of two columns."""
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for line in page.read_text(encoding="utf-8").splitlines():
+            if line.startswith("|"):
+                shown = re.sub(r"\]\([^)]*\)", "]", line)  # a link's address is not shown
+                assert max(map(len, shown.strip("|").split(" | "))) <= 120, f"{page}: {line}"
+
+
 @pytest.mark.usefixtures("synchronous")
 def test_readme_runs(folder: Path) -> None:
     names = _run((ROOT / "README.md").read_text(encoding="utf-8"), "README.md", folder)

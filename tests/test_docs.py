@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,58 @@ def test_readme_commands_exist() -> None:
     for name, rest in lines:
         known = {flag for option in group.commands[name].params for flag in option.opts}
         assert set(re.findall(r"(?<= )--?[a-z][\w-]*", rest)) <= known, (name, rest)
+
+
+_MODELS = """
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
+
+
+class Block(M.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = M.Conv2d(4, 4, 3, padding=1), M.BatchNorm2d(4)
+
+    def forward(self, x):
+        return F.relu(self.bn(self.conv(x)) + x)
+
+
+class Net(M.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.layer1, self.fc = M.Conv2d(3, 4, 16, stride=16), M.Sequential(Block()), M.Linear(4, 5)
+
+    def forward(self, x):
+        return self.fc(F.mean(self.layer1(F.relu(self.stem(x))), (2, 3)))
+
+
+def resnet18():
+    mge.random.seed(0)
+    return Net()
+"""
+
+
+@pytest.mark.slow
+def test_commands_of_the_readme_run(folder: Path) -> None:
+    import cv2
+    import numpy as np
+
+    (folder / "models.py").write_text(_MODELS, encoding="utf-8")
+    (folder / "mine.yaml").write_text("schema: qtrace/1\nimports: [backend/generic_w4a4, resnet18]\n")
+    for number, name in enumerate(["images", "new"]):
+        (folder / name).mkdir()
+        for index in range(24):
+            pixels = np.random.default_rng([number, index]).integers(0, 256, (256, 256, 3), np.uint8)
+            cv2.imwrite(str(folder / name / f"{index}.png"), cv2.GaussianBlur(pixels, (31, 31), 0))
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```\n(qtrace .*?)^```", text, re.DOTALL | re.MULTILINE)
+    for line in block.splitlines():
+        words = line.partition("#")[0].split()
+        run = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, cwd=folder)
+        assert run.returncode == 0, (line, run.stderr[-2000:])
+    left = {path.name for path in folder.iterdir()}
+    assert {"float.mge", "int8", "errors.html", "int8-tuned", "mixed.yaml", "model.onnx"} <= left
 
 
 def test_links_of_the_readme_lead_somewhere() -> None:

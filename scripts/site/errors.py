@@ -35,7 +35,7 @@ except ConfigError as error:
 assert issubclass(ConfigError, QtraceError)
 ```
 
-In the messages below, `…` stands for a name, a number or another sentence.
+In the messages below, `[…]` stands for a name, a number or another sentence.
 """
 
 
@@ -127,4 +127,4 @@ def _letters(text: str) -> str:
 
 def _shown(text: str) -> str:
     """A message as Markdown: what would mark it up is escaped."""
-    return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", " ".join(text.split()))
+    return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", " ".join(text.split())).replace("…", r"\[…\]")

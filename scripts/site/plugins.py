@@ -11,7 +11,7 @@ from typing import Any
 from scripts.site import docstrings
 from scripts.site.config import field_text
 
-__all__ = ["algorithms", "page"]
+__all__ = ["algorithms", "bits", "page"]
 
 _HEAD = """# Names that configs use
 
@@ -132,12 +132,34 @@ def _backends() -> str:
         row = [f"`{name}`", backend.activation.describe(), backend.weight.describe()]
         row += ["to even" if backend.rounding == "half_even" else "away from zero", str(len(backend.ops))]
         parts[-1] += f"\n| {' | '.join(row)} |"
+    parts.append(bits())
     for name in backends.known():
         backend = backends.get(name)
         doc = importlib.import_module(f"{backends.__name__}.{name}").__doc__
         parts.append(f"### `{name}` {{#backend-{name}}}\n\n{docstrings.render(doc)}")
         parts.append(f"On integers: {', '.join(f'`{op}`' for op in sorted(backend.ops))}.")
     return "\n\n".join(parts)
+
+
+def bits() -> str:
+    """The widths that each backend allows."""
+    from qtrace import backends
+
+    rows = ["| target | bits of weights | bits of activations |", "| --- | --- | --- |"]
+    for name in backends.known():
+        limits = backends.get(name).limits
+        rows.append(f"| `{name}` | {_widths(limits['weight'].bits)} | {_widths(limits['activation'].bits)} |")
+    return "\n".join(rows)
+
+
+def _widths(allowed: tuple[int, ...]) -> str:
+    """Widths with neighbours put together: ``2 to 8, 16``."""
+    parts, start = [], allowed[0]
+    for width, following in zip(allowed, (*allowed[1:], 0), strict=True):
+        if following != width + 1:
+            parts.append(str(width) if start == width else f"{start} to {width}")
+            start = following
+    return ", ".join(parts)
 
 
 def _formats() -> str:

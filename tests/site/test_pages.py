@@ -152,6 +152,11 @@ def test_every_plugin_backend_format_and_runtime_is_on_its_page() -> None:
             assert re.search(rf"^- `{option}`: [^*]", section, re.MULTILINE), (name, option)
 
 
+def test_widths_are_put_together() -> None:
+    assert plugins._widths((2, 3, 4, 8, 16)) == "2 to 4, 8, 16"
+    assert "| `onnxruntime` | 2 to 8, 16 | 4, 8, 16 |" in plugins.bits()
+
+
 def test_every_option_of_an_observer_has_a_text() -> None:
     text = REFERENCE["reference/plugins.md"].split("## Fake quants")[0]
     options = re.findall(r"^- `(\w+)`: (.*)$", text, re.MULTILINE)
@@ -166,6 +171,17 @@ def test_every_op_and_recipe_is_on_its_page() -> None:
     op_page, recipe_page = REFERENCE["reference/ops.md"], REFERENCE["reference/recipes.md"]
     assert [kind for kind in kinds() if f"| `{kind}` |" not in op_page] == []
     assert [name for name in recipe_names() if f"| `{name}` |" not in recipe_page] == []
+
+
+@pytest.mark.parametrize("name", ["config", "errors"])
+def test_python_on_the_written_pages_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", REFERENCE[f"reference/{name}.md"], re.DOTALL | re.MULTILINE)
+    assert blocks
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(block, names)
+    for printed in re.findall(r"print\(.*?\)  # (.*)", "".join(blocks)):
+        assert printed in capsys.readouterr().out
 
 
 def test_yaml_on_the_pages_is_yaml() -> None:

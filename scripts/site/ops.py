@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+from scripts.site import source
+
 __all__ = ["page"]
 
 _HEAD = """# Ops
@@ -34,15 +36,13 @@ _ROLES = {
 
 def page() -> str:
     """The page in Markdown."""
-    from qtrace import backends
-    from qtrace.ops import Role, rules
-
+    backends, room = source.room("backends"), source.room("ops")
     by_kind: dict[str, list[Any]] = defaultdict(list)
-    for rule in rules():
+    for rule in room.rules():
         by_kind[rule.kind].append(rule)
     targets = {name: backends.get(name) for name in backends.known() if name != "generic"}
     parts = [f"{_HEAD}\nThere are {len(by_kind)} kinds."]
-    for role in Role:
+    for role in room.Role:
         kinds = sorted(kind for kind, found in by_kind.items() if found[0].role is role)
         parts.append(f"## {role.value.capitalize()} {{#{role.value}}}\n\n{_ROLES[role.value]}")
         last = "why it stays float" if role.value == "float" else "on integers in"

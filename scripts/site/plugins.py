@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-from scripts.site import docstrings
+from scripts.site import docstrings, source
 from scripts.site.config import field_text
 
 __all__ = ["algorithms", "bits", "page"]
@@ -86,11 +86,9 @@ def _words(option: Any) -> list[str]:
 def algorithms() -> dict[str, type]:
     """Every algorithm of ``ptq`` by name, those of ``prepare`` first."""
     from qtrace import plugins
-    from qtrace.config.algorithm import Algorithm
 
-    found: dict[str, Any] = {
-        n: plugins.resolve("qtrace.ptq", n, Algorithm) for n in plugins.known("qtrace.ptq")
-    }
+    base = source.find("Algorithm")
+    found: dict[str, Any] = {n: plugins.resolve("qtrace.ptq", n, base) for n in plugins.known("qtrace.ptq")}
     return dict(sorted(found.items(), key=lambda pair: (pair[1].stage != "float", pair[0])))
 
 
@@ -120,8 +118,7 @@ def _option(cls: Any, name: str, sections: list[docstrings.Section]) -> str:
 
 
 def _backends() -> str:
-    from qtrace import backends
-
+    backends = source.room("backends")
     parts = [
         "## Backends {#backends}",
         "A backend is a target. `backend: NAME` in a config, or `imports: [backend/NAME]`, chooses it.",
@@ -143,8 +140,7 @@ def _backends() -> str:
 
 def bits() -> str:
     """The widths that each backend allows."""
-    from qtrace import backends
-
+    backends = source.room("backends")
     rows = ["| target | bits of weights | bits of activations |", "| --- | --- | --- |"]
     for name in backends.known():
         limits = backends.get(name).limits
@@ -163,9 +159,7 @@ def _widths(allowed: tuple[int, ...]) -> str:
 
 
 def _formats() -> str:
-    from qtrace.export import __name__ as package
-    from qtrace.export import formats
-
+    formats, package = source.find("formats"), source.room("export").__name__
     parts = ["## Export formats {#formats}", "`qtrace export -f NAME`, or `qtrace.export(..., format=NAME)`."]
     for name in formats():
         module = importlib.import_module(f"{package}.{name}")
@@ -194,8 +188,7 @@ def _value(default: Any) -> str:
 
 
 def _runtimes() -> str:
-    import qtrace.runtimes as room
-
+    room = source.room("runtimes")
     rows = ["| runtime | files | install |", "| --- | --- | --- |"]
     for found in pkgutil.iter_modules(room.__path__):
         module = importlib.import_module(f"{room.__name__}.{found.name}")

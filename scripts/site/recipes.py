@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from scripts.site import source
+
 __all__ = ["page"]
 
 _HEAD = """# Recipes that come with qtrace
@@ -27,12 +29,11 @@ _TITLES = {
 def page() -> str:
     """The page in Markdown."""
     import qtrace
-    from qtrace.recipe import recipe_names
 
     parts = [_HEAD]
     for folder, (title, text) in _TITLES.items():
         rows = ["| name | for | algorithms |", "| --- | --- | --- |"]
-        for name in recipe_names():
+        for name in source.find("recipe_names")():
             if name.rpartition("/")[0] == folder:
                 config = qtrace.load_recipe(name)
                 algorithms = ", ".join(f"`{spec.name}`" for spec in config.ptq or ())

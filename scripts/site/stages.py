@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 
-from scripts.site import api, docstrings
+from scripts.site import api, docstrings, source
 from scripts.site.plugins import algorithms
 
 __all__ = ["STAGES", "Stage", "drawing", "others"]
@@ -39,17 +39,14 @@ _WIDTH, _BOX, _STEP = 760, 58, 96
 
 def others() -> dict[str, str]:
     """What stands beside a stage: what it chooses from, as the code lists it."""
-    from qtrace.export import formats
-    from qtrace.fakequant.base import PHASES
-
-    found = algorithms()
+    found, phases, formats = algorithms(), source.find("PHASES"), source.find("formats")
     stages: dict[str, list[str]] = {}
     for name, cls in found.items():
         stages.setdefault(cls.stage, []).append(name)  # type: ignore[attr-defined]
     return {
         "prepare": "ptq: " + ", ".join(stages["float"]),
         "calibrate": "ptq: " + ", ".join(stages["calibrated"]),
-        "finetune": "or a loop of your own: set_phase " + " | ".join(PHASES),
+        "finetune": "or a loop of your own: set_phase " + " | ".join(phases),
         "export": ", ".join(formats()),
     }
 

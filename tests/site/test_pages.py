@@ -86,15 +86,13 @@ def test_every_config_key_has_a_meaning_a_type_and_a_valid_example() -> None:
 
 
 def test_types_are_words() -> None:
-    from qtrace.config import QConfig
-
     texts = {key: config.field_text(field) for _, key, field in config.settings()}
     assert texts["bits"] == "whole number, at least 2 and at most 16"
     assert texts["op"] == "text, or a list of texts"
     assert texts["resize"] == "one of `stretch`, `center_crop`"
     assert texts["fakequant"].startswith("a [fake quant]")
     assert not any("typing" in text or "class '" in text for text in texts.values())
-    assert QConfig in config.models()
+    assert qtrace.QConfig in config.models()
 
 
 def test_every_error_and_warning_is_on_its_page_with_its_messages() -> None:
@@ -125,6 +123,15 @@ def test_hardly_an_error_is_raised_with_a_text_that_the_page_lacks() -> None:
     assert listed > 0.85 * raised
 
 
+def test_parts_of_the_package_are_found_by_name_wherever_they_stand() -> None:
+    assert source.find("Algorithm").__name__ == "Algorithm"
+    assert source.room("ops").rules()
+    with pytest.raises(LookupError, match="no module"):
+        source.find("nothing_of_this_name")
+    with pytest.raises(LookupError, match="none; one was expected"):
+        source.room("nothing_of_this_name")
+
+
 def test_a_message_is_a_template() -> None:
     (call,) = ast.parse("E(f'{a}: {b!r} is not {c}{d}: give ' f'one' + x)").body
     assert isinstance(call, ast.Expr)
@@ -134,10 +141,9 @@ def test_a_message_is_a_template() -> None:
 
 
 def test_every_plugin_backend_format_and_runtime_is_on_its_page() -> None:
-    from qtrace import backends
     from qtrace import plugins as lookup
-    from qtrace.export import formats
 
+    backends, formats = source.room("backends"), source.find("formats")
     anchors = _anchors("reference/plugins.md")
     assert {f"observers-{n}" for n in lookup.known("qtrace.observers")} <= anchors
     assert {f"fake-quants-{n}" for n in lookup.known("qtrace.fakequant")} <= anchors
@@ -165,9 +171,7 @@ def test_every_option_of_an_observer_has_a_text() -> None:
 
 
 def test_every_op_and_recipe_is_on_its_page() -> None:
-    from qtrace.ops import kinds
-    from qtrace.recipe import recipe_names
-
+    kinds, recipe_names = source.room("ops").kinds, source.find("recipe_names")
     op_page, recipe_page = REFERENCE["reference/ops.md"], REFERENCE["reference/recipes.md"]
     assert [kind for kind in kinds() if f"| `{kind}` |" not in op_page] == []
     assert [name for name in recipe_names() if f"| `{name}` |" not in recipe_page] == []

@@ -45,6 +45,12 @@ def test_blocks_run_one_after_the_other(page: Path, folder: Path) -> None:
     _run(page.read_text(encoding="utf-8"), str(page), folder)
 
 
+def test_the_summary_on_the_page_about_explain_is_what_it_prints(folder: Path) -> None:
+    text = (ROOT / "docs" / "guides" / "explain.md").read_text(encoding="utf-8")
+    shown = text.split("## The summary\n\n```\n")[1].split("```")[0]
+    assert _run(text, "explain.md", folder)["explanation"].summary().strip() == shown.strip()
+
+
 def test_every_python_block_of_a_page_is_found() -> None:
     """A block with another header would not run, in silence."""
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -151,9 +152,11 @@ def test_commands_of_the_readme_run(folder: Path) -> None:
             cv2.imwrite(str(folder / name / f"{index}.png"), cv2.GaussianBlur(pixels, (31, 31), 0))
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```\n(qtrace .*?)^```", text, re.DOTALL | re.MULTILINE)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for line in block.splitlines():
         words = line.partition("#")[0].split()
-        run = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, cwd=folder)
+        command = [sys.executable, "-m", *words]
+        run = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
         assert run.returncode == 0, (line, run.stderr[-2000:])
     left = {path.name for path in folder.iterdir()}
     assert {"float.mge", "int8", "errors.html", "int8-tuned", "mixed.yaml", "model.onnx"} <= left

@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_CONSTRAINT := constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo detector-demo test test-slow bench fuzz lint format types wheel-check lock clean distclean
+.PHONY: help setup demo detector-demo test test-slow bench fuzz lint format types wheel-check docs docs-serve lock clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -63,11 +63,17 @@ types: $(STAMP) ## Check types with mypy
 wheel-check: $(STAMP) ## Build sdist and wheel, install the wheel elsewhere, and use it there
 	$(PY) scripts/check_wheel.py
 
+docs: $(STAMP) ## Build the docs site into site/, with every warning an error
+	NO_MKDOCS_2_WARNING=1 $(PY) -W ignore -m mkdocs build --strict $(ARGS)
+
+docs-serve: $(STAMP) ## Show the docs site at http://127.0.0.1:8000 while you write
+	NO_MKDOCS_2_WARNING=1 $(PY) -W ignore -m mkdocs serve --livereload $(ARGS)
+
 lock: ## Resolve pyproject.toml afresh and rewrite constraints.txt
 	scripts/lock
 
 clean: ## Remove what builds and runs leave behind
-	rm -rf build dist demo-out detector-demo-out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist site demo-out detector-demo-out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## The same, and .venv

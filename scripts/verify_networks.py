@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Export the networks of tests/export/networks.py to every form, verify each file, print one table.
 
-``python scripts/verify_networks.py [NAME ...]``; a name is the beginning of a network's. docs/exports.md has
-the table of a whole run.
+``python scripts/verify_networks.py [--write] [NAME ...]``; a name is the beginning of a network's. --write
+stores the rows in benchmarks/results/exports.json, which the docs show.
 """
 
 from __future__ import annotations
@@ -19,33 +19,23 @@ from qtrace.process import engine  # noqa: E402
 
 engine.quiet()
 
+from scripts.stored import ExportRow, store, table  # noqa: E402
 from tests.export.networks import NETWORKS, Result, measure  # noqa: E402
-
-HEADER = (
-    "network",
-    "ops off: worst LSB, equal",
-    "fused: same prediction",
-    "fused: SQNR dB",
-    "integer kernels",
-    "OpenVINO",
-    "LiteRT",
-    "ncnn",
-    "MegEngine",
-)
-_OTHERS = ("openvino", "litert", "ncnn", "megengine")
 
 
 def main() -> int:
     """Measures the networks that are named, or all; the exit code is 1 if a check fails."""
-    wanted = tuple(sys.argv[1:])
+    write, wanted = "--write" in sys.argv[1:], tuple(name for name in sys.argv[1:] if name != "--write")
     chosen = [n for n in NETWORKS if not wanted or n.name.startswith(wanted)]
-    print("| " + " | ".join(HEADER) + " |")
-    print("| " + " | ".join("---" for _ in HEADER) + " |", flush=True)
     results = []
     for network in chosen:
+        print(network.name, "...", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:
             results.append(measure(network, Path(folder)))
-        print("| " + " | ".join(row(results[-1])) + " |", flush=True)
+    rows = [row(result) for result in results]
+    print(table(rows, ExportRow))
+    if write:
+        store(rows, ExportRow)
     for result in results:
         for name, op, why in result.floats:
             print(f"\n- {result.network.name}: {op} `{name}` in float: {why}", end="")
@@ -53,25 +43,20 @@ def main() -> int:
     return 0
 
 
-def row(result: Result) -> list[str]:
-    """One line of the table."""
-    main = result.reports["onnxruntime"]
-    noise = main.sqnr_db("deployed")
-    cells = [
-        _lsb(result, "onnxruntime"),
-        f"{main.agreement():.1%}",
-        f"{noise:.1f}" if noise < 999 else "exact",
-    ]
-    ends = f", {result.ends} end in float" if result.ends else ""
-    cells.append(
-        f"{result.integer} of {result.counted} ({result.integer / max(result.counted, 1):.0%}{ends})"
+def row(result: Result) -> ExportRow:
+    """What one network's files do, as it is stored."""
+    deployed = result.reports["onnxruntime"]
+    noise = deployed.sqnr_db("deployed")
+    compared = {name: [report.worst_lsb(), report.equal_share()] for name, report in result.reports.items()}
+    return ExportRow(
+        network=result.network.name,
+        agreement=deployed.agreement(),
+        sqnr=noise if noise < 999 else None,
+        integer=result.integer,
+        counted=result.counted,
+        ends=result.ends,
+        compared=compared,
     )
-    return [result.network.name, *cells, *(_lsb(result, r) for r in _OTHERS)]
-
-
-def _lsb(result: Result, runtime: str) -> str:
-    report = result.reports.get(runtime)
-    return "" if report is None else f"{report.worst_lsb()}, {report.equal_share():.3%}"
 
 
 if __name__ == "__main__":

@@ -87,3 +87,8 @@ def test_the_table_has_every_stored_row_with_what_limits_it(capsys):
     assert all(line.split(" | ")[-1].rstrip(" |") for line in lines)
     with pytest.raises(LookupError, match="a new row"):
         limit("a new row")
+
+
+def test_no_stored_row_misses_its_target():
+    stored = json.loads(LATEST.read_text(encoding="utf-8"))
+    assert [row["name"] for group in stored.values() for row in group["rows"] if row["met"] is False] == []

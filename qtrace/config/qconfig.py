@@ -47,6 +47,18 @@ class Preprocess(Model):
             image until it just covers height and width divided by ``crop_fraction``, and cuts out the middle.
         crop_fraction: for ``center_crop``; 0.875 is 224 of 256.
         interpolation: how pixels are resized, as OpenCV names it.
+
+    Example:
+        ```yaml
+        size: [3, 224, 224]
+        mean: [123.675, 116.28, 103.53]
+        std: [58.395, 57.12, 57.375]
+        channels: rgb
+        scale: 1.0
+        resize: center_crop
+        crop_fraction: 0.875
+        interpolation: linear
+        ```
     """
 
     size: Annotated[tuple[Int, ...], AfterValidator(_positive)]
@@ -80,6 +92,12 @@ class Bn(Model):
         fold: fold it into the weights before training.
         freeze_after: the fraction of the training (0 to 1) after which its statistics stay, for
             ``qtrace.qat.Schedule``; None for never.
+
+    Example:
+        ```yaml
+        fold: false
+        freeze_after: 0.5
+        ```
     """
 
     fold: Bool = True
@@ -94,6 +112,14 @@ class Qat(Model):
         epochs: how long.
         lr: learning rate at the start.
         bn: batch normalization.
+
+    Example:
+        ```yaml
+        fakequant: lsq
+        epochs: 10
+        lr: 0.001
+        bn: {fold: true}
+        ```
     """
 
     fakequant: FakeQuantSpec | None = None
@@ -108,6 +134,12 @@ class Expect(Model):
     Attributes:
         metric: name of the metric, such as ``top1``.
         max_drop: how much lower than the float model's it may be, in the metric's unit.
+
+    Example:
+        ```yaml
+        metric: top1
+        max_drop: 0.5
+        ```
     """
 
     metric: Text
@@ -122,6 +154,12 @@ class Region(Model):
             graph's inputs.
         outputs: glob patterns for the nodes or modules where it ends, which lie inside; None for the
             graph's outputs.
+
+    Example:
+        ```yaml
+        inputs: backbone
+        outputs: [head.cls, head.reg]
+        ```
     """
 
     inputs: Texts | None = None
@@ -147,6 +185,23 @@ class QConfig(Model):
         ptq: algorithms applied after training, with their options, in order; None for the usual one, fuse_bn.
         qat: how to train.
         expect: what the result must reach.
+
+    Example:
+        ```yaml
+        name: mine
+        description: ResNet for faces
+        backend: onnxruntime
+        preprocess: {size: [3, 224, 224], mean: [0, 0, 0], std: [1, 1, 1]}
+        activation: {bits: 8}
+        weight: {bits: 4, axis: 0}
+        observers: {activation: mse, weight: minmax}
+        fakequant: lsq
+        rules: [{match: {position: first}, weight: {bits: 8}}]
+        region: {outputs: head}
+        ptq: [fuse_bn, bias_correction]
+        qat: {epochs: 10}
+        expect: {metric: top1, max_drop: 0.5}
+        ```
 
     Raises:
         ConfigError: with a line for each mistake.

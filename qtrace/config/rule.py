@@ -60,6 +60,17 @@ class SchemePatch(Model):
         axis: the axis of the channels with a scale each; None for one scale per tensor.
         power_of_two: scales are powers of two.
         rounding: where ties go.
+
+    Example:
+        ```yaml
+        bits: 4
+        signed: true
+        symmetric: true
+        narrow: true
+        axis: 0
+        power_of_two: false
+        rounding: half_even
+        ```
     """
 
     bits: Annotated[Int, Field(ge=2, le=16)] | None = None
@@ -214,6 +225,12 @@ class Observers(Model):
     Attributes:
         activation: for activations.
         weight: for weights.
+
+    Example:
+        ```yaml
+        activation: {percentile: {percentile: 99.9}}
+        weight: minmax
+        ```
     """
 
     activation: ObserverSpec | None = None
@@ -226,6 +243,12 @@ class Subgraph(Model):
     Attributes:
         from_: name of the node where it begins; written ``from``.
         to: name of the node where it ends.
+
+    Example:
+        ```yaml
+        from: stem_out
+        to: pool_out
+        ```
     """
 
     from_: Text = Field(alias="from")
@@ -247,6 +270,20 @@ class Match(Model):
         gate: whether the result scales the channels of another tensor (squeeze and excitation).
         shared: whether the weight serves several calls, as in a head that is called for every level.
         subgraph: the ops between two nodes.
+
+    Example:
+        ```yaml
+        op: [conv2d, linear]
+        name: "head.*"
+        depthwise: true
+        position: first
+        before_output: true
+        feeds: silu
+        follows: concat
+        gate: true
+        shared: true
+        subgraph: {from: stem_out, to: pool_out}
+        ```
     """
 
     op: Texts | None = None
@@ -290,6 +327,21 @@ class Rule(Model):
             what they read, and one for their results.
         backends: the targets that the rule is for; None for all.
         optional: True where the rule may match nothing, as in a recipe for a whole family.
+
+    Example:
+        ```yaml
+        match: {op: softmax}
+        quantize: true
+        activation: {bits: 16}
+        weight: {bits: 8}
+        output: {bits: 16}
+        quantize_output: true
+        observers: {activation: minmax}
+        fakequant: fixed
+        share: true
+        backends: [onnxruntime, tflite]
+        optional: true
+        ```
     """
 
     match: Match

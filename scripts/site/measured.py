@@ -1,0 +1,182 @@
+"""The tables of the pages on measurements, from the stored JSON in benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from benchmarks.limits import limit
+from scripts.stored import RESULTS, ExportRow, FamilyRow, load, table
+
+__all__ = ["accuracy", "calibration", "demo", "detector_demo", "exports", "families", "figures", "speed"]
+
+_VERDICT = {True: "met", False: "**missed**", None: ""}
+
+
+def _stored(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def _rows(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [header, ("---",) * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def speed() -> str:
+    """One table for each group of benchmarks, with the day and machine that it was measured on."""
+    parts = []
+    for name, group in _stored("latest.json").items():
+        if not group["rows"]:
+            continue
+        machine = group["machine"]
+        where = f"{machine['cores']} cores of {machine['cpu']}, {machine['date']}"
+        parts.append(f"### {name.capitalize()}\n\n`python -m benchmarks --only {name}`; {where}.")
+        rows = [
+            (r["name"], _spread(r), _target(r), _VERDICT[r["met"]], limit(r["name"])) for r in group["rows"]
+        ]
+        parts.append(_rows(("what", "median (min..max)", "target", "", "limited by"), rows))
+    return "\n\n".join(parts)
+
+
+def _spread(row: dict[str, Any]) -> str:
+    value = row["value"]
+    return f"{_digits(value['median'])} {row['unit']} ({_digits(value['low'])}..{_digits(value['high'])})"
+
+
+def _target(row: dict[str, Any]) -> str:
+    return "" if row["target"] is None else f"<= {row['target']:.3g} {row['unit']}"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def accuracy() -> str:
+    """One table for each check."""
+    checks: dict[str, list[dict[str, Any]]] = {}
+    for row in (row for group in _stored("accuracy.json").values() for row in group["rows"]):
+        checks.setdefault(row["check"], []).append(row)
+    parts = []
+    for check, found in checks.items():
+        parts.append(f"### {check}")
+        cells = [
+            (
+                row["net"],
+                row["method"],
+                _number(row["sqnr"], 1),
+                _number(row["metric"], 2),
+                _number(row["loss"], 2),
+                row["target"],
+                _VERDICT[row["met"]],
+                row["note"],
+            )
+            for row in found
+        ]
+        parts.append(_rows(("network", "method", "SQNR dB", "metric", "loss", "target", "", "note"), cells))
+    return "\n\n".join(parts)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def exports() -> str:
+    """The table of scripts/verify_networks.py."""
+    return table(load(ExportRow), ExportRow)
+
+
+def families() -> str:
+    """The table of scripts/families.py."""
+    return table(load(FamilyRow), FamilyRow)
+
+
+def demo() -> str:
+    """What `make demo` measured."""
+    rows = [
+        (
+            row["name"],
+            f"{row['graph']:.1f} %",
+            _percent(row["runtime"]),
+            _percent(row["same"]),
+            "" if row["worst_lsb"] is None else str(row["worst_lsb"]),
+            f"{row['weight_bytes']:,} B",
+        )
+        for row in _stored("demo.json")["variants"]
+    ]
+    header = (
+        "variant",
+        "accuracy in the graph",
+        "in onnxruntime",
+        "same digit",
+        "worst LSB",
+        "weights, packed",
+    )
+    return _rows(header, rows)
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f} %"
+
+
+def detector_demo() -> str:
+    """What `make detector-demo` measured."""
+    rows = [
+        (
+            row["name"],
+            f"{row['graph']:.2f}",
+            _number(row["runtime"], 2),
+            "" if row["worst_lsb"] is None else str(row["worst_lsb"]),
+        )
+        for row in _stored("detector_demo.json")["variants"]
+    ]
+    return _rows(("variant", "mAP in the graph", "in onnxruntime", "worst LSB"), rows)
+
+
+def calibration() -> str:
+    """How long a calibration pass takes, in MegEngine and in onnxruntime."""
+    timed = {row["name"]: row for group in _stored("latest.json").values() for row in group["rows"]}
+    rows = []
+    for net in ("ResNet-18 8x3x96x96", "MobileNetV2", "CSPDarknet"):
+        name = f"{net}: calibration pass / float forward, mse"
+        pair = [f"{timed[key]['value']['median']:.2f}" for key in (f"{name}, onnxruntime", name)]
+        rows.append((net.partition(" ")[0], *pair))
+    return _rows(("network", "by onnxruntime, which `auto` takes", "by MegEngine"), rows)
+
+
+# Row of a group in latest.json -> how the README calls it.
+_FIGURES = {
+    "ResNet-18 8x3x96x96: calibrate, 256 images, auto, minmax / onnxruntime.quantization MinMax": (
+        "time to calibrate with 256 images / onnxruntime.quantization"
+    ),
+    "ResNet-18 8x3x96x96: QAT step / step of MegEngine's quantize_qat, lsq": (
+        "time of a training step, LSQ / MegEngine's `quantize_qat`"
+    ),
+    "prepare, chain of 3200 layers": "time to prepare a graph of 3,200 layers",
+}
+_ACCURACY = (
+    ("W8A8 PTQ", "mobilenet", "qtrace, recipe int8", "accuracy, MobileNetV2-like, int8 PTQ"),
+    ("W8A8 PTQ", "detector", "qtrace, recipe of its family, ptq of int8", "mAP, FPN detector, int8 PTQ"),
+    ("W4A4 QAT", "resnet", "qtrace, lsq, 300 steps", "accuracy, residual network, 4-bit QAT"),
+)
+
+
+def figures() -> str:
+    """The table of figures in the README."""
+    stored = [row for group in _stored("accuracy.json").values() for row in group["rows"]]
+    rows = []
+    for check, net, method, title in _ACCURACY:
+        (found,) = [r for r in stored if (r["check"], r["net"], r["method"]) == (check, net, method)]
+        exact = found["metric"] + found["loss"]
+        rows.append((title, f"{found['metric']:.1f} % (float: {exact:.1f} %)"))
+    exported = load(ExportRow)
+    equal = min(row.compared["onnxruntime"][1] for row in exported)
+    worst = max(row.compared["onnxruntime"][0] for row in exported)
+    rows.append(
+        (
+            f"integers equal in onnxruntime, op by op, {len(exported)} networks",
+            f"{equal:.3%} or more; worst difference {worst:.0f} LSB",
+        )
+    )
+    timed = {row["name"]: row for group in _stored("latest.json").values() for row in group["rows"]}
+    rows += [(title, _spread(timed[name]).replace(" x ", " ")) for name, title in _FIGURES.items()]
+    return _rows(("what", "measured"), rows)

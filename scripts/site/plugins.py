@@ -1,0 +1,200 @@
+"""The page of what configs name: observers, fake quants, algorithms, backends, formats and runtimes."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+from scripts.site import docstrings, source
+from scripts.site.config import field_text
+
+__all__ = ["algorithms", "bits", "page"]
+
+_HEAD = """# Names that configs use
+
+A config names observers, fake quants, algorithms and backends; `qtrace export -f` names formats. Each name is
+the name of a file in qtrace, and `pkg.mod:Class` names a class of your own.
+
+```yaml
+backend: onnxruntime
+observers: {activation: {mse: {candidates: 128}}, weight: minmax}
+fakequant: {lsq: {grad_scale: false}}
+ptq: [fuse_bn, {gptq: {refit: true}}]
+```
+
+Guides: [observers](../guides/observers.md), [fake quants](../guides/training.md),
+[algorithms](../guides/ptq.md), [deployment](../guides/deploy.md).
+"""
+
+
+def page() -> str:
+    """The page in Markdown."""
+    sections = [_observers(), _fake_quants(), _algorithms(), _backends(), _formats(), _runtimes()]
+    return "\n\n".join([_HEAD, *sections]) + "\n"
+
+
+def _observers() -> str:
+    return _section("Observers", "observers", "qtrace.observers", "Observer", _options_of_observer)
+
+
+def _fake_quants() -> str:
+    return _section("Fake quants", "fake-quants", "qtrace.fakequant", "FakeQuant", _options_of_fake_quant)
+
+
+def _section(title: str, anchor: str, package: str, base: str, more: Callable[[type], str]) -> str:
+    from qtrace import plugins
+
+    parts = [f"## {title} {{#{anchor}}}"]
+    for name in plugins.known(package):
+        cls = plugins.resolve(package, name, getattr(importlib.import_module(package), base))
+        parts.append(f"### `{name}` {{#{anchor}-{name}}}")
+        parts += [docstrings.render_section(s) for s in docstrings.parse(cls.__doc__) if s.title != "Options"]
+        parts.append(more(cls))
+        parts.append(f"API: [`{package}.{cls.__name__}`](api/{package}.md#{package}.{cls.__name__})")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _options_of_observer(cls: type) -> str:
+    texts = _option_texts(cls)
+    lines = []
+    for name, option in getattr(cls, "OPTIONS", {}).items():
+        if hasattr(option, "low"):
+            facts = f"{option.low:g} to {option.high:g}; default: `{option.default:g}`"
+        else:
+            facts = f"one of {', '.join(f'`{w}`' for w in _words(option))}; default: `{option.default}`"
+        lines.append(f"- `{name}`: {texts.get(name, '')} *{facts}*")
+    return "\n".join(["**Options**", "", *lines]) if lines else ""
+
+
+def _options_of_fake_quant(cls: type) -> str:
+    lines = [f"- `{name}`: {text}" for name, text in _option_texts(cls).items()]
+    return "\n".join(["**Options**", "", *lines]) if lines else ""
+
+
+def _option_texts(cls: type) -> dict[str, str]:
+    """What the Options section of a docstring says."""
+    return {i.name: i.text for s in docstrings.parse(cls.__doc__) if s.title == "Options" for i in s.items}
+
+
+def _words(option: Any) -> list[str]:
+    return [w for value in vars(option).values() if isinstance(value, (tuple, frozenset)) for w in value]
+
+
+def algorithms() -> dict[str, type]:
+    """Every algorithm of ``ptq`` by name, those of ``prepare`` first."""
+    from qtrace import plugins
+
+    base = source.find("Algorithm")
+    found: dict[str, Any] = {n: plugins.resolve("qtrace.ptq", n, base) for n in plugins.known("qtrace.ptq")}
+    return dict(sorted(found.items(), key=lambda pair: (pair[1].stage != "float", pair[0])))
+
+
+def _algorithms() -> str:
+    parts = ["## Algorithms {#algorithms}"]
+    stages = {"float": "in `prepare`", "calibrated": "at the end of `calibrate`"}
+    for name, cls in algorithms().items():
+        parts.append(f"### `{name}` {{#algorithm-{name}}}")
+        sections = docstrings.parse(cls.__doc__)
+        parts += [s.text for s in sections if not s.title]
+        parts.append(f"Runs {stages[cls.stage]}.")
+        lines = [_option(cls, f, sections) for f in cls.model_fields]
+        if lines:
+            parts.append("\n".join(["**Options**", "", *lines]))
+    return "\n\n".join(parts)
+
+
+def _option(cls: Any, name: str, sections: list[docstrings.Section]) -> str:
+    field = cls.model_fields[name]
+    texts = {item.name: item.text for s in sections if s.title == "Attributes" for item in s.items}
+    for base in cls.__mro__[1:]:
+        for section in docstrings.parse(base.__doc__):
+            for item in section.items if section.title == "Attributes" else ():
+                texts.setdefault(item.name, item.text)
+    default = _value(list(field.default) if isinstance(field.default, tuple) else field.default)
+    return f"- `{name}`: {texts.get(name, '')} *{field_text(field)}; default: `{default}`*"
+
+
+def _backends() -> str:
+    backends = source.room("backends")
+    parts = [
+        "## Backends {#backends}",
+        "A backend is a target. `backend: NAME` in a config, or `imports: [backend/NAME]`, chooses it.",
+        "| name | activations | weights | ties | ops on integers |\n| --- | --- | --- | --- | --- |",
+    ]
+    for name in backends.known():
+        backend = backends.get(name)
+        row = [f"`{name}`", backend.activation.describe(), backend.weight.describe()]
+        row += ["to even" if backend.rounding == "half_even" else "away from zero", str(len(backend.ops))]
+        parts[-1] += f"\n| {' | '.join(row)} |"
+    parts.append(bits())
+    for name in backends.known():
+        backend = backends.get(name)
+        doc = importlib.import_module(f"{backends.__name__}.{name}").__doc__
+        parts.append(f"### `{name}` {{#backend-{name}}}\n\n{docstrings.render(doc)}")
+        parts.append(f"On integers: {', '.join(f'`{op}`' for op in sorted(backend.ops))}.")
+    return "\n\n".join(parts)
+
+
+def bits() -> str:
+    """The widths that each backend allows."""
+    backends = source.room("backends")
+    rows = ["| target | bits of weights | bits of activations |", "| --- | --- | --- |"]
+    for name in backends.known():
+        limits = backends.get(name).limits
+        rows.append(f"| `{name}` | {_widths(limits['weight'].bits)} | {_widths(limits['activation'].bits)} |")
+    return "\n".join(rows)
+
+
+def _widths(allowed: tuple[int, ...]) -> str:
+    """Widths with neighbours put together: ``2 to 8, 16``."""
+    parts, start = [], allowed[0]
+    for width, following in zip(allowed, (*allowed[1:], 0), strict=True):
+        if following != width + 1:
+            parts.append(str(width) if start == width else f"{start} to {width}")
+            start = following
+    return ", ".join(parts)
+
+
+def _formats() -> str:
+    formats, package = source.find("formats"), source.room("export").__name__
+    parts = ["## Export formats {#formats}", "`qtrace export -f NAME`, or `qtrace.export(..., format=NAME)`."]
+    for name in formats():
+        module = importlib.import_module(f"{package}.{name}")
+        function = getattr(module, "files", None) or module.serialize
+        suffixes = ", ".join(f"`{s}`" for s in (*module.SUFFIXES, *getattr(module, "COMPANIONS", ())))
+        parts.append(f"### `{name}` {{#format-{name}}}\n\n{docstrings.render(module.__doc__)}")
+        parts.append(f"Suffixes: {suffixes}" if suffixes else "No suffix chooses this format: name it.")
+        texts = {i.name: i.text for s in docstrings.parse(function.__doc__) for i in s.items}
+        options = [
+            p for n, p in inspect.signature(function).parameters.items() if n not in ("converted", "path")
+        ]
+        lines = [f"- `{p.name}`: {texts.get(p.name, '')} *default: `{_value(p.default)}`*" for p in options]
+        if lines:
+            parts.append("\n".join(["**Options** (`-O NAME=VALUE`, or keyword arguments)", "", *lines]))
+    return "\n\n".join(parts)
+
+
+def _value(default: Any) -> str:
+    return (
+        "none"
+        if default in (None, ())
+        else str(default).lower()
+        if isinstance(default, bool)
+        else str(default)
+    )
+
+
+def _runtimes() -> str:
+    room = source.room("runtimes")
+    rows = ["| runtime | files | install |", "| --- | --- | --- |"]
+    for found in pkgutil.iter_modules(room.__path__):
+        module = importlib.import_module(f"{room.__name__}.{found.name}")
+        if runtime := getattr(module, "RUNTIME", None):
+            suffixes = ", ".join(f"`{s}`" for s in runtime.suffixes)
+            extra = f"`pip install 'qtrace[{runtime.extra}]'`" if runtime.extra else "nothing"
+            rows.append(f"| `{runtime.name}` | {suffixes} | {extra} |")
+    head = ["## Runtimes {#runtimes}", "`qtrace verify --runtime NAME` runs a file in one of these."]
+    return "\n\n".join([*head, "\n".join(rows)])

@@ -1,0 +1,77 @@
+"""The package's own source: every file as a syntax tree, and its parts by name, wherever they stand."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["find", "modules", "room", "tree"]
+
+
+def modules(package: str = "qtrace") -> Iterator[str]:
+    """The dotted names of all modules of a package, sorted."""
+    yield package
+    for module in sorted(pkgutil.iter_modules(_search_path(package)), key=lambda m: m.name):
+        name = f"{package}.{module.name}"
+        yield from modules(name) if module.ispkg else [name]
+
+
+@functools.cache
+def _search_path(package: str) -> list[str]:
+    """Where the modules of a package lie, without importing it."""
+    top = importlib.util.find_spec(package.partition(".")[0])
+    assert top is not None
+    assert top.submodule_search_locations
+    return [str(Path(top.submodule_search_locations[0], *package.split(".")[1:]))]
+
+
+@functools.cache
+def tree(module: str) -> ast.Module:
+    """The syntax tree of a module."""
+    path = Path(_search_path(module)[0])
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(file.read_text(encoding="utf-8"), str(file))
+
+
+def find(name: str) -> Any:
+    """What the package calls ``name`` at the top of one of its modules.
+
+    Raises:
+        LookupError: when no module defines it, or several do.
+    """
+    homes = [module for module in modules() if name in _defined(module)]
+    if len(homes) != 1:
+        raise LookupError(f"{name} is defined in {', '.join(homes) or 'no module'}, not in one.")
+    return getattr(importlib.import_module(homes[0]), name)
+
+
+def room(name: str) -> ModuleType:
+    """The package whose last name is ``name``.
+
+    Raises:
+        LookupError: when there is none, or several.
+    """
+    found = [m for m in modules() if m.rpartition(".")[2] == name and Path(_search_path(m)[0]).is_dir()]
+    if len(found) != 1:
+        raise LookupError(f"packages called {name}: {', '.join(found) or 'none'}; one was expected.")
+    return importlib.import_module(found[0])
+
+
+@functools.cache
+def _defined(module: str) -> frozenset[str]:
+    """The names that a module defines at its top."""
+    names: set[str] = set()
+    for node in tree(module).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return frozenset(names)

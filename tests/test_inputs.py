@@ -159,7 +159,7 @@ def test_calls_on_another_thread_and_after_a_fork_say_so(
 
 def _killed(folder: Path, code: str) -> None:
     """Runs code that makes something temporary and is killed then."""
-    program = f"import os, signal\nfrom pathlib import Path\nfrom qtrace import leftovers\n{code}\n"
+    program = f"import os, signal\nfrom pathlib import Path\nfrom qtrace.storage import leftovers\n{code}\n"
     command = [sys.executable, "-c", program + "os.kill(os.getpid(), signal.SIGKILL)"]
     assert subprocess.run(command, cwd=folder, timeout=60).returncode == -signal.SIGKILL
 

@@ -110,11 +110,11 @@ def _text(node: ast.expr) -> str:
 
 def _sentences() -> Iterator[tuple[str, str]]:
     """Where each export error is made, and its text with {} for what is filled in."""
-    for path in sorted(Path(qtrace.export.__file__).parent.glob("*.py")):
+    for path in sorted(Path(qtrace.export.__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             name = getattr(getattr(node, "func", None), "id", "")
             if isinstance(node, ast.Call) and name == "ExportError":
-                yield f"{path.name}:{node.lineno}", _text(node.args[0])
+                yield f"{path}:{node.lineno}", _text(node.args[0])
 
 
 def test_every_sentence_says_what_to_do() -> None:

@@ -21,6 +21,7 @@ from qtrace.cli import outputs
 from qtrace.cli.commands.calibrate import FILES
 from qtrace.cli.options import ShapeType
 from qtrace.errors import ConfigError, DataError, QtraceError
+from qtrace.process.signals import undisturbed
 
 COMMANDS = ("trace", "calibrate", "explain", "export", "verify")
 
@@ -630,7 +631,7 @@ def test_an_interrupt_that_c_code_made_another_error_of(run, monkeypatch):
 
 def test_tidying_up_is_not_cut_short():
     before = signal.getsignal(signal.SIGINT)
-    with outputs.undisturbed():
+    with undisturbed():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGINT) is before

@@ -108,7 +108,8 @@ def load(path: str | os.PathLike[str], allow: Iterable[str] = (), keep_devices: 
         raise
     except Exception as error:  # whatever else a damaged file makes of Python, numpy and MegEngine
         reason = (str(error).splitlines() or [""])[0][:150].encode("ascii", "replace").decode()
-        raise DataError(f"{path} is no saved model, or damaged ({type(error).__name__}: {reason}).") from None
+        reason = f"{type(error).__name__}: {reason}"
+        raise DataError(f"{path} is no saved model, or damaged ({reason}).") from error
     if type(model) is not TracedModule:
         raise DataError(f"{path} holds a {type(model).__name__}, not a TracedModule saved by qtrace.save.")
     return model

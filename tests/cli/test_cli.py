@@ -22,6 +22,7 @@ from qtrace.cli.commands.calibrate import FILES
 from qtrace.cli.options import ShapeType
 from qtrace.errors import ConfigError, DataError, QtraceError
 from qtrace.process.signals import undisturbed
+from qtrace.storage import files
 
 COMMANDS = ("trace", "calibrate", "explain", "export", "verify")
 
@@ -659,7 +660,7 @@ def test_a_folder_that_cannot_be_replaced_is_put_back(tmp_path, monkeypatch):
         real(source, to)
 
     monkeypatch.setattr(outputs.os, "rename", rename)
-    monkeypatch.setattr(outputs, "_exchange", lambda first, second: False)  # as on other systems
+    monkeypatch.setattr(files, "_exchange", lambda first, second: False)  # as on other systems
     with (
         pytest.raises(QtraceError, match="cannot be replaced: No space left"),
         outputs.output_folder(target, names=("a",), force=True) as folder,

@@ -22,7 +22,7 @@ import qtrace
 from qtrace.data import open_data
 from qtrace.errors import CalibrationError, ConfigError, GraphError, QtraceError, TraceError
 from qtrace.graph.types import TracedModule
-from qtrace.storage import leftovers
+from qtrace.storage import files
 from tests import faulty
 from tests.nets import images, net
 from tests.test_bad_input import refused, run
@@ -159,7 +159,7 @@ def test_calls_on_another_thread_and_after_a_fork_say_so(
 
 def _killed(folder: Path, code: str) -> None:
     """Runs code that makes something temporary and is killed then."""
-    program = f"import os, signal\nfrom pathlib import Path\nfrom qtrace.storage import leftovers\n{code}\n"
+    program = f"import os, signal\nfrom pathlib import Path\nfrom qtrace.storage import files\n{code}\n"
     command = [sys.executable, "-c", program + "os.kill(os.getpid(), signal.SIGKILL)"]
     assert subprocess.run(command, cwd=folder, timeout=60).returncode == -signal.SIGKILL
 
@@ -168,13 +168,13 @@ def test_leftovers_of_killed_exports_are_swept_and_those_at_work_are_not(
     tmp_path: Path, quantized: TracedModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    file = "leftovers.claim(Path('model.onnx').resolve(), lambda new: new.touch())"
-    folder = "leftovers.claim(Path('model.onnx').resolve(), Path.mkdir)[0].joinpath('half').touch()"
-    other = "leftovers.claim(Path('other.onnx').resolve(), lambda new: new.touch())"
+    file = "files.claim(Path('model.onnx').resolve(), lambda new: new.touch())"
+    folder = "files.claim(Path('model.onnx').resolve(), Path.mkdir)[0].joinpath('half').touch()"
+    other = "files.claim(Path('other.onnx').resolve(), lambda new: new.touch())"
     for code in (file, folder, other):
         _killed(tmp_path, code)
     assert len(os.listdir(tmp_path)) == 3
-    working, lock = leftovers.claim(tmp_path / "model.onnx", Path.mkdir)
+    working, lock = files.claim(tmp_path / "model.onnx", Path.mkdir)
     qtrace.export(quantized, "model.onnx")
     (left,) = [name for name in os.listdir(tmp_path) if name.startswith(".other")]
     assert sorted(os.listdir(tmp_path)) == sorted([left, working.name, "model.onnx"])
@@ -188,7 +188,7 @@ def test_the_command_line_sweeps_what_a_killed_one_left(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     qtrace.save(quantized, "quantized.mge")
-    _killed(tmp_path, "leftovers.claim(Path('m.onnx').resolve(), Path.mkdir)[0].joinpath('half').touch()")
+    _killed(tmp_path, "files.claim(Path('m.onnx').resolve(), Path.mkdir)[0].joinpath('half').touch()")
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         code, _, err = run("export", "quantized.mge", "-o", "m.onnx")

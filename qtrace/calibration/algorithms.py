@@ -20,7 +20,7 @@ from qtrace.preparation.phases import set_phase
 from qtrace.preparation.record import Record, read_record, write_record
 from qtrace.ptq.base import Batches, CalibratedAlgorithm, CalibratedTask
 from qtrace.ptq.layers.outputs import CalibrationOutputs, output_errors
-from qtrace.storage.blocks import Checkpoint
+from qtrace.storage.checkpoints import Checkpoint
 
 __all__ = ["calibrated_algorithms", "restoring", "run_calibrated"]
 

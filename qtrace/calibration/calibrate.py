@@ -14,7 +14,6 @@ from megengine import Tensor
 
 from qtrace.calibration.algorithms import calibrated_algorithms, restoring, run_calibrated
 from qtrace.calibration.base import check_sites, named_fake_quants
-from qtrace.calibration.checkpoint import write_durably
 from qtrace.calibration.collecting import Options, collect, observe_parameters
 from qtrace.calibration.distributed import Collective, common_statistics, current
 from qtrace.calibration.statistics import Statistics
@@ -30,7 +29,7 @@ from qtrace.preparation.record import fake_quants, followers, read_record
 from qtrace.process.thread import on_engine_thread
 from qtrace.ptq.base import Batches
 from qtrace.scheme import QParams
-from qtrace.storage.blocks import Checkpoint
+from qtrace.storage.checkpoints import Checkpoint
 
 __all__ = ["calibrate"]
 
@@ -140,7 +139,7 @@ def _checkpoint(state: str | Path | None) -> Checkpoint | None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CalibrationError(f"state {folder} cannot be a folder: {error.strerror}.") from error
-    return Checkpoint(folder, write_durably)
+    return Checkpoint(folder)
 
 
 def _apply(prepared: TracedModule, statistics: Statistics) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +13,10 @@ import numpy as np
 
 from qtrace.calibration.choice import Chosen
 from qtrace.calibration.statistics import Statistics, no_statistics
-from qtrace.errors import CalibrationError, ConfigError, QtraceError
+from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.record import read_record
-from qtrace.storage.archives import pack_arrays, unpack_arrays
+from qtrace.preparation.record import hash_tensors, read_record
+from qtrace.storage import checkpoints
 
 __all__ = [
     "Cadence",
@@ -30,7 +28,6 @@ __all__ = [
     "pack",
     "read_part",
     "unpack",
-    "write_durably",
     "write_part",
 ]
 
@@ -82,13 +79,10 @@ class Cadence:
 def fingerprint(prepared: TracedModule, *others: Any) -> str:
     """A hash of everything on which the statistics depend: graph, decisions, weights, and ``others``."""
     record = read_record(prepared, "prepared")
-    found = hashlib.sha256(json.dumps([record.annotation.to_json(), others], sort_keys=True).encode())
-    for name, tensor in sorted(prepared.named_tensors(), key=lambda item: item[0]):
-        if not name.startswith("qsites."):
-            value = np.ascontiguousarray(tensor.numpy())
-            found.update(f"{name} {value.dtype} {value.shape}".encode())
-            found.update(value.tobytes())
-    return found.hexdigest()
+    text = json.dumps([record.annotation.to_json(), others], sort_keys=True)
+    return hash_tensors(
+        text, ((name, t) for name, t in prepared.named_tensors() if not name.startswith("qsites."))
+    )
 
 
 def write_part(path: Path, part: Part, identity: str) -> None:
@@ -97,49 +91,24 @@ def write_part(path: Path, part: Part, identity: str) -> None:
     Raises:
         QtraceError: when it cannot be written.
     """
-    write_durably(path, pack(part, identity))
+    checkpoints.write(path, pack(part, identity))
 
 
 def pack(part: Part, identity: str) -> bytes:
     """A part as the content of an .npz file."""
     observers = part.statistics.observers
-    meta = {
-        "identity": identity,
-        "groups": list(observers),
-        "chosen": part.chosen and dataclasses.asdict(part.chosen),
-        "skipped": list(part.skipped),
-    }
-    content: dict[str, Any] = {"meta": np.frombuffer(json.dumps(meta).encode(), np.uint8)}
+    content: dict[str, Any] = {}
     for name, seen in (("batches", part.statistics.batches), ("passed", part.passed)):
         content[name] = np.array(sorted(seen.items()), np.int64).reshape(-1, 2)
     for index, observer in enumerate(observers.values()):
         content.update({f"{index}/{key}": value for key, value in observer.state_dict().items()})
-    return pack_arrays(content)
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Writes a file beside its place and renames it when it is on the disk.
-
-    Raises:
-        QtraceError: when it cannot be written.
-    """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        try:
-            with open(partial, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-        handle = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    except OSError as error:
-        raise QtraceError(f"the checkpoint {path} cannot be written: {error.strerror}.") from error
+    return checkpoints.pack(
+        identity,
+        content,
+        groups=list(observers),
+        chosen=part.chosen and dataclasses.asdict(part.chosen),
+        skipped=list(part.skipped),
+    )
 
 
 def read_part(path: Path, prepared: TracedModule, identity: str) -> Part:
@@ -168,26 +137,25 @@ def unpack(data: bytes, prepared: TracedModule, identity: str, where: str) -> Pa
         CalibrationError: when it was written for another calibration, or is damaged.
     """
     try:
-        return _part(unpack_arrays(data), prepared, identity, where)
+        return _part(*checkpoints.unpack(data, identity), prepared)
+    except checkpoints.OtherIdentityError:
+        raise CalibrationError(
+            f"{where} belongs to another calibration: the model, the recipe, the data "
+            "or an option has changed since. Put it back, or calibrate anew with --force."
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
         reason = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
         raise CalibrationError(f"{where} is damaged ({reason}): calibrate anew with --force.") from error
 
 
-def _part(content: dict[str, np.ndarray], prepared: TracedModule, identity: str, where: str) -> Part:
-    meta = json.loads(content["meta"].tobytes())
-    if meta["identity"] != identity:
-        raise CalibrationError(
-            f"{where} belongs to another calibration: the model, the recipe, the data "
-            "or an option has changed since. Put it back, or calibrate anew with --force."
-        )
+def _part(facts: dict[str, Any], content: dict[str, np.ndarray], prepared: TracedModule) -> Part:
     batches, passed = ({int(k): int(v) for k, v in content[name]} for name in ("batches", "passed"))
-    chosen = meta["chosen"] and Chosen.from_dict(meta["chosen"])
+    chosen = facts["chosen"] and Chosen.from_dict(facts["chosen"])
     observers = no_statistics(prepared).observers
-    for index, group in enumerate(meta["groups"]):
+    for index, group in enumerate(facts["groups"]):
         state = {k.partition("/")[2]: v for k, v in content.items() if k.startswith(f"{index}/")}
         observers[group].load_state_dict(state)
-    return Part(Statistics(observers, batches), chosen, tuple(meta["skipped"]), passed)
+    return Part(Statistics(observers, batches), chosen, tuple(facts["skipped"]), passed)
 
 
 class Parts:

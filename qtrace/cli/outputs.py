@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import secrets
 import shutil
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from qtrace.errors import QtraceError
 from qtrace.process import engine
-from qtrace.storage import leftovers
+from qtrace.process.signals import undisturbed
+from qtrace.storage import files
 
-__all__ = ["WORK", "output_file", "output_folder", "resumable_folder", "undisturbed"]
+__all__ = ["WORK", "output_file", "output_folder", "resumable_folder"]
 
 WORK = ".calibration"
 """Where an output folder keeps lock and checkpoints until it is complete."""
-
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
 
 
 @contextlib.contextmanager
@@ -41,11 +35,7 @@ def output_folder(path: Path, *, names: tuple[str, ...], force: bool) -> Iterato
     _check_replaceable(path, target, names, force)
     with _workspace(path, target) as folder:
         yield folder
-        engine.synchronize()
-        try:
-            _replace(target, folder)
-        except OSError as error:
-            raise QtraceError(f"{path} cannot be replaced: {error.strerror}.") from error
+        _replace(path, target, folder)
 
 
 @contextlib.contextmanager
@@ -90,11 +80,7 @@ def resumable_folder(
                 if kept(work) and not refused:
                     note(f"what was done is kept in {path}: go on with --resume")
                 raise
-            engine.synchronize()
-            try:
-                _replace(target, folder)
-            except OSError as error:
-                raise QtraceError(f"{path} cannot be replaced: {error.strerror}.") from error
+            _replace(path, target, folder)
 
 
 def _times(work: Path) -> dict[str, int]:
@@ -134,6 +120,15 @@ def _leave(target: Path, work: Path, made: bool) -> None:
             target.rmdir()
 
 
+def _replace(path: Path, target: Path, folder: Path) -> None:
+    """Waits for MegEngine and puts ``folder`` in the place of ``target``, which the user calls ``path``."""
+    engine.synchronize()
+    try:
+        files.replace_folder(target, folder)
+    except OSError as error:
+        raise QtraceError(f"{path} cannot be replaced: {error.strerror}.") from error
+
+
 @contextlib.contextmanager
 def output_file(path: Path) -> Iterator[Path]:
     """Gives a path to write to, which becomes ``path`` when the block ends without an error.
@@ -144,10 +139,9 @@ def output_file(path: Path) -> Iterator[Path]:
         QtraceError: when ``path`` is there and no file, or cannot be written.
     """
     target = Path(os.path.realpath(path))
-    if target.is_dir():
-        raise QtraceError(f"{path} is a folder; name a file.")
-    if target.exists() and not target.is_file():  # as root, even /dev/null could be replaced
-        raise QtraceError(f"{path} is a device or a pipe, which cannot be replaced; name a file.")
+    # As root, even /dev/null could be replaced.
+    if kind := files.kind_of(target, "a device or a pipe, which cannot be replaced"):
+        raise QtraceError(f"{path} is {kind}; name a file.")
     with _workspace(path, target) as folder:
         yield folder / target.name
         engine.synchronize()
@@ -179,8 +173,8 @@ def _workspace(path: Path, target: Path) -> Iterator[Path]:
     missing = [parent for parent in target.parents if not parent.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        leftovers.sweep(target)
-        folder, lock = leftovers.claim(target, Path.mkdir)
+        files.sweep(target)
+        folder, lock = files.claim(target, Path.mkdir)
     except (FileExistsError, NotADirectoryError) as error:
         raise QtraceError(f"{path} cannot be written: {error.filename} is a file, not a folder.") from error
     except OSError as error:
@@ -202,43 +196,3 @@ def _workspace(path: Path, target: Path) -> Iterator[Path]:
             for parent in missing:  # if nothing came into them
                 with contextlib.suppress(OSError):
                     parent.rmdir()
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Lets no second Ctrl-C, SIGTERM or SIGHUP cut short what must be tidied up."""
-    if threading.current_thread() is not threading.main_thread():  # only that one gets signals
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _replace(target: Path, folder: Path) -> None:
-    """Renames ``folder`` to ``target``; if that fails, an old ``target`` is back in its place."""
-    if not target.exists():
-        os.rename(folder, target)
-        return
-    if _exchange(target, folder):
-        return
-    old = target.with_name(f".{target.name}.{secrets.token_hex(4)}.old")
-    os.rename(target, old)
-    try:
-        os.rename(folder, target)
-    except OSError:
-        os.rename(old, target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Swaps two folders in one step, where the system can: there is no instant without either."""
-    function = getattr(ctypes.CDLL(None), "renameat2", None)
-    if function is None:
-        return False
-    paths = os.fsencode(first), os.fsencode(second)
-    return bool(function(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0)

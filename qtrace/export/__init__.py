@@ -7,7 +7,6 @@ suffixes of files beside the one that is named. ``RUNS_GRAPH = True`` says that 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import os
@@ -23,7 +22,7 @@ from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs, node_path, op_label
 from qtrace.preparation.record import read_record
 from qtrace.process.thread import on_engine_thread
-from qtrace.storage import leftovers
+from qtrace.storage.files import kind_of, problem, replacing
 
 __all__ = ["export", "formats"]
 
@@ -58,7 +57,7 @@ def export(
             node, its op and the line of it, or a path that cannot be written.
         GraphError: when the module is not converted.
     """
-    if wrong := leftovers.problem(path):
+    if wrong := problem(path):
         raise ExportError(wrong)
     target = Path(path)
     module = _format_module(target, format)
@@ -108,28 +107,12 @@ def _check_options(module: Any, options: dict[str, Any]) -> None:
 
 def _write(contents: dict[Path, bytes]) -> None:
     """Writes files that belong together: each one beside its place first, then all are renamed."""
-    taken = next((path for path in contents if path.exists() and not path.is_file()), None)
-    if taken is not None:
-        kind = "a folder" if taken.is_dir() else "a device or a pipe"
-        raise ExportError(f"{taken} is {kind}: name a file.")
-    temporaries: dict[Path, Path] = {}
-    locks = contextlib.ExitStack()
-    try:
-        for path, data in contents.items():
-            leftovers.sweep(path)
-            temporaries[path], lock = leftovers.claim(path, lambda new: new.touch(exist_ok=False))
-            locks.callback(os.close, lock)
-            with temporaries[path].open("wb") as stream:
-                stream.write(data)
-                stream.flush()
-                os.fsync(stream.fileno())
-        for path in list(temporaries):
-            os.replace(temporaries[path], path)
-            del temporaries[path]
-    finally:
-        for name in temporaries.values():
-            os.unlink(name)
-        locks.close()
+    for path in contents:
+        if kind := kind_of(path):
+            raise ExportError(f"{path} is {kind}: name a file.")
+    with replacing(*contents) as files:
+        for file, data in zip(files, contents.values(), strict=True):
+            file.write(data)
 
 
 def _format_module(path: Path, name: str | None) -> Any:

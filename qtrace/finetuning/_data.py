@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from megengine import Tensor
 from qtrace.data.batches import as_arguments
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
+from qtrace.storage.hashing import hash_arrays
 
 __all__ = ["Leaves", "Samples", "held_back", "read"]
 
@@ -63,11 +63,8 @@ class Samples:
     @property
     def identity(self) -> str:
         """A hash of all values."""
-        found = hashlib.sha256(repr(self.form).encode())
-        for leaf in (leaf for batch in self.batches for leaf in batch):
-            found.update(f"{leaf.dtype} {leaf.shape}".encode())
-            found.update(np.ascontiguousarray(leaf).tobytes())
-        return found.hexdigest()
+        leaves = (("", leaf) for batch in self.batches for leaf in batch)
+        return hash_arrays(repr(self.form), leaves, "{dtype} {shape}")
 
     def draw(self, step: int, size: int, seed: int) -> Leaves:
         """The batch of a step: every sample once in an epoch, in an order that ``seed`` and epoch decide.

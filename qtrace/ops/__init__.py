@@ -62,13 +62,14 @@ def _read(expr: Expr) -> tuple[OpRule | None, Reading | str]:
     if rule is None:
         return None, "no rule for this op"
     try:
-        return rule, _without_infinity(expr, rule, rule.read(expr))
+        reading = rule.read(expr)
     except UnreadableError as error:
         return rule, str(error)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         # Readers say int(x), a["axis"], module.bias: what a tensor, a missing argument or a changed module
         # is not. A form that nobody has thought of keeps its op in float instead of failing.
         return rule, f"its arguments have a form that its rule does not read ({error})"
+    return rule, _without_infinity(expr, rule, reading)
 
 
 def _rule(expr: Expr) -> OpRule | None:

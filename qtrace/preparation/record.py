@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from megengine import Tensor
 from megengine.module import Module
 
 from qtrace.errors import GraphError
@@ -19,6 +19,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.passes.insert import CONTAINER
 from qtrace.scheme import QParams
+from qtrace.storage.hashing import hash_arrays
 
 __all__ = [
     "Record",
@@ -26,6 +27,7 @@ __all__ = [
     "fake_quants",
     "followers",
     "graph_hash",
+    "hash_tensors",
     "is_quantized",
     "read_record",
     "write_record",
@@ -113,13 +115,14 @@ def graph_hash(model: TracedModule) -> str:
 
     A copy has the same, and so has what ``qtrace.load`` gives; another calibration has another.
     """
-    found = hashlib.sha256(getattr(model, _ATTRIBUTE, "").encode())
     # Not by state_dict: at every module it goes through all that it has found so far.
-    for name, value in sorted(model.named_tensors(), key=lambda named: named[0]):
-        array = np.ascontiguousarray(value.numpy())
-        found.update(f"{name} {array.dtype} {array.shape}".encode())
-        found.update(array.tobytes())
-    return found.hexdigest()
+    return hash_tensors(getattr(model, _ATTRIBUTE, ""), model.named_tensors())
+
+
+def hash_tensors(text: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256, in hex, of a text and of named tensors, whatever their order."""
+    ordered = sorted(tensors, key=lambda named: named[0])
+    return hash_arrays(text, ((name, np.atleast_1d(tensor.numpy())) for name, tensor in ordered))
 
 
 def is_quantized(model: Module) -> bool:

@@ -1,1 +1,1 @@
-"""The process around a computation: what C libraries print, and how MegEngine's threads wait."""
+"""The process around a computation: what C libraries print, how MegEngine's threads wait, signals."""

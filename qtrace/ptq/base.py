@@ -19,7 +19,7 @@ from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.float_stage import FloatTask, Report, SiteError
 from qtrace.preparation.passes.base import PassResult
-from qtrace.storage.blocks import Checkpoint
+from qtrace.storage.checkpoints import Checkpoint
 
 __all__ = [
     "Batches",

@@ -1,1 +1,1 @@
-"""Files that appear whole or not at all: archives of arrays, checkpoints, locks."""
+"""Files that appear whole or not at all: atomic writes, archives and hashes of arrays, checkpoints, locks."""

@@ -21,6 +21,8 @@ from qtrace.cli import outputs
 from qtrace.cli.commands.calibrate import FILES
 from qtrace.cli.options import ShapeType
 from qtrace.errors import ConfigError, DataError, QtraceError
+from qtrace.process.signals import undisturbed
+from qtrace.storage import files
 
 COMMANDS = ("trace", "calibrate", "explain", "export", "verify")
 
@@ -630,7 +632,7 @@ def test_an_interrupt_that_c_code_made_another_error_of(run, monkeypatch):
 
 def test_tidying_up_is_not_cut_short():
     before = signal.getsignal(signal.SIGINT)
-    with outputs.undisturbed():
+    with undisturbed():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGINT) is before
@@ -658,7 +660,7 @@ def test_a_folder_that_cannot_be_replaced_is_put_back(tmp_path, monkeypatch):
         real(source, to)
 
     monkeypatch.setattr(outputs.os, "rename", rename)
-    monkeypatch.setattr(outputs, "_exchange", lambda first, second: False)  # as on other systems
+    monkeypatch.setattr(files, "_exchange", lambda first, second: False)  # as on other systems
     with (
         pytest.raises(QtraceError, match="cannot be replaced: No space left"),
         outputs.output_folder(target, names=("a",), force=True) as folder,

@@ -35,7 +35,7 @@ from qtrace.graph.files.unpickle import Machine
 from qtrace.graph.files.validate import Validator
 from qtrace.graph.source_lines import attach_lines, detach_lines
 from qtrace.process.thread import on_engine_thread
-from qtrace.storage import leftovers
+from qtrace.storage.files import kind_of, problem, replacing
 
 __all__ = ["load", "save"]
 
@@ -58,30 +58,16 @@ def save(module: TracedModule, path: str | os.PathLike[str]) -> None:
         raise GraphError(
             f"save writes a TracedModule, not a {type(module).__name__}: trace it with qtrace.trace."
         )
-    if wrong := leftovers.problem(path):
+    if wrong := problem(path):
         raise DataError(wrong)
     target = Path(os.path.realpath(path))
-    partial, lock = target, -1
     try:
-        if target.exists() and not target.is_file():
-            kind = "a folder" if target.is_dir() else "a device or a pipe"
+        if kind := kind_of(target):
             raise DataError(f"{path} is {kind}: name a file.")
-        leftovers.sweep(target)
-        partial, lock = leftovers.claim(target, lambda new: new.touch(exist_ok=False))
-        with open(partial, "wb") as file:
-            with sealing(file) as body:
-                _dump(module, body)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, target)
+        with replacing(target) as (file,), sealing(file) as body:
+            _dump(module, body)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
-    finally:
-        if lock >= 0:
-            with contextlib.suppress(OSError):
-                partial.unlink()
-            os.close(lock)
-    _sync_folder(target.parent)
 
 
 @on_engine_thread
@@ -105,7 +91,7 @@ def load(path: str | os.PathLike[str], allow: Iterable[str] = (), keep_devices: 
         DataError: when the file is missing, cut short, damaged, or holds something else.
         ConfigError: when an entry of ``allow`` is not of the form above.
     """
-    if wrong := leftovers.problem(path):
+    if wrong := problem(path):
         raise DataError(wrong)
     names = AllowList(allow)
     try:
@@ -122,7 +108,8 @@ def load(path: str | os.PathLike[str], allow: Iterable[str] = (), keep_devices: 
         raise
     except Exception as error:  # whatever else a damaged file makes of Python, numpy and MegEngine
         reason = (str(error).splitlines() or [""])[0][:150].encode("ascii", "replace").decode()
-        raise DataError(f"{path} is no saved model, or damaged ({type(error).__name__}: {reason}).") from None
+        reason = f"{type(error).__name__}: {reason}"
+        raise DataError(f"{path} is no saved model, or damaged ({reason}).") from error
     if type(model) is not TracedModule:
         raise DataError(f"{path} holds a {type(model).__name__}, not a TracedModule saved by qtrace.save.")
     return model
@@ -167,23 +154,12 @@ def _modules(module: TracedModule) -> Iterator[Module]:
                     yield from expr.value.modules()
 
 
-def _sync_folder(folder: Path) -> None:
-    """Makes the new name in the folder durable, where the system lets a folder be opened."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 @contextlib.contextmanager
 def _contents(path: str | os.PathLike[str]) -> Iterator[Any]:
     """The bytes of a file, mapped into memory."""
     with contextlib.ExitStack() as stack:
         try:
-            if os.path.exists(path) and not os.path.isfile(path):
-                kind = "a folder" if os.path.isdir(path) else "not a regular file"  # a pipe would never end
+            if kind := kind_of(Path(path), "not a regular file"):  # a pipe would never end
                 raise DataError(f"{path} is {kind}: name a saved model.")
             file = stack.enter_context(open(path, "rb"))
             head = file.read(4)

@@ -15,7 +15,7 @@ from qtrace.ptq.layers.quantized import Twins, write
 from qtrace.ptq.learning.block_run import BlockData, BlockRun
 from qtrace.ptq.learning.blocks import Block
 from qtrace.ptq.learning.descent import Settings, descend
-from qtrace.storage.blocks import key_of
+from qtrace.storage.hashing import hash_arrays
 
 __all__ = ["Learned", "Settings", "learn", "queueless"]
 
@@ -93,8 +93,8 @@ def _decide(
         return [state.nearest for state in run.layers]
     kept, key = task.checkpoint, ""
     if kept is not None:
-        known = [*run.state(), *(a for part in data.parts for a in part)]
-        key = key_of(f"{settings} {run.block.name}", known)
+        known = (("", np.atleast_1d(a)) for a in (*run.state(), *(a for part in data.parts for a in part)))
+        key = hash_arrays(f"{settings} {run.block.name}", known, "{dtype}{shape}")
         found = kept.load(key)
         if found is not None:
             run.set_scales([found[f"scale{i}"] for i in range(len(run.scales))])

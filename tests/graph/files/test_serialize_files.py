@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from qtrace.errors import ConfigError, DataError, GraphError, UnsafeFileError
+from qtrace.graph.files import serialize
 from qtrace.graph.files.serialize import load, save
 from tests.graph.files.hostile import net_input, traced_net
 
@@ -171,3 +172,16 @@ def test_what_is_no_file_is_not_replaced(tmp_path):
             save(traced_net(), tmp_path / name)
     assert sorted(os.listdir(tmp_path)) == ["folder", "pipe"]
     assert (tmp_path / "pipe").is_fifo()
+
+
+def test_the_error_behind_a_damaged_file_is_kept(tmp_path, monkeypatch):
+    def faulty(model, rules):
+        raise ZeroDivisionError("a fault")
+
+    save(traced_net(), tmp_path / "net.mge")
+    monkeypatch.setattr(serialize, "_finish", faulty)
+    with pytest.raises(
+        DataError, match=r"is no saved model, or damaged \(ZeroDivisionError: a fault\)"
+    ) as caught:
+        load(tmp_path / "net.mge")
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)

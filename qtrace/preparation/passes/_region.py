@@ -12,13 +12,13 @@ from qtrace.graph.types import Expr, TracedModule
 from qtrace.graph.walk import exprs, module_path
 from qtrace.preparation.passes._selectors import closure
 
-__all__ = ["inside"]
+__all__ = ["find_region"]
 
 _NEAREST = 5
 
 
-def inside(traced: TracedModule, region: Region, place: Callable[..., str]) -> set[Expr]:
-    """The exprs of a region: on a way from its inputs to its outputs, both ends included.
+def find_region(traced: TracedModule, region: Region, place: Callable[..., str]) -> set[Expr]:
+    """Finds the exprs of a region: those on a way from its inputs to its outputs, both ends included.
 
     Args:
         traced: a flat, expanded graph.

@@ -25,8 +25,8 @@ __all__ = ["INT_ROLES", "STATIC", "Cause", "View", "distinct", "plan_of"]
 STATIC = "it is computed from shapes and constants alone"
 
 _SINGULAR = ("log", "sqrt", "pow", "div")
-_T = TypeVar("_T")
 INT_ROLES = (Role.COMPUTE, Role.ELEMENTWISE, Role.ACTIVATION, Role.NORM, Role.CONCAT)
+_T = TypeVar("_T")
 
 
 class Cause(NamedTuple):
@@ -50,7 +50,7 @@ class View:
         calls: expr -> its reading.
         choices: expr -> what the config says about it.
         backend: the target.
-        inside: the exprs in the config's region; None for all.
+        region: the exprs in the config's region; None for all.
         static: the nodes whose values depend on no input of the graph.
     """
 
@@ -58,7 +58,7 @@ class View:
     calls: Mapping[Expr, OpCall]
     choices: Mapping[Expr, Choice]
     backend: Backend
-    inside: set[Expr] | None
+    region: set[Expr] | None
     static: set[Node]
 
     @cached_property
@@ -91,7 +91,7 @@ class View:
         if call.role is not Role.CARRY and expr.outputs and all(n in self.static for n in expr.outputs):
             return [Cause("static", STATIC)]
         causes = []
-        if self.inside is not None and expr not in self.inside:
+        if self.region is not None and expr not in self.region:
             causes.append(Cause("region", "it lies outside of the region"))
         choice = self.choices[expr]
         if choice.quantize is False:

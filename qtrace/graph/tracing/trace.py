@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import copy
-import difflib
-import inspect
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import megengine as mge
 from megengine.module import Module
-from megengine.traced_module import TracedModule, tm_config, trace_module
-from megengine.traced_module.module_tracer import module_tracer
-from megengine.utils.naming import AutoNaming
+from megengine.traced_module import TracedModule, trace_module
 
 from qtrace.errors import QtraceWarning, TraceError
 from qtrace.graph import failures
 from qtrace.graph.tracing import diff, example_inputs, hazards
-from qtrace.graph.tracing.attention import open_attention
 from qtrace.graph.tracing.copies import Copy, describe_places, find_copies, insert_copies, report_copies
 from qtrace.graph.tracing.nonfinite import nonfinite_results
 from qtrace.graph.tracing.recording import NONE_IS_DROPPED, check_kernels, holds_none, recording, without_none
 from qtrace.graph.tracing.refusals import native_quantization
 from qtrace.graph.tracing.returned import key_order, restore_key_order
+from qtrace.graph.tracing.running import check_signature, copy_module, engine_for_tracing
 from qtrace.graph.tracing.source_names import restore_names
-from qtrace.graph.tracing.subclasses import use_builtin_classes
 from qtrace.process.thread import on_engine_thread
 
 __all__ = ["trace"]
@@ -77,7 +70,7 @@ def trace(module: Module, *example: Any, method: str = "forward", check: bool = 
         copied.eval()
         return copied
     args = example_inputs.to_tensors(example)
-    _check_signature(module, method, args)
+    check_signature(module, method, args)
     traced, notes = _traced(module, args, method, check)
     for note in notes:
         warnings.warn(note, QtraceWarning, stacklevel=2)
@@ -88,69 +81,13 @@ def _traced(
     module: Module, args: tuple[Any, ...], method: str, check: bool
 ) -> tuple[TracedModule, list[str]]:
     try:
-        with _engine(async_level=1):
+        with engine_for_tracing(async_level=1):
             return _Tracing(module, args, method).run(check)
     except TraceError:
         pass
     # F.arange and F.linspace race when several are queued, so a verdict counts only without a queue.
-    with _engine(async_level=0):
+    with engine_for_tracing(async_level=0):
         return _Tracing(module, args, method).run(check)
-
-
-def _check_signature(module: Module, method: str, args: tuple[Any, ...]) -> None:
-    name = type(module).__name__
-    called = getattr(type(module), method, None)
-    if not callable(called):
-        near = difflib.get_close_matches(method, dir(type(module)), n=1)
-        meant = f"; did you mean {near[0]!r}?" if near else "."
-        raise TraceError(f"{name} has no method {method!r}{meant}")
-    signature = inspect.signature(getattr(module, method))
-    try:
-        signature.bind(*args)
-    except TypeError as error:
-        raise TraceError(
-            f"{name}.{method}{signature} cannot be called with "
-            f"{len(args)} example(s) by position ({error}); give the missing ones, and wrap a {method} that "
-            "takes keywords only in a module that takes them by position."
-        ) from error
-
-
-@contextmanager
-def _engine(async_level: int) -> Iterator[None]:
-    """Sets how far ops may run ahead, and restores what MegEngine leaves behind after an exception."""
-    level, default_check, depth = (
-        mge.config.async_level,
-        tm_config._enable_default_checker,
-        len(AutoNaming.scopes),
-    )
-    mge.config.async_level = min(level, async_level)
-    # We compare on other inputs; MegEngine's own comparison on the example costs a forward more.
-    tm_config._enable_default_checker = False
-    try:
-        yield
-    finally:
-        mge.config.async_level = level
-        tm_config._enable_default_checker = default_check
-        while len(AutoNaming.scopes) > depth:
-            AutoNaming.pop_scope()
-
-
-def _with_forward(own: type[Module], method: str) -> type[Module]:
-    """A subclass of ``own`` whose ``forward`` is its ``method``, which may still call the old one."""
-    inside = False
-
-    def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
-        nonlocal inside
-        if inside:
-            return own.forward(self, *args, **kwargs)
-        inside = True
-        try:
-            return getattr(own, method)(self, *args, **kwargs)
-        finally:
-            inside = False
-
-    forward.__signature__ = inspect.signature(getattr(own, method))  # type: ignore[attr-defined]
-    return type(own.__name__, (own,), {"__module__": own.__module__, "forward": forward})
 
 
 class _Tracing:
@@ -161,33 +98,10 @@ class _Tracing:
         self.method = method
         self.name = type(source).__name__
         self.args = args
-        self.module = self.copy()
+        self.module = copy_module(source, method)
         self.order: Any = None
         self.drops_none = False
         self.copies: list[Copy] = []
-
-    def copy(self) -> Module:
-        try:
-            module = copy.deepcopy(self.source)
-        except Exception as error:
-            raise TraceError(
-                f"{self.name} cannot be copied, so it cannot be traced without changing it; take what cannot "
-                f"be copied out of its attributes ({failures.short(error)})."
-            ) from error
-        module.eval()
-        use_builtin_classes(module)
-        open_attention(module)
-        own = type(module)
-        if module_tracer.is_builtin(module):  # the tracer calls such a class as one op, which is no graph
-            if not own.__module__.startswith("megengine."):
-                raise TraceError(
-                    f"{self.name} is registered as a builtin, so a trace does not look inside: hold it in a "
-                    "Module of your own and trace that."
-                )
-            module.__class__ = type(own.__name__, (own,), {"__module__": own.__module__})
-        if self.method != "forward":
-            module.__class__ = _with_forward(type(module), self.method)
-        return module
 
     def results(self, inputs: tuple[Any, ...]) -> list[Any]:
         """What the copy returns on ``inputs``."""
@@ -210,7 +124,7 @@ class _Tracing:
                 other = example_inputs.vary(self.args, high=True, extra=extra)
                 try:
                     # Where shapes may not fit, one op at a time: a kernel after a failed one can crash.
-                    with _engine(async_level=0):
+                    with engine_for_tracing(async_level=0):
                         expected = self.results(other)
                 except Exception:  # the module itself does not take it: nothing to compare
                     continue
@@ -232,7 +146,7 @@ class _Tracing:
         failure: Exception | None = None
         for inputs in candidates:
             if failure is not None:
-                self.module = self.copy()
+                self.module = copy_module(self.source, self.method)
             try:
                 with hazards.watch_functions(self.module) as functions:
                     expected = self.results(inputs)
@@ -277,7 +191,7 @@ class _Tracing:
                 f"{_names(named)}. Return the new value as an output, or update it outside "
                 "of forward."
             )
-        self.module = self.copy()
+        self.module = copy_module(self.source, self.method)
 
     def trace(self, args: tuple[Any, ...]) -> TracedModule:
         try:

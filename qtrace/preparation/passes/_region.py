@@ -12,13 +12,13 @@ from qtrace.graph.types import Expr, TracedModule
 from qtrace.graph.walk import exprs, module_path
 from qtrace.preparation.passes._selectors import closure
 
-__all__ = ["inside"]
+__all__ = ["find_region"]
 
 _NEAREST = 5
 
 
-def inside(traced: TracedModule, region: Region, place: Callable[..., str]) -> set[Expr]:
-    """The exprs of a region: on a way from its inputs to its outputs, both ends included.
+def find_region(traced: TracedModule, region: Region, place: Callable[..., str]) -> set[Expr]:
+    """Finds the exprs of a region: those on a way from its inputs to its outputs, both ends included.
 
     Args:
         traced: a flat, expanded graph.
@@ -29,16 +29,16 @@ def inside(traced: TracedModule, region: Region, place: Callable[..., str]) -> s
         ConfigError: for a pattern that no node and no module has, or a region without an op.
     """
     every = exprs(traced)
-    found = set(every)
+    members = set(every)
     if region.outputs is not None:
         ends = _named(traced, region.outputs, _subject(place, "outputs"))
-        found &= closure(ends, lambda e: [n.expr for n in e.inputs])
+        members &= closure(ends, lambda e: [n.expr for n in e.inputs])
     if region.inputs is not None:
         starts = _named(traced, region.inputs, _subject(place, "inputs"))
-        found &= closure(starts, lambda e: [u for n in e.outputs for u in n.users])
-    if not any(e in found for e in every):
+        members &= closure(starts, lambda e: [u for n in e.outputs for u in n.users])
+    if not any(e in members for e in every):
         raise ConfigError(f"{place('region')}: no op lies between the inputs and the outputs of the region.")
-    return found
+    return members
 
 
 def _subject(place: Callable[..., str], end: str) -> str:

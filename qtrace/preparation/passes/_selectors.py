@@ -21,7 +21,7 @@ _SCALED = ("add", "sub", "mul", "div")
 
 
 class Selector:
-    """Tells which ops of a graph a rule is for; each answer is computed once.
+    """Selects the ops of a graph that a rule matches; each structural answer is computed once.
 
     Args:
         traced: a flat, expanded graph.
@@ -46,27 +46,27 @@ class Selector:
         if match.subgraph is not None:
             inside = self._between(match.subgraph.from_, match.subgraph.to, rule.origin)
             keep = [e for e in keep if e in inside]
-        return list(keep)
+        return keep
 
     def _structural(self, match: Match, origin: str) -> list[tuple[bool, Callable[[Expr], bool | None]]]:
         """The questions that ``match`` asks, each with the answer that it wants."""
-        asked: list[tuple[bool, Callable[[Expr], bool | None]]] = []
+        questions: list[tuple[bool, Callable[[Expr], bool | None]]] = []
         if match.depthwise is not None:
-            asked.append((match.depthwise, self._depthwise))
+            questions.append((match.depthwise, self._depthwise))
         if match.position is not None:
             members = {"first": self._first, "last": self._last, "tail": self._tail}[match.position]
-            asked.append((True, lambda e: e in members))
+            questions.append((True, lambda e: e in members))
         if match.before_output is not None:
-            asked.append((match.before_output, self._before_output))
+            questions.append((match.before_output, self._before_output))
         if match.gate is not None:
-            asked.append((match.gate, self._gates))
+            questions.append((match.gate, self._gates))
         if match.shared is not None:
-            asked.append((match.shared, self._shared))
+            questions.append((match.shared, self._shared))
         for kinds, forward in ((match.feeds, True), (match.follows, False)):
             if kinds is not None:
-                found = self._near(_known(kinds, origin), forward)
-                asked.append((True, lambda e, found=found: e in found))  # type: ignore[misc]
-        return asked
+                neighbours = self._near(_known(kinds, origin), forward)
+                questions.append((True, lambda e, near=neighbours: e in near))  # type: ignore[misc]
+        return questions
 
     def _by_op(self, keep: list[Expr], kinds: Sequence[str], origin: str) -> list[Expr]:
         wanted = _known(kinds, origin)
@@ -120,19 +120,19 @@ class Selector:
 
     def _near(self, kinds: frozenset[str], forward: bool) -> set[Expr]:
         """The exprs next to an op of one of ``kinds``: before it, or behind it, past what `_seen_through`."""
-        found: set[Expr] = set()
+        neighbours: set[Expr] = set()
         for expr in reversed(self.every) if forward else self.every:
             near = self._readers(expr) if forward else [n.expr for n in expr.inputs]
             for other in near:
                 call = self.calls.get(other)
                 if call is None:
                     continue
-                if call.kind in kinds or (other in found and self._seen_through(call)):
-                    found.add(expr)
-        return found
+                if call.kind in kinds or (other in neighbours and self._seen_through(call)):
+                    neighbours.add(expr)
+        return neighbours
 
     @cached_property
-    def _static(self) -> set[Expr]:
+    def _static(self) -> set[Node]:
         return static_nodes(self.traced)
 
     def _seen_through(self, call: OpCall) -> bool:
@@ -189,7 +189,7 @@ def tail(order: Sequence[Expr], calls: dict[Expr, OpCall]) -> set[Expr]:
         calls: expr -> its reading.
 
     Returns:
-        Their exprs.
+        The exprs of these ops.
     """
     feeding: set[Node] = set()  # the nodes whose values some computing op depends on
     behind: set[Expr] = set()
@@ -199,7 +199,7 @@ def tail(order: Sequence[Expr], calls: dict[Expr, OpCall]) -> set[Expr]:
         computes = call is not None and call.role is Role.COMPUTE
         if alive or computes:
             read = expr.inputs if call is None else (*call.inputs, *filter(None, (call.weight, call.bias)))
-            feeding.update(n for n in read)
+            feeding.update(read)
         elif call is not None:
             behind.add(expr)
     for expr in order:
@@ -226,11 +226,11 @@ def _reach(
     order: Iterable[Expr], is_source: Callable[[Expr], bool], near: Callable[[Expr], Iterable[Expr]]
 ) -> set[Expr]:
     """The exprs that have a source among those ``near`` them, directly or not."""
-    found: set[Expr] = set()
+    reached: set[Expr] = set()
     for expr in order:
-        if any(e in found or is_source(e) for e in near(expr)):
-            found.add(expr)
-    return found
+        if any(e in reached or is_source(e) for e in near(expr)):
+            reached.add(expr)
+    return reached
 
 
 def _is_gate(gate: Node, other: Node) -> bool:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from qtrace import ops
 from qtrace.config import Spec
 from qtrace.config.backends import Backend
 from qtrace.errors import ConfigError
+from qtrace.graph.dataflow import fixed_nodes
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor
 from qtrace.ops import OpCall, Role
@@ -19,12 +20,13 @@ from qtrace.preparation.annotation import Plan
 from qtrace.preparation.passes.select import Choice
 from qtrace.scheme import QScheme
 
-__all__ = ["INT_ROLES", "STATIC", "Cause", "View", "plan_of"]
+__all__ = ["INT_ROLES", "STATIC", "Cause", "View", "distinct", "plan_of"]
 
 STATIC = "it is computed from shapes and constants alone"
 
 _SINGULAR = ("log", "sqrt", "pow", "div")
 INT_ROLES = (Role.COMPUTE, Role.ELEMENTWISE, Role.ACTIVATION, Role.NORM, Role.CONCAT)
+_T = TypeVar("_T")
 
 
 class Cause(NamedTuple):
@@ -48,7 +50,7 @@ class View:
         calls: expr -> its reading.
         choices: expr -> what the config says about it.
         backend: the target.
-        inside: the exprs in the config's region; None for all.
+        region: the exprs in the config's region; None for all.
         static: the nodes whose values depend on no input of the graph.
     """
 
@@ -56,7 +58,7 @@ class View:
     calls: Mapping[Expr, OpCall]
     choices: Mapping[Expr, Choice]
     backend: Backend
-    inside: set[Expr] | None
+    region: set[Expr] | None
     static: set[Node]
 
     @cached_property
@@ -65,20 +67,19 @@ class View:
         return exprs(self.traced)
 
     @cached_property
+    def fixed(self) -> set[Node]:
+        """The nodes that are computed from parameters and constants alone."""
+        return fixed_nodes(self.traced)
+
+    @cached_property
     def outputs(self) -> set[Node]:
         """The graph's outputs."""
         return set(self.traced.graph.outputs)
 
     @cached_property
-    def float_reason(self) -> dict[Expr, str]:
-        """Id of expr -> why it stays float; an expr without one runs on integers or carries them."""
-        return {key: causes[0].reason for key, causes in self.float_causes.items()}
-
-    @cached_property
     def float_causes(self) -> dict[Expr, list[Cause]]:
-        """Id of expr -> everything that keeps it in float: with the first gone, the next would."""
-        found = ((e, self._why_float(e)) for e in self.order)
-        return {key: causes for key, causes in found if causes}
+        """Expr -> everything that keeps it in float: with the first gone, the next would."""
+        return {expr: causes for expr in self.order if (causes := self._why_float(expr))}
 
     def _why_float(self, expr: Expr) -> list[Cause]:
         call = self.calls.get(expr)
@@ -90,7 +91,7 @@ class View:
         if call.role is not Role.CARRY and expr.outputs and all(n in self.static for n in expr.outputs):
             return [Cause("static", STATIC)]
         causes = []
-        if self.inside is not None and expr not in self.inside:
+        if self.region is not None and expr not in self.region:
             causes.append(Cause("region", "it lies outside of the region"))
         choice = self.choices[expr]
         if choice.quantize is False:
@@ -103,13 +104,13 @@ class View:
             causes += self._without_kernel(call, choice, bool(causes))
         return causes
 
-    def _without_kernel(self, call: OpCall, choice: Choice, told: bool) -> list[Cause]:
+    def _without_kernel(self, call: OpCall, choice: Choice, already_float: bool) -> list[Cause]:
         """The cause that the backend has no kernel, unless it rounds around the float op instead."""
         around = self.backend.rounds_around_float
         if around and (choice.quantize or call.role is Role.FLOAT):
             return []
         reason = f"backend {self.backend.name} has no integer kernel for {call.kind}"
-        if choice.quantize and not told:
+        if choice.quantize and not already_float:
             raise ConfigError(
                 f"{choice.decided}: {reason} ({call.out.name}), so quantize: true cannot be had; drop it."
             )
@@ -117,12 +118,12 @@ class View:
 
     @cached_property
     def scaling(self) -> dict[Expr, float]:
-        """Id of expr -> the factor, for multiplications that only change the scale of their input."""
+        """Expr -> the power of two, for multiplications that only change the scale of their input."""
         trains_norms = any(c.role is Role.NORM for c in self.calls.values())
         if not self.backend.scales_freely or trains_norms:
             return {}
-        found = {e: self._factor(e) for e in self.order if e not in self.float_reason}
-        return {key: factor for key, factor in found.items() if factor is not None}
+        factors = {e: self._factor(e) for e in self.order if e not in self.float_causes}
+        return {expr: factor for expr, factor in factors.items() if factor is not None}
 
     def _factor(self, expr: Expr) -> float | None:
         """The power of two by which ``expr`` multiplies: float32 values then stay exact."""
@@ -140,14 +141,14 @@ class View:
     def on_integers(self, expr: Expr) -> bool:
         """Whether ``expr`` (the head of its chain) computes on quantized inputs."""
         call = self.calls.get(expr)
-        if call is None or expr in self.float_reason or expr in self.scaling:
+        if call is None or expr in self.float_causes or expr in self.scaling:
             return False
         return call.role in INT_ROLES or call.role is Role.FLOAT
 
     def carries(self, expr: Expr) -> bool:
         """Whether ``expr`` moves integers as it moves floats, or changes nothing but their scale."""
         call = self.calls.get(expr)
-        if call is None or expr in self.float_reason:
+        if call is None or expr in self.float_causes:
             return False
         return call.role is Role.CARRY or expr in self.scaling
 
@@ -199,7 +200,7 @@ class View:
 
 
 def plan_of(scheme: QScheme, observer: Spec, fakequant: Spec) -> Plan:
-    """The plan of a site."""
+    """Builds the plan of a site from its scheme and plugins."""
     return Plan(
         scheme,
         observer.name,
@@ -207,3 +208,12 @@ def plan_of(scheme: QScheme, observer: Spec, fakequant: Spec) -> Plan:
         fakequant.name,
         tuple(sorted(fakequant.options.items())),
     )
+
+
+def distinct(values: Iterable[_T]) -> list[_T]:
+    """The different ones of ``values``, in order of first appearance (plans need not be hashable)."""
+    different: list[_T] = []
+    for value in values:
+        if value not in different:
+            different.append(value)
+    return different

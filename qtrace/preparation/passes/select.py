@@ -8,7 +8,7 @@ from qtrace.config import QConfig, Rule, Spec
 from qtrace.config.backends import Backend
 from qtrace.config.checking import check_options, check_scheme
 from qtrace.errors import ConfigError
-from qtrace.graph.types import TracedModule
+from qtrace.graph.types import Expr, TracedModule
 from qtrace.ops import OpCall
 from qtrace.preparation.passes._selectors import Selector
 from qtrace.scheme import QScheme
@@ -55,9 +55,9 @@ class Choice:
 
 
 def choose(
-    traced: TracedModule, calls: dict[int, OpCall], qconfig: QConfig, backend: Backend
-) -> dict[int, Choice]:
-    """Applies the rules of ``qconfig`` in order; a later rule wins over an earlier one.
+    traced: TracedModule, calls: dict[Expr, OpCall], qconfig: QConfig, backend: Backend
+) -> dict[Expr, Choice]:
+    """Chooses for each op by the rules of ``qconfig`` in order; a later rule wins over an earlier one.
 
     Args:
         traced: a flat, expanded graph.
@@ -73,8 +73,7 @@ def choose(
             cannot run, with the rule's file and line.
     """
     selector = Selector(traced, calls)
-    base = _base(qconfig, backend)
-    chosen = dict.fromkeys(calls, base)
+    choices = dict.fromkeys(calls, _base(qconfig, backend))
     for rank, rule in enumerate(qconfig.rules):
         if rule.backends is not None and backend.name not in rule.backends:
             continue
@@ -84,14 +83,14 @@ def choose(
                 f"{rule.origin}: the rule {rule.match.to_dict()} matches no op of this graph: fix it, drop "
                 "it, or say optional: true."
             )
-        _check_effect(rule, [calls[key] for key in matched])
-        changed: dict[int, Choice] = {}  # most ops share a choice: apply the rule to each of those once
-        for key in matched:
-            old = chosen[key]
+        _check_effect(rule, [calls[expr] for expr in matched])
+        changed: dict[int, Choice] = {}  # by id, as options need not be hashable; most ops share a choice
+        for expr in matched:
+            old = choices[expr]
             if id(old) not in changed:
                 changed[id(old)] = replace(_apply(old, rule, backend), ranks=(*old.ranks, rank))
-            chosen[key] = changed[id(old)]
-    return chosen
+            choices[expr] = changed[id(old)]
+    return choices
 
 
 def _check_effect(rule: Rule, matched: list[OpCall]) -> None:
@@ -108,6 +107,7 @@ def _check_effect(rule: Rule, matched: list[OpCall]) -> None:
 
 
 def _base(qconfig: QConfig, backend: Backend) -> Choice:
+    """The choice for an op that no rule matches."""
     activation, weight = backend.activation, backend.weight
     if qconfig.activation is not None:
         activation = qconfig.activation.apply(activation)
@@ -124,6 +124,7 @@ def _base(qconfig: QConfig, backend: Backend) -> Choice:
 
 
 def _apply(old: Choice, rule: Rule, backend: Backend) -> Choice:
+    """Changes the choice ``old`` as ``rule`` says."""
     activation = rule.activation.apply(old.activation) if rule.activation else old.activation
     weight = rule.weight.apply(old.weight) if rule.weight else old.weight
     output = rule.output.apply(old.output or activation) if rule.output else old.output

@@ -1,0 +1,110 @@
+"""Running a module in order to trace it: a copy of its own, its call checked, MegEngine's engine set up."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import megengine as mge
+from megengine.module import Module
+from megengine.traced_module import tm_config
+from megengine.traced_module.module_tracer import module_tracer
+from megengine.utils.naming import AutoNaming
+
+from qtrace.errors import TraceError
+from qtrace.graph import failures
+from qtrace.graph.tracing.attention import open_attention
+from qtrace.graph.tracing.subclasses import use_builtin_classes
+
+__all__ = ["check_signature", "copy_module", "engine_for_tracing"]
+
+
+def check_signature(module: Module, method: str, args: tuple[Any, ...]) -> None:
+    """Raises a `TraceError` where ``method`` of ``module`` is missing or cannot be called with ``args``."""
+    name = type(module).__name__
+    called = getattr(type(module), method, None)
+    if not callable(called):
+        near = difflib.get_close_matches(method, dir(type(module)), n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else "."
+        raise TraceError(f"{name} has no method {method!r}{meant}")
+    signature = inspect.signature(getattr(module, method))
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        raise TraceError(
+            f"{name}.{method}{signature} cannot be called with "
+            f"{len(args)} example(s) by position ({error}); give the missing ones, and wrap a {method} that "
+            "takes keywords only in a module that takes them by position."
+        ) from error
+
+
+@contextmanager
+def engine_for_tracing(async_level: int) -> Iterator[None]:
+    """Sets how far ops may run ahead, and restores what MegEngine leaves behind after an exception."""
+    level, default_check, depth = (
+        mge.config.async_level,
+        tm_config._enable_default_checker,
+        len(AutoNaming.scopes),
+    )
+    mge.config.async_level = min(level, async_level)
+    # We compare on other inputs; MegEngine's own comparison on the example costs a forward more.
+    tm_config._enable_default_checker = False
+    try:
+        yield
+    finally:
+        mge.config.async_level = level
+        tm_config._enable_default_checker = default_check
+        while len(AutoNaming.scopes) > depth:
+            AutoNaming.pop_scope()
+
+
+def copy_module(source: Module, method: str) -> Module:
+    """Copies ``source`` in eval mode, with its ``method`` as forward, so that the tracer looks inside.
+
+    Raises:
+        TraceError: for a module that cannot be copied, or whose class is registered as a builtin.
+    """
+    name = type(source).__name__
+    try:
+        module = copy.deepcopy(source)
+    except Exception as error:
+        raise TraceError(
+            f"{name} cannot be copied, so it cannot be traced without changing it; take what cannot "
+            f"be copied out of its attributes ({failures.short(error)})."
+        ) from error
+    module.eval()
+    use_builtin_classes(module)
+    open_attention(module)
+    own = type(module)
+    if module_tracer.is_builtin(module):  # the tracer calls such a class as one op, which is no graph
+        if not own.__module__.startswith("megengine."):
+            raise TraceError(
+                f"{name} is registered as a builtin, so a trace does not look inside: hold it in a "
+                "Module of your own and trace that."
+            )
+        module.__class__ = type(own.__name__, (own,), {"__module__": own.__module__})
+    if method != "forward":
+        module.__class__ = _with_forward(type(module), method)
+    return module
+
+
+def _with_forward(own: type[Module], method: str) -> type[Module]:
+    """A subclass of ``own`` whose ``forward`` is its ``method``, which may still call the old one."""
+    inside = False
+
+    def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside:
+            return own.forward(self, *args, **kwargs)
+        inside = True
+        try:
+            return getattr(own, method)(self, *args, **kwargs)
+        finally:
+            inside = False
+
+    forward.__signature__ = inspect.signature(getattr(own, method))  # type: ignore[attr-defined]
+    return type(own.__name__, (own,), {"__module__": own.__module__, "forward": forward})

@@ -1,0 +1,82 @@
+"""Parameters: how the weights and biases of layers are rounded, and which layers fold their BatchNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from qtrace.errors import ConfigError
+from qtrace.graph.types import Expr, Node, TensorNode
+from qtrace.graph.walk import is_float_tensor
+from qtrace.preparation.annotation import Fold, Plan, Site
+from qtrace.preparation.passes._chains import Chains
+from qtrace.preparation.passes._sites import Placement
+from qtrace.preparation.passes._view import View, distinct
+
+__all__ = ["find_folds", "place_biases", "place_weights"]
+
+
+def place_weights(view: View, chains: Chains) -> dict[Expr, Site]:
+    """Places a site at every weight, and one more for each other way in which layers want it rounded.
+
+    Returns:
+        layer -> the site of its weight, in the order of the sites.
+    """
+    wanted: dict[TensorNode, list[tuple[tuple[Plan, tuple[int, ...]], Expr]]] = {}
+    for expr, chain in chains.items():
+        weight = view.calls[expr].weight
+        if chain.head is expr and weight is not None and is_float_tensor(weight):
+            wanted.setdefault(weight, []).append((view.weight_plan(view.calls[expr]), expr))
+    sites: dict[Expr, Site] = {}
+    for node, wants in wanted.items():
+        for index, (plan, axes) in enumerate(distinct(want for want, _ in wants)):
+            readers = [reader for want, reader in wants if want == (plan, axes)]
+            names = tuple(reader.outputs[0].name for reader in readers)
+            name = node.name if index == 0 else f"{node.name}__{names[0]}"
+            site = Site(name, "weight", node.name, names, name, plan, axes, node in view.fixed)
+            sites.update(dict.fromkeys(readers, site))
+    return sites
+
+
+def place_biases(
+    view: View, chains: Chains, placement: Placement, weights: Mapping[Expr, Site]
+) -> list[Site]:
+    """Places a site at the bias of every layer whose input has one scale and whose BatchNorm is not kept."""
+    sites: list[Site] = []
+    rounded: set[Node] = set()
+    for expr in view.order:
+        if expr not in weights or (call := view.calls[expr]).bias is None:
+            continue
+        group = placement.group_read(expr, call.inputs[0])
+        if not group or chains[expr].norm is not None or placement.plan(group).scheme.per_channel:
+            continue
+        node, reader = call.bias, call.out.name
+        name = f"{node.name}__{reader}" if node in rounded else node.name
+        rounded.add(node)
+        factor = placement.factor_read(expr, call.inputs[0])
+        site = Site(name, "bias", node.name, (reader,), name, None, static=node in view.fixed)
+        sites.append(replace(site, activation=group, weight=weights[expr].name, factor=factor))
+    return sites
+
+
+def find_folds(
+    view: View, chains: Chains, placement: Placement, weights: Mapping[Expr, Site]
+) -> tuple[Fold, ...]:
+    """Finds the layers whose BatchNorm stays in the graph.
+
+    Raises:
+        ConfigError: for such a layer whose weight wants scales that are powers of two.
+    """
+    folds = []
+    for layer, chain in chains.items():
+        if chain.norm is None or chain.head is not layer:
+            continue
+        weight, norm = weights[layer], chain.norm.outputs[0].name
+        if weight.plan is not None and weight.plan.scheme.power_of_two:
+            raise ConfigError(
+                f"site {weight.name}: with its BatchNorm {norm} kept in training, the scales of the folded "
+                "weights are no powers of two: set qat: {bn: {fold: true}}, or power_of_two: false there."
+            )
+        group = placement.group_read(layer, view.calls[layer].inputs[0])
+        folds.append(Fold(layer.outputs[0].name, norm, weight.name, group))
+    return tuple(folds)

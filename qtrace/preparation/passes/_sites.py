@@ -1,0 +1,177 @@
+"""Sites: where a fake quant rounds activations, which values stay integers, which sites share parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from qtrace.graph.types import Constant, Expr, GetAttr, Node
+from qtrace.graph.walk import module_path
+from qtrace.ops import Role
+from qtrace.preparation.annotation import Plan, Site
+from qtrace.preparation.passes._chains import Chain, Chains, output_choice, output_plan
+from qtrace.preparation.passes._view import View, distinct
+from qtrace.preparation.passes._wants import Wants
+
+__all__ = ["Placement", "place_sites", "tie_sites"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where activations are rounded, and what holds integers.
+
+    Attributes:
+        sites: name -> activation site, in execution order.
+        groups: node -> the group of its value, for nodes that hold integers.
+        reads: (expr, node) -> the group of what the expr reads, where that differs from the node's.
+        factors: node -> by what the scale of its group is multiplied, for nodes with another scale.
+    """
+
+    sites: dict[str, Site] = field(default_factory=dict)
+    groups: dict[Node, str] = field(default_factory=dict)
+    reads: dict[tuple[Expr, Node], str] = field(default_factory=dict)
+    factors: dict[Node, float] = field(default_factory=dict)
+
+    def group_read(self, expr: Expr, node: Node) -> str:
+        """The group of what ``expr`` reads from ``node``; "" for floats."""
+        return self.reads.get((expr, node)) or self.groups.get(node, "")
+
+    def factor_read(self, expr: Expr, node: Node) -> float:
+        """By what the scale of the group that ``expr`` reads from ``node`` is multiplied there."""
+        return 1.0 if (expr, node) in self.reads else self.factors.get(node, 1.0)
+
+    def plan(self, group: str) -> Plan:
+        """How the values of ``group`` are quantized."""
+        plan = self.sites[group].plan
+        assert plan is not None  # only a bias has none
+        return plan
+
+    def carried(self) -> dict[str, str]:
+        """Name of node -> group, for nodes that hold integers of that group without being rounded."""
+        rounded = {site.node for site in self.sites.values() if site.consumers is None}
+        return {node.name: group for node, group in self.groups.items() if node.name not in rounded}
+
+
+def place_sites(view: View, chains: Chains, wants: Wants) -> Placement:
+    """Walks the graph forwards and places a site wherever readers want what is not there yet.
+
+    Returns:
+        The placement with a group of its own for each site.
+    """
+    placer = _Placer(view, wants)
+    for node in view.traced.graph.inputs:
+        placer.place_before_readers(node, None)
+    for expr in view.order:
+        chain = chains.get(expr)
+        if view.carries(expr):
+            placer.place_move(expr)
+        elif chain is None:
+            for node in expr.outputs:
+                placer.place_before_readers(node, None)
+        elif chain.tail is expr:
+            placer.place_output(chain)
+    return placer.placement
+
+
+class _Placer:
+    """Adds the sites of one op after the other to ``placement``."""
+
+    def __init__(self, view: View, wants: Wants) -> None:
+        self.view, self.wants = view, wants
+        self.placement = Placement()
+
+    def place_move(self, expr: Expr) -> None:
+        """Hands the integers that ``expr`` moves, if any, on to its outputs."""
+        placement, source = self.placement, self.view.calls[expr].inputs[0]
+        group = placement.group_read(expr, source)
+        factor = placement.factor_read(expr, source) * self.view.scaling.get(expr, 1.0)
+        for node in expr.outputs:
+            if group:
+                placement.groups[node] = group
+                if factor != 1.0:
+                    placement.factors[node] = factor
+            self.place_before_readers(node, placement.plan(group) if group else None)
+
+    def place_output(self, chain: Chain) -> None:
+        """Rounds the result of ``chain`` if its readers want integers that it does not hold yet."""
+        view, node, call = self.view, chain.output, self.view.calls[chain.head]
+        own, fixed = output_plan(view, chain)
+        if call.role is Role.CONCAT and view.backend.ties_concat:
+            self.placement.groups[node] = self.placement.group_read(chain.head, call.inputs[0])
+            self.place_before_readers(node, own)
+            return
+        plans = distinct(want.plan for want in self.wants.get(node, ()))
+        unrounded = not output_choice(view, chain).quantize_output
+        unrounded |= len(plans) > 1 or view.must_not_vanish(node)
+        if unrounded and not fixed:
+            self.place_before_readers(node, None)
+            return
+        # A result with a scheme of its own is rounded once where readers want that scheme: by their observer.
+        fitting = [p for p in plans if not fixed or p.scheme == own.scheme]
+        plan = fitting[0] if fitting else own
+        self._add(node, node.name, None, plan)
+        self.placement.groups[node] = node.name
+        self.place_before_readers(node, plan)
+
+    def place_before_readers(self, node: Node, present: Plan | None) -> None:
+        """Places sites between ``node`` and those readers that want other parameters than are ``present``.
+
+        A move asks for what its readers want; where one of them wants the float value, there is no site
+        before the move, and the others round what it moved.
+        """
+        wants = [want for want in self.wants.get(node, ()) if not want.partial]
+        for plan in distinct(want.plan for want in wants if want.plan != present):
+            readers = [want.reader for want in wants if want.plan == plan]
+            names = tuple(reader.outputs[0].name for reader in readers)
+            whole = node.name not in self.placement.sites and self.view.all_values_read_by(node, readers)
+            name = node.name if whole else f"{node.name}__{names[0]}"
+            self._add(node, name, names, plan)
+            self.placement.reads.update(((reader, node), name) for reader in readers)
+
+    def _add(self, node: Node, name: str, consumers: tuple[str, ...] | None, plan: Plan) -> None:
+        static = consumers is not None and isinstance(node.expr, (GetAttr, Constant))
+        axes = () if plan.scheme.axis is None else (plan.scheme.axis,)
+        self.placement.sites[name] = Site(name, "activation", node.name, consumers, name, plan, axes, static)
+
+
+def tie_sites(view: View, chains: Chains, placement: Placement) -> Placement:
+    """Merges the groups of ``placement`` that share parameters; each keeps the name of one of its sites."""
+    parents: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while name in parents:
+            name = parents[name]
+        return name
+
+    for first, second in (*_concatenated(view, chains, placement), *_shared(view, chains, placement)):
+        one, other = root(first), root(second)
+        if one and other and one != other and placement.plan(one) == placement.plan(other):
+            parents[other] = one
+    sites = {name: replace(s, group=root(name)) for name, s in placement.sites.items()}
+    groups = {node: root(name) for node, name in placement.groups.items()}
+    reads = {key: root(name) for key, name in placement.reads.items()}
+    return Placement(sites, groups, reads, placement.factors)
+
+
+def _concatenated(view: View, chains: Chains, placement: Placement) -> Iterator[tuple[str, str]]:
+    """Pairs the groups that one concat reads, where its kernel only moves integers."""
+    for expr in view.order if view.backend.ties_concat else ():
+        chain = chains.get(expr)
+        if chain is not None and chain.tail is expr and view.calls[chain.head].role is Role.CONCAT:
+            inputs = view.calls[chain.head].inputs
+            first, *others = (placement.group_read(chain.head, node) for node in inputs)
+            yield from ((first, other) for other in others)
+
+
+def _shared(view: View, chains: Chains, placement: Placement) -> Iterator[tuple[str, str]]:
+    """Pairs what the calls of one module read, and what they give, where the config says so."""
+    models: dict[object, Chain] = {}  # the weight, or the kind and the module's path -> the first chain
+    for expr, chain in chains.items():
+        if chain.head is not expr or not view.choices[expr].share:
+            continue
+        call = view.calls[expr]
+        key = call.weight if call.weight is not None else (call.kind, module_path(expr))
+        model = models.setdefault(key, chain)
+        for one, other in zip(view.calls[model.head].inputs, call.inputs, strict=False):
+            yield placement.group_read(model.head, one), placement.group_read(expr, other)
+        yield placement.groups.get(model.output, ""), placement.groups.get(chain.output, "")

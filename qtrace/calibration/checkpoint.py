@@ -17,7 +17,7 @@ from qtrace.calibration.choice import Chosen
 from qtrace.calibration.statistics import Statistics, no_statistics
 from qtrace.errors import CalibrationError, ConfigError, QtraceError
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.record import read_record
+from qtrace.preparation.model import QuantizedModel
 from qtrace.storage.archives import pack_arrays, unpack_arrays
 
 __all__ = [
@@ -79,15 +79,14 @@ class Cadence:
         return True
 
 
-def fingerprint(prepared: TracedModule, *others: Any) -> str:
+def fingerprint(prepared: TracedModule | QuantizedModel, *others: Any) -> str:
     """A hash of everything on which the statistics depend: graph, decisions, weights, and ``others``."""
-    record = read_record(prepared, "prepared")
-    found = hashlib.sha256(json.dumps([record.annotation.to_json(), others], sort_keys=True).encode())
-    for name, tensor in sorted(prepared.named_tensors(), key=lambda item: item[0]):
-        if not name.startswith("qsites."):
-            value = np.ascontiguousarray(tensor.numpy())
-            found.update(f"{name} {value.dtype} {value.shape}".encode())
-            found.update(value.tobytes())
+    model = QuantizedModel.of(prepared, "prepared")
+    found = hashlib.sha256(json.dumps([model.annotation.to_json(), others], sort_keys=True).encode())
+    for name, tensor in model.float_tensors():
+        value = np.ascontiguousarray(tensor.numpy())
+        found.update(f"{name} {value.dtype} {value.shape}".encode())
+        found.update(value.tobytes())
     return found.hexdigest()
 
 
@@ -142,7 +141,7 @@ def write_durably(path: Path, data: bytes) -> None:
         raise QtraceError(f"the checkpoint {path} cannot be written: {error.strerror}.") from error
 
 
-def read_part(path: Path, prepared: TracedModule, identity: str) -> Part:
+def read_part(path: Path, prepared: QuantizedModel, identity: str) -> Part:
     """Reads a part that belongs to a prepared graph.
 
     Raises:
@@ -155,7 +154,7 @@ def read_part(path: Path, prepared: TracedModule, identity: str) -> Part:
     return unpack(data, prepared, identity, f"the checkpoint {path}")
 
 
-def unpack(data: bytes, prepared: TracedModule, identity: str, where: str) -> Part:
+def unpack(data: bytes, prepared: QuantizedModel, identity: str, where: str) -> Part:
     """The inverse of `pack`.
 
     Args:
@@ -174,7 +173,7 @@ def unpack(data: bytes, prepared: TracedModule, identity: str, where: str) -> Pa
         raise CalibrationError(f"{where} is damaged ({reason}): calibrate anew with --force.") from error
 
 
-def _part(content: dict[str, np.ndarray], prepared: TracedModule, identity: str, where: str) -> Part:
+def _part(content: dict[str, np.ndarray], prepared: QuantizedModel, identity: str, where: str) -> Part:
     meta = json.loads(content["meta"].tobytes())
     if meta["identity"] != identity:
         raise CalibrationError(
@@ -199,7 +198,7 @@ class Parts:
         identity: its `fingerprint`.
     """
 
-    def __init__(self, folder: Path, prepared: TracedModule, identity: str) -> None:
+    def __init__(self, folder: Path, prepared: QuantizedModel, identity: str) -> None:
         self.folder, self.prepared, self.identity = folder, prepared, identity
 
     def path(self, name: str) -> Path:

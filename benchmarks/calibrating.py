@@ -15,11 +15,12 @@ import qtrace
 from benchmarks.nets import MobileNetV2, NativeResNet18, ResNet18, image_batches, settle
 from benchmarks.rows import Row, Size
 from benchmarks.timing import take_turns
-from qtrace.calibration.base import named_fake_quants, watched
+from qtrace.calibration.base import watched
 from qtrace.calibration.choice import choose
 from qtrace.calibration.observing import Observing
 from qtrace.calibration.statistics import no_statistics
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.model import QuantizedModel
 from tests.zoo.darknet import CSPDarknet
 
 __all__ = ["one_pass", "run"]
@@ -68,9 +69,10 @@ def _passes(
 
 def one_pass(prepared: TracedModule, batches: list[Tensor], engine: str) -> Callable[[], None]:
     """Runs and observes one batch after the other, in a circle."""
-    seen, statistics = watched(prepared), no_statistics(prepared)
-    runner = choose(prepared, seen, engine)
-    sites = {name: fq.site for name, fq in named_fake_quants(prepared)}
+    model = QuantizedModel(prepared)
+    seen, statistics = watched(model), no_statistics(model)
+    runner = choose(model, seen, engine)
+    sites = {name: fq.site for name, fq in model.fake_quants.items()}
     observing = Observing(statistics, seen, sites)
     endless = enumerate(itertools.cycle(batches))
 

@@ -15,6 +15,7 @@ from qtrace.calibration.collecting import Options, collect, observe_parameters
 from qtrace.observers.base import Observer
 from qtrace.observers.mse import MeanSquaredError
 from qtrace.observers.percentile import Percentile
+from qtrace.preparation.model import QuantizedModel
 
 __all__ = ["run"]
 
@@ -59,7 +60,7 @@ def _every_site(size: Size) -> Iterator[Row]:
     for observer in ("mse", "percentile"):
         prepared = qtrace.prepare(traced, {"observers": {"activation": observer}})
         collected = collect(prepared, enumerate(batches), Options("megengine")).statistics
-        observers = observe_parameters(prepared, collected).observers.values()
+        observers = observe_parameters(QuantizedModel(prepared), collected).observers.values()
         search = {observer: lambda o=observers: [one.qparams() for one in o if not one.empty]}  # type: ignore[misc]
         samples = take_turns(search, size.few)
         title = f"range search, {observer}, all {len(observers)} groups of ResNet-50"

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 from megengine import Tensor
 
-from qtrace.config import QConfig
 from qtrace.config.algorithm import Named, algorithms, check_imported
 from qtrace.errors import CalibrationError
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.float_stage import named_report
+from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import set_phase
-from qtrace.preparation.record import Record, read_record, write_record
 from qtrace.ptq.base import Batches, CalibratedAlgorithm, CalibratedTask
 from qtrace.ptq.layers.outputs import CalibrationOutputs, output_errors
 from qtrace.storage.checkpoints import Checkpoint
@@ -25,20 +24,19 @@ from qtrace.storage.checkpoints import Checkpoint
 __all__ = ["calibrated_algorithms", "restoring", "run_calibrated"]
 
 
-def calibrated_algorithms(record: Record, batches: Any) -> tuple[Named, ...]:
+def calibrated_algorithms(model: QuantizedModel, batches: Any) -> tuple[Named, ...]:
     """The algorithms that ``calibrate`` is to run.
 
     Args:
-        record: of the prepared model.
+        model: the prepared model.
         batches: the calibration data.
 
     Raises:
         CalibrationError: when the data cannot be read twice, or they have run already.
         ConfigError: when one lies in a module that nobody has imported.
     """
-    config = QConfig.model_validate(record.qconfig)
-    check_imported(spec for _, spec in config.ptq_entries)
-    found = algorithms(config)
+    check_imported(spec for _, spec in model.config.ptq_entries)
+    found = algorithms(model.config)
     wanted = tuple((name, a) for name, a in found if a.stage == "calibrated")
     names = ", ".join(name for name, _ in wanted)
     if wanted and iter(batches) is batches:
@@ -46,7 +44,7 @@ def calibrated_algorithms(record: Record, batches: Any) -> tuple[Named, ...]:
             f"batches is an iterator, which can be read once, but ptq: {names} reads the data again: give a "
             "list, or an object whose __iter__ begins anew."
         )
-    done = {report["algorithm"] for report in record.ptq if report["changed"]}
+    done = {report["algorithm"] for report in model.ptq if report["changed"]}
     again = [name for name, _ in wanted if name in done]
     if again:
         raise CalibrationError(
@@ -57,7 +55,7 @@ def calibrated_algorithms(record: Record, batches: Any) -> tuple[Named, ...]:
 
 
 def run_calibrated(
-    model: TracedModule,
+    model: QuantizedModel,
     wanted: tuple[Named, ...],
     batches: Batches,
     progress: bool = False,
@@ -74,15 +72,15 @@ def run_calibrated(
     """
     if not wanted:
         return
-    reference = flatten(model)
-    set_phase(reference, "float")
+    reference = flatten(model.module)
+    set_phase(model.view(reference), "float")
     reference.eval()
     outputs = CalibrationOutputs(model, reference, batches)
     reports, before = [], outputs.ratios()
     for name, algorithm in wanted:
         assert isinstance(algorithm, CalibratedAlgorithm)
         read = batches.spread(algorithm.samples)
-        report = algorithm.apply(CalibratedTask(model, reference, read, progress, checkpoint))
+        report = algorithm.apply(CalibratedTask(model.module, reference, read, progress, checkpoint))
         after = outputs.ratios() if report.changed else before
         report = dataclasses.replace(report, outputs=output_errors(before, after), measured=outputs.measured)
         before = after
@@ -90,8 +88,7 @@ def run_calibrated(
             told = f"{len(read)} of {len(batches)} batches were read, for samples is {algorithm.samples}"
             report = dataclasses.replace(report, left=(*report.left, told))
         reports.append(named_report(report, name, algorithm))
-    record = read_record(model)
-    write_record(model, dataclasses.replace(record, ptq=(*record.ptq, *reports)))
+    model.add_reports(*reports)
 
 
 @contextmanager

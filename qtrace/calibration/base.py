@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from qtrace.errors import CalibrationError
-from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.dataflow import evaluate_fixed
-from qtrace.graph.types import TracedModule
-from qtrace.graph.walk import exprs
-from qtrace.preparation.passes.insert import CONTAINER
-from qtrace.preparation.record import read_record
+from qtrace.preparation.model import QuantizedModel
 
 __all__ = [
     "Arguments",
@@ -23,7 +19,6 @@ __all__ = [
     "Observe",
     "Watched",
     "check_sites",
-    "named_fake_quants",
     "watched",
 ]
 
@@ -78,43 +73,34 @@ class Watched:
     folded: dict[str, tuple[int, ...]]
 
 
-def watched(prepared: TracedModule) -> Watched:
+def watched(prepared: QuantizedModel) -> Watched:
     """What is observed of a prepared graph."""
-    container = getattr(prepared, CONTAINER)
-    sites = [site for site in read_record(prepared).annotation.sites if site.plan is not None]
+    sites = [site for site in prepared.sites if site.plan is not None]
     moving = {site.group for site in sites if not site.static}
     groups: dict[str, list[str]] = {}
     fixed: dict[bool, list[tuple[str, np.ndarray]]] = {True: [], False: []}
-    producers = {node.name: node for e in exprs(prepared) for node in e.outputs}
-    values = evaluate_fixed(prepared, (producers[site.node] for site in sites if site.static))
+    values = evaluate_fixed(prepared.module, (site.node for site in sites if site.static))
     for site in sites:
         if site.static:
-            value = values[producers[site.node]].numpy()
-            value = getattr(container, site.group).channels_first(value)
+            value = site.fake_quant.channels_first(values[site.node].numpy())
             fixed[site.group in moving].append((site.group, value))
         else:
-            groups.setdefault(site.node, []).append(site.group)
-    order = [*(n.name for n in prepared.graph.inputs), *producers]
-    nodes = {name: tuple(groups[name]) for name in order if name in groups}
-    axes = {group: getattr(container, group).folded_axes for names in nodes.values() for group in names}
+            groups.setdefault(site.node.name, []).append(site.group)
+    nodes = {name: tuple(groups[name]) for name in prepared.nodes if name in groups}
+    fake_quants = prepared.fake_quants
+    axes = {group: fake_quants[group].folded_axes for names in nodes.values() for group in names}
     folded = {group: found for group, found in axes.items() if found}
     return Watched(nodes, tuple(fixed[True]), tuple(fixed[False]), folded)
 
 
-def check_sites(prepared: TracedModule) -> None:
+def check_sites(prepared: QuantizedModel) -> None:
     """Refuses a prepared graph without a site, which a calibration would leave in float.
 
     Raises:
         CalibrationError: saying so.
     """
-    if next(named_fake_quants(prepared), None) is None:
+    if not prepared.fake_quants:
         raise CalibrationError(
             "the graph has no site: not one of its ops is quantized, so there is nothing to calibrate; "
             "`qtrace explain` says why each op stays float."
         )
-
-
-def named_fake_quants(prepared: TracedModule) -> Iterator[tuple[str, FakeQuant]]:
-    """Group and module of every fake quant of a prepared graph, in the order of the sites."""
-    children = getattr(prepared, CONTAINER).__dict__.items()
-    return ((name, module) for name, module in children if isinstance(module, FakeQuant))

@@ -13,7 +13,7 @@ import numpy as np
 from megengine import Tensor
 
 from qtrace.calibration.algorithms import calibrated_algorithms, restoring, run_calibrated
-from qtrace.calibration.base import check_sites, named_fake_quants
+from qtrace.calibration.base import check_sites
 from qtrace.calibration.collecting import Options, collect, observe_parameters
 from qtrace.calibration.distributed import Collective, common_statistics, current
 from qtrace.calibration.statistics import Statistics
@@ -22,10 +22,9 @@ from qtrace.errors import CalibrationError, QtraceError
 from qtrace.fakequant.following.bias import BIAS_LIMIT
 from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.graph.types import TracedModule
-from qtrace.graph.walk import exprs
 from qtrace.numerics import SMALLEST_SCALE
+from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import set_phase
-from qtrace.preparation.record import fake_quants, followers, read_record
 from qtrace.process.thread import on_engine_thread
 from qtrace.ptq.base import Batches
 from qtrace.scheme import QParams
@@ -74,28 +73,28 @@ def calibrate(
             engine cannot run it, or a value is NaN or infinite, naming site and batch.
         ConfigError: for an unknown engine.
     """
-    record = read_record(prepared, "prepared")
+    model = QuantizedModel(prepared, "prepared")
     _check_arguments(batches, max_batches)
-    check_sites(prepared)
-    algorithms = calibrated_algorithms(record, batches)
+    check_sites(model)
+    algorithms = calibrated_algorithms(model, batches)
     if statistics is None:
         options = Options(engine, _count(batches, max_batches), progress=progress)
-        statistics = _collect(prepared, itertools.islice(batches, max_batches), options, current())
+        statistics = _collect(model, itertools.islice(batches, max_batches), options, current())
     if not statistics.batches:
         raise CalibrationError("calibration data has no batches: give at least one.")
-    statistics = observe_parameters(prepared, statistics)
-    with _undone_on_failure(prepared), evaluating(prepared):
-        _apply(prepared, statistics)
+    statistics = observe_parameters(model, statistics)
+    with _undone_on_failure(model), evaluating(prepared):
+        _apply(model, statistics)
         seen = len(statistics.batches)  # of all ranks, where there are several
         data = Batches(batches, prepared, min(_count(batches, max_batches) or seen, seen))
-        run_calibrated(prepared, algorithms, data, progress, _checkpoint(state))
+        run_calibrated(model, algorithms, data, progress, _checkpoint(state))
         if algorithms:
-            _fit_biases(prepared)  # learned scales may have become smaller
+            _fit_biases(model.view(prepared))  # learned scales may have become smaller
     return prepared
 
 
 def _collect(
-    prepared: TracedModule, batches: Iterable[Any], options: Options, ranks: Collective | None
+    prepared: QuantizedModel, batches: Iterable[Any], options: Options, ranks: Collective | None
 ) -> Statistics:
     """The statistics of the batches; where there are several ranks, of those of all of them."""
     first, step = (0, 1) if ranks is None else (ranks.rank, ranks.size)
@@ -116,12 +115,13 @@ def _collect(
 
 
 @contextmanager
-def _undone_on_failure(prepared: TracedModule) -> Iterator[None]:
+def _undone_on_failure(prepared: QuantizedModel) -> Iterator[None]:
     """Leaves tensors, observers and phases as they were when the block fails."""
-    observers = [(fq, fq.observer) for fq in fake_quants(prepared)]
-    phases = [(module, module.phase) for module in (*fake_quants(prepared), *followers(prepared))]
+    fake_quants = prepared.fake_quants.values()
+    observers = [(fq, fq.observer) for fq in fake_quants]
+    phases = [(module, module.phase) for module in (*fake_quants, *prepared.followers)]
     try:
-        with restoring(prepared):
+        with restoring(prepared.module):
             yield
     except BaseException:
         for fq, observer in observers:
@@ -142,9 +142,9 @@ def _checkpoint(state: str | Path | None) -> Checkpoint | None:
     return Checkpoint(folder)
 
 
-def _apply(prepared: TracedModule, statistics: Statistics) -> None:
+def _apply(prepared: QuantizedModel, statistics: Statistics) -> None:
     """Sets the parameters that the statistics give."""
-    sites = dict(named_fake_quants(prepared))
+    sites = prepared.fake_quants
     observers = {name: statistics.observers[name] for name in sites}
     parameters = {name: o.qparams() for name, o in observers.items() if not o.empty}
     for name, fq in sites.items():
@@ -170,22 +170,18 @@ def _check_arguments(batches: Any, max_batches: Any) -> None:
         )
 
 
-def _fit_biases(prepared: TracedModule) -> None:
+def _fit_biases(prepared: QuantizedModel) -> None:
     """Widens weight scales that are so small that their layer's bias would not fit into int32."""
-    from qtrace.preparation.passes.insert import CONTAINER
-
-    annotation = read_record(prepared).annotation
-    container = getattr(prepared, CONTAINER)
+    fake_quants = prepared.fake_quants
     # What a bias that depends on the batch may reach is not known.
-    biases = [site for site in annotation.sites if site.sort == "bias" and site.static]
-    nodes = {n.name: n for e in exprs(prepared) for n in e.outputs}
-    values = evaluate_fixed(prepared, (nodes[site.node] for site in biases))
+    biases = [site for site in prepared.sites if site.sort == "bias" and site.static]
+    values = evaluate_fixed(prepared.module, (site.node for site in biases))
     for site in biases:
-        activation, weight = getattr(container, site.activation), getattr(container, site.weight)
-        bias = values[nodes[site.node]].numpy().astype(np.float64).reshape(-1)
+        activation, weight = (fake_quants[g] for g in (site.decision.activation, site.decision.weight))
+        bias = values[site.node].numpy().astype(np.float64).reshape(-1)
         if not (activation.calibrated and weight.calibrated):
             continue
-        need = np.abs(bias) / (float(activation.qparams().scale) * site.factor * BIAS_LIMIT)
+        need = np.abs(bias) / (float(activation.qparams().scale) * site.decision.factor * BIAS_LIMIT)
         have = weight.qparams()
         floor = need if have.scale.ndim else need.max()
         if np.any(floor > have.scale):

@@ -15,7 +15,8 @@ from qtrace.calibration.choice import Chosen
 from qtrace.calibration.statistics import Statistics, no_statistics
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.record import hash_tensors, read_record
+from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.record import hash_tensors
 from qtrace.storage import checkpoints
 
 __all__ = [
@@ -76,13 +77,11 @@ class Cadence:
         return True
 
 
-def fingerprint(prepared: TracedModule, *others: Any) -> str:
+def fingerprint(prepared: TracedModule | QuantizedModel, *others: Any) -> str:
     """A hash of everything on which the statistics depend: graph, decisions, weights, and ``others``."""
-    record = read_record(prepared, "prepared")
-    text = json.dumps([record.annotation.to_json(), others], sort_keys=True)
-    return hash_tensors(
-        text, ((name, t) for name, t in prepared.named_tensors() if not name.startswith("qsites."))
-    )
+    model = QuantizedModel.of(prepared, "prepared")
+    text = json.dumps([model.annotation.to_json(), others], sort_keys=True)
+    return hash_tensors(text, model.float_tensors())
 
 
 def write_part(path: Path, part: Part, identity: str) -> None:
@@ -111,7 +110,7 @@ def pack(part: Part, identity: str) -> bytes:
     )
 
 
-def read_part(path: Path, prepared: TracedModule, identity: str) -> Part:
+def read_part(path: Path, prepared: QuantizedModel, identity: str) -> Part:
     """Reads a part that belongs to a prepared graph.
 
     Raises:
@@ -124,7 +123,7 @@ def read_part(path: Path, prepared: TracedModule, identity: str) -> Part:
     return unpack(data, prepared, identity, f"the checkpoint {path}")
 
 
-def unpack(data: bytes, prepared: TracedModule, identity: str, where: str) -> Part:
+def unpack(data: bytes, prepared: QuantizedModel, identity: str, where: str) -> Part:
     """The inverse of `pack`.
 
     Args:
@@ -148,7 +147,7 @@ def unpack(data: bytes, prepared: TracedModule, identity: str, where: str) -> Pa
         raise CalibrationError(f"{where} is damaged ({reason}): calibrate anew with --force.") from error
 
 
-def _part(facts: dict[str, Any], content: dict[str, np.ndarray], prepared: TracedModule) -> Part:
+def _part(facts: dict[str, Any], content: dict[str, np.ndarray], prepared: QuantizedModel) -> Part:
     batches, passed = ({int(k): int(v) for k, v in content[name]} for name in ("batches", "passed"))
     chosen = facts["chosen"] and Chosen.from_dict(facts["chosen"])
     observers = no_statistics(prepared).observers
@@ -167,7 +166,7 @@ class Parts:
         identity: its `fingerprint`.
     """
 
-    def __init__(self, folder: Path, prepared: TracedModule, identity: str) -> None:
+    def __init__(self, folder: Path, prepared: QuantizedModel, identity: str) -> None:
         self.folder, self.prepared, self.identity = folder, prepared, identity
 
     def path(self, name: str) -> Path:

@@ -15,7 +15,7 @@ from qtrace.data.batches import first_samples
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TensorNode, TracedModule
-from qtrace.preparation.record import read_record
+from qtrace.preparation.model import QuantizedModel
 
 __all__ = ["ENGINES", "Chosen", "choose"]
 
@@ -58,7 +58,7 @@ class Chosen:
 
 
 def choose(
-    prepared: TracedModule,
+    prepared: QuantizedModel,
     watched: Watched,
     wanted: str | Chosen,
     batches: int | None = None,
@@ -80,7 +80,7 @@ def choose(
         ConfigError: for an unknown engine.
         CalibrationError: when the engine that was asked for cannot run the graph.
     """
-    own = MegEngine(prepared, watched.nodes)
+    own = MegEngine(prepared.module, watched.nodes)
     chosen = wanted if isinstance(wanted, Chosen) else None
     name = wanted.name if isinstance(wanted, Chosen) else wanted
     if name not in ENGINES:
@@ -90,7 +90,7 @@ def choose(
     if name == "auto" and (reason := _not_worth_it(prepared, batches)):
         return _Fixed(own, Chosen("megengine", reason))
     try:
-        fast = OnnxRuntime(prepared, tuple(watched.nodes), threads)
+        fast = OnnxRuntime(prepared.module, tuple(watched.nodes), threads)
     except EngineError as error:
         if name == "auto":
             return _Fixed(own, Chosen("megengine", f"onnxruntime does not apply: {error}"))
@@ -101,7 +101,7 @@ def choose(
         chosen = Chosen(name, "as asked; not compared with MegEngine", compared=False)
     if chosen is not None and not chosen.compared:
         return _Fixed(fast, chosen)
-    return _Checked(prepared, own, fast, chosen)
+    return _Checked(prepared.module, own, fast, chosen)
 
 
 class _Explained(Engine):
@@ -255,11 +255,11 @@ def _difference(first: np.ndarray, second: np.ndarray) -> float:
     return apart / size if size else 0.0
 
 
-def _not_worth_it(prepared: TracedModule, batches: int | None) -> str:
+def _not_worth_it(prepared: QuantizedModel, batches: int | None) -> str:
     """Why an export would take longer than it saves, or ""."""
-    if batches == 1 and min(_traced_samples(prepared), default=0) <= _few(prepared):
+    if batches == 1 and min(_traced_samples(prepared.module), default=0) <= _few(prepared.module):
         return "there is one batch, on all of which the engines would be compared"
-    work = sum(note.macs for note in read_record(prepared).annotation.notes)
+    work = sum(note.macs for note in prepared.annotation.notes)
     if work * (_MANY if batches is None else batches) < _LITTLE:
         return "there is so little to compute that an export would take longer"
     return ""

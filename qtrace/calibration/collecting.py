@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from qtrace.calibration.base import Watched, named_fake_quants, watched
+from qtrace.calibration.base import Watched, watched
 from qtrace.calibration.choice import Chosen, choose
 from qtrace.calibration.observing import Observing
 from qtrace.calibration.statistics import Statistics, fresh, no_statistics
@@ -19,6 +19,7 @@ from qtrace.graph.source_lines import named
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs, op_label
 from qtrace.observers.base import Observer
+from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
 
 __all__ = ["Collected", "Options", "collect", "observe_parameters"]
@@ -57,7 +58,7 @@ class Collected:
 
 
 def collect(
-    prepared: TracedModule,
+    prepared: TracedModule | QuantizedModel,
     batches: Numbered,
     options: Options | None = None,
     after: Callable[[Collected], None] = lambda collected: None,
@@ -68,7 +69,7 @@ def collect(
     The module is left as it was. Its parameters are not observed: see `observe_parameters`.
 
     Args:
-        prepared: a module made by ``qtrace.prepare``.
+        prepared: a module made by ``qtrace.prepare``, or its view.
         batches: pairs of a batch's number and the batch, as `qtrace.calibrate` takes it.
         options: how to collect.
         after: called after each batch with all that was collected so far.
@@ -83,11 +84,12 @@ def collect(
             "calibrate was called on a thread of its own, where MegEngine fails: call it on the main thread."
         )
     options = options or Options()
-    seen = watched(prepared)
-    start = start or no_statistics(prepared)
-    with in_phase(prepared, "float"), evaluating(prepared):
-        engine = choose(prepared, seen, options.engine, options.batches, options.threads)
-        sites = {name: fq.site for name, fq in named_fake_quants(prepared)}
+    model = QuantizedModel.of(prepared, "prepared")
+    module, seen = model.module, watched(model)
+    start = start or no_statistics(model)
+    with in_phase(module, "float"), evaluating(module):
+        engine = choose(model, seen, options.engine, options.batches, options.threads)
+        sites = {name: fq.site for name, fq in model.fake_quants.items()}
         silent = not options.progress
         bar = tqdm(
             batches,
@@ -97,10 +99,10 @@ def collect(
             unit="batch",
             disable=silent,
         )
-        observing = Observing(start, seen, sites, _places(prepared, seen))
+        observing = Observing(start, seen, sites, _places(module, seen))
         with bar:
             for index, batch in bar:
-                arguments = as_arguments(batch, prepared, index)
+                arguments = as_arguments(batch, module, index)
                 observing.begin(index, batch)
                 engine.run(arguments, index, observing.observe)
                 observing.commit()
@@ -114,13 +116,13 @@ def _places(prepared: TracedModule, seen: Watched) -> dict[str, str]:
     return {node.name: named(e, op_label(e)) for node, e in nodes if node.name in seen.nodes}
 
 
-def observe_parameters(prepared: TracedModule, statistics: Statistics) -> Statistics:
+def observe_parameters(prepared: QuantizedModel, statistics: Statistics) -> Statistics:
     """The statistics and what is the same in every batch: the values of parameters.
 
     Raises:
         CalibrationError: when a parameter is not finite, naming it.
     """
-    sites = {name: fq.site for name, fq in named_fake_quants(prepared)}
+    sites = {name: fq.site for name, fq in prepared.fake_quants.items()}
     observed: dict[str, list[Observer]] = {}
     for group, value in watched(prepared).parameters:
         observer = fresh(statistics.observers[group])

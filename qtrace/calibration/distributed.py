@@ -12,11 +12,12 @@ from typing import Protocol
 import numpy as np
 from megengine import Tensor
 
-from qtrace.calibration.base import named_fake_quants
 from qtrace.calibration.checkpoint import Part, fingerprint, joined, pack, unpack
 from qtrace.calibration.statistics import Statistics
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.record import fake_quants
 from qtrace.scheme import QParams
 
 __all__ = ["Collective", "MegEngineCollective", "average_ranges", "common_statistics", "current"]
@@ -77,7 +78,7 @@ def current() -> Collective | None:
 
 
 def common_statistics(
-    prepared: TracedModule, outcome: Statistics | QtraceError, collective: Collective
+    prepared: QuantizedModel, outcome: Statistics | QtraceError, collective: Collective
 ) -> Statistics:
     """The statistics of all ranks, the same on each. A rank that failed fails all, so that none waits.
 
@@ -120,17 +121,17 @@ def average_ranges(prepared: TracedModule, collective: Collective | None = None)
         collective: the ranks; None for those of ``megengine.distributed``, if it is initialised.
     """
     ranks = current() if collective is None else collective
-    sites = [(name, fq) for name, fq in named_fake_quants(prepared) if fq.calibrated]
+    sites = [fq for fq in fake_quants(prepared) if fq.calibrated]
     if ranks is None or not sites:
         return
-    scales = [fq.effective_scale().numpy().reshape(-1) for _, fq in sites]
-    zeros = [fq.effective_zero_point().numpy().reshape(-1) for _, fq in sites]
+    scales = [fq.effective_scale().numpy().reshape(-1) for fq in sites]
+    zeros = [fq.effective_zero_point().numpy().reshape(-1) for fq in sites]
     flat = np.concatenate([*scales, *zeros]).astype(np.float32)
     table = np.stack([np.frombuffer(data, np.float32) for data in ranks.gather(flat.tobytes())])
     half = flat.size // 2
     mean = table[:, :half].astype(np.float64).mean(axis=0).astype(np.float32)
     zero = table[0, half:]
     ends = np.cumsum([scale.size for scale in scales])[:-1]
-    for (_, fq), scale, point in zip(sites, np.split(mean, ends), np.split(zero, ends), strict=True):
+    for fq, scale, point in zip(sites, np.split(mean, ends), np.split(zero, ends), strict=True):
         shape = (-1,) if fq.shape else ()
         fq.set_qparams(QParams(fq.scheme, scale.reshape(shape), point.reshape(shape).astype(np.int32)))

@@ -20,6 +20,7 @@ from qtrace.data import DataSource, SizedSource
 from qtrace.errors import CalibrationError
 from qtrace.graph.files.serialize import save
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.model import QuantizedModel
 
 __all__ = ["Result", "Settings", "collect_all"]
 
@@ -90,21 +91,22 @@ def collect_all(
             another calibration.
         QtraceError: for what is wrong with the data, or a worker that dies.
     """
-    check_sites(prepared)
+    model = QuantizedModel(prepared, "prepared")
+    check_sites(model)
     identity = fingerprint(
-        prepared,
+        model,
         source.identity(),
         described.batch_size,
         described.max_batches,
         settings.engine,
         settings.threads,
     )
-    parts = Parts(folder, prepared, identity)
+    parts = Parts(folder, model, identity)
     whole = parts.gather()
     resumed = len(whole.statistics.batches)
     if resumed:
         note(f"{resumed} batches were observed before")
-    run = _Run(prepared, source, described, parts, settings)
+    run = _Run(model, source, described, parts, settings)
     if settings.workers == 1 and settings.ray is None:
         whole = run.here(whole)
     else:
@@ -122,7 +124,12 @@ def _executor(settings: Settings) -> Executor:
 
 class _Run:
     def __init__(
-        self, prepared: TracedModule, source: DataSource, described: Source, parts: Parts, settings: Settings
+        self,
+        prepared: QuantizedModel,
+        source: DataSource,
+        described: Source,
+        parts: Parts,
+        settings: Settings,
     ) -> None:
         self.prepared, self.source, self.described = prepared, source, described
         self.parts, self.settings = parts, settings
@@ -168,7 +175,7 @@ class _Run:
             return whole
         settings, shards = self.settings, self.settings.workers
         model = self.parts.folder / "prepared.mge"
-        save(self.prepared, model)
+        save(self.prepared.module, model)
         jobs = [
             Job(
                 str(model),

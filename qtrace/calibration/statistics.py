@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from megengine import Tensor
 
-from qtrace.calibration.base import named_fake_quants
 from qtrace.errors import CalibrationError
-from qtrace.graph.types import TracedModule
 from qtrace.observers.base import Observer
+from qtrace.preparation.model import QuantizedModel
 
 __all__ = ["Statistics", "arrays", "checksum", "fresh", "no_statistics"]
 
@@ -57,9 +56,9 @@ def fresh(observer: Observer) -> Observer:
     return type(observer)(observer.scheme, **observer.options)
 
 
-def no_statistics(prepared: TracedModule) -> Statistics:
+def no_statistics(prepared: QuantizedModel) -> Statistics:
     """Statistics of a prepared graph that has seen nothing."""
-    fakes = named_fake_quants(prepared)
+    fakes = prepared.fake_quants.items()
     return Statistics({name: fresh(fq.observer) for name, fq in fakes if fq.observer is not None})
 
 

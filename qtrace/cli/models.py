@@ -50,11 +50,12 @@ def load_model(model: str, allow: tuple[str, ...]) -> Any:
 def preprocessing(model: Any, recipe: str | None, allow_code: bool = False) -> Any:
     """The config whose preprocess the data needs: the recipe's, or else what the model was quantized with."""
     import qtrace
-    from qtrace.preparation.record import is_quantized, read_record
+    from qtrace.preparation.model import QuantizedModel
+    from qtrace.preparation.record import is_quantized
 
     if recipe:
         return qtrace.load_recipe(recipe, allow_code=allow_code)
-    return qtrace.QConfig.model_validate(read_record(model).qconfig) if is_quantized(model) else None
+    return QuantizedModel(model).config if is_quantized(model) else None
 
 
 def open_source(
@@ -96,10 +97,11 @@ def check_stage(model: Any, name: str, stage: str | None = None) -> None:
     Raises:
         GraphError: saying which file to give.
     """
-    from qtrace.preparation.record import is_quantized, read_record
+    from qtrace.preparation.model import QuantizedModel
+    from qtrace.preparation.record import is_quantized
 
     if stage is not None:
-        read_record(model, stage)
+        QuantizedModel(model, stage)
     elif not is_quantized(model):
         raise GraphError(
             f"{name} is traced, not quantized: give the quantized.mge or prepared.mge that "

@@ -27,8 +27,8 @@ from qtrace.finetuning.settings import Settings
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.inspection.twin import changed_weights, float_twin
+from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
-from qtrace.preparation.record import Record, fake_quants, read_record
 from qtrace.process.thread import on_engine_thread
 from qtrace.ptq.learning.blockwise import queueless
 
@@ -88,21 +88,21 @@ def finetune(
             another network, or the checkpoint that of another run.
     """
     settings = settings or Settings()
-    record = read_record(prepared, "prepared")
-    for fake in fake_quants(prepared):
+    model = QuantizedModel(prepared, "prepared")
+    for fake in model.fake_quants.values():
         fake.qparams()  # asks whether it is calibrated
     file = None if checkpoint is None else Path(checkpoint)
     if file is not None and file.exists() and not resume:
         raise TrainingError(f"the checkpoint {file} exists: go on with resume=True, or remove it.")
-    original = _teacher(prepared, record, teacher)
-    blocks = block_outputs(prepared, settings.blocks, settings.most_blocks)
+    original = _teacher(model, teacher)
+    blocks = block_outputs(model, settings.blocks, settings.most_blocks)
     _check_twin(original, blocks)
     samples, unseen, measured_on = _data(prepared, batches, evaluation, settings)
     leaves = next(samples.in_order(settings.batch_size))
     args, kwargs = unpack(samples.form, leaves)
     with restoring(prepared), evaluating(prepared), in_phase(prepared, "train"):
         with told(prepared, (args, kwargs), 0):
-            run = Run(prepared, original, samples, unseen, settings, blocks)
+            run = Run(model, original, samples, unseen, settings, blocks)
         with queueless():
             run.learn(file, resume, progress)
         after = run.evaluate() if run.best.best.step else run.start
@@ -136,15 +136,15 @@ def finetune(
     )
 
 
-def _teacher(prepared: TracedModule, record: Record, given: TracedModule | None) -> TracedModule:
+def _teacher(prepared: QuantizedModel, given: TracedModule | None) -> TracedModule:
     """A graph of its own that computes what the float network computes, with the nodes of ``prepared``."""
-    changed = changed_weights(record)
+    changed = changed_weights(prepared)
     if given is None and changed:
         raise TrainingError(
             f"{', '.join(changed)} changed the weights, so that the graph in float is no longer the "
             "float network: give that one, too (teacher=, or --teacher)."
         )
-    return float_twin(record, prepared if given is None else given)
+    return float_twin(prepared, given)
 
 
 def _check_twin(teacher: TracedModule, blocks: tuple[str, ...]) -> None:

@@ -13,8 +13,8 @@ from qtrace.errors import TrainingError
 from qtrace.fakequant.base import scales
 from qtrace.finetuning._units import Units
 from qtrace.finetuning.settings import Settings
-from qtrace.graph.types import TracedModule
 from qtrace.optim.adam import Adam
+from qtrace.preparation.model import QuantizedModel
 from qtrace.qat import param_groups
 
 __all__ = ["Learner"]
@@ -24,14 +24,14 @@ class Learner:
     """Adam for all parameters of a prepared graph, on numpy arrays, so that a checkpoint is its arrays.
 
     Args:
-        model: the prepared graph.
+        prepared: the prepared graph.
         settings: its rates.
     """
 
-    def __init__(self, model: TracedModule, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, prepared: QuantizedModel, settings: Settings) -> None:
+        self.settings, model = settings, prepared.module
         ranges = {id(p) for p in scales(model)}
-        units = Units(model)
+        units = Units(prepared)
         names = {id(p): name for name, p in model.named_parameters()}
         self.parameters: list[Parameter] = []
         self.names: list[str] = []

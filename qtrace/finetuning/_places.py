@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from qtrace.errors import ConfigError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
-from qtrace.graph.types import Expr, GetAttr, TracedModule
+from qtrace.graph.types import Expr, GetAttr
 from qtrace.graph.walk import exprs, is_float_tensor, owner, tensor_inputs, users
-from qtrace.preparation.record import read_record
+from qtrace.preparation.model import QuantizedModel
 from qtrace.ptq.learning.blocks import bottlenecks
 
 __all__ = ["block_outputs"]
 
 
-def block_outputs(model: TracedModule, wanted: Sequence[str] | None, most: int) -> tuple[str, ...]:
+def block_outputs(prepared: QuantizedModel, wanted: Sequence[str] | None, most: int) -> tuple[str, ...]:
     """The names of the nodes that are compared, in graph order.
 
     By structure: tensors that are alive alone (ends of residual blocks and stages, layers of a chain), and
@@ -24,13 +24,14 @@ def block_outputs(model: TracedModule, wanted: Sequence[str] | None, most: int) 
     than ``most``, they are thinned out evenly.
 
     Args:
-        model: a prepared graph.
+        prepared: a prepared graph.
         wanted: names or glob patterns of nodes; None to choose by structure.
         most: how many are chosen by structure at most.
 
     Raises:
         ConfigError: when a name or pattern fits no float node.
     """
+    model = prepared.module
     computed = [e for e in exprs(model) if not isinstance(e, GetAttr)]
     computed = [e for e in computed if not isinstance(owner(e), (FakeQuant, BiasQuant))]
     nodes = [n.name for e in computed for n in e.outputs if is_float_tensor(n)]
@@ -48,7 +49,7 @@ def block_outputs(model: TracedModule, wanted: Sequence[str] | None, most: int) 
     outputs.update(
         n.name for end in model.graph.outputs for n in tensor_inputs(end.expr) if _rounds(end.expr)
     )
-    chosen = {n.name for n in bottlenecks(model)} | _sums(model)
+    chosen = {n.name for n in bottlenecks(model)} | _sums(prepared)
     names = [name for name in nodes if name in chosen and name not in outputs]
     if len(names) <= most:
         return tuple(names)
@@ -60,11 +61,11 @@ def _rounds(expr: Expr) -> bool:
     return isinstance(owner(expr), FakeQuant)
 
 
-def _sums(model: TracedModule) -> set[str]:
+def _sums(prepared: QuantizedModel) -> set[str]:
     """Nodes that are rounded and hold a sum of two tensors, or an activation of one."""
-    kinds = {gives: note.kind for note in read_record(model).annotation.notes for gives in note.gives}
+    kinds = {gives: note.kind for note in prepared.annotation.notes for gives in note.gives}
     found = set()
-    for expr in exprs(model):
+    for expr in exprs(prepared.module):
         for node in expr.outputs:
             readers = list(users(node))
             if not readers or not all(_rounds(reader) for reader in readers):

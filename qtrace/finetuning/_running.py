@@ -28,6 +28,7 @@ from qtrace.finetuning._twins import PARTS, Compared, Twins, choose_compared
 from qtrace.finetuning._watching import Watch
 from qtrace.finetuning.settings import Settings
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.record import graph_hash
 
 __all__ = ["Run"]
@@ -48,7 +49,7 @@ class Run:
     """A fine-tuning between its beginning and its end.
 
     Args:
-        model: the prepared graph, in the phase ``train`` and in eval mode; it is changed in place.
+        prepared: the prepared graph, in the phase ``train`` and in eval mode; it is changed in place.
         teacher: the float one.
         samples: what is learned from.
         unseen: what outputs are evaluated on.
@@ -62,7 +63,7 @@ class Run:
 
     def __init__(
         self,
-        model: TracedModule,
+        prepared: QuantizedModel,
         teacher: TracedModule,
         samples: Samples,
         unseen: Samples,
@@ -70,6 +71,7 @@ class Run:
         blocks: Sequence[str],
     ) -> None:
         self.pace = Pace(settings.max_minutes)
+        model = prepared.module
         self.model, self.samples, self.unseen, self.settings = model, samples, unseen, settings
         self.jit = settings.jit
         if self.jit is None:
@@ -82,7 +84,7 @@ class Run:
         first = min(_MEASURED_FIRST, math.ceil(samples.count / settings.batch_size))
         drawn = [samples.draw(step, settings.batch_size, settings.seed) for step in range(first)]
         self.compared: Compared = choose_compared(self.twins, blocks, drawn)
-        self.learner = Learner(model, settings)
+        self.learner = Learner(prepared, settings)
         self.watch = Watch(model, settings)
         self.curves: list[list[float]] = []
         self.resumed: int | None = None

@@ -11,10 +11,9 @@ import numpy as np
 from megengine import Parameter
 
 from qtrace.fakequant.base import FakeQuant
-from qtrace.graph.types import GetAttr, TracedModule
-from qtrace.graph.walk import exprs, get_module
-from qtrace.preparation.passes.insert import CONTAINER
-from qtrace.preparation.record import fake_quants, read_record
+from qtrace.graph.types import GetAttr
+from qtrace.graph.walk import get_module
+from qtrace.preparation.model import QuantizedModel
 
 __all__ = ["Units", "range_unit", "size_of"]
 
@@ -32,8 +31,8 @@ class Units:
         model: the prepared, calibrated graph.
     """
 
-    def __init__(self, model: TracedModule) -> None:
-        fakes = list(fake_quants(model))
+    def __init__(self, model: QuantizedModel) -> None:
+        fakes = list(model.fake_quants.values())
         self._ranges = {
             id(parameter): range_unit(fake, parameter)
             for fake in fakes
@@ -78,18 +77,17 @@ def _steps_to_end(fake: FakeQuant) -> np.ndarray:
     return np.maximum(fake.scheme.qmax - zero_point, zero_point - fake.scheme.qmin)
 
 
-def _weight_scales(model: TracedModule) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+def _weight_scales(model: QuantizedModel) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """Id of a quantized weight -> its value and its scale; the smallest scale of a shared weight."""
-    producers = {node.name: expr for expr in exprs(model) for node in expr.outputs}
     weights: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    for site in read_record(model, "prepared").annotation.sites:
-        expr = producers.get(site.node)
+    for site in model.sites:
+        expr = site.node.expr
         if site.sort != "weight" or not isinstance(expr, GetAttr):
             continue
-        parameter = get_module(model, expr.name)
+        parameter = get_module(model.module, expr.name)
         if not isinstance(parameter, Parameter):
             continue
-        scale = getattr(getattr(model, CONTAINER), site.group).effective_scale().numpy()
+        scale = site.fake_quant.effective_scale().numpy()
         if id(parameter) in weights:
             scale = np.minimum(scale, weights[id(parameter)][1])
         weights[id(parameter)] = parameter.numpy(), scale.astype(np.float32)

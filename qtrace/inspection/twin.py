@@ -15,9 +15,10 @@ from qtrace.errors import ConfigError, GraphError
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
+from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import set_phase
 from qtrace.preparation.prepare import prepare
-from qtrace.preparation.record import Record, is_quantized
+from qtrace.preparation.record import is_quantized
 
 __all__ = ["changed_weights", "check_nodes", "float_twin", "late_algorithms", "told_changed"]
 
@@ -27,40 +28,40 @@ def late_algorithms(config: QConfig) -> tuple[str, ...]:
     return tuple(name for name, algorithm in algorithms(config) if algorithm.stage == "calibrated")
 
 
-def changed_weights(record: Record) -> tuple[str, ...]:
+def changed_weights(model: QuantizedModel) -> tuple[str, ...]:
     """The algorithms that changed parameters of a graph when it was calibrated, in order.
 
     Raises:
         ConfigError: when the model names one of its own in a module that nobody has imported.
     """
-    config = QConfig.model_validate(record.qconfig)
-    check_imported(spec for _, spec in config.ptq_entries)
-    late = late_algorithms(config)
-    return tuple(r["algorithm"] for r in record.ptq if r["changed"] and r["algorithm"] in late)
+    check_imported(spec for _, spec in model.config.ptq_entries)
+    late = late_algorithms(model.config)
+    return tuple(r["algorithm"] for r in model.ptq if r["changed"] and r["algorithm"] in late)
 
 
-def told_changed(record: Record, how: str) -> str:
+def told_changed(model: QuantizedModel, how: str) -> str:
     """A sentence where the graph in float is not the network any more, "" where it is.
 
     Args:
-        record: of the quantized graph.
+        model: the quantized graph.
         how: how to give the network, as the end of the sentence.
     """
     try:
-        changed = ", ".join(changed_weights(record))
+        changed = ", ".join(changed_weights(model))
     except ConfigError:  # one that cannot be asked for its stage
-        changed = ", ".join(report["algorithm"] for report in record.ptq if report["changed"])
+        changed = ", ".join(report["algorithm"] for report in model.ptq if report["changed"])
     if not changed:
         return ""
     return f"{changed} changed the weights: 'float' is the graph with these, not the network; {how}"
 
 
-def float_twin(record: Record, given: TracedModule) -> TracedModule:
+def float_twin(model: QuantizedModel, given: TracedModule | None = None) -> TracedModule:
     """A graph that computes what a float network computes, with the nodes of the graph prepared from it.
 
     Args:
-        record: of the quantized graph.
-        given: the network as traced, or a graph that was prepared from it; it is not changed.
+        model: the quantized graph.
+        given: the network as traced, or a graph that was prepared from it; it is not changed. None for
+            ``model``, which is prepared then.
 
     Returns:
         A prepared graph of its own, in the phase ``float`` and in eval mode.
@@ -70,15 +71,16 @@ def float_twin(record: Record, given: TracedModule) -> TracedModule:
             nobody has imported.
         GraphError: when ``given`` is no traced module, or is converted.
     """
-    if is_quantized(given):
-        twin = flatten(given)
+    if given is None:
+        twin = model.view(flatten(model.module))
+    elif is_quantized(given):
+        twin = QuantizedModel(flatten(given), "prepared")
     else:
-        config = QConfig.model_validate(record.qconfig)
-        check_imported(spec for _, spec in specs(config))
-        twin = prepare(given, config)
+        check_imported(spec for _, spec in specs(model.config))
+        twin = QuantizedModel(prepare(given, model.config), "prepared")
     set_phase(twin, "float")
-    twin.eval()
-    return twin
+    twin.module.eval()
+    return twin.module
 
 
 def check_nodes(twin: TracedModule, names: Iterable[str]) -> None:

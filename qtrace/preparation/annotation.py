@@ -8,9 +8,20 @@ from typing import Any, Literal
 
 from qtrace.scheme import QScheme
 
-__all__ = ["Annotation", "ExprNote", "Fold", "Plan", "Site"]
+__all__ = ["Annotation", "ExprNote", "Fold", "Plan", "Site", "Sort", "site_name", "value_name"]
 
 Sort = Literal["activation", "weight", "bias"]
+_ROUNDED = "_q"
+
+
+def value_name(site: str) -> str:
+    """Returns the name of the node that holds the rounded value of the site with the name ``site``."""
+    return f"{site}{_ROUNDED}"
+
+
+def site_name(value: str) -> str:
+    """The inverse of `value_name`; the name of any other node as it is."""
+    return value.removesuffix(_ROUNDED)
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ from megengine.module import Module
 from qtrace.errors import CalibrationError, ConfigError, QtraceWarning
 from qtrace.fakequant.base import PHASES
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.record import fake_quants, followers, is_quantized, read_record
+from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.record import fake_quants, followers, is_quantized
 
 __all__ = ["in_phase", "set_phase"]
 
 
-def set_phase(prepared: Module, phase: str) -> None:
+def set_phase(prepared: Module | QuantizedModel, phase: str) -> None:
     """Sets the phase of every site of ``prepared``.
 
     ``float`` passes values through; ``observe`` also records them; ``quantize`` rounds with frozen
@@ -28,7 +29,8 @@ def set_phase(prepared: Module, phase: str) -> None:
     on CPU warns (`QtraceWarning`) unless ``megengine.config.async_level`` is 0.
 
     Args:
-        prepared: a module made by ``qtrace.prepare``, or one that holds such modules beside float ones.
+        prepared: a module made by ``qtrace.prepare``, or one that holds such modules beside float ones; or
+            the view of a prepared module.
         phase: one of the four names.
 
     Raises:
@@ -40,7 +42,7 @@ def set_phase(prepared: Module, phase: str) -> None:
         raise ConfigError(f"unknown phase {phase!r}; known: {', '.join(PHASES)}.")
     parts = _prepared_parts(prepared)
     if phase in ("quantize", "train"):
-        missing = [fq.site for part in parts for fq in fake_quants(part) if not fq.calibrated]
+        missing = [fq.site for part in parts for fq in part.fake_quants.values() if not fq.calibrated]
         if missing:
             raise CalibrationError(
                 f"{len(missing)} sites have no quantization parameters, the first is {missing[0]}: "
@@ -49,20 +51,20 @@ def set_phase(prepared: Module, phase: str) -> None:
     if phase == "train":
         _warn_of_races(parts)
     for part in parts:
-        for module in (*fake_quants(part), *followers(part)):
+        for module in (*part.fake_quants.values(), *part.followers):
             module.phase = phase
 
 
-def _prepared_parts(module: Module) -> list[TracedModule]:
+def _prepared_parts(module: Module | QuantizedModel) -> list[QuantizedModel]:
     """The prepared modules that ``module`` is or holds.
 
     Raises:
         GraphError: when there is none, or one is converted.
     """
+    if isinstance(module, QuantizedModel):
+        return [module]
     parts = [part for part in module.modules() if is_quantized(part)] if isinstance(module, Module) else []
-    for part in parts or [module]:
-        read_record(part, "prepared")
-    return parts
+    return [QuantizedModel(part, "prepared") for part in parts or [module]]
 
 
 @contextmanager
@@ -79,10 +81,10 @@ def in_phase(model: TracedModule, phase: str) -> Iterator[None]:
             module.phase = own
 
 
-def _warn_of_races(parts: list[TracedModule]) -> None:
+def _warn_of_races(parts: list[QuantizedModel]) -> None:
     """Warns when gradients would be computed on CPU from a queue: MegEngine 1.13 gets some of them wrong."""
     level = mge.config.async_level
-    devices = {str(fq.scale.device.physical_name) for part in parts for fq in fake_quants(part)}
+    devices = {str(fq.scale.device.physical_name) for part in parts for fq in part.fake_quants.values()}
     if level > 0 and any(device.startswith(("cpu", "multithread")) for device in devices):
         warnings.warn(
             f"MegEngine computes wrong gradients on CPU now and then at async_level {level}: "

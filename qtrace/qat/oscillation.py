@@ -19,10 +19,9 @@ from megengine import Parameter, Tensor
 from qtrace.errors import ConfigError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import GetAttr, TracedModule
-from qtrace.graph.walk import exprs, get_module
+from qtrace.graph.walk import get_module
 from qtrace.numerics import round_to
-from qtrace.preparation.passes.insert import CONTAINER
-from qtrace.preparation.record import read_record
+from qtrace.preparation.model import QuantizedModel
 
 __all__ = ["Dampening", "Oscillations"]
 
@@ -40,14 +39,11 @@ class _Weight:
 
 def _weights(prepared: TracedModule) -> list[_Weight]:
     """The weights that are rounded as they are, in the order of their sites; a shared one once."""
-    annotation = read_record(prepared, "prepared").annotation
-    producers = {node.name: expr for expr in exprs(prepared) for node in expr.outputs}
     found: dict[str, _Weight] = {}
-    for site in annotation.sites:
-        expr = producers.get(site.node)
+    for site in QuantizedModel(prepared, "prepared").sites:
+        expr, fake = site.node.expr, site.fake_quant
         if site.sort != "weight" or not isinstance(expr, GetAttr):
             continue
-        fake = getattr(getattr(prepared, CONTAINER), site.group)
         if not fake.transforms:
             found.setdefault(expr.name, _Weight(site.name, get_module(prepared, expr.name), fake))
     return list(found.values())

@@ -9,7 +9,7 @@ from megengine.module.batchnorm import _BatchNorm
 
 from qtrace.errors import ConfigError
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.record import fake_quants, read_record
+from qtrace.preparation.model import QuantizedModel
 
 __all__ = ["Schedule", "cosine", "freeze_batchnorm", "freeze_ranges"]
 
@@ -47,12 +47,11 @@ def freeze_ranges(prepared: TracedModule, frozen: bool = True) -> None:
         GraphError: when the module is not prepared.
         ConfigError: when it is not being trained.
     """
-    read_record(prepared, "prepared")
-    _set_ranges(prepared, frozen)
+    _set_ranges(QuantizedModel(prepared, "prepared"), frozen)
 
 
-def _set_ranges(prepared: TracedModule, frozen: bool) -> None:
-    for fake in fake_quants(prepared):
+def _set_ranges(prepared: QuantizedModel, frozen: bool) -> None:
+    for fake in prepared.fake_quants.values():
         if fake.phase not in ("quantize", "train"):
             raise ConfigError(
                 f"the module is in the phase {fake.phase!r}: call qtrace.set_phase(prepared, 'train') first."
@@ -89,7 +88,8 @@ class Schedule:
         freeze_ranges: float | None = None,
         done: int = 0,
     ) -> None:
-        recipe = read_record(prepared, "prepared").qconfig
+        self._model = QuantizedModel(prepared, "prepared")
+        recipe = self._model.record.qconfig
         if freeze_bn is None:
             freeze_bn = ((recipe.get("qat") or {}).get("bn") or {}).get("freeze_after")
         for name, count, least in (("steps", steps, 1), ("done", done, 0)):
@@ -123,7 +123,7 @@ class Schedule:
         if bn:
             freeze_batchnorm(self.prepared)
         if ranges:
-            _set_ranges(self.prepared, True)
+            _set_ranges(self._model, True)
         self.done += 1
         return bn, ranges
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import float_twin, told_changed
-from qtrace.preparation.record import is_quantized, read_record
+from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.record import is_quantized
 from qtrace.sensitivity.detection import DetectionLoss, Level
 from qtrace.sensitivity.metrics import Metric, choose
 from qtrace.sensitivity.mixed import MixedPrecision, mixed_precision
@@ -59,9 +60,9 @@ def analyze(
             outputs that the graph does not have.
     """
     name, compares, asks = choose(metric, own)
-    record = read_record(prepared, "prepared")
-    twin = None if float_model is None else float_twin(record, float_model)
-    note = "" if twin is not None else told_changed(record, "give that, too (float_model=).")
+    model = QuantizedModel(prepared, "prepared")
+    twin = None if float_model is None else float_twin(model, float_model)
+    note = "" if twin is not None else told_changed(model, "give that, too (float_model=).")
     network = None if float_model is None or is_quantized(float_model) else float_model
-    simulation = Simulation(prepared, batches, compares, asks, twin, network)
+    simulation = Simulation(model, batches, compares, asks, twin, network)
     return replace(rank(simulation, name, groups), note=note)

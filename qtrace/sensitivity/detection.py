@@ -10,6 +10,7 @@ import numpy as np
 
 from qtrace.errors import ConfigError
 from qtrace.graph.types import TensorNode, TracedModule
+from qtrace.preparation.model import QuantizedModel
 from qtrace.sensitivity.metrics import Outputs
 from qtrace.verification.verify import output_names
 
@@ -96,16 +97,17 @@ class DetectionLoss:
         _check(self.levels, shapes, ())
         return tuple(self._level(level, reference, test) for level in self.levels)
 
-    def of(self, prepared: TracedModule) -> DetectionLoss:
+    def of(self, prepared: TracedModule | QuantizedModel) -> DetectionLoss:
         """The same with outputs of this graph, all by their numbers.
 
         Raises:
             ConfigError: as for `parts`.
         """
-        names = output_names(prepared)
+        model = QuantizedModel.of(prepared)
+        names = output_names(model)
         numbers = {name: index for index, name in enumerate(names)}
         levels = tuple(_numbered(level, numbers) for level in self.levels)
-        _check(levels, [_shape(node) for node in prepared.graph.outputs], names)
+        _check(levels, [_shape(node) for node in model.module.graph.outputs], names)
         return dataclasses.replace(self, levels=levels)
 
     def _level(self, level: Level, reference: Outputs, test: Outputs) -> dict[str, float]:

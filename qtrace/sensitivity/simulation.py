@@ -11,11 +11,9 @@ import numpy as np
 
 from qtrace.data.batches import as_arguments, evaluating, told
 from qtrace.errors import CalibrationError
-from qtrace.graph.types import TensorNode, TracedModule
-from qtrace.graph.walk import exprs
-from qtrace.preparation.passes.insert import CONTAINER
+from qtrace.graph.types import TracedModule
+from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
-from qtrace.preparation.record import fake_quants, read_record
 from qtrace.sensitivity.detection import DetectionLoss, Parts
 from qtrace.sensitivity.layers import Layer, active_groups, find_layers
 from qtrace.sensitivity.metrics import Metric, Outputs, sqnr
@@ -48,7 +46,7 @@ class Simulation:
     so a question costs one pass over the data and nothing else.
 
     Args:
-        prepared: a calibrated prepared module; it is left as it is.
+        prepared: a calibrated prepared module, or its view; the module is left as it is.
         batches: as for ``qtrace.calibrate``; a list, since they are run again and again.
         metric: compares outputs; None for `sqnr`.
         own: the user's metric, which runs the graph itself; it goes before ``metric``.
@@ -65,7 +63,7 @@ class Simulation:
 
     def __init__(
         self,
-        prepared: TracedModule,
+        prepared: TracedModule | QuantizedModel,
         batches: Iterable[Any],
         metric: Metric | None = None,
         own: Callable[[TracedModule], float] | None = None,
@@ -75,23 +73,22 @@ class Simulation:
         weights: bool = True,
         activations: bool = True,
     ) -> None:
-        self.prepared, self.own = prepared, own
+        self._model = QuantizedModel.of(prepared, "prepared")
+        self.prepared, self.own = self._model.module, own
         self.weights, self.activations, self.network = weights, activations, network
-        self.metric = metric.of(prepared) if isinstance(metric, DetectionLoss) else metric or sqnr
-        annotation = read_record(prepared, "prepared").annotation
-        for fq in fake_quants(prepared):
+        self.metric = metric.of(self._model) if isinstance(metric, DetectionLoss) else metric or sqnr
+        annotation = self._model.annotation
+        for fq in self._model.fake_quants.values():
             fq.qparams()  # asks whether it is calibrated
-        nodes = [node for expr in exprs(prepared) for node in expr.outputs]
-        shapes = {node.name: node.shape for node in nodes if isinstance(node, TensorNode)}
-        stored = {s.group: s.node for s in annotation.sites if s.sort == "weight"}
-        sizes = {group: math.prod(int(n) for n in shapes[node] or ()) for group, node in stored.items()}
+        weights_by_group = {s.group: s.node for s in self._model.sites if s.sort == "weight"}
+        sizes = {g: math.prod(int(n) for n in node.shape or ()) for g, node in weights_by_group.items()}
         self.layers: tuple[Layer, ...] = find_layers(annotation, sizes)
         self.batches = list(batches)
         if not self.batches:
             raise CalibrationError("there are no batches to measure on: give at least one.")
         self._folds = {f"{fold.layer}_bn": fold.layer for fold in annotation.folds}
-        twin = prepared if twin is None else twin
-        self._values = FloatValues(prepared, twin, annotation, self.layers)
+        twin = self.prepared if twin is None else twin
+        self._values = FloatValues(self.prepared, twin, annotation, self.layers)
         with in_phase(twin, "float"):
             self.reference = outputs_of(twin, self.batches)
         if network is not None:
@@ -166,12 +163,8 @@ class Simulation:
             return outputs_of(self.prepared, self.batches)
 
     def _activate(self, active: Collection[str], raised: Collection[str]) -> None:
-        container = getattr(self.prepared, CONTAINER)
-        for name in active:
-            getattr(container, name).phase = "quantize"
-        for name, layer in self._folds.items():
-            if layer not in raised:
-                getattr(container, name).phase = "quantize"
+        for name in (*active, *(name for name, layer in self._folds.items() if layer not in raised)):
+            self._model.rounding(name).phase = "quantize"
 
 
 def outputs_of(model: TracedModule, batches: Iterable[Any]) -> list[list[np.ndarray]]:

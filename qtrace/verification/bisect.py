@@ -16,9 +16,8 @@ from qtrace.errors import CalibrationError
 from qtrace.graph.table import format_table
 from qtrace.graph.types import Node, TracedModule
 from qtrace.numerics import quantize
-from qtrace.preparation.annotation import Annotation, ExprNote
-from qtrace.preparation.passes.insert import CONTAINER
-from qtrace.preparation.record import read_record
+from qtrace.preparation.annotation import ExprNote
+from qtrace.preparation.model import QuantizedModel
 from qtrace.process.thread import on_engine_thread
 from qtrace.scheme import QParams
 from qtrace.verification.causes import likely_causes
@@ -139,33 +138,33 @@ def bisect(
         ExportError: when the file cannot be run or is not an export of ``converted``.
         CalibrationError: when there are no batches, or one does not fit the model.
     """
-    annotation = read_record(converted, "converted").annotation
+    model = QuantizedModel(converted, "converted")
     kept = list(batches)
     if not kept:
         raise CalibrationError("bisect has no batches: give at least one.")
-    chosen, ends = get_runtime(Path(path), runtime), output_names(converted)
+    chosen, ends = get_runtime(Path(path), runtime), output_names(model)
     for stage, optimize in (("plain", False), ("optimized", True)):
         session = chosen.open(Path(path), optimize)
-        names = integer_names(converted, Path(path), session)
+        names = integer_names(model, Path(path), session)
         for index, batch in enumerate(kept):
             args, kwargs = as_arguments(batch, converted, index)
             refuse_nan((args, kwargs), index)
             with evaluating(converted):
-                graph = EndToEnd(converted, names, VerifyReport(str(path), 0, 0.0, 0.0))
+                graph = EndToEnd(model, names, VerifyReport(str(path), 0, 0.0, 0.0))
                 with told(converted, (args, kwargs), index):
                     graph.compute(args, kwargs)
                 ran = session.run(graph.inputs)
-                search = _Search(converted, names, ran.integers, (max_lsb, min_equal), str(path))
+                search = _Search(model, names, ran.integers, (max_lsb, min_equal), str(path))
                 outputs = [t.numpy() for t in leaves(search.run(*args, **kwargs))]
                 if search.close():
                     check = cross_check(converted, (args, kwargs), search.values, search.first())
-                    return _difference(annotation, search, check, stage, index)
+                    return _difference(model, search, check, stage, index)
                 search.report.add_outputs("op_by_op", ends, outputs, ran.outputs)
                 wrong = wrong_output(converted, outputs, ran.outputs, min_sqnr_db)
                 if wrong is not None:
                     number, values = wrong
                     check = cross_check(converted, (args, kwargs), search.values, values)
-                    note = _maker(annotation, ends[number])
+                    note = _maker(model, ends[number])
                     return _float_difference(note, (ends[number], values), check, stage, index)
     return None
 
@@ -178,7 +177,7 @@ class _Search(OpByOp):
 
     def __init__(
         self,
-        converted: TracedModule,
+        converted: QuantizedModel,
         names: dict[str, str],
         integers: dict[str, np.ndarray],
         tolerance: tuple[int, float],
@@ -186,9 +185,8 @@ class _Search(OpByOp):
     ) -> None:
         super().__init__(converted, names, integers, VerifyReport(path, 0, 0.0, 0.0))
         self.max_lsb, self.min_equal = tolerance
-        container, sites = getattr(converted, CONTAINER), read_record(converted).annotation.sites
-        self.weights = {s.name: getattr(container, s.group).qparams() for s in sites if s.sort == "weight"}
-        self.sources = {f"{s.name}_q": s.node for s in sites if s.sort == "activation"}
+        self.weights = {s.name: s.qparams for s in converted.sites if s.sort == "weight"}
+        self.sources = {n: s.node.name for n, s in converted.rounded.items() if s.sort == "activation"}
         self.kept = frozenset(self.sources.values())
         self.unrounded: dict[str, Any] = {}  # the values of nodes that sites round
         self.found: _Finding | None = None
@@ -232,7 +230,7 @@ class _Search(OpByOp):
 
 
 def _difference(
-    annotation: Annotation, search: _Search, check: CrossCheck, stage: str, batch: int
+    model: QuantizedModel, search: _Search, check: CrossCheck, stage: str, batch: int
 ) -> Difference:
     assert search.found is not None
     name, x, mine, theirs = search.found
@@ -241,7 +239,7 @@ def _difference(
     delta = theirs - mine
     where = np.argsort(-np.abs(delta), axis=None, kind="stable")[:_EXAMPLES]
     places = [np.unravel_index(i, delta.shape) for i in where if delta.flat[i]]
-    note = _maker(annotation, name)
+    note = _maker(model, name)
     causes = likely_causes(exact, mine, theirs, qparams)
     if check.side == "graph":
         causes = (_KERNEL,)
@@ -253,7 +251,7 @@ def _difference(
         path=note.path if note else "",
         stage=stage,
         batch=batch,
-        inputs=_read_by(annotation, note, {**search.qparams, **search.weights}),
+        inputs=_read_by(model, note, {**search.qparams, **search.weights}),
         qparams=_words(qparams),
         worst=int(np.abs(delta).max()),
         differing=int(np.count_nonzero(delta)),
@@ -315,19 +313,18 @@ def _before_rounding(x: np.ndarray, mine: np.ndarray, qparams: QParams) -> np.nd
     return exact
 
 
-def _maker(annotation: Annotation, name: str) -> ExprNote | None:
+def _maker(model: QuantizedModel, name: str) -> ExprNote | None:
     """The op that computes a site's value: the first of its chain."""
-    site = next((s for s in annotation.sites if f"{s.name}_q" == name), None)
-    node = site.node if site is not None else name
-    notes = {n.name: n for n in annotation.notes}
-    note = notes.get(node)
+    site = model.rounded.get(name)
+    notes = {n.name: n for n in model.annotation.notes}
+    note = notes.get(name if site is None else site.node.name)
     return notes.get(note.into, note) if note is not None and note.into else note
 
 
-def _read_by(annotation: Annotation, note: ExprNote | None, qparams: dict[str, QParams]) -> tuple[str, ...]:
+def _read_by(model: QuantizedModel, note: ExprNote | None, qparams: dict[str, QParams]) -> tuple[str, ...]:
     if note is None:
         return ()
-    groups = {s.group: f"{s.name}_q" for s in reversed(annotation.sites)}
+    groups = {site.group: name for name, site in reversed(model.rounded.items())}
     found = []
     for group in dict.fromkeys(g for g in note.inputs if g):
         known = qparams.get(groups.get(group, ""))

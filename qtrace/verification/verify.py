@@ -18,8 +18,8 @@ from qtrace.errors import CalibrationError, ExportError
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Input, Node, TensorNode, TracedModule
 from qtrace.numerics import dequantize, quantize
-from qtrace.preparation.passes.insert import CONTAINER
-from qtrace.preparation.record import carried_qparams, graph_hash, read_record
+from qtrace.preparation.model import QuantizedModel, QuantizedSite
+from qtrace.preparation.record import graph_hash
 from qtrace.process.thread import on_engine_thread
 from qtrace.scheme import QParams
 from qtrace.verification.crosscheck import Disagreement, RuntimeValues, cross_check
@@ -62,25 +62,25 @@ def verify(
         ExportError: when the file cannot be run or is not an export of ``converted``.
         CalibrationError: when there are no batches, or one does not fit the model or holds NaN.
     """
-    read_record(converted, "converted")
+    model = QuantizedModel(converted, "converted")
     chosen = get_runtime(Path(path), runtime)
     session = chosen.open(Path(path), False)
     fused = chosen.open(Path(path), True) if optimized else None
     report = VerifyReport(str(path), max_lsb, min_equal, min_sqnr_db)
     if optimized and chosen.kernels is not None:
         report.kernels = chosen.kernels(Path(path))
-    table = integer_names(converted, Path(path), session)
-    ends = output_names(converted)
+    table = integer_names(model, Path(path), session)
+    ends = output_names(model)
     count = 0
     with evaluating(converted):
         for count, batch in enumerate(batches, 1):
             args, kwargs = as_arguments(batch, converted, count - 1)
             refuse_nan((args, kwargs), count - 1)
-            graph = EndToEnd(converted, table, report)
+            graph = EndToEnd(model, table, report)
             with told(converted, (args, kwargs), count - 1):
                 graph.compute(args, kwargs)
             ran = session.run(graph.inputs)
-            single = OpByOp(converted, table, ran.integers, report)
+            single = OpByOp(model, table, ran.integers, report)
             tails = [t.numpy() for t in leaves(single.run(*args, **kwargs))]
             report.add_outputs("op_by_op", ends, tails, ran.outputs)
             if report.cross_check is None:
@@ -120,7 +120,7 @@ def wrong_output(
     return None
 
 
-def integer_names(converted: TracedModule, path: Path, session: Session) -> dict[str, str]:
+def integer_names(converted: QuantizedModel, path: Path, session: Session) -> dict[str, str]:
     """Node that holds dequantized integers -> the name under which the runtime gives them.
 
     A format may leave out the integers of ops that only move values, but no site.
@@ -128,38 +128,35 @@ def integer_names(converted: TracedModule, path: Path, session: Session) -> dict
     Raises:
         ExportError: when the file lacks a site, or says that it was exported from another graph.
     """
-    annotation, known = read_record(converted).annotation, set(session.integer_names)
-    computed = [s.name for s in annotation.sites if s.sort == "activation" and not s.static]
-    missing = sorted(set(computed) - known)
+    known = set(session.integer_names)
+    computed = {n: s.name for n, s in _activations(converted).items() if not s.static}
+    missing = sorted(set(computed.values()) - known)
     if missing:
         raise ExportError(f"{path} is not an export of this module: it has no integers of {missing[0]!r}.")
     theirs = getattr(session, "graph_hash", "")  # of formats that keep it
-    if theirs and theirs != graph_hash(converted):
+    if theirs and theirs != graph_hash(converted.module):
         raise ExportError(
             f"{path} is not an export of this module: it comes from another calibration or other weights; "
             "export it again."
         )
-    names = {f"{name}_q": name for name in computed}
-    names.update((name, name) for name in annotation.moved() if name in known)
-    return names
+    return {**computed, **{name: name for name in converted.annotation.moved() if name in known}}
 
 
-def output_names(converted: TracedModule) -> list[str]:
+def output_names(converted: QuantizedModel) -> list[str]:
     """The names of the graph's outputs, without the rounding behind them; one given twice is numbered."""
-    nodes = {f"{s.name}_q": s.node for s in read_record(converted).annotation.sites}
-    names = [nodes.get(n.name, n.name) for n in converted.graph.outputs]
+    names = [converted.unrounded_name(node) for node in converted.module.graph.outputs]
     return [f"{n}_{c}" if (c := names[:i].count(n) + 1) > 1 else n for i, n in enumerate(names)]
 
 
-def _groups(converted: TracedModule) -> dict[str, QParams]:
-    annotation, container = read_record(converted).annotation, getattr(converted, CONTAINER)
-    found = {
-        f"{s.name}_q": getattr(container, s.group).qparams()
-        for s in annotation.sites
-        if s.sort == "activation"
-    }
-    found.update(carried_qparams(converted, annotation))
-    return found
+def _activations(converted: QuantizedModel) -> dict[str, QuantizedSite]:
+    """Name of a node that holds a rounded activation -> the site of the activation."""
+    return {name: site for name, site in converted.rounded.items() if site.sort == "activation"}
+
+
+def _integer_qparams(converted: QuantizedModel) -> dict[str, QParams]:
+    """Name of a node that holds dequantized integers -> their parameters."""
+    sites = _activations(converted).items()
+    return {**{name: site.qparams for name, site in sites}, **converted.carried_qparams()}
 
 
 class OpByOp(Interpreter):
@@ -172,14 +169,14 @@ class OpByOp(Interpreter):
 
     def __init__(
         self,
-        converted: TracedModule,
+        converted: QuantizedModel,
         names: dict[str, str],
         integers: dict[str, np.ndarray],
         report: VerifyReport,
     ) -> None:
-        super().__init__(converted)
+        super().__init__(converted.module)
         self.names, self.integers, self.report = names, integers, report
-        self.qparams = _groups(converted)
+        self.qparams = _integer_qparams(converted)
         self.values = RuntimeValues(names, integers, self.qparams)
         self.disagreement: Disagreement | None = None
 
@@ -199,10 +196,10 @@ class OpByOp(Interpreter):
 class EndToEnd(Interpreter):
     """Runs the graph alone and keeps the integers of every site."""
 
-    def __init__(self, converted: TracedModule, names: dict[str, str], report: VerifyReport) -> None:
-        super().__init__(converted)
+    def __init__(self, converted: QuantizedModel, names: dict[str, str], report: VerifyReport) -> None:
+        super().__init__(converted.module)
         self.names, self.report = names, report
-        self.qparams = _groups(converted)
+        self.qparams = _integer_qparams(converted)
         self.found: dict[str, np.ndarray] = {}
         self.inputs: list[np.ndarray] = []
         self.outputs: list[np.ndarray] = []

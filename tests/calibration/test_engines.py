@@ -20,6 +20,7 @@ from qtrace.calibration.onnxruntime import OnnxRuntime
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
 from qtrace.preparation.record import fake_quants
 from tests.nets import Chain, images, net
@@ -288,7 +289,7 @@ def test_a_value_that_is_not_finite_is_told_with_site_and_batch(engine: str) -> 
 
 def test_parts_see_the_same_values_when_memory_is_short() -> None:
     prepared = _prepared(Chain(5, 3))
-    nodes = tuple(watched(prepared).nodes)
+    nodes = tuple(watched(QuantizedModel(prepared)).nodes)
     found: list[dict[str, np.ndarray]] = []
     for limit in (1 << 30, 1):
         values: dict[str, np.ndarray] = {}
@@ -361,7 +362,7 @@ def test_views_are_observed_when_they_are_whole() -> None:
                 seen[node.name] = value.numpy().copy()
             return value
 
-    nodes = watched(prepared).nodes
+    nodes = watched(QuantizedModel(prepared)).nodes
     with in_phase(prepared, "float"):
         Plain(prepared).run(mge.Tensor(x))
         for _ in range(3):

@@ -23,6 +23,7 @@ from qtrace.calibration.running import Result, Settings, collect_all
 from qtrace.errors import CalibrationError, DataError, QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.observers.base import to_dict
+from qtrace.preparation.model import QuantizedModel
 from qtrace.storage.archives import pack_arrays, unpack_arrays
 from tests.nets import Chain, images
 
@@ -103,7 +104,7 @@ def test_what_a_cluster_gives_back_is_the_part(prepared: TracedModule, data: Sou
     content, numbers, problem = run_elsewhere(job.to_json(), model.read_bytes())
     assert (numbers, problem) == (list(range(_BATCHES)), None)
     Path(job.part).write_bytes(content)
-    part = Parts(tmp_path, prepared, "id").gather()
+    part = Parts(tmp_path, QuantizedModel(prepared), "id").gather()
     alone = _collect(prepared, data, tmp_path / "alone", engine="megengine").collected.statistics
     assert part.statistics.batches == alone.batches
     missing = dataclasses.replace(job, source=Source(str(tmp_path / "gone.npy")))
@@ -238,8 +239,9 @@ def test_a_worker_that_fails_is_told_and_what_it_saw_is_kept(prepared: TracedMod
     finally:
         sys.path.remove(str(tmp_path))
     source = Source("cut:batches")
-    identity = fingerprint(prepared, source.source, 8, None, "megengine", None)
-    seen = set(Parts(tmp_path / "two", prepared, identity).gather().statistics.batches)
+    model = QuantizedModel(prepared)
+    identity = fingerprint(model, source.source, 8, None, "megengine", None)
+    seen = set(Parts(tmp_path / "two", model, identity).gather().statistics.batches)
     assert seen >= {0, 2} or seen >= {1, 3}  # the other one may have been stopped before its first batch
 
 

@@ -23,6 +23,7 @@ from qtrace.finetuning import Settings, _running
 from qtrace.finetuning._retreating import Retreats
 from qtrace.finetuning._units import Units, range_unit, size_of
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.record import fake_quants, graph_hash
 from tests.nets import net
 
@@ -125,7 +126,7 @@ def test_the_unit_of_a_range_moves_its_end_by_a_step(fakequant: str) -> None:
 
 def test_what_has_no_quantization_step_moves_like_the_median_weight() -> None:
     prepared = _prepared(8)
-    units = Units(prepared)
+    units = Units(QuantizedModel(prepared))
     shares = [
         np.median(getattr(prepared.qsites, f"{name}_weight").scale.numpy() / size_of(module.weight.numpy()))
         for name, module in (("a", prepared.a), ("b", prepared.b), ("fc", prepared.fc))

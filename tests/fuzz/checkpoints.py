@@ -13,6 +13,7 @@ from qtrace.calibration.checkpoint import Part, pack, unpack
 from qtrace.calibration.statistics import fresh, no_statistics
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.model import QuantizedModel
 from tests.fuzz.mutation import mutated, one_sentence
 from tests.nets import images, net
 
@@ -28,7 +29,7 @@ def _seed() -> tuple[TracedModule, bytes]:
 
 
 def _whole(prepared: TracedModule) -> Part:
-    nothing = no_statistics(prepared)
+    nothing = no_statistics(QuantizedModel(prepared))
     seen = {}
     for group, observer in nothing.observers.items():
         part = fresh(observer)
@@ -40,7 +41,7 @@ def _whole(prepared: TracedModule) -> Part:
 def check(data: st.DataObject, folder: Path) -> None:
     prepared, whole = _seed()
     try:
-        part = unpack(data.draw(mutated(whole)), prepared, IDENTITY, "the checkpoint")
+        part = unpack(data.draw(mutated(whole)), QuantizedModel(prepared), IDENTITY, "the checkpoint")
     except CalibrationError as error:
         one_sentence(error)
     else:

@@ -117,9 +117,9 @@ def _collect(
     """Collects the statistics; ``where`` and ``how`` are fields of `Source` and `Settings`."""
     from qtrace.calibration.jobs import Source
     from qtrace.calibration.running import Settings, collect_all
-    from qtrace.preparation.record import read_record
+    from qtrace.preparation.model import QuantizedModel
 
-    preprocess = read_record(prepared).qconfig.get("preprocess")
+    preprocess = QuantizedModel(prepared).record.qconfig.get("preprocess")
     settings = Settings(progress=console.progress, **how)
     return collect_all(
         prepared, source, Source(preprocess=preprocess, **where), folder, settings, console.note

@@ -18,17 +18,15 @@ from qtrace.data.batches import as_arguments, evaluating, told
 from qtrace.errors import CalibrationError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import TracedModule
-from qtrace.graph.walk import exprs
 from qtrace.inspection.comparison._runs import AloneRun, FloatRun, QuantizedRun
 from qtrace.inspection.comparison.report import Comparison, GroupCost, Output, SiteError
 from qtrace.inspection.comparison.tally import Difference, SiteTally, clipped, decibels, range_of
 from qtrace.inspection.twin import check_nodes, float_twin, told_changed
 from qtrace.numerics import dequantize, quantize
 from qtrace.observers.statistics.search import best_range, error, tables
-from qtrace.preparation.annotation import Annotation, Site
-from qtrace.preparation.passes.insert import CONTAINER
+from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.preparation.phases import in_phase
-from qtrace.preparation.record import is_quantized, read_record
+from qtrace.preparation.record import is_quantized
 from qtrace.process.thread import on_engine_thread
 from qtrace.scheme import QParams
 from qtrace.verification.verify import leaves
@@ -60,9 +58,9 @@ def compare(
         GraphError: when the module is not prepared or converted, or ``float_model`` is another network.
         CalibrationError: when it is not calibrated, there are no batches, or one does not fit the model.
     """
-    record = read_record(quantized)
-    twin = None if float_model is None else float_twin(record, float_model)
-    measured = _Measured(quantized, record.annotation, twin)
+    model = QuantizedModel(quantized)
+    twin = None if float_model is None else float_twin(model, float_model)
+    measured = _Measured(model, twin)
     network = None if float_model is None or is_quantized(float_model) else float_model
     with evaluating(quantized), nullcontext() if network is None else evaluating(network):
         for index, batch in enumerate(itertools.islice(batches, max_batches)):
@@ -71,33 +69,25 @@ def compare(
                 measured.add(args, kwargs, network)
     if measured.batches == 0:
         raise CalibrationError("there are no batches to compare on: give at least one.")
-    note = "" if twin is not None else told_changed(record, "give that, too (float_model=, or --float).")
-    return measured.result(record.qconfig.get("name") or "", note)
+    note = "" if twin is not None else told_changed(model, "give that, too (float_model=, or --float).")
+    return measured.result(model.record.qconfig.get("name") or "", note)
 
 
 class _Measured:
     """Gathers what `compare` tells."""
 
-    def __init__(self, model: TracedModule, annotation: Annotation, twin: TracedModule | None) -> None:
-        self.model, self.annotation, self.twin = model, annotation, twin
-        self.container = getattr(model, CONTAINER, None)
-        rounded = {node.name for expr in exprs(model) for node in expr.outputs}
-        found = [s for s in annotation.sites if s.sort != "bias" and f"{s.name}_q" in rounded]
-        self.moving = {s.name: s for s in found if not s.static}
-        self.fixed = {s.name: s for s in found if s.static}
+    def __init__(self, quantized: QuantizedModel, twin: TracedModule | None) -> None:
+        self.quantized, self.model, self.twin = quantized, quantized.module, twin
+        compared = [s for s in quantized.rounded.values() if s.sort != "bias"]
+        self.moving = {s.name: s for s in compared if not s.static}
+        self.fixed = {s.name: s for s in compared if s.static}
         if twin is not None:
-            check_nodes(twin, (site.node for site in self.moving.values()))
-        self.tallies = {
-            name: SiteTally(name, self._fake_quant(site).qparams()) for name, site in self.moving.items()
-        }
+            check_nodes(twin, (site.node.name for site in self.moving.values()))
+        self.tallies = {name: SiteTally(name, site.qparams) for name, site in self.moving.items()}
         self.parameters: dict[str, np.ndarray] = {}
         self.rounded: dict[str, np.ndarray] = {}
         self.outputs: list[tuple[Difference, tuple[int, ...], list[int]]] = []
         self.batches = self.samples = 0
-
-    def _fake_quant(self, site: Site) -> FakeQuant:
-        fq: FakeQuant = getattr(self.container, site.group)
-        return fq
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], network: TracedModule | None) -> None:
         """Runs one batch.
@@ -147,14 +137,13 @@ class _Measured:
             name: of the recipe.
             note: on what "float" stands for.
         """
-        kinds = {gives: note.kind for note in self.annotation.notes for gives in note.gives}
+        kinds = {gives: note.kind for note in self.quantized.annotation.notes for gives in note.gives}
         sites = []
-        for site in self.annotation.sites:
+        for site in self.quantized.sites:
             if site.name in self.tallies:
-                sites.append(_activation(site, self.tallies[site.name], kinds.get(site.node, "")))
+                sites.append(_activation(site, self.tallies[site.name], kinds.get(site.node.name, "")))
             elif site.name in self.parameters:
-                value, fq = self.parameters[site.name], self._fake_quant(site)
-                sites.append(_parameter(site, fq, value, self.rounded.get(site.name)))
+                sites.append(_parameter(site, self.parameters[site.name], self.rounded.get(site.name)))
         outputs = tuple(
             Output(i, shape, d.sqnr_db, d.cosine, same[0] / same[1] if same[1] else None)
             for i, (d, shape, same) in enumerate(self.outputs)
@@ -162,7 +151,7 @@ class _Measured:
         histograms = {name: tally.histogram() for name, tally in self.tallies.items()}
         groups = tuple(self._groups())
         return Comparison(
-            self.annotation.backend,
+            self.quantized.annotation.backend,
             name,
             self.batches,
             self.samples,
@@ -182,7 +171,7 @@ class _Measured:
                 yield GroupCost(group, tuple(names), tuple(_cost(self.tallies[n]) for n in names))
 
 
-def _activation(site: Site, tally: SiteTally, kind: str) -> SiteError:
+def _activation(site: QuantizedSite, tally: SiteTally, kind: str) -> SiteError:
     return SiteError(
         site.name,
         site.sort,
@@ -199,9 +188,9 @@ def _activation(site: Site, tally: SiteTally, kind: str) -> SiteError:
     )
 
 
-def _parameter(site: Site, fq: FakeQuant, value: np.ndarray, rounded: np.ndarray | None) -> SiteError:
+def _parameter(site: QuantizedSite, value: np.ndarray, rounded: np.ndarray | None) -> SiteError:
     """The error of a parameter; ``rounded`` is what the graph has, None for ``value`` rounded to nearest."""
-    qparams = fq.qparams()
+    fq, qparams = site.fake_quant, site.qparams
     flat = qparams
     if qparams.scheme.per_channel:
         flat = QParams(qparams.scheme.replace(axis=0), qparams.scale, qparams.zero_point)

@@ -11,7 +11,7 @@ from megengine import Tensor
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.inspection.comparison.tally import SiteTally
-from qtrace.preparation.annotation import Site
+from qtrace.preparation.model import QuantizedSite
 from qtrace.verification.verify import leaves
 
 __all__ = ["AloneRun", "FloatRun", "QuantizedRun"]
@@ -20,12 +20,12 @@ __all__ = ["AloneRun", "FloatRun", "QuantizedRun"]
 class _Run(Interpreter):
     """Runs a graph and keeps its outputs."""
 
-    def __init__(self, model: TracedModule, sites: Mapping[str, Site]) -> None:
+    def __init__(self, model: TracedModule, sites: Mapping[str, QuantizedSite]) -> None:
         super().__init__(model)
         self.before: dict[str, list[str]] = {}  # node -> the sites that round it
         for site in sites.values():
-            self.before.setdefault(site.node, []).append(site.name)
-        self.after = {f"{name}_q": name for name in sites}
+            self.before.setdefault(site.node.name, []).append(site.name)
+        self.after = {s.value.name: name for name, s in sites.items() if s.value is not None}
         self.outputs: list[np.ndarray] = []
 
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ class _Run(Interpreter):
 class FloatRun(_Run):
     """Keeps the value of every site; the graph is in the phase ``float``."""
 
-    def __init__(self, model: TracedModule, sites: Mapping[str, Site]) -> None:
+    def __init__(self, model: TracedModule, sites: Mapping[str, QuantizedSite]) -> None:
         super().__init__(model, sites)
         self.values: dict[str, np.ndarray] = {}
 
@@ -63,7 +63,7 @@ class AloneRun(_Run):
     """Keeps what every site gives when all before it is in float: with its own error, that of weights too."""
 
     def __init__(
-        self, model: TracedModule, sites: Mapping[str, Site], values: Mapping[str, np.ndarray]
+        self, model: TracedModule, sites: Mapping[str, QuantizedSite], values: Mapping[str, np.ndarray]
     ) -> None:
         super().__init__(model, sites)
         self.values, self.own = values, dict[str, np.ndarray]()
@@ -79,7 +79,7 @@ class QuantizedRun(_Run):
     def __init__(
         self,
         model: TracedModule,
-        sites: Mapping[str, Site],
+        sites: Mapping[str, QuantizedSite],
         values: dict[str, np.ndarray],
         own: dict[str, np.ndarray],
         tallies: Mapping[str, SiteTally],

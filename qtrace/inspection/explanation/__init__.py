@@ -22,8 +22,9 @@ from qtrace.inspection.explanation._summary import Summary
 from qtrace.inspection.explanation._table import op_table
 from qtrace.inspection.explanation._why import Story, Teller
 from qtrace.preparation.annotation import Annotation
+from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.prepare import plan
-from qtrace.preparation.record import is_quantized, read_record
+from qtrace.preparation.record import is_quantized
 from qtrace.scheme import QParams
 
 __all__ = ["Explanation", "explain"]
@@ -126,10 +127,9 @@ def explain(
         allow_code: whether a recipe that is named may name code, as for ``load_recipe``.
     """
     if is_quantized(model):
-        record = read_record(model)
-        config = QConfig.model_validate(record.qconfig)
-        config = config.with_origin("the config", record.annotation.origins)
-        return Explanation(record.annotation, config, _numbers.numbers(model), ptq=record.ptq)
+        view = QuantizedModel(model)
+        config = view.config.with_origin("the config", view.annotation.origins)
+        return Explanation(view.annotation, config, _numbers.numbers(view), ptq=view.ptq)
     comments: tuple[str, ...] = ()
     if isinstance(qconfig, (str, Path)):
         recipe = resolve_recipe(qconfig, allow_code=allow_code)

@@ -7,17 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.graph.types import TracedModule
 from qtrace.preparation.annotation import Site
-from qtrace.preparation.record import fake_quants
+from qtrace.preparation.model import QuantizedModel
 from qtrace.scheme import QParams
 
 __all__ = ["describe", "describe_bias", "numbers", "of_site"]
 
 
-def numbers(model: TracedModule) -> dict[str, QParams]:
+def numbers(model: QuantizedModel) -> dict[str, QParams]:
     """Group -> its parameters, for every group of ``model`` that has been calibrated."""
-    return {fq.site: fq.qparams() for fq in fake_quants(model) if fq.calibrated}
+    return {fq.site: fq.qparams() for fq in model.fake_quants.values() if fq.calibrated}
 
 
 def _range(qparams: QParams) -> tuple[np.ndarray, np.ndarray]:

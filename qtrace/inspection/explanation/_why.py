@@ -16,7 +16,7 @@ from qtrace.inspection.explanation import _numbers
 from qtrace.inspection.explanation._index import Index, few
 from qtrace.inspection.explanation._proposals import Proposals
 from qtrace.inspection.explanation._rules import Changes
-from qtrace.preparation.annotation import ExprNote, Site
+from qtrace.preparation.annotation import ExprNote, Site, site_name
 from qtrace.scheme import QParams
 
 __all__ = ["Story", "Teller"]
@@ -98,7 +98,7 @@ class Teller:
             GraphError: when nothing is called so, with the nearest names.
         """
         index = self.index
-        name = name if name in index.notes or name in index.sites else name.removesuffix("_q")
+        name = name if name in index.notes or name in index.sites else site_name(name)
         if name in index.notes:
             return [self._op(index.notes[name])]
         if name in index.annotation.inputs:

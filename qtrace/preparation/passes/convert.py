@@ -19,12 +19,13 @@ from qtrace.fakequant.following.bn_fold import LAYERS
 from qtrace.gradients import conv2d, plain
 from qtrace.graph.edit import GraphEditor, delete_attribute, exchange_function, set_parameter
 from qtrace.graph.flatten import flatten
-from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, TensorNode, TracedModule
+from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner
-from qtrace.preparation.annotation import Annotation, Fold, Site
+from qtrace.preparation.annotation import Annotation, Fold, Site, value_name
+from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes._computed import write_computed
 from qtrace.preparation.passes.insert import CONTAINER
-from qtrace.preparation.record import fake_quants, followers, read_record, write_record
+from qtrace.preparation.record import write_record
 from qtrace.process.thread import on_engine_thread
 from qtrace.scheme import QParams, QScheme
 
@@ -51,17 +52,17 @@ def convert(prepared: TracedModule) -> TracedModule:
         CalibrationError: when a site was never calibrated, naming it.
         ConfigError: when a weight that its fake quant transforms is rounded in another way, too.
     """
-    record = read_record(prepared, "prepared")
-    for fq in fake_quants(prepared):
+    before = QuantizedModel(prepared, "prepared")
+    for fq in before.fake_quants.values():
         fq.qparams()
-    model = flatten(prepared)
+    model = flatten(before.module)
     container = getattr(model, CONTAINER)
-    annotation = write_computed(model, record.annotation)
-    _write_transforms(model, annotation)
-    for name, fq in list(container.__dict__.items()):
-        if isinstance(fq, FakeQuant):
-            setattr(container, name, _frozen(fq))
-    for module in followers(model):
+    annotation = write_computed(model, before.annotation)
+    view = QuantizedModel(model, record=dataclasses.replace(before.record, annotation=annotation))
+    _write_transforms(view)
+    for name, fq in view.fake_quants.items():
+        setattr(container, name, _frozen(fq))
+    for module in view.followers:
         module.phase = "quantize"
     annotation = _write_folds(model, annotation)
     exchange_function(model, conv2d, plain(conv2d))
@@ -69,8 +70,9 @@ def convert(prepared: TracedModule) -> TracedModule:
     for expr in exprs(model):
         if isinstance(expr, GetAttr) and isinstance(expr.outputs[0], ModuleNode):
             expr.outputs[0].module_type = type(expr.outputs[0].owner)
-    _record_nodes(model, annotation)
-    write_record(model, dataclasses.replace(record, stage="converted", annotation=annotation))
+    record = dataclasses.replace(before.record, stage="converted", annotation=annotation)
+    _record_nodes(QuantizedModel(model, record=record))
+    write_record(model, record)
     return model
 
 
@@ -89,24 +91,22 @@ def _frozen(fq: FakeQuant) -> FixedFakeQuant:
     return frozen
 
 
-def _write_transforms(model: TracedModule, annotation: Annotation) -> None:
+def _write_transforms(model: QuantizedModel) -> None:
     """Writes the weights that a fake quant transforms as what it rounds: the frozen one rounds only."""
-    container = getattr(model, CONTAINER)
-    producers = {n.name: e for e in exprs(model) for n in e.outputs}
-    for site in annotation.sites:
-        if site.sort == "bias" or not getattr(container, site.group).transforms:
+    for site in model.sites:
+        if site.sort == "bias" or not site.fake_quant.transforms:
             continue
-        if sum(site.node == other.node for other in annotation.sites) > 1:
+        if sum(site.node is other.node for other in model.sites) > 1:
             raise ConfigError(
-                f"site {site.name}: a fake quant that transforms {site.node} cannot share it with another "
-                "scheme: give all readers one scheme, or use another fake quant there."
+                f"site {site.name}: a fake quant that transforms {site.node.name} cannot share it with "
+                "another scheme: give all readers one scheme, or use another fake quant there."
             )
-        expr = producers[site.node]
-        shaped = Parameter(getattr(container, site.group).shaped(expr.interpret(model)[0]).numpy())
+        expr = site.node.expr
+        shaped = Parameter(site.fake_quant.shaped(expr.interpret(model.module)[0]).numpy())
         if isinstance(expr, Constant):
             expr.value = shaped
         else:
-            set_parameter(model, expr.name, shaped)
+            set_parameter(model.module, expr.name, shaped)
 
 
 def _write_folds(model: TracedModule, annotation: Annotation) -> Annotation:
@@ -148,7 +148,7 @@ def _write_fold(
         weight_node,
         after=weight_node.expr,
         like=weight_node,
-        name=f"{fold.weight}_q",
+        name=value_name(fold.weight),
     )
     added = [dataclasses.replace(weight_site, consumers=(out.name,))]
     if source is not None:
@@ -161,7 +161,12 @@ def _write_fold(
         )
         added.append(bias_site)
         bias_node = editor.call_module(
-            f"{CONTAINER}.{name}", bias_node, *groups, after=bias_node.expr, like=bias_node, name=f"{name}_q"
+            f"{CONTAINER}.{name}",
+            bias_node,
+            *groups,
+            after=bias_node.expr,
+            like=bias_node,
+            name=value_name(name),
         )
     layer = LAYERS[module.kind]
     new = editor.call_function(layer, x, quantized, bias_node, after=expr, like=out, **module.options)
@@ -169,21 +174,19 @@ def _write_fold(
     return tuple(added)
 
 
-def _record_nodes(model: TracedModule, annotation: Annotation) -> None:
-    nodes: dict[str, TensorNode] = {n.name: n for n in model.graph.inputs}
-    nodes.update((n.name, n) for e in exprs(model) for n in e.outputs)
-    container = getattr(model, CONTAINER)
-    for site in annotation.sites:
+def _record_nodes(model: QuantizedModel) -> None:
+    fake_quants, annotation = model.fake_quants, model.annotation
+    for site in model.sites:
         if site.sort == "bias":
-            activation, weight = getattr(container, site.activation), getattr(container, site.weight)
-            scale, _ = getattr(container, site.group).scale(activation, weight)
+            activation, weight = (fake_quants[g] for g in (site.decision.activation, site.decision.weight))
+            scale, _ = site.fake_quant.scale(activation, weight)
             value = create_qparams(QuantMode.SYMMERTIC, "qint32", scale=Tensor(scale.numpy()))
         else:
-            value = _node_qparams(getattr(container, site.group))
-        nodes[site.node].qparams = value
-        nodes[f"{site.name}_q"].qparams = value
+            value = _node_qparams(site.fake_quant)
+        assert site.value is not None  # folds are written as layers
+        site.node.qparams = site.value.qparams = value
     for name, group in annotation.carried.items():
-        nodes[name].qparams = _node_qparams(getattr(container, group), annotation.factors.get(name, 1.0))
+        model.nodes[name].qparams = _node_qparams(fake_quants[group], annotation.factors.get(name, 1.0))
 
 
 def _node_qparams(fq: FakeQuant, factor: float = 1.0) -> NodeQParams:

@@ -18,7 +18,7 @@ from qtrace.graph.edit import GraphEditor, exchange_function
 from qtrace.graph.types import Expr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.observers.base import Observer
-from qtrace.preparation.annotation import Annotation, Fold, Plan, Site
+from qtrace.preparation.annotation import Annotation, Fold, Plan, Site, value_name
 from qtrace.preparation.passes.base import PassResult
 
 __all__ = ["CONTAINER", "insert"]
@@ -62,7 +62,7 @@ def insert(traced: TracedModule, annotation: Annotation) -> PassResult:
             if site.sort == "bias":
                 groups = (site.activation, site.weight)
                 args += tuple(editor.get_attr(f"{CONTAINER}.{g}") for g in groups)
-            new = editor.call_module(path, *args, after=node.expr, like=node, name=f"{site.name}_q")
+            new = editor.call_module(path, *args, after=node.expr, like=node, name=value_name(site.name))
             readers = None if site.consumers is None else [producers[c] for c in site.consumers]
             editor.replace_uses(node, new, readers)
             if readers is None:  # who wants another scheme rounds what is rounded here

@@ -17,7 +17,7 @@ from qtrace.errors import QtraceError
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.preparation.annotation import Site
-from qtrace.preparation.record import read_record
+from qtrace.preparation.model import QuantizedModel
 from qtrace.ptq.base import Batches, SiteError
 from qtrace.ptq.layers.scaling import rounded_weight
 
@@ -106,13 +106,13 @@ class CalibrationOutputs:
         batches: the calibration data.
     """
 
-    def __init__(self, model: TracedModule, reference: TracedModule, batches: Batches) -> None:
+    def __init__(self, model: QuantizedModel, reference: TracedModule, batches: Batches) -> None:
         arguments = next(iter(batches.spread(_MOST_SAMPLES)))
         arguments = first_samples(arguments, _MOST_SAMPLES) or arguments
-        self.model, self.inputs = model, Interpreter(model).bind(*arguments)[1][1:]
+        self.model = model.module
+        self.inputs = Interpreter(self.model).bind(*arguments)[1][1:]
         self.exact = _Outputs(reference).compute(self.inputs)
-        nodes = {f"{s.name}_q": s.node for s in read_record(model).annotation.sites}
-        self.names = [nodes.get(node.name, node.name) for node in model.graph.outputs]
+        self.names = [model.unrounded_name(node) for node in self.model.graph.outputs]
         first = self.inputs[0]
         count = int(first.shape[0]) if first.ndim else 1
         self.measured = f"{count} sample{'' if count == 1 else 's'} of the calibration data"

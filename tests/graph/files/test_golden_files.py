@@ -12,6 +12,7 @@ import qtrace
 from qtrace.calibration.checkpoint import fingerprint, read_part
 from qtrace.graph.files.allowlist import MOVED
 from qtrace.graph.files.names import AllowList, RefusedError
+from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes.insert import Container
 
 FOLDERS = sorted(path for path in (Path(__file__).parents[2] / "golden" / "files").iterdir() if path.is_dir())
@@ -47,7 +48,8 @@ def test_a_prepared_model_of_an_earlier_version_goes_on(path: Path, tmp_path: Pa
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_checkpoint_of_an_earlier_version_is_read(folder: Path) -> None:
     prepared = qtrace.load(folder / "prepared_fixed.mge")
-    part = read_part(folder / "checkpoint.part.npz", prepared, fingerprint(prepared))
+    model = QuantizedModel(prepared)
+    part = read_part(folder / "checkpoint.part.npz", model, fingerprint(model))
     assert list(part.statistics.batches) == [0]
     statistics = part.statistics
     qtrace.calibrate(

@@ -1,0 +1,213 @@
+"""A prepared or converted module as an object: its record is parsed once, and its sites know their nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from megengine import Tensor
+from megengine.module import Module
+
+from qtrace.config import QConfig
+from qtrace.errors import GraphError
+from qtrace.fakequant.base import FakeQuant
+from qtrace.fakequant.following.bias import BiasQuant
+from qtrace.fakequant.following.bn_fold import BnFold
+from qtrace.graph.types import Expr, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, users
+from qtrace.preparation.annotation import Annotation, Plan, Site, Sort, value_name
+from qtrace.preparation.passes.insert import CONTAINER
+from qtrace.preparation.record import Record, carried_qparams, followers, read_record, write_record
+from qtrace.scheme import QParams
+
+__all__ = ["QuantizedModel", "QuantizedSite"]
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedSite:
+    """One quantized tensor in the graph that holds it.
+
+    Attributes:
+        decision: what annotate decided for the site.
+        node: the node whose value is quantized.
+        value: the node that holds the rounded value; None for a weight that is rounded inside of its layer,
+            whose BatchNorm trains on.
+        consumers: the exprs that read the rounded value.
+        fake_quant: the module that rounds the value: a `FakeQuant`, for a bias a `BiasQuant`.
+    """
+
+    decision: Site
+    node: TensorNode
+    value: TensorNode | None
+    consumers: tuple[Expr, ...]
+    fake_quant: Any
+
+    @property
+    def name(self) -> str:
+        """The name of the site."""
+        return self.decision.name
+
+    @property
+    def sort(self) -> Sort:
+        """Whether the site is an activation, a weight or a bias."""
+        return self.decision.sort
+
+    @property
+    def group(self) -> str:
+        """The group of sites that share the parameters of ``fake_quant``."""
+        return self.decision.group
+
+    @property
+    def plan(self) -> Plan | None:
+        """Scheme, observer and fake quant of the site; None for a bias."""
+        return self.decision.plan
+
+    @property
+    def static(self) -> bool:
+        """Whether the value is a parameter."""
+        return self.decision.static
+
+    @property
+    def qparams(self) -> QParams:
+        """The quantization parameters of an activation or a weight.
+
+        Raises:
+            CalibrationError: when the site was never calibrated.
+        """
+        qparams: QParams = self.fake_quant.qparams()
+        return qparams
+
+
+class QuantizedModel:
+    """A view of a prepared or converted module.
+
+    The nodes of the view are those of the graph when they were first asked for: `view` gives a new view after
+    an edit.
+
+    Args:
+        module: the module.
+        stage: "prepared" or "converted", the stage that the caller needs; None for either.
+        record: how the module was quantized; None to read the record that the module carries.
+
+    Attributes:
+        module: the module.
+        record: how the module was quantized.
+
+    Raises:
+        GraphError: when the module is not at that stage, or its record is damaged.
+    """
+
+    def __init__(self, module: Module, stage: str | None = None, record: Record | None = None) -> None:
+        self.record = read_record(module, stage) if record is None else record
+        self.module: TracedModule = module
+
+    @classmethod
+    def of(cls, model: Module | QuantizedModel, stage: str | None = None) -> QuantizedModel:
+        """Returns a view as it is, or the view of a module, whose record is then parsed."""
+        return model if isinstance(model, QuantizedModel) else cls(model, stage)
+
+    def view(self, module: TracedModule) -> QuantizedModel:
+        """Returns the view of ``module`` with the same record: of a copy, or of this module after an edit."""
+        return QuantizedModel(module, record=self.record)
+
+    def add_reports(self, *reports: dict[str, Any]) -> None:
+        """Adds reports of post-training algorithms to the record, also to the one that the module carries."""
+        self.record = replace(self.record, ptq=(*self.record.ptq, *reports))
+        write_record(self.module, self.record)
+
+    @property
+    def stage(self) -> str:
+        """The stage of the module: "prepared" or "converted"."""
+        return self.record.stage
+
+    @property
+    def annotation(self) -> Annotation:
+        """The decisions that were executed."""
+        return self.record.annotation
+
+    @property
+    def log(self) -> tuple[str, ...]:
+        """What the passes did and left, a line each."""
+        return self.record.log
+
+    @property
+    def ptq(self) -> tuple[dict[str, Any], ...]:
+        """The reports of the post-training algorithms that have run, as plain data."""
+        return self.record.ptq
+
+    @cached_property
+    def config(self) -> QConfig:
+        """The config that the module was prepared with."""
+        return QConfig.model_validate(self.record.qconfig)
+
+    @cached_property
+    def nodes(self) -> dict[str, TensorNode]:
+        """Name -> node, for the inputs of the graph and what its exprs give, in graph order."""
+        nodes = {node.name: node for node in self.module.graph.inputs}
+        nodes.update((node.name, node) for expr in exprs(self.module) for node in expr.outputs)
+        return nodes
+
+    @cached_property
+    def sites(self) -> tuple[QuantizedSite, ...]:
+        """Every site, in graph order.
+
+        Raises:
+            GraphError: when the graph lacks a node or a fake quant of a site.
+        """
+        layers = {fold.weight: fold.norm for fold in self.annotation.folds}
+        try:
+            return tuple(self._site(site, layers) for site in self.annotation.sites)
+        except (KeyError, AttributeError) as error:
+            raise GraphError(
+                f"the graph and what the model says of how it was quantized disagree ({error}): prepare the "
+                "float model again, and do not edit it afterwards."
+            ) from error
+
+    def _site(self, site: Site, layers: dict[str, str]) -> QuantizedSite:
+        value = self.nodes.get(value_name(site.name))
+        readers = users(value) if value is not None else (self.nodes[layers[site.name]].expr,)
+        return QuantizedSite(site, self.nodes[site.node], value, tuple(readers), self.rounding(site.group))
+
+    @cached_property
+    def groups(self) -> dict[str, tuple[QuantizedSite, ...]]:
+        """Group -> its sites, in graph order."""
+        groups: dict[str, tuple[QuantizedSite, ...]] = {}
+        for site in self.sites:
+            groups[site.group] = (*groups.get(site.group, ()), site)
+        return groups
+
+    @cached_property
+    def rounded(self) -> dict[str, QuantizedSite]:
+        """Name of a node that holds a rounded value -> the site of that value."""
+        return {site.value.name: site for site in self.sites if site.value is not None}
+
+    def unrounded_name(self, node: TensorNode) -> str:
+        """Returns the name of the node whose value ``node`` holds, rounded or as it is."""
+        site = self.rounded.get(node.name)
+        return node.name if site is None else site.node.name
+
+    @property
+    def fake_quants(self) -> dict[str, FakeQuant]:
+        """Group -> its fake quant, in the order of the sites."""
+        children = getattr(self.module, CONTAINER).__dict__.items()
+        return {name: module for name, module in children if isinstance(module, FakeQuant)}
+
+    @property
+    def followers(self) -> tuple[BiasQuant | BnFold, ...]:
+        """The modules that have a phase but no parameters of their own: biases and folded layers."""
+        return tuple(followers(self.module))
+
+    def rounding(self, name: str) -> Any:
+        """Returns the module of a group, or of a layer whose BatchNorm trains on."""
+        return getattr(getattr(self.module, CONTAINER), name)
+
+    def carried_qparams(self) -> dict[str, QParams]:
+        """Name of a node -> its parameters, for the nodes that carry integers without rounding."""
+        return carried_qparams(self.module, self.annotation)
+
+    def float_tensors(self) -> list[tuple[str, Tensor]]:
+        """Name and value of every parameter and buffer that is not of a fake quant, sorted by name."""
+        tensors = self.module.named_tensors()
+        named = ((n, tensor) for n, tensor in tensors if not n.startswith(f"{CONTAINER}."))
+        return sorted(named, key=lambda pair: pair[0])

@@ -26,6 +26,7 @@ __all__ = [
     "fake_quantize",
     "grid",
     "quantize",
+    "quantize_bias",
     "round_half_away",
     "round_half_even",
     "round_to",
@@ -210,6 +211,21 @@ def quantize(x: Any, qparams: QParams) -> np.ndarray:
     q = round_to(q, scheme.rounding) + zero_point.astype(x.dtype)
     # fmax rather than clip: it takes NaN to qmin.
     return np.asarray(np.fmin(np.fmax(q, scheme.qmin), scheme.qmax)).astype(np.int32)
+
+
+def quantize_bias(bias: np.ndarray, scale: np.ndarray, limit: int) -> np.ndarray:
+    """The integers of a bias: ``bias / scale`` in float32, rounded half away from zero.
+
+    Args:
+        bias: numbers of any shape.
+        scale: the scale of the accumulator, broadcastable to ``bias``.
+        limit: the largest magnitude of an integer; larger ones saturate.
+
+    Returns:
+        int32 of the shape of ``bias``.
+    """
+    steps = bias.astype(np.float32) / scale.astype(np.float32)
+    return np.clip(round_half_away(steps.astype(np.float64)), -limit, limit).astype(np.int32)
 
 
 def dequantize(q: Any, qparams: QParams) -> np.ndarray:

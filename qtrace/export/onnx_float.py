@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export.converted.float_graph import float_graph
+from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.onnx.exporter import OnnxExporter, check
 from qtrace.export.parameters.base import beside, parameter_file
 from qtrace.export.parameters.sites import Layer, Names, site_table
 from qtrace.graph.types import TracedModule
-from qtrace.graph.walk import exprs
 from qtrace.ops import OpCall
 
 __all__ = ["SUFFIXES", "files"]
@@ -44,21 +43,21 @@ def files(converted: TracedModule, path: Path, *, params: str | None = None) -> 
     flat = float_graph(converted)
     exporter = OnnxExporter(flat)
     model = exporter.run()
-    _name_parameters(flat, model)
+    _name_parameters(exporter.graph, model)
     check(model)
     found: dict[Path, bytes] = {}
     if kind is not None:
-        rows = site_table(converted, _names(flat, exporter.writer, model))
+        rows = site_table(converted, _names(exporter.graph, exporter.writer, model))
         found[beside(path, kind)] = kind.write(rows).encode()
     found[path] = model.SerializeToString()
     return found
 
 
-def _calls(flat: TracedModule) -> Iterator[OpCall]:
-    return (call for expr in exprs(flat) if (call := ops.read(expr)) is not None)
+def _calls(flat: ConvertedGraph) -> Iterator[OpCall]:
+    return (op.call for op in flat.ops if op.call is not None)
 
 
-def _name_parameters(flat: TracedModule, model: Any) -> None:
+def _name_parameters(flat: ConvertedGraph, model: Any) -> None:
     """Gives weights and biases that are stored in another layout the names of their nodes, where free."""
     graph = model.graph
     used = {name for node in graph.node for name in (*node.input, *node.output)}
@@ -74,9 +73,9 @@ def _name_parameters(flat: TracedModule, model: Any) -> None:
         node.input[:] = [renamed.get(name, name) for name in node.input]
 
 
-def _names(flat: TracedModule, writer: Any, model: Any) -> Names:
+def _names(flat: ConvertedGraph, writer: Any, model: Any) -> Names:
     """What the exporter called the nodes and layers of the graph."""
-    nodes = [*flat.graph.inputs[1:], *(n for e in exprs(flat) for n in e.outputs)]
+    nodes = list(flat.nodes.values())
     values = {n.name: writer.values[n] for n in nodes if n in writer.values}
     tensors = {name: name for name in values}
     tensors.update((n.name, writer.names[n]) for n in nodes if n in writer.names)

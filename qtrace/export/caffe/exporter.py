@@ -10,14 +10,14 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export.converted.float_graph import float_graph
+from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import refusal
 from qtrace.export.parameters.base import beside, parameter_file
 from qtrace.export.parameters.sites import Layer, Names, site_table
-from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode, TracedModule
-from qtrace.graph.walk import exprs, is_float_tensor, op_label
+from qtrace.graph.types import TracedModule
+from qtrace.graph.walk import is_float_tensor, op_label
 
 __all__ = ["COMPANIONS", "SUFFIXES", "files"]
 
@@ -58,21 +58,20 @@ class _Exporter:
     def __init__(self, flat: TracedModule) -> None:
         from qtrace.export.caffe.ops import EMITTERS
         from qtrace.export.caffe.writer import CaffeWriter
-        from qtrace.export.converted.values import input_names
 
-        self.model, self.emitters = flat, EMITTERS
-        self.inputs = input_names(flat)
+        self.graph, self.emitters = ConvertedGraph(flat), EMITTERS
         self.writer = CaffeWriter(flat.graph.name or "qtrace")
+        self.writer.values.update(self.graph.values)
 
     def run(self) -> None:
         """Fills the writer."""
-        for node, name in zip(self.model.graph.inputs[1:], self.inputs, strict=True):
+        for node, name in self.graph.inputs.items():
             self.writer.names[node] = name
             # One sample: deployments change that number.
             shape = {"dim": [1, *(int(n) for n in node.shape[1:])]}
             self.writer.layer("Input", [], name, input_param={"shape": [shape]})
-        for expr in exprs(self.model):
-            self._emit(expr)
+        for op in self.graph.ops:
+            self._emit(op)
         self._silence_unread()
 
     def _silence_unread(self) -> None:
@@ -80,19 +79,14 @@ class _Exporter:
         w = self.writer
         layers = list(w.net.layer)
         read = {blob for layer in layers for blob in layer.bottom}
-        read.update(w.names[n] for n in self.model.graph.outputs if n in w.names)
+        read.update(w.names[n] for n in self.graph.outputs if n in w.names)
         for layer in layers:
             unread = [top for top in layer.top if len(layer.top) > 1 and top not in read]
             if unread:
                 w.layers("Silence", unread, f"{layer.name}_unused", [])
 
-    def _emit(self, expr: Expr) -> None:
-        if isinstance(expr, (GetAttr, Constant)):
-            if isinstance(expr.outputs[0], TensorNode):
-                value = expr.interpret(self.model) if isinstance(expr, GetAttr) else (expr.value,)
-                self.writer.values[expr.outputs[0]] = value[0].numpy()
-            return
-        call = ops.read(expr)
+    def _emit(self, op: ConvertedOp) -> None:
+        expr, call = op.expr, op.call
         name, label = expr.outputs[0].name, op_label(expr)
         if not any(is_float_tensor(n) for n in expr.outputs):
             return  # shapes: layers have those of the trace
@@ -110,13 +104,12 @@ class _Exporter:
     def names(self) -> Names:
         """What the net calls the nodes and layers of the graph."""
         w = self.writer
-        nodes = [*self.model.graph.inputs[1:], *(n for e in exprs(self.model) for n in e.outputs)]
+        nodes = list(self.graph.nodes.values())
         tensors = {n.name: n.name for n in nodes if n in w.values}
         tensors.update((n.name, w.names[n]) for n in nodes if n in w.names)
         blobs = {layer.name: layer.blobs[0] for layer in w.weights.layer}
         layers: dict[str, Layer] = {}
-        for expr in exprs(self.model):
-            call = ops.read(expr)
+        for call in (op.call for op in self.graph.ops):
             if call is not None and call.weight is not None:
                 name, value = call.out.name, w.values[call.weight]
                 value = value.reshape(tuple(blobs[name].shape.dim))

@@ -9,15 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from qtrace import ops
-from qtrace.export.converted.values import input_names
-from qtrace.fakequant.base import FakeQuant
-from qtrace.fakequant.following.bias import BiasQuant
-from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, Node, TensorNode, TracedModule
-from qtrace.graph.walk import exprs, op_label, owner
-from qtrace.preparation.annotation import Site
-from qtrace.preparation.passes.insert import CONTAINER
-from qtrace.preparation.record import carried_qparams, read_record
+from qtrace.export.converted.graph import ConvertedGraph, ConvertedSite
+from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, Node, TracedModule
+from qtrace.graph.walk import op_label
+from qtrace.ops import OpCall
 
 __all__ = ["Graph", "Op", "Quantized", "Value", "read_graph"]
 
@@ -104,39 +99,32 @@ def read_graph(converted: TracedModule) -> Graph:
 
 class _Reader:
     def __init__(self, converted: TracedModule) -> None:
-        self.model = converted
-        self.annotation = read_record(converted, "converted").annotation
-        self.sites = {f"{s.name}_q": s for s in self.annotation.sites}
+        self.converted = ConvertedGraph(converted)
         # Results that are rounded for all of their readers.
-        self.results = {s.node: s for s in self.annotation.sites if s.consumers is None}
-        self.carried = carried_qparams(converted, self.annotation)
+        self.results = {s.node: s for s in self.converted.sites if s.decision.consumers is None}
         self.producers: dict[Node, tuple[str, int]] = {}
-        self.names: dict[Node, str] = {}
         self.constants: set[Node] = set()
 
     def graph(self) -> Graph:
         """The whole graph."""
-        found = []
-        inputs = self.model.graph.inputs[1:]
-        for node, name in zip(inputs, input_names(self.model), strict=True):
-            self.producers[node], self.names[node] = (name, 0), name
+        converted, found = self.converted, []
+        for node, name in converted.inputs.items():
+            self.producers[node] = (name, 0)
             found.append(Op(name, "input", "input", (), (self._value(node),)))
-        for expr in exprs(self.model):
-            if not isinstance(owner(expr), (FakeQuant, BiasQuant)) and not isinstance(
-                expr, (GetAttr, Constant)
-            ):
-                found += self._op(expr)
-        outputs = tuple(self._value(n) for n in self.model.graph.outputs)
-        return Graph(self.model.graph.name or "qtrace", self.annotation.backend, tuple(found), outputs)
+        for op in converted.ops:
+            found += self._op(op.expr, op.call)
+        outputs = tuple(self._value(n) for n in converted.outputs)
+        name = converted.module.graph.name or "qtrace"
+        return Graph(name, converted.annotation.backend, tuple(found), outputs)
 
-    def _op(self, expr: Expr) -> Iterator[Op]:
+    def _op(self, expr: Expr, call: OpCall | None) -> Iterator[Op]:
         """The op of an expr, behind the constants that it is the first to read."""
-        call = ops.read(expr)
         weights = {} if call is None else {"weight": call.weight, "bias": call.bias}
         layer = {n for n in weights.values() if n is not None}
         read = [n for n in expr.inputs if not isinstance(n, ModuleNode) and n not in layer]
         for node in read:
-            source = self._source(node)[0]
+            site = self.converted.site_of(node)
+            source = node if site is None else site.node
             if isinstance(source.expr, (GetAttr, Constant)) and source not in self.constants:
                 self.constants.add(source)
                 self.producers[source] = (source.name, 0)
@@ -154,42 +142,31 @@ class _Reader:
             {} if call is None else {k: v for k, v in call.attrs.items() if _plain(v)},
         )
 
-    def _source(self, node: Node) -> tuple[Any, Quantized | None]:
-        """The node whose value is read, and how it was rounded on the way (the last rounding counts)."""
-        quantized = None
-        while isinstance(owner(node.expr), (FakeQuant, BiasQuant)):
-            quantized = quantized or self._rounded(node)
-            node = next(n for n in node.expr.inputs if isinstance(n, TensorNode))
-        return node, quantized
-
-    def _rounded(self, node: Node) -> Quantized:
-        return self._numbers(self.sites[node.name])
-
-    def _numbers(self, site: Site) -> Quantized:
-        container = getattr(self.model, CONTAINER)
-        if site.sort == "bias":
-            groups = (getattr(container, g) for g in (site.activation, site.weight))
-            scale = getattr(container, site.group).scale(*groups)[0].numpy().astype(np.float32)
-            scale = scale.reshape(-1) if scale.ndim else scale
-            return Quantized(site.name, "int32 sym", scale, np.zeros(scale.shape, np.int32))
-        qparams = getattr(container, site.group).qparams()
-        return Quantized(site.name, qparams.scheme.describe(), qparams.scale, qparams.zero_point)
-
     def _result(self, node: Node) -> Value:
-        site = self.results.get(node.name)
+        site = self.results.get(node)
         value = self._value(node)
-        return value if site is None else dataclasses.replace(value, quantized=self._numbers(site))
+        return value if site is None else dataclasses.replace(value, quantized=_numbers(site))
 
     def _value(self, node: Node) -> Value:
-        source, quantized = self._source(node)
-        if quantized is None and source.name in self.carried:
-            qparams = self.carried[source.name]
+        site = self.converted.site_of(node)
+        source: Any = node if site is None else site.node
+        quantized = None if site is None else _numbers(site)
+        if quantized is None and source.name in self.converted.carried:
+            qparams = self.converted.carried[source.name]
             parts = (qparams.scheme.describe(), qparams.scale, qparams.zero_point)
             quantized = Quantized(source.name, *parts)
         producer, index = self.producers.get(source, ("", 0))
-        name = self.names.get(source, source.name)
+        name = self.converted.inputs.get(source, source.name)
         shape = tuple(int(n) for n in source.shape or ())
         return Value(name, producer, index, shape, str(np.dtype(source.dtype)), quantized)
+
+
+def _numbers(site: ConvertedSite) -> Quantized:
+    if site.sort == "bias":
+        scale = site.bias_scale
+        return Quantized(site.name, "int32 sym", scale, np.zeros(scale.shape, np.int32))
+    qparams = site.qparams
+    return Quantized(site.name, qparams.scheme.describe(), qparams.scale, qparams.zero_point)
 
 
 def _plain(value: Any) -> bool:

@@ -10,6 +10,7 @@ import dataclasses
 import numpy as np
 from megengine import Parameter
 
+from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import LAYERS, BnFold
@@ -17,7 +18,6 @@ from qtrace.graph.edit import GraphEditor, set_parameter
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import GetAttr, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner
-from qtrace.preparation.passes.insert import CONTAINER
 from qtrace.preparation.record import Record, read_record, write_record
 
 __all__ = ["bare_graph", "float_graph"]
@@ -64,19 +64,17 @@ def float_graph(converted: TracedModule) -> TracedModule:
     Returns:
         A flat graph that counts as converted, with no sites.
     """
-    record = read_record(converted, "converted")
+    graph = ConvertedGraph(converted)
     flat = flatten(converted)
     with GraphEditor(flat) as editor:
         _drop_fake_quants(editor)
     paths = {e.outputs[0].name: e.name for e in exprs(flat) if isinstance(e, GetAttr)}
-    container = getattr(flat, CONTAINER)
-    for site in record.annotation.sites:
-        path = paths.get(site.node, "")
-        if site.sort == "weight" and path and site.plan is not None and site.plan.scheme.narrow:
-            value = get_module(flat, path)
-            clipped = _clipped(value.numpy(), getattr(container, site.group))
+    for site in graph.sites:
+        path = paths.get(site.node.name, "")
+        if site.sort == "weight" and path and site.qparams.scheme.narrow:
+            clipped = _clipped(get_module(flat, path).numpy(), site.fake_quant)
             set_parameter(flat, path, Parameter(clipped))
-    _forget_sites(flat, record)
+    _forget_sites(flat, graph.record)
     return flat
 
 

@@ -17,7 +17,7 @@ from megengine.jit import trace
 
 from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import float_kinds
-from qtrace.export.converted.values import input_names
+from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.megengine.graph import QuantizedGraph
 from qtrace.graph.types import TensorNode, TracedModule
 
@@ -41,9 +41,9 @@ def serialize(converted: TracedModule, allow_float: Iterable[str] = ()) -> bytes
             be dumped.
     """
     graph = QuantizedGraph(converted, float_kinds(allow_float))
-    names = input_names(converted)
-    outputs = _output_names(converted, names)
-    samples = [_sample(node) for node in converted.graph.inputs[1:]]
+    names = list(graph.graph.inputs.values())
+    outputs = _output_names(graph.graph, names)
+    samples = [_sample(node) for node in graph.graph.inputs]
 
     def run(*inputs: Tensor) -> list[Tensor]:
         return graph.run(*inputs)
@@ -70,11 +70,11 @@ def _sample(node: TensorNode) -> Tensor:
     return Tensor(np.zeros([int(n) for n in node.shape], np.dtype(node.dtype)))
 
 
-def _output_names(converted: TracedModule, taken: list[str]) -> list[str]:
+def _output_names(graph: ConvertedGraph, taken: list[str]) -> list[str]:
     """The names of the nodes that leave the graph, each once."""
     found: list[str] = []
-    for node in converted.graph.outputs:
-        name = node.name.removesuffix("_q")
+    for node in graph.outputs:
+        name = graph.site_name(node)
         while name in (*taken, *found):
             name = f"{name}_output"
         found.append(name)

@@ -15,16 +15,12 @@ from megengine.functional.quantized import conv_bias_activation, conv_transpose2
 from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import only_floats_read
+from qtrace.export.converted.graph import ConvertedGraph, ConvertedSite
 from qtrace.export.converted.located import located
 from qtrace.export.converted.values import integer_values
-from qtrace.fakequant.base import FakeQuant
-from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Node, TensorNode, TracedModule
-from qtrace.graph.walk import exprs, is_float_tensor, op_label, owner, users
+from qtrace.graph.walk import exprs, is_float_tensor, op_label, users
 from qtrace.ops import OpCall
-from qtrace.preparation.annotation import Site
-from qtrace.preparation.passes.insert import CONTAINER
-from qtrace.preparation.record import carried_qparams, read_record
 from qtrace.scheme import QScheme
 
 __all__ = ["QuantizedGraph"]
@@ -51,12 +47,12 @@ class QuantizedGraph:
     """
 
     def __init__(self, converted: TracedModule, floats: frozenset[str] = frozenset()) -> None:
-        self.model = converted
-        self.annotation = read_record(converted, "converted").annotation
-        self.container = getattr(converted, CONTAINER)
-        self.sites = {f"{s.name}_q": s for s in self.annotation.sites}
-        self.carried = carried_qparams(converted, self.annotation)
-        self.moved = frozenset(self.annotation.moved())
+        self.graph = ConvertedGraph(converted)
+        self.attributes = {
+            expr.outputs[0]: self.graph.attribute(expr)
+            for expr in exprs(converted)
+            if isinstance(expr, (GetAttr, Constant))
+        }
         self.integers: list[str] = []
         self.merged: dict[str, str] = {}
         self.values: dict[Node, Any] = {}
@@ -65,12 +61,14 @@ class QuantizedGraph:
         self.computed: dict[tuple[Any, ...], Sequence[Any]] = {}
         self.kept: dict[tuple[str, int], Tensor] = {}
         self.contents: dict[tuple[Any, ...], Tensor] = {}
-        made = {e.outputs[0].name: e.outputs[0] for e in exprs(converted) if e.outputs}
-        stored = [f"{s.name}_q" for s in self.annotation.sites if s.sort != "activation"]
-        self.floating = {n for n in stored if n in made and only_floats_read(made[n], floats)}
-        for site in self.annotation.sites:
-            if site.plan is not None and f"{site.name}_q" not in self.floating:
-                _check(site.name, site.plan.scheme, site.sort == "weight")
+        self.floating = {
+            site.value
+            for site in self.graph.sites
+            if site.sort != "activation" and only_floats_read(site.value, floats)
+        }
+        for site in self.graph.sites:
+            if site.sort != "bias" and site.value not in self.floating:
+                _check(site.name, site.qparams.scheme, site.sort == "weight")
 
     def run(self, *inputs: Tensor) -> list[Tensor]:
         """Computes the outputs of the graph as floats.
@@ -78,25 +76,20 @@ class QuantizedGraph:
         `integers` are then the names of the tensors of integers. MegEngine merges ops that compute the same
         from the same inputs, and keeps one name: `merged` has the name that stands for each lost one.
         """
-        graph = self.model.graph
+        graph = self.graph
         self.integers, self.merged, self.named, self.rounded, self.computed = [], {}, {}, {}, {}
-        self.values = {graph.inputs[0]: self.model}
-        self.values.update((n, x) for n, x in zip(graph.inputs[1:], inputs, strict=True))
-        for expr in exprs(self.model):
-            with located(expr):
-                self._compute(expr)
+        self.values = {graph.module.graph.inputs[0]: graph.module, **self.attributes}
+        self.values.update(zip(graph.inputs, inputs, strict=True))
+        for step in graph.steps:
+            with located(step.expr):
+                if isinstance(step, ConvertedSite):
+                    self.values[step.value] = self._site(step)
+                else:
+                    self._compute(step.expr, step.call)
         return [_as_float(self.values[n]) for n in graph.outputs]
 
-    def _compute(self, expr: Expr) -> None:
-        values, node = self.values, expr.outputs[0]
-        if isinstance(expr, (GetAttr, Constant)):
-            found = expr.interpret(self.model) if isinstance(expr, GetAttr) else (expr.value,)
-            values[node] = found[0]
-            return
-        if isinstance(owner(expr), (FakeQuant, BiasQuant)):
-            values[node] = self._site(expr, self.sites[node.name])
-            return
-        call = ops.read(expr)
+    def _compute(self, expr: Expr, call: OpCall | None) -> None:
+        values = self.values
         result = None if call is None else self._integer_op(call)
         results = self._as_traced(expr, call) if result is None else [result]
         key = (*_what(expr), *(id(values[n]) for n in expr.inputs), *map(_scale_of, results))
@@ -104,17 +97,16 @@ class QuantizedGraph:
         for out, value in zip(expr.outputs, results, strict=True):
             values[out] = self._carry(out, value)
 
-    def _site(self, expr: Expr, site: Site) -> Tensor:
+    def _site(self, site: ConvertedSite) -> Tensor:
         """The rounded value of a site; a kernel that rounded it already is left alone."""
-        value = self.values[expr.args[1]]
-        if site.sort == "bias" or expr.outputs[0].name in self.floating:
+        expr, value = site.expr, self.values[site.source]
+        if site.sort == "bias" or site.value in self.floating:
             return self._keep(
                 "value", expr, lambda: expr.interpret(*(self.values[n] for n in expr.inputs))[0]
             )
-        module = getattr(self.container, site.group)
-        scale = module.qparams().scale.item()
-        if isinstance(expr.args[1].expr, (GetAttr, Constant)):
-            return self._keep("value", expr, lambda: _stored(module, value.numpy(), scale))
+        scale = site.qparams.scale.item()
+        if isinstance(site.source.expr, (GetAttr, Constant)):
+            return self._keep("value", expr, lambda: _stored(site, value.numpy(), scale))
         if site.sort == "weight":
             raise ExportError(
                 f"site {site.name}: its weight is computed, and MegEngine's kernels take stored ones: set "
@@ -137,13 +129,13 @@ class QuantizedGraph:
 
     def _carry(self, node: Node, value: Any) -> Any:
         """What a node that carries integers holds: integers, under its name."""
-        qparams = self.carried.get(node.name)
+        qparams = self.graph.carried.get(node.name)
         if qparams is None:
             return value
         scale = qparams.scale.item()
         if not _is_integer(value) or _scale(value) != scale:
             value = _as_float(value).astype(dtype.qint8(scale))
-        return self._name(value, node.name) if node.name in self.moved else value
+        return self._name(value, node.name) if node.name in self.graph.moved else value
 
     def _name(self, value: Tensor, name: str) -> Tensor:
         self.integers.append(name)
@@ -188,17 +180,22 @@ class QuantizedGraph:
         """To which scale the result is rounded if nothing reads it before, and whether a relu is between."""
         node, through = call.out, False
         reader = self._only_reader(node)
-        if relu and reader is not None and (found := ops.read(reader)) is not None and found.kind == "relu":
+        if (
+            relu
+            and reader is not None
+            and (found := self.graph.call(reader)) is not None
+            and found.kind == "relu"
+        ):
             node, through = reader.outputs[0], True
             reader = self._only_reader(node)
-        site = None if reader is None else self.sites.get(reader.outputs[0].name)
+        site = None if reader is None else self.graph.site_of(reader.outputs[0])
         if site is None or site.sort != "activation":
             return None, False
-        return getattr(self.container, site.group).qparams().scale.item(), through
+        return site.qparams.scale.item(), through
 
     def _only_reader(self, node: TensorNode) -> Expr | None:
         found = list(users(node))
-        leaves = any(n is node for n in self.model.graph.outputs)
+        leaves = any(n is node for n in self.graph.outputs)
         return found[0] if len(found) == 1 and not leaves else None
 
     def _conv(self, call: OpCall, x: Tensor) -> Tensor | None:
@@ -255,7 +252,7 @@ class QuantizedGraph:
 
     def _relu(self, call: OpCall, x: Tensor) -> Tensor | None:
         node = call.inputs[0]
-        if not isinstance(owner(node.expr), FakeQuant) and node.name not in self.carried:
+        if self.graph.site_of(node) is None and node.name not in self.graph.carried:
             return x  # the kernel before it has done it
         scale, _ = self._ahead(call, relu=False)
         return None if scale is None else _elemwise_multi_type(x, mode="qrelu", dtype=dtype.qint8(scale))
@@ -279,8 +276,8 @@ def _scale(value: Tensor) -> float:
     return float(dtype.get_scale(value.dtype))
 
 
-def _stored(module: FakeQuant, value: np.ndarray, scale: float) -> Tensor:
-    integers = integer_values(module, value).astype(np.float32)
+def _stored(site: ConvertedSite, value: np.ndarray, scale: float) -> Tensor:
+    integers = integer_values(site.fake_quant, value).astype(np.float32)
     return Tensor(integers * np.float32(scale)).astype(dtype.qint8(scale))
 
 

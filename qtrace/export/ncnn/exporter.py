@@ -14,28 +14,24 @@ from pathlib import Path
 import numpy as np
 from megengine import Tensor
 
-from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import float_kinds, only_floats_read
+from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp, ConvertedSite
 from qtrace.export.converted.located import refusal, site_expr
-from qtrace.export.converted.values import input_names, integer_values
 from qtrace.export.ncnn.fuse import fuse_activations, fuse_roundings, sinks, split_branches
 from qtrace.export.ncnn.ops import EMITTERS
 from qtrace.export.ncnn.writer import Layer, NcnnWriter, Rounded, Weight
-from qtrace.fakequant.base import FakeQuant
-from qtrace.fakequant.following.bias import BiasQuant
-from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode, TracedModule
-from qtrace.graph.walk import exprs, is_float_tensor, owner
-from qtrace.numerics import dequantize, quantize
-from qtrace.preparation.annotation import Site
-from qtrace.preparation.passes.insert import CONTAINER
-from qtrace.preparation.record import carried_qparams, read_record
+from qtrace.graph.types import TracedModule
+from qtrace.graph.walk import is_float_tensor
+from qtrace.numerics import dequantize
 from qtrace.scheme import QScheme
 
 __all__ = ["COMPANIONS", "SUFFIXES", "files"]
 
 SUFFIXES = (".param",)
 COMPANIONS = (".bin",)
+
+_PLURALS = {"weight": "weights", "bias": "biases"}
 
 
 def files(converted: TracedModule, path: Path, allow_float: Iterable[str] = ()) -> dict[Path, bytes]:
@@ -58,22 +54,19 @@ def files(converted: TracedModule, path: Path, allow_float: Iterable[str] = ()) 
 
 class _Exporter:
     def __init__(self, converted: TracedModule, floats: frozenset[str]) -> None:
-        self.model, self.floats = converted, floats
-        self.annotation = read_record(converted, "converted").annotation
-        self.container = getattr(converted, CONTAINER)
-        self.sites = {f"{s.name}_q": s for s in self.annotation.sites}
-        self.carried = carried_qparams(converted, self.annotation)
-        inputs = converted.graph.inputs[1:]
-        self.writer = NcnnWriter(int(inputs[0].shape[0]) if inputs and inputs[0].shape else 1)
+        self.graph, self.floats = ConvertedGraph(converted), floats
+        first = next(iter(self.graph.inputs), None)
+        self.writer = NcnnWriter(int(first.shape[0]) if first is not None and first.shape else 1)
+        self.writer.values.update(self.graph.values)
 
     def run(self) -> NcnnWriter:
         """The writer with all layers."""
         w = self.writer
-        for node, name in zip(self.model.graph.inputs[1:], input_names(self.model), strict=True):
+        for node, name in self.graph.inputs.items():
             w.shape(node)
             w.names[node] = w.layer("Input", [], name)
-        for expr in exprs(self.model):
-            self._emit(expr)
+        for step in self.graph.steps:
+            self._emit(step)
         outputs = self._outputs()
         w.layers += sinks(w.layers, outputs)
         w.layers = fuse_activations(w.layers, outputs)
@@ -81,80 +74,65 @@ class _Exporter:
         w.layers = split_branches(w.layers)
         return w
 
-    def _emit(self, expr: Expr) -> None:
-        w, node = self.writer, expr.outputs[0]
-        if isinstance(expr, (GetAttr, Constant)):
-            if isinstance(node, TensorNode):
-                value = expr.interpret(self.model) if isinstance(expr, GetAttr) else (expr.value,)
-                w.values[node] = value[0].numpy()
-            return
+    def _emit(self, step: ConvertedOp | ConvertedSite) -> None:
+        expr = step.expr
         try:
-            if isinstance(owner(expr), (FakeQuant, BiasQuant)):
-                self._emit_site(node, expr.args[1], self.sites[node.name])
+            if isinstance(step, ConvertedSite):
+                self._emit_site(step)
             elif any(is_float_tensor(n) for n in expr.outputs):
-                self._emit_op(expr)
+                self._emit_op(step)
         except ExportError as error:
-            about = site_expr(expr.args[1], node) if node.name in self.sites else expr
-            raise refusal(f"{node.name}: {error}", about) from error
+            about = site_expr(step.source, step.value) if isinstance(step, ConvertedSite) else expr
+            raise refusal(f"{expr.outputs[0].name}: {error}", about) from error
 
-    def _emit_op(self, expr: Expr) -> None:
-        w, call = self.writer, ops.read(expr)
+    def _emit_op(self, op: ConvertedOp) -> None:
+        w, call = self.writer, op.call
         if call is None or call.kind not in EMITTERS:
             raise ExportError(
                 "it has no ncnn form: end the graph before it, or write it with ops that have one"
             )
-        w.moving = expr.outputs[0].name in self.carried
+        w.moving = op.expr.outputs[0].name in self.graph.carried
         EMITTERS[call.kind](w, call)
         w.moving = False
-        for node in expr.outputs:
-            qparams = self.carried.get(node.name)
+        for node in op.expr.outputs:
+            qparams = self.graph.carried.get(node.name)
             if qparams is not None:
                 w.rounded[node] = Rounded(node.name, qparams)
 
-    def _emit_site(self, out: TensorNode, source: TensorNode, site: Site) -> None:
-        w, value = self.writer, self.writer.value(source)
-        if site.sort == "bias":
-            w.values[out] = self._bias(site, value)
-            return
-        module = getattr(self.container, site.group)
-        if site.sort == "weight":
-            if value is None:
-                raise ExportError(
-                    "its weight is computed, and ncnn stores weights in the file: set quantize: false "
-                    "for its layer"
-                )
-            self._weight(out, site, module, value)
-        elif value is not None:
-            w.values[out] = dequantize(quantize(value, module.qparams()), module.qparams())
-        else:
-            _check(site.name, module.scheme, 8)
-            w.names[out] = w.name(source)
-            w.rounded[out] = Rounded(site.name, module.qparams())
+    def _emit_site(self, site: ConvertedSite) -> None:
+        w, out, value = self.writer, site.value, self.writer.value(site.source)
+        if site.sort == "activation":
+            if value is not None:
+                w.values[out] = dequantize(site.integers(value), site.qparams)
+                return
+            _check(site.name, site.qparams.scheme, 8)
+            w.names[out] = w.name(site.source)
+            w.rounded[out] = Rounded(site.name, site.qparams)
             w.integer_blob(out)
-
-    def _weight(self, out: TensorNode, site: Site, module: FakeQuant, value: np.ndarray) -> None:
-        if only_floats_read(out, self.floats):
-            self.writer.values[out] = module(Tensor(value)).numpy()
             return
-        _check(site.name, module.scheme, module.scheme.bits, ", or name the kind of its layer in allow_float")
-        qparams, axes = module.qparams(), site.channel_axes
-        stored = integer_values(module, value).astype(np.int8)
+        if value is None:
+            raise ExportError(
+                f"its {site.sort} is computed, and ncnn stores {_PLURALS[site.sort]} in the file: set "
+                "quantize: false for its layer"
+            )
+        if site.sort == "weight":
+            self._weight(site, value)
+        else:  # ncnn has biases in float, so the rounded one is exact enough
+            w.values[out] = site.rounded_bias(value)
+
+    def _weight(self, site: ConvertedSite, value: np.ndarray) -> None:
+        w, out, qparams, axes = self.writer, site.value, site.qparams, site.decision.channel_axes
+        if only_floats_read(out, self.floats):
+            w.values[out] = site.fake_quant(Tensor(value)).numpy()
+            return
+        scheme = qparams.scheme
+        _check(site.name, scheme, scheme.bits, ", or name the kind of its layer in allow_float")
+        stored = site.integers(value).astype(np.int8)
         shape = [n if i in axes else 1 for i, n in enumerate(value.shape)]
         scale = qparams.scale.reshape(shape) if qparams.scale.ndim else qparams.scale
         means = (stored * scale).astype(np.float32)
-        self.writer.weights[out] = Weight(stored, qparams.scale, means)
-        self.writer.values[out] = means
-
-    def _bias(self, site: Site, value: np.ndarray | None) -> np.ndarray:
-        """What the graph adds: ncnn has biases in float, so the rounded one is exact enough."""
-        if value is None:
-            raise ExportError(
-                "its bias is computed, and ncnn stores biases in the file: set quantize: false for its layer"
-            )
-        groups = (getattr(self.container, g) for g in (site.activation, site.weight))
-        scale = getattr(self.container, site.group).scale(*groups)[0].numpy().astype(np.float64)
-        steps = value.astype(np.float64) / scale
-        return (np.sign(steps) * np.floor(np.abs(steps) + 0.5) * scale).astype(np.float32)
+        w.weights[out] = Weight(stored, qparams.scale, means)
+        w.values[out] = means
 
     def _outputs(self) -> set[str]:
         """Gives the outputs names of their own, in the order of the graph's."""
@@ -162,12 +140,11 @@ class _Exporter:
             self.writer,
             {top for layer in self.writer.layers if layer.kind == "Input" for top in layer.tops},
         )
-        nodes = self.model.graph.outputs
+        nodes = self.graph.outputs
         blobs = [w.name(node) for node in nodes]
         found: set[str] = set()
         for node, blob in zip(nodes, blobs, strict=True):
-            site = self.sites.get(node.name)
-            wanted = node.name if site is None else site.node
+            wanted = self.graph.value_name(node)
             if len(nodes) == 1 and blob == wanted and not any(blob in layer.bottoms for layer in w.layers):
                 return {blob}
             wanted = f"{wanted}_output" if wanted in taken | found else wanted

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from qtrace.errors import ExportError
 from qtrace.export.converted.float_graph import bare_graph
 from qtrace.graph.types import TracedModule
-from qtrace.graph.walk import exprs
 
 __all__ = ["Activations", "activations"]
 
@@ -53,11 +52,9 @@ def activations(prepared: TracedModule, nodes: Sequence[str]) -> Activations:
         def _metadata(self, own: str) -> dict[str, str]:
             return {}
 
-    flat = bare_graph(prepared)
-    exporter = Exporter(flat)
+    exporter = Exporter(bare_graph(prepared))
     model = exporter.run()
-    names = exporter.writer.names
-    known = {n.name: n for n in (*flat.graph.inputs[1:], *(n for e in exprs(flat) for n in e.outputs))}
+    names, known = exporter.writer.names, exporter.graph.nodes
     inputs = tuple(i.name for i in model.graph.input)
     tensors = {name: names[known[name]] for name in nodes}
     given = {name: tensor for name, tensor in tensors.items() if tensor in inputs}

@@ -19,18 +19,13 @@ import numpy as np
 from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import float_kinds, only_floats_read
+from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp, ConvertedSite
 from qtrace.export.converted.located import located, site_expr
-from qtrace.export.converted.values import input_names, integer_values
 from qtrace.export.onnx import external_data
-from qtrace.fakequant.base import FakeQuant
-from qtrace.fakequant.following.bias import BIAS_QMAX, BiasQuant
-from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode, TracedModule
-from qtrace.graph.walk import exprs, is_float_tensor, op_label, owner, users
-from qtrace.numerics import quantize
+from qtrace.graph.types import Expr, TensorNode, TracedModule
+from qtrace.graph.walk import is_float_tensor, op_label
 from qtrace.ops import OpCall
-from qtrace.preparation.annotation import Annotation, Site
-from qtrace.preparation.passes.insert import CONTAINER
-from qtrace.preparation.record import carried_qparams, graph_hash, read_record
+from qtrace.preparation.record import graph_hash
 from qtrace.scheme import QParams
 
 __all__ = ["SUFFIXES", "OnnxExporter", "check", "files"]
@@ -113,53 +108,48 @@ class OnnxExporter:
         from qtrace.export.onnx.ops import EMITTERS
         from qtrace.export.onnx.writer import OnnxWriter
 
-        self.model, self.floats = converted, floats
-        self.annotation: Annotation = read_record(converted, "converted").annotation
-        carried = carried_qparams(converted, self.annotation)
-        self.moved = {name: carried[name] for name in self.annotation.moved()}
-        self.sites: dict[str, Site] = {f"{s.name}_q": s for s in self.annotation.sites}
+        self.graph, self.floats = ConvertedGraph(converted), floats
         self.emitters = {**EMITTERS, **MOVES}
         self.writer = OnnxWriter(packed)
 
     def run(self) -> Any:
         """The whole model."""
-        graph = self.model.graph
         self._check_rounding()
-        names = input_names(self.model)
-        self.writer.names.update((n, name) for n, name in zip(graph.inputs[1:], names, strict=True))
-        for expr in exprs(self.model):
-            self._emit(expr)
-        batch = int(graph.inputs[1].shape[0]) if len(graph.inputs) > 1 and graph.inputs[1].shape else None
-        inputs = [self._value_info(n, name, batch) for n, name in zip(graph.inputs[1:], names, strict=True)]
-        taken = set(names)
-        outputs = [self._value_info(n, self._name_output(n, taken), batch) for n in graph.outputs]
-        own = version("qtrace")
-        return self.writer.model(graph.name or "qtrace", inputs, outputs, self._metadata(own), own)
+        inputs = self.graph.inputs
+        self.writer.names.update(inputs)
+        self.writer.values.update(self.graph.values)
+        for step in self.graph.steps:
+            self.emit(step)
+        first = next(iter(inputs), None)
+        batch = int(first.shape[0]) if first is not None and first.shape else None
+        infos = [self._value_info(n, name, batch) for n, name in inputs.items()]
+        taken = set(inputs.values())
+        outputs = [self._value_info(n, self._name_output(n, taken), batch) for n in self.graph.outputs]
+        own, name = version("qtrace"), self.graph.module.graph.name or "qtrace"
+        return self.writer.model(name, infos, outputs, self._metadata(own), own)
 
     def _metadata(self, own: str) -> dict[str, str]:
         """Where the file comes from: a reader finds it under the metadata properties of the model."""
-        record = read_record(self.model)
         return {
             "qtrace.version": own,
-            "qtrace.backend": record.annotation.backend,
-            "qtrace.recipe": json.dumps(record.qconfig, sort_keys=True),
-            "qtrace.graph": graph_hash(self.model),
+            "qtrace.backend": self.graph.annotation.backend,
+            "qtrace.recipe": json.dumps(self.graph.record.qconfig, sort_keys=True),
+            "qtrace.graph": graph_hash(self.graph.module),
         }
 
     def _check_rounding(self) -> None:
         """Refuses sites that the file would round in another way; a parameter is stored as it was rounded."""
-        for site in self.annotation.sites:
+        annotation = self.graph.annotation
+        for site in annotation.sites:
             if site.plan is not None and not site.static and site.plan.scheme.rounding != "half_even":
                 raise ExportError(
-                    f"site {site.name} rounds half away from zero, as backend {self.annotation.backend} "
+                    f"site {site.name} rounds half away from zero, as backend {annotation.backend} "
                     "does, but ONNX rounds half to even: prepare the module with backend onnxruntime."
                 )
 
     def _name_output(self, node: TensorNode, taken: set[str]) -> str:
         """Gives the tensor of a graph output the name of its node if that is free, and returns its name."""
-        site = self.sites.get(node.name)
-        wanted = site.node if site is not None else node.name
-        name = self.writer.output(self.writer.name(node), wanted, taken)
+        name = self.writer.output(self.writer.name(node), self.graph.value_name(node), taken)
         taken.add(name)
         return name
 
@@ -172,34 +162,29 @@ class OnnxExporter:
         dims: list[Any] = ["N" if i == 0 and n == batch else n for i, n in enumerate(shape)]
         return helper.make_tensor_value_info(name, kind, dims)
 
-    def _emit(self, expr: Expr) -> None:
-        if isinstance(expr, (GetAttr, Constant)):
-            if isinstance(expr.outputs[0], TensorNode):
-                value = expr.interpret(self.model) if isinstance(expr, GetAttr) else (expr.value,)
-                self.writer.values[expr.outputs[0]] = value[0].numpy()
-            return
-        module = owner(expr)
-        if isinstance(module, (FakeQuant, BiasQuant)):
-            with located(site_expr(expr.args[1], expr.outputs[0])):
-                self._emit_site(expr, self.sites[expr.outputs[0].name])
-            return
-        if self._emit_rescaled(expr):
-            return
-        with located(expr):
-            self._emit_op(expr)
-        for node in expr.outputs:
-            qparams = self.moved.get(node.name)
+    def emit(self, step: ConvertedOp | ConvertedSite) -> None:
+        """Writes an op or a rounding."""
+        if isinstance(step, ConvertedSite):
+            with located(site_expr(step.source, step.value)):
+                self._emit_site(step)
+        elif not self._emit_rescaled(step):
+            self._emit_op(step)
+
+    def _emit_op(self, op: ConvertedOp) -> None:
+        with located(op.expr):
+            self._emit_call(op.expr, op.call)
+        for node in op.expr.outputs:
+            qparams = self.graph.moved.get(node.name)
             if qparams is not None:
                 self._requantize(node, qparams)
 
-    def _emit_op(self, expr: Expr) -> None:
+    def _emit_call(self, expr: Expr, call: OpCall | None) -> None:
         for node in expr.outputs:
             if isinstance(node, TensorNode) and node.dtype == np.float16:
                 raise ExportError(
                     f"{node.name}: {op_label(expr)} computes in float16, which is not written to ONNX yet: "
                     "compute in float32, or end the graph before it."
                 )
-        call = ops.read(expr)
         if call is not None and call.kind in self.emitters:
             names = dict(self.writer.names)
             if call.kind in self.floats:
@@ -224,13 +209,13 @@ class OnnxExporter:
                 lowest = w.constant("const_lowest", np.finfo(np.float32).min)
                 w.names[node] = w.node("Max", [w.name(node), lowest], w.fresh(f"{node.name}_float"))
 
-    def _emit_rescaled(self, expr: Expr) -> bool:
+    def _emit_rescaled(self, op: ConvertedOp) -> bool:
         """Writes a multiplication that only changes a scale: the same integers, read with the new one."""
-        call = ops.read(expr)
-        if call is None or call.kind not in ("mul", "div") or call.out.name not in self.moved:
+        call, moved = op.call, self.graph.moved
+        if call is None or call.kind not in ("mul", "div") or call.out.name not in moved:
             return False
         node, source = call.out, self.writer.name(call.inputs[0])
-        name = self.writer.rescale(source, node.name, f"{node.name}_dq", self.moved[node.name])
+        name = self.writer.rescale(source, node.name, f"{node.name}_dq", moved[node.name])
         if name is not None:
             self.writer.names[node] = name
         return name is not None
@@ -240,74 +225,60 @@ class OnnxExporter:
         w = self.writer
         w.names[node] = w.quantize_dequantize(w.name(node), node.name, f"{node.name}_dq", qparams)
 
-    def _emit_site(self, expr: Expr, site: Site) -> None:
-        module, out = owner(expr), expr.outputs[0]
-        source = next(n for n in expr.inputs if isinstance(n, TensorNode))
-        value = self.writer.value(source)
+    def _emit_site(self, site: ConvertedSite) -> None:
+        value = self.writer.value(site.source)
         try:
             if site.sort == "bias":
-                self._emit_bias(out, site, source)
+                self._emit_bias(site, value)
             elif site.sort == "weight" and value is not None:
-                self._emit_weight(out, site, value)
+                self._emit_weight(site, value)
             elif value is not None:
-                qparams = module.qparams()  # type: ignore[union-attr]
-                axis = qparams.scheme.axis or 0
-                name = self.writer.dequantize(site.name, quantize(value, qparams), qparams, axis, out.name)
-                self.writer.names[out] = name
+                axis = site.qparams.scheme.axis or 0
+                parts = (site.name, site.integers(value), site.qparams, axis, site.value.name)
+                self.writer.names[site.value] = self.writer.dequantize(*parts)
             else:
-                self._emit_computed(out, site, source)
+                self._emit_computed(site)
         except ExportError as error:
             raise ExportError(f"site {site.name}: {error}.") from error
 
-    def _emit_computed(self, out: TensorNode, site: Site, source: TensorNode) -> None:
-        qparams = getattr(getattr(self.model, CONTAINER), site.group).qparams()
-        w, axes = self.writer, site.channel_axes
-        name = w.name(source)
+    def _emit_computed(self, site: ConvertedSite) -> None:
+        w, axes = self.writer, site.decision.channel_axes
+        name = w.name(site.source)
         if axes == (0, 1):  # a grouped convolution's weight: ONNX knows one axis of channels
-            name = w.node("Reshape", [name, w.ints([-1, *source.shape[2:]])], w.fresh(source.name))
-            w.laid.add(out)
+            name = w.node("Reshape", [name, w.ints([-1, *site.source.shape[2:]])], w.fresh(site.source.name))
+            w.laid.add(site.value)
             axes = (0,)
         axis = axes[0] if axes else 0
-        w.names[out] = w.quantize_dequantize(name, site.name, out.name, qparams, axis)
+        w.names[site.value] = w.quantize_dequantize(name, site.name, site.value.name, site.qparams, axis)
 
-    def _emit_weight(self, out: TensorNode, site: Site, value: np.ndarray) -> None:
+    def _emit_weight(self, site: ConvertedSite, value: np.ndarray) -> None:
         from qtrace.export.onnx.ops import weight_layout
 
-        fq = getattr(getattr(self.model, CONTAINER), site.group)
-        integers = integer_values(fq, value)
-        call = self._layer(out)
-        laid, axis = weight_layout(call, integers)
+        laid, axis = weight_layout(self._layer(site), site.integers(value))
         w = self.writer
-        w.laid.add(out)
-        w.names[out] = w.dequantize(site.name, laid, fq.qparams(), axis, out.name)
+        w.laid.add(site.value)
+        w.names[site.value] = w.dequantize(site.name, laid, site.qparams, axis, site.value.name)
 
-    def _layer(self, node: TensorNode) -> OpCall:
-        for user in users(node):
-            call = ops.read(user)
+    def _layer(self, site: ConvertedSite) -> OpCall:
+        for user in site.consumers:
+            call = self.graph.call(user)
             if call is not None:
                 return call
-        raise ExportError(f"{node.name} is a weight that no layer reads: set quantize: false for it")
+        raise ExportError(f"{site.value.name} is a weight that no layer reads: set quantize: false for it")
 
-    def _emit_bias(self, out: TensorNode, site: Site, source: TensorNode) -> None:
-        container, value = getattr(self.model, CONTAINER), self.writer.value(source)
+    def _emit_bias(self, site: ConvertedSite, value: np.ndarray | None) -> None:
+        w, out = self.writer, site.value
         if value is None:
             if not only_floats_read(out, self.floats):
                 raise ExportError(
                     "its bias is computed, which int32 storage cannot express: set quantize: false for its "
                     "layer, or name the kind of the layer in allow_float, and the bias stays as computed"
                 )
-            self.writer.names[out] = self.writer.name(source)
+            w.names[out] = w.name(site.source)
             return
-        activation, weight = getattr(container, site.activation), getattr(container, site.weight)
-        scale = getattr(container, site.group).scale(activation, weight)[0].numpy().astype(np.float32)
-        flat = value.astype(np.float32).reshape(-1)
-        steps = flat / scale.reshape(-1)
-        # Half away from zero, as BiasQuant rounds.
-        rounded = np.sign(steps) * np.floor(np.abs(steps.astype(np.float64)) + 0.5)
-        integers = np.clip(rounded, -BIAS_QMAX, BIAS_QMAX).astype(np.int32)
-        w = self.writer
-        stored = w.constant(f"{site.name}_int", integers)
-        factor = w.constant(f"{site.name}_scale", scale.reshape(-1) if scale.ndim else scale)
-        zero = w.constant(f"{site.name}_zero_point", np.zeros(scale.size if scale.ndim else (), np.int32))
+        scale = site.bias_scale
+        stored = w.constant(f"{site.name}_int", site.integers(value))
+        factor = w.constant(f"{site.name}_scale", scale)
+        zero = w.constant(f"{site.name}_zero_point", np.zeros(scale.shape, np.int32))
         extra = {"axis": 0} if scale.ndim else {}
         w.names[out] = w.node("DequantizeLinear", [stored, factor, zero], out.name, **extra)

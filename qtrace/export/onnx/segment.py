@@ -50,8 +50,11 @@ def segment_model(
         for name, value in zip(names, inputs.values(), strict=True)
     ]
     writer.names.update((node, name) for node, name in zip(inputs, names, strict=True))
-    for expr in segment:
-        exporter._emit(expr)
+    writer.values.update(exporter.graph.values_of(segment))
+    members = set(segment)
+    for step in exporter.graph.steps:
+        if step.expr in members:
+            exporter.emit(step)
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(output.dtype))
     result = writer.node("Identity", [writer.name(output)], "result")
     outputs = [helper.make_tensor_value_info(result, kind, None)]

@@ -8,14 +8,11 @@ from typing import Literal
 
 import numpy as np
 
-from qtrace import ops
 from qtrace.errors import ExportError
+from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.fakequant.base import FakeQuant
-from qtrace.graph.types import TensorNode, TracedModule
-from qtrace.graph.walk import exprs, owner, users
-from qtrace.preparation.annotation import Annotation, Site
-from qtrace.preparation.passes.insert import CONTAINER
-from qtrace.preparation.record import carried_qparams, read_record
+from qtrace.graph.types import Node, TracedModule
+from qtrace.graph.walk import owner, users
 from qtrace.scheme import QParams, QScheme
 
 __all__ = ["Layer", "Names", "Row", "site_table"]
@@ -105,10 +102,10 @@ def site_table(converted: TracedModule, names: Names) -> tuple[Row, ...]:
     Raises:
         ExportError: when a tensor is quantized in two ways for two readers.
     """
-    annotation = read_record(converted, "converted").annotation
+    graph = ConvertedGraph(converted)
     rows: dict[str, Row] = {}
     several: set[str] = set()
-    for row in (*_activations(converted, annotation, names), *_parameters(converted, annotation, names)):
+    for row in (*_activations(graph, names), *_parameters(graph, names)):
         known = rows.setdefault(row.tensor, row)
         if not _same(known, row):
             if known.sort == row.sort == "bias":
@@ -124,75 +121,67 @@ def site_table(converted: TracedModule, names: Names) -> tuple[Row, ...]:
     return tuple(row for tensor, row in rows.items() if tensor not in several)
 
 
-def _activations(converted: TracedModule, annotation: Annotation, names: Names) -> list[Row]:
-    container = getattr(converted, CONTAINER)
-    nodes = {n.name: n for e in exprs(converted) for n in e.outputs}
-    nodes.update((n.name, n) for n in converted.graph.inputs)
-    reading = _Reading(converted, annotation, names)
+def _activations(graph: ConvertedGraph, names: Names) -> list[Row]:
+    reading = _Reading(graph, names)
     rows = []
-    for site in annotation.sites:
+    for site in graph.sites:
         if site.sort == "activation":
-            qparams = getattr(container, site.group).qparams()
-            floating = reading.in_float(nodes[site.node])
-            ends = (nodes[f"{site.name}_q"], site.static, floating)
-            rows.append(reading.row(names.tensors[site.node], site.name, qparams, *ends))
-    for name, qparams in carried_qparams(converted, annotation).items():
-        rows.append(reading.row(names.tensors[name], name, qparams, nodes[name], False, ""))
+            ends = (site.value, site.decision.static, reading.in_float(site.node))
+            rows.append(reading.row(names.tensors[site.node.name], site.name, site.qparams, *ends))
+    for name, qparams in graph.carried.items():
+        rows.append(reading.row(names.tensors[name], name, qparams, graph.nodes[name], False, ""))
     return rows
 
 
 class _Reading:
     """Who reads a tensor."""
 
-    def __init__(self, converted: TracedModule, annotation: Annotation, names: Names) -> None:
-        self.carried, self.names = annotation.carried, names
-        self.outputs = set(converted.graph.outputs)
+    def __init__(self, graph: ConvertedGraph, names: Names) -> None:
+        self.graph, self.names = graph, names
+        self.outputs = set(graph.outputs)
 
     def row(
-        self, tensor: str, site: str, qparams: QParams, integers: TensorNode, stored: bool, floating: str
+        self, tensor: str, site: str, qparams: QParams, integers: Node, stored: bool, floating: str
     ) -> Row:
         """The row of a tensor whose integers are those of the node ``integers``."""
         layers: list[str] = []
         elsewhere = _OUTPUT if integers in self.outputs else ""
         for expr in users(integers):
-            call = ops.read(expr)
+            call = self.graph.call(expr)
             if call is not None and call.weight is not None and call.inputs[0] is integers:
                 layers.append(self.names.layers[call.out.name].name)
-            elif not any(n.name in self.carried for n in expr.outputs):
+            elif not any(n.name in self.graph.annotation.carried for n in expr.outputs):
                 elsewhere = expr.outputs[0].name
         numbers = (qparams.scheme, qparams.scale, qparams.zero_point, qparams.scheme.axis)
         return Row(tensor, site, "activation", *numbers, stored, tuple(layers), elsewhere, floating)
 
-    def in_float(self, node: TensorNode) -> str:
+    def in_float(self, node: Node) -> str:
         """An op that reads ``node`` itself while others read what it is rounded to."""
         found = [e.outputs[0].name for e in users(node) if not isinstance(owner(e), FakeQuant)]
         return found[0] if found else (_OUTPUT if node in self.outputs else "")
 
 
-def _parameters(converted: TracedModule, annotation: Annotation, names: Names) -> list[Row]:
-    container = getattr(converted, CONTAINER)
+def _parameters(graph: ConvertedGraph, names: Names) -> list[Row]:
     rows = []
-    for site in annotation.sites:
+    for site in graph.sites:
         if site.sort == "activation":
             continue
         # A model may store a parameter that several layers read once, or for each of them.
-        for layer in (names.layers[c] for c in site.consumers or ()):
+        for layer in (names.layers[c] for c in site.decision.consumers or ()):
             if site.sort == "weight":
-                rows.append(_weight(site, getattr(container, site.group).qparams(), layer))
+                rows.append(_weight(site.name, site.qparams, layer))
                 continue
-            groups = (getattr(container, g) for g in (site.activation, site.weight))
-            scale = getattr(container, site.group).scale(*groups)[0].numpy().astype(np.float32)
-            scale = scale.reshape(-1) if scale.ndim else scale
+            scale = site.bias_scale
             zero, axis = np.zeros(scale.shape, np.int32), 0 if scale.ndim else None
             rows.append(Row(layer.bias, site.name, "bias", None, scale, zero, axis, True))
     return rows
 
 
-def _weight(site: Site, qparams: QParams, layer: Layer) -> Row:
+def _weight(site: str, qparams: QParams, layer: Layer) -> Row:
     scheme = qparams.scheme
     axis = layer.axis if scheme.per_channel else None
     numbers = (scheme, qparams.scale, qparams.zero_point, axis)
-    return Row(layer.weight, site.name, "weight", *numbers, True, (layer.name,), value=layer.value)
+    return Row(layer.weight, site, "weight", *numbers, True, (layer.name,), value=layer.value)
 
 
 def _same(a: Row, b: Row) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
+from qtrace.export.converted.graph import ConvertedSite
 from qtrace.export.tflite.layout import Order, file_shape
 from qtrace.export.tflite.plan import Job, Plan
 from qtrace.export.tflite.store import Held, Store
@@ -16,7 +17,7 @@ from qtrace.export.tflite.writer import TYPES, Grid, Stored
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 
-__all__ = ["NONE", "Build", "Emitter", "Held", "Options", "Target", "allowing", "bounds"]
+__all__ = ["NONE", "Build", "Emitter", "Held", "Options", "Target", "allowing", "bounds", "integer_type"]
 
 # Activation functions that an operator fuses, as the schema numbers them.
 NONE, _RELU, _RELU_N1_TO_1, _RELU6 = 0, 1, 2, 3
@@ -77,8 +78,7 @@ class Build(Store):
     def site_grid(self, job: Job) -> tuple[str, np.dtype, Grid]:
         """Name, type and grid of the integers that a job gives."""
         assert job.site is not None
-        kind = np.dtype(np.int16 if self.plan.schemes[job.site.group].bits == 16 else np.int8)
-        return f"{job.site.name}_int", kind, self.plan.grids[job.site.group]
+        return f"{job.site.name}_int", integer_type(job.site), Grid.of(job.site.qparams)
 
     def target(self, job: Job, order: Order, fuses: bool = True) -> Target:
         """The tensor that a job's operator fills: the integers of its site.
@@ -143,6 +143,11 @@ class Build(Store):
 
 
 Emitter = Callable[[Build, Job], None]
+
+
+def integer_type(site: ConvertedSite) -> np.dtype:
+    """The type of a site's integers in a file."""
+    return np.dtype(np.int16 if site.qparams.scheme.bits == 16 else np.int8)
 
 
 def allowing(kind: str) -> str:

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from qtrace.errors import ExportError
 from qtrace.export.tflite import ops as forms
 from qtrace.export.tflite.build import Build, allowing
 from qtrace.export.tflite.plan import Job
 from qtrace.export.tflite.writer import Grid
 from qtrace.ops import OpCall, Role
-from qtrace.scheme import QParams
 
 __all__ = ["emit_job"]
 
 
-def emit_job(b: Build, job: Job, carried: Mapping[str, QParams]) -> None:
+def emit_job(b: Build, job: Job) -> None:
     """Writes one op.
 
     Args:
         b: the file.
         job: the op.
-        carried: node -> the parameters of the integers that it carries.
 
     Raises:
         ExportError: when the op has no form, or only one that computes what the graph does not.
     """
     call = job.call
     if job.state == "carried" and call.kind in ("mul", "div"):
-        forms.rescaled(b, job, Grid.of(carried[job.out.name]))
+        forms.rescaled(b, job, Grid.of(b.plan.graph.carried[job.out.name]))
         return
     # Of the modes of interpolate, one moves values; all else that moves them does in every type.
     if call.kind in forms.MOVES and (call.kind != "interpolate" or call.role is Role.CARRY):
@@ -74,7 +70,7 @@ def _check_widths(b: Build, job: Job) -> None:
         given = b.integer_type(node)
         if given != wanted:
             raise ExportError(
-                f"{job.out.name} reads {given.name} from {node.name.removesuffix('_q')} and gives "
+                f"{job.out.name} reads {given.name} from {b.plan.graph.site_name(node)} and gives "
                 f"{wanted.name}, but TFLite's kernels have one width for both: give both one scheme, or "
                 f"{allowing(job.kind)}"
             )

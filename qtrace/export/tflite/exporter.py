@@ -20,15 +20,11 @@ import numpy as np
 from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import float_kinds
+from qtrace.export.converted.graph import ConvertedOp, ConvertedSite
 from qtrace.export.converted.located import located, site_expr
-from qtrace.fakequant.base import FakeQuant
-from qtrace.fakequant.following.bias import BIAS_QMAX, BiasQuant
-from qtrace.graph.types import Constant, Expr, GetAttr, Node, TensorNode, TracedModule
-from qtrace.graph.walk import exprs, is_float_tensor, op_label, owner
-from qtrace.numerics import quantize, round_half_away
-from qtrace.preparation.annotation import Site
-from qtrace.preparation.passes.insert import CONTAINER
-from qtrace.preparation.record import carried_qparams, graph_hash, read_record
+from qtrace.graph.types import Node, TensorNode, TracedModule
+from qtrace.graph.walk import is_float_tensor, op_label
+from qtrace.preparation.record import graph_hash
 
 if TYPE_CHECKING:
     from qtrace.export.tflite.writer import Stored
@@ -83,22 +79,22 @@ class _Exporter:
         from qtrace.export.tflite.build import Build
         from qtrace.export.tflite.plan import Plan
 
-        self.model, self.options, self.forms = converted, options, tflite_ops
+        self.options, self.forms = options, tflite_ops
         self.plan = Plan(converted)
-        self.inputs = [n for n in converted.graph.inputs[1:] if isinstance(n, TensorNode)]
+        self.graph = self.plan.graph
+        self.inputs = list(self.graph.inputs)
         sizes = {int(n.shape[0]) if n.shape else 0 for n in self.inputs}
         self.batch = sizes.pop() if len(sizes) == 1 else 0
         self.build = Build(self.plan, options, self.batch)
-        self.container = getattr(converted, CONTAINER)
+        self.build.values.update(self.graph.values)
         self.ends: dict[Node, tuple[int, ...]] = {}
-        self.carried = carried_qparams(converted, self.plan.annotation)
 
     def run(self) -> bytes:
         """The whole file."""
         self.plan.check()
         inputs = self._inputs()
-        for expr in exprs(self.model):
-            self._emit(expr)
+        for step in self.graph.steps:
+            self._emit(step)
         outputs = self._outputs({t.index for _, t in inputs})
         b = self.build
         kept = b.writer.prune([t for _, t in outputs])
@@ -109,11 +105,10 @@ class _Exporter:
     # -- inputs and outputs ---------------------------------------------------------------------------
 
     def _inputs(self) -> list[tuple[str, Stored]]:
-        from qtrace.export.converted.values import input_names
         from qtrace.export.tflite.layout import CHANNELS_LAST, file_shape, natural
 
         found = []
-        for node, name in zip(self.inputs, input_names(self.model), strict=True):
+        for node, name in self.graph.inputs.items():
             rank = len(node.shape)
             image = rank == 4 and self.plan.reaches(node, self.forms.SPATIAL, self.forms.AGNOSTIC)
             order = CHANNELS_LAST if image else natural(rank)
@@ -128,13 +123,16 @@ class _Exporter:
         return found
 
     def _integer_input(self, node: TensorNode, shape: tuple[int, ...]) -> Stored:
+        from qtrace.export.tflite.build import integer_type
+        from qtrace.export.tflite.writer import Grid
+
         site = self.plan.site_of(node)
         if site is None:
             raise ExportError(
                 f"input {node.name} is read in float or rounded in two ways, so it cannot be int8: "
                 "export with io='float32', or give all its readers one scheme."
             )
-        kind, grid = self._type(site), self.plan.grids[site.group]
+        kind, grid = integer_type(site), Grid.of(site.qparams)
         return self.build.writer.tensor(f"{site.name}_int", shape, kind, grid)
 
     @staticmethod
@@ -149,9 +147,8 @@ class _Exporter:
     def _outputs(self, taken: set[Node]) -> list[tuple[str, Stored]]:
         found: list[tuple[str, Stored]] = []
         names: dict[str, int] = {}
-        for node in self.model.graph.outputs:
-            site = self.plan.sites.get(node.name)
-            name = site.node if site is not None else node.name
+        for node in self.graph.outputs:
+            name = self.graph.value_name(node)
             names[name] = names.get(name, 0) + 1
             stored = self._output(node, name)
             if stored.index in taken or stored.value is not None:
@@ -191,30 +188,27 @@ class _Exporter:
 
     def _metadata(self, kept: set[str], free: bool) -> dict[str, Any]:
         """Where the file comes from, and what a reader needs to compare its integers with the graph's."""
-        b, integers = self.build, {}
-        nodes = {n.name: n for e in exprs(self.model) for n in e.outputs}
-        moved = self.plan.annotation.moved()
-        named = {
-            s.name: f"{s.name}_q"
-            for s in self.plan.annotation.sites
-            if s.sort == "activation" and not s.static
+        b, integers, nodes = self.build, {}, self.graph.nodes
+        named: dict[str, Node] = {
+            s.name: s.value for s in self.graph.sites if s.sort == "activation" and not s.decision.static
         }
-        for name, node in (*named.items(), *((m, m) for m in moved)):
-            held = b.held.get(nodes.get(node))
-            if held is None and nodes.get(node) in b.integers:
-                held = b.get(nodes[node])
+        named.update((name, nodes[name]) for name in self.graph.moved if name in nodes)
+        for name, node in named.items():
+            held = b.held.get(node)
+            if held is None and node in b.integers:
+                held = b.get(node)
             if held is None or held.stored.grid is None:
                 continue
             if held.stored.name in kept or held.stored.value is not None:
                 b.writer.keep(held.stored)
                 integers[name] = [held.stored.name, list(held.order)]
-        ends = (self.inputs, self.model.graph.outputs)
+        ends = (self.inputs, self.graph.outputs)
         orders = [[list(self.ends[n]) for n in nodes] for nodes in ends]
         return {
             "version": version("qtrace"),
-            "backend": self.plan.annotation.backend,
-            "recipe": read_record(self.model).qconfig,
-            "graph": graph_hash(self.model),
+            "backend": self.graph.annotation.backend,
+            "recipe": self.graph.record.qconfig,
+            "graph": graph_hash(self.graph.module),
             "inputs": orders[0],
             "outputs": orders[1],
             "integers": integers,
@@ -223,54 +217,34 @@ class _Exporter:
 
     # -- parameters and sites -------------------------------------------------------------------------
 
-    def _emit(self, expr: Expr) -> None:
-        if expr in self.plan.members:
-            return
-        if isinstance(expr, (GetAttr, Constant)):
-            if isinstance(expr.outputs[0], TensorNode):
-                value = expr.interpret(self.model) if isinstance(expr, GetAttr) else (expr.value,)
-                self.build.values[expr.outputs[0]] = value[0].numpy()
-            return
-        if isinstance(owner(expr), (FakeQuant, BiasQuant)):
-            with located(site_expr(expr.args[1], expr.outputs[0])):
-                self._emit_site(expr, self.plan.sites[expr.outputs[0].name])
-            return
-        with located(expr):
-            if not self.forms.fold(self.build, expr):
-                self._emit_op(expr)
+    def _emit(self, step: ConvertedOp | ConvertedSite) -> None:
+        if isinstance(step, ConvertedSite):
+            with located(site_expr(step.source, step.value)):
+                self._emit_site(step)
+        elif step.expr not in self.plan.members:
+            with located(step.expr):
+                if not self.forms.fold(self.build, step.expr):
+                    self._emit_op(step)
 
-    def _type(self, site: Site) -> np.dtype:
-        return np.dtype(np.int16 if self.plan.schemes[site.group].bits == 16 else np.int8)
-
-    def _emit_site(self, expr: Expr, site: Site) -> None:
-        from qtrace.export.converted.values import integer_values
+    def _emit_site(self, site: ConvertedSite) -> None:
+        from qtrace.export.tflite.build import integer_type
         from qtrace.export.tflite.writer import Grid
 
-        b, out = self.build, expr.outputs[0]
-        source = next(n for n in expr.inputs if isinstance(n, TensorNode))
-        value = b.value(source)
+        b, out = self.build, site.value
+        value = b.value(site.source)
         if site.sort == "bias":
-            self._emit_bias(out, site, value)
-            return
-        fq = getattr(self.container, site.group)
-        if value is not None:
-            if site.sort == "weight":
-                integers, grid = integer_values(fq, value), Grid.of(fq.qparams())
-            else:
-                integers, grid = quantize(value, fq.qparams()), self.plan.grids[site.group]
-            module: Any = owner(expr)
-            b.integers[out] = (integers.astype(self._type(site)), grid)
-            b.lazy[out] = lambda: self._rounded(module, value)
+            self._emit_bias(site, value)
+        elif value is not None:
+            b.integers[out] = (site.integers(value).astype(integer_type(site)), Grid.of(site.qparams))
+            b.lazy[out] = lambda: self._rounded(site.fake_quant, value)
         elif site.sort == "weight":
             raise ExportError(
                 f"site {site.name}: the weight is computed from the model's input, which TFLite has no form "
                 "for: use matmul, or end the graph before it."
             )
         else:
-            held = b.get(source)
-            stored = b.quantized(
-                held.stored, self.plan.grids[site.group], self._type(site), f"{site.name}_int"
-            )
+            held, grid = b.get(site.source), Grid.of(site.qparams)
+            stored = b.quantized(held.stored, grid, integer_type(site), f"{site.name}_int")
             b.put(out, stored, held.order)
 
     @staticmethod
@@ -279,7 +253,7 @@ class _Exporter:
 
         return module(mge.Tensor(value)).numpy()
 
-    def _emit_bias(self, out: TensorNode, site: Site, value: np.ndarray | None) -> None:
+    def _emit_bias(self, site: ConvertedSite, value: np.ndarray | None) -> None:
         from qtrace.export.tflite.writer import Grid
 
         if value is None:
@@ -287,24 +261,19 @@ class _Exporter:
                 f"site {site.name}: its bias is computed, which int32 storage cannot express: "
                 "set quantize: false for its layer."
             )
-        activation, weight = getattr(self.container, site.activation), getattr(self.container, site.weight)
-        scale = getattr(self.container, site.group).scale(activation, weight)[0].numpy().astype(np.float32)
-        steps = round_half_away((value.astype(np.float32).reshape(-1) / scale.reshape(-1)).astype(np.float64))
-        integers = np.clip(steps, -BIAS_QMAX, BIAS_QMAX).astype(np.int32)
-        self.build.integers[out] = (integers, Grid.symmetric(scale))
-        rounded = (integers * scale.reshape(-1)).astype(np.float32).reshape(value.shape)
-        self.build.lazy[out] = lambda: rounded
+        self.build.integers[site.value] = (site.integers(value), Grid.symmetric(site.bias_scale))
+        self.build.lazy[site.value] = lambda: site.rounded_bias(value)
 
     # -- ops ------------------------------------------------------------------------------------------
 
-    def _emit_op(self, expr: Expr) -> None:
+    def _emit_op(self, op: ConvertedOp) -> None:
         from qtrace.export.tflite.choice import emit_job
 
-        call = ops.read(expr)
+        expr, call = op.expr, op.call
         if call is None:
             reason = ops.unsupported(expr)
             raise ExportError(
                 f"{expr.outputs[0].name}: {op_label(expr)} has no TFLite form ({reason}): end the graph "
                 "before it, or write it with ops that have one."
             )
-        emit_job(self.build, self.plan.job(expr, call), self.carried)
+        emit_job(self.build, self.plan.job(expr, call))

@@ -36,7 +36,7 @@ def _parts(b: Build, job: Job) -> list[Held]:
             h if h.stored.grid == grid else Held(b.requantized(h.stored, grid, f"{name}_part"), h.order)
             for h in held
         ]
-    if call.out.name in b.plan.annotation.carried:
+    if call.out.name in b.plan.graph.annotation.carried:
         raise ExportError(
             f"{call.out.name}: it joins integers of different scales without rounding its result, which "
             "TFLite cannot do: give its inputs one scheme, so that they share their parameters"

@@ -53,7 +53,7 @@ class _Layer:
         self.source = job.call.inputs[0]
         assert job.call.weight is not None
         self.weight_node: TensorNode = job.call.weight
-        self.base = self.weight_node.name.removesuffix("_q")
+        self.base = b.plan.graph.site_name(self.weight_node)
 
     def read(self, order: Order) -> Stored:
         """The layer's input with its axes in an order."""
@@ -95,7 +95,7 @@ class _Layer:
         assert self.input.grid is not None
         if node is not None:
             integers, grid = b.integers[node]
-            name = f"{node.name.removesuffix('_q')}_int"
+            name = f"{b.plan.graph.site_name(node)}_int"
             return b.writer.constant(name, integers.reshape(-1).astype(kind), grid)
         scale = np.float32(self.input.grid.scale[0]) * self._weight_scales()
         return b.writer.constant(f"{self.base}_zeros", np.zeros(count, kind), Grid.symmetric(scale))

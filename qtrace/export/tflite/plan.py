@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qtrace import ops
 from qtrace.errors import ExportError
-from qtrace.export.tflite.shapes import shapes_of
-from qtrace.export.tflite.writer import Grid
+from qtrace.export.converted.graph import ConvertedGraph, ConvertedSite
 from qtrace.fakequant.base import FakeQuant
-from qtrace.graph.types import Apply, CallMethod, Expr, TensorNode, TracedModule
+from qtrace.graph.types import Apply, Expr, TensorNode, TracedModule
 from qtrace.graph.walk import owner, users
 from qtrace.ops import OpCall
-from qtrace.preparation.annotation import Annotation, ExprNote, Site
-from qtrace.preparation.passes.insert import CONTAINER
-from qtrace.preparation.record import read_record
+from qtrace.preparation.annotation import ExprNote
 from qtrace.scheme import QScheme
 
 __all__ = ["Job", "Plan", "reads_values"]
@@ -37,7 +33,7 @@ class Job:
     call: OpCall
     clamp: OpCall | None
     out: TensorNode
-    site: Site | None
+    site: ConvertedSite | None
     state: str
 
     @property
@@ -57,31 +53,20 @@ def reads_values(expr: Expr) -> bool:
 
 
 class Plan:
-    """Reads the converted graph once.
+    """What the operators of a file compute at once.
 
     Attributes:
-        annotation: the decisions.
-        sites: name of a fake quant's output -> its site.
-        grids: group -> what its integers mean.
-        schemes: group -> its scheme.
+        graph: the converted graph.
         shapes: node -> its shape.
         members: the exprs that are fused into another.
     """
 
     def __init__(self, model: TracedModule) -> None:
-        self.model = model
-        self.annotation: Annotation = read_record(model, "converted").annotation
-        self.sites = {f"{s.name}_q": s for s in self.annotation.sites}
-        self.outputs = set(model.graph.outputs)
-        self.notes: dict[str, ExprNote] = {n.name: n for n in self.annotation.notes}
+        self.graph = ConvertedGraph(model)
+        self.outputs = set(self.graph.outputs)
+        self.notes: dict[str, ExprNote] = {n.name: n for n in self.graph.annotation.notes}
         self.members: set[Expr] = set()
-        self.grids: dict[str, Grid] = {}
-        self.schemes: dict[str, QScheme] = {}
-        for site in self.annotation.sites:
-            if site.plan is not None:
-                qparams = getattr(getattr(model, CONTAINER), site.group).qparams()
-                self.grids[site.group], self.schemes[site.group] = Grid.of(qparams), qparams.scheme
-        self.shapes = shapes_of(model)
+        self.shapes = self.graph.shapes
 
     def check(self) -> None:
         """Refuses sites that TFLite has no type for, or rounds in another way.
@@ -89,11 +74,11 @@ class Plan:
         Raises:
             ExportError: naming the first one and what to change.
         """
-        for site in self.annotation.sites:
-            if site.plan is None:
+        for site in self.graph.sites:
+            if site.sort == "bias":
                 continue
-            scheme = self.schemes[site.group]
-            problem = _weight_problem(scheme) if site.sort == "weight" else _problem(scheme, site.static)
+            scheme, static = site.qparams.scheme, site.decision.static
+            problem = _weight_problem(scheme) if site.sort == "weight" else _problem(scheme, static)
             if problem:
                 raise ExportError(f"site {site.name} is {scheme.describe()}: {problem}.")
 
@@ -115,18 +100,18 @@ class Plan:
         if self.state(call) not in ("int", "fused") or call.kind in CLAMPS or call.out in self.outputs:
             return None
         readers = list(users(call.out))
-        found = ops.read(readers[0]) if len(readers) == 1 else None
+        found = self.graph.call(readers[0]) if len(readers) == 1 else None
         if found is None or found.kind not in CLAMPS or self.state(found) != "fused":
             return None
         return found
 
-    def site_of(self, node: TensorNode) -> Site | None:
+    def site_of(self, node: TensorNode) -> ConvertedSite | None:
         """The one site that reads the value of ``node``, if nothing else does."""
         readers = [e for e in users(node) if reads_values(e)]
-        if node in self.outputs or len(readers) != 1 or not isinstance(owner(readers[0]), FakeQuant):
+        if node in self.outputs or len(readers) != 1:
             return None
-        site = self.sites[readers[0].outputs[0].name]
-        return site if site.sort == "activation" else None
+        site = self.graph.site_of(readers[0].outputs[0])
+        return site if site is not None and site.sort == "activation" else None
 
     def reaches(self, node: TensorNode, wanted: frozenset[str], through: frozenset[str]) -> bool:
         """Whether a value arrives at an op of the kinds ``wanted`` through ops of the kinds ``through``."""
@@ -137,19 +122,19 @@ class Plan:
                 if expr in seen:
                     continue
                 seen.add(expr)
-                kind = "identity" if isinstance(owner(expr), FakeQuant) else _kind(expr)
+                kind = self._kind(expr)
                 if kind in wanted:
                     return True
                 if kind in through:
                     stack.extend(n for n in expr.outputs if isinstance(n, TensorNode))
         return False
 
-
-def _kind(expr: Expr) -> str:
-    if isinstance(expr, CallMethod) and isinstance(owner(expr), FakeQuant):
-        return ""
-    call = ops.read(expr)
-    return "" if call is None else call.kind
+    def _kind(self, expr: Expr) -> str:
+        """The kind of an op; a rounding is an identity here."""
+        if isinstance(owner(expr), FakeQuant):
+            return "identity"
+        call = self.graph.call(expr)
+        return "" if call is None else call.kind
 
 
 def _weight_problem(scheme: QScheme) -> str:

@@ -104,7 +104,7 @@ class Store:
             name = node.name
             if node in self.integers:
                 integers, grid = self.integers[node]
-                stored = self.writer.constant(f"{name.removesuffix('_q')}_int", integers, grid)
+                stored = self.writer.constant(f"{self.plan.graph.site_name(node)}_int", integers, grid)
             else:
                 found = self.value(node)
                 assert found is not None, name

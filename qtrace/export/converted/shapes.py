@@ -23,7 +23,7 @@ __all__ = ["shapes_of"]
 
 
 def shapes_of(model: TracedModule) -> dict[Node, tuple[int, ...]]:
-    """Id of node -> its shape, for inputs of the shapes that were traced."""
+    """Node -> its shape, for inputs of the shapes that were traced."""
     return _Shapes(model).found_by_zeros()
 
 

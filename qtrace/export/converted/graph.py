@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -154,7 +155,9 @@ class ConvertedGraph:
         source, value = expr.args[1], expr.outputs[0]
         before = self._site_of.get(source)
         node = source if before is None else before.node
-        decision = decisions[value.name.removesuffix("_q")]
+        # MegEngine numbers a name that is taken: two sites of one node, or a node that the user calls so.
+        name = re.sub(r"_q_\d+$", "_q", value.name)
+        decision = decisions[name.removesuffix("_q")]
         self._site_of[value] = ConvertedSite(decision, expr, node, source, value, module)
         return self._site_of[value]
 

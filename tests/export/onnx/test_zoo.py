@@ -14,6 +14,7 @@ import pytest
 import qtrace
 from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
+from tests.nets import calibrated_if_quantized
 from tests.ops.cases import CASES, KERNELS, SIBLINGS
 from tests.zoo.catalog import CNN
 from tests.zoo.detectors.entries import DETECTORS
@@ -51,7 +52,7 @@ def _one_op_at_a_time() -> Iterator[None]:
 
 def _converted(module: M.Module, args: tuple[Any, ...], recipe: str, ends: Any) -> TracedModule:
     prepared = qtrace.prepare(qtrace.trace(module, *args, check=False), recipe, outputs=ends)
-    return qtrace.convert(qtrace.calibrate(prepared, [args], progress=False))
+    return qtrace.convert(calibrated_if_quantized(prepared, [args]))
 
 
 @pytest.mark.parametrize("name", NETS)

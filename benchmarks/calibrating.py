@@ -73,7 +73,7 @@ def one_pass(prepared: TracedModule, batches: list[Tensor], engine: str) -> Call
     seen, statistics = watched(model), no_statistics(model)
     runner = choose(model, seen, engine)
     sites = {name: fq.site for name, fq in model.fake_quants.items()}
-    observing = Observing(statistics, seen, sites)
+    observing = Observing(statistics, seen, sites, {})
     endless = enumerate(itertools.cycle(batches))
 
     def run() -> None:

@@ -123,7 +123,7 @@ class QuantizedGraph:
         key = (what, expr)
         if key not in self.kept:
             tensor = make()
-            content = (tensor.shape, str(tensor.dtype), tensor.numpy().tobytes())
+            content = (tensor.shape, str(tensor.dtype), _scale_of(tensor), tensor.numpy().tobytes())
             self.kept[key] = self.contents.setdefault(content, tensor)
         return self.kept[key]
 

@@ -95,7 +95,6 @@ FORMATS = {
 WITHOUT_KERNEL = {
     ("matmul", "ncnn"),  # ncnn has no product with a stored matrix
     ("transposed standardized", "ncnn"),  # nothing of it is quantized there
-    ("halves", "megengine"),  # its kernel wants the scale of a bias to 1e-6, absolutely
 }
 QUICK = {("bias reshaped", "onnx"), ("weight standardized", "ncnn"), ("weight masked", "tflite")}
 

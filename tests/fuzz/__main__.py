@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import resource
 import sys
 import time
 import traceback
 
+from tests.fuzz.loading import stop_server
 from tests.fuzz.running import TARGETS, round_of
 
 HANG = 120.0  # seconds for one example on a machine that is busy; a failing round shrinks for up to 300
@@ -20,7 +22,7 @@ HANG = 120.0  # seconds for one example on a machine that is busy; a failing rou
 def main() -> int:
     options = _parse()
     faulthandler.enable()
-    start, cpu = time.monotonic(), time.process_time()
+    start, cpu = time.monotonic(), _cpu_seconds()
     names = options.only or list(TARGETS)
     counts = dict.fromkeys(names, 0)
     failures = 0
@@ -39,9 +41,16 @@ def main() -> int:
         seed += 1
     print(file=sys.stderr)
     listed = ", ".join(f"{name} {count}" for name, count in counts.items())
-    minutes, spent = (time.monotonic() - start) / 60, (time.process_time() - cpu) / 60
+    stop_server()
+    minutes, spent = (time.monotonic() - start) / 60, (_cpu_seconds() - cpu) / 60
     print(f"{minutes:.1f} minutes, {spent:.1f} of them on the CPU; examples: {listed}; {failures} failures")
     return 1 if failures else 0
+
+
+def _cpu_seconds() -> float:
+    """Returns the CPU time of this process and of all child processes that have ended."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def _watch() -> None:

@@ -12,6 +12,7 @@ from megengine.traced_module import TracedModule
 from qtrace.errors import SchemeError
 from qtrace.fakequant.base import PHASES, FakeQuant
 from qtrace.graph.files.arrays import Pending
+from qtrace.graph.files.module_attributes import check_attributes
 from qtrace.graph.files.names import DEPTH, DamagedError, RefusedError, shown
 from qtrace.graph.files.nesting import DICTS, weigh
 from qtrace.graph.files.rules import Rules
@@ -44,9 +45,8 @@ def check_modules(model: TracedModule, rules: Rules) -> None:
         RefusedError: naming the module's class and what is wrong with it.
     """
     walk = _Walk(rules)
-    walk.visit(model, 0)
-    for traced in rules.traced:
-        walk.visit(traced, 0)
+    for owner in (model, *rules.traced, *rules.constants):
+        walk.visit(owner, ())
     try:
         for _ in model.named_tensors():
             pass
@@ -66,34 +66,35 @@ class _Walk:
         self._heights: dict[int, int] = {}
         self._open: set[int] = set()
 
-    def visit(self, owner: Any, depth: int) -> int:
+    def visit(self, owner: Any, path: tuple[str, ...]) -> int:
         """Checks ``owner`` and what it holds, once; gives how deeply that is nested.
 
         Args:
             owner: a module, or an object of one of qtrace's classes.
-            depth: how many hold it.
+            path: the attributes that lead to it.
         """
         if id(owner) in self._open:
             raise RefusedError(f"a {type(owner).__name__} in it holds itself")
-        if depth + self._heights.get(id(owner), 0) > DEPTH:
+        if len(path) + self._heights.get(id(owner), 0) > DEPTH:
             raise RefusedError(f"it nests modules more than {DEPTH} levels deep")
         if id(owner) in self._heights:
             return self._heights[id(owner)]
         self._open.add(id(owner))
-        height = 1 + max((self.visit(child, depth + 1) for child in self._children(owner)), default=0)
+        children = self._children(owner, ".".join(path))
+        height = 1 + max((self.visit(child, (*path, name)) for name, child in children), default=0)
         self._open.discard(id(owner))
         self._heights[id(owner)] = height
         return height
 
-    def _children(self, owner: Any) -> list[Any]:
-        """Checks the attributes of ``owner``; gives the modules and objects among them."""
-        children: list[Any] = []
+    def _children(self, owner: Any, path: str) -> list[tuple[str, Any]]:
+        """Checks the attributes of ``owner``; gives the modules and objects among them with their names."""
+        children: list[tuple[str, Any]] = []
 
         def leaf(value: Any) -> None:
             if type(value) is Pending:
                 raise RefusedError("it holds an array or a device without its state")
             if isinstance(value, Module) or type(value).__module__.startswith("qtrace."):
-                children.append(value)
+                children.append((name, value))
 
         if isinstance(owner, Module):
             self._check_module(owner)
@@ -102,6 +103,8 @@ class _Walk:
                 raise RefusedError(f"a {type(owner).__name__} in it has an attribute called {shown(name)}")
             if not (name in _GRAPHS and type(owner) is TracedModule):
                 weigh(value, self._rules.budget, leaf)
+        if isinstance(owner, Module):
+            check_attributes(owner, path or type(owner).__name__)
         if isinstance(owner, (QScheme, QParams)):
             _check_quantization(owner)  # its errors show the values, which are known to have an end now
         elif isinstance(owner, FakeQuant):

@@ -81,6 +81,7 @@ class Rules:
         keys: which values may be keys of dicts.
         trees: the argument structures.
         traced: every TracedModule of the file, children before parents; their graphs are not restored yet.
+        constants: the modules that Constants hold.
     """
 
     def __init__(self, names: AllowList, budget: Budget, keep_devices: bool = False) -> None:
@@ -88,6 +89,7 @@ class Rules:
         self.trees = Trees(names, budget)
         self.keys = Keys(budget, self.trees.size)
         self.traced: list[TracedModule] = []
+        self.constants: list[Module] = []
         devices, metas = plain_values.Devices(keep_devices), plain_values.DtypeMetas()
         self._new: dict[type, Rule] = {
             cls: _bare(cls) for cls in (*FIELDS, Module, QParams, LSQParams, TracedModule)
@@ -234,6 +236,8 @@ class Rules:
         expr.value = self.module_of(expr.value)
         if not isinstance(expr.value, (Tensor, Module)):
             raise RefusedError(f"a Constant in it holds a {type(expr.value).__name__}")
+        if isinstance(expr.value, Module):
+            self.constants.append(expr.value)
 
     def _module_state(self, saved: _ModuleState, state: Any) -> None:
         self._fields(_ModuleState)(saved, state)

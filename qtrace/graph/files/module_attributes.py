@@ -1,0 +1,311 @@
+"""The attributes of MegEngine's own modules, held to what their ``forward`` takes.
+
+MegEngine checks them in constructors, which loading does not run: a stride that is no number would be an
+error of a kernel when the model runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import megengine.module as M
+import numpy as np
+from megengine import Tensor
+from megengine.core._imperative_rt.ops import Elemwise, ElemwiseMultiType, Pooling, RNNCell
+from megengine.core.tensor.dtype import QuantDtypeMeta
+from megengine.module import (
+    adaptive_pooling,
+    batchnorm,
+    conv,
+    conv_bn,
+    conv_transpose_bn,
+    linear_bn,
+    normalization,
+    pooling,
+    qat,
+    quantized,
+    rnn,
+)
+from megengine.quantization import fake_quant, observer
+from megengine.quantization.utils import LSQParams, QParams, QuantMode
+from megengine.traced_module import fake_quant as traced_fake_quant
+from megengine.traced_module.utils import _ModuleDict, _ModuleList
+
+from qtrace.graph.files.names import RefusedError, shown
+
+__all__ = ["check_attributes"]
+
+_LARGEST, _LARGEST_FLOAT = 2**31 - 1, 3.4e38
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """The values that an attribute may have.
+
+    Args:
+        description: completes "it must be ...".
+        fits: whether a value is one of them.
+    """
+
+    description: str
+    fits: Callable[[Any], bool]
+
+    def __or__(self, other: _Kind) -> _Kind:
+        either = f"{self.description} or {other.description}"
+        return _Kind(either, lambda value: self.fits(value) or other.fits(value))
+
+
+def _instance(description: str, *kinds: type) -> _Kind:
+    return _Kind(description, lambda value: isinstance(value, kinds))
+
+
+def _integer(description: str, least: int) -> _Kind:
+    return _Kind(
+        description, lambda value: isinstance(value, (int, np.integer)) and least <= value <= _LARGEST
+    )
+
+
+def _number(description: str, least: float = -_LARGEST_FLOAT, most: float = _LARGEST_FLOAT) -> _Kind:
+    def fits(value: Any) -> bool:
+        real = isinstance(value, (int, float, np.integer, np.floating))
+        return real and not math.isnan(value) and bool(least <= value <= most)
+
+    return _Kind(description, fits)
+
+
+def _sequence(item: _Kind, count: int | None = None) -> _Kind:
+    """A tuple or list of ``count`` items, or of any number of them."""
+
+    def fits(value: Any) -> bool:
+        right = type(value) in (tuple, list) and (count is None or len(value) == count)
+        return right and all(map(item.fits, value))
+
+    return _Kind(f"a tuple of {count or 'values'}, each {item.description}", fits)
+
+
+def _choice(*names: str) -> _Kind:
+    return _Kind(f"one of {', '.join(names)}", lambda value: type(value) is str and value.lower() in names)
+
+
+def _mode_of(op: Any) -> _Kind:
+    """The members of an enum of MegEngine's ops, in any case."""
+    return _Kind(
+        "a mode that MegEngine knows", lambda value: type(value) is str and hasattr(op, value.upper())
+    )
+
+
+_NONE, _TEXT = _instance("None", type(None)), _instance("a string", str)
+_FLAG = _instance("True or False", bool, np.bool_, int)
+_COUNT, _SIZE = _integer("a positive integer", 1), _integer("an integer of at least 0", 0)
+_INTEGER = _integer("an integer", -_LARGEST)
+_NUMBER, _POSITIVE = _number("a number"), _number("a number of at least 0", least=0)
+_TENSOR, _MODULE = _instance("a Tensor", Tensor), _instance("a module", M.Module)
+_QUANTIZED = _instance("a quantized dtype", QuantDtypeMeta)
+
+# The kinds of attributes that mean the same wherever a class has them.
+_KINDS = {
+    name: kind
+    for names, kind in {
+        "name _name _short_name": _TEXT | _NONE,
+        "in_channels out_channels groups in_features out_features batch num_parameters num_features": _COUNT,
+        "num_channels num_groups num_embeddings embedding_dim input_height input_width": _COUNT,
+        "upscale_factor part_size pooled_h pooled_w sample_per_part embed_dim kdim vdim": _COUNT,
+        "num_heads head_dim weight_bias_len input_size hidden_size gate_hidden_size num_layers": _COUNT,
+        "num_directions bins upsample_rate dst_nbins": _COUNT,
+        "proj_size _size": _SIZE,
+        "qmin qmax": _INTEGER,
+        "kernel_size stride dilation output_size": _COUNT | _sequence(_COUNT, 2),
+        "padding output_padding": _SIZE | _sequence(_SIZE, 2),
+        "oshp": _COUNT | _sequence(_COUNT, 2) | _TENSOR,
+        "pad_width": _sequence(_sequence(_SIZE, 2)),
+        "axis": _INTEGER | _sequence(_INTEGER) | _NONE,
+        "normalized_shape normalized_axis": _INTEGER | _sequence(_INTEGER) | _NONE,
+        "eps": _POSITIVE,
+        "negative_slope momentum spatial_scale trans_std k alpha beta pad_val scale_limit": _NUMBER,
+        "drop_prob attn_dropout out_dropout dropout": _number("a number from 0 to 1", 0, 1),
+        "quantize_disabled affine track_running_stats _track_running_stats_saved freeze no_trans": _FLAG,
+        "add_bias_kv add_zero_attn batch_first bidirectional enabled": _FLAG,
+        "weight io_weight_bias _flatten_weights weight_ih weight_hh bias_ih bias_hh": _TENSOR,
+        "min_val max_val runtime_momentum histogram scale step_size zero_point grad_scale": _TENSOR,
+        "bias bias_k bias_v running_mean running_var": _TENSOR | _NONE,
+        "padding_idx max_norm norm_type": _NONE,
+        "conv_mode": _choice("cross_correlation"),
+        "compute_mode": _choice("default", "float32"),
+        "padding_mode": _choice("zeros", "reflect", "replicate"),
+        "nonlinear_mode unsupport_reason mode method": _TEXT,
+        "nonlinearity": _mode_of(RNNCell.NonlineMode),
+        "conv bn conv_transpose2d linear": _MODULE,
+        "weight_observer act_observer weight_fake_quant act_fake_quant": _MODULE | _NONE,
+        "cells": _sequence(_sequence(_MODULE)),
+        "layer_keys _module_keys": _sequence(_TEXT),
+        "output_dtype": _instance("a dtype or None", np.dtype, type, type(None)),
+        "dtype": _QUANTIZED,
+        "qparams": _instance("quantization parameters or None", QParams, LSQParams, type(None)),
+    }.items()
+    for name in names.split()
+}
+_CONV = "in_channels out_channels groups kernel_size stride padding dilation output_padding weight bias"
+_FEATURES, _AFFINE = "in_features out_features weight bias", "eps affine weight bias"
+
+# The attributes that a class has besides those of its bases.
+_ATTRIBUTES: dict[type, str] = {
+    M.Module: "name _name _short_name quantize_disabled",
+    M.Softmax: "axis",
+    M.PReLU: "num_parameters weight",
+    M.LeakyReLU: "negative_slope",
+    adaptive_pooling._AdaptivePoolNd: "oshp",
+    M.BatchMatMulActivation: f"{_FEATURES} batch nonlinear_mode",
+    batchnorm._BatchNorm: (
+        f"{_AFFINE} num_features momentum track_running_stats _track_running_stats_saved freeze "
+        "running_mean running_var"
+    ),
+    conv._ConvNd: _CONV,
+    M.Conv1d: "conv_mode compute_mode padding_mode",
+    M.Conv2d: "conv_mode compute_mode padding_mode",
+    M.Conv3d: "conv_mode",
+    M.ConvTranspose2d: "conv_mode compute_mode",
+    M.DeformableConv2d: "conv_mode compute_mode",
+    M.RegionRestrictedConv: "conv_mode compute_mode padding_mode",
+    M.LocalConv2d: "input_height input_width",
+    conv_bn._ConvBnActivation2d: "conv bn",
+    conv_transpose_bn._ConvTransposeBnActivation2d: "conv_transpose2d bn",
+    linear_bn._LinearBnActivation1d: "in_features out_features bias linear bn",
+    M.DeformablePSROIPooling: (
+        "no_trans part_size pooled_h pooled_w sample_per_part spatial_scale trans_std"
+    ),
+    M.Dropout: "drop_prob",
+    M.Elemwise: "method",
+    M.Embedding: "num_embeddings embedding_dim padding_idx max_norm norm_type freeze weight",
+    M.Linear: f"{_FEATURES} compute_mode",
+    M.LocalResponseNorm: "kernel_size k alpha beta",
+    M.MultiHeadAttention: (
+        "embed_dim kdim vdim num_heads head_dim weight_bias_len attn_dropout out_dropout add_bias_kv "
+        "add_zero_attn bias io_weight_bias bias_k bias_v unsupport_reason"
+    ),
+    normalization.GeneralNorm: f"{_AFFINE} normalized_shape normalized_axis",
+    normalization.GroupNorm: f"{_AFFINE} num_groups num_channels",
+    normalization.InstanceNorm: f"{_AFFINE} num_channels",
+    normalization.LayerNorm: f"{_AFFINE} normalized_shape",
+    M.Pad: "pad_width mode pad_val",
+    M.PixelShuffle: "upscale_factor",
+    pooling._PoolNd: "kernel_size stride padding",
+    M.AvgPool2d: "mode",
+    qat.QATModule: "weight_observer act_observer weight_fake_quant act_fake_quant",
+    **dict.fromkeys((quantized.Conv2d, quantized.ConvTranspose2d, quantized.Concat), "output_dtype"),
+    **dict.fromkeys((quantized.QuantStub, quantized.BatchMatMulActivation), "output_dtype"),
+    quantized.Linear: "weight bias output_dtype",
+    quantized.Elemwise: "method output_dtype",
+    rnn.RNNCellBase: "input_size hidden_size gate_hidden_size bias weight_ih weight_hh bias_ih bias_hh",
+    rnn.RNNBase: (
+        "input_size hidden_size num_layers num_directions proj_size bias batch_first bidirectional dropout "
+        "cells _flatten_weights"
+    ),
+    **dict.fromkeys((rnn.RNNCell, rnn.RNN), "nonlinearity"),
+    M.Sequential: "layer_keys",
+    M.SlidingWindow: "kernel_size stride padding dilation",
+    M.SlidingWindowTranspose: "output_size kernel_size stride padding dilation",
+    fake_quant._FakeQuantize: "dtype qmin qmax enabled",
+    fake_quant.TQT: "scale",
+    fake_quant.LSQ: "eps step_size zero_point grad_scale mode",
+    traced_fake_quant.FakeQuantize: "qparams",
+    observer.Observer: "dtype qmin qmax enabled",
+    observer.MinMaxObserver: "mode min_val max_val scale_limit",
+    observer.ExponentialMovingAverageObserver: "momentum runtime_momentum",
+    observer.HistogramObserver: "bins upsample_rate dst_nbins histogram",
+    observer.PassiveObserver: "qparams",
+    _ModuleDict: "_module_keys",
+    _ModuleList: "_size",
+}
+
+
+def _windows(rank: int) -> dict[str, _Kind]:
+    """The kinds of a convolution over ``rank`` axes, whose constructor makes a tuple of each number."""
+    positive = dict.fromkeys(("kernel_size", "stride", "dilation"), _sequence(_COUNT, rank))
+    return {**positive, "padding": _sequence(_SIZE, rank), "output_padding": _SIZE | _sequence(_SIZE, rank)}
+
+
+_MAY_LACK_WEIGHT = {"weight": _TENSOR | _NONE}
+
+# The kinds of attributes that mean something else in a class than in the others.
+_OWN_KINDS: dict[type, dict[str, _Kind]] = {
+    M.Conv1d: {"kernel_size": _COUNT, "stride": _COUNT, "padding": _SIZE, "dilation": _COUNT},
+    **dict.fromkeys((M.Conv2d, M.ConvTranspose2d, M.DeformableConv2d, M.RegionRestrictedConv), _windows(2)),
+    **dict.fromkeys((M.Conv3d, M.ConvTranspose3d), _windows(3)),
+    M.Elemwise: {"method": _mode_of(Elemwise.Mode)},
+    M.LocalResponseNorm: {"kernel_size": _COUNT},
+    M.MultiHeadAttention: {"bias": _FLAG},
+    rnn.RNNBase: {"bias": _FLAG},
+    rnn.RNNCellBase: {"bias": _FLAG},
+    batchnorm._BatchNorm: _MAY_LACK_WEIGHT,
+    normalization.GeneralNorm: _MAY_LACK_WEIGHT,
+    normalization.GroupNorm: _MAY_LACK_WEIGHT,
+    normalization.InstanceNorm: _MAY_LACK_WEIGHT,
+    normalization.LayerNorm: {**_MAY_LACK_WEIGHT, "normalized_shape": _sequence(_COUNT)},
+    M.Pad: {"mode": _choice("constant", "edge", "replicate", "reflect")},
+    M.AvgPool2d: {"mode": _mode_of(Pooling.Mode)},
+    quantized.Linear: _MAY_LACK_WEIGHT,
+    quantized.Elemwise: {"method": _mode_of(ElemwiseMultiType.Mode)},
+    fake_quant.LSQ: {"eps": _TENSOR, "mode": _instance("a QuantMode or None", QuantMode, type(None))},
+    observer.MinMaxObserver: {"mode": _instance("a QuantMode", QuantMode)},
+    observer.ExponentialMovingAverageObserver: {"momentum": _TENSOR},
+}
+# Files of earlier versions of MegEngine do not have these.
+_OPTIONAL = frozenset((*_ATTRIBUTES[M.Module].split(), "padding_mode"))
+# Flags with the tensors that forward needs when they are set.
+_NEEDS: dict[type, dict[str, tuple[str, ...]]] = {
+    batchnorm._BatchNorm: dict.fromkeys(("track_running_stats", "freeze"), ("running_mean", "running_var")),
+    normalization.GeneralNorm: {"affine": ("weight", "bias", "normalized_shape")},
+    normalization.GroupNorm: {"affine": ("weight", "bias")},
+    normalization.InstanceNorm: {"affine": ("weight", "bias")},
+    normalization.LayerNorm: {"affine": ("weight", "bias")},
+}
+# The number of axes that a weight of one group has; that of several groups has one more.
+_AXES: dict[type, int] = {M.Conv2d: 4, M.Conv3d: 5, M.ConvTranspose2d: 4, M.DeformableConv2d: 4}
+
+
+@lru_cache(maxsize=256)
+def _kinds(cls: type) -> dict[str, _Kind]:
+    """The kinds of the attributes of a class, those of its bases included."""
+    bases = cls.__mro__[::-1]
+    kinds = {name: _KINDS[name] for base in bases for name in _ATTRIBUTES.get(base, "").split()}
+    for base in bases:
+        kinds |= {name: kind for name, kind in _OWN_KINDS.get(base, {}).items() if name in kinds}
+    return kinds
+
+
+def check_attributes(module: M.Module, path: str) -> None:
+    """Refuses a module of MegEngine with an attribute that its ``forward`` does not take.
+
+    Args:
+        module: has its attributes. Those of a class that is not MegEngine's are not looked at.
+        path: of the module within the model, for the error.
+
+    Raises:
+        RefusedError: naming the module and the attribute.
+    """
+    cls = type(module)
+    if not cls.__module__.startswith("megengine."):
+        return
+    what = f"its module {shown(path)}, a {cls.__name__},"
+    for name, kind in _kinds(cls).items():
+        value = getattr(module, name, kind)
+        if value is kind:
+            if name not in _OPTIONAL:
+                raise RefusedError(f"{what} has no {name}")
+        elif not kind.fits(value):
+            raise RefusedError(f"{what} has the {name} {shown(value)}: it must be {kind.description}")
+    for base in cls.__mro__:
+        for flag, names in _NEEDS.get(base, {}).items():
+            if getattr(module, flag) and any(getattr(module, name) is None for name in names):
+                raise RefusedError(f"{what} has {flag} without {' and '.join(names)}")
+    axes = next((_AXES[base] for base in cls.__mro__ if base in _AXES), None)
+    if axes is not None and not isinstance(module, M.LocalConv2d):
+        have, need = module.weight.ndim, axes + (module.groups > 1)
+        if have != need:
+            raise RefusedError(
+                f"{what} has a weight of {have} axes: with groups={module.groups} it must be one of {need}"
+            )

@@ -6,6 +6,7 @@ error of a kernel when the model runs.
 
 from __future__ import annotations
 
+import dis
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,22 +19,13 @@ from megengine import Tensor
 from megengine.core._imperative_rt.ops import Elemwise, ElemwiseMultiType, Pooling, RNNCell
 from megengine.core.tensor.dtype import QuantDtypeMeta
 from megengine.module import (
-    adaptive_pooling,
     batchnorm,
-    conv,
-    conv_bn,
-    conv_transpose_bn,
-    linear_bn,
     normalization,
-    pooling,
-    qat,
     quantized,
     rnn,
 )
 from megengine.quantization import fake_quant, observer
 from megengine.quantization.utils import LSQParams, QParams, QuantMode
-from megengine.traced_module import fake_quant as traced_fake_quant
-from megengine.traced_module.utils import _ModuleDict, _ModuleList
 
 from qtrace.graph.files.names import RefusedError, shown
 
@@ -64,9 +56,10 @@ def _instance(description: str, *kinds: type) -> _Kind:
 
 
 def _integer(description: str, least: int) -> _Kind:
-    return _Kind(
-        description, lambda value: isinstance(value, (int, np.integer)) and least <= value <= _LARGEST
-    )
+    def fits(value: Any) -> bool:
+        return isinstance(value, (int, np.integer)) and bool(least <= value <= _LARGEST)
+
+    return _Kind(description, fits)
 
 
 def _number(description: str, least: float = -_LARGEST_FLOAT, most: float = _LARGEST_FLOAT) -> _Kind:
@@ -148,78 +141,6 @@ _KINDS = {
     }.items()
     for name in names.split()
 }
-_CONV = "in_channels out_channels groups kernel_size stride padding dilation output_padding weight bias"
-_FEATURES, _AFFINE = "in_features out_features weight bias", "eps affine weight bias"
-
-# The attributes that a class has besides those of its bases.
-_ATTRIBUTES: dict[type, str] = {
-    M.Module: "name _name _short_name quantize_disabled",
-    M.Softmax: "axis",
-    M.PReLU: "num_parameters weight",
-    M.LeakyReLU: "negative_slope",
-    adaptive_pooling._AdaptivePoolNd: "oshp",
-    M.BatchMatMulActivation: f"{_FEATURES} batch nonlinear_mode",
-    batchnorm._BatchNorm: (
-        f"{_AFFINE} num_features momentum track_running_stats _track_running_stats_saved freeze "
-        "running_mean running_var"
-    ),
-    conv._ConvNd: _CONV,
-    M.Conv1d: "conv_mode compute_mode padding_mode",
-    M.Conv2d: "conv_mode compute_mode padding_mode",
-    M.Conv3d: "conv_mode",
-    M.ConvTranspose2d: "conv_mode compute_mode",
-    M.DeformableConv2d: "conv_mode compute_mode",
-    M.RegionRestrictedConv: "conv_mode compute_mode padding_mode",
-    M.LocalConv2d: "input_height input_width",
-    conv_bn._ConvBnActivation2d: "conv bn",
-    conv_transpose_bn._ConvTransposeBnActivation2d: "conv_transpose2d bn",
-    linear_bn._LinearBnActivation1d: "in_features out_features bias linear bn",
-    M.DeformablePSROIPooling: (
-        "no_trans part_size pooled_h pooled_w sample_per_part spatial_scale trans_std"
-    ),
-    M.Dropout: "drop_prob",
-    M.Elemwise: "method",
-    M.Embedding: "num_embeddings embedding_dim padding_idx max_norm norm_type freeze weight",
-    M.Linear: f"{_FEATURES} compute_mode",
-    M.LocalResponseNorm: "kernel_size k alpha beta",
-    M.MultiHeadAttention: (
-        "embed_dim kdim vdim num_heads head_dim weight_bias_len attn_dropout out_dropout add_bias_kv "
-        "add_zero_attn bias io_weight_bias bias_k bias_v unsupport_reason"
-    ),
-    normalization.GeneralNorm: f"{_AFFINE} normalized_shape normalized_axis",
-    normalization.GroupNorm: f"{_AFFINE} num_groups num_channels",
-    normalization.InstanceNorm: f"{_AFFINE} num_channels",
-    normalization.LayerNorm: f"{_AFFINE} normalized_shape",
-    M.Pad: "pad_width mode pad_val",
-    M.PixelShuffle: "upscale_factor",
-    pooling._PoolNd: "kernel_size stride padding",
-    M.AvgPool2d: "mode",
-    qat.QATModule: "weight_observer act_observer weight_fake_quant act_fake_quant",
-    **dict.fromkeys((quantized.Conv2d, quantized.ConvTranspose2d, quantized.Concat), "output_dtype"),
-    **dict.fromkeys((quantized.QuantStub, quantized.BatchMatMulActivation), "output_dtype"),
-    quantized.Linear: "weight bias output_dtype",
-    quantized.Elemwise: "method output_dtype",
-    rnn.RNNCellBase: "input_size hidden_size gate_hidden_size bias weight_ih weight_hh bias_ih bias_hh",
-    rnn.RNNBase: (
-        "input_size hidden_size num_layers num_directions proj_size bias batch_first bidirectional dropout "
-        "cells _flatten_weights"
-    ),
-    **dict.fromkeys((rnn.RNNCell, rnn.RNN), "nonlinearity"),
-    M.Sequential: "layer_keys",
-    M.SlidingWindow: "kernel_size stride padding dilation",
-    M.SlidingWindowTranspose: "output_size kernel_size stride padding dilation",
-    fake_quant._FakeQuantize: "dtype qmin qmax enabled",
-    fake_quant.TQT: "scale",
-    fake_quant.LSQ: "eps step_size zero_point grad_scale mode",
-    traced_fake_quant.FakeQuantize: "qparams",
-    observer.Observer: "dtype qmin qmax enabled",
-    observer.MinMaxObserver: "mode min_val max_val scale_limit",
-    observer.ExponentialMovingAverageObserver: "momentum runtime_momentum",
-    observer.HistogramObserver: "bins upsample_rate dst_nbins histogram",
-    observer.PassiveObserver: "qparams",
-    _ModuleDict: "_module_keys",
-    _ModuleList: "_size",
-}
 
 
 def _windows(rank: int) -> dict[str, _Kind]:
@@ -254,7 +175,7 @@ _OWN_KINDS: dict[type, dict[str, _Kind]] = {
     observer.ExponentialMovingAverageObserver: {"momentum": _TENSOR},
 }
 # Files of earlier versions of MegEngine do not have these.
-_OPTIONAL = frozenset((*_ATTRIBUTES[M.Module].split(), "padding_mode"))
+_OPTIONAL = frozenset(("name", "_name", "_short_name", "quantize_disabled", "padding_mode"))
 # Flags with the tensors that forward needs when they are set.
 _NEEDS: dict[type, dict[str, tuple[str, ...]]] = {
     batchnorm._BatchNorm: dict.fromkeys(("track_running_stats", "freeze"), ("running_mean", "running_var")),
@@ -268,12 +189,16 @@ _AXES: dict[type, int] = {M.Conv2d: 4, M.Conv3d: 5, M.ConvTranspose2d: 4, M.Defo
 
 
 @lru_cache(maxsize=256)
-def _kinds(cls: type) -> dict[str, _Kind]:
-    """The kinds of the attributes of a class, those of its bases included."""
-    bases = cls.__mro__[::-1]
-    kinds = {name: _KINDS[name] for base in bases for name in _ATTRIBUTES.get(base, "").split()}
+def _kinds(cls: Callable[..., M.Module]) -> dict[str, _Kind]:
+    """The kinds of the attributes that the constructors of a class and of its bases set."""
+    bases = cls.__mro__[::-1]  # type: ignore[attr-defined]
+    constructors = [vars(base).get("__init__") for base in bases[1:]]
+    codes = [dis.get_instructions(function) for function in constructors if function is not None]
+    names = {step.argval for code in codes for step in code if step.opname == "STORE_ATTR"}
+    names |= {"_flatten_weights"} if rnn.RNNBase in bases else set()  # its constructor calls what sets them
+    kinds = {name: kind for name, kind in _KINDS.items() if name in names}
     for base in bases:
-        kinds |= {name: kind for name, kind in _OWN_KINDS.get(base, {}).items() if name in kinds}
+        kinds |= {name: kind for name, kind in _OWN_KINDS.get(base, {}).items() if name in names}
     return kinds
 
 

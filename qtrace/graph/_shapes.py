@@ -21,6 +21,7 @@ from megengine.traced_module.expr import Apply, CallFunction, CallMethod, Consta
 from megengine.traced_module.node import Node, TensorNode
 
 from qtrace.graph.interpreter import interpret
+from qtrace.graph.walk import get_module, reads_shape
 
 __all__ = ["Call", "needs_own_shapes", "record_shapes"]
 
@@ -29,17 +30,10 @@ _SIZED_BY_VALUES = {"cond_take", "nms", "non_zero", "CondTake", "NMSKeep", "NonZ
 # Ops whose result has the same shape whatever their integer and boolean inputs hold; so have the operators
 # of Python (`_is_operator`).
 _ELEMENTWISE = {
-    "Elemwise",
-    "TypeCvt",
-    "astype",
-    "gather",
-    "where",
-    "logical_and",
-    "logical_or",
-    "logical_not",
+    *("Elemwise", "TypeCvt", "astype", "gather", "where", "logical_and", "logical_or", "logical_not"),
+    *("equal", "not_equal", "less", "less_equal", "greater", "greater_equal", "maximum", "minimum"),
 }
-_ELEMENTWISE |= {"equal", "not_equal", "less", "less_equal", "greater", "greater_equal", "maximum", "minimum"}
-_INDEXING = {"__getitem__", "__setitem__"}
+_NO_OPERATORS = {"__getitem__", "__setitem__", "__call__", "__new__"}
 
 
 @dataclass(frozen=True)
@@ -165,7 +159,7 @@ class _ZeroRun:
             results = interpret(expr, [value.value for value in given]) or ()
         except Exception:  # a kernel that does not take zeros: MegEngine's errors have no class of their own
             return unknown
-        exact = _reads_shape(expr) or all(value.exact for value in given)
+        exact = reads_shape(expr) or all(value.exact for value in given)
         return [_Value(result, exact) for result in results]
 
     def _value(self, node: Node) -> _Value | None:
@@ -204,10 +198,7 @@ class _ZeroRun:
         return None if shape is None else _Value(_zeros(shape, node.dtype), False)
 
     def _attribute(self, expr: GetAttr) -> _Value:
-        value: Any = self.traced
-        for part in expr.name.split("."):
-            value = getattr(value, part)
-        return _Value(value, True)
+        return _Value(get_module(self.traced, expr.name), True)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> mge.Tensor:
@@ -227,7 +218,7 @@ def _shows_shapes(expr: Expr, inputs: Sequence[_Value]) -> bool:
         return False
     if name in _ELEMENTWISE or _is_operator(expr):
         return True
-    return _reads_shape(expr) or not any(_holds_integers(value.value) for value in guessed)
+    return reads_shape(expr) or not any(_holds_integers(value.value) for value in guessed)
 
 
 def _name(expr: Expr) -> str:
@@ -247,21 +238,7 @@ def _updates_inputs(expr: Expr) -> bool:
 
 def _is_operator(expr: Expr) -> bool:
     """Whether ``expr`` is an operator of Python between values, such as ``x < y``."""
-    return (
-        isinstance(expr, CallMethod)
-        and expr.method.startswith("__")
-        and expr.method
-        not in _INDEXING
-        | {
-            "__call__",
-            "__new__",
-        }
-    )
-
-
-def _reads_shape(expr: Expr) -> bool:
-    """Whether ``expr`` gives the shape of its first input, or part of it, and reads no value of it."""
-    return isinstance(expr, Apply) and type(expr.opdef).__name__ == "GetVarShape"
+    return isinstance(expr, CallMethod) and expr.method.startswith("__") and expr.method not in _NO_OPERATORS
 
 
 def _holds_integers(value: Any) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 import megengine.functional as F
 
 from qtrace.graph.interpreter import interpret
-from qtrace.graph.types import Apply, CallFunction, Expr, ModuleNode, Node, TensorNode, TracedModule
-from qtrace.graph.walk import exprs, tensor_inputs
+from qtrace.graph.types import CallFunction, Expr, ModuleNode, Node, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, reads_shape, tensor_inputs
 
 __all__ = ["evaluate_fixed", "fixed_nodes", "static_nodes"]
 
@@ -73,7 +73,7 @@ def evaluate_fixed(traced: TracedModule, nodes: Iterable[TensorNode]) -> dict[No
 
 def _values_read(expr: Expr) -> list[TensorNode]:
     """The tensor nodes whose values, not only shapes, ``expr`` reads."""
-    if isinstance(expr, Apply) and str(expr.opdef) == "GetVarShape":
+    if reads_shape(expr):
         return []
     nodes = tensor_inputs(expr)
     if isinstance(expr, CallFunction) and expr.func in _LIKE:

@@ -9,6 +9,7 @@ import megengine as mge
 import numpy as np
 
 from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Input, Node, TensorNode
+from qtrace.graph.walk import reads_shape
 
 __all__ = ["traced_value"]
 
@@ -31,9 +32,8 @@ def traced_value(node: TensorNode) -> np.ndarray | None:
         return None
     values: dict[Node, np.ndarray] = {}
     for expr in order:
-        try:
-            results = _evaluate(expr, values)
-        except Exception:  # a kernel that does not take these sizes: then nothing is known
+        results = _evaluate(expr, values)
+        if results is None:
             return None
         for out, value in zip(expr.outputs, results, strict=True):
             values[out] = value
@@ -56,7 +56,7 @@ def _needed(node: TensorNode) -> list[Expr] | None:
         if not _is_small(expr) or len(stack) > _MAX_EXPRS or len(order) > _MAX_EXPRS:
             return None
         stack.append((expr, True))
-        if not _reads_shape(expr):
+        if not reads_shape(expr):
             stack.extend((n.expr, False) for n in expr.inputs)
     return order
 
@@ -71,20 +71,20 @@ def _is_small(expr: Any) -> bool:
     return all(s is not None and math.prod(int(i) for i in s) <= _MAX_VALUES for s in shapes)
 
 
-def _reads_shape(expr: Expr) -> bool:
-    return isinstance(expr, Apply) and str(expr.opdef) == "GetVarShape"
-
-
 def _draws(expr: Expr) -> bool:
     """Whether an expr draws random numbers."""
     return isinstance(expr, Apply) and "RNG" in type(expr.opdef).__name__
 
 
-def _evaluate(expr: Expr, values: dict[Node, np.ndarray]) -> list[np.ndarray]:
-    if _reads_shape(expr):
+def _evaluate(expr: Expr, values: dict[Node, np.ndarray]) -> list[np.ndarray] | None:
+    """The results of ``expr``; None where a kernel does not take these sizes."""
+    if reads_shape(expr):
         (source,) = expr.inputs
         shape = np.array([int(n) for n in source.shape], np.int32)
         axis = int(expr.opdef.axis)
         return [shape if axis == _ALL_AXES else shape[axis : axis + 1 or None]]
-    results = expr.interpret(*(mge.Tensor(values[n]) for n in expr.inputs))
-    return [r.numpy() for r in results]
+    inputs = [mge.Tensor(values[n]) for n in expr.inputs]
+    try:
+        return [result.numpy() for result in expr.interpret(*inputs)]
+    except Exception:  # MegEngine's errors have no class of their own
+        return None

@@ -17,7 +17,6 @@ from qtrace.graph.types import (
     Expr,
     GetAttr,
     Input,
-    ModuleNode,
     Node,
     TensorNode,
     TracedModule,
@@ -32,6 +31,7 @@ __all__ = [
     "node_path",
     "op_label",
     "owner",
+    "reads_shape",
     "users",
 ]
 
@@ -120,6 +120,6 @@ def tensor_inputs(expr: Expr) -> list[TensorNode]:
     return [n for n in expr.inputs if isinstance(n, TensorNode)]
 
 
-def is_module_node(node: Node) -> bool:
-    """True for a node that stands for a module."""
-    return isinstance(node, ModuleNode)
+def reads_shape(expr: Expr) -> bool:
+    """Whether ``expr`` gives the shape of its input, or part of it, and reads no value of it."""
+    return isinstance(expr, Apply) and type(expr.opdef).__name__ == "GetVarShape"

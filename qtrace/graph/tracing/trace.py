@@ -90,6 +90,10 @@ def _traced(
         return _Tracing(module, args, method).run(check)
 
 
+class _ForwardError(Exception):
+    """The module's own forward failed; the cause says how."""
+
+
 class _Tracing:
     """One call of ``trace``: the source, a private copy of it in eval mode, and the examples."""
 
@@ -104,8 +108,17 @@ class _Tracing:
         self.copies: list[Copy] = []
 
     def results(self, inputs: tuple[Any, ...]) -> list[Any]:
-        """What the copy returns on ``inputs``."""
-        result = self.module(*example_inputs.fresh(inputs))
+        """What the copy returns on ``inputs``.
+
+        Raises:
+            _ForwardError: when the copy does not take them.
+        """
+        args = example_inputs.fresh(inputs)
+        try:
+            result = self.module(*args)
+            mge._full_sync()  # errors of kernels come now
+        except Exception as error:
+            raise _ForwardError from error
         self.drops_none = holds_none(result)
         result = without_none(result)
         self.order = key_order(result)
@@ -126,7 +139,7 @@ class _Tracing:
                     # Where shapes may not fit, one op at a time: a kernel after a failed one can crash.
                     with engine_for_tracing(async_level=0):
                         expected = self.results(other)
-                except Exception:  # the module itself does not take it: nothing to compare
+                except _ForwardError:  # nothing to compare
                     continue
                 self.compare(traced, other, expected, batch if extra else None)
                 inputs = other
@@ -143,7 +156,7 @@ class _Tracing:
     def first_run(self, check: bool) -> tuple[tuple[Any, ...], list[Any]]:
         """Runs the copy once, on other values where it takes them; reports Functions and changed state."""
         candidates = [example_inputs.vary(self.args, high=False), self.args] if check else [self.args]
-        failure: Exception | None = None
+        failure: BaseException | None = None
         for inputs in candidates:
             if failure is not None:
                 self.module = copy_module(self.source, self.method)
@@ -151,8 +164,8 @@ class _Tracing:
                 with hazards.watch_functions(self.module) as functions:
                     expected = self.results(inputs)
                 break
-            except Exception as error:
-                failure = error
+            except _ForwardError as error:
+                failure = error.__cause__
         else:
             assert failure is not None
             line = failures.user_line(failure)
@@ -182,7 +195,7 @@ class _Tracing:
         try:
             self.results(example_inputs.vary(self.args, high=True))
             again = hazards.changed_state(before, self.module)
-        except Exception:
+        except _ForwardError:
             again = changed
         if again or any(isinstance(t, mge.Parameter) for t in changed.values()):
             named = [path for path in changed if path in again] or changed
@@ -194,9 +207,10 @@ class _Tracing:
         self.module = copy_module(self.source, self.method)
 
     def trace(self, args: tuple[Any, ...]) -> TracedModule:
+        inputs = example_inputs.fresh(args)
         try:
             with recording():
-                traced = trace_module(self.module, *example_inputs.fresh(args))
+                traced = trace_module(self.module, *inputs)
         except Exception as error:
             try:
                 raise failures.explain(error, self.module, self.name) from error
@@ -243,7 +257,7 @@ class _Tracing:
             for parameter in parameters:
                 parameter._reset(parameter * 1.25 + 0.125)
             return diff.output_mismatch(expected, self.results(inputs)) is not None
-        except Exception:  # not a parameter that can be moved freely: no verdict
+        except (_ForwardError, RuntimeError, TypeError):  # cannot be moved freely: no verdict
             return False
         finally:
             for parameter, value in zip(parameters, saved, strict=True):
@@ -290,7 +304,7 @@ class _Tracing:
         same = example_inputs.vary(self.args, high=True)
         try:
             return _run_and_compare(traced, same, self.results(same)) is None
-        except Exception:  # the module takes only the other one: then the batch is not to blame
+        except _ForwardError:  # the module takes only the other one: then the batch is not to blame
             return False
 
     def where(self, traced: TracedModule, inputs: tuple[Any, ...]) -> str:

@@ -221,3 +221,21 @@ def test_a_method_can_be_traced_in_the_place_of_forward() -> None:
         qtrace.trace(model, x, method="map")
     with pytest.raises(TraceError, match=r"_Detector.maps\(image: .* cannot be called with 0 example"):
         qtrace.trace(model, method="maps")
+
+
+def test_a_fault_of_qtrace_is_not_taken_for_one_of_the_module(monkeypatch):
+    """Only errors of the module's own forward say that it does not take an input."""
+    calls = []
+
+    def key_order(result):
+        calls.append(result)
+        if len(calls) == 2:
+            raise ZeroDivisionError
+        return None
+
+    monkeypatch.setattr("qtrace.graph.tracing.trace.key_order", key_order)
+    with pytest.raises(ZeroDivisionError):
+        qtrace.trace(net(lambda self, x: x + 1), np.ones((2, 2), np.float32))
+    monkeypatch.setattr("qtrace.graph.tracing.trace.key_order", lambda result: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        qtrace.trace(net(lambda self, x: x + 1), np.ones((2, 2), np.float32))

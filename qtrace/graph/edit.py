@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
@@ -187,15 +186,15 @@ class GraphEditor:
         """
         chosen = None if users is None else set(users)
         stay: list[Expr] = []
-        moved: dict[Expr, Expr] = {}
+        moved: dict[Expr, None] = {}  # each once, in order
         for expr in old.users:
             if expr is new.expr or (chosen is not None and expr not in chosen):
                 stay.append(expr)
             else:
-                moved[expr] = expr
+                moved[expr] = None
                 new.users.append(expr)
         old.users = stay
-        for expr in moved.values():
+        for expr in moved:
             expr.inputs = [new if n is old else n for n in expr.inputs]
         if users is None and outputs:
             self.graph._outputs[:] = [new if n is old else n for n in self.graph._outputs]
@@ -320,12 +319,10 @@ def finish(traced: TracedModule) -> None:
                 graph._namespace.used_names[node._name] = None
     kept.reverse()
     graph._exprs = kept
-    counts: Counter[int] = Counter()
     users: dict[Node, list[Expr]] = {}
     for expr in kept:
         for node in expr.inputs:
             users.setdefault(node, []).append(expr)
-            counts[node] += 1
     for node in (*graph._inputs, *(n for e in kept for n in e.outputs)):
         node.users = users.get(node, [])
     traced._update_ref()

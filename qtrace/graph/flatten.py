@@ -9,14 +9,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from megengine.module import Module
 from megengine.traced_module import TracedModule
-from megengine.traced_module.expr import CallMethod, Constant, Expr, GetAttr, Input, is_call_module
-from megengine.traced_module.node import ModuleNode, Node, TensorNode
+from megengine.traced_module.expr import CallMethod, Constant, Expr, GetAttr, is_call_module
+from megengine.traced_module.node import Node, TensorNode
 from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.graph._shapes import Call, needs_own_shapes, record_shapes
 from qtrace.graph.edit import finish
+from qtrace.graph.walk import get_module
 
 __all__ = ["flatten"]
 
@@ -105,7 +105,7 @@ class _Emitter:
         """
         bound: dict[Node, Node] = dict(zip(graph._inputs, inputs, strict=True))
         paths: dict[Node, str] = {graph._inputs[0]: path}
-        objects: dict[Node, Any] = {graph._inputs[0]: _lookup(self.root, path)}
+        objects: dict[Node, Any] = {graph._inputs[0]: get_module(self.root, path)}
 
         def resolve(node: Node) -> Node:
             if node not in bound:
@@ -117,7 +117,7 @@ class _Emitter:
                 base, out = expr.inputs[0], expr.outputs[0]
                 if base in paths:
                     paths[out] = f"{paths[base]}.{expr.name}".lstrip(".")
-                    objects[out] = _lookup(self.root, paths[out])
+                    objects[out] = get_module(self.root, paths[out])
                     if isinstance(out, TensorNode):
                         resolve(out)
                     continue
@@ -199,24 +199,3 @@ _CARRIED = ("_shape", "_dtype", "_qparams", "_device", "module_type")
 
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}_{name}" if prefix else name
-
-
-def _lookup(root: Module, path: str) -> Any:
-    obj: Any = root
-    for part in path.split(".") if path else ():
-        obj = getattr(obj, part)
-    return obj
-
-
-def is_flat(traced: TracedModule) -> bool:
-    """True when no expr calls a traced submodule (MegEngine's QAT modules excepted)."""
-    for expr in traced.graph._exprs:
-        if isinstance(expr, CallMethod) and is_call_module(expr):
-            callee = expr.inputs[0].owner
-            if isinstance(callee, TracedModule) and not callee.is_qat:
-                return False
-        if isinstance(expr, GetAttr) and isinstance(expr.inputs[0].expr, GetAttr):
-            return False
-    return all(
-        isinstance(n, (TensorNode, ModuleNode)) and isinstance(n.expr, Input) for n in traced.graph.inputs
-    )

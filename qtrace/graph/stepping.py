@@ -8,9 +8,10 @@ from typing import Any
 
 from megengine.traced_module import TracedModule
 from megengine.traced_module.expr import Expr
-from megengine.traced_module.node import ModuleNode, Node, TensorNode
+from megengine.traced_module.node import ModuleNode, Node
 
 from qtrace.errors import GraphError
+from qtrace.graph.dataflow import fixed_nodes
 from qtrace.graph.interpreter import Interpreter, interpret, last_uses
 from qtrace.graph.ordering import together as arranged
 
@@ -48,7 +49,8 @@ class Stepper:
             raise GraphError("exprs that are to be computed side by side need the results of one another.")
         self._steps = steps
         self._order = {e: i for i, e in enumerate(steps)}
-        self._fixed = _fixed(self.graph)
+        fixed = fixed_nodes(traced)
+        self._fixed = {e for e in self.graph._exprs if all(n in fixed for n in e.inputs)}
         self._modules = {n for n in self.graph._inputs if isinstance(n, ModuleNode)}
         self._known: dict[Node, Any] = {}
         self._ahead: dict[tuple[Any, Any], Any] = {}
@@ -135,14 +137,3 @@ class Stepper:
             results = self._run(expr, values)
             self._known.update((n, v) for n, v in zip(expr.outputs, results, strict=True))
         return self._known[node]
-
-
-def _fixed(graph: Any) -> set[Expr]:
-    """The exprs that depend on parameters and constants alone."""
-    found: set[Expr] = set()
-    nodes: set[Node] = {n for n in graph._inputs if isinstance(n, ModuleNode)}
-    for expr in graph._exprs:
-        if all(n in nodes for n in expr.inputs):
-            found.add(expr)
-            nodes.update(n for n in expr.outputs if isinstance(n, (TensorNode, ModuleNode)))
-    return found

@@ -17,9 +17,6 @@ import pkgutil
 from functools import lru_cache
 
 __all__ = [
-    "EXCLUDED_FUNCTIONS",
-    "EXCLUDED_MODULES",
-    "EXCLUDED_OPDEFS",
     "FUNCTIONS",
     "MODULES",
     "OBJECTS",
@@ -198,28 +195,6 @@ MODULES = _names(
 )
 """Module classes of which a file may hold instances, and which a ModuleNode may name."""
 
-EXCLUDED_MODULES = _names(
-    {
-        "megengine.module.external": """
-            AtlasRuntimeSubgraph CambriconRuntimeSubgraph ExternOprSubgraph MagicMindRuntimeSubgraph
-            TensorrtRuntimeSubgraph
-        """,
-    }
-)
-"""Left out on purpose: they hand a blob of the file to a native runtime."""
-
-EXCLUDED_FUNCTIONS = _names(
-    {
-        "megengine.distributed.functional": """
-            all_gather all_reduce_max all_reduce_min all_reduce_sum all_to_all broadcast collective_comm
-            gather reduce_scatter_sum reduce_sum remote_recv remote_send scatter
-        """,
-        "megengine.functional.debug_param": "get_execution_strategy",
-        "megengine.functional.vision": "nvof",
-    }
-)
-"""Left out on purpose: they talk to other processes, read global settings, or need a vendor's library."""
-
 OPDEFS = _names(
     {
         "megengine.core._imperative_rt.ops": """
@@ -241,19 +216,6 @@ OPDEFS = _names(
     }
 )
 """The ops of an Apply."""
-
-EXCLUDED_OPDEFS = _names(
-    {
-        "megengine.core._imperative_rt.ops": """
-            AtlasRuntime CambriconRuntime ExternOpr MagicMindRuntime TensorRTRuntime CollectiveComm
-            RemoteRecv RemoteSend BetaRNG Dropout GammaRNG GaussianRNG MultiHeadAttn PermutationRNG
-            PoissonRNG ShuffleRNG UniformRNG Barrier Borrow InplaceAdd LAMBUpdate NvOf ParamPackConcat
-            ParamPackSplit PyOpBase
-        """
-    }
-)
-"""Left out on purpose: native blobs; the network; ops whose state holds the address of a native handle, which
-no file can know; and what only optimizers, drivers or MegEngine's own runtime apply."""
 
 TENSOR_METHODS = frozenset(
     _split(

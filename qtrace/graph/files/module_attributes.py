@@ -1,4 +1,4 @@
-"""The attributes of MegEngine's own modules, held to what their ``forward`` takes.
+"""The attributes of MegEngine's own modules and of fake quants, held to what their ``forward`` takes.
 
 MegEngine checks them in constructors, which loading does not run: a stride that is no number would be an
 error of a kernel when the model runs.
@@ -27,7 +27,10 @@ from megengine.module import (
 from megengine.quantization import fake_quant, observer
 from megengine.quantization.utils import LSQParams, QParams, QuantMode
 
+from qtrace.fakequant.base import PHASES, FakeQuant
 from qtrace.graph.files.names import RefusedError, shown
+from qtrace.observers.base import Observer
+from qtrace.scheme import QScheme
 
 __all__ = ["check_attributes"]
 
@@ -174,6 +177,16 @@ _OWN_KINDS: dict[type, dict[str, _Kind]] = {
     observer.MinMaxObserver: {"mode": _instance("a QuantMode", QuantMode)},
     observer.ExponentialMovingAverageObserver: {"momentum": _TENSOR},
 }
+# What every fake quant of qtrace has.
+_FAKE_QUANT: dict[str, _Kind] = {
+    "site": _TEXT,
+    "scheme": _instance("a QScheme", QScheme),
+    "observer": _instance("an observer or None", Observer, type(None)),
+    "shape": _sequence(_SIZE),
+    "phase": _choice(*PHASES),
+    "scale": _TENSOR,
+    "zero_point": _TENSOR,
+}
 # Files of earlier versions of MegEngine do not have these.
 _OPTIONAL = frozenset(("name", "_name", "_short_name", "quantize_disabled", "padding_mode"))
 # Flags with the tensors that forward needs when they are set.
@@ -189,9 +202,9 @@ _AXES: dict[type, int] = {M.Conv2d: 4, M.Conv3d: 5, M.ConvTranspose2d: 4, M.Defo
 
 
 @lru_cache(maxsize=256)
-def _kinds(cls: Callable[..., M.Module]) -> dict[str, _Kind]:
+def _kinds(cls: type) -> dict[str, _Kind]:
     """The kinds of the attributes that the constructors of a class and of its bases set."""
-    bases = cls.__mro__[::-1]  # type: ignore[attr-defined]
+    bases = cls.__mro__[::-1]
     constructors = [vars(base).get("__init__") for base in bases[1:]]
     codes = [dis.get_instructions(function) for function in constructors if function is not None]
     names = {step.argval for code in codes for step in code if step.opname == "STORE_ATTR"}
@@ -203,20 +216,24 @@ def _kinds(cls: Callable[..., M.Module]) -> dict[str, _Kind]:
 
 
 def check_attributes(module: M.Module, path: str) -> None:
-    """Refuses a module of MegEngine with an attribute that its ``forward`` does not take.
+    """Refuses a module of MegEngine, or a fake quant, with an attribute that its ``forward`` does not take.
 
     Args:
-        module: has its attributes. Those of a class that is not MegEngine's are not looked at.
+        module: has its attributes. Those of other classes are not looked at.
         path: of the module within the model, for the error.
 
     Raises:
         RefusedError: naming the module and the attribute.
     """
     cls = type(module)
-    if not cls.__module__.startswith("megengine."):
-        return
     what = f"its module {shown(path)}, a {cls.__name__},"
-    for name, kind in _kinds(cls).items():
+    if isinstance(module, FakeQuant):
+        kinds = _FAKE_QUANT
+    elif cls.__module__.startswith("megengine."):
+        kinds = _kinds(cls)  # type: ignore[arg-type]
+    else:
+        return
+    for name, kind in kinds.items():
         value = getattr(module, name, kind)
         if value is kind:
             if name not in _OPTIONAL:

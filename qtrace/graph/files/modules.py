@@ -5,32 +5,20 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megengine import Tensor
 from megengine.module import Module
 from megengine.traced_module import TracedModule
 
 from qtrace.errors import SchemeError
-from qtrace.fakequant.base import PHASES, FakeQuant
 from qtrace.graph.files.arrays import Pending
 from qtrace.graph.files.module_attributes import check_attributes
 from qtrace.graph.files.names import DEPTH, DamagedError, RefusedError, shown
 from qtrace.graph.files.nesting import DICTS, weigh
 from qtrace.graph.files.rules import Rules
-from qtrace.observers.base import Observer
 from qtrace.scheme import QParams, QScheme
 
 __all__ = ["check_modules"]
 
 _GRAPHS = ("argdef_graph_map", "argdef_outdef_map")
-_FAKE_QUANT: dict[str, tuple[type, ...]] = {
-    "site": (str,),
-    "scheme": (QScheme,),
-    "observer": (Observer, type(None)),
-    "shape": (tuple,),
-    "phase": (str,),
-    "scale": (Tensor,),
-    "zero_point": (Tensor,),
-}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -107,8 +95,6 @@ class _Walk:
             check_attributes(owner, path or type(owner).__name__)
         if isinstance(owner, (QScheme, QParams)):
             _check_quantization(owner)  # its errors show the values, which are known to have an end now
-        elif isinstance(owner, FakeQuant):
-            _check_fake_quant(owner)
         return children
 
     def _check_module(self, module: Module) -> None:
@@ -126,18 +112,6 @@ class _Walk:
     def _listed(self, value: Any) -> bool:
         key = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
         return key in self._rules.names.extra
-
-
-def _check_fake_quant(quant: FakeQuant) -> None:
-    """Holds the attributes that every fake quant has to their types."""
-    kind = type(quant).__name__
-    for name, kinds in _FAKE_QUANT.items():
-        if name not in quant.__dict__:
-            raise RefusedError(f"a {kind} in it has no {name}")
-        value = quant.__dict__[name]
-        known = isinstance(value, kinds) and not (name == "phase" and value not in PHASES)
-        if not known or (name == "shape" and not all(type(n) is int and n >= 0 for n in value)):
-            raise RefusedError(f"a {kind} in it has the {name} {shown(value)}")
 
 
 def _check_quantization(value: QScheme | QParams) -> None:

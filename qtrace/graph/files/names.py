@@ -17,6 +17,14 @@ DEPTH = 100
 
 ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 
+_LISTS = {
+    "type": allowlist.TYPES,
+    "object": allowlist.OBJECTS,
+    "module": allowlist.MODULES,
+    "opdef": allowlist.OPDEFS,
+    "reducer": allowlist.REDUCERS,
+}
+
 
 class RefusedError(Exception):
     """The file asks for something that a file may not have; the message says what."""
@@ -114,21 +122,9 @@ class AllowList:
 
     def kind(self, key: str) -> str | None:
         """The list that ``key`` is on: extra, type, opdef, object, module, qtrace, reducer, or None."""
-        if key in allowlist.TYPES:
-            return "type"
-        if key in allowlist.OBJECTS:
-            return "object"
-        if key in allowlist.MODULES:
-            return "module"
-        if key in allowlist.OPDEFS:
-            return "opdef"
-        if key in allowlist.REDUCERS:
-            return "reducer"
-        if key in self.extra:
-            return "extra"
-        if key.startswith("qtrace.") and key in allowlist.qtrace_classes():
-            return "qtrace"
-        return None
+        own = allowlist.qtrace_classes() if key.startswith("qtrace.") else ()
+        lists = {**_LISTS, "extra": self.extra, "qtrace": own}
+        return next((kind for kind, keys in lists.items() if key in keys), None)
 
     def find(self, module: object, name: object) -> Any:
         """What the unpickler may put on its stack for a global name: a harmless type, or a Ref.

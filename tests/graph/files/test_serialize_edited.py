@@ -248,9 +248,9 @@ def scheme_of_many_bits():
 
 QUANTIZATION = {
     "bits": (lambda quant: setattr(quant, "scheme", scheme_of_many_bits()), "a QScheme in it is not one"),
-    "scale": (lambda quant: setattr(quant, "scale", "large"), "in it has the scale large"),
-    "phase": (lambda quant: setattr(quant, "phase", "sleep"), "in it has the phase sleep"),
-    "no scheme": (lambda quant: delattr(quant, "scheme"), "in it has no scheme"),
+    "scale": (lambda quant: setattr(quant, "scale", "large"), "has the scale large: it must be a Tensor"),
+    "phase": (lambda quant: setattr(quant, "phase", "sleep"), "has the phase sleep: it must be one of"),
+    "no scheme": (lambda quant: delattr(quant, "scheme"), ", has no scheme"),
 }
 
 

@@ -152,14 +152,14 @@ class _ZeroRun:
         inputs = [self._value(node) for node in expr.inputs]
         if any(value is None for value in inputs):
             return unknown
-        given = [value for value in inputs if value is not None]
-        if not _shows_shapes(expr, given):
+        known = [value for value in inputs if value is not None]
+        if not _shows_shapes(expr, known):
             return unknown
         try:
-            results = interpret(expr, [value.value for value in given]) or ()
+            results = interpret(expr, [value.value for value in known]) or ()
         except Exception:  # a kernel that does not take zeros: MegEngine's errors have no class of their own
             return unknown
-        exact = reads_shape(expr) or all(value.exact for value in given)
+        exact = reads_shape(expr) or all(value.exact for value in known)
         return [_Value(result, exact) for result in results]
 
     def _value(self, node: Node) -> _Value | None:

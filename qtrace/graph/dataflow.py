@@ -25,11 +25,11 @@ def static_nodes(traced: TracedModule) -> set[Node]:
     Args:
         traced: a flat traced module.
     """
-    found: set[Node] = set()
+    static: set[Node] = set()
     for expr in exprs(traced):
-        if all(n in found for n in _values_read(expr)):
-            found.update(n for n in expr.outputs if isinstance(n, TensorNode))
-    return found
+        if all(n in static for n in _values_read(expr)):
+            static.update(n for n in expr.outputs if isinstance(n, TensorNode))
+    return static
 
 
 def fixed_nodes(traced: TracedModule, without: Callable[[Expr], bool] = lambda expr: False) -> set[Node]:
@@ -41,11 +41,11 @@ def fixed_nodes(traced: TracedModule, without: Callable[[Expr], bool] = lambda e
         traced: a flat traced module.
         without: says of an expr that its outputs are not to count.
     """
-    found = {n for n in traced.graph.inputs if isinstance(n, ModuleNode)}
+    fixed = {n for n in traced.graph.inputs if isinstance(n, ModuleNode)}
     for expr in exprs(traced):
-        if all(n in found for n in expr.inputs) and not without(expr):
-            found.update(n for n in expr.outputs)
-    return found
+        if all(n in fixed for n in expr.inputs) and not without(expr):
+            fixed.update(n for n in expr.outputs)
+    return fixed
 
 
 def evaluate_fixed(traced: TracedModule, nodes: Iterable[TensorNode]) -> dict[Node, Any]:

@@ -163,15 +163,15 @@ class GraphEditor:
         base = re.sub(r"\W+", "_", name)
         base = f"_{base}" if base[0].isdigit() else base
         used = self.graph._namespace.used_names
-        count, found = self._suffix.get(base, 0), base
-        while count or used.get(found) is not None or _is_builtin_name(found):
+        count, candidate = self._suffix.get(base, 0), base
+        while count or used.get(candidate) is not None or _is_builtin_name(candidate):
             count += 1
-            found = f"{base}_{count}"
-            if used.get(found) is None:
+            candidate = f"{base}_{count}"
+            if used.get(candidate) is None:
                 break
         self._suffix[base] = count
-        used[found] = node
-        return found
+        used[candidate] = node
+        return candidate
 
     def replace_uses(
         self, old: Node, new: Node, users: Iterable[Expr] | None = None, outputs: bool = True

@@ -103,11 +103,11 @@ def explain(error: Exception, source: Module, name: str) -> TraceError:
 
 def _builders(frames: list[FrameType]) -> list[Any]:
     """The modules that were being traced, from the top to the innermost."""
-    found: list[Any] = []
+    builders: list[Any] = []
     for frame in frames:
         if frame.f_code is TracedModuleBuilder.__call__.__code__:
-            found.append(frame.f_locals["self"])
-    return found
+            builders.append(frame.f_locals["self"])
+    return builders
 
 
 def _two_structures(frames: list[FrameType]) -> str | None:
@@ -146,12 +146,12 @@ def clean_up(error: BaseException) -> None:
 
 def user_line(error: BaseException) -> str:
     """File name and line of the innermost frame that is no library's; empty when there is none."""
-    found = ""
+    line = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         if not file.startswith(LIBRARIES):
-            found = f"{Path(file).name}:{number}"
-    return found
+            line = f"{Path(file).name}:{number}"
+    return line
 
 
 def short(error: BaseException) -> str:

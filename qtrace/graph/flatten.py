@@ -127,7 +127,7 @@ class _Emitter:
                 continue
             callee = expr.inputs[0]
             args = [callee if n is callee else resolve(n) for n in expr.inputs]
-            given = {
+            output_names = {
                 i: names.get(o, _join(prefix, o._name))
                 for i, o in zip(inner._outputs, expr.outputs, strict=True)
             }
@@ -136,7 +136,7 @@ class _Emitter:
             self._called.add(inner)
             resized = not self._in_resized and needs_own_shapes(inner._inputs, args, again)
             self._in_resized |= resized
-            results = self.inline(inner, args, inner_path, inner_path.replace(".", "_"), given)
+            results = self.inline(inner, args, inner_path, inner_path.replace(".", "_"), output_names)
             if resized:
                 self.resized.append(Call(start, len(self.flat._exprs), results, expr.outputs))
                 self._in_resized = False

@@ -134,13 +134,13 @@ class Interpreter:
         return values
 
     def _store(self, expr: Expr, results: Sequence[Any] | None, values: dict[Node, Any]) -> None:
-        found = () if results is None else results
-        if len(found) != len(expr.outputs):
+        outputs = () if results is None else results
+        if len(outputs) != len(expr.outputs):
             raise GraphError(
                 f"%{expr._id} has the outputs {[n.name for n in expr.outputs]}, "
-                f"but run_expr returned {len(found)} values."
+                f"but run_expr returned {len(outputs)} values."
             )
-        for node, value in zip(expr.outputs, found, strict=True):
+        for node, value in zip(expr.outputs, outputs, strict=True):
             values[node] = self.on_node(node, value)
 
 

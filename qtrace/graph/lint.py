@@ -168,9 +168,9 @@ class _GraphLinter:
             if node not in self.nodes:
                 text = f"is output {index} of the graph, but nothing in the graph produces it"
                 self._report("output-not-produced", _name(node), text)
-        found, wanted = len(self.graph._outputs), self.out_def and self.out_def.num_leaves
-        if wanted is not None and found != wanted:
-            text = f"the graph has {found} outputs, but the module returns {wanted} values"
+        count, wanted = len(self.graph._outputs), self.out_def and self.out_def.num_leaves
+        if wanted is not None and count != wanted:
+            text = f"the graph has {count} outputs, but the module returns {wanted} values"
             self._report("wrong-outputs", self.graph._name, text)
 
     def _users(self) -> None:
@@ -218,10 +218,10 @@ class _GraphLinter:
     def _arguments(self, expr: Expr) -> None:
         """Inputs and constants fill the argument structure; outputs fill the result structure."""
         if expr.arg_def is not None and expr.const_val is not None:
-            wanted, found = expr.arg_def.num_leaves, len(expr.inputs) + len(expr.const_val)
+            wanted, count = expr.arg_def.num_leaves, len(expr.inputs) + len(expr.const_val)
             places = [index for index, _ in expr.const_val]
-            if wanted != found:
-                text = f"has {found} arguments, but its call takes {wanted}"
+            if wanted != count:
+                text = f"has {count} arguments, but its call takes {wanted}"
                 self._report("wrong-arguments", _where(expr), text)
             elif places != sorted(set(places)) or any(not 0 <= i < wanted for i in places):
                 text = f"has its constants at the impossible places {places}"

@@ -46,15 +46,15 @@ def _sorted(exprs: Sequence[Expr], unit: list[int], members: dict[int, list[int]
     waiting = {one: len(needed) for one, needed in needs.items()}
     ready = [one for one, count in waiting.items() if not count]
     heapq.heapify(ready)
-    found: list[Expr] = []
+    order: list[Expr] = []
     while ready:
         one = heapq.heappop(ready)
-        found += [exprs[i] for i in members[one]]
+        order += [exprs[i] for i in members[one]]
         for reader in readers.get(one, ()):
             waiting[reader] -= 1
             if not waiting[reader]:
                 heapq.heappush(ready, reader)
-    return found if len(found) == len(exprs) else None
+    return order if len(order) == len(exprs) else None
 
 
 def _needs(exprs: Sequence[Expr], unit: list[int]) -> dict[int, set[int]]:

@@ -177,7 +177,7 @@ def match(pattern: Op, node: Node) -> Match | Mismatch:
 
 
 @dataclass(frozen=True)
-class _State:
+class _PartialMatch:
     """A partial match; never changed, so that another order of inputs can start from it again."""
 
     bound: tuple[tuple[Pattern, Any], ...] = ()
@@ -204,7 +204,7 @@ class Matcher:
 
     def match(self, pattern: Op, node: Node) -> Match | Mismatch:
         """The match of ``pattern`` at ``node``, or why there is none."""
-        for state in self._one(pattern, node, _State()):
+        for state in self._one(pattern, node, _PartialMatch()):
             trouble = self._used_outside(node, state)
             if trouble is None:
                 named = {p.name: v for p, v in state.bound if p.name is not None}
@@ -213,11 +213,11 @@ class Matcher:
         assert self.best is not None
         return self.best
 
-    def _fail(self, where: str, reason: str, state: _State) -> None:
+    def _fail(self, where: str, reason: str, state: _PartialMatch) -> None:
         if self.best is None or len(state.exprs) > self.best.matched:
             self.best = Mismatch(where, reason, len(state.exprs))
 
-    def _one(self, pattern: Pattern, value: Any, state: _State) -> Iterator[_State]:
+    def _one(self, pattern: Pattern, value: Any, state: _PartialMatch) -> Iterator[_PartialMatch]:
         """The ways in which ``value`` fits ``pattern``."""
         before = state.value(pattern)
         if before is not _UNSET:
@@ -230,11 +230,11 @@ class Matcher:
         else:
             reason = _leaf_mismatch(pattern, value)
             if reason is None:
-                yield _State((*state.bound, (pattern, value)), state.exprs)
+                yield _PartialMatch((*state.bound, (pattern, value)), state.exprs)
             else:
                 self._fail(_show(value), reason, state)
 
-    def _op(self, pattern: Op, value: Any, state: _State) -> Iterator[_State]:
+    def _op(self, pattern: Op, value: Any, state: _PartialMatch) -> Iterator[_PartialMatch]:
         expr = value.expr if isinstance(value, Node) else None
         reason = _call_mismatch(pattern, expr)
         if reason is None and expr in self.taken:
@@ -245,19 +245,21 @@ class Matcher:
         if reason is not None:
             self._fail(_show(value), reason, state)
             return
-        inner = _State((*state.bound, (pattern, value)), (*state.exprs, expr))
+        inner = _PartialMatch((*state.bound, (pattern, value)), (*state.exprs, expr))
         yield from self._all(pattern.inputs, leaves, inner)
         if pattern.commutative:
             yield from self._all(pattern.inputs, [leaves[1], leaves[0]], inner)
 
-    def _all(self, patterns: Sequence[Pattern], values: Sequence[Any], state: _State) -> Iterator[_State]:
+    def _all(
+        self, patterns: Sequence[Pattern], values: Sequence[Any], state: _PartialMatch
+    ) -> Iterator[_PartialMatch]:
         if not patterns:
             yield state
             return
-        for found in self._one(patterns[0], values[0], state):
-            yield from self._all(patterns[1:], values[1:], found)
+        for inner in self._one(patterns[0], values[0], state):
+            yield from self._all(patterns[1:], values[1:], inner)
 
-    def _used_outside(self, root: Node, state: _State) -> tuple[str, str] | None:
+    def _used_outside(self, root: Node, state: _PartialMatch) -> tuple[str, str] | None:
         inside = set(state.exprs)
         shared = {v.expr for p, v in state.bound if isinstance(p, Op) and p.shared}
         only = "the pattern needs it to be used only inside"
@@ -300,11 +302,11 @@ def _call_mismatch(pattern: Op, expr: Expr | None) -> str | None:
     if pattern.targets is not None and not any(_is_target(expr, t) for t in pattern.targets):
         return f"produced by {op_label(expr)}, expected {expected}"
     for key, wanted in pattern.args.items():
-        found = _argument(expr, key)
-        if found is _UNSET:
+        actual = _argument(expr, key)
+        if actual is _UNSET:
             return f"{op_label(expr)} has no argument {key}"
-        if not _equal(found, wanted):
-            return f"argument {key} of {op_label(expr)} is {_show(found)}, expected {_show(wanted)}"
+        if not _equal(actual, wanted):
+            return f"argument {key} of {op_label(expr)} is {_show(actual)}, expected {_show(wanted)}"
     verdict = True if pattern.when is None else pattern.when(expr)
     if verdict is None or verdict is True:
         return None
@@ -332,9 +334,9 @@ def _argument(expr: Expr, key: str) -> Any:
     """The argument of that name, or the attribute of the called module."""
     module = owner(expr)
     if module is not None:
-        found = getattr(module, key, _UNSET)
-        if found is not _UNSET:
-            return found
+        attribute = getattr(module, key, _UNSET)
+        if attribute is not _UNSET:
+            return attribute
     try:
         called = type(module).forward if module is not None else expr._get_func()
         bound = signature(called).bind(*expr.args, **expr.kwargs)

@@ -94,16 +94,16 @@ def _sweep(
             if expr in taken or not expr.outputs:
                 continue
             where = str(expr.outputs[0].name)
-            found = Matcher(traced.graph, taken, gone).match(rule.pattern, expr.outputs[0])
-            if isinstance(found, Mismatch):
-                if found.matched:
-                    results.append(RuleResult(rule.name, where, False, str(found)))
+            matched = Matcher(traced.graph, taken, gone).match(rule.pattern, expr.outputs[0])
+            if isinstance(matched, Mismatch):
+                if matched.matched:
+                    results.append(RuleResult(rule.name, where, False, str(matched)))
                 continue
-            reason = rule.check(found)
+            reason = rule.check(matched)
             if reason is None:
-                _rewrite(traced, rule, found, editor)
-                taken.update(found.exprs)
-                _add_gone(traced, found.exprs, gone)
+                _rewrite(traced, rule, matched, editor)
+                taken.update(matched.exprs)
+                _add_gone(traced, matched.exprs, gone)
             results.append(RuleResult(rule.name, where, reason is None, reason or ""))
     return results
 

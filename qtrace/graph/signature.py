@@ -43,10 +43,10 @@ def taken(traced: TracedModule) -> list[tuple[str, tuple[int, ...]]]:
     names = [*names, *(f"input {i}" for i in range(len(names), len(args.children_defs) - 1))]
     trees = [*zip(names, args.children_defs[1:], strict=True)]
     trees += zip(kwargs.aux_data or (), kwargs.children_defs, strict=True)
-    found = [written for name, tree in trees for written in _tensors(str(name), tree)]
+    written_tensors = [written for name, tree in trees for written in _tensors(str(name), tree)]
     nodes = [node for node in graph.inputs if isinstance(node, TensorNode)]
     shapes = [tuple(int(n) for n in node.shape or ()) for node in nodes]
-    return list(zip(found, shapes, strict=True))
+    return list(zip(written_tensors, shapes, strict=True))
 
 
 def _tensors(name: str, tree: TreeDef) -> Iterator[str]:

@@ -114,9 +114,9 @@ class Stepper:
 
     def fork(self) -> Stepper:
         """Another one at the same place; each goes on by itself."""
-        found = copy.copy(self)
-        found._known, found._ahead, found._values = {}, {}, [dict(values) for values in self._values]
-        return found
+        twin = copy.copy(self)
+        twin._known, twin._ahead, twin._values = {}, {}, [dict(values) for values in self._values]
+        return twin
 
     def changed(self) -> None:
         """Forgets what was computed from parameters: they have changed."""
@@ -124,8 +124,8 @@ class Stepper:
         self._ahead.clear()
 
     def _run(self, expr: Expr, values: dict[Node, Any]) -> Any:
-        found = interpret(expr, [self._get(n, values) for n in expr.inputs])
-        return () if found is None else found
+        results = interpret(expr, [self._get(n, values) for n in expr.inputs])
+        return () if results is None else results
 
     def _get(self, node: Node, values: dict[Node, Any]) -> Any:
         if node in values:

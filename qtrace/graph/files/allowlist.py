@@ -268,7 +268,7 @@ def current(key: str) -> str:
 @lru_cache(maxsize=1)
 def qtrace_classes() -> frozenset[str]:
     """The names of qtrace's own classes: ``QTRACE_CLASSES`` and what the installed plugin files export."""
-    found = set(QTRACE_CLASSES)
+    classes = set(QTRACE_CLASSES)
     for package_name in ("qtrace.fakequant", "qtrace.observers"):
         package = importlib.import_module(package_name)
         for info in pkgutil.iter_modules(package.__path__):
@@ -278,5 +278,5 @@ def qtrace_classes() -> frozenset[str]:
             for name in getattr(plugin, "__all__", ()):
                 member = getattr(plugin, name)
                 if inspect.isclass(member) and member.__module__ == plugin.__name__:
-                    found.add(f"{plugin.__name__}:{member.__qualname__}")
-    return frozenset(found)
+                    classes.add(f"{plugin.__name__}:{member.__qualname__}")
+    return frozenset(classes)

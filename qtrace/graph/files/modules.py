@@ -32,7 +32,7 @@ def check_modules(model: TracedModule, rules: Rules) -> None:
     Raises:
         RefusedError: naming the module's class and what is wrong with it.
     """
-    walk = _Walk(rules)
+    walk = _ModuleWalk(rules)
     for owner in (model, *rules.traced, *rules.constants):
         walk.visit(owner, ())
     try:
@@ -42,7 +42,7 @@ def check_modules(model: TracedModule, rules: Rules) -> None:
         raise DamagedError(f"its modules cannot be listed ({type(error).__name__})") from None
 
 
-class _Walk:
+class _ModuleWalk:
     """Goes through modules, and through the objects of qtrace that they hold.
 
     Args:

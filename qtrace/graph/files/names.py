@@ -47,7 +47,7 @@ class Ref:
         self.key, self.target = key, target
 
 
-class Budget:
+class LoadBudget:
     """How much a file may make of itself, in memory and in work; both are linear in its size.
 
     A pickle can name what it has stored again and again, each time with a few bytes. What a saved model makes
@@ -161,10 +161,10 @@ class AllowList:
         listed = self.kind(key) in ("module", "qtrace", "extra") or key == "megengine.module.module:Module"
         if not listed and (instance or key != "megengine.traced_module.traced_module:TracedModule"):
             raise refused("names the module class", key)
-        found = resolve(key)
-        if not isinstance(found, type) or not issubclass(found, Module):
+        cls = resolve(key)
+        if not isinstance(cls, type) or not issubclass(cls, Module):
             raise RefusedError(f"it names {shown(key)} as a module class, which it is not")
-        return found
+        return cls
 
 
 def refused(does: str, key: str) -> RefusedError:
@@ -185,12 +185,12 @@ def resolve(key: str) -> Any:
     """
     module, _, name = key.partition(":")
     try:
-        found = importlib.import_module(module)
+        target = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            target = getattr(target, part)
     except (ImportError, AttributeError) as error:
         raise DamagedError(f"it needs {key}, which cannot be imported here ({error})") from error
-    return found
+    return target
 
 
 def _pair(pair: object, what: str) -> str:

@@ -18,7 +18,7 @@ from megengine.traced_module.expr import Apply, CallFunction, CallMethod, Consta
 from megengine.traced_module.node import ModuleNode, TensorNode
 from megengine.traced_module.pytree import LeafDef, TreeDef
 
-from qtrace.graph.files.names import DEPTH, Budget, RefusedError
+from qtrace.graph.files.names import DEPTH, LoadBudget, RefusedError
 
 EXPRS = (Apply, CallFunction, CallMethod, Constant, GetAttr, Input)
 NODES = (ModuleNode, TensorNode)
@@ -32,7 +32,7 @@ _DEEP = f"it nests data more than {DEPTH} levels deep"
 _SAFE_KEYS = frozenset((str, bytes, bool, float, type(None), type, Tensor, Parameter, *EXPRS, *NODES))
 
 
-def weigh(value: Any, budget: Budget, leaf: Callable[[Any], None] | None = None) -> None:
+def weigh(value: Any, budget: LoadBudget, leaf: Callable[[Any], None] | None = None) -> None:
     """Goes through nested containers, each occurrence of a part anew.
 
     Args:
@@ -72,7 +72,7 @@ class Keys:
         tree_size: the number of parts of a TreeDef that has its state.
     """
 
-    def __init__(self, budget: Budget, tree_size: Callable[[TreeDef], int]) -> None:
+    def __init__(self, budget: LoadBudget, tree_size: Callable[[TreeDef], int]) -> None:
         self._budget, self._tree_size = budget, tree_size
         self._equal: Counter[tuple[int, int]] = Counter()
 

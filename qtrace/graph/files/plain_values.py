@@ -19,7 +19,7 @@ from megengine.core._imperative_rt.ops import Copy
 from megengine.core.tensor.dtype import QuantDtypeMeta, _builtin_quant_dtypes
 from megengine.quantization.utils import LSQParams, QParams, QuantMode
 
-from qtrace.graph.files.names import Budget, RefusedError, shown
+from qtrace.graph.files.names import LoadBudget, RefusedError, shown
 from qtrace.graph.files.nesting import weigh
 
 __all__ = ["Devices", "DtypeMetas", "Rule", "only", "weight"]
@@ -129,7 +129,7 @@ def weight(state: Any) -> int:
     return sum(len(item) for item in items if type(item) in (bytes, bytearray))
 
 
-def tensor(cls: type[Tensor], budget: Budget, devices: Devices) -> Rule:
+def tensor(cls: type[Tensor], budget: LoadBudget, devices: Devices) -> Rule:
     """Makes a tensor of a class from data, dtype and device."""
 
     def rule(*args: Any) -> Tensor:
@@ -168,7 +168,7 @@ def qparams_state(params: QParams, state: Any) -> None:
         setattr(params, name, value)
 
 
-def argspec(budget: Budget) -> Rule:
+def argspec(budget: LoadBudget) -> Rule:
     """Makes the signature of a traced module's forward."""
 
     def rule(*args: Any) -> FullArgSpec:

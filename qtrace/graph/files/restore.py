@@ -32,13 +32,13 @@ from megengine.traced_module.serialization import (
 from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.graph.files import allowlist
-from qtrace.graph.files.names import DEPTH, Budget, RefusedError, shown
+from qtrace.graph.files.names import DEPTH, LoadBudget, RefusedError, shown
 from qtrace.graph.files.nesting import NODES
 
 __all__ = ["check_calls", "restore"]
 
 
-def restore(module: TracedModule, budget: Budget) -> None:
+def restore(module: TracedModule, budget: LoadBudget) -> None:
     """What ``TracedModule.__setstate__`` does, with sets and counts where MegEngine searches lists.
 
     Args:
@@ -65,7 +65,7 @@ def restore(module: TracedModule, budget: Budget) -> None:
 
 def _update_refs(
     module: TracedModule,
-    budget: Budget,
+    budget: LoadBudget,
     calls: dict[TreeDef, list[list[Any]]] | None = None,
     caller: InternalGraph | None = None,
 ) -> None:
@@ -190,7 +190,7 @@ def _readers(node: Any, surplus: dict[int, int], read: dict[int, Counter[int]]) 
         yield user
 
 
-def check_calls(module: TracedModule, budget: Budget) -> None:
+def check_calls(module: TracedModule, budget: LoadBudget) -> None:
     """Refuses a graph that would read or call anything but modules, tensors and listed methods of tensors.
 
     Functions, ops and module classes were checked by name before they were imported.
@@ -226,7 +226,7 @@ def _check_getattrs(module: TracedModule, graph: InternalGraph) -> None:
         owners[id(expr.outputs[0])] = _read(expr, owners.get(id(source)))
 
 
-def _passed_in(node: Any, budget: Budget, depth: int) -> list[Any]:
+def _passed_in(node: Any, budget: LoadBudget, depth: int) -> list[Any]:
     """The modules that callers hand over as this input."""
     budget.work(1)
     if type(node) is not ModuleNode or depth > DEPTH:

@@ -29,7 +29,7 @@ from megengine.traced_module.traced_module import InternalGraph, NameSpace
 
 from qtrace.graph.files import allowlist, plain_values
 from qtrace.graph.files.arrays import Pending, dtype_class, from_buffer, make_scalar, start_array, start_dtype
-from qtrace.graph.files.names import AllowList, Budget, Ref, RefusedError, refused, shown
+from qtrace.graph.files.names import AllowList, LoadBudget, Ref, RefusedError, refused, shown
 from qtrace.graph.files.nesting import Keys
 from qtrace.graph.files.ops import make_op, op_state
 from qtrace.graph.files.plain_values import Rule
@@ -84,7 +84,7 @@ class Rules:
         constants: the modules that Constants hold.
     """
 
-    def __init__(self, names: AllowList, budget: Budget, keep_devices: bool = False) -> None:
+    def __init__(self, names: AllowList, budget: LoadBudget, keep_devices: bool = False) -> None:
         self.names, self.budget = names, budget
         self.trees = Trees(names, budget)
         self.keys = Keys(budget, self.trees.size)

@@ -77,7 +77,7 @@ def check(data: Any) -> int:
         how = "cut short" if len(data) < SIZE + length else "damaged"
         raise DamagedError(f"it is {how}: it has {len(data)} bytes of {SIZE + length}")
     with memoryview(data) as view, view[SIZE:] as body:
-        found = zlib.crc32(body)
-    if found != checksum or head[-1:] != pickle.POP:
+        actual = zlib.crc32(body)
+    if actual != checksum or head[-1:] != pickle.POP:
         raise DamagedError("it is damaged: its bytes are not those that were written")
     return SIZE

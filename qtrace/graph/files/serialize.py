@@ -27,7 +27,7 @@ from megengine.utils.max_recursion_limit import max_recursion_limit
 from qtrace.errors import DataError, GraphError, UnsafeFileError
 from qtrace.graph import garbage
 from qtrace.graph.files.modules import check_modules
-from qtrace.graph.files.names import AllowList, Budget, DamagedError, RefusedError
+from qtrace.graph.files.names import AllowList, DamagedError, LoadBudget, RefusedError
 from qtrace.graph.files.restore import check_calls, restore
 from qtrace.graph.files.rules import Rules
 from qtrace.graph.files.seal import check, sealing
@@ -96,7 +96,7 @@ def load(path: str | os.PathLike[str], allow: Iterable[str] = (), keep_devices: 
     names = AllowList(allow)
     try:
         with _contents(path) as data, garbage.paused(collect_first=len(data) > BIG):
-            rules = Rules(names, Budget(len(data)), keep_devices)
+            rules = Rules(names, LoadBudget(len(data)), keep_devices)
             model = Machine(data, rules).run(check(data))
             if type(model) is TracedModule:
                 _finish(model, rules)

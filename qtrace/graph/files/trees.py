@@ -18,7 +18,7 @@ from megengine.module import Module
 from megengine.quantization.utils import LSQParams, QParams, QuantMode
 from megengine.traced_module.pytree import SUPPORTED_TYPE, ArgsIndex, LeafDef, TreeDef, _leaf_type
 
-from qtrace.graph.files.names import DEPTH, AllowList, Budget, RefusedError, shown
+from qtrace.graph.files.names import DEPTH, AllowList, LoadBudget, RefusedError, shown
 from qtrace.graph.files.nesting import DICTS, weigh
 
 _PLAIN = (bool, int, float, str, bytes, bytearray, type(None), type(Ellipsis), np.ndarray, type)
@@ -35,7 +35,7 @@ class Trees:
         budget: pays for the parts of the trees.
     """
 
-    def __init__(self, names: AllowList, budget: Budget) -> None:
+    def __init__(self, names: AllowList, budget: LoadBudget) -> None:
         self._names, self._budget = names, budget
         self._whole: dict[int, tuple[TreeDef, int, int]] = {}  # id -> tree, number of parts, depth
 

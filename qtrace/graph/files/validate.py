@@ -25,7 +25,7 @@ from megengine.traced_module.pytree import LeafDef, TreeDef
 from megengine.traced_module.serialization import FUNCTIONAL_LOADER
 from megengine.traced_module.traced_module import InternalGraph, NameSpace
 
-from qtrace.graph.files.names import Budget, RefusedError, shown
+from qtrace.graph.files.names import LoadBudget, RefusedError, shown
 from qtrace.graph.files.nesting import EXPRS, NODES
 from qtrace.graph.files.trees import Trees
 
@@ -46,7 +46,7 @@ class Validator:
         budget: pays for what qtrace and MegEngine do with the graphs while they load them.
     """
 
-    def __init__(self, trees: Trees, budget: Budget) -> None:
+    def __init__(self, trees: Trees, budget: LoadBudget) -> None:
         self._trees, self._budget = trees, budget
 
     def check(self, module: TracedModule) -> None:

@@ -25,7 +25,7 @@ from megengine.traced_module.node import TensorNode
 
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.source_lines import source_line
-from qtrace.graph.tracing.unrolled import Step, Unrolled
+from qtrace.graph.tracing.unrolled import ExecutedExpr, Unrolled
 from qtrace.graph.tracing.views import (
     broadcasts_first_axes,
     gives_view,
@@ -73,8 +73,8 @@ def find_copies(traced: TracedModule) -> list[Copy]:
     """
     unrolled = Unrolled(traced)
     views, fixed = _layouts(unrolled)
-    found = (*_for_values(unrolled, views, fixed), *_for_gradients(unrolled, fixed))
-    return list({(copy.node, copy.reader): copy for copy in found}.values())
+    copies = (*_for_values(unrolled, views, fixed), *_for_gradients(unrolled, fixed))
+    return list({(copy.node, copy.reader): copy for copy in copies}.values())
 
 
 def describe_places(copies: Iterable[Copy]) -> str:
@@ -155,16 +155,16 @@ def _for_gradients(unrolled: Unrolled, fixed: Mapping[int, bool]) -> Iterator[Co
     for step in unrolled.steps:
         if not is_product(step.expr) or step.outputs[0] not in gradient_views:
             continue
-        (out,), given = step.expr.outputs, fixed[step.outputs[0]]
+        (out,), is_fixed = step.expr.outputs, fixed[step.outputs[0]]
         for other, number in _operands(step):
             if out.shape is None or other.shape is None or np.dtype(out.dtype).kind != "f":
                 continue
-            if broadcasts_first_axes(out.shape, other.shape, given, fixed[number]):
+            if broadcasts_first_axes(out.shape, other.shape, is_fixed, fixed[number]):
                 yield Copy(step.module, out, None, step.expr)
                 break
 
 
-def _operands(step: Step) -> list[tuple[TensorNode, int]]:
+def _operands(step: ExecutedExpr) -> list[tuple[TensorNode, int]]:
     """The tensors that a step reads, except for booleans, with their values."""
     pairs = zip(step.expr.inputs, step.inputs, strict=True)
     return [(n, v) for n, v in pairs if isinstance(n, TensorNode) and np.dtype(n.dtype) != np.bool_]
@@ -191,10 +191,10 @@ def _gradient_views(unrolled: Unrolled) -> set[int]:
     uses = Counter(unrolled.outputs)
     for step in unrolled.steps:
         uses.update(step.inputs)
-    found: set[int] = set()
+    views: set[int] = set()
     for step in reversed(unrolled.steps):
-        arrives = any(value in found for value in step.outputs)
+        arrives = any(value in views for value in step.outputs)
         for node, value in zip(step.expr.inputs, step.inputs, strict=True):
             if uses[value] == 1 and value not in unrolled.outputs and returns_view(step.expr, node, arrives):
-                found.add(value)
-    return found
+                views.add(value)
+    return views

@@ -18,7 +18,7 @@ from megengine.traced_module.traced_module import InternalGraph
 from qtrace.gradients import plain
 from qtrace.graph.walk import module_path, op_label
 
-__all__ = ["Difference", "describe", "first_difference", "output_mismatch", "random_exprs", "values"]
+__all__ = ["TraceDifference", "describe", "first_difference", "output_mismatch", "random_exprs", "values"]
 
 _RTOL = 1e-5  # of the largest value of the output; both sides run the same kernels
 
@@ -62,7 +62,7 @@ def _error(x: np.ndarray, y: np.ndarray) -> float | None:
 
 
 @dataclass(frozen=True)
-class Difference:
+class TraceDifference:
     """The first expr of a trace that another trace of the same module does not share, and why."""
 
     expr: Expr
@@ -81,19 +81,19 @@ def describe(expr: Expr) -> str:
     return f"`{printed}` ({op_label(expr)} in {repr(path) if path else 'the top module'})"
 
 
-def first_difference(old: TracedModule, new: TracedModule) -> Difference | None:
+def first_difference(old: TracedModule, new: TracedModule) -> TraceDifference | None:
     """The first expr of ``old`` that differs from ``new``, in execution order; None when there is none."""
-    return _Walk().graphs(old.graph, new.graph)
+    return _GraphComparison().graphs(old.graph, new.graph)
 
 
-class _Walk:
+class _GraphComparison:
     """Walks two graphs side by side and pairs their nodes."""
 
     def __init__(self) -> None:
         self.pair: dict[Node, Node] = {}
         self.done: set[tuple[Any, Any]] = set()
 
-    def graphs(self, old: InternalGraph, new: InternalGraph) -> Difference | None:
+    def graphs(self, old: InternalGraph, new: InternalGraph) -> TraceDifference | None:
         if (old, new) in self.done:
             return None
         self.done.add((old, new))
@@ -101,11 +101,11 @@ class _Walk:
         for a, b in zip_longest(old._exprs, new._exprs):
             if a is None or b is None:
                 if a is None:
-                    return Difference(_last(old), f"the module goes on with {op_label(b)} there")
-                return Difference(a, "the module does not run it there")
+                    return TraceDifference(_last(old), f"the module goes on with {op_label(b)} there")
+                return TraceDifference(a, "the module does not run it there")
             reason = self.reason(a, b)
             if reason:
-                return Difference(a, reason)
+                return TraceDifference(a, reason)
             inner = (getattr(a, "graph", None), getattr(b, "graph", None))
             if inner[0] is not None and inner[1] is not None:
                 deeper = self.graphs(*inner)
@@ -113,10 +113,10 @@ class _Walk:
                     return deeper
             self.bind(a.outputs, b.outputs)
         if len(old._outputs) != len(new._outputs):
-            return Difference(_last(old), "the module returns another number of values there")
+            return TraceDifference(_last(old), "the module returns another number of values there")
         for x, y in zip(old._outputs, new._outputs, strict=True):
             if self.pair.get(x) is not y:
-                return Difference(x.expr, f"the module returns {op_label(y.expr)}'s output there")
+                return TraceDifference(x.expr, f"the module returns {op_label(y.expr)}'s output there")
         return None
 
     def bind(self, old: list[Node], new: list[Node]) -> None:
@@ -176,11 +176,11 @@ def _short(value: Any) -> str:
 
 def random_exprs(traced: TracedModule) -> list[Expr]:
     """The exprs that draw random numbers."""
-    found = []
+    random = []
     for expr in traced.graph.exprs():
         name = type(expr.opdef).__name__ if isinstance(expr, Apply) else ""
         if isinstance(expr, CallFunction):
             name = expr.func.__name__ if expr.func.__name__ == "dropout" else ""
         if name.endswith("RNG") or name in ("Dropout", "dropout"):
-            found.append(expr)
-    return found
+            random.append(expr)
+    return random

@@ -93,7 +93,7 @@ def watch_functions(root: Module) -> Iterator[dict[str, str]]:
     Yields:
         Class name -> path of the first module that called it; filled while the block runs.
     """
-    found: dict[str, str] = {}
+    callers: dict[str, str] = {}
     paths = {id(m): name for name, m in root.named_modules()}
     opaque = _wrapped_code()
     original = Function.__call__
@@ -102,12 +102,12 @@ def watch_functions(root: Module) -> Iterator[dict[str, str]]:
     def call(self: Function, *args: Any) -> Any:
         where = _calling_module(sys._getframe(1), paths, opaque)
         if where is not None:
-            found.setdefault(type(self).__qualname__, where)
+            callers.setdefault(type(self).__qualname__, where)
         return original(self, *args)
 
     Function.__call__ = call
     try:
-        yield found
+        yield callers
     finally:
         Function.__call__ = original
 
@@ -157,15 +157,15 @@ def lost_parameters(source: Module, traced: TracedModule) -> list[str]:
 
 def read_parameters(traced: TracedModule) -> set[int]:
     """The ids of the tensors that exprs of the trace read, by themselves or through a module's call."""
-    found: set[int] = set()
+    idents: set[int] = set()
     for expr in traced.graph.exprs():
         if isinstance(expr, GetAttr) and isinstance(expr.outputs[0], TensorNode):
-            found.update(id(p) for p in expr.interpret(expr.inputs[0].owner))
+            idents.update(id(p) for p in expr.interpret(expr.inputs[0].owner))
         elif not isinstance(expr, GetAttr):
             for node in expr.inputs:
                 if isinstance(node, ModuleNode) and not _has_graph(node.owner):
-                    found.update(id(p) for p in node.owner.parameters())
-    return found
+                    idents.update(id(p) for p in node.owner.parameters())
+    return idents
 
 
 def _has_graph(module: Module) -> bool:

@@ -39,7 +39,7 @@ def nonfinite_results(traced: TracedModule, args: tuple[Any, ...]) -> list[str]:
         A sentence that names the first op with a NaN or infinite result from finite inputs, its line, and
         the remedy; empty where there is none.
     """
-    search = _Search(flatten(traced))
+    search = _NonfiniteSearch(flatten(traced))
     search.run(*args)
     expr = search.found
     if expr is None:
@@ -48,7 +48,7 @@ def nonfinite_results(traced: TracedModule, args: tuple[Any, ...]) -> list[str]:
     return [f"{named(expr, op_label(expr))} gives {search.what} for finite inputs on the example: {remedy}."]
 
 
-class _Search(Interpreter):
+class _NonfiniteSearch(Interpreter):
     def __init__(self, traced: TracedModule) -> None:
         super().__init__(traced)
         self.found: Expr | None = None
@@ -68,8 +68,8 @@ class _Search(Interpreter):
 
     def _is_origin(self, expr: Expr) -> bool:
         read: Sequence[Node] = [n for n in expr.inputs if isinstance(n, TensorNode)]
-        given = [v for _, v in (expr.const_val or ()) if isinstance(v, float)]
-        meant = any(math.isinf(v) or math.isnan(v) for v in given)  # such as where(mask, x, -inf)
+        constants = [v for _, v in (expr.const_val or ()) if isinstance(v, float)]
+        meant = any(math.isinf(v) or math.isnan(v) for v in constants)  # such as where(mask, x, -inf)
         return bool(read) and not meant and not any(n in self._infinite for n in read)
 
 

@@ -28,9 +28,9 @@ def restore_key_order(traced: TracedModule, order: Any) -> None:
     graph = traced.argdef_graph_map[arg_def]
     if len(graph._outputs) != out_def.num_leaves:
         return
-    found, leaves = _ordered(out_def, order, 0)
+    ordered, leaves = _ordered(out_def, order, 0)
     graph._outputs[:] = [graph._outputs[i] for i in leaves]
-    traced.argdef_outdef_map[arg_def] = found
+    traced.argdef_outdef_map[arg_def] = ordered
 
 
 def _ordered(tree: TreeDef, order: Any, start: int) -> tuple[TreeDef, list[int]]:
@@ -38,14 +38,14 @@ def _ordered(tree: TreeDef, order: Any, start: int) -> tuple[TreeDef, list[int]]
     keys = _keys(tree, order)
     if keys is None:
         return tree, list(range(start, start + tree.num_leaves))
-    found: dict[Any, tuple[TreeDef, list[int]]] = {}
+    children: dict[Any, tuple[TreeDef, list[int]]] = {}
     for key, child in zip(keys, tree.children_defs, strict=True):
-        found[key] = _ordered(child, order[key], start)
+        children[key] = _ordered(child, order[key], start)
         start += child.num_leaves
     wanted = tuple(order) if isinstance(order, dict) else keys
-    leaves = [leaf for key in wanted for leaf in found[key][1]]
+    leaves = [leaf for key in wanted for leaf in children[key][1]]
     data = wanted if isinstance(order, dict) else tree.aux_data
-    return TreeDef(tree.type, data, [found[key][0] for key in wanted]), leaves
+    return TreeDef(tree.type, data, [children[key][0] for key in wanted]), leaves
 
 
 def _keys(tree: TreeDef, order: Any) -> tuple[Any, ...] | None:

@@ -181,10 +181,10 @@ def _ancestors(path: str) -> Iterator[str]:
 
 def _get(root: Module, path: str) -> Any:
     """The attribute at a dotted path; None where there is none."""
-    found: Any = root
+    value: Any = root
     for part in path.split(".") if path else ():
-        found = vars(found).get(part) if isinstance(found, Module) else None
-    return found
+        value = vars(value).get(part) if isinstance(value, Module) else None
+    return value
 
 
 def _join(path: str, name: str) -> str:

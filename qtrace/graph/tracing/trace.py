@@ -310,11 +310,11 @@ class _Tracing:
     def where(self, traced: TracedModule, inputs: tuple[Any, ...]) -> str:
         """The first expr at which a trace on ``inputs`` differs, with advice."""
         try:
-            found = diff.first_difference(traced, self.trace(inputs))
+            difference = diff.first_difference(traced, self.trace(inputs))
         except TraceError as error:
             return f"tracing on that input fails too ({error}). {_BAKED}"
-        if found is not None:
-            return f"{found}. {_BAKED}"
+        if difference is not None:
+            return f"{difference}. {_BAKED}"
         hooked = hazards.hooked_modules(self.module)
         if hooked:
             return (

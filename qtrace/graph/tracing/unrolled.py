@@ -15,11 +15,11 @@ from megengine.traced_module.expr import CallMethod, Expr, is_call_module
 from megengine.traced_module.node import Node
 from megengine.traced_module.traced_module import InternalGraph
 
-__all__ = ["Step", "Unrolled"]
+__all__ = ["ExecutedExpr", "Unrolled"]
 
 
 @dataclass(frozen=True)
-class Step:
+class ExecutedExpr:
     """One execution of an expr.
 
     Attributes:
@@ -48,7 +48,7 @@ class Unrolled:
     """
 
     def __init__(self, traced: TracedModule) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[ExecutedExpr] = []
         self._numbers = itertools.count()
         graph = traced.graph
         self.inputs = tuple(next(self._numbers) for _ in graph._inputs)
@@ -60,11 +60,11 @@ class Unrolled:
             read = tuple(numbers[node] for node in expr.inputs)
             callee = _traced_callee(expr)
             if callee is None:
-                given = tuple(next(self._numbers) for _ in expr.outputs)
-                self.steps.append(Step(expr, module, read, given))
+                outputs = tuple(next(self._numbers) for _ in expr.outputs)
+                self.steps.append(ExecutedExpr(expr, module, read, outputs))
             else:
-                given = self._unroll(callee, callee.argdef_graph_map[expr.arg_def], read)
-            numbers.update(zip(expr.outputs, given, strict=True))
+                outputs = self._unroll(callee, callee.argdef_graph_map[expr.arg_def], read)
+            numbers.update(zip(expr.outputs, outputs, strict=True))
         return tuple(numbers[node] for node in graph._outputs)
 
 

@@ -133,11 +133,11 @@ def _cuts(index: Any, rank: int, is_view: bool) -> bool:
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(item, (list, TensorNode)) and not _is_number(item) for item in items):
         return False  # gathers into new memory
-    given = [item for item in items if item is not None and item is not Ellipsis]
+    indexed = [item for item in items if item is not None and item is not Ellipsis]
     place = items.index(Ellipsis) if any(item is Ellipsis for item in items) else len(items)
     front = [item for item in items[:place] if item is not None]
-    whole: list[Any] = [slice(None)] * max(rank - len(given), 0)
-    axes = [*front, *whole, *given[len(front) :]]
+    whole: list[Any] = [slice(None)] * max(rank - len(indexed), 0)
+    axes = [*front, *whole, *indexed[len(front) :]]
     if axes and not (isinstance(axes[-1], slice) and axes[-1].step in (None, 1)):
         return False  # steps along the last axis: another kernel
     first = axes[0] if axes else slice(None)

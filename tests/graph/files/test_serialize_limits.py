@@ -23,7 +23,7 @@ from megengine.traced_module.pytree import LeafDef, TreeDef, _leaf_type
 import qtrace
 from qtrace.errors import UnsafeFileError
 from qtrace.graph.files import allowlist
-from qtrace.graph.files.names import AllowList, Budget, RefusedError, resolve
+from qtrace.graph.files.names import AllowList, LoadBudget, RefusedError, resolve
 from qtrace.graph.files.ops import make_op, op_state
 from qtrace.graph.files.rules import Rules
 from qtrace.graph.files.serialize import load, save
@@ -234,7 +234,7 @@ def test_large_integers_are_no_keys(tmp_path):
 
 
 def test_looking_up_many_equal_hashes_is_paid_for():
-    rules = Rules(AllowList(), Budget(0))
+    rules = Rules(AllowList(), LoadBudget(0))
 
     class Same(tuple):
         def __hash__(self):

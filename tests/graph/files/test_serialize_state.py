@@ -10,7 +10,7 @@ from megengine.traced_module.node import ModuleNode, TensorNode
 from megengine.traced_module.pytree import LeafDef, TreeDef, tree_flatten
 
 from qtrace.errors import DataError, QtraceError
-from qtrace.graph.files.names import AllowList, Budget
+from qtrace.graph.files.names import AllowList, LoadBudget
 from qtrace.graph.files.rules import Rules
 from qtrace.graph.files.serialize import load
 from qtrace.graph.files.unpickle import Machine
@@ -304,7 +304,7 @@ def test_memo_and_constants_cannot_smuggle(tmp_path):
     """What the unpickler keeps for a listed class is inert: as data it is no class and cannot be called."""
 
     (value,) = Machine(
-        HEAD + b"]" + name(EXPR, "Constant") + b"a" + STOP, Rules(AllowList(), Budget(0))
+        HEAD + b"]" + name(EXPR, "Constant") + b"a" + STOP, Rules(AllowList(), LoadBudget(0))
     ).run()
     assert value is not Constant
     assert not callable(value)

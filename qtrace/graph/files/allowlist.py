@@ -5,7 +5,7 @@ no patterns. Which list a name is on decides what a file can do with it:
 
 * ``TYPES`` and ``OPDEFS`` reach the loaded model as the types they are (the type of a leaf, a dtype, an op).
 * ``OBJECTS`` and ``MODULES`` are classes of which instances are made, without running a constructor.
-* ``REDUCERS`` are called while loading, each with arguments that ``_rules.py`` checks.
+* ``REDUCERS`` are called while loading, each with arguments that ``rules.py`` checks.
 * ``FUNCTIONS`` and ``TENSOR_METHODS`` are strings inside exprs; nothing but running the model calls them.
 """
 

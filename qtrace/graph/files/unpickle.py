@@ -3,7 +3,7 @@
 Python's own unpickler decides too much by itself: its BUILD sets attributes on whatever lies on the stack,
 even on a class; its REDUCE calls any callable; APPENDS and SETITEMS call methods of any object. Here lists,
 dicts and sets are filled only when they are exactly that, and the three opcodes that make objects are left
-to ``_rules.Rules``.
+to ``rules.Rules``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from qtrace.calibration.observing import Observing
 from qtrace.calibration.statistics import Statistics, fresh, no_statistics
 from qtrace.data.batches import as_arguments, evaluating
 from qtrace.errors import CalibrationError
-from qtrace.graph.source_lines import named
+from qtrace.graph.source_lines import name_with_line
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs, op_label
 from qtrace.observers.base import Observer
@@ -113,7 +113,7 @@ def collect(
 def _places(prepared: TracedModule, seen: Watched) -> dict[str, str]:
     """Watched node -> what computes it, and the line of it."""
     nodes = ((node, e) for e in exprs(prepared) for node in e.outputs)
-    return {node.name: named(e, op_label(e)) for node, e in nodes if node.name in seen.nodes}
+    return {node.name: name_with_line(e, op_label(e)) for node, e in nodes if node.name in seen.nodes}
 
 
 def observe_parameters(prepared: QuantizedModel, statistics: Statistics) -> Statistics:

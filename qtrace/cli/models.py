@@ -121,12 +121,12 @@ def check_size(model: Any, name: str, qconfig: Any, data: str) -> None:
 
     from qtrace.data.batches import as_arguments, evaluating, told
     from qtrace.errors import CalibrationError, ConfigError
-    from qtrace.graph.signature import taken
+    from qtrace.graph.signature import list_inputs
 
     preprocess = getattr(qconfig, "preprocess", None)
     if preprocess is None or not Path(data).is_dir():
         return
-    inputs, size = taken(model), tuple(preprocess.size)
+    inputs, size = list_inputs(model), tuple(preprocess.size)
     shape = tuple(inputs[0][1])
     if len(inputs) != 1 or shape[1:] == size:
         return

@@ -11,7 +11,7 @@ from megengine import Tensor
 
 from qtrace.errors import CalibrationError
 from qtrace.graph.failures import short
-from qtrace.graph.signature import argument_names, fits, taken
+from qtrace.graph.signature import argument_names, has_traced_structure, list_inputs
 from qtrace.graph.types import TracedModule
 
 __all__ = ["as_arguments", "evaluating", "first_samples", "refuse_nan", "told"]
@@ -40,10 +40,10 @@ def as_arguments(batch: Any, model: TracedModule, index: int = 0) -> _Arguments:
     elif isinstance(batch, Mapping) and set(batch) <= set(argument_names(model)):
         ways.insert(0, ((), value))
     for args, kwargs in ways:
-        if fits(model, args, kwargs):
+        if has_traced_structure(model, args, kwargs):
             return args, kwargs
     raise CalibrationError(
-        f"batch {index} gives {_given(*ways[-1])}, but the model takes {_wanted(batch, taken(model))}."
+        f"batch {index} gives {_given(*ways[-1])}, but the model takes {_wanted(batch, list_inputs(model))}."
     )
 
 
@@ -106,7 +106,7 @@ def told(model: TracedModule, arguments: _Arguments, index: int) -> Iterator[Non
     except (AssertionError, TypeError, RuntimeError, ValueError) as error:
         raise CalibrationError(
             f"batch {index} gives {_given(*arguments)}, which does not fit the model: it was traced with "
-            f"{_listed(taken(model))}, so give such shapes ({short(error)})."
+            f"{_listed(list_inputs(model))}, so give such shapes ({short(error)})."
         ) from error
 
 

@@ -6,11 +6,11 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-__all__ = ["paused"]
+__all__ = ["paused_collector"]
 
 
 @contextlib.contextmanager
-def paused(collect_first: bool = False) -> Iterator[None]:
+def paused_collector(collect_first: bool = False) -> Iterator[None]:
     """Collecting amid a hundred thousand new objects walks all of them again and again.
 
     Args:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from qtrace.graph.types import Expr, Node
 
-__all__ = ["together"]
+__all__ = ["order_together"]
 
 
-def together(exprs: Sequence[Expr], groups: Sequence[Sequence[Expr]]) -> list[Expr] | None:
+def order_together(exprs: Sequence[Expr], groups: Sequence[Sequence[Expr]]) -> list[Expr] | None:
     """The exprs in an order that computes the same, with the members of each group one after the other.
 
     Beyond that the order stays what it is: what can stand first does so if it stood first. Methods in place

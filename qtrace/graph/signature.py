@@ -13,7 +13,7 @@ from megengine.traced_module.pytree import LeafDef, TreeDef
 from qtrace.errors import GraphError
 from qtrace.graph.interpreter import Interpreter
 
-__all__ = ["argument_names", "fits", "taken"]
+__all__ = ["argument_names", "has_traced_structure", "list_inputs"]
 
 
 def argument_names(traced: TracedModule) -> tuple[str, ...]:
@@ -22,7 +22,7 @@ def argument_names(traced: TracedModule) -> tuple[str, ...]:
     return () if spec is None else (*spec.args[1:], *spec.kwonlyargs)
 
 
-def fits(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def has_traced_structure(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call with these arguments has the structure of a traced one; shapes are not compared."""
     try:
         Interpreter(traced).bind(args, kwargs)
@@ -31,7 +31,7 @@ def fits(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return True
 
 
-def taken(traced: TracedModule) -> list[tuple[str, tuple[int, ...]]]:
+def list_inputs(traced: TracedModule) -> list[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor that the traced call took, such as ``("x['left']", (1, 3, 8, 8))``.
 
     Args:

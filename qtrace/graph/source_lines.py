@@ -16,7 +16,7 @@ from megengine.module import Module
 from megengine.traced_module.expr import Expr
 from megengine.traced_module.traced_module import InternalGraph
 
-__all__ = ["attach_lines", "copy_line", "detach_lines", "named", "recorded_lines", "source_line"]
+__all__ = ["attach_lines", "copy_line", "detach_lines", "name_with_line", "recorded_lines", "source_line"]
 
 _ATTRIBUTE = "_qtrace_line"  # of an expr, in memory
 _SAVED = "_qtrace_lines"  # of a module, in a file: JSON, since exprs lose attributes there
@@ -36,7 +36,7 @@ def copy_line(old: Expr, new: Expr) -> None:
         setattr(new, _ATTRIBUTE, line)
 
 
-def named(expr: Expr, label: str) -> str:
+def name_with_line(expr: Expr, label: str) -> str:
     """How a message names ``expr``: ``relu_out (F.relu, net.py:12)``, without the line if it is not known."""
     line = source_line(expr)
     return f"{expr.outputs[0].name} ({label}{f', {line}' if line else ''})"

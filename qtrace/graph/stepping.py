@@ -13,7 +13,7 @@ from megengine.traced_module.node import ModuleNode, Node
 from qtrace.errors import GraphError
 from qtrace.graph.dataflow import fixed_nodes
 from qtrace.graph.interpreter import Interpreter, interpret, last_uses
-from qtrace.graph.ordering import together as arranged
+from qtrace.graph.ordering import order_together
 
 __all__ = ["Stepper"]
 
@@ -44,7 +44,7 @@ class Stepper:
         together: Sequence[Sequence[Expr]] = (),
     ) -> None:
         self.traced, self.graph = traced, traced.graph
-        steps = arranged(self.graph._exprs, together)
+        steps = order_together(self.graph._exprs, together)
         if steps is None:
             raise GraphError("exprs that are to be computed side by side need the results of one another.")
         self._steps = steps

@@ -10,8 +10,8 @@ from qtrace.config import QConfig, Region
 from qtrace.config.checking import check_whole
 from qtrace.config.recipe import as_qconfig
 from qtrace.errors import GraphError
-from qtrace.graph import garbage
 from qtrace.graph.flatten import flatten
+from qtrace.graph.garbage import paused_collector
 from qtrace.graph.lint import check
 from qtrace.graph.tracing.refusals import moved_outputs, native_quantization
 from qtrace.graph.types import TracedModule
@@ -55,7 +55,7 @@ def prepare(
         ConfigError: for a config that is wrong or does not fit the graph.
         GraphError: when ``traced`` is not a traced module, or is prepared already.
     """
-    with garbage.paused():
+    with paused_collector():
         model, annotation, record = _decide(traced, qconfig, inputs, outputs)
         insert(model, annotation)
         check(model)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import qtrace
 from qtrace.errors import QtraceError
-from qtrace.graph import garbage
 from qtrace.graph.files.allowlist import FUNCTIONS, MODULES, OBJECTS, OPDEFS, REDUCERS, TYPES
+from qtrace.graph.garbage import paused_collector
 from qtrace.graph.types import TracedModule
 from tests.fuzz.mutation import mutated, one_sentence
 from tests.nets import images, net
@@ -81,7 +81,7 @@ def check(data: st.DataObject, folder: Path) -> None:
     path = folder / "model.mge"
     path.write_bytes(data.draw(_programs(whole) if data.draw(st.booleans()) else mutated(whole)))
     try:
-        with garbage.paused():
+        with paused_collector():
             model = qtrace.load(path)
     except QtraceError as error:
         one_sentence(error)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from qtrace.errors import GraphError
 from qtrace.graph.flatten import flatten
-from qtrace.graph.ordering import together
+from qtrace.graph.ordering import order_together
 from qtrace.graph.stepping import Stepper
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.walk import exprs
@@ -59,7 +59,7 @@ def test_it_is_an_order_whenever_there_is_one(data: st.DataObject) -> None:
     colours = data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))
     groups = [[i for i in range(size) if colours[i] == c] for c in (1, 2, 3)]  # 0 is in no group
     steps = _graph(reads)
-    found = together(steps, [[steps[i] for i in group] for group in groups if group])
+    found = order_together(steps, [[steps[i] for i in group] for group in groups if group])
     unit = {i: group[0] for group in groups for i in group}
     unit = {i: unit.get(i, i) for i in range(size)}
     possible = all(one not in needed for one, needed in _reach(reads, unit).items())
@@ -77,17 +77,17 @@ def test_it_is_an_order_whenever_there_is_one(data: st.DataObject) -> None:
 
 def test_the_order_stays_as_far_as_it_can() -> None:
     steps = _graph([[], [0], [], [2], [1, 3], []])
-    assert together(steps, []) == steps
-    found = together(steps, [[steps[1], steps[3]]])
+    assert order_together(steps, []) == steps
+    found = order_together(steps, [[steps[1], steps[3]]])
     assert found == [steps[i] for i in (0, 2, 1, 3, 4, 5)]
 
 
 def test_nothing_passes_an_expr_without_outputs() -> None:
     reads: list[list[int]] = [[], [0], [], [], [2]]
-    assert together(_graph(reads), []) is not None
+    assert order_together(_graph(reads), []) is not None
     for silent, possible in (((), True), ((3,), False)):
         steps = _graph(reads, silent)
-        assert (together(steps, [[steps[1], steps[4]]]) is not None) is possible
+        assert (order_together(steps, [[steps[1], steps[4]]]) is not None) is possible
 
 
 def _levels() -> Any:

@@ -25,7 +25,6 @@ from megengine.traced_module.expr import Constant
 from megengine.utils.max_recursion_limit import max_recursion_limit
 
 from qtrace.errors import DataError, GraphError, UnsafeFileError
-from qtrace.graph import garbage
 from qtrace.graph.files.modules import check_modules
 from qtrace.graph.files.names import AllowList, DamagedError, LoadBudget, RefusedError
 from qtrace.graph.files.restore import check_calls, restore
@@ -33,6 +32,7 @@ from qtrace.graph.files.rules import Rules
 from qtrace.graph.files.seal import check, sealing
 from qtrace.graph.files.unpickle import Machine
 from qtrace.graph.files.validate import Validator
+from qtrace.graph.garbage import paused_collector
 from qtrace.graph.source_lines import attach_lines, detach_lines
 from qtrace.process.thread import on_engine_thread
 from qtrace.storage.files import kind_of, problem, replacing
@@ -95,7 +95,7 @@ def load(path: str | os.PathLike[str], allow: Iterable[str] = (), keep_devices: 
         raise DataError(wrong)
     names = AllowList(allow)
     try:
-        with _contents(path) as data, garbage.paused(collect_first=len(data) > BIG):
+        with _contents(path) as data, paused_collector(collect_first=len(data) > BIG):
             rules = Rules(names, LoadBudget(len(data)), keep_devices)
             model = Machine(data, rules).run(check(data))
             if type(model) is TracedModule:

@@ -16,7 +16,7 @@ from megengine.traced_module.node import Node, TensorNode
 
 from qtrace.graph.flatten import flatten
 from qtrace.graph.interpreter import Interpreter
-from qtrace.graph.source_lines import named
+from qtrace.graph.source_lines import name_with_line
 from qtrace.graph.walk import op_label, owner
 
 __all__ = ["nonfinite_results"]
@@ -45,7 +45,8 @@ def nonfinite_results(traced: TracedModule, args: tuple[Any, ...]) -> list[str]:
     if expr is None:
         return []
     remedy = _SOFTMAX if _is_softmax(expr) else _OTHERS
-    return [f"{named(expr, op_label(expr))} gives {search.what} for finite inputs on the example: {remedy}."]
+    where = name_with_line(expr, op_label(expr))
+    return [f"{where} gives {search.what} for finite inputs on the example: {remedy}."]
 
 
 class _NonfiniteSearch(Interpreter):

@@ -19,7 +19,7 @@ from megengine.traced_module.expr import Apply
 from megengine.traced_module.traced_module import TracedModuleBuilder
 
 from qtrace.errors import TraceError
-from qtrace.graph.source_lines import named, recorded_lines
+from qtrace.graph.source_lines import name_with_line, recorded_lines
 from qtrace.graph.tracing.attention import attention_in_parts
 
 __all__ = ["NONE_IS_DROPPED", "check_kernels", "holds_none", "recording", "without_none"]
@@ -84,9 +84,9 @@ def check_kernels(traced: TracedModule, name: str) -> None:
             for expr in graph._exprs:
                 if _is_compiled(expr):
                     raise TraceError(
-                        f"{name}: {named(expr, str(expr.opdef))} is compiled from other ops, which no file "
-                        "and no export can hold: write it with functions of megengine.functional, such as "
-                        "reshape, transpose and matmul, called by their names in forward."
+                        f"{name}: {name_with_line(expr, str(expr.opdef))} is compiled from other ops, which "
+                        "no file and no export can hold: write it with functions of megengine.functional, "
+                        "such as reshape, transpose and matmul, called by their names in forward."
                     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from qtrace.config import QConfig
 from qtrace.config.recipe import as_qconfig, resolve_recipe
-from qtrace.graph import garbage
+from qtrace.graph.garbage import paused_collector
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import _numbers
 from qtrace.inspection.explanation._dot import to_dot
@@ -137,5 +137,5 @@ def explain(
         comments = tuple(" ".join(e.comment) for e in recipe.entries if e.keys == ("rules",))
     else:
         config = as_qconfig(QConfig() if qconfig is None else qconfig)
-    with garbage.paused():
+    with paused_collector():
         return Explanation(plan(model, config), config, comments=comments)

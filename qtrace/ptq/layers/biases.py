@@ -8,7 +8,7 @@ from megengine import Parameter
 from qtrace import ops
 from qtrace.fakequant.following.bias import BIAS_LIMIT, BiasQuant
 from qtrace.graph.edit import GraphEditor, set_parameter
-from qtrace.graph.ordering import together
+from qtrace.graph.ordering import order_together
 from qtrace.graph.types import GetAttr, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner, users
 from qtrace.ops import OpCall
@@ -44,7 +44,7 @@ def _can_have_bias(model: TracedModule, calls: list[OpCall]) -> bool:
     group = [call.expr for call in calls]
     if set(users(calls[0].weight)) != set(group):
         return False
-    return len(group) == 1 or together(exprs(model), [group]) is not None
+    return len(group) == 1 or order_together(exprs(model), [group]) is not None
 
 
 def move_bias(model: TracedModule, layer: Layer, shift: np.ndarray) -> float:

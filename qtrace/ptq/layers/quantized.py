@@ -14,7 +14,7 @@ from qtrace import ops
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
-from qtrace.graph.ordering import together
+from qtrace.graph.ordering import order_together
 from qtrace.graph.stepping import Stepper
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner, users
@@ -115,11 +115,11 @@ def layers(model: TracedModule, shared: bool = False) -> tuple[list[Layer], list
 def _side_by_side(model: TracedModule, found: list[Layer]) -> tuple[list[Layer], list[Layer]]:
     """The layers whose calls can stand together, in that order, and the others."""
     steps, kept, apart = exprs(model), found, list[Layer]()
-    order = together(steps, _groups(kept))
+    order = order_together(steps, _groups(kept))
     if order is None:  # one by one
         order, kept = steps, []
         for layer in found:
-            longer = together(steps, _groups([*kept, layer])) if len(layer.calls) > 1 else order
+            longer = order_together(steps, _groups([*kept, layer])) if len(layer.calls) > 1 else order
             (apart if longer is None else kept).append(layer)
             order = longer or order
     place = {expr: i for i, expr in enumerate(order)}

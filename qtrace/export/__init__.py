@@ -1,8 +1,9 @@
 """Export: one format a file or folder, whose name is that of the format; its ``SUFFIXES`` choose it by path.
 
 A format is ``serialize(converted, **options) -> bytes``, or, when it consists of several files,
-``files(converted, path, **options) -> dict[Path, bytes]``; ``converted`` is a `ConvertedGraph`. ``COMPANIONS``, where there are any, are the
-suffixes of files beside the one that is named. ``RUNS_GRAPH = True`` says that it reads no recorded shapes.
+``files(converted, path, **options) -> dict[Path, bytes]``; ``converted`` is a `ConvertedGraph`.
+``COMPANIONS``, where there are any, are the suffixes of files beside the one that is named.
+``RUNS_GRAPH = True`` says that it reads no recorded shapes.
 """
 
 from __future__ import annotations

@@ -137,9 +137,17 @@ class _TwoInputs(M.Module):
         return self.a(x) + self.b(x_q)
 
 
-def test_an_input_with_the_name_of_a_rounded_node_is_not_taken_for_it(tmp_path: Path) -> None:
+class _ModuleNames(_TwoInputs):
+    def forward(self, children: mge.Tensor, training: mge.Tensor) -> mge.Tensor:
+        return self.a(children) + self.b(training)
+
+
+@pytest.mark.parametrize("network", [_TwoInputs, _ModuleNames])
+def test_a_node_may_have_the_name_of_a_rounded_node_or_of_an_attribute(
+    network: type[M.Module], tmp_path: Path
+) -> None:
     batch = tuple(np.random.RandomState(i).randn(4, 4).astype("float32") for i in range(2))
-    prepared = qtrace.prepare(qtrace.trace(_TwoInputs(), *batch, check=False))
+    prepared = qtrace.prepare(qtrace.trace(network(), *batch, check=False))
     qtrace.calibrate(prepared, [batch], progress=False, engine="megengine")
     converted = qtrace.convert(prepared)
     for site in QuantizedModel(converted).sites:

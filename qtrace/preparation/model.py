@@ -20,7 +20,7 @@ from qtrace.graph.walk import exprs, owner, users
 from qtrace.numerics import quantize, quantize_bias
 from qtrace.preparation.annotation import Annotation, Plan, Site, Sort
 from qtrace.preparation.passes.insert import CONTAINER
-from qtrace.preparation.record import Record, carried_qparams, followers, read_record, write_record
+from qtrace.preparation.record import Record, followers, read_record, write_record
 from qtrace.scheme import QParams
 
 __all__ = ["QuantizedModel", "QuantizedSite"]
@@ -257,7 +257,13 @@ class QuantizedModel:
 
     def carried_qparams(self) -> dict[str, QParams]:
         """Name of a node -> its parameters, for the nodes that carry integers without rounding."""
-        return carried_qparams(self.module, self.annotation)
+        carried = self.annotation.carried
+        groups = {group: self.rounding(group).qparams() for group in set(carried.values())}
+        qparams = {name: groups[group] for name, group in carried.items()}
+        for name, factor in self.annotation.factors.items():
+            old = qparams[name]
+            qparams[name] = QParams(old.scheme, old.scale * np.float32(factor), old.zero_point)
+        return qparams
 
     def float_tensors(self) -> list[tuple[str, Tensor]]:
         """Name and value of every parameter and buffer that is not of a fake quant, sorted by name."""

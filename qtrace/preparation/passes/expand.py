@@ -50,7 +50,7 @@ def expand(traced: TracedModule) -> PassResult:
             editor.replace_expr(expr, new)
             changed.append(f"{out}: {type(module).__name__} as a function")
     _drop_empty(traced)
-    return PassResult(traced, tuple(changed), tuple(left))
+    return PassResult(tuple(changed), tuple(left))
 
 
 def _where(editor: GraphEditor, expr: Expr) -> TensorNode:

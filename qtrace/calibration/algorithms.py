@@ -16,7 +16,7 @@ from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.float_stage import named_report
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.phases import set_phase
+from qtrace.preparation.phases import switch_phase
 from qtrace.ptq.base import Batches, CalibratedAlgorithm, CalibratedTask
 from qtrace.ptq.layers.outputs import CalibrationOutputs, output_errors
 from qtrace.storage.checkpoints import Checkpoint
@@ -73,7 +73,7 @@ def run_calibrated(
     if not wanted:
         return
     reference = flatten(model.module)
-    set_phase(model.view(reference), "float")
+    switch_phase("float", model.view(reference))
     reference.eval()
     outputs = CalibrationOutputs(model, reference, batches)
     reports, before = [], outputs.ratios()

@@ -24,7 +24,7 @@ from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.graph.types import TracedModule
 from qtrace.numerics import SMALLEST_SCALE
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.phases import set_phase
+from qtrace.preparation.phases import switch_phase
 from qtrace.process.thread import on_engine_thread
 from qtrace.ptq.base import Batches
 from qtrace.scheme import QParams
@@ -152,7 +152,7 @@ def _apply(prepared: QuantizedModel, statistics: Statistics) -> None:
         if name in parameters:
             fq.set_qparams(parameters[name])
     _fit_biases(prepared)
-    set_phase(prepared, "quantize")
+    switch_phase("quantize", prepared)
 
 
 def _count(batches: Iterable[Any], limit: int | None) -> int | None:

@@ -1,8 +1,9 @@
 """Export: one format a file or folder, whose name is that of the format; its ``SUFFIXES`` choose it by path.
 
 A format is ``serialize(converted, **options) -> bytes``, or, when it consists of several files,
-``files(converted, path, **options) -> dict[Path, bytes]``. ``COMPANIONS``, where there are any, are the
-suffixes of files beside the one that is named. ``RUNS_GRAPH = True`` says that it reads no recorded shapes.
+``files(converted, path, **options) -> dict[Path, bytes]``; ``converted`` is a `ConvertedGraph`.
+``COMPANIONS``, where there are any, are the suffixes of files beside the one that is named.
+``RUNS_GRAPH = True`` says that it reads no recorded shapes.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.errors import ExportError
+from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.located import locate_by_name
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs, node_path, op_label
-from qtrace.preparation.record import read_record
 from qtrace.process.thread import on_engine_thread
 from qtrace.storage.files import kind_of, problem, replacing
 
@@ -61,7 +62,7 @@ def export(
         raise ExportError(wrong)
     target = Path(path)
     module = _format_module(target, format)
-    read_record(converted, "converted")
+    graph = ConvertedGraph(converted)
     if not target.parent.is_dir():
         raise ExportError(f"{target.parent} is not a folder: make it first.")
     _check_options(module, options)
@@ -69,9 +70,9 @@ def export(
         if not getattr(module, "RUNS_GRAPH", False):
             _check_shapes(converted)
         if hasattr(module, "files"):
-            contents = module.files(converted, target, **options)
+            contents = module.files(graph, target, **options)
         else:
-            contents = {target: module.serialize(converted, **options)}
+            contents = {target: module.serialize(graph, **options)}
     except ExportError as error:
         raise locate_by_name(error, converted) from error
     try:

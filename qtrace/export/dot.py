@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from qtrace.export.converted.document import Graph, Op, Quantized, Value, read_graph
-from qtrace.graph.types import TracedModule
+from qtrace.export.converted.graph import ConvertedGraph
 
 __all__ = ["SUFFIXES", "serialize"]
 
@@ -17,11 +17,11 @@ SUFFIXES = (".dot", ".gv")
 _FLOAT, _INTEGER, _BOX, _END = "#999999", "#1f5fbf", "#eef3fb", "#f5f5f5"
 
 
-def serialize(converted: TracedModule) -> bytes:
+def serialize(converted: ConvertedGraph) -> bytes:
     """The document.
 
     Args:
-        converted: a module made by ``qtrace.convert``.
+        converted: the graph of a converted module.
     """
     graph = read_graph(converted)
     lines = [

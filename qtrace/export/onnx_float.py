@@ -19,7 +19,6 @@ from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.onnx.exporter import OnnxExporter, check
 from qtrace.export.parameters.base import beside, parameter_file
 from qtrace.export.parameters.sites import Layer, Names, site_table
-from qtrace.graph.types import TracedModule
 from qtrace.ops import OpCall
 
 __all__ = ["SUFFIXES", "files"]
@@ -28,11 +27,11 @@ __all__ = ["SUFFIXES", "files"]
 SUFFIXES: tuple[str, ...] = ()
 
 
-def files(converted: TracedModule, path: Path, *, params: str | None = None) -> dict[Path, bytes]:
+def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -> dict[Path, bytes]:
     """The float model and its parameter file.
 
     Args:
-        converted: a module made by ``qtrace.convert``.
+        converted: the graph of a converted module.
         path: where the model goes.
         params: the kind of parameter file, such as ``aimet-2.0.0``; None for the model alone.
 
@@ -40,8 +39,7 @@ def files(converted: TracedModule, path: Path, *, params: str | None = None) -> 
         ExportError: when a node has no ONNX form, or the kind of file cannot express a site, naming it.
     """
     kind = None if params is None else parameter_file(params)
-    flat = float_graph(converted)
-    exporter = OnnxExporter(flat)
+    exporter = OnnxExporter(float_graph(converted))
     model = exporter.run()
     _name_parameters(exporter.graph, model)
     check(model)

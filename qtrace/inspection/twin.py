@@ -16,7 +16,7 @@ from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.phases import set_phase
+from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.prepare import prepare
 from qtrace.preparation.record import is_quantized
 
@@ -78,7 +78,7 @@ def float_twin(model: QuantizedModel, given: TracedModule | None = None) -> Trac
     else:
         check_imported(spec for _, spec in specs(model.config))
         twin = QuantizedModel(prepare(given, model.config), "prepared")
-    set_phase(twin, "float")
+    switch_phase("float", twin)
     twin.module.eval()
     return twin.module
 

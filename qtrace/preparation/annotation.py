@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megengine.module import Identity
+
 from qtrace.scheme import QScheme
 
-__all__ = ["Annotation", "ExprNote", "Fold", "Plan", "Site", "Sort", "site_name", "value_name"]
+__all__ = ["Annotation", "ExprNote", "Fold", "Plan", "Site", "Sort", "free_name", "site_name", "value_name"]
 
 Sort = Literal["activation", "weight", "bias"]
 _ROUNDED = "_q"
+_RESERVED = frozenset(dir(Identity()))
+
+
+def free_name(name: str, taken: Container[str]) -> str:
+    """Returns ``name``, with a number behind it where it is ``taken`` or an attribute of every module."""
+    free, count = name, 0
+    while free in taken or free in _RESERVED:
+        count += 1
+        free = f"{name}_{count}"
+    return free
 
 
 def value_name(site: str) -> str:

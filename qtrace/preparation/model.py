@@ -6,19 +6,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from megengine import Tensor
 from megengine.module import Module
 
 from qtrace.config import QConfig
 from qtrace.errors import GraphError
 from qtrace.fakequant.base import FakeQuant
-from qtrace.fakequant.following.bias import BiasQuant
+from qtrace.fakequant.following.bias import BIAS_QMAX, BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
-from qtrace.graph.types import Expr, TensorNode, TracedModule
-from qtrace.graph.walk import exprs, users
-from qtrace.preparation.annotation import Annotation, Plan, Site, Sort, value_name
+from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, owner, users
+from qtrace.numerics import quantize, quantize_bias
+from qtrace.preparation.annotation import Annotation, Plan, Site, Sort
 from qtrace.preparation.passes.insert import CONTAINER
-from qtrace.preparation.record import Record, carried_qparams, followers, read_record, write_record
+from qtrace.preparation.record import Record, followers, read_record, write_record
 from qtrace.scheme import QParams
 
 __all__ = ["QuantizedModel", "QuantizedSite"]
@@ -30,18 +32,25 @@ class QuantizedSite:
 
     Attributes:
         decision: what annotate decided for the site.
-        node: the node whose value is quantized.
-        value: the node that holds the rounded value; None for a weight that is rounded inside of its layer,
-            whose BatchNorm trains on.
-        consumers: the exprs that read the rounded value.
+        expr: the call of the fake quant, or of the layer that rounds its weight itself, because its BatchNorm
+            trains on.
+        node: the node whose value is quantized; it is not the result of another rounding.
+        source: the node that is rounded: ``node``, or the node that holds ``node`` as another site rounds it.
+        value: the node that holds the rounded value; None for a weight that its layer rounds.
         fake_quant: the module that rounds the value: a `FakeQuant`, for a bias a `BiasQuant`.
     """
 
     decision: Site
+    expr: Expr
     node: TensorNode
-    value: TensorNode | None
-    consumers: tuple[Expr, ...]
+    source: TensorNode
+    value: Any
     fake_quant: Any
+
+    @property
+    def consumers(self) -> tuple[Expr, ...]:
+        """The exprs that read the rounded value."""
+        return (self.expr,) if self.value is None else tuple(users(self.value))
 
     @property
     def name(self) -> str:
@@ -77,6 +86,38 @@ class QuantizedSite:
         """
         qparams: QParams = self.fake_quant.qparams()
         return qparams
+
+    @cached_property
+    def bias_scale(self) -> np.ndarray:
+        """The scale of a bias, float32 of shape ``()`` or ``(channels,)``: input scale times weight scale."""
+        groups = (node.owner for node in self.expr.args[2:])
+        scale = self.fake_quant.scale(*groups)[0].numpy().astype(np.float32)
+        return scale.reshape(-1) if scale.ndim else scale
+
+    def integers(self, parameter: np.ndarray) -> np.ndarray:
+        """The integers (int32) to which the site rounds a stored value.
+
+        Args:
+            parameter: the value of `source`.
+
+        Returns:
+            An array of the shape of ``parameter``; of a bias, a vector.
+        """
+        if self.sort == "bias":
+            return quantize_bias(parameter.reshape(-1), self.bias_scale, BIAS_QMAX)
+        if self.sort == "activation":
+            return quantize(parameter, self.qparams)
+        fake_quant = self.fake_quant
+        integers = quantize(fake_quant.channels_first(parameter).astype(np.float32), self.qparams)
+        if not fake_quant.scheme.per_channel:
+            return integers.reshape(parameter.shape)
+        axes = fake_quant.counted_axes
+        moved = np.moveaxis(parameter, axes, range(len(axes))).shape
+        return np.moveaxis(integers.reshape(moved), range(len(axes)), axes)
+
+    def rounded_bias(self, parameter: np.ndarray) -> np.ndarray:
+        """The float32 values that the integers of a bias stand for, in the shape of ``parameter``."""
+        return (self.integers(parameter) * self.bias_scale).astype(np.float32).reshape(parameter.shape)
 
 
 class QuantizedModel:
@@ -150,24 +191,36 @@ class QuantizedModel:
 
     @cached_property
     def sites(self) -> tuple[QuantizedSite, ...]:
-        """Every site, in graph order.
+        """Every site, in the order of the annotation.
 
         Raises:
             GraphError: when the graph lacks a node or a fake quant of a site.
         """
-        layers = {fold.weight: fold.norm for fold in self.annotation.folds}
+        # No two sites of a node share a group, whatever the nodes of the rounded values are called.
+        decisions = {(site.group, site.node): site for site in self.annotation.sites}
+        sites: dict[tuple[str, str], QuantizedSite] = {}
+        rounded: dict[Node, QuantizedSite] = {}
         try:
-            return tuple(self._site(site, layers) for site in self.annotation.sites)
+            children = getattr(self.module, CONTAINER).__dict__.items()
+            groups = {module: name for name, module in children if isinstance(module, Module)}
+            for expr in exprs(self.module):
+                module = owner(expr)
+                if isinstance(module, BnFold):
+                    source, value, module = expr.args[2], None, expr.args[5].owner
+                elif isinstance(module, (FakeQuant, BiasQuant)):
+                    source, value = expr.args[1], expr.outputs[0]
+                else:
+                    continue
+                node = rounded[source].node if source in rounded else source
+                key = (groups[module], node.name)
+                sites[key] = QuantizedSite(decisions[key], expr, node, source, value, module)
+                rounded[value] = sites[key]
+            return tuple(sites[key] for key in decisions)
         except (KeyError, AttributeError) as error:
             raise GraphError(
                 f"the graph and what the model says of how it was quantized disagree ({error}): prepare the "
                 "float model again, and do not edit it afterwards."
             ) from error
-
-    def _site(self, site: Site, layers: dict[str, str]) -> QuantizedSite:
-        value = self.nodes.get(value_name(site.name))
-        readers = users(value) if value is not None else (self.nodes[layers[site.name]].expr,)
-        return QuantizedSite(site, self.nodes[site.node], value, tuple(readers), self.rounding(site.group))
 
     @cached_property
     def groups(self) -> dict[str, tuple[QuantizedSite, ...]]:
@@ -204,7 +257,13 @@ class QuantizedModel:
 
     def carried_qparams(self) -> dict[str, QParams]:
         """Name of a node -> its parameters, for the nodes that carry integers without rounding."""
-        return carried_qparams(self.module, self.annotation)
+        carried = self.annotation.carried
+        groups = {group: self.rounding(group).qparams() for group in set(carried.values())}
+        qparams = {name: groups[group] for name, group in carried.items()}
+        for name, factor in self.annotation.factors.items():
+            old = qparams[name]
+            qparams[name] = QParams(old.scheme, old.scale * np.float32(factor), old.zero_point)
+        return qparams
 
     def float_tensors(self) -> list[tuple[str, Tensor]]:
         """Name and value of every parameter and buffer that is not of a fake quant, sorted by name."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import megengine as mge
@@ -15,10 +15,10 @@ from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.record import fake_quants, followers, is_quantized
 
-__all__ = ["in_phase", "set_phase"]
+__all__ = ["in_phase", "set_phase", "switch_phase"]
 
 
-def set_phase(prepared: Module | QuantizedModel, phase: str) -> None:
+def set_phase(prepared: Module, phase: str) -> None:
     """Sets the phase of every site of ``prepared``.
 
     ``float`` passes values through; ``observe`` also records them; ``quantize`` rounds with frozen
@@ -29,8 +29,7 @@ def set_phase(prepared: Module | QuantizedModel, phase: str) -> None:
     on CPU warns (`QtraceWarning`) unless ``megengine.config.async_level`` is 0.
 
     Args:
-        prepared: a module made by ``qtrace.prepare``, or one that holds such modules beside float ones; or
-            the view of a prepared module.
+        prepared: a module made by ``qtrace.prepare``, or one that holds such modules beside float ones.
         phase: one of the four names.
 
     Raises:
@@ -40,7 +39,15 @@ def set_phase(prepared: Module | QuantizedModel, phase: str) -> None:
     """
     if phase not in PHASES:
         raise ConfigError(f"unknown phase {phase!r}; known: {', '.join(PHASES)}.")
-    parts = _prepared_parts(prepared)
+    switch_phase(phase, *_prepared_parts(prepared))
+
+
+def switch_phase(phase: str, *parts: QuantizedModel) -> None:
+    """Sets the phase of every site of some prepared modules, as `set_phase` does for the parts of one module.
+
+    Raises:
+        CalibrationError: for ``quantize`` and ``train`` when a site has no parameters yet.
+    """
     if phase in ("quantize", "train"):
         missing = [fq.site for part in parts for fq in part.fake_quants.values() if not fq.calibrated]
         if missing:
@@ -55,14 +62,12 @@ def set_phase(prepared: Module | QuantizedModel, phase: str) -> None:
             module.phase = phase
 
 
-def _prepared_parts(module: Module | QuantizedModel) -> list[QuantizedModel]:
+def _prepared_parts(module: Module) -> list[QuantizedModel]:
     """The prepared modules that ``module`` is or holds.
 
     Raises:
         GraphError: when there is none, or one is converted.
     """
-    if isinstance(module, QuantizedModel):
-        return [module]
     parts = [part for part in module.modules() if is_quantized(part)] if isinstance(module, Module) else []
     return [QuantizedModel(part, "prepared") for part in parts or [module]]
 
@@ -81,7 +86,7 @@ def in_phase(model: TracedModule, phase: str) -> Iterator[None]:
             module.phase = own
 
 
-def _warn_of_races(parts: list[QuantizedModel]) -> None:
+def _warn_of_races(parts: Sequence[QuantizedModel]) -> None:
     """Warns when gradients would be computed on CPU from a queue: MegEngine 1.13 gets some of them wrong."""
     level = mge.config.async_level
     devices = {str(fq.scale.device.physical_name) for part in parts for fq in part.fake_quants.values()}
@@ -90,5 +95,5 @@ def _warn_of_races(parts: list[QuantizedModel]) -> None:
             f"MegEngine computes wrong gradients on CPU now and then at async_level {level}: "
             "set megengine.config.async_level = 0 before you train.",
             QtraceWarning,
-            stacklevel=3,
+            stacklevel=4,
         )

@@ -18,12 +18,10 @@ from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.passes.insert import CONTAINER
-from qtrace.scheme import QParams
 from qtrace.storage.hashing import hash_arrays
 
 __all__ = [
     "Record",
-    "carried_qparams",
     "fake_quants",
     "followers",
     "graph_hash",
@@ -138,17 +136,6 @@ def fake_quants(model: TracedModule) -> Iterator[FakeQuant]:
 def followers(model: TracedModule) -> Iterator[BiasQuant | BnFold]:
     """The modules that have a phase but no parameters of their own: biases and folded layers."""
     return (m for m in _children(model) if isinstance(m, (BiasQuant, BnFold)))
-
-
-def carried_qparams(model: TracedModule, annotation: Annotation) -> dict[str, QParams]:
-    """Node name -> parameters, for the nodes that carry integers without rounding (`Annotation.carried`)."""
-    container = getattr(model, CONTAINER)
-    groups = {group: getattr(container, group).qparams() for group in set(annotation.carried.values())}
-    found = {name: groups[group] for name, group in annotation.carried.items()}
-    for name, factor in annotation.factors.items():
-        old = found[name]
-        found[name] = QParams(old.scheme, old.scale * np.float32(factor), old.zero_point)
-    return found
 
 
 def _children(model: TracedModule) -> Iterator[Module]:

@@ -128,6 +128,35 @@ def test_a_module_at_another_stage_is_refused(calibrated: TracedModule) -> None:
         QuantizedModel(calibrated, "converted")
 
 
+class _TwoInputs(M.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = M.Linear(4, 4), M.Linear(4, 4)
+
+    def forward(self, x: mge.Tensor, x_q: mge.Tensor) -> mge.Tensor:
+        return self.a(x) + self.b(x_q)
+
+
+class _ModuleNames(_TwoInputs):
+    def forward(self, children: mge.Tensor, training: mge.Tensor) -> mge.Tensor:
+        return self.a(children) + self.b(training)
+
+
+@pytest.mark.parametrize("network", [_TwoInputs, _ModuleNames])
+def test_a_node_may_have_the_name_of_a_rounded_node_or_of_an_attribute(
+    network: type[M.Module], tmp_path: Path
+) -> None:
+    batch = tuple(np.random.RandomState(i).randn(4, 4).astype("float32") for i in range(2))
+    prepared = qtrace.prepare(qtrace.trace(network(), *batch, check=False))
+    qtrace.calibrate(prepared, [batch], progress=False, engine="megengine")
+    converted = qtrace.convert(prepared)
+    for site in QuantizedModel(converted).sites:
+        assert owner(site.value.expr) is site.fake_quant
+        assert site.node.name == site.decision.node
+    qtrace.export(converted, tmp_path / "m.onnx")
+    assert qtrace.verify(tmp_path / "m.onnx", converted, [batch]).passed
+
+
 def test_a_record_of_another_graph_is_told() -> None:
     model, other = QuantizedModel(_prepared()), qtrace.prepare(_other())
     write_record(other, model.record)
@@ -145,6 +174,11 @@ def _verify(prepared: TracedModule, folder: Path, run: Callable[..., Any]) -> Ca
     return lambda: run(folder / "m.onnx", converted, [X])
 
 
+def _export(prepared: TracedModule, path: Path, format: str | None) -> Callable[[], Any]:
+    converted = qtrace.convert(prepared)
+    return lambda: qtrace.export(converted, path, format)
+
+
 CALLS: dict[str, Callable[[TracedModule, Path], Callable[[], Any]]] = {
     "set_phase": lambda m, _: lambda: qtrace.set_phase(m, "quantize"),
     "calibrate": lambda m, _: lambda: qtrace.calibrate(m, [X], progress=False, engine="megengine"),
@@ -154,6 +188,9 @@ CALLS: dict[str, Callable[[TracedModule, Path], Callable[[], Any]]] = {
     "verify": lambda m, folder: _verify(m, folder, qtrace.verify),
     "bisect": lambda m, folder: _verify(m, folder, qtrace.bisect),
     "analyze": lambda m, _: lambda: qtrace.sensitivity.analyze(m, [X]),
+    "export": lambda m, folder: _export(m, folder / "m.onnx", None),
+    "export as dot": lambda m, folder: _export(m, folder / "m.dot", None),
+    "export in float": lambda m, folder: _export(m, folder / "m.onnx", "onnx_float"),
     "finetune": lambda m, _: (
         lambda: qtrace.finetune(m, [X], qtrace.finetuning.Settings(steps=2, batch_size=1), progress=False)
     ),

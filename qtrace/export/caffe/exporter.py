@@ -16,7 +16,6 @@ from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import refusal
 from qtrace.export.parameters.base import beside, parameter_file
 from qtrace.export.parameters.sites import Layer, Names, site_table
-from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import is_float_tensor, op_label
 
 __all__ = ["COMPANIONS", "SUFFIXES", "files"]
@@ -25,11 +24,11 @@ SUFFIXES = (".prototxt",)
 COMPANIONS = (".caffemodel",)
 
 
-def files(converted: TracedModule, path: Path, *, params: str | None = None) -> dict[Path, bytes]:
+def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -> dict[Path, bytes]:
     """The net, its weights and its parameter file.
 
     Args:
-        converted: a module made by ``qtrace.convert``.
+        converted: the graph of a converted module.
         path: where the net goes; the weights stand beside it, with the suffix ``.caffemodel``.
         params: the kind of parameter file, such as ``ncnn``; None for none.
 
@@ -55,12 +54,12 @@ def files(converted: TracedModule, path: Path, *, params: str | None = None) -> 
 
 
 class _Exporter:
-    def __init__(self, flat: TracedModule) -> None:
+    def __init__(self, flat: ConvertedGraph) -> None:
         from qtrace.export.caffe.ops import EMITTERS
         from qtrace.export.caffe.writer import CaffeWriter
 
-        self.graph, self.emitters = ConvertedGraph(flat), EMITTERS
-        self.writer = CaffeWriter(flat.graph.name or "qtrace")
+        self.graph, self.emitters = flat, EMITTERS
+        self.writer = CaffeWriter(flat.module.graph.name or "qtrace")
         self.writer.values.update(self.graph.values)
 
     def run(self) -> None:

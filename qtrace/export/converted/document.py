@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.export.converted.graph import ConvertedGraph, ConvertedSite
-from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, Node, TracedModule
+from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, Node
 from qtrace.graph.walk import op_label
 from qtrace.ops import OpCall
+from qtrace.preparation.model import QuantizedSite
 
 __all__ = ["Graph", "Op", "Quantized", "Value", "read_graph"]
 
@@ -88,18 +89,14 @@ class Graph:
     outputs: tuple[Value, ...]
 
 
-def read_graph(converted: TracedModule) -> Graph:
-    """Reads a converted module.
-
-    Args:
-        converted: a module made by ``qtrace.convert``.
-    """
+def read_graph(converted: ConvertedGraph) -> Graph:
+    """Reads a converted graph as plain data."""
     return _Reader(converted).graph()
 
 
 class _Reader:
-    def __init__(self, converted: TracedModule) -> None:
-        self.converted = ConvertedGraph(converted)
+    def __init__(self, converted: ConvertedGraph) -> None:
+        self.converted = converted
         # Results that are rounded for all of their readers.
         self.results = {s.node: s for s in self.converted.sites if s.decision.consumers is None}
         self.producers: dict[Node, tuple[str, int]] = {}
@@ -161,7 +158,7 @@ class _Reader:
         return Value(name, producer, index, shape, str(np.dtype(source.dtype)), quantized)
 
 
-def _numbers(site: ConvertedSite) -> Quantized:
+def _numbers(site: QuantizedSite) -> Quantized:
     if site.sort == "bias":
         scale = site.bias_scale
         return Quantized(site.name, "int32 sym", scale, np.zeros(scale.shape, np.int32))

@@ -18,12 +18,13 @@ from qtrace.graph.edit import GraphEditor, set_parameter
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import GetAttr, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner
-from qtrace.preparation.record import Record, read_record, write_record
+from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.record import Record, write_record
 
 __all__ = ["bare_graph", "float_graph"]
 
 
-def bare_graph(prepared: TracedModule) -> TracedModule:
+def bare_graph(prepared: TracedModule) -> ConvertedGraph:
     """A copy of a prepared graph without fake quants, in float; its nodes have the names of the prepared's.
 
     A layer whose BatchNorm is kept in training is a layer and a BatchNorm in it, as before `insert`.
@@ -34,7 +35,7 @@ def bare_graph(prepared: TracedModule) -> TracedModule:
     Returns:
         A flat graph that counts as converted, with no sites.
     """
-    record = read_record(prepared, "prepared")
+    model = QuantizedModel(prepared, "prepared")
     flat = flatten(prepared)
     with GraphEditor(flat) as editor:
         _drop_fake_quants(editor)
@@ -48,24 +49,22 @@ def bare_graph(prepared: TracedModule) -> TracedModule:
                 )
                 new = editor.call_module(norm.expr.name, layer, after=layer.expr, like=like)
                 editor.replace_expr(expr, new)
-    _forget_sites(flat, record)
-    return flat
+    return _without_sites(flat, model.record)
 
 
-def float_graph(converted: TracedModule) -> TracedModule:
+def float_graph(graph: ConvertedGraph) -> ConvertedGraph:
     """A copy without fake quants; its nodes have the names of the converted graph's.
 
     A weight whose scheme leaves out the lowest integer is clipped to that range: files say how many bits it
     has, and their readers would use that integer.
 
     Args:
-        converted: a module made by ``qtrace.convert``; it is not changed.
+        graph: the converted graph; it is not changed.
 
     Returns:
         A flat graph that counts as converted, with no sites.
     """
-    graph = ConvertedGraph(converted)
-    flat = flatten(converted)
+    flat = flatten(graph.module)
     with GraphEditor(flat) as editor:
         _drop_fake_quants(editor)
     paths = {e.outputs[0].name: e.name for e in exprs(flat) if isinstance(e, GetAttr)}
@@ -74,8 +73,7 @@ def float_graph(converted: TracedModule) -> TracedModule:
         if site.sort == "weight" and path and site.qparams.scheme.narrow:
             clipped = _clipped(get_module(flat, path).numpy(), site.fake_quant)
             set_parameter(flat, path, Parameter(clipped))
-    _forget_sites(flat, graph.record)
-    return flat
+    return _without_sites(flat, graph.model.record)
 
 
 def _drop_fake_quants(editor: GraphEditor) -> None:
@@ -85,9 +83,12 @@ def _drop_fake_quants(editor: GraphEditor) -> None:
             editor.remove(expr)
 
 
-def _forget_sites(flat: TracedModule, record: Record) -> None:
+def _without_sites(flat: TracedModule, record: Record) -> ConvertedGraph:
+    """Writes the record of a converted graph without sites into ``flat``, and reads the graph."""
     annotation = dataclasses.replace(record.annotation, sites=(), carried={}, factors={}, folds=())
-    write_record(flat, dataclasses.replace(record, stage="converted", annotation=annotation))
+    record = dataclasses.replace(record, stage="converted", annotation=annotation)
+    write_record(flat, record)
+    return ConvertedGraph(QuantizedModel(flat, record=record))
 
 
 def _clipped(value: np.ndarray, fake_quant: FakeQuant) -> np.ndarray:

@@ -19,7 +19,7 @@ from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import float_kinds
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.megengine.graph import QuantizedGraph
-from qtrace.graph.types import TensorNode, TracedModule
+from qtrace.graph.types import TensorNode
 
 __all__ = ["RUNS_GRAPH", "SUFFIXES", "serialize"]
 
@@ -28,11 +28,11 @@ SUFFIXES: tuple[str, ...] = ()
 RUNS_GRAPH = True
 
 
-def serialize(converted: TracedModule, allow_float: Iterable[str] = ()) -> bytes:
+def serialize(converted: ConvertedGraph, allow_float: Iterable[str] = ()) -> bytes:
     """The dump.
 
     Args:
-        converted: a module made by ``qtrace.convert``.
+        converted: the graph of a converted module.
         allow_float: kinds of layers, such as ``conv2d``, that compute in float, with weights that the graph
             rounded: in any way, also one that MegEngine's int8 kernels cannot express.
 

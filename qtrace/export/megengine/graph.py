@@ -15,12 +15,12 @@ from megengine.functional.quantized import conv_bias_activation, conv_transpose2
 from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import only_floats_read
-from qtrace.export.converted.graph import ConvertedGraph, ConvertedSite
+from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.located import located
-from qtrace.export.converted.values import integer_values
-from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Node, TensorNode, TracedModule
+from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import exprs, is_float_tensor, op_label, users
 from qtrace.ops import OpCall
+from qtrace.preparation.model import QuantizedSite
 from qtrace.scheme import QScheme
 
 __all__ = ["QuantizedGraph"]
@@ -39,18 +39,18 @@ class QuantizedGraph:
     constants.
 
     Args:
-        converted: a module made by ``qtrace.convert``.
+        converted: the graph.
         floats: kinds of layers that compute in float, with weights rounded in any way.
 
     Raises:
         ExportError: when a site has another scheme than MegEngine's kernels.
     """
 
-    def __init__(self, converted: TracedModule, floats: frozenset[str] = frozenset()) -> None:
-        self.graph = ConvertedGraph(converted)
+    def __init__(self, converted: ConvertedGraph, floats: frozenset[str] = frozenset()) -> None:
+        self.graph = converted
         self.attributes = {
             expr.outputs[0]: self.graph.attribute(expr)
-            for expr in exprs(converted)
+            for expr in exprs(converted.module)
             if isinstance(expr, (GetAttr, Constant))
         }
         self.integers: list[str] = []
@@ -82,7 +82,7 @@ class QuantizedGraph:
         self.values.update(zip(graph.inputs, inputs, strict=True))
         for step in graph.steps:
             with located(step.expr):
-                if isinstance(step, ConvertedSite):
+                if isinstance(step, QuantizedSite):
                     self.values[step.value] = self._site(step)
                 else:
                     self._compute(step.expr, step.call)
@@ -97,7 +97,7 @@ class QuantizedGraph:
         for out, value in zip(expr.outputs, results, strict=True):
             values[out] = self._carry(out, value)
 
-    def _site(self, site: ConvertedSite) -> Tensor:
+    def _site(self, site: QuantizedSite) -> Tensor:
         """The rounded value of a site; a kernel that rounded it already is left alone."""
         expr, value = site.expr, self.values[site.source]
         if site.sort == "bias" or site.value in self.floating:
@@ -276,8 +276,8 @@ def _scale(value: Tensor) -> float:
     return float(dtype.get_scale(value.dtype))
 
 
-def _stored(site: ConvertedSite, value: np.ndarray, scale: float) -> Tensor:
-    integers = integer_values(site.fake_quant, value).astype(np.float32)
+def _stored(site: QuantizedSite, value: np.ndarray, scale: float) -> Tensor:
+    integers = site.integers(value).astype(np.float32)
     return Tensor(integers * np.float32(scale)).astype(dtype.qint8(scale))
 
 

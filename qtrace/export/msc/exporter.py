@@ -15,8 +15,8 @@ from typing import Any
 
 from qtrace.errors import ExportError
 from qtrace.export.converted.document import Graph, Op, Quantized, Value, read_graph
+from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.msc.ops import attributes, optype, output_layout, weight_layout
-from qtrace.graph.types import TracedModule
 
 __all__ = ["SUFFIXES", "files"]
 
@@ -24,11 +24,11 @@ __all__ = ["SUFFIXES", "files"]
 SUFFIXES: tuple[str, ...] = ()
 
 
-def files(converted: TracedModule, path: Path) -> dict[Path, bytes]:
+def files(converted: ConvertedGraph, path: Path) -> dict[Path, bytes]:
     """The JSON document at ``path``, and the prototxt beside it.
 
     Args:
-        converted: a module made by ``qtrace.convert``.
+        converted: the graph of a converted module.
         path: the JSON document; the other one has its name with the suffix ``.prototxt``.
 
     Raises:

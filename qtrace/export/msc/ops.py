@@ -8,29 +8,17 @@ from qtrace.export.converted.document import Op, Value
 
 __all__ = ["attributes", "optype", "output_layout", "weight_layout"]
 
+_IN_NN = (
+    "conv1d conv2d conv3d relu prelu silu gelu softmax batch_norm layer_norm group_norm max_pool2d "
+    "avg_pool2d adaptive_avg_pool2d pad pixel_shuffle"
+)
+# Kinds that MSC calls otherwise; the other kinds keep their names.
 _OPTYPES = {
-    "input": "input",
-    "constant": "constant",
-    "conv1d": "nn.conv1d",
-    "conv2d": "nn.conv2d",
-    "conv3d": "nn.conv3d",
+    **{kind: f"nn.{kind}" for kind in _IN_NN.split()},
     "conv_transpose2d": "nn.conv2d_transpose",
     "linear": "msc.linear",
-    "matmul": "matmul",
-    "relu": "nn.relu",
     "relu6": "clip",
-    "clip": "clip",
     "leaky_relu": "nn.leakyrelu",
-    "prelu": "nn.prelu",
-    "silu": "nn.silu",
-    "gelu": "nn.gelu",
-    "softmax": "nn.softmax",
-    "batch_norm": "nn.batch_norm",
-    "layer_norm": "nn.layer_norm",
-    "group_norm": "nn.group_norm",
-    "max_pool2d": "nn.max_pool2d",
-    "avg_pool2d": "nn.avg_pool2d",
-    "adaptive_avg_pool2d": "nn.adaptive_avg_pool2d",
     "sub": "subtract",
     "mul": "multiply",
     "div": "divide",
@@ -40,8 +28,6 @@ _OPTYPES = {
     "transpose": "permute_dims",
     "swapaxes": "permute_dims",
     "interpolate": "image.resize2d",
-    "pad": "nn.pad",
-    "pixel_shuffle": "nn.pixel_shuffle",
     "getitem": "strided_slice",
 }
 _WITH_BIAS = {"conv1d": "msc.conv1d_bias", "conv2d": "msc.conv2d_bias", "linear": "msc.linear_bias"}

@@ -16,14 +16,14 @@ from megengine import Tensor
 
 from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import float_kinds, only_floats_read
-from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp, ConvertedSite
+from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import refusal, site_expr
 from qtrace.export.ncnn.fuse import fuse_activations, fuse_roundings, sinks, split_branches
 from qtrace.export.ncnn.ops import EMITTERS
 from qtrace.export.ncnn.writer import Layer, NcnnWriter, Rounded, Weight
-from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import is_float_tensor
 from qtrace.numerics import dequantize
+from qtrace.preparation.model import QuantizedSite
 from qtrace.scheme import QScheme
 
 __all__ = ["COMPANIONS", "SUFFIXES", "files"]
@@ -34,11 +34,11 @@ COMPANIONS = (".bin",)
 _PLURALS = {"weight": "weights", "bias": "biases"}
 
 
-def files(converted: TracedModule, path: Path, allow_float: Iterable[str] = ()) -> dict[Path, bytes]:
+def files(converted: ConvertedGraph, path: Path, allow_float: Iterable[str] = ()) -> dict[Path, bytes]:
     """The net and its weights.
 
     Args:
-        converted: a module made by ``qtrace.convert``.
+        converted: the graph of a converted module.
         path: the ``.param``; the weights stand beside it, with the suffix ``.bin``.
         allow_float: kinds of layers, such as ``conv2d``, that compute in float, with weights that the graph
             rounded: in any way, also one that ncnn's int8 layers cannot express.
@@ -53,8 +53,8 @@ def files(converted: TracedModule, path: Path, allow_float: Iterable[str] = ()) 
 
 
 class _Exporter:
-    def __init__(self, converted: TracedModule, floats: frozenset[str]) -> None:
-        self.graph, self.floats = ConvertedGraph(converted), floats
+    def __init__(self, converted: ConvertedGraph, floats: frozenset[str]) -> None:
+        self.graph, self.floats = converted, floats
         first = next(iter(self.graph.inputs), None)
         self.writer = NcnnWriter(int(first.shape[0]) if first is not None and first.shape else 1)
         self.writer.values.update(self.graph.values)
@@ -74,15 +74,15 @@ class _Exporter:
         w.layers = split_branches(w.layers)
         return w
 
-    def _emit(self, step: ConvertedOp | ConvertedSite) -> None:
+    def _emit(self, step: ConvertedOp | QuantizedSite) -> None:
         expr = step.expr
         try:
-            if isinstance(step, ConvertedSite):
+            if isinstance(step, QuantizedSite):
                 self._emit_site(step)
             elif any(is_float_tensor(n) for n in expr.outputs):
                 self._emit_op(step)
         except ExportError as error:
-            about = site_expr(step.source, step.value) if isinstance(step, ConvertedSite) else expr
+            about = site_expr(step.source, step.value) if isinstance(step, QuantizedSite) else expr
             raise refusal(f"{expr.outputs[0].name}: {error}", about) from error
 
     def _emit_op(self, op: ConvertedOp) -> None:
@@ -99,7 +99,7 @@ class _Exporter:
             if qparams is not None:
                 w.rounded[node] = Rounded(node.name, qparams)
 
-    def _emit_site(self, site: ConvertedSite) -> None:
+    def _emit_site(self, site: QuantizedSite) -> None:
         w, out, value = self.writer, site.value, self.writer.value(site.source)
         if site.sort == "activation":
             if value is not None:
@@ -120,7 +120,7 @@ class _Exporter:
         else:  # ncnn has biases in float, so the rounded one is exact enough
             w.values[out] = site.rounded_bias(value)
 
-    def _weight(self, site: ConvertedSite, value: np.ndarray) -> None:
+    def _weight(self, site: QuantizedSite, value: np.ndarray) -> None:
         w, out, qparams, axes = self.writer, site.value, site.qparams, site.decision.channel_axes
         if only_floats_read(out, self.floats):
             w.values[out] = site.fake_quant(Tensor(value)).numpy()
@@ -144,7 +144,7 @@ class _Exporter:
         blobs = [w.name(node) for node in nodes]
         found: set[str] = set()
         for node, blob in zip(nodes, blobs, strict=True):
-            wanted = self.graph.value_name(node)
+            wanted = self.graph.model.unrounded_name(node)
             if len(nodes) == 1 and blob == wanted and not any(blob in layer.bottoms for layer in w.layers):
                 return {blob}
             wanted = f"{wanted}_output" if wanted in taken | found else wanted

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.onnx.types import Emitter, cast, is_float, number, operand
+from qtrace.export.onnx.types import Emitter, cast, is_float, number, operand, unary
 from qtrace.export.onnx.writer import OnnxWriter
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
@@ -97,9 +97,11 @@ def _where(w: OnnxWriter, call: OpCall) -> None:
     w.emit("Where", [mask, *names], call.out)
 
 
-def _unary(op: str, **fixed: Any) -> Emitter:
+def _unary(op: str) -> Emitter:
+    """The emitter of a function whose input is converted to the type of its result."""
+
     def emit(w: OnnxWriter, call: OpCall) -> None:
-        w.emit(op, [operand(w, call.inputs[0], call.out.dtype)], call.out, **fixed)
+        w.emit(op, [operand(w, call.inputs[0], call.out.dtype)], call.out)
 
     return emit
 
@@ -154,15 +156,6 @@ def _shifted(w: OnnxWriter, call: OpCall) -> list[str]:
     return [operand(w, left, call.out.dtype), number(w, 2 ** int(right), call.out.dtype)]
 
 
-def _test(op: str) -> Emitter:
-    """A test for NaN or infinity."""
-
-    def emit(w: OnnxWriter, call: OpCall) -> None:
-        w.emit(op, [w.name(call.inputs[0])], call.out)
-
-    return emit
-
-
 def _expm1(w: OnnxWriter, call: OpCall) -> None:
     power = w.node("Exp", [w.name(call.inputs[0])], w.fresh(call.out.name))
     w.emit("Sub", [power, w.scalar(1.0)], call.out)
@@ -213,8 +206,8 @@ ARITHMETIC: dict[str, Emitter] = {
     "greater_equal": _comparison("GreaterOrEqual"),
     "equal": _comparison("Equal"),
     "not_equal": _not_equal,
-    "isnan": _test("IsNaN"),
-    "isinf": _test("IsInf"),
+    "isnan": unary("IsNaN"),
+    "isinf": unary("IsInf"),
     "logical_and": _logic("And"),
     "logical_or": _logic("Or"),
     "logical_xor": _logic("Xor"),

@@ -19,12 +19,13 @@ import numpy as np
 from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import float_kinds, only_floats_read
-from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp, ConvertedSite
+from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import located, site_expr
 from qtrace.export.onnx import external_data
-from qtrace.graph.types import Expr, TensorNode, TracedModule
+from qtrace.graph.types import Expr, TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label
 from qtrace.ops import OpCall
+from qtrace.preparation.model import QuantizedSite
 from qtrace.preparation.record import graph_hash
 from qtrace.scheme import QParams
 
@@ -34,7 +35,7 @@ SUFFIXES = (".onnx",)
 
 
 def files(
-    converted: TracedModule,
+    converted: ConvertedGraph,
     path: Path,
     packed: bool = False,
     external: bool | None = None,
@@ -43,7 +44,7 @@ def files(
     """The converted module as an ONNX file, and where it is large the tensors in a file beside it.
 
     Args:
-        converted: a module made by ``qtrace.convert``.
+        converted: the graph of a converted module.
         path: where the model goes; its tensors go to a file of that name with ``.data`` behind it.
         packed: whether weights of 4 bits and less are stored two in a byte, which needs opset 21. Otherwise
             they are int8 values of a small range, for which runtimes have integer kernels.
@@ -91,7 +92,7 @@ class OnnxExporter:
     """Writes a converted graph into one ONNX model.
 
     Args:
-        converted: a module made by ``qtrace.convert``.
+        converted: the graph of a converted module.
         packed: whether weights of 4 bits and less are stored two in a byte.
         floats: kinds of layers whose weights and biases are stored as floats.
 
@@ -100,7 +101,7 @@ class OnnxExporter:
     """
 
     def __init__(
-        self, converted: TracedModule, packed: bool = False, floats: frozenset[str] = frozenset()
+        self, converted: ConvertedGraph, packed: bool = False, floats: frozenset[str] = frozenset()
     ) -> None:
         if importlib.util.find_spec("onnx") is None:
             raise ExportError("ONNX export needs the package onnx: run pip install 'qtrace[onnx]'.")
@@ -108,7 +109,7 @@ class OnnxExporter:
         from qtrace.export.onnx.ops import EMITTERS
         from qtrace.export.onnx.writer import OnnxWriter
 
-        self.graph, self.floats = ConvertedGraph(converted), floats
+        self.graph, self.floats = converted, floats
         self.emitters = {**EMITTERS, **MOVES}
         self.writer = OnnxWriter(packed)
 
@@ -133,7 +134,7 @@ class OnnxExporter:
         return {
             "qtrace.version": own,
             "qtrace.backend": self.graph.annotation.backend,
-            "qtrace.recipe": json.dumps(self.graph.record.qconfig, sort_keys=True),
+            "qtrace.recipe": json.dumps(self.graph.model.record.qconfig, sort_keys=True),
             "qtrace.graph": graph_hash(self.graph.module),
         }
 
@@ -149,7 +150,7 @@ class OnnxExporter:
 
     def _name_output(self, node: TensorNode, taken: set[str]) -> str:
         """Gives the tensor of a graph output the name of its node if that is free, and returns its name."""
-        name = self.writer.output(self.writer.name(node), self.graph.value_name(node), taken)
+        name = self.writer.output(self.writer.name(node), self.graph.model.unrounded_name(node), taken)
         taken.add(name)
         return name
 
@@ -162,9 +163,9 @@ class OnnxExporter:
         dims: list[Any] = ["N" if i == 0 and n == batch else n for i, n in enumerate(shape)]
         return helper.make_tensor_value_info(name, kind, dims)
 
-    def emit(self, step: ConvertedOp | ConvertedSite) -> None:
+    def emit(self, step: ConvertedOp | QuantizedSite) -> None:
         """Writes an op or a rounding."""
-        if isinstance(step, ConvertedSite):
+        if isinstance(step, QuantizedSite):
             with located(site_expr(step.source, step.value)):
                 self._emit_site(step)
         elif not self._emit_rescaled(step):
@@ -225,7 +226,7 @@ class OnnxExporter:
         w = self.writer
         w.names[node] = w.quantize_dequantize(w.name(node), node.name, f"{node.name}_dq", qparams)
 
-    def _emit_site(self, site: ConvertedSite) -> None:
+    def _emit_site(self, site: QuantizedSite) -> None:
         value = self.writer.value(site.source)
         try:
             if site.sort == "bias":
@@ -241,7 +242,7 @@ class OnnxExporter:
         except ExportError as error:
             raise ExportError(f"site {site.name}: {error}.") from error
 
-    def _emit_computed(self, site: ConvertedSite) -> None:
+    def _emit_computed(self, site: QuantizedSite) -> None:
         w, axes = self.writer, site.decision.channel_axes
         name = w.name(site.source)
         if axes == (0, 1):  # a grouped convolution's weight: ONNX knows one axis of channels
@@ -251,7 +252,7 @@ class OnnxExporter:
         axis = axes[0] if axes else 0
         w.names[site.value] = w.quantize_dequantize(name, site.name, site.value.name, site.qparams, axis)
 
-    def _emit_weight(self, site: ConvertedSite, value: np.ndarray) -> None:
+    def _emit_weight(self, site: QuantizedSite, value: np.ndarray) -> None:
         from qtrace.export.onnx.ops import weight_layout
 
         laid, axis = weight_layout(self._layer(site), site.integers(value))
@@ -259,14 +260,14 @@ class OnnxExporter:
         w.laid.add(site.value)
         w.names[site.value] = w.dequantize(site.name, laid, site.qparams, axis, site.value.name)
 
-    def _layer(self, site: ConvertedSite) -> OpCall:
+    def _layer(self, site: QuantizedSite) -> OpCall:
         for user in site.consumers:
             call = self.graph.call(user)
             if call is not None:
                 return call
         raise ExportError(f"{site.value.name} is a weight that no layer reads: set quantize: false for it")
 
-    def _emit_bias(self, site: ConvertedSite, value: np.ndarray | None) -> None:
+    def _emit_bias(self, site: QuantizedSite, value: np.ndarray | None) -> None:
         w, out = self.writer, site.value
         if value is None:
             if not only_floats_read(out, self.floats):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.onnx.types import Emitter, array, operand
+from qtrace.export.onnx.types import Emitter, array, axes_of, operand, unary
 from qtrace.export.onnx.writer import OnnxWriter
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import get_module, owner
@@ -52,16 +52,8 @@ def _softmax(w: OnnxWriter, call: OpCall) -> None:
     w.emit("Div", [powers, total], call.out)
 
 
-def _axes(call: OpCall) -> list[int]:
-    axis = call.attrs["axis"]
-    rank = len(call.inputs[0].shape)
-    if axis is None:
-        return list(range(rank))
-    return [int(a) % rank for a in (axis if isinstance(axis, (tuple, list)) else [axis])]
-
-
 def _logsoftmax(w: OnnxWriter, call: OpCall) -> None:
-    axes, x = _axes(call), w.name(call.inputs[0])
+    axes, x = axes_of(call), w.name(call.inputs[0])
     if len(axes) == 1:
         w.emit("LogSoftmax", [x], call.out, axis=axes[0])
         return
@@ -71,13 +63,13 @@ def _logsoftmax(w: OnnxWriter, call: OpCall) -> None:
 
 def _logsumexp(w: OnnxWriter, call: OpCall) -> None:
     keep = int(bool(call.attrs["keepdims"]))
-    w.emit("ReduceLogSumExp", [w.name(call.inputs[0])], call.out, axes=_axes(call), keepdims=keep)
+    w.emit("ReduceLogSumExp", [w.name(call.inputs[0])], call.out, axes=axes_of(call), keepdims=keep)
 
 
 def _power_sum(w: OnnxWriter, call: OpCall, keep: int, output: str) -> str:
     """The vector norm over the axes."""
     order = 2.0 if call.attrs["ord"] is None else float(call.attrs["ord"])
-    axes, x, base = _axes(call), w.name(call.inputs[0]), call.out.name
+    axes, x, base = axes_of(call), w.name(call.inputs[0]), call.out.name
     if order in (1.0, 2.0):
         return w.node(f"ReduceL{order:.0f}", [x], output, axes=axes, keepdims=keep)
     if order <= 0.0 or math.isinf(order):
@@ -143,8 +135,7 @@ def _layer_norm(w: OnnxWriter, call: OpCall) -> None:
 
 def _general_norm(w: OnnxWriter, call: OpCall) -> None:
     shape = [int(n) for n in call.inputs[0].shape]
-    given = call.attrs["normalized_axis"]
-    axes = [int(a) % len(shape) for a in (given if isinstance(given, (tuple, list)) else [given])]
+    axes = axes_of(call, "normalized_axis")
     x = _standardized(w, w.name(call.inputs[0]), axes, call.attrs["eps"], call.out.name)
     _finish(w, call, x, [n if i in axes else 1 for i, n in enumerate(shape)])
 
@@ -184,10 +175,6 @@ def _gelu(w: OnnxWriter, call: OpCall) -> None:
     w.emit("Mul", [half, w.node("Add", [inner, w.scalar(1.0)], w.fresh(base))], call.out)
 
 
-def _softplus(w: OnnxWriter, call: OpCall) -> None:
-    w.emit("Softplus", [w.name(call.inputs[0])], call.out)
-
-
 def _logsigmoid(w: OnnxWriter, call: OpCall) -> None:
     """-softplus(-x): the logarithm of a sigmoid would be -inf for large negative x."""
     base = call.out.name
@@ -208,6 +195,6 @@ NORMS: dict[str, Emitter] = {
     "instance_norm": _instance_norm,
     "local_response_norm": _local_response_norm,
     "gelu": _gelu,
-    "softplus": _softplus,
+    "softplus": unary("Softplus"),
     "logsigmoid": _logsigmoid,
 }

@@ -14,7 +14,7 @@ from qtrace.export.onnx.norms import NORMS
 from qtrace.export.onnx.reductions import REDUCTIONS
 from qtrace.export.onnx.sampling import SAMPLING
 from qtrace.export.onnx.shapes import SHAPES
-from qtrace.export.onnx.types import Emitter, operand
+from qtrace.export.onnx.types import Emitter, operand, unary
 from qtrace.export.onnx.windows import WINDOWS
 from qtrace.export.onnx.writer import OnnxWriter
 from qtrace.graph.types import TensorNode
@@ -120,13 +120,6 @@ def _matmul(w: OnnxWriter, call: OpCall) -> None:
     w.emit("MatMul", names, call.out)
 
 
-def _unary(op: str, **fixed: Any) -> Emitter:
-    def emit(w: OnnxWriter, call: OpCall) -> None:
-        w.emit(op, [w.name(call.inputs[0])], call.out, **fixed)
-
-    return emit
-
-
 def _leaky_relu(w: OnnxWriter, call: OpCall) -> None:
     w.emit("LeakyRelu", [w.name(call.inputs[0])], call.out, alpha=call.attrs["negative_slope"])
 
@@ -224,14 +217,14 @@ EMITTERS: dict[str, Emitter] = {
     **dict.fromkeys((*_CONVS, *_TRANSPOSED), _conv),
     "linear": _linear,
     "matmul": _matmul,
-    "relu": _unary("Relu"),
+    "relu": unary("Relu"),
     "relu6": _clip,
     "clip": _clip,
     "leaky_relu": _leaky_relu,
     "prelu": _prelu,
-    "sigmoid": _unary("Sigmoid"),
-    "tanh": _unary("Tanh"),
-    "hsigmoid": _unary("HardSigmoid", **_SIXTH),
+    "sigmoid": unary("Sigmoid"),
+    "tanh": unary("Tanh"),
+    "hsigmoid": unary("HardSigmoid", **_SIXTH),
     "silu": _gated("Sigmoid"),
     "hswish": _gated("HardSigmoid", **_SIXTH),
     "concat": _join,

@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.onnx.types import Emitter, cast, emit_as, emit_several, int64, operand, scalar_int64
+from qtrace.export.onnx.types import (
+    Emitter,
+    axes_of,
+    cast,
+    emit_as,
+    emit_several,
+    int64,
+    operand,
+    scalar_int64,
+)
 from qtrace.export.onnx.writer import OnnxWriter
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import users
@@ -14,14 +23,9 @@ from qtrace.ops import OpCall
 __all__ = ["REDUCTIONS"]
 
 
-def _axes(call: OpCall) -> list[int]:
-    axis, rank = call.attrs["axis"], len(call.inputs[0].shape)
-    return list(range(rank)) if axis is None else [i % rank for i in axis]
-
-
 def _reduce(op: str) -> Emitter:
     def emit(w: OnnxWriter, call: OpCall) -> None:
-        axes, keep = _axes(call), int(call.attrs["keepdims"])
+        axes, keep = axes_of(call), int(call.attrs["keepdims"])
         x = operand(w, call.inputs[0], call.out.dtype)
         if op == "ReduceSum":  # its axes became an input at opset 13
             w.emit(op, [x, w.ints(axes)], call.out, keepdims=keep)
@@ -33,7 +37,7 @@ def _reduce(op: str) -> Emitter:
 
 def _spread(w: OnnxWriter, call: OpCall) -> None:
     """Variance and standard deviation, of the whole population."""
-    axes, keep, base = _axes(call), int(call.attrs["keepdims"]), call.out.name
+    axes, keep, base = axes_of(call), int(call.attrs["keepdims"]), call.out.name
     x = operand(w, call.inputs[0], np.float32)
     mean = w.node("ReduceMean", [x], w.fresh(base), axes=axes, keepdims=1)
     apart = w.node("Sub", [x, mean], w.fresh(base))
@@ -91,16 +95,15 @@ def _topk(w: OnnxWriter, call: OpCall) -> None:
         return
     base = call.out.name
     # MegEngine gives all values where there are fewer than k; how many there are may depend on the input.
-    count = w.node("Min", [scalar_int64(w, a["k"]), _length(w, call)], w.fresh(base))
+    count = w.node("Min", [scalar_int64(w, a["k"]), _size(w, call.inputs[0], -1, base)], w.fresh(base))
     _top(w, call, count, bool(a["descending"]), not a["no_sort"])
 
 
-def _length(w: OnnxWriter, call: OpCall) -> str:
-    """The size of the last axis of the input, as a vector of one number."""
-    x, base = call.inputs[0], call.out.name
-    last = len(x.shape) - 1
+def _size(w: OnnxWriter, x: TensorNode, axis: int, base: str) -> str:
+    """The size of an axis of ``x``, as a vector of one number."""
+    axis %= len(x.shape)
     shape = w.node("Shape", [w.name(x)], w.fresh(base))
-    return w.node("Slice", [shape, w.ints([last]), w.ints([last + 1])], w.fresh(base))
+    return w.node("Slice", [shape, w.ints([axis]), w.ints([axis + 1])], w.fresh(base))
 
 
 def _kth(w: OnnxWriter, call: OpCall) -> None:
@@ -119,7 +122,7 @@ def _kth(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _sort(w: OnnxWriter, call: OpCall) -> None:
-    _top(w, call, _length(w, call), bool(call.attrs["descending"]))
+    _top(w, call, _size(w, call.inputs[0], -1, call.out.name), bool(call.attrs["descending"]))
 
 
 def _one_hot(w: OnnxWriter, call: OpCall) -> None:
@@ -134,7 +137,7 @@ def _nms(w: OnnxWriter, call: OpCall) -> None:
     """Boxes of one class, which MegEngine gives in the order of their scores."""
     boxes, scores = call.inputs
     base, limit = call.out.name, call.attrs["max_output"]
-    count = _box_count(w, boxes, base) if limit is None else w.ints([int(limit)])
+    count = _size(w, boxes, 0, base) if limit is None else w.ints([int(limit)])
     stacked = w.node("Unsqueeze", [w.name(boxes), w.ints([0])], w.fresh(base))
     ranked = w.node("Unsqueeze", [w.name(scores), w.ints([0, 1])], w.fresh(base))
     threshold = call.attrs["iou_thresh"]
@@ -144,11 +147,6 @@ def _nms(w: OnnxWriter, call: OpCall) -> None:
     found = w.node("NonMaxSuppression", [stacked, ranked, count, limits], w.fresh(base))
     column = w.constant("const_axis_2", np.array(2, np.int64))
     emit_as(w, "Gather", [found, column], call.out, axis=1)
-
-
-def _box_count(w: OnnxWriter, boxes: TensorNode, base: str) -> str:
-    shape = w.node("Shape", [w.name(boxes)], w.fresh(base))
-    return w.node("Slice", [shape, w.ints([0]), w.ints([1])], w.fresh(base))
 
 
 REDUCTIONS: dict[str, Emitter] = {

@@ -20,6 +20,7 @@ from qtrace.ops import OpCall
 __all__ = [
     "Emitter",
     "array",
+    "axes_of",
     "cast",
     "emit_as",
     "emit_several",
@@ -30,6 +31,7 @@ __all__ = [
     "rank",
     "scalar_int64",
     "shape_vector",
+    "unary",
 ]
 
 Emitter = Callable[[OnnxWriter, OpCall], None]
@@ -38,6 +40,14 @@ Emitter = Callable[[OnnxWriter, OpCall], None]
 def array(value: Any) -> np.ndarray:
     """A MegEngine tensor or anything that numpy takes, as an array."""
     return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+
+
+def axes_of(call: OpCall, name: str = "axis") -> list[int]:
+    """The axes that an attribute names, counted from the front; all where it is None."""
+    given, count = call.attrs[name], len(call.inputs[0].shape)
+    if given is None:
+        return list(range(count))
+    return [int(axis) % count for axis in (given if isinstance(given, (tuple, list)) else [given])]
 
 
 def rank(value: Any) -> int:
@@ -79,6 +89,15 @@ def emit_as(w: OnnxWriter, op: str, inputs: Sequence[str], node: TensorNode, **a
     """Adds a node whose result has another type in ONNX than ``node`` has, and converts it."""
     made = w.node(op, inputs, w.fresh(node.name), **attributes)
     w.names[node] = cast(w, made, node.dtype, node.name)
+
+
+def unary(op: str, **fixed: Any) -> Emitter:
+    """The emitter of an op that is one node with one input."""
+
+    def emit(w: OnnxWriter, call: OpCall) -> None:
+        w.emit(op, [w.name(call.inputs[0])], call.out, **fixed)
+
+    return emit
 
 
 def emit_several(

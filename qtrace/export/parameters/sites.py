@@ -11,7 +11,7 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.fakequant.base import FakeQuant
-from qtrace.graph.types import Node, TracedModule
+from qtrace.graph.types import Node
 from qtrace.graph.walk import owner, users
 from qtrace.scheme import QParams, QScheme
 
@@ -89,20 +89,19 @@ class Row:
         return "int32 sym" if self.scheme is None else self.scheme.describe()
 
 
-def site_table(converted: TracedModule, names: Names) -> tuple[Row, ...]:
+def site_table(graph: ConvertedGraph, names: Names) -> tuple[Row, ...]:
     """Every quantized tensor of the float model: activations, those that carry integers, weights, biases.
 
     A bias that a layer adds at several scales, since its calls have inputs of several, has no row: its
     scale is that of the call's input times the weight's, for a reader to compute.
 
     Args:
-        converted: a module made by ``qtrace.convert``.
+        graph: the converted graph.
         names: how the float model calls what the graph has.
 
     Raises:
         ExportError: when a tensor is quantized in two ways for two readers.
     """
-    graph = ConvertedGraph(converted)
     rows: dict[str, Row] = {}
     several: set[str] = set()
     for row in (*_activations(graph, names), *_parameters(graph, names)):

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.converted.graph import ConvertedSite
 from qtrace.export.tflite.layout import Order, file_shape
 from qtrace.export.tflite.plan import Job, Plan
 from qtrace.export.tflite.store import Held, Store
 from qtrace.export.tflite.writer import TYPES, Grid, Stored
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
+from qtrace.preparation.model import QuantizedSite
 
 __all__ = ["NONE", "Build", "Emitter", "Held", "Options", "Target", "allowing", "bounds", "integer_type"]
 
@@ -145,7 +145,7 @@ class Build(Store):
 Emitter = Callable[[Build, Job], None]
 
 
-def integer_type(site: ConvertedSite) -> np.dtype:
+def integer_type(site: QuantizedSite) -> np.dtype:
     """The type of a site's integers in a file."""
     return np.dtype(np.int16 if site.qparams.scheme.bits == 16 else np.int8)
 

@@ -20,10 +20,11 @@ import numpy as np
 from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import float_kinds
-from qtrace.export.converted.graph import ConvertedOp, ConvertedSite
+from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import located, site_expr
-from qtrace.graph.types import Node, TensorNode, TracedModule
+from qtrace.graph.types import Node, TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label
+from qtrace.preparation.model import QuantizedSite
 from qtrace.preparation.record import graph_hash
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _FUNCTIONS = ("float", "table", "native")
 
 
 def serialize(
-    converted: TracedModule,
+    converted: ConvertedGraph,
     *,
     io: str = "float32",
     functions: str = "float",
@@ -47,7 +48,7 @@ def serialize(
     """The converted module as a TFLite file.
 
     Args:
-        converted: a module made by ``qtrace.convert`` for backend tflite.
+        converted: the graph of a module that was converted for backend tflite.
         io: "float32", or "int8" for a model whose float inputs and outputs are the integers of their sites:
             int16 where a site has 16 bits.
         functions: how functions of one value (sigmoid, SiLU, hard swish ...) and products of two activations
@@ -74,7 +75,7 @@ def serialize(
 
 
 class _Exporter:
-    def __init__(self, converted: TracedModule, options: Any) -> None:
+    def __init__(self, converted: ConvertedGraph, options: Any) -> None:
         from qtrace.export.tflite import ops as tflite_ops
         from qtrace.export.tflite.build import Build
         from qtrace.export.tflite.plan import Plan
@@ -148,7 +149,7 @@ class _Exporter:
         found: list[tuple[str, Stored]] = []
         names: dict[str, int] = {}
         for node in self.graph.outputs:
-            name = self.graph.value_name(node)
+            name = self.graph.model.unrounded_name(node)
             names[name] = names.get(name, 0) + 1
             stored = self._output(node, name)
             if stored.index in taken or stored.value is not None:
@@ -207,7 +208,7 @@ class _Exporter:
         return {
             "version": version("qtrace"),
             "backend": self.graph.annotation.backend,
-            "recipe": self.graph.record.qconfig,
+            "recipe": self.graph.model.record.qconfig,
             "graph": graph_hash(self.graph.module),
             "inputs": orders[0],
             "outputs": orders[1],
@@ -217,8 +218,8 @@ class _Exporter:
 
     # -- parameters and sites -------------------------------------------------------------------------
 
-    def _emit(self, step: ConvertedOp | ConvertedSite) -> None:
-        if isinstance(step, ConvertedSite):
+    def _emit(self, step: ConvertedOp | QuantizedSite) -> None:
+        if isinstance(step, QuantizedSite):
             with located(site_expr(step.source, step.value)):
                 self._emit_site(step)
         elif step.expr not in self.plan.members:
@@ -226,7 +227,7 @@ class _Exporter:
                 if not self.forms.fold(self.build, step.expr):
                     self._emit_op(step)
 
-    def _emit_site(self, site: ConvertedSite) -> None:
+    def _emit_site(self, site: QuantizedSite) -> None:
         from qtrace.export.tflite.build import integer_type
         from qtrace.export.tflite.writer import Grid
 
@@ -253,7 +254,7 @@ class _Exporter:
 
         return module(mge.Tensor(value)).numpy()
 
-    def _emit_bias(self, site: ConvertedSite, value: np.ndarray | None) -> None:
+    def _emit_bias(self, site: QuantizedSite, value: np.ndarray | None) -> None:
         from qtrace.export.tflite.writer import Grid
 
         if value is None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qtrace.errors import ExportError
-from qtrace.export.converted.graph import ConvertedGraph, ConvertedSite
+from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.fakequant.base import FakeQuant
-from qtrace.graph.types import Apply, Expr, TensorNode, TracedModule
+from qtrace.graph.types import Apply, Expr, TensorNode
 from qtrace.graph.walk import owner, users
 from qtrace.ops import OpCall
 from qtrace.preparation.annotation import ExprNote
+from qtrace.preparation.model import QuantizedSite
 from qtrace.scheme import QScheme
 
 __all__ = ["Job", "Plan", "reads_values"]
@@ -33,7 +34,7 @@ class Job:
     call: OpCall
     clamp: OpCall | None
     out: TensorNode
-    site: ConvertedSite | None
+    site: QuantizedSite | None
     state: str
 
     @property
@@ -61,8 +62,8 @@ class Plan:
         members: the exprs that are fused into another.
     """
 
-    def __init__(self, model: TracedModule) -> None:
-        self.graph = ConvertedGraph(model)
+    def __init__(self, graph: ConvertedGraph) -> None:
+        self.graph = graph
         self.outputs = set(self.graph.outputs)
         self.notes: dict[str, ExprNote] = {n.name: n for n in self.graph.annotation.notes}
         self.members: set[Expr] = set()
@@ -105,7 +106,7 @@ class Plan:
             return None
         return found
 
-    def site_of(self, node: TensorNode) -> ConvertedSite | None:
+    def site_of(self, node: TensorNode) -> QuantizedSite | None:
         """The one site that reads the value of ``node``, if nothing else does."""
         readers = [e for e in users(node) if reads_values(e)]
         if node in self.outputs or len(readers) != 1:

@@ -20,7 +20,7 @@ from qtrace.graph.edit import GraphEditor, delete_attribute, set_parameter
 from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, owner
 from qtrace.ops import Role
-from qtrace.preparation.annotation import Annotation
+from qtrace.preparation.annotation import Annotation, free_name
 
 __all__ = ["write_computed"]
 
@@ -45,7 +45,7 @@ def write_computed(model: TracedModule, annotation: Annotation) -> Annotation:
     values, names = evaluate_fixed(model, wanted), {node.name for node in wanted}
     with GraphEditor(model) as editor:
         for node in wanted:
-            path = _free_path(model, node.name)
+            path = free_name(node.name, dir(model))
             set_parameter(model, path, Parameter(values[node].numpy()))
             editor.put_in_place(editor.get_attr(path), node)
     _delete_unread(model, before)
@@ -79,15 +79,6 @@ def _parameters(expr: Expr) -> Iterator[TensorNode]:
     ):
         if node is not None:
             yield node.expr.args[1] if isinstance(owner(node.expr), (FakeQuant, BiasQuant)) else node
-
-
-def _free_path(model: TracedModule, name: str) -> str:
-    """``name``, or with a number if the module has such an attribute."""
-    path, count = name, 0
-    while hasattr(model, path):
-        count += 1
-        path = f"{name}_{count}"
-    return path
 
 
 def _delete_unread(model: TracedModule, before: list[Expr]) -> None:

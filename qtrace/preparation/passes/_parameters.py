@@ -8,7 +8,7 @@ from dataclasses import replace
 from qtrace.errors import ConfigError
 from qtrace.graph.types import Expr, Node, TensorNode
 from qtrace.graph.walk import is_float_tensor
-from qtrace.preparation.annotation import Fold, Plan, Site
+from qtrace.preparation.annotation import Fold, Plan, Site, free_name
 from qtrace.preparation.passes._chains import Chains
 from qtrace.preparation.passes._sites import Placement
 from qtrace.preparation.passes._view import View, distinct
@@ -16,7 +16,7 @@ from qtrace.preparation.passes._view import View, distinct
 __all__ = ["find_folds", "place_biases", "place_weights"]
 
 
-def place_weights(view: View, chains: Chains) -> dict[Expr, Site]:
+def place_weights(view: View, chains: Chains, placement: Placement) -> dict[Expr, Site]:
     """Places a site at every weight, and one more for each other way in which layers want it rounded.
 
     Returns:
@@ -28,11 +28,13 @@ def place_weights(view: View, chains: Chains) -> dict[Expr, Site]:
         if chain.head is expr and weight is not None and is_float_tensor(weight):
             wanted.setdefault(weight, []).append((view.weight_plan(view.calls[expr]), expr))
     sites: dict[Expr, Site] = {}
+    taken = set(placement.sites)
     for node, wants in wanted.items():
         for index, (plan, axes) in enumerate(distinct(want for want, _ in wants)):
             readers = [reader for want, reader in wants if want == (plan, axes)]
             names = tuple(reader.outputs[0].name for reader in readers)
-            name = node.name if index == 0 else f"{node.name}__{names[0]}"
+            name = free_name(node.name if index == 0 else f"{node.name}__{names[0]}", taken)
+            taken.add(name)
             site = Site(name, "weight", node.name, names, name, plan, axes, node in view.fixed)
             sites.update(dict.fromkeys(readers, site))
     return sites
@@ -44,6 +46,7 @@ def place_biases(
     """Places a site at the bias of every layer whose input has one scale and whose BatchNorm is not kept."""
     sites: list[Site] = []
     rounded: set[Node] = set()
+    taken = {*placement.sites, *(site.name for site in weights.values())}
     for expr in view.order:
         if expr not in weights or (call := view.calls[expr]).bias is None:
             continue
@@ -51,8 +54,9 @@ def place_biases(
         if not group or chains[expr].norm is not None or placement.plan(group).scheme.per_channel:
             continue
         node, reader = call.bias, call.out.name
-        name = f"{node.name}__{reader}" if node in rounded else node.name
+        name = free_name(f"{node.name}__{reader}" if node in rounded else node.name, taken)
         rounded.add(node)
+        taken.add(name)
         factor = placement.factor_read(expr, call.inputs[0])
         site = Site(name, "bias", node.name, (reader,), name, None, static=node in view.fixed)
         sites.append(replace(site, activation=group, weight=weights[expr].name, factor=factor))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from qtrace.graph.types import Constant, Expr, GetAttr, Node
 from qtrace.graph.walk import module_path
 from qtrace.ops import Role
-from qtrace.preparation.annotation import Plan, Site
+from qtrace.preparation.annotation import Plan, Site, free_name
 from qtrace.preparation.passes._chains import Chain, Chains, output_choice, output_plan
 from qtrace.preparation.passes._view import View, distinct
 from qtrace.preparation.passes._wants import Wants
@@ -109,8 +109,7 @@ class _Placer:
         # A result with a scheme of its own is rounded once where readers want that scheme: by their observer.
         fitting = [p for p in plans if not fixed or p.scheme == own.scheme]
         plan = fitting[0] if fitting else own
-        self._add(node, node.name, None, plan)
-        self.placement.groups[node] = node.name
+        self.placement.groups[node] = self._add(node, node.name, None, plan)
         self.place_before_readers(node, plan)
 
     def place_before_readers(self, node: Node, present: Plan | None) -> None:
@@ -124,14 +123,17 @@ class _Placer:
             readers = [want.reader for want in wants if want.plan == plan]
             names = tuple(reader.outputs[0].name for reader in readers)
             whole = node.name not in self.placement.sites and self.view.all_values_read_by(node, readers)
-            name = node.name if whole else f"{node.name}__{names[0]}"
-            self._add(node, name, names, plan)
+            wanted = node.name if whole else f"{node.name}__{names[0]}"
+            name = self._add(node, wanted, names, plan)
             self.placement.reads.update(((reader, node), name) for reader in readers)
 
-    def _add(self, node: Node, name: str, consumers: tuple[str, ...] | None, plan: Plan) -> None:
+    def _add(self, node: Node, wanted: str, consumers: tuple[str, ...] | None, plan: Plan) -> str:
+        """Adds a site of its own group, called ``wanted`` where that is free, and returns its name."""
+        name = free_name(wanted, self.placement.sites)
         static = consumers is not None and isinstance(node.expr, (GetAttr, Constant))
         axes = () if plan.scheme.axis is None else (plan.scheme.axis,)
         self.placement.sites[name] = Site(name, "activation", node.name, consumers, name, plan, axes, static)
+        return name
 
 
 def tie_sites(view: View, chains: Chains, placement: Placement) -> Placement:

@@ -43,7 +43,7 @@ def annotate(traced: TracedModule, qconfig: QConfig) -> Annotation:
     chains = find_chains(view)
     wants = propagate_wants(view, chains)
     placement = tie_sites(view, chains, place_sites(view, chains, wants))
-    weights = place_weights(view, chains)
+    weights = place_weights(view, chains, placement)
     biases = place_biases(view, chains, placement, weights)
     weight_sites = {site.name: site for site in weights.values()}
     return Annotation(

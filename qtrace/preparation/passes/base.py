@@ -7,24 +7,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from qtrace.graph.types import TracedModule
-
 __all__ = ["PassResult"]
 
 
 @dataclass(frozen=True)
 class PassResult:
-    """A pass's outcome.
+    """What a pass did to the module that it edited in place.
 
     Attributes:
-        model: the traced module after the pass (the one that was given, edited in place).
         changed: one line for everything that was done.
         left: one line, with the reason, for everything that looked like work but was left alone.
         norms: output node of a layer -> mean and standard deviation of its channels, each (C,) float64, where
             a BatchNorm that is gone said so.
     """
 
-    model: TracedModule
     changed: tuple[str, ...]
     left: tuple[str, ...] = ()
     norms: Mapping[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)

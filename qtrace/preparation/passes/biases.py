@@ -42,7 +42,7 @@ def broadcast_biases(traced: TracedModule, before_norms: bool = True) -> PassRes
             changed.append(
                 f"{call.out.name}: its bias of one number broadcast to {math.prod(shape)} channels"
             )
-    return PassResult(traced, tuple(changed))
+    return PassResult(tuple(changed))
 
 
 def _single(traced: TracedModule) -> Iterator[tuple[OpCall, TensorNode, tuple[int, ...]]]:

@@ -50,7 +50,7 @@ def expand(traced: TracedModule) -> PassResult:
             editor.replace_expr(expr, new)
             changed.append(f"{out}: {type(module).__name__} as a function")
     _drop_empty(traced)
-    return PassResult(traced, tuple(changed), tuple(left))
+    return PassResult(tuple(changed), tuple(left))
 
 
 def _where(editor: GraphEditor, expr: Expr) -> TensorNode:
@@ -190,41 +190,22 @@ def _multiplied(calls: _Calls) -> TensorNode:
     return calls.function(F.add, product, calls.function(F.mul, c, *d) if d else c)
 
 
-_PLAIN: dict[str, Callable[..., Any]] = {
-    "ADD": F.add,
-    "SUB": F.sub,
-    "MUL": F.mul,
+# Functions that have the name of their mode.
+_NAMED = (
+    "add sub mul pow floor_div mod relu relu6 sigmoid hsigmoid tanh silu gelu softplus logsigmoid "
+    "exp log sqrt square abs floor ceil round sin cos"
+)
+_RENAMED: dict[str, Callable[..., Any]] = {
     "TRUE_DIV": F.div,
     "MAX": F.maximum,
     "MIN": F.minimum,
-    "POW": F.pow,
-    "FLOOR_DIV": F.floor_div,
-    "MOD": F.mod,
-    "RELU": F.relu,
-    "RELU6": F.relu6,
-    "SIGMOID": F.sigmoid,
-    "HSIGMOID": F.hsigmoid,
-    "TANH": F.tanh,
     "H_SWISH": F.hswish,
-    "SILU": F.silu,
-    "GELU": F.gelu,
-    "SOFTPLUS": F.softplus,
-    "LOGSIGMOID": F.logsigmoid,
-    "EXP": F.exp,
-    "LOG": F.log,
-    "SQRT": F.sqrt,
-    "SQUARE": F.square,
-    "ABS": F.abs,
     "NEGATE": F.neg,
-    "FLOOR": F.floor,
-    "CEIL": F.ceil,
-    "ROUND": F.round,
-    "SIN": F.sin,
-    "COS": F.cos,
 }
 # Without FUSE_ADD_SIGMOID and FUSE_ADD_TANH, which round otherwise than two ops one behind the other.
 _ELEMWISE: dict[str, Callable[[_Calls], TensorNode]] = {
-    **{mode: _function(func) for mode, func in _PLAIN.items()},
+    **{name.upper(): _function(getattr(F, name)) for name in _NAMED.split()},
+    **{mode: _function(func) for mode, func in _RENAMED.items()},
     "FUSE_ADD_RELU": _added(F.relu),
     "FUSE_ADD_H_SWISH": _added(F.hswish),
     "FUSE_MUL_ADD3": _multiplied,

@@ -78,7 +78,7 @@ def fuse_bn(traced: TracedModule) -> PassResult:
             editor.remove(bn.expr)
             changed.append(f"{layer.out.name}: folded {bn.out.name}")
     drop_dead_norms(traced, calls.values())
-    return PassResult(traced, tuple(changed), tuple(left), statistics)
+    return PassResult(tuple(changed), tuple(left), statistics)
 
 
 def _why_not_alone(traced: TracedModule, calls: dict[Expr, OpCall], bn: OpCall) -> str | None:

@@ -69,7 +69,7 @@ def insert(traced: TracedModule, annotation: Annotation) -> PassResult:
                 nodes[site.node] = new
             changed.append(f"{site.name}: {site.sort}")
     exchange_function(traced, F.conv2d, conv2d)
-    return PassResult(traced, tuple(changed))
+    return PassResult(tuple(changed))
 
 
 def _insert_fold(

@@ -83,7 +83,7 @@ def reparameterize(traced: TracedModule) -> PassResult:
     dead = {n.expr.name for call, b in merged.values() for n in _parameters(b.parts)}
     _delete(traced, dead)
     drop_dead_norms(traced, [p for _, b in merged.values() for p in b.parts])
-    return PassResult(traced, tuple(_told(branch) for _, branch in merged.values()), tuple(left))
+    return PassResult(tuple(_told(branch) for _, branch in merged.values()), tuple(left))
 
 
 def _told(branch: _Branch) -> str:

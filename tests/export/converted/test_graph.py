@@ -10,10 +10,11 @@ from megengine import Tensor
 
 import qtrace
 from qtrace.errors import GraphError
-from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp, ConvertedSite
+from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import users
 from qtrace.numerics import dequantize, quantize_bias
+from qtrace.preparation.model import QuantizedSite
 
 
 class _Net(M.Module):
@@ -42,7 +43,7 @@ def graph(prepared: TracedModule) -> ConvertedGraph:
     return ConvertedGraph(qtrace.convert(prepared))
 
 
-def _site(graph: ConvertedGraph, sort: str) -> ConvertedSite:
+def _site(graph: ConvertedGraph, sort: str) -> QuantizedSite:
     return next(site for site in graph.sites if site.sort == sort)
 
 
@@ -51,7 +52,7 @@ def test_steps_are_the_ops_and_roundings_in_order(graph: ConvertedGraph) -> None
     assert kinds == ["conv2d", "relu", "max_pool2d", "flatten", "linear"]
     known = set(graph.inputs) | set(graph.values)
     for step in graph.steps:
-        read = [step.source] if isinstance(step, ConvertedSite) else step.call.inputs  # type: ignore[union-attr]
+        read = [step.source] if isinstance(step, QuantizedSite) else step.call.inputs  # type: ignore[union-attr]
         assert known.issuperset(read)
         known.update(step.expr.outputs)
     assert known.issuperset(graph.outputs)
@@ -66,10 +67,10 @@ def test_sites_are_those_of_the_annotation_with_their_nodes_and_readers(graph: C
         assert site.consumers == tuple(users(site.value))
         assert site.consumers or site.value in graph.outputs
         assert graph.site_name(site.value) == site.name
-        assert graph.value_name(site.value) == site.decision.node
+        assert graph.model.unrounded_name(site.value) == site.decision.node
     node = next(iter(graph.inputs))
     assert graph.site_of(node) is None
-    assert graph.site_name(node) == graph.value_name(node) == node.name
+    assert graph.site_name(node) == graph.model.unrounded_name(node) == node.name
 
 
 def test_the_integers_of_a_weight_stand_for_what_the_graph_computes(graph: ConvertedGraph) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 import qtrace
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.record import carried_qparams
+from qtrace.preparation.model import QuantizedModel
 from tests.nets import ResNet, images, net, randomize
 
 NUMBER = (int, float)
@@ -147,7 +147,7 @@ def test_aimet_1_has_the_numbers_of_every_site(tmp_path: Path) -> None:
         s.node: getattr(converted.qsites, s.group).qparams() for s in annotation.sites if s.sort != "bias"
     }
     same = {n.name for n in annotation.notes if n.kind == "identity"}  # no tensors of their own
-    wanted.update((n, q) for n, q in carried_qparams(converted, annotation).items() if n not in same)
+    wanted.update((n, q) for n, q in QuantizedModel(converted).carried_qparams().items() if n not in same)
     assert len(wanted) > 15
     for name, qparams in wanted.items():
         entry = entries.pop(name)

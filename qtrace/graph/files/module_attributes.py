@@ -147,9 +147,12 @@ _KINDS = {
 
 
 def _windows(rank: int) -> dict[str, _Kind]:
-    """The kinds of a convolution over ``rank`` axes, whose constructor makes a tuple of each number."""
-    positive = dict.fromkeys(("kernel_size", "stride", "dilation"), _sequence(_COUNT, rank))
-    return {**positive, "padding": _sequence(_SIZE, rank), "output_padding": _SIZE | _sequence(_SIZE, rank)}
+    """The kinds of a convolution over ``rank`` axes.
+
+    Its constructor makes a tuple of each number, but ``forward`` takes a number that was set later, too.
+    """
+    positive = dict.fromkeys(("kernel_size", "stride", "dilation"), _COUNT | _sequence(_COUNT, rank))
+    return positive | dict.fromkeys(("padding", "output_padding"), _SIZE | _sequence(_SIZE, rank))
 
 
 _MAY_LACK_WEIGHT = {"weight": _TENSOR | _NONE}

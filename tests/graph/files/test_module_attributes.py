@@ -29,12 +29,12 @@ WRONG = {
         M.Conv2d(2, 2, 1),
         "stride",
         "x",
-        "the stride x: it must be a tuple of 2, each a positive",
+        "the stride x: it must be a positive integer or a tuple of 2, each a positive",
     ),
     "zero stride": (M.Conv2d(2, 2, 1), "stride", (1, 0), "the stride (1, 0)"),
     "three strides": (M.Conv2d(2, 2, 1), "stride", (1, 1, 1), "the stride (1, 1, 1)"),
     "huge stride": (M.Conv2d(2, 2, 1), "stride", (1, 2**31), "the stride"),
-    "no padding": (M.Conv2d(2, 2, 1), "padding", None, "the padding None: it must be a tuple of 2"),
+    "no padding": (M.Conv2d(2, 2, 1), "padding", None, "the padding None: it must be an integer of at least 0 or a tuple of 2"),
     "negative padding": (
         M.Conv1d(2, 2, 1),
         "padding",
@@ -143,6 +143,15 @@ def test_numbers_of_numpy_and_older_versions_are_taken(tmp_path):
     for module in (conv, pool, norm, *without):
         write(module, tmp_path / "net.mge")
         assert isinstance(load(tmp_path / "net.mge").layer, type(module))
+
+
+def test_a_number_that_was_set_after_the_constructor_is_taken(tmp_path):
+    conv = M.Conv2d(2, 2, 3)
+    conv.stride, conv.padding = 2, 1
+    write(conv, tmp_path / "net.mge")
+    loaded = load(tmp_path / "net.mge").layer
+    x = mge.tensor(np.ones((1, 2, 8, 8), np.float32))
+    np.testing.assert_array_equal(loaded(x).numpy(), conv(x).numpy())
 
 
 def test_a_quantized_model_of_megengine_loads(tmp_path):

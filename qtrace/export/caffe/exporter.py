@@ -16,6 +16,7 @@ from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import refusal
 from qtrace.export.parameters.base import beside, parameter_file
 from qtrace.export.parameters.sites import Layer, Names, site_table
+from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import is_float_tensor, op_label
 
@@ -70,19 +71,26 @@ class _Exporter:
             # One sample: deployments change that number.
             shape = {"dim": [1, *(int(n) for n in node.shape[1:])]}
             self.writer.layer("Input", [], name, input_param={"shape": [shape]})
+        needed = needed_nodes(self.graph.module)
         for op in self.graph.ops:
-            self._emit(op)
+            if any(node in needed for node in op.expr.outputs):
+                self._emit(op)
         self._silence_unread()
 
     def _silence_unread(self) -> None:
-        """Reads the parts of a split that nothing else reads: Caffe takes unread blobs for outputs."""
+        """Reads the inputs and parts of a split that nothing else reads: Caffe takes unread blobs for outputs.
+
+        The layers that do so stand behind those that give the blobs, since OpenCV returns the last layer of a
+        file unless it is asked for another.
+        """
         w = self.writer
         layers = list(w.net.layer)
         read = {blob for layer in layers for blob in layer.bottom}
         read.update(w.names[n] for n in self.graph.outputs if n in w.names)
+        del w.net.layer[:]
         for layer in layers:
-            unread = [top for top in layer.top if len(layer.top) > 1 and top not in read]
-            if unread:
+            w.net.layer.append(layer)
+            if unread := [top for top in layer.top if top not in read]:
                 w.layers("Silence", unread, f"{layer.name}_unused", [])
 
     def _emit(self, op: ConvertedOp) -> None:
@@ -110,7 +118,7 @@ class _Exporter:
         blobs = {layer.name: layer.blobs[0] for layer in w.weights.layer}
         layers: dict[str, Layer] = {}
         for call in (op.call for op in self.graph.ops):
-            if call is not None and call.weight is not None:
+            if call is not None and call.out in w.names and call.weight is not None:
                 name, value = call.out.name, w.values[call.weight]
                 value = value.reshape(tuple(blobs[name].shape.dim))
                 axis = 1 if call.kind == "conv_transpose2d" else 0

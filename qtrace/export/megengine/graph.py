@@ -18,6 +18,7 @@ from qtrace.export.converted.allow_float import only_floats_read
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedSite
 from qtrace.export.converted.located import located
 from qtrace.export.converted.values import integer_values
+from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, op_label, users
 from qtrace.ops import OpCall
@@ -53,6 +54,7 @@ class QuantizedGraph:
             for expr in exprs(converted)
             if isinstance(expr, (GetAttr, Constant))
         }
+        self.needed = needed_nodes(converted, shapes=True)  # a dump leaves the other tensors out
         self.integers: list[str] = []
         self.merged: dict[str, str] = {}
         self.values: dict[Node, Any] = {}
@@ -117,7 +119,7 @@ class QuantizedGraph:
             if key not in self.rounded:
                 self.rounded[key] = _as_float(value).astype(dtype.qint8(scale))
             value = self.rounded[key]
-        return self._name(value, site.name)
+        return self._name(value, site.name) if site.value in self.needed else value
 
     def _keep(self, what: str, expr: Expr, make: Callable[[], Tensor]) -> Tensor:
         key = (what, expr)
@@ -135,7 +137,8 @@ class QuantizedGraph:
         scale = qparams.scale.item()
         if not _is_integer(value) or _scale(value) != scale:
             value = _as_float(value).astype(dtype.qint8(scale))
-        return self._name(value, node.name) if node.name in self.graph.moved else value
+        named = node.name in self.graph.moved and node in self.needed
+        return self._name(value, node.name) if named else value
 
     def _name(self, value: Tensor, name: str) -> Tensor:
         self.integers.append(name)

@@ -18,9 +18,10 @@ from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import float_kinds, only_floats_read
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp, ConvertedSite
 from qtrace.export.converted.located import refusal, site_expr
-from qtrace.export.ncnn.fuse import fuse_activations, fuse_roundings, sinks, split_branches
+from qtrace.export.ncnn.fuse import fuse_activations, fuse_roundings, sink_unread, split_branches
 from qtrace.export.ncnn.ops import EMITTERS
 from qtrace.export.ncnn.writer import Layer, NcnnWriter, Rounded, Weight
+from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import is_float_tensor
 from qtrace.numerics import dequantize
@@ -65,12 +66,14 @@ class _Exporter:
         for node, name in self.graph.inputs.items():
             w.shape(node)
             w.names[node] = w.layer("Input", [], name)
+        needed = needed_nodes(self.graph.module)
         for step in self.graph.steps:
-            self._emit(step)
+            if any(node in needed for node in step.expr.outputs):
+                self._emit(step)
         outputs = self._outputs()
-        w.layers += sinks(w.layers, outputs)
         w.layers = fuse_activations(w.layers, outputs)
         w.layers = fuse_roundings(w.layers, outputs)
+        w.layers += sink_unread(w.layers, outputs)
         w.layers = split_branches(w.layers)
         return w
 

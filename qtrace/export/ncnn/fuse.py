@@ -7,7 +7,7 @@ from typing import Any
 
 from qtrace.export.ncnn.writer import Layer
 
-__all__ = ["fuse_activations", "fuse_roundings", "sinks", "split_branches"]
+__all__ = ["fuse_activations", "fuse_roundings", "sink_unread", "split_branches"]
 
 _LAYERS = ("Convolution", "ConvolutionDepthWise", "Deconvolution", "DeconvolutionDepthWise", "InnerProduct")
 _ACTIVATION, _ARGUMENTS, _INT8 = 9, -23310, 8
@@ -70,11 +70,13 @@ def _take_rounding(before: Layer, layer: Layer, readers: Counter[str]) -> bool:
     return True
 
 
-def sinks(layers: list[Layer], outputs: set[str]) -> list[Layer]:
-    """Layers that read the parts of a split that nothing else reads: ncnn takes unread blobs for outputs."""
+def sink_unread(layers: list[Layer], outputs: set[str]) -> list[Layer]:
+    """Returns layers that read the blobs that no other layer reads: ncnn takes unread blobs for outputs.
+
+    Such blobs are inputs, parts of a split, and integers that stand in the file to be looked at.
+    """
     read = {blob for layer in layers for blob in layer.bottoms} | outputs
-    unread = [top for layer in layers if len(layer.tops) > 1 for top in layer.tops if top not in read]
-    return [Layer("Noop", [blob], []) for blob in unread]
+    return [Layer("Noop", [top], []) for layer in layers for top in layer.tops if top not in read]
 
 
 def split_branches(layers: list[Layer]) -> list[Layer]:

@@ -94,7 +94,8 @@ class _Exporter:
         self.plan.check()
         inputs = self._inputs()
         for step in self.graph.steps:
-            self._emit(step)
+            if any(node in self.plan.needed for node in step.expr.outputs):
+                self._emit(step)
         outputs = self._outputs({t.index for _, t in inputs})
         b = self.build
         kept = b.writer.prune([t for _, t in outputs])

@@ -78,7 +78,7 @@ class _Exporter:
         self._silence_unread()
 
     def _silence_unread(self) -> None:
-        """Reads the inputs and parts of a split that nothing else reads: Caffe takes unread blobs for outputs.
+        """Reads inputs and parts of splits that nothing else reads, which Caffe would take for outputs.
 
         The layers that do so stand behind those that give the blobs, since OpenCV returns the last layer of a
         file unless it is asked for another.

@@ -12,7 +12,7 @@ from qtrace.export.tflite.arithmetic import FLOAT_ARITHMETIC, INTEGER_ARITHMETIC
 from qtrace.export.tflite.build import Build, Emitter
 from qtrace.export.tflite.functions import FLOAT_FUNCTIONS, FUNCTIONS, NATIVE, table
 from qtrace.export.tflite.index import FLOAT_INDEXING, INDEXING
-from qtrace.export.tflite.layers import FLOAT_LAYERS, INEXACT, INTEGER_LAYERS
+from qtrace.export.tflite.layers import INEXACT, LAYERS
 from qtrace.export.tflite.logic import FLOAT_LOGIC
 from qtrace.export.tflite.moves import MOVES as MOVING
 from qtrace.export.tflite.plan import Job, reads_values
@@ -38,13 +38,13 @@ __all__ = [
 
 MOVES: dict[str, Emitter] = {**MOVING, **INDEXING, **MOVING_WINDOWS, **MOVING_REDUCTIONS}
 INTEGER: dict[str, Emitter] = {
-    **INTEGER_LAYERS,
+    **LAYERS,
     **INTEGER_WINDOWS,
     **INTEGER_ARITHMETIC,
     **INTEGER_REDUCTIONS,
 }
 FLOAT: dict[str, Emitter] = {
-    **FLOAT_LAYERS,
+    **LAYERS,
     **FLOAT_WINDOWS,
     **FLOAT_FUNCTIONS,
     **FLOAT_REDUCTIONS,

@@ -209,10 +209,25 @@ class TfliteWriter:
         self.stored.append(made)
         self.tensors.append(tensor)
 
+    def add(
+        self,
+        code: str,
+        inputs: Sequence[Stored | Sequence[int]],
+        name: str,
+        shape: Sequence[int],
+        dtype: Any = np.float32,
+        grid: Grid | None = None,
+        **options: Any,
+    ) -> Stored:
+        """Adds an operator and the tensor that it fills; see `tensor` and `op`."""
+        result = self.tensor(name, shape, dtype, grid)
+        self.op(code, inputs, [result], **options)
+        return result
+
     def op(
         self,
         code: str,
-        inputs: Sequence[Stored | None],
+        inputs: Sequence[Stored | Sequence[int]],
         outputs: Sequence[Stored],
         kind: str = "",
         version: int = 0,
@@ -222,28 +237,27 @@ class TfliteWriter:
 
         Args:
             code: its name in the schema, such as ``CONV_2D``.
-            inputs: what it reads; None where an optional input is left out.
+            inputs: the tensors that it reads; numbers are a vector that the file holds.
             outputs: what it fills.
             kind: the name of its options there, such as ``Conv2DOptions``; "" when it has none.
             version: the first version that has all that is used of it; 0 to go by the types.
             **options: their fields.
         """
-        made = schema.OperatorT()
-        made.opcodeIndex = self._code(code, version or _version(code, inputs, outputs))
-        made.inputs = np.array([-1 if t is None else t.index for t in inputs], np.int32)
-        made.outputs = np.array([t.index for t in outputs], np.int32)
+        read = [t if isinstance(t, Stored) else self.ints(t) for t in inputs]
+        number = getattr(schema.BuiltinOperator, code), version or _version(code, read, outputs)
+        operator = schema.OperatorT()
+        operator.opcodeIndex = self.codes.setdefault(number, len(self.codes))
+        operator.inputs, operator.outputs = (
+            np.array([t.index for t in side], np.int32) for side in (read, outputs)
+        )
         if kind:
-            made.builtinOptionsType = getattr(schema.BuiltinOptions, kind)
-            made.builtinOptions = getattr(schema, f"{kind}T")()
+            operator.builtinOptionsType = getattr(schema.BuiltinOptions, kind)
+            operator.builtinOptions = getattr(schema, f"{kind}T")()
             for field, value in options.items():
-                if field not in vars(made.builtinOptions):
+                if field not in vars(operator.builtinOptions):
                     raise AttributeError(f"{kind} has no field {field}")
-                setattr(made.builtinOptions, field, value)
-        self.operators.append(made)
-
-    def _code(self, code: str, version: int) -> int:
-        number = getattr(schema.BuiltinOperator, code)
-        return self.codes.setdefault((number, version), len(self.codes))
+                setattr(operator.builtinOptions, field, value)
+        self.operators.append(operator)
 
     def prune(self, outputs: Sequence[Stored]) -> set[str]:
         """Drops operators whose results nobody reads; returns the names of the tensors that are left."""
@@ -296,11 +310,11 @@ class TfliteWriter:
 
     def _compact(self, kept: set[int]) -> dict[int, int]:
         """Drops tensors and buffers that nothing uses; returns old -> new number of a tensor."""
-        used = kept | {int(i) for o in self.operators for i in (*o.inputs, *o.outputs) if i >= 0}
+        used = kept | {int(i) for o in self.operators for i in (*o.inputs, *o.outputs)}
         place = {old: new for new, old in enumerate(sorted(used))}
         for operator in self.operators:
             operator.inputs, operator.outputs = (
-                np.array([place.get(int(i), -1) for i in side], np.int32)
+                np.array([place[int(i)] for i in side], np.int32)
                 for side in (operator.inputs, operator.outputs)
             )
         # Metadata comes last and stays: the buffers between are those of tensors.
@@ -320,8 +334,8 @@ class TfliteWriter:
         return made
 
 
-def _version(code: str, inputs: Sequence[Stored | None], outputs: Sequence[Stored]) -> int:
-    kinds = {t.dtype for t in (*inputs, *outputs) if t is not None and t.grid is not None}
+def _version(code: str, inputs: Sequence[Stored], outputs: Sequence[Stored]) -> int:
+    kinds = {t.dtype for t in (*inputs, *outputs) if t.grid is not None}
     place = 2 if np.dtype(np.int16) in kinds else 1 if np.dtype(np.int8) in kinds else 0
     return _VERSIONS.get(code, (1, 1, 1))[place]
 

@@ -11,6 +11,8 @@ import importlib.util
 from pathlib import Path
 
 from qtrace.errors import ExportError
+from qtrace.export.caffe.ops import EMITTERS
+from qtrace.export.caffe.writer import CaffeWriter
 from qtrace.export.converted.float_graph import float_graph
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import refusal
@@ -45,22 +47,19 @@ def files(converted: TracedModule, path: Path, *, params: str | None = None) -> 
     exporter = _Exporter(float_graph(converted))
     exporter.run()
     writer = exporter.writer
-    found: dict[Path, bytes] = {}
+    contents: dict[Path, bytes] = {}
     if kind is not None:
-        found[beside(path, kind)] = kind.write(site_table(converted, exporter.names())).encode()
-    found[path.with_suffix(".caffemodel")] = writer.weights.SerializeToString()
-    found[path] = text_format.MessageToString(writer.net).encode()
-    if len(found) < 2 + (kind is not None):
+        contents[beside(path, kind)] = kind.write(site_table(converted, exporter.names())).encode()
+    contents[path.with_suffix(".caffemodel")] = writer.weights.SerializeToString()
+    contents[path] = text_format.MessageToString(writer.net).encode()
+    if len(contents) < 2 + (kind is not None):
         raise ExportError(f"{path.name} is the name of the weights: name the net with the suffix .prototxt.")
-    return found
+    return contents
 
 
 class _Exporter:
     def __init__(self, flat: TracedModule) -> None:
-        from qtrace.export.caffe.ops import EMITTERS
-        from qtrace.export.caffe.writer import CaffeWriter
-
-        self.graph, self.emitters = ConvertedGraph(flat), EMITTERS
+        self.graph = ConvertedGraph(flat)
         self.writer = CaffeWriter(flat.graph.name or "qtrace")
         self.writer.values.update(self.graph.values)
 
@@ -98,14 +97,14 @@ class _Exporter:
         name, label = expr.outputs[0].name, op_label(expr)
         if not any(is_float_tensor(n) for n in expr.outputs):
             return  # shapes: layers have those of the trace
-        if call is None or call.kind not in self.emitters:
+        if call is None or call.kind not in EMITTERS:
             raise refusal(
                 f"{name}: {label} has no Caffe form: end the graph before it, or write it with ops that "
                 "have one",
                 expr,
             )
         try:
-            self.emitters[call.kind](self.writer, call)
+            EMITTERS[call.kind](self.writer, call)
         except ExportError as error:
             raise refusal(f"{name}: {error}", expr) from error
 

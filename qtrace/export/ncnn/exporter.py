@@ -166,15 +166,13 @@ def _rename(layers: list[Layer], old: str, new: str) -> None:
 
 def _check(site: str, scheme: QScheme, bits: int, otherwise: str = "") -> None:
     """Refuses what ncnn's integers are not; ``otherwise`` is what else helps."""
-    reason = ""
-    if scheme.bits != bits or bits > 8:
-        reason = "its integers have 8 bits"
-    elif not scheme.symmetric or not scheme.signed:
-        reason = "its integers are signed and symmetric"
-    elif scheme.bits == 8 and not scheme.narrow:
-        reason = "its integers begin at -127"
-    elif scheme.rounding != "half_away":
-        reason = "it rounds half away from zero"
+    problems = (
+        (scheme.bits != bits or bits > 8, "its integers have 8 bits"),
+        (not scheme.symmetric or not scheme.signed, "its integers are signed and symmetric"),
+        (scheme.bits == 8 and not scheme.narrow, "its integers begin at -127"),
+        (scheme.rounding != "half_away", "it rounds half away from zero"),
+    )
+    reason = next((reason for applies, reason in problems if applies), "")
     if reason:
         raise ExportError(
             f"site {site} is {scheme.describe()}, which ncnn does not compute ({reason}): prepare the module "

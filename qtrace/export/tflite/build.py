@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from qtrace.export.converted.graph import ConvertedSite
 from qtrace.export.tflite.layout import Order, file_shape
 from qtrace.export.tflite.plan import Job, Plan
 from qtrace.export.tflite.store import Held, Store
-from qtrace.export.tflite.writer import TYPES, Grid, Stored
+from qtrace.export.tflite.writer import TYPES, Grid, Inputs, Stored
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 
@@ -110,7 +110,7 @@ class Build(Store):
         job: Job,
         order: Order,
         code: str,
-        inputs: Sequence[Stored | Sequence[int]],
+        inputs: Inputs,
         kind: str,
         fuses: bool = True,
         **options: Any,
@@ -127,7 +127,7 @@ class Build(Store):
         node: TensorNode,
         order: Order,
         code: str,
-        inputs: Sequence[Stored | Sequence[int]],
+        inputs: Inputs,
         kind: str = "",
         source: Stored | None = None,
         **options: Any,

@@ -144,32 +144,26 @@ def _fixed(b: Build, item: _Item, call: OpCall) -> _Item:
 
 def _sliced(b: Build, call: OpCall, held: Held, items: list[_Item], shape: list[int]) -> Stored:
     """The part that slices and numbers cut out; ``shape`` (in the graph's order) is changed to the part's."""
-    begin, end, step = [0] * len(shape), list(shape), [1] * len(shape)
+    cuts: dict[int, tuple[int, int, int]] = {}
     for item in items:
         if item.axis is None or isinstance(item.value, np.ndarray):
             continue
         size = shape[item.axis]
         if isinstance(item.value, slice):
             cut = range(size)[item.value]
-            if cut.step < 0:
-                raise ExportError(f"{call.out.name}: a negative step has no TFLite form: use positions")
-            begin[item.axis], step[item.axis] = cut.start, cut.step
-            end[item.axis] = cut.start + len(cut) * cut.step if cut.step > 1 else cut.stop
-            end[item.axis] = min(end[item.axis], size)
         else:
-            begin[item.axis] = int(item.value) % size
-            end[item.axis] = begin[item.axis] + 1
-        shape[item.axis] = len(range(begin[item.axis], end[item.axis], step[item.axis]))
-    if shape == list(held.shape):
+            cut = range(int(item.value) % size, int(item.value) % size + 1)
+        if cut.step < 0:
+            raise ExportError(f"{call.out.name}: a negative step has no TFLite form: use positions")
+        shape[item.axis] = len(cut)
+        if cut != range(size):
+            end = cut.start + len(cut) * cut.step if cut.step > 1 else cut.stop
+            cuts[held.order.index(item.axis)] = (cut.start, min(end, size), cut.step)
+    if not cuts:
         return held.stored
-    made = b.like(held.stored, f"{call.out.name}_cut", [shape[a] for a in held.order])
-    parts = {
-        place: (begin[a], end[a], step[a])
-        for place, a in enumerate(held.order)
-        if (begin[a], end[a], step[a]) != (0, held.shape[a], 1)
-    }
-    b.cut(held.stored, made, parts)
-    return made
+    part = b.like(held.stored, f"{call.out.name}_cut", [shape[a] for a in held.order])
+    b.cut(held.stored, part, cuts)
+    return part
 
 
 def _setitem(b: Build, job: Job) -> None:

@@ -223,8 +223,8 @@ def _matmul(b: Build, job: Job) -> None:
             order, flip = turned, not flip
         factors.append(b.arrange(held, order))
         flips.append(bool(flip))
-    options = {"kind": "BatchMatMulOptions", "adjX": flips[0], "adjY": flips[1]}
-    b.compute(job, natural(rank), "BATCH_MATMUL", factors, fuses=False, **options)
+    options = {"adjX": flips[0], "adjY": flips[1]}
+    b.compute(job, natural(rank), "BATCH_MATMUL", factors, "BatchMatMulOptions", False, **options)
 
 
 # On integers where the result has a site, else in float.

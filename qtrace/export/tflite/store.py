@@ -12,7 +12,7 @@ from qtrace.errors import ExportError
 from qtrace.export.tflite.layout import Order, file_shape, moves_values, natural
 from qtrace.export.tflite.moved import Moved
 from qtrace.export.tflite.plan import Plan
-from qtrace.export.tflite.writer import Grid, Stored, TfliteWriter
+from qtrace.export.tflite.writer import Grid, Inputs, Stored, TfliteWriter
 from qtrace.graph.types import Node, TensorNode
 
 __all__ = ["Held", "Store"]
@@ -152,14 +152,7 @@ class Store:
         """A tensor of the type and grid of another one."""
         return self.writer.tensor(name, shape, stored.dtype, stored.grid)
 
-    def add(
-        self,
-        code: str,
-        inputs: Sequence[Stored | Sequence[int]],
-        name: str,
-        shape: Sequence[int],
-        **options: Any,
-    ) -> Stored:
+    def add(self, code: str, inputs: Inputs, name: str, shape: Sequence[int], **options: Any) -> Stored:
         """Adds an operator whose result has the type and grid of its first input."""
         first = inputs[0]
         assert isinstance(first, Stored)
@@ -261,7 +254,7 @@ class Store:
         ranges = [parts.get(i, (0, source.shape[i], 1)) for i in rank]
         mask = sum(1 << i for i in rank if i not in parts)  # these have the size that there is
         options = {"beginMask": mask, "endMask": mask}
-        inputs = [source, *zip(*ranges, strict=True)]
+        inputs: Inputs = [source, *zip(*ranges, strict=True)]
         self.writer.op("STRIDED_SLICE", inputs, [target], "StridedSliceOptions", **options)
 
     def put(self, node: TensorNode, stored: Stored, order: Order) -> None:

@@ -12,7 +12,7 @@ from qtrace.export.tflite.build import Build, Emitter
 from qtrace.export.tflite.layers import PADDING, padded, windows
 from qtrace.export.tflite.layout import CHANNELS_LAST
 from qtrace.export.tflite.plan import Job
-from qtrace.export.tflite.writer import Grid, Stored
+from qtrace.export.tflite.writer import Grid, Inputs, Stored
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 
@@ -134,9 +134,9 @@ def _interpolate(b: Build, job: Job) -> None:
             f"{call.out.name}: interpolate mode {a['mode']!r} has no TFLite form: use nearest or bilinear"
         )
     x = _image(b, call.inputs[0], floats=True)
-    inputs, options = [x, b.shape(call.out)[2:]], {"kind": "ResizeBilinearOptions"}
+    inputs: Inputs = [x, b.shape(call.out)[2:]]
     corners = {"alignCorners": a["align_corners"], "halfPixelCenters": not a["align_corners"]}
-    b.emit(call.out, CHANNELS_LAST, "RESIZE_BILINEAR", inputs, **options, **corners)
+    b.emit(call.out, CHANNELS_LAST, "RESIZE_BILINEAR", inputs, "ResizeBilinearOptions", None, **corners)
 
 
 # Of the modes of interpolate, nearest only moves values.

@@ -142,9 +142,8 @@ class Store:
             if stored.value is not None:
                 self._floats[stored.index] = self.writer.constant(name, grid.floats(stored.value))
             else:
-                options = {"kind": "DequantizeOptions"}
                 self._floats[stored.index] = self.writer.add(
-                    "DEQUANTIZE", [stored], f"{name}_dq", stored.shape, **options
+                    "DEQUANTIZE", [stored], f"{name}_dq", stored.shape, kind="DequantizeOptions"
                 )
         return self._floats[stored.index]
 

@@ -1,4 +1,4 @@
-"""Which nodes depend on the values of a graph's inputs: shape math is told from data by this alone."""
+"""Which nodes depend on the values of a graph's inputs, and on which nodes its outputs depend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qtrace.graph.interpreter import interpret
 from qtrace.graph.types import CallFunction, Expr, ModuleNode, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, reads_shape, tensor_inputs
 
-__all__ = ["evaluate_fixed", "fixed_nodes", "static_nodes"]
+__all__ = ["evaluate_fixed", "fixed_nodes", "needed_nodes", "static_nodes"]
 
 _LIKE = (F.zeros_like, F.ones_like, F.full_like)
 
@@ -46,6 +46,20 @@ def fixed_nodes(traced: TracedModule, without: Callable[[Expr], bool] = lambda e
         if all(n in fixed for n in expr.inputs) and not without(expr):
             fixed.update(n for n in expr.outputs)
     return fixed
+
+
+def needed_nodes(traced: TracedModule, shapes: bool = False) -> set[Node]:
+    """Returns the nodes on whose values an output of the graph depends, the outputs included.
+
+    Args:
+        traced: a flat traced module.
+        shapes: whether to include the nodes on whose shapes alone an output depends.
+    """
+    needed: set[Node] = set(traced.graph.outputs)
+    for expr in reversed(exprs(traced)):
+        if any(n in needed for n in expr.outputs):
+            needed.update(tensor_inputs(expr) if shapes else _values_read(expr))
+    return needed
 
 
 def evaluate_fixed(traced: TracedModule, nodes: Iterable[TensorNode]) -> dict[Node, Any]:

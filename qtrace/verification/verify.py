@@ -15,6 +15,7 @@ import numpy as np
 
 from qtrace.data.batches import as_arguments, evaluating, refuse_nan, told
 from qtrace.errors import CalibrationError, ExportError
+from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Input, Node, TensorNode, TracedModule
 from qtrace.numerics import dequantize, quantize
@@ -123,14 +124,15 @@ def wrong_output(
 def integer_names(converted: QuantizedModel, path: Path, session: Session) -> dict[str, str]:
     """Node that holds dequantized integers -> the name under which the runtime gives them.
 
-    A format may leave out the integers of ops that only move values, but no site.
+    A format may leave out the integers of ops that only move values, and sites on which no output depends.
 
     Raises:
         ExportError: when the file lacks a site, or says that it was exported from another graph.
     """
     known = set(session.integer_names)
     computed = {n: s.name for n, s in _activations(converted).items() if not s.static}
-    missing = sorted(set(computed.values()) - known)
+    needed = {node.name for node in needed_nodes(converted.module)}
+    missing = sorted({site for name, site in computed.items() if name in needed} - known)
     if missing:
         raise ExportError(f"{path} is not an export of this module: it has no integers of {missing[0]!r}.")
     theirs = getattr(session, "graph_hash", "")  # of formats that keep it
@@ -139,7 +141,8 @@ def integer_names(converted: QuantizedModel, path: Path, session: Session) -> di
             f"{path} is not an export of this module: it comes from another calibration or other weights; "
             "export it again."
         )
-    return {**computed, **{name: name for name in converted.annotation.moved() if name in known}}
+    moved = {name: name for name in converted.annotation.moved()}
+    return {name: site for name, site in {**computed, **moved}.items() if site in known}
 
 
 def output_names(converted: QuantizedModel) -> list[str]:

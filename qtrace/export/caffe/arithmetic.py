@@ -18,31 +18,27 @@ __all__ = ["ARITHMETIC"]
 Emitter = Callable[[CaffeWriter, OpCall], None]
 
 
-def _function(kind: str) -> Emitter:
+def _layer(kind: str, **parameters: Callable[[OpCall], dict[str, Any]]) -> Emitter:
+    """A layer of one input, with the fields of its parameters."""
+
     def emit(w: CaffeWriter, call: OpCall) -> None:
-        w.emit(kind, [w.name(call.inputs[0])], call.out)
+        w.emit(kind, call, (), (), **{name: fields(call) for name, fields in parameters.items()})
 
     return emit
 
 
 def _power(**fields: float) -> Emitter:
-    def emit(w: CaffeWriter, call: OpCall) -> None:
-        w.emit("Power", [w.name(call.inputs[0])], call.out, power_param=fields)
-
-    return emit
-
-
-def _leaky_relu(w: CaffeWriter, call: OpCall) -> None:
-    fields = {"negative_slope": call.attrs["negative_slope"]}
-    w.emit("ReLU", [w.name(call.inputs[0])], call.out, relu_param=fields)
+    return _layer("Power", power_param=lambda call: fields)
 
 
 def _prelu(w: CaffeWriter, call: OpCall) -> None:
-    slope = w.value(call.attrs["slope"])
-    if slope is None:
-        raise ExportError("its slope is computed, and Caffe stores it in the file: make it a parameter")
-    fields = {"channel_shared": slope.size == 1}
-    w.emit("PReLU", [w.name(call.inputs[0])], call.out, [slope.reshape(-1)], prelu_param=fields)
+    slope = w.stored(call.attrs["slope"], "slope")
+    w.emit("PReLU", call, [slope.reshape(-1)], prelu_param={"channel_shared": slope.size == 1})
+
+
+def _softmax(call: OpCall) -> dict[str, Any]:
+    (axis,) = call.attrs["axis"]
+    return {"axis": axis % len(call.out.shape)}
 
 
 def _clip(w: CaffeWriter, call: OpCall) -> None:
@@ -50,7 +46,7 @@ def _clip(w: CaffeWriter, call: OpCall) -> None:
     low, high = call.attrs["lower"], call.attrs["upper"]
     name, base = w.name(call.inputs[0]), call.out.name
     if (low, high) == (0.0, 6.0):
-        w.emit("ReLU6", [name], call.out)
+        w.emit("ReLU6", call)
         return
     for bound, sign in ((low, 1.0), (high, -1.0)):
         if bound is not None:
@@ -79,28 +75,18 @@ def _gated(gate: Callable[[CaffeWriter, str, str], str]) -> Emitter:
     def emit(w: CaffeWriter, call: OpCall) -> None:
         x = w.name(call.inputs[0])
         factor = gate(w, x, w.fresh(call.out.name))
-        w.emit("Eltwise", [x, factor], call.out, eltwise_param={"operation": "PROD"})
+        w.emit("Eltwise", call, bottoms=[x, factor], eltwise_param={"operation": "PROD"})
 
     return emit
-
-
-def _sigmoid_gate(w: CaffeWriter, x: str, top: str) -> str:
-    return w.layer("Sigmoid", [x], top)
-
-
-def _softmax(w: CaffeWriter, call: OpCall) -> None:
-    (axis,) = call.attrs["axis"]
-    fields = {"axis": axis % len(call.out.shape)}
-    w.emit("Softmax", [w.name(call.inputs[0])], call.out, softmax_param=fields)
 
 
 def _batch_norm(w: CaffeWriter, call: OpCall) -> None:
     """A factor and an offset for each channel."""
     a, module = call.attrs, owner(call.expr)
     names = ("weight", "bias", "running_mean", "running_var")
-    raw = {n: getattr(module, n) if module is not None else a[n] for n in names}
-    found = {n: w.value(v) if isinstance(v, TensorNode) else v for n, v in raw.items()}
-    gamma, beta, mean, var = (None if found[n] is None else np.asarray(found[n]).reshape(-1) for n in names)
+    raw = [getattr(module, n) if module is not None else a[n] for n in names]
+    values = [w.value(v) if isinstance(v, TensorNode) else v for v in raw]
+    gamma, beta, mean, var = (None if v is None else np.asarray(v).reshape(-1) for v in values)
     if mean is None or var is None:
         raise ExportError(
             "its statistics are computed, and Caffe stores them in the file: end the graph before it"
@@ -108,8 +94,7 @@ def _batch_norm(w: CaffeWriter, call: OpCall) -> None:
     factor = 1.0 / np.sqrt(var.astype(np.float64) + a["eps"])
     factor = factor if gamma is None else factor * gamma
     offset = -mean * factor if beta is None else beta - mean * factor
-    fields = {"axis": 1, "bias_term": True}
-    w.emit("Scale", [w.name(call.inputs[0])], call.out, [factor, offset], scale_param=fields)
+    w.emit("Scale", call, [factor, offset], scale_param={"axis": 1, "bias_term": True})
 
 
 def _binary(w: CaffeWriter, call: OpCall) -> None:
@@ -130,7 +115,7 @@ def _binary(w: CaffeWriter, call: OpCall) -> None:
         how["coeff"] = [1.0, -1.0]
     elif call.kind not in ("add", "mul", "maximum"):
         raise ExportError(f"Caffe has no {call.kind} of two tensors: end the graph before it")
-    w.emit("Eltwise", [w.name(left), w.name(right)], call.out, eltwise_param=how)
+    w.emit("Eltwise", call, bottoms=[w.name(left), w.name(right)], eltwise_param=how)
 
 
 def _with_scalar(w: CaffeWriter, call: OpCall) -> None:
@@ -143,7 +128,7 @@ def _with_scalar(w: CaffeWriter, call: OpCall) -> None:
     }.get(call.kind)
     if fields is None:
         raise ExportError(f"Caffe has no {call.kind} with a number: end the graph before it")
-    w.emit("Power", [w.name(call.inputs[0])], call.out, power_param=fields)
+    w.emit("Power", call, power_param=fields)
 
 
 def _with_parameter(w: CaffeWriter, call: OpCall, values: list[np.ndarray | None]) -> None:
@@ -160,7 +145,7 @@ def _with_parameter(w: CaffeWriter, call: OpCall, values: list[np.ndarray | None
     ones, flat = np.ones(channels, np.float32), value.reshape(-1)
     blobs = [ones, flat] if call.kind == "add" else [flat]
     fields = {"axis": 1, "bias_term": call.kind == "add"}
-    w.emit("Scale", [w.name(x)], call.out, blobs, scale_param=fields)
+    w.emit("Scale", call, blobs, [w.name(x)], scale_param=fields)
 
 
 def _broadcast(w: CaffeWriter, call: OpCall, left: TensorNode, right: TensorNode) -> None:
@@ -173,7 +158,7 @@ def _broadcast(w: CaffeWriter, call: OpCall, left: TensorNode, right: TensorNode
             "multiply by one number for each channel"
         )
     flat = w.layer("Flatten", [w.name(factor)], w.fresh(call.out.name), flatten_param={"axis": 1})
-    w.emit("Scale", [w.name(image), flat], call.out, scale_param={"axis": 0})
+    w.emit("Scale", call, bottoms=[w.name(image), flat], scale_param={"axis": 0})
 
 
 ARITHMETIC: dict[str, Emitter] = {
@@ -181,18 +166,18 @@ ARITHMETIC: dict[str, Emitter] = {
     "neg": _power(scale=-1.0),
     "square": _power(power=2.0),
     "sqrt": _power(power=0.5),
-    "abs": _function("AbsVal"),
-    "exp": _function("Exp"),
-    "relu": _function("ReLU"),
-    "relu6": _function("ReLU6"),
-    "sigmoid": _function("Sigmoid"),
-    "tanh": _function("TanH"),
-    "leaky_relu": _leaky_relu,
+    "abs": _layer("AbsVal"),
+    "exp": _layer("Exp"),
+    "relu": _layer("ReLU"),
+    "relu6": _layer("ReLU6"),
+    "sigmoid": _layer("Sigmoid"),
+    "tanh": _layer("TanH"),
+    "leaky_relu": _layer("ReLU", relu_param=lambda call: {"negative_slope": call.attrs["negative_slope"]}),
     "prelu": _prelu,
     "clip": _clip,
     "hsigmoid": _hsigmoid,
     "hswish": _gated(_hard_gate),
-    "silu": _gated(_sigmoid_gate),
-    "softmax": _softmax,
+    "silu": _gated(lambda w, x, top: w.layer("Sigmoid", [x], top)),
+    "softmax": _layer("Softmax", softmax_param=_softmax),
     "batch_norm": _batch_norm,
 }

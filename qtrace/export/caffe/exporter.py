@@ -11,11 +11,14 @@ import importlib.util
 from pathlib import Path
 
 from qtrace.errors import ExportError
+from qtrace.export.caffe.ops import EMITTERS
+from qtrace.export.caffe.writer import CaffeWriter
 from qtrace.export.converted.float_graph import float_graph
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import refusal
 from qtrace.export.parameters.base import beside, parameter_file
 from qtrace.export.parameters.sites import Layer, Names, site_table
+from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.walk import is_float_tensor, op_label
 
 __all__ = ["COMPANIONS", "SUFFIXES", "files"]
@@ -43,22 +46,19 @@ def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -
     exporter = _Exporter(float_graph(converted))
     exporter.run()
     writer = exporter.writer
-    found: dict[Path, bytes] = {}
+    contents: dict[Path, bytes] = {}
     if kind is not None:
-        found[beside(path, kind)] = kind.write(site_table(converted, exporter.names())).encode()
-    found[path.with_suffix(".caffemodel")] = writer.weights.SerializeToString()
-    found[path] = text_format.MessageToString(writer.net).encode()
-    if len(found) < 2 + (kind is not None):
+        contents[beside(path, kind)] = kind.write(site_table(converted, exporter.names())).encode()
+    contents[path.with_suffix(".caffemodel")] = writer.weights.SerializeToString()
+    contents[path] = text_format.MessageToString(writer.net).encode()
+    if len(contents) < 2 + (kind is not None):
         raise ExportError(f"{path.name} is the name of the weights: name the net with the suffix .prototxt.")
-    return found
+    return contents
 
 
 class _Exporter:
     def __init__(self, flat: ConvertedGraph) -> None:
-        from qtrace.export.caffe.ops import EMITTERS
-        from qtrace.export.caffe.writer import CaffeWriter
-
-        self.graph, self.emitters = flat, EMITTERS
+        self.graph = flat
         self.writer = CaffeWriter(flat.module.graph.name or "qtrace")
         self.writer.values.update(self.graph.values)
 
@@ -69,19 +69,26 @@ class _Exporter:
             # One sample: deployments change that number.
             shape = {"dim": [1, *(int(n) for n in node.shape[1:])]}
             self.writer.layer("Input", [], name, input_param={"shape": [shape]})
+        needed = needed_nodes(self.graph.module)
         for op in self.graph.ops:
-            self._emit(op)
+            if any(node in needed for node in op.expr.outputs):
+                self._emit(op)
         self._silence_unread()
 
     def _silence_unread(self) -> None:
-        """Reads the parts of a split that nothing else reads: Caffe takes unread blobs for outputs."""
+        """Reads inputs and parts of splits that nothing else reads, which Caffe would take for outputs.
+
+        The layers that do so stand behind those that give the blobs, since OpenCV returns the last layer of a
+        file unless it is asked for another.
+        """
         w = self.writer
         layers = list(w.net.layer)
         read = {blob for layer in layers for blob in layer.bottom}
         read.update(w.names[n] for n in self.graph.outputs if n in w.names)
+        del w.net.layer[:]
         for layer in layers:
-            unread = [top for top in layer.top if len(layer.top) > 1 and top not in read]
-            if unread:
+            w.net.layer.append(layer)
+            if unread := [top for top in layer.top if top not in read]:
                 w.layers("Silence", unread, f"{layer.name}_unused", [])
 
     def _emit(self, op: ConvertedOp) -> None:
@@ -89,14 +96,14 @@ class _Exporter:
         name, label = expr.outputs[0].name, op_label(expr)
         if not any(is_float_tensor(n) for n in expr.outputs):
             return  # shapes: layers have those of the trace
-        if call is None or call.kind not in self.emitters:
+        if call is None or call.kind not in EMITTERS:
             raise refusal(
                 f"{name}: {label} has no Caffe form: end the graph before it, or write it with ops that "
                 "have one",
                 expr,
             )
         try:
-            self.emitters[call.kind](self.writer, call)
+            EMITTERS[call.kind](self.writer, call)
         except ExportError as error:
             raise refusal(f"{name}: {error}", expr) from error
 
@@ -109,7 +116,7 @@ class _Exporter:
         blobs = {layer.name: layer.blobs[0] for layer in w.weights.layer}
         layers: dict[str, Layer] = {}
         for call in (op.call for op in self.graph.ops):
-            if call is not None and call.weight is not None:
+            if call is not None and call.out in w.names and call.weight is not None:
                 name, value = call.out.name, w.values[call.weight]
                 value = value.reshape(tuple(blobs[name].shape.dim))
                 axis = 1 if call.kind == "conv_transpose2d" else 0

@@ -12,55 +12,44 @@ from qtrace.export.caffe.arithmetic import ARITHMETIC
 from qtrace.export.caffe.writer import CaffeWriter
 from qtrace.ops import OpCall
 
-__all__ = ["EMITTERS", "stored"]
+__all__ = ["EMITTERS"]
 
 Emitter = Callable[[CaffeWriter, OpCall], None]
 
 
-def stored(w: CaffeWriter, node: Any, what: str) -> np.ndarray:
-    """The value of a parameter."""
-    value = w.value(node)
-    if value is None:
-        raise ExportError(f"its {what} is computed, and Caffe stores those in the file: make it a parameter")
-    return value
+def _blobs(w: CaffeWriter, call: OpCall) -> list[np.ndarray]:
+    """Weight and bias of a layer."""
+    bias = [] if call.bias is None else [w.stored(call.bias, "bias").reshape(-1)]
+    return [w.stored(call.weight, "weight"), *bias]
 
 
 def _conv(w: CaffeWriter, call: OpCall) -> None:
     a, transposed = call.attrs, call.kind == "conv_transpose2d"
-    weight = stored(w, call.weight, "weight")
+    weight, *bias = _blobs(w, call)
     weight = weight.reshape(-1, *weight.shape[-3:])  # without the axis of groups
     if transposed and any(a["output_padding"]):
         raise ExportError("Caffe's Deconvolution has no output_padding: give the transposed convolution none")
-    outputs = weight.shape[1] * a["groups"] if transposed else weight.shape[0]
-    blobs = [weight]
-    if call.bias is not None:
-        blobs.append(stored(w, call.bias, "bias").reshape(-1))
     fields = {
-        "num_output": outputs,
+        "num_output": weight.shape[1] * a["groups"] if transposed else weight.shape[0],
         "bias_term": call.bias is not None,
         "group": a["groups"],
         "dilation": a["dilation"],
         **_window(weight.shape[-2:], a["stride"], a["padding"]),
     }
-    kind = "Deconvolution" if transposed else "Convolution"
-    w.emit(kind, [w.name(call.inputs[0])], call.out, blobs, convolution_param=fields)
+    w.emit("Deconvolution" if transposed else "Convolution", call, [weight, *bias], convolution_param=fields)
 
 
 def _window(kernel: Any, stride: Any, padding: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, (height, width) in (("kernel", kernel), ("stride", stride), ("pad", padding)):
-        found.update({f"{name}_h": int(height), f"{name}_w": int(width)})
-    return found
+    sides = {"kernel": kernel, "stride": stride, "pad": padding}
+    return {
+        f"{name}_{axis}": int(n) for name, pair in sides.items() for axis, n in zip("hw", pair, strict=True)
+    }
 
 
 def _linear(w: CaffeWriter, call: OpCall) -> None:
-    x = call.inputs[0]
-    weight = stored(w, call.weight, "weight")
-    blobs = [weight]
-    if call.bias is not None:
-        blobs.append(stored(w, call.bias, "bias").reshape(-1))
-    fields = {"num_output": len(weight), "bias_term": call.bias is not None, "axis": len(x.shape) - 1}
-    w.emit("InnerProduct", [w.name(x)], call.out, blobs, inner_product_param=fields)
+    blobs, axis = _blobs(w, call), len(call.inputs[0].shape) - 1
+    fields = {"num_output": len(blobs[0]), "bias_term": call.bias is not None, "axis": axis}
+    w.emit("InnerProduct", call, blobs, inner_product_param=fields)
 
 
 def _pool(method: str) -> Emitter:
@@ -74,17 +63,16 @@ def _pool(method: str) -> Emitter:
             # Caffe rounds the size up unless told otherwise. OpenCV and many others call that field
             # ceil_mode; where both agree it is left out, so that any Caffe reads the file.
             fields["ceil_mode"] = False
-        w.emit("Pooling", [w.name(x)], call.out, pooling_param=fields)
+        w.emit("Pooling", call, pooling_param=fields)
 
     return emit
 
 
 def _adaptive(method: str) -> Emitter:
     def emit(w: CaffeWriter, call: OpCall) -> None:
-        size, x = call.attrs["output_size"], call.inputs[0]
-        shape = [int(n) for n in x.shape[-2:]]
+        size, shape = call.attrs["output_size"], [int(n) for n in call.inputs[0].shape[-2:]]
         if size == (1, 1):
-            w.emit("Pooling", [w.name(x)], call.out, pooling_param={"pool": method, "global_pooling": True})
+            w.emit("Pooling", call, pooling_param={"pool": method, "global_pooling": True})
             return
         if any(n % s for n, s in zip(shape, size, strict=True)):
             raise ExportError(
@@ -92,8 +80,7 @@ def _adaptive(method: str) -> Emitter:
                 "cannot express: use a size that divides the input"
             )
         kernel = [n // s for n, s in zip(shape, size, strict=True)]
-        fields = {"pool": method, **_window(kernel, kernel, (0, 0))}
-        w.emit("Pooling", [w.name(x)], call.out, pooling_param=fields)
+        w.emit("Pooling", call, pooling_param={"pool": method, **_window(kernel, kernel, (0, 0))})
 
     return emit
 
@@ -105,10 +92,10 @@ def _mean(w: CaffeWriter, call: OpCall) -> None:
         raise ExportError("Caffe has a mean over the whole image only: take it over axes 2 and 3")
     fields = {"pool": "AVE", "global_pooling": True}
     if len(call.out.shape) == 4:
-        w.emit("Pooling", [w.name(x)], call.out, pooling_param=fields)
+        w.emit("Pooling", call, pooling_param=fields)
         return
     pooled = w.layer("Pooling", [w.name(x)], w.fresh(call.out.name), pooling_param=fields)
-    w.emit("Flatten", [pooled], call.out, flatten_param={"axis": 1})
+    w.emit("Flatten", call, bottoms=[pooled], flatten_param={"axis": 1})
 
 
 def _interpolate(w: CaffeWriter, call: OpCall) -> None:
@@ -121,13 +108,13 @@ def _interpolate(w: CaffeWriter, call: OpCall) -> None:
     fields = {"num_output": channels, "bias_term": False, "group": channels}
     fields.update(_window(factor, factor, (0, 0)))
     ones = np.ones((channels, 1, *factor), np.float32)
-    w.emit("Deconvolution", [w.name(call.inputs[0])], call.out, [ones], convolution_param=fields)
+    w.emit("Deconvolution", call, [ones], convolution_param=fields)
 
 
 def _concat(w: CaffeWriter, call: OpCall) -> None:
     names = [w.name(n) for n in call.attrs["parts"]]
     axis = call.attrs["axis"] % len(call.out.shape)
-    w.emit("Concat", names, call.out, concat_param={"axis": axis})
+    w.emit("Concat", call, bottoms=names, concat_param={"axis": axis})
 
 
 def _split(w: CaffeWriter, call: OpCall) -> None:
@@ -141,7 +128,7 @@ def _split(w: CaffeWriter, call: OpCall) -> None:
 def _flatten(w: CaffeWriter, call: OpCall) -> None:
     rank = max(len(call.inputs[0].shape), 1)
     fields = {"axis": call.attrs["start"] % rank, "end_axis": call.attrs["end"] % rank}
-    w.emit("Flatten", [w.name(call.inputs[0])], call.out, flatten_param=fields)
+    w.emit("Flatten", call, flatten_param=fields)
 
 
 def _reshape(w: CaffeWriter, call: OpCall) -> None:
@@ -149,7 +136,7 @@ def _reshape(w: CaffeWriter, call: OpCall) -> None:
     before, after = ([int(n) for n in node.shape] for node in (call.inputs[0], call.out))
     if not before or not after or before[0] != after[0]:
         raise ExportError("it changes the batch, which Caffe keeps in front: leave axis 0 as it is")
-    w.emit("Reshape", [w.name(call.inputs[0])], call.out, reshape_param={"shape": {"dim": [0, *after[1:]]}})
+    w.emit("Reshape", call, reshape_param={"shape": {"dim": [0, *after[1:]]}})
 
 
 def _transpose(w: CaffeWriter, call: OpCall) -> None:
@@ -157,8 +144,7 @@ def _transpose(w: CaffeWriter, call: OpCall) -> None:
     pattern = call.attrs["pattern"] or tuple(reversed(range(rank)))
     if not all(isinstance(p, int) for p in pattern) or len(pattern) != rank:
         raise ExportError(f"Caffe cannot transpose by {pattern!r}: use all axes")
-    order = [p % rank for p in pattern]
-    w.emit("Permute", [w.name(call.inputs[0])], call.out, permute_param={"order": order})
+    w.emit("Permute", call, permute_param={"order": [p % rank for p in pattern]})
 
 
 def _identity(w: CaffeWriter, call: OpCall) -> None:
@@ -179,11 +165,7 @@ EMITTERS: dict[str, Emitter] = {
     "concat": _concat,
     "split": _split,
     "flatten": _flatten,
-    "reshape": _reshape,
-    "expand_dims": _reshape,
-    "squeeze": _reshape,
-    "transpose": _transpose,
-    "swapaxes": _transpose,
-    "identity": _identity,
-    "dropout": _identity,
+    **dict.fromkeys(("reshape", "expand_dims", "squeeze"), _reshape),
+    **dict.fromkeys(("transpose", "swapaxes"), _transpose),
+    **dict.fromkeys(("identity", "dropout"), _identity),
 }

@@ -85,30 +85,30 @@ def _classes() -> dict[str, Any]:
 
     file = descriptor_pb2.FileDescriptorProto(name="qtrace_caffe.proto", package="caffe", syntax="proto2")
     for name, fields in _MESSAGES.items():
-        made = file.message_type.add(name=name)
+        described = file.message_type.add(name=name)
         for text in fields:
-            _add_field(made, *text.split())
+            _add_field(described, *text.split())
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    found = (pool.FindMessageTypeByName(f"caffe.{name}") for name in _MESSAGES)
-    return {d.name: message_factory.GetMessageClass(d) for d in found}
+    types = (pool.FindMessageTypeByName(f"caffe.{name}") for name in _MESSAGES)
+    return {t.name: message_factory.GetMessageClass(t) for t in types}
 
 
-def _add_field(made: Any, name: str, number: str, kind: str) -> None:
+def _add_field(described: Any, name: str, number: str, kind: str) -> None:
     from google.protobuf import descriptor_pb2
 
     field = descriptor_pb2.FieldDescriptorProto
     bare = kind.rstrip("*")
-    added = made.field.add(name=name, number=int(number), label=field.LABEL_OPTIONAL)
+    added = described.field.add(name=name, number=int(number), label=field.LABEL_OPTIONAL)
     if kind.endswith("*"):
         added.label = field.LABEL_REPEATED
         added.options.packed = bare in ("float", "int64")  # as Caffe's schema has it
     if bare in _ENUMS:
         # Values of an enum are names in the scope of the message: MAX exists in two of them.
-        enum = made.enum_type.add(name=bare)
+        enum = described.enum_type.add(name=bare)
         for index, value in enumerate(_ENUMS[bare]):
             enum.value.add(name=value, number=index)
-        added.type, added.type_name = field.TYPE_ENUM, f".caffe.{made.name}.{bare}"
+        added.type, added.type_name = field.TYPE_ENUM, f".caffe.{described.name}.{bare}"
     elif bare in _MESSAGES:
         added.type, added.type_name = field.TYPE_MESSAGE, f".caffe.{bare}"
     else:

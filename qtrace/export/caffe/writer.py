@@ -9,7 +9,8 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.export.caffe.proto import message
-from qtrace.graph.types import Node, TensorNode
+from qtrace.graph.types import Node
+from qtrace.ops import OpCall
 
 __all__ = ["CaffeWriter"]
 
@@ -83,10 +84,24 @@ class CaffeWriter:
     def emit(
         self,
         kind: str,
-        bottoms: Sequence[str],
-        node: TensorNode,
+        call: OpCall,
         blobs: Sequence[np.ndarray] = (),
+        bottoms: Sequence[str] = (),
         **parameters: dict[str, Any],
     ) -> None:
-        """Adds a layer that computes the graph's ``node``."""
-        self.names[node] = self.layer(kind, bottoms, node.name, blobs, **parameters)
+        """Adds a layer that computes an op; without ``bottoms``, it reads the first input of the op."""
+        read = bottoms or [self.name(call.inputs[0])]
+        self.names[call.out] = self.layer(kind, read, call.out.name, blobs, **parameters)
+
+    def stored(self, node: Any, what: str) -> np.ndarray:
+        """The value of a parameter that a layer holds.
+
+        Raises:
+            ExportError: when the parameter is computed; ``what`` names it.
+        """
+        value = self.value(node)
+        if value is None:
+            raise ExportError(
+                f"its {what} is computed, and Caffe stores those in the file: make it a parameter"
+            )
+        return value

@@ -44,15 +44,11 @@ def serialize(converted: ConvertedGraph, allow_float: Iterable[str] = ()) -> byt
     names = list(graph.graph.inputs.values())
     outputs = _output_names(graph.graph, names)
     samples = [_sample(node) for node in graph.graph.inputs]
-
-    def run(*inputs: Tensor) -> list[Tensor]:
-        return graph.run(*inputs)
-
-    traced = trace(run, symbolic=True, capture_as_const=True)
+    traced = trace(lambda *inputs: graph.run(*inputs), symbolic=True, capture_as_const=True)
     stream = io.BytesIO()
     try:
         # Once as it is, so that the graph keeps its constants, then as a trace.
-        for result in (*run(*samples), *traced(*samples)):
+        for result in (*graph.run(*samples), *traced(*samples)):
             result.numpy()  # kernels tell their errors late: here at the latest
         integers = list(dict.fromkeys(graph.integers))
         facts = {"qtrace": 1, "inputs": names, "integers": integers, "merged": graph.merged}
@@ -72,10 +68,10 @@ def _sample(node: TensorNode) -> Tensor:
 
 def _output_names(graph: ConvertedGraph, taken: list[str]) -> list[str]:
     """The names of the nodes that leave the graph, each once."""
-    found: list[str] = []
+    names: list[str] = []
     for node in graph.outputs:
         name = graph.site_name(node)
-        while name in (*taken, *found):
+        while name in (*taken, *names):
             name = f"{name}_output"
-        found.append(name)
-    return found
+        names.append(name)
+    return names

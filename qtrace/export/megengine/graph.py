@@ -17,6 +17,7 @@ from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import only_floats_read
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.located import located
+from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import exprs, is_float_tensor, op_label, users
 from qtrace.ops import OpCall
@@ -53,6 +54,7 @@ class QuantizedGraph:
             for expr in exprs(converted.module)
             if isinstance(expr, (GetAttr, Constant))
         }
+        self.needed = needed_nodes(converted.module, shapes=True)  # a dump leaves the other tensors out
         self.integers: list[str] = []
         self.merged: dict[str, str] = {}
         self.values: dict[Node, Any] = {}
@@ -117,7 +119,7 @@ class QuantizedGraph:
             if key not in self.rounded:
                 self.rounded[key] = _as_float(value).astype(dtype.qint8(scale))
             value = self.rounded[key]
-        return self._name(value, site.name)
+        return self._name(value, site.name) if site.value in self.needed else value
 
     def _keep(self, what: str, expr: Expr, make: Callable[[], Tensor]) -> Tensor:
         key = (what, expr)
@@ -135,7 +137,8 @@ class QuantizedGraph:
         scale = qparams.scale.item()
         if not _is_integer(value) or _scale(value) != scale:
             value = _as_float(value).astype(dtype.qint8(scale))
-        return self._name(value, node.name) if node.name in self.graph.moved else value
+        named = node.name in self.graph.moved and node in self.needed
+        return self._name(value, node.name) if named else value
 
     def _name(self, value: Tensor, name: str) -> Tensor:
         self.integers.append(name)
@@ -154,56 +157,44 @@ class QuantizedGraph:
         whole = len(integer) == sum(is_float_tensor(n) for n in expr.inputs)
         if not (call is not None and call.kind in _MOVES and alike and whole):
             values = [_as_float(v) for v in values]
-        found = expr.interpret(*values)
-        if found is None:
+        results = expr.interpret(*values)
+        if results is None:
             raise ExportError(
                 f"{expr.outputs[0].name}: {op_label(expr)} gives nothing that could be dumped: end "
                 "the graph before it."
             )
-        return found
+        return results
 
     # -- ops with kernels for integers --------------------------------------------------------------
 
     def _integer_op(self, call: OpCall) -> Tensor | None:
         """The result of an int8 kernel; None when there is none for this call."""
-        read = [self.values[n] for n in call.inputs]
-        if not all(_is_integer(v) for v in read):
+        kernel = _KERNELS.get(call.kind)
+        weight = [] if call.weight is None else [call.weight]
+        operands = [self.values[n] for n in (*call.inputs, *weight)]
+        if kernel is None or not all(_is_integer(v) for v in operands):
             return None
-        rule = {"conv2d": self._conv, "linear": self._linear, "add": self._add, "relu": self._relu}.get(
-            call.kind
-        )
-        if call.kind == "conv_transpose2d":
-            return self._transposed(call, read[0])
-        return None if rule is None else rule(call, *read)
+        return kernel(self, call, *operands)
 
     def _ahead(self, call: OpCall, relu: bool = True) -> tuple[float | None, bool]:
         """To which scale the result is rounded if nothing reads it before, and whether a relu is between."""
-        node, through = call.out, False
-        reader = self._only_reader(node)
-        if (
-            relu
-            and reader is not None
-            and (found := self.graph.call(reader)) is not None
-            and found.kind == "relu"
-        ):
-            node, through = reader.outputs[0], True
-            reader = self._only_reader(node)
+        reader = self._only_reader(call.out)
+        following = None if reader is None or not relu else self.graph.call(reader)
+        through = following is not None and following.kind == "relu"
+        if following is not None and through:
+            reader = self._only_reader(following.out)
         site = None if reader is None else self.graph.site_of(reader.outputs[0])
         if site is None or site.sort != "activation":
             return None, False
         return site.qparams.scale.item(), through
 
     def _only_reader(self, node: TensorNode) -> Expr | None:
-        found = list(users(node))
+        readers = list(users(node))
         leaves = any(n is node for n in self.graph.outputs)
-        return found[0] if len(found) == 1 and not leaves else None
+        return readers[0] if len(readers) == 1 and not leaves else None
 
-    def _conv(self, call: OpCall, x: Tensor) -> Tensor | None:
-        weight = self.values[call.weight]
-        if not _is_integer(weight):
-            return None
-        a = call.attrs
-        options = {k: a[k] for k in ("stride", "padding", "dilation", "groups")}
+    def _conv(self, call: OpCall, x: Tensor, weight: Tensor) -> Tensor:
+        options = {k: call.attrs[k] for k in ("stride", "padding", "dilation", "groups")}
         return self._kernel(call, x, weight, options)
 
     def _kernel(self, call: OpCall, x: Tensor, weight: Tensor, options: dict[str, Any]) -> Tensor:
@@ -212,8 +203,8 @@ class QuantizedGraph:
         scale, relu = self._ahead(call)
         mode = "relu" if relu else "identity"
         kind = product if scale is None else dtype.qint8(scale)
-        found = conv_bias_activation(x, weight, bias, kind, nonlinear_mode=mode, **options)
-        return _as_float(found) if scale is None else found
+        result = conv_bias_activation(x, weight, bias, kind, nonlinear_mode=mode, **options)
+        return _as_float(result) if scale is None else result
 
     def _bias(self, call: OpCall, weight: Tensor, product: Any) -> Tensor:
         if call.bias is None:
@@ -222,22 +213,18 @@ class QuantizedGraph:
             value = self.values[call.bias].numpy()
         return Tensor(value.reshape(1, -1, 1, 1)).astype(product)
 
-    def _linear(self, call: OpCall, x: Tensor) -> Tensor | None:
+    def _linear(self, call: OpCall, x: Tensor, weight: Tensor) -> Tensor:
         """As a convolution of single pixels, for which there is a kernel."""
-        weight = self.values[call.weight]
-        if not _is_integer(weight):
-            return None
         outputs, width = (int(n) for n in weight.shape)
         front = [int(n) for n in call.inputs[0].shape[1:-1]]
         pixels = F.reshape(x, (-1, width, 1, 1))
         weight = self._keep("weight", call.expr, lambda: F.reshape(weight, (outputs, width, 1, 1)))
         return F.reshape(self._kernel(call, pixels, weight, {}), (-1, *front, outputs))
 
-    def _transposed(self, call: OpCall, x: Tensor) -> Tensor | None:
-        a, weight = call.attrs, self.values[call.weight]
-        scale, relu = self._ahead(call, relu=False)
+    def _transposed(self, call: OpCall, x: Tensor, weight: Tensor) -> Tensor | None:
+        a, (scale, _) = call.attrs, self._ahead(call, relu=False)
         plain = call.bias is None and a["groups"] == 1 and not any(a["output_padding"])
-        if not _is_integer(weight) or scale is None or relu or not plain or a["dilation"] != (1, 1):
+        if scale is None or not plain or a["dilation"] != (1, 1):
             return None  # MegEngine's kernel has no bias, no groups and no output in float
         return conv_transpose2d(x, weight, None, dtype.qint8(scale), a["stride"], a["padding"])
 
@@ -256,6 +243,15 @@ class QuantizedGraph:
             return x  # the kernel before it has done it
         scale, _ = self._ahead(call, relu=False)
         return None if scale is None else _elemwise_multi_type(x, mode="qrelu", dtype=dtype.qint8(scale))
+
+
+_KERNELS: dict[str, Callable[..., Tensor | None]] = {
+    "conv2d": QuantizedGraph._conv,
+    "conv_transpose2d": QuantizedGraph._transposed,
+    "linear": QuantizedGraph._linear,
+    "add": QuantizedGraph._add,
+    "relu": QuantizedGraph._relu,
+}
 
 
 def _what(expr: Expr) -> tuple[Any, ...]:
@@ -287,19 +283,15 @@ def _as_float(value: Any) -> Any:
 
 def _check(site: str, scheme: QScheme, stored: bool) -> None:
     """Refuses what MegEngine's int8 kernels are not made for."""
-    reason = ""
-    if scheme.per_channel:
-        reason = "they have one scale for each tensor"
-    elif not scheme.symmetric or not scheme.signed:
-        reason = "their integers are signed and symmetric"
-    elif not stored and scheme.bits != 8:
-        reason = "their integers have 8 bits"
-    elif scheme.bits > 8:
-        reason = "weights have 8 bits at most"
-    elif not stored and scheme.narrow:
-        reason = "they saturate at -128"
-    elif scheme.rounding != "half_away":
-        reason = "they round half away from zero"
+    problems = (
+        (scheme.per_channel, "they have one scale for each tensor"),
+        (not scheme.symmetric or not scheme.signed, "their integers are signed and symmetric"),
+        (not stored and scheme.bits != 8, "their integers have 8 bits"),
+        (scheme.bits > 8, "weights have 8 bits at most"),
+        (not stored and scheme.narrow, "they saturate at -128"),
+        (scheme.rounding != "half_away", "they round half away from zero"),
+    )
+    reason = next((reason for applies, reason in problems if applies), "")
     if reason:
         raise ExportError(
             f"site {site} is {scheme.describe()}, which MegEngine's int8 kernels do not compute ({reason}): "

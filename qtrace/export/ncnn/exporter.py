@@ -18,9 +18,10 @@ from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import float_kinds, only_floats_read
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import refusal, site_expr
-from qtrace.export.ncnn.fuse import fuse_activations, fuse_roundings, sinks, split_branches
+from qtrace.export.ncnn.fuse import fuse_activations, fuse_roundings, sink_unread, split_branches
 from qtrace.export.ncnn.ops import EMITTERS
 from qtrace.export.ncnn.writer import Layer, NcnnWriter, Rounded, Weight
+from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.walk import is_float_tensor
 from qtrace.numerics import dequantize
 from qtrace.preparation.model import QuantizedSite
@@ -65,12 +66,14 @@ class _Exporter:
         for node, name in self.graph.inputs.items():
             w.shape(node)
             w.names[node] = w.layer("Input", [], name)
+        needed = needed_nodes(self.graph.module)
         for step in self.graph.steps:
-            self._emit(step)
+            if any(node in needed for node in step.expr.outputs):
+                self._emit(step)
         outputs = self._outputs()
-        w.layers += sinks(w.layers, outputs)
         w.layers = fuse_activations(w.layers, outputs)
         w.layers = fuse_roundings(w.layers, outputs)
+        w.layers += sink_unread(w.layers, outputs)
         w.layers = split_branches(w.layers)
         return w
 
@@ -163,15 +166,13 @@ def _rename(layers: list[Layer], old: str, new: str) -> None:
 
 def _check(site: str, scheme: QScheme, bits: int, otherwise: str = "") -> None:
     """Refuses what ncnn's integers are not; ``otherwise`` is what else helps."""
-    reason = ""
-    if scheme.bits != bits or bits > 8:
-        reason = "its integers have 8 bits"
-    elif not scheme.symmetric or not scheme.signed:
-        reason = "its integers are signed and symmetric"
-    elif scheme.bits == 8 and not scheme.narrow:
-        reason = "its integers begin at -127"
-    elif scheme.rounding != "half_away":
-        reason = "it rounds half away from zero"
+    problems = (
+        (scheme.bits != bits or bits > 8, "its integers have 8 bits"),
+        (not scheme.symmetric or not scheme.signed, "its integers are signed and symmetric"),
+        (scheme.bits == 8 and not scheme.narrow, "its integers begin at -127"),
+        (scheme.rounding != "half_away", "it rounds half away from zero"),
+    )
+    reason = next((reason for applies, reason in problems if applies), "")
     if reason:
         raise ExportError(
             f"site {site} is {scheme.describe()}, which ncnn does not compute ({reason}): prepare the module "

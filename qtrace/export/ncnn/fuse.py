@@ -7,10 +7,13 @@ from typing import Any
 
 from qtrace.export.ncnn.writer import Layer
 
-__all__ = ["fuse_activations", "fuse_roundings", "sinks", "split_branches"]
+__all__ = ["fuse_activations", "fuse_roundings", "sink_unread", "split_branches"]
 
 _LAYERS = ("Convolution", "ConvolutionDepthWise", "Deconvolution", "DeconvolutionDepthWise", "InnerProduct")
 _ACTIVATION, _ARGUMENTS, _INT8 = 9, -23310, 8
+# Activation function -> ncnn's number for it inside of a layer.
+_CODES = {"ReLU": 1, "Clip": 3, "Sigmoid": 4, "HardSwish": 6}
+_LEAKY_RELU = 2
 
 
 def fuse_activations(layers: list[Layer], outputs: set[str]) -> list[Layer]:
@@ -25,7 +28,7 @@ def fuse_roundings(layers: list[Layer], outputs: set[str]) -> list[Layer]:
 
 def _fuse(layers: list[Layer], outputs: set[str], take: Any) -> list[Layer]:
     readers = Counter(b for layer in layers for b in layer.bottoms)
-    producers = {layer.tops[0]: layer for layer in layers if layer.tops}
+    producers = {layer.tops[0]: layer for layer in layers}
     kept: list[Layer] = []
     for layer in layers:
         blob = layer.bottoms[0] if len(layer.bottoms) == 1 else ""
@@ -40,23 +43,13 @@ def _fuse(layers: list[Layer], outputs: set[str], take: Any) -> list[Layer]:
 
 
 def _take_activation(before: Layer, layer: Layer, readers: Counter[str]) -> bool:
-    if before.kind not in _LAYERS or _ACTIVATION in before.params:
+    if before.kind not in _LAYERS or _ACTIVATION in before.params or layer.kind not in _CODES:
         return False
-    code: tuple[int, list[float]] | None = None
-    if layer.kind == "ReLU":
-        slope = layer.params.get(0, 0.0)
-        code = (2, [slope]) if slope else (1, [])
-    elif layer.kind == "Clip":
-        code = (3, [layer.params[0], layer.params[1]])
-    elif layer.kind == "Sigmoid":
-        code = (4, [])
-    elif layer.kind == "HardSwish":
-        code = (6, [layer.params[0], layer.params[1]])
-    if code is None:
-        return False
-    before.params[_ACTIVATION] = code[0]
-    if code[1]:
-        before.params[_ARGUMENTS] = code[1]
+    arguments = [v for v in layer.params.values() if layer.kind != "ReLU" or v]
+    leaky = layer.kind == "ReLU" and bool(arguments)
+    before.params[_ACTIVATION] = _LEAKY_RELU if leaky else _CODES[layer.kind]
+    if arguments:
+        before.params[_ARGUMENTS] = arguments
     return True
 
 
@@ -70,11 +63,13 @@ def _take_rounding(before: Layer, layer: Layer, readers: Counter[str]) -> bool:
     return True
 
 
-def sinks(layers: list[Layer], outputs: set[str]) -> list[Layer]:
-    """Layers that read the parts of a split that nothing else reads: ncnn takes unread blobs for outputs."""
+def sink_unread(layers: list[Layer], outputs: set[str]) -> list[Layer]:
+    """Returns layers that read the blobs that no other layer reads: ncnn takes unread blobs for outputs.
+
+    Such blobs are inputs, parts of a split, and integers that stand in the file to be looked at.
+    """
     read = {blob for layer in layers for blob in layer.bottoms} | outputs
-    unread = [top for layer in layers if len(layer.tops) > 1 for top in layer.tops if top not in read]
-    return [Layer("Noop", [blob], []) for blob in unread]
+    return [Layer("Noop", [top], []) for layer in layers for top in layer.tops if top not in read]
 
 
 def split_branches(layers: list[Layer]) -> list[Layer]:

@@ -20,47 +20,42 @@ def _bias(w: NcnnWriter, call: OpCall) -> np.ndarray | None:
     return None if call.bias is None else stored(w, call.bias, "bias").reshape(-1)
 
 
-def _input(w: NcnnWriter, call: OpCall) -> tuple[str, Weight | None]:
-    """What a layer reads, and its weight if the layer is one of 8 bits."""
+def _input(w: NcnnWriter, call: OpCall) -> tuple[str, Weight | None, np.ndarray]:
+    """What a layer reads, its weight if the layer is one of 8 bits, and the numbers of the weight."""
     weight = w.weights.get(call.weight)
     if weight is None or call.inputs[0] not in w.rounded:
-        return w.name(call.inputs[0]), None
-    return w.integer_blob(call.inputs[0]), weight
-
-
-def _parts(w: NcnnWriter, call: OpCall, value: np.ndarray, bias: np.ndarray | None) -> list[bytes]:
-    """What the ``.bin`` holds for a layer."""
-    weight = w.weights.get(call.weight)
-    integer = weight is not None and call.inputs[0] in w.rounded
-    parts = [integers(value) if integer else tagged(value)]
-    if bias is not None:
-        parts.append(floats(bias))
-    return parts
+        return w.name(call.inputs[0]), None, stored(w, call.weight, "weight")
+    return w.integer_blob(call.inputs[0]), weight, weight.integers
 
 
 def _conv(w: NcnnWriter, call: OpCall) -> None:
-    a, groups = call.attrs, call.attrs["groups"]
-    source, weight = _input(w, call)
-    value = weight.integers if weight is not None else stored(w, call.weight, "weight")
+    groups = call.attrs["groups"]
+    source, weight, value = _input(w, call)
     value = value.reshape(-1, *value.shape[-3:])
-    channels = len(value)
-    if weight is not None and groups > 1 and (value.shape[1] > 1 or channels != groups):
+    if weight is not None and groups > 1 and (value.shape[1] > 1 or len(value) != groups):
         _by_group(w, call, weight, value)
         return
-    parts = _parts(w, call, value, _bias(w, call))
-    params = _window(a, value, call.bias is not None)
+    params = _window(call, value)
     if groups > 1:
         params[7] = groups
     if weight is not None:
         params[8] = 2 if groups == 1 else 1
-        parts += _scales(w, call, scale_of(weight, channels))
+    parts = _parts(w, call, value, weight, slice(None))
     kind = "Convolution" if groups == 1 else "ConvolutionDepthWise"
-    w.emit(kind, [source], call.out, params, parts)
+    w.emit(kind, call, params, parts, [source])
 
 
-def _scales(w: NcnnWriter, call: OpCall, weight: np.ndarray) -> list[bytes]:
-    scale = w.rounded[call.inputs[0]].qparams.scale
-    return [floats(np.float32(1) / weight), floats(np.float32(1) / scale)]
+def _parts(
+    w: NcnnWriter, call: OpCall, value: np.ndarray, weight: Weight | None, channels: slice
+) -> list[bytes]:
+    """What the ``.bin`` holds for some output channels of a layer: weight, bias and scales."""
+    bias = _bias(w, call)
+    parts = [tagged(value[channels]) if weight is None else integers(value[channels])]
+    parts += [] if bias is None else [floats(bias[channels])]
+    if weight is None:
+        return parts
+    scale = scale_of(weight, len(value))[channels]
+    return [*parts, *(floats(np.float32(1) / s) for s in (scale, w.rounded[call.inputs[0]].qparams.scale))]
 
 
 def _by_group(w: NcnnWriter, call: OpCall, weight: Weight, value: np.ndarray) -> None:
@@ -70,28 +65,22 @@ def _by_group(w: NcnnWriter, call: OpCall, weight: Weight, value: np.ndarray) ->
     gives wrong floats on x86 (1.0.20261020, measured).
     """
     groups, out = call.attrs["groups"], call.out.name
-    w.integer_blob(call.inputs[0])
     pieces = [w.fresh(out) for _ in range(groups)]
-    inside = value.shape[1]
-    source = w.names[call.inputs[0]]
-    w.layer("Slice", [source], pieces[0], {-23300: [inside] * groups, 1: 0})
-    w.layers[-1].tops = pieces
-    bias, scale = _bias(w, call), scale_of(weight, len(value))
+    w.slice(w.names[call.inputs[0]], pieces, [value.shape[1]] * groups, 0)
     results = []
     for index, piece in enumerate(pieces):
-        part = slice(index * len(value) // groups, (index + 1) * len(value) // groups)
-        params = {**_window(call.attrs, value[part], bias is not None), 8: 2}
-        parts = [integers(value[part]), *([] if bias is None else [floats(bias[part])])]
-        parts += _scales(w, call, scale[part])
+        channels = slice(index * len(value) // groups, (index + 1) * len(value) // groups)
+        params = {**_window(call, value[channels]), 8: 2}
+        parts = _parts(w, call, value, weight, channels)
         results.append(w.layer("Convolution", [piece], w.fresh(out), params, parts))
-    w.emit("Concat", results, call.out, {0: 0})
+    w.emit("Concat", call, {0: 0}, bottoms=results)
 
 
-def _window(a: Any, value: np.ndarray, bias: bool) -> dict[int, Any]:
+def _window(call: OpCall, value: np.ndarray) -> dict[int, Any]:
     params = {0: len(value), 1: value.shape[-1], 11: value.shape[-2]}
     for key, name in ((2, "dilation"), (3, "stride"), (4, "padding")):
-        params[key], params[key + 10] = a[name][1], a[name][0]
-    return {**params, 5: int(bias), 6: value.size}
+        params[key], params[key + 10] = call.attrs[name][1], call.attrs[name][0]
+    return {**params, 5: int(call.bias is not None), 6: value.size}
 
 
 def _transposed(w: NcnnWriter, call: OpCall) -> None:
@@ -100,28 +89,21 @@ def _transposed(w: NcnnWriter, call: OpCall) -> None:
     value = stored(w, call.weight, "weight")
     value = value.reshape(groups, -1, *value.shape[-3:]).swapaxes(1, 2)
     value = value.reshape(-1, *value.shape[-3:])
-    params = _window(a, value, call.bias is not None)
-    params.update({18: a["output_padding"][1], 19: a["output_padding"][0]})
+    params = {**_window(call, value), 18: a["output_padding"][1], 19: a["output_padding"][0]}
     if groups > 1:
         params[7] = groups
     kind = "Deconvolution" if groups == 1 else "DeconvolutionDepthWise"
-    bias = _bias(w, call)
-    parts = [tagged(value), *([] if bias is None else [floats(bias)])]
-    w.emit(kind, [w.name(call.inputs[0])], call.out, params, parts)
+    w.emit(kind, call, params, _parts(w, call, value, None, slice(None)))
 
 
 def _linear(w: NcnnWriter, call: OpCall) -> None:
-    x = call.inputs[0]
-    if len(w.shape(x)) > 2:
+    if len(w.shape(call.inputs[0])) > 2:
         raise ExportError("ncnn has linear layers of vectors and matrices only: reshape before it")
-    source, weight = _input(w, call)
-    value = weight.integers if weight is not None else stored(w, call.weight, "weight")
-    parts = _parts(w, call, value, _bias(w, call))
+    source, weight, value = _input(w, call)
     params = {0: len(value), 1: int(call.bias is not None), 2: value.size}
     if weight is not None:
         params[8] = 2
-        parts += _scales(w, call, scale_of(weight, len(value)))
-    w.emit("InnerProduct", [source], call.out, params, parts)
+    w.emit("InnerProduct", call, params, _parts(w, call, value, weight, slice(None)), [source])
 
 
 def _pool(kind: int) -> Emitter:
@@ -131,7 +113,7 @@ def _pool(kind: int) -> Emitter:
         params.update({3: a["padding"][1], 13: a["padding"][0], 5: 1})  # sizes are rounded down
         if kind == 1:
             params[6] = int(a["count_include_pad"])
-        w.emit("Pooling", [w.name(call.inputs[0])], call.out, params)
+        w.emit("Pooling", call, params)
 
     return emit
 
@@ -139,8 +121,7 @@ def _pool(kind: int) -> Emitter:
 def _adaptive(kind: int) -> Emitter:
     def emit(w: NcnnWriter, call: OpCall) -> None:
         height, width = call.attrs["output_size"]
-        params = {0: kind, 7: 1, 8: width, 18: height}
-        w.emit("Pooling", [w.name(call.inputs[0])], call.out, params)
+        w.emit("Pooling", call, {0: kind, 7: 1, 8: width, 18: height})
 
     return emit
 
@@ -154,8 +135,7 @@ def _interpolate(w: NcnnWriter, call: OpCall) -> None:
     if mode is None or len(call.out.shape) != 4:
         raise ExportError(f"ncnn has no interpolate in mode {a['mode']!r}: use nearest, bilinear or bicubic")
     height, width = w.shape(call.out)[-2:]
-    params = {0: mode, 3: height, 4: width, 6: int(a["align_corners"])}
-    w.emit("Interp", [w.name(call.inputs[0])], call.out, params)
+    w.emit("Interp", call, {0: mode, 3: height, 4: width, 6: int(a["align_corners"])})
 
 
 LAYERS: dict[str, Emitter] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,69 +22,64 @@ Emitter = Callable[[NcnnWriter, OpCall], None]
 _BINARY = {"add": 0, "sub": 1, "mul": 2, "div": 3, "maximum": 4, "minimum": 5, "pow": 6}
 # The same with the operands exchanged.
 _REVERSED = {0: 0, 1: 7, 2: 2, 3: 8, 4: 4, 5: 5, 6: 9}
-_UNARY = {"abs": 0, "neg": 1, "floor": 2, "ceil": 3, "square": 4, "sqrt": 5, "exp": 7, "log": 8, "sin": 9}
-_UNARY.update({"cos": 10})
+_UNARY = {"abs": 0, "neg": 1, "floor": 2, "ceil": 3, "square": 4, "sqrt": 5, "exp": 7, "log": 8}
+_UNARY |= {"sin": 9, "cos": 10}
 # The largest float32 stands for no bound.
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def _plain(kind: str, params: dict[int, Any] | None = None) -> Emitter:
+def _layer(kind: str, params: Callable[[OpCall], dict[int, Any]] = lambda call: {}) -> Emitter:
+    """A layer of one input, with parameters by number."""
+
     def emit(w: NcnnWriter, call: OpCall) -> None:
-        w.emit(kind, [w.name(call.inputs[0])], call.out, dict(params or {}))
+        w.emit(kind, call, params(call))
 
     return emit
 
 
-def _leaky_relu(w: NcnnWriter, call: OpCall) -> None:
-    w.emit("ReLU", [w.name(call.inputs[0])], call.out, {0: float(call.attrs["negative_slope"])})
-
-
 def _prelu(w: NcnnWriter, call: OpCall) -> None:
     slope = stored(w, call.attrs["slope"], "slope").reshape(-1)
-    w.emit("PReLU", [w.name(call.inputs[0])], call.out, {0: slope.size}, [floats(slope)])
+    w.emit("PReLU", call, {0: slope.size}, [floats(slope)])
 
 
-def _clip(w: NcnnWriter, call: OpCall) -> None:
+def _bounds(call: OpCall) -> dict[int, Any]:
     low, high = (0.0, 6.0) if call.kind == "relu6" else (call.attrs["lower"], call.attrs["upper"])
-    bounds = {0: -_LARGEST if low is None else float(low), 1: _LARGEST if high is None else float(high)}
-    w.emit("Clip", [w.name(call.inputs[0])], call.out, bounds)
-
-
-def _softmax(w: NcnnWriter, call: OpCall) -> None:
-    (axis,) = call.attrs["axis"]
-    w.emit("Softmax", [w.name(call.inputs[0])], call.out, {0: _axis(call, axis), 1: 1})
+    return {0: -_LARGEST if low is None else float(low), 1: _LARGEST if high is None else float(high)}
 
 
 def _axis(call: OpCall, axis: int) -> int:
     """An axis of a sample."""
-    found = axis % len(call.inputs[0].shape) - 1
-    if found < 0:
+    place = axis % len(call.inputs[0].shape) - 1
+    if place < 0:
         raise ExportError("it works along the batch, which ncnn does not see: use another axis")
-    return found
+    return place
+
+
+def _softmax(call: OpCall) -> dict[int, Any]:
+    (axis,) = call.attrs["axis"]
+    return {0: _axis(call, axis), 1: 1}
 
 
 def _batch_norm(w: NcnnWriter, call: OpCall) -> None:
     a, module = call.attrs, owner(call.expr)
     names = ("weight", "running_mean", "running_var", "bias")
     raw = {n: getattr(module, n) if module is not None else a[n] for n in names}
-    found = {n: w.value(v) if isinstance(v, TensorNode) else v for n, v in raw.items()}
-    if found["running_mean"] is None or found["running_var"] is None:
+    values = {n: w.value(v) if isinstance(v, TensorNode) else v for n, v in raw.items()}
+    if values["running_mean"] is None or values["running_var"] is None:
         raise ExportError(
             "its statistics are computed, and ncnn stores them in the file: end the graph before it"
         )
-    mean = np.asarray(found["running_mean"]).reshape(-1)
-    fallback = {"weight": np.ones_like(mean), "bias": np.zeros_like(mean)}
-    parts = [fallback[n] if found[n] is None else np.asarray(found[n]).reshape(-1) for n in names]
-    params = {0: mean.size, 1: float(a["eps"])}
-    w.emit("BatchNorm", [w.name(call.inputs[0])], call.out, params, [floats(p) for p in parts])
+    mean = np.asarray(values["running_mean"]).reshape(-1)
+    defaults = {"weight": np.ones_like(mean), "bias": np.zeros_like(mean)}
+    parts = [defaults[n] if values[n] is None else np.asarray(values[n]).reshape(-1) for n in names]
+    w.emit("BatchNorm", call, {0: mean.size, 1: float(a["eps"])}, [floats(p) for p in parts])
 
 
 def _binary(w: NcnnWriter, call: OpCall) -> None:
     code, base = _BINARY[call.kind], call.out.name
     if "scalar" in call.attrs:
         code = _REVERSED[code] if call.attrs["side"] == "left" else code
-        params = {0: code, 1: 1, 2: float(call.attrs["scalar"])}
-        w.emit("BinaryOp", [w.name(call.inputs[0])], call.out, params)
+        w.emit("BinaryOp", call, {0: code, 1: 1, 2: float(call.attrs["scalar"])})
         return
     names = []
     for operand in call.attrs["operands"]:
@@ -92,7 +88,7 @@ def _binary(w: NcnnWriter, call: OpCall) -> None:
             names.append(_same_rank(w, operand, call))
         else:
             names.append(w.memory(_sample(value, call), w.fresh(base)))
-    w.emit("BinaryOp", names, call.out, {0: code})
+    w.emit("BinaryOp", call, {0: code}, bottoms=names)
 
 
 def _sample(value: np.ndarray, call: OpCall) -> np.ndarray:
@@ -116,10 +112,6 @@ def _same_rank(w: NcnnWriter, node: TensorNode, call: OpCall) -> str:
     return w.name(node)
 
 
-def _unary(w: NcnnWriter, call: OpCall) -> None:
-    w.emit("UnaryOp", [w.name(call.inputs[0])], call.out, {0: _UNARY[call.kind]})
-
-
 def _reduce(operation: int) -> Emitter:
     def emit(w: NcnnWriter, call: OpCall) -> None:
         x, axes = call.inputs[0], call.attrs["axis"]
@@ -129,21 +121,20 @@ def _reduce(operation: int) -> Emitter:
         kept = int(len(call.out.shape) == len(x.shape))
         # 5: the axes are those of a sample, as written here.
         params = {0: operation, 1: 0, -23303: places, 4: kept, 5: 1}
-        w.emit("Reduction", [w.name(x)], call.out, params)
+        w.emit("Reduction", call, params)
 
     return emit
 
 
 def _concat(w: NcnnWriter, call: OpCall) -> None:
     names = [w.name(n) for n in call.attrs["parts"]]
-    w.emit("Concat", names, call.out, {0: _axis(call, call.attrs["axis"])})
+    w.emit("Concat", call, {0: _axis(call, call.attrs["axis"])}, bottoms=names)
 
 
 def _split(w: NcnnWriter, call: OpCall) -> None:
     axis = _axis(call, call.attrs["axis"])
     sizes = [w.shape(n)[axis] for n in call.outputs]
-    w.layer("Slice", [w.name(call.inputs[0])], call.outputs[0].name, {-23300: sizes, 1: axis})
-    w.layers[-1].tops = [n.name for n in call.outputs]
+    w.slice(w.name(call.inputs[0]), [n.name for n in call.outputs], sizes, axis)
     w.names.update((n, n.name) for n in call.outputs)
 
 
@@ -154,21 +145,11 @@ def _reshape(w: NcnnWriter, call: OpCall) -> None:
     if len(shape) > 4:
         raise ExportError(f"ncnn has blobs of 1 to 4 axes, not {len(shape)}: join some axes")
     keys = {1: (0,), 2: (0, 1), 3: (0, 1, 2), 4: (0, 1, 11, 2)}[len(shape)]
-    params = dict(zip(keys, reversed(shape), strict=True))
-    w.emit("Reshape", [w.name(call.inputs[0])], call.out, params)
+    w.emit("Reshape", call, dict(zip(keys, reversed(shape), strict=True)))
 
 
 # The order of the axes of a sample -> ncnn's number for it.
-_ORDERS: dict[tuple[int, ...], int] = {
-    (0, 1): 0,
-    (1, 0): 1,
-    (0, 1, 2): 0,
-    (0, 2, 1): 1,
-    (1, 0, 2): 2,
-    (1, 2, 0): 3,
-    (2, 0, 1): 4,
-    (2, 1, 0): 5,
-}
+_ORDERS = {order: n for rank in (2, 3) for n, order in enumerate(itertools.permutations(range(rank)))}
 
 
 def _transpose(w: NcnnWriter, call: OpCall) -> None:
@@ -177,7 +158,7 @@ def _transpose(w: NcnnWriter, call: OpCall) -> None:
     places = tuple(p % rank - 1 for p in pattern) if all(isinstance(p, int) for p in pattern) else ()
     if len(places) != rank or places[0] != -1 or places[1:] not in _ORDERS:
         raise ExportError(f"ncnn cannot transpose by {pattern!r}: keep the batch, and use up to 3 other axes")
-    w.emit("Permute", [w.name(call.inputs[0])], call.out, {0: _ORDERS[places[1:]]})
+    w.emit("Permute", call, {0: _ORDERS[places[1:]]})
 
 
 def _pad(w: NcnnWriter, call: OpCall) -> None:
@@ -187,46 +168,37 @@ def _pad(w: NcnnWriter, call: OpCall) -> None:
         raise ExportError("ncnn pads the height and width of images only: leave the other axes")
     (top, bottom), (left, right) = width[2:]
     params = {0: top, 1: bottom, 2: left, 3: right, 4: modes[call.attrs["mode"]]}
-    w.emit("Padding", [w.name(call.inputs[0])], call.out, {**params, 5: float(call.attrs["value"])})
+    w.emit("Padding", call, {**params, 5: float(call.attrs["value"])})
 
 
 def _identity(w: NcnnWriter, call: OpCall) -> None:
     w.names[call.out] = w.name(call.inputs[0])
 
 
-def _pixel_shuffle(w: NcnnWriter, call: OpCall) -> None:
-    w.emit("PixelShuffle", [w.name(call.inputs[0])], call.out, {0: call.attrs["factor"]})
-
-
+_GATE = {0: 1.0 / 6.0, 1: 0.5}
 EMITTERS: dict[str, Emitter] = {
     **LAYERS,
     **dict.fromkeys(_BINARY, _binary),
-    **dict.fromkeys(_UNARY, _unary),
-    "relu": _plain("ReLU"),
-    "relu6": _clip,
-    "clip": _clip,
-    "leaky_relu": _leaky_relu,
+    **dict.fromkeys(_UNARY, _layer("UnaryOp", lambda call: {0: _UNARY[call.kind]})),
+    **dict.fromkeys(("relu6", "clip"), _layer("Clip", _bounds)),
+    "relu": _layer("ReLU"),
+    "leaky_relu": _layer("ReLU", lambda call: {0: float(call.attrs["negative_slope"])}),
     "prelu": _prelu,
-    "sigmoid": _plain("Sigmoid"),
-    "tanh": _plain("TanH"),
-    "silu": _plain("Swish"),
-    "gelu": _plain("GELU"),
-    "hsigmoid": _plain("HardSigmoid", {0: 1.0 / 6.0, 1: 0.5}),
-    "hswish": _plain("HardSwish", {0: 1.0 / 6.0, 1: 0.5}),
-    "softmax": _softmax,
+    "sigmoid": _layer("Sigmoid"),
+    "tanh": _layer("TanH"),
+    "silu": _layer("Swish"),
+    "gelu": _layer("GELU"),
+    "hsigmoid": _layer("HardSigmoid", lambda call: dict(_GATE)),
+    "hswish": _layer("HardSwish", lambda call: dict(_GATE)),
+    "softmax": _layer("Softmax", _softmax),
     "batch_norm": _batch_norm,
     "sum": _reduce(0),
     "mean": _reduce(3),
     "concat": _concat,
     "split": _split,
-    "reshape": _reshape,
-    "flatten": _reshape,
-    "expand_dims": _reshape,
-    "squeeze": _reshape,
-    "transpose": _transpose,
-    "swapaxes": _transpose,
+    **dict.fromkeys(("reshape", "flatten", "expand_dims", "squeeze"), _reshape),
+    **dict.fromkeys(("transpose", "swapaxes"), _transpose),
+    **dict.fromkeys(("identity", "dropout"), _identity),
     "pad": _pad,
-    "identity": _identity,
-    "dropout": _identity,
-    "pixel_shuffle": _pixel_shuffle,
+    "pixel_shuffle": _layer("PixelShuffle", lambda call: {0: call.attrs["factor"]}),
 }

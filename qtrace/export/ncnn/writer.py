@@ -11,6 +11,7 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.graph.types import Node, TensorNode
+from qtrace.ops import OpCall
 from qtrace.scheme import QParams
 
 __all__ = ["Layer", "NcnnWriter", "Weight", "floats", "integers", "scale_of", "stored", "tagged"]
@@ -154,14 +155,19 @@ class NcnnWriter:
     def emit(
         self,
         kind: str,
-        bottoms: Sequence[str],
-        node: TensorNode,
-        params: dict[int, Any] | None = None,
+        call: OpCall,
+        params: dict[int, Any],
         weights: Sequence[bytes] = (),
+        bottoms: Sequence[str] = (),
     ) -> None:
-        """Adds a layer that computes the graph's ``node``."""
-        self.shape(node)
-        self.names[node] = self.layer(kind, bottoms, node.name, params, weights)
+        """Adds a layer that computes an op; without ``bottoms``, it reads the first input of the op."""
+        self.shape(call.out)
+        read = bottoms or [self.name(call.inputs[0])]
+        self.names[call.out] = self.layer(kind, read, call.out.name, params, weights)
+
+    def slice(self, source: str, tops: Sequence[str], sizes: Sequence[int], axis: int) -> None:
+        """Adds a layer that cuts a blob into parts along an axis."""
+        self.layers.append(Layer("Slice", [source], list(tops), {-23300: list(sizes), 1: axis}))
 
     def memory(self, value: np.ndarray, name: str) -> str:
         """Adds a stored blob, of a shape without the batch."""

@@ -124,11 +124,12 @@ def _activations(graph: ConvertedGraph, names: Names) -> list[Row]:
     reading = _Reading(graph, names)
     rows = []
     for site in graph.sites:
-        if site.sort == "activation":
+        if site.sort == "activation" and site.node.name in names.tensors:
             ends = (site.value, site.decision.static, reading.in_float(site.node))
             rows.append(reading.row(names.tensors[site.node.name], site.name, site.qparams, *ends))
     for name, qparams in graph.carried.items():
-        rows.append(reading.row(names.tensors[name], name, qparams, graph.nodes[name], False, ""))
+        if name in names.tensors:
+            rows.append(reading.row(names.tensors[name], name, qparams, graph.nodes[name], False, ""))
     return rows
 
 
@@ -147,7 +148,7 @@ class _Reading:
         elsewhere = _OUTPUT if integers in self.outputs else ""
         for expr in users(integers):
             call = self.graph.call(expr)
-            if call is not None and call.weight is not None and call.inputs[0] is integers:
+            if call is not None and call.out.name in self.names.layers and call.inputs[0] is integers:
                 layers.append(self.names.layers[call.out.name].name)
             elif not any(n.name in self.graph.annotation.carried for n in expr.outputs):
                 elsewhere = expr.outputs[0].name
@@ -166,7 +167,7 @@ def _parameters(graph: ConvertedGraph, names: Names) -> list[Row]:
         if site.sort == "activation":
             continue
         # A model may store a parameter that several layers read once, or for each of them.
-        for layer in (names.layers[c] for c in site.decision.consumers or ()):
+        for layer in (names.layers[c] for c in site.decision.consumers or () if c in names.layers):
             if site.sort == "weight":
                 rows.append(_weight(site.name, site.qparams, layer))
                 continue

@@ -1,5 +1,61 @@
-"""TFLite: an int8 file, channels last."""
+"""TFLite (LiteRT) with int8 kernels: images with the channels last, weights per channel, int32 biases.
 
-from qtrace.export.tflite.exporter import SUFFIXES, serialize
+Every site is a tensor of integers called ``{site}_int``; an op writes the integers of its site itself, with
+the activation function that it fuses. Image tensors (N, C, H, W) are (N, H, W, C) in the file, its inputs
+and outputs too; metadata called ``qtrace`` say how the axes of each tensor stand, and which tensor holds
+what.
+
+An op that the annotation keeps in float stands between DEQUANTIZE and QUANTIZE, as the graph computes it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+
+from qtrace.errors import ExportError
+from qtrace.export.converted.allow_float import float_kinds
+from qtrace.export.converted.graph import ConvertedGraph
 
 __all__ = ["SUFFIXES", "serialize"]
+
+SUFFIXES = (".tflite",)
+
+_CHOICES = {"io": ("float32", "int8"), "functions": ("float", "table", "native")}
+
+
+def serialize(
+    converted: ConvertedGraph,
+    *,
+    io: str = "float32",
+    functions: str = "float",
+    allow_float: Iterable[str] = (),
+) -> bytes:
+    """The converted module as a TFLite file.
+
+    Args:
+        converted: the graph of a module that was converted for backend tflite.
+        io: "float32", or "int8" for a model whose float inputs and outputs are the integers of their sites:
+            int16 where a site has 16 bits.
+        functions: how functions of one value (sigmoid, SiLU, hard swish ...) and products of two activations
+            are written between integers. "float" computes them between DEQUANTIZE and QUANTIZE: LiteRT makes
+            a look-up of a function. "table" is a GATHER, for devices without floats: exact, and slow on a
+            CPU. "native" is TFLite's integer kernel where it has one: up to one step off in a tenth of the
+            values. Products have no table: they are integer kernels with both.
+        allow_float: op kinds that may compute in float although the graph computes them on integers.
+
+    Raises:
+        ExportError: when a node has no TFLite form or a site rounds in another way, naming it, or LiteRT is
+            not installed.
+    """
+    if importlib.util.find_spec("ai_edge_litert") is None:
+        raise ExportError("TFLite export needs the package ai-edge-litert: run pip install 'qtrace[tflite]'.")
+    for name, choice in (("io", io), ("functions", functions)):
+        if choice not in _CHOICES[name]:
+            known = " or ".join(_CHOICES[name])
+            raise ExportError(f"{name}={choice!r} is no choice of the TFLite export: choose {known}.")
+    # Imported here, since these modules import LiteRT's.
+    from qtrace.export.tflite.build import Options
+    from qtrace.export.tflite.exporter import Exporter
+
+    return Exporter(converted, Options(io, functions, float_kinds(allow_float))).run()

@@ -18,35 +18,30 @@ __all__ = ["FLOAT_ARITHMETIC", "INTEGER_ARITHMETIC", "rescaled"]
 _CODES = {"add": "ADD", "sub": "SUB", "mul": "MUL", "div": "DIV", "maximum": "MAXIMUM", "minimum": "MINIMUM"}
 _ALONE = {"pow": "POW", "floor_div": "FLOOR_DIV"}
 _OPTIONS = {"ADD": "AddOptions", "SUB": "SubOptions", "MUL": "MulOptions", "DIV": "DivOptions"}
+_CLAMPS: dict[Any, str] = {(0.0, None): "RELU", (0.0, 6.0): "RELU6", (-1.0, 1.0): "RELU_N1_TO_1"}
 
 
 def _binary(b: Build, job: Job) -> None:
     """ADD, SUB and MUL on integers."""
-    call, code = job.call, _CODES[job.kind]
-    inputs, order = operands(b, call, call.attrs["operands"], None)
-    target = b.target(job, order)
-    options = {"fusedActivationFunction": target.activation}
-    b.writer.op(code, inputs, [target.stored], _OPTIONS[code], **options)
-    b.done(job, target)
+    inputs, order = operands(b, job.call, job.call.attrs["operands"], None)
+    code = _CODES[job.kind]
+    b.compute(job, order, code, inputs, _OPTIONS[code])
 
 
 def _float_binary(b: Build, job: Job) -> None:
     call, code = job.call, {**_CODES, **_ALONE}[job.kind]
     inputs, order = operands(b, call, call.attrs["operands"], np.dtype(call.out.dtype))
-    out = b.result(call.out, order)
-    b.writer.op(code, inputs, [out], _OPTIONS.get(code, ""))
-    b.put(call.out, out, order)
+    b.emit(call.out, order, code, inputs, _OPTIONS.get(code, ""))
 
 
 def rescaled(b: Build, job: Job, grid: Grid) -> None:
     """The same integers on a grid that is wider or narrower by a power of two."""
-    held = b.get(job.call.inputs[0])
-    assert held.stored.grid is not None
-    factor = Grid((grid.scale[0] / held.stored.grid.scale[0],), (0,))
-    one = b.writer.constant("one_int", np.array(1, held.stored.dtype), factor)
-    made = b.writer.tensor(f"{job.out.name}_int", held.stored.shape, held.stored.dtype, grid)
-    b.writer.op("MUL", [held.stored, one], [made], "MulOptions")
-    b.put(job.out, made, held.order)
+    x, order = b.get(job.call.inputs[0]).parts
+    assert x.grid is not None
+    factor = Grid((grid.scale[0] / x.grid.scale[0],), (0,))
+    one = b.writer.constant("one_int", np.array(1, x.dtype), factor)
+    result = b.writer.add("MUL", [x, one], f"{job.out.name}_int", x.shape, x.dtype, grid, kind="MulOptions")
+    b.put(job.out, result, order)
 
 
 def _div_by_number(b: Build, job: Job) -> None:
@@ -57,57 +52,44 @@ def _div_by_number(b: Build, job: Job) -> None:
             f"{call.out.name}: TFLite has no division on integers: keep it in float by a rule that says "
             f"quantize: false, or {allowing('div')}"
         )
-    held = b.get(call.inputs[0])
-    target = b.target(job, held.order)
-    inverse = number(b, call, 1.0 / call.attrs["scalar"], None)
-    options = {"fusedActivationFunction": target.activation}
-    b.writer.op("MUL", [held.stored, inverse], [target.stored], "MulOptions", **options)
-    b.done(job, target)
+    _times_number(b, job, 1.0 / call.attrs["scalar"])
 
 
 def _negated(b: Build, job: Job) -> None:
-    held = b.get(job.call.inputs[0])
-    target = b.target(job, held.order)
-    minus = number(b, job.call, -1.0, None)
-    options = {"fusedActivationFunction": target.activation}
-    b.writer.op("MUL", [held.stored, minus], [target.stored], "MulOptions", **options)
+    _times_number(b, job, -1.0)
+
+
+def _times_number(b: Build, job: Job, factor: float) -> None:
+    x, order = b.get(job.call.inputs[0]).parts
+    target = b.target(job, order)
+    inputs, options = [x, number(b, job.call, factor, None)], {"fusedActivationFunction": target.activation}
+    b.writer.op("MUL", inputs, [target.stored], "MulOptions", **options)
     b.done(job, target)
 
 
 def _clamp(b: Build, job: Job) -> None:
     """An activation function that stands alone: its input is rounded to the result's grid, then clamped."""
-    held = b.get(job.call.inputs[0])
+    x, order = b.get(job.call.inputs[0]).parts
     name, _, grid = b.site_grid(job)
-    stored = (
-        b.requantized(held.stored, grid, f"{job.call.out.name}_open")
-        if held.stored.grid != grid
-        else held.stored
-    )
-    stored = b.clamped(stored, bounds(job.call), name)
-    b.put(job.out, stored, held.order)
+    if x.grid != grid:
+        x = b.requantized(x, grid, f"{job.call.out.name}_open")
+    b.put(job.out, b.clamped(x, bounds(job.call), name), order)
 
 
 def _float_clamp(b: Build, job: Job) -> None:
     call = job.call
-    lower, upper = bounds(call)
-    codes: dict[Any, str] = {(0.0, None): "RELU", (0.0, 6.0): "RELU6", (-1.0, 1.0): "RELU_N1_TO_1"}
-    code = (
-        None if isinstance(lower, TensorNode) or isinstance(upper, TensorNode) else codes.get((lower, upper))
-    )
+    limits = {code: v for code, v in zip(("MAXIMUM", "MINIMUM"), bounds(call), strict=True) if v is not None}
+    code = None if any(isinstance(v, TensorNode) for v in limits.values()) else _CLAMPS.get(bounds(call))
     if code is not None:
-        held = b.floats(b.get(call.inputs[0]))
-        out = b.result(call.out, held.order)
-        b.writer.op(code, [held.stored], [out])
-        b.put(call.out, out, held.order)
+        x, order = b.floats(b.get(call.inputs[0])).parts
+        b.emit(call.out, order, code, [x])
         return
-    given = [v for v in (lower, upper) if v is not None]
-    (stored, *limits), order = operands(b, call, [call.inputs[0], *given], np.dtype(np.float32))
-    ways = [c for c, v in (("MAXIMUM", lower), ("MINIMUM", upper)) if v is not None]
-    for way, limit in zip(ways, limits, strict=True):
-        made = b.result(call.out, order)
-        b.writer.op(way, [stored, limit], [made], "MaximumMinimumOptions")
-        stored = made
-    b.put(call.out, stored, order)
+    (x, *ends), order = operands(b, call, [call.inputs[0], *limits.values()], np.dtype(np.float32))
+    for code, end in zip(limits, ends, strict=True):
+        result = b.result(call.out, order)
+        b.writer.op(code, [x, end], [result], "MaximumMinimumOptions")
+        x = result
+    b.put(call.out, x, order)
 
 
 INTEGER_ARITHMETIC: dict[str, Emitter] = {

@@ -12,16 +12,16 @@ from qtrace.errors import ExportError
 from qtrace.export.tflite.layout import Order, file_shape
 from qtrace.export.tflite.plan import Job, Plan
 from qtrace.export.tflite.store import Held, Store
-from qtrace.export.tflite.writer import TYPES, Grid, Stored
+from qtrace.export.tflite.writer import TYPES, Grid, Inputs, Stored
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedSite
 
-__all__ = ["NONE", "Build", "Emitter", "Held", "Options", "Target", "allowing", "bounds", "integer_type"]
+__all__ = ["Build", "Emitter", "Held", "Options", "Target", "allowing", "bounds", "integer_type"]
 
-# Activation functions that an operator fuses, as the schema numbers them.
-NONE, _RELU, _RELU_N1_TO_1, _RELU6 = 0, 1, 2, 3
-_FUSED: dict[tuple[Any, Any], int] = {(0.0, None): _RELU, (-1.0, 1.0): _RELU_N1_TO_1, (0.0, 6.0): _RELU6}
+# Bounds of the activation functions that an operator fuses -> the schema's number of the function.
+_NONE = 0
+_FUSED: dict[tuple[Any, Any], int] = {(0.0, None): 1, (-1.0, 1.0): 2, (0.0, 6.0): 3}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Target:
 
     stored: Stored
     order: Order
-    activation: int = NONE
+    activation: int = _NONE
     clamp: OpCall | None = None
 
 
@@ -81,21 +81,22 @@ class Build(Store):
         return f"{job.site.name}_int", integer_type(job.site), Grid.of(job.site.qparams)
 
     def target(self, job: Job, order: Order, fuses: bool = True) -> Target:
-        """The tensor that a job's operator fills: the integers of its site.
+        """The tensor that a job's operator fills: the integers of its site, floats where it has none.
 
         Args:
-            job: an op on integers.
+            job: an op.
             order: the order of the result's axes.
             fuses: whether the operator can fuse an activation function.
         """
+        if job.site is None:
+            return Target(self.result(job.out, order), order)
         name, kind, grid = self.site_grid(job)
         shape = file_shape(self.shape(job.out), order)
-        clamp = NONE if job.clamp is None else _activation(job.clamp)
-        if job.clamp is None or (clamp is not None and fuses):
-            return Target(self.writer.tensor(name, shape, kind, grid), order, clamp or NONE)
-        return Target(
-            self.writer.tensor(f"{job.call.out.name}_open", shape, kind, grid), order, NONE, job.clamp
-        )
+        number = _NONE if job.clamp is None else _FUSED.get(bounds(job.clamp))
+        if job.clamp is None or (number is not None and fuses):
+            return Target(self.writer.tensor(name, shape, kind, grid), order, number or _NONE)
+        opened = self.writer.tensor(f"{job.call.out.name}_open", shape, kind, grid)
+        return Target(opened, order, clamp=job.clamp)
 
     def done(self, job: Job, target: Target) -> None:
         """Takes what `target` gave as the job's result, behind the clamp that its operator did not fuse."""
@@ -103,6 +104,38 @@ class Build(Store):
         if target.clamp is not None:
             stored = self.clamped(stored, bounds(target.clamp), self.site_grid(job)[0])
         self.put(job.out, stored, target.order)
+
+    def compute(
+        self,
+        job: Job,
+        order: Order,
+        code: str,
+        inputs: Inputs,
+        kind: str,
+        fuses: bool = True,
+        **options: Any,
+    ) -> None:
+        """Adds the operator of a job, which gives the integers of the job's site or floats."""
+        target = self.target(job, order, fuses)
+        if fuses:
+            options["fusedActivationFunction"] = target.activation
+        self.writer.op(code, inputs, [target.stored], kind, **options)
+        self.done(job, target)
+
+    def emit(
+        self,
+        node: TensorNode,
+        order: Order,
+        code: str,
+        inputs: Inputs,
+        kind: str = "",
+        source: Stored | None = None,
+        **options: Any,
+    ) -> None:
+        """Adds the operator that gives the value of a node: of the type of ``source``, else of the node's."""
+        out = self.result(node, order, source)
+        self.writer.op(code, inputs, [out], kind, **options)
+        self.put(node, out, order)
 
     def clamped(self, stored: Stored, limits: tuple[float | None, float | None], name: str) -> Stored:
         """Integers within bounds, on their own grid: rounding and clamping may change places."""
@@ -114,9 +147,8 @@ class Build(Store):
                 steps.append((code, np.array(bound, stored.dtype)))
         for number, (code, place) in enumerate(steps, 1):
             end = self.writer.constant(f"{name}_bound", place, stored.grid)
-            made = self.like(stored, name if number == len(steps) else f"{name}_low", stored.shape)
-            self.writer.op(code, [stored, end], [made], "MaximumMinimumOptions")
-            stored = made
+            step = name if number == len(steps) else f"{name}_low"
+            stored = self.add(code, [stored, end], step, stored.shape, kind="MaximumMinimumOptions")
         return stored
 
     def requantized(self, stored: Stored, grid: Grid, name: str) -> Stored:
@@ -137,9 +169,7 @@ class Build(Store):
             return stored
         if stored.grid is not None and stored.dtype == kind == np.int8:
             return self.requantized(stored, grid, name)
-        made = self.writer.tensor(name, stored.shape, kind, grid)
-        self.writer.op("QUANTIZE", [stored], [made], "QuantizeOptions")
-        return made
+        return self.writer.add("QUANTIZE", [stored], name, stored.shape, kind, grid, kind="QuantizeOptions")
 
 
 Emitter = Callable[[Build, Job], None]
@@ -162,8 +192,3 @@ def bounds(clamp: OpCall) -> tuple[float | None, float | None]:
     if clamp.kind == "relu6":
         return 0.0, 6.0
     return clamp.attrs["lower"], clamp.attrs["upper"]
-
-
-def _activation(clamp: OpCall) -> int | None:
-    """The schema's number of an activation function; None when operators cannot fuse it."""
-    return _FUSED.get(bounds(clamp))

@@ -7,6 +7,7 @@ some with a fixed scale for their results: one step off in up to a tenth of the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import megengine as mge
@@ -30,46 +31,44 @@ class _Chain:
 
     def __init__(self, b: Build, job: Job) -> None:
         self.b, self.call = b, job.call
-        held = b.floats(b.get(job.call.inputs[0]))
-        self.x, self.order = held.stored, held.order
+        self.x, self.order = b.floats(b.get(job.call.inputs[0])).parts
 
     def op(self, code: str, *inputs: Stored, last: bool = False, kind: str = "", **options: Any) -> Stored:
         """Adds an operator."""
         name = self.call.out.name if last else f"{self.call.out.name}_{code.lower()}"
-        made = self.b.writer.tensor(name, self.x.shape)
-        self.b.writer.op(code, inputs, [made], kind, **options)
+        result = self.b.writer.add(code, inputs, name, self.x.shape, kind=kind, **options)
         if last:
-            self.b.put(self.call.out, made, self.order)
-        return made
+            self.b.put(self.call.out, result, self.order)
+        return result
+
+    def plus(self, x: Stored, value: float) -> Stored:
+        """Adds a number to a tensor."""
+        return self.op("ADD", x, self.number(value), kind="AddOptions")
 
     def number(self, value: float) -> Stored:
         """A constant."""
         return self.b.writer.constant(f"number_{value:g}", np.array(value, np.float32))
 
+    def softplus(self, x: Stored, last: bool = False) -> Stored:
+        """log(1 + exp(-|x|)) + max(x, 0)."""
+        tail = self.op("LOG", self.plus(self.op("EXP", self.op("NEG", self.op("ABS", x))), 1.0))
+        return self.op("ADD", tail, self.op("RELU", x), last=last, kind="AddOptions")
 
-def _one(code: str, kind: str = "", **options: Any) -> Emitter:
+
+def _chained(write: Callable[[_Chain], object]) -> Emitter:
     def emit(b: Build, job: Job) -> None:
-        chain = _Chain(b, job)
-        chain.op(code, chain.x, last=True, kind=kind, **options)
+        write(_Chain(b, job))
 
     return emit
 
 
-def _silu(b: Build, job: Job) -> None:
-    c = _Chain(b, job)
-    c.op("MUL", c.x, c.op("LOGISTIC", c.x), last=True, kind="MulOptions")
+def _one(code: str, kind: str = "") -> Emitter:
+    return _chained(lambda c: c.op(code, c.x, last=True, kind=kind))
 
 
-def _hsigmoid(b: Build, job: Job) -> None:
-    c = _Chain(b, job)
-    more = c.op("ADD", c.x, c.number(3.0), kind="AddOptions")
-    c.op("MUL", c.op("RELU6", more), c.number(1.0 / 6.0), last=True, kind="MulOptions")
-
-
-def _leaky_relu(b: Build, job: Job) -> None:
-    c = _Chain(b, job)
-    slope = job.call.attrs["negative_slope"]
-    c.op("LEAKY_RELU", c.x, last=True, kind="LeakyReluOptions", alpha=slope)
+def _hsigmoid(c: _Chain) -> None:
+    gate = c.op("RELU6", c.plus(c.x, 3.0))
+    c.op("MUL", gate, c.number(1.0 / 6.0), last=True, kind="MulOptions")
 
 
 def _prelu(b: Build, job: Job) -> None:
@@ -86,37 +85,9 @@ def _prelu(b: Build, job: Job) -> None:
 
 
 def _slope(b: Build, call: OpCall) -> np.ndarray:
-    slope = call.attrs["slope"]
-    found = b.value(slope) if isinstance(slope, TensorNode) else np.asarray(slope.numpy())
-    assert found is not None
-    return found
-
-
-def _softplus(b: Build, job: Job) -> None:
-    """log(1 + exp(-|x|)) + max(x, 0)."""
-    c = _Chain(b, job)
-    _softplus_of(c, c.x, last=True)
-
-
-def _softplus_of(c: _Chain, x: Stored, last: bool = False) -> Stored:
-    power = c.op("EXP", c.op("NEG", c.op("ABS", x)))
-    tail = c.op("LOG", c.op("ADD", power, c.number(1.0), kind="AddOptions"))
-    return c.op("ADD", tail, c.op("RELU", x), last=last, kind="AddOptions")
-
-
-def _logsigmoid(b: Build, job: Job) -> None:
-    c = _Chain(b, job)
-    c.op("NEG", _softplus_of(c, c.op("NEG", c.x)), last=True)
-
-
-def _expm1(b: Build, job: Job) -> None:
-    c = _Chain(b, job)
-    c.op("SUB", c.op("EXP", c.x), c.number(1.0), last=True, kind="SubOptions")
-
-
-def _log1p(b: Build, job: Job) -> None:
-    c = _Chain(b, job)
-    c.op("LOG", c.op("ADD", c.x, c.number(1.0), kind="AddOptions"), last=True)
+    slope = call.attrs["negative_slope" if call.kind == "leaky_relu" else "slope"]
+    value = b.value(slope) if isinstance(slope, TensorNode) else slope
+    return np.asarray(value.numpy() if isinstance(value, mge.Tensor) else value)
 
 
 FLOAT_FUNCTIONS: dict[str, Emitter] = {
@@ -124,14 +95,14 @@ FLOAT_FUNCTIONS: dict[str, Emitter] = {
     "tanh": _one("TANH"),
     "hswish": _one("HARD_SWISH"),
     "gelu": _one("GELU", "GeluOptions"),
-    "silu": _silu,
-    "hsigmoid": _hsigmoid,
-    "leaky_relu": _leaky_relu,
+    "silu": _chained(lambda c: c.op("MUL", c.x, c.op("LOGISTIC", c.x), last=True, kind="MulOptions")),
+    "hsigmoid": _chained(_hsigmoid),
+    "leaky_relu": _prelu,
     "prelu": _prelu,
-    "softplus": _softplus,
-    "logsigmoid": _logsigmoid,
-    "expm1": _expm1,
-    "log1p": _log1p,
+    "softplus": _chained(lambda c: c.softplus(c.x, last=True)),
+    "logsigmoid": _chained(lambda c: c.op("NEG", c.softplus(c.op("NEG", c.x)), last=True)),
+    "expm1": _chained(lambda c: c.op("SUB", c.op("EXP", c.x), c.number(1.0), last=True, kind="SubOptions")),
+    "log1p": _chained(lambda c: c.op("LOG", c.plus(c.x, 1.0), last=True)),
     "square": _one("SQUARE"),
     **{k: _one(k.upper()) for k in ("exp", "log", "sqrt", "abs", "neg", "sin", "cos", "floor", "ceil")},
 }
@@ -142,21 +113,16 @@ FUNCTIONS = frozenset(FLOAT_FUNCTIONS) - {"neg"}
 
 def table(b: Build, job: Job) -> None:
     """A look-up: the integers that the graph gives for each integer of the input."""
-    call, held = job.call, b.get(job.call.inputs[0])
-    name, kind, grid = b.site_grid(job)
-    assert held.stored.grid is not None
-    info = np.iinfo(held.stored.dtype)
-    every = np.arange(info.min, info.max + 1)
-    values = grid.integers(_computed(b, call, held.stored.grid.floats(every)), kind)
+    call, (x, order), (_, kind, grid) = job.call, b.get(job.call.inputs[0]).parts, b.site_grid(job)
+    assert x.grid is not None
+    info = np.iinfo(x.dtype)
+    values = grid.integers(_computed(b, call, x.grid.floats(np.arange(info.min, info.max + 1))), kind)
     content = b.writer.constant(f"{call.out.name}_table", values, grid)
-    shape = held.stored.shape
-    wide, index = (b.writer.tensor(f"{call.out.name}_{n}", shape, np.int32) for n in ("wide", "index"))
+    wide, index = (b.writer.tensor(f"{call.out.name}_{n}", x.shape, np.int32) for n in ("wide", "index"))
     start = b.writer.constant("table_start", np.array(-info.min, np.int32))
-    b.writer.op("CAST", [held.stored], [wide], "CastOptions")
+    b.writer.op("CAST", [x], [wide], "CastOptions")
     b.writer.op("ADD", [wide, start], [index], "AddOptions")
-    made = b.writer.tensor(name, shape, kind, grid)
-    b.writer.op("GATHER", [content, index], [made], "GatherOptions", axis=0)
-    b.put(job.out, made, held.order)
+    b.compute(job, order, "GATHER", [content, index], "GatherOptions", fuses=False, axis=0)
 
 
 def _computed(b: Build, call: OpCall, values: np.ndarray) -> np.ndarray:
@@ -172,47 +138,34 @@ def _fixed_scale(code: str, narrow: Grid) -> Emitter:
     """A kernel whose results have one scale: they are rounded again to that of the graph."""
 
     def emit(b: Build, job: Job) -> None:
-        held = b.get(job.call.inputs[0])
+        x, order = b.get(job.call.inputs[0]).parts
         name, kind, grid = b.site_grid(job)
-        made = _WIDE if kind == np.int16 else narrow
-        out = b.writer.tensor(
-            name if grid == made else f"{job.out.name}_fixed", held.stored.shape, kind, made
-        )
-        b.writer.op(code, [held.stored], [out])
-        b.put(job.out, b.quantized(out, grid, kind, name), held.order)
+        fixed = _WIDE if kind == np.int16 else narrow
+        first = name if grid == fixed else f"{job.out.name}_fixed"
+        result = b.writer.add(code, [x], first, x.shape, kind, fixed)
+        b.put(job.out, b.quantized(result, grid, kind, name), order)
 
     return emit
 
 
-def _kernel(b: Build, job: Job, code: str, kind: str = "", **options: Any) -> None:
-    held = b.get(job.call.inputs[0])
-    name, dtype, grid = b.site_grid(job)
-    out = b.writer.tensor(name, held.stored.shape, dtype, grid)
-    b.writer.op(code, [held.stored], [out], kind, **options)
-    b.put(job.out, out, held.order)
+def _native(code: str, kind: str = "", slope: bool = False) -> Emitter:
+    """TFLite's integer kernel of a function."""
 
+    def emit(b: Build, job: Job) -> None:
+        if code == "HARD_SWISH" and b.site_grid(job)[1] == np.int16:  # the kernel has 8 bits
+            table(b, job)
+            return
+        x, order = b.get(job.call.inputs[0]).parts
+        options = {"alpha": float(_slope(b, job.call).reshape(-1)[0])} if slope else {}
+        b.compute(job, order, code, [x], kind, fuses=False, **options)
 
-def _native_hswish(b: Build, job: Job) -> None:
-    if b.site_grid(job)[1] == np.int16:  # the kernel has 8 bits
-        table(b, job)
-        return
-    _kernel(b, job, "HARD_SWISH")
-
-
-def _native_leaky_relu(b: Build, job: Job) -> None:
-    _kernel(b, job, "LEAKY_RELU", "LeakyReluOptions", alpha=job.call.attrs["negative_slope"])
-
-
-def _native_prelu(b: Build, job: Job) -> None:
-    """Of a single slope; others are not taken for functions of one value."""
-    slope = float(_slope(b, job.call).reshape(-1)[0])
-    _kernel(b, job, "LEAKY_RELU", "LeakyReluOptions", alpha=slope)
+    return emit
 
 
 NATIVE: dict[str, Emitter] = {
     "sigmoid": _fixed_scale("LOGISTIC", _LOGISTIC),
     "tanh": _fixed_scale("TANH", _TANH),
-    "hswish": _native_hswish,
-    "leaky_relu": _native_leaky_relu,
-    "prelu": _native_prelu,
+    "hswish": _native("HARD_SWISH"),
+    # A prelu with several slopes is not taken for a function of one value.
+    **dict.fromkeys(("leaky_relu", "prelu"), _native("LEAKY_RELU", "LeakyReluOptions", slope=True)),
 }

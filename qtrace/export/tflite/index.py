@@ -49,16 +49,16 @@ def _concat(b: Build, job: Job) -> None:
     order = common_order(held)
     stored = [b.arrange(h, order) for h in held]
     axis = job.call.attrs["axis"] % len(order)
-    out = _joined(b, job, order, stored[0])
-    b.writer.op("CONCATENATION", stored, [out], "ConcatenationOptions", axis=order.index(axis))
-    b.put(job.out, out, order)
+    _join(b, job, order, "CONCATENATION", stored, "ConcatenationOptions", axis=order.index(axis))
 
 
-def _joined(b: Build, job: Job, order: Order, first: Stored) -> Stored:
-    if job.site is not None and first.grid is not None:
-        name, kind, grid = b.site_grid(job)
-        return b.writer.tensor(name, [b.shape(job.out)[a] for a in order], kind, grid)
-    return b.result(job.out, order, first)
+def _join(
+    b: Build, job: Job, order: Order, code: str, parts: list[Stored], kind: str, **options: Any
+) -> None:
+    if job.site is not None and parts[0].grid is not None:
+        b.compute(job, order, code, parts, kind, fuses=False, **options)
+    else:
+        b.emit(job.out, order, code, parts, kind, parts[0], **options)
 
 
 def _stack(b: Build, job: Job) -> None:
@@ -70,9 +70,7 @@ def _stack(b: Build, job: Job) -> None:
     place = 0
     if order and order[0] == 0 and axis != 0:
         after, place = (after[1], axis, *after[2:]), 1
-    out = _joined(b, job, after, stored[0])
-    b.writer.op("PACK", stored, [out], "PackOptions", axis=place, valuesCount=len(stored))
-    b.put(job.out, out, after)
+    _join(b, job, after, "PACK", stored, "PackOptions", axis=place, valuesCount=len(stored))
 
 
 @dataclass(frozen=True)
@@ -109,10 +107,10 @@ def _getitem(b: Build, job: Job) -> None:
     for item in many:
         axis = item.axis or 0
         shape[axis] = len(item.value)
-        made = b.like(stored, f"{call.out.name}_taken", [shape[a] for a in held.order])
+        result = b.like(stored, f"{call.out.name}_taken", [shape[a] for a in held.order])
         positions = b.writer.constant("positions", item.value.astype(np.int32) % held.shape[axis])
-        b.writer.op("GATHER", [stored, positions], [made], "GatherOptions", axis=held.order.index(axis))
-        stored = made
+        b.writer.op("GATHER", [stored, positions], [result], "GatherOptions", axis=held.order.index(axis))
+        stored = result
     part = Held(stored, held.order)
     if any(i.axis == 0 and isinstance(i.value, (int, np.integer)) for i in items):
         part = _without_first(b, part)
@@ -133,44 +131,39 @@ def _fixed(b: Build, item: _Item, call: OpCall) -> _Item:
         ends = (None if v is None else b.number(v, what) for v in (value.start, value.stop, value.step))
         return _Item(item.axis, slice(*ends))
     if isinstance(value, TensorNode):
-        found = b.value(value)
-        if found is None:
+        value = b.value(value)
+        if value is None:
             raise ExportError(f"{what} is computed from values, but a TFLite file fixes it: use a constant")
-        return _Item(item.axis, int(found) if found.ndim == 0 else found)
-    if isinstance(value, (list, np.ndarray)) or hasattr(value, "numpy"):
-        found = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
-        return _Item(item.axis, int(found) if found.ndim == 0 else found)
-    return item
+    elif hasattr(value, "numpy"):
+        value = value.numpy()
+    elif not isinstance(value, (list, np.ndarray)):
+        return item
+    places = np.asarray(value)
+    return _Item(item.axis, int(places) if places.ndim == 0 else places)
 
 
 def _sliced(b: Build, call: OpCall, held: Held, items: list[_Item], shape: list[int]) -> Stored:
     """The part that slices and numbers cut out; ``shape`` (in the graph's order) is changed to the part's."""
-    begin, end, step = [0] * len(shape), list(shape), [1] * len(shape)
+    cuts: dict[int, tuple[int, int, int]] = {}
     for item in items:
         if item.axis is None or isinstance(item.value, np.ndarray):
             continue
         size = shape[item.axis]
         if isinstance(item.value, slice):
             cut = range(size)[item.value]
-            if cut.step < 0:
-                raise ExportError(f"{call.out.name}: a negative step has no TFLite form: use positions")
-            begin[item.axis], step[item.axis] = cut.start, cut.step
-            end[item.axis] = cut.start + len(cut) * cut.step if cut.step > 1 else cut.stop
-            end[item.axis] = min(end[item.axis], size)
         else:
-            begin[item.axis] = int(item.value) % size
-            end[item.axis] = begin[item.axis] + 1
-        shape[item.axis] = len(range(begin[item.axis], end[item.axis], step[item.axis]))
-    if shape == list(held.shape):
+            cut = range(int(item.value) % size, int(item.value) % size + 1)
+        if cut.step < 0:
+            raise ExportError(f"{call.out.name}: a negative step has no TFLite form: use positions")
+        shape[item.axis] = len(cut)
+        if cut != range(size):
+            end = cut.start + len(cut) * cut.step if cut.step > 1 else cut.stop
+            cuts[held.order.index(item.axis)] = (cut.start, min(end, size), cut.step)
+    if not cuts:
         return held.stored
-    made = b.like(held.stored, f"{call.out.name}_cut", [shape[a] for a in held.order])
-    parts = {
-        place: (begin[a], end[a], step[a])
-        for place, a in enumerate(held.order)
-        if (begin[a], end[a], step[a]) != (0, held.shape[a], 1)
-    }
-    b.cut(held.stored, made, parts)
-    return made
+    part = b.like(held.stored, f"{call.out.name}_cut", [shape[a] for a in held.order])
+    b.cut(held.stored, part, cuts)
+    return part
 
 
 def _setitem(b: Build, job: Job) -> None:
@@ -206,12 +199,9 @@ def _filled(b: Build, job: Job, held: Held, cuts: list[tuple[int, range]]) -> St
     else:
         shape = [len(cut) if i == place else n for i, n in enumerate(held.stored.shape)]
         middle = _spread(b, job, job.call.expr.args[2], held, shape)
-    parts = [_span(b, held, place, 0, cut.start), middle, _span(b, held, place, cut.stop, size)]
-    out = b.like(held.stored, f"{job.call.out.name}_filled", held.stored.shape)
-    b.writer.op(
-        "CONCATENATION", [p for p in parts if p is not None], [out], "ConcatenationOptions", axis=place
-    )
-    return out
+    spans = [_span(b, held, place, 0, cut.start), middle, _span(b, held, place, cut.stop, size)]
+    parts, options = [p for p in spans if p is not None], {"kind": "ConcatenationOptions", "axis": place}
+    return b.add("CONCATENATION", parts, f"{job.call.out.name}_filled", held.stored.shape, **options)
 
 
 def _span(b: Build, held: Held, place: int, start: int, end: int) -> Stored | None:
@@ -235,10 +225,10 @@ def _spread(b: Build, job: Job, value: Any, held: Held, shape: list[int]) -> Sto
     b.fixed = b.fixed or job.call.out.name
     if stored.value is not None:
         return b.writer.constant(name, np.broadcast_to(stored.value, shape))
-    made = b.like(stored, name, shape)
+    result = b.like(stored, name, shape)
     zeros = b.writer.constant("zeros", np.zeros(shape, np.float32))
-    b.writer.op("ADD", [stored, zeros], [made], "AddOptions")
-    return made
+    b.writer.op("ADD", [stored, zeros], [result], "AddOptions")
+    return result
 
 
 def _embedding(b: Build, job: Job) -> None:

@@ -23,29 +23,18 @@ def _common(given: Any) -> np.dtype:
     return np.dtype(np.bool_) if all(k.kind == "b" for k in kinds) else np.dtype(np.int32)
 
 
-def _compared(code: str) -> Emitter:
-    def emit(b: Build, job: Job) -> None:
-        call, given = job.call, job.call.attrs["operands"]
-        inputs, order = operands(b, call, given, _common(given))
-        out = b.result(call.out, order)
-        b.writer.op(code, inputs, [out])
-        b.put(call.out, out, order)
-
-    return emit
+def _comparison(b: Build, job: Job) -> None:
+    given = job.call.attrs["operands"]
+    inputs, order = operands(b, job.call, given, _common(given))
+    b.emit(job.out, order, job.kind.upper(), inputs)
 
 
-def _logic(code: str) -> Emitter:
-    def emit(b: Build, job: Job) -> None:
-        call = job.call
-        if np.dtype(call.out.dtype) != np.bool_:
-            raise ExportError(f"{call.out.name}: logic on integers has no TFLite form: use booleans")
-        given = call.attrs.get("operands", call.inputs)
-        inputs, order = operands(b, call, given, np.dtype(np.bool_))
-        out = b.result(call.out, order)
-        b.writer.op(code, inputs, [out])
-        b.put(call.out, out, order)
-
-    return emit
+def _logic(b: Build, job: Job) -> None:
+    call = job.call
+    if np.dtype(call.out.dtype) != np.bool_:
+        raise ExportError(f"{call.out.name}: logic on integers has no TFLite form: use booleans")
+    inputs, order = operands(b, call, call.attrs.get("operands", call.inputs), np.dtype(np.bool_))
+    b.emit(call.out, order, call.kind.upper(), inputs)
 
 
 def _astype(b: Build, job: Job) -> None:
@@ -59,17 +48,12 @@ def _where(b: Build, job: Job) -> None:
     mask, kind = call.attrs["mask"], np.dtype(call.out.dtype)
     kinds = [np.dtype(np.bool_), kind, kind]
     inputs, order = operands(b, call, [mask, *call.attrs["operands"]], kinds)
-    out = b.result(call.out, order)
-    b.writer.op("SELECT_V2", inputs, [out])
-    b.put(call.out, out, order)
+    b.emit(call.out, order, "SELECT_V2", inputs)
 
 
 FLOAT_LOGIC: dict[str, Emitter] = {
-    **{
-        kind: _compared(kind.upper())
-        for kind in ("less", "less_equal", "greater", "greater_equal", "equal", "not_equal")
-    },
-    **{kind: _logic(kind.upper()) for kind in ("logical_and", "logical_or", "logical_not")},
+    **dict.fromkeys(("less", "less_equal", "greater", "greater_equal", "equal", "not_equal"), _comparison),
+    **dict.fromkeys(("logical_and", "logical_or", "logical_not"), _logic),
     "astype": _astype,
     "where": _where,
 }

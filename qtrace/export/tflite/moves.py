@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.export.tflite.build import Build, Emitter, Held
-from qtrace.export.tflite.layout import Order, file_shape, natural
+from qtrace.export.tflite.layout import file_shape, natural
 from qtrace.export.tflite.moved import Moved
 from qtrace.export.tflite.plan import Job
-from qtrace.export.tflite.writer import Stored
 from qtrace.graph.types import TensorNode
 
 __all__ = ["MOVES", "reshape"]
-
-
-def _put_like(
-    b: Build, node: TensorNode, code: str, inputs: list[Stored], order: Order, kind: str, **options: Any
-) -> None:
-    """Adds an operator whose result is of the type of its first input."""
-    out = b.result(node, order, inputs[0])
-    b.writer.op(code, inputs, [out], kind, **options)
-    b.put(node, out, order)
 
 
 def reshape(b: Build, node: TensorNode, held: Held, moved: Moved) -> None:
@@ -61,23 +49,22 @@ def _identity(b: Build, job: Job) -> None:
 
 
 def _pad(b: Build, job: Job) -> None:
-    call, held = job.call, b.get(job.call.inputs[0])
-    a, rank = job.call.attrs, len(held.order)
-    width = (*a["width"], *[(0, 0)] * (rank - len(a["width"])))
-    pads = b.writer.constant("pads", np.array([width[axis] for axis in held.order], np.int32))
+    call, a = job.call, job.call.attrs
+    x, order = b.get(call.inputs[0]).parts
+    width = (*a["width"], *[(0, 0)] * (len(order) - len(a["width"])))
+    pads = b.writer.constant("pads", np.array([width[axis] for axis in order], np.int32))
     if a["mode"] == "replicate":
         raise ExportError(
             f"{call.out.name}: padding by the border's values has no TFLite form: use zeros or reflect"
         )
     if a["mode"] == "reflect":
-        _put_like(b, call.out, "MIRROR_PAD", [held.stored, pads], held.order, "MirrorPadOptions", mode=0)
-        return
-    if a["value"] == 0.0:  # integers are padded with their zero point
-        _put_like(b, call.out, "PAD", [held.stored, pads], held.order, "PadOptions")
-        return
-    stored = b.floats(held).stored
-    fill = b.writer.constant("fill", np.array([a["value"]], np.float32))
-    _put_like(b, call.out, "PADV2", [stored, pads, fill], held.order, "PadV2Options")
+        b.emit(call.out, order, "MIRROR_PAD", [x, pads], "MirrorPadOptions", x, mode=0)
+    elif a["value"] == 0.0:  # integers are padded with their zero point
+        b.emit(call.out, order, "PAD", [x, pads], "PadOptions", x)
+    else:
+        x = b.as_floats(x)
+        fill = b.writer.constant("fill", np.array([a["value"]], np.float32))
+        b.emit(call.out, order, "PADV2", [x, pads, fill], "PadV2Options", x)
 
 
 def _split(b: Build, job: Job) -> None:
@@ -101,14 +88,14 @@ def _split(b: Build, job: Job) -> None:
 
 def _broadcast_to(b: Build, job: Job) -> None:
     call = job.call
-    held = b.widened(b.get(call.inputs[0]), b.rank(call.out))
-    shape = file_shape(b.shape(call.out), held.order)
-    if shape == held.stored.shape:
-        b.put(call.out, held.stored, held.order)
+    x, order = b.widened(b.get(call.inputs[0]), b.rank(call.out)).parts
+    shape = file_shape(b.shape(call.out), order)
+    if shape == x.shape:
+        b.put(call.out, x, order)
         return
-    repeats = [o // i for o, i in zip(shape, held.stored.shape, strict=True)]
-    _put_like(b, call.out, "TILE", [held.stored, b.writer.ints(repeats)], held.order, "TileOptions")
-    if repeats[held.order.index(0)] != 1:
+    repeats = b.writer.ints([o // i for o, i in zip(shape, x.shape, strict=True)])
+    b.emit(call.out, order, "TILE", [x, repeats], "TileOptions", x)
+    if shape[order.index(0)] != x.shape[order.index(0)]:
         b.fixed = b.fixed or call.out.name
 
 
@@ -116,10 +103,10 @@ def _tile(b: Build, job: Job) -> None:
     call = job.call
     reps = [b.number(r, f"{call.out.name}: how often it repeats") for r in call.attrs["reps"]]
     rank = b.rank(call.out)
-    held = b.widened(b.get(call.inputs[0]), rank)
+    x, order = b.widened(b.get(call.inputs[0]), rank).parts
     reps = [1] * (rank - len(reps)) + reps
-    inputs = [held.stored, b.writer.ints([reps[axis] for axis in held.order])]
-    _put_like(b, call.out, "TILE", inputs, held.order, "TileOptions")
+    repeats = b.writer.ints([reps[axis] for axis in order])
+    b.emit(call.out, order, "TILE", [x, repeats], "TileOptions", x)
 
 
 def _repeat(b: Build, job: Job) -> None:
@@ -127,25 +114,18 @@ def _repeat(b: Build, job: Job) -> None:
     call, held = job.call, b.get(job.call.inputs[0])
     times = b.number(call.attrs["repeats"], f"{call.out.name}: how often it repeats")
     axis = call.attrs["axis"]
+    name, (x, order) = _name(call.out, held), held.parts
     if axis is None:
-        held, axis = (
-            Held(b.arrange(held, natural(len(held.order))), natural(len(held.order))),
-            len(held.order) - 1,
-        )
-    place = held.order.index(axis)
-    shape = held.stored.shape
-    single = b.reshaped(held.stored, (*shape[: place + 1], 1, *shape[place + 1 :]), held.order.index(0))
-    counts = [1] * (len(shape) + 1)
-    counts[place + 1] = times
-    many = b.like(single, f"{call.out.name}_many", [n * c for n, c in zip(single.shape, counts, strict=True)])
-    b.writer.op("TILE", [single, b.writer.ints(counts)], [many], "TileOptions")
-    if b.rank(call.out) != len(shape):  # of the flattened values
-        b.put(call.out, b.reshaped(many, b.shape(call.out), 0, _name(call.out, held)), natural(1))
-        return
-    made = b.reshaped(
-        many, file_shape(b.shape(call.out), held.order), held.order.index(0), _name(call.out, held)
-    )
-    b.put(call.out, made, held.order)
+        order, axis = natural(len(order)), len(order) - 1
+        x = b.arrange(held, order)
+    place, batch = order.index(axis), order.index(0)
+    single = b.reshaped(x, (*x.shape[: place + 1], 1, *x.shape[place + 1 :]), batch)
+    counts = [times if i == place + 1 else 1 for i in range(len(x.shape) + 1)]
+    shape = [n * c for n, c in zip(single.shape, counts, strict=True)]
+    repeated = b.add("TILE", [single, counts], f"{call.out.name}_many", shape, kind="TileOptions")
+    if b.rank(call.out) != len(order):  # of the flattened values
+        order, batch = natural(1), 0
+    b.put(call.out, b.reshaped(repeated, file_shape(b.shape(call.out), order), batch, name), order)
 
 
 def _pixel_shuffle(b: Build, job: Job) -> None:
@@ -153,10 +133,11 @@ def _pixel_shuffle(b: Build, job: Job) -> None:
     call, f = job.call, job.call.attrs["factor"]
     n, channels, height, width = b.shape(call.inputs[0])
     held, moved = b.moved_from(call.inputs[0])
-    apart = moved.reshaped([n, channels // (f * f), f, f, height, width])
+    shape = [n, channels // (f * f), f, f, height, width]
+    apart = moved.reshaped(shape)
     if apart is None:
         held = b.get(call.inputs[0])
-        apart = Moved.of(held.shape, held.order).reshaped([n, channels // (f * f), f, f, height, width])
+        apart = Moved.of(held.shape, held.order).reshaped(shape)
     assert apart is not None
     reshape(b, call.out, held, apart.transposed((0, 1, 4, 2, 5, 3)))
 
@@ -176,9 +157,8 @@ def _roll(b: Build, job: Job) -> None:
             shape = [end - start if i == place else n for i, n in enumerate(stored.shape)]
             parts.append(b.like(stored, f"{call.out.name}_part", shape))
             b.cut(stored, parts[-1], {place: (start, end, 1)})
-        joined = b.like(stored, f"{_name(call.out, held)}", stored.shape)
-        b.writer.op("CONCATENATION", parts, [joined], "ConcatenationOptions", axis=place)
-        stored = joined
+        options = {"kind": "ConcatenationOptions", "axis": place}
+        stored = b.add("CONCATENATION", parts, _name(call.out, held), stored.shape, **options)
     b.put(call.out, stored, held.order)
 
 

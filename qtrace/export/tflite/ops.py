@@ -12,7 +12,7 @@ from qtrace.export.tflite.arithmetic import FLOAT_ARITHMETIC, INTEGER_ARITHMETIC
 from qtrace.export.tflite.build import Build, Emitter
 from qtrace.export.tflite.functions import FLOAT_FUNCTIONS, FUNCTIONS, NATIVE, table
 from qtrace.export.tflite.index import FLOAT_INDEXING, INDEXING
-from qtrace.export.tflite.layers import FLOAT_LAYERS, INEXACT, INTEGER_LAYERS
+from qtrace.export.tflite.layers import INEXACT, LAYERS
 from qtrace.export.tflite.logic import FLOAT_LOGIC
 from qtrace.export.tflite.moves import MOVES as MOVING
 from qtrace.export.tflite.plan import Job, reads_values
@@ -38,13 +38,13 @@ __all__ = [
 
 MOVES: dict[str, Emitter] = {**MOVING, **INDEXING, **MOVING_WINDOWS, **MOVING_REDUCTIONS}
 INTEGER: dict[str, Emitter] = {
-    **INTEGER_LAYERS,
+    **LAYERS,
     **INTEGER_WINDOWS,
     **INTEGER_ARITHMETIC,
     **INTEGER_REDUCTIONS,
 }
 FLOAT: dict[str, Emitter] = {
-    **FLOAT_LAYERS,
+    **LAYERS,
     **FLOAT_WINDOWS,
     **FLOAT_FUNCTIONS,
     **FLOAT_REDUCTIONS,
@@ -137,7 +137,7 @@ def _fold_full(b: Build, call: OpCall) -> None:
 def _fold_shifted(b: Build, expr: Expr, outputs: list[TensorNode], found: list[np.ndarray]) -> None:
     try:
         others = _interpreted(expr, [b.shifted.get(n, b.values[n]) for n in expr.inputs])
-    except Exception:  # another size does not fit here at all
+    except (AssertionError, IndexError, RuntimeError, ValueError):  # another size does not fit here at all
         others = [np.zeros(0)] * len(found)
     for node, value, other in zip(outputs, found, others, strict=True):
         if not np.array_equal(value, other):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from qtrace.errors import ExportError
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.fakequant.base import FakeQuant
+from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.types import Apply, Expr, TensorNode
 from qtrace.graph.walk import owner, users
 from qtrace.ops import OpCall
@@ -60,6 +61,7 @@ class Plan:
         graph: the converted graph.
         shapes: node -> its shape.
         members: the exprs that are fused into another.
+        needed: the nodes on whose values an output depends.
     """
 
     def __init__(self, graph: ConvertedGraph) -> None:
@@ -68,6 +70,7 @@ class Plan:
         self.notes: dict[str, ExprNote] = {n.name: n for n in self.graph.annotation.notes}
         self.members: set[Expr] = set()
         self.shapes = self.graph.shapes
+        self.needed = needed_nodes(graph.module)
 
     def check(self) -> None:
         """Refuses sites that TFLite has no type for, or rounds in another way.
@@ -100,7 +103,7 @@ class Plan:
     def _clamp(self, call: OpCall) -> OpCall | None:
         if self.state(call) not in ("int", "fused") or call.kind in CLAMPS or call.out in self.outputs:
             return None
-        readers = list(users(call.out))
+        readers = self._needed_readers(call.out)
         found = self.graph.call(readers[0]) if len(readers) == 1 else None
         if found is None or found.kind not in CLAMPS or self.state(found) != "fused":
             return None
@@ -108,11 +111,15 @@ class Plan:
 
     def site_of(self, node: TensorNode) -> QuantizedSite | None:
         """The one site that reads the value of ``node``, if nothing else does."""
-        readers = [e for e in users(node) if reads_values(e)]
+        readers = [e for e in self._needed_readers(node) if reads_values(e)]
         if node in self.outputs or len(readers) != 1:
             return None
         site = self.graph.site_of(readers[0].outputs[0])
         return site if site is not None and site.sort == "activation" else None
+
+    def _needed_readers(self, node: TensorNode) -> list[Expr]:
+        """The exprs that read ``node`` and on which an output depends."""
+        return [expr for expr in users(node) if any(n in self.needed for n in expr.outputs)]
 
     def reaches(self, node: TensorNode, wanted: frozenset[str], through: frozenset[str]) -> bool:
         """Whether a value arrives at an op of the kinds ``wanted`` through ops of the kinds ``through``."""

@@ -36,24 +36,14 @@ def _axes(b: Build, call: OpCall) -> tuple[Held, tuple[int, ...], Stored, bool]:
 
 
 def _reduced(code: str) -> Emitter:
-    """MEAN or SUM on integers."""
+    """MEAN, SUM or REDUCE_PROD, on integers where the result has a site."""
 
     def emit(b: Build, job: Job) -> None:
         held, axes, places, keeps = _axes(b, job.call)
         target = b.target(job, _left(held.order, axes, keeps), fuses=False)
-        b.writer.op(code, [held.stored, places], [target.stored], "ReducerOptions", keepDims=keeps)
+        x = held.stored if job.site is not None else b.as_floats(held.stored)
+        b.writer.op(code, [x, places], [target.stored], "ReducerOptions", keepDims=keeps)
         b.done(job, target)
-
-    return emit
-
-
-def _reduced_float(code: str) -> Emitter:
-    def emit(b: Build, job: Job) -> None:
-        held, axes, places, keeps = _axes(b, job.call)
-        order = _left(held.order, axes, keeps)
-        out = b.result(job.call.out, order)
-        b.writer.op(code, [b.floats(held).stored, places], [out], "ReducerOptions", keepDims=keeps)
-        b.put(job.call.out, out, order)
 
     return emit
 
@@ -63,10 +53,8 @@ def _extreme(code: str) -> Emitter:
 
     def emit(b: Build, job: Job) -> None:
         held, axes, places, keeps = _axes(b, job.call)
-        order = _left(held.order, axes, keeps)
-        out = b.result(job.call.out, order, held.stored)
-        b.writer.op(code, [held.stored, places], [out], "ReducerOptions", keepDims=keeps)
-        b.put(job.call.out, out, order)
+        order, x = _left(held.order, axes, keeps), held.stored
+        b.emit(job.call.out, order, code, [x, places], "ReducerOptions", x, keepDims=keeps)
 
     return emit
 
@@ -95,26 +83,21 @@ def _argument(code: str, kind: str) -> Emitter:
     return emit
 
 
-def _last_axis(b: Build, call: OpCall, code: str, kind: str = "", **options: Any) -> None:
+def _along_last_axis(code: str, kind: str = "", **options: Any) -> Emitter:
     """An operator that works along the last axis of the file."""
-    held = b.floats(b.get(call.inputs[0]))
-    axes = call.attrs["axis"]
-    axis = axes[0] if isinstance(axes, (tuple, list)) else axes
-    if isinstance(axes, (tuple, list)) and len(axes) != 1:
-        raise ExportError(f"{call.out.name}: softmax over several axes has no TFLite form: use one axis")
-    axis %= len(held.order)
-    order = (*(a for a in held.order if a != axis), axis)
-    out = b.result(call.out, order)
-    b.writer.op(code, [b.arrange(held, order)], [out], kind, **options)
-    b.put(call.out, out, order)
 
+    def emit(b: Build, job: Job) -> None:
+        call, held = job.call, b.floats(b.get(job.call.inputs[0]))
+        axes = np.atleast_1d(call.attrs["axis"])
+        if len(axes) != 1:
+            raise ExportError(f"{call.out.name}: softmax over several axes has no TFLite form: use one axis")
+        axis = int(axes[0]) % len(held.order)
+        order = (*(a for a in held.order if a != axis), axis)
+        out = b.result(call.out, order)
+        b.writer.op(code, [b.arrange(held, order)], [out], kind, **options)
+        b.put(call.out, out, order)
 
-def _softmax(b: Build, job: Job) -> None:
-    _last_axis(b, job.call, "SOFTMAX", "SoftmaxOptions", beta=1.0)
-
-
-def _logsoftmax(b: Build, job: Job) -> None:
-    _last_axis(b, job.call, "LOG_SOFTMAX")
+    return emit
 
 
 def _batch_norm(b: Build, job: Job) -> None:
@@ -137,11 +120,9 @@ def _batch_norm(b: Build, job: Job) -> None:
         b.writer.constant(f"{call.out.name}_{n}", v.transpose(held.order))
         for n, v in zip(("factor", "summand"), wide, strict=True)
     ]
-    scaled = b.writer.tensor(f"{call.out.name}_scaled", held.stored.shape)
-    out = b.result(call.out, held.order)
-    b.writer.op("MUL", [held.stored, laid[0]], [scaled], "MulOptions")
-    b.writer.op("ADD", [scaled, laid[1]], [out], "AddOptions")
-    b.put(call.out, out, held.order)
+    x, order = held.parts
+    scaled = b.writer.add("MUL", [x, laid[0]], f"{call.out.name}_scaled", x.shape, kind="MulOptions")
+    b.emit(call.out, order, "ADD", [scaled, laid[1]], "AddOptions")
 
 
 def _parameter(b: Build, value: Any) -> np.ndarray | None:
@@ -150,91 +131,76 @@ def _parameter(b: Build, value: Any) -> np.ndarray | None:
     return None if value is None else np.asarray(value.numpy())
 
 
-class _Norm:
-    """Zero mean and unit variance over some axes of the file, then a factor and a summand."""
+def _normalized(b: Build, call: OpCall, x: Stored, places: list[int]) -> Stored:
+    """Values of zero mean and unit variance over some axes of the file."""
+    axes, small = b.writer.ints(places), [1 if i in places else n for i, n in enumerate(x.shape)]
 
-    def __init__(self, b: Build, call: OpCall) -> None:
-        self.b, self.call = b, call
+    def add(code: str, inputs: list[Stored], shape: Any, kind: str = "", **options: Any) -> Stored:
+        return b.writer.add(code, inputs, f"{call.out.name}_{code.lower()}", shape, kind=kind, **options)
 
-    def run(self, x: Stored, places: list[int], eps: float) -> Stored:
-        """The normalized values."""
-        b, name = self.b, self.call.out.name
-        axes, small = b.writer.ints(places), [1 if i in places else n for i, n in enumerate(x.shape)]
+    mean = add("MEAN", [x, axes], small, "ReducerOptions", keepDims=True)
+    centered = add("SUB", [x, mean], x.shape, "SubOptions")
+    squares = add("SQUARED_DIFFERENCE", [x, mean], x.shape)
+    spread = add("MEAN", [squares, axes], small, "ReducerOptions", keepDims=True)
+    epsilon = b.writer.constant("epsilon", np.array(call.attrs["eps"], np.float32))
+    inverse = add("RSQRT", [add("ADD", [spread, epsilon], small, "AddOptions")], small)
+    return add("MUL", [centered, inverse], x.shape, "MulOptions")
 
-        def add(code: str, inputs: list[Stored], shape: Any, kind: str = "", **options: Any) -> Stored:
-            made = b.writer.tensor(f"{name}_{code.lower()}", shape)
-            b.writer.op(code, inputs, [made], kind, **options)
-            return made
 
-        mean = add("MEAN", [x, axes], small, "ReducerOptions", keepDims=True)
-        centered = add("SUB", [x, mean], x.shape, "SubOptions")
-        squares = add("SQUARED_DIFFERENCE", [x, mean], x.shape)
-        spread = add("MEAN", [squares, axes], small, "ReducerOptions", keepDims=True)
-        eps_stored = b.writer.constant("epsilon", np.array(eps, np.float32))
-        inverse = add("RSQRT", [add("ADD", [spread, eps_stored], small, "AddOptions")], small)
-        return add("MUL", [centered, inverse], x.shape, "MulOptions")
+def _put_affine(b: Build, call: OpCall, x: Stored, order: Order, column: tuple[int, ...] = ()) -> None:
+    """Takes weight times ``x`` plus bias as the result; both broadcast in the graph's order.
 
-    def affine(self, x: Stored, order: Order, weight: np.ndarray | None, bias: np.ndarray | None) -> None:
-        """Takes weight times ``x`` plus bias as the result; both broadcast in the graph's order."""
-        b, call = self.b, self.call
-        for code, value, kind in (("MUL", weight, "MulOptions"), ("ADD", bias, "AddOptions")):
-            if value is not None:
-                wide = value.reshape((1,) * (len(order) - value.ndim) + value.shape).transpose(order)
-                made = b.writer.tensor(call.out.name, x.shape)
-                operand = b.writer.constant(f"{call.out.name}_{code.lower()}_by", wide.astype(np.float32))
-                b.writer.op(code, [x, operand], [made], kind)
-                x = made
-        b.put(call.out, x, order)
+    Args:
+        b: the file.
+        call: the op, with its weight and bias.
+        x: the values.
+        order: the order of their axes.
+        column: the shape in which weight and bias broadcast; () for their own.
+    """
+    for code, name, kind in (("MUL", "weight", "MulOptions"), ("ADD", "bias", "AddOptions")):
+        value = _parameter(b, call.attrs[name])
+        if value is not None:
+            value = value.reshape(column or value.shape)
+            wide = value.reshape((1,) * (len(order) - value.ndim) + value.shape).transpose(order)
+            result = b.writer.tensor(call.out.name, x.shape)
+            factor = b.writer.constant(f"{call.out.name}_{code.lower()}_by", wide.astype(np.float32))
+            b.writer.op(code, [x, factor], [result], kind)
+            x = result
+    b.put(call.out, x, order)
 
 
 def _layer_norm(b: Build, job: Job) -> None:
     """Over the last axes, wherever they stand in the file."""
-    call, norm = job.call, _Norm(b, job.call)
-    held = b.floats(b.get(call.inputs[0]))
-    weight, bias = _parameter(b, call.attrs["weight"]), _parameter(b, call.attrs["bias"])
+    call, (x, order) = job.call, b.floats(b.get(job.call.inputs[0])).parts
     shape = call.attrs.get("normalized_shape")
-    if shape is not None:
-        count = len(shape) if isinstance(shape, (tuple, list)) else 1
-    else:
-        count = int(call.attrs["normalized_dim"])
-    rank = len(held.order)
-    places = sorted(held.order.index(rank - 1 - i) for i in range(count))
-    norm.affine(norm.run(held.stored, places, call.attrs["eps"]), held.order, weight, bias)
+    count = int(call.attrs["normalized_dim"]) if shape is None else np.size(shape)
+    places = sorted(order.index(len(order) - 1 - i) for i in range(count))
+    _put_affine(b, call, _normalized(b, call, x, places), order)
 
 
 def _group_norm(b: Build, job: Job) -> None:
     """Over the channels of a group and the whole map: groups become an axis of their own."""
-    call, norm = job.call, _Norm(b, job.call)
-    held = b.floats(b.get(call.inputs[0]))
-    channels = int(held.shape[1])
-    count = (
-        channels if call.kind == "instance_norm" else int(call.attrs.get("num_groups") or call.attrs["group"])
-    )
-    weight, bias = (_parameter(b, call.attrs[n]) for n in ("weight", "bias"))
-    column = (-1, *[1] * (len(held.order) - 2))
-    weight, bias = (None if v is None else v.reshape(column) for v in (weight, bias))
-    place = held.order.index(1)
-    shape = held.stored.shape
-    grouped = b.reshaped(
-        held.stored, (*shape[:place], count, channels // count, *shape[place + 1 :]), held.order.index(0)
-    )
-    batch = held.order.index(0)
-    batch += batch > place
-    places = [i for i in range(len(shape) + 1) if i not in (batch, place)]
-    made = norm.run(grouped, places, call.attrs["eps"])
-    norm.affine(b.reshaped(made, shape, held.order.index(0)), held.order, weight, bias)
+    call, (x, order) = job.call, b.floats(b.get(job.call.inputs[0])).parts
+    place, batch = order.index(1), order.index(0)
+    channels = x.shape[place]
+    count = channels
+    if call.kind != "instance_norm":
+        count = int(call.attrs.get("num_groups") or call.attrs["group"])
+    apart = (*x.shape[:place], count, channels // count, *x.shape[place + 1 :])
+    places = [i for i in range(len(apart)) if i not in (batch + (batch > place), place)]
+    normal = b.reshaped(_normalized(b, call, b.reshaped(x, apart, batch), places), x.shape, batch)
+    _put_affine(b, call, normal, order, (-1, *[1] * (len(order) - 2)))
 
 
 INTEGER_REDUCTIONS: dict[str, Emitter] = {"mean": _reduced("MEAN"), "sum": _reduced("SUM")}
 MOVING_REDUCTIONS: dict[str, Emitter] = {"max": _extreme("REDUCE_MAX"), "min": _extreme("REDUCE_MIN")}
 FLOAT_REDUCTIONS: dict[str, Emitter] = {
-    "mean": _reduced_float("MEAN"),
-    "sum": _reduced_float("SUM"),
-    "prod": _reduced_float("REDUCE_PROD"),
+    **INTEGER_REDUCTIONS,
+    "prod": _reduced("REDUCE_PROD"),
     "argmax": _argument("ARG_MAX", "ArgMaxOptions"),
     "argmin": _argument("ARG_MIN", "ArgMinOptions"),
-    "softmax": _softmax,
-    "logsoftmax": _logsoftmax,
+    "softmax": _along_last_axis("SOFTMAX", "SoftmaxOptions", beta=1.0),
+    "logsoftmax": _along_last_axis("LOG_SOFTMAX"),
     "batch_norm": _batch_norm,
     "layer_norm": _layer_norm,
     "group_norm": _group_norm,

@@ -12,7 +12,7 @@ from qtrace.errors import ExportError
 from qtrace.export.tflite.layout import Order, file_shape, moves_values, natural
 from qtrace.export.tflite.moved import Moved
 from qtrace.export.tflite.plan import Plan
-from qtrace.export.tflite.writer import Grid, Stored, TfliteWriter
+from qtrace.export.tflite.writer import Grid, Inputs, Stored, TfliteWriter
 from qtrace.graph.types import Node, TensorNode
 
 __all__ = ["Held", "Store"]
@@ -29,6 +29,11 @@ class Held:
 
     stored: Stored
     order: Order
+
+    @property
+    def parts(self) -> tuple[Stored, Order]:
+        """The tensor and the order of its axes."""
+        return self.stored, self.order
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,19 +86,19 @@ class Store:
         """The numbers of a node if they are fixed."""
         if node in self.lazy:
             self.values[node] = self.lazy.pop(node)()
-        found = self.values.get(node)
-        if found is not None and node in self.shifted:
+        numbers = self.values.get(node)
+        if numbers is not None and node in self.shifted:
             self.fixed = self.fixed or node.name
-        return found
+        return numbers
 
     def number(self, value: Any, what: str) -> int:
         """A fixed integer: a number, or a node that has one."""
         if not isinstance(value, TensorNode):
             return int(value)
-        found = self.value(value)
-        if found is None:
+        numbers = self.value(value)
+        if numbers is None:
             raise ExportError(f"{what} is computed from values, but a TFLite file fixes it: use a constant")
-        return int(found.reshape(-1)[0])
+        return int(numbers.reshape(-1)[0])
 
     def get(self, node: TensorNode) -> Held:
         """The value of a node, integers where there are some; a fixed one is written when first read."""
@@ -101,14 +106,13 @@ class Store:
             order = self.moved[node][1].nearest()
             self.held[node] = Held(self.ordered(node, order), order)
         if node not in self.held:
-            name = node.name
             if node in self.integers:
                 integers, grid = self.integers[node]
                 stored = self.writer.constant(f"{self.plan.graph.site_name(node)}_int", integers, grid)
             else:
-                found = self.value(node)
-                assert found is not None, name
-                stored = self.writer.constant(name, _plain(found))
+                numbers = self.value(node)
+                assert numbers is not None, node.name
+                stored = self.writer.constant(node.name, _plain(numbers))
             self.held[node] = Held(stored, natural(len(stored.shape)))
         return self.held[node]
 
@@ -138,14 +142,20 @@ class Store:
             if stored.value is not None:
                 self._floats[stored.index] = self.writer.constant(name, grid.floats(stored.value))
             else:
-                made = self.writer.tensor(f"{name}_dq", stored.shape)
-                self.writer.op("DEQUANTIZE", [stored], [made], "DequantizeOptions")
-                self._floats[stored.index] = made
+                self._floats[stored.index] = self.writer.add(
+                    "DEQUANTIZE", [stored], f"{name}_dq", stored.shape, kind="DequantizeOptions"
+                )
         return self._floats[stored.index]
 
     def like(self, stored: Stored, name: str, shape: Sequence[int]) -> Stored:
         """A tensor of the type and grid of another one."""
         return self.writer.tensor(name, shape, stored.dtype, stored.grid)
+
+    def add(self, code: str, inputs: Inputs, name: str, shape: Sequence[int], **options: Any) -> Stored:
+        """Adds an operator whose result has the type and grid of its first input."""
+        first = inputs[0]
+        assert isinstance(first, Stored)
+        return self.writer.add(code, inputs, name, shape, first.dtype, first.grid, **options)
 
     # -- orders ---------------------------------------------------------------------------------------
 
@@ -165,9 +175,7 @@ class Store:
             return self.writer.constant(stored.name, stored.value.transpose(moves), stored.grid)
         if not moves_values(held.shape, held.order, order):
             return self.reshaped(stored, shape, order.index(0))
-        made = self.like(stored, f"{stored.name}_moved", shape)
-        self.writer.op("TRANSPOSE", [stored, self.writer.ints(moves)], [made], "TransposeOptions")
-        return made
+        return self.add("TRANSPOSE", [stored, moves], f"{stored.name}_moved", shape, kind="TransposeOptions")
 
     def moved_from(self, node: TensorNode) -> tuple[Held, Moved]:
         """Where the values of a node stand, and what moves are still to be made."""
@@ -199,12 +207,13 @@ class Store:
             now, atoms = ([a for a in side if moved.wide(a)] for side in (now, atoms))
             stored = self.reshaped(stored, [moved.size(a) for a in now], _batch(now))
             moves = [now.index(a) for a in atoms]
-            made = self.like(stored, f"{name}_moved", [stored.shape[i] for i in moves])
+            shape = [stored.shape[i] for i in moves]
             if stored.value is not None:
-                made = self.writer.constant(name, stored.value.transpose(moves), stored.grid)
+                stored = self.writer.constant(name, stored.value.transpose(moves), stored.grid)
             else:
-                self.writer.op("TRANSPOSE", [stored, self.writer.ints(moves)], [made], "TransposeOptions")
-            stored = made
+                stored = self.add(
+                    "TRANSPOSE", [stored, moves], f"{name}_moved", shape, kind="TransposeOptions"
+                )
         free = next((i for i, axis in enumerate(order) if (0, 0) in moved.axes[axis]), None)
         return self.reshaped(stored, file_shape(moved.shape, order), free, name)
 
@@ -223,17 +232,11 @@ class Store:
         if stored.value is not None:
             return self.writer.constant(name or stored.name, stored.value.reshape(shape), stored.grid)
         stored = self._origin.get(stored.index, stored)  # of two reshapes in a row, one is enough
-        made = self.like(stored, name or f"{stored.name}_shaped", shape)
         target = [-1 if i == free else n for i, n in enumerate(shape)]
-        self.writer.op(
-            "RESHAPE",
-            [stored, self.writer.ints(target)],
-            [made],
-            "ReshapeOptions",
-            newShape=np.array(target, np.int32),
-        )
-        self._origin[made.index] = stored
-        return made
+        options = {"kind": "ReshapeOptions", "newShape": np.array(target, np.int32)}
+        result = self.add("RESHAPE", [stored, target], name or f"{stored.name}_shaped", shape, **options)
+        self._origin[result.index] = stored
+        return result
 
     def widened(self, held: Held, rank: int) -> Held:
         """The value with axes of size 1 in front, as broadcasting adds them."""
@@ -244,14 +247,14 @@ class Store:
         shape = (1,) * more + held.stored.shape
         return Held(self.reshaped(held.stored, shape, None), order)
 
-    def cut(self, source: Stored, made: Stored, parts: Mapping[int, tuple[int, int, int]]) -> None:
-        """Fills ``made`` with a part of ``source``: axis of the file -> start, end and step; others whole."""
+    def cut(self, source: Stored, target: Stored, parts: Mapping[int, tuple[int, int, int]]) -> None:
+        """Fills ``target`` with a part of ``source``: axis of the file -> start, end, step; others whole."""
         rank = range(len(source.shape))
-        taken = [parts.get(i, (0, source.shape[i], 1)) for i in rank]
-        places = [self.writer.ints(values) for values in zip(*taken, strict=True)]
+        ranges = [parts.get(i, (0, source.shape[i], 1)) for i in rank]
         mask = sum(1 << i for i in rank if i not in parts)  # these have the size that there is
         options = {"beginMask": mask, "endMask": mask}
-        self.writer.op("STRIDED_SLICE", [source, *places], [made], "StridedSliceOptions", **options)
+        inputs: Inputs = [source, *zip(*ranges, strict=True)]
+        self.writer.op("STRIDED_SLICE", inputs, [target], "StridedSliceOptions", **options)
 
     def put(self, node: TensorNode, stored: Stored, order: Order) -> None:
         """Says that a tensor holds the value of a node."""

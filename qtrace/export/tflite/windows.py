@@ -7,17 +7,16 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
+from qtrace.export.tflite.bias import zero_bias
 from qtrace.export.tflite.build import Build, Emitter
-from qtrace.export.tflite.layers import padded
-from qtrace.export.tflite.layout import CHANNELS_LAST, window_pads
+from qtrace.export.tflite.layers import PADDING, padded, windows
+from qtrace.export.tflite.layout import CHANNELS_LAST
 from qtrace.export.tflite.plan import Job
-from qtrace.export.tflite.writer import Grid, Stored
+from qtrace.export.tflite.writer import Grid, Inputs, Stored
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 
 __all__ = ["FLOAT_WINDOWS", "INTEGER_WINDOWS", "MOVING_WINDOWS"]
-
-_PADDING = {"SAME": 0, "VALID": 1}
 
 
 def _image(b: Build, node: TensorNode, floats: bool = False) -> Stored:
@@ -28,34 +27,21 @@ def _image(b: Build, node: TensorNode, floats: bool = False) -> Stored:
 def _pool(b: Build, code: str, x: Stored, out: Stored, padding: str, window: Any) -> None:
     (height, width), (rows, columns) = window["kernel"], window["stride"]
     options = {"filterHeight": height, "filterWidth": width, "strideH": rows, "strideW": columns}
-    b.writer.op(code, [x], [out], "Pool2DOptions", padding=_PADDING[padding], **options)
-
-
-def _pads(b: Build, call: OpCall) -> tuple[str, list[tuple[int, int]]]:
-    a = call.attrs
-    found = [
-        window_pads(i, o, k, s, p)
-        for i, o, k, s, p in zip(
-            b.shape(call.inputs[0])[2:],
-            b.shape(call.out)[2:],
-            a["kernel"],
-            a["stride"],
-            a["padding"],
-            strict=True,
-        )
-    ]
-    names = {name for name, _ in found}
-    return (names.pop(), []) if names in ({"VALID"}, {"SAME"}) else ("", [pads for _, pads in found])
+    b.writer.op(code, [x], [out], "Pool2DOptions", padding=PADDING[padding], **options)
 
 
 def _max_pool(b: Build, job: Job) -> None:
-    call = job.call
-    x = _image(b, call.inputs[0])
-    padding, pads = _pads(b, call)
+    call, x = job.call, _image(b, job.call.inputs[0])
+    padding, pads = windows(b, call, call.attrs["kernel"])
     if pads:
         x, padding = padded(b, x, pads, lowest=True), "VALID"
+    _put_pool(b, call, "MAX_POOL_2D", x, padding, call.attrs)
+
+
+def _put_pool(b: Build, call: OpCall, code: str, x: Stored, padding: str, window: Any) -> None:
+    """Adds the pooling that gives the result of ``call``, of the type of ``x``."""
     out = b.result(call.out, CHANNELS_LAST, x)
-    _pool(b, "MAX_POOL_2D", x, out, padding, call.attrs)
+    _pool(b, code, x, out, padding, window)
     b.put(call.out, out, CHANNELS_LAST)
 
 
@@ -63,7 +49,7 @@ def _avg_pool(b: Build, job: Job) -> None:
     """The mean of a window. TFLite leaves padding out of the count, MegEngine may count it."""
     call = job.call
     x, a = _image(b, call.inputs[0], floats=True), call.attrs
-    padding, pads = _pads(b, call)
+    padding, pads = windows(b, call, a["kernel"])
     out = b.result(call.out, CHANNELS_LAST)
     if not pads and (padding == "VALID" or not a["count_include_pad"]):
         _pool(b, "AVERAGE_POOL_2D", x, out, padding, a)
@@ -79,14 +65,8 @@ def _uncounted_mean(b: Build, call: OpCall, x: Stored, out: Stored) -> None:
     """The mean with zeros around, times what the zeros took away at the borders."""
     a = call.attrs
     counts = []
-    for size, places, k, s, p in zip(
-        b.shape(call.inputs[0])[2:],
-        b.shape(call.out)[2:],
-        a["kernel"],
-        a["stride"],
-        a["padding"],
-        strict=True,
-    ):
+    sizes = (b.shape(call.inputs[0])[2:], b.shape(call.out)[2:])
+    for size, places, k, s, p in zip(*sizes, a["kernel"], a["stride"], a["padding"], strict=True):
         starts = np.arange(places) * s - p
         counts.append(np.minimum(starts + k, size) - np.maximum(starts, 0))
     share = (a["kernel"][0] * a["kernel"][1]) / np.outer(*counts)
@@ -120,42 +100,31 @@ def _adaptive_mean(b: Build, job: Job) -> None:
 
 
 def _mean_by_ones(b: Build, x: Stored, out: Stored, window: dict[str, tuple[int, ...]]) -> None:
-    assert x.grid is not None
     (height, width), channels = window["kernel"], x.shape[3]
     share = np.float32(1.0) / np.float32(height * width)
     scales = np.full(channels, share, np.float32)
     ones = np.ones((1, height, width, channels), np.int8)
     weight = b.writer.constant(f"{out.name}_ones", ones, Grid.symmetric(scales), 3)
-    kind = np.int64 if x.dtype == np.int16 else np.int32
-    bias_grid = Grid.symmetric(scales * np.float32(x.grid.scale[0]))
-    bias = b.writer.constant(f"{out.name}_zeros", np.zeros(channels, kind), bias_grid)
+    bias = zero_bias(b, out.name, channels, x, scales)
     options = dict(zip(("strideH", "strideW"), window["stride"], strict=True))
-    options.update(padding=_PADDING["VALID"], depthMultiplier=1, dilationHFactor=1, dilationWFactor=1)
+    options.update(padding=PADDING["VALID"], depthMultiplier=1, dilationHFactor=1, dilationWFactor=1)
     b.writer.op("DEPTHWISE_CONV_2D", [x, weight, bias], [out], "DepthwiseConv2DOptions", **options)
 
 
 def _adaptive_float(b: Build, job: Job) -> None:
-    call = job.call
-    x, out = _image(b, call.inputs[0], floats=True), b.result(call.out, CHANNELS_LAST)
-    _pool(b, "AVERAGE_POOL_2D", x, out, "VALID", _adaptive_window(b, call))
-    b.put(call.out, out, CHANNELS_LAST)
+    x = _image(b, job.call.inputs[0], floats=True)
+    _put_pool(b, job.call, "AVERAGE_POOL_2D", x, "VALID", _adaptive_window(b, job.call))
 
 
 def _adaptive_max(b: Build, job: Job) -> None:
-    call = job.call
-    x = _image(b, call.inputs[0])
-    out = b.result(call.out, CHANNELS_LAST, x)
-    _pool(b, "MAX_POOL_2D", x, out, "VALID", _adaptive_window(b, call))
-    b.put(call.out, out, CHANNELS_LAST)
+    x = _image(b, job.call.inputs[0])
+    _put_pool(b, job.call, "MAX_POOL_2D", x, "VALID", _adaptive_window(b, job.call))
 
 
 def _nearest(b: Build, job: Job) -> None:
-    call = job.call
-    x = _image(b, call.inputs[0])
-    out = b.result(call.out, CHANNELS_LAST, x)
-    sizes = b.writer.ints(out.shape[1:3])
-    b.writer.op("RESIZE_NEAREST_NEIGHBOR", [x, sizes], [out], "ResizeNearestNeighborOptions")
-    b.put(call.out, out, CHANNELS_LAST)
+    call, x = job.call, _image(b, job.call.inputs[0])
+    kind, sizes = "ResizeNearestNeighborOptions", b.shape(call.out)[2:]
+    b.emit(call.out, CHANNELS_LAST, "RESIZE_NEAREST_NEIGHBOR", [x, sizes], kind, x)
 
 
 def _interpolate(b: Build, job: Job) -> None:
@@ -165,10 +134,9 @@ def _interpolate(b: Build, job: Job) -> None:
             f"{call.out.name}: interpolate mode {a['mode']!r} has no TFLite form: use nearest or bilinear"
         )
     x = _image(b, call.inputs[0], floats=True)
-    out = b.result(call.out, CHANNELS_LAST)
-    how = {"alignCorners": a["align_corners"], "halfPixelCenters": not a["align_corners"]}
-    b.writer.op("RESIZE_BILINEAR", [x, b.writer.ints(out.shape[1:3])], [out], "ResizeBilinearOptions", **how)
-    b.put(call.out, out, CHANNELS_LAST)
+    inputs: Inputs = [x, b.shape(call.out)[2:]]
+    corners = {"alignCorners": a["align_corners"], "halfPixelCenters": not a["align_corners"]}
+    b.emit(call.out, CHANNELS_LAST, "RESIZE_BILINEAR", inputs, "ResizeBilinearOptions", None, **corners)
 
 
 # Of the modes of interpolate, nearest only moves values.

@@ -14,7 +14,7 @@ from ai_edge_litert import schema_py_generated as schema
 
 from qtrace.scheme import QParams
 
-__all__ = ["TYPES", "Grid", "Stored", "TfliteWriter"]
+__all__ = ["TYPES", "Grid", "Inputs", "Stored", "TfliteWriter"]
 
 # The version of the schema, and its mark in the first bytes of a file.
 _SCHEMA_VERSION = 3
@@ -23,12 +23,8 @@ _IDENTIFIER = b"TFL3"
 _ALIGNMENT = 16
 
 TYPES = {
-    np.dtype(np.float32): schema.TensorType.FLOAT32,
-    np.dtype(np.int8): schema.TensorType.INT8,
-    np.dtype(np.int16): schema.TensorType.INT16,
-    np.dtype(np.int32): schema.TensorType.INT32,
-    np.dtype(np.int64): schema.TensorType.INT64,
-    np.dtype(np.bool_): schema.TensorType.BOOL,
+    np.dtype(name): getattr(schema.TensorType, name.upper())
+    for name in ("float32", "int8", "int16", "int32", "int64", "bool")
 }
 
 # The first version of an operator that computes on float32, int8 and int16; 1 where it is not listed.
@@ -36,31 +32,16 @@ _VERSIONS = {
     "CONV_2D": (1, 3, 4),
     "DEPTHWISE_CONV_2D": (2, 3, 5),
     "FULLY_CONNECTED": (5, 5, 7),
-    "TRANSPOSE_CONV": (3, 3, 3),
     "BATCH_MATMUL": (1, 2, 3),
     "QUANTIZE": (1, 1, 3),
-    "DEQUANTIZE": (1, 2, 3),
-    "MUL": (1, 2, 4),
     "SUB": (1, 2, 5),
-    "TRANSPOSE": (1, 2, 4),
-    "STRIDED_SLICE": (1, 2, 4),
-    "SPLIT": (1, 2, 4),
-    "SLICE": (1, 2, 4),
-    "GATHER": (1, 2, 4),
-    "MAXIMUM": (1, 2, 4),
-    "MINIMUM": (1, 2, 4),
-    "RESIZE_BILINEAR": (3, 3, 3),
-    "RESIZE_NEAREST_NEIGHBOR": (3, 3, 3),
-    "BROADCAST_TO": (2, 3, 3),
-    "SUM": (1, 2, 2),
-    "LEAKY_RELU": (1, 2, 2),
-    **dict.fromkeys(
-        (
-            *("ADD", "CONCATENATION", "LOGISTIC", "MAX_POOL_2D", "MEAN", "MIRROR_PAD"),
-            *("PACK", "PAD", "PADV2", "REDUCE_MAX", "REDUCE_MIN", "RELU", "RELU6", "TANH", "TILE"),
-        ),
-        (1, 2, 3),
-    ),
+    **dict.fromkeys(("SUM", "LEAKY_RELU"), (1, 2, 2)),
+    **dict.fromkeys(("TRANSPOSE_CONV", "RESIZE_BILINEAR", "RESIZE_NEAREST_NEIGHBOR"), (3, 3, 3)),
+    **dict.fromkeys(("MUL", "TRANSPOSE", "STRIDED_SLICE", "SPLIT"), (1, 2, 4)),
+    **dict.fromkeys(("GATHER", "MAXIMUM", "MINIMUM"), (1, 2, 4)),
+    **dict.fromkeys(("ADD", "CONCATENATION", "DEQUANTIZE", "LOGISTIC", "MAX_POOL_2D", "MEAN"), (1, 2, 3)),
+    **dict.fromkeys(("MIRROR_PAD", "PACK", "PAD", "PADV2", "REDUCE_MAX", "REDUCE_MIN"), (1, 2, 3)),
+    **dict.fromkeys(("RELU", "RELU6", "TANH", "TILE"), (1, 2, 3)),
 }
 
 
@@ -69,8 +50,8 @@ class Grid:
     """What the integers of a tensor mean: ``x = (q - zero_point) * scale``, per tensor or per channel.
 
     Attributes:
-        scale: one number, or one for each channel.
-        zero_point: as many.
+        scale: one scale, or one for each channel.
+        zero_point: one zero point for each scale.
     """
 
     scale: tuple[float, ...]
@@ -78,15 +59,15 @@ class Grid:
 
     @classmethod
     def of(cls, qparams: QParams) -> Grid:
-        """That of some parameters."""
+        """Builds the grid of ``qparams``."""
         zeros = tuple(int(z) for z in qparams.zero_point.reshape(-1))
         return cls(tuple(float(s) for s in qparams.scale.reshape(-1)), zeros)
 
     @classmethod
     def symmetric(cls, scale: np.ndarray) -> Grid:
-        """Without zero points."""
-        found = tuple(float(s) for s in scale.reshape(-1))
-        return cls(found, (0,) * len(found))
+        """Builds a grid whose zero points are 0."""
+        scales = tuple(float(s) for s in scale.reshape(-1))
+        return cls(scales, (0,) * len(scales))
 
     def floats(self, integers: np.ndarray) -> np.ndarray:
         """The numbers that integers of one scale mean."""
@@ -118,6 +99,10 @@ class Stored:
     dtype: np.dtype
     grid: Grid | None = None
     value: np.ndarray | None = None
+
+
+# What an operator reads; numbers are an int32 vector that the file holds.
+Inputs = Sequence[Stored | Sequence[int]]
 
 
 class _Buffer(schema.BufferT):
@@ -156,21 +141,21 @@ class TfliteWriter:
 
     def unique(self, name: str) -> str:
         """``name``, or ``name__2`` and so on when another tensor has it."""
-        found = name
-        while found in self.names:
+        free = name
+        while free in self.names:
             self.counter += 1
-            found = f"{name}__{self.counter}"
-        self.names.add(found)
-        return found
+            free = f"{name}__{self.counter}"
+        self.names.add(free)
+        return free
 
     def tensor(
         self, name: str, shape: Sequence[int], dtype: Any = np.float32, grid: Grid | None = None
     ) -> Stored:
         """Adds a tensor that an operator, or the caller of the model, fills."""
         index, kind = len(self.tensors), np.dtype(dtype)
-        made = Stored(index, self.unique(name), tuple(int(n) for n in shape), kind, grid)
-        self._add(made, 0, 0)
-        return made
+        tensor = Stored(index, self.unique(name), tuple(int(n) for n in shape), kind, grid)
+        self._add(tensor, 0, 0)
+        return tensor
 
     def constant(self, name: str, value: Any, grid: Grid | None = None, axis: int = 0) -> Stored:
         """Adds a tensor that the file holds; one of the same content and meaning is taken again.
@@ -185,34 +170,53 @@ class TfliteWriter:
         content = array.tobytes()
         key = (hashlib.sha256(content).digest(), array.dtype.str, array.shape, grid, axis)
         if key not in self.same:
-            buffer = _Buffer()
-            buffer.data = content
-            self.buffers.append(buffer)
-            made = Stored(len(self.tensors), self.unique(name), array.shape, array.dtype, grid, array)
-            self._add(made, len(self.buffers) - 1, axis)
-            self.same[key] = made
+            tensor = Stored(len(self.tensors), self.unique(name), array.shape, array.dtype, grid, array)
+            self._add(tensor, self._buffer(content), axis)
+            self.same[key] = tensor
         return self.same[key]
+
+    def _buffer(self, content: bytes) -> int:
+        """Adds a buffer and returns its number."""
+        self.buffers.append(_Buffer())
+        self.buffers[-1].data = content
+        return len(self.buffers) - 1
 
     def ints(self, values: Sequence[int]) -> Stored:
         """An int32 vector that the file holds."""
         return self.constant("ints_" + "_".join(str(v) for v in values), np.array(values, np.int32))
 
-    def _add(self, made: Stored, buffer: int, axis: int) -> None:
-        tensor = schema.TensorT()
-        tensor.name, tensor.shape = made.name.encode(), np.array(made.shape, np.int32)
-        tensor.type, tensor.buffer, tensor.hasRank = TYPES[made.dtype], buffer, True
-        if made.grid is not None:
-            tensor.quantization = schema.QuantizationParametersT()
-            tensor.quantization.scale = np.array(made.grid.scale, np.float32)
-            tensor.quantization.zeroPoint = np.array(made.grid.zero_point, np.int64)
-            tensor.quantization.quantizedDimension = axis
-        self.stored.append(made)
+    def _add(self, stored: Stored, buffer: int, axis: int) -> None:
+        tensor = _build("Tensor", name=stored.name.encode(), shape=np.array(stored.shape, np.int32))
+        tensor.type, tensor.buffer, tensor.hasRank = TYPES[stored.dtype], buffer, True
+        if stored.grid is not None:
+            tensor.quantization = _build(
+                "QuantizationParameters",
+                scale=np.array(stored.grid.scale, np.float32),
+                zeroPoint=np.array(stored.grid.zero_point, np.int64),
+                quantizedDimension=axis,
+            )
+        self.stored.append(stored)
         self.tensors.append(tensor)
+
+    def add(
+        self,
+        code: str,
+        inputs: Inputs,
+        name: str,
+        shape: Sequence[int],
+        dtype: Any = np.float32,
+        grid: Grid | None = None,
+        **options: Any,
+    ) -> Stored:
+        """Adds an operator and the tensor that it fills; see `tensor` and `op`."""
+        result = self.tensor(name, shape, dtype, grid)
+        self.op(code, inputs, [result], **options)
+        return result
 
     def op(
         self,
         code: str,
-        inputs: Sequence[Stored | None],
+        inputs: Inputs,
         outputs: Sequence[Stored],
         kind: str = "",
         version: int = 0,
@@ -222,28 +226,22 @@ class TfliteWriter:
 
         Args:
             code: its name in the schema, such as ``CONV_2D``.
-            inputs: what it reads; None where an optional input is left out.
+            inputs: what it reads.
             outputs: what it fills.
             kind: the name of its options there, such as ``Conv2DOptions``; "" when it has none.
             version: the first version that has all that is used of it; 0 to go by the types.
             **options: their fields.
         """
-        made = schema.OperatorT()
-        made.opcodeIndex = self._code(code, version or _version(code, inputs, outputs))
-        made.inputs = np.array([-1 if t is None else t.index for t in inputs], np.int32)
-        made.outputs = np.array([t.index for t in outputs], np.int32)
+        read = [t if isinstance(t, Stored) else self.ints(t) for t in inputs]
+        number = getattr(schema.BuiltinOperator, code), version or _version(code, read, outputs)
+        operator = _build("Operator", opcodeIndex=self.codes.setdefault(number, len(self.codes)))
+        operator.inputs, operator.outputs = (
+            np.array([t.index for t in side], np.int32) for side in (read, outputs)
+        )
         if kind:
-            made.builtinOptionsType = getattr(schema.BuiltinOptions, kind)
-            made.builtinOptions = getattr(schema, f"{kind}T")()
-            for field, value in options.items():
-                if field not in vars(made.builtinOptions):
-                    raise AttributeError(f"{kind} has no field {field}")
-                setattr(made.builtinOptions, field, value)
-        self.operators.append(made)
-
-    def _code(self, code: str, version: int) -> int:
-        number = getattr(schema.BuiltinOperator, code)
-        return self.codes.setdefault((number, version), len(self.codes))
+            operator.builtinOptionsType = getattr(schema.BuiltinOptions, kind)
+            operator.builtinOptions = _build(kind, **options)
+        self.operators.append(operator)
 
     def prune(self, outputs: Sequence[Stored]) -> set[str]:
         """Drops operators whose results nobody reads; returns the names of the tensors that are left."""
@@ -277,30 +275,37 @@ class TfliteWriter:
         for held in [t for _, t in (*inputs, *outputs)]:
             if batch is not None and held.shape and held.shape[0] == batch:
                 self.tensors[held.index].shapeSignature = np.array([-1, *held.shape[1:]], np.int32)
-        graph = schema.SubGraphT()
-        graph.name, graph.operators = b"main", self.operators
-        model = schema.ModelT()
-        model.metadata = [self._metadata(name, value) for name, value in metadata.items()]
+        graph = _build("SubGraph", name=b"main", operators=self.operators)
+        listed = [self._metadata(name, value) for name, value in metadata.items()]
         place = self._compact(self.kept | {t.index for _, t in (*inputs, *outputs)})
         graph.tensors = [self.tensors[i] for i in place]
         graph.inputs = np.array([place[t.index] for _, t in inputs], np.int32)
         graph.outputs = np.array([place[t.index] for _, t in outputs], np.int32)
-        model.version, model.description = _SCHEMA_VERSION, description
-        model.subgraphs, model.operatorCodes = [graph], [_operator_code(*key) for key in self.codes]
-        sides = [[_tensor_map(name, place[t.index]) for name, t in side] for side in (inputs, outputs)]
-        model.signatureDefs = [_signature(*sides)]
-        model.buffers = self.buffers
+        sides = (
+            [_build("TensorMap", name=n, tensorIndex=place[t.index]) for n, t in s] for s in (inputs, outputs)
+        )
+        signature = dict(zip(("inputs", "outputs"), sides, strict=True), signatureKey="serving_default")
+        model = _build(
+            "Model",
+            version=_SCHEMA_VERSION,
+            description=description,
+            metadata=listed,
+            subgraphs=[graph],
+            operatorCodes=[_operator_code(*key) for key in self.codes],
+            signatureDefs=[_build("SignatureDef", subgraphIndex=0, **signature)],
+            buffers=self.buffers,
+        )
         builder = flatbuffers.Builder(sum(len(b.data or b"") for b in self.buffers) + 65536)
         builder.Finish(model.Pack(builder), file_identifier=_IDENTIFIER)
         return bytes(builder.Output())
 
     def _compact(self, kept: set[int]) -> dict[int, int]:
         """Drops tensors and buffers that nothing uses; returns old -> new number of a tensor."""
-        used = kept | {int(i) for o in self.operators for i in (*o.inputs, *o.outputs) if i >= 0}
+        used = kept | {int(i) for o in self.operators for i in (*o.inputs, *o.outputs)}
         place = {old: new for new, old in enumerate(sorted(used))}
         for operator in self.operators:
             operator.inputs, operator.outputs = (
-                np.array([place.get(int(i), -1) for i in side], np.int32)
+                np.array([place[int(i)] for i in side], np.int32)
                 for side in (operator.inputs, operator.outputs)
             )
         # Metadata comes last and stays: the buffers between are those of tensors.
@@ -312,36 +317,27 @@ class TfliteWriter:
         return place
 
     def _metadata(self, name: str, value: Any) -> schema.MetadataT:
-        buffer = _Buffer()
-        buffer.data = json.dumps(value, sort_keys=True).encode()
-        self.buffers.append(buffer)
-        made = schema.MetadataT()
-        made.name, made.buffer = name, len(self.buffers) - 1
-        return made
+        content = json.dumps(value, sort_keys=True).encode()
+        return _build("Metadata", name=name, buffer=self._buffer(content))
 
 
-def _version(code: str, inputs: Sequence[Stored | None], outputs: Sequence[Stored]) -> int:
-    kinds = {t.dtype for t in (*inputs, *outputs) if t is not None and t.grid is not None}
+def _build(kind: str, **fields: Any) -> Any:
+    """Builds an object of the schema, such as a ``Tensor``, with some of its fields."""
+    built = getattr(schema, f"{kind}T")()
+    for field, value in fields.items():
+        if field not in vars(built):
+            raise AttributeError(f"{kind} has no field {field}")
+        setattr(built, field, value)
+    return built
+
+
+def _version(code: str, inputs: Sequence[Stored], outputs: Sequence[Stored]) -> int:
+    kinds = {t.dtype for t in (*inputs, *outputs) if t.grid is not None}
     place = 2 if np.dtype(np.int16) in kinds else 1 if np.dtype(np.int8) in kinds else 0
     return _VERSIONS.get(code, (1, 1, 1))[place]
 
 
 def _operator_code(number: int, version: int) -> schema.OperatorCodeT:
-    made = schema.OperatorCodeT()
     # Old readers know the narrow field only, which ends at this number.
-    made.deprecatedBuiltinCode = min(number, schema.BuiltinOperator.PLACEHOLDER_FOR_GREATER_OP_CODES)
-    made.builtinCode, made.version = number, version
-    return made
-
-
-def _signature(inputs: list[schema.TensorMapT], outputs: list[schema.TensorMapT]) -> schema.SignatureDefT:
-    made = schema.SignatureDefT()
-    made.signatureKey, made.subgraphIndex = "serving_default", 0
-    made.inputs, made.outputs = inputs, outputs
-    return made
-
-
-def _tensor_map(name: str, index: int) -> schema.TensorMapT:
-    made = schema.TensorMapT()
-    made.name, made.tensorIndex = name, index
-    return made
+    narrow = min(number, schema.BuiltinOperator.PLACEHOLDER_FOR_GREATER_OP_CODES)
+    return _build("OperatorCode", deprecatedBuiltinCode=narrow, builtinCode=number, version=version)

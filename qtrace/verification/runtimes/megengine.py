@@ -23,6 +23,7 @@ class _Session:
 
     def __init__(self, path: Path, optimize: bool) -> None:
         from megengine.core.tensor.megbrain_graph import load_graph
+        from megengine.utils.comp_graph_tools import get_dep_vars
 
         data = _read(path)
         try:
@@ -33,6 +34,7 @@ class _Session:
         self.input_names, self.tensors = _facts(path, loaded.metadata)
         self.integer_names = list(self.tensors)
         self.output_names = [v.name for v in loaded.output_vars_list]
+        self.read = {v.name for v in get_dep_vars(loaded.output_vars_list, "Host2DeviceCopy")}
         self.graph = _inference(data, [*self.output_names, *dict.fromkeys(self.tensors.values())])
         # What is deployed computes its outputs only, and may fuse what is read here.
         self.deployed = _inference(data, None) if optimize else None
@@ -41,7 +43,8 @@ class _Session:
         """Runs the model; see `Session`."""
         if len(inputs) != len(self.input_names):
             raise ExportError(f"the model takes {len(self.input_names)} inputs, not {len(inputs)}.")
-        given = dict(zip(self.input_names, inputs, strict=True))
+        # A dump has no input that its outputs do not depend on.
+        given = {n: x for n, x in zip(self.input_names, inputs, strict=True) if n in self.read}
         try:
             found = self.graph.run(inp_dict=given)
             ends = found if self.deployed is None else self.deployed.run(inp_dict=given)

@@ -201,3 +201,12 @@ def test_what_is_allowed_computes_in_float(tmp_path: Path) -> None:
     assert inside[inside.index("MAXIMUM") - 1] == "DEQUANTIZE"
     assert inside[inside.index("MAXIMUM") + 1] == "QUANTIZE"
     assert qtrace.verify(path, model, X).passed
+
+
+def test_a_table_that_fits_one_batch_size_alone_fixes_the_batch(tmp_path: Path) -> None:
+    def forward(self: Any, x: mge.Tensor) -> mge.Tensor:
+        return self.conv(x) + F.exp(F.reshape(self.table, (x.shape[0], 6, 1, 1)))
+
+    module = net(forward, conv=M.Conv2d(4, 6, 3), table=mge.Parameter(np.ones((18,), np.float32)))
+    path = qtrace.export(_converted(module), tmp_path / "m.tflite")
+    assert not facts(path)["free_batch"]

@@ -34,7 +34,12 @@ WRONG = {
     "zero stride": (M.Conv2d(2, 2, 1), "stride", (1, 0), "the stride (1, 0)"),
     "three strides": (M.Conv2d(2, 2, 1), "stride", (1, 1, 1), "the stride (1, 1, 1)"),
     "huge stride": (M.Conv2d(2, 2, 1), "stride", (1, 2**31), "the stride"),
-    "no padding": (M.Conv2d(2, 2, 1), "padding", None, "the padding None: it must be an integer of at least 0 or a tuple of 2"),
+    "no padding": (
+        M.Conv2d(2, 2, 1),
+        "padding",
+        None,
+        "the padding None: it must be an integer of at least 0 or a tuple of 2",
+    ),
     "negative padding": (
         M.Conv1d(2, 2, 1),
         "padding",

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.errors import QtraceError, SchemeError
+from qtrace.errors import SchemeError
 from qtrace.scheme import QParams, QScheme, Rounding
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "round_half_away",
     "round_half_even",
     "round_to",
-    "sqnr_db",
 ]
 
 # The smallest normal float32: runtimes, MegEngine among them, flush smaller ones to zero.
@@ -259,31 +258,6 @@ def fake_quantize(x: Any, qparams: QParams) -> np.ndarray:
     """
     x = _floats(x)
     return _dequantize(quantize(x, qparams), qparams, x.dtype)
-
-
-def sqnr_db(reference: Any, test: Any) -> float:
-    """The signal to quantization noise ratio ``10 log10(sum(reference**2) / sum((reference - test)**2))``.
-
-    Args:
-        reference: the true values, any shape.
-        test: the values in their place, of the same shape.
-
-    Returns:
-        Decibels; infinity when both are equal, minus infinity when only the reference is all zero.
-
-    Raises:
-        QtraceError: when the shapes differ.
-    """
-    reference, test = np.asarray(reference, np.float64), np.asarray(test, np.float64)
-    if reference.shape != test.shape:
-        raise QtraceError(
-            f"sqnr_db: shapes {reference.shape} and {test.shape} differ: compare like with like."
-        )
-    noise = float(np.sum(np.square(reference - test)))
-    if noise == 0.0:
-        return float("inf")
-    with np.errstate(divide="ignore"):
-        return float(10.0 * np.log10(np.sum(np.square(reference)) / noise))
 
 
 def _dequantize(q: np.ndarray, qparams: QParams, dtype: np.dtype) -> np.ndarray:

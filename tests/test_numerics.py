@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from onnx import TensorProto, helper
 
-from qtrace.errors import QtraceError, SchemeError
+from qtrace.errors import SchemeError
 from qtrace.numerics import (
     SMALLEST_SCALE,
     SMALLEST_SHARE,
@@ -25,7 +25,6 @@ from qtrace.numerics import (
     round_half_away,
     round_half_even,
     round_to,
-    sqnr_db,
 )
 from qtrace.scheme import QParams, QScheme
 
@@ -319,17 +318,3 @@ def test_wrong_channels_are_refused():
             quantize(np.zeros(shape), params)
         with pytest.raises(SchemeError):
             dequantize(np.zeros(shape, np.int32), params)
-
-
-def test_sqnr():
-    x = np.random.default_rng(0).normal(size=1000).astype(np.float32)
-    assert sqnr_db(x, x) == np.inf
-    assert sqnr_db(np.zeros(3), np.ones(3)) == -np.inf
-    assert sqnr_db([3.0, 4.0], [3.0, 3.5]) == pytest.approx(20.0)
-    with pytest.raises(QtraceError, match=r"\(1000,\)"):
-        sqnr_db(x, x[:-1])
-    # Uniform noise: 6.02 dB a bit (Bennett 1948).
-    u = np.random.default_rng(0).uniform(-1, 1, 100000)
-    eight = sqnr_db(u, fake_quantize(u, choose(-1, 1, QScheme(bits=8))))
-    nine = sqnr_db(u, fake_quantize(u, choose(-1, 1, QScheme(bits=9))))
-    assert nine - eight == pytest.approx(6.02, abs=0.1)

@@ -12,7 +12,7 @@ from megengine import Tensor
 from qtrace.finetuning._data import Samples
 from qtrace.finetuning._twins import Compared, Twins
 from qtrace.graph.types import TracedModule
-from qtrace.inspection.comparison.tally import Difference
+from qtrace.metrics import ErrorSums
 from qtrace.preparation.phases import in_phase
 
 __all__ = ["BestState", "Evaluation", "Figures", "evaluate"]
@@ -49,20 +49,14 @@ class _Noise:
     """Sums of one place over batches."""
 
     def __init__(self) -> None:
-        self.difference, self.values = Difference(), 0
-        self.shape: tuple[int, ...] = ()
-        self.equal = self.classified = 0
+        self.sums, self.shape = ErrorSums(), tuple[int, ...]()
 
     def add(self, want: np.ndarray, have: np.ndarray, classes: bool) -> None:
-        self.difference.add(want, have)
-        self.values += want.size
+        self.sums.add(want, have, classes=classes)
         self.shape = want.shape[1:]
-        if classes:
-            self.equal += int(np.sum(want.argmax(1) == have.argmax(1)))
-            self.classified += len(want)
 
     def relative_to(self, power: float) -> float:
-        return self.difference.noise / max(self.values, 1) / power
+        return self.sums.noise / max(self.sums.values, 1) / power
 
 
 def evaluate(model: TracedModule, twins: Twins, compared: Compared, samples: Samples, size: int) -> Figures:
@@ -91,10 +85,7 @@ def evaluate(model: TracedModule, twins: Twins, compared: Compared, samples: Sam
     error = float(np.mean(errors))
     return Figures(
         error if np.isfinite(error) else float("inf"),
-        {
-            index: (n.shape, n.difference.sqnr_db, n.equal / n.classified if n.classified else None)
-            for index, n in outputs.items()
-        },
+        {index: (noise.shape, noise.sums.sqnr_db, noise.sums.agreement) for index, noise in outputs.items()},
     )
 
 

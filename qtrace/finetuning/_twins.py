@@ -17,7 +17,7 @@ from qtrace.finetuning.settings import Settings
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Node, TracedModule
 from qtrace.numerics import SMALLEST_NORMAL
-from qtrace.verification.verify import leaves as outputs_in
+from qtrace.verification.runs import leaves as outputs_in
 
 __all__ = ["PARTS", "Compared", "Twins", "choose_compared"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -17,6 +16,7 @@ from qtrace.config.base import Int
 from qtrace.data.batches import as_arguments
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
+from qtrace.metrics import ErrorSums, finite_or_none
 from qtrace.preparation.float_stage import FloatTask, Report, SiteError
 from qtrace.preparation.passes.base import PassResult
 from qtrace.storage.checkpoints import Checkpoint
@@ -127,34 +127,30 @@ class CalibratedAlgorithm(Algorithm):
         """
 
 
-class Noise:
+class Noise(ErrorSums):
     """Sums up the error of one site over batches."""
 
     def __init__(self, site: str) -> None:
+        super().__init__()
         self.site = site
-        self.signal = self.noise = 0.0
 
-    def add(self, want: np.ndarray, have: np.ndarray) -> None:
+    def add(self, reference: np.ndarray, test: np.ndarray, *, classes: bool = False) -> None:
         """Counts values of a batch, of equal shapes.
 
         Raises:
             CalibrationError: when one of them is not finite.
         """
-        want, have = want.astype(np.float64), have.astype(np.float64)
-        self.signal += float(np.sum(want * want))
-        self.noise += float(np.sum(np.square(want - have)))
-        if not math.isfinite(self.signal + self.noise):
+        if not (np.isfinite(reference).all() and np.isfinite(test).all()):
             raise CalibrationError(
                 f"{self.site} has values that are NaN or infinite: the model is left as it was; look at the "
                 "calibration data and at the layers before this one."
             )
+        super().add(reference, test, classes=classes)
 
     @property
     def decibels(self) -> float | None:
         """The signal to quantization noise ratio in dB; None without noise or signal."""
-        if self.noise == 0.0 or self.signal == 0.0:
-            return None
-        return 10.0 * math.log10(self.signal / self.noise)
+        return finite_or_none(self.sqnr_db)
 
 
 def report_of(result: PassResult, nothing: str) -> Report:

@@ -12,7 +12,7 @@ from qtrace.errors import ConfigError
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.sensitivity.metrics import Outputs
-from qtrace.verification.verify import output_names
+from qtrace.verification.runs import output_names
 
 __all__ = ["DetectionLoss", "Level", "Parts"]
 

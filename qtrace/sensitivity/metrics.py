@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ConfigError
+from qtrace.metrics import ErrorSums, comparable, decibels
 
 __all__ = ["Metric", "Outputs", "Own", "agreement", "choose", "sqnr"]
 
@@ -59,26 +60,36 @@ def sqnr(reference: Outputs, test: Outputs) -> float:
     """
     shares = []
     for index in range(len(reference[0])):
-        signal = noise = 0.0
-        for ours, theirs in zip(reference, test, strict=True):
-            f, q = ours[index], theirs[index]
-            if f.dtype.kind == "f" and f.shape == q.shape:
-                signal += float(np.sum(np.square(f, dtype=np.float64)))
-                noise += float(np.sum(np.square(q.astype(np.float64) - f)))
-        if signal > 0:
-            shares.append(noise / signal)
-    mean = float(np.mean(shares)) if shares else 0.0
-    return float("inf") if mean == 0 else float(-10 * np.log10(mean))
+        sums = ErrorSums()
+        for exact, rounded in zip(reference, test, strict=True):
+            if comparable(exact[index], rounded[index]):
+                sums.add(exact[index], rounded[index])
+        if sums.signal > 0:
+            shares.append(sums.noise / sums.signal)
+    return decibels(1.0, float(np.mean(shares)) if shares else 0.0)
 
 
 def agreement(reference: Outputs, test: Outputs) -> float:
-    """The share of samples, in percent, whose largest value of the first output has the same index."""
-    same = total = 0
-    for ours, theirs in zip(reference, test, strict=True):
-        f, q = (value[0].reshape(len(value[0]), -1) for value in (ours, theirs))
-        same += int(np.sum(f.argmax(1) == q.argmax(1)))
-        total += len(f)
-    return 100.0 * same / total
+    """The share of samples, in percent, whose largest value of the first output has the same index.
+
+    Raises:
+        ConfigError: when the first output has no axes of samples and classes, or its rows depend on values.
+    """
+    sums = ErrorSums()
+    for exact, rounded in zip(reference, test, strict=True):
+        if exact[0].shape != rounded[0].shape:
+            raise ConfigError(
+                f"the metric agreement compares samples, but the first output has shape {exact[0].shape} in "
+                f"float and {rounded[0].shape} quantized: its number of rows depends on values; use another "
+                "metric."
+            )
+        sums.add(exact[0], rounded[0], classes=True)
+    if sums.agreement is None:
+        raise ConfigError(
+            f"the metric agreement compares the classes of samples, but the first output of shape "
+            f"{reference[0][0].shape} has no axis of classes: use another metric."
+        )
+    return 100.0 * sums.agreement
 
 
 def _checked(function: Own, name: str) -> Own:

@@ -18,7 +18,7 @@ from qtrace.sensitivity.detection import DetectionLoss, Parts
 from qtrace.sensitivity.layers import Layer, active_groups, find_layers
 from qtrace.sensitivity.metrics import Metric, Outputs, sqnr
 from qtrace.sensitivity.restored import FloatValues
-from qtrace.verification.verify import leaves
+from qtrace.verification.runs import leaves
 
 __all__ = ["Answer", "Simulation", "outputs_of"]
 

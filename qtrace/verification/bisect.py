@@ -11,20 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.data.batches import as_arguments, evaluating, refuse_nan, told
+from qtrace.data.batches import evaluating
 from qtrace.errors import CalibrationError
 from qtrace.graph.table import format_table
 from qtrace.graph.types import Node, TracedModule
-from qtrace.numerics import quantize
+from qtrace.metrics import sqnr_db
 from qtrace.preparation.annotation import ExprNote
 from qtrace.preparation.model import QuantizedModel
 from qtrace.process.thread import on_engine_thread
 from qtrace.scheme import QParams
 from qtrace.verification.causes import likely_causes
 from qtrace.verification.crosscheck import Disagreement, cross_check
-from qtrace.verification.report import CrossCheck, VerifyReport, output_sqnr_db
+from qtrace.verification.report import CrossCheck, VerifyReport
+from qtrace.verification.runs import BatchRun, File, OpByOp
 from qtrace.verification.runtimes import get as get_runtime
-from qtrace.verification.verify import EndToEnd, OpByOp, integer_names, leaves, output_names, wrong_output
 
 __all__ = ["Difference", "bisect"]
 
@@ -57,6 +57,8 @@ class Difference:
             MegEngine that is, and nothing about the file.
         check: which side is wrong, by a second evaluation of the op.
         sqnr_db: signal-to-noise ratio of a float output from the runtime's own integers; None for integers.
+        rows: where nothing else differs, which tensor has another number of rows, and why; else "". ``op`` is
+            then the op that selects the rows.
     """
 
     site: str
@@ -74,9 +76,15 @@ class Difference:
     causes: tuple[str, ...]
     check: CrossCheck
     sqnr_db: float | None = None
+    rows: str = ""
 
     def table(self) -> str:
         """The finding as text."""
+        if self.rows:
+            causes = (f"  {cause}" for cause in self.causes)
+            return "\n".join(
+                [f"{self.site}, batch {self.batch}, {self.stage} runtime", f"  {self.rows}", *causes]
+            )
         if self.sqnr_db is None:
             amount = f"{self.differing} of {self.values} integers differ, by {self.worst} LSB at most"
             steps = ", ".join(f"{k:+d} LSB x {n}" for k, n in self.histogram.items())
@@ -142,125 +150,112 @@ def bisect(
     kept = list(batches)
     if not kept:
         raise CalibrationError("bisect has no batches: give at least one.")
-    chosen, ends = get_runtime(Path(path), runtime), output_names(model)
+    chosen, unequal = get_runtime(Path(path), runtime), None
     for stage, optimize in (("plain", False), ("optimized", True)):
-        session = chosen.open(Path(path), optimize)
-        names = integer_names(model, Path(path), session)
-        for index, batch in enumerate(kept):
-            args, kwargs = as_arguments(batch, converted, index)
-            refuse_nan((args, kwargs), index)
-            with evaluating(converted):
-                graph = EndToEnd(model, names, VerifyReport(str(path), 0, 0.0, 0.0))
-                with told(converted, (args, kwargs), index):
-                    graph.compute(args, kwargs)
-                ran = session.run(graph.inputs)
-                search = _Search(model, names, ran.integers, (max_lsb, min_equal), str(path))
-                outputs = [t.numpy() for t in leaves(search.run(*args, **kwargs))]
-                if search.close():
-                    check = cross_check(converted, (args, kwargs), search.values, search.first())
-                    return _difference(model, search, check, stage, index)
-                search.report.add_outputs("op_by_op", ends, outputs, ran.outputs)
-                wrong = wrong_output(converted, outputs, ran.outputs, min_sqnr_db)
-                if wrong is not None:
-                    number, values = wrong
-                    check = cross_check(converted, (args, kwargs), search.values, values)
-                    note = _maker(model, ends[number])
-                    return _float_difference(note, (ends[number], values), check, stage, index)
-    return None
+        file = File(Path(path), model, chosen.open(Path(path), optimize))
+        with evaluating(converted):
+            for run in file.run(kept, lambda f, n: _Search(f, n, f.report(max_lsb, min_equal, min_sqnr_db))):
+                assert isinstance(run.single, _Search)
+                finding = run.single.close() or _wrong_output(file, run, min_sqnr_db)
+                if finding is not None:
+                    check = cross_check(converted, run.arguments, run.single.values, finding.both)
+                    return _difference(model, finding, check, stage, run)
+                unequal = unequal or _unequal_rows(file, run, stage)
+    return unequal
 
 
-_Finding = tuple[str, np.ndarray, np.ndarray, np.ndarray]
+@dataclass(frozen=True)
+class _Finding:
+    """The values of a node that differ.
+
+    Attributes:
+        name: the node, or the output as files name it.
+        both: the values of both sides.
+        unrounded: the graph's value before rounding.
+    """
+
+    name: str
+    both: Disagreement
+    unrounded: np.ndarray
+
+
+def _wrong_output(file: File, run: BatchRun, min_sqnr_db: float) -> _Finding | None:
+    """Finds an output in float that differs although the integers before it are the same."""
+    both = file.find_wrong_output(run, min_sqnr_db)
+    if both is None:
+        return None
+    names = {n.name: name for n, name in zip(file.model.module.graph.outputs, file.output_names, strict=True)}
+    return _Finding(names[both.node], both, both.graph)
+
+
+def _unequal_rows(file: File, run: BatchRun, stage: str) -> Difference | None:
+    """Reports rows that depend on values and that the two sides select otherwise from the same integers."""
+    what = next(iter(run.single.report.unequal.get("op_by_op", ())), None)
+    if what is None:
+        return None
+    name = what.partition(" ")[2]
+    rows, *causes = run.single.report.remarks()
+    return Difference(
+        site=name,
+        op=file.selections[name],
+        path="",
+        stage=stage,
+        batch=run.number,
+        inputs=(),
+        qparams="nothing that can be compared",
+        worst=0,
+        differing=0,
+        values=0,
+        histogram={},
+        examples=(),
+        causes=tuple(causes),
+        check=CrossCheck("unknown", "other rows cannot be compared"),
+        rows=rows,
+    )
 
 
 class _Search(OpByOp):
     """Keeps the first site that differs by more than is allowed, and the first with too many differences."""
 
-    def __init__(
-        self,
-        converted: QuantizedModel,
-        names: dict[str, str],
-        integers: dict[str, np.ndarray],
-        tolerance: tuple[int, float],
-        path: str,
-    ) -> None:
-        super().__init__(converted, names, integers, VerifyReport(path, 0, 0.0, 0.0))
-        self.max_lsb, self.min_equal = tolerance
-        self.weights = {s.name: s.qparams for s in converted.sites if s.sort == "weight"}
-        self.sources = {n: s.node.name for n, s in converted.rounded.items() if s.sort == "activation"}
+    def __init__(self, file: File, integers: dict[str, np.ndarray], report: VerifyReport) -> None:
+        super().__init__(file, integers, report)
+        model = file.model
+        self.sources = {n: s.node.name for n, s in model.rounded.items() if s.sort == "activation"}
         self.kept = frozenset(self.sources.values())
         self.unrounded: dict[str, Any] = {}  # the values of nodes that sites round
-        self.found: _Finding | None = None
-        self.many: _Finding | None = None  # many differences, and at no later place than ``found``
+        self.first: _Finding | None = None
+        self.many: _Finding | None = None  # many differences, and at no later place than ``first``
 
     def on_node(self, node: Node, value: Any) -> Any:
-        """Compares before the runtime's integers take the place of the graph's."""
-        if self.found is None and node.name in self.kept:
+        """Keeps the values before rounding, up to the first site that differs."""
+        if self.first is None and node.name in self.kept:
             self.unrounded[node.name] = value
-        if self.found is None and node.name in self.names:
-            mine = quantize(value.numpy(), self.qparams[node.name]).astype(np.int64)
-            theirs = self.integers[self.names[node.name]].astype(np.int64)
-            x = self.unrounded.get(self.sources.get(node.name, ""), value).numpy()
-            finding = node.name, x, mine, theirs
-            if self.many is None and self._too_many(mine, theirs):
-                self.many = finding
-            if np.abs(mine - theirs).max(initial=0) > self.max_lsb:
-                self.found = finding
         return super().on_node(node, value)
+
+    def on_integers(self, value: Any, both: Disagreement) -> None:
+        """Compares before the runtime's integers take the place of the graph's."""
+        super().on_integers(value, both)
+        if self.first is None:
+            unrounded = self.unrounded.get(self.sources.get(both.node, ""), value).numpy()
+            finding = _Finding(both.node, both, unrounded)
+            if self.many is None and self._too_many(both.graph, both.runtime):
+                self.many = finding
+            if self.disagreement is not None:
+                self.first = finding
 
     def _too_many(self, mine: np.ndarray, theirs: np.ndarray) -> bool:
         """Whether the share of differing values is beyond the allowed one by more than chance."""
-        allowed = mine.size * (1 - self.min_equal)
+        allowed = mine.size * (1 - self.report.min_equal)
         return np.count_nonzero(mine != theirs) > allowed + 3 * np.sqrt(allowed) + 2
 
-    def close(self) -> bool:
-        """Whether the run, which is over, goes beyond the tolerance; ``found`` is then the site."""
+    def close(self) -> _Finding | None:
+        """Returns the site at which the run, which is over, goes beyond the tolerance."""
         tallies = self.report.sites["op_by_op"].values()
         values = sum(t.values for t in tallies)
         # Without the sites that differ by more: those have a finding of their own.
-        slight = sum(t.values - t.equal for t in tallies if t.worst <= self.max_lsb)
-        if self.many is not None and slight > values * (1 - self.min_equal):
-            self.found = self.many
-        return self.found is not None
-
-    def first(self) -> Disagreement:
-        """The integers of the site that was found."""
-        assert self.found is not None
-        node, _, mine, theirs = self.found
-        return Disagreement(node, mine, theirs, self.qparams[node])
-
-
-def _difference(
-    model: QuantizedModel, search: _Search, check: CrossCheck, stage: str, batch: int
-) -> Difference:
-    assert search.found is not None
-    name, x, mine, theirs = search.found
-    qparams = search.qparams[name]
-    exact = _before_rounding(x, mine, qparams)
-    delta = theirs - mine
-    where = np.argsort(-np.abs(delta), axis=None, kind="stable")[:_EXAMPLES]
-    places = [np.unravel_index(i, delta.shape) for i in where if delta.flat[i]]
-    note = _maker(model, name)
-    causes = likely_causes(exact, mine, theirs, qparams)
-    if check.side == "graph":
-        causes = (_KERNEL,)
-    elif stage == "optimized":
-        causes = ("a kernel that the runtime fuses: with optimizations off nothing differs", *causes)
-    return Difference(
-        site=name,
-        op=note.op if note else "input",
-        path=note.path if note else "",
-        stage=stage,
-        batch=batch,
-        inputs=_read_by(model, note, {**search.qparams, **search.weights}),
-        qparams=_words(qparams),
-        worst=int(np.abs(delta).max()),
-        differing=int(np.count_nonzero(delta)),
-        values=delta.size,
-        histogram={int(k): n for k, n in Counter(delta[delta != 0].tolist()).most_common(6)},
-        examples=tuple((_index(p), float(exact[p]), int(mine[p]), int(theirs[p])) for p in places),
-        causes=causes,
-        check=check,
-    )
+        slight = sum(t.values - t.equal for t in tallies if t.worst <= self.report.max_lsb)
+        too_many = self.many is not None and slight > values * (1 - self.report.min_equal)
+        return self.many if too_many else self.first
 
 
 # What each side's fault looks like behind the last integers.
@@ -271,30 +266,46 @@ _FLOAT_CAUSES = {
 }
 
 
-def _float_difference(
-    note: ExprNote | None, output: tuple[str, Disagreement], check: CrossCheck, stage: str, batch: int
+def _difference(
+    model: QuantizedModel, finding: _Finding, check: CrossCheck, stage: str, run: BatchRun
 ) -> Difference:
-    """An output in float that differs although the integers before it are the same."""
-    name, mine, theirs = output[0], output[1].graph, output[1].runtime
-    delta = np.nan_to_num(np.abs(theirs.astype(np.float64) - mine), nan=np.inf)
-    where = np.argsort(-delta, axis=None, kind="stable")[:_EXAMPLES]
-    places = [np.unravel_index(i, delta.shape) for i in where if delta.flat[i]]
+    qparams, mine, theirs = finding.both.qparams, finding.both.graph, finding.both.runtime
+    exact = finding.unrounded if qparams is None else _before_rounding(finding.unrounded, qparams)
+    delta = theirs.astype(np.float64) - mine
+    size = np.nan_to_num(np.abs(delta), nan=np.inf)
+    order = np.argsort(-size, axis=None, kind="stable")[:_EXAMPLES]
+    places = [np.unravel_index(i, size.shape) for i in order if size.flat[i]]
+    note = _maker(model, finding.name)
+    groups: tuple[str, ...] = ()
+    if qparams is None:
+        causes: tuple[str, ...] = (_FLOAT_CAUSES[check.side],)
+    else:
+        weights = {site.name: site.qparams for site in model.sites if site.sort == "weight"}
+        groups = _read_by(model, note, {**run.single.qparams, **weights})
+        causes = likely_causes(exact, mine, theirs.astype(np.int64), qparams)
+        if check.side == "graph":
+            causes = (_KERNEL,)
+        elif stage == "optimized":
+            causes = ("a kernel that the runtime fuses: with optimizations off nothing differs", *causes)
+    number = float if qparams is None else int
     return Difference(
-        site=name,
-        op=note.op if note else "output",
+        site=finding.name,
+        op=note.op if note else ("output" if qparams is None else "input"),
         path=note.path if note else "",
         stage=stage,
-        batch=batch,
-        inputs=(),
-        qparams="nothing: it is in float",
-        worst=0,
-        differing=int(np.count_nonzero(delta)),
-        values=delta.size,
-        histogram={},
-        examples=tuple((_index(p), float(mine[p]), float(mine[p]), float(theirs[p])) for p in places),
-        causes=(_FLOAT_CAUSES[check.side],),
+        batch=run.number,
+        inputs=groups,
+        qparams="nothing: it is in float" if qparams is None else _words(qparams),
+        worst=0 if qparams is None else int(size.max()),
+        differing=len(np.flatnonzero(size)),
+        values=size.size,
+        histogram={}
+        if qparams is None
+        else {int(k): n for k, n in Counter(delta[delta != 0].tolist()).most_common(6)},
+        examples=tuple((_index(p), float(exact[p]), number(mine[p]), number(theirs[p])) for p in places),
+        causes=causes,
         check=check,
-        sqnr_db=output_sqnr_db(mine, theirs),
+        sqnr_db=sqnr_db(mine, theirs) if qparams is None else None,
     )
 
 
@@ -302,7 +313,7 @@ def _index(place: tuple[Any, ...]) -> str:
     return f"[{', '.join(str(int(i)) for i in place)}]"
 
 
-def _before_rounding(x: np.ndarray, mine: np.ndarray, qparams: QParams) -> np.ndarray:
+def _before_rounding(x: np.ndarray, qparams: QParams) -> np.ndarray:
     """``x`` in steps of the site's scale, from its zero point."""
     scale, zero = (np.asarray(v, np.float64) for v in (qparams.scale, qparams.zero_point))
     if scale.ndim:

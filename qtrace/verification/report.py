@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -10,9 +11,11 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.graph.table import format_table
+from qtrace.metrics import ErrorSums, finite_or_none, sqnr_db
 from qtrace.verification.runtimes.base import Kernels
+from qtrace.verification.selections import Shape, describe_rows
 
-__all__ = ["CrossCheck", "SiteTally", "VerifyReport", "output_sqnr_db"]
+__all__ = ["CrossCheck", "SiteTally", "VerifyReport"]
 
 _MODES = ("op_by_op", "end_to_end", "deployed")
 _SHOWN = 6
@@ -41,55 +44,6 @@ class SiteTally:
         for step, count in zip(*np.unique(apart, return_counts=True), strict=True):
             self.histogram[int(step)] = self.histogram.get(int(step), 0) + int(count)
         return worst
-
-
-@dataclass
-class _Noise:
-    """Running sums of squares of an output and of its differences.
-
-    Values that are equal, infinite ones and NaN too, add no noise. One that is finite on one side only, or
-    another infinity, is noise without limit.
-    """
-
-    signal: float = 0.0
-    noise: float = 0.0
-    rows: int = 0
-    same: int = 0
-
-    def add(self, mine: np.ndarray, theirs: np.ndarray) -> None:
-        a, b = mine.astype(np.float64), theirs.astype(np.float64)
-        finite = np.isfinite(a) & np.isfinite(b)
-        self.signal += float(np.sum(a[finite] ** 2))
-        self.noise += float(np.sum((a[finite] - b[finite]) ** 2))
-        if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
-            self.noise = float("inf")
-        if a.ndim >= 2:
-            self.rows += len(a)
-            rows = (len(a), -1)
-            self.same += int(np.sum(a.reshape(rows).argmax(1) == b.reshape(rows).argmax(1)))
-
-    @property
-    def sqnr_db(self) -> float:
-        if self.noise == 0:
-            return float("inf")
-        if self.noise == float("inf"):
-            return -self.noise
-        return float(10 * np.log10(max(self.signal, 1e-300) / self.noise))
-
-    def __add__(self, other: _Noise) -> _Noise:
-        return _Noise(
-            self.signal + other.signal,
-            self.noise + other.noise,
-            self.rows + other.rows,
-            self.same + other.same,
-        )
-
-
-def output_sqnr_db(mine: np.ndarray, theirs: np.ndarray) -> float:
-    """The signal-to-noise ratio, in dB, of a runtime's output against the graph's."""
-    noise = _Noise()
-    noise.add(mine, theirs)
-    return noise.sqnr_db
 
 
 @dataclass(frozen=True)
@@ -135,6 +89,9 @@ class VerifyReport:
         kernels: which ops the runtime computes on integers when it is deployed; None where that is unknown.
         cross_check: the first node that differs by more than is allowed, op by op, and the second evaluation
             that says which side is wrong there; None where no node does.
+        selections: node or output with a number of rows that depends on values -> the op that selects them.
+        unequal: mode -> site or output -> its shapes in graph and runtime, in each batch where such an op
+            selects other rows, or the same in another order; they are not compared there.
     """
 
     path: str
@@ -142,26 +99,42 @@ class VerifyReport:
     min_equal: float
     min_sqnr_db: float
     sites: dict[str, dict[str, SiteTally]] = field(default_factory=lambda: {m: {} for m in _MODES})
-    outputs: dict[str, dict[str, _Noise]] = field(default_factory=dict)
+    outputs: dict[str, dict[str, ErrorSums]] = field(default_factory=dict)
     kernels: Kernels | None = None
     cross_check: tuple[str, CrossCheck] | None = None
+    selections: Mapping[str, str] = field(default_factory=dict)
+    unequal: dict[str, dict[str, list[tuple[Shape, Shape]]]] = field(default_factory=dict)
 
     def add(self, mode: str, node: str, mine: np.ndarray, theirs: np.ndarray) -> int:
-        """Adds the integers of one site in one batch; returns their largest difference.
+        """Adds the integers of one site in one batch; returns their largest difference, 0 for other rows.
 
         Raises:
-            ExportError: when the two have different shapes.
+            ExportError: when the two have different shapes that do not depend on values.
         """
-        self._alike(f"site {node}", mine, theirs)
+        if not self.compares(mode, f"site {node}", mine, theirs):
+            return 0
         return self.sites[mode].setdefault(node, SiteTally()).add(mine, theirs)
 
     def add_outputs(
-        self, mode: str, names: Sequence[str], mine: Sequence[np.ndarray], theirs: Sequence[np.ndarray]
+        self,
+        mode: str,
+        names: Sequence[str],
+        mine: Sequence[np.ndarray],
+        theirs: Sequence[np.ndarray],
+        selected: Collection[str] = (),
     ) -> None:
         """Adds the model's outputs of one batch.
 
+        Args:
+            mode: the comparison.
+            names: the names of the outputs.
+            mine: the graph's outputs.
+            theirs: the runtime's outputs.
+            selected: outputs whose rows depend on values: they are left out below the limit, for both sides
+                may have selected other rows.
+
         Raises:
-            ExportError: when their number or a shape differs.
+            ExportError: when their number differs, or a shape that does not depend on values.
         """
         if len(mine) != len(theirs):
             raise ExportError(
@@ -170,15 +143,38 @@ class VerifyReport:
             )
         noises = self.outputs.setdefault(mode, {})
         for name, a, b in zip(names, mine, theirs, strict=True):
-            self._alike(f"output {name}", a, b)
-            noises.setdefault(name, _Noise()).add(a, b)
+            if not self.compares(mode, f"output {name}", a, b):
+                continue
+            if name in selected and sqnr_db(a, b) < self.min_sqnr_db:
+                self.note_rows(mode, f"output {name}", a, b)
+            else:
+                noises.setdefault(name, ErrorSums()).add(a, b, classes=True)
 
-    def _alike(self, what: str, mine: np.ndarray, theirs: np.ndarray) -> None:
-        if mine.shape != theirs.shape:
+    def compares(self, mode: str, what: str, mine: np.ndarray, theirs: np.ndarray) -> bool:
+        """Returns whether values can be compared; takes note of numbers of rows that depend on values.
+
+        Args:
+            mode: the comparison.
+            what: "site" or "output" and its name.
+            mine: the graph's values.
+            theirs: the runtime's values.
+
+        Raises:
+            ExportError: when they have different shapes that do not depend on values.
+        """
+        if mine.shape == theirs.shape:
+            return True
+        if what.partition(" ")[2] not in self.selections or mine.ndim != theirs.ndim:
             raise ExportError(
                 f"{self.path}: {what} has shape {theirs.shape} in the runtime, but {mine.shape} in the "
                 "graph: export it again."
             )
+        self.note_rows(mode, what, mine, theirs)
+        return False
+
+    def note_rows(self, mode: str, what: str, mine: np.ndarray, theirs: np.ndarray) -> None:
+        """Takes note of a tensor of which graph and runtime have other rows, in number or in kind."""
+        self.unequal.setdefault(mode, {}).setdefault(what, []).append((mine.shape, theirs.shape))
 
     def worst_lsb(self, mode: str = "op_by_op") -> int:
         """The largest difference at any site."""
@@ -208,11 +204,11 @@ class VerifyReport:
 
     def agreement(self, mode: str = "deployed") -> float:
         """The share of samples whose largest output has the same index in the graph and the runtime."""
-        noise = self._whole(mode if mode in self.outputs else "reference")
-        return noise.same / noise.rows if noise.rows else 1.0
+        share = self._whole(mode if mode in self.outputs else "reference").agreement
+        return 1.0 if share is None else share
 
-    def _whole(self, mode: str) -> _Noise:
-        return sum(self.outputs[mode].values(), _Noise())
+    def _whole(self, mode: str) -> ErrorSums:
+        return sum(self.outputs[mode].values(), ErrorSums())
 
     @property
     def passed(self) -> bool:
@@ -238,6 +234,12 @@ class VerifyReport:
             for mode in self.outputs
             if mode != "op_by_op" and self.sqnr_db(mode) < self.min_sqnr_db
         ]
+        for what, shapes in itertools.islice(self.unequal.get("op_by_op", {}).items(), 1):
+            found.append(f"{describe_rows(what, shapes)}, from the same integers: it cannot be compared")
+        if (worst := self._optimization_lsb()) is not None:
+            found.append(
+                "sites (deployed) differ by {1} LSB, by {0} LSB without optimizations".format(*worst)
+            )
         return found
 
     def table(self, max_width: int = 140) -> str:
@@ -268,18 +270,20 @@ class VerifyReport:
     def remarks(self) -> list[str]:
         """What the problems mean, who is to blame and what to do, a sentence each."""
         if self.passed:
-            return []
+            return self._rows()
         if self.cross_check is not None:
             node, check = self.cross_check
             return [f"at {node}, {check.sentence()}"]
         floats = self.outputs.get("op_by_op", {}).values()
         if self.worst_lsb() > self.max_lsb or any(noise.sqnr_db < self.min_sqnr_db for noise in floats):
             return []
+        if self.unequal and self._optimization_lsb() is None:
+            return self._rows()
         within = f"no op differs from the graph by more than {self.max_lsb} LSB"
         if self.equal_share() < self.min_equal:
             return [f"{within}, but many do: bisect names the first op that rounds in another way"]
         weak = [m for m in self.outputs if m != "op_by_op" and self.sqnr_db(m) < self.min_sqnr_db]
-        if weak == ["deployed"]:
+        if weak == ["deployed"] or self.unequal:
             return [
                 f"no op is wrong with the runtime's optimizations off: {within}",
                 "only the optimized form falls short of the limit: bisect compares that op by op, too",
@@ -294,12 +298,51 @@ class VerifyReport:
             f"qtrace.verify with a smaller min_sqnr_db, such as {self._next_limit():g}",
         ]
 
+    def _optimization_lsb(self) -> tuple[int, int] | None:
+        """The largest difference before selections without and with optimizations, if these make it larger.
+
+        Outputs that are left out cannot show that an optimization of the runtime is wrong.
+        """
+        plain, fused = (
+            max((t.worst for n, t in self.sites[mode].items() if n not in self.selections), default=0)
+            for mode in _MODES[1:]
+        )
+        return (plain, fused) if "deployed" in self.unequal and fused > plain + self.max_lsb else None
+
+    def _rows(self) -> list[str]:
+        """What it means that graph and runtime select other rows, a sentence each."""
+        if not self.unequal:
+            return []
+        mode, tensors = next((m, self.unequal[m]) for m in (*_MODES, "reference") if m in self.unequal)
+        what, shapes = next(iter(tensors.items()))
+        origin = self.selections[what.partition(" ")[2]]
+        others = f", so have {len(tensors) - 1} more behind it" if len(tensors) > 1 else ""
+        within = f"no op that was compared differs by more than {self.max_lsb} LSB op by op"
+        cure = (
+            "what to do: measure the accuracy of the task with the file; the layers before the selection can "
+            "be verified alone (qtrace.prepare with outputs=)"
+        )
+        if mode == "op_by_op":
+            cause = "both read the same integers, but decide values next to a threshold, or ties, otherwise"
+        else:
+            sites = self.sites["end_to_end"].items()
+            first = next((f", first {n} by {t.worst} LSB" for n, t in sites if t.equal < t.values), "")
+            cause = f"from end to end integers differ{first}, and one LSB moves values over a threshold"
+            cure = f"this is no fault of the file; {cure}"
+        return [
+            f"{describe_rows(what, shapes)}{others}: its rows depend on values, which {origin} selects",
+            f"{within}; {cause}; these rows are not compared",
+            cure,
+        ]
+
     def _next_limit(self) -> float:
         """A limit in dB that the outputs meet, a multiple of 5."""
         lowest = min(self.sqnr_db(mode) for mode in self.outputs if mode != "op_by_op")
         return 5.0 * float(np.floor(lowest / 5.0)) if np.isfinite(lowest) else 0.0
 
     def _ratio(self, mode: str) -> str:
+        if not self.outputs[mode]:
+            return f"{mode} not compared"
         whole, (name, own) = self.sqnr_db(mode), self.weakest_output(mode)
         lowest = f" ({name} alone {own:.1f})" if f"{own:.1f}" != f"{whole:.1f}" else ""
         return f"{mode} {whole:.1f} dB{lowest}"
@@ -338,21 +381,14 @@ class VerifyReport:
             "worst_lsb": {m: self.worst_lsb(m) for m in _MODES if self.sites[m]},
             "histogram": {m: self.histogram(m) for m in _MODES if self.sites[m]},
             "equal_share": {m: self.equal_share(m) for m in _MODES if self.sites[m]},
-            "sqnr_db": {m: _finite(self.sqnr_db(m)) for m in self.outputs},
+            "sqnr_db": {m: finite_or_none(self.sqnr_db(m)) for m in self.outputs},
             "outputs": {
-                m: {name: _finite(n.sqnr_db) for name, n in noises.items()}
+                m: {name: finite_or_none(n.sqnr_db) for name, n in noises.items()}
                 for m, noises in self.outputs.items()
             },
             "agreement": self.agreement(),
+            "unequal_rows": self.unequal,
             "kernels": None if self.kernels is None else asdict(self.kernels),
-            "cross_check": None if self.cross_check is None else self._cross_check(),
+            "cross_check": self.cross_check and {"node": self.cross_check[0], **asdict(self.cross_check[1])},
             "sites": {m: {k: vars(t) for k, t in self.sites[m].items()} for m in _MODES},
         }
-
-    def _cross_check(self) -> dict[str, str]:
-        assert self.cross_check is not None
-        return {"node": self.cross_check[0], **asdict(self.cross_check[1])}
-
-
-def _finite(ratio: float) -> float | None:
-    return ratio if np.isfinite(ratio) else None

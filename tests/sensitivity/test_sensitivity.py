@@ -17,7 +17,7 @@ import qtrace
 from qtrace import cli
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.types import TracedModule
-from qtrace.numerics import sqnr_db
+from qtrace.metrics import sqnr_db
 from qtrace.sensitivity import Budget, Goal, analyze, mixed_precision, searching
 from qtrace.sensitivity.simulation import Simulation
 from tests.nets import net

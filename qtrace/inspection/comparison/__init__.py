@@ -8,6 +8,7 @@ gives, q, has the whole error ``q - f = (o - f) + (q - o)``, its own and the inh
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -20,8 +21,9 @@ from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.comparison._runs import AloneRun, FloatRun, QuantizedRun
 from qtrace.inspection.comparison.report import Comparison, GroupCost, Output, SiteError
-from qtrace.inspection.comparison.tally import Difference, SiteTally, clipped, decibels, range_of
+from qtrace.inspection.comparison.tally import SiteTally, clipped, range_of
 from qtrace.inspection.twin import check_nodes, float_twin, told_changed
+from qtrace.metrics import ErrorSums, comparable, decibels
 from qtrace.numerics import dequantize, quantize
 from qtrace.observers.statistics.search import best_range, error, tables
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
@@ -29,7 +31,8 @@ from qtrace.preparation.phases import in_phase
 from qtrace.preparation.record import is_quantized
 from qtrace.process.thread import on_engine_thread
 from qtrace.scheme import QParams
-from qtrace.verification.verify import leaves
+from qtrace.verification.runs import leaves
+from qtrace.verification.selections import find_selections
 
 __all__ = ["Comparison", "compare"]
 
@@ -86,7 +89,8 @@ class _Measured:
         self.tallies = {name: SiteTally(name, site.qparams) for name, site in self.moving.items()}
         self.parameters: dict[str, np.ndarray] = {}
         self.rounded: dict[str, np.ndarray] = {}
-        self.outputs: list[tuple[Difference, tuple[int, ...], list[int]]] = []
+        self.outputs: list[tuple[tuple[int, ...], ErrorSums]] = []
+        self.unequal: list[int] = []  # for each output, the batches with other rows
         self.batches = self.samples = 0
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], network: TracedModule | None) -> None:
@@ -121,14 +125,11 @@ class _Measured:
     def _add_outputs(self, reference: list[np.ndarray], test: list[np.ndarray]) -> None:
         for index, (f, q) in enumerate(zip(reference, test, strict=True)):
             if index == len(self.outputs):
-                self.outputs.append((Difference(), f.shape[1:], [0, 0]))
-            difference, _, same = self.outputs[index]
-            if f.shape != q.shape or f.dtype.kind != "f":
-                continue  # a selection (NMS) may keep others; integers have no error in dB
-            difference.add(f, q)
-            if f.ndim == 2:
-                same[0] += int(np.sum(f.argmax(1) == q.argmax(1)))
-                same[1] += len(f)
+                self.outputs.append((f.shape[1:], ErrorSums()))
+                self.unequal.append(0)
+            if comparable(f, q):
+                self.outputs[index][1].add(f, q, classes=f.ndim == 2)
+            self.unequal[index] += f.shape != q.shape
 
     def result(self, name: str, note: str) -> Comparison:
         """What was found.
@@ -145,8 +146,8 @@ class _Measured:
             elif site.name in self.parameters:
                 sites.append(_parameter(site, self.parameters[site.name], self.rounded.get(site.name)))
         outputs = tuple(
-            Output(i, shape, d.sqnr_db, d.cosine, same[0] / same[1] if same[1] else None)
-            for i, (d, shape, same) in enumerate(self.outputs)
+            _output(index, shape, sums, self.unequal[index])
+            for index, (shape, sums) in enumerate(self.outputs)
         )
         histograms = {name: tally.histogram() for name, tally in self.tallies.items()}
         groups = tuple(self._groups())
@@ -160,6 +161,7 @@ class _Measured:
             groups,
             histograms,
             note,
+            next(iter(find_selections(self.model).values()), ""),
         )
 
     def _groups(self) -> Iterable[GroupCost]:
@@ -171,7 +173,14 @@ class _Measured:
                 yield GroupCost(group, tuple(names), tuple(_cost(self.tallies[n]) for n in names))
 
 
+def _output(index: int, shape: tuple[int, ...], sums: ErrorSums, unequal: int) -> Output:
+    if unequal and not sums.values:
+        return Output(index, shape, math.nan, math.nan, None, unequal)
+    return Output(index, shape, sums.sqnr_db, sums.cosine, sums.agreement, unequal)
+
+
 def _activation(site: QuantizedSite, tally: SiteTally, kind: str) -> SiteError:
+    compared = tally.total.values > 0 or not tally.unequal
     return SiteError(
         site.name,
         site.sort,
@@ -179,12 +188,13 @@ def _activation(site: QuantizedSite, tally: SiteTally, kind: str) -> SiteError:
         site.group,
         tally.qparams.scheme.describe(),
         tally.values,
-        tally.total.sqnr_db,
-        tally.own.sqnr_db,
-        decibels(tally.total.ff, tally.inherited.noise),
-        tally.total.cosine,
-        tally.clipped / tally.values,
+        tally.total.sqnr_db if compared else math.nan,
+        tally.own.sqnr_db if tally.own.values else math.nan,
+        decibels(tally.total.signal, tally.inherited.noise) if compared else math.nan,
+        tally.total.cosine if compared else math.nan,
+        tally.clipped / tally.values if tally.values else 0.0,
         tally.used,
+        tally.unequal,
     )
 
 
@@ -199,7 +209,7 @@ def _parameter(site: QuantizedSite, value: np.ndarray, rounded: np.ndarray | Non
     outside = clipped(rows, integers, flat)
     if rounded is not None and rounded.shape == value.shape:
         integers = quantize(_rows(fq, qparams, rounded), flat)
-    difference = Difference()
+    difference = ErrorSums()
     difference.add(rows, dequantize(integers, flat))
     scheme = qparams.scheme
     width = integers.astype(np.int64).max(axis=-1) - integers.astype(np.int64).min(axis=-1)

@@ -12,7 +12,7 @@ from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.inspection.comparison.tally import SiteTally
 from qtrace.preparation.model import QuantizedSite
-from qtrace.verification.verify import leaves
+from qtrace.verification.runs import leaves
 
 __all__ = ["AloneRun", "FloatRun", "QuantizedRun"]
 

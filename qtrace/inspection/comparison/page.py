@@ -27,7 +27,7 @@ def render(comparison: Comparison) -> str:
         raise QtraceError(
             f"the page needs {error.name}, which is not installed: pip install 'qtrace[report]'."
         ) from error
-    activations = [site for site in comparison.sites if site.sort == "activation"]
+    activations = [s for s in comparison.sites if s.sort == "activation" and not s.unmeasured]
     worst = [
         (site, _plots.distribution(site, comparison.histograms[site.site]))
         for site in comparison.worst(_WORST)

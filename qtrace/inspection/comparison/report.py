@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -35,6 +36,8 @@ class SiteError:
         cosine: of the angle between the float and the rounded tensor.
         clipped: the share of values outside the range.
         used: the share of the integers' range between the smallest and the largest that occurred.
+        unequal: in how many batches the quantized graph had another number of rows, because a selection (NMS,
+            a mask) depends on values; those are not compared, and without any other batch ratios are NaN.
     """
 
     site: str
@@ -49,6 +52,12 @@ class SiteError:
     cosine: float
     clipped: float
     used: float
+    unequal: int = 0
+
+    @property
+    def unmeasured(self) -> bool:
+        """Whether no batch could be compared."""
+        return math.isnan(self.sqnr_db)
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,7 @@ class Output:
         sqnr_db: float value to error, in dB.
         cosine: of the angle between the two.
         same: for tensors of two axes, the share of rows whose largest value has the same index.
+        unequal: in how many batches the quantized graph gave another number of rows, see `SiteError`.
     """
 
     index: int
@@ -89,6 +99,7 @@ class Output:
     sqnr_db: float
     cosine: float
     same: float | None
+    unequal: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,6 +116,7 @@ class Comparison:
         groups: every group of several sites.
         histograms: site -> distribution of its float values.
         note: what "float" stands for, where that is not the network that was traced; else "".
+        selection: the first op that selects rows by their values, in words; "" where there is none.
     """
 
     backend: str
@@ -116,10 +128,11 @@ class Comparison:
     groups: tuple[GroupCost, ...]
     histograms: dict[str, Histogram]
     note: str = ""
+    selection: str = ""
 
     def worst(self, count: int = 10) -> tuple[SiteError, ...]:
         """The activations with the largest error of their own, relative to their signal."""
-        found = [site for site in self.sites if site.sort == "activation"]
+        found = [site for site in self.sites if site.sort == "activation" and not site.unmeasured]
         return tuple(sorted(found, key=lambda s: s.own_db)[:count])
 
     def table(self, max_width: int | None = 140, sort: str = "graph") -> str:
@@ -138,7 +151,8 @@ class Comparison:
         key = _ORDERS[sort]
         sites = self.sites
         if key is not None:
-            sites = tuple(sorted(sites, key=lambda s: getattr(s, key), reverse=key == "clipped"))
+            sign = -1 if key == "clipped" else 1
+            sites = tuple(sorted(sites, key=lambda s: (s.unmeasured, sign * getattr(s, key))))
         headers = ("site", "op", "scheme", "SQNR dB", "own dB", "inherited dB", "cosine", "clipped", "used")
         parts = [format_table(headers, map(_cells, sites), max_width)]
         if self.groups:
@@ -153,6 +167,15 @@ class Comparison:
         for output in self.outputs:
             same = "" if output.same is None else f", same prediction {output.same:.2%}"
             lines.append(f"output {output.index}: {db(output.sqnr_db)} dB, cosine {output.cosine:.6f}{same}")
+        unequal = [(f"site {s.site}", s.unequal) for s in self.sites if s.unequal]
+        unequal += [(f"output {o.index}", o.unequal) for o in self.outputs if o.unequal]
+        if unequal:
+            others = f" and {len(unequal) - 1} more" if len(unequal) > 1 else ""
+            lines.append(
+                f"{unequal[0][0]}{others}: not compared in {max(n for _, n in unequal)} of "
+                f"{self.batches} batches, where the quantized graph has another number of rows than the "
+                f"float one: the number depends on values, which {self.selection} selects"
+            )
         if self.note:
             lines.append(f"note: {self.note}")
         return "\n".join(lines)
@@ -174,6 +197,8 @@ class Comparison:
 
 def db(value: float) -> str:
     """A ratio as it is printed."""
+    if math.isnan(value):
+        return "-"
     return "inf" if value == float("inf") else f"{value:.1f}"
 
 

@@ -6,49 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from qtrace.metrics import ErrorSums
 from qtrace.numerics import dequantize, quantize
 from qtrace.observers.mse import MeanSquaredError
 from qtrace.observers.statistics.histogram import origin_of
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["Difference", "Histogram", "SiteTally", "decibels"]
-
-
-def decibels(signal: float, noise: float) -> float:
-    """``10 log10(signal / noise)``; infinity without noise."""
-    if noise == 0:
-        return float("inf")
-    return float(10 * np.log10(max(signal, 1e-300) / noise))
-
-
-@dataclass
-class Difference:
-    """Sums over a float tensor f and its quantized twin q: f*f, q*q, f*q and (q - f)**2."""
-
-    ff: float = 0.0
-    qq: float = 0.0
-    fq: float = 0.0
-    noise: float = 0.0
-
-    def add(self, reference: np.ndarray, test: np.ndarray) -> None:
-        """Adds two arrays of equal shape."""
-        f, q = reference.astype(np.float64).ravel(), test.astype(np.float64).ravel()
-        self.ff += float(f @ f)
-        self.qq += float(q @ q)
-        self.fq += float(f @ q)
-        d = q - f
-        self.noise += float(d @ d)
-
-    @property
-    def sqnr_db(self) -> float:
-        """Signal-to-quantization-noise ratio in dB."""
-        return decibels(self.ff, self.noise)
-
-    @property
-    def cosine(self) -> float:
-        """Cosine of the angle between the two, as vectors; 1 where both are 0."""
-        norm = np.sqrt(self.ff) * np.sqrt(self.qq)
-        return float(self.fq / norm) if norm else float(self.ff == self.qq)
+__all__ = ["Histogram", "SiteTally"]
 
 
 @dataclass(frozen=True)
@@ -81,23 +45,27 @@ class SiteTally:
 
     def __init__(self, name: str, qparams: QParams) -> None:
         self.name, self.qparams = name, qparams
-        self.total, self.own, self.inherited = Difference(), Difference(), Difference()
-        self.values = self.clipped = 0
+        self.total, self.own, self.inherited = ErrorSums(), ErrorSums(), ErrorSums()
+        self.values = self.clipped = self.unequal = 0
         self.lowest, self.highest = qparams.scheme.qmax, qparams.scheme.qmin
         # Of the whole tensor, also where its parameters are per channel.
         self.distribution = MeanSquaredError(_per_tensor(qparams.scheme))
 
     def add(self, reference: np.ndarray, own: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:
-        """Adds one batch.
+        """Adds one batch. Where a selection (NMS, a mask) keeps other rows, these are not compared.
 
         Args:
             reference: the float graph's value.
             own: what the site gives when everything before it is in float.
             before, after: the quantized graph's value, unrounded and rounded.
         """
-        self.total.add(reference, after)
-        self.own.add(reference, own)
-        self.inherited.add(own, after)
+        if reference.shape == own.shape:
+            self.own.add(reference, own)
+        if reference.shape == own.shape == after.shape:
+            self.total.add(reference, after)
+            self.inherited.add(own, after)
+        else:
+            self.unequal += 1
         self.distribution.observe(reference, site=self.name)
         integers = quantize(before, self.qparams)
         self.lowest = min(self.lowest, int(integers.min()))

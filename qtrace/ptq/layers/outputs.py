@@ -16,6 +16,7 @@ from qtrace.data.batches import evaluating, first_samples
 from qtrace.errors import QtraceError
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Node, TensorNode, TracedModule
+from qtrace.metrics import comparable, finite_or_none, sqnr_db
 from qtrace.preparation.annotation import Site
 from qtrace.preparation.model import QuantizedModel
 from qtrace.ptq.base import Batches, SiteError
@@ -87,8 +88,7 @@ class RandomOutputs:
                 rounded = _Outputs(self.model, changes).compute(inputs)
         except _REFUSALS:
             return {}
-        names = [node.name for node in self.model.graph.outputs]
-        return {n: _ratio(a, b) for n, a, b in zip(names, exact, rounded, strict=True) if _comparable(a, b)}
+        return _ratios([node.name for node in self.model.graph.outputs], exact, rounded)
 
 
 def _rounding(site: Site) -> Callable[[np.ndarray], np.ndarray]:
@@ -119,9 +119,12 @@ class CalibrationOutputs:
 
     def ratios(self) -> Ratios:
         """Output -> its ratio in dB, None without an error."""
-        rounded = _Outputs(self.model).compute(self.inputs)
-        pairs = zip(self.names, self.exact, rounded, strict=True)
-        return {name: _ratio(a, b) for name, a, b in pairs if _comparable(a, b)}
+        return _ratios(self.names, self.exact, _Outputs(self.model).compute(self.inputs))
+
+
+def _ratios(names: list[str], exact: list[np.ndarray], rounded: list[np.ndarray]) -> Ratios:
+    pairs = zip(names, exact, rounded, strict=True)
+    return {name: finite_or_none(sqnr_db(f, q)) for name, f, q in pairs if comparable(f, q)}
 
 
 def output_errors(before: Ratios, after: Ratios) -> tuple[SiteError, ...]:
@@ -129,15 +132,3 @@ def output_errors(before: Ratios, after: Ratios) -> tuple[SiteError, ...]:
     if set(before) != set(after) and len(before) == len(after):  # an op that gives an output was replaced
         before = dict(zip(after, before.values(), strict=True))
     return tuple(SiteError(name, before[name], after[name]) for name in after if name in before)
-
-
-def _comparable(exact: np.ndarray, rounded: np.ndarray) -> bool:
-    """Whether the error of an output is a number: not of integers, nor where a selection keeps others."""
-    return exact.shape == rounded.shape and exact.dtype.kind == "f"
-
-
-def _ratio(exact: np.ndarray, rounded: np.ndarray) -> float | None:
-    finite = np.isfinite(exact) & np.isfinite(rounded)
-    a, b = exact[finite].astype(np.float64), rounded[finite].astype(np.float64)
-    signal, noise = float(np.sum(a * a)), float(np.sum(np.square(a - b)))
-    return float(10 * np.log10(signal / noise)) if signal and noise else None

@@ -6,7 +6,8 @@ import numpy as np
 
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import get_module
-from qtrace.numerics import alive, choose, fake_quantize, sqnr_db
+from qtrace.metrics import finite_or_none, sqnr_db
+from qtrace.numerics import alive, choose, fake_quantize
 from qtrace.ops import OpCall
 from qtrace.preparation.annotation import Site
 from qtrace.ptq.layers.channels import ChannelGroup, input_axes
@@ -107,8 +108,7 @@ def weight_sqnr(weight: np.ndarray, scheme: QScheme, axes: tuple[int, ...]) -> f
         scheme: how it is quantized.
         axes: the axes that count channels with a scale each; () for one scale.
     """
-    found = sqnr_db(weight, rounded_weight(weight, scheme, axes))
-    return found if np.isfinite(found) else None
+    return finite_or_none(sqnr_db(weight, rounded_weight(weight, scheme, axes)))
 
 
 def rounded_weight(weight: np.ndarray, scheme: QScheme, axes: tuple[int, ...]) -> np.ndarray:

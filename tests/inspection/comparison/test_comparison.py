@@ -25,7 +25,8 @@ from qtrace.errors import CalibrationError, ConfigError, GraphError
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.inspection.comparison import Comparison, _plots
-from qtrace.numerics import fake_quantize, sqnr_db
+from qtrace.metrics import sqnr_db
+from qtrace.numerics import fake_quantize
 from qtrace.preparation.passes.insert import CONTAINER
 from qtrace.scheme import QParams
 from tests.nets import images, net

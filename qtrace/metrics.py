@@ -1,0 +1,134 @@
+"""How close values are to their reference: the one SQNR of the package, cosine and equal classes.
+
+All figures are computed from sums in float64. The sums of batches add up to the sums of the whole. The
+signal to quantization noise ratio of a reference f and the values q in its place is
+``10 log10(E[f**2] / E[(q - f)**2])`` (Jayant and Noll 1984, "Digital Coding of Waveforms").
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from qtrace.errors import QtraceError
+
+__all__ = ["ErrorSums", "comparable", "decibels", "finite_or_none", "sqnr_db"]
+
+
+def decibels(signal: float, noise: float) -> float:
+    """Returns ``10 log10(signal / noise)`` of two powers.
+
+    Without noise it is infinite, whatever the signal. Without a signal, or with infinite noise, it is minus
+    infinity. It is never NaN.
+    """
+    if noise == 0.0:
+        return math.inf
+    if signal == 0.0 or not math.isfinite(noise):
+        return -math.inf
+    return 10.0 * (math.log10(signal) - math.log10(noise))
+
+
+def finite_or_none(ratio: float) -> float | None:
+    """Returns `ratio` as reports store it: None where it is infinite."""
+    return ratio if math.isfinite(ratio) else None
+
+
+def comparable(reference: np.ndarray, test: np.ndarray) -> bool:
+    """Whether the error of an output is a number: not of integers, nor where a selection keeps other rows."""
+    return reference.shape == test.shape and reference.dtype.kind == "f"
+
+
+def sqnr_db(reference: Any, test: Any) -> float:
+    """Computes the signal to quantization noise ratio of `test`, in dB; see `ErrorSums` and `decibels`.
+
+    Args:
+        reference: the true values, any shape.
+        test: the values in their place, of the same shape.
+
+    Raises:
+        QtraceError: when the shapes differ.
+    """
+    sums = ErrorSums()
+    sums.add(np.asarray(reference), np.asarray(test))
+    return sums.sqnr_db
+
+
+@dataclass
+class ErrorSums:
+    """Sums over a reference f and the values q in its place, in float64; the sums of two sets of batches add.
+
+    Equal values add no noise; this holds for equal infinities and for NaN, which are left out of every sum. A
+    value that is finite on one side only, or another infinity, is noise without limit.
+
+    Attributes:
+        signal: the sum of ``f**2``.
+        power: the sum of ``q**2``.
+        product: the sum of ``f * q``.
+        noise: the sum of ``(q - f)**2``.
+        values: how many values were compared.
+        classified: how many samples had their classes compared.
+        agreeing: how many of these have their largest value at the same index.
+    """
+
+    signal: float = 0.0
+    power: float = 0.0
+    product: float = 0.0
+    noise: float = 0.0
+    values: int = 0
+    classified: int = 0
+    agreeing: int = 0
+
+    def add(self, reference: np.ndarray, test: np.ndarray, *, classes: bool = False) -> None:
+        """Adds two arrays of one batch.
+
+        Args:
+            reference: the true values.
+            test: the values in their place, of the same shape.
+            classes: whether to compare the index of the largest value of each sample, too; arrays without a
+                first axis of samples have none.
+
+        Raises:
+            QtraceError: when the shapes differ.
+        """
+        if reference.shape != test.shape:
+            raise QtraceError(f"shapes {reference.shape} and {test.shape} differ: compare like with like.")
+        f, q = reference.astype(np.float64).ravel(), test.astype(np.float64).ravel()
+        self.values += f.size
+        if classes and reference.ndim >= 2 and reference.size:
+            rows = (len(reference), -1)
+            self.classified += len(reference)
+            self.agreeing += int(np.sum(f.reshape(rows).argmax(1) == q.reshape(rows).argmax(1)))
+        finite = np.isfinite(f) & np.isfinite(q)
+        if not finite.all():
+            if not np.array_equal(f[~finite], q[~finite], equal_nan=True):
+                self.noise = math.inf
+            f, q = f[finite], q[finite]
+        self.signal += float(f @ f)
+        self.power += float(q @ q)
+        self.product += float(f @ q)
+        difference = q - f
+        self.noise += float(difference @ difference)
+
+    def __add__(self, other: ErrorSums) -> ErrorSums:
+        """Merges two sums; commutative, and associative up to the rounding of float64."""
+        names = [field.name for field in fields(ErrorSums)]
+        return ErrorSums(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    @property
+    def sqnr_db(self) -> float:
+        """The signal to quantization noise ratio in dB; see `decibels`."""
+        return decibels(self.signal, self.noise)
+
+    @property
+    def cosine(self) -> float:
+        """The cosine of the angle between both, as vectors; 1 where both are 0."""
+        norm = math.sqrt(self.signal) * math.sqrt(self.power)
+        return self.product / norm if norm else float(self.signal == self.power)
+
+    @property
+    def agreement(self) -> float | None:
+        """The share of samples with an equal index of the largest value; None if none were compared."""
+        return self.agreeing / self.classified if self.classified else None

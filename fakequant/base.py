@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from megengine import Parameter, Tensor
 from megengine.module import Module
 from megengine.traced_module import register_as_builtin
 from megengine.traced_module.pytree import register_supported_type
+from pydantic import create_model
 
 from qtrace.errors import CalibrationError, ConfigError, SchemeError
 from qtrace.fakequant.kernels.kernel import Learn, Levels, as_float32, positive, quant_dequant
 from qtrace.numerics import SMALLEST_SCALE
 from qtrace.observers.base import Observer
+from qtrace.plugins import name_of
+from qtrace.plugins.options import OptionModel, check_options
 from qtrace.scheme import QParams, QScheme
 
 __all__ = ["PHASES", "FakeQuant", "Phase", "builtin", "reject_options", "scales"]
@@ -33,9 +36,12 @@ class FakeQuant(Module):
     The phase says what ``forward`` does: ``float`` passes the value through, ``observe`` shows it to the
     observer and passes it through, ``quantize`` applies frozen parameters, ``train`` is the subclass's.
 
-    A subclass defines `_setup`, `_learns_scale` and `_learn`, and is decorated with `builtin`. One that
-    learns something else than the scale replaces `_derived` and `_adopt` too, one that transforms weights
-    `shaped`.
+    A subclass declares its `Options`, defines `_learns_scale` and `_learn`, and is decorated with `builtin`.
+    One that learns something else than the scale replaces `_setup`, `_derived` and `_adopt` too, one that
+    transforms weights `shaped`.
+
+    Attributes:
+        Options: the options: a subclass of `OptionModel` with a field for each. None leaves them to `_setup`.
 
     Args:
         site: the name of the quantized tensor; it appears in every error.
@@ -50,6 +56,8 @@ class FakeQuant(Module):
     Raises:
         ConfigError: when the scheme cannot be used with this fake quant.
     """
+
+    Options: ClassVar[type[OptionModel] | None] = None
 
     def __init__(
         self,
@@ -77,15 +85,18 @@ class FakeQuant(Module):
         kind = Parameter if self._learns_scale() else Tensor
         self.scale = kind(np.zeros(self.shape, np.float32))  # 0: not calibrated
         self.zero_point = as_float32(np.zeros(self.shape, np.float32))
+        if self.Options is not None:
+            options = dict(check_options(self.Options, name_of(type(self)), options))
         self._setup(options)
 
     @abc.abstractmethod
     def _learns_scale(self) -> bool:
         """Whether the scale is a Parameter that an optimizer may change; it is asked before `_setup`."""
 
-    @abc.abstractmethod
     def _setup(self, options: dict[str, Any]) -> None:
-        """Takes the subclass's options; an unknown one is a ConfigError."""
+        """Takes all ``options``, checked and with their defaults; without `Options` those that were given."""
+        if self.Options is None:
+            reject_options(name_of(type(self)), options)
 
     @abc.abstractmethod
     def _learn(self) -> Learn | None:
@@ -260,15 +271,13 @@ def scales(module: Module) -> list[Parameter]:
 
 
 def reject_options(owner: str, options: dict[str, Any], known: tuple[str, ...] = ()) -> None:
-    """Refuses options that a fake quant does not know.
+    """Refuses options that a fake quant without `FakeQuant.Options` does not know.
 
     Raises:
         ConfigError: naming the unknown option and the known ones.
     """
-    for key in options:
-        if key not in known:
-            names = ", ".join(known) if known else "none"
-            raise ConfigError(f"fake quant {owner} has no option {key!r}; it knows: {names}.")
+    fields: dict[str, Any] = dict.fromkeys(known, (Any, None))
+    check_options(create_model("Options", __base__=OptionModel, **fields), owner, options)
 
 
 def builtin(cls: type[Module]) -> type[Module]:
@@ -277,18 +286,17 @@ def builtin(cls: type[Module]) -> type[Module]:
     return cls
 
 
-def refuse_powers_of_two(fake: FakeQuant, owner: str) -> None:
+def refuse_powers_of_two(fake: FakeQuant) -> None:
     """Refuses a scheme of powers of two where any scale is learned.
 
     Args:
         fake: the fake quant that is set up.
-        owner: what configs call it.
 
     Raises:
         ConfigError: naming the site and what to use instead.
     """
     if fake.scheme.power_of_two:
         raise ConfigError(
-            f"{fake.site}: {owner} learns any scale, but {fake.scheme.describe()} wants powers of two: "
-            "use fakequant 'fixed' or 'tqt' there."
+            f"{fake.site}: {name_of(type(fake))} learns any scale, but {fake.scheme.describe()} wants powers "
+            "of two: use fakequant 'fixed' or 'tqt' there."
         )

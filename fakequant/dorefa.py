@@ -7,9 +7,10 @@ from typing import Any
 import megengine.functional as F
 from megengine import Tensor
 
-from qtrace.fakequant.base import FakeQuant, builtin, reject_options
+from qtrace.fakequant.base import FakeQuant, builtin
 from qtrace.fakequant.kernels.kernel import Learn
 from qtrace.numerics import SMALLEST_SCALE
+from qtrace.plugins.options import OptionModel
 
 __all__ = ["DoReFaFakeQuant"]
 
@@ -37,11 +38,12 @@ class DoReFaFakeQuant(FakeQuant):
     ``convert`` writes the transformed weights; their integers are those that were trained.
     """
 
+    Options = OptionModel
+
     def _learns_scale(self) -> bool:
         return False
 
     def _setup(self, options: dict[str, Any]) -> None:
-        reject_options("dorefa", options)
         self.transforms = self.static and self.scheme.symmetric
 
     def _learn(self) -> Learn | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from qtrace.fakequant.base import FakeQuant, builtin, reject_options
+from qtrace.fakequant.base import FakeQuant, builtin
 from qtrace.fakequant.kernels.kernel import Learn
 
 __all__ = ["FixedFakeQuant"]
@@ -20,9 +18,6 @@ class FixedFakeQuant(FakeQuant):
 
     def _learns_scale(self) -> bool:
         return False
-
-    def _setup(self, options: dict[str, Any]) -> None:
-        reject_options("fixed", options)
 
     def _learn(self) -> Learn | None:
         return None

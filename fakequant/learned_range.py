@@ -8,9 +8,10 @@ import megengine.functional as F
 import numpy as np
 from megengine import Parameter, Tensor
 
-from qtrace.fakequant.base import FakeQuant, builtin, refuse_powers_of_two, reject_options
+from qtrace.fakequant.base import FakeQuant, builtin, refuse_powers_of_two
 from qtrace.fakequant.kernels.kernel import Learn, straight_through
 from qtrace.numerics import SMALLEST_SCALE
+from qtrace.plugins.options import OptionModel
 
 __all__ = ["LearnedRangeFakeQuant"]
 
@@ -31,12 +32,13 @@ class LearnedRangeFakeQuant(FakeQuant):
     Its numbers are in units of the tensor, not of a step, so that one learning rate fits all widths.
     """
 
+    Options = OptionModel
+
     def _learns_scale(self) -> bool:
         return False
 
     def _setup(self, options: dict[str, Any]) -> None:
-        reject_options("learned_range", options)
-        refuse_powers_of_two(self, "learned_range")
+        refuse_powers_of_two(self)
         self.high = Parameter(np.zeros(self.shape, np.float32))
         if not self.scheme.symmetric:
             self.low = Parameter(np.zeros(self.shape, np.float32))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from qtrace.fakequant.base import FakeQuant, builtin, refuse_powers_of_two, reject_options
-from qtrace.fakequant.kernels.gain import check_grad_scale, step_gain
+from qtrace.fakequant.base import FakeQuant, builtin, refuse_powers_of_two
+from qtrace.fakequant.kernels.gain import StepGain, step_gain
 from qtrace.fakequant.kernels.kernel import Learn
+from qtrace.plugins.options import OptionModel
 
 __all__ = ["LSQFakeQuant"]
 
@@ -24,13 +25,15 @@ class LSQFakeQuant(FakeQuant):
         grad_scale: true for that factor, false for none, or a number in its place.
     """
 
+    class Options(OptionModel):
+        grad_scale: StepGain = True
+
     def _learns_scale(self) -> bool:
         return True
 
     def _setup(self, options: dict[str, Any]) -> None:
-        reject_options("lsq", options, ("grad_scale",))
-        refuse_powers_of_two(self, "lsq")
-        self.grad_scale = check_grad_scale("lsq", options.get("grad_scale", True))
+        refuse_powers_of_two(self)
+        self.grad_scale = options["grad_scale"]
 
     def _learn(self) -> Learn:
         return Learn(step_gain(self.grad_scale, self.scheme, self.numel))

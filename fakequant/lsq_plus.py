@@ -8,10 +8,11 @@ import megengine.functional as F
 import numpy as np
 from megengine import Parameter, Tensor
 
-from qtrace.fakequant.base import FakeQuant, builtin, refuse_powers_of_two, reject_options
-from qtrace.fakequant.kernels.gain import check_grad_scale, step_gain
+from qtrace.fakequant.base import FakeQuant, builtin, refuse_powers_of_two
+from qtrace.fakequant.kernels.gain import StepGain, step_gain
 from qtrace.fakequant.kernels.kernel import Learn, straight_through
 from qtrace.numerics import SMALLEST_SCALE
+from qtrace.plugins.options import OptionModel
 
 __all__ = ["LSQPlusFakeQuant"]
 
@@ -34,13 +35,15 @@ class LSQPlusFakeQuant(FakeQuant):
         grad_scale: true for that factor, false for none, or a number in its place.
     """
 
+    class Options(OptionModel):
+        grad_scale: StepGain = True
+
     def _learns_scale(self) -> bool:
         return True
 
     def _setup(self, options: dict[str, Any]) -> None:
-        reject_options("lsq_plus", options, ("grad_scale",))
-        refuse_powers_of_two(self, "lsq_plus")
-        self.grad_scale = check_grad_scale("lsq_plus", options.get("grad_scale", True))
+        refuse_powers_of_two(self)
+        self.grad_scale = options["grad_scale"]
         if not self.scheme.symmetric:
             self.offset = Parameter(np.zeros(self.shape, np.float32))
 

@@ -8,9 +8,10 @@ import megengine.functional as F
 import numpy as np
 from megengine import Parameter, Tensor
 
-from qtrace.fakequant.base import FakeQuant, builtin, refuse_powers_of_two, reject_options
+from qtrace.fakequant.base import FakeQuant, builtin, refuse_powers_of_two
 from qtrace.fakequant.kernels.kernel import Learn
 from qtrace.numerics import SMALLEST_SCALE
+from qtrace.plugins.options import OptionModel
 
 __all__ = ["PACTFakeQuant"]
 
@@ -29,12 +30,13 @@ class PACTFakeQuant(FakeQuant):
     The paper's ``lambda * a**2`` in the loss is weight decay on a: `range_decay` of `qtrace.param_groups`.
     """
 
+    Options = OptionModel
+
     def _learns_scale(self) -> bool:
         return False
 
     def _setup(self, options: dict[str, Any]) -> None:
-        reject_options("pact", options)
-        refuse_powers_of_two(self, "pact")
+        refuse_powers_of_two(self)
         self.bound = Parameter(np.zeros(self.shape, np.float32))
 
     def _learn(self) -> Learn:

@@ -11,9 +11,10 @@ from megengine import Parameter, Tensor
 from megengine.autodiff import Function
 
 from qtrace.errors import ConfigError
-from qtrace.fakequant.base import FakeQuant, builtin, reject_options
+from qtrace.fakequant.base import FakeQuant, builtin
 from qtrace.fakequant.kernels.kernel import Learn
 from qtrace.numerics import SMALLEST_SCALE
+from qtrace.plugins.options import OptionModel
 
 __all__ = ["TQTFakeQuant"]
 
@@ -56,11 +57,12 @@ class TQTFakeQuant(FakeQuant):
     After calibration l lies in the middle of its octave, so that one small step does not change the scale.
     """
 
+    Options = OptionModel
+
     def _learns_scale(self) -> bool:
         return False
 
     def _setup(self, options: dict[str, Any]) -> None:
-        reject_options("tqt", options)
         if not self.scheme.power_of_two:
             raise ConfigError(
                 f"{self.site}: tqt learns powers of two, but {self.scheme.describe()} has any scale: set "

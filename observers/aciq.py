@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache
-from typing import ClassVar
+from typing import Literal
 
 import numpy as np
 from scipy.optimize import brentq
 from scipy.special import lambertw, ndtr
 
-from qtrace.observers.base import Choice, Option, State
-from qtrace.observers.statistics.histogram import HISTOGRAM, HistogramObserver
+from qtrace.observers.base import State
+from qtrace.observers.statistics.histogram import HistogramObserver
 from qtrace.observers.statistics.moments import moments
 
 __all__ = ["AnalyticalClipping"]
@@ -34,14 +33,10 @@ class AnalyticalClipping(HistogramObserver):
 
     Options:
         distribution: ``gauss``, ``laplace``, or ``auto`` for the one that is likelier for the values.
-        bins: the moments are those of a histogram of `bins` to ``2 * bins`` bins.
-        sample: one value of so many is counted, where a batch has enough of them.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Option | Choice]] = {
-        "distribution": Choice("auto", ("auto", "gauss", "laplace")),
-        **HISTOGRAM,
-    }
+    class Options(HistogramObserver.Options):
+        distribution: Literal["auto", "gauss", "laplace"] = "auto"
 
     def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
         lo, hi = state["lo"].astype(np.float64), state["hi"].astype(np.float64)

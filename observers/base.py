@@ -10,14 +10,15 @@ import base64
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+from pydantic import Field, create_model
 
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.numerics import choose
-from qtrace.plugins import resolve
+from qtrace.plugins import name_of, resolve
+from qtrace.plugins.options import Float, Int, OptionModel, check_options
 from qtrace.scheme import QParams, QScheme
 
 __all__ = ["Choice", "Layout", "Observer", "Option", "State", "from_dict", "to_dict"]
@@ -28,80 +29,48 @@ Layout = dict[str, tuple[type, tuple[str | int, ...]]]
 _PACKAGE = "qtrace.observers"
 
 
-@dataclass(frozen=True)
-class Option:
-    """An option of an observer: a number between two bounds, both allowed.
+def Option(default: float, low: float, high: float) -> tuple[Any, float]:
+    """A number in `Observer.OPTIONS`, the declaration of options before `Observer.Options`.
 
-    Attributes:
-        default: what it is when not given; an int here means that only integers are taken.
+    Args:
+        default: the value if none is given; an int means that only integers are taken.
         low: the smallest value.
         high: the largest value.
     """
-
-    default: int | float
-    low: int | float
-    high: int | float
-
-    def check(self, owner: str, name: str, value: Any) -> int | float:
-        """`value` as an int or a float; `ConfigError` when it is not one between the bounds."""
-        whole = isinstance(self.default, int)
-        kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
-        fits = isinstance(value, kinds) and not isinstance(value, bool) and self.low <= value <= self.high
-        if not fits:
-            wanted = "an integer" if whole else "a number"
-            raise ConfigError(
-                f"observer {owner}: {name} is {value!r}: choose {wanted} from {self.low} to {self.high}."
-            )
-        return int(value) if whole else float(value)
+    return Annotated[Int if isinstance(default, int) else Float, Field(ge=low, le=high)], default
 
 
-@dataclass(frozen=True)
-class Choice:
-    """An option of an observer: one of a few words.
-
-    Attributes:
-        default: what it is when not given.
-        words: all that it may be.
-    """
-
-    default: str
-    words: tuple[str, ...]
-
-    def check(self, owner: str, name: str, value: Any) -> str:
-        """`value`; `ConfigError` when it is not one of the words."""
-        if not isinstance(value, str) or value not in self.words:
-            raise ConfigError(f"observer {owner}: {name} is {value!r}: choose {' or '.join(self.words)}.")
-        return value
+def Choice(default: str, words: tuple[str, ...]) -> tuple[Any, str]:
+    """A word in `Observer.OPTIONS`: ``default``, or another one of ``words``."""
+    return Literal[words], default
 
 
 class Observer(ABC):
     """Watches the values of one site and says which range to quantize.
 
-    A subclass states its `OPTIONS`, the `_layout` of its state, how a batch is measured, how two states are
+    A subclass declares its `Options`, the `_layout` of its state, how a batch is measured, how two states are
     combined, and which range a state gives. A state is a dict of arrays that nobody changes.
+
+    Attributes:
+        Options: the options: a subclass of `OptionModel` with a field for each.
 
     Args:
         scheme: how the site is quantized; with an axis, every channel has statistics of its own.
-        **options: as `OPTIONS` of the class says.
+        **options: the fields of `Options`.
 
     Raises:
         ConfigError: when an option is unknown or its value is out of bounds.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Option | Choice]] = {}
+    Options: ClassVar[type[OptionModel]] = OptionModel
 
-    def __init__(self, scheme: QScheme, **options: int | float | str) -> None:
-        for key in options:
-            if key not in self.OPTIONS:
-                raise ConfigError(
-                    f"observer {self.name} has no option {key!r}: correct it to one of "
-                    f"{', '.join(self.OPTIONS) or '(none)'}."
-                )
+    def __init_subclass__(cls) -> None:
+        if "OPTIONS" in vars(cls):
+            cls.Options = create_model("Options", __base__=OptionModel, **vars(cls)["OPTIONS"])
+
+    def __init__(self, scheme: QScheme, **options: Any) -> None:
         self._scheme = scheme
-        self._options: dict[str, Any] = {
-            key: option.check(self.name, key, options.get(key, option.default))
-            for key, option in self.OPTIONS.items()
-        }
+        self._options: dict[str, Any] = dict(check_options(self.Options, self.name, options))
         self._batches = 0
         self._state: State | None = None
 
@@ -129,10 +98,8 @@ class Observer(ABC):
 
     @property
     def name(self) -> str:
-        """What a configuration calls this class: its file name, or ``pkg.mod:Class`` for a user's own."""
-        cls = type(self)
-        package, _, module = cls.__module__.rpartition(".")
-        return module if package == _PACKAGE else f"{cls.__module__}:{cls.__qualname__}"
+        """What a config calls this class: its file name, or ``pkg.mod:Class`` for a user's own."""
+        return name_of(type(self))
 
     @property
     def scheme(self) -> QScheme:
@@ -140,7 +107,7 @@ class Observer(ABC):
         return self._scheme
 
     @property
-    def options(self) -> dict[str, int | float | str]:
+    def options(self) -> dict[str, Any]:
         """All options with their values."""
         return dict(self._options)
 

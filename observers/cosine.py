@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
-from qtrace.observers.base import Option, State
-from qtrace.observers.statistics.histogram import HISTOGRAM, HistogramObserver
+from qtrace.observers.base import State
+from qtrace.observers.statistics.histogram import HistogramObserver
 from qtrace.observers.statistics.search import best_range, dissimilarity
+from qtrace.plugins.options import Int
 
 __all__ = ["Cosine"]
 
@@ -25,12 +26,11 @@ class Cosine(HistogramObserver):
     A cosine does not notice a common factor, so that with few levels more is clipped than by ``mse``.
 
     Options:
-        bins: the range is resolved by `bins` to ``2 * bins`` bins.
-        sample: one value of so many is counted, where a batch has enough of them.
         candidates: how many ratios the first sweep tries.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {**HISTOGRAM, "candidates": Option(64, 8, 1024)}
+    class Options(HistogramObserver.Options):
+        candidates: Annotated[Int, Field(ge=8, le=1024)] = 64
 
     def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
-        return best_range(state, self._scheme, int(self._options["candidates"]), dissimilarity)
+        return best_range(state, self._scheme, self._options["candidates"], dissimilarity)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from qtrace.numerics import grid
-from qtrace.observers.base import Option, State
-from qtrace.observers.statistics.histogram import HISTOGRAM, HistogramObserver
+from qtrace.observers.base import State
+from qtrace.observers.statistics.histogram import HistogramObserver
 from qtrace.observers.statistics.search import Tables, by_channels, observed, running, tables
+from qtrace.plugins.options import Int
 from qtrace.scheme import QScheme
 
 __all__ = ["KullbackLeibler"]
@@ -37,15 +38,14 @@ class KullbackLeibler(HistogramObserver):
     detectors, and ``mse`` is the better default.
 
     Options:
-        bins: the range is resolved by `bins` to ``2 * bins`` bins.
-        sample: one value of so many is counted, where a batch has enough of them.
         candidates: how many ranges a sweep tries, evenly spaced.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {**HISTOGRAM, "candidates": Option(512, 8, 8192)}
+    class Options(HistogramObserver.Options):
+        candidates: Annotated[Int, Field(ge=8, le=8192)] = 512
 
     def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
-        candidates = int(self._options["candidates"])
+        candidates = self._options["candidates"]
         return by_channels(state, self._scheme, candidates, lambda part: self._search(part, candidates))
 
     def _search(self, state: State, candidates: int) -> np.ndarray:

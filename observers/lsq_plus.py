@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
-from qtrace.observers.base import Option, State
-from qtrace.observers.statistics.histogram import HISTOGRAM, HistogramObserver
+from qtrace.observers.base import State
+from qtrace.observers.statistics.histogram import HistogramObserver
 from qtrace.observers.statistics.moments import moments
+from qtrace.plugins.options import Float
 
 __all__ = ["LSQPlusInitialization"]
 
@@ -25,11 +26,10 @@ class LSQPlusInitialization(HistogramObserver):
 
     Options:
         sigmas: how many standard deviations.
-        bins: the moments are those of a histogram of `bins` to ``2 * bins`` bins.
-        sample: one value of so many is counted, where a batch has enough of them.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {"sigmas": Option(3.0, 0.5, 20.0), **HISTOGRAM}
+    class Options(HistogramObserver.Options):
+        sigmas: Annotated[Float, Field(ge=0.5, le=20)] = 3.0
 
     def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
         lo, hi = state["lo"].astype(np.float64), state["hi"].astype(np.float64)

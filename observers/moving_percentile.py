@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
-from qtrace.observers.base import Option
-from qtrace.observers.statistics.moving import MOMENTUM, MovingObserver
+from qtrace.observers.statistics.moving import MovingObserver
+from qtrace.plugins.options import Float
 
 __all__ = ["MovingPercentile"]
 
@@ -24,13 +24,10 @@ class MovingPercentile(MovingObserver):
 
     Options:
         percentile: 51 to 100; 100 is ``moving_average``.
-        momentum: 0 (only the last batch) to 1 (only the first).
     """
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
-        "percentile": Option(99.99, 51.0, 100.0),
-        "momentum": MOMENTUM,
-    }
+    class Options(MovingObserver.Options):
+        percentile: Annotated[Float, Field(ge=51, le=100)] = 99.99
 
     def _ends(self, x: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         count = x.shape[0] * x.shape[2]

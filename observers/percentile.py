@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
-from qtrace.observers.base import Option, State
-from qtrace.observers.statistics.histogram import HISTOGRAM, HistogramObserver, origin_of
+from qtrace.observers.base import State
+from qtrace.observers.statistics.histogram import HistogramObserver, origin_of
+from qtrace.plugins.options import Float
 
 __all__ = ["Percentile"]
 
@@ -21,11 +22,10 @@ class Percentile(HistogramObserver):
 
     Options:
         percentile: 51 to 100; the share of values below the upper end, and above the lower end.
-        bins: the range is resolved by `bins` to ``2 * bins`` bins.
-        sample: one value of so many is counted, where a batch has enough of them.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {"percentile": Option(99.99, 51.0, 100.0), **HISTOGRAM}
+    class Options(HistogramObserver.Options):
+        percentile: Annotated[Float, Field(ge=51, le=100)] = 99.99
 
     def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
         counts, size = state["counts"], state["counts"].shape[1]

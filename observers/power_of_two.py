@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 import numpy as np
 
 from qtrace.numerics import SMALLEST_NORMAL, grid
-from qtrace.observers.base import Option, State
-from qtrace.observers.statistics.histogram import HISTOGRAM, HistogramObserver
+from qtrace.observers.base import State
+from qtrace.observers.statistics.histogram import HistogramObserver
 from qtrace.observers.statistics.search import Tables, error, g_at, observed, tables
 from qtrace.scheme import QScheme
 
@@ -34,13 +31,7 @@ class PowerOfTwo(HistogramObserver):
     `qtrace.observers.statistics.search`).
 
     The range may end outside what was seen, as power-of-two scales must, by less than its own length.
-
-    Options:
-        bins: the range is resolved by `bins` to ``2 * bins`` bins.
-        sample: one value of so many is counted, where a batch has enough of them.
     """
-
-    OPTIONS: ClassVar[Mapping[str, Option]] = {**HISTOGRAM}
 
     def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
         table, scheme = tables(state), self._scheme

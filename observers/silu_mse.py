@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from qtrace.numerics import grid
-from qtrace.observers.base import Option, State
-from qtrace.observers.statistics.histogram import HISTOGRAM, HistogramObserver
+from qtrace.observers.base import State
+from qtrace.observers.statistics.histogram import HistogramObserver
 from qtrace.observers.statistics.search import Tables, best_range
+from qtrace.plugins.options import Int
 from qtrace.scheme import QScheme
 
 __all__ = ["SiluMeanSquaredError"]
@@ -27,15 +28,14 @@ class SiluMeanSquaredError(HistogramObserver):
     Each bin counts as its middle; the search is that of ``mse``.
 
     Options:
-        bins: the range is resolved by `bins` to ``2 * bins`` bins.
-        sample: one value of so many is counted, where a batch has enough of them.
         candidates: how many ratios the first sweep tries.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {**HISTOGRAM, "candidates": Option(64, 8, 1024)}
+    class Options(HistogramObserver.Options):
+        candidates: Annotated[Int, Field(ge=8, le=1024)] = 64
 
     def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
-        candidates = int(self._options["candidates"])
+        candidates = self._options["candidates"]
         # Channel by channel: the way of the search depends on whether all channels of a group have two signs.
         alone = ({key: array[c : c + 1] for key, array in state.items()} for c in range(len(state["lo"])))
         found = [best_range(part, self._scheme, candidates, _error) for part in alone]

@@ -24,7 +24,7 @@ def _run(text: str, name: str, folder: Path) -> dict[str, Any]:
         if block["file"]:
             (folder / block["file"]).write_text(block["code"], encoding="utf-8")
         else:
-            exec(compile(block["code"], name, "exec"), names)
+            exec(compile(block["code"], name, "exec", dont_inherit=True), names)
     return names
 
 

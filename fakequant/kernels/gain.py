@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
-from qtrace.errors import ConfigError
+from pydantic import BeforeValidator, Field
+
+from qtrace.plugins.options import Bool, Float, show
 from qtrace.scheme import QScheme
 
-__all__ = ["check_grad_scale", "step_gain"]
+__all__ = ["StepGain", "step_gain"]
 
 
-def check_grad_scale(owner: str, value: Any) -> bool | float:
-    """``value`` as the option ``grad_scale``.
+def _gain(value: Any) -> Any:
+    number = isinstance(value, (int, float)) and math.isfinite(value) and value > 0
+    if not isinstance(value, bool) and not number:
+        raise ValueError(f"choose true (1 / sqrt(N * Q)), false (1) or a number above 0, not {show(value)}.")
+    return value
 
-    Args:
-        owner: the name of the fake quant, for the message.
-        value: True, False or a number above 0.
 
-    Raises:
-        ConfigError: when it is something else.
-    """
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, (int, float)) and math.isfinite(value) and value > 0:
-        return float(value)
-    raise ConfigError(
-        f"fake quant {owner}: grad_scale is {value!r}: choose true (1 / sqrt(N * Q)), false (1) or a number "
-        "above 0."
-    )
+StepGain = Annotated[Bool | Annotated[Float, Field(gt=0)], BeforeValidator(_gain)]
+"""The option ``grad_scale``: true, false or a number above 0."""
 
 
 def step_gain(grad_scale: bool | float, scheme: QScheme, numel: int) -> float:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
-from qtrace.observers.base import Layout, Observer, Option, State
+from qtrace.observers.base import Layout, Observer, State
+from qtrace.plugins.options import Int, OptionModel
 
-__all__ = ["HISTOGRAM", "HistogramObserver", "origin_of"]
+__all__ = ["HistogramObserver", "origin_of"]
 
-# The options of every histogram.
-HISTOGRAM = {"bins": Option(2048, 64, 65536), "sample": Option(1, 1, 1024)}
 # A sample leaves at least so many values of a channel and batch: ends at 99.9 percent keep some beyond them.
 _ENOUGH = 1 << 14
 
@@ -46,10 +47,18 @@ class HistogramObserver(Observer):
     exponent  int64 (C,)      k: bins are 2**k wide
     zeros     int64 (C,)      how many values are exactly 0, which quantize without error
     counts    int64 (C, N)    from the bin of min(lo, 0) on
+
+    Options:
+        bins: the histogram has `bins` to ``2 * bins`` bins.
+        sample: one value of so many is counted, where a batch has enough of them.
     """
 
+    class Options(OptionModel):
+        bins: Annotated[Int, Field(ge=64, le=65536)] = 2048
+        sample: Annotated[Int, Field(ge=1, le=1024)] = 1
+
     def _layout(self) -> Layout:
-        size = 2 * int(self._options["bins"])
+        size = 2 * self._options["bins"]
         return {
             "lo": (np.float32, ("C",)),
             "hi": (np.float32, ("C",)),
@@ -59,9 +68,9 @@ class HistogramObserver(Observer):
         }
 
     def _measure(self, x: np.ndarray, lo: np.ndarray, hi: np.ndarray, batch: int) -> State:
-        size = 2 * int(self._options["bins"])
+        size = 2 * self._options["bins"]
         exponent = _exponent(lo, hi, size)
-        x = _sampled(x, int(self._options.get("sample", 1)), batch)
+        x = _sampled(x, self._options.get("sample", 1), batch)
         count = _count_tensor if x.shape[1] == 1 else _count_channels
         counts, zeros = count(x, exponent, origin_of(lo, exponent), size)
         return {"lo": lo, "hi": hi, "exponent": exponent, "zeros": zeros, "counts": counts}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
-from qtrace.observers.base import Layout, Observer, Option, State
+from qtrace.observers.base import Layout, Observer, State
+from qtrace.plugins.options import Float, OptionModel
 
-__all__ = ["MOMENTUM", "MovingObserver"]
-
-MOMENTUM = Option(0.9, 0.0, 1.0)
+__all__ = ["MovingObserver"]
 
 
 class MovingObserver(Observer):
@@ -24,8 +25,14 @@ class MovingObserver(Observer):
     when the range is asked for. Shards must pass the index in the whole run as ``batch``; batches of one
     index keep the order in which they were observed or merged.
 
-    A subclass has the option ``momentum`` and says in `_ends` what a batch gives.
+    A subclass says in `_ends` what a batch gives.
+
+    Options:
+        momentum: 0 (only the last batch) to 1 (only the first).
     """
+
+    class Options(OptionModel):
+        momentum: Annotated[Float, Field(ge=0, le=1)] = 0.9
 
     @abstractmethod
     def _ends(self, x: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import sys
@@ -42,11 +43,28 @@ class Console:
 
     @contextlib.contextmanager
     def work(self) -> Iterator[None]:
-        """Surrounds all work of a command: what models and loaders print goes to stderr."""
-        with contextlib.redirect_stdout(sys.stderr):
+        """Surrounds all work of a command.
+
+        What models and loaders print goes to stderr; what the library logs is noted.
+        """
+        with contextlib.redirect_stdout(sys.stderr), self._noting_log():
             engine.quiet()
             yield
             engine.synchronize()
+
+    @contextlib.contextmanager
+    def _noting_log(self) -> Iterator[None]:
+        logger, handler = logging.getLogger("qtrace"), _LogHandler(self)
+        before = logger.level, logger.propagate
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(before[0])
+            logger.propagate = before[1]
 
     @contextlib.contextmanager
     def bar(self, batches: DataSource, what: str) -> Iterator[Iterable[Batch]]:
@@ -70,6 +88,20 @@ class Console:
         except BrokenPipeError:  # `| head`: nobody reads on
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(141) from None  # as a shell reports SIGPIPE; 1 is for failed checks
+
+
+class _LogHandler(logging.Handler):
+    """Shows the log of the library as notes, above a progress bar."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.INFO)
+        self.console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
+        with tqdm.external_write_mode(file=sys.stderr):
+            self.console.note(record.getMessage())
 
 
 def _plain(value: Any) -> Any:

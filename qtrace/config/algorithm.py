@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from qtrace import plugins
-from qtrace.config.base import Loc, Model, spell
 from qtrace.config.qconfig import QConfig
 from qtrace.config.rule import Spec
-from qtrace.errors import ConfigError
+from qtrace.errors import ConfigError, QtraceError
+from qtrace.plugins.options import OptionModel, check_options
 
-__all__ = ["Algorithm", "Named", "algorithms", "check_imported"]
+__all__ = ["Algorithm", "Named", "algorithms", "check_imported", "placed"]
 
 
-class Algorithm(Model, abc.ABC):
+class Algorithm(OptionModel, abc.ABC):
     """Abstract base: a frozen object whose fields are the options of a recipe's ``ptq`` entry.
 
     Attributes:
@@ -50,35 +52,37 @@ def algorithms(qconfig: QConfig) -> tuple[Named, ...]:
     Raises:
         ConfigError: for options that an algorithm does not know, and for an order that makes no sense.
     """
-    found: list[tuple[Named, str]] = []
+    listed: list[Named] = []
     for index, spec in qconfig.ptq_entries:
         where = f"ptq[{index}]"
-
-        def place(loc: Loc, where: str = where, name: str = spec.name) -> tuple[str, str]:
-            key = ".".join((where, *(str(part) for part in loc[:1])))
-            return f"{qconfig.place(key, where, 'ptq')}: ", f"{name}.{spell(loc)}" if loc else name
-
-        origin = qconfig.place(where, "ptq")
-        try:
+        place = partial(qconfig.option_place, where, "ptq")
+        with placed(place("")):
             kind = plugins.resolve("qtrace.ptq", spec.name, Algorithm)
-        except ConfigError as error:
-            raise ConfigError(f"{origin}: {error}") from error
-        algorithm = kind.model_validate(spec.options, place=place)  # type: ignore[attr-defined]
-        _check_order(spec.name, algorithm, [named for named, _ in found], origin)
-        found.append(((spec.name, algorithm), origin))
-    return tuple(named for named, _ in found)
+        algorithm: Algorithm = check_options(kind, spec.name, spec.options, place)
+        _check_order(spec.name, algorithm, listed, place(""))
+        listed.append((spec.name, algorithm))
+    return tuple(listed)
 
 
-def check_imported(found: Iterable[Spec]) -> None:
+@contextlib.contextmanager
+def placed(origin: str) -> Iterator[None]:
+    """Puts ``origin`` before the sentence of an error."""
+    try:
+        yield
+    except QtraceError as error:
+        raise ConfigError(f"{origin}: {error}") from error
+
+
+def check_imported(named: Iterable[Spec]) -> None:
     """Refuses what the config in a model file names, where looking it up would import a module.
 
     Args:
-        found: what it names. A model file may name any module, and to import it is to run it.
+        named: the plugins. A model file may name any module, and to import it is to run it.
 
     Raises:
         ConfigError: when one is in a module that nobody has imported.
     """
-    for spec in found:
+    for spec in named:
         module, own, _ = spec.name.partition(":")
         if own and module not in sys.modules:
             raise ConfigError(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from qtrace import plugins
 from qtrace.config import backends
-from qtrace.config.algorithm import algorithms
+from qtrace.config.algorithm import algorithms, placed
 from qtrace.config.qconfig import QConfig
 from qtrace.config.rule import Spec
-from qtrace.errors import ConfigError, QtraceError
+from qtrace.errors import ConfigError
+from qtrace.plugins.options import check_options
 from qtrace.scheme import QScheme
 
-__all__ = ["check_options", "check_scheme", "check_whole"]
+__all__ = ["check_plugin", "check_scheme", "check_whole"]
 
 
 def check_whole(qconfig: QConfig) -> None:
@@ -26,10 +30,10 @@ def check_whole(qconfig: QConfig) -> None:
         if changes is not None:
             scheme = changes.apply(scheme)
         check_scheme(backend, sort, scheme, qconfig.place(sort))
-        where = qconfig.place(f"observers.{sort}", sort)
-        check_options("qtrace.observers", observers[sort], sort, scheme, where)
-        where = qconfig.place("fakequant", "qat.fakequant", sort)
-        check_options("qtrace.fakequant", qconfig.effective_fakequant, sort, scheme, where)
+        place = partial(qconfig.option_place, f"observers.{sort}", sort)
+        check_plugin("qtrace.observers", observers[sort], sort, scheme, place)
+        place = partial(qconfig.option_place, "fakequant", "qat.fakequant", sort)
+        check_plugin("qtrace.fakequant", qconfig.effective_fakequant, sort, scheme, place)
     algorithms(qconfig)
 
 
@@ -52,27 +56,27 @@ def check_scheme(backend: backends.Backend, sort: str, scheme: QScheme, origin: 
         )
 
 
-def check_options(package: str, spec: Spec, sort: str, scheme: QScheme, origin: str) -> None:
-    """Makes an observer or a fake quant once, so that a wrong option is told with its place.
+def check_plugin(package: str, spec: Spec, sort: str, scheme: QScheme, place: Callable[[str], str]) -> None:
+    """Refuses wrong options of an observer or a fake quant, and a scheme that it cannot do.
 
     Args:
         package: ``qtrace.observers`` or ``qtrace.fakequant``.
         spec: the plugin and its options.
         sort: ``activation`` or ``weight``.
         scheme: the scheme that it is for.
-        origin: where it was written, for the message.
+        place: gives the place where an option was written; where the plugin was, for ``""``.
 
     Raises:
-        ConfigError: saying why.
+        ConfigError: with a line for each mistake.
     """
     from qtrace.fakequant.base import FakeQuant  # here: it loads MegEngine
     from qtrace.observers.base import Observer
 
-    try:
-        if package == "qtrace.observers":
-            plugins.resolve(package, spec.name, Observer)(scheme, **spec.options)
-        else:
-            fake_quant = plugins.resolve(package, spec.name, FakeQuant)
-            fake_quant(f"{sort}s", scheme.replace(axis=None), **spec.options)
-    except QtraceError as error:
-        raise ConfigError(f"{origin}: {error}") from error
+    observes, origin = package == "qtrace.observers", place("")
+    with placed(origin):
+        plugin = plugins.resolve(package, spec.name, Observer if observes else FakeQuant)
+    if (schema := plugin.Options) is not None:  # type: ignore[attr-defined]
+        check_options(schema, spec.name, spec.options, place)
+    with placed(origin):
+        where = (scheme,) if observes else (f"{sort}s", scheme.replace(axis=None))
+        plugin(*where, **spec.options)

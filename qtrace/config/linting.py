@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qtrace.config import backends
-from qtrace.config.base import hint
-from qtrace.config.checking import check_options, check_scheme, check_whole
+from qtrace.config.checking import check_plugin, check_scheme, check_whole
 from qtrace.config.qconfig import QConfig
 from qtrace.config.rule import Rule, SchemePatch
 from qtrace.errors import ConfigError
+from qtrace.plugins.options import hint
 from qtrace.scheme import QScheme
 
 __all__ = ["mistakes"]
@@ -89,7 +89,7 @@ def _options(rule: Rule, reachable: dict[str, set[QScheme]]) -> Iterator[str]:
         problems = []
         for scheme in sorted(reachable[sort], key=QScheme.describe):
             try:
-                check_options(package, spec, sort, scheme, rule.origin)
+                check_plugin(package, spec, sort, scheme, lambda _: rule.origin)
             except ConfigError as error:
                 problems.append(str(error))
         if problems and len(problems) == len(reachable[sort]):

@@ -8,8 +8,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
-from qtrace.config.base import Bool, Float, Int, Model, Text, Texts, known_backend, show
-from qtrace.config.rule import AlgorithmSpec, FakeQuantSpec, Observers, Rule, SchemePatch, Spec
+from qtrace.config.rule import (
+    AlgorithmSpec,
+    FakeQuantSpec,
+    Observers,
+    Rule,
+    SchemePatch,
+    Spec,
+    known_backend,
+)
+from qtrace.plugins.options import Bool, Float, Int, OptionModel, Text, Texts, show
 
 __all__ = ["Bn", "Expect", "Preprocess", "QConfig", "Qat", "Region"]
 
@@ -32,7 +40,7 @@ def _positive(values: Iterable[float]) -> Any:
     return values
 
 
-class Preprocess(Model):
+class Preprocess(OptionModel):
     """How the pixels of an image become the model's input: ``(pixel * scale - mean) / std``.
 
     Pixels are 0 to 255, in the order of ``channels``; mean and std are in that order too.
@@ -85,7 +93,7 @@ class Preprocess(Model):
         return self
 
 
-class Bn(Model):
+class Bn(OptionModel):
     """What happens to batch normalization in training.
 
     Attributes:
@@ -104,7 +112,7 @@ class Bn(Model):
     freeze_after: Annotated[Float, Field(ge=0, le=1)] | None = None
 
 
-class Qat(Model):
+class Qat(OptionModel):
     """Quantization-aware training.
 
     Attributes:
@@ -128,7 +136,7 @@ class Qat(Model):
     bn: Bn = Bn()
 
 
-class Expect(Model):
+class Expect(OptionModel):
     """What the quantized model must reach.
 
     Attributes:
@@ -146,7 +154,7 @@ class Expect(Model):
     max_drop: Annotated[Float, Field(ge=0)]
 
 
-class Region(Model):
+class Region(OptionModel):
     """The part of the graph that is quantized; the rest stays float.
 
     Attributes:
@@ -166,7 +174,7 @@ class Region(Model):
     outputs: Texts | None = None
 
 
-class QConfig(Model):
+class QConfig(OptionModel):
     """How a model is quantized. Without arguments: int8 for onnxruntime.
 
     Nested values may be given as plain data: ``QConfig(observers={"activation": "mse"}, fakequant="lsq")``.
@@ -258,6 +266,15 @@ class QConfig(Model):
             *keys: dotted keys, such as ``observers.activation``.
         """
         return next((self._places[key] for key in keys if key in self._places), self._origin)
+
+    def option_place(self, *keys: str) -> str:
+        """Where an option of a plugin was written, else where the plugin was.
+
+        Args:
+            *keys: dotted keys that may lead to the plugin, and last the name of the option.
+        """
+        *leading, option = keys
+        return self.place(*(f"{key}.{option}" for key in leading), *leading)
 
     def with_region(self, region: Region, places: Mapping[str, str]) -> QConfig:
         """The same config with another region.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -134,8 +134,13 @@ def _read(name_or_path: str | Path, allow_code: bool) -> tuple[QConfig, Tree, di
         raise ConfigError("\n".join(problems))
     rules = tree.value["rules"].value if "rules" in tree.value else None
     found = {key: tree.find(tuple(key.split("."))) for key in _PLACED}
-    places = {key: child.origin for key, child in found.items() if child is not None}
-    places.update(_ptq_places(tree.value.get("ptq")))
+    places: dict[str, str] = {}
+    listed = tree.value["ptq"].value if "ptq" in tree.value else None
+    named = {**found, **{f"ptq[{index}]": item for index, item in enumerate(listed or ())}}
+    for key, child in named.items():
+        if child is not None:
+            places[key] = child.origin
+            places.update(_option_places(key, child))
     config = config.with_origin(tree.file, [rule.origin for rule in rules or ()], places)
     return config, tree, reading.texts
 
@@ -159,16 +164,11 @@ def _named_code(config: QConfig, tree: Tree) -> list[str]:
     return sentences
 
 
-def _ptq_places(tree: Tree | None) -> dict[str, str]:
-    """Where each algorithm and each of its options was written: ``ptq[1]``, ``ptq[1].iterations``."""
-    items = tree.value if tree is not None and isinstance(tree.value, list) else []
-    places = {}
-    for index, item in enumerate(items):
-        places[f"ptq[{index}]"] = item.origin
-        named = item.value.values() if isinstance(item.value, dict) else ()
-        for options in (child.value for child in named if isinstance(child.value, dict)):
-            places.update({f"ptq[{index}].{key}": child.origin for key, child in options.items()})
-    return places
+def _option_places(key: str, plugin: Tree) -> Iterator[tuple[str, str]]:
+    """Where each option of a plugin was written: ``ptq[1].iterations`` and its ``FILE:LINE``."""
+    for child in plugin.value.values() if isinstance(plugin.value, dict) else ():
+        for option, value in child.value.items() if isinstance(child.value, dict) else ():
+            yield f"{key}.{option}", value.origin
 
 
 def as_qconfig(obj: QConfig | str | Path | Mapping[str, Any]) -> QConfig:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
 
 from qtrace import plugins
-from qtrace.config.base import Bool, Int, Loc, Model, Text, Texts, hint, known_backend, known_keys, show
+from qtrace.plugins.options import Bool, Int, Loc, OptionModel, Text, Texts, hint, known_keys, show
 
 if TYPE_CHECKING:
     from qtrace.scheme import QScheme
@@ -27,6 +26,7 @@ __all__ = [
     "SchemePatch",
     "Spec",
     "Subgraph",
+    "known_backend",
     "specs",
 ]
 
@@ -46,10 +46,21 @@ _ALSO_CALLED = {
     "qdrop": "reconstruct",
 }
 
-_OWN_CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+def known_backend(name: str) -> str:
+    """Returns ``name`` if a backend is called so.
+
+    Raises:
+        ValueError: if none is, listing the backends.
+    """
+    from qtrace.config import backends  # here: it loads numpy
+
+    if name not in (known := backends.known()):
+        raise ValueError(f"unknown backend {name!r}{hint(name, known)}")
+    return name
 
 
-class SchemePatch(Model):
+class SchemePatch(OptionModel):
     """Changes to a `QScheme`; what is not given stays as it was. A `QScheme` in its place changes everything.
 
     Attributes:
@@ -114,7 +125,7 @@ class SchemePatch(Model):
 _PATCHED = tuple(SchemePatch.model_fields)
 
 
-class Spec(Model):
+class Spec(OptionModel):
     """A plugin and its options: written ``mse``, ``{mse: {bins: 2048}}`` or ``pkg.mod:Class``.
 
     Attributes:
@@ -158,7 +169,7 @@ class Spec(Model):
         return hash(self.name)  # options may hold lists
 
 
-def specs(model: Model, loc: Loc = ()) -> Iterator[tuple[Loc, Spec]]:
+def specs(model: OptionModel, loc: Loc = ()) -> Iterator[tuple[Loc, Spec]]:
     """Every plugin that a config names, with its location in the config."""
     for key in type(model).model_fields:
         value = getattr(model, key)
@@ -167,7 +178,7 @@ def specs(model: Model, loc: Loc = ()) -> Iterator[tuple[Loc, Spec]]:
             here = (*loc, key) if index is None else (*loc, key, index)
             if isinstance(item, Spec):
                 yield here, item
-            elif isinstance(item, Model):
+            elif isinstance(item, OptionModel):
                 yield from specs(item, here)
 
 
@@ -195,7 +206,7 @@ _SORTS = {"qtrace.ptq": "algorithm"}
 def _known_plugin(package: str) -> AfterValidator:
     def check(spec: Spec) -> Spec:
         if ":" in spec.name:
-            if _OWN_CLASS.fullmatch(spec.name):
+            if plugins.OWN_CLASS.fullmatch(spec.name):
                 return spec
             raise ValueError(f"{spec.name!r} is not of the form pkg.mod:Class.")
         names = plugins.known(package)
@@ -219,7 +230,7 @@ FakeQuantSpec = Annotated[Spec, _known_plugin("qtrace.fakequant")]
 AlgorithmSpec = Annotated[Spec, _known_plugin("qtrace.ptq")]
 
 
-class Observers(Model):
+class Observers(OptionModel):
     """Which observer collects statistics.
 
     Attributes:
@@ -237,7 +248,7 @@ class Observers(Model):
     weight: ObserverSpec | None = None
 
 
-class Subgraph(Model):
+class Subgraph(OptionModel):
     """The ops on a way from one node to another, both ends included.
 
     Attributes:
@@ -255,7 +266,7 @@ class Subgraph(Model):
     to: Text
 
 
-class Match(Model):
+class Match(OptionModel):
     """Which ops a rule is for: those that meet everything given. An empty one, ``{}``, means every op.
 
     Attributes:
@@ -310,7 +321,7 @@ def _known_backends(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(known_backend(name) for name in names)
 
 
-class Rule(Model):
+class Rule(OptionModel):
     """What changes for the ops that match; a later rule wins over an earlier one.
 
     Attributes:

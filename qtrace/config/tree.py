@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from qtrace.config.base import Loc, show, spell
+from qtrace.plugins.options import Loc, show, spell
 
 __all__ = ["Tree", "dump", "merge", "read"]
 

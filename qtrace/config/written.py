@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qtrace.config.base import Loc, known_keys
 from qtrace.config.qconfig import QConfig
 from qtrace.config.tree import Tree, dump
+from qtrace.plugins.options import Loc, known_keys
 
 __all__ = ["Entry", "entries", "render"]
 

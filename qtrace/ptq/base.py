@@ -12,11 +12,11 @@ from megengine import Tensor
 from pydantic import Field
 
 from qtrace.config.algorithm import Algorithm
-from qtrace.config.base import Int
 from qtrace.data.batches import as_arguments
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.metrics import ErrorSums, finite_or_none
+from qtrace.plugins.options import Int
 from qtrace.preparation.float_stage import FloatTask, Report, SiteError
 from qtrace.preparation.passes.base import PassResult
 from qtrace.storage.checkpoints import Checkpoint

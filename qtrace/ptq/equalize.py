@@ -18,10 +18,10 @@ import numpy as np
 from pydantic import Field
 
 from qtrace import ops
-from qtrace.config.base import Bool, Float, Int
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.walk import exprs
 from qtrace.ops import OpCall
+from qtrace.plugins.options import Bool, Float, Int
 from qtrace.preparation.annotation import Site
 from qtrace.preparation.passes.annotate import annotate
 from qtrace.ptq.base import FloatAlgorithm, FloatTask, Report, SiteError

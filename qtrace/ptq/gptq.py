@@ -21,8 +21,8 @@ import numpy as np
 from pydantic import Field
 from tqdm import tqdm
 
-from qtrace.config.base import Float, Int
 from qtrace.graph.walk import get_module
+from qtrace.plugins.options import Float, Int
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Noise, Report, SiteError
 from qtrace.ptq.layers.biases import add_biases, move_bias
 from qtrace.ptq.layers.quantized import Layer, Twins, layers, mean_error, write

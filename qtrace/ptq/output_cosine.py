@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import Field
 from tqdm import tqdm
 
-from qtrace.config.base import Int
+from qtrace.plugins.options import Int
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Noise, Report, SiteError
 from qtrace.ptq.layers.quantized import Layer, Twins, layers, per_channel
 from qtrace.scheme import QParams

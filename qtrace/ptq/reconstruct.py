@@ -18,8 +18,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from qtrace.config.base import Bool, Float, Int
 from qtrace.graph.types import TracedModule
+from qtrace.plugins.options import Bool, Float, Int
 from qtrace.ptq.layers.quantized import Layer
 from qtrace.ptq.learning.blocks import Block, structural_blocks
 from qtrace.ptq.learning.blockwise import Settings

@@ -14,10 +14,10 @@ import numpy as np
 from pydantic import Field
 
 from qtrace import ops
-from qtrace.config.base import Float, Int
 from qtrace.graph.types import GetAttr
 from qtrace.graph.walk import exprs
 from qtrace.ops import OpCall
+from qtrace.plugins.options import Float, Int
 from qtrace.preparation.annotation import Site
 from qtrace.ptq.base import FloatAlgorithm, FloatTask, Report, SiteError
 from qtrace.ptq.equalize import weight_sites

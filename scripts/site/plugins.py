@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable
 from typing import Any
 
 from scripts.site import docstrings, source
@@ -32,55 +31,42 @@ Guides: [observers](../guides/observers.md), [fake quants](../guides/training.md
 
 def page() -> str:
     """The page in Markdown."""
-    sections = [_observers(), _fake_quants(), _algorithms(), _backends(), _formats(), _runtimes()]
+    sections = [
+        _section("Observers", "observers", "qtrace.observers", "Observer"),
+        _section("Fake quants", "fake-quants", "qtrace.fakequant", "FakeQuant"),
+        _algorithms(),
+        _backends(),
+        _formats(),
+        _runtimes(),
+    ]
     return "\n\n".join([_HEAD, *sections]) + "\n"
 
 
-def _observers() -> str:
-    return _section("Observers", "observers", "qtrace.observers", "Observer", _options_of_observer)
-
-
-def _fake_quants() -> str:
-    return _section("Fake quants", "fake-quants", "qtrace.fakequant", "FakeQuant", _options_of_fake_quant)
-
-
-def _section(title: str, anchor: str, package: str, base: str, more: Callable[[type], str]) -> str:
+def _section(title: str, anchor: str, package: str, base: str) -> str:
     from qtrace import plugins
 
     parts = [f"## {title} {{#{anchor}}}"]
     for name in plugins.known(package):
-        cls = plugins.resolve(package, name, getattr(importlib.import_module(package), base))
+        cls: Any = plugins.resolve(package, name, getattr(importlib.import_module(package), base))
         parts.append(f"### `{name}` {{#{anchor}-{name}}}")
         parts += [docstrings.render_section(s) for s in docstrings.parse(cls.__doc__) if s.title != "Options"]
-        parts.append(more(cls))
+        parts.append(_options(cls.Options, cls) if cls.Options else "")
         parts.append(f"API: [`{package}.{cls.__name__}`](api/{package}.md#{package}.{cls.__name__})")
     return "\n\n".join(part for part in parts if part)
 
 
-def _options_of_observer(cls: type) -> str:
-    texts = _option_texts(cls)
+def _options(schema: Any, owner: type) -> str:
+    """The fields of ``schema`` with the texts in the docstrings of ``owner`` and its bases."""
+    texts: dict[str, str] = {}
+    for cls in owner.__mro__:
+        for section in docstrings.parse(cls.__doc__):
+            for item in section.items if section.title in ("Options", "Attributes") else ():
+                texts.setdefault(item.name, item.text)
     lines = []
-    for name, option in getattr(cls, "OPTIONS", {}).items():
-        if hasattr(option, "low"):
-            facts = f"{option.low:g} to {option.high:g}; default: `{option.default:g}`"
-        else:
-            facts = f"one of {', '.join(f'`{w}`' for w in _words(option))}; default: `{option.default}`"
-        lines.append(f"- `{name}`: {texts.get(name, '')} *{facts}*")
+    for name, field in schema.model_fields.items():
+        default = _value(list(field.default) if isinstance(field.default, tuple) else field.default)
+        lines.append(f"- `{name}`: {texts.get(name, '')} *{field_text(field)}; default: `{default}`*")
     return "\n".join(["**Options**", "", *lines]) if lines else ""
-
-
-def _options_of_fake_quant(cls: type) -> str:
-    lines = [f"- `{name}`: {text}" for name, text in _option_texts(cls).items()]
-    return "\n".join(["**Options**", "", *lines]) if lines else ""
-
-
-def _option_texts(cls: type) -> dict[str, str]:
-    """What the Options section of a docstring says."""
-    return {i.name: i.text for s in docstrings.parse(cls.__doc__) if s.title == "Options" for i in s.items}
-
-
-def _words(option: Any) -> list[str]:
-    return [w for value in vars(option).values() if isinstance(value, (tuple, frozenset)) for w in value]
 
 
 def algorithms() -> dict[str, type]:
@@ -97,24 +83,10 @@ def _algorithms() -> str:
     stages = {"float": "in `prepare`", "calibrated": "at the end of `calibrate`"}
     for name, cls in algorithms().items():
         parts.append(f"### `{name}` {{#algorithm-{name}}}")
-        sections = docstrings.parse(cls.__doc__)
-        parts += [s.text for s in sections if not s.title]
+        parts += [s.text for s in docstrings.parse(cls.__doc__) if not s.title]
         parts.append(f"Runs {stages[cls.stage]}.")
-        lines = [_option(cls, f, sections) for f in cls.model_fields]
-        if lines:
-            parts.append("\n".join(["**Options**", "", *lines]))
-    return "\n\n".join(parts)
-
-
-def _option(cls: Any, name: str, sections: list[docstrings.Section]) -> str:
-    field = cls.model_fields[name]
-    texts = {item.name: item.text for s in sections if s.title == "Attributes" for item in s.items}
-    for base in cls.__mro__[1:]:
-        for section in docstrings.parse(base.__doc__):
-            for item in section.items if section.title == "Attributes" else ():
-                texts.setdefault(item.name, item.text)
-    default = _value(list(field.default) if isinstance(field.default, tuple) else field.default)
-    return f"- `{name}`: {texts.get(name, '')} *{field_text(field)}; default: `{default}`*"
+        parts.append(_options(cls, cls))
+    return "\n\n".join(part for part in parts if part)
 
 
 def _backends() -> str:

@@ -147,11 +147,11 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ),
     (
         "observers: {activation: {mse: {binz: 3}}}",
-        ["mine.yaml:2: observer mse has no option 'binz': correct it to one of bins, sample, candidates."],
+        ["mine.yaml:2: unknown key 'binz' in mse; did you mean 'bins'?"],
     ),
     (
         "rules:\n  - match: {op: conv2d}\n    observers: {weight: {percentile: {percentile: 300}}}",
-        ["mine.yaml:3: observer percentile: percentile is 300: choose a number from "],
+        ["mine.yaml:3: percentile.percentile must be at most 100.0, not 300."],
     ),
     (
         "backend: x\nqat: {lr: 0}\nrules:\n  - {match: {}, quantise: false}",

@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import warnings
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from qtrace import plugins
 from qtrace.errors import CalibrationError, ConfigError, SchemeError
 from qtrace.numerics import choose
-from qtrace.observers.base import Choice, Observer, from_dict, to_dict
+from qtrace.observers.base import Choice, Observer, Option, from_dict, to_dict
 from qtrace.scheme import QScheme
 
 PACKAGE = "qtrace.observers"
@@ -221,29 +222,58 @@ def test_memory_layout_does_not_matter(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_options_and_mismatches_are_refused(name):
     cls = plugins.resolve(PACKAGE, name, Observer)
-    with pytest.raises(ConfigError, match=rf"{name} has no option 'bin'"):
+    with pytest.raises(ConfigError, match=rf"^unknown key 'bin' in {name}; "):
         cls(PER_TENSOR, bin=3)
     with pytest.raises(ConfigError, match="cannot merge"):
         make(name).merge(make("minmax" if name != "minmax" else "mse"))
     with pytest.raises(ConfigError, match="cannot merge.*int8"):
         make(name).merge(make(name, PER_CHANNEL))
-    for key, option in cls.OPTIONS.items():
-        assert cls(PER_TENSOR).options[key] == option.default
-        if isinstance(option, Choice):
-            for word in option.words:
-                assert cls(PER_TENSOR, **{key: word}).options[key] == word
-            for value in ("other", 1, None, True):
-                with pytest.raises(ConfigError, match=f"{key} is .*: choose {' or '.join(option.words)}"):
-                    cls(PER_TENSOR, **{key: value})
-            continue
-        for value in (option.low, option.high):
+    for key, field in cls.Options.model_fields.items():
+        assert cls(PER_TENSOR).options[key] == field.default
+        words = get_args(field.annotation)
+        bounds = {name: value for m in field.metadata for name, value in vars_of(m).items()}
+        valid = words or (bounds["ge"], bounds["le"])
+        wrong = ["other", True, None, float("nan"), np.bool_(True), "3"]
+        wrong += [bounds["ge"] - 1, bounds["le"] + 1] if bounds else []
+        wrong += [100.5] if field.annotation is int else []
+        for value in valid:
             assert cls(PER_TENSOR, **{key: value}).options[key] == value
-        wrong = (option.low - 1, option.high + 1, True, "3", None, float("nan"), np.bool_(True))
-        for value in (*wrong, 100.5) if isinstance(option.default, int) else wrong:
-            with pytest.raises(ConfigError, match=key):
+        for value in wrong:
+            with pytest.raises(ConfigError, match=rf"^{name}\.{key} must be "):
                 cls(PER_TENSOR, **{key: value})
+        other = next(value for value in valid if value != field.default)
         with pytest.raises(ConfigError, match="cannot merge"):
-            cls(PER_TENSOR).merge(cls(PER_TENSOR, **{key: option.high}))
+            cls(PER_TENSOR).merge(cls(PER_TENSOR, **{key: other}))
+
+
+def vars_of(constraint: object) -> dict[str, float]:
+    """The bounds that a constraint of pydantic sets."""
+    return {name: getattr(constraint, name) for name in ("ge", "le") if hasattr(constraint, name)}
+
+
+def test_numbers_of_numpy_are_options() -> None:
+    mse = plugins.resolve(PACKAGE, "mse", Observer)(PER_TENSOR, bins=np.int64(128), sample=np.array(2))
+    assert (mse.options["bins"], mse.options["sample"]) == (128, 2)
+    assert {type(value) for value in mse.options.values()} == {int}
+    percentile = plugins.resolve(PACKAGE, "percentile", Observer)(PER_TENSOR, percentile=np.float32(99))
+    assert type(percentile.options["percentile"]) is float
+
+
+def test_options_in_the_declaration_of_earlier_versions() -> None:
+    base = plugins.resolve(PACKAGE, "minmax", Observer)
+
+    class Earlier(base):
+        OPTIONS = {
+            "factor": Option(4.0, 1.0, 16.0),
+            "way": Choice("up", ("up", "down")),
+            "n": Option(2, 1, 9),
+        }
+
+    assert Earlier(PER_TENSOR).options == {"factor": 4.0, "way": "up", "n": 2}
+    assert Earlier(PER_TENSOR, factor=8).options["factor"] == 8.0
+    for options in ({"factor": 17.0}, {"way": "left"}, {"n": 2.5}, {"nn": 1}):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            Earlier(PER_TENSOR, **options)
 
 
 @pytest.mark.parametrize("name", NAMES)

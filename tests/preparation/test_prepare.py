@@ -38,14 +38,26 @@ MISTAKES = [
     ),
     (
         "observers:\n  weight: minmax\n  activation: {mse: {bins: 1}}",
-        "my.yaml:4: observer mse: bins is 1: choose an integer from 64",
+        "my.yaml:4: mse.bins must be at least 64, not 1.",
     ),
     (
         "observers:\n  activation: mse\n  weight: {minmax: {bins: 1}}",
-        "my.yaml:4: observer minmax has no option 'bins'",
+        "my.yaml:4: unknown key 'bins' in minmax; known: (none).",
     ),
-    ("\nfakequant: {lsq: {x: 1}}", "my.yaml:3: fake quant lsq has no option 'x'"),
-    ("qat:\n  epochs: 1\n  fakequant: {lsq: {x: 1}}", "my.yaml:4: fake quant lsq has no option 'x'"),
+    ("\nfakequant: {lsq: {x: 1}}", "my.yaml:3: unknown key 'x' in lsq; known: grad_scale."),
+    (
+        "qat:\n  epochs: 1\n  fakequant: {lsq: {x: 1}}",
+        "my.yaml:4: unknown key 'x' in lsq; known: grad_scale.",
+    ),
+    (
+        "fakequant:\n  lsq:\n    # why\n    grad_scale: -1",
+        "my.yaml:5: lsq.grad_scale: choose true (1 / sqrt(N * Q)), false (1) or a number above 0, not -1.",
+    ),
+    (
+        "observers:\n  weight:\n    mse:\n      bins: 1\n      bin: 2",
+        "my.yaml:5: mse.bins must be at least 64, not 1.\n"
+        "my.yaml:6: unknown key 'bin' in mse; did you mean 'bins'?",
+    ),
     ("fakequant: no_such_module:X", "my.yaml:2: fakequant names code, 'no_such_module:X'"),
     ("imports: [w4a4_lsq]\nactivation: {bits: 5}", "my.yaml:3: backend onnxruntime cannot run activation"),
 ]

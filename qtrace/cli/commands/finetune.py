@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +101,7 @@ def finetune(
         if asked["eval_data"]:
             unseen = models.open_source(asked["eval_data"], console, qconfig=qconfig, **sizes)
         work = resumable_folder(out, names=FILES, force=force, resume=resume, note=console.note)
-        with work as (folder, checkpoints), _noted(console):
+        with work as (folder, checkpoints):
             report = qtrace.finetune(
                 prepared,
                 source,
@@ -121,35 +117,6 @@ def finetune(
     models.tell_skipped(source, console)
     files = [str(out / name) for name in FILES]
     console.result("\n".join([report.table(), "", *files]), {**summary, "files": files})
-
-
-class _Notes(logging.Handler):
-    """Shows what the library logs above the progress bar."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(logging.INFO)
-        self.console = console
-
-    def emit(self, record: logging.LogRecord) -> None:
-        from tqdm import tqdm
-
-        with tqdm.external_write_mode(file=sys.stderr):
-            self.console.note(record.getMessage())
-
-
-@contextlib.contextmanager
-def _noted(console: Console) -> Iterator[None]:
-    """Within the block, the library's messages are notes of the command."""
-    logger, handler = logging.getLogger("qtrace"), _Notes(console)
-    before = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.level, logger.propagate = before
 
 
 def _settings(asked: dict[str, Any], batch_size: int) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from qtrace.config import QConfig, Rule, Spec
 from qtrace.config.backends import Backend
-from qtrace.config.checking import check_options, check_scheme
+from qtrace.config.checking import check_plugin, check_scheme
 from qtrace.errors import ConfigError
 from qtrace.graph.types import Expr, TracedModule
 from qtrace.ops import OpCall
@@ -154,6 +154,6 @@ def _apply(old: Choice, rule: Rule, backend: Backend) -> Choice:
         ("activation", activation, choice.activation_observer),
         ("weight", weight, choice.weight_observer),
     ):
-        check_options("qtrace.observers", spec, sort, scheme, rule.origin)
-        check_options("qtrace.fakequant", choice.fakequant, sort, scheme, rule.origin)
+        check_plugin("qtrace.observers", spec, sort, scheme, lambda _: rule.origin)
+        check_plugin("qtrace.fakequant", choice.fakequant, sort, scheme, lambda _: rule.origin)
     return choice

@@ -9,9 +9,9 @@ import numpy as np
 from pydantic import AfterValidator, Field
 from tqdm import tqdm
 
-from qtrace.config.base import Float, Int
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import get_module
+from qtrace.plugins.options import Float, Int
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Report
 from qtrace.ptq.layers.quantized import Layer, Twins, layers
 from qtrace.ptq.learning.blocks import Block, single_layers

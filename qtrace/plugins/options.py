@@ -1,4 +1,8 @@
-"""The base of the config's models: strict and frozen, with every mistake told in a plain sentence."""
+"""Options and how they are checked: a strict, frozen pydantic model, and one plain sentence for each mistake.
+
+Configs, observers, fake quants and algorithms declare their options as annotated fields of an `OptionModel`,
+with types, bounds and defaults. The messages and the reference pages are made from these fields.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,12 @@ __all__ = [
     "Float",
     "Int",
     "Loc",
-    "Model",
+    "OptionModel",
     "Place",
     "Text",
     "Texts",
+    "check_options",
     "hint",
-    "known_backend",
     "known_keys",
     "show",
     "spell",
@@ -29,7 +33,7 @@ __all__ = [
 _MAX_MISTAKES = 20  # that are told of one config
 _MAX_LEVELS = 50
 
-_M = TypeVar("_M", bound="Model")
+_M = TypeVar("_M", bound="OptionModel")
 
 Loc = tuple["int | str", ...]
 
@@ -48,7 +52,7 @@ Text = Annotated[str, Strict(), Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_list), Field(min_length=1)]
 
 
-class Model(BaseModel):
+class OptionModel(BaseModel):
     """A frozen model that refuses unknown keys and raises `ConfigError`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, validate_default=False)
@@ -99,8 +103,36 @@ class Model(BaseModel):
         }
 
 
+def check_options(
+    schema: type[_M], owner: str, options: Mapping[str, Any], origin: Callable[[str], str] | None = None
+) -> _M:
+    """Checks the options of a plugin.
+
+    Args:
+        schema: declares the options.
+        owner: what configs call the plugin.
+        options: name -> value.
+        origin: gives the place where an option was written, such as ``my.yaml:12``; of the plugin itself for
+            ``""``. None for options that come from no file.
+
+    Raises:
+        ConfigError: with a line for each mistake.
+    """
+
+    def place(loc: Loc) -> tuple[str, str]:
+        prefix = f"{origin(str(loc[0]) if loc else '')}: " if origin else ""
+        return prefix, f"{owner}.{spell(loc)}" if loc else owner
+
+    return schema.model_validate({key: _as_python(value) for key, value in options.items()}, place=place)
+
+
+def _as_python(value: Any) -> Any:
+    """A number of numpy as the same number of Python."""
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
+
+
 def _plain(value: Any) -> Any:
-    if isinstance(value, Model):
+    if isinstance(value, OptionModel):
         return value.to_dict()
     return [_plain(v) for v in value] if isinstance(value, tuple) else value
 
@@ -159,20 +191,6 @@ def hint(word: str, known: Iterable[str]) -> str:
     names = list(known)
     close = difflib.get_close_matches(word, names, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names) or '(none)'}."
-
-
-def known_backend(name: str) -> str:
-    """``name``, if it is a backend's.
-
-    Raises:
-        ValueError: when it is not, listing those there are.
-    """
-    from qtrace.config import backends  # here: it loads numpy
-
-    known = backends.known()
-    if name not in known:
-        raise ValueError(f"unknown backend {name!r}{hint(name, known)}")
-    return name
 
 
 def known_keys(model: type[BaseModel]) -> list[str]:

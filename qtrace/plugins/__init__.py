@@ -1,4 +1,4 @@
-"""Name -> class, without a registry: the name is that of a file in the plugin folder.
+"""Plugins: name -> class, without a registry; the name is that of a file in the plugin folder.
 
 ``minmax`` names the one class in ``__all__`` of ``qtrace.observers.minmax``; ``pkg.mod:Class`` names a user's
 own. The folder is read at every call, so that a new file is known at once and in whatever order.
@@ -18,9 +18,10 @@ from typing import Any
 
 from qtrace.errors import ConfigError, Terminated
 
-__all__ = ["attribute", "exported", "known", "resolve", "search_current_folder"]
+__all__ = ["OWN_CLASS", "attribute", "exported", "known", "name_of", "resolve", "search_current_folder"]
 
-_OWN = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*(\.[^\W\d]\w*)*)")
+OWN_CLASS = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*(\.[^\W\d]\w*)*)")
+"""A class of the user's, ``pkg.mod:Class``."""
 
 
 def known(package: str) -> tuple[str, ...]:
@@ -49,7 +50,7 @@ def resolve(package: str, name: str, base: type) -> type:
         ConfigError: when the name is unknown (the known ones are listed), its module cannot be imported, or
             what it names is not a concrete subclass of `base`.
     """
-    own = _OWN.fullmatch(name) if isinstance(name, str) else None
+    own = OWN_CLASS.fullmatch(name) if isinstance(name, str) else None
     if own:
         found = _own(own["module"], own["name"], base)
     elif name in (names := known(package)):
@@ -64,6 +65,12 @@ def resolve(package: str, name: str, base: type) -> type:
     if inspect.isabstract(found):
         raise ConfigError(f"{package}: {name!r} is abstract: name a class that implements all methods.")
     return found
+
+
+def name_of(cls: type) -> str:
+    """What a config calls a class: its file name in a plugin package of ours, else ``pkg.mod:Class``."""
+    package, _, module = cls.__module__.rpartition(".")
+    return module if package.startswith("qtrace.") else f"{cls.__module__}:{cls.__qualname__}"
 
 
 def exported(package: str, others: Mapping[str, str]) -> dict[str, str]:

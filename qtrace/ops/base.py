@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from qtrace.graph.types import Expr, TensorNode
 from qtrace.graph.walk import is_float_tensor
 
-__all__ = ["INTEGERS", "OpCall", "OpRule", "Reading", "Role", "Target", "op_rule", "typed"]
+__all__ = ["INTEGERS", "Callee", "OpCall", "OpRule", "Reading", "Role", "op_rule", "typed"]
 
 
 class Role(enum.Enum):
@@ -55,7 +55,7 @@ class Reading:
     fixed: str = ""
 
 
-class Target(NamedTuple):
+class Callee(NamedTuple):
     """What an expr calls, as a key of the table of rules.
 
     A kernel stands in the graph where the tracer did not see the function that called it, such as
@@ -84,7 +84,7 @@ class OpRule:
 
     kind: str
     role: Role
-    targets: tuple[Target, ...]
+    targets: tuple[Callee, ...]
     read: Callable[[Expr], Reading]
     reason: str = ""
 
@@ -117,9 +117,9 @@ def op_rule(
         reason: for a float or shape role, why.
     """
     targets = (
-        *(Target("module" if isinstance(c, type) else "function", c) for c in callees),
-        *(Target("method", name) for name in methods),
-        *(Target("kernel", name) for name in kernels),
+        *(Callee("module" if isinstance(c, type) else "function", c) for c in callees),
+        *(Callee("method", name) for name in methods),
+        *(Callee("kernel", name) for name in kernels),
     )
     return OpRule(kind, role, targets, read, reason)
 

@@ -16,10 +16,8 @@ from typing import Any
 
 import qtrace
 from scripts.stored import FamilyRow, store, table
-from tests.zoo.cases import Case as ImageCase
 from tests.zoo.catalog import CNN
-from tests.zoo.catalog import Entry as ImageEntry
-from tests.zoo.detectors.checks import Case
+from tests.zoo.checks import Case
 from tests.zoo.detectors.entries import DETECTORS
 from tests.zoo.shares import whole_share
 from tests.zoo.transformers.entries import TRANSFORMERS
@@ -31,7 +29,7 @@ NETWORKS: tuple[Any, ...] = (*CNN, *DETECTORS, *TRANSFORMERS)
 
 def measure(entry: Any) -> FamilyRow:
     """Prepares a network of the zoo by its recipe, calibrates it and compares its outputs."""
-    case: Any = ImageCase(entry) if isinstance(entry, ImageEntry) else Case(entry)
+    case = Case(entry)
     islands = qtrace.explain(case.calibrated).to_dict()["summary"]["islands"]
     share, sqnr = whole_share(case.calibrated), min(case.ratios())
     return FamilyRow(entry.family, entry.recipe, entry.name, share, sqnr, islands)

@@ -14,16 +14,18 @@ from typing import Any
 from qtrace.gradients import plain
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, is_call_module
 from qtrace.ops._infinity import INFINITE, meets_infinity
-from qtrace.ops.base import OpCall, OpRule, Reading, Role, UnreadableError
+from qtrace.ops.arguments import UnreadableError
+from qtrace.ops.base import OpCall, OpRule, Reading, Role
 
 __all__ = ["OpCall", "OpRule", "Role", "kinds", "read", "rules", "target_key", "unsupported"]
+
+_SHARED = ("_infinity", "arguments", "base")  # what the families are written with
 
 
 @functools.cache
 def rules() -> tuple[OpRule, ...]:
     """Every rule, in the order of the files' names."""
-    found = (m.name for m in pkgutil.iter_modules(__path__))
-    names = sorted(n for n in found if n != "base" and not n.startswith("_"))
+    names = sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in _SHARED)
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
     return tuple(rule for module in modules for rule in module.RULES)
 
@@ -33,9 +35,9 @@ def _table() -> dict[tuple[str, Any], OpRule]:
     table: dict[tuple[str, Any], OpRule] = {}
     for rule in rules():
         for target in rule.targets:
-            if target.key in table:
-                raise RuntimeError(f"two op rules for {target}: {table[target.key].kind} and {rule.kind}")
-            table[target.key] = rule
+            if target in table:
+                raise RuntimeError(f"two op rules for {target}: {table[target].kind} and {rule.kind}")
+            table[target] = rule
     return table
 
 
@@ -58,6 +60,7 @@ def target_key(expr: Expr) -> tuple[str, Any] | None:
 
 
 def _read(expr: Expr) -> tuple[OpRule | None, Reading | str]:
+    """The rule of ``expr`` with its reading, or with the reason why there is none."""
     rule = _rule(expr)
     if rule is None:
         return None, "no rule for this op"
@@ -65,10 +68,10 @@ def _read(expr: Expr) -> tuple[OpRule | None, Reading | str]:
         reading = rule.read(expr)
     except UnreadableError as error:
         return rule, str(error)
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
-        # Readers say int(x), a["axis"], module.bias: what a tensor, a missing argument or a changed module
-        # is not. A form that nobody has thought of keeps its op in float instead of failing.
-        return rule, f"its arguments have a form that its rule does not read ({error})"
+    except Exception as error:
+        node = expr.outputs[0].name if expr.outputs else expr
+        message = f"the rule of {rule.kind} ({rule.source}) has a bug: it fails at {node}"
+        raise RuntimeError(message) from error
     return rule, _without_infinity(expr, rule, reading)
 
 
@@ -77,9 +80,9 @@ def _rule(expr: Expr) -> OpRule | None:
     return None if key is None else _table().get(key)
 
 
-def _without_infinity(expr: Expr, rule: OpRule, reading: Reading | str) -> Reading | str:
+def _without_infinity(expr: Expr, rule: OpRule, reading: Reading) -> Reading:
     """``reading``, in float where it would round infinity."""
-    if isinstance(reading, str) or (reading.role or rule.role) in (Role.FLOAT, Role.SHAPE):
+    if (reading.role or rule.role) in (Role.FLOAT, Role.SHAPE):
         return reading
     if not meets_infinity(expr, rule, reading, _rule):
         return reading

@@ -2,103 +2,64 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import megengine.functional as F
 import megengine.module as M
 
-from qtrace.graph.types import Apply, Expr
-from qtrace.graph.walk import owner
-from qtrace.ops.arithmetic import fixed
-from qtrace.ops.base import OpRule, Reading, Role, Target, named, positional, tensors, typed
+from qtrace.graph.types import Apply, Expr, is_call_module
+from qtrace.ops.arguments import activation, named, operands, settings, tensors
+from qtrace.ops.arithmetic import number_or_node, unary
+from qtrace.ops.base import Reading, Role, op_rule, typed
 
 __all__ = ["RULES"]
 
 
-def _unary(expr: Expr) -> Reading | str:
-    nodes = tensors(positional(expr)[0])
-    return typed(expr, nodes) if nodes else "its input is not a tensor of the graph"
+def _leaky_relu(expr: Expr) -> Reading:
+    slope = settings(expr, "negative_slope").number("negative_slope")
+    return typed(expr, (activation(expr),), {"negative_slope": slope})
 
 
-def _leaky_relu(expr: Expr) -> Reading | str:
-    module = owner(expr)
-    slope = named(expr)["negative_slope"] if module is None else module.negative_slope
-    return typed(expr, tensors(positional(expr)[0]), {"negative_slope": float(slope)})
+def _prelu(expr: Expr) -> Reading:
+    slope = settings(expr, "weight")["weight"] if is_call_module(expr) else operands(expr, 2)[1]
+    return typed(expr, (activation(expr),), {"slope": slope})
 
 
-def _prelu(expr: Expr) -> Reading | str:
-    module, operands = owner(expr), positional(expr)
-    return typed(expr, tensors(operands[0]), {"slope": operands[1] if module is None else module.weight})
-
-
-def _clip(expr: Expr) -> Reading | str:
+def _clip(expr: Expr) -> Reading:
     if isinstance(expr, Apply):
-        x, lower, upper = expr.inputs
+        x, lower, upper = operands(expr, 3)
     else:
         a = named(expr)
         x, lower, upper = a["x"], a["lower"], a["upper"]
     bounds = {"lower": _bound(lower), "upper": _bound(upper)}
-    found = typed(expr, tensors(x), bounds)
-    if found.role is None and tensors(*bounds.values()):
-        return Reading(found.inputs, bounds, role=Role.FLOAT, reason="its bounds are computed")
-    return found
+    reading = typed(expr, tensors(x), bounds)
+    if reading.role is None and tensors(*bounds.values()):
+        return replace(reading, role=Role.FLOAT, reason="its bounds are computed")
+    return reading
 
 
 def _bound(value: Any) -> Any:
     """A number, None, or the node that computes it."""
-    found = None if value is None else fixed(value)
-    return float(found) if isinstance(found, (int, float)) else found
-
-
-def _rule(kind: str, *targets: Target, role: Role = Role.ELEMENTWISE, reason: str = "") -> OpRule:
-    return OpRule(kind, role, targets, _unary, reason)
+    bound = None if value is None else number_or_node(value)
+    return float(bound) if isinstance(bound, (int, float)) else bound
 
 
 _LOGARITHM = "it takes a logarithm, whose small differences 8 bits lose"
+_ACCURATE = "it keeps its accuracy only in float between 8-bit neighbours"
 
 RULES = (
-    _rule(
-        "relu", Target(module=M.ReLU), Target(function=F.relu), Target(kernel="RELU"), role=Role.ACTIVATION
-    ),
-    _rule("relu6", Target(function=F.relu6), Target(kernel="RELU6"), role=Role.ACTIVATION),
-    OpRule("clip", Role.ACTIVATION, (Target(function=F.clip), Target(kernel="CLIP")), _clip),
-    OpRule(
-        "leaky_relu",
-        Role.ELEMENTWISE,
-        (Target(module=M.LeakyReLU), Target(function=F.leaky_relu)),
-        _leaky_relu,
-    ),
-    OpRule(
-        "prelu",
-        Role.ELEMENTWISE,
-        (Target(module=M.PReLU), Target(function=F.nn.prelu), Target(kernel="PRELU")),
-        _prelu,
-    ),
-    _rule("sigmoid", Target(module=M.Sigmoid), Target(function=F.sigmoid), Target(kernel="SIGMOID")),
-    _rule("silu", Target(module=M.SiLU), Target(function=F.silu), Target(kernel="SILU")),
-    _rule("hswish", Target(function=F.hswish), Target(kernel="H_SWISH")),
-    _rule("hsigmoid", Target(function=F.hsigmoid), Target(kernel="HSIGMOID")),
-    _rule("tanh", Target(function=F.tanh), Target(kernel="TANH")),
-    _rule(
-        "gelu",
-        Target(module=M.GELU),
-        Target(function=F.gelu),
-        Target(kernel="GELU"),
-        role=Role.FLOAT,
-        reason="it keeps its accuracy only in float between 8-bit neighbours",
-    ),
-    _rule(
-        "softplus",
-        Target(function=F.softplus),
-        Target(kernel="SOFTPLUS"),
-        role=Role.FLOAT,
-        reason=_LOGARITHM,
-    ),
-    _rule(
-        "logsigmoid",
-        Target(function=F.logsigmoid),
-        Target(kernel="LOGSIGMOID"),
-        role=Role.FLOAT,
-        reason=_LOGARITHM,
-    ),
+    op_rule("relu", Role.ACTIVATION, unary, M.ReLU, F.relu, kernels=["RELU"]),
+    op_rule("relu6", Role.ACTIVATION, unary, F.relu6, kernels=["RELU6"]),
+    op_rule("clip", Role.ACTIVATION, _clip, F.clip, kernels=["CLIP"]),
+    op_rule("leaky_relu", Role.ELEMENTWISE, _leaky_relu, M.LeakyReLU, F.leaky_relu),
+    op_rule("prelu", Role.ELEMENTWISE, _prelu, M.PReLU, F.nn.prelu, kernels=["PRELU"]),
+    op_rule("sigmoid", Role.ELEMENTWISE, unary, M.Sigmoid, F.sigmoid, kernels=["SIGMOID"]),
+    op_rule("silu", Role.ELEMENTWISE, unary, M.SiLU, F.silu, kernels=["SILU"]),
+    op_rule("hswish", Role.ELEMENTWISE, unary, F.hswish, kernels=["H_SWISH"]),
+    op_rule("hsigmoid", Role.ELEMENTWISE, unary, F.hsigmoid, kernels=["HSIGMOID"]),
+    op_rule("tanh", Role.ELEMENTWISE, unary, F.tanh, kernels=["TANH"]),
+    op_rule("gelu", Role.FLOAT, unary, M.GELU, F.gelu, kernels=["GELU"], reason=_ACCURATE),
+    op_rule("softplus", Role.FLOAT, unary, F.softplus, kernels=["SOFTPLUS"], reason=_LOGARITHM),
+    op_rule("logsigmoid", Role.FLOAT, unary, F.logsigmoid, kernels=["LOGSIGMOID"], reason=_LOGARITHM),
 )

@@ -4,35 +4,15 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from megengine import Tensor
-from megengine.module import Module
-
-from qtrace.graph.edit import signature
-from qtrace.graph.traced_sizes import traced_value
-from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, TensorNode, is_call_module
+from qtrace.graph.types import Expr, TensorNode
 from qtrace.graph.walk import is_float_tensor
 
-__all__ = [
-    "OpCall",
-    "OpRule",
-    "Reading",
-    "Role",
-    "Target",
-    "UnreadableError",
-    "arguments",
-    "axes",
-    "children",
-    "named",
-    "positional",
-    "tensors",
-    "traced_arguments",
-    "typed",
-]
+__all__ = ["INTEGERS", "Callee", "OpCall", "OpRule", "Reading", "Role", "op_rule", "typed"]
 
 
 class Role(enum.Enum):
@@ -50,7 +30,7 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True)
 class Reading:
-    """What a rule's reader found in an expr.
+    """An expr as its rule reads it.
 
     Attributes:
         inputs: the tensor nodes that carry activations, in the op's order.
@@ -75,33 +55,19 @@ class Reading:
     fixed: str = ""
 
 
-class UnreadableError(ValueError):
-    """The form of a call is not supported; the message says why, as a clause."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """What an expr calls: a module class, a function, a Tensor method, or a kernel.
+class Callee(NamedTuple):
+    """What an expr calls, as a key of the table of rules.
 
     A kernel stands in the graph where the tracer did not see the function that called it, such as
     ``F.relu`` kept in an attribute or a closure.
+
+    Attributes:
+        sort: what the callee is.
+        callee: a module class, a function, or the name of a Tensor method or of a kernel.
     """
 
-    module: type[Module] | None = None
-    function: Callable[..., Any] | None = None
-    method: str | None = None
-    kernel: str | None = None
-
-    @property
-    def key(self) -> tuple[str, Any]:
-        """Hashable identity, equal to that of the exprs it matches."""
-        if self.module is not None:
-            return ("module", self.module)
-        if self.function is not None:
-            return ("function", self.function)
-        if self.kernel is not None:
-            return ("kernel", self.kernel)
-        return ("method", self.method)
+    sort: Literal["module", "function", "method", "kernel"]
+    callee: Any
 
 
 @dataclass(frozen=True)
@@ -112,14 +78,14 @@ class OpRule:
         kind: the name that configs and exporters use, such as ``conv2d``.
         role: what quantization means for it.
         targets: what may be called.
-        read: reads a matching expr; a string says why this call is not supported.
+        read: reads a matching expr; raises `UnreadableError` where the form of the call is not supported.
         reason: for a float or shape role, why.
     """
 
     kind: str
     role: Role
-    targets: tuple[Target, ...]
-    read: Callable[[Expr], Reading | str]
+    targets: tuple[Callee, ...]
+    read: Callable[[Expr], Reading]
     reason: str = ""
 
     @property
@@ -128,6 +94,34 @@ class OpRule:
         code = inspect.unwrap(self.read).__code__
         name = code.co_filename.replace("\\", "/").rpartition("/ops/")[2]
         return f"qtrace/ops/{name}:{code.co_firstlineno}"
+
+
+def op_rule(
+    kind: str,
+    role: Role,
+    read: Callable[[Expr], Reading],
+    *callees: Callable[..., Any],
+    methods: Iterable[str] = (),
+    kernels: Iterable[str] = (),
+    reason: str = "",
+) -> OpRule:
+    """Builds the rule for what an op is called by.
+
+    Args:
+        kind: the name of the op.
+        role: what quantization means for it.
+        read: reads a matching expr.
+        *callees: module classes and functions.
+        methods: names of Tensor methods.
+        kernels: names of kernels.
+        reason: for a float or shape role, why.
+    """
+    targets = (
+        *(Callee("module" if isinstance(c, type) else "function", c) for c in callees),
+        *(Callee("method", name) for name in methods),
+        *(Callee("kernel", name) for name in kernels),
+    )
+    return OpRule(kind, role, targets, read, reason)
 
 
 @dataclass(frozen=True)
@@ -158,7 +152,7 @@ class OpCall:
 
     @classmethod
     def of(cls, expr: Expr, rule: OpRule, reading: Reading) -> OpCall:
-        """Joins what the rule says and what its reader found."""
+        """Joins what the rule says with what its reader read."""
         return cls(
             expr,
             reading.kind or rule.kind,
@@ -172,103 +166,6 @@ class OpCall:
             reading.reason or rule.reason,
             reading.fixed,
         )
-
-
-def arguments(expr: Expr) -> dict[str, Any]:
-    """The arguments of a call by parameter name, defaults included.
-
-    For a module call the names are those of its ``forward`` without ``self``; for a Tensor method, whose
-    signature may be unknown, the names are ``arg0`` (the tensor itself), ``arg1`` ...
-    """
-    args, kwargs = expr.args, expr.kwargs
-    if isinstance(expr, CallFunction):
-        return _bind(expr.func, args, kwargs)
-    assert isinstance(expr, CallMethod)
-    if is_call_module(expr):
-        owner = expr.inputs[0].owner
-        return _bind(type(owner).forward, (owner, *args[1:]), kwargs)
-    return {**{f"arg{i}": a for i, a in enumerate(args)}, **kwargs}
-
-
-def method_arguments(expr: Expr) -> dict[str, Any]:
-    """The arguments of a Tensor method by its parameter names; the tensor itself is ``self``."""
-    return _bind(getattr(Tensor, expr.method), expr.args, expr.kwargs)
-
-
-def named(expr: Expr) -> dict[str, Any]:
-    """The arguments of a function and of the Tensor method like it, by name; the tensor is ``inp``."""
-    if isinstance(expr, CallFunction):
-        return arguments(expr)
-    found = method_arguments(expr)
-    found["inp"] = found.pop("self")
-    return found
-
-
-def _bind(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    bound = signature(func).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return dict(bound.arguments)
-
-
-def traced_arguments(values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Replaces arguments that are computed from shapes by the numbers of the traced sizes.
-
-    Args:
-        values: name of an argument -> a number, a node, or nested tuples of both.
-
-    Returns:
-        The same arguments without nodes, and in words which ones were computed; "" when none was.
-
-    Raises:
-        UnreadableError: when an argument depends on values, which no trace fixes.
-    """
-    numbers = {name: _without_nodes(name, value) for name, value in values.items()}
-    computed = [name for name, value in values.items() if children(value)]
-    if not computed:
-        return numbers, ""
-    listed = ", ".join(f"{name} {numbers[name]!r}" for name in computed)
-    return numbers, f"computed from shapes, and fixed at the traced size: {listed}"
-
-
-def _without_nodes(name: str, value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return tuple(_without_nodes(name, v) for v in value)
-    if not isinstance(value, TensorNode):
-        return value
-    found = traced_value(value)
-    if found is None:
-        raise UnreadableError(f"its {name} is computed from values: compute it from shapes, or fix it")
-    return found.item() if found.size == 1 and found.ndim == 0 else tuple(found.reshape(-1).tolist())
-
-
-def positional(expr: Expr) -> tuple[Any, ...]:
-    """The positional operands of a function, a method, a module (without itself) or a kernel."""
-    if isinstance(expr, Apply):
-        return tuple(expr.inputs)
-    return tuple(expr.args[1:] if is_call_module(expr) else expr.args)
-
-
-def tensors(*values: Any) -> tuple[TensorNode, ...]:
-    """The tensor nodes among ``values``."""
-    return tuple(v for v in values if isinstance(v, TensorNode))
-
-
-def children(value: Any) -> tuple[TensorNode, ...]:
-    """The tensor nodes in nested tuples, lists, dicts and slices."""
-    if isinstance(value, TensorNode):
-        return (value,)
-    if isinstance(value, slice):
-        value = (value.start, value.stop, value.step)
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    return tuple(n for v in value for n in children(v)) if isinstance(value, (tuple, list)) else ()
-
-
-def axes(value: Any) -> tuple[int, ...] | None:
-    """An axis, several, or None (all) as a tuple or None."""
-    if value is None:
-        return None
-    return tuple(int(i) for i in (value if isinstance(value, (tuple, list)) else [value]))
 
 
 INTEGERS = "integer or shape arithmetic"

@@ -8,19 +8,19 @@ import numpy as np
 
 from qtrace.graph.types import Expr
 from qtrace.graph.walk import is_float_tensor
-from qtrace.ops.base import INTEGERS, OpRule, Reading, Role, Target, positional, tensors, typed
+from qtrace.ops.arguments import activation
+from qtrace.ops.base import INTEGERS, Reading, Role, op_rule, typed
 
 __all__ = ["RULES"]
 
 
-def _astype(expr: Expr) -> Reading | str:
-    nodes, out = tensors(positional(expr)[0]), expr.outputs[0]
-    if np.dtype(nodes[0].dtype) == np.dtype(out.dtype):
-        return replace(typed(expr, nodes), kind="identity")
-    floats = (is_float_tensor(nodes[0]), is_float_tensor(out))
-    if not any(floats):
-        return Reading(nodes, role=Role.SHAPE, reason=INTEGERS)
-    return Reading(nodes, role=Role.FLOAT, reason="it converts between float32 and another type")
+def _astype(expr: Expr) -> Reading:
+    node, out = activation(expr), expr.outputs[0]
+    if np.dtype(node.dtype) == np.dtype(out.dtype):
+        return replace(typed(expr, (node,)), kind="identity")
+    if not is_float_tensor(node) and not is_float_tensor(out):
+        return Reading((node,), role=Role.SHAPE, reason=INTEGERS)
+    return Reading((node,), role=Role.FLOAT, reason="it converts between float32 and another type")
 
 
-RULES = (OpRule("astype", Role.CARRY, (Target(method="astype"), Target(kernel="TypeCvt")), _astype),)
+RULES = (op_rule("astype", Role.CARRY, _astype, methods=["astype"], kernels=["TypeCvt"]),)

@@ -9,19 +9,17 @@ import megengine.functional as F
 
 from qtrace.graph.types import Expr
 from qtrace.ops.arithmetic import binary, unary
-from qtrace.ops.base import OpRule, Reading, Role, Target
+from qtrace.ops.base import OpRule, Reading, Role, op_rule
 
 __all__ = ["RULES"]
 
 
-def _compared(read: Callable[[Expr], Reading | str]) -> Callable[[Expr], Reading | str]:
+def _compared(read: Callable[[Expr], Reading]) -> Callable[[Expr], Reading]:
     """Reads like ``read``; the mixture of float32 and booleans is what the op is for."""
 
-    def reader(expr: Expr) -> Reading | str:
-        found = read(expr)
-        if isinstance(found, str) or found.role is Role.SHAPE:
-            return found
-        return Reading(found.inputs, found.attrs)
+    def reader(expr: Expr) -> Reading:
+        reading = read(expr)
+        return reading if reading.role is Role.SHAPE else Reading(reading.inputs, reading.attrs)
 
     return reader
 
@@ -29,16 +27,15 @@ def _compared(read: Callable[[Expr], Reading | str]) -> Callable[[Expr], Reading
 _BINARY, _UNARY = _compared(binary), _compared(unary)
 
 
-def _comparison(kind: str, function: Callable[..., Any], method: str, kernel: str = "") -> OpRule:
-    targets = [Target(function=function), Target(method=method)]
-    targets += [Target(kernel=kernel)] if kernel else []
-    return OpRule(kind, Role.FLOAT, tuple(targets), _BINARY, "it compares: near a tie, rounding would decide")
+def _comparison(kind: str, function: Callable[..., Any], method: str, *kernels: str) -> OpRule:
+    reason = "it compares: near a tie, rounding would decide"
+    return op_rule(kind, Role.FLOAT, _BINARY, function, methods=[method], kernels=kernels, reason=reason)
 
 
 def _logic(kind: str, function: Callable[..., Any], kernel: str, *methods: str) -> OpRule:
-    targets = (Target(function=function), Target(kernel=kernel), *(Target(method=m) for m in methods))
     read = _UNARY if kind == "logical_not" else _BINARY
-    return OpRule(kind, Role.SHAPE, targets, read, "it computes on booleans or integers")
+    reason = "it computes on booleans or integers"
+    return op_rule(kind, Role.SHAPE, read, function, methods=methods, kernels=[kernel], reason=reason)
 
 
 RULES = (
@@ -49,20 +46,8 @@ RULES = (
     _comparison("greater_equal", F.greater_equal, "__ge__"),
     _comparison("equal", F.equal, "__eq__", "EQ"),
     _comparison("not_equal", F.not_equal, "__ne__", "NEQ"),
-    OpRule(
-        "isnan",
-        Role.FLOAT,
-        (Target(function=F.isnan), Target(kernel="ISNAN")),
-        _UNARY,
-        "integers are never NaN",
-    ),
-    OpRule(
-        "isinf",
-        Role.FLOAT,
-        (Target(function=F.isinf), Target(kernel="ISINF")),
-        _UNARY,
-        "integers are never infinite",
-    ),
+    op_rule("isnan", Role.FLOAT, _UNARY, F.isnan, kernels=["ISNAN"], reason="integers are never NaN"),
+    op_rule("isinf", Role.FLOAT, _UNARY, F.isinf, kernels=["ISINF"], reason="integers are never infinite"),
     _logic("logical_and", F.logical_and, "AND", "__and__", "__iand__", "__rand__"),
     _logic("logical_or", F.logical_or, "OR", "__or__", "__ior__", "__ror__"),
     _logic("logical_xor", F.logical_xor, "XOR", "__xor__", "__ixor__", "__rxor__"),

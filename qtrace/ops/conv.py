@@ -8,83 +8,67 @@ from typing import Any
 import megengine.functional as F
 import megengine.module as M
 
-from qtrace.graph.types import Expr, TensorNode
+from qtrace.graph.types import Expr
 from qtrace.graph.walk import owner
-from qtrace.ops.base import OpRule, Reading, Role, Target, arguments, positional, tensors
+from qtrace.ops.arguments import UnreadableError, arguments, positional, tensors
+from qtrace.ops.base import Reading, Role, op_rule
+from qtrace.ops.linear import weight_and_bias
 
-__all__ = ["RULES", "pair", "several"]
-
-
-def several(value: Any, count: int) -> tuple[int, ...]:
-    """An int or ``count`` ints as a tuple of ``count`` ints."""
-    if isinstance(value, (tuple, list)):
-        if len(value) != count:
-            raise ValueError(f"{value!r} has not {count} numbers")
-        return tuple(int(v) for v in value)
-    return (int(value),) * count
+__all__ = ["RULES"]
 
 
-def pair(value: Any) -> tuple[int, int]:
-    """An int or a pair of ints as a pair."""
-    first, second = several(value, 2)
-    return first, second
-
-
-def _conv(rank: int, transposed: bool = False) -> Callable[[Expr], Reading | str]:
-    def read(expr: Expr) -> Reading | str:
+def _conv(rank: int, transposed: bool = False) -> Callable[[Expr], Reading]:
+    def read(expr: Expr) -> Reading:
         a = arguments(expr)
-        weight, bias = a["weight"], a["bias"]
-        if not isinstance(weight, TensorNode) or not isinstance(bias, (TensorNode, type(None))):
-            return "its weight or bias is not a tensor of the graph"
+        weight, bias = weight_and_bias(a)
         if a.get("conv_mode", "cross_correlation") != "cross_correlation":
-            return f"conv_mode {a['conv_mode']!r} is not supported"
+            raise UnreadableError(f"conv_mode {a['conv_mode']!r} is not supported")
         names = ("stride", "padding", "dilation", *(("output_padding",) if transposed else ()))
-        attrs: dict[str, Any] = {n: several(a[n], rank) for n in names}
-        attrs["groups"] = int(a["groups"])
+        attrs: dict[str, Any] = {n: a.integers(n, rank) for n in names}
+        attrs["groups"] = a.integer("groups")
         # A grouped weight has the groups in front: (groups, out / groups, in / groups, ...), transposed
         # (groups, in / groups, out / groups, ...).
         single, grouped = ((1,), (0, 2)) if transposed else ((0,), (0, 1))
         channels = grouped if len(weight.shape) == rank + 3 else single
-        return Reading((a["inp"],), attrs, weight, bias, channels)
+        return Reading((a.tensor(),), attrs, weight, bias, channels)
 
     return read
 
 
-def _float(expr: Expr) -> Reading | str:
+def _float(expr: Expr) -> Reading:
     """Reads a module or function whose first operand is the activation."""
     nodes = tensors(*positional(expr))
     module = owner(expr)
     names = ("weight", "bias", "stride", "padding", "dilation", "groups")
-    found = arguments(expr) if module is None else {n: getattr(module, n, None) for n in names}
-    return Reading(nodes[:1], {**{n: found.get(n) for n in names}, "operands": nodes})
+    configured = arguments(expr) if module is None else {n: getattr(module, n, None) for n in names}
+    return Reading(nodes[:1], {**{n: configured.get(n) for n in names}, "operands": nodes})
 
 
-def _kept(kind: str, reason: str, *targets: Target) -> OpRule:
-    return OpRule(kind, Role.FLOAT, targets, _float, reason)
-
+_SAMPLES = "it samples between pixels at offsets that 8 bits would round"
+_PLACES = "no runtime has integer kernels for a weight of its own at every place"
+_REGIONS = "no runtime has integer kernels for regions"
 
 RULES = (
-    OpRule("conv1d", Role.COMPUTE, (Target(function=F.nn.conv1d),), _conv(1)),
-    OpRule("conv2d", Role.COMPUTE, (Target(function=F.conv2d),), _conv(2)),
-    OpRule("conv3d", Role.COMPUTE, (Target(function=F.nn.conv3d),), _conv(3)),
-    OpRule("conv_transpose2d", Role.COMPUTE, (Target(function=F.conv_transpose2d),), _conv(2, True)),
-    OpRule("conv_transpose3d", Role.COMPUTE, (Target(function=F.nn.conv_transpose3d),), _conv(3, True)),
-    _kept(
+    op_rule("conv1d", Role.COMPUTE, _conv(1), F.nn.conv1d),
+    op_rule("conv2d", Role.COMPUTE, _conv(2), F.conv2d),
+    op_rule("conv3d", Role.COMPUTE, _conv(3), F.nn.conv3d),
+    op_rule("conv_transpose2d", Role.COMPUTE, _conv(2, True), F.conv_transpose2d),
+    op_rule("conv_transpose3d", Role.COMPUTE, _conv(3, True), F.nn.conv_transpose3d),
+    op_rule(
         "deformable_conv2d",
-        "it samples between pixels at offsets that 8 bits would round",
-        Target(module=M.DeformableConv2d),
-        Target(function=F.nn.deformable_conv2d),
+        Role.FLOAT,
+        _float,
+        M.DeformableConv2d,
+        F.nn.deformable_conv2d,
+        reason=_SAMPLES,
     ),
-    _kept(
-        "local_conv2d",
-        "no runtime has integer kernels for a weight of its own at every place",
-        Target(module=M.LocalConv2d),
-        Target(function=F.nn.local_conv2d),
-    ),
-    _kept(
+    op_rule("local_conv2d", Role.FLOAT, _float, M.LocalConv2d, F.nn.local_conv2d, reason=_PLACES),
+    op_rule(
         "region_restricted_conv",
-        "no runtime has integer kernels for regions",
-        Target(module=M.RegionRestrictedConv),
-        Target(function=F.nn.region_restricted_conv),
+        Role.FLOAT,
+        _float,
+        M.RegionRestrictedConv,
+        F.nn.region_restricted_conv,
+        reason=_REGIONS,
     ),
 )

@@ -7,49 +7,46 @@ import megengine.module as M
 
 from qtrace.graph.types import Apply, Expr
 from qtrace.graph.walk import is_float_tensor
-from qtrace.ops.base import OpRule, Reading, Role, Target, arguments, positional, tensors, typed
+from qtrace.ops.arguments import Arguments, UnreadableError, arguments, operands, tensors
+from qtrace.ops.base import Reading, Role, op_rule, typed
 
 __all__ = ["RULES"]
 
 
-def _join(expr: Expr) -> Reading | str:
+def _join(expr: Expr) -> Reading:
     if isinstance(expr, Apply):
-        parts, axis = tuple(expr.inputs), expr.opdef.axis
+        a = Arguments(inps=tuple(expr.inputs), axis=expr.opdef.axis)
     else:
         a = arguments(expr)
-        parts, axis = tuple(a["inps"]), a["axis"]
+    if not isinstance(a["inps"], (tuple, list)):
+        raise UnreadableError("it joins the parts of one tensor, where its rule reads a list of tensors")
+    parts = tuple(a["inps"])
     nodes = tensors(*parts)
-    attrs = {"axis": int(axis), "parts": parts}
     if len(nodes) < len(parts) and any(is_float_tensor(n) for n in nodes):
-        return "one of the tensors that it joins is not a tensor of the graph"
-    return typed(expr, nodes, attrs)
+        raise UnreadableError("one of the tensors that it joins is not a tensor of the graph")
+    return typed(expr, nodes, {"axis": a.integer("axis"), "parts": parts})
 
 
-def _setitem(expr: Expr) -> Reading | str:
+def _setitem(expr: Expr) -> Reading:
     """``x[index] = value``; the graph's node for it is the changed tensor, and later readers read that."""
-    target, index, value = expr.args
+    target, index, value = operands(expr, 3)
     return typed(expr, tensors(target, value), {"index": index, "value": value})
 
 
-def _where(expr: Expr) -> Reading | str:
-    mask, x, y = positional(expr)
+def _where(expr: Expr) -> Reading:
+    mask, x, y = operands(expr, 3)
     return typed(expr, tensors(x, y), {"mask": mask, "operands": (x, y)})
 
 
-def _scatter(expr: Expr) -> Reading | str:
+def _scatter(expr: Expr) -> Reading:
     a = arguments(expr)
-    return typed(expr, tensors(a["inp"], a["source"]), {"axis": int(a["axis"]), "index": a["index"]})
+    return typed(expr, tensors(a["inp"], a["source"]), {"axis": a.integer("axis"), "index": a["index"]})
 
 
 RULES = (
-    OpRule(
-        "concat",
-        Role.CONCAT,
-        (Target(module=M.Concat), Target(function=F.concat), Target(kernel="Concat")),
-        _join,
-    ),
-    OpRule("stack", Role.CONCAT, (Target(function=F.stack), Target(kernel="Stack")), _join),
-    OpRule("setitem", Role.CONCAT, (Target(method="__setitem__"),), _setitem),
-    OpRule("where", Role.CONCAT, (Target(function=F.where), Target(kernel="Where")), _where),
-    OpRule("scatter", Role.CONCAT, (Target(function=F.scatter),), _scatter),
+    op_rule("concat", Role.CONCAT, _join, M.Concat, F.concat, kernels=["Concat"]),
+    op_rule("stack", Role.CONCAT, _join, F.stack, kernels=["Stack"]),
+    op_rule("setitem", Role.CONCAT, _setitem, methods=["__setitem__"]),
+    op_rule("where", Role.CONCAT, _where, F.where, kernels=["Where"]),
+    op_rule("scatter", Role.CONCAT, _scatter, F.scatter),
 )

@@ -5,23 +5,35 @@ from __future__ import annotations
 import megengine.functional as F
 
 from qtrace.graph.types import Apply, CallFunction, Expr, TensorNode
-from qtrace.ops.base import OpRule, Reading, Role, Target, arguments, positional, tensors, typed
+from qtrace.ops.arguments import Arguments, UnreadableError, arguments, operands, tensors
+from qtrace.ops.base import Reading, Role, op_rule, typed
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "weight_and_bias"]
 
 
-def _linear(expr: Expr) -> Reading | str:
+def weight_and_bias(a: Arguments) -> tuple[TensorNode, TensorNode | None]:
+    """Reads the weight and the bias of a layer.
+
+    Raises:
+        UnreadableError: when one of them is not a tensor of the graph.
+    """
+    weight, bias = a["weight"], a["bias"]
+    if not isinstance(weight, TensorNode) or not isinstance(bias, (TensorNode, type(None))):
+        raise UnreadableError("its weight or bias is not a tensor of the graph")
+    return weight, bias
+
+
+def _linear(expr: Expr) -> Reading:
     a = arguments(expr)
-    if not isinstance(a["weight"], TensorNode) or not isinstance(a["bias"], (TensorNode, type(None))):
-        return "its weight or bias is not a tensor of the graph"
-    return Reading((a["inp"],), {}, a["weight"], a["bias"], (0,))
+    weight, bias = weight_and_bias(a)
+    return Reading((a.tensor(),), {}, weight, bias, (0,))
 
 
-def _matmul(expr: Expr) -> Reading | str:
-    left, right = positional(expr)[:2]
+def _matmul(expr: Expr) -> Reading:
+    left, right = operands(expr, 2)
     flips = (False, False)
     if isinstance(expr, CallFunction):
-        a = arguments(expr)
+        a = arguments(expr)  # those of F.dot have no flips
         flips = (bool(a.get("transpose_a", False)), bool(a.get("transpose_b", False)))
     elif isinstance(expr, Apply):
         flips = (bool(expr.opdef.transposeA), bool(expr.opdef.transposeB))
@@ -29,24 +41,19 @@ def _matmul(expr: Expr) -> Reading | str:
         left, right = right, left
     nodes = tensors(left, right)
     if len(nodes) != 2:
-        return "an operand is not a tensor of the graph"
+        raise UnreadableError("an operand is not a tensor of the graph")
     return typed(expr, nodes, {"transpose_a": flips[0], "transpose_b": flips[1]})
 
 
 RULES = (
-    OpRule("linear", Role.COMPUTE, (Target(function=F.linear),), _linear),
-    OpRule(
+    op_rule("linear", Role.COMPUTE, _linear, F.linear),
+    op_rule(
         "matmul",
         Role.COMPUTE,
-        (
-            Target(function=F.matmul),
-            Target(function=F.dot),
-            Target(method="__matmul__"),
-            Target(method="__imatmul__"),
-            Target(method="__rmatmul__"),
-            Target(kernel="MatrixMul"),
-            Target(kernel="BatchedMatrixMul"),
-        ),
         _matmul,
+        F.matmul,
+        F.dot,
+        methods=["__matmul__", "__imatmul__", "__rmatmul__"],
+        kernels=["MatrixMul", "BatchedMatrixMul"],
     ),
 )

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import megengine.functional as F
 
 from qtrace.graph.types import Expr
-from qtrace.ops.base import OpRule, Reading, Role, Target, children
+from qtrace.ops.arguments import children
+from qtrace.ops.base import Reading, Role, op_rule
 
 __all__ = ["RULES"]
 
 
-def _read(expr: Expr) -> Reading | str:
+def _read(expr: Expr) -> Reading:
     return Reading(children((expr.args, expr.kwargs)))
 
 
-def _rule(function: Callable[..., Any]) -> OpRule:
-    name = function.__name__
-    return OpRule(name, Role.FLOAT, (Target(function=function),), _read, "a loss is computed in float")
-
-
 RULES = tuple(
-    _rule(f)
-    for f in (
+    op_rule(function.__name__, Role.FLOAT, _read, function, reason="a loss is computed in float")
+    for function in (
         F.loss.l1_loss,
         F.loss.square_loss,
         F.loss.cross_entropy,

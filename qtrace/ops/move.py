@@ -10,47 +10,46 @@ import megengine.functional as F
 import megengine.module as M
 
 from qtrace.graph.types import Apply, Expr
-from qtrace.graph.walk import owner
-from qtrace.ops.base import (
-    OpRule,
-    Reading,
-    Role,
-    Target,
-    arguments,
-    axes,
+from qtrace.ops.arguments import (
+    Arguments,
+    UnreadableError,
+    activation,
+    integers,
     named,
+    operands,
     positional,
+    settings,
     tensors,
     traced_arguments,
-    typed,
+    unreadable,
 )
-from qtrace.ops.conv import pair
+from qtrace.ops.base import Reading, Role, op_rule, typed
 
 __all__ = ["RULES"]
 
 
-def _moved(expr: Expr, node: Any, attrs: dict[str, Any], fixed: str = "") -> Reading | str:
-    nodes = tensors(node)
-    if not nodes:
-        return "its input is not a tensor of the graph"
-    return replace(typed(expr, nodes, attrs), fixed=fixed)
+def _moved(expr: Expr, node: Any, attrs: dict[str, Any], fixed: str = "") -> Reading:
+    return replace(typed(expr, (Arguments(inp=node).tensor(),), attrs), fixed=fixed)
 
 
-def _spread(key: str) -> Callable[[Expr], Reading | str]:
+def _spread(key: str) -> Callable[[Expr], Reading]:
     """A reader for methods that take ``x.f(1, 2)`` as well as ``x.f((1, 2))``.
 
     The value is a tuple of ints and nodes, or one node that holds all of them.
     """
 
-    def read(expr: Expr) -> Reading | str:
+    def read(expr: Expr) -> Reading:
         if isinstance(expr, Apply):
-            return _moved(expr, expr.inputs[0], {key: expr.inputs[1]})
+            node, numbers = operands(expr, 2)
+            return _moved(expr, node, {key: numbers})
         a = named(expr)
         value: Any = a.get(key, a.get("args"))
         if "args" in a and len(value) == 1 and (isinstance(value[0], (tuple, list)) or _vector(value[0])):
             value = value[0]
         if isinstance(value, int):
             value = (value,)
+        if not tensors(value) and not isinstance(value, (tuple, list)):
+            raise unreadable(key, value, "several numbers")
         return _moved(expr, a["inp"], {key: value if tensors(value) else tuple(value)})
 
     return read
@@ -61,135 +60,120 @@ def _vector(value: Any) -> bool:
     return bool(tensors(value)) and len(value.shape) == 1
 
 
-def _flatten(expr: Expr) -> Reading | str:
+def _flatten(expr: Expr) -> Reading:
     a = named(expr)
-    return _moved(expr, a["inp"], {"start": int(a["start_axis"]), "end": int(a["end_axis"])})
+    return _moved(expr, a["inp"], {"start": a.integer("start_axis"), "end": a.integer("end_axis")})
 
 
-def _axis(expr: Expr) -> Reading | str:
-    if isinstance(expr, Apply):
-        return _moved(expr, expr.inputs[0], {"axis": _removed(expr)})
+def _expand_dims(expr: Expr) -> Reading:
+    return _moved(expr, activation(expr), {"axis": settings(expr, "axis").axes("axis")})
+
+
+def _squeeze(expr: Expr) -> Reading:
+    node, axes = activation(expr), settings(expr, "axis").axes("axis")
+    if isinstance(expr, Apply):  # the kernel removes one axis after the other
+        left = list(range(len(node.shape)))
+        axes = tuple(left.pop(i) for i in axes or ())
+    return _moved(expr, node, {"axis": axes})
+
+
+def _swapaxes(expr: Expr) -> Reading:
     a = named(expr)
-    return _moved(expr, a["inp"], {"axis": axes(a["axis"])})
-
-
-def _removed(expr: Expr) -> tuple[int, ...]:
-    """The axes of AddAxis and RemoveAxis, which the kernels apply one after the other."""
-    found = [int(i) for i in expr.opdef.axis]
-    if str(expr.opdef) == "AddAxis":
-        return tuple(found)
-    left = list(range(len(expr.inputs[0].shape)))
-    return tuple(left.pop(i) for i in found)
-
-
-def _swapaxes(expr: Expr) -> Reading | str:
-    a = named(expr)
-    pattern = list(range(len(a["inp"].shape)))
-    first, second = int(a["axis1"]), int(a["axis2"])
+    first, second, rank = a.integer("axis1"), a.integer("axis2"), len(a.tensor().shape)
+    if not all(-rank <= axis < rank for axis in (first, second)):
+        raise UnreadableError(f"its axes {first} and {second} are not those of a tensor of rank {rank}")
+    pattern = list(range(rank))
     pattern[first], pattern[second] = pattern[second], pattern[first]
     return _moved(expr, a["inp"], {"pattern": tuple(pattern)})
 
 
-def _split(expr: Expr) -> Reading | str:
+def _split(expr: Expr) -> Reading:
     a = named(expr)
-    return _moved(expr, a["inp"], {"sections": a["nsplits_or_sections"], "axis": int(a["axis"])})
+    return _moved(expr, a["inp"], {"sections": a["nsplits_or_sections"], "axis": a.integer("axis")})
 
 
-def _same(expr: Expr) -> Reading | str:
-    operands = positional(expr)
-    if operands and isinstance(operands[0], type):  # Tensor.__new__(Tensor, x)
-        operands = operands[1:]
-    return _moved(expr, operands[0], {})
+def _same(expr: Expr) -> Reading:
+    values = positional(expr)
+    created = bool(values) and isinstance(values[0], type)  # Tensor.__new__(Tensor, x)
+    return _moved(expr, operands(expr, 1 + created)[created], {})
 
 
-def _pad(expr: Expr) -> Reading | str:
-    module = owner(expr)
-    if module is not None:
-        node, width, mode, value = expr.args[1], module.pad_width, module.mode, module.pad_val
-    else:
-        a = arguments(expr)
-        node, width, mode, value = a["src"], a["pad_width"], a["mode"], a["constant_value"]
-    mode, value = str(mode).lower(), float(value)
-    numbers, fixed = traced_arguments({"padding": width})
-    widths = tuple((int(b), int(e)) for b, e in numbers["padding"])
+def _pad(expr: Expr) -> Reading:
+    a = settings(expr, "pad_width", "mode", "pad_val")
+    value = a.number("pad_val" if "pad_val" in a else "constant_value")
+    node, mode = activation(expr), str(a["mode"]).lower()
+    numbers, fixed = traced_arguments({"padding": a["pad_width"]})
+    widths = _widths(numbers["padding"])
     if not any(n for pair in widths for n in pair):
-        found = _moved(expr, node, {}, fixed)
-        return found if isinstance(found, str) else replace(found, kind="identity")
-    found = _moved(expr, node, {"width": widths, "mode": mode, "value": value}, fixed)
-    if isinstance(found, Reading) and found.role is None and mode == "constant" and value != 0.0:
+        return replace(_moved(expr, node, {}, fixed), kind="identity")
+    reading = _moved(expr, node, {"width": widths, "mode": mode, "value": value}, fixed)
+    if reading.role is None and mode == "constant" and value != 0.0:
         reason = f"it pads with {value:g}, which need not be one of the input's values"
-        return Reading(found.inputs, found.attrs, role=Role.FLOAT, reason=reason, fixed=fixed)
-    return found
+        return replace(reading, role=Role.FLOAT, reason=reason)
+    return reading
 
 
-def _repeat(expr: Expr) -> Reading | str:
+def _widths(value: Any) -> tuple[tuple[int, ...], ...]:
+    """The padding before and behind each axis."""
+    if not isinstance(value, (tuple, list)) or not all(isinstance(v, (tuple, list)) for v in value):
+        raise unreadable("padding", value, "pairs of integers")
+    return tuple(integers("padding", v, 2) for v in value)
+
+
+def _repeat(expr: Expr) -> Reading:
     a = named(expr)
-    axis = None if a["axis"] is None else int(a["axis"])
+    axis = None if a["axis"] is None else a.integer("axis")
     return _moved(expr, a["inp"], {"repeats": a["repeats"], "axis": axis})
 
 
-def _roll(expr: Expr) -> Reading | str:
+def _roll(expr: Expr) -> Reading:
     a = named(expr)
     shift = a["shift"] if isinstance(a["shift"], (tuple, list)) else (a["shift"],)
-    return _moved(expr, a["inp"], {"shift": tuple(shift), "axis": axes(a["axis"])})
+    return _moved(expr, a["inp"], {"shift": tuple(shift), "axis": a.axes("axis")})
 
 
-def _pixel_shuffle(expr: Expr) -> Reading | str:
-    module = owner(expr)
-    factor = module.upscale_factor if module is not None else named(expr)["upscale_factor"]
-    numbers, fixed = traced_arguments({"factor": factor})
-    return _moved(expr, positional(expr)[0], {"factor": int(numbers["factor"])}, fixed)
+def _pixel_shuffle(expr: Expr) -> Reading:
+    numbers, fixed = traced_arguments({"factor": settings(expr, "upscale_factor")["upscale_factor"]})
+    return _moved(expr, activation(expr), {"factor": numbers.integer("factor")}, fixed)
 
 
-def _sliding_window(expr: Expr) -> Reading | str:
-    module: Any = owner(expr)
+def _sliding_window(expr: Expr) -> Reading:
     names = ("kernel_size", "padding", "stride", "dilation")
-    found = named(expr) if module is None else {n: getattr(module, n) for n in names}
-    numbers, fixed = traced_arguments({n: found[n] for n in names})
-    return _moved(expr, positional(expr)[0], {n: pair(numbers[n]) for n in names}, fixed)
-
-
-def _rule(kind: str, read: Callable[[Expr], Reading | str], *targets: Target) -> OpRule:
-    return OpRule(kind, Role.CARRY, targets, read)
+    a = settings(expr, *names)
+    numbers, fixed = traced_arguments({n: a[n] for n in names})
+    return _moved(expr, activation(expr), {n: numbers.integers(n, 2) for n in names}, fixed)
 
 
 RULES = (
-    _rule("reshape", _spread("target_shape"), Target(function=F.reshape), Target(method="reshape")),
-    _rule("transpose", _spread("pattern"), Target(function=F.transpose), Target(method="transpose")),
-    _rule("swapaxes", _swapaxes, Target(function=F.swapaxes)),
-    _rule("flatten", _flatten, Target(function=F.flatten), Target(method="flatten")),
-    _rule("expand_dims", _axis, Target(function=F.expand_dims), Target(kernel="AddAxis")),
-    _rule("squeeze", _axis, Target(function=F.squeeze), Target(kernel="RemoveAxis")),
-    _rule(
+    op_rule("reshape", Role.CARRY, _spread("target_shape"), F.reshape, methods=["reshape"]),
+    op_rule("transpose", Role.CARRY, _spread("pattern"), F.transpose, methods=["transpose"]),
+    op_rule("swapaxes", Role.CARRY, _swapaxes, F.swapaxes),
+    op_rule("flatten", Role.CARRY, _flatten, F.flatten, methods=["flatten"]),
+    op_rule("expand_dims", Role.CARRY, _expand_dims, F.expand_dims, kernels=["AddAxis"]),
+    op_rule("squeeze", Role.CARRY, _squeeze, F.squeeze, kernels=["RemoveAxis"]),
+    op_rule(
         "broadcast_to",
+        Role.CARRY,
         _spread("shape"),
-        Target(function=F.broadcast_to),
-        Target(method="_broadcast"),
-        Target(kernel="Broadcast"),
+        F.broadcast_to,
+        methods=["_broadcast"],
+        kernels=["Broadcast"],
     ),
-    _rule("repeat", _repeat, Target(function=F.repeat)),
-    _rule("tile", _spread("reps"), Target(function=F.tile)),
-    _rule("roll", _roll, Target(function=F.roll)),
-    _rule("split", _split, Target(function=F.split)),
-    _rule(
+    op_rule("repeat", Role.CARRY, _repeat, F.repeat),
+    op_rule("tile", Role.CARRY, _spread("reps"), F.tile),
+    op_rule("roll", Role.CARRY, _roll, F.roll),
+    op_rule("split", Role.CARRY, _split, F.split),
+    op_rule(
         "identity",
+        Role.CARRY,
         _same,
-        Target(module=M.Identity),
         # MegEngine's own marks of where its quantization begins and ends; in float they do nothing.
-        Target(module=M.QuantStub),
-        Target(module=M.DequantStub),
-        Target(function=F.copy),
-        Target(method="detach"),
-        Target(method="to"),
-        Target(method="__pos__"),
-        Target(method="__new__"),
-        Target(kernel="Identity"),
-        Target(kernel="Copy"),
+        *(M.Identity, M.QuantStub, M.DequantStub, F.copy),
+        methods=["detach", "to", "__pos__", "__new__"],
+        kernels=["Identity", "Copy"],
     ),
-    _rule("dropout", _same, Target(module=M.Dropout), Target(function=F.dropout)),
-    _rule("pad", _pad, Target(module=M.Pad), Target(function=F.nn.pad)),
-    _rule("pixel_shuffle", _pixel_shuffle, Target(module=M.PixelShuffle), Target(function=F.pixel_shuffle)),
-    _rule(
-        "sliding_window", _sliding_window, Target(module=M.SlidingWindow), Target(function=F.sliding_window)
-    ),
+    op_rule("dropout", Role.CARRY, _same, M.Dropout, F.dropout),
+    op_rule("pad", Role.CARRY, _pad, M.Pad, F.nn.pad),
+    op_rule("pixel_shuffle", Role.CARRY, _pixel_shuffle, M.PixelShuffle, F.pixel_shuffle),
+    op_rule("sliding_window", Role.CARRY, _sliding_window, M.SlidingWindow, F.sliding_window),
 )

@@ -10,46 +10,34 @@ import megengine.module as M
 
 from qtrace.graph.types import Apply, Expr
 from qtrace.graph.walk import owner
-from qtrace.ops.base import OpRule, Reading, Role, Target, arguments, axes, positional, tensors, typed
+from qtrace.ops.arguments import UnreadableError, activation, arguments, settings
+from qtrace.ops.base import OpRule, Reading, Role, op_rule, typed
 
 __all__ = ["RULES"]
 
 
-def _batch_norm(expr: Expr) -> Reading | str:
-    module = owner(expr)
-    if module is not None:
-        if module.running_mean is None:
-            return "it normalises by the statistics of each batch"
-        return Reading(tensors(expr.args[1]), {"eps": float(module.eps)})
-    a = arguments(expr)
-    if a["running_mean"] is None or a["training"]:
-        return "it normalises by the statistics of each batch"
-    names = ("running_mean", "running_var", "weight", "bias")
-    return Reading(tensors(a["inp"]), {"eps": float(a["eps"]), **{n: a[n] for n in names}})
+def _batch_norm(expr: Expr) -> Reading:
+    a = settings(expr, "running_mean", "eps")
+    if a["running_mean"] is None or a.get("training"):
+        raise UnreadableError("it normalises by the statistics of each batch")
+    names = ("running_mean", "running_var", "weight", "bias") if owner(expr) is None else ()
+    return Reading((activation(expr),), {"eps": a.number("eps"), **{n: a[n] for n in names}})
 
 
-def _affine(**fields: str) -> Callable[[Expr], Reading | str]:
-    """A reader of a norm with weight and bias (nodes, tensors of the module, or None), eps and ``fields``.
+def _affine(*fields: str) -> Callable[[Expr], Reading]:
+    """A reader of a norm with weight and bias (nodes, tensors of the module, or None), eps and ``fields``."""
 
-    Args:
-        **fields: the name of an argument of the function, and of the module's attribute that holds it.
-    """
-
-    def read(expr: Expr) -> Reading | str:
-        module: Any = owner(expr)
+    def read(expr: Expr) -> Reading:
+        node = activation(expr)
         if isinstance(expr, Apply):
             attrs = {"eps": float(expr.opdef.eps), **{n: getattr(expr.opdef, n, None) for n in _KERNEL}}
             weight, bias = (*expr.inputs[1:], None, None)[:2]
-            return Reading(tensors(expr.inputs[0]), {**attrs, "weight": weight, "bias": bias})
-        if module is not None:
-            a = {n: getattr(module, n) for n in ("weight", "bias", "eps")}
-            a.update((name, getattr(module, attribute)) for name, attribute in fields.items())
-        else:
-            a = arguments(expr)
+            return Reading((node,), {**attrs, "weight": weight, "bias": bias})
+        a = settings(expr, "weight", "bias", "eps", *fields)
         if not a.get("affine", True):
             a["weight"] = a["bias"] = None
-        attrs = {"eps": float(a["eps"]), "weight": a["weight"], "bias": a["bias"]}
-        return Reading(tensors(positional(expr)[0]), {**attrs, **{n: a[n] for n in fields}})
+        attrs = {"eps": a.number("eps"), "weight": a["weight"], "bias": a["bias"]}
+        return Reading((node,), {**attrs, **{n: a[n] for n in fields}})
 
     return read
 
@@ -57,90 +45,51 @@ def _affine(**fields: str) -> Callable[[Expr], Reading | str]:
 _KERNEL = ("group", "normalized_dim")
 
 
-def _softmax(expr: Expr) -> Reading | str:
-    module = owner(expr)
-    node = positional(expr)[0]
-    if isinstance(expr, Apply):
-        axis = expr.opdef.axis
-    else:
-        axis = module.axis if module is not None else arguments(expr)["axis"]
-    if axis is None:
+def _softmax(expr: Expr) -> Reading:
+    node, a = activation(expr), settings(expr, "axis")
+    if a["axis"] is None:
         # As MegEngine's softmax chooses it: the channels of a matrix, of an image and of a single one.
-        rank = len(node.shape)
-        axis = 0 if rank in (0, 1, 3) else 1
-    return typed(expr, tensors(node), {"axis": axes(axis)})
+        a["axis"] = 0 if len(node.shape) in (0, 1, 3) else 1
+    return typed(expr, (node,), {"axis": a.axes("axis")})
 
 
-def _named_axis(expr: Expr) -> Reading | str:
+def _named_axis(expr: Expr) -> Reading:
     a = arguments(expr)
     names = ("axis", "ord", "eps", "keepdims")
-    return Reading(tensors(a["inp"]), {n: a[n] for n in names if n in a})
+    return Reading((a.tensor(),), {n: a[n] for n in names if n in a})
 
 
-def _kept(expr: Expr) -> Reading | str:
-    module: Any = owner(expr)
+def _local_response(expr: Expr) -> Reading:
     names = ("kernel_size", "k", "alpha", "beta")
-    found = arguments(expr) if module is None else {n: getattr(module, n) for n in names}
-    return Reading(tensors(positional(expr)[0]), {n: found[n] for n in names})
+    a = settings(expr, *names)
+    return Reading((activation(expr),), {n: a[n] for n in names})
 
 
-_WHY = "it keeps its accuracy only in float between 8-bit neighbours"
+def _float(
+    kind: str, read: Callable[[Expr], Reading], *callees: Callable[..., Any], kernels: tuple[str, ...] = ()
+) -> OpRule:
+    reason = "it keeps its accuracy only in float between 8-bit neighbours"
+    return op_rule(kind, Role.FLOAT, read, *callees, kernels=kernels, reason=reason)
 
 
-def _float(kind: str, read: Callable[[Expr], Reading | str], *targets: Target) -> OpRule:
-    return OpRule(kind, Role.FLOAT, targets, read, _WHY)
-
+_BATCH_NORMS = (M.BatchNorm2d, M.BatchNorm1d, M.SyncBatchNorm, F.nn.batch_norm)
 
 RULES = (
-    OpRule(
-        "batch_norm",
-        Role.NORM,
-        (
-            Target(module=M.BatchNorm2d),
-            Target(module=M.BatchNorm1d),
-            Target(module=M.SyncBatchNorm),
-            Target(function=F.nn.batch_norm),
-        ),
-        _batch_norm,
-    ),
-    _float(
-        "softmax", _softmax, Target(module=M.Softmax), Target(function=F.softmax), Target(kernel="Softmax")
-    ),
-    _float("logsoftmax", _named_axis, Target(function=F.logsoftmax)),
-    _float("logsumexp", _named_axis, Target(function=F.logsumexp)),
-    _float("norm", _named_axis, Target(function=F.norm)),
-    _float("normalize", _named_axis, Target(function=F.normalize)),
+    op_rule("batch_norm", Role.NORM, _batch_norm, *_BATCH_NORMS),
+    _float("softmax", _softmax, M.Softmax, F.softmax, kernels=("Softmax",)),
+    _float("logsoftmax", _named_axis, F.logsoftmax),
+    _float("logsumexp", _named_axis, F.logsumexp),
+    _float("norm", _named_axis, F.norm),
+    _float("normalize", _named_axis, F.normalize),
     _float(
         "layer_norm",
-        _affine(normalized_shape="normalized_shape"),
-        Target(module=M.LayerNorm),
-        Target(function=F.nn.layer_norm),
-        Target(kernel="LayerNorm"),
+        _affine("normalized_shape"),
+        M.LayerNorm,
+        F.nn.layer_norm,
+        kernels=("LayerNorm",),
     ),
-    _float(
-        "group_norm",
-        _affine(num_groups="num_groups"),
-        Target(module=M.GroupNorm),
-        Target(function=F.nn.group_norm),
-        Target(kernel="GroupNorm"),
-    ),
-    _float(
-        "instance_norm",
-        _affine(),
-        Target(module=M.InstanceNorm),
-        Target(function=F.nn.instance_norm),
-        Target(kernel="InstanceNorm"),
-    ),
-    _float(
-        "general_norm",
-        _affine(normalized_axis="normalized_axis"),
-        Target(module=M.GeneralNorm),
-        Target(function=F.nn.general_norm),
-    ),
-    _float(
-        "local_response_norm",
-        _kept,
-        Target(module=M.LocalResponseNorm),
-        Target(function=F.nn.local_response_norm),
-    ),
+    _float("group_norm", _affine("num_groups"), M.GroupNorm, F.nn.group_norm, kernels=("GroupNorm",)),
+    _float("instance_norm", _affine(), M.InstanceNorm, F.nn.instance_norm, kernels=("InstanceNorm",)),
+    _float("general_norm", _affine("normalized_axis"), M.GeneralNorm, F.nn.general_norm),
+    _float("local_response_norm", _local_response, M.LocalResponseNorm, F.nn.local_response_norm),
 )

@@ -6,74 +6,56 @@ import megengine.functional as F
 import megengine.module as M
 
 from qtrace.graph.types import Expr
-from qtrace.graph.walk import is_float_tensor, owner
-from qtrace.ops.base import (
-    OpRule,
-    Reading,
-    Role,
-    Target,
-    arguments,
-    positional,
-    tensors,
-    traced_arguments,
-    typed,
-)
+from qtrace.graph.walk import is_float_tensor
+from qtrace.ops.arguments import UnreadableError, arguments, operands, settings, tensors, traced_arguments
+from qtrace.ops.base import Reading, Role, op_rule, typed
 
 __all__ = ["RULES"]
 
 
-def _getitem(expr: Expr) -> Reading | str:
-    return typed(expr, tensors(expr.args[0]), {"index": expr.args[1]})
+def _getitem(expr: Expr) -> Reading:
+    node, index = operands(expr, 2)
+    return typed(expr, tensors(node), {"index": index})
 
 
-def _gather(expr: Expr) -> Reading | str:
+def _gather(expr: Expr) -> Reading:
     a = arguments(expr)
-    return typed(expr, tensors(a["inp"]), {"axis": int(a["axis"]), "index": a["index"]})
+    return typed(expr, tensors(a["inp"]), {"axis": a.integer("axis"), "index": a["index"]})
 
 
-def _indexing_one_hot(expr: Expr) -> Reading | str:
+def _indexing_one_hot(expr: Expr) -> Reading:
     a = arguments(expr)
-    attrs = {"index": a["index"], "axis": int(a["axis"]), "keepdims": bool(a["keepdims"])}
+    attrs = {"index": a["index"], "axis": a.integer("axis"), "keepdims": a.flag("keepdims")}
     return typed(expr, tensors(a["src"]), attrs)
 
 
-def _cond_take(expr: Expr) -> Reading | str:
+def _cond_take(expr: Expr) -> Reading:
     """The second output holds positions, so types are mixed where the first holds floats."""
     a = arguments(expr)
     nodes, attrs = tensors(a["x"]), {"mask": a["mask"]}
     return Reading(nodes, attrs) if all(is_float_tensor(n) for n in nodes) else typed(expr, nodes, attrs)
 
 
-def _embedding(expr: Expr) -> Reading | str:
-    module = owner(expr)
-    table = module.weight if module is not None else arguments(expr)["weight"]
-    index = tensors(positional(expr)[0])
-    return Reading((), {"index": index[0], "weight": table}) if index else "its index is fixed"
+def _embedding(expr: Expr) -> Reading:
+    index = tensors(*operands(expr, 1))
+    if not index:
+        raise UnreadableError("its index is fixed")
+    return Reading((), {"index": index[0], "weight": settings(expr, "weight")["weight"]})
 
 
-def _one_hot(expr: Expr) -> Reading | str:
+def _one_hot(expr: Expr) -> Reading:
     a = arguments(expr)
     numbers, fixed = traced_arguments({"num_classes": a["num_classes"]})
-    return Reading(tensors(a["inp"]), {"num_classes": int(numbers["num_classes"])}, fixed=fixed)
+    return Reading(tensors(a["inp"]), {"num_classes": numbers.integer("num_classes")}, fixed=fixed)
 
+
+_TABLE = "a table that is read and not computed with"
 
 RULES = (
-    OpRule("getitem", Role.CARRY, (Target(method="__getitem__"),), _getitem),
-    OpRule("gather", Role.CARRY, (Target(function=F.gather),), _gather),
-    OpRule("indexing_one_hot", Role.CARRY, (Target(function=F.nn.indexing_one_hot),), _indexing_one_hot),
-    OpRule("cond_take", Role.CARRY, (Target(function=F.cond_take),), _cond_take),
-    OpRule(
-        "embedding",
-        Role.FLOAT,
-        (Target(module=M.Embedding), Target(function=F.nn.embedding)),
-        _embedding,
-        "a table that is read and not computed with",
-    ),
-    OpRule(
-        "one_hot",
-        Role.SHAPE,
-        (Target(function=F.nn.one_hot),),
-        _one_hot,
-        "it makes integers of integers",
-    ),
+    op_rule("getitem", Role.CARRY, _getitem, methods=["__getitem__"]),
+    op_rule("gather", Role.CARRY, _gather, F.gather),
+    op_rule("indexing_one_hot", Role.CARRY, _indexing_one_hot, F.nn.indexing_one_hot),
+    op_rule("cond_take", Role.CARRY, _cond_take, F.cond_take),
+    op_rule("embedding", Role.FLOAT, _embedding, M.Embedding, F.nn.embedding, reason=_TABLE),
+    op_rule("one_hot", Role.SHAPE, _one_hot, F.nn.one_hot, reason="it makes integers of integers"),
 )

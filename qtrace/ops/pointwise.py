@@ -8,7 +8,7 @@ from typing import Any
 import megengine.functional as F
 
 from qtrace.ops.arithmetic import binary, unary
-from qtrace.ops.base import OpRule, Role, Target
+from qtrace.ops.base import OpRule, Role, op_rule
 
 __all__ = ["RULES"]
 
@@ -19,11 +19,9 @@ _ROUNDS = "it rounds: an error of one step changes a whole value"
 _PERIODIC = "it is periodic: the position in a period needs more than 8 bits"
 
 
-def _rule(kind: str, function: Callable[..., Any], kernel: str, reason: str, method: str = "") -> OpRule:
-    targets = [Target(function=function)]
-    targets += [Target(kernel=kernel)] if kernel else []
-    targets += [Target(method=method)] if method else []
-    return OpRule(kind, Role.FLOAT, tuple(targets), unary, reason)
+def _rule(kind: str, function: Callable[..., Any], kernel: str, reason: str, *methods: str) -> OpRule:
+    kernels = [kernel] if kernel else []
+    return op_rule(kind, Role.FLOAT, unary, function, methods=methods, kernels=kernels, reason=reason)
 
 
 RULES = (
@@ -47,6 +45,6 @@ RULES = (
     _rule("asinh", F.asinh, "", _DEEP),
     _rule("acosh", F.acosh, "", _DEEP),
     _rule("atanh", F.atanh, "", _STEEP),
-    OpRule("atan2", Role.FLOAT, (Target(function=F.atan2),), binary, _PERIODIC),
-    OpRule("logaddexp", Role.FLOAT, (Target(function=F.logaddexp),), binary, _DEEP),
+    op_rule("atan2", Role.FLOAT, binary, F.atan2, reason=_PERIODIC),
+    op_rule("logaddexp", Role.FLOAT, binary, F.logaddexp, reason=_DEEP),
 )

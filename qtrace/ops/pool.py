@@ -8,56 +8,42 @@ import megengine.functional as F
 import megengine.module as M
 
 from qtrace.graph.types import Expr
-from qtrace.graph.walk import owner
-from qtrace.ops.base import OpRule, Reading, Role, Target, arguments, positional, tensors, traced_arguments
-from qtrace.ops.conv import pair
+from qtrace.ops.arguments import activation, settings, traced_arguments
+from qtrace.ops.base import Reading, Role, op_rule
 
 __all__ = ["RULES"]
 
 
-def _window(expr: Expr) -> Reading | str:
-    module = owner(expr)
-    if module is None:
-        a = arguments(expr)
-        node = a.pop("inp")
-    else:
-        node = expr.args[1]
-        names = ("kernel_size", "stride", "padding", "mode")
-        a = {k: getattr(module, k) for k in names if hasattr(module, k)}
-    numbers, fixed = traced_arguments({n: a[n] for n in ("kernel_size", "stride", "padding")})
-    kernel, stride = pair(numbers["kernel_size"]), numbers["stride"]
+def _window(expr: Expr, *more: str) -> Reading:
+    names = ("kernel_size", "stride", "padding")
+    a = settings(expr, *names, *more)
+    numbers, fixed = traced_arguments({n: a[n] for n in names})
+    kernel = numbers.integers("kernel_size", 2)
     attrs: dict[str, Any] = {
         "kernel": kernel,
-        "stride": kernel if stride is None else pair(stride),
-        "padding": pair(numbers["padding"]),
+        "stride": kernel if numbers["stride"] is None else numbers.integers("stride", 2),
+        "padding": numbers.integers("padding", 2),
     }
     if "mode" in a:
         attrs["count_include_pad"] = a["mode"] == "average"
-    return Reading(tensors(node), attrs, fixed=fixed)
+    return Reading((activation(expr),), attrs, fixed=fixed)
 
 
-def _adaptive(expr: Expr) -> Reading | str:
-    module = owner(expr)
-    size = module.oshp if module is not None else arguments(expr)["oshp"]
-    numbers, fixed = traced_arguments({"output size": size})
-    return Reading(tensors(positional(expr)[0]), {"output_size": pair(numbers["output size"])}, fixed=fixed)
+def _average(expr: Expr) -> Reading:
+    return _window(expr, "mode")
 
+
+def _adaptive(expr: Expr) -> Reading:
+    numbers, fixed = traced_arguments({"output size": settings(expr, "oshp")["oshp"]})
+    return Reading((activation(expr),), {"output_size": numbers.integers("output size", 2)}, fixed=fixed)
+
+
+_ADAPTIVE_MEAN = (M.AdaptiveAvgPool2d, F.adaptive_avg_pool2d)
+_ADAPTIVE_MAX = (M.AdaptiveMaxPool2d, F.adaptive_max_pool2d)
 
 RULES = (
-    OpRule("max_pool2d", Role.CARRY, (Target(module=M.MaxPool2d), Target(function=F.max_pool2d)), _window),
-    OpRule(
-        "avg_pool2d", Role.ELEMENTWISE, (Target(module=M.AvgPool2d), Target(function=F.avg_pool2d)), _window
-    ),
-    OpRule(
-        "adaptive_avg_pool2d",
-        Role.ELEMENTWISE,
-        (Target(module=M.AdaptiveAvgPool2d), Target(function=F.adaptive_avg_pool2d)),
-        _adaptive,
-    ),
-    OpRule(
-        "adaptive_max_pool2d",
-        Role.CARRY,
-        (Target(module=M.AdaptiveMaxPool2d), Target(function=F.adaptive_max_pool2d)),
-        _adaptive,
-    ),
+    op_rule("max_pool2d", Role.CARRY, _window, M.MaxPool2d, F.max_pool2d),
+    op_rule("avg_pool2d", Role.ELEMENTWISE, _average, M.AvgPool2d, F.avg_pool2d),
+    op_rule("adaptive_avg_pool2d", Role.ELEMENTWISE, _adaptive, *_ADAPTIVE_MEAN),
+    op_rule("adaptive_max_pool2d", Role.CARRY, _adaptive, *_ADAPTIVE_MAX),
 )

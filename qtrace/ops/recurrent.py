@@ -7,25 +7,21 @@ import megengine.module as M
 
 from qtrace.graph.types import Expr
 from qtrace.graph.walk import is_float_tensor
-from qtrace.ops.base import OpRule, Reading, Role, Target, children
+from qtrace.ops.arguments import children
+from qtrace.ops.base import Reading, Role, op_rule
 
 __all__ = ["RULES"]
 
 
-def _read(expr: Expr) -> Reading | str:
+def _read(expr: Expr) -> Reading:
     return Reading(tuple(n for n in children((expr.args, expr.kwargs)) if is_float_tensor(n)))
 
 
 _WHY = "it is one op whose products are not nodes of the graph: write it with linear layers to quantize it"
+_ATTENTION = (M.MultiHeadAttention, F.nn.multi_head_attention)
 
 RULES = (
-    OpRule("rnn", Role.FLOAT, (Target(module=M.RNN), Target(module=M.RNNCell)), _read, _WHY),
-    OpRule("lstm", Role.FLOAT, (Target(module=M.LSTM), Target(module=M.LSTMCell)), _read, _WHY),
-    OpRule(
-        "multi_head_attention",
-        Role.FLOAT,
-        (Target(module=M.MultiHeadAttention), Target(function=F.nn.multi_head_attention)),
-        _read,
-        _WHY,
-    ),
+    op_rule("rnn", Role.FLOAT, _read, M.RNN, M.RNNCell, reason=_WHY),
+    op_rule("lstm", Role.FLOAT, _read, M.LSTM, M.LSTMCell, reason=_WHY),
+    op_rule("multi_head_attention", Role.FLOAT, _read, *_ATTENTION, reason=_WHY),
 )

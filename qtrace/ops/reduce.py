@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import megengine.functional as F
 
 from qtrace.graph.types import Expr
-from qtrace.ops.base import OpRule, Reading, Role, Target, axes, named, tensors, typed
+from qtrace.ops.arguments import named
+from qtrace.ops.base import Reading, Role, op_rule, typed
 
 __all__ = ["RULES"]
 
 
-def _reduction(expr: Expr) -> Reading | str:
+def _reduction(expr: Expr) -> Reading:
     a = named(expr)
-    nodes = tensors(a["inp"])
-    attrs = {"axis": axes(a["axis"]), "keepdims": bool(a["keepdims"])}
-    return typed(expr, nodes, attrs) if nodes else "its input is not a tensor of the graph"
+    return typed(expr, (a.tensor(),), {"axis": a.axes("axis"), "keepdims": a.flag("keepdims")})
 
 
-def _rule(kind: str, role: Role, function: Callable[..., Any], method: str = "", reason: str = "") -> OpRule:
-    targets = (Target(function=function), *((Target(method=method),) if method else ()))
-    return OpRule(kind, role, targets, _reduction, reason)
-
-
+_PRODUCTS = "products of many values span orders of magnitude"
 _SPREAD = "it squares differences, whose range 8 bits do not hold"
 
 RULES = (
-    _rule("mean", Role.ELEMENTWISE, F.mean, "mean"),
-    _rule("sum", Role.ELEMENTWISE, F.sum, "sum"),
-    _rule("max", Role.CARRY, F.max, "max"),
-    _rule("min", Role.CARRY, F.min, "min"),
-    _rule("prod", Role.FLOAT, F.prod, "prod", "products of many values span orders of magnitude"),
-    _rule("var", Role.FLOAT, F.var, "var", _SPREAD),
-    _rule("std", Role.FLOAT, F.std, "", _SPREAD),
+    op_rule("mean", Role.ELEMENTWISE, _reduction, F.mean, methods=["mean"]),
+    op_rule("sum", Role.ELEMENTWISE, _reduction, F.sum, methods=["sum"]),
+    op_rule("max", Role.CARRY, _reduction, F.max, methods=["max"]),
+    op_rule("min", Role.CARRY, _reduction, F.min, methods=["min"]),
+    op_rule("prod", Role.FLOAT, _reduction, F.prod, methods=["prod"], reason=_PRODUCTS),
+    op_rule("var", Role.FLOAT, _reduction, F.var, methods=["var"], reason=_SPREAD),
+    op_rule("std", Role.FLOAT, _reduction, F.std, reason=_SPREAD),
 )

@@ -7,21 +7,22 @@ from typing import Any
 import megengine.functional as F
 
 from qtrace.graph.types import Expr
-from qtrace.ops.base import OpRule, Reading, Role, Target, arguments, tensors
+from qtrace.ops.arguments import arguments
+from qtrace.ops.base import Reading, Role, op_rule
 
 __all__ = ["RULES"]
 
 
-def _interpolate(expr: Expr) -> Reading | str:
+def _interpolate(expr: Expr) -> Reading:
     a = arguments(expr)
     mode = str(a["mode"]).lower()
     attrs: dict[str, Any] = {
         "size": a["size"],
         "scale_factor": a["scale_factor"],
         "mode": mode,
-        "align_corners": bool(a["align_corners"]),
+        "align_corners": a.flag("align_corners"),
     }
-    return Reading(tensors(a["inp"]), attrs, role=Role.CARRY if mode == "nearest" else Role.ELEMENTWISE)
+    return Reading((a.tensor(),), attrs, role=Role.CARRY if mode == "nearest" else Role.ELEMENTWISE)
 
 
-RULES = (OpRule("interpolate", Role.ELEMENTWISE, (Target(function=F.vision.interpolate),), _interpolate),)
+RULES = (op_rule("interpolate", Role.ELEMENTWISE, _interpolate, F.vision.interpolate),)

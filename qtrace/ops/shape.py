@@ -8,39 +8,40 @@ from typing import Any
 import megengine.functional as F
 
 from qtrace.graph.types import Apply, Expr
-from qtrace.ops.base import OpRule, Reading, Role, Target, arguments, tensors, typed
+from qtrace.ops.arguments import arguments, children, operands, tensors
+from qtrace.ops.base import INTEGERS, Reading, Role, op_rule, typed
 
 __all__ = ["RULES"]
 
 _MADE = "it is made from numbers and shapes"
 
 
-def _shape(expr: Expr) -> Reading | str:
+def _shape(expr: Expr) -> Reading:
     return Reading(tensors(*expr.inputs))
 
 
-def _made(*names: str) -> Callable[[Expr], Reading | str]:
+def _made(*names: str) -> Callable[[Expr], Reading]:
     """A reader of a function whose arguments ``names`` are numbers, shapes or nodes of such."""
 
-    def read(expr: Expr) -> Reading | str:
+    def read(expr: Expr) -> Reading:
         a = arguments(expr)
         return Reading(tensors(*(a[n] for n in names)), {n: a[n] for n in names})
 
     return read
 
 
-def _fill(expr: Expr) -> Reading | str:
+def _fill(expr: Expr) -> Reading:
     """full, ones, zeros; the kernel that a call leaves which the tracer did not see."""
     if isinstance(expr, Apply):
         value: Any = expr.opdef.value
-        shape = expr.inputs[0]
+        (shape,) = operands(expr, 1)
     else:
         a = arguments(expr)
         value, shape = a.get("value", _VALUES.get(expr.func.__name__)), a["shape"]
     return Reading(tensors(shape, value), {"shape": shape, "value": value})
 
 
-def _fill_like(expr: Expr) -> Reading | str:
+def _fill_like(expr: Expr) -> Reading:
     a = arguments(expr)
     value = a.get("value", _VALUES.get(expr.func.__name__))
     return Reading(tensors(a["inp"]), {"value": value})
@@ -49,31 +50,19 @@ def _fill_like(expr: Expr) -> Reading | str:
 _VALUES = {"ones": 1.0, "zeros": 0.0, "ones_like": 1.0, "zeros_like": 0.0}
 
 
-def _meshgrid(expr: Expr) -> Reading | str:
+def _meshgrid(expr: Expr) -> Reading:
     a = arguments(expr)
-    return typed(expr, tensors(*a["inputs"]), {"indexing": a["indexing"]})
+    return typed(expr, children(a["inputs"]), {"indexing": a["indexing"]})
 
 
-def _rule(kind: str, read: Callable[[Expr], Reading | str], *targets: Target) -> OpRule:
-    return OpRule(kind, Role.SHAPE, targets, read, _MADE)
-
-
-def _functions(*functions: Callable[..., Any]) -> tuple[Target, ...]:
-    return tuple(Target(function=f) for f in functions)
-
+_COORDINATES = "it makes coordinates, which need more than 8 bits"
 
 RULES = (
-    OpRule("shape", Role.SHAPE, (Target(kernel="GetVarShape"),), _shape, "integer or shape arithmetic"),
-    _rule("arange", _made("start", "stop", "step"), *_functions(F.arange)),
-    _rule("linspace", _made("start", "stop", "num"), *_functions(F.linspace)),
-    _rule("eye", _made("N", "M"), *_functions(F.eye)),
-    _rule("full", _fill, *_functions(F.full, F.ones, F.zeros), Target(kernel="Fill")),
-    _rule("full_like", _fill_like, *_functions(F.full_like, F.ones_like, F.zeros_like)),
-    OpRule(
-        "meshgrid",
-        Role.FLOAT,
-        _functions(F.meshgrid),
-        _meshgrid,
-        "it makes coordinates, which need more than 8 bits",
-    ),
+    op_rule("shape", Role.SHAPE, _shape, kernels=["GetVarShape"], reason=INTEGERS),
+    op_rule("arange", Role.SHAPE, _made("start", "stop", "step"), F.arange, reason=_MADE),
+    op_rule("linspace", Role.SHAPE, _made("start", "stop", "num"), F.linspace, reason=_MADE),
+    op_rule("eye", Role.SHAPE, _made("N", "M"), F.eye, reason=_MADE),
+    op_rule("full", Role.SHAPE, _fill, F.full, F.ones, F.zeros, kernels=["Fill"], reason=_MADE),
+    op_rule("full_like", Role.SHAPE, _fill_like, F.full_like, F.ones_like, F.zeros_like, reason=_MADE),
+    op_rule("meshgrid", Role.FLOAT, _meshgrid, F.meshgrid, reason=_COORDINATES),
 )

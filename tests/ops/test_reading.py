@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from qtrace.graph.lint import lint
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, TracedModule, is_call_module
 from qtrace.graph.walk import exprs
 from qtrace.ops import OpCall, Role
+from qtrace.ops.arguments import Arguments, UnreadableError
+from qtrace.ops.base import Reading
 from qtrace.preparation.passes.expand import expand
 from tests.nets import images, net
 from tests.ops.cases import CASES, IMAGE, KERNELS, SIBLINGS, Case
@@ -161,6 +164,70 @@ def test_a_module_changed_after_tracing_has_a_reason_and_no_error() -> None:
     expr.inputs[0].owner.padding = None
     assert ops.read(expr) is None
     assert "does not read" in ops.unsupported(expr)
+
+
+UNREADABLE = {
+    "an axis computed from a shape": (
+        lambda x: F.concat([x, x], axis=x.shape[0] - 1),
+        "its axis is computed",
+    ),
+    "a first axis computed from a shape": (lambda x: F.flatten(x, x.shape[0] * 0 + 1), "its start_axis is"),
+    "a slope computed from values": (lambda x: F.leaky_relu(x, x.mean()), "its negative_slope is computed"),
+    "three strides of two axes": (
+        lambda x: F.conv2d(x, F.ones((4, 4, 3, 3)), stride=(2, 2, 2)),
+        r"its stride is \(2, 2, 2\), which its rule does not read as 2 integers",
+    ),
+    "a tensor in place of a list": (lambda x: F.concat(x), "it joins the parts of one tensor"),
+}
+
+
+@pytest.mark.parametrize("form", UNREADABLE)
+def test_a_form_that_cannot_be_read_stays_float_with_its_reason(form: str) -> None:
+    function, reason = UNREADABLE[form]
+    prepared = qtrace.prepare(qtrace.trace(net(lambda self, x: function(x)), IMAGE, check=False))
+    (note,) = [n for n in qtrace.explain(prepared).annotation.notes if re.search(reason, n.reason)]
+    assert note.state == "float"
+
+
+def test_a_kernel_whose_arguments_have_no_names_has_a_reason() -> None:
+    hidden = F.argmax  # a function that the tracer does not see leaves its kernel
+    traced = _flat(net(lambda self, x: hidden(x, 1)), IMAGE)
+    (expr,) = [e for e in exprs(traced) if _label(e) == "apply:Argmax"]
+    assert ops.unsupported(expr) == "its arguments are those of a kernel, which are not read"
+
+
+BUGS = [TypeError, ValueError, KeyError, AttributeError, AssertionError]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_in_a_rule_surfaces_with_its_traceback_and_the_node(
+    bug: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(expr: Expr) -> Reading:
+        raise bug("planted")
+
+    (rule,) = [rule for rule in ops.rules() if rule.kind == "relu"]
+    planted = dict.fromkeys(rule.targets, dataclasses.replace(rule, read=read))
+    monkeypatch.setattr(ops, "_table", lambda: planted)
+    with pytest.raises(RuntimeError, match=r"the rule of relu .* fails at relu_out") as caught:
+        qtrace.prepare(qtrace.trace(net(lambda self, x: F.relu(x)), IMAGE))
+    assert isinstance(caught.value.__cause__, bug)
+
+
+def test_a_name_that_a_call_does_not_have_is_a_bug_of_the_rule() -> None:
+    with pytest.raises(KeyError):
+        Arguments(axis=1).integer("axes")
+
+
+@pytest.mark.parametrize("value", [None, "a", float("inf"), [1, [2]], (1, 2, 3), {}, 1j])
+def test_what_is_no_pair_of_integers_is_refused_in_one_line(value: object) -> None:
+    with pytest.raises(UnreadableError, match=r"^its n is .{1,80}, which its rule does not read as 2 integ"):
+        Arguments(n=value).integers("n", 2)
+
+
+@pytest.mark.parametrize(("value", "pair"), [(3, (3, 3)), ((1, 2), (1, 2)), ([np.int64(4), True], (4, 1))])
+def test_one_number_stands_for_a_pair_of_integers(value: object, pair: tuple[int, int]) -> None:
+    assert Arguments(n=value).integers("n", 2) == pair
 
 
 def test_convolutions_say_where_their_channels_are() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import megengine.module as M
+import numpy as np
 
 from tests.zoo import (
     convnext,
@@ -25,13 +26,14 @@ from tests.zoo import (
     shufflenet,
     vgg,
 )
+from tests.zoo.parts import pictures
 
 __all__ = ["CNN", "Entry"]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A network of the zoo.
+    """A convolutional network of the zoo.
 
     Attributes:
         name: of this very net; unique.
@@ -43,6 +45,8 @@ class Entry:
         slow: whether only the slow tests run it, because another entry shows almost the same.
         plain: whether its family has no recipe: it is quantized by the default one.
         note: why ``sqnr`` is below 20, if it is.
+        share: the part of the MACs that is at least computed on integers.
+        ends: modules behind which the graph stays float; None for all of it on integers.
     """
 
     name: str
@@ -54,11 +58,35 @@ class Entry:
     slow: bool = False
     plain: bool = False
     note: str = ""
+    share: float = 0.99
+    ends: tuple[str, ...] | None = None
 
     @property
     def recipe(self) -> str:
         """The name of the recipe that it is quantized by."""
         return "onnxruntime" if self.plain else self.family
+
+    @property
+    def other_sqnr(self) -> float:
+        """How far the signal must stand above the error on images of another size, in dB."""
+        return self.sqnr / 2
+
+    def calibration(self) -> list[tuple[np.ndarray]]:
+        """Two batches of eight images."""
+        return [(pictures(8, *self.input_shape, seed=seed),) for seed in (2, 3)]
+
+    def example(self) -> tuple[np.ndarray]:
+        """Two images of the calibration: of so few, the ranges of others would be another matter."""
+        return (self.calibration()[0][0][:2],)
+
+    def probes(self) -> list[tuple[np.ndarray]]:
+        """The example, another batch size, and other image sizes."""
+        channels = self.input_shape[0]
+        return [
+            self.example(),
+            (pictures(3, *self.input_shape, seed=4),),
+            *((pictures(1, channels, *size, seed=5),) for size in self.other_sizes),
+        ]
 
 
 _IMAGE = (3, 32, 32)

@@ -11,7 +11,7 @@ import pytest
 import qtrace
 from qtrace.errors import TraceError
 from tests.nets import images, net
-from tests.zoo.detectors.checks import Case
+from tests.zoo.checks import Case
 from tests.zoo.detectors.entries import DETECTORS
 from tests.zoo.detectors.yolo import StaticSilu
 from tests.zoo.quick import parameters

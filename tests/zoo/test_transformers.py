@@ -12,7 +12,7 @@ import pytest
 import qtrace
 from qtrace.errors import TraceError
 from tests.nets import images
-from tests.zoo.detectors.checks import Case
+from tests.zoo.checks import Case
 from tests.zoo.detectors.entry import trained
 from tests.zoo.quick import parameters
 from tests.zoo.transformers.entries import TRANSFORMERS, USER_NETS

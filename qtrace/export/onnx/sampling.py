@@ -12,8 +12,7 @@ from qtrace.export.onnx.writer import OnnxWriter
 from qtrace.graph.types import CallFunction, TensorNode
 from qtrace.graph.walk import owner
 from qtrace.ops import OpCall
-from qtrace.ops.base import arguments
-from qtrace.ops.conv import pair
+from qtrace.ops.arguments import arguments, integers
 
 __all__ = ["SAMPLING"]
 
@@ -115,7 +114,11 @@ def _deformable(w: OnnxWriter, call: OpCall) -> None:
     weight = a["weight"]
     offset, mask = (w.name(a[n]) for n in ("offset", "mask"))
     high, wide = (int(n) for n in call.out.shape[2:])
-    if pair(a["groups"]) != (1, 1) or weight.ndim != 4 or int(a["offset"].shape[1]) != 2 * weight[0, 0].size:
+    if (
+        integers("groups", a["groups"], 2) != (1, 1)
+        or weight.ndim != 4
+        or int(a["offset"].shape[1]) != 2 * weight[0, 0].size
+    ):
         raise ExportError(f"{call.kind} with groups has no ONNX form: use one group")
     rows, columns = weight.shape[2:]
     taps = rows * columns
@@ -160,7 +163,7 @@ def _tap_places(a: dict[str, Any], window: tuple[int, ...], size: tuple[int, int
     """Where each tap reads without an offset: 1 x taps x H x W x 2 pixels (x, y)."""
     lines = []
     for axis in (0, 1):
-        step, pad, apart = (pair(a[n])[axis] for n in ("stride", "padding", "dilation"))
+        step, pad, apart = (integers(n, a[n], 2)[axis] for n in ("stride", "padding", "dilation"))
         lines.append(step * np.arange(size[axis]) - pad + apart * np.arange(window[axis])[:, None])
     form = (window[0], window[1], size[0], size[1])
     y = np.broadcast_to(lines[0][:, None, :, None], form)

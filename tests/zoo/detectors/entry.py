@@ -69,6 +69,22 @@ class Entry:
         """The name of the recipe that it is quantized by."""
         return "onnxruntime" if self.plain else self.family
 
+    @property
+    def other_sqnr(self) -> None:
+        """No bound: boxes and scores of other images may lie anywhere."""
+
+    def example(self) -> tuple[Any, ...]:
+        """Two images, with what else the network takes."""
+        return self.inputs(2, 0, self.size)
+
+    def calibration(self) -> list[tuple[Any, ...]]:
+        """Two batches of eight."""
+        return [self.inputs(8, seed, self.size) for seed in (1, 2)]
+
+    def probes(self) -> list[tuple[Any, ...]]:
+        """Another sample; then another batch size, and another image size where the network takes one."""
+        return [self.inputs(2, 3, self.size), self.inputs(3, 4, self.other_size or self.size)]
+
 
 def trained(module: M.Module, seed: int = 0) -> M.Module:
     """Gives a module parameters as training leaves them, and returns it in eval mode.

@@ -1,0 +1,240 @@
+"""How a rule reads the arguments of a call: what cannot be read is an `UnreadableError`, no other error."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megengine import Tensor
+
+from qtrace.graph.edit import signature
+from qtrace.graph.traced_sizes import traced_value
+from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, TensorNode, is_call_module
+from qtrace.graph.walk import owner
+
+__all__ = [
+    "Arguments",
+    "UnreadableError",
+    "activation",
+    "arguments",
+    "children",
+    "integers",
+    "named",
+    "operands",
+    "positional",
+    "settings",
+    "tensors",
+    "traced_arguments",
+    "unreadable",
+]
+
+
+class UnreadableError(ValueError):
+    """The form of a call is not supported; the message says why, as a clause."""
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of one call by name.
+
+    The methods read the argument ``name`` as numbers or as a node of the graph, and raise `UnreadableError`
+    where it is something else. A name that the call does not have is a `KeyError`: a bug in the rule.
+    """
+
+    def integer(self, name: str) -> int:
+        """Reads an integer."""
+        return _converted(int, name, self[name], "an integer")
+
+    def number(self, name: str) -> float:
+        """Reads a number as a float."""
+        return _converted(float, name, self[name], "a number")
+
+    def flag(self, name: str) -> bool:
+        """Reads a truth value."""
+        return _converted(bool, name, self[name], "true or false")
+
+    def integers(self, name: str, count: int) -> tuple[int, ...]:
+        """Reads one integer, which stands for ``count`` equal ones, or ``count`` integers."""
+        return integers(name, self[name], count)
+
+    def axes(self, name: str) -> tuple[int, ...] | None:
+        """Reads one axis or several; None stands for all axes."""
+        value = self[name]
+        if value is None:
+            return None
+        several = value if isinstance(value, (tuple, list)) else (value,)
+        return tuple(_converted(int, name, axis, "an axis") for axis in several)
+
+    def tensor(self, name: str = "inp") -> TensorNode:
+        """Reads a tensor of the graph."""
+        return _tensor(self[name])
+
+
+def integers(name: str, value: Any, count: int) -> tuple[int, ...]:
+    """Reads ``value``, one integer or ``count`` integers, as ``count`` integers.
+
+    Raises:
+        UnreadableError: when it is neither; the message calls it ``name``.
+    """
+    wanted = f"{count} integers"
+    several = value if isinstance(value, (tuple, list)) else (value,) * count
+    if len(several) != count:
+        raise unreadable(name, value, wanted)
+    return tuple(_converted(int, name, v, wanted) for v in several)
+
+
+def _converted(convert: Callable[[Any], Any], name: str, value: Any, wanted: str) -> Any:
+    if not isinstance(value, TensorNode):
+        try:
+            return convert(value)
+        except (TypeError, ValueError, OverflowError):
+            pass
+    raise unreadable(name, value, wanted)
+
+
+def unreadable(name: str, value: Any, wanted: str) -> UnreadableError:
+    """Says why the argument ``name`` cannot be read as what its rule wants.
+
+    Args:
+        name: what to call the argument.
+        value: what the call has there.
+        wanted: what the rule reads, such as "an integer".
+    """
+    if children(value):
+        return UnreadableError(f"its {name} is computed in the graph, and its rule reads only numbers there")
+    return UnreadableError(f"its {name} is {reprlib.repr(value)}, which its rule does not read as {wanted}")
+
+
+def _tensor(value: Any) -> TensorNode:
+    if not isinstance(value, TensorNode):
+        raise UnreadableError("its input is not a tensor of the graph")
+    return value
+
+
+def arguments(expr: Expr) -> Arguments:
+    """Reads the arguments of a call by parameter name, defaults included.
+
+    For a module call the names are those of its ``forward`` without ``self``.
+
+    Raises:
+        UnreadableError: for a kernel, whose arguments have no names, and for arguments that do not fit.
+    """
+    if isinstance(expr, CallFunction):
+        return _bind(expr.func, expr.args, expr.kwargs)
+    if not isinstance(expr, CallMethod):
+        raise UnreadableError("its arguments are those of a kernel, which are not read")
+    if is_call_module(expr):
+        module = expr.inputs[0].owner
+        return _bind(type(module).forward, (module, *expr.args[1:]), expr.kwargs)
+    return _bind(getattr(Tensor, expr.method), expr.args, expr.kwargs)
+
+
+def named(expr: Expr) -> Arguments:
+    """Reads the arguments of a function and of the Tensor method like it; the tensor is ``inp``."""
+    found = arguments(expr)
+    if "self" in found:
+        found["inp"] = found.pop("self")
+    return found
+
+
+def settings(expr: Expr, *names: str) -> Arguments:
+    """Reads what configures an op: attributes of a module or of a kernel, arguments of a function.
+
+    Args:
+        expr: a call.
+        *names: the names of the attributes; the arguments of a function or Tensor method are all there.
+
+    Raises:
+        UnreadableError: when a module has lost one of the attributes.
+    """
+    holder: Any = expr.opdef if isinstance(expr, Apply) else owner(expr)
+    if holder is None:
+        return named(expr)
+    for name in names:
+        if not hasattr(holder, name):
+            raise UnreadableError(f"its {type(holder).__name__} has no {name}, so its rule does not read it")
+    return Arguments({name: getattr(holder, name) for name in names})
+
+
+def _bind(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    try:
+        bound = signature(func).bind(*args, **kwargs)
+    except TypeError as error:
+        raise UnreadableError(f"its arguments are not those of {func.__name__} ({error})") from None
+    bound.apply_defaults()
+    return Arguments(bound.arguments)
+
+
+def traced_arguments(values: Mapping[str, Any]) -> tuple[Arguments, str]:
+    """Replaces arguments that are computed from shapes by the numbers of the traced sizes.
+
+    Args:
+        values: name of an argument -> a number, a node, or nested tuples of both.
+
+    Returns:
+        The same arguments without nodes, and in words which ones were computed; "" when none was.
+
+    Raises:
+        UnreadableError: when an argument depends on values, which no trace fixes.
+    """
+    numbers = Arguments({name: _without_nodes(name, value) for name, value in values.items()})
+    computed = [name for name, value in values.items() if children(value)]
+    if not computed:
+        return numbers, ""
+    listed = ", ".join(f"{name} {numbers[name]!r}" for name in computed)
+    return numbers, f"computed from shapes, and fixed at the traced size: {listed}"
+
+
+def _without_nodes(name: str, value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(_without_nodes(name, v) for v in value)
+    if not isinstance(value, TensorNode):
+        return value
+    array = traced_value(value)
+    if array is None:
+        raise UnreadableError(f"its {name} is computed from values: compute it from shapes, or fix it")
+    return array.item() if array.size == 1 and array.ndim == 0 else tuple(array.reshape(-1).tolist())
+
+
+def positional(expr: Expr) -> tuple[Any, ...]:
+    """The positional operands of a function, a method, a module (without itself) or a kernel."""
+    if isinstance(expr, Apply):
+        return tuple(expr.inputs)
+    return tuple(expr.args[1:] if is_call_module(expr) else expr.args)
+
+
+def operands(expr: Expr, count: int) -> tuple[Any, ...]:
+    """The first ``count`` positional operands.
+
+    Raises:
+        UnreadableError: when there are fewer.
+    """
+    first = positional(expr)[:count]
+    if len(first) < count:
+        raise UnreadableError(f"it has {len(first)} operands, and its rule reads {count}")
+    return first
+
+
+def activation(expr: Expr) -> TensorNode:
+    """The first operand, which is a tensor of the graph.
+
+    Raises:
+        UnreadableError: when it is not.
+    """
+    return _tensor(operands(expr, 1)[0])
+
+
+def tensors(*values: Any) -> tuple[TensorNode, ...]:
+    """The tensor nodes among ``values``."""
+    return tuple(v for v in values if isinstance(v, TensorNode))
+
+
+def children(value: Any) -> tuple[TensorNode, ...]:
+    """The tensor nodes in nested tuples, lists, dicts and slices."""
+    if isinstance(value, TensorNode):
+        return (value,)
+    if isinstance(value, slice):
+        value = (value.start, value.stop, value.step)
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return tuple(n for v in value for n in children(v)) if isinstance(value, (tuple, list)) else ()

@@ -230,8 +230,9 @@ class _Checked(_Explained):
         worst: dict[str, float] = {}
 
         def compare(node: str, value: np.ndarray) -> None:
-            if node in self._unobserved:  # such as a selection: only whether it is finite counts
-                worst[node] = 0.0 if np.isfinite(value).all() or not np.isfinite(found[node]).all() else np.inf
+            if node in self._unobserved:  # it may be a selection, of other values in each engine
+                only_here = np.isfinite(found[node]).all() and not np.isfinite(value).all()
+                worst[node] = np.inf if only_here else 0.0
             else:
                 worst[node] = _difference(found[node], value)
 

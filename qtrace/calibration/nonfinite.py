@@ -64,7 +64,9 @@ def nonfinite_origins(model: TracedModule, arguments: Arguments) -> dict[Node, E
     return search.origins
 
 
-def refuse_nonfinite_output(model: TracedModule, arguments: Arguments, index: int, output: TensorNode) -> None:
+def refuse_nonfinite_output(
+    model: TracedModule, arguments: Arguments, index: int, output: TensorNode
+) -> None:
     """Refuses a batch for which an engine gave an output of the graph with NaN or infinity.
 
     Args:

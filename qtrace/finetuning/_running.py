@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from qtrace.calibration.nonfinite import nonfinite_origins
 from qtrace.errors import TrainingError
-from qtrace.finetuning import _checkpoint
 from qtrace.finetuning._data import Batch, Data, unpack
 from qtrace.finetuning._evaluating import BestState, Figures, evaluate
 from qtrace.finetuning._learning import Learner
@@ -31,6 +30,7 @@ from qtrace.finetuning.settings import Settings
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.record import graph_hash
+from qtrace.storage import checkpoints
 
 __all__ = ["Run"]
 
@@ -121,7 +121,7 @@ class Run:
                     break
                 done = step + 1
                 if checkpoint is not None and done < steps and done % self.settings.checkpoint_every == 0:
-                    _checkpoint.save(checkpoint, self._state(), self.identity)
+                    checkpoints.write(checkpoint, checkpoints.pack(self.identity, self._state()))
         self.watch.stop()
         self.best.restore()
         if self.best.best.step == 0:
@@ -305,7 +305,7 @@ class Run:
         return {"learner": self.learner, "watch": self.watch, "best": self.best, "retreats": self.retreats}
 
     def _load(self, checkpoint: Path) -> None:
-        state = _checkpoint.load(checkpoint, self.identity)
+        state = _read_checkpoint(checkpoint, self.identity)
         self._shorten(int(state["steps"]))
         for name, tensor in self.model.named_tensors():
             tensor._reset(type(tensor)(state[f"model/{name}"]))
@@ -314,3 +314,18 @@ class Run:
             owner.load_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
         self.curves = [[float(v) for v in row] for row in state["curves"]]
         self.resumed = len(self.curves)
+
+
+def _read_checkpoint(path: Path, identity: str) -> dict[str, np.ndarray]:
+    """Reads the arrays of a checkpoint; refuses one of another model, other data or settings, or damaged."""
+    try:
+        return checkpoints.unpack(path.read_bytes(), identity)[1]
+    except checkpoints.OtherIdentityError:
+        raise TrainingError(
+            f"the checkpoint {path} belongs to another fine-tuning: the model, the data or a setting has "
+            "changed since. Put it back, or remove the checkpoint and begin anew (--force)."
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TrainingError(
+            f"the checkpoint {path} is damaged ({type(error).__name__}): remove it and begin anew (--force)."
+        ) from error

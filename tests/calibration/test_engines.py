@@ -332,6 +332,16 @@ def test_infinity_that_masks_an_output_is_no_error(engine: str) -> None:
     assert {fq.phase for fq in fake_quants(prepared)} == {"quantize"}
 
 
+def test_the_engine_and_the_reason_are_logged(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared = _prepared(net(lambda self, x: self.c(x), c=M.Conv2d(3, 4, 1)))
+    with caplog.at_level("INFO", "qtrace"):
+        qtrace.calibrate(prepared, [_X], engine="megengine")
+    assert [r.getMessage() for r in caplog.records if r.name == "qtrace"] == ["engine megengine: as asked"]
+    assert "as asked" not in capsys.readouterr().err
+
+
 def test_parts_see_the_same_values_when_memory_is_short() -> None:
     prepared = _prepared(Chain(5, 3))
     nodes = tuple(watched(QuantizedModel(prepared)).nodes)

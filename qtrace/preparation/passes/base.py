@@ -9,7 +9,24 @@ import numpy as np
 
 from qtrace.graph.types import TracedModule
 
-__all__ = ["PassResult"]
+__all__ = ["Left", "PassResult"]
+
+
+@dataclass(frozen=True)
+class Left:
+    """Something that looked like work and was left alone.
+
+    Attributes:
+        site: its name, most often that of an op's output; "" for the whole graph.
+        reason: why it was left, as a clause.
+    """
+
+    site: str
+    reason: str
+
+    def __str__(self) -> str:
+        """The site and the reason in a line."""
+        return f"{self.site}: {self.reason}" if self.site else self.reason
 
 
 @dataclass(frozen=True)
@@ -19,12 +36,12 @@ class PassResult:
     Attributes:
         model: the traced module after the pass (the one that was given, edited in place).
         changed: one line for everything that was done.
-        left: one line, with the reason, for everything that looked like work but was left alone.
+        left: everything that looked like work but was left alone, with the reason.
         norms: output node of a layer -> mean and standard deviation of its channels, each (C,) float64, where
             a BatchNorm that is gone said so.
     """
 
     model: TracedModule
     changed: tuple[str, ...]
-    left: tuple[str, ...] = ()
+    left: tuple[Left, ...] = ()
     norms: Mapping[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)

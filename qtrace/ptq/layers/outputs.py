@@ -81,12 +81,12 @@ class RandomOutputs:
                 value = rng.normal(size=node.shape) if kind.kind == "f" else np.zeros(node.shape)
                 inputs.append(Tensor(value.astype(kind)))
         changes = {name: _rounding(site) for name, site in self.sites.items()}
-        try:
-            with evaluating(self.model):
+        with evaluating(self.model):
+            try:
                 exact = _Outputs(self.model).compute(inputs)
-                rounded = _Outputs(self.model, changes).compute(inputs)
-        except _REFUSALS:
-            return {}
+            except _REFUSALS:
+                return {}
+            rounded = _Outputs(self.model, changes).compute(inputs)
         names = [node.name for node in self.model.graph.outputs]
         return {n: _ratio(a, b) for n, a, b in zip(names, exact, rounded, strict=True) if _comparable(a, b)}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import megengine as mge
@@ -50,6 +50,11 @@ def randomize(module: M.Module, seed: int = 0) -> M.Module:
                     value._reset(mge.Parameter(noise.astype(np.float32)))
     module.eval()
     return module
+
+
+def left_lines(report: Mapping[str, Any]) -> list[str]:
+    """What the report of an algorithm says was left: site and reason in a line."""
+    return [f"{item['site']}: {item['reason']}".removeprefix(": ") for item in report["left"]]
 
 
 class Residual(M.Module):

@@ -17,7 +17,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.preparation.float_stage import named_report
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import switch_phase
-from qtrace.ptq.base import Batches, CalibratedAlgorithm, CalibratedTask
+from qtrace.ptq.base import Batches, CalibratedAlgorithm, CalibratedTask, Left
 from qtrace.ptq.layers.outputs import CalibrationOutputs, output_errors
 from qtrace.storage.checkpoints import Checkpoint
 
@@ -85,8 +85,8 @@ def run_calibrated(
         report = dataclasses.replace(report, outputs=output_errors(before, after), measured=outputs.measured)
         before = after
         if len(read) < len(batches):
-            told = f"{len(read)} of {len(batches)} batches were read, for samples is {algorithm.samples}"
-            report = dataclasses.replace(report, left=(*report.left, told))
+            reason = f"{len(read)} of {len(batches)} batches were read, for samples is {algorithm.samples}"
+            report = dataclasses.replace(report, left=(*report.left, Left("", reason)))
         reports.append(named_report(report, name, algorithm))
     model.add_reports(*reports)
 

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from qtrace.errors import CalibrationError
-from qtrace.graph.dataflow import evaluate_fixed
+from qtrace.graph.dataflow import evaluate_fixed, static_nodes
+from qtrace.graph.types import TensorNode
+from qtrace.graph.walk import is_float_tensor
 from qtrace.preparation.model import QuantizedModel
 
 __all__ = [
@@ -61,7 +63,8 @@ class Watched:
     counts in every batch, as the others do.
 
     Attributes:
-        nodes: node -> its groups, for the nodes that depend on the batch, in the order of the graph.
+        nodes: node -> its groups, for the nodes that depend on the batch, in the order of the graph. A graph
+            output that is no site has none: it is only checked for NaN and infinity.
         constants: group and value of each parameter that belongs to a group with activations.
         parameters: group and value of each other parameter.
         folded: group -> the axes that count its channels, where they are several.
@@ -71,6 +74,11 @@ class Watched:
     constants: tuple[tuple[str, np.ndarray], ...]
     parameters: tuple[tuple[str, np.ndarray], ...]
     folded: dict[str, tuple[int, ...]]
+
+    @property
+    def unobserved(self) -> frozenset[str]:
+        """The graph outputs that are no sites."""
+        return frozenset(name for name, groups in self.nodes.items() if not groups)
 
 
 def watched(prepared: QuantizedModel) -> Watched:
@@ -86,11 +94,19 @@ def watched(prepared: QuantizedModel) -> Watched:
             fixed[site.group in moving].append((site.group, value))
         else:
             groups.setdefault(site.node.name, []).append(site.group)
-    nodes = {name: tuple(groups[name]) for name in prepared.nodes if name in groups}
+    shown = groups.keys() | _moving_outputs(prepared)
+    nodes = {name: tuple(groups.get(name, ())) for name in prepared.nodes if name in shown}
     fake_quants = prepared.fake_quants
     axes = {group: fake_quants[group].folded_axes for names in nodes.values() for group in names}
     folded = {group: found for group, found in axes.items() if found}
     return Watched(nodes, tuple(fixed[True]), tuple(fixed[False]), folded)
+
+
+def _moving_outputs(prepared: QuantizedModel) -> set[str]:
+    """The names of the float outputs that depend on the batch, before they are rounded."""
+    static = static_nodes(prepared.module)
+    moving = (n for n in prepared.module.graph.outputs if n not in static and n.expr.inputs)
+    return {prepared.unrounded_name(n) for n in moving if isinstance(n, TensorNode) and is_float_tensor(n)}
 
 
 def check_sites(prepared: QuantizedModel) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import sys
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +32,8 @@ from qtrace.storage.checkpoints import Checkpoint
 
 __all__ = ["calibrate"]
 
+_LOG = logging.getLogger("qtrace")
+
 
 @on_engine_thread
 def calibrate(
@@ -56,9 +58,9 @@ def calibrate(
         batches: Tensors or arrays, or tuples (positional) or dicts (keyword) of them. Not an iterator, where
             an algorithm reads the data again.
         max_batches: how many batches to take at most; None for all.
-        progress: whether to show a progress bar with the time left, and the engine, on stderr.
+        progress: whether to show a progress bar with the time left on stderr.
         engine: what computes the activations: ``megengine``, ``onnxruntime``, or ``auto`` for the fastest
-            that applies (docs/guides/calibration.md).
+            that applies (docs/guides/calibration.md). The logger ``qtrace`` gets which it is and why (INFO).
         statistics: what was collected from the batches elsewhere, so that they need not run; then
             ``max_batches`` and ``engine`` have no say.
         state: a folder, made if need be, for what algorithms that learn (``adaround``, ``reconstruct``) have
@@ -102,8 +104,8 @@ def _collect(
     try:
         collected = collect(prepared, zip(itertools.count(first, step), batches), options)
         outcome = collected.statistics
-        if options.progress and outcome.batches:
-            print(f"engine {collected.chosen.name}: {collected.chosen.reason}", file=sys.stderr)
+        if outcome.batches:
+            _LOG.info(f"engine {collected.chosen.name}: {collected.chosen.reason}")
     except QtraceError as error:
         if ranks is None:
             raise

@@ -101,7 +101,7 @@ def choose(
         chosen = Chosen(name, "as asked; not compared with MegEngine", compared=False)
     if chosen is not None and not chosen.compared:
         return _Fixed(fast, chosen)
-    return _Checked(prepared.module, own, fast, chosen)
+    return _Checked(prepared.module, own, fast, chosen, watched.unobserved)
 
 
 class _Explained(Engine):
@@ -137,8 +137,16 @@ class _Fixed(_Explained):
 class _Checked(_Explained):
     """Runs the fast engine where it agrees with MegEngine, which runs samples of each new shape, too."""
 
-    def __init__(self, prepared: TracedModule, own: Engine, fast: Engine, known: Chosen | None) -> None:
+    def __init__(
+        self,
+        prepared: TracedModule,
+        own: Engine,
+        fast: Engine,
+        known: Chosen | None,
+        unobserved: frozenset[str],
+    ) -> None:
         self._prepared, self._own, self._fast = prepared, own, fast
+        self._unobserved = unobserved
         self._reasons: dict[Signature, str] = dict.fromkeys(known.verified if known else (), "")
         self._known = known
         self._worst = 0.0
@@ -212,7 +220,8 @@ class _Checked(_Explained):
         try:
             self._fast.run(few, index, found.__setitem__)
             # Values that are nothing, or nothing but zeros, say nothing.
-            return all(value.any() for value in found.values()) and not self._compare(few, index, found)
+            observed = (value for node, value in found.items() if node not in self._unobserved)
+            return all(value.any() for value in observed) and not self._compare(few, index, found)
         except (EngineError, CalibrationError):  # the graph takes no other number of samples
             return False
 
@@ -221,7 +230,11 @@ class _Checked(_Explained):
         worst: dict[str, float] = {}
 
         def compare(node: str, value: np.ndarray) -> None:
-            worst[node] = _difference(found[node], value)
+            if node in self._unobserved:  # it may be a selection, of other values in each engine
+                only_here = np.isfinite(found[node]).all() and not np.isfinite(value).all()
+                worst[node] = np.inf if only_here else 0.0
+            else:
+                worst[node] = _difference(found[node], value)
 
         self._own.run(arguments, index, compare)
         node = max(worst, key=worst.__getitem__, default="")

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from qtrace.calibration.base import Watched, watched
 from qtrace.calibration.choice import Chosen, choose
+from qtrace.calibration.nonfinite import refuse_nonfinite_output
 from qtrace.calibration.observing import Observing
 from qtrace.calibration.statistics import Statistics, fresh, no_statistics
 from qtrace.data.batches import as_arguments, evaluating
@@ -105,6 +106,8 @@ def collect(
                 arguments = as_arguments(batch, module, index)
                 observing.begin(index, batch)
                 engine.run(arguments, index, observing.observe)
+                for name in observing.nonfinite:
+                    refuse_nonfinite_output(module, arguments, index, model.nodes[name])
                 observing.commit()
                 after(Collected(observing.statistics, engine.chosen))
         return Collected(observing.statistics, engine.chosen)

@@ -22,7 +22,7 @@ from qtrace.errors import ConfigError, QtraceError
 
 __all__ = ["Executor", "Processes", "Ray"]
 
-Told = Callable[[int], None]
+OnBatch = Callable[[int], None]
 
 # By name: it stands above this room, with the other programs.
 _WORKER = "qtrace.calibration.worker"
@@ -38,12 +38,12 @@ class Executor(Protocol):
     def __exit__(self, *error: Any) -> None:
         """Ends them, however far they are."""
 
-    def run(self, jobs: Sequence[Job], told: Told) -> None:
+    def run(self, jobs: Sequence[Job], on_batch: OnBatch) -> None:
         """Runs all jobs; afterwards their parts are files of this machine.
 
         Args:
             jobs: at most as many as there are workers.
-            told: called with the number of each batch that was observed.
+            on_batch: called with the number of each batch that was observed.
 
         Raises:
             QtraceError: when a job fails; those of the others' batches that were seen are in their parts.
@@ -91,7 +91,7 @@ class Processes:
                     if stream is not None:
                         stream.close()
 
-    def run(self, jobs: Sequence[Job], told: Told) -> None:
+    def run(self, jobs: Sequence[Job], on_batch: OnBatch) -> None:
         """Runs jobs; see `Executor`."""
         failures: dict[int, QtraceError] = {}
         readers = []
@@ -102,7 +102,9 @@ class Processes:
                 worker.stdin.flush()
             except OSError:
                 pass  # it has died: its exit code says how
-            reader = threading.Thread(target=self._follow, args=(index, worker, told, failures), daemon=True)
+            reader = threading.Thread(
+                target=self._follow, args=(index, worker, on_batch, failures), daemon=True
+            )
             reader.start()
             readers.append(reader)
         for reader in readers:
@@ -111,7 +113,7 @@ class Processes:
             raise failures[min(failures)]
 
     def _follow(
-        self, index: int, worker: subprocess.Popen[str], told: Told, failures: dict[int, QtraceError]
+        self, index: int, worker: subprocess.Popen[str], on_batch: OnBatch, failures: dict[int, QtraceError]
     ) -> None:
         """Reads what a worker tells until it ends."""
         seen = 0
@@ -120,7 +122,7 @@ class Processes:
             event = json.loads(line)
             if "batch" in event:
                 seen += 1
-                told(event["batch"])
+                on_batch(event["batch"])
             else:
                 failures[index] = getattr(qtrace.errors, event["kind"], QtraceError)(event["error"])
         code = worker.wait()
@@ -169,7 +171,7 @@ class Ray:
 
         ray.shutdown()
 
-    def run(self, jobs: Sequence[Job], told: Told) -> None:
+    def run(self, jobs: Sequence[Job], on_batch: OnBatch) -> None:
         """Runs jobs; see `Executor`."""
         import ray
 
@@ -190,7 +192,7 @@ class Ray:
             if data:
                 Path(job.part).write_bytes(data)
             for number in numbers:
-                told(number)
+                on_batch(number)
             if problem is not None:
                 failure = failure or getattr(qtrace.errors, problem[0], QtraceError)(problem[1])
         if failure is not None:

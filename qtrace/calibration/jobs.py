@@ -1,4 +1,4 @@
-"""A worker's share of a calibration: what it is told, and what it does."""
+"""A worker's share of a calibration: the job that it gets, and the collection that it runs."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ class Job:
         return cls(**data)
 
 
-def run_job(job: Job, told: Callable[[int], None] = lambda number: None) -> None:
+def run_job(job: Job, on_batch: Callable[[int], None] = lambda number: None) -> None:
     """Does a worker's share and writes what was collected, also when it ends early.
 
     Args:
         job: the share.
-        told: called with the number of each batch that was observed.
+        on_batch: called with the number of each batch that was observed.
 
     Raises:
         QtraceError: for what is wrong with model or data; what was seen until then is written.
@@ -126,7 +126,7 @@ def run_job(job: Job, told: Callable[[int], None] = lambda number: None) -> None
             after(collected)
             for number in collected.statistics.batches.keys() - seen:
                 seen.add(number)
-                told(number)
+                on_batch(number)
 
         write(collect(prepared, batches, options, each))
 

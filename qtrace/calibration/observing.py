@@ -24,6 +24,7 @@ class Observing:
 
     Attributes:
         statistics: with all batches that were committed.
+        nonfinite: the graph outputs that are no sites and hold NaN or infinity in the present batch.
 
     Args:
         statistics: what is added to.
@@ -39,6 +40,7 @@ class Observing:
         self._places = places
         self._seen: dict[str, list[Observer]] = {}
         self._batch = self._checksum = 0
+        self.nonfinite: list[str] = []
 
     def begin(self, number: int, batch: Any) -> None:
         """Begins a batch; what was observed since the last `commit` is dropped.
@@ -46,18 +48,21 @@ class Observing:
         Raises:
             CalibrationError: when an observer refuses a parameter, naming site and batch.
         """
-        self._seen = {}
+        self._seen, self.nonfinite = {}, []
         self._batch, self._checksum = number, checksum(arrays(batch))
         for group, value in self._watched.constants:
             self._observe(group, value)
 
     def observe(self, node: str, value: np.ndarray) -> None:
-        """Takes the value of a node for all its groups.
+        """Takes the value of a node for all its groups; of an output without a group, whether it is finite.
 
         Raises:
             CalibrationError: when an observer refuses it, naming site, batch, op and line.
         """
-        for group in self._watched.nodes[node]:
+        groups = self._watched.nodes[node]
+        if not groups and not np.isfinite(value).all():
+            self.nonfinite.append(node)
+        for group in groups:
             try:
                 self._observe(group, fold_channels(value, self._watched.folded.get(group, ())))
             except CalibrationError as error:

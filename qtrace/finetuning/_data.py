@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,11 @@ from megengine import Tensor
 
 from qtrace.data.batches import as_arguments
 from qtrace.errors import CalibrationError
+from qtrace.finetuning.settings import Settings
 from qtrace.graph.types import TracedModule
 from qtrace.storage.hashing import hash_arrays
 
-__all__ = ["Leaves", "Samples", "held_back", "read"]
+__all__ = ["Batch", "Data", "Leaves", "Samples", "held_back", "read", "split_data"]
 
 Leaves = list[np.ndarray]
 """The arrays of a call, in the order in which its arguments hold them."""
@@ -40,33 +41,50 @@ def unpack(form: Any, leaves: list[Any]) -> Any:
 
 
 @dataclass(frozen=True)
+class Batch:
+    """What a call of the model reads.
+
+    Attributes:
+        number: of the user's batch; where samples of several are mixed, of the step or the part of the data.
+        leaves: its arrays, or Tensors.
+    """
+
+    number: int
+    leaves: Sequence[Any]
+
+    def tensors(self) -> Batch:
+        """The batch with its arrays as Tensors."""
+        return Batch(self.number, [Tensor(leaf) for leaf in self.leaves])
+
+
+@dataclass(frozen=True)
 class Samples:
     """Batches of one structure.
 
     Attributes:
         form: the arguments of a call, with numbers for arrays.
-        batches: the arrays of each batch; if ``joined``, of all samples at once, as one batch.
+        batches: the user's batches; if ``joined``, all samples as one batch.
         joined: whether batches can be taken apart along their first axis.
         left_out: how many batches did not fit into memory.
     """
 
     form: Any
-    batches: tuple[Leaves, ...]
+    batches: tuple[Batch, ...]
     joined: bool
     left_out: int = 0
 
     @property
     def count(self) -> int:
         """How many samples there are, or batches where they cannot be taken apart."""
-        return len(self.batches[0][0]) if self.joined else len(self.batches)
+        return len(self.batches[0].leaves[0]) if self.joined else len(self.batches)
 
     @property
     def identity(self) -> str:
         """A hash of all values."""
-        leaves = (("", leaf) for batch in self.batches for leaf in batch)
+        leaves = (("", leaf) for batch in self.batches for leaf in batch.leaves)
         return hash_arrays(repr(self.form), leaves, "{dtype} {shape}")
 
-    def draw(self, step: int, size: int, seed: int) -> Leaves:
+    def draw(self, step: int, size: int, seed: int) -> Batch:
         """The batch of a step: every sample once in an epoch, in an order that ``seed`` and epoch decide.
 
         Args:
@@ -81,23 +99,23 @@ class Samples:
             start = epoch * self.count
             chosen.append(order[max(step * size - start, 0) : (step + 1) * size - start])
         numbers = np.concatenate(chosen)
-        return self._taken(numbers) if self.joined else self.batches[int(numbers[0])]
+        return self._taken(numbers, step) if self.joined else self.batches[int(numbers[0])]
 
-    def in_order(self, size: int) -> Iterator[Leaves]:
+    def in_order(self, size: int) -> Iterator[Batch]:
         """All of it, once, ``size`` samples at a time."""
         if not self.joined:
             yield from self.batches
             return
-        for start in range(0, self.count, size):
-            yield [leaf[start : start + size] for leaf in self.batches[0]]
+        for number, start in enumerate(range(0, self.count, size)):
+            yield self._taken(slice(start, start + size), number)
 
-    def _taken(self, numbers: np.ndarray) -> Leaves:
-        return [leaf[numbers] for leaf in self.batches[0]]
+    def _taken(self, chosen: np.ndarray | slice, number: int) -> Batch:
+        return Batch(number, [leaf[chosen] for leaf in self.batches[0].leaves])
 
     def part(self, numbers: np.ndarray) -> Samples:
         """Only some of the samples."""
         if self.joined:
-            return Samples(self.form, (self._taken(numbers),), True, self.left_out)
+            return Samples(self.form, (self._taken(numbers, 0),), True, self.left_out)
         return Samples(self.form, tuple(self.batches[int(n)] for n in numbers), False, self.left_out)
 
 
@@ -138,7 +156,8 @@ def read(source: Iterable[Any], model: TracedModule, memory: int, what: str) -> 
     joined = _alike(batches)
     if joined:
         batches = [[np.concatenate(leaves) for leaves in zip(*batches, strict=True)]]
-    return Samples(form, tuple(batches), joined, left)
+    numbered = tuple(Batch(number, leaves) for number, leaves in enumerate(batches))
+    return Samples(form, numbered, joined, left)
 
 
 def _alike(batches: list[Leaves]) -> bool:
@@ -165,3 +184,36 @@ def held_back(samples: Samples, share: float, seed: int) -> tuple[Samples, Sampl
         return samples, None
     order = np.random.default_rng([seed, 2**31]).permutation(samples.count)
     return samples.part(np.sort(order[count:])), samples.part(np.sort(order[:count]))
+
+
+@dataclass(frozen=True)
+class Data:
+    """The data of a fine-tuning.
+
+    Attributes:
+        learned: the samples that are learned from.
+        unseen: the samples that the outputs are evaluated on.
+        source: of ``unseen``: ``held back``, ``given``, or ``learned from`` where there is too little data.
+    """
+
+    learned: Samples
+    unseen: Samples
+    source: str
+
+
+def split_data(
+    model: TracedModule, batches: Iterable[Any], evaluation: Iterable[Any] | None, settings: Settings
+) -> Data:
+    """Reads what is learned from and what is evaluated on.
+
+    Args:
+        model: the module that will be called.
+        batches: inputs as for ``qtrace.calibrate``.
+        evaluation: inputs to evaluate on; None to hold back a part of ``batches``.
+        settings: the share to hold back, the seed, and the bound on memory.
+    """
+    samples = read(batches, model, settings.memory, "the data")
+    if evaluation is not None:
+        return Data(samples, read(evaluation, model, settings.memory, "the evaluation data"), "given")
+    learned, unseen = held_back(samples, settings.holdout, settings.seed)
+    return Data(learned, learned, "learned from") if unseen is None else Data(learned, unseen, "held back")

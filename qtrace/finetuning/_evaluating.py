@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from megengine import Tensor
 
 from qtrace.finetuning._data import Samples
 from qtrace.finetuning._twins import Compared, Twins
@@ -72,8 +71,8 @@ def evaluate(model: TracedModule, twins: Twins, compared: Compared, samples: Sam
     outputs = {index: _Noise() for index in compared.outputs}
     blocks = {} if outputs else {name: _Noise() for name in compared.blocks}
     with in_phase(model, "quantize"):
-        for leaves in samples.in_order(size):
-            tensors = [Tensor(leaf) for leaf in leaves]
+        for batch in samples.in_order(size):
+            tensors = batch.tensors()
             want, want_inside = twins.wanted(tensors)
             have, have_inside = twins.given(tensors)
             for index, noise in outputs.items():

@@ -100,10 +100,8 @@ class Learner:
 
     def rewind(self) -> None:
         """Starts Adam and the averages anew at the present values of the parameters."""
-        for parameter, stepper in zip(self.parameters, self.steppers, strict=True):
-            stepper.value = parameter.numpy().copy()
-            stepper.first, stepper.second = np.zeros_like(stepper.value), np.zeros_like(stepper.value)
-            stepper.steps = 0
+        pairs = zip(self.parameters, self.steppers, strict=True)
+        self.steppers = [Adam(parameter.numpy().copy(), stepper.lr) for parameter, stepper in pairs]
         self.averages = [s.value.copy() for s in self.steppers] if self.averages else []
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -120,9 +118,7 @@ class Learner:
         """Goes on from what `state_dict` gave."""
         for index, stepper in enumerate(self.steppers):
             stepper.value = np.array(state[f"{index}/value"])
-            stepper.first, stepper.second = (
-                np.array(state[f"{index}/first"]),
-                np.array(state[f"{index}/second"]),
-            )
+            stepper.first = np.array(state[f"{index}/first"])
+            stepper.second = np.array(state[f"{index}/second"])
             stepper.steps = int(state[f"{index}/steps"])
         self.averages = [np.array(state[f"{index}/average"]) for index in range(len(self.averages))]

@@ -16,20 +16,21 @@ from megengine import Tensor
 from megengine.jit import trace
 from tqdm import tqdm
 
+from qtrace.calibration.nonfinite import nonfinite_origins
 from qtrace.errors import TrainingError
-from qtrace.finetuning import _checkpoint
-from qtrace.finetuning._data import Leaves, Samples
+from qtrace.finetuning._data import Batch, Data, unpack
 from qtrace.finetuning._evaluating import BestState, Figures, evaluate
-from qtrace.finetuning._finding import first_not_finite
 from qtrace.finetuning._learning import Learner
 from qtrace.finetuning._pacing import Pace, minutes
 from qtrace.finetuning._retreating import Retreats
 from qtrace.finetuning._twins import PARTS, Compared, Twins, choose_compared
 from qtrace.finetuning._watching import Watch
+from qtrace.finetuning.report import FineTuned, outputs_of
 from qtrace.finetuning.settings import Settings
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.record import graph_hash
+from qtrace.storage import checkpoints
 
 __all__ = ["Run"]
 
@@ -50,10 +51,9 @@ class Run:
 
     Args:
         prepared: the prepared graph, in the phase ``train`` and in eval mode; it is changed in place.
-        teacher: the float one.
-        samples: what is learned from.
-        unseen: what outputs are evaluated on.
-        settings: how.
+        teacher: the float graph.
+        data: the samples that are learned from and those that outputs are evaluated on.
+        settings: steps, rates, and what is compared.
         blocks: names of the nodes that are compared.
 
     Attributes:
@@ -65,14 +65,14 @@ class Run:
         self,
         prepared: QuantizedModel,
         teacher: TracedModule,
-        samples: Samples,
-        unseen: Samples,
+        data: Data,
         settings: Settings,
         blocks: Sequence[str],
     ) -> None:
         self.pace = Pace(settings.max_minutes)
-        model = prepared.module
-        self.model, self.samples, self.unseen, self.settings = model, samples, unseen, settings
+        model, samples, unseen = prepared.module, data.learned, data.unseen
+        self.model, self.data, self.settings = model, data, settings
+        self.samples, self.unseen = samples, unseen
         self.jit = settings.jit
         if self.jit is None:
             self.jit = samples.joined and settings.steps >= _TRACED_FROM
@@ -95,7 +95,7 @@ class Run:
         self.start = self.evaluate()
         self._evaluation_seconds = self.pace.seconds - begun
         self.best = BestState(model, self.start.error)
-        self.retreats = Retreats(self.start.error, [self._loss(leaves) for leaves in drawn])
+        self.retreats = Retreats(self.start.error, [self._loss(batch) for batch in drawn])
 
     # -- learning -----------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class Run:
                     break
                 done = step + 1
                 if checkpoint is not None and done < steps and done % self.settings.checkpoint_every == 0:
-                    _checkpoint.save(checkpoint, self._state(), self.identity)
+                    checkpoints.write(checkpoint, checkpoints.pack(self.identity, self._state()))
         self.watch.stop()
         self.best.restore()
         if self.best.best.step == 0:
@@ -186,81 +186,110 @@ class Run:
         if self.watch.rewind(self.best.best.step):
             self._captured = None
 
-    def _loss(self, leaves: Leaves) -> float:
-        return self.twins.loss([Tensor(leaf) for leaf in leaves], self.compared, self.settings)[0].item()
+    def _loss(self, batch: Batch) -> float:
+        return self.twins.loss(batch.tensors(), self.compared, self.settings)[0].item()
 
     def _step(self, step: int) -> None:
-        leaves = self._batch(step)
-        found = self._gradients(leaves)
-        losses = [float(value) for value in found[: 1 + len(PARTS)] if value is not None]
+        batch = self._batch(step)
+        results = self._gradients(batch)
+        losses = [float(value) for value in results[: 1 + len(PARTS)] if value is not None]
         if not math.isfinite(losses[0]):
-            raise TrainingError(self._told(f"the loss is {losses[0]}", step, leaves))
-        gradients = found[1 + len(PARTS) :]
+            raise TrainingError(self._describe_nonfinite(f"the loss is {losses[0]}", step, batch))
+        gradients = results[1 + len(PARTS) :]
         try:
             factor = self.settings.factor(step) * self.retreats.factor
             self.learner.step(gradients, losses[0], factor, self.watch.fixed)
         except TrainingError as error:
-            raise TrainingError(self._told(str(error), step, leaves)) from None
+            raise TrainingError(self._describe_nonfinite(str(error), step, batch)) from None
         self.curves.append(losses)
         if any(frozen.sort == "statistics" for frozen in self.watch.update(step + 1)):
             self._captured = None  # a frozen BatchNorm computes something else
 
-    def _batch(self, step: int) -> Leaves:
+    def _batch(self, step: int) -> Batch:
         return self.samples.draw(step, self.settings.batch_size, self.settings.seed)
 
-    def _gradients(self, leaves: Leaves) -> list[np.ndarray | None]:
+    def _gradients(self, batch: Batch) -> list[np.ndarray | None]:
         """Loss, parts and gradients as arrays."""
-        tensors = [Tensor(leaf) for leaf in leaves]
-        count = 1 + len(PARTS) + len(self.learner.parameters)
+        batch = batch.tensors()
         if not self.jit:
-            found = self._computed(tensors)
-            return [None if value is None else value.numpy() for value in found]
+            return [None if value is None else value.numpy() for value in self._compute(batch)]
         if self._captured is None:
-            self._capture(tensors)
-        result: list[np.ndarray | None] = [None] * count
-        for index, value in zip(self._present, self._captured(*tensors), strict=True):
+            self._capture(batch)
+        result: list[np.ndarray | None] = [None] * (1 + len(PARTS) + len(self.learner.parameters))
+        for index, value in zip(self._present, self._captured(*batch.leaves), strict=True):
             result[index] = value.numpy()
         return result
 
-    def _computed(self, tensors: Sequence[Tensor]) -> list[Any]:
-        return self.twins.gradients(tensors, self.compared, self.settings, self.learner.parameters)
+    def _compute(self, batch: Batch) -> list[Any]:
+        return self.twins.gradients(batch, self.compared, self.settings, self.learner.parameters)
 
-    def _capture(self, tensors: Sequence[Tensor]) -> None:
+    def _capture(self, batch: Batch) -> None:
         """Traces a step. The first calls are thrown away: the compiled ones may differ from them in a bit."""
 
         def compute(*inputs: Tensor) -> tuple[Tensor, ...]:
-            found = self._computed(inputs)
-            self._present[:] = [i for i, value in enumerate(found) if value is not None]
-            return tuple(found[i] for i in self._present)
+            results = self._compute(Batch(batch.number, inputs))
+            self._present[:] = [i for i, value in enumerate(results) if value is not None]
+            return tuple(results[i] for i in self._present)
 
         self._captured = trace(compute, symbolic=False)
         with self.watch.unchanged():
             for _ in range(2):
-                self._captured(*tensors)
+                self._captured(*batch.leaves)
 
     def _timed_step(self) -> float:
         """The seconds that a step takes, by one whose gradients are thrown away."""
         self.watch.start()
-        leaves = self._batch(len(self.curves))
+        batch = self._batch(len(self.curves))
         with self.watch.unchanged():
             if self.jit:
-                self._gradients(leaves)
+                self._gradients(batch)
             begun = time.monotonic()
-            self._gradients(leaves)
+            self._gradients(batch)
             return time.monotonic() - begun
 
-    def _told(self, what: str, step: int, leaves: Leaves) -> str:
-        """A sentence on values that are not finite."""
-        where = first_not_finite(self.model, self.samples.form, leaves)
-        place = f"the first value of the quantized graph that is not finite is {where}"
-        if where is None:
-            where = first_not_finite(self.twins.teacher.traced, self.samples.form, leaves)
-            place = f"the first value of the float graph that is not finite is {where}"
-        if where is None:
-            place = "all values of both graphs are finite"
+    def _describe_nonfinite(self, what: str, step: int, batch: Batch) -> str:
+        """A sentence on values that are not finite, with the first node that holds one."""
+        place = "all values of both graphs are finite"
+        arguments = unpack(self.samples.form, list(batch.tensors().leaves))
+        for graph, name in ((self.model, "quantized"), (self.twins.teacher.traced, "float")):
+            origin = next(filter(None, nonfinite_origins(graph, arguments).values()), None)
+            if origin is not None:
+                first = origin.outputs[0].name
+                place = f"the first value of the {name} graph that is not finite is {first}"
+                break
         return (
             f"{what} in step {step + 1}: {place}; the model is left as it was, so try a lower lr, and look "
             "at the data."
+        )
+
+    def result(self) -> FineTuned:
+        """Evaluates the best state, which the model has, and reports the run."""
+        best = self.best.best.step
+        after = self.evaluate() if best else self.start
+        frozen = tuple(f for f in self.watch.frozen if f.step <= best)
+        loss, *parts = zip(*self.curves, strict=True)
+        return FineTuned(
+            settings=self.settings,
+            samples=self.samples.count,
+            measured=self.unseen.count,
+            measured_on=self.data.source,
+            left_out=self.samples.left_out,
+            parameters=len(self.learner.parameters),
+            ranges=self.learner.ranges,
+            outputs=outputs_of(self.start, after),
+            evaluations=tuple(self.best.evaluations),
+            best_step=best,
+            retreats=tuple(self.retreats.all),
+            stopped=self.stopped,
+            seconds=self.pace.seconds,
+            blocks=tuple(self.compared.blocks),
+            left=self.compared.left,
+            loss=loss,
+            parts=dict(zip(PARTS, parts, strict=True)),
+            frozen=frozen,
+            moving=len(self.watch.all) - len(frozen),
+            resumed=self.resumed,
+            jit=bool(self.jit),
         )
 
     # -- checkpoints --------------------------------------------------------------------------------
@@ -276,7 +305,7 @@ class Run:
         return {"learner": self.learner, "watch": self.watch, "best": self.best, "retreats": self.retreats}
 
     def _load(self, checkpoint: Path) -> None:
-        state = _checkpoint.load(checkpoint, self.identity)
+        state = _read_checkpoint(checkpoint, self.identity)
         self._shorten(int(state["steps"]))
         for name, tensor in self.model.named_tensors():
             tensor._reset(type(tensor)(state[f"model/{name}"]))
@@ -285,3 +314,18 @@ class Run:
             owner.load_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
         self.curves = [[float(v) for v in row] for row in state["curves"]]
         self.resumed = len(self.curves)
+
+
+def _read_checkpoint(path: Path, identity: str) -> dict[str, np.ndarray]:
+    """Reads the arrays of a checkpoint; refuses one of another model, other data or settings, or damaged."""
+    try:
+        return checkpoints.unpack(path.read_bytes(), identity)[1]
+    except checkpoints.OtherIdentityError:
+        raise TrainingError(
+            f"the checkpoint {path} belongs to another fine-tuning: the model, the data or a setting has "
+            "changed since. Put it back, or remove the checkpoint and begin anew (--force)."
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TrainingError(
+            f"the checkpoint {path} is damaged ({type(error).__name__}): remove it and begin anew (--force)."
+        ) from error

@@ -11,8 +11,10 @@ import numpy as np
 from megengine import Parameter, Tensor
 from megengine.autodiff import GradManager
 
+from qtrace.calibration.base import Arguments
+from qtrace.data.batches import told
 from qtrace.errors import TrainingError
-from qtrace.finetuning._data import Leaves, unpack
+from qtrace.finetuning._data import Batch, unpack
 from qtrace.finetuning.settings import Settings
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Node, TracedModule
@@ -37,11 +39,17 @@ class _Keeping(Interpreter):
             self.kept[node.name] = value
         return value
 
-    def both(self, arguments: Any) -> tuple[list[Tensor], dict[str, Any]]:
-        """The outputs of a call, and what was kept."""
+    def outputs_and_kept(self, arguments: Arguments, number: int) -> tuple[list[Tensor], dict[str, Any]]:
+        """The outputs of a call, and the values of the named nodes.
+
+        Raises:
+            CalibrationError: for what MegEngine refuses in the call, naming the batch by its ``number``.
+        """
         self.kept = {}
         args, kwargs = arguments
-        return outputs_in(self.run(*args, **kwargs)), self.kept
+        with told(self.traced, arguments, number):
+            outputs = self.run(*args, **kwargs)
+        return outputs_in(outputs), self.kept
 
 
 @dataclass(frozen=True)
@@ -77,18 +85,18 @@ class Twins:
         self.student, self.teacher = _Keeping(student, blocks), _Keeping(teacher, blocks)
         self.form = form
 
-    def wanted(self, leaves: Sequence[Any]) -> tuple[list[Tensor], dict[str, Any]]:
-        """The outputs of the float graph, and its block outputs."""
-        return self.teacher.both(unpack(self.form, list(leaves)))
+    def wanted(self, batch: Batch) -> tuple[list[Tensor], dict[str, Any]]:
+        """The outputs of the float graph on a batch of Tensors, and its block outputs."""
+        return self.teacher.outputs_and_kept(unpack(self.form, list(batch.leaves)), batch.number)
 
-    def given(self, leaves: Sequence[Any]) -> tuple[list[Tensor], dict[str, Any]]:
-        """Those of the quantized graph."""
-        return self.student.both(unpack(self.form, list(leaves)))
+    def given(self, batch: Batch) -> tuple[list[Tensor], dict[str, Any]]:
+        """The outputs of the quantized graph on a batch of Tensors, and its block outputs."""
+        return self.student.outputs_and_kept(unpack(self.form, list(batch.leaves)), batch.number)
 
-    def loss(self, leaves: Sequence[Any], compared: Compared, settings: Settings) -> tuple[Tensor, ...]:
-        """The loss of a batch and its parts, each a scalar, in the order of `PARTS`."""
-        want, want_inside = self.wanted(leaves)
-        have, have_inside = self.given(leaves)
+    def loss(self, batch: Batch, compared: Compared, settings: Settings) -> tuple[Tensor, ...]:
+        """The loss of a batch of Tensors and its parts, each a scalar, in the order of `PARTS`."""
+        want, want_inside = self.wanted(batch)
+        have, have_inside = self.given(batch)
         zero = Tensor(0.0)
         errors = [_error(have[i], want[i]) / power for i, power in compared.outputs.items()]
         diverged = [_divergence(have[i], want[i], settings.temperature) for i in compared.classes]
@@ -98,17 +106,17 @@ class Twins:
         return (total, *parts)
 
     def gradients(
-        self, leaves: Sequence[Any], compared: Compared, settings: Settings, parameters: Sequence[Parameter]
+        self, batch: Batch, compared: Compared, settings: Settings, parameters: Sequence[Parameter]
     ) -> list[Tensor | None]:
         """The loss, its parts, and the gradient of every parameter; None where there is none."""
         manager = GradManager().attach(list(parameters))
         with manager:
-            losses = self.loss(leaves, compared, settings)
+            losses = self.loss(batch, compared, settings)
             manager.backward(losses[0])
-        found = [p.grad for p in parameters]
+        gradients = [p.grad for p in parameters]
         for parameter in parameters:
             parameter.grad = None
-        return [*losses, *found]
+        return [*losses, *gradients]
 
 
 def _error(have: Tensor, want: Tensor) -> Tensor:
@@ -121,7 +129,7 @@ def _divergence(have: Tensor, want: Tensor, temperature: float) -> Tensor:
     return (F.exp(log_want) * (log_want - log_have)).sum(1).mean() * temperature**2
 
 
-def choose_compared(twins: Twins, blocks: Sequence[str], batches: Sequence[Leaves]) -> Compared:
+def choose_compared(twins: Twins, blocks: Sequence[str], batches: Sequence[Batch]) -> Compared:
     """Chooses outputs that can be compared, and measures the mean squares of all places in float.
 
     Args:
@@ -135,8 +143,8 @@ def choose_compared(twins: Twins, blocks: Sequence[str], batches: Sequence[Leave
     sums: dict[Any, list[float]] = {}
     left: dict[int, str] = {}
     flat: set[int] = set()
-    for leaves in batches:
-        tensors = [Tensor(leaf) for leaf in leaves]
+    for batch in batches:
+        tensors = batch.tensors()
         want, inside = twins.wanted(tensors)
         have, _ = twins.given(tensors)
         if len(want) != len(have):

@@ -12,6 +12,7 @@ import numpy as np
 from qtrace.config import QConfig
 from qtrace.config.algorithm import Algorithm, algorithms
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.passes.base import Left
 
 __all__ = ["FloatTask", "Report", "SiteError", "change_float", "named_report"]
 
@@ -37,7 +38,7 @@ class Report:
 
     Attributes:
         changed: one line for everything that it changed.
-        left: one line, with the reason, for everything that looked like work but was left alone.
+        left: everything that looked like work but was left alone, with the reason.
         errors: the sites that it worked on, in graph order.
         outputs: the outputs of the model; empty where they were not measured.
         measured: what ``outputs`` were measured on.
@@ -46,7 +47,7 @@ class Report:
     """
 
     changed: tuple[str, ...] = ()
-    left: tuple[str, ...] = ()
+    left: tuple[Left | str, ...] = ()
     errors: tuple[SiteError, ...] = ()
     outputs: tuple[SiteError, ...] = ()
     measured: str = ""
@@ -59,7 +60,7 @@ class Report:
             "algorithm": self.algorithm,
             "options": dict(self.options),
             "changed": list(self.changed),
-            "left": list(self.left),
+            "left": [vars(i if isinstance(i, Left) else Left("", i)) for i in self.left],
             "errors": [vars(error) for error in self.errors],
             "outputs": [vars(error) for error in self.outputs],
             "measured": self.measured,

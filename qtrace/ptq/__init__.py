@@ -14,10 +14,11 @@ if TYPE_CHECKING:
         CalibratedTask,
         FloatAlgorithm,
         FloatTask,
+        Left,
         Report,
     )
 
-__all__ = ["CalibratedAlgorithm", "CalibratedTask", "FloatAlgorithm", "FloatTask", "Report"]
+__all__ = ["CalibratedAlgorithm", "CalibratedTask", "FloatAlgorithm", "FloatTask", "Left", "Report"]
 
 
 def __getattr__(name: str) -> Any:

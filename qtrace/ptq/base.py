@@ -18,7 +18,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.metrics import ErrorSums, finite_or_none
 from qtrace.plugins.options import Int
 from qtrace.preparation.float_stage import FloatTask, Report, SiteError
-from qtrace.preparation.passes.base import PassResult
+from qtrace.preparation.passes.base import Left, PassResult
 from qtrace.storage.checkpoints import Checkpoint
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "CalibratedTask",
     "FloatAlgorithm",
     "FloatTask",
+    "Left",
     "Noise",
     "Report",
     "SiteError",
@@ -160,5 +161,5 @@ def report_of(result: PassResult, nothing: str) -> Report:
         result: what the pass returned.
         nothing: why there was nothing to do, if there was nothing.
     """
-    left = result.left if result.changed or result.left else (nothing,)
+    left = result.left if result.changed or result.left else (Left("", nothing),)
     return Report(result.changed, left)

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from tqdm import tqdm
 
-from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Noise, Report, SiteError
+from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Left, Noise, Report, SiteError
 from qtrace.ptq.layers.biases import add_biases, move_bias
 from qtrace.ptq.layers.quantized import Layer, Twins, layers, mean_error
 
@@ -36,13 +36,13 @@ class BiasCorrection(CalibratedAlgorithm):
         changed, errors = [], []
         for layer in tqdm(found, desc="bias_correction", unit="layer", disable=not task.progress):
             if layer.bias is None:
-                left.append(f"{layer.title}: it has no bias")
+                left.append(Left(layer.title, "it has no bias"))
                 continue
             error, largest = _correct(task, twins, layer)
             errors.append(error)
             changed.append(f"{layer.title}: bias moved by {largest:.3g} at most")
         if not found and not left:
-            left.append("no layer has quantized weights")
+            left.append(Left("", "no layer has quantized weights"))
         return Report(tuple(changed), tuple(left), tuple(errors))
 
 

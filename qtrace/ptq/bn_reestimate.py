@@ -21,7 +21,7 @@ from qtrace.fakequant.following.bn_fold import LAYERS as FOLDED
 from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.graph.types import Expr
 from qtrace.graph.walk import exprs, get_module, owner
-from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Noise, Report, SiteError
+from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Left, Noise, Report, SiteError
 from qtrace.ptq.layers.quantized import KEPT_NORM, Layer, Twins, layers, per_channel, write
 from qtrace.scheme import QParams
 
@@ -36,7 +36,7 @@ class BnReestimate(CalibratedAlgorithm):
 
     def apply(self, task: CalibratedTask) -> Report:
         found, left = layers(task.model)
-        left = [line for line in left if not line.endswith(KEPT_NORM)]
+        left = [item for item in left if item.reason != KEPT_NORM]
         known = {layer.call.expr: layer for layer in found}
         twins = Twins(task)
         changed, errors = [], []
@@ -48,12 +48,12 @@ class BnReestimate(CalibratedAlgorithm):
             elif expr in known:
                 result = _rescale(task, twins, known[expr])
                 if isinstance(result, str):
-                    left.append(f"{name}: {result}")
+                    left.append(Left(name, result))
                 else:
                     errors.append(result)
                     changed.append(f"{name}: channels scaled and moved")
         if not found and not changed:
-            left.append("no layer has quantized weights")
+            left.append(Left("", "no layer has quantized weights"))
         return Report(tuple(changed), tuple(left), tuple(errors))
 
 

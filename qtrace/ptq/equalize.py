@@ -24,7 +24,7 @@ from qtrace.ops import OpCall
 from qtrace.plugins.options import Bool, Float, Int
 from qtrace.preparation.annotation import Site
 from qtrace.preparation.passes.annotate import annotate
-from qtrace.ptq.base import FloatAlgorithm, FloatTask, Report, SiteError
+from qtrace.ptq.base import FloatAlgorithm, FloatTask, Left, Report, SiteError
 from qtrace.ptq.layers.channels import ChannelGroup, channel_groups
 from qtrace.ptq.layers.outputs import RandomOutputs, output_errors
 from qtrace.ptq.layers.scaling import Parameters, factors, site_sqnr
@@ -58,9 +58,9 @@ class Equalize(FloatAlgorithm):
         changed = _relu_for_relu6(task) if self.relu6 == "relu" else []
         groups = channel_groups(task.model)
         wanted = [g for g in groups if not g.reason]
-        left = [f"{g.name} ({g.describe()}): {g.reason}" for g in groups if g.reason]
+        left = [Left(f"{g.name} ({g.describe()})", g.reason) for g in groups if g.reason]
         if not groups:
-            left.append("no two layers follow each other")
+            left.append(Left("", "no two layers follow each other"))
         parameters = Parameters(task.model)
         calls = {c.out.name: c for g in wanted for c in (*g.writers, *g.readers)}
         before = _errors(parameters, calls, sites)
@@ -69,7 +69,7 @@ class Equalize(FloatAlgorithm):
             steps = [equalize_group(parameters, g, spread) for g in wanted]
             if max(steps, default=0.0) <= self.tolerance:
                 break
-        changed += [f"{g.name} ({g.describe()}): {_told(spread[g.name])}" for g in wanted]
+        changed += [f"{g.name} ({g.describe()}): {_describe_factor(spread[g.name])}" for g in wanted]
         if self.absorb:
             absorbed, not_absorbed = _absorb(parameters, wanted, task.norms, spread)
             changed, left = changed + absorbed, left + not_absorbed
@@ -102,7 +102,7 @@ def _errors(
     return {name: site_sqnr(parameters, call, sites[name]) for name, call in weights.items()}
 
 
-def _told(factor: np.ndarray) -> str:
+def _describe_factor(factor: np.ndarray) -> str:
     return f"channels divided by {factor.min():.3g} to {factor.max():.3g}"
 
 
@@ -132,7 +132,7 @@ def _absorb(
     groups: list[ChannelGroup],
     norms: dict[str, tuple[np.ndarray, np.ndarray]],
     spread: dict[str, np.ndarray],
-) -> tuple[list[str], list[str]]:
+) -> tuple[list[str], list[Left]]:
     """Hands high biases on to the layers behind; returns what was done, and what was not with the reason."""
     changed, left = [], []
     for group in groups:
@@ -145,7 +145,7 @@ def _absorb(
             continue
         reason = _why_not_absorbed(group)
         if reason is not None:
-            left.append(f"{group.name}: {np.count_nonzero(high)} high biases stay: {reason}")
+            left.append(Left(group.name, f"{np.count_nonzero(high)} high biases stay: {reason}"))
             continue
         parameters.add_to_bias(group.writers[0], -high)
         for call in group.readers:

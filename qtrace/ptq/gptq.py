@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from qtrace.graph.walk import get_module
 from qtrace.plugins.options import Float, Int
-from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Noise, Report, SiteError
+from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Left, Noise, Report, SiteError
 from qtrace.ptq.layers.biases import add_biases, move_bias
 from qtrace.ptq.layers.quantized import Layer, Twins, layers, mean_error, write
 from qtrace.ptq.layers.refit import correction
@@ -61,7 +61,7 @@ class Gptq(CalibratedAlgorithm):
         for layer in tqdm(found, desc="gptq", unit="layer", disable=not task.progress):
             supported = layer.call.kind in ("conv2d", "linear")
             if not supported:
-                left.append(f"{layer.title}: weights of {layer.call.kind} are rounded to nearest")
+                left.append(Left(layer.title, f"weights of {layer.call.kind} are rounded to nearest"))
             if not supported and (not self.refit or layer.bias is None):
                 continue
             error, told = (self._round if supported else _center)(task, twins, layer)
@@ -69,9 +69,9 @@ class Gptq(CalibratedAlgorithm):
             if told:
                 changed.append(f"{layer.title}: {told}")
             else:
-                left.append(f"{layer.title}: rounding to nearest is better")
+                left.append(Left(layer.title, "rounding to nearest is better"))
         if not found and not left:
-            left.append("no layer has quantized weights")
+            left.append(Left("", "no layer has quantized weights"))
         return Report(tuple(changed), tuple(left), tuple(errors))
 
     def _round(self, task: CalibratedTask, twins: Twins, layer: Layer) -> tuple[SiteError, str]:

@@ -19,7 +19,7 @@ from pydantic import Field
 from tqdm import tqdm
 
 from qtrace.plugins.options import Int
-from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Noise, Report, SiteError
+from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Left, Noise, Report, SiteError
 from qtrace.ptq.layers.quantized import Layer, Twins, layers, per_channel
 from qtrace.scheme import QParams
 
@@ -45,7 +45,7 @@ class OutputCosine(CalibratedAlgorithm):
         for layer in tqdm(found, desc="output_cosine", unit="layer", disable=not task.progress):
             reason = _unfit(layer)
             if reason:
-                left.append(f"{layer.name}: {reason}")
+                left.append(Left(layer.name, reason))
                 continue
             error, moved = _choose(twins, layer, self.candidates)
             errors.append(error)

@@ -19,7 +19,7 @@ from qtrace.graph.walk import exprs
 from qtrace.ops import OpCall
 from qtrace.plugins.options import Float, Int
 from qtrace.preparation.annotation import Site
-from qtrace.ptq.base import FloatAlgorithm, FloatTask, Report, SiteError
+from qtrace.ptq.base import FloatAlgorithm, FloatTask, Left, Report, SiteError
 from qtrace.ptq.equalize import weight_sites
 from qtrace.ptq.layers.channels import ChannelGroup, channel_groups
 from qtrace.ptq.layers.outputs import RandomOutputs, output_errors
@@ -47,7 +47,7 @@ class Tensorwise(FloatAlgorithm):
         sites = weight_sites(task)
         calls = _per_tensor(task, sites)
         if not calls:
-            return Report(left=("no layer has a weight with one scale for all channels",))
+            return Report(left=(Left("", "no layer has a weight with one scale for all channels"),))
         parameters = Parameters(task.model)
         lost = {name: _lost(parameters, call) for name, call in calls.items()}
         noise = {name: site_sqnr(parameters, c, sites[_weight(c)]) for name, c in calls.items()}
@@ -66,7 +66,7 @@ class Tensorwise(FloatAlgorithm):
             if lost[name] - now > 0.01:
                 changed.append(f"{name}: loses {now:.2f} bits in the mean, {lost[name]:.2f} before")
             if now > self.bits:
-                left.append(f"{name}: {_why(call, groups)}; {now:.2f} bits stay lost")
+                left.append(Left(name, f"{_why(call, groups)}; {now:.2f} bits stay lost"))
         errors = tuple(
             SiteError(_weight(c), noise[name], site_sqnr(parameters, c, sites[_weight(c)]))
             for name, c in calls.items()

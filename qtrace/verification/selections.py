@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qtrace.graph.source_lines import named
+from qtrace.graph.source_lines import name_with_line
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, op_label
 
@@ -32,7 +32,7 @@ def find_selections(model: TracedModule) -> dict[Node, str]:
     for expr in exprs(model):
         before = [selections[node] for node in expr.inputs if node in selections]
         if before or selects(expr):
-            origin = before[0] if before else named(expr, op_label(expr))
+            origin = before[0] if before else name_with_line(expr, op_label(expr))
             selections.update((node, origin) for node in expr.outputs)
     return selections
 

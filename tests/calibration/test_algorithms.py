@@ -18,7 +18,7 @@ from qtrace import QConfig
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.preparation.record import read_record, write_record
 from qtrace.ptq.base import Batches, CalibratedAlgorithm, CalibratedTask, Report
-from tests.nets import images, net
+from tests.nets import images, left_lines, net
 
 
 def _module() -> M.Module:
@@ -163,7 +163,7 @@ def test_algorithms_without_work_say_so_and_change_nothing() -> None:
     qtrace.calibrate(prepared, BATCHES, progress=False)
     reports = read_record(prepared).ptq
     assert [r["changed"] for r in reports] == [[]] * 5
-    assert [r["left"] for r in reports] == [
+    assert [left_lines(r) for r in reports] == [
         ["the graph has no BatchNorm"],
         ["the graph adds no convolutions of one tensor"],
         ["no two layers follow each other"],
@@ -205,7 +205,7 @@ def test_samples_bounds_what_algorithms_read_evenly_spread() -> None:
                 yield batch
 
     qtrace.calibrate(prepared, Source(), progress=False)
-    left = [report["left"] for report in read_record(prepared).ptq]
+    left = [left_lines(report) for report in read_record(prepared).ptq]
     assert left[0][-1] == "3 of 7 batches were read, for samples is 12"
     assert not any("batches were read" in line for line in left[1])  # 128 are more than there are
     few = _prepared({"gptq": {"samples": 12}}, "bias_correction")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -285,6 +287,59 @@ def test_a_value_that_is_not_finite_is_told_with_site_and_batch(engine: str) -> 
     with pytest.raises(CalibrationError, match="site .*, batch 1: it holds NaN"):
         qtrace.calibrate(prepared, [_X, _X * 0], progress=False, engine=engine)
     assert {fq.phase for fq in fake_quants(prepared)} == {"float"}
+
+
+@pytest.mark.parametrize("engine", ["megengine", "onnxruntime"])
+def test_an_output_behind_the_last_site_that_is_not_finite_is_named_with_its_origin(engine: str) -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> tuple[mge.Tensor, mge.Tensor]:
+        y = self.c(x)
+        return y, F.log(y - F.min(y) + self.least) * 2.0
+
+    module = net(forward, c=M.Conv2d(3, 4, 1), least=mge.Tensor(np.float32(0.5)))
+    prepared = _prepared(module)
+    prepared.least._reset(mge.Tensor(np.float32(-0.5)))
+    with pytest.raises(CalibrationError) as caught:
+        qtrace.calibrate(prepared, [_X], progress=False, engine=engine)
+    line = inspect.getsourcelines(forward)[1] + 2
+    origin = re.escape(f"log_out (F.log, tests/calibration/test_engines.py:{line}) gives first")
+    assert re.fullmatch(
+        f"output mul_out, batch 0: it holds NaN or infinity, which {origin}: repair the data or the model.",
+        str(caught.value).replace("F.elemwise.", "F."),
+    ), str(caught.value)
+    assert {fq.phase for fq in fake_quants(prepared)} == {"float"}
+
+
+@pytest.mark.parametrize("engine", ["megengine", "auto"])
+def test_a_softmax_at_the_end_that_megengine_computes_wrong_is_named(engine: str, eager: None) -> None:
+    module = net(
+        lambda self, x: F.softmax(self.c(x) - self.shift), c=M.Conv2d(3, 4, 1), shift=mge.Tensor([0.0])
+    )
+    prepared = _prepared(module)
+    prepared.shift._reset(mge.Tensor([200.0]))
+    with pytest.raises(CalibrationError, match=r"output softmax_out, batch 0: .*F.softmax\(x - F.max"):
+        qtrace.calibrate(prepared, [_X, _X], progress=False, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ["megengine", "onnxruntime"])
+def test_infinity_that_masks_an_output_is_no_error(engine: str) -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        y = self.c(x)
+        return F.where(y > 0, y, F.full(y.shape, -float("inf"))) * 2.0
+
+    prepared = _prepared(net(forward, c=M.Conv2d(3, 4, 1)))
+    qtrace.calibrate(prepared, [_X], progress=False, engine=engine)
+    assert np.isinf(prepared(mge.Tensor(_X)).numpy()).any()
+    assert {fq.phase for fq in fake_quants(prepared)} == {"quantize"}
+
+
+def test_the_engine_and_the_reason_are_logged(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared = _prepared(net(lambda self, x: self.c(x), c=M.Conv2d(3, 4, 1)))
+    with caplog.at_level("INFO", "qtrace"):
+        qtrace.calibrate(prepared, [_X], engine="megengine")
+    assert [r.getMessage() for r in caplog.records if r.name == "qtrace"] == ["engine megengine: as asked"]
+    assert "as asked" not in capsys.readouterr().err
 
 
 def test_parts_see_the_same_values_when_memory_is_short() -> None:

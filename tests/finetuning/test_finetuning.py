@@ -14,7 +14,7 @@ import pytest
 
 import qtrace
 from qtrace.errors import CalibrationError, ConfigError, GraphError, TrainingError
-from qtrace.finetuning import Settings, _running
+from qtrace.finetuning import Settings, _running, _twins
 from qtrace.finetuning._data import held_back, read
 from qtrace.finetuning._units import size_of
 from qtrace.finetuning._watching import Watched
@@ -207,6 +207,35 @@ def test_data_that_is_not_finite_is_told(traced: TracedModule) -> None:
         qtrace.finetune(_prepared(traced), bad, FEW, progress=False)
 
 
+def _fixed_size() -> TracedModule:
+    """A calibrated network that takes images of 6 x 6 only."""
+    module = net(
+        lambda self, x: self.fc(F.flatten(F.relu(self.a(x)), 1)), a=M.Conv2d(3, 2, 1), fc=M.Linear(72, 3)
+    )
+    return _prepared(qtrace.trace(module, _data(1)[0], check=False))
+
+
+def test_a_batch_that_does_not_fit_is_named_by_its_own_number() -> None:
+    other = np.zeros((16, 3, 7, 7), np.float32)
+    sentence = r"batch 2 gives 1 input of shape \(16, 3, 7, 7\), which does not fit the model"
+    with pytest.raises(CalibrationError, match=sentence):
+        qtrace.finetune(_fixed_size(), [*_data(2), other], replace(FEW, holdout=0.0), progress=False)
+    with pytest.raises(CalibrationError, match=sentence):
+        qtrace.finetune(_fixed_size(), _data(2), FEW, evaluation=[*_data(2), other], progress=False)
+
+
+@pytest.mark.parametrize("name", ["_error", "outputs_in"])
+def test_a_fault_in_the_loss_surfaces_as_itself(
+    name: str, traced: TracedModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faulty(*_: Any) -> Any:
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(_twins, name, faulty)
+    with pytest.raises(ValueError, match="^a fault$"):
+        qtrace.finetune(_prepared(traced), _data(2), FEW, progress=False)
+
+
 def test_kept_batchnorm_trains_and_its_statistics_freeze() -> None:
     module = net(
         lambda self, x: self.fc(F.mean(F.relu(self.bn(self.conv(x))), (2, 3))),
@@ -302,13 +331,13 @@ def test_each_epoch_shows_every_sample_once(traced: TracedModule) -> None:
         for n in range(2)
     ]
     samples = read(data, traced, 2**20, "the data")
-    drawn = np.concatenate([samples.draw(step, 4, 0)[0][:, 0, 0, 0] for step in range(5)])
+    drawn = np.concatenate([samples.draw(step, 4, 0).leaves[0][:, 0, 0, 0] for step in range(5)])
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == sorted({*range(5), *range(10, 15)})
     assert list(drawn[:10]) != list(drawn[10:])
     learned, unseen = held_back(samples, 0.25, 0)
     assert unseen is not None
     assert (learned.count, unseen.count) == (7, 3)
-    assert not {*learned.batches[0][0][:, 0, 0, 0]} & {*unseen.batches[0][0][:, 0, 0, 0]}
+    assert not {*learned.batches[0].leaves[0][:, 0, 0, 0]} & {*unseen.batches[0].leaves[0][:, 0, 0, 0]}
 
 
 def test_memory_bounds_the_data(traced: TracedModule) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import qtrace
 from qtrace import QConfig
 from qtrace.preparation.record import read_record
-from tests.nets import images, net, randomize
+from tests.nets import images, left_lines, net, randomize
 
 
 def _module() -> M.Module:
@@ -65,5 +65,5 @@ def test_a_folded_layer_gets_mean_and_variance_back_with_the_same_integers() -> 
 def test_one_scale_a_tensor_is_left_with_the_reason() -> None:
     report = read_record(_calibrated("fuse_bn", "bn_reestimate", weight={"bits": 4, "axis": None})).ptq[-1]
     assert report["changed"] == []
-    assert len(report["left"]) == 2
-    assert "its weights have one scale" in report["left"][0]
+    assert len(left_lines(report)) == 2
+    assert "its weights have one scale" in left_lines(report)[0]

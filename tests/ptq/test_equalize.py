@@ -13,10 +13,11 @@ import pytest
 import qtrace
 from qtrace import QConfig
 from qtrace.preparation.record import read_record
+from qtrace.ptq.layers import outputs
 from qtrace.ptq.layers.channels import channel_groups
 from qtrace.ptq.layers.scaling import Parameters, precision, weight_sqnr
 from qtrace.scheme import QScheme
-from tests.nets import MobileNetV2, ResNet, images, net, randomize
+from tests.nets import MobileNetV2, ResNet, images, left_lines, net, randomize
 
 PER_TENSOR = {"axis": None}
 
@@ -24,6 +25,16 @@ PER_TENSOR = {"axis": None}
 def _prepared(module: M.Module, x: np.ndarray, *ptq: Any) -> Any:
     traced = qtrace.trace(module, x, check=False)
     return qtrace.prepare(traced, QConfig(weight=PER_TENSOR, ptq=ptq))
+
+
+def test_a_fault_in_the_rounding_of_weights_surfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(*_: Any) -> Any:
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(outputs, "rounded_weight", faulty)
+    layers = {"a": M.Conv2d(3, 4, 1), "b": M.Conv2d(4, 2, 1)}
+    with pytest.raises(ValueError, match="^a fault$"):
+        _prepared(net(lambda self, x: self.b(F.relu(self.a(x))), **layers), images(1, 3, 4, 4), "equalize")
 
 
 def _report(prepared: Any, name: str) -> dict[str, Any]:
@@ -115,11 +126,11 @@ def test_a_dead_channel_keeps_its_scale() -> None:
 def test_relu6_is_kept_or_replaced_as_asked() -> None:
     module, x = randomize(MobileNetV2(0.25, blocks=(1, 2, 1))), images(1, 3, 32, 32)
     kept = _report(_prepared(module, x, "fuse_bn", "equalize"), "equalize")
-    assert any("relu6" in line and "does not scale" in line for line in kept["left"])
+    assert any("relu6" in line and "does not scale" in line for line in left_lines(kept))
     prepared = _prepared(module, x, "fuse_bn", {"equalize": {"relu6": "relu", "absorb": False}})
     report = _report(prepared, "equalize")
     assert any("ReLU6 replaced by ReLU" in line for line in report["changed"])
-    assert report["left"] == []
+    assert left_lines(report) == []
     assert "relu6" not in {n.kind for n in read_record(prepared).annotation.notes}
 
 
@@ -147,7 +158,7 @@ def test_a_high_bias_is_handed_on_where_nothing_clips() -> None:
 
 def test_a_high_bias_stays_before_padding() -> None:
     report = _report(_prepared(_high(1), images(2, 4, 8, 8), "fuse_bn", "equalize"), "equalize")
-    assert any("3 high biases stay: b_out pads with 0" in line for line in report["left"])
+    assert any("3 high biases stay: b_out pads with 0" in line for line in left_lines(report))
 
 
 def test_precision_and_noise_by_hand() -> None:

@@ -19,7 +19,7 @@ from qtrace.ops import OpCall
 from qtrace.preparation.record import read_record
 from qtrace.ptq.layers import second_order
 from qtrace.ptq.layers.second_order import moments, nearest, parts, rounded
-from tests.nets import images, net
+from tests.nets import images, left_lines, net
 
 SCHEME = QScheme(bits=3, signed=True, symmetric=True, narrow=True, axis=0, rounding="half_even")
 BATCHES = [images(2, 4, 8, 8, seed=s) for s in range(2)]
@@ -167,10 +167,10 @@ def test_layers_gain_and_weights_lie_on_their_grids() -> None:
     assert [e["site"] for e in report["errors"]] == ["a_out", "b_out", "d_out"]
     assert all(e["after"] >= e["before"] for e in report["errors"])
     assert report["errors"][0]["after"] > report["errors"][0]["before"] + 1.0
-    assert "c_out: weights of conv_transpose2d are rounded to nearest" in report["left"]
+    assert "c_out: weights of conv_transpose2d are rounded to nearest" in left_lines(report)
     for name in "abd":
         quant, weight = getattr(found.qsites, f"{name}_weight"), getattr(found, name).weight
-        if f"{name}_out" not in " ".join(report["left"]):
+        if f"{name}_out" not in " ".join(left_lines(report)):
             np.testing.assert_allclose(quant(weight).numpy(), weight.numpy(), atol=1e-6)
         before = getattr(plain.qsites, f"{name}_weight").qparams().scale
         np.testing.assert_array_equal(quant.qparams().scale, before)

@@ -13,7 +13,7 @@ import pytest
 import qtrace
 from qtrace import QConfig
 from qtrace.preparation.record import read_record
-from tests.nets import images, net
+from tests.nets import images, left_lines, net
 
 BATCHES = [images(2, 4, 8, 8, seed=s) for s in range(2)]
 
@@ -82,6 +82,6 @@ def test_powers_of_two_stay_so_and_transformed_weights_are_left() -> None:
     prepared = _calibrated("output_cosine", weight=patch, activation=patch)
     for name in ("a_weight", "b_weight"):
         assert (np.frexp(getattr(prepared.qsites, name).qparams().scale)[0] == 0.5).all()
-    left = read_record(_calibrated("output_cosine", fakequant="dorefa")).ptq[-1]["left"]
+    left = left_lines(read_record(_calibrated("output_cosine", fakequant="dorefa")).ptq[-1])
     assert len(left) == 2
     assert "its fake quant transforms the weight" in left[0]

@@ -17,7 +17,7 @@ from qtrace.graph.interpreter import Interpreter
 from qtrace.preparation.record import read_record
 from qtrace.ptq.layers.biases import move_bias
 from qtrace.ptq.layers.quantized import Layer, layers
-from tests.nets import images, net
+from tests.nets import images, left_lines, net
 
 BATCHES = [images(8, 4, 16, 16, seed=s) for s in range(2)]
 OTHERS = [images(8, 4, 16, 16, seed=100 + s) for s in range(2)]
@@ -115,7 +115,7 @@ def test_no_channel_has_a_mean_error_over_all_levels(ptq: tuple[Any, ...], bias:
         assert len(names) == 1 or left < 0.25 * there
     report = read_record(found).ptq[-1]
     assert [e["site"] for e in report["errors"]] == [names[0] for names in calls.values()]
-    assert not report["left"]
+    assert not left_lines(report)
     assert f"{calls['conv1.weight'][0]} and 2 more calls: " in " ".join(report["changed"])
 
 
@@ -127,7 +127,7 @@ def test_other_data_have_less_noise_than_if_shared_layers_were_left(
     found = _noise(module, _prepared(module, ptq))
     monkeypatch.setattr(f"qtrace.ptq.{name}.layers", lambda model, shared: layers(model))
     left = _prepared(module, ptq)
-    assert sum("is shared with another call" in line for line in read_record(left).ptq[0]["left"]) == 9
+    assert sum("is shared with another call" in line for line in left_lines(read_record(left).ptq[0])) == 9
     assert found < 0.9 * _noise(module, left)
 
 
@@ -188,7 +188,7 @@ def test_calls_that_wait_for_each_other_are_left(ptq: tuple[Any, ...]) -> None:
 
     module = net(forward, a=step(), b=step(), c=M.Conv2d(4, 4, 1))
     plain, found = _prepared(module), _prepared(module, *ptq)
-    left = [line for line in read_record(found).ptq[0]["left"] if "wait for each other" in line]
+    left = [line for line in left_lines(read_record(found).ptq[0]) if "wait for each other" in line]
     # Of two such layers the first can be worked on.
     assert len(left) == 2
     assert all("b.weight" in line for line in left)
@@ -206,9 +206,9 @@ def test_a_recurrent_layer_is_left_and_the_model_unchanged() -> None:
     module = net(forward, a=M.Conv2d(4, 4, 3, padding=1, bias=False))
     plain, found = _prepared(module), _prepared(module, REFIT, "bias_correction")
     for report in read_record(found).ptq:
-        assert len(report["left"]) == 3
+        assert len(left_lines(report)) == 3
         assert not report["changed"]
-        assert all("a.weight is shared by calls that have to wait" in line for line in report["left"])
+        assert all("a.weight is shared by calls that have to wait" in line for line in left_lines(report))
     before = {n: t.numpy() for n, t in plain.named_tensors()}
     after = {n: t.numpy() for n, t in found.named_tensors()}
     assert before.keys() == after.keys()
@@ -219,7 +219,7 @@ def test_a_recurrent_layer_is_left_and_the_model_unchanged() -> None:
 def test_other_algorithms_leave_what_is_shared() -> None:
     found = _prepared(_pyramid(), "output_cosine", "bn_reestimate")
     for report in read_record(found).ptq:
-        assert sum("is shared with another call" in line for line in report["left"]) == 9
+        assert sum("is shared with another call" in line for line in left_lines(report)) == 9
 
 
 def test_a_bias_fits_into_the_smallest_accumulator() -> None:

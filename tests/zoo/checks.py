@@ -30,6 +30,10 @@ Arrays = list[np.ndarray]
 # MegEngine's kernels on CPU compute the decode of a batch wrong in these modules; their traces copy views.
 WRONG_IN_BATCHES = {"fcos:infer"}
 
+# MegEngine's roi_align on CPU adds its gradient to memory that it does not clear: in these modules, what the
+# parameters below the attribute get is that of whatever was in the memory before, NaN now and then.
+WRONG_GRADIENTS = {"faster_rcnn:box": "backbone."}
+
 
 def leaves(value: Any) -> list[mge.Tensor]:
     """The tensors of an output, whatever they are packed in."""
@@ -228,13 +232,16 @@ class Case:
         with engine(0):  # gradients race
             qtrace.set_phase(model, "train")
             model.eval()
-            optimizer = SGD(list(model.parameters()), lr=1e-4)
             wanted = gradients(copy.deepcopy(self.traced), sample)
             got = self.trained = gradients(model, sample)
+            wrong = WRONG_GRADIENTS.get(self.entry.name)
+            got = {n: g for n, g in got.items() if wrong is None or not n.startswith(wrong)}
+            optimizer = SGD([p for n, p in model.named_parameters() if n in got], lr=1e-4)
             optimizer.step()
             after = run(model, sample)
         assert wanted
-        assert set(wanted) - self.folded() <= set(got)
+        assert got
+        assert set(wanted) - self.folded() <= set(self.trained)
         assert [n for n, g in got.items() if not np.isfinite(g).all()] == []
         assert [n for n, g in got.items() if (n not in wanted or wanted[n].any()) and not g.any()] == []
         assert all(np.isfinite(y).all() for y in after)

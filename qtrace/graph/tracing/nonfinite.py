@@ -19,7 +19,7 @@ from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.source_lines import name_with_line
 from qtrace.graph.walk import op_label, owner
 
-__all__ = ["nonfinite_results"]
+__all__ = ["is_meant", "nonfinite_results", "remedy_for"]
 
 _SOFTMAX = (
     "MegEngine's softmax does so on CPU where all values along the axis are below -87.33. Subtract the "
@@ -44,9 +44,8 @@ def nonfinite_results(traced: TracedModule, args: tuple[Any, ...]) -> list[str]:
     expr = search.found
     if expr is None:
         return []
-    remedy = _SOFTMAX if _is_softmax(expr) else _OTHERS
-    where = name_with_line(expr, op_label(expr))
-    return [f"{where} gives {search.what} for finite inputs on the example: {remedy}."]
+    gives = f"{name_with_line(expr, op_label(expr))} gives {search.what} for finite inputs on the example"
+    return [f"{gives}: {remedy_for(expr) or _OTHERS}."]
 
 
 class _NonfiniteSearch(Interpreter):
@@ -69,14 +68,18 @@ class _NonfiniteSearch(Interpreter):
 
     def _is_origin(self, expr: Expr) -> bool:
         read: Sequence[Node] = [n for n in expr.inputs if isinstance(n, TensorNode)]
-        constants = [v for _, v in (expr.const_val or ()) if isinstance(v, float)]
-        meant = any(math.isinf(v) or math.isnan(v) for v in constants)  # such as where(mask, x, -inf)
-        return bool(read) and not meant and not any(n in self._infinite for n in read)
+        return bool(read) and not is_meant(expr) and not any(n in self._infinite for n in read)
 
 
-def _is_softmax(expr: Expr) -> bool:
+def is_meant(expr: Expr) -> bool:
+    """Whether ``expr`` has NaN or infinity among its arguments, such as ``F.where(mask, x, -inf)``."""
+    return any(isinstance(v, float) and not math.isfinite(v) for _, v in expr.const_val or ())
+
+
+def remedy_for(expr: Expr) -> str:
+    """What to do about an op that gives NaN for finite inputs; "" where it depends on the op."""
     if isinstance(expr, CallFunction):
-        return expr.func is F.softmax
-    return isinstance(owner(expr), M.Softmax) or (
-        isinstance(expr, Apply) and isinstance(expr.opdef, builtin.Softmax)
-    )
+        softmax = expr.func is F.softmax
+    else:
+        softmax = isinstance(expr, Apply) and isinstance(expr.opdef, builtin.Softmax)
+    return _SOFTMAX if softmax or isinstance(owner(expr), M.Softmax) else ""

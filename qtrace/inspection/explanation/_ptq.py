@@ -34,9 +34,10 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
         lines.append(f"  outputs: {ratios}{more} (SQNR on {report['measured']})")
     lines += _sites(_both(report["errors"]))
     reasons: dict[str, list[str]] = {}
-    for line in report["left"]:
-        site, colon, reason = line.partition(": ")
-        reasons.setdefault(reason if colon else line, []).extend([site] if colon else [])
+    for left in report["left"]:
+        if isinstance(left, str):  # the report of a model that was saved by an earlier release
+            left = {"site": "", "reason": left}
+        reasons.setdefault(left["reason"], []).extend([left["site"]] if left["site"] else [])
     for reason, sites in reasons.items():
         lines.append(f"  left {few(sites)}: {reason}" if sites else f"  left: {reason}")
     return lines

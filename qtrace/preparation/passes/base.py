@@ -7,7 +7,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-__all__ = ["PassResult"]
+__all__ = ["Left", "PassResult"]
+
+
+@dataclass(frozen=True)
+class Left:
+    """Something that looked like work and was left alone.
+
+    Attributes:
+        site: its name, most often that of an op's output; "" for the whole graph.
+        reason: why it was left, as a clause.
+    """
+
+    site: str
+    reason: str
+
+    def __str__(self) -> str:
+        """The site and the reason in a line."""
+        return f"{self.site}: {self.reason}" if self.site else self.reason
 
 
 @dataclass(frozen=True)
@@ -16,11 +33,11 @@ class PassResult:
 
     Attributes:
         changed: one line for everything that was done.
-        left: one line, with the reason, for everything that looked like work but was left alone.
+        left: everything that looked like work but was left alone, with the reason.
         norms: output node of a layer -> mean and standard deviation of its channels, each (C,) float64, where
             a BatchNorm that is gone said so.
     """
 
     changed: tuple[str, ...]
-    left: tuple[str, ...] = ()
+    left: tuple[Left, ...] = ()
     norms: Mapping[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)

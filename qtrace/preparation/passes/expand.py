@@ -18,7 +18,7 @@ import numpy as np
 from qtrace.graph.edit import GraphEditor, delete_attribute
 from qtrace.graph.types import Apply, Expr, GetAttr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, owner
-from qtrace.preparation.passes.base import PassResult
+from qtrace.preparation.passes.base import Left, PassResult
 
 __all__ = ["expand"]
 
@@ -30,7 +30,7 @@ def expand(traced: TracedModule) -> PassResult:
         traced: a flat traced module; it is edited in place.
     """
     changed: list[str] = []
-    left: list[str] = []
+    left: list[Left] = []
     with GraphEditor(traced) as editor:
         for expr in exprs(traced):
             if isinstance(expr, Apply) and str(expr.opdef) == "Where":
@@ -44,7 +44,7 @@ def expand(traced: TracedModule) -> PassResult:
             out = expr.outputs[0].name
             reason = _why_not(expr, module)
             if reason is not None:
-                left.append(f"{out}: {reason}")
+                left.append(Left(out, reason))
                 continue
             new = write(_Calls(editor, expr), module, getattr(expr.inputs[0].expr, "name", ""))
             editor.replace_expr(expr, new)

@@ -19,7 +19,7 @@ from qtrace.graph.edit import GraphEditor, delete_attribute, set_parameter
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner, users
 from qtrace.ops import OpCall
-from qtrace.preparation.passes.base import PassResult
+from qtrace.preparation.passes.base import Left, PassResult
 
 __all__ = ["affine", "bias_shape", "drop_dead_norms", "free_bias", "fuse_bn"]
 
@@ -61,14 +61,14 @@ def fuse_bn(traced: TracedModule) -> PassResult:
     alone = {bn.expr: _why_not_alone(traced, calls, bn) for bn in norms}
     reasons = {bn.expr: alone[bn.expr] or _why_not_shared(calls, alone, bn) for bn in norms}
     changed: list[str] = []
-    left: list[str] = []
+    left: list[Left] = []
     statistics: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     folded: set[tuple[Node, tuple[Any, ...]]] = set()
     with GraphEditor(traced) as editor:
         for bn in norms:
             reason = reasons[bn.expr]
             if reason is not None:
-                left.append(f"{bn.out.name}: {reason}")
+                left.append(Left(bn.out.name, reason))
                 continue
             layer = calls[bn.inputs[0].expr]
             norm = affine(traced, bn)

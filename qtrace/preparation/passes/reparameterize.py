@@ -18,7 +18,7 @@ from qtrace.graph.edit import GraphEditor, delete_attribute, set_parameter
 from qtrace.graph.types import GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.ops import OpCall
-from qtrace.preparation.passes.base import PassResult
+from qtrace.preparation.passes.base import Left, PassResult
 from qtrace.preparation.passes.fuse_bn import affine, drop_dead_norms, free_bias
 
 __all__ = ["reparameterize"]
@@ -61,7 +61,7 @@ def reparameterize(traced: TracedModule) -> PassResult:
     """
     branches: dict[Node, _Branch] = {}
     merged: dict[Node, tuple[OpCall, _Branch]] = {}
-    left: list[str] = []
+    left: list[Left] = []
     for expr in exprs(traced):
         call = ops.read(expr)
         if call is None:
@@ -69,7 +69,7 @@ def reparameterize(traced: TracedModule) -> PassResult:
         if call.kind == "add" and len(call.inputs) == 2 and "scalar" not in call.attrs:
             found = _sum(traced, branches, call)
             if isinstance(found, str):
-                left.append(f"{call.out.name}: {found}")
+                left.append(Left(call.out.name, found))
             elif found is not None:
                 branches[call.out] = found
                 merged[call.out] = call, found

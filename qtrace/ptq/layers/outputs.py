@@ -82,12 +82,12 @@ class RandomOutputs:
                 value = rng.normal(size=node.shape) if kind.kind == "f" else np.zeros(node.shape)
                 inputs.append(Tensor(value.astype(kind)))
         changes = {name: _rounding(site) for name, site in self.sites.items()}
-        try:
-            with evaluating(self.model):
+        with evaluating(self.model):
+            try:
                 exact = _Outputs(self.model).compute(inputs)
-                rounded = _Outputs(self.model, changes).compute(inputs)
-        except _REFUSALS:
-            return {}
+            except _REFUSALS:
+                return {}
+            rounded = _Outputs(self.model, changes).compute(inputs)
         return _ratios([node.name for node in self.model.graph.outputs], exact, rounded)
 
 

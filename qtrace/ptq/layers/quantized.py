@@ -19,7 +19,7 @@ from qtrace.graph.stepping import Stepper
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner, users
 from qtrace.ops import OpCall
-from qtrace.ptq.base import CalibratedTask
+from qtrace.ptq.base import CalibratedTask, Left
 
 __all__ = [
     "KEPT_NORM",
@@ -81,8 +81,8 @@ def by_weight(model: TracedModule) -> list[list[OpCall]]:
     return list(found.values())
 
 
-def layers(model: TracedModule, shared: bool = False) -> tuple[list[Layer], list[str]]:
-    """The quantized layers, and a line with the reason for each call that cannot be worked on.
+def layers(model: TracedModule, shared: bool = False) -> tuple[list[Layer], list[Left]]:
+    """The quantized layers, and the calls that cannot be worked on with the reason.
 
     Args:
         model: a prepared graph.
@@ -93,7 +93,7 @@ def layers(model: TracedModule, shared: bool = False) -> tuple[list[Layer], list
         these calls stand together, which is how `Twins` goes through them.
     """
     folds = [e for e in exprs(model) if isinstance(owner(e), BnFold)]
-    left = [f"{e.outputs[0].name}: {KEPT_NORM}" for e in folds]
+    left = [Left(e.outputs[0].name, KEPT_NORM) for e in folds]
     found: list[Layer] = []
     for calls in by_weight(model):
         weight = calls[0].weight
@@ -104,11 +104,11 @@ def layers(model: TracedModule, shared: bool = False) -> tuple[list[Layer], list
             if isinstance(layer, Layer):
                 found.append(layer)
             else:
-                left += [f"{call.out.name}: {layer}" for call in some]
+                left += [Left(call.out.name, layer) for call in some]
     kept, apart = _side_by_side(model, found)
     for layer in apart:
         reason = f"its weight {layer.weight} is shared by calls that have to wait for each other"
-        left += [f"{call.out.name}: {reason}" for call in layer.calls]
+        left += [Left(call.out.name, reason) for call in layer.calls]
     return kept, left
 
 

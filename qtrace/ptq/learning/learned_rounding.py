@@ -12,7 +12,7 @@ from tqdm import tqdm
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import get_module
 from qtrace.plugins.options import Float, Int
-from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Report
+from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Left, Report
 from qtrace.ptq.layers.quantized import Layer, Twins, layers
 from qtrace.ptq.learning.blocks import Block, single_layers
 from qtrace.ptq.learning.blockwise import Learned, Settings, learn, queueless
@@ -87,11 +87,11 @@ class Recovering(CalibratedAlgorithm):
                         learn(task, ahead, layer, Recovering.settings(self), floats)
                 learned = learn(task, twins, block, settings, floats)
                 errors.append(learned.error)
-                done, not_done = _told(block, learned)
-                changed += done
-                left += not_done
+                changes, reasons = _describe_block(block, learned)
+                changed += changes
+                left += reasons
         if not blocks:
-            left.append("no layer has quantized weights")
+            left.append(Left("", "no layer has quantized weights"))
         return Report(tuple(changed), tuple(left), tuple(errors))
 
 
@@ -100,10 +100,10 @@ def _weights(model: TracedModule, layers: list[Layer]) -> dict[str, np.ndarray]:
     return {layer.weight: get_module(model, layer.weight).numpy().copy() for layer in layers}
 
 
-def _told(block: Block, learned: Learned) -> tuple[list[str], list[str]]:
+def _describe_block(block: Block, learned: Learned) -> tuple[list[str], list[Left]]:
     if not learned.better:
         names = ", ".join(layer.name for layer in block.layers)
-        return [], [f"{names}: rounding to nearest gives a smaller error"]
+        return [], [Left(names, "rounding to nearest gives a smaller error")]
     lines = [f"{n}: {k} of {m} weights rounded the other way" for n, (k, m) in learned.turned.items()]
     if learned.scales:
         lines.append(f"{block.name}: {learned.scales} scales of activations learned")

@@ -21,7 +21,7 @@ from qtrace.graph.lint import lint
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.preparation.record import read_record
-from tests.nets import images, net
+from tests.nets import images, left_lines, net
 
 BATCHES = [images(2, 3, 8, 8, seed=s) for s in range(2)]
 X = mge.Tensor(BATCHES[0])
@@ -207,5 +207,5 @@ def test_what_is_fixed_depends_on_parameters_alone() -> None:
 def test_algorithms_leave_computed_weights_and_say_so(algorithm: Any) -> None:
     prepared = _calibrated(NETS["weight standardized"](), {"ptq": ["fuse_bn", algorithm]})
     assert np.isfinite(prepared(X).numpy()).all()
-    left = [line for report in read_record(prepared).ptq for line in report["left"]]
+    left = [line for report in read_record(prepared).ptq for line in left_lines(report)]
     assert left

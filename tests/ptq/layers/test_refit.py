@@ -18,7 +18,7 @@ from qtrace.ptq import gptq
 from qtrace.ptq.layers import second_order
 from qtrace.ptq.layers.refit import DAMPINGS, correction, ridge
 from qtrace.ptq.layers.second_order import Moments
-from tests.nets import images, net
+from tests.nets import images, left_lines, net
 
 
 def _values(places: int, noise: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -179,7 +179,7 @@ def test_a_shared_weight_is_left() -> None:
     module = net(lambda self, x: self.a(F.relu(self.a(x))), a=M.Conv2d(4, 4, 3, padding=1))
     before = module.a.weight.numpy().copy()
     found = qtrace.calibrate(_prepared(module, {"gptq": {"refit": True}}), BATCHES, progress=False)
-    assert all("shared" in line for line in read_record(found).ptq[0]["left"])
+    assert all("shared" in line for line in left_lines(read_record(found).ptq[0]))
     np.testing.assert_array_equal(found.a.weight.numpy(), before)
 
 
@@ -218,7 +218,7 @@ def test_layers_whose_weights_are_left_and_those_without_a_bias_give_their_means
     found = qtrace.calibrate(_prepared(module, {"gptq": {"refit": True}}), BATCHES, progress=False)
     report = read_record(found).ptq[0]
     assert "a_out: its bias takes the mean error" in report["changed"]
-    assert "a_out: weights of conv_transpose2d are rounded to nearest" in report["left"]
+    assert "a_out: weights of conv_transpose2d are rounded to nearest" in left_lines(report)
     assert np.abs(found.b.bias.numpy()).max() > 0
     qtrace.set_phase(found, "quantize")
     pairs = [(module(mge.Tensor(x)).numpy(), found(mge.Tensor(x)).numpy()) for x in BATCHES]

@@ -17,7 +17,7 @@ from qtrace.errors import CalibrationError, ConfigError
 from qtrace.numerics import dequantize, quantize
 from qtrace.preparation.record import read_record
 from qtrace.ptq.learning import blockwise, learned_rounding
-from tests.nets import net, randomize
+from tests.nets import left_lines, net, randomize
 
 
 def _module() -> M.Module:
@@ -56,7 +56,7 @@ def _report(model: Any) -> dict[str, Any]:
 def test_the_error_falls_and_the_integers_are_those_that_convert_writes(name: str) -> None:
     plain, prepared = _calibrated(), _calibrated({name: QUICK})
     report = _report(prepared)
-    assert report["left"] == []
+    assert left_lines(report) == []
     assert all(e["after"] > e["before"] + 0.5 for e in report["errors"])
     quantized = qtrace.convert(prepared)
     x = mge.Tensor(_batches()[0])
@@ -185,12 +185,12 @@ def test_an_interruption_in_the_second_block_is_undone_and_resumed(monkeypatch: 
 
 def test_what_cannot_be_learned_is_left_with_the_reason() -> None:
     shared = net(lambda self, x: self.b(F.relu(self.b(self.a(x)))), a=M.Conv2d(3, 3, 1), b=M.Conv2d(3, 3, 1))
-    left = _report(_calibrated({"adaround": FEW}, module=shared))["left"]
+    left = left_lines(_report(_calibrated({"adaround": FEW}, module=shared)))
     assert sum("its weight b.weight is shared with another call" in line for line in left) == 2
     rules = [{"match": {"op": "conv2d"}, "quantize": False}]
     doubled = net(lambda self, x: self.a(x + x), a=M.Conv2d(3, 3, 1))
     report = _report(_calibrated({"adaround": FEW}, module=doubled, rules=rules))
-    assert (report["changed"], report["left"]) == ([], ["no layer has quantized weights"])
+    assert (report["changed"], left_lines(report)) == ([], ["no layer has quantized weights"])
 
 
 def test_kept_norms_are_left() -> None:
@@ -198,7 +198,7 @@ def test_kept_norms_are_left() -> None:
     config = {"qat": {"bn": {"fold": False}}}
     report = _report(_calibrated("fuse_bn", {"adaround": FEW}, module=module, **config))
     assert report["changed"] == []
-    assert any("its BatchNorm is kept in training" in line for line in report["left"])
+    assert any("its BatchNorm is kept in training" in line for line in left_lines(report))
 
 
 @pytest.mark.parametrize(

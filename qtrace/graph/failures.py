@@ -50,6 +50,11 @@ _ADVICE = (
         "forward assigns a tensor or module to an attribute, which a trace cannot keep: use a local variable",
     ),
     (
+        "'TracedModuleBuilder' object has no attribute",
+        "forward reads an attribute past the usual look-up, such as by self.__getattribute__(name), which a "
+        "trace cannot follow: use getattr(self, name)",
+    ),
+    (
         "got an unexpected keyword argument",
         "a numpy function was given a Tensor, most likely a shape: use tensor operations, or x.ndim and "
         "shapes known beforehand",

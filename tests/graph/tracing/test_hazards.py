@@ -266,6 +266,16 @@ def test_two_argument_structures_name_the_submodule():
             {},
             ["'body.part'", "numpy function", "test_hazards.py:"],
         ),
+        (
+            lambda self, x: F.reshape(x, (x.shape[0], (x.shape[1] // 2) ** 2)),
+            {},
+            ["'body.part'", "a power of a size: multiply instead", "test_hazards.py:"],
+        ),
+        (
+            lambda self, x: x * (x.shape[0].tolist()[0] if isinstance(x.shape[0], mge.Tensor) else 2),
+            {},
+            ["'body.part'", "shapes are Tensors while tracing", "not subscriptable", "test_hazards.py:"],
+        ),
     ],
 )
 def test_tracer_failures_name_the_submodule(forward, attributes, named):

@@ -50,6 +50,11 @@ _ADVICE = (
         "forward assigns a tensor or module to an attribute, which a trace cannot keep: use a local variable",
     ),
     (
+        "'TracedModuleBuilder' object has no attribute",
+        "forward reads an attribute past the usual look-up, such as by self.__getattribute__(name), which a "
+        "trace cannot follow: use getattr(self, name)",
+    ),
+    (
         "got an unexpected keyword argument",
         "a numpy function was given a Tensor, most likely a shape: use tensor operations, or x.ndim and "
         "shapes known beforehand",
@@ -60,9 +65,19 @@ _ADVICE = (
         "operations, or a number known beforehand",
     ),
     (
+        "PyLong_Check(maybe_list)",
+        "a shape has an entry that is a float while tracing, such as a power of a size: multiply instead "
+        "(n * n, not n ** 2), or use a number known beforehand",
+    ),
+    (
         "missing required keyword-only",
         "forward must take its inputs by position: give them a position or a default",
     ),
+)
+
+_OWN_CODE = (
+    "the code there fails on what a trace gives it (shapes are Tensors while tracing, not numbers): use "
+    "tensor operations, or numbers known beforehand"
 )
 
 
@@ -94,7 +109,8 @@ def explain(error: Exception, source: Module, name: str) -> TraceError:
             "it is called"
         )
     else:
-        advice = next((text for part, text in _ADVICE if part in str(error)), "")
+        own = _OWN_CODE if frames and not frames[-1].f_code.co_filename.startswith(LIBRARIES) else ""
+        advice = next((text for part, text in _ADVICE if part in str(error)), own)
     return TraceError(
         f"{name} cannot be traced: {where}, {advice or 'MegEngine refused the forward'}. "
         f"MegEngine says: {short(error)}"

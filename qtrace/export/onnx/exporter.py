@@ -22,6 +22,7 @@ from qtrace.export.converted.allow_float import float_kinds, only_floats_read
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import located, site_expr
 from qtrace.export.onnx import external_data
+from qtrace.export.onnx.kernels import softmax_overflows
 from qtrace.graph.types import Expr, TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label
 from qtrace.ops import OpCall
@@ -188,7 +189,7 @@ class OnnxExporter:
                 )
         if call is not None and call.kind in self.emitters:
             names = dict(self.writer.names)
-            if call.kind in self.floats:
+            if call.kind in self.floats or softmax_overflows(self.graph, call):
                 self._keep_float(call)
             self.emitters[call.kind](self.writer, call)
             self.writer.names.update((n, names[n]) for n in call.inputs if n in names)

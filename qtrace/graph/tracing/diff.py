@@ -16,6 +16,7 @@ from megengine.traced_module.pytree import tree_flatten
 from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.gradients import plain
+from qtrace.graph.source_lines import source_line
 from qtrace.graph.walk import module_path, op_label
 
 __all__ = ["TraceDifference", "describe", "first_difference", "output_mismatch", "random_exprs", "values"]
@@ -73,12 +74,14 @@ class TraceDifference:
 
 
 def describe(expr: Expr) -> str:
-    """The expr as the graph prints it, its op and the module in whose forward it stands."""
+    """The expr as the graph prints it, its op, the module in whose forward it stands and its source line."""
     printed = " ".join(repr(expr).split())
     if len(printed) > 140:
         printed = printed[:137] + "..."
     path = module_path(expr)
-    return f"`{printed}` ({op_label(expr)} in {repr(path) if path else 'the top module'})"
+    line = source_line(expr)
+    place = (repr(path) if path else "the top module") + (f", {line}" if line else "")
+    return f"`{printed}` ({op_label(expr)} in {place})"
 
 
 def first_difference(old: TracedModule, new: TracedModule) -> TraceDifference | None:

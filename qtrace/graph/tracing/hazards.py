@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
+import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -25,6 +30,7 @@ __all__ = [
     "read_parameters",
     "tensors_in",
     "watch_functions",
+    "with_place",
 ]
 
 
@@ -77,6 +83,46 @@ def changed_state(before: Module, after: Module) -> dict[str, Tensor | None]:
     changed: dict[str, Tensor | None] = {p: None for p in old if p not in new}
     changed.update((p, t) for p, t in new.items() if p not in old or not _same_bits(old[p], t))
     return changed
+
+
+def with_place(root: Module, path: str) -> str:
+    """``path`` of a tensor below ``root`` as a message names it, with the line that assigns to its attribute.
+
+    The line is left out where no method of the owner's class shows an assignment: ``'body.state'
+    (net.py:12)``, or ``'body.state'``.
+    """
+    parts = re.sub(r"\[.*", "", path).split(".")
+    owner: Any = root
+    for k, name in enumerate(parts):
+        inner = vars(owner).get(name)
+        if not isinstance(inner, Module):
+            line = _assigning_line(type(owner), parts[k])
+            return f"{path!r} ({line})" if line else repr(path)
+        owner = inner
+    return repr(path)
+
+
+def _assigning_line(cls: type, attribute: str) -> str:
+    """File and line where a method of ``cls``, the constructor apart, assigns to ``self.<attribute>``."""
+    functions = [f for c in cls.__mro__ for f in vars(c).values() if isinstance(f, FunctionType)]
+    for function in functions:
+        if function.__name__ == "__init__" or function.__module__.startswith("megengine."):
+            continue
+        try:
+            lines, first = inspect.getsourcelines(function)
+            tree = ast.parse(textwrap.dedent("".join(lines)))
+        except (OSError, SyntaxError, TypeError):  # no file, or a lambda within a longer expression
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if any(_is_attribute(t, attribute) for target in targets for t in ast.walk(target)):
+                    return f"{Path(function.__code__.co_filename).name}:{first + node.lineno - 1}"
+    return ""
+
+
+def _is_attribute(node: ast.AST, attribute: str) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == attribute and isinstance(node.value, ast.Name)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

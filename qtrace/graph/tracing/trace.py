@@ -198,11 +198,13 @@ class _Tracing:
         except _ForwardError:
             again = changed
         if again or any(isinstance(t, mge.Parameter) for t in changed.values()):
-            named = [path for path in changed if path in again] or changed
+            named = [path for path in changed if path in again] or list(changed)
+            places = [hazards.with_place(self.module, path) for path in named[:5]]
+            more = f" and {len(named) - 5} more" if len(named) > 5 else ""
             raise TraceError(
                 f"{self.name}.forward updates its own state in eval mode, which a trace drops: "
-                f"{_names(named)}. Return the new value as an output, or update it outside "
-                "of forward."
+                f"{', '.join(places)}{more}. Use a local variable for a value that only forward needs; else "
+                "return the new value as an output, or update it outside of forward."
             )
         self.module = copy_module(self.source, self.method)
 

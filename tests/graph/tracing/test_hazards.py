@@ -206,6 +206,28 @@ def test_state_updated_in_forward_is_named(forward, attributes, path, check):
     assert "updates its own state" in message
 
 
+def keep_scores(self, x):
+    self.scores = F.softmax(x, axis=-1)  # as attention layers keep their weights to be looked at
+    return F.matmul(self.scores, F.transpose(x, (1, 0)))
+
+
+def test_a_value_kept_on_self_is_named_with_its_line_and_the_way_out():
+    message = failure(holder(net(keep_scores, scores=None)), ROWS)
+    line = keep_scores.__code__.co_firstlineno + 1
+    assert f"'body.part.scores' (test_hazards.py:{line})" in message
+    assert "Use a local variable" in message
+
+
+@pytest.mark.parametrize(
+    ("forward", "attributes", "has_line"),
+    [(write_slice, {"buf": buffer()}, True), (append, {"seen": []}, False)],
+)
+def test_only_an_assignment_has_a_line(forward, attributes, has_line):
+    message = failure(holder(net(forward, **attributes)), ROWS)
+    assert ("(planted.py:" in message) is has_line
+    assert ("(test_hazards.py:" in message) is False
+
+
 def test_a_cache_that_depends_on_the_shape_only_is_no_state():
     def forward(self, x):
         if self.cache[0] is None or self.cache[0].shape[0] != x.shape[0]:
@@ -245,6 +267,16 @@ def test_two_argument_structures_name_the_submodule():
             {},
             ["'body.part'", "numpy function", "test_hazards.py:"],
         ),
+        (
+            lambda self, x: F.reshape(x, (x.shape[0], (x.shape[1] // 2) ** 2)),
+            {},
+            ["'body.part'", "a power of a size: multiply instead", "test_hazards.py:"],
+        ),
+        (
+            lambda self, x: x * (x.shape[0].tolist()[0] if isinstance(x.shape[0], mge.Tensor) else 2),
+            {},
+            ["'body.part'", "shapes are Tensors while tracing", "not subscriptable", "test_hazards.py:"],
+        ),
     ],
 )
 def test_tracer_failures_name_the_submodule(forward, attributes, named):
@@ -255,6 +287,21 @@ def test_tracer_failures_name_the_submodule(forward, attributes, named):
     assert "MegEngine says: " in message
     for text in named:
         assert text in message
+
+
+def test_an_attribute_read_past_the_look_up_is_named_with_the_way_out():
+    model = net(lambda self, x: self.__getattribute__("fc")(x), fc=M.Linear(4, 4))
+    message = failure(holder(model), ROWS)
+    assert "submodule 'body.part' (test_hazards.py:" in message
+    assert "use getattr(self, name)" in message
+    trace(holder(net(lambda self, x: getattr(self, "fc")(x), fc=M.Linear(4, 4))), ROWS)  # noqa: B009
+
+
+def test_where_a_trace_went_wrong_has_its_line():
+    line = branch.__code__.co_firstlineno + 1
+    message = failure(holder(net(branch)), ROWS)
+    assert "in 'body.part', " in message
+    assert f"test_hazards.py:{line}): the module runs" in message
 
 
 def test_a_constant_is_free_again_after_a_failure_deep_inside():

@@ -67,11 +67,11 @@ def _names(rules: list[Any]) -> list[str]:
     found: dict[str, None] = {}
     for rule in rules:
         for target in rule.targets:
-            if target.module is not None:
-                found[f"`M.{target.module.__name__}`"] = None
-            elif target.function is not None:
-                found[f"`F.{getattr(target.function, '__name__', '')}`"] = None
-            elif target.method is not None:
-                found[f"`Tensor.{target.method}`"] = None
+            if target.sort == "module":
+                found[f"`M.{target.callee.__name__}`"] = None
+            elif target.sort == "function":
+                found[f"`F.{getattr(target.callee, '__name__', '')}`"] = None
+            elif target.sort == "method":
+                found[f"`Tensor.{target.callee}`"] = None
     shown = list(found)
     return shown if len(shown) <= 4 else [*shown[:4], "..."]

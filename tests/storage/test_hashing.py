@@ -6,7 +6,7 @@ import megengine.module as M
 import numpy as np
 from megengine import Parameter, Tensor
 
-from qtrace.finetuning._data import Samples
+from qtrace.finetuning._data import Batch, Samples
 from qtrace.preparation.record import graph_hash
 from qtrace.storage.hashing import hash_arrays
 
@@ -33,7 +33,8 @@ def test_the_key_of_a_block_is_that_of_earlier_versions() -> None:
 
 
 def test_the_identity_of_samples_is_that_of_earlier_versions() -> None:
-    apart, joined = Samples({"x": 0}, ([A, SCALAR],), False), Samples(((0,), {}), ([A.T],), True)
+    apart = Samples({"x": 0}, (Batch(0, [A, SCALAR]),), False)
+    joined = Samples(((0,), {}), (Batch(0, [A.T]),), True)
     assert apart.identity == "42c0333f3470995da0486a721d7a91d7444d4720c55270d632ad1e58c3daeec9"
     assert joined.identity == "3b5192740b9a2b456f030816a5acf1d52c517740d923c8ad6601c0dee7d6dd6f"
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from qtrace.errors import ExportError
+from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.onnx.exporter import OnnxExporter
 from qtrace.export.onnx.opset import at_opset
 from qtrace.graph.types import Expr, TensorNode, TracedModule
@@ -42,7 +43,7 @@ def segment_model(
         raise ExportError("the package onnx is not installed: run pip install 'qtrace[onnx]'.")
     from onnx import helper
 
-    exporter = OnnxExporter(converted)
+    exporter = OnnxExporter(ConvertedGraph(converted))
     writer = exporter.writer
     names = [f"given_{index}" for index in range(len(inputs))]
     infos = [

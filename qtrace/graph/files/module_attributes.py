@@ -192,6 +192,8 @@ _FAKE_QUANT: dict[str, _Kind] = {
 }
 # Files of earlier versions of MegEngine do not have these.
 _OPTIONAL = frozenset(("name", "_name", "_short_name", "quantize_disabled", "padding_mode"))
+# Modules that a pass took out, such as a folded BatchNorm: the graph no longer calls them.
+_REMOVABLE = frozenset(("conv", "bn", "conv_transpose2d", "linear"))
 # Flags with the tensors that forward needs when they are set.
 _NEEDS: dict[type, dict[str, tuple[str, ...]]] = {
     batchnorm._BatchNorm: dict.fromkeys(("track_running_stats", "freeze"), ("running_mean", "running_var")),
@@ -239,7 +241,7 @@ def check_attributes(module: M.Module, path: str) -> None:
     for name, kind in kinds.items():
         value = getattr(module, name, kind)
         if value is kind:
-            if name not in _OPTIONAL:
+            if name not in _OPTIONAL | _REMOVABLE:
                 raise RefusedError(f"{what} has no {name}")
         elif not kind.fits(value):
             raise RefusedError(f"{what} has the {name} {shown(value)}: it must be {kind.description}")

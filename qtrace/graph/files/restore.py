@@ -80,7 +80,8 @@ def _update_refs(
     for structure, graph in module.argdef_graph_map.items():
         actual = list(zip(*calls[structure], strict=False)) if calls and structure in calls else []
         inputs = len(graph._inputs)
-        budget.work(len(graph._exprs) + inputs + (inputs * inputs // 64 if actual else 0))
+        # The structure of each call's arguments is hashed, which costs several steps.
+        budget.work(4 + 8 * (len(graph._exprs) + inputs) + (inputs * inputs // 64 if actual else 0))
         here = weakref.ref(graph)
         if caller is not None:
             graph._top_graph = weakref.ref(caller)

@@ -11,7 +11,7 @@ from megengine.traced_module import TracedModule
 from qtrace.errors import SchemeError
 from qtrace.graph.files.arrays import Pending
 from qtrace.graph.files.module_attributes import check_attributes
-from qtrace.graph.files.names import DEPTH, DamagedError, RefusedError, shown
+from qtrace.graph.files.names import DEPTH, DamagedError, Ref, RefusedError, shown
 from qtrace.graph.files.nesting import DICTS, weigh
 from qtrace.graph.files.rules import Rules
 from qtrace.scheme import QParams, QScheme
@@ -81,6 +81,8 @@ class _ModuleWalk:
         def leaf(value: Any) -> None:
             if type(value) is Pending:
                 raise RefusedError("it holds an array or a device without its state")
+            if type(value) is Ref:
+                raise RefusedError(f"a {type(owner).__name__} in it holds {value.key} where data belong")
             if isinstance(value, Module) or type(value).__module__.startswith("qtrace."):
                 children.append((name, value))
 

@@ -6,6 +6,7 @@ import inspect
 import pickle
 
 import megengine as mge
+import megengine.functional as F
 import megengine.module as M
 import megengine.traced_module as tm
 import numpy as np
@@ -138,6 +139,14 @@ def test_a_module_in_a_constant_is_checked(tmp_path):
     constant.value.method = "explode"
     path.write_bytes(pickle.dumps(traced, 4))
     refusal(path, "its module Elemwise, a Elemwise, has the method explode")
+
+
+def test_a_function_is_no_attribute(tmp_path):
+    conv = M.Conv2d(2, 2, 1)
+    conv.activation = F.relu
+    path = tmp_path / "net.mge"
+    write(conv, path)
+    refusal(path, "a Conv2d in it holds megengine.functional.nn:relu where data belong")
 
 
 def test_numbers_of_numpy_and_older_versions_are_taken(tmp_path):

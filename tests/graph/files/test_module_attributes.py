@@ -145,7 +145,7 @@ def test_a_function_is_no_attribute(tmp_path):
     traced.activation = "mark"
     path = tmp_path / "net.mge"
     text, function = b"X\x04\x00\x00\x00mark", b"cmegengine.functional.nn\nrelu\n"
-    path.write_bytes(pickle.dumps(traced, 2).replace(text, function))
+    path.write_bytes(pickle.dumps(traced, 3).replace(text, function))
     refusal(path, "a TracedModule in it holds megengine.functional.nn:relu where data belong")
 
 

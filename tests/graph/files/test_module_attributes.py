@@ -140,13 +140,13 @@ def test_a_module_in_a_constant_is_checked(tmp_path):
     refusal(path, "its module Elemwise, a Elemwise, has the method explode")
 
 
-def test_a_function_is_no_attribute(tmp_path):
+def test_a_class_is_no_attribute(tmp_path):
     traced = tm.trace_module(M.Sequential(M.Conv2d(2, 2, 1)), X)
     traced.activation = "mark"
     path = tmp_path / "net.mge"
-    text, function = b"X\x04\x00\x00\x00mark", b"cmegengine.functional.nn\nrelu\n"
-    path.write_bytes(pickle.dumps(traced, 3).replace(text, function))
-    refusal(path, "a TracedModule in it holds megengine.functional.nn:relu where data belong")
+    text, name = b"X\x04\x00\x00\x00mark", b"cmegengine.module.conv\nConv2d\n"
+    path.write_bytes(pickle.dumps(traced, 3).replace(text, name))
+    refusal(path, "a TracedModule in it holds megengine.module.conv:Conv2d where data belong")
 
 
 def test_numbers_of_numpy_and_older_versions_are_taken(tmp_path):

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from benchmarks.limits import limit
-from scripts.stored import RESULTS, ExportRow, FamilyRow, load, table
+from scripts.stored import RESULTS, ExportRow, FamilyRow, load, measured_when, table
 
 __all__ = ["accuracy", "calibration", "demo", "detector_demo", "exports", "families", "figures", "speed"]
 
@@ -82,16 +82,19 @@ def _number(value: float | None, digits: int) -> str:
 
 def exports() -> str:
     """The table of scripts/verify_networks.py."""
-    return table(load(ExportRow), ExportRow)
+    rows = load(ExportRow)
+    return f"{table(rows, ExportRow)}\n\n{measured_when(rows)}"
 
 
 def families() -> str:
     """The table of scripts/families.py."""
-    return table(load(FamilyRow), FamilyRow)
+    rows = load(FamilyRow)
+    return f"{table(rows, FamilyRow)}\n\n{measured_when(rows)}"
 
 
 def demo() -> str:
-    """What `make demo` measured."""
+    """The table of `make demo`, and how long it took."""
+    stored = _stored("demo.json")
     rows = [
         (
             row["name"],
@@ -101,7 +104,7 @@ def demo() -> str:
             "" if row["worst_lsb"] is None else str(row["worst_lsb"]),
             f"{row['weight_bytes']:,} B",
         )
-        for row in _stored("demo.json")["variants"]
+        for row in stored["variants"]
     ]
     header = (
         "variant",
@@ -111,7 +114,17 @@ def demo() -> str:
         "worst LSB",
         "weights, packed",
     )
-    return _rows(header, rows)
+    return f"{_rows(header, rows)}\n\n{_duration(stored)}"
+
+
+def _duration(stored: dict[str, Any]) -> str:
+    """Says how long a demo took, and where it ran."""
+    seconds = f"It took {stored['seconds']:.0f} s"
+    machine = stored.get("machine")
+    if machine is None:
+        return f"{seconds}; the machine is not stored."
+    load = f"load {machine['load_before']} before and {machine['load_after']} after"
+    return f"{seconds} on {machine['cores']} cores of {machine['cpu']}, {machine['date']}, {load}."
 
 
 def _percent(value: float | None) -> str:
@@ -119,7 +132,8 @@ def _percent(value: float | None) -> str:
 
 
 def detector_demo() -> str:
-    """What `make detector-demo` measured."""
+    """The table of `make detector-demo`, and how long it took."""
+    stored = _stored("detector_demo.json")
     rows = [
         (
             row["name"],
@@ -127,9 +141,10 @@ def detector_demo() -> str:
             _number(row["runtime"], 2),
             "" if row["worst_lsb"] is None else str(row["worst_lsb"]),
         )
-        for row in _stored("detector_demo.json")["variants"]
+        for row in stored["variants"]
     ]
-    return _rows(("variant", "mAP in the graph", "in onnxruntime", "worst LSB"), rows)
+    table_text = _rows(("variant", "mAP in the graph", "in onnxruntime", "worst LSB"), rows)
+    return f"{table_text}\n\n{_duration(stored)}"
 
 
 def calibration() -> str:

@@ -173,6 +173,8 @@ def test_every_op_and_recipe_is_on_its_page() -> None:
     op_page, recipe_page = REFERENCE["reference/ops.md"], REFERENCE["reference/recipes.md"]
     assert [kind for kind in kinds() if f"| `{kind}` |" not in op_page] == []
     assert [name for name in recipe_names() if f"| `{name}` |" not in recipe_page] == []
+    row = next(line for line in op_page.splitlines() if line.startswith("| `softmax` |"))
+    assert "`M.Softmax`, `F.softmax`" in row
 
 
 @pytest.mark.parametrize("name", ["config", "errors"])

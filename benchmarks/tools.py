@@ -30,7 +30,9 @@ def run(size: Size) -> Iterator[Row]:
         "CSPDarknet": CSPDarknet(M.SiLU, size.width),
     }
     for name, net in nets.items():
-        samples = _measured(settle(net, batches[0]), batches, 3 if size.few > 3 else size.few)
+        samples = _measured(
+            settle(net, batches[0]), batches, 3 if size.slow_repeats > 3 else size.slow_repeats
+        )
         for side in samples.by_side:
             yield Row(f"{name}: {side}", samples.seconds(side), "s")
 

@@ -30,17 +30,17 @@ NOTHING = (frozenset(), frozenset(), "", frozenset(), 1, 4, 4)
 def test_committed_weights_reach_the_stated_accuracy(name):
     stated = json.loads((subjects.WEIGHTS / f"{name}.json").read_text())
     _, validation, _, _ = subjects.split()
-    seen = digits.predict(subjects.subject(name, quick=True).net, validation.images)
-    accuracy = 100 * np.mean(seen == validation.labels)
+    predicted = digits.predict(subjects.subject(name, quick=True).net, validation.images)
+    accuracy = 100 * np.mean(predicted == validation.labels)
     assert accuracy == pytest.approx(stated["validation_accuracy"], abs=0.6)  # one image, on another CPU
     assert stated["validation_accuracy"] >= 97.0
 
 
 def test_parts_of_the_data_are_disjoint():
     parts = subjects.split()
-    seen = [{image.tobytes() for image in part.images} for part in parts]
+    images = [{image.tobytes() for image in part.images} for part in parts]
     assert [len(part.images) for part in parts] == [1000, 197, 100, 500]
-    assert len(set().union(*seen)) == sum(map(len, seen))
+    assert len(set().union(*images)) == sum(map(len, images))
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
@@ -91,13 +91,13 @@ def test_sqnr_is_the_mean_over_the_outputs():
 
 @pytest.mark.parametrize(("sqnr", "loss", "met"), [(41.0, 0.2, True), (40.9, 0.2, False), (41.0, 0.4, False)])
 def test_eight_bits_must_be_a_decibel_ahead_and_lose_little(sqnr, loss, met):
-    mine = Row("W8A8 PTQ", "net", "qtrace", sqnr, 97.0, loss)
+    ours = Row("W8A8 PTQ", "net", "qtrace", sqnr, 97.0, loss)
     others = [
         Row("W8A8 PTQ", "net", "a", 40.0),
         Row("W8A8 PTQ", "net", "b"),
         Row("W8A8 PTQ", "net", "c", 39.0),
     ]
-    row = eight_bits.judged(mine, others)
+    row = eight_bits.judged(ours, others)
     assert row.met is met
     assert ("met" if met else "MISSED") in markdown([row])
 
@@ -124,10 +124,10 @@ def test_where_nothing_was_lost_no_share_is_met():
 def test_mixed_precision_must_reach_its_goal_by_fewer_layers(layers, by_noise, reached, met):
     raised = tuple(Layer(str(n), (), "conv2d", "", 1, *NOTHING) for n in range(layers))
     config, how = qtrace.QConfig(), Raise.parse("w8a8")
-    found = MixedPrecision(
+    search = MixedPrecision(
         "loss", 0.0, -2.0, raised, how, (), reached, config, target=-1.0, by_noise=by_noise
     )
-    row = mixed_precision.judged(Row("mixed", "detector", "raised"), found)
+    row = mixed_precision.judged(Row("mixed", "detector", "raised"), search)
     assert row.met is met
     assert f"{layers} layers; in the order of noise {by_noise}" in row.note
     assert ("loss 1.1, allowed 1" in row.note) is (reached < -1.0)
@@ -164,8 +164,8 @@ def test_the_form_for_nncf_computes_the_same_and_shares_no_parameter(tmp_path):
     other = peers.for_nncf(tmp_path / "float.onnx", tmp_path / "for_nncf.onnx")
     x = random.randn(1, 2, 4, 4).astype(np.float32)
     want, have = in_onnxruntime(tmp_path / "float.onnx")(x), in_onnxruntime(other)(x)
-    for one, two in zip(want, have, strict=True):
-        np.testing.assert_array_equal(one, two)
+    for expected, actual in zip(want, have, strict=True):
+        np.testing.assert_array_equal(expected, actual)
     nodes = onnx.load(str(other)).graph.node
     layers = [node for node in nodes if node.op_type == "Conv"]
     assert set(layers[0].input[1:]).isdisjoint(layers[1].input[1:])

@@ -32,7 +32,7 @@ OPENVINO = {
 
 
 def recipe(name: str) -> dict[str, Any]:
-    """What a network is quantized with, as plain data."""
+    """Returns the recipe of a network as plain data."""
     default = qtrace.load_recipe(RECIPE).to_dict()
     if name not in RECIPES:
         return default
@@ -62,12 +62,12 @@ def run(subject: Subject, python: str | None) -> Iterator[Row]:
         yield from others
 
 
-def judged(mine: Row, others: list[Row]) -> Row:
+def judged(ours: Row, others: list[Row]) -> Row:
     """Our row, with its target."""
     rivals = [row.sqnr for row in others if row.sqnr is not None]
     target = f"{MARGIN:g} dB above the best peer, loss <= {MAX_LOSS:g}"
-    if not rivals or mine.sqnr is None or mine.loss is None:
-        return dataclasses.replace(mine, target=target, note="no peer ran")
-    ahead = mine.sqnr - max(rivals)
-    met = ahead >= MARGIN and mine.loss <= MAX_LOSS
-    return dataclasses.replace(mine, target=target, met=met, note=f"{ahead:+.1f} dB to the best peer")
+    if not rivals or ours.sqnr is None or ours.loss is None:
+        return dataclasses.replace(ours, target=target, note="no peer ran")
+    ahead = ours.sqnr - max(rivals)
+    met = ahead >= MARGIN and ours.loss <= MAX_LOSS
+    return dataclasses.replace(ours, target=target, met=met, note=f"{ahead:+.1f} dB to the best peer")

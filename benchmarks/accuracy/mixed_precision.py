@@ -39,7 +39,7 @@ def run(subject: Subject, quick: bool = False) -> Iterator[Row]:
     lost, layers = -low.value(), len(low.layers)
     yield judge.row(CHECK, "nothing raised", in_megengine(qtrace.convert(prepared)), f"{layers} layers")
     for share in ALLOWED[:1] if quick else ALLOWED:
-        found = mixed_precision(
+        search = mixed_precision(
             traced,
             RECIPE,
             calibration,
@@ -49,14 +49,16 @@ def run(subject: Subject, quick: bool = False) -> Iterator[Row]:
             raise_to=RAISED_TO,
         )
         method = f"raised to {RAISED_TO} for {share:.0%} of its detection loss"
-        yield judged(judge.row(CHECK, method, in_megengine(quantize(subject, found.qconfig, traced))), found)
+        yield judged(
+            judge.row(CHECK, method, in_megengine(quantize(subject, search.qconfig, traced))), search
+        )
 
 
-def judged(row: Row, found: MixedPrecision) -> Row:
+def judged(row: Row, search: MixedPrecision) -> Row:
     """The row with its target: the goal is reached, by fewer layers than in the order of their noise."""
-    assert found.by_noise is not None
-    note = f"{len(found.layers)} layers; in the order of noise {found.by_noise}"
-    if not found.passed:
-        note += f"; loss {-found.reached:.3g}, allowed {-(found.target or 0.0):.3g}"
-    met = found.passed and len(found.layers) < found.by_noise
+    assert search.by_noise is not None
+    note = f"{len(search.layers)} layers; in the order of noise {search.by_noise}"
+    if not search.passed:
+        note += f"; loss {-search.reached:.3g}, allowed {-(search.target or 0.0):.3g}"
+    met = search.passed and len(search.layers) < search.by_noise
     return dataclasses.replace(row, target="fewer layers than by noise", met=met, note=note)

@@ -132,9 +132,9 @@ NATIVE = {
 def load_float(native: M.Module, net: M.Module) -> None:
     """Copies the weights of ``net``: layers and norms are defined in the same order in both."""
     for kind in (M.Conv2d, M.BatchNorm2d, M.Linear):
-        ours = [m for m in _defined(native) if isinstance(m, kind)]
-        theirs = [m for m in _defined(net) if isinstance(m, kind)]
-        for target, source in zip(ours, theirs, strict=True):
+        targets = [m for m in _defined(native) if isinstance(m, kind)]
+        sources = [m for m in _defined(net) if isinstance(m, kind)]
+        for target, source in zip(targets, sources, strict=True):
             target.load_state_dict(source.state_dict())
 
 

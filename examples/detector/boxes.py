@@ -51,12 +51,12 @@ def decode(maps: Sequence[np.ndarray]) -> list[Detections]:
 
 
 def _pick(boxes: np.ndarray, scores: np.ndarray) -> Detections:
-    where, labels = np.nonzero(scores > MIN_SCORE)
-    found = scores[where, labels]
-    order = np.argsort(-found, kind="stable")[:200]
-    where, labels, found = where[order], labels[order], found[order]
-    kept = _distinct(boxes[where], labels)[:MOST]
-    return Detections(boxes[where[kept]], found[kept], labels[kept])
+    places, labels = np.nonzero(scores > MIN_SCORE)
+    best = scores[places, labels]
+    order = np.argsort(-best, kind="stable")[:200]
+    places, labels, best = places[order], labels[order], best[order]
+    distinct = _distinct(boxes[places], labels)[:MOST]
+    return Detections(boxes[places[distinct]], best[distinct], labels[distinct])
 
 
 def _distinct(boxes: np.ndarray, labels: np.ndarray) -> np.ndarray:
@@ -74,13 +74,13 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def detect(run: Runner, part: data.Part, batch: int = 50) -> list[Detections]:
-    """What a network sees in the images of ``part``."""
-    found = []
+    """Runs a network on the images of ``part`` and decodes its maps."""
+    detections = []
     for start in range(0, len(part), batch):
-        found += decode(run(data.normalize(part.images[start : start + batch])))
-    return found
+        detections += decode(run(data.normalize(part.images[start : start + batch])))
+    return detections
 
 
-def evaluate(found: Sequence[Detections], part: data.Part) -> Precision:
-    """The precision of detections against what is in ``part``."""
-    return average_precision(found, part.boxes, part.labels, len(data.CLASSES))
+def evaluate(detections: Sequence[Detections], part: data.Part) -> Precision:
+    """Compares detections with the boxes and labels of ``part``."""
+    return average_precision(detections, part.boxes, part.labels, len(data.CLASSES))

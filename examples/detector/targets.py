@@ -1,4 +1,4 @@
-"""What the network should say at every point, and how wrong it is."""
+"""Training targets at every point of the maps, and the loss."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _RADIUS = 1.5
 
 @dataclass(frozen=True)
 class Targets:
-    """For a batch of images.
+    """The targets of a batch of images.
 
     Attributes:
         classes: N x points x classes, 1 where there is something.
         positive: indices into the N * points rows that are in a box.
-        boxes: for each of these, the box.
+        boxes: for each row of `positive`, its box.
     """
 
     classes: np.ndarray

@@ -29,8 +29,8 @@ def speed() -> str:
         if not group["rows"]:
             continue
         machine = group["machine"]
-        where = f"{machine['cores']} cores of {machine['cpu']}, {machine['date']}"
-        parts.append(f"### {name.capitalize()}\n\n`python -m benchmarks --only {name}`; {where}.")
+        place = f"{machine['cores']} cores of {machine['cpu']}, {machine['date']}"
+        parts.append(f"### {name.capitalize()}\n\n`python -m benchmarks --only {name}`; {place}.")
         rows = [
             (r["name"], _spread(r), _target(r), _VERDICT[r["met"]], limit(r["name"])) for r in group["rows"]
         ]
@@ -57,7 +57,7 @@ def accuracy() -> str:
     for row in (row for group in _stored("accuracy.json").values() for row in group["rows"]):
         checks.setdefault(row["check"], []).append(row)
     parts = []
-    for check, found in checks.items():
+    for check, members in checks.items():
         parts.append(f"### {check}")
         cells = [
             (
@@ -70,7 +70,7 @@ def accuracy() -> str:
                 _VERDICT[row["met"]],
                 row["note"],
             )
-            for row in found
+            for row in members
         ]
         parts.append(_rows(("network", "method", "SQNR dB", "metric", "loss", "target", "", "note"), cells))
     return "\n\n".join(parts)
@@ -148,7 +148,7 @@ def detector_demo() -> str:
 
 
 def calibration() -> str:
-    """How long a calibration pass takes, in MegEngine and in onnxruntime."""
+    """The table of times of a calibration pass, in MegEngine and in onnxruntime."""
     timed = {row["name"]: row for group in _stored("latest.json").values() for row in group["rows"]}
     rows = []
     for net in ("ResNet-18 8x3x96x96", "MobileNetV2", "CSPDarknet"):
@@ -180,9 +180,9 @@ def figures() -> str:
     stored = [row for group in _stored("accuracy.json").values() for row in group["rows"]]
     rows = []
     for check, net, method, title in _ACCURACY:
-        (found,) = [r for r in stored if (r["check"], r["net"], r["method"]) == (check, net, method)]
-        exact = found["metric"] + found["loss"]
-        rows.append((title, f"{found['metric']:.1f} % (float: {exact:.1f} %)"))
+        (measured_row,) = [r for r in stored if (r["check"], r["net"], r["method"]) == (check, net, method)]
+        exact = measured_row["metric"] + measured_row["loss"]
+        rows.append((title, f"{measured_row['metric']:.1f} % (float: {exact:.1f} %)"))
     exported = load(ExportRow)
     equal = min(row.compared["onnxruntime"][1] for row in exported)
     worst = max(row.compared["onnxruntime"][0] for row in exported)

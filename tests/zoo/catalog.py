@@ -1,4 +1,4 @@
-"""Which networks the zoo has, and what is known of each."""
+"""The networks of the zoo, with the facts that the tests need."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Entry:
     """A convolutional network of the zoo.
 
     Attributes:
-        name: of this very net; unique.
-        family: of the nets that share a recipe; the recipe's name, unless ``plain``.
+        name: the name of the network; unique.
+        family: the family of networks that share a recipe; the recipe's name, unless ``plain``.
         build: makes it, in eval mode; the same weights every time.
-        input_shape: of one image.
-        sqnr: how far the signal must stand above the error of 8 bits after calibration, in dB.
+        input_shape: shape of one image.
+        sqnr: the least SQNR of the outputs in 8 bits after calibration, in dB.
         other_sizes: heights and widths, besides that of ``input_shape``, which it takes.
         slow: whether only the slow tests run it, because another entry shows almost the same.
         plain: whether its family has no recipe: it is quantized by the default one.
@@ -68,7 +68,7 @@ class Entry:
 
     @property
     def other_sqnr(self) -> float:
-        """How far the signal must stand above the error on images of another size, in dB."""
+        """The least SQNR on images of another size, in dB."""
         return self.sqnr / 2
 
     def calibration(self) -> list[tuple[np.ndarray]]:

@@ -80,8 +80,8 @@ def test_branches_are_merged_to_the_deployed_form(options: dict[str, Any]) -> No
     for index in range(len(deployed.blocks)):
         conv, body = getattr(prepared.blocks, str(index)).body.dense, deployed.blocks[index].body
         for name in ("weight", "bias"):
-            got, expected = (getattr(m, name).numpy() for m in (conv, body))
-            np.testing.assert_allclose(got.reshape(expected.shape), expected, rtol=1e-5, atol=1e-6)
+            merged, expected = (getattr(m, name).numpy() for m in (conv, body))
+            np.testing.assert_allclose(merged.reshape(expected.shape), expected, rtol=1e-5, atol=1e-6)
     close(want, run(prepared, (batch,)))
     close(want, run(deployed, (batch,)))
 

@@ -1,4 +1,4 @@
-"""What the tests of detectors and transformers know about a network.
+"""The facts of a detector or a transformer that its tests need.
 
 The fields are those of ``tests.zoo.catalog.Entry``, but inputs are made by a function: these networks take
 more than one image.
@@ -36,8 +36,8 @@ class Entry:
     """A network and what is expected of it.
 
     Attributes:
-        name: of this very net; unique.
-        family: of the nets that share a recipe; the recipe's name, unless ``plain``.
+        name: the name of the network; unique.
+        family: the family of networks that share a recipe; the recipe's name, unless ``plain``.
         build: makes the module; the same weights every time.
         sqnr: dB by which the signal of every output must stand above the error of 8 bits.
         note: why ``sqnr`` is below 20, if it is.
@@ -95,9 +95,11 @@ def trained(module: M.Module, seed: int = 0) -> M.Module:
     randomize(module, seed)
     rng = np.random.default_rng(seed + 1)
     layers = (M.Conv2d, M.Linear, M.ConvTranspose2d, M.BatchNorm2d, M.BatchNorm1d)
-    done = {id(p) for m in module.modules() if isinstance(m, layers) for p in m.parameters(recursive=False)}
+    handled = {
+        id(p) for m in module.modules() if isinstance(m, layers) for p in m.parameters(recursive=False)
+    }
     for parameter in module.parameters():
-        if id(parameter) in done:
+        if id(parameter) in handled:
             continue
         value = parameter.numpy()
         noise = rng.normal(size=value.shape) * (0.3 if value.ndim > 1 and not value.any() else 0.1)

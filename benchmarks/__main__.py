@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.groups import measured, measured_apart
+from benchmarks.groups import measure, measure_apart
 from benchmarks.limits import markdown
 from benchmarks.rows import Row, Size, render
 
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     for group in groups:
         print(f"{group} ...", file=sys.stderr, flush=True)
         facts, start = machine.facts(), time.perf_counter()
-        rows = measured(group, size) if len(groups) == 1 else measured_apart(group, size)
+        rows = measure(group, size) if len(groups) == 1 else measure_apart(group, size)
         facts.update(load_after=machine.load(), seconds=round(time.perf_counter() - start))
         results[group] = facts, rows
     print(render({group: rows for group, (_, rows) in results.items()}))

@@ -40,7 +40,7 @@ class _Reader(CalibrationDataReader):  # type: ignore[misc]
 
 
 def run(size: Size) -> Iterator[Row]:
-    """Wall clock from the prepared graph, or the ONNX file, to the last range."""
+    """Times calibration from the prepared graph, or the ONNX file, to the last range."""
     count = 4 * size.batches
     batches = [batch.numpy() for batch in image_batches(count, size.image)]
     net = settle(ResNet18(size.width), Tensor(batches[0]))
@@ -81,7 +81,7 @@ def _beside_onnxruntime(
 
 
 def _workers(traced: TracedModule, batches: list[np.ndarray], folder: Path, size: Size) -> Iterator[Row]:
-    """Batches a second of one and two workers, without their start."""
+    """Times a batch with one and with two workers, without their start."""
     np.save(folder / "x.npy", np.concatenate(batches))
     prepared = qtrace.prepare(traced, {"observers": {"activation": "minmax"}})
     qtrace.save(prepared, folder / "prepared.mge")

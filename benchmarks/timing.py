@@ -1,4 +1,4 @@
-"""Measuring: a speed is a ratio within one run, of sides that took turns in one process."""
+"""Times calls: a speed is a ratio within one run, of sides that took turns in one process."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ __all__ = ["run"]
 
 
 def run(size: Size) -> Iterator[Row]:
-    """Trace, prepare, explain, convert, export, verify, save, load of four networks."""
+    """Times trace, prepare, explain, convert, export, verify, save and load of four networks."""
     batches = image_batches(1, size.image)
     nets = {
         size.net: ResNet18(size.width),

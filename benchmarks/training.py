@@ -27,7 +27,7 @@ _OF_NATIVE = 0.35
 
 
 def run(size: Size) -> Iterator[Row]:
-    """Forward, backward and optimizer step of all networks, in turns."""
+    """Times forward, backward and optimizer step of all networks, in turns."""
     level, megengine.config.async_level = megengine.config.async_level, 0  # else gradients race on CPU
     try:
         samples = take_turns(

@@ -1,4 +1,4 @@
-"""The whole road on real data: train, quantize to 8 and to 4 bits, train at 4 bits, export, run, compare.
+"""All steps on real data: train, quantize to 8 and to 4 bits, train at 4 bits, export, run, compare.
 
 ``make demo`` runs it in under three minutes on two cores. Every step is the public API or the command
 line; the commands are printed as they run, so that each can be repeated by hand. The exit code is 1 if a
@@ -55,7 +55,7 @@ class Row:
         runtime: accuracy of its file in onnxruntime, in percent; None where there is no file.
         weight_bytes: size of its weights and biases at the width of their type.
         file_bytes: size of the file on disk; None where there is no file.
-        same: percentage of test images on which graph and runtime see the same digit.
+        same: percentage of test images for which graph and runtime give the same digit.
         worst_lsb: largest difference of an integer between graph and runtime, op by op.
     """
 
@@ -93,7 +93,7 @@ class Demo:
         self.w8a8_by_command()
         self.w8a8_by_api(traced)
         self.w4a4(traced)
-        missed = [] if self.quick else misses(self.rows)
+        missed = [] if self.quick else missed_targets(self.rows)
         self.write_results(missed)
         self.say("Results on the 500 test images")
         print(self.table())
@@ -128,7 +128,7 @@ class Demo:
         return traced
 
     def w8a8_by_command(self) -> None:
-        """8 bits by the command line alone: calibrate, explain, export, verify."""
+        """Quantizes to 8 bits by the command line alone: calibrate, explain, export, verify."""
         self.say("PTQ W8A8, mse observers, by the command line")
         folder, file = self.out / "w8a8", self.out / "w8a8.onnx"
         data, test = self.out / "calibration.npz", self.out / "test.npz"
@@ -154,7 +154,7 @@ class Demo:
         self.add_exported("PTQ W8A8 (mse)", qtrace.load(quantized), file, verified["worst_lsb"]["op_by_op"])
 
     def w8a8_by_api(self, traced: Any) -> None:
-        """8 bits with minmax observers, by the API."""
+        """Quantizes to 8 bits with minmax observers, by the API."""
         self.say("PTQ W8A8, minmax observers, by the API")
         config = qtrace.QConfig(observers={"activation": "minmax"})
         quantized = qtrace.convert(self.calibrated(traced, config))
@@ -165,7 +165,7 @@ class Demo:
         self.add_exported("PTQ W8A8 (minmax)", quantized, file, report.worst_lsb())
 
     def w4a4(self, traced: Any) -> None:
-        """4 bits: calibrated only, then trained on from the same weights and ranges."""
+        """Measures 4 bits: calibrated only, then trained from the same weights and ranges."""
         config = qtrace.load_recipe(RECIPES / "digits_w4a4.yaml")
         self.say("PTQ W4A4, by the API")
         prepared = self.calibrated(traced, config)
@@ -195,15 +195,15 @@ class Demo:
         return qtrace.calibrate(prepared, batches(self.data.calibration.images))
 
     def accuracy(self, model: Any) -> float:
-        """Percentage of the test images that ``model`` sees right."""
-        return right(digits.predict(model, self.data.test.images), self.data.test.labels)
+        """Percentage of the test images that ``model`` classifies right."""
+        return percent_equal(digits.predict(model, self.data.test.images), self.data.test.labels)
 
     def add_graph(self, name: str, quantized: Any) -> None:
-        """A row for a variant that no file can hold: ONNX opset 13 has no 4-bit activations."""
+        """Adds the row of a variant that no file can hold: ONNX opset 13 has no 4-bit activations."""
         self.rows.append(Row(name, self.accuracy(quantized), weight_bytes=packed_bytes(quantized)))
 
     def add_exported(self, name: str, quantized: Any, file: Path, worst_lsb: int) -> None:
-        """A row for a variant that onnxruntime runs, with all its optimizations."""
+        """Adds the row of a variant that onnxruntime runs, with all its optimizations."""
         session = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
         logits = session.run(None, {session.get_inputs()[0].name: self.data.test.images})[0]
         runtime_digits, graph_digits = logits.argmax(axis=1), digits.predict(quantized, self.data.test.images)
@@ -211,11 +211,11 @@ class Demo:
         self.rows.append(
             Row(
                 name,
-                right(graph_digits, labels),
-                right(runtime_digits, labels),
+                percent_equal(graph_digits, labels),
+                percent_equal(runtime_digits, labels),
                 packed_bytes(quantized),
                 file.stat().st_size,
-                right(graph_digits, runtime_digits),
+                percent_equal(graph_digits, runtime_digits),
                 worst_lsb,
             )
         )
@@ -241,8 +241,8 @@ class Demo:
             (
                 r.name,
                 f"{r.graph:.1f} %",
-                percent(r.runtime),
-                percent(r.same),
+                format_percent(r.runtime),
+                format_percent(r.same),
                 "-" if r.worst_lsb is None else str(r.worst_lsb),
                 f"{r.weight_bytes:,} B",
                 "-" if r.file_bytes is None else f"{r.file_bytes:,} B",
@@ -279,12 +279,12 @@ ARTEFACTS = {
 }
 
 
-def right(predicted: np.ndarray, expected: np.ndarray) -> float:
+def percent_equal(predicted: np.ndarray, expected: np.ndarray) -> float:
     """Percentage of equal entries."""
     return 100.0 * float(np.mean(predicted == expected))
 
 
-def percent(value: float | None) -> str:
+def format_percent(value: float | None) -> str:
     """``97.2 %``, or ``-`` for None."""
     return "-" if value is None else f"{value:.1f} %"
 
@@ -331,7 +331,7 @@ def command(*arguments: str | Path) -> str:
     return process.stdout
 
 
-def misses(rows: Sequence[Row]) -> list[str]:
+def missed_targets(rows: Sequence[Row]) -> list[str]:
     """The targets that ``rows`` miss, a line each."""
     by_name = {row.name: row for row in rows}
     floor = by_name["float"].graph

@@ -138,5 +138,5 @@ def fit(
 
 
 def predict(model: Callable[[mge.Tensor], mge.Tensor], images: np.ndarray) -> np.ndarray:
-    """The digit that ``model`` sees in each image."""
+    """The digit that ``model`` gives for each image."""
     return model(mge.Tensor(images)).numpy().argmax(axis=1)

@@ -1,4 +1,4 @@
-"""Post-training algorithms on the handwritten digits: what each recovers at 4 bits, and of a planted fault.
+"""Post-training algorithms on the handwritten digits: their gain at 4 bits, and on a network with a fault.
 
     python examples/demo.py --out demo-out        # trains the float network
     python examples/ptq.py --weights demo-out/float_weights.pkl
@@ -31,7 +31,7 @@ def plant(net: M.Module, spread: float = 64.0, seed: int = 0) -> None:
     """Stretches the channels inside of each block without changing what the network computes.
 
     A channel behind a ReLU is multiplied by f, between 1 / spread and spread, in its BatchNorm, and divided
-    by f in the convolution that reads it: the disease of depthwise networks, planted.
+    by f in the convolution that reads it: the fault of depthwise networks.
     """
     rng = np.random.default_rng(seed)
     for block in (net.block1, net.block2, net.block3):

@@ -92,7 +92,7 @@ def calibrated_only(model: Any, calibration: np.ndarray) -> Any:
 
 
 def accuracy(model: Any, part: digits.Part) -> float:
-    """Percentage of the images that ``model`` sees right."""
+    """Percentage of the images that ``model`` classifies right."""
     return 100.0 * float(np.mean(digits.predict(model, part.images) == part.labels))
 
 

@@ -16,7 +16,7 @@ from benchmarks.accuracy.fitting import fit
 from benchmarks.accuracy.judging import in_onnxruntime
 from benchmarks.accuracy.native import NATIVE, load_float
 from benchmarks.accuracy.networks import CLASSIFIERS
-from benchmarks.accuracy.rows import Row, markdown, recovered, sqnr_db
+from benchmarks.accuracy.rows import Row, add_recovered_share, markdown, sqnr_db
 from examples import digits
 from qtrace.sensitivity.layers import Layer
 from qtrace.sensitivity.mixed import MixedPrecision
@@ -55,7 +55,7 @@ def test_native_twin_computes_the_same(name):
 
 def test_planted_network_computes_what_it_computed_with_relu():
     def outputs(spread: float) -> np.ndarray:
-        net = imbalance.planted(subjects.subject("mobilenet", quick=True).net, spread)
+        net = imbalance.stretch_channels(subjects.subject("mobilenet", quick=True).net, spread)
         return net(mge.Tensor(subjects.split()[3].images[:50])).numpy()
 
     np.testing.assert_allclose(outputs(64.0), outputs(1.0), rtol=1e-3, atol=1e-3)
@@ -97,23 +97,23 @@ def test_eight_bits_must_be_a_decibel_ahead_and_lose_little(sqnr, loss, met):
         Row("W8A8 PTQ", "net", "b"),
         Row("W8A8 PTQ", "net", "c", 39.0),
     ]
-    row = eight_bits.judged(ours, others)
+    row = eight_bits.add_target(ours, others)
     assert row.met is met
     assert ("met" if met else "MISSED") in markdown([row])
 
 
 @pytest.mark.parametrize(("loss", "met"), [(0.2, True), (-0.4, True), (0.3, False), (2.0, False)])
 def test_recovered_is_the_share_of_what_was_lost(loss, met):
-    row = recovered(Row("check", "net", "tuned", 15.0, 97.0, loss), 1.0, 0.8)
+    row = add_recovered_share(Row("check", "net", "tuned", 15.0, 97.0, loss), 1.0, 0.8)
     assert (row.met, row.target) == (met, "80 % of the loss recovered")
     assert f"{100 * (1 - loss):.0f} % of the loss recovered" in row.note
-    shown = recovered(Row("check", "net", "tuned", 15.0, 97.0, loss), 1.0)
+    shown = add_recovered_share(Row("check", "net", "tuned", 15.0, 97.0, loss), 1.0)
     assert (shown.met, shown.target, shown.note) == (None, "", row.note)
 
 
 def test_where_nothing_was_lost_no_share_is_met():
     for lost in (0.0, -0.2, None):
-        row = recovered(Row("check", "net", "tuned", 15.0, 97.0, 0.0, note="first"), lost, 0.8)
+        row = add_recovered_share(Row("check", "net", "tuned", 15.0, 97.0, 0.0, note="first"), lost, 0.8)
         assert (row.met, row.note) == (None, "first, nothing was lost")
 
 
@@ -127,7 +127,7 @@ def test_mixed_precision_must_reach_its_goal_by_fewer_layers(layers, by_noise, r
     search = MixedPrecision(
         "loss", 0.0, -2.0, raised, how, (), reached, config, target=-1.0, by_noise=by_noise
     )
-    row = mixed_precision.judged(Row("mixed", "detector", "raised"), search)
+    row = mixed_precision.add_target(Row("mixed", "detector", "raised"), search)
     assert row.met is met
     assert f"{layers} layers; in the order of noise {by_noise}" in row.note
     assert ("loss 1.1, allowed 1" in row.note) is (reached < -1.0)
@@ -161,7 +161,7 @@ def test_the_form_for_nncf_computes_the_same_and_shares_no_parameter(tmp_path):
     )
     opset = [onnx.helper.make_opsetid("", 13)]
     onnx.save(onnx.helper.make_model(graph, ir_version=8, opset_imports=opset), str(tmp_path / "float.onnx"))
-    other = peers.for_nncf(tmp_path / "float.onnx", tmp_path / "for_nncf.onnx")
+    other = peers.adapt_for_nncf(tmp_path / "float.onnx", tmp_path / "for_nncf.onnx")
     x = random.randn(1, 2, 4, 4).astype(np.float32)
     want, have = in_onnxruntime(tmp_path / "float.onnx")(x), in_onnxruntime(other)(x)
     for expected, actual in zip(want, have, strict=True):

@@ -203,7 +203,7 @@ def test_misses_tells_what_is_too_low():
         demo.Row("PTQ W4A4", 40.0, 60.0),
         demo.Row("QAT W4A4", 50.0, 60.0),
     ]
-    assert demo.misses(rows) == ["mAP of PTQ W8A8 in onnxruntime is 58.90, at least 59.00 needed"]
+    assert demo.missed_targets(rows) == ["mAP of PTQ W8A8 in onnxruntime is 58.90, at least 59.00 needed"]
 
 
 def _run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ from benchmarks.accuracy.judging import Judge, float_file, in_onnxruntime, quant
 from benchmarks.accuracy.rows import Row
 from benchmarks.accuracy.subjects import Subject
 
-__all__ = ["judged", "run"]
+__all__ = ["add_target", "run"]
 
 CHECK = "W8A8 PTQ"
 MARGIN, MAX_LOSS = 1.0, 0.3
@@ -40,7 +40,7 @@ def recipe(name: str) -> dict[str, Any]:
 
 
 def run(subject: Subject, python: str | None) -> Iterator[Row]:
-    """The float network, qtrace and every tool, all judged in onnxruntime."""
+    """Measures the float network, qtrace and every tool, all in onnxruntime."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         model = float_file(subject, folder)
@@ -52,18 +52,18 @@ def run(subject: Subject, python: str | None) -> Iterator[Row]:
         kernels = "fewer roundings, as NNCF assumes them"
         yield judge.float_row(CHECK)
         others = []
-        for peer in peers.quantized(model, subject.calibration, folder, python):
+        for peer in peers.quantize_by_tools(model, subject.calibration, folder, python):
             if peer.file is None:
                 others.append(Row(CHECK, subject.name, peer.name, note=f"did not run: {peer.reason}"))
             else:
                 others.append(judge.row(CHECK, peer.name, in_onnxruntime(peer.file)))
-        yield judged(mine, others)
+        yield add_target(mine, others)
         yield judge.row(CHECK, "qtrace, for OpenVINO's kernels", in_onnxruntime(twin), kernels)
         yield from others
 
 
-def judged(ours: Row, others: list[Row]) -> Row:
-    """Our row, with its target."""
+def add_target(ours: Row, others: list[Row]) -> Row:
+    """Adds to our row the target and whether it is met."""
     rivals = [row.sqnr for row in others if row.sqnr is not None]
     target = f"{MARGIN:g} dB above the best peer, loss <= {MAX_LOSS:g}"
     if not rivals or ours.sqnr is None or ours.loss is None:

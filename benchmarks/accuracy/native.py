@@ -1,4 +1,4 @@
-"""The classifiers as MegEngine's own QAT wants them: written again with its fused modules."""
+"""The classifiers in the form that MegEngine's own QAT needs: written with its fused modules."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class NativeResNet(M.Module):
 
 
 class NativeActivation(M.Module):
-    """ReLU6 or SiLU on what the layer before has rounded; its result is rounded again."""
+    """ReLU6 or SiLU on the rounded result of the layer before; its own result is rounded again."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["Peer", "for_nncf", "quantized"]
+__all__ = ["Peer", "adapt_for_nncf", "quantize_by_tools"]
 
 BATCH = 50
 _WORKER = Path(__file__).parent / "nncf_worker.py"
@@ -39,7 +39,9 @@ class Peer:
     reason: str = ""
 
 
-def quantized(model: Path, calibration: np.ndarray, folder: Path, python: str | None) -> Iterator[Peer]:
+def quantize_by_tools(
+    model: Path, calibration: np.ndarray, folder: Path, python: str | None
+) -> Iterator[Peer]:
     """Quantizes the model by all tools.
 
     Args:
@@ -104,7 +106,7 @@ def _onnxruntime(model: Path, calibration: np.ndarray, folder: Path) -> Iterator
             yield Peer(title, file)
 
 
-def for_nncf(model: Path, file: Path) -> Path:
+def adapt_for_nncf(model: Path, file: Path) -> Path:
     """Writes the model in the form that suits NNCF best; what it computes stays.
 
     To correct a layer whose result leaves the graph, full correction runs the layer up to *all* outputs,
@@ -146,7 +148,7 @@ def for_nncf(model: Path, file: Path) -> Path:
 def _nncf(model: Path, calibration: np.ndarray, folder: Path, python: str) -> Iterator[Peer]:
     inputs = folder / "calibration.npy"
     np.save(inputs, calibration)
-    suited = for_nncf(model, folder / "for_nncf.onnx")
+    suited = adapt_for_nncf(model, folder / "for_nncf.onnx")
     command = [python, str(_WORKER), str(suited), str(inputs), str(BATCH), str(folder)]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     messages = process.stderr.strip().splitlines()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Row", "markdown", "recovered", "sqnr_db"]
+__all__ = ["Row", "add_recovered_share", "markdown", "sqnr_db"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Row:
         return dataclasses.replace(self, note=f"{self.note}, {more}" if self.note else more)
 
 
-def recovered(row: Row, lost: float | None, target: float | None = None) -> Row:
+def add_recovered_share(row: Row, lost: float | None, target: float | None = None) -> Row:
     """Returns the row with the share of a loss that it recovers.
 
     Args:

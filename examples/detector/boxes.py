@@ -29,13 +29,13 @@ def points(size: int = data.SIZE) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(centres).astype(np.float32), np.concatenate(strides).astype(np.float32)
 
 
-def flat(maps: Sequence[np.ndarray], kind: int) -> np.ndarray:
+def flatten_maps(maps: Sequence[np.ndarray], kind: int) -> np.ndarray:
     """The maps of one kind (0 classes, 1 sides, 2 quality) as N x points x channels."""
     parts = [m.reshape(*m.shape[:2], -1) for m in maps[kind::3]]
     return np.concatenate(parts, axis=2).transpose(0, 2, 1)
 
 
-def to_boxes(sides: np.ndarray) -> np.ndarray:
+def decode_boxes(sides: np.ndarray) -> np.ndarray:
     """Boxes from distances in strides: ... x points x 4. A negative distance is none."""
     centres, strides = points()
     away = np.maximum(sides, 0) * strides[:, None]
@@ -44,9 +44,9 @@ def to_boxes(sides: np.ndarray) -> np.ndarray:
 
 def decode(maps: Sequence[np.ndarray]) -> list[Detections]:
     """The detections of every image of a batch, without duplicates."""
-    quality = _sigmoid(flat(maps, 2))
-    scores = np.sqrt(_sigmoid(flat(maps, 0)) * quality)
-    boxes = np.clip(to_boxes(flat(maps, 1)), 0, data.SIZE)
+    quality = _sigmoid(flatten_maps(maps, 2))
+    scores = np.sqrt(_sigmoid(flatten_maps(maps, 0)) * quality)
+    boxes = np.clip(decode_boxes(flatten_maps(maps, 1)), 0, data.SIZE)
     return [_pick(b, s) for b, s in zip(boxes, scores, strict=True)]
 
 

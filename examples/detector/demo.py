@@ -77,7 +77,7 @@ class Demo:
         self.test = data.load("test", 20 if quick else None)
         self.training = data.load("train", 50 if quick else None)
         self.rows: list[Row] = []
-        self.detections: dict[str, Sequence[Detections]] = {"truth": pictures.truth(self.test)}
+        self.detections: dict[str, Sequence[Detections]] = {"truth": pictures.true_detections(self.test)}
         self.started = time.monotonic()
 
     # -- the steps ----------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class Demo:
             self.calibrate(scheme)
             self.train_on(scheme)
         self.draw()
-        missed = [] if self.quick else misses(self.rows)
+        missed = [] if self.quick else missed_targets(self.rows)
         self.write_results(missed)
         self.say(f"Results on {len(self.test)} test images")
         print(self.table())
@@ -169,7 +169,8 @@ class Demo:
         first = range(min(SHOWN, len(self.test)))
         pictures.save_grid(self.out / "boxes.png", self.test, columns, first, MIN_SHOWN_SCORE)
         apart = [
-            changed(a, b) for a, b in zip(self.detections["float"], self.detections["PTQ W8A8"], strict=True)
+            detection_change(a, b)
+            for a, b in zip(self.detections["float"], self.detections["PTQ W8A8"], strict=True)
         ]
         worst = np.argsort(-np.array(apart), kind="stable")[:SHOWN].tolist()
         pictures.save_grid(self.out / "boxes_changed_most.png", self.test, columns, worst, MIN_SHOWN_SCORE)
@@ -177,7 +178,7 @@ class Demo:
     # -- what they share ----------------------------------------------------------------------------
 
     def add(self, name: str, model: Any) -> None:
-        """A row for a graph."""
+        """Adds the row of a graph."""
         detections = boxes.detect(in_megengine(model), self.test)
         precision = boxes.evaluate(detections, self.test)
         self.detections[name] = detections
@@ -266,7 +267,7 @@ def parameter_groups(prepared: Any, lr: float) -> list[tuple[list[Any], float, f
     return [(weights, lr, 0.01), (list(scales.values()), lr / 10, 0.0)]
 
 
-def changed(before: Detections, after: Detections) -> float:
+def detection_change(before: Detections, after: Detections) -> float:
     """Sums up, over the shown boxes of two networks, 1 - IoU with the best box of the other network."""
     total = 0.0
     for first, second in ((before, after), (after, before)):
@@ -278,7 +279,7 @@ def changed(before: Detections, after: Detections) -> float:
     return total
 
 
-def misses(rows: Sequence[Row]) -> list[str]:
+def missed_targets(rows: Sequence[Row]) -> list[str]:
     """The targets that ``rows`` miss, a line each."""
     by_name = {row.name: row for row in rows}
     floor = by_name["float"].graph

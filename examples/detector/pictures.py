@@ -16,7 +16,7 @@ _COLOURS = ((60, 60, 255), (60, 220, 60), (255, 120, 40), (40, 220, 255))  # of 
 _FONT = cv2.FONT_HERSHEY_SIMPLEX
 
 
-def truth(part: data.Part) -> list[Detections]:
+def true_detections(part: data.Part) -> list[Detections]:
     """Returns the true boxes and labels as the detections of a perfect network."""
     return [Detections(b, np.ones(len(b)), own) for b, own in zip(part.boxes, part.labels, strict=True)]
 

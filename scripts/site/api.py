@@ -28,6 +28,7 @@ MODULES: dict[str, tuple[str, ...] | None] = {
     "qtrace.sensitivity": None,
     "qtrace.finetuning": ("Settings",),
     "qtrace.gradients": ("conv2d", "fast_gradients"),
+    "qtrace.ptq": None,
     "qtrace.errors": None,
 }
 _LINE = 92  # characters of a signature on one line

@@ -33,13 +33,13 @@ def pictures(count: int, seed: int, size: int) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A network and what is expected of it.
+    """A detector or a transformer of the zoo.
 
     Attributes:
         name: the name of the network; unique.
         family: the family of networks that share a recipe; the recipe's name, unless ``plain``.
-        build: makes the module; the same weights every time.
-        sqnr: dB by which the signal of every output must stand above the error of 8 bits.
+        build: makes the module, with the same weights every time.
+        sqnr: the least SQNR of every output in 8 bits after calibration, in dB.
         note: why ``sqnr`` is below 20, if it is.
         inputs: (batch size, seed, image size) -> positional arguments.
         size: image size of the example.
@@ -47,8 +47,8 @@ class Entry:
         ends: modules behind which the graph stays float; None for all of it on integers.
         slow: whether only the slow tests run it.
         plain: whether its family has no recipe: it is quantized by the default one.
-        share: the part of the whole graph's MACs that is at least computed on integers; of those of its
-            layers it is 0.99 always.
+        share: the least share of the whole graph's MACs that is computed on integers; for its layers alone
+            it is always 0.99.
     """
 
     name: str

@@ -82,11 +82,11 @@ def test_fit_lowers_the_loss_and_repeats():
 
 
 def test_sqnr_is_the_mean_over_the_outputs():
-    want = [np.array([3.0, 4.0]), np.array([10.0])]
-    have = [np.array([3.0, 4.5]), np.array([9.0])]
-    assert sqnr_db(want, have) == pytest.approx((20.0 + 20.0) / 2)
+    references = [np.array([3.0, 4.0]), np.array([10.0])]
+    outputs = [np.array([3.0, 4.5]), np.array([9.0])]
+    assert sqnr_db(references, outputs) == pytest.approx((20.0 + 20.0) / 2)
     with pytest.raises(ValueError, match="cannot be compared"):
-        sqnr_db(want, [np.zeros(3), np.zeros(1)])
+        sqnr_db(references, [np.zeros(3), np.zeros(1)])
 
 
 @pytest.mark.parametrize(("sqnr", "loss", "met"), [(41.0, 0.2, True), (40.9, 0.2, False), (41.0, 0.4, False)])
@@ -163,8 +163,8 @@ def test_the_form_for_nncf_computes_the_same_and_shares_no_parameter(tmp_path):
     onnx.save(onnx.helper.make_model(graph, ir_version=8, opset_imports=opset), str(tmp_path / "float.onnx"))
     other = peers.adapt_for_nncf(tmp_path / "float.onnx", tmp_path / "for_nncf.onnx")
     x = random.randn(1, 2, 4, 4).astype(np.float32)
-    want, have = in_onnxruntime(tmp_path / "float.onnx")(x), in_onnxruntime(other)(x)
-    for expected, actual in zip(want, have, strict=True):
+    references, adapted = in_onnxruntime(tmp_path / "float.onnx")(x), in_onnxruntime(other)(x)
+    for expected, actual in zip(references, adapted, strict=True):
         np.testing.assert_array_equal(expected, actual)
     nodes = onnx.load(str(other)).graph.node
     layers = [node for node in nodes if node.op_type == "Conv"]

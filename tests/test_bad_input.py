@@ -70,7 +70,7 @@ def run(*args: str | Path) -> tuple[int, str, str]:
 
 
 def refused(sentence: str, *args: str | Path) -> None:
-    """One sentence that says it, on stderr, with exit code 2."""
+    """Checks that a command fails with one sentence that matches, on stderr, and exit code 2."""
     code, out, err = run(*args)
     assert code == 2, err
     assert out == ""

@@ -1,4 +1,4 @@
-"""Kinds of faulty input that need more than a file: names, sizes, ways to call, models of another making."""
+"""Faulty inputs that need more than a file: names, sizes, ways to call, models from elsewhere."""
 
 from __future__ import annotations
 

@@ -137,8 +137,8 @@ def test_batches_in_every_form_give_the_same_parameters(form: str) -> None:
     }[form]
     batches = (make(b) for b in BATCHES) if form == "generator" else [make(b) for b in BATCHES]
     prepared = qtrace.calibrate(_prepared(calibrated=False), batches, progress=False)
-    want = [fq.qparams() for fq in fake_quants(_prepared())]
-    assert [fq.qparams() for fq in fake_quants(prepared)] == want
+    expected = [fq.qparams() for fq in fake_quants(_prepared())]
+    assert [fq.qparams() for fq in fake_quants(prepared)] == expected
 
 
 def test_max_batches_and_a_second_calibration_start_anew() -> None:
@@ -207,10 +207,10 @@ def test_phases_need_no_surgery_and_say_what_is_wrong() -> None:
     prepared = _prepared()
     text = str(prepared.graph)
     quantized = prepared(X).numpy()
-    want = _small()(X).numpy()
+    expected = _small()(X).numpy()
     for phase in ("float", "observe", "float"):
         qtrace.set_phase(prepared, phase)
-        np.testing.assert_allclose(prepared(X).numpy(), want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(prepared(X).numpy(), expected, rtol=1e-5, atol=1e-6)
     qtrace.set_phase(prepared, "quantize")
     np.testing.assert_array_equal(prepared(X).numpy(), quantized)
     assert str(prepared.graph) == text
@@ -354,22 +354,22 @@ def test_convert_needs_calibration() -> None:
 @pytest.mark.parametrize("fakequant", ["fixed", "lsq"])
 def test_deepcopy_state_dict_and_files_keep_every_number(fakequant: str, tmp_path: Path) -> None:
     prepared = _prepared(fakequant=fakequant)
-    want = prepared(X).numpy()
-    np.testing.assert_array_equal(copy.deepcopy(prepared)(X).numpy(), want)
+    expected = prepared(X).numpy()
+    np.testing.assert_array_equal(copy.deepcopy(prepared)(X).numpy(), expected)
     other = _prepared(fakequant=fakequant)
     for fq in fake_quants(other):
         fq.scale._reset(type(fq.scale)(fq.scale.numpy() * 2))
     other.load_state_dict(prepared.state_dict())
-    np.testing.assert_array_equal(other(X).numpy(), want)
+    np.testing.assert_array_equal(other(X).numpy(), expected)
     qtrace.save(prepared, tmp_path / "prepared.mge")
     loaded = qtrace.load(tmp_path / "prepared.mge")
-    np.testing.assert_array_equal(loaded(X).numpy(), want)
+    np.testing.assert_array_equal(loaded(X).numpy(), expected)
     qtrace.calibrate(loaded, BATCHES, progress=False)
-    np.testing.assert_array_equal(loaded(X).numpy(), want)
+    np.testing.assert_array_equal(loaded(X).numpy(), expected)
     converted = qtrace.convert(loaded)
     qtrace.save(converted, tmp_path / "converted.mge")
     again = qtrace.load(tmp_path / "converted.mge")
-    np.testing.assert_array_equal(again(X).numpy(), want)
+    np.testing.assert_array_equal(again(X).numpy(), expected)
     assert qtrace.verify(qtrace.export(again, tmp_path / "m.onnx"), again, BATCHES).passed
 
 

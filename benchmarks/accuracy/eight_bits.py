@@ -45,9 +45,9 @@ def run(subject: Subject, python: str | None) -> Iterator[Row]:
         folder = Path(name)
         model = float_file(subject, folder)
         judge = Judge(subject, in_onnxruntime(model))
-        ours = qtrace.export(quantize(subject, recipe(subject.name)), folder / "qtrace.onnx")
+        file = qtrace.export(quantize(subject, recipe(subject.name)), folder / "qtrace.onnx")
         title = f"recipe of its family, ptq of {RECIPE}" if subject.name in RECIPES else f"recipe {RECIPE}"
-        mine = judge.row(CHECK, f"qtrace, {title}", in_onnxruntime(ours))
+        ours = judge.row(CHECK, f"qtrace, {title}", in_onnxruntime(file))
         twin = qtrace.export(quantize(subject, OPENVINO), folder / "openvino.onnx")
         kernels = "fewer roundings, as NNCF assumes them"
         yield judge.float_row(CHECK)
@@ -57,7 +57,7 @@ def run(subject: Subject, python: str | None) -> Iterator[Row]:
                 others.append(Row(CHECK, subject.name, peer.name, note=f"did not run: {peer.reason}"))
             else:
                 others.append(judge.row(CHECK, peer.name, in_onnxruntime(peer.file)))
-        yield add_target(mine, others)
+        yield add_target(ours, others)
         yield judge.row(CHECK, "qtrace, for OpenVINO's kernels", in_onnxruntime(twin), kernels)
         yield from others
 

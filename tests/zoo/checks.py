@@ -194,11 +194,11 @@ class Case:
 
     def check_same(self, stage: str) -> None:
         """Bit for bit; where the module gets batches wrong, its samples alone, and batches are close."""
-        for want, single, batch in zip(
+        for expected, single, batch in zip(
             self.expected, self.outputs(stage, self.single), self.outputs(stage), strict=True
         ):
-            equal(want, single)
-            close(want, batch)
+            equal(expected, single)
+            close(expected, batch)
 
     # -- the checks ---------------------------------------------------------------------------------
 

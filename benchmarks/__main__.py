@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.groups import measured, measured_apart
+from benchmarks.groups import measure, measure_apart
 from benchmarks.limits import markdown
 from benchmarks.rows import Row, Size, render
 
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     for group in groups:
         print(f"{group} ...", file=sys.stderr, flush=True)
         facts, start = machine.facts(), time.perf_counter()
-        rows = measured(group, size) if len(groups) == 1 else measured_apart(group, size)
+        rows = measure(group, size) if len(groups) == 1 else measure_apart(group, size)
         facts.update(load_after=machine.load(), seconds=round(time.perf_counter() - start))
         results[group] = facts, rows
     print(render({group: rows for group, (_, rows) in results.items()}))
@@ -70,13 +70,13 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--nncf-python", metavar="PATH", help="an interpreter that has NNCF, for its rows")
     parser.add_argument("--torch-python", metavar="PATH", help="an interpreter that has torch, for its rows")
-    parser.add_argument("--table", action="store_true", help="print what was measured before, in Markdown")
+    parser.add_argument("--table", action="store_true", help="print the stored rows, in Markdown")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
     return parser.parse_args(arguments)
 
 
 def _write(path: Path, quick: bool, results: dict[str, _Result]) -> None:
-    """Puts groups in the place of what was measured of them before; each has facts about its machine."""
+    """Replaces the stored rows of the measured groups; each group has facts about its machine."""
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for group, (facts, rows) in results.items():
         known[group] = {"machine": facts, "quick": quick, "rows": [row.to_dict() for row in rows]}

@@ -1,4 +1,4 @@
-"""The same work by other tools, each in an interpreter of its own: NNCF, and torch.ao on the same network."""
+"""Times other tools at the same work, each in an interpreter of its own: NNCF and torch.ao."""
 
 from __future__ import annotations
 
@@ -36,24 +36,29 @@ def _nncf(size: Size, python: str) -> Iterator[Row]:
     title = f"{size.net}: calibrate, {images} images, auto, minmax / NNCF min-max"
     prepared = qtrace.prepare(traced, {"observers": {"activation": "minmax"}})
     sides = {"minmax": lambda: qtrace.calibrate(prepared, batches, progress=False)}
-    before = take_turns(sides, size.few).by_side["minmax"]
+    before = take_turns(sides, size.slow_repeats).by_side["minmax"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = qtrace.export(qtrace.convert(prepared), folder / "float.onnx", format="onnx_float")
         np.save(folder / "x.npy", np.concatenate(batches))
-        theirs = _told(python, "nncf_minmax.py", model, folder / "x.npy", size.image[0], size.few)["minmax"]
-    ours = [*before, *take_turns(sides, size.few).by_side["minmax"]]
+        nncf_seconds = _run_worker(
+            python, "nncf_minmax.py", model, folder / "x.npy", size.image[0], size.slow_repeats
+        )["minmax"]
+    ours = [*before, *take_turns(sides, size.slow_repeats).by_side["minmax"]]
     # Ours before and after it: the machine should not have changed meanwhile.
-    mine = sorted(sample.wall for sample in ours)[len(ours) // 2]
-    yield Row(title, Spread.of([Sample.of(mine / other) for other in theirs]), "x", 1.0)
+    median = sorted(sample.wall for sample in ours)[len(ours) // 2]
+    yield Row(title, Spread.of([Sample.of(median / other) for other in nncf_seconds]), "x", 1.0)
     yield Row(
-        f"{size.net}: NNCF, {images} images, min-max", _seconds(theirs), "s", note="without bias correction"
+        f"{size.net}: NNCF, {images} images, min-max",
+        _seconds(nncf_seconds),
+        "s",
+        note="without bias correction",
     )
 
 
 def _torch(size: Size, python: str) -> Iterator[Row]:
-    found = _told(python, "torch_ao.py", size.image, 4 * size.batches, size.few)
-    samples = Samples({name: [Sample.of(s) for s in seconds] for name, seconds in found.items()})
+    seconds_by_side = _run_worker(python, "torch_ao.py", size.image, 4 * size.batches, size.slow_repeats)
+    samples = Samples({name: [Sample.of(s) for s in seconds] for name, seconds in seconds_by_side.items()})
     note = "its own float network is the unit"
     for kind in ("minmax", "histogram"):
         title = f"{size.net}: torch.ao FX, prepare and calibrate / forwards, {kind}"
@@ -65,13 +70,13 @@ def _torch(size: Size, python: str) -> Iterator[Row]:
     yield Row(f"{size.net}: torch.ao FX, QAT step", samples.seconds("qat step"), "s")
 
 
-def _told(python: str, worker: str, *arguments: object) -> dict[str, list[float]]:
-    """What a worker prints."""
+def _run_worker(python: str, worker: str, *arguments: object) -> dict[str, list[float]]:
+    """Runs a worker in its interpreter and returns the figures that it prints."""
     command = [python, str(_WORKERS / worker), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{worker} failed: {done.stderr.strip().splitlines()[-1:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise RuntimeError(f"{worker} failed: {process.stderr.strip().splitlines()[-1:]}")
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def _seconds(values: list[float]) -> Spread:

@@ -35,12 +35,12 @@ def run(size: Size) -> Iterator[Row]:
     batches = image_batches(size.batches, size.image)
     net = settle(ResNet18(size.width), batches[0])
     yield from _passes(net, batches, size.net, _TARGETS, size.repeats)
-    yield from _passes(net, batches, size.net, dict.fromkeys(_OTHERS), size.few)
-    yield from _whole(net, batches, size.net, size.few)
+    yield from _passes(net, batches, size.net, dict.fromkeys(_OTHERS), size.slow_repeats)
+    yield from _whole(net, batches, size.net, size.slow_repeats)
     mobile = settle(MobileNetV2(size.mobile_width), batches[0])
-    yield from _passes(mobile, batches, "MobileNetV2", _TARGETS, size.few)
+    yield from _passes(mobile, batches, "MobileNetV2", _TARGETS, size.slow_repeats)
     darknet = settle(CSPDarknet(M.SiLU, size.width), batches[0])
-    yield from _passes(darknet, batches, "CSPDarknet", _TARGETS, size.few)
+    yield from _passes(darknet, batches, "CSPDarknet", _TARGETS, size.slow_repeats)
     yield from _sampled(darknet, "CSPDarknet", size)
     yield from _native(batches, size)
 
@@ -48,7 +48,7 @@ def run(size: Size) -> Iterator[Row]:
 def _passes(
     net: Module, batches: list[Tensor], name: str, targets: dict[str, float | None], repeats: int
 ) -> Iterator[Row]:
-    """What calibrate does with one batch in either engine, beside MegEngine's float forward."""
+    """Times one batch of calibrate in either engine, beside MegEngine's float forward."""
     traced = qtrace.trace(net, batches[0], check=False)
     sides: dict[str, Callable[[], Any]] = {"float": _forward(net, batches)}
     for observer in targets:
@@ -70,10 +70,10 @@ def _passes(
 def one_pass(prepared: TracedModule, batches: list[Tensor], engine: str) -> Callable[[], None]:
     """Runs and observes one batch after the other, in a circle."""
     model = QuantizedModel(prepared)
-    seen, statistics = watched(model), no_statistics(model)
-    runner = choose(model, seen, engine)
+    watched_nodes, statistics = watched(model), no_statistics(model)
+    runner = choose(model, watched_nodes, engine)
     sites = {name: fq.site for name, fq in model.fake_quants.items()}
-    observing = Observing(statistics, seen, sites, {})
+    observing = Observing(statistics, watched_nodes, sites, {})
     endless = enumerate(itertools.cycle(batches))
 
     def run() -> None:
@@ -110,7 +110,7 @@ def _native(batches: list[Tensor], size: Size) -> Iterator[Row]:
     observed = quantize_qat(net, inplace=False, qconfig=calibration_qconfig)
     observed.eval()
     sides = {"float": _forward(net, batches), "native": _forward(observed, batches)}
-    samples = take_turns(sides, size.few)
+    samples = take_turns(sides, size.slow_repeats)
     title = f"{size.net}: MegEngine's own HistogramObserver / float forward"
     yield Row(title, samples.ratio("native", "float"), "x", note="it searches a range at every batch")
 
@@ -126,7 +126,7 @@ def _sampled(net: Module, name: str, size: Size) -> Iterator[Row]:
     for part in parts:
         prepared = qtrace.prepare(traced, {"observers": {"activation": {"mse": {"sample": part}}}})
         sides[str(part)] = one_pass(prepared, batches, "onnxruntime")
-    samples = take_turns(sides, size.few, warm_up=2)
+    samples = take_turns(sides, size.slow_repeats, warm_up=2)
     title = f"{name} {'x'.join(map(str, shape))}: calibration pass, mse, onnxruntime"
     for part in parts[1:]:
         yield Row(f"{title}, sample: {part} / all", samples.ratio(str(part), "1"), "x")

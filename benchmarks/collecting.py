@@ -40,7 +40,7 @@ class _Reader(CalibrationDataReader):  # type: ignore[misc]
 
 
 def run(size: Size) -> Iterator[Row]:
-    """Wall clock from the prepared graph, or the ONNX file, to the last range."""
+    """Times calibration from the prepared graph, or the ONNX file, to the last range."""
     count = 4 * size.batches
     batches = [batch.numpy() for batch in image_batches(count, size.image)]
     net = settle(ResNet18(size.width), Tensor(batches[0]))
@@ -72,7 +72,7 @@ def _beside_onnxruntime(
         return calibrator.compute_data()
 
     sides["onnxruntime"] = theirs
-    samples = take_turns(sides, size.few)
+    samples = take_turns(sides, size.slow_repeats)
     images = len(batches) * size.image[0]
     for observer, target in _TARGETS.items():
         title = f"{size.net}: calibrate, {images} images, auto, {observer} / onnxruntime.quantization MinMax"
@@ -81,14 +81,14 @@ def _beside_onnxruntime(
 
 
 def _workers(traced: TracedModule, batches: list[np.ndarray], folder: Path, size: Size) -> Iterator[Row]:
-    """Batches a second of one and two workers, without their start."""
+    """Times a batch with one and with two workers, without their start."""
     np.save(folder / "x.npy", np.concatenate(batches))
     prepared = qtrace.prepare(traced, {"observers": {"activation": "minmax"}})
     qtrace.save(prepared, folder / "prepared.mge")
     source = Source(str(folder / "x.npy"), batch_size=size.image[0])
     for engine in ("megengine", "onnxruntime"):
         rounds: dict[str, list[Sample]] = {"1": [], "2": []}
-        for _ in range(max(1, size.few // 2)):
+        for _ in range(max(1, size.slow_repeats // 2)):
             for workers in (1, 2):
                 seconds = _steady(folder, source, workers, engine)
                 rounds[str(workers)].append(Sample.of(seconds))
@@ -98,9 +98,9 @@ def _workers(traced: TracedModule, batches: list[np.ndarray], folder: Path, size
 
 
 def _alone(size: Size) -> Row:
-    """What the machine gives: float forwards and nothing else, in one process and in two."""
+    """Times float forwards alone, in one process and in two: the bound that the machine sets."""
     rounds: dict[str, list[Sample]] = {"1": [], "2": []}
-    for _ in range(max(1, size.few // 2)):
+    for _ in range(max(1, size.slow_repeats // 2)):
         for count in (1, 2):
             command = [sys.executable, "-c", _FORWARDS, str(size.width), str(size.image)]
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

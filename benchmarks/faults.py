@@ -49,12 +49,12 @@ class Work:
     """A command and its output.
 
     Attributes:
-        name: what it is called.
-        args: the command.
+        name: the name of the command, as it is printed.
+        args: the arguments of `qtrace`.
         target: the output, a file or a folder.
-        old: a copy of the output as it is before.
-        new: a copy of it as the command makes it.
-        again: the command to go on with after a kill.
+        old: a copy of the output before the command.
+        new: a copy of the output after the command.
+        again: the arguments that go on after a kill.
     """
 
     name: str
@@ -67,10 +67,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: its exit code (negative for a signal), what it said, and how long it took."""
+    """The end of a command: its exit code (negative for a signal), its output, and its time in seconds."""
 
     code: int
-    said: str
+    output: str
     seconds: float
 
 
@@ -83,36 +83,36 @@ def command(
     """Runs a command in a child.
 
     Args:
-        args: the command.
-        before: is called in the child, to limit it.
-        hit: is called here with the child's id, to disturb it.
+        args: the arguments of `qtrace`.
+        before: called in the child before the command, to limit its resources.
+        hit: called in this process with the child's id, to disturb it.
     """
-    said = Path("said.txt")
+    output = Path("said.txt")
     Path("begun").unlink(missing_ok=True)
     start = time.monotonic()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = os.fork()
     if not child:
-        _child(args, said, before)
+        _child(args, output, before)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hit is not None:
         hit(child)
     while True:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
+        ended_child, status = os.waitpid(child, os.WNOHANG)
+        if ended_child:
             break
         if time.monotonic() - start > PATIENCE:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            raise SystemExit(f"{' '.join(args)} hangs: {said.read_text()}")
+            raise SystemExit(f"{' '.join(args)} hangs: {output.read_text()}")
         time.sleep(0.002)
-    return Ended(os.waitstatus_to_exitcode(status), said.read_text(), time.monotonic() - start)
+    return Ended(os.waitstatus_to_exitcode(status), output.read_text(), time.monotonic() - start)
 
 
-def _child(args: tuple[str, ...], said: Path, before: Callable[[], None] | None) -> None:
+def _child(args: tuple[str, ...], output: Path, before: Callable[[], None] | None) -> None:
     code: object = 70
     try:
-        handle = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - until the child ends
@@ -170,7 +170,7 @@ def _copy(source: Path, target: Path) -> None:
 def _must(*args: str) -> None:
     ended = command(args)
     if ended.code:
-        raise SystemExit(f"{' '.join(args)} ended with {ended.code}: {ended.said}")
+        raise SystemExit(f"{' '.join(args)} ended with {ended.code}: {ended.output}")
 
 
 def prepare() -> list[Work]:
@@ -207,13 +207,13 @@ def prepare() -> list[Work]:
 
 
 def _check(work: Work, fault: str) -> str:
-    """Which state the output is in."""
-    found = state(work.target)
+    """Says in which state the output is: old or new."""
+    present = state(work.target)
     for name, copy in (("old", work.old), ("new", work.new)):
-        if found == state(copy):
+        if present == state(copy):
             return name
     new = state(work.new)
-    other = [name for name in {**found, **new} if found.get(name) != new.get(name)]
+    other = [name for name in {**present, **new} if present.get(name) != new.get(name)]
     raise SystemExit(
         f"{work.name}, {fault}: the output is neither old nor new, for {', '.join(other)} is not"
     )
@@ -229,9 +229,9 @@ def _clean(work: Work, fault: str) -> None:
 
 def kills(works: list[Work], count: int, rng: random.Random) -> Counter[str]:
     """Kills ``count`` commands at random instants of their work; then runs them to their end."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     lasts: dict[str, float] = {}
-    for number in itertools.takewhile(lambda _: seen["killed"] < count, itertools.count()):
+    for number in itertools.takewhile(lambda _: counts["killed"] < count, itertools.count()):
         work = works[min(number % 4, 2) if number % 4 != 3 else 1]  # calibrate half of the time
         _copy(work.old, work.target)
         if work.name not in lasts:
@@ -244,42 +244,42 @@ def kills(works: list[Work], count: int, rng: random.Random) -> Counter[str]:
             os.kill(child, signal.SIGKILL)
 
         ended = command(work.args, hit=hit)
-        found = _check(work, f"killed after {wait:.3f} s")
+        outcome = _check(work, f"killed after {wait:.3f} s")
         if ended.code == 0:  # the machine has become faster
             lasts[work.name] = ended.seconds
-            seen["ended before it was killed"] += 1
+            counts["ended before it was killed"] += 1
         else:
             if ended.code != -signal.SIGKILL:
-                raise SystemExit(f"{work.name}: exit code {ended.code} before it was killed: {ended.said}")
-            seen["killed"] += 1
-            seen[f"{work.name} killed: {found}"] += 1
+                raise SystemExit(f"{work.name}: exit code {ended.code} before it was killed: {ended.output}")
+            counts["killed"] += 1
+            counts[f"{work.name} killed: {outcome}"] += 1
         again = command(work.again)
         if again.code or _check(work, "resumed") != "new":
-            raise SystemExit(f"{work.name}: resuming ended with {again.code}: {again.said}")
+            raise SystemExit(f"{work.name}: resuming ended with {again.code}: {again.output}")
         if work.name == "calibrate":
             _clean(work, "resumed")
         for left in Path().glob(".*.tmp"):
             shutil.rmtree(left)
-        if ended.code and seen["killed"] % 20 == 0:
-            print(f"{seen['killed']} kills", file=sys.stderr, flush=True)
-    return seen
+        if ended.code and counts["killed"] % 20 == 0:
+            print(f"{counts['killed']} kills", file=sys.stderr, flush=True)
+    return counts
 
 
 def _refused(work: Work, fault: str, ended: Ended, codes: tuple[int, ...] = (2,)) -> str:
-    lines = [line for line in ended.said.splitlines() if line]
+    lines = [line for line in ended.output.splitlines() if line]
     # Where Ctrl-C hits a callback of Python's own imports, Python says so, and the next one ends the command.
     wordy = ended.code == 2 and len(lines) > 1
-    if ended.code not in codes or wordy or "fault in qtrace" in ended.said:
-        raise SystemExit(f"{work.name}, {fault}: exit code {ended.code}: {ended.said}")
-    found = _check(work, fault)
-    if found != ("new" if ended.code == 0 else "old") and ended.code != 130:
-        raise SystemExit(f"{work.name}, {fault}: exit code {ended.code}, but the output is {found}")
-    return found
+    if ended.code not in codes or wordy or "fault in qtrace" in ended.output:
+        raise SystemExit(f"{work.name}, {fault}: exit code {ended.code}: {ended.output}")
+    outcome = _check(work, fault)
+    if outcome != ("new" if ended.code == 0 else "old") and ended.code != 130:
+        raise SystemExit(f"{work.name}, {fault}: exit code {ended.code}, but the output is {outcome}")
+    return outcome
 
 
 def others(works: list[Work], rounds: int, rng: random.Random) -> Counter[str]:
     """A full disk, too few handles, a folder without rights, and Ctrl-C twice."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for work in works * rounds:
         largest = max(p.stat().st_size for p in (work.new.rglob("*") if work.new.is_dir() else [work.new]))
         size, handles, wait, second = (
@@ -297,12 +297,12 @@ def others(works: list[Work], rounds: int, rng: random.Random) -> Counter[str]:
             _copy(work.old, work.target)
             with _lent() if before is _read_only else contextlib.nullcontext():
                 ended = command(work.args, before=before, hit=hit)
-            found = _refused(work, fault, ended, codes)
+            outcome = _refused(work, fault, ended, codes)
             kind = fault if not fault[0].isdigit() and not fault.startswith("files") else fault.split()[-1]
-            seen[f"{work.name}, {kind}: {found}"] += 1
+            counts[f"{work.name}, {kind}: {outcome}"] += 1
             shutil.rmtree(work.target / ".calibration", ignore_errors=True)
             _clean(work, fault)
-    return seen
+    return counts
 
 
 def _limit(kind: int, value: int) -> None:
@@ -312,13 +312,13 @@ def _limit(kind: int, value: int) -> None:
 @contextlib.contextmanager
 def _lent() -> Iterator[None]:
     """Lets everybody read the current folder, and nobody write to it."""
-    here = Path()
+    current = Path()
     Path("said.txt").touch()
-    for path in (here, *here.rglob("*")):
+    for path in (current, *current.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
     Path("said.txt").chmod(0o666)
     yield
-    for path in (here, *here.rglob("*")):
+    for path in (current, *current.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
 
 
@@ -357,8 +357,8 @@ def main(arguments: list[str] | None = None) -> int:
         os.chmod(folder, 0o755)
         os.chdir(folder)
         works = prepare()
-        _tell(kills(works, options.kills, rng))
-        _tell(others(works, options.rounds, rng))
+        _print_counts(kills(works, options.kills, rng))
+        _print_counts(others(works, options.rounds, rng))
         os.chdir("/")
     print(
         f"{options.kills} kills and {4 * len(works) * options.rounds} other faults in "
@@ -367,13 +367,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _tell(seen: Counter[str]) -> None:
-    for name, count in sorted(seen.items()):
+def _print_counts(counts: Counter[str]) -> None:
+    for name, count in sorted(counts.items()):
         print(f"{count:5} {name}", flush=True)
 
 
 def _import_all() -> None:
-    """What the commands import, so that a child does not wait for it; nothing of it is used here."""
+    """Imports the modules that the commands use, so that no child waits for them."""
     import cv2  # noqa: F401
     import onnx  # noqa: F401
     import onnxruntime  # noqa: F401

@@ -1,4 +1,4 @@
-"""Running one group of benchmarks, here or in a process of its own."""
+"""Runs one group of benchmarks, in this process or in one of its own."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from multiprocessing import get_context
 from benchmarks.rows import Row, Size
 from qtrace.process import engine
 
-__all__ = ["measured", "measured_apart"]
+__all__ = ["measure", "measure_apart"]
 
 
-def measured(group: str, size: Size) -> list[Row]:
-    """The rows of the group ``benchmarks.<group>``."""
+def measure(group: str, size: Size) -> list[Row]:
+    """Runs ``benchmarks.<group>`` and returns its rows."""
     # As the command line does: else a thread of MegEngine's takes a quarter of a core from all sides.
     engine.quiet()
     return list(importlib.import_module(f"benchmarks.{group}").run(size))
 
 
-def measured_apart(group: str, size: Size) -> list[Row]:
-    """In a process of its own: what one group leaves in memory slows the next one down."""
+def measure_apart(group: str, size: Size) -> list[Row]:
+    """Runs a group in a process of its own, since the memory that a group leaves slows the next one down."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(measured, group, size).result()
+        return pool.submit(measure, group, size).result()

@@ -1,4 +1,4 @@
-"""How the work on graphs grows: every step from a trace to a file, on a chain and on one twice as long."""
+"""Growth of the work on graphs: every step from a trace to a file, on a chain and on one twice as long."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(size: Size) -> Iterator[Row]:
         chains = {n: _Chain(n, Path(folder)) for n in layers}
         for name in _Chain.STEPS:
             sides: dict[str, Callable[[], Any]] = {str(n): getattr(c, name) for n, c in chains.items()}
-            samples = take_turns(sides, max(size.few - 2, 1), warm_up=0)
+            samples = take_turns(sides, max(size.slow_repeats - 2, 1), warm_up=0)
             for n in layers:
                 yield Row(f"{name}, chain of {n} layers", samples.seconds(str(n)), "s")
             growth = samples.ratio(str(layers[-1]), str(layers[-2]))
@@ -92,14 +92,14 @@ print(time.perf_counter() - start)
 def _import_time(size: Size) -> Spread:
     """Fresh processes, MegEngine and numpy imported before; every public name is touched."""
     text = _IMPORT.format(names="; ".join(f"qtrace.{name}" for name in qtrace.__all__))
-    found = []
+    samples = []
     with tempfile.TemporaryDirectory() as folder:
         # Compiled before, as wherever it is installed, whatever this environment says.
         environment = {**os.environ, "PYTHONPYCACHEPREFIX": folder}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        for number in range(size.few + 1):
+        for number in range(size.slow_repeats + 1):
             command = [sys.executable, "-W", "ignore", "-c", text]
-            done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+            process = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
             if number:
-                found.append(Sample.of(float(done.stdout.split()[-1])))
-    return Spread.of(found)
+                samples.append(Sample.of(float(process.stdout.split()[-1])))
+    return Spread.of(samples)

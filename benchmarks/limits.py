@@ -1,4 +1,4 @@
-"""What limits each row, for the table in the documentation: read from profiles, not measured by the run."""
+"""The limit of each row, for the table in the documentation: read from profiles, not measured by the run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _LIMITS = (
 
 
 def limit(name: str) -> str:
-    """What limits the row ``name``.
+    """Says what limits the row ``name``.
 
     Raises:
         LookupError: when nobody has said.

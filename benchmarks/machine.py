@@ -15,7 +15,7 @@ __all__ = ["facts", "load"]
 
 
 def facts() -> dict[str, Any]:
-    """Processor, versions, date, and how busy the machine is at this moment."""
+    """Processor, versions, date, and the present load of the machine."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": _cpu(),

@@ -18,7 +18,7 @@ _PROGRAM = """
 import ast, sys, warnings
 
 warnings.filterwarnings("ignore")
-what, width, shape = sys.argv[1], int(sys.argv[2]), ast.literal_eval(sys.argv[3])
+work, width, shape = sys.argv[1], int(sys.argv[2]), ast.literal_eval(sys.argv[3])
 
 import qtrace
 from benchmarks.nets import ResNet18, image_batches, settle
@@ -26,11 +26,11 @@ from benchmarks.nets import ResNet18, image_batches, settle
 batches = image_batches(3, shape)
 net = settle(ResNet18(width), image_batches(1, (2, *shape[1:]))[0])
 traced = qtrace.trace(net, batches[0][:1], check=False)
-if what == "forward":
+if work == "forward":
     for batch in batches:
         net(batch).numpy()
 else:
-    kind, observer = what.split()
+    kind, observer = work.split()
     prepared = qtrace.prepare(traced, {"observers": {"activation": observer}})
     qtrace.calibrate(prepared, batches, progress=False, engine=kind)
 # Not ru_maxrss, which begins with that of the process that started this one.
@@ -39,24 +39,30 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 
 
 def run(size: Size) -> Iterator[Row]:
-    """Both engines and two observers on large batches, so that activations outweigh libraries."""
+    """Measures both engines and two observers on large batches, so that activations outweigh libraries."""
     shape = (32, 3, 224, 224) if size.width == 64 else size.image
     forward = _peak("forward", size, shape)
     name = f"ResNet-18 {'x'.join(map(str, shape))}"
-    yield Row(f"{name}: peak memory of float forwards", _one(forward / 1024), "MB")
+    yield Row(f"{name}: peak memory of float forwards", _spread_of(forward / 1024), "MB")
     for engine in ("megengine", "onnxruntime"):
         for observer in ("minmax", "mse"):
             ratio = _peak(f"{engine} {observer}", size, shape) / forward
             title = f"{name}: peak memory, calibrate / float forward, {observer}, {engine}"
-            yield Row(title, _one(ratio), "x", _TARGET)
+            yield Row(title, _spread_of(ratio), "x", _TARGET)
 
 
-def _peak(what: str, size: Size, shape: tuple[int, ...]) -> float:
-    """Kilobytes."""
-    command = [sys.executable, "-c", _PROGRAM, what, str(size.width), str(shape)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(done.stdout.split()[-1])
+def _peak(work: str, size: Size, shape: tuple[int, ...]) -> float:
+    """Returns the peak memory of a process, in kilobytes.
+
+    Args:
+        work: "forward", or an engine and an observer.
+        size: the width of the network.
+        shape: the shape of a batch.
+    """
+    command = [sys.executable, "-c", _PROGRAM, work, str(size.width), str(shape)]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(process.stdout.split()[-1])
 
 
-def _one(value: float) -> Spread:
+def _spread_of(value: float) -> Spread:
     return Spread.of([Sample.of(value)])

@@ -20,7 +20,9 @@ def run(size: Size) -> Iterator[Row]:
     image = np.zeros((1, 4, 8, 8), np.float32)
     # Tracing is not what is measured, and its comparison on other inputs costs five forwards.
     traced = {n: qtrace.trace(chain(n), image, check=False) for n in (short, long)}
-    samples = take_turns({str(n): lambda t=t: qtrace.prepare(t) for n, t in traced.items()}, size.few)
+    samples = take_turns(
+        {str(n): lambda t=t: qtrace.prepare(t) for n, t in traced.items()}, size.slow_repeats
+    )
     yield Row(f"prepare, {short} conv+bn+relu", samples.seconds(str(short)), "s", 3.0, "beyond tracing")
     growth = samples.ratio(str(long), str(short))
     yield Row(f"prepare, {long} / {short} conv+bn+relu", growth, "x", 2.3)

@@ -61,8 +61,8 @@ def _every_site(size: Size) -> Iterator[Row]:
         prepared = qtrace.prepare(traced, {"observers": {"activation": observer}})
         collected = collect(prepared, enumerate(batches), Options("megengine")).statistics
         observers = observe_parameters(QuantizedModel(prepared), collected).observers.values()
-        search = {observer: lambda o=observers: [one.qparams() for one in o if not one.empty]}  # type: ignore[misc]
-        samples = take_turns(search, size.few)
+        search = {observer: lambda o=observers: [each.qparams() for each in o if not each.empty]}  # type: ignore[misc]
+        samples = take_turns(search, size.slow_repeats)
         title = f"range search, {observer}, all {len(observers)} groups of ResNet-50"
         yield Row(title, samples.seconds(observer), "s", 1.0)
 

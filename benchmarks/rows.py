@@ -13,19 +13,19 @@ __all__ = ["Row", "Size", "render"]
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured.
+    """The size of the measurements.
 
     Attributes:
-        width: of the ResNets; 64 is ResNet-18.
-        mobile_width: of MobileNetV2; 32 is the paper's.
+        width: channels of the first stage of the ResNets; 64 is ResNet-18.
+        mobile_width: channels of the first layer of MobileNetV2; 32 is the paper's.
         image: shape of a batch.
-        batches: in a whole calibration.
+        batches: number of batches in a whole calibration.
         chain: times conv, BatchNorm, ReLU in the shorter chain of preparing; layers in the second of growing.
         repeats: rounds of cheap measurements.
-        few: rounds of expensive ones.
+        slow_repeats: rounds of expensive measurements.
         traced: whether training is measured under jit.trace too, which takes a while to compile.
         nncf: an interpreter that has NNCF; None to leave its rows out.
-        torch: one that has torch; likewise.
+        torch: an interpreter that has torch; None to leave its rows out.
     """
 
     width: int = 64
@@ -34,21 +34,28 @@ class Size:
     batches: int = 8
     chain: int = 400
     repeats: int = 11
-    few: int = 5
+    slow_repeats: int = 5
     traced: bool = True
     nncf: str | None = None
     torch: str | None = None
 
     @classmethod
     def quick(cls) -> Size:
-        """So small that the figures mean nothing: to see whether the benchmarks run."""
+        """Returns a size so small that the figures mean nothing, to see whether the benchmarks run."""
         return cls(
-            width=8, mobile_width=8, image=(2, 3, 32, 32), batches=2, chain=10, repeats=2, few=1, traced=False
+            width=8,
+            mobile_width=8,
+            image=(2, 3, 32, 32),
+            batches=2,
+            chain=10,
+            repeats=2,
+            slow_repeats=1,
+            traced=False,
         )
 
     @property
     def net(self) -> str:
-        """What the ResNet rows are called."""
+        """The name of the ResNet in the rows."""
         return f"ResNet-18 {'x'.join(map(str, self.image))}" + (
             "" if self.width == 64 else f" width {self.width}"
         )
@@ -59,11 +66,11 @@ class Row:
     """One line of the table.
 
     Attributes:
-        name: what was measured.
+        name: the measurement, with its network.
         value: the result.
         unit: "x" for a ratio, "s" or "ms".
         target: the largest median that is good enough; None for information.
-        note: what else a reader must know.
+        note: a remark that is shown beside the value.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Measuring: a speed is a ratio within one run, of sides that took turns in one process."""
+"""Times calls: a speed is a ratio within one run, of sides that took turns in one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Sample:
 
     @classmethod
     def of(cls, value: float) -> Sample:
-        """What is known by the clock on the wall alone, or is no time at all."""
+        """Returns a sample without processor time: of the wall clock alone, or of a value that is no time."""
         return cls(value, value)
 
 
@@ -47,7 +47,7 @@ class Spread:
 
 
 class Samples:
-    """What ``take_turns`` measured: side -> one sample a round."""
+    """The result of ``take_turns``: side -> one sample for each round."""
 
     def __init__(self, by_side: dict[str, list[Sample]]) -> None:
         self.by_side = by_side

@@ -21,7 +21,7 @@ __all__ = ["run"]
 
 
 def run(size: Size) -> Iterator[Row]:
-    """Trace, prepare, explain, convert, export, verify, save, load of four networks."""
+    """Times trace, prepare, explain, convert, export, verify, save and load of four networks."""
     batches = image_batches(1, size.image)
     nets = {
         size.net: ResNet18(size.width),
@@ -30,7 +30,9 @@ def run(size: Size) -> Iterator[Row]:
         "CSPDarknet": CSPDarknet(M.SiLU, size.width),
     }
     for name, net in nets.items():
-        samples = _measured(settle(net, batches[0]), batches, 3 if size.few > 3 else size.few)
+        samples = _measured(
+            settle(net, batches[0]), batches, 3 if size.slow_repeats > 3 else size.slow_repeats
+        )
         for side in samples.by_side:
             yield Row(f"{name}: {side}", samples.seconds(side), "s")
 

@@ -27,10 +27,12 @@ _OF_NATIVE = 0.35
 
 
 def run(size: Size) -> Iterator[Row]:
-    """Forward, backward and optimizer step of all networks, in turns."""
+    """Times forward, backward and optimizer step of all networks, in turns."""
     level, megengine.config.async_level = megengine.config.async_level, 0  # else gradients race on CPU
     try:
-        samples = take_turns(_sides(size), size.few, warm_up=2)  # jit.trace compiles at the second call
+        samples = take_turns(
+            _sides(size), size.slow_repeats, warm_up=2
+        )  # jit.trace compiles at the second call
     finally:
         megengine.config.async_level = level
     yield from _rows(f"{size.net}: ", samples)

@@ -1,4 +1,4 @@
-"""The whole road on real data: train, quantize to 8 and to 4 bits, train at 4 bits, export, run, compare.
+"""All steps on real data: train, quantize to 8 and to 4 bits, train at 4 bits, export, run, compare.
 
 ``make demo`` runs it in under three minutes on two cores. Every step is the public API or the command
 line; the commands are printed as they run, so that each can be repeated by hand. The exit code is 1 if a
@@ -25,7 +25,7 @@ import numpy as np
 
 import qtrace
 
-# MegEngine makes the processor flush subnormal numbers to zero, which numpy remarks on.
+# MegEngine makes the processor flush subnormal numbers to zero, of which numpy warns.
 warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
 qtrace.quiet()  # before anything else loads MegEngine: it would print notes about a missing CUDA driver
 
@@ -47,15 +47,15 @@ MAX_DROP_W8A8, MAX_DROP_QAT, MIN_AGREEMENT = 0.5, 1.5, 0.995
 
 @dataclass
 class Row:
-    """What is known of one variant of the network.
+    """The results of one variant of the network.
 
     Attributes:
         name: the variant.
         graph: accuracy of its graph in MegEngine, in percent of the test images.
-        runtime: the same of its file in onnxruntime; None where there is no file.
-        weight_bytes: its weights and biases at the width of their type.
-        file_bytes: the file on disk; None where there is no file.
-        same: percentage of test images on which graph and runtime see the same digit.
+        runtime: accuracy of its file in onnxruntime, in percent; None where there is no file.
+        weight_bytes: size of its weights and biases at the width of their type.
+        file_bytes: size of the file on disk; None where there is no file.
+        same: percentage of test images for which graph and runtime give the same digit.
         worst_lsb: largest difference of an integer between graph and runtime, op by op.
     """
 
@@ -73,7 +73,7 @@ class Demo:
 
     Args:
         out: folder for the artefacts; files of an earlier run are replaced.
-        seed: of the initial weights and of the order of the training images.
+        seed: seed of the initial weights and of the order of the training images.
         quick: one epoch of everything, to see that all steps work; the targets do not count.
     """
 
@@ -93,7 +93,7 @@ class Demo:
         self.w8a8_by_command()
         self.w8a8_by_api(traced)
         self.w4a4(traced)
-        missed = [] if self.quick else misses(self.rows)
+        missed = [] if self.quick else missed_targets(self.rows)
         self.write_results(missed)
         self.say("Results on the 500 test images")
         print(self.table())
@@ -128,7 +128,7 @@ class Demo:
         return traced
 
     def w8a8_by_command(self) -> None:
-        """8 bits by the command line alone: calibrate, explain, export, verify."""
+        """Quantizes to 8 bits by the command line alone: calibrate, explain, export, verify."""
         self.say("PTQ W8A8, mse observers, by the command line")
         folder, file = self.out / "w8a8", self.out / "w8a8.onnx"
         data, test = self.out / "calibration.npz", self.out / "test.npz"
@@ -145,8 +145,8 @@ class Demo:
             folder,
             "--force",
         )
-        told = command("explain", quantized).splitlines()
-        print(next(line for line in told if line.startswith("sites:")))
+        explained = command("explain", quantized).splitlines()
+        print(next(line for line in explained if line.startswith("sites:")))
         command("export", quantized, "--out", file)
         verified = json.loads(command("verify", file, "--model", quantized, "--data", test, "--json"))
         (self.out / "w8a8.verify.json").write_text(json.dumps(verified, indent=2) + "\n", encoding="utf-8")
@@ -154,7 +154,7 @@ class Demo:
         self.add_exported("PTQ W8A8 (mse)", qtrace.load(quantized), file, verified["worst_lsb"]["op_by_op"])
 
     def w8a8_by_api(self, traced: Any) -> None:
-        """The same with another observer, by the API."""
+        """Quantizes to 8 bits with minmax observers, by the API."""
         self.say("PTQ W8A8, minmax observers, by the API")
         config = qtrace.QConfig(observers={"activation": "minmax"})
         quantized = qtrace.convert(self.calibrated(traced, config))
@@ -165,7 +165,7 @@ class Demo:
         self.add_exported("PTQ W8A8 (minmax)", quantized, file, report.worst_lsb())
 
     def w4a4(self, traced: Any) -> None:
-        """4 bits: calibrated only, then trained on from the same weights and ranges."""
+        """Measures 4 bits: calibrated only, then trained from the same weights and ranges."""
         config = qtrace.load_recipe(RECIPES / "digits_w4a4.yaml")
         self.say("PTQ W4A4, by the API")
         prepared = self.calibrated(traced, config)
@@ -195,27 +195,27 @@ class Demo:
         return qtrace.calibrate(prepared, batches(self.data.calibration.images))
 
     def accuracy(self, model: Any) -> float:
-        """Percentage of the test images that ``model`` sees right."""
-        return right(digits.predict(model, self.data.test.images), self.data.test.labels)
+        """Percentage of the test images that ``model`` classifies right."""
+        return percent_equal(digits.predict(model, self.data.test.images), self.data.test.labels)
 
     def add_graph(self, name: str, quantized: Any) -> None:
-        """A row for a variant that no file can hold: ONNX opset 13 has no 4-bit activations."""
+        """Adds the row of a variant that no file can hold: ONNX opset 13 has no 4-bit activations."""
         self.rows.append(Row(name, self.accuracy(quantized), weight_bytes=packed_bytes(quantized)))
 
     def add_exported(self, name: str, quantized: Any, file: Path, worst_lsb: int) -> None:
-        """A row for a variant that onnxruntime runs, with all its optimizations."""
+        """Adds the row of a variant that onnxruntime runs, with all its optimizations."""
         session = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
         logits = session.run(None, {session.get_inputs()[0].name: self.data.test.images})[0]
-        theirs, mine = logits.argmax(axis=1), digits.predict(quantized, self.data.test.images)
+        runtime_digits, graph_digits = logits.argmax(axis=1), digits.predict(quantized, self.data.test.images)
         labels = self.data.test.labels
         self.rows.append(
             Row(
                 name,
-                right(mine, labels),
-                right(theirs, labels),
+                percent_equal(graph_digits, labels),
+                percent_equal(runtime_digits, labels),
                 packed_bytes(quantized),
                 file.stat().st_size,
-                right(mine, theirs),
+                percent_equal(graph_digits, runtime_digits),
                 worst_lsb,
             )
         )
@@ -241,8 +241,8 @@ class Demo:
             (
                 r.name,
                 f"{r.graph:.1f} %",
-                percent(r.runtime),
-                percent(r.same),
+                format_percent(r.runtime),
+                format_percent(r.same),
                 "-" if r.worst_lsb is None else str(r.worst_lsb),
                 f"{r.weight_bytes:,} B",
                 "-" if r.file_bytes is None else f"{r.file_bytes:,} B",
@@ -269,7 +269,7 @@ class Demo:
 ARTEFACTS = {
     "calibration.npz, test.npz": "the images and labels that calibrated and tested the variants.",
     "float_weights.pkl": "the trained float weights, as `megengine.save` writes them.",
-    "float.mge": "the traced float network; `qtrace explain float.mge` tells what would be quantized.",
+    "float.mge": "the traced float network; `qtrace explain float.mge` shows what would be quantized.",
     "w8a8/": "what `qtrace calibrate` wrote: prepared.mge, quantized.mge, report.json, explain.txt.",
     "w8a8.onnx": "PTQ W8A8 with mse observers, for onnxruntime.",
     "w8a8.verify.json": "what `qtrace verify` found: every integer tensor of it against the graph's.",
@@ -279,12 +279,12 @@ ARTEFACTS = {
 }
 
 
-def right(predicted: np.ndarray, expected: np.ndarray) -> float:
+def percent_equal(predicted: np.ndarray, expected: np.ndarray) -> float:
     """Percentage of equal entries."""
     return 100.0 * float(np.mean(predicted == expected))
 
 
-def percent(value: float | None) -> str:
+def format_percent(value: float | None) -> str:
     """``97.2 %``, or ``-`` for None."""
     return "-" if value is None else f"{value:.1f} %"
 
@@ -325,23 +325,23 @@ def command(*arguments: str | Path) -> str:
     """
     words = [os.path.relpath(a) if isinstance(a, Path) else a for a in arguments]
     print("$", shlex.join(["qtrace", *words]), flush=True)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "qtrace.cli", *words], stdout=subprocess.PIPE, text=True, check=True
     )
-    return done.stdout
+    return process.stdout
 
 
-def misses(rows: Sequence[Row]) -> list[str]:
+def missed_targets(rows: Sequence[Row]) -> list[str]:
     """The targets that ``rows`` miss, a line each."""
     by_name = {row.name: row for row in rows}
     floor = by_name["float"].graph
-    found = []
+    sentences = []
 
-    def need(value: float, least: float, what: str, strictly: bool = False) -> None:
+    def need(value: float, minimum: float, subject: str, strictly: bool = False) -> None:
         # Accuracies are multiples of 1/5 point; the slack only absorbs the rounding of floats.
-        if value < least - 1e-9 or (strictly and value < least + 1e-9):
-            found.append(
-                f"{what} is {value:.1f}, {'more than' if strictly else 'at least'} {least:.1f} needed"
+        if value < minimum - 1e-9 or (strictly and value < minimum + 1e-9):
+            sentences.append(
+                f"{subject} is {value:.1f}, {'more than' if strictly else 'at least'} {minimum:.1f} needed"
             )
 
     for row in rows:
@@ -351,7 +351,7 @@ def misses(rows: Sequence[Row]) -> list[str]:
     trained, calibrated = by_name["QAT W4A4 (LSQ)"].graph, by_name["PTQ W4A4"].graph
     need(trained, floor - MAX_DROP_QAT, "accuracy of QAT W4A4")
     need(trained, calibrated, "accuracy of QAT W4A4 against PTQ W4A4", strictly=True)
-    return found
+    return sentences
 
 
 def verdict(missed: Sequence[str]) -> str:
@@ -363,14 +363,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the demo; 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="where the artefacts go")
-    parser.add_argument("--seed", type=int, default=0, help="of the training; the split stays the same")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the training; the split stays the same")
     parser.add_argument(
         "--quick", action="store_true", help="one epoch of everything; the targets do not count"
     )
-    given = parser.parse_args(arguments)
-    demo = Demo(given.out, given.seed, given.quick)
+    options = parser.parse_args(arguments)
+    demo = Demo(options.out, options.seed, options.quick)
     missed = demo.run()
-    print(f"\nEverything is in {os.path.relpath(given.out)}/, see its README.md. {verdict(missed)}")
+    print(f"\nEverything is in {os.path.relpath(options.out)}/, see its README.md. {verdict(missed)}")
     return 1 if missed else 0
 
 

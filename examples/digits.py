@@ -1,4 +1,4 @@
-"""What a user brings: data, a network and a training loop, all plain MegEngine.
+"""The part of a user: data, a network and a training loop, all plain MegEngine.
 
 Nothing here knows of qtrace. The loop trains the float network and, unchanged, the 4-bit one.
 """
@@ -55,7 +55,7 @@ def load(split_seed: int = _SPLIT_SEED) -> Digits:
 
 
 class Block(M.Module):
-    """Two 3x3 convolutions with BatchNorm, and a way around them."""
+    """Two 3x3 convolutions with BatchNorm, and a shortcut around them."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -108,15 +108,15 @@ def fit(
     """Trains with SGD, momentum and a cosine schedule. No early stop: nothing is selected on any data.
 
     Args:
-        model: changed in place; its training flags are the caller's business.
+        model: the network; changed in place, its training flags are the caller's.
         groups: the optimizer's parameter groups; a group's own ``lr`` is scheduled in proportion.
         part: the training data.
-        epochs: how often each image is seen.
+        epochs: number of passes over the training data.
         lr: learning rate at the start; it ends at 0.
-        seed: of the order of the images.
-        title: of the progress bar.
-        batch_size: images a step.
-        weight_decay: of groups without one of their own.
+        seed: seed of the order of the images.
+        title: title of the progress bar.
+        batch_size: images in a step.
+        weight_decay: weight decay of groups that set none.
     """
     optimizer = optim.SGD(groups, lr=lr, momentum=0.9, weight_decay=weight_decay)
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -138,5 +138,5 @@ def fit(
 
 
 def predict(model: Callable[[mge.Tensor], mge.Tensor], images: np.ndarray) -> np.ndarray:
-    """The digit that ``model`` sees in each image."""
+    """The digit that ``model`` gives for each image."""
     return model(mge.Tensor(images)).numpy().argmax(axis=1)

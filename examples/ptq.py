@@ -1,4 +1,4 @@
-"""Post-training algorithms on the handwritten digits: what each recovers at 4 bits, and of a planted fault.
+"""Post-training algorithms on the handwritten digits: their gain at 4 bits, and on a network with a fault.
 
     python examples/demo.py --out demo-out        # trains the float network
     python examples/ptq.py --weights demo-out/float_weights.pkl
@@ -31,7 +31,7 @@ def plant(net: M.Module, spread: float = 64.0, seed: int = 0) -> None:
     """Stretches the channels inside of each block without changing what the network computes.
 
     A channel behind a ReLU is multiplied by f, between 1 / spread and spread, in its BatchNorm, and divided
-    by f in the convolution that reads it: the disease of depthwise networks, planted.
+    by f in the convolution that reads it: the fault of depthwise networks.
     """
     rng = np.random.default_rng(seed)
     for block in (net.block1, net.block2, net.block3):
@@ -44,7 +44,7 @@ def plant(net: M.Module, spread: float = 64.0, seed: int = 0) -> None:
 
 
 class Bench:
-    """A float network and what becomes of it."""
+    """The trained float network and its data."""
 
     def __init__(self, weights: str) -> None:
         self.data = digits.load()
@@ -60,16 +60,16 @@ class Bench:
     def measure(self, title: str, net: M.Module, config: dict[str, Any] | None) -> None:
         """Quantizes ``net`` and prints its accuracy and the SQNR of its logits on the test images."""
         test, images = self.data.test, self.data.calibration.images
-        want = net(mge.Tensor(test.images)).numpy()
+        references = net(mge.Tensor(test.images)).numpy()
         model, started = net, time.monotonic()
         if config is not None:
             prepared = qtrace.prepare(qtrace.trace(net, images[:1]), qtrace.QConfig(**config))
             qtrace.calibrate(prepared, [images[:50], images[50:]], progress=False)
             model = qtrace.convert(prepared)
-        got = model(mge.Tensor(test.images)).numpy()
-        noise = float(np.sum((got - want) ** 2))
-        sqnr = f"{10 * np.log10(np.sum(want**2) / noise):8.2f} dB" if noise else "      exact"
-        right = 100 * np.mean(got.argmax(axis=1) == test.labels)
+        outputs = model(mge.Tensor(test.images)).numpy()
+        noise = float(np.sum((outputs - references) ** 2))
+        sqnr = f"{10 * np.log10(np.sum(references**2) / noise):8.2f} dB" if noise else "      exact"
+        right = 100 * np.mean(outputs.argmax(axis=1) == test.labels)
         print(f"{title:44} {right:6.1f} % {sqnr} {time.monotonic() - started:7.1f} s", flush=True)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import qtrace
 
-# MegEngine makes the processor flush subnormal numbers to zero, which numpy remarks on.
+# MegEngine makes the processor flush subnormal numbers to zero, of which numpy warns.
 warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
 qtrace.quiet()  # before anything else loads MegEngine: it would print notes about a missing CUDA driver
 
@@ -46,17 +46,17 @@ BATCH = 64
 def batches(part: digits.Part, epochs: int, seed: int) -> list[tuple[mge.Tensor, mge.Tensor]]:
     """Shuffled batches of several epochs."""
     order = np.random.default_rng(seed)
-    found = []
+    loader = []
     for _ in range(epochs):
         shuffled = order.permutation(len(part.images))
         for start in range(0, len(shuffled) - BATCH + 1, BATCH):
             chosen = shuffled[start : start + BATCH]
-            found.append((mge.Tensor(part.images[chosen]), mge.Tensor(part.labels[chosen])))
-    return found
+            loader.append((mge.Tensor(part.images[chosen]), mge.Tensor(part.labels[chosen])))
+    return loader
 
 
 def train(model: Any, loader: list[tuple[mge.Tensor, mge.Tensor]], lr: float) -> None:
-    """The float network, as one trains it."""
+    """Trains the float network."""
     optimizer = optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)
     manager = GradManager().attach(list(model.parameters()))
     model.train()
@@ -70,7 +70,7 @@ def train(model: Any, loader: list[tuple[mge.Tensor, mge.Tensor]], lr: float) ->
 def quantize_and_train(
     model: Any, calibration: np.ndarray, loader: list[tuple[mge.Tensor, mge.Tensor]], lr: float
 ) -> Any:
-    """The same loop at 4 bits; returns the quantized network."""
+    """Trains at 4 bits by the same loop; returns the quantized network."""
     model = qtrace.prepare(qtrace.trace(model, calibration[:1]), CONFIG)  # 1: round at every site
     qtrace.calibrate(model, [calibration], progress=False)  # 2: ranges from a little data
     qtrace.set_phase(model, "train")  # 3: and let them learn
@@ -92,7 +92,7 @@ def calibrated_only(model: Any, calibration: np.ndarray) -> Any:
 
 
 def accuracy(model: Any, part: digits.Part) -> float:
-    """Percentage of the images that ``model`` sees right."""
+    """Percentage of the images that ``model`` classifies right."""
     return 100.0 * float(np.mean(digits.predict(model, part.images) == part.labels))
 
 

@@ -19,8 +19,8 @@ _SELF = "scripts/check_deletions.py"
 
 def _git(root: Path, *arguments: str) -> str:
     command = ["git", "-C", str(root), "-c", "core.quotepath=off", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=True)
-    return done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, errors="replace", check=True)
+    return process.stdout
 
 
 def problems(root: Path) -> list[str]:
@@ -29,13 +29,15 @@ def problems(root: Path) -> list[str]:
     Args:
         root: the checkout.
     """
-    found: list[str] = []
+    sentences: list[str] = []
     for commit in _commits(root):
         message = _git(root, "show", "-s", "--format=%B", commit)
-        for name, what in _deleted(root, commit):
+        for name, description in _deleted(root, commit):
             if name not in message:
-                found.append(f"{commit[:7]} deletes {what} and does not say so: name {name} in its message.")
-    return found
+                sentences.append(
+                    f"{commit[:7]} deletes {description} and does not say so: name {name} in its message."
+                )
+    return sentences
 
 
 def _commits(root: Path) -> list[str]:
@@ -59,8 +61,12 @@ def _deleted(root: Path, commit: str) -> list[tuple[str, str]]:
             deleted.append((Path(paths[0]).stem, f"the module {paths[0]}"))
         elif len(after - before) < len(before - after):  # else they got other names
             deleted += [(name, f"the test {name} of {paths[0]}") for name in sorted(before - after)]
-    moved = {name for name, what in deleted if what.startswith("the test") and _exists(root, commit, name)}
-    return [(name, what) for name, what in deleted if name not in moved]
+    moved = {
+        name
+        for name, description in deleted
+        if description.startswith("the test") and _exists(root, commit, name)
+    }
+    return [(name, description) for name, description in deleted if name not in moved]
 
 
 def _tests(root: Path, file: str) -> set[str]:
@@ -76,13 +82,13 @@ def main() -> int:
     """Prints what is wrong; returns 1 if there is something."""
     root = Path(__file__).resolve().parent.parent
     try:
-        found = problems(root)
+        sentences = problems(root)
     except (OSError, subprocess.CalledProcessError):  # no git, no repository, or commits that are not here
         print("check_deletions: no history here, nothing checked")
         return 0
-    for sentence in found:
+    for sentence in sentences:
         print(f"error: {sentence}", file=sys.stderr)
-    return 1 if found else 0
+    return 1 if sentences else 0
 
 
 if __name__ == "__main__":

@@ -66,11 +66,11 @@ def main() -> int:
 
 def shipped_files() -> set[str]:
     """Every file below qtrace/, through the links, as the wheel should name it."""
-    found = set()
+    names = set()
     for folder, subfolders, files in os.walk(ROOT / "qtrace", followlinks=True):
         subfolders[:] = [name for name in subfolders if name != "__pycache__"]
-        found |= {(Path(folder) / name).relative_to(ROOT).as_posix() for name in files if name[0] != "."}
-    return found
+        names |= {(Path(folder) / name).relative_to(ROOT).as_posix() for name in files if name[0] != "."}
+    return names
 
 
 def check_sdist(path: Path) -> list[str]:

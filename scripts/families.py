@@ -1,4 +1,4 @@
-"""What each family's recipe makes of the networks: the table of the docs' page on families.
+"""Measures the networks of the zoo with the recipes of their families, for the docs' page on families.
 
     python -m scripts.families                    # every network: some minutes
     python -m scripts.families resnet vit         # some families or networks
@@ -15,7 +15,7 @@ import warnings
 from typing import Any
 
 import qtrace
-from scripts.stored import FamilyRow, store, table
+from scripts.stored import FamilyRow, store, table, today
 from tests.zoo.catalog import CNN
 from tests.zoo.checks import Case
 from tests.zoo.detectors.entries import DETECTORS
@@ -32,21 +32,21 @@ def measure(entry: Any) -> FamilyRow:
     case = Case(entry)
     islands = qtrace.explain(case.calibrated).to_dict()["summary"]["islands"]
     share, sqnr = whole_share(case.calibrated), min(case.ratios())
-    return FamilyRow(entry.family, entry.recipe, entry.name, share, sqnr, islands)
+    return FamilyRow(entry.family, entry.recipe, entry.name, share, sqnr, islands, today())
 
 
-def main(wanted: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """The command; returns the exit code."""
     # MegEngine sets the processor to flush subnormals, of which numpy warns.
     warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
     known = {name for entry in NETWORKS for name in (entry.name, entry.family)}
-    write, wanted = "--write" in wanted, [name for name in wanted if name != "--write"]
-    if unknown := set(wanted) - known:
+    write, names = "--write" in arguments, {name for name in arguments if name != "--write"}
+    if unknown := names - known:
         print(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}", file=sys.stderr)
         return 2
     rows = []
     for entry in NETWORKS:
-        if not wanted or {entry.name, entry.family} & set(wanted):
+        if not names or {entry.name, entry.family} & names:
             print(entry.name, "...", file=sys.stderr, flush=True)
             rows.append(measure(entry))
     print(table(rows, FamilyRow))

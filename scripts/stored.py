@@ -1,4 +1,4 @@
-"""What was measured of networks, as it is stored in benchmarks/results.
+"""Measurements of networks, as they are stored in benchmarks/results.
 
 The scripts that measure write these files, the docs site reads them; neither table is typed.
 """
@@ -6,23 +6,27 @@ The scripts that measure write these files, the docs site reads them; neither ta
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["RESULTS", "ExportRow", "FamilyRow", "load", "store", "table"]
+__all__ = ["RESULTS", "ExportRow", "FamilyRow", "load", "measured_when", "store", "table", "today"]
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
 
 @dataclass(frozen=True)
 class FamilyRow:
-    """What a family's recipe makes of one network of the zoo.
+    """One network of the zoo, prepared by the recipe of its family.
 
-    ``share`` is the part of the whole graph's MACs on integers, ``sqnr`` that of the worst output in dB, and
-    ``islands`` says of which kinds of ops how many float islands between integers are made.
+    Attributes:
+        share: the part of the whole graph's MACs on integers.
+        sqnr: SQNR of the worst output, in dB.
+        islands: kinds of ops -> the number of float islands between integers that consist of them.
+        measured: the day of the measurement; "" in rows that were stored without it.
     """
 
     family: str
@@ -31,6 +35,7 @@ class FamilyRow:
     share: float
     sqnr: float
     islands: dict[str, int]
+    measured: str = ""
 
     HEADER = ("family", "recipe", "network", "MACs on integers", "SQNR in dB", "float islands")
     FILE = "families.json"
@@ -44,12 +49,17 @@ class FamilyRow:
 
 @dataclass(frozen=True)
 class ExportRow:
-    """What verify finds of one network's files.
+    """The files of one network, verified in their runtimes.
 
-    ``compared`` says for each runtime the largest difference of an integer in LSB, op by op, and the share of
-    equal integers. ``agreement`` (share of equal predictions) and ``sqnr`` (dB; None where all outputs
-    are equal bit for bit) are onnxruntime's as deployed, ``integer`` of ``counted`` ops run on its integer
-    kernels, and ``ends`` of the others have results that the recipe leaves in float.
+    Attributes:
+        agreement: share of equal predictions in onnxruntime, as deployed.
+        sqnr: SQNR of the outputs there, in dB; None where all are equal bit for bit.
+        integer: number of ops that run on onnxruntime's integer kernels.
+        counted: number of ops that could.
+        ends: number of the other ops whose results the recipe leaves in float.
+        compared: runtime -> the largest difference of an integer in LSB, op by op, and the share of equal
+            integers.
+        measured: the day of the measurement; "" in rows that were stored without it.
     """
 
     network: str
@@ -59,6 +69,7 @@ class ExportRow:
     counted: int
     ends: int
     compared: dict[str, list[float]] = field(default_factory=dict)
+    measured: str = ""
 
     HEADER = (
         "network",
@@ -104,15 +115,31 @@ def table(rows: Iterable[FamilyRow] | Iterable[ExportRow], kind: type[FamilyRow]
 
 
 def load(kind: type[_R], folder: Path = RESULTS) -> list[_R]:
-    """The rows that are stored."""
-    found: list[dict[str, Any]] = json.loads((folder / kind.FILE).read_text(encoding="utf-8"))
-    return [kind(**row) for row in found]
+    """Reads the stored rows."""
+    rows: list[dict[str, Any]] = json.loads((folder / kind.FILE).read_text(encoding="utf-8"))
+    return [kind(**row) for row in rows]
 
 
 def store(rows: Iterable[_R], kind: type[_R], folder: Path = RESULTS) -> None:
     """Replaces the stored rows of the same networks, and adds those of others at the end."""
     path = folder / kind.FILE
-    kept = {row.network: row for row in (load(kind, folder) if path.exists() else ())}
-    kept.update({row.network: row for row in rows})
-    data = [dataclasses.asdict(row) for row in kept.values()]
+    by_network = {row.network: row for row in (load(kind, folder) if path.exists() else ())}
+    by_network.update({row.network: row for row in rows})
+    data = [dataclasses.asdict(row) for row in by_network.values()]
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def today() -> str:
+    """The present day (UTC), as rows store it."""
+    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+
+
+def measured_when(rows: Iterable[FamilyRow] | Iterable[ExportRow]) -> str:
+    """Says in a sentence on which days the rows of a table were measured."""
+    days = [row.measured for row in rows]
+    known = sorted({day for day in days if day})
+    older = days.count("")
+    if not known:
+        return "The day of these measurements is not stored."
+    span = known[0] if len(known) == 1 else f"{known[0]} to {known[-1]}"
+    return f"Measured {span}{f'; older rows: {older} of {len(days)}' if older else ''}."

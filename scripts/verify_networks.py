@@ -19,14 +19,14 @@ from qtrace.process import engine  # noqa: E402
 
 engine.quiet()
 
-from scripts.stored import ExportRow, store, table  # noqa: E402
+from scripts.stored import ExportRow, store, table, today  # noqa: E402
 from tests.export.networks import NETWORKS, Result, measure  # noqa: E402
 
 
 def main() -> int:
     """Measures the networks that are named, or all; the exit code is 1 if a check fails."""
-    write, wanted = "--write" in sys.argv[1:], tuple(name for name in sys.argv[1:] if name != "--write")
-    chosen = [n for n in NETWORKS if not wanted or n.name.startswith(wanted)]
+    write, beginnings = "--write" in sys.argv[1:], tuple(name for name in sys.argv[1:] if name != "--write")
+    chosen = [n for n in NETWORKS if not beginnings or n.name.startswith(beginnings)]
     results = []
     for network in chosen:
         print(network.name, "...", file=sys.stderr, flush=True)
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def row(result: Result) -> ExportRow:
-    """What one network's files do, as it is stored."""
+    """Returns the row that is stored for a network."""
     deployed = result.reports["onnxruntime"]
     noise = deployed.sqnr_db("deployed")
     compared = {name: [report.worst_lsb(), report.equal_share()] for name, report in result.reports.items()}
@@ -56,6 +56,7 @@ def row(result: Result) -> ExportRow:
         counted=result.counted,
         ends=result.ends,
         compared=compared,
+        measured=today(),
     )
 
 

@@ -53,7 +53,7 @@ def randomize(module: M.Module, seed: int = 0) -> M.Module:
 
 
 def left_lines(report: Mapping[str, Any]) -> list[str]:
-    """What the report of an algorithm says was left: site and reason in a line."""
+    """The sites that an algorithm left, each with the reason in a line."""
     return [f"{item['site']}: {item['reason']}".removeprefix(": ") for item in report["left"]]
 
 
@@ -128,9 +128,9 @@ class MobileNetV2(M.Module):
     """MobileNetV2 at any width.
 
     Args:
-        width: of all layers, beside the published ones.
-        classes: how many.
-        blocks: of every stage; fewer numbers leave the last stages out.
+        width: factor on the published widths of all layers.
+        classes: number of classes.
+        blocks: number of blocks of every stage; fewer numbers leave the last stages out.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ class Shuffled:
 
     Args:
         inner: runs the jobs.
-        count: of all batches.
+        count: number of all batches.
     """
 
     def __init__(self, inner: Executor, count: int) -> None:
@@ -34,16 +34,16 @@ class Shuffled:
     def __exit__(self, *error: Any) -> None:
         self.inner.__exit__(*error)
 
-    def run(self, jobs: Sequence[Job], told: Callable[[int], None]) -> None:
+    def run(self, jobs: Sequence[Job], progress: Callable[[int], None]) -> None:
         rng = random.Random(len(jobs))
         owners = [rng.randrange(len(jobs)) for _ in range(self.count)]
         shares = []
         for index, job in enumerate(jobs):
             others = {number for number, owner in enumerate(owners) if owner != index}
-            done = tuple(sorted({*job.done, *others}))
-            shares.append(dataclasses.replace(job, shard=0, shards=1, done=done))
+            finished = tuple(sorted({*job.done, *others}))
+            shares.append(dataclasses.replace(job, shard=0, shards=1, done=finished))
         rng.shuffle(shares)
-        self.inner.run(shares, told)
+        self.inner.run(shares, progress)
 
 
 def main(count: int, args: list[str]) -> None:

@@ -16,7 +16,7 @@ from benchmarks.accuracy.fitting import fit
 from benchmarks.accuracy.judging import in_onnxruntime
 from benchmarks.accuracy.native import NATIVE, load_float
 from benchmarks.accuracy.networks import CLASSIFIERS
-from benchmarks.accuracy.rows import Row, markdown, recovered, sqnr_db
+from benchmarks.accuracy.rows import Row, add_recovered_share, markdown, sqnr_db
 from examples import digits
 from qtrace.sensitivity.layers import Layer
 from qtrace.sensitivity.mixed import MixedPrecision
@@ -30,17 +30,17 @@ NOTHING = (frozenset(), frozenset(), "", frozenset(), 1, 4, 4)
 def test_committed_weights_reach_the_stated_accuracy(name):
     stated = json.loads((subjects.WEIGHTS / f"{name}.json").read_text())
     _, validation, _, _ = subjects.split()
-    seen = digits.predict(subjects.subject(name, quick=True).net, validation.images)
-    accuracy = 100 * np.mean(seen == validation.labels)
+    predicted = digits.predict(subjects.subject(name, quick=True).net, validation.images)
+    accuracy = 100 * np.mean(predicted == validation.labels)
     assert accuracy == pytest.approx(stated["validation_accuracy"], abs=0.6)  # one image, on another CPU
     assert stated["validation_accuracy"] >= 97.0
 
 
 def test_parts_of_the_data_are_disjoint():
     parts = subjects.split()
-    seen = [{image.tobytes() for image in part.images} for part in parts]
+    images = [{image.tobytes() for image in part.images} for part in parts]
     assert [len(part.images) for part in parts] == [1000, 197, 100, 500]
-    assert len(set().union(*seen)) == sum(map(len, seen))
+    assert len(set().union(*images)) == sum(map(len, images))
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
@@ -55,7 +55,7 @@ def test_native_twin_computes_the_same(name):
 
 def test_planted_network_computes_what_it_computed_with_relu():
     def outputs(spread: float) -> np.ndarray:
-        net = imbalance.planted(subjects.subject("mobilenet", quick=True).net, spread)
+        net = imbalance.stretch_channels(subjects.subject("mobilenet", quick=True).net, spread)
         return net(mge.Tensor(subjects.split()[3].images[:50])).numpy()
 
     np.testing.assert_allclose(outputs(64.0), outputs(1.0), rtol=1e-3, atol=1e-3)
@@ -82,38 +82,38 @@ def test_fit_lowers_the_loss_and_repeats():
 
 
 def test_sqnr_is_the_mean_over_the_outputs():
-    want = [np.array([3.0, 4.0]), np.array([10.0])]
-    have = [np.array([3.0, 4.5]), np.array([9.0])]
-    assert sqnr_db(want, have) == pytest.approx((20.0 + 20.0) / 2)
+    references = [np.array([3.0, 4.0]), np.array([10.0])]
+    outputs = [np.array([3.0, 4.5]), np.array([9.0])]
+    assert sqnr_db(references, outputs) == pytest.approx((20.0 + 20.0) / 2)
     with pytest.raises(ValueError, match="cannot be compared"):
-        sqnr_db(want, [np.zeros(3), np.zeros(1)])
+        sqnr_db(references, [np.zeros(3), np.zeros(1)])
 
 
 @pytest.mark.parametrize(("sqnr", "loss", "met"), [(41.0, 0.2, True), (40.9, 0.2, False), (41.0, 0.4, False)])
 def test_eight_bits_must_be_a_decibel_ahead_and_lose_little(sqnr, loss, met):
-    mine = Row("W8A8 PTQ", "net", "qtrace", sqnr, 97.0, loss)
+    ours = Row("W8A8 PTQ", "net", "qtrace", sqnr, 97.0, loss)
     others = [
         Row("W8A8 PTQ", "net", "a", 40.0),
         Row("W8A8 PTQ", "net", "b"),
         Row("W8A8 PTQ", "net", "c", 39.0),
     ]
-    row = eight_bits.judged(mine, others)
+    row = eight_bits.add_target(ours, others)
     assert row.met is met
     assert ("met" if met else "MISSED") in markdown([row])
 
 
 @pytest.mark.parametrize(("loss", "met"), [(0.2, True), (-0.4, True), (0.3, False), (2.0, False)])
 def test_recovered_is_the_share_of_what_was_lost(loss, met):
-    row = recovered(Row("check", "net", "tuned", 15.0, 97.0, loss), 1.0, 0.8)
+    row = add_recovered_share(Row("check", "net", "tuned", 15.0, 97.0, loss), 1.0, 0.8)
     assert (row.met, row.target) == (met, "80 % of the loss recovered")
     assert f"{100 * (1 - loss):.0f} % of the loss recovered" in row.note
-    shown = recovered(Row("check", "net", "tuned", 15.0, 97.0, loss), 1.0)
+    shown = add_recovered_share(Row("check", "net", "tuned", 15.0, 97.0, loss), 1.0)
     assert (shown.met, shown.target, shown.note) == (None, "", row.note)
 
 
 def test_where_nothing_was_lost_no_share_is_met():
     for lost in (0.0, -0.2, None):
-        row = recovered(Row("check", "net", "tuned", 15.0, 97.0, 0.0, note="first"), lost, 0.8)
+        row = add_recovered_share(Row("check", "net", "tuned", 15.0, 97.0, 0.0, note="first"), lost, 0.8)
         assert (row.met, row.note) == (None, "first, nothing was lost")
 
 
@@ -124,10 +124,10 @@ def test_where_nothing_was_lost_no_share_is_met():
 def test_mixed_precision_must_reach_its_goal_by_fewer_layers(layers, by_noise, reached, met):
     raised = tuple(Layer(str(n), (), "conv2d", "", 1, *NOTHING) for n in range(layers))
     config, how = qtrace.QConfig(), Raise.parse("w8a8")
-    found = MixedPrecision(
+    search = MixedPrecision(
         "loss", 0.0, -2.0, raised, how, (), reached, config, target=-1.0, by_noise=by_noise
     )
-    row = mixed_precision.judged(Row("mixed", "detector", "raised"), found)
+    row = mixed_precision.add_target(Row("mixed", "detector", "raised"), search)
     assert row.met is met
     assert f"{layers} layers; in the order of noise {by_noise}" in row.note
     assert ("loss 1.1, allowed 1" in row.note) is (reached < -1.0)
@@ -161,11 +161,11 @@ def test_the_form_for_nncf_computes_the_same_and_shares_no_parameter(tmp_path):
     )
     opset = [onnx.helper.make_opsetid("", 13)]
     onnx.save(onnx.helper.make_model(graph, ir_version=8, opset_imports=opset), str(tmp_path / "float.onnx"))
-    other = peers.for_nncf(tmp_path / "float.onnx", tmp_path / "for_nncf.onnx")
+    other = peers.adapt_for_nncf(tmp_path / "float.onnx", tmp_path / "for_nncf.onnx")
     x = random.randn(1, 2, 4, 4).astype(np.float32)
-    want, have = in_onnxruntime(tmp_path / "float.onnx")(x), in_onnxruntime(other)(x)
-    for one, two in zip(want, have, strict=True):
-        np.testing.assert_array_equal(one, two)
+    references, adapted = in_onnxruntime(tmp_path / "float.onnx")(x), in_onnxruntime(other)(x)
+    for expected, actual in zip(references, adapted, strict=True):
+        np.testing.assert_array_equal(expected, actual)
     nodes = onnx.load(str(other)).graph.node
     layers = [node for node in nodes if node.op_type == "Conv"]
     assert set(layers[0].input[1:]).isdisjoint(layers[1].input[1:])

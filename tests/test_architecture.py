@@ -75,26 +75,26 @@ def _room_of(module: str) -> str:
 def _imports(tree: ast.AST, file: str) -> list[tuple[int, str]]:
     """(line, dotted name) of everything a file imports, module or member of one, at any depth."""
     package = file.removesuffix(".py").split("/")[:-1]
-    found = []
+    imports = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
+            imports += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join(base + ([node.module] if node.module else []))
-            found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
-    return found
+            imports += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
+    return imports
 
 
 def _named_modules(tree: ast.AST) -> list[tuple[int, str]]:
     """(line, dotted name) of the modules of ours that strings name, alone or as ``module:Class``."""
-    found = []
+    names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             match = _MODULE.fullmatch(node.value)
             if match and match["module"] in MODULES:
-                found.append((node.lineno, match["module"]))
-    return found
+                names.append((node.lineno, match["module"]))
+    return names
 
 
 def _private_part(name: str, module: str) -> str | None:
@@ -108,7 +108,7 @@ def _private_part(name: str, module: str) -> str | None:
 
 
 def violations(file: str, source: str, rooms: dict[str, Row] = ROOMS) -> list[str]:
-    """What in a file goes against the table, one sentence each."""
+    """Returns a sentence for each import of a file that the table does not allow."""
     module = file.removesuffix(".py").replace("/", ".")
     room = _room_of(module)
     if room not in rooms:
@@ -117,22 +117,22 @@ def violations(file: str, source: str, rooms: dict[str, Row] = ROOMS) -> list[st
     tree = ast.parse(source)
     problems = []
     for line, name in _imports(tree, file):
-        where = f"{file}:{line}"
+        place = f"{file}:{line}"
         top = name.split(".")[0]
         if top in LINKED:
-            problems.append(f"{where} imports {name}: say qtrace.{name}")
+            problems.append(f"{place} imports {name}: say qtrace.{name}")
         elif top == "qtrace":
             target = _room_of(name)
             if target not in rooms:
                 target = "__init__"  # `from qtrace import QScheme`: the public names
             if target != room and target not in rooms[room].imports:
                 allowed = ", ".join(sorted(rooms[room].imports)) or "nothing"
-                problems.append(f"{where} imports {name}, but {room} may import only {allowed}")
+                problems.append(f"{place} imports {name}, but {room} may import only {allowed}")
             private = _private_part(name, module)
             if private is not None:
-                problems.append(f"{where} imports {name}: {private} is private to its package")
+                problems.append(f"{place} imports {name}: {private} is private to its package")
         elif top == "megengine" and room in WITHOUT_MEGENGINE:
-            problems.append(f"{where} imports {name}, but {room} must do without MegEngine")
+            problems.append(f"{place} imports {name}, but {room} must do without MegEngine")
     for line, name in _named_modules(tree):
         target = _room_of(name)
         if target not in {room, *rooms[room].imports, *rooms[room].by_name}:
@@ -141,7 +141,7 @@ def violations(file: str, source: str, rooms: dict[str, Row] = ROOMS) -> list[st
 
 
 def _uses_of_traced_module(file: str, room: str, tree: ast.AST) -> list[str]:
-    """What a file outside of the graph's room does with MegEngine's module for traced graphs."""
+    """Returns a sentence for each use of MegEngine's traced_module outside of the room graph."""
     if room == TRACED_MODULE_ROOM or file in TRACED_MODULE_FILES:
         return []
     lines = [line for line, name in _imports(tree, file) if f"{name}.".startswith("megengine.traced_module.")]

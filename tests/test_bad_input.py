@@ -69,8 +69,8 @@ def run(*args: str | Path) -> tuple[int, str, str]:
     return int(end.value.code or 0), out.getvalue(), err.getvalue()
 
 
-def refused(said: str, *args: str | Path) -> None:
-    """One sentence that says it, on stderr, with exit code 2."""
+def refused(sentence: str, *args: str | Path) -> None:
+    """Checks that a command fails with one sentence that matches, on stderr, and exit code 2."""
     code, out, err = run(*args)
     assert code == 2, err
     assert out == ""
@@ -79,7 +79,7 @@ def refused(said: str, *args: str | Path) -> None:
         lines = [line for line in lines if line.startswith("Error: ")]
     assert len(lines) == 1, err
     assert re.match(r"[Ee]rror: \S", lines[0]), err
-    assert re.search(said, lines[0]), err
+    assert re.search(sentence, lines[0]), err
 
 
 def calibrate(*more: str, model: str = "float.mge", data: str = "x.npz", recipe: str = "img.yaml") -> tuple:
@@ -204,8 +204,8 @@ ARGUMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("fault", ARGUMENTS)
 def test_arguments(fault: str, place: Path) -> None:
-    said, args = ARGUMENTS[fault]
-    refused(said, *args)
+    sentence, args = ARGUMENTS[fault]
+    refused(sentence, *args)
 
 
 ARRAYS = {
@@ -512,8 +512,8 @@ STAGES = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_models_of_another_stage(stage: str, place: Path) -> None:
-    args, said = STAGES[stage]
-    refused(said, *args)
+    args, sentence = STAGES[stage]
+    refused(sentence, *args)
 
 
 EXPORTED = {

@@ -51,11 +51,11 @@ def test_deletions_that_are_not_named(repository: Path) -> None:
     first, second = sorted(problems(repository), key=len)
     assert "deletes the module pkg/module.py and does not say so: name module in its message" in first
     assert "deletes the test test_second of tests/test_all.py" in second
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(repository / "scripts/check_deletions.py")], capture_output=True, text=True
     )
-    assert done.returncode == 1
-    assert done.stderr.count("error: ") == 2
+    assert process.returncode == 1
+    assert process.stderr.count("error: ") == 2
 
 
 def test_named_deletions_moves_and_new_names_pass(repository: Path) -> None:
@@ -73,5 +73,5 @@ def test_a_shallow_clone_and_no_repository(repository: Path, tmp_path: Path) -> 
     alone = tmp_path / "alone" / "scripts"
     alone.mkdir(parents=True)
     shutil.copy(SCRIPT, alone)
-    done = subprocess.run([sys.executable, str(alone / SCRIPT.name)], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    process = subprocess.run([sys.executable, str(alone / SCRIPT.name)], capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (0, "")

@@ -81,8 +81,8 @@ def _calibrated(module: M.Module, config: Any = None) -> TracedModule:
 
 
 def _sqnr(module: M.Module, prepared: TracedModule) -> float:
-    want, got = module(X).numpy(), prepared(X).numpy()
-    return float(10 * np.log10(np.sum(want**2) / np.sum((want - got) ** 2)))
+    reference, output = module(X).numpy(), prepared(X).numpy()
+    return float(10 * np.log10(np.sum(reference**2) / np.sum((reference - output) ** 2)))
 
 
 # -- scales --------------------------------------------------------------------------------------------

@@ -29,16 +29,18 @@ def _box(left: float, wide: float = 10.0) -> list[float]:
     return [left, 0.0, left + wide, 10.0]
 
 
-def _seen(*found: tuple[list[float], float], label: int = 0) -> Detections:
-    """What a detector sees in an image: (box, score), best first."""
-    rows = np.array([b for b, _ in found], float).reshape(-1, 4)
-    return Detections(rows, np.array([s for _, s in found], float), np.full(len(found), label))
+def _detections(*boxes_and_scores: tuple[list[float], float], label: int = 0) -> Detections:
+    """Builds the detections of an image from (box, score) pairs, best first."""
+    rows = np.array([b for b, _ in boxes_and_scores], float).reshape(-1, 4)
+    return Detections(
+        rows, np.array([s for _, s in boxes_and_scores], float), np.full(len(boxes_and_scores), label)
+    )
 
 
-def _table(found: list[Detections], truth: list[list[list[float]]], classes: int = 1) -> np.ndarray:
+def _table(detections: list[Detections], truth: list[list[list[float]]], classes: int = 1) -> np.ndarray:
     true = [np.array(t, float).reshape(-1, 4) for t in truth]
     labels = [np.zeros(len(t), int) for t in true]
-    return average_precision(found, true, labels, classes).table
+    return average_precision(detections, true, labels, classes).table
 
 
 def test_iou_of_boxes_side_by_side():
@@ -47,58 +49,58 @@ def test_iou_of_boxes_side_by_side():
 
 
 @pytest.mark.parametrize(
-    ("found", "truth", "expected"),
+    ("detections", "truth", "expected"),
     [
-        ([_seen((_box(0), 0.9))], [[_box(0)]], 1.0),
-        ([_seen()], [[_box(0)]], 0.0),
+        ([_detections((_box(0), 0.9))], [[_box(0)]], 1.0),
+        ([_detections()], [[_box(0)]], 0.0),
         # The best one is wrong: two of three right at every recall.
-        ([_seen((_box(50), 0.9), (_box(0), 0.8), (_box(20), 0.7))], [[_box(0), _box(20)]], 2 / 3),
+        ([_detections((_box(50), 0.9), (_box(0), 0.8), (_box(20), 0.7))], [[_box(0), _box(20)]], 2 / 3),
         # Right, wrong, right: precision 1 at the 51 recalls up to .50, then 2/3 at 50.
         (
-            [_seen((_box(0), 0.9), (_box(50), 0.8), (_box(20), 0.7))],
+            [_detections((_box(0), 0.9), (_box(50), 0.8), (_box(20), 0.7))],
             [[_box(0), _box(20)]],
             (51 + 100 / 3) / 101,
         ),
         # The same with the boxes in two images: the order is by score, over all images.
         (
-            [_seen((_box(0), 0.9), (_box(50), 0.8)), _seen((_box(20), 0.7))],
+            [_detections((_box(0), 0.9), (_box(50), 0.8)), _detections((_box(20), 0.7))],
             [[_box(0)], [_box(20)]],
             (51 + 100 / 3) / 101,
         ),
         # A second detection of a box is wrong, and counts when it comes before a right one.
         (
-            [_seen((_box(0), 0.9), (_box(0), 0.8), (_box(20), 0.7))],
+            [_detections((_box(0), 0.9), (_box(0), 0.8), (_box(20), 0.7))],
             [[_box(0), _box(20)]],
             (51 + 100 / 3) / 101,
         ),
-        ([_seen((_box(0), 0.9), (_box(0), 0.8))], [[_box(0)]], 1.0),
+        ([_detections((_box(0), 0.9), (_box(0), 0.8))], [[_box(0)]], 1.0),
         # One of three is found: 34 recalls from 0 to .33.
-        ([_seen((_box(0), 0.9))], [[_box(0), _box(20), _box(40)]], 34 / 101),
+        ([_detections((_box(0), 0.9))], [[_box(0), _box(20), _box(40)]], 34 / 101),
         # One of ten: recall .10 is reached exactly.
-        ([_seen((_box(0), 0.9))], [[_box(20 * i) for i in range(10)]], 11 / 101),
+        ([_detections((_box(0), 0.9))], [[_box(20 * i) for i in range(10)]], 11 / 101),
     ],
 )
-def test_average_precision_by_hand(found, truth, expected):
-    np.testing.assert_allclose(_table(found, truth), np.full((10, 1), expected))
+def test_average_precision_by_hand(detections, truth, expected):
+    np.testing.assert_allclose(_table(detections, truth), np.full((10, 1), expected))
 
 
 def test_a_box_counts_up_to_the_threshold_that_it_reaches():
     # 8 of 10 wide: IoU .8, reached at .50, .55 ... .80.
-    table = _table([_seen((_box(0, 8), 0.9))], [[_box(0)]])
+    table = _table([_detections((_box(0, 8), 0.9))], [[_box(0)]])
     np.testing.assert_array_equal(table[:, 0], THRESHOLDS <= 0.8 + 1e-9)
 
 
 def test_a_detection_takes_the_free_box_that_it_overlaps_most():
     # Both detections overlap both boxes; the better one must leave the other its own.
     truth = [_box(0), _box(2)]
-    found = _seen((_box(2), 0.9), (_box(0), 0.8))
-    np.testing.assert_array_equal(_table([found], [truth]), np.ones((10, 1)))
+    detections = _detections((_box(2), 0.9), (_box(0), 0.8))
+    np.testing.assert_array_equal(_table([detections], [truth]), np.ones((10, 1)))
 
 
 def test_mean_leaves_out_classes_that_do_not_occur_and_counts_those_not_found():
-    found = [_seen((_box(0), 0.9)), _seen((_box(0), 0.9), label=2)]
+    detections = [_detections((_box(0), 0.9)), _detections((_box(0), 0.9), label=2)]
     true = [np.array([_box(0)]), np.array([_box(0)])]
-    precision = average_precision(found, true, [np.array([0]), np.array([1])], classes=3)
+    precision = average_precision(detections, true, [np.array([0]), np.array([1])], classes=3)
     np.testing.assert_array_equal(precision.table[0], [1.0, 0.0, np.nan])
     assert precision.map == precision.ap50 == 50.0
 
@@ -115,8 +117,8 @@ def test_data_is_the_same_every_time():
 
 
 def test_parts_have_no_image_in_common():
-    seen = [image.tobytes() for name in data.PARTS for image in data.load(name, 20).images]
-    assert len(set(seen)) == len(seen) == 80
+    images = [image.tobytes() for name in data.PARTS for image in data.load(name, 20).images]
+    assert len(set(images)) == len(images) == 80
 
 
 def test_boxes_lie_in_the_image_and_hold_their_shape():
@@ -142,7 +144,7 @@ def test_recipe_reads_images_as_the_network_was_trained(tmp_path: Path):
 
 
 def _perfect_maps(part: data.Part) -> list[np.ndarray]:
-    """What a network would give that says exactly what it is taught."""
+    """Builds the maps of a network that has learned its targets exactly."""
     targets = assign(part.boxes, part.labels)
     centres, strides = boxes.points()
     count = len(centres)
@@ -201,7 +203,7 @@ def test_misses_tells_what_is_too_low():
         demo.Row("PTQ W4A4", 40.0, 60.0),
         demo.Row("QAT W4A4", 50.0, 60.0),
     ]
-    assert demo.misses(rows) == ["mAP of PTQ W8A8 in onnxruntime is 58.90, at least 59.00 needed"]
+    assert demo.missed_targets(rows) == ["mAP of PTQ W8A8 in onnxruntime is 58.90, at least 59.00 needed"]
 
 
 def _run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -13,6 +13,8 @@ import pytest
 def test_a_few_faults_of_every_kind() -> None:
     """`python -m benchmarks.faults` does more of them."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.faults", "--kills", "4", "--rounds", "1"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert "4 kills and 12 other faults" in done.stdout
+    process = subprocess.run(
+        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=600
+    )
+    assert process.returncode == 0, process.stderr
+    assert "4 kills and 12 other faults" in process.stdout

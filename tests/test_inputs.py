@@ -1,4 +1,4 @@
-"""Kinds of faulty input that need more than a file: names, sizes, ways to call, models of another making."""
+"""Faulty inputs that need more than a file: names, sizes, ways to call, models from elsewhere."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_nested_folders_of_images_are_read_at_any_depth(tmp_path: Path) -> None:
     preprocess = qtrace.QConfig(
         preprocess={"size": [3, 6, 4], "mean": [0, 0, 0], "std": [1, 1, 1]}
     ).preprocess
-    here, depth = os.getcwd(), 1200
+    start, depth = os.getcwd(), 1200
     try:
         os.chdir(tmp_path)
         for _ in range(depth):
@@ -86,7 +86,7 @@ def test_nested_folders_of_images_are_read_at_any_depth(tmp_path: Path) -> None:
             os.chdir("..")
             os.rmdir("d")
     finally:
-        os.chdir(here)
+        os.chdir(start)
 
 
 SURROGATE = "\ud800"
@@ -147,10 +147,10 @@ def test_calls_on_another_thread_and_after_a_fork_say_so(
     qtrace.save(quantized, tmp_path / "quantized.mge")
     program = PROGRAM.replace("{calls!r}", repr(list(CALLS.values())))
     command = [sys.executable, "-W", "ignore", "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    said = [line for line in done.stdout.splitlines() if line.startswith(("thread", "fork"))]
-    assert len(said) == 2 * len(CALLS), done.stdout + done.stderr
-    for line, name in zip(said, [*CALLS, *CALLS], strict=True):
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    sentences = [line for line in process.stdout.splitlines() if line.startswith(("thread", "fork"))]
+    assert len(sentences) == 2 * len(CALLS), process.stdout + process.stderr
+    for line, name in zip(sentences, [*CALLS, *CALLS], strict=True):
         how = line.split()[0]
         reason = "on a thread on which MegEngine cannot compute" if how == "thread" else "in a forked process"
         assert line.startswith(f"{how} {name} was called {reason}"), line
@@ -204,8 +204,8 @@ def test_an_interrupt_while_commands_are_imported_shows_no_traceback(tmp_path: P
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     for module in ("qtrace", "qtrace.cli"):
         command = [sys.executable, "-m", module, "--help"]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
-        assert (done.returncode, done.stderr) == (130, "interrupted: no result was written.\n")
+        process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+        assert (process.returncode, process.stderr) == (130, "interrupted: no result was written.\n")
 
 
 class Holder(M.Module):
@@ -318,13 +318,13 @@ def test_code_of_a_recipe_and_of_a_model_is_found_in_the_current_folder(
         )  # fmt: skip
 
     recipe = ("-r", "r.yaml", "--allow-code")
-    done = command("calibrate", "float.mge", "-d", "x.npy", *recipe, "-q", "-o", "new")
-    assert done.returncode == 0, done.stderr
-    done = command("explain", "new/prepared.mge")
-    assert done.returncode == 2
-    assert "allow it with --allow own_fake_quant:Soft, in Python with load(..., allow=[" in done.stderr
-    done = command("explain", "new/prepared.mge", "--allow", "own_fake_quant:Soft")
-    assert done.returncode == 0, done.stderr
+    process = command("calibrate", "float.mge", "-d", "x.npy", *recipe, "-q", "-o", "new")
+    assert process.returncode == 0, process.stderr
+    process = command("explain", "new/prepared.mge")
+    assert process.returncode == 2
+    assert "allow it with --allow own_fake_quant:Soft, in Python with load(..., allow=[" in process.stderr
+    process = command("explain", "new/prepared.mge", "--allow", "own_fake_quant:Soft")
+    assert process.returncode == 0, process.stderr
 
 
 def test_sizes_of_recipe_and_trace_are_compared_before_images_are_read(
@@ -335,8 +335,8 @@ def test_sizes_of_recipe_and_trace_are_compared_before_images_are_read(
     Path("pictures").mkdir()
     Path("pictures/a.png").write_bytes(b"not read")
     Path("r.yaml").write_text(faulty.RECIPE.replace("8, 8", "16, 16"))
-    said = r"makes images 3x16x16, and d\.mge, which was traced with 3x8x8, does not take them"
-    refused(said, "calibrate", "d.mge", "-d", "pictures", "-r", "r.yaml", "-q", "-o", "new")
+    sentence = r"makes images 3x16x16, and d\.mge, which was traced with 3x8x8, does not take them"
+    refused(sentence, "calibrate", "d.mge", "-d", "pictures", "-r", "r.yaml", "-q", "-o", "new")
     anywhere = net(lambda self, x: self.conv(x), conv=M.Conv2d(3, 4, 3))
     qtrace.save(qtrace.trace(anywhere, X, check=False), "any.mge")
     refused(
@@ -362,6 +362,6 @@ def test_what_architecture_tells_to_use_can_be_imported() -> None:
         CalibratedTask,
         FloatAlgorithm,
     )
-    assert all(isinstance(one, type) for one in (*classes, FloatTask, Report, Runtime))
+    assert all(isinstance(cls, type) for cls in (*classes, FloatTask, Report, Runtime))
     assert callable(builtin)
     assert callable(reject_options)

@@ -141,10 +141,10 @@ AFFINE, SYMMETRIC = QScheme(axis=0), QScheme(signed=True, symmetric=True, axis=0
 @pytest.mark.parametrize("dead", [1e-45, 1e-33, 1e-12])
 def test_the_scale_of_a_dead_channel_is_a_share_of_the_largest(scheme, dead):
     lo, hi = np.array([-2.0, -dead, 0.0, -0.5e-3, -1e-5]), np.array([1.0, 2 * dead, 0.0, 1e-3, 0.0])
-    params, kept = choose(lo, hi, scheme), [0, 2, 3, 4]
-    alone = choose(lo[kept], hi[kept], scheme)
-    np.testing.assert_array_equal(params.scale[kept], alone.scale)
-    np.testing.assert_array_equal(params.zero_point[kept], alone.zero_point)
+    params, alive = choose(lo, hi, scheme), [0, 2, 3, 4]
+    alone = choose(lo[alive], hi[alive], scheme)
+    np.testing.assert_array_equal(params.scale[alive], alone.scale)
+    np.testing.assert_array_equal(params.zero_point[alive], alone.zero_point)
     share = params.scale[1] / params.scale[0]
     assert SMALLEST_SHARE * 0.5 <= share <= SMALLEST_SHARE * 2.0
     assert (quantize(np.full((5, 3), dead), params)[1] == params.zero_point[1]).all()
@@ -208,7 +208,7 @@ def test_choose_refuses(lo, hi, options, word):
 
 
 def _onnxruntime(x: np.ndarray, params: QParams) -> tuple[np.ndarray, np.ndarray]:
-    """What onnxruntime's QuantizeLinear and DequantizeLinear make of x."""
+    """Runs onnxruntime's QuantizeLinear and DequantizeLinear on x."""
     scheme = params.scheme
     kind = {
         (8, False): (np.uint8, TensorProto.UINT8),
@@ -290,10 +290,10 @@ def test_float64_agrees_with_exact_arithmetic(scheme, values, a, b):
     params = choose(min(a, b), max(a, b), scheme)
     scale, zero = Fraction(float(params.scale)), int(params.zero_point)
     q = quantize(np.array(values, np.float64), params)
-    for value, got in zip(values, q, strict=True):
+    for value, integer in zip(values, q, strict=True):
         ratio = Fraction(value) / scale + zero
         clipped = min(max(ratio, scheme.qmin), scheme.qmax)
-        assert abs(got - clipped) <= Fraction(1, 2) + abs(ratio) / 2**50
+        assert abs(integer - clipped) <= Fraction(1, 2) + abs(ratio) / 2**50
 
 
 def test_dtypes_in_and_out():

@@ -1,4 +1,4 @@
-"""What the packaging promises; scripts/check_wheel.py builds, installs and uses the wheel itself."""
+"""The promises of the packaging; scripts/check_wheel.py builds, installs and uses the wheel itself."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ def _prepared(calibrated: bool = True, **config: Any) -> TracedModule:
     return qtrace.calibrate(prepared, BATCHES, progress=False) if calibrated else prepared
 
 
-def _sqnr(want: np.ndarray, got: np.ndarray) -> float:
-    return float(10 * np.log10(np.sum(want**2) / np.sum((want - got) ** 2)))
+def _sqnr(reference: np.ndarray, output: np.ndarray) -> float:
+    return float(10 * np.log10(np.sum(reference**2) / np.sum((reference - output) ** 2)))
 
 
 # -- prepare -------------------------------------------------------------------------------------------
@@ -78,9 +78,9 @@ def test_original_state_dict_loads_for_all_shared_names(model: M.Module) -> None
     x = images(1, 3, 32, 32)
     traced = qtrace.trace(model, x, check=False)
     prepared = qtrace.prepare(traced)
-    kept = qtrace.prepare(traced, QConfig(qat={"bn": {"fold": False}}))
+    unfolded = qtrace.prepare(traced, QConfig(qat={"bn": {"fold": False}}))
     state = model.state_dict()
-    for target in (prepared, kept):
+    for target in (prepared, unfolded):
         names = set(target.state_dict())
         shared = {k: v for k, v in state.items() if k in names}
         assert {k for k in state if k.endswith(("conv1.weight", "fc.weight", "fc.bias"))} <= set(shared)
@@ -89,9 +89,9 @@ def test_original_state_dict_loads_for_all_shared_names(model: M.Module) -> None
         for key, value in shared.items():
             np.testing.assert_array_equal(loaded[key], value)
     # With the BatchNorms kept, every name of the float model is there, and the float model is restored.
-    assert set(state) <= set(kept.state_dict())
+    assert set(state) <= set(unfolded.state_dict())
     np.testing.assert_allclose(
-        kept(mge.Tensor(x)).numpy(), model(mge.Tensor(x)).numpy(), rtol=1e-5, atol=1e-6
+        unfolded(mge.Tensor(x)).numpy(), model(mge.Tensor(x)).numpy(), rtol=1e-5, atol=1e-6
     )
 
 
@@ -137,14 +137,14 @@ def test_batches_in_every_form_give_the_same_parameters(form: str) -> None:
     }[form]
     batches = (make(b) for b in BATCHES) if form == "generator" else [make(b) for b in BATCHES]
     prepared = qtrace.calibrate(_prepared(calibrated=False), batches, progress=False)
-    want = [fq.qparams() for fq in fake_quants(_prepared())]
-    assert [fq.qparams() for fq in fake_quants(prepared)] == want
+    expected = [fq.qparams() for fq in fake_quants(_prepared())]
+    assert [fq.qparams() for fq in fake_quants(prepared)] == expected
 
 
 def test_max_batches_and_a_second_calibration_start_anew() -> None:
-    one = qtrace.calibrate(_prepared(calibrated=False), BATCHES, max_batches=1, progress=False)
+    first = qtrace.calibrate(_prepared(calibrated=False), BATCHES, max_batches=1, progress=False)
     again = qtrace.calibrate(_prepared(), BATCHES[:1], progress=False)
-    assert [f.qparams() for f in fake_quants(one)] == [f.qparams() for f in fake_quants(again)]
+    assert [f.qparams() for f in fake_quants(first)] == [f.qparams() for f in fake_quants(again)]
 
 
 def test_no_data_is_an_error_and_leaves_the_module_as_it_was() -> None:
@@ -193,8 +193,8 @@ def test_a_large_bias_on_a_tiny_weight_still_fits_into_int32(tmp_path: Path) -> 
     module.c.bias[:, 1] = 3.0
     prepared = qtrace.prepare(qtrace.trace(module, BATCHES[0], check=False))
     qtrace.calibrate(prepared, BATCHES, progress=False)
-    got, want = prepared(X).numpy()[:, 1], module(X).numpy()[:, 1]
-    np.testing.assert_allclose(got, want, atol=0.05)
+    actual, expected = prepared(X).numpy()[:, 1], module(X).numpy()[:, 1]
+    np.testing.assert_allclose(actual, expected, atol=0.05)
     converted = qtrace.convert(prepared)
     report = qtrace.verify(qtrace.export(converted, tmp_path / "m.onnx"), converted, BATCHES[:1])
     assert report.passed, report.table()
@@ -207,10 +207,10 @@ def test_phases_need_no_surgery_and_say_what_is_wrong() -> None:
     prepared = _prepared()
     text = str(prepared.graph)
     quantized = prepared(X).numpy()
-    want = _small()(X).numpy()
+    expected = _small()(X).numpy()
     for phase in ("float", "observe", "float"):
         qtrace.set_phase(prepared, phase)
-        np.testing.assert_allclose(prepared(X).numpy(), want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(prepared(X).numpy(), expected, rtol=1e-5, atol=1e-6)
     qtrace.set_phase(prepared, "quantize")
     np.testing.assert_array_equal(prepared(X).numpy(), quantized)
     assert str(prepared.graph) == text
@@ -295,12 +295,12 @@ def test_kept_batchnorm_trains_on_batch_statistics() -> None:
 def test_jit_forward_equals_eager_in_the_quantize_phase() -> None:
     prepared = _prepared(**W4A4)
     run = jit_trace(lambda x: prepared(x), symbolic=True)
-    want = prepared(X).numpy()
+    expected = prepared(X).numpy()
     for _ in range(3):
-        got = run(X).numpy()
+        actual = run(X).numpy()
     scale = float(getattr(prepared, CONTAINER).fc_out.qparams().scale)
     # MegEngine's jit may sum in another order: one step of the output's grid at most.
-    assert np.abs(got - want).max() <= 1.01 * scale
+    assert np.abs(actual - expected).max() <= 1.01 * scale
 
 
 # -- convert -------------------------------------------------------------------------------------------
@@ -333,10 +333,12 @@ def test_convert_records_qparams_on_every_site_and_keeps_no_observer(backend: st
         if site.sort == "bias":
             assert qparams.dtype_meta.name == "qint32"
             continue
-        mine = getattr(prepared, CONTAINER).__dict__[site.group].qparams()
-        np.testing.assert_array_equal(qparams.scale.numpy().reshape(-1), mine.scale.reshape(-1))
+        expected = getattr(prepared, CONTAINER).__dict__[site.group].qparams()
+        np.testing.assert_array_equal(qparams.scale.numpy().reshape(-1), expected.scale.reshape(-1))
         if qparams.zero_point is not None:
-            np.testing.assert_array_equal(qparams.zero_point.numpy().reshape(-1), mine.zero_point.reshape(-1))
+            np.testing.assert_array_equal(
+                qparams.zero_point.numpy().reshape(-1), expected.zero_point.reshape(-1)
+            )
     assert all(fq.observer is None for fq in fake_quants(converted))
     assert lint(converted) == []
 
@@ -352,22 +354,22 @@ def test_convert_needs_calibration() -> None:
 @pytest.mark.parametrize("fakequant", ["fixed", "lsq"])
 def test_deepcopy_state_dict_and_files_keep_every_number(fakequant: str, tmp_path: Path) -> None:
     prepared = _prepared(fakequant=fakequant)
-    want = prepared(X).numpy()
-    np.testing.assert_array_equal(copy.deepcopy(prepared)(X).numpy(), want)
+    expected = prepared(X).numpy()
+    np.testing.assert_array_equal(copy.deepcopy(prepared)(X).numpy(), expected)
     other = _prepared(fakequant=fakequant)
     for fq in fake_quants(other):
         fq.scale._reset(type(fq.scale)(fq.scale.numpy() * 2))
     other.load_state_dict(prepared.state_dict())
-    np.testing.assert_array_equal(other(X).numpy(), want)
+    np.testing.assert_array_equal(other(X).numpy(), expected)
     qtrace.save(prepared, tmp_path / "prepared.mge")
     loaded = qtrace.load(tmp_path / "prepared.mge")
-    np.testing.assert_array_equal(loaded(X).numpy(), want)
+    np.testing.assert_array_equal(loaded(X).numpy(), expected)
     qtrace.calibrate(loaded, BATCHES, progress=False)
-    np.testing.assert_array_equal(loaded(X).numpy(), want)
+    np.testing.assert_array_equal(loaded(X).numpy(), expected)
     converted = qtrace.convert(loaded)
     qtrace.save(converted, tmp_path / "converted.mge")
     again = qtrace.load(tmp_path / "converted.mge")
-    np.testing.assert_array_equal(again(X).numpy(), want)
+    np.testing.assert_array_equal(again(X).numpy(), expected)
     assert qtrace.verify(qtrace.export(again, tmp_path / "m.onnx"), again, BATCHES).passed
 
 
@@ -380,8 +382,8 @@ def test_a_model_saved_while_observing_goes_on_observing(tmp_path: Path) -> None
     for batch in BATCHES[1:]:
         prepared(mge.Tensor(batch))
         loaded(mge.Tensor(batch))
-    mine = [f.observer.qparams() for f in fake_quants(prepared)]
-    assert [f.observer.qparams() for f in fake_quants(loaded)] == mine
+    expected = [f.observer.qparams() for f in fake_quants(prepared)]
+    assert [f.observer.qparams() for f in fake_quants(loaded)] == expected
 
 
 @pytest.mark.parametrize("fold", [True, False])

@@ -86,8 +86,8 @@ def test_refused_names_import_nothing():
         "    else: raise SystemExit(name)\n"
         "print(sorted(set(sys.modules) - before))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(
@@ -122,5 +122,5 @@ def test_observers_need_no_megengine():
         "[plugins.resolve('qtrace.observers', n, Observer) for n in plugins.known('qtrace.observers')]\n"
         "print('megengine' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "False"

@@ -1,1 +1,1 @@
-"""What quantization costs in accuracy, beside the tools that run on the same machine."""
+"""The accuracy that quantization costs, beside the tools that run on the same machine."""

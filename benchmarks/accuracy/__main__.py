@@ -83,15 +83,15 @@ def _measure(group: str, name: str, options: argparse.Namespace) -> dict[str, An
 
 def _runs(options: argparse.Namespace) -> dict[str, Callable[[Subject], Iterator[Row]]]:
     """group -> what measures it."""
-    few = 2 if options.quick else options.steps
+    steps = 2 if options.quick else options.steps
     return {
         "w8a8": lambda s: eight_bits.run(s, options.peers_python),
         "imbalance": imbalance.run,
-        "w4": lambda s: four_bits.run(s, few),
-        "qat": lambda s: qat.run(s, few),
-        "finetune": lambda s: finetuning.run(s, few),
+        "w4": lambda s: four_bits.run(s, steps),
+        "qat": lambda s: qat.run(s, steps),
+        "finetune": lambda s: finetuning.run(s, steps),
         "mixed": lambda s: mixed_precision.run(s, options.quick),
-        "time": lambda s: reconstruction_time.run(s, few),
+        "time": lambda s: reconstruction_time.run(s, steps),
     }
 
 
@@ -120,11 +120,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=int, help="of QAT and fine-tuning, or of each block, where there is little time"
     )
-    given = parser.parse_args(arguments)
-    given.only, given.net = given.only or list(GROUPS), given.net or list(NAMES)
-    if given.json is None and not given.quick:
-        given.json = RESULTS
-    return given
+    options = parser.parse_args(arguments)
+    options.only, options.net = options.only or list(GROUPS), options.net or list(NAMES)
+    if options.json is None and not options.quick:
+        options.json = RESULTS
+    return options
 
 
 def _stored(path: Path | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from benchmarks.accuracy.judging import Judge, float_file, in_onnxruntime, quant
 from benchmarks.accuracy.rows import Row
 from benchmarks.accuracy.subjects import Subject
 
-__all__ = ["judged", "run"]
+__all__ = ["add_target", "run"]
 
 CHECK = "W8A8 PTQ"
 MARGIN, MAX_LOSS = 1.0, 0.3
@@ -32,7 +32,7 @@ OPENVINO = {
 
 
 def recipe(name: str) -> dict[str, Any]:
-    """What a network is quantized with, as plain data."""
+    """Returns the recipe of a network as plain data."""
     default = qtrace.load_recipe(RECIPE).to_dict()
     if name not in RECIPES:
         return default
@@ -40,34 +40,34 @@ def recipe(name: str) -> dict[str, Any]:
 
 
 def run(subject: Subject, python: str | None) -> Iterator[Row]:
-    """The float network, qtrace and every tool, all judged in onnxruntime."""
+    """Measures the float network, qtrace and every tool, all in onnxruntime."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         model = float_file(subject, folder)
         judge = Judge(subject, in_onnxruntime(model))
-        ours = qtrace.export(quantize(subject, recipe(subject.name)), folder / "qtrace.onnx")
+        file = qtrace.export(quantize(subject, recipe(subject.name)), folder / "qtrace.onnx")
         title = f"recipe of its family, ptq of {RECIPE}" if subject.name in RECIPES else f"recipe {RECIPE}"
-        mine = judge.row(CHECK, f"qtrace, {title}", in_onnxruntime(ours))
+        ours = judge.row(CHECK, f"qtrace, {title}", in_onnxruntime(file))
         twin = qtrace.export(quantize(subject, OPENVINO), folder / "openvino.onnx")
         kernels = "fewer roundings, as NNCF assumes them"
         yield judge.float_row(CHECK)
         others = []
-        for peer in peers.quantized(model, subject.calibration, folder, python):
+        for peer in peers.quantize_by_tools(model, subject.calibration, folder, python):
             if peer.file is None:
                 others.append(Row(CHECK, subject.name, peer.name, note=f"did not run: {peer.reason}"))
             else:
                 others.append(judge.row(CHECK, peer.name, in_onnxruntime(peer.file)))
-        yield judged(mine, others)
+        yield add_target(ours, others)
         yield judge.row(CHECK, "qtrace, for OpenVINO's kernels", in_onnxruntime(twin), kernels)
         yield from others
 
 
-def judged(mine: Row, others: list[Row]) -> Row:
-    """Our row, with its target."""
+def add_target(ours: Row, others: list[Row]) -> Row:
+    """Adds to our row the target and whether it is met."""
     rivals = [row.sqnr for row in others if row.sqnr is not None]
     target = f"{MARGIN:g} dB above the best peer, loss <= {MAX_LOSS:g}"
-    if not rivals or mine.sqnr is None or mine.loss is None:
-        return dataclasses.replace(mine, target=target, note="no peer ran")
-    ahead = mine.sqnr - max(rivals)
-    met = ahead >= MARGIN and mine.loss <= MAX_LOSS
-    return dataclasses.replace(mine, target=target, met=met, note=f"{ahead:+.1f} dB to the best peer")
+    if not rivals or ours.sqnr is None or ours.loss is None:
+        return dataclasses.replace(ours, target=target, note="no peer ran")
+    ahead = ours.sqnr - max(rivals)
+    met = ahead >= MARGIN and ours.loss <= MAX_LOSS
+    return dataclasses.replace(ours, target=target, met=met, note=f"{ahead:+.1f} dB to the best peer")

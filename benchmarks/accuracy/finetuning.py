@@ -1,4 +1,4 @@
-"""W4A4 without labels: how much of the loss comes back by learning from the float network's outputs."""
+"""W4A4 without labels: the share of the loss that learning from the float network's outputs recovers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import qtrace
 from benchmarks.accuracy.four_bits import low_bits
 from benchmarks.accuracy.judging import Judge, quantize
-from benchmarks.accuracy.rows import Row, recovered
+from benchmarks.accuracy.rows import Row, add_recovered_share
 from benchmarks.accuracy.subjects import Subject, batches, in_megengine, training_inputs
 from qtrace.finetuning import Settings
 
@@ -22,7 +22,7 @@ INPUTS = 1000
 
 
 def run(subject: Subject, steps: int | None) -> Iterator[Row]:
-    """Round to nearest, and the same graph after ``steps`` steps on training inputs without their labels."""
+    """Measures rounding to nearest, and the same graph after ``steps`` steps on inputs without labels."""
     steps = steps or STEPS
     judge = Judge(subject, in_megengine(subject.net))
     yield judge.float_row(CHECK)
@@ -33,6 +33,6 @@ def run(subject: Subject, steps: int | None) -> Iterator[Row]:
     report = qtrace.finetune(prepared, inputs, Settings(steps=steps, seed=SEED))
     print(report.table(), file=sys.stderr)
     tuned = judge.row(CHECK, f"finetune, {steps} steps", in_megengine(qtrace.convert(prepared)))
-    row = recovered(tuned, nearest.loss, SHARE)
+    row = add_recovered_share(tuned, nearest.loss, SHARE)
     gained = tuned.sqnr - nearest.sqnr if tuned.sqnr is not None and nearest.sqnr is not None else 0.0
     yield row.noted(f"{gained:+.1f} dB")

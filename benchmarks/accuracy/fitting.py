@@ -28,12 +28,12 @@ def fit(model: M.Module, groups: Groups, part: Part, *, steps: int, seed: int, t
     """Trains with AdamW and a cosine schedule, the step under ``jit.trace``. Nothing is selected on any data.
 
     Args:
-        model: changed in place; its training flags are the caller's business.
+        model: the network; changed in place, its training flags are the caller's.
         groups: the parameters that are trained.
         part: the training data.
-        steps: how many batches.
-        seed: of the order of the images.
-        title: of the progress bar.
+        steps: number of batches.
+        seed: seed of the order of the images.
+        title: title of the progress bar.
     """
     mge.config.async_level = 0  # on CPU, MegEngine 1.13 computes some gradients wrong when ops are queued
     optimizer = Adam(groups)

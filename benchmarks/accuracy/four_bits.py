@@ -31,13 +31,13 @@ def low_bits(bits: int, *ptq: Any) -> dict[str, Any]:
 
 
 def run(subject: Subject, iterations: int | None) -> Iterator[Row]:
-    """W4A8 and W4A4, three ways each; ``iterations`` for each block, None for the default."""
+    """Measures W4A8 and W4A4 in three ways each; ``iterations`` for each block, None for the default."""
     options = {} if iterations is None else {"iterations": iterations}
-    told = "" if iterations is None else f", {iterations} iterations"
+    suffix = "" if iterations is None else f", {iterations} iterations"
     ways = {
         "round to nearest": (),
-        f"adaround{told}": ({"adaround": options},),
-        f"reconstruct with qdrop{told}": ({"reconstruct": options},),
+        f"adaround{suffix}": ({"adaround": options},),
+        f"reconstruct with qdrop{suffix}": ({"reconstruct": options},),
     }
     judge = Judge(subject, in_megengine(subject.net))
     for bits in (8, 4):

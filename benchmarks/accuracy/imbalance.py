@@ -1,4 +1,4 @@
-"""The disease of depthwise networks, planted: channels of very different ranges under one scale a layer."""
+"""The fault of depthwise networks, on purpose: channels of very different ranges with one scale a layer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 
 from benchmarks.accuracy.judging import Judge, quantize
 from benchmarks.accuracy.networks import Activation, Bottleneck
-from benchmarks.accuracy.rows import Row, recovered
+from benchmarks.accuracy.rows import Row, add_recovered_share
 from benchmarks.accuracy.subjects import Subject, in_megengine
 
-__all__ = ["planted", "run"]
+__all__ = ["run", "stretch_channels"]
 
 CHECK = "planted imbalance, W8A8, per-tensor weights"
 SPREAD, SHARE = 64.0, 0.9
@@ -34,7 +34,7 @@ class Relu(M.Module):
         return F.relu(x)
 
 
-def planted(net: M.Module, spread: float = SPREAD, seed: int = 0) -> M.Module:
+def stretch_channels(net: M.Module, spread: float = SPREAD, seed: int = 0) -> M.Module:
     """Stretches the channels inside of each bottleneck, in place; what the network computes stays.
 
     ReLU6 becomes ReLU first. Then a channel behind an activation is multiplied by f, between 1 / spread and
@@ -64,8 +64,8 @@ def _replace_relu6(module: M.Module) -> None:
 
 
 def run(subject: Subject) -> Iterator[Row]:
-    """The planted network, with nothing done and with each algorithm. It changes the subject's network."""
-    planted(subject.net)
+    """Quantizes the stretched network with and without each algorithm; changes the subject's network."""
+    stretch_channels(subject.net)
     judge = Judge(subject, in_megengine(subject.net))
     yield dataclasses.replace(judge.float_row(CHECK), note="ReLU for ReLU6")
     lost: float | None = None
@@ -75,5 +75,5 @@ def run(subject: Subject) -> Iterator[Row]:
         if lost is None:
             lost = row.loss
         else:
-            row = recovered(row, lost, SHARE if way == "equalize, bias_correction" else None)
+            row = add_recovered_share(row, lost, SHARE if way == "equalize, bias_correction" else None)
         yield row

@@ -1,4 +1,4 @@
-"""What a quantized network is worth: noise at its outputs and the metric, both on the test part."""
+"""Judges quantized networks: noise at their outputs and the metric, both on the test part."""
 
 from __future__ import annotations
 

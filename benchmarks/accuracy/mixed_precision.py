@@ -13,7 +13,7 @@ from benchmarks.accuracy.subjects import Subject, batches, in_megengine, trainin
 from qtrace.sensitivity import DetectionLoss, Goal, Level, MixedPrecision, mixed_precision
 from qtrace.sensitivity.simulation import Simulation
 
-__all__ = ["judged", "run"]
+__all__ = ["add_target", "run"]
 
 CHECK = "mixed precision, W4A4"
 RECIPE = Path(__file__).parent.parent.parent / "examples/detector/recipe_w4a4.yaml"
@@ -28,7 +28,7 @@ MEASURED = 64
 
 
 def run(subject: Subject, quick: bool = False) -> Iterator[Row]:
-    """W4A4, and what the search raises for each allowed loss, judged on the test part."""
+    """Measures W4A4, and the layers that the search raises for each allowed loss, on the test part."""
     judge = Judge(subject, in_megengine(subject.net))
     yield judge.float_row(CHECK)
     traced = qtrace.trace(subject.net, subject.calibration[:1], check=False)
@@ -39,7 +39,7 @@ def run(subject: Subject, quick: bool = False) -> Iterator[Row]:
     lost, layers = -low.value(), len(low.layers)
     yield judge.row(CHECK, "nothing raised", in_megengine(qtrace.convert(prepared)), f"{layers} layers")
     for share in ALLOWED[:1] if quick else ALLOWED:
-        found = mixed_precision(
+        search = mixed_precision(
             traced,
             RECIPE,
             calibration,
@@ -49,14 +49,16 @@ def run(subject: Subject, quick: bool = False) -> Iterator[Row]:
             raise_to=RAISED_TO,
         )
         method = f"raised to {RAISED_TO} for {share:.0%} of its detection loss"
-        yield judged(judge.row(CHECK, method, in_megengine(quantize(subject, found.qconfig, traced))), found)
+        yield add_target(
+            judge.row(CHECK, method, in_megengine(quantize(subject, search.qconfig, traced))), search
+        )
 
 
-def judged(row: Row, found: MixedPrecision) -> Row:
-    """The row with its target: the goal is reached, by fewer layers than in the order of their noise."""
-    assert found.by_noise is not None
-    note = f"{len(found.layers)} layers; in the order of noise {found.by_noise}"
-    if not found.passed:
-        note += f"; loss {-found.reached:.3g}, allowed {-(found.target or 0.0):.3g}"
-    met = found.passed and len(found.layers) < found.by_noise
+def add_target(row: Row, search: MixedPrecision) -> Row:
+    """Adds the target to a row: the goal is reached, by fewer layers than in the order of their noise."""
+    assert search.by_noise is not None
+    note = f"{len(search.layers)} layers; in the order of noise {search.by_noise}"
+    if not search.passed:
+        note += f"; loss {-search.reached:.3g}, allowed {-(search.target or 0.0):.3g}"
+    met = search.passed and len(search.layers) < search.by_noise
     return dataclasses.replace(row, target="fewer layers than by noise", met=met, note=note)

@@ -1,4 +1,4 @@
-"""The classifiers as MegEngine's own QAT wants them: written again with its fused modules."""
+"""The classifiers in the form that MegEngine's own QAT needs: written with its fused modules."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class NativeResNet(M.Module):
 
 
 class NativeActivation(M.Module):
-    """ReLU6 or SiLU on what the layer before has rounded; its result is rounded again."""
+    """ReLU6 or SiLU on the rounded result of the layer before; its own result is rounded again."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -132,9 +132,9 @@ NATIVE = {
 def load_float(native: M.Module, net: M.Module) -> None:
     """Copies the weights of ``net``: layers and norms are defined in the same order in both."""
     for kind in (M.Conv2d, M.BatchNorm2d, M.Linear):
-        ours = [m for m in _defined(native) if isinstance(m, kind)]
-        theirs = [m for m in _defined(net) if isinstance(m, kind)]
-        for target, source in zip(ours, theirs, strict=True):
+        targets = [m for m in _defined(native) if isinstance(m, kind)]
+        sources = [m for m in _defined(net) if isinstance(m, kind)]
+        for target, source in zip(targets, sources, strict=True):
             target.load_state_dict(source.state_dict())
 
 

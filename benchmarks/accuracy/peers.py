@@ -1,4 +1,4 @@
-"""The other tools: each takes the float ONNX file and the calibration inputs, and gives a quantized file."""
+"""Other tools: each takes the float ONNX file and the calibration inputs, and gives a quantized file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["Peer", "for_nncf", "quantized"]
+__all__ = ["Peer", "adapt_for_nncf", "quantize_by_tools"]
 
 BATCH = 50
 _WORKER = Path(__file__).parent / "nncf_worker.py"
@@ -26,7 +26,7 @@ _NNCF = {
 
 @dataclass(frozen=True)
 class Peer:
-    """What a tool made.
+    """The file of another tool.
 
     Attributes:
         name: the tool and its method.
@@ -39,14 +39,16 @@ class Peer:
     reason: str = ""
 
 
-def quantized(model: Path, calibration: np.ndarray, folder: Path, python: str | None) -> Iterator[Peer]:
-    """The files of all tools.
+def quantize_by_tools(
+    model: Path, calibration: np.ndarray, folder: Path, python: str | None
+) -> Iterator[Peer]:
+    """Quantizes the model by all tools.
 
     Args:
         model: the float ONNX file.
         calibration: inputs, N x ...; onnxruntime gets them one by one, which makes no difference to it, NNCF
             in batches, which suits it better.
-        folder: where the files go.
+        folder: the folder for the files.
         python: an interpreter that can import NNCF; None for this one.
     """
     yield from _onnxruntime(model, calibration, folder)
@@ -98,13 +100,13 @@ def _onnxruntime(model: Path, calibration: np.ndarray, folder: Path) -> Iterator
         title = f"onnxruntime.quantization, {method}"
         try:
             quantize(method, file)
-        except Exception as error:  # whatever ails another tool is a fact about it, not about this run
+        except Exception as error:  # a fault of another tool is a row of the table, not the end of the run
             yield Peer(title, None, f"{type(error).__name__}: {error}".splitlines()[0][:120])
         else:
             yield Peer(title, file)
 
 
-def for_nncf(model: Path, file: Path) -> Path:
+def adapt_for_nncf(model: Path, file: Path) -> Path:
     """Writes the model in the form that suits NNCF best; what it computes stays.
 
     To correct a layer whose result leaves the graph, full correction runs the layer up to *all* outputs,
@@ -114,7 +116,7 @@ def for_nncf(model: Path, file: Path) -> Path:
 
     Args:
         model: a float ONNX file.
-        file: where the other goes.
+        file: the file to write.
 
     Returns:
         ``file``.
@@ -146,11 +148,11 @@ def for_nncf(model: Path, file: Path) -> Path:
 def _nncf(model: Path, calibration: np.ndarray, folder: Path, python: str) -> Iterator[Peer]:
     inputs = folder / "calibration.npy"
     np.save(inputs, calibration)
-    suited = for_nncf(model, folder / "for_nncf.onnx")
+    suited = adapt_for_nncf(model, folder / "for_nncf.onnx")
     command = [python, str(_WORKER), str(suited), str(inputs), str(BATCH), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    told = done.stderr.strip().splitlines()
-    failed = told[-1] if told else f"exit code {done.returncode}"
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    messages = process.stderr.strip().splitlines()
+    failed = messages[-1] if messages else f"exit code {process.returncode}"
     for kind, title in _NNCF.items():
         file, reason = folder / f"{kind}.onnx", folder / f"{kind}.txt"
         if file.exists():

@@ -33,7 +33,7 @@ MAX_LOSS = 1.0
 
 
 def run(subject: Subject, steps: int | None) -> Iterator[Row]:
-    """Both, after ``steps`` steps with the same optimizer, rates, data and order."""
+    """Trains by MegEngine's own QAT and by qtrace, with the same optimizer, steps, rates, data and order."""
     steps = steps or STEPS
     judge = Judge(subject, in_megengine(subject.net))
     yield judge.float_row(CHECK)

@@ -1,4 +1,4 @@
-"""How long block reconstruction takes, and how much of that are losses and gradients."""
+"""The time of block reconstruction, and the share of losses and gradients in it."""
 
 from __future__ import annotations
 

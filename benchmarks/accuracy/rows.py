@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Row", "markdown", "recovered", "sqnr_db"]
+__all__ = ["Row", "add_recovered_share", "markdown", "sqnr_db"]
 
 
 @dataclass(frozen=True)
@@ -17,15 +17,15 @@ class Row:
     """One line of the table.
 
     Attributes:
-        check: what is tried.
+        check: the question that the row answers, such as "W8A8 PTQ".
         net: the network.
-        method: how it was quantized, or which tool did it.
-        sqnr: of the outputs on the test inputs, in dB; None where it was not measured.
+        method: the way of quantization, or the tool.
+        sqnr: SQNR of the outputs on the test inputs, in dB; None if it was not measured.
         metric: accuracy or mAP on the test part, in percent.
-        loss: how many points less that is than in float; below 0 for a gain.
-        target: what is asked for, in words; empty for a row that is there for comparison.
-        met: whether it is.
-        note: what else a reader must know.
+        loss: points that the metric is below float; negative for a gain.
+        target: the target in words; empty for a row that is there for comparison.
+        met: whether the target is met.
+        note: a remark that is shown beside the figures.
     """
 
     check: str
@@ -43,24 +43,24 @@ class Row:
         return dataclasses.asdict(self)
 
     def noted(self, more: str) -> Row:
-        """The row with more to its note."""
+        """Returns the row with `more` added to its note."""
         return dataclasses.replace(self, note=f"{self.note}, {more}" if self.note else more)
 
 
-def recovered(row: Row, lost: float | None, target: float | None = None) -> Row:
-    """The row with the share of a loss that it has back.
+def add_recovered_share(row: Row, lost: float | None, target: float | None = None) -> Row:
+    """Returns the row with the share of a loss that it recovers.
 
     Args:
-        row: what was done against the loss.
-        lost: the loss without it, in points; where nothing was lost, no share can be said.
-        target: the share that is asked for; None where the row is there for comparison.
+        row: the row of a method that reduces the loss.
+        lost: the loss without the method, in points; there is no share if it is not positive.
+        target: the share that is the target; None where the row is there for comparison.
     """
-    asked = "" if target is None else f"{100 * target:.0f} % of the loss recovered"
+    goal = "" if target is None else f"{100 * target:.0f} % of the loss recovered"
     if lost is None or lost <= 0 or row.loss is None:
-        return dataclasses.replace(row.noted("nothing was lost"), target=asked)
+        return dataclasses.replace(row.noted("nothing was lost"), target=goal)
     share = 1 - row.loss / lost
     noted = row.noted(f"{100 * share:.0f} % of the loss recovered")
-    return dataclasses.replace(noted, target=asked, met=None if target is None else share >= target)
+    return dataclasses.replace(noted, target=goal, met=None if target is None else share >= target)
 
 
 _HEADER = ("check", "network", "method", "SQNR dB", "metric", "loss", "target", "", "note")
@@ -82,17 +82,17 @@ def _number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def sqnr_db(want: Sequence[np.ndarray], have: Sequence[np.ndarray]) -> float:
-    """The signal to quantization noise ratio of outputs in dB: the mean over the outputs.
+def sqnr_db(references: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> float:
+    """Returns the mean SQNR of some outputs, in dB.
 
     Raises:
         ValueError: for outputs that are not of the same shapes.
     """
-    found = []
-    for exact, rounded in zip(want, have, strict=True):
+    ratios = []
+    for exact, rounded in zip(references, outputs, strict=True):
         if exact.shape != rounded.shape:
             raise ValueError(f"outputs of shapes {exact.shape} and {rounded.shape} cannot be compared.")
         signal = np.sum(np.square(exact, dtype=np.float64))
         noise = np.sum(np.square(exact.astype(np.float64) - rounded))
-        found.append(10 * np.log10(signal / max(noise, 1e-30)))
-    return float(np.mean(found))
+        ratios.append(10 * np.log10(signal / max(noise, 1e-30)))
+    return float(np.mean(ratios))

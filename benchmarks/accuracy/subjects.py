@@ -38,15 +38,15 @@ VALIDATION = 197
 
 @dataclass(frozen=True)
 class Subject:
-    """A float network and what it is judged by.
+    """A float network with its data and its metric.
 
     Attributes:
         name: the network.
-        net: in eval mode.
+        net: the network, in eval mode.
         calibration: inputs, N x ...; without labels.
         test: inputs that nothing was chosen on, for noise and metric.
         metric: accuracy or mAP in percent, from a runner, on the test part.
-        unit: what the metric is.
+        unit: the name of the metric.
     """
 
     name: str
@@ -66,13 +66,13 @@ def split() -> tuple[digits.Part, digits.Part, digits.Part, digits.Part]:
     return train, validation, data.calibration, data.test
 
 
-def training_inputs(subject: Subject, most: int) -> np.ndarray:
+def training_inputs(subject: Subject, count: int) -> np.ndarray:
     """Up to ``most`` inputs of the training part, without their labels."""
     if subject.name != "detector":
-        return split()[0].images[:most]
+        return split()[0].images[:count]
     from examples.detector import data
 
-    return data.normalize(data.load("train", most).images)
+    return data.normalize(data.load("train", count).images)
 
 
 def subject(name: str, quick: bool = False) -> Subject:
@@ -86,13 +86,13 @@ def _classifier(name: str, quick: bool) -> Subject:
         net.load_state_dict({key: stored[key] for key in stored.files})
     net.eval()
     _, _, calibration, test = split()
-    few = 50 if quick else None
+    limit = 50 if quick else None
 
     def accuracy(run: Runner) -> float:
-        seen = np.concatenate([run(batch)[0] for batch in batches(test.images[:few], 100)])
-        return 100 * float(np.mean(seen.argmax(axis=1) == test.labels[:few]))
+        scores = np.concatenate([run(batch)[0] for batch in batches(test.images[:limit], 100)])
+        return 100 * float(np.mean(scores.argmax(axis=1) == test.labels[:limit]))
 
-    return Subject(name, net, calibration.images[:few], test.images[:few], accuracy, "accuracy")
+    return Subject(name, net, calibration.images[:limit], test.images[:limit], accuracy, "accuracy")
 
 
 def _detector(quick: bool) -> Subject:

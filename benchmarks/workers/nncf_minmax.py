@@ -24,15 +24,15 @@ def main(model: str, data: str, size: int, rounds: int) -> dict[str, list[float]
     options = nncf.AdvancedQuantizationParameters(
         disable_bias_correction=True, activations_range_estimator_params=RangeEstimatorParametersSet.MINMAX
     )
-    found = []
+    seconds = []
     for number in range(rounds + 1):
         start = time.perf_counter()
         nncf.quantize(
             onnx.load(model), nncf.Dataset(batches), subset_size=len(batches), advanced_parameters=options
         )
         if number:  # the first round warms up
-            found.append(time.perf_counter() - start)
-    return {"minmax": found}
+            seconds.append(time.perf_counter() - start)
+    return {"minmax": seconds}
 
 
 if __name__ == "__main__":

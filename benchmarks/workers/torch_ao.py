@@ -73,14 +73,14 @@ def main(shape: tuple[int, ...], batches: int, rounds: int) -> dict[str, list[fl
             prepare_qat_fx(resnet18().train(), get_default_qat_qconfig_mapping("x86"), (data[0],)), data[0]
         ),
     }
-    found: dict[str, list[float]] = {name: [] for name in sides}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds + 1):
         for name, side in sides.items():
             start = time.perf_counter()
             side()
             if number:  # the first round warms up
-                found[name].append(time.perf_counter() - start)
-    return found
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
 
 
 def _forward(net: nn.Module, data: list[torch.Tensor]) -> None:

@@ -15,8 +15,8 @@ class Adam:
     """AdamW over some parameters, in numpy.
 
     Args:
-        groups: for each group its parameters, learning rate and weight decay.
-        betas: how slowly the means of gradients and of their squares move.
+        groups: each group's parameters, learning rate and weight decay.
+        betas: decay rates of the means of gradients and of their squares.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class Adam:
         grads = [np.zeros(p.shape, np.float32) if p.grad is None else p.grad.numpy() for p in self.parameters]
         grad = np.concatenate([g.ravel() for g in grads])
         self.steps += 1
-        for kept, new, beta in ((self.mean, grad, self.betas[0]), (self.square, grad**2, self.betas[1])):
-            kept += (1 - beta) * (new - kept)
+        for average, new, beta in ((self.mean, grad, self.betas[0]), (self.square, grad**2, self.betas[1])):
+            average += (1 - beta) * (new - average)
         mean, square = (
-            kept / (1 - beta**self.steps)
-            for kept, beta in zip((self.mean, self.square), self.betas, strict=True)
+            average / (1 - beta**self.steps)
+            for average, beta in zip((self.mean, self.square), self.betas, strict=True)
         )
         self.values -= share * self.rates * (mean / (np.sqrt(square) + 1e-8) + self.decays * self.values)
         start = 0

@@ -29,13 +29,13 @@ def points(size: int = data.SIZE) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(centres).astype(np.float32), np.concatenate(strides).astype(np.float32)
 
 
-def flat(maps: Sequence[np.ndarray], kind: int) -> np.ndarray:
+def flatten_maps(maps: Sequence[np.ndarray], kind: int) -> np.ndarray:
     """The maps of one kind (0 classes, 1 sides, 2 quality) as N x points x channels."""
     parts = [m.reshape(*m.shape[:2], -1) for m in maps[kind::3]]
     return np.concatenate(parts, axis=2).transpose(0, 2, 1)
 
 
-def to_boxes(sides: np.ndarray) -> np.ndarray:
+def decode_boxes(sides: np.ndarray) -> np.ndarray:
     """Boxes from distances in strides: ... x points x 4. A negative distance is none."""
     centres, strides = points()
     away = np.maximum(sides, 0) * strides[:, None]
@@ -44,19 +44,19 @@ def to_boxes(sides: np.ndarray) -> np.ndarray:
 
 def decode(maps: Sequence[np.ndarray]) -> list[Detections]:
     """The detections of every image of a batch, without duplicates."""
-    quality = _sigmoid(flat(maps, 2))
-    scores = np.sqrt(_sigmoid(flat(maps, 0)) * quality)
-    boxes = np.clip(to_boxes(flat(maps, 1)), 0, data.SIZE)
+    quality = _sigmoid(flatten_maps(maps, 2))
+    scores = np.sqrt(_sigmoid(flatten_maps(maps, 0)) * quality)
+    boxes = np.clip(decode_boxes(flatten_maps(maps, 1)), 0, data.SIZE)
     return [_pick(b, s) for b, s in zip(boxes, scores, strict=True)]
 
 
 def _pick(boxes: np.ndarray, scores: np.ndarray) -> Detections:
-    where, labels = np.nonzero(scores > MIN_SCORE)
-    found = scores[where, labels]
-    order = np.argsort(-found, kind="stable")[:200]
-    where, labels, found = where[order], labels[order], found[order]
-    kept = _distinct(boxes[where], labels)[:MOST]
-    return Detections(boxes[where[kept]], found[kept], labels[kept])
+    places, labels = np.nonzero(scores > MIN_SCORE)
+    best = scores[places, labels]
+    order = np.argsort(-best, kind="stable")[:200]
+    places, labels, best = places[order], labels[order], best[order]
+    distinct = _distinct(boxes[places], labels)[:MOST]
+    return Detections(boxes[places[distinct]], best[distinct], labels[distinct])
 
 
 def _distinct(boxes: np.ndarray, labels: np.ndarray) -> np.ndarray:
@@ -74,13 +74,13 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def detect(run: Runner, part: data.Part, batch: int = 50) -> list[Detections]:
-    """What a network sees in the images of ``part``."""
-    found = []
+    """Runs a network on the images of ``part`` and decodes its maps."""
+    detections = []
     for start in range(0, len(part), batch):
-        found += decode(run(data.normalize(part.images[start : start + batch])))
-    return found
+        detections += decode(run(data.normalize(part.images[start : start + batch])))
+    return detections
 
 
-def evaluate(found: Sequence[Detections], part: data.Part) -> Precision:
-    """The precision of detections against what is in ``part``."""
-    return average_precision(found, part.boxes, part.labels, len(data.CLASSES))
+def evaluate(detections: Sequence[Detections], part: data.Part) -> Precision:
+    """Compares detections with the boxes and labels of ``part``."""
+    return average_precision(detections, part.boxes, part.labels, len(data.CLASSES))

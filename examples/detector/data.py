@@ -81,9 +81,9 @@ def draw(seed: int, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     canvas = _background(random)
     boxes: list[np.ndarray] = []
     labels: list[int] = []
-    wanted = random.randint(1, 6)
-    for _ in range(8 * wanted):
-        if len(boxes) == wanted:
+    count = random.randint(1, 6)
+    for _ in range(8 * count):
+        if len(boxes) == count:
             break
         label, radius, angle = random.randint(len(CLASSES)), _radius(random), random.uniform(-_TILT, _TILT)
         extent, signed = _SHAPES[CLASSES[label]](radius, angle)

@@ -41,17 +41,17 @@ QAT_STEPS = {"W8A8": 100, "W4A4": 300}
 # What the demo must show, in points of mAP below float.
 MAX_DROP = {"PTQ W8A8": 1.0, "QAT W8A8": 0.3}
 
-SHOWN, LEAST_SCORE = 8, 0.35
+SHOWN, MIN_SHOWN_SCORE = 8, 0.35
 
 
 @dataclass
 class Row:
-    """What is known of one variant, on the test images.
+    """The results of one variant on the test images.
 
     Attributes:
         name: the variant.
         graph: mAP of its graph in MegEngine, in percent.
-        graph_ap50: the same at IoU .50 alone.
+        graph_ap50: AP of the graph at IoU .50 alone.
         runtime: mAP of its file in onnxruntime; None where there is no file.
         worst_lsb: largest difference of an integer between graph and runtime, op by op.
     """
@@ -77,7 +77,7 @@ class Demo:
         self.test = data.load("test", 20 if quick else None)
         self.training = data.load("train", 50 if quick else None)
         self.rows: list[Row] = []
-        self.seen: dict[str, Sequence[Detections]] = {"truth": pictures.truth(self.test)}
+        self.detections: dict[str, Sequence[Detections]] = {"truth": pictures.true_detections(self.test)}
         self.started = time.monotonic()
 
     # -- the steps ----------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class Demo:
             self.calibrate(scheme)
             self.train_on(scheme)
         self.draw()
-        missed = [] if self.quick else misses(self.rows)
+        missed = [] if self.quick else missed_targets(self.rows)
         self.write_results(missed)
         self.say(f"Results on {len(self.test)} test images")
         print(self.table())
@@ -155,28 +155,33 @@ class Demo:
         report = (self.out / file).with_suffix(".verify.json")
         report.write_text(json.dumps(verified, indent=2) + "\n", encoding="utf-8")
         row = self.rows[-1]
-        found = boxes.detect(in_onnxruntime(self.out / file), self.test)
-        row.runtime = boxes.evaluate(found, self.test).map
+        detections = boxes.detect(in_onnxruntime(self.out / file), self.test)
+        row.runtime = boxes.evaluate(detections, self.test).map
         row.worst_lsb = verified["worst_lsb"]["op_by_op"]
-        self.seen[name] = found
+        self.detections[name] = detections
         print(f"onnxruntime: mAP {row.runtime:.2f}, worst {row.worst_lsb} LSB op by op")
 
     def draw(self) -> None:
         """Writes pictures of the first test images, and of those on which 8 bits change most."""
-        columns = {name: self.seen[name] for name in ("truth", "float", "PTQ W8A8", "PTQ W4A4", "QAT W4A4")}
+        columns = {
+            name: self.detections[name] for name in ("truth", "float", "PTQ W8A8", "PTQ W4A4", "QAT W4A4")
+        }
         first = range(min(SHOWN, len(self.test)))
-        pictures.save_grid(self.out / "boxes.png", self.test, columns, first, LEAST_SCORE)
-        apart = [changed(a, b) for a, b in zip(self.seen["float"], self.seen["PTQ W8A8"], strict=True)]
+        pictures.save_grid(self.out / "boxes.png", self.test, columns, first, MIN_SHOWN_SCORE)
+        apart = [
+            detection_change(a, b)
+            for a, b in zip(self.detections["float"], self.detections["PTQ W8A8"], strict=True)
+        ]
         worst = np.argsort(-np.array(apart), kind="stable")[:SHOWN].tolist()
-        pictures.save_grid(self.out / "boxes_changed_most.png", self.test, columns, worst, LEAST_SCORE)
+        pictures.save_grid(self.out / "boxes_changed_most.png", self.test, columns, worst, MIN_SHOWN_SCORE)
 
     # -- what they share ----------------------------------------------------------------------------
 
     def add(self, name: str, model: Any) -> None:
-        """A row for a graph."""
-        found = boxes.detect(in_megengine(model), self.test)
-        precision = boxes.evaluate(found, self.test)
-        self.seen[name] = found
+        """Adds the row of a graph."""
+        detections = boxes.detect(in_megengine(model), self.test)
+        precision = boxes.evaluate(detections, self.test)
+        self.detections[name] = detections
         self.rows.append(Row(name, precision.map, precision.ap50))
         print(f"{name}: mAP {precision.map:.2f}, AP50 {precision.ap50:.2f}")
 
@@ -188,7 +193,7 @@ class Demo:
         """
         settings = [f"{name}={value}" for name, value in environment.items()]
         print("$", shlex.join([*settings, "qtrace", *words]), flush=True)
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "qtrace.cli", *words],
             cwd=self.out,
             env={**os.environ, **environment},
@@ -196,7 +201,7 @@ class Demo:
             text=True,
             check=True,
         )
-        return done.stdout
+        return process.stdout
 
     def say(self, text: str) -> None:
         """Prints the title of a step and the time since the start."""
@@ -262,31 +267,33 @@ def parameter_groups(prepared: Any, lr: float) -> list[tuple[list[Any], float, f
     return [(weights, lr, 0.01), (list(scales.values()), lr / 10, 0.0)]
 
 
-def changed(before: Detections, after: Detections) -> float:
-    """How much two sets of detections differ: the sum of what each shown box lacks of IoU with another's."""
+def detection_change(before: Detections, after: Detections) -> float:
+    """Sums up, over the shown boxes of two networks, 1 - IoU with the best box of the other network."""
     total = 0.0
-    for one, other in ((before, after), (after, before)):
-        shown, rest = (d.scores >= LEAST_SCORE for d in (one, other))
-        overlaps = iou(one.boxes[shown], other.boxes[rest])
-        same = one.labels[shown][:, None] == other.labels[rest]
+    for first, second in ((before, after), (after, before)):
+        shown, rest = (d.scores >= MIN_SHOWN_SCORE for d in (first, second))
+        overlaps = iou(first.boxes[shown], second.boxes[rest])
+        same = first.labels[shown][:, None] == second.labels[rest]
         best = (overlaps * same).max(axis=1, initial=0.0)
         total += float((1 - best).sum())
     return total
 
 
-def misses(rows: Sequence[Row]) -> list[str]:
+def missed_targets(rows: Sequence[Row]) -> list[str]:
     """The targets that ``rows`` miss, a line each."""
     by_name = {row.name: row for row in rows}
     floor = by_name["float"].graph
-    found = []
+    sentences = []
     for name, drop in MAX_DROP.items():
         row = by_name[name]
-        for where, value in (("the graph", row.graph), ("onnxruntime", row.runtime)):
+        for place, value in (("the graph", row.graph), ("onnxruntime", row.runtime)):
             if value is not None and value < floor - drop:
-                found.append(f"mAP of {name} in {where} is {value:.2f}, at least {floor - drop:.2f} needed")
+                sentences.append(
+                    f"mAP of {name} in {place} is {value:.2f}, at least {floor - drop:.2f} needed"
+                )
     if by_name["QAT W4A4"].graph <= by_name["PTQ W4A4"].graph:
-        found.append("QAT W4A4 is no better than PTQ W4A4")
-    return found
+        sentences.append("QAT W4A4 is no better than PTQ W4A4")
+    return sentences
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -295,12 +302,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("detector-demo-out"), help="where the artefacts go")
     parser.add_argument("--train", action="store_true", help="train the float network anew, too")
     parser.add_argument("--quick", action="store_true", help="a few steps; the targets do not count")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     names = ("README.md", *(name for line in ARTEFACTS for name in line))
-    with output_folder(given.out, names=names, force=True) as folder:
-        missed = Demo(folder, given.train, given.quick).run()
-    verdict = "MISSED: " + "; ".join(missed) if missed else "" if given.quick else "All targets are met."
-    print(f"\nEverything is in {os.path.relpath(given.out)}/, see its README.md. {verdict}")
+    with output_folder(options.out, names=names, force=True) as folder:
+        missed = Demo(folder, options.train, options.quick).run()
+    verdict = "MISSED: " + "; ".join(missed) if missed else "" if options.quick else "All targets are met."
+    print(f"\nEverything is in {os.path.relpath(options.out)}/, see its README.md. {verdict}")
     return 1 if missed else 0
 
 

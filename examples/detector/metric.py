@@ -13,7 +13,7 @@ _RECALLS = np.linspace(0, 1, 101)
 
 @dataclass(frozen=True)
 class Detections:
-    """What a detector sees in one image, best first.
+    """The detections of one image, best first.
 
     Attributes:
         boxes: n x 4: left, top, right, bottom.
@@ -58,15 +58,15 @@ def iou(boxes: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def average_precision(
-    found: Sequence[Detections], boxes: Sequence[np.ndarray], labels: Sequence[np.ndarray], classes: int
+    detections: Sequence[Detections], boxes: Sequence[np.ndarray], labels: Sequence[np.ndarray], classes: int
 ) -> Precision:
     """Compares detections with the truth, image by image.
 
     Args:
-        found: the detections of every image.
+        detections: the detections of every image.
         boxes: the true boxes of every image, n x 4.
         labels: their class numbers.
-        classes: how many classes there are.
+        classes: number of classes.
     """
     table = np.full((len(THRESHOLDS), classes), np.nan)
     for label in range(classes):
@@ -75,11 +75,11 @@ def average_precision(
         if total == 0:
             continue
         hits, scores = [], []
-        for seen, true in zip(found, truth, strict=True):
-            mine = np.flatnonzero(seen.labels == label)
-            mine = mine[np.argsort(-seen.scores[mine], kind="stable")]
-            hits.append(_matches(iou(seen.boxes[mine], true)))
-            scores.append(seen.scores[mine])
+        for image_detections, true in zip(detections, truth, strict=True):
+            of_class = np.flatnonzero(image_detections.labels == label)
+            of_class = of_class[np.argsort(-image_detections.scores[of_class], kind="stable")]
+            hits.append(_matches(iou(image_detections.boxes[of_class], true)))
+            scores.append(image_detections.scores[of_class])
         order = np.argsort(-np.concatenate(scores), kind="stable")
         for row, hit in enumerate(np.concatenate(hits, axis=1)):
             table[row, label] = _area(hit[order], total)

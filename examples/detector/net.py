@@ -22,7 +22,7 @@ Maps = tuple[mge.Tensor, ...]
 
 
 class Block(M.Module):
-    """Two 3x3 convolutions with BatchNorm, and a way around them."""
+    """Two 3x3 convolutions with BatchNorm, and a shortcut around them."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Pyramid(M.Module):
 
 
 class Head(M.Module):
-    """Two branches, the same for every level: what it is, and where."""
+    """Two branches, shared by all levels: one for classes, one for boxes."""
 
     def __init__(self, width: int, classes: int) -> None:
         super().__init__()
@@ -77,8 +77,8 @@ class Head(M.Module):
         """Computes for each level class logits, distances to the sides in strides, the logit of the IoU."""
         maps: list[mge.Tensor] = []
         for x in levels:
-            what, where = F.relu(self.what(x)), F.relu(self.where(x))
-            maps += [self.classes(what), self.sides(where), self.quality(where)]
+            of_class, of_box = F.relu(self.what(x)), F.relu(self.where(x))
+            maps += [self.classes(of_class), self.sides(of_box), self.quality(of_box)]
         return tuple(maps)
 
 

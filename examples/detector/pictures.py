@@ -16,8 +16,8 @@ _COLOURS = ((60, 60, 255), (60, 220, 60), (255, 120, 40), (40, 220, 255))  # of 
 _FONT = cv2.FONT_HERSHEY_SIMPLEX
 
 
-def truth(part: data.Part) -> list[Detections]:
-    """What is in the images, as a perfect network would see it."""
+def true_detections(part: data.Part) -> list[Detections]:
+    """Returns the true boxes and labels as the detections of a perfect network."""
     return [Detections(b, np.ones(len(b)), own) for b, own in zip(part.boxes, part.labels, strict=True)]
 
 
@@ -26,31 +26,31 @@ def save_grid(
     part: data.Part,
     columns: Mapping[str, Sequence[Detections]],
     chosen: Sequence[int],
-    least: float,
+    min_score: float,
 ) -> None:
     """Writes a PNG with a row for each image and a column for each network.
 
     Args:
         file: the picture to write.
         part: the images.
-        columns: for each title what one network sees in every image of ``part``.
+        columns: title -> the detections of one network in every image of ``part``.
         chosen: the images to show.
-        least: the score from which on a box is drawn.
+        min_score: the score from which on a box is drawn.
     """
     rows = [_titles(list(columns))]
     for index in chosen:
-        cells = [_cell(part.images[index], found[index], least) for found in columns.values()]
+        cells = [_cell(part.images[index], detections[index], min_score) for detections in columns.values()]
         rows.append(np.hstack([_framed(c) for c in cells]))
     if not cv2.imwrite(str(file), np.vstack([*rows, _legend(rows[0].shape[1])])):
         raise OSError(f"{file} cannot be written.")
 
 
-def _cell(image: np.ndarray, found: Detections, least: float) -> np.ndarray:
+def _cell(image: np.ndarray, detections: Detections, min_score: float) -> np.ndarray:
     size = data.SIZE * _ZOOM
     pixels = np.ascontiguousarray(image.transpose(1, 2, 0))
     cell = cv2.resize(pixels, (size, size), interpolation=cv2.INTER_NEAREST)
-    for box, score, label in zip(found.boxes, found.scores, found.labels, strict=True):
-        if score < least:
+    for box, score, label in zip(detections.boxes, detections.scores, detections.labels, strict=True):
+        if score < min_score:
             continue
         left, top, right, bottom = (np.clip(np.rint(box * _ZOOM), 0, size - 1)).astype(int).tolist()
         cv2.rectangle(cell, (left, top), (right, bottom), _COLOURS[label], 2)

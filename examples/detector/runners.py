@@ -1,4 +1,4 @@
-"""The ways a network can run, all with the same face: normalized images in, nine maps out."""
+"""Runners of a network, with one interface: from normalized images to nine maps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the network should say at every point, and how wrong it is."""
+"""Training targets at every point of the maps, and the loss."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _RADIUS = 1.5
 
 @dataclass(frozen=True)
 class Targets:
-    """For a batch of images.
+    """The targets of a batch of images.
 
     Attributes:
         classes: N x points x classes, 1 where there is something.
         positive: indices into the N * points rows that are in a box.
-        boxes: for each of these, the box.
+        boxes: for each row of `positive`, its box.
     """
 
     classes: np.ndarray
@@ -62,19 +62,19 @@ def _owner(boxes: np.ndarray) -> np.ndarray:
 def loss(maps: Sequence[mge.Tensor], targets: Targets) -> mge.Tensor:
     """Focal loss of the classes, GIoU loss of the boxes, cross entropy of the quality."""
     count = max(len(targets.positive), 1)
-    classes = _flat(maps, 0)
+    classes = _flatten_maps(maps, 0)
     total = _focal(
         classes.reshape(-1, classes.shape[2]), mge.Tensor(targets.classes.reshape(-1, classes.shape[2]))
     )
     rows = mge.Tensor(targets.positive)
-    sides = F.relu(_flat(maps, 1).reshape(-1, 4)[rows])
+    sides = F.relu(_flatten_maps(maps, 1).reshape(-1, 4)[rows])
     overlap, giou = _giou(sides, targets)
-    quality = _flat(maps, 2).reshape(-1)[rows]
+    quality = _flatten_maps(maps, 2).reshape(-1)[rows]
     sure = F.nn.binary_cross_entropy(quality, overlap.detach(), reduction="sum")
     return (4 * total + 2 * (1 - giou).sum() + sure) / count
 
 
-def _flat(maps: Sequence[mge.Tensor], kind: int) -> mge.Tensor:
+def _flatten_maps(maps: Sequence[mge.Tensor], kind: int) -> mge.Tensor:
     parts = [F.flatten(m, 2) for m in maps[kind::3]]
     return F.transpose(F.concat(parts, axis=2), (0, 2, 1))
 

@@ -68,8 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=net.WEIGHTS, help="the .npz to write, or replace")
     parser.add_argument("--steps", type=int, default=STEPS, help="batches of 16 images")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the images")
-    given = parser.parse_args(arguments)
-    print(json.dumps(train(given.out, given.steps, given.seed)))
+    options = parser.parse_args(arguments)
+    print(json.dumps(train(options.out, options.steps, options.seed)))
     return 0
 
 

@@ -36,13 +36,13 @@ def fit(
     """Trains with AdamW and a cosine schedule. Nothing is selected on any data.
 
     Args:
-        model: changed in place; its training flags are the caller's business.
+        model: the network; changed in place, its training flags are the caller's.
         groups: parameters, the learning rate that they begin with, and their weight decay.
         part: the training data; every image is shown mirrored, too.
-        steps: how many batches.
-        seed: of the order of the images, and of which are mirrored.
-        title: of the progress bar.
-        warmup: for how many steps the learning rate grows to its value.
+        steps: number of batches.
+        seed: seed of the order of the images, and of the choice which are mirrored.
+        title: title of the progress bar.
+        warmup: number of steps in which the learning rate grows to its value.
     """
     optimizer = Adam(groups)
     manager = GradManager().attach(optimizer.parameters)

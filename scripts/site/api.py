@@ -28,6 +28,7 @@ MODULES: dict[str, tuple[str, ...] | None] = {
     "qtrace.sensitivity": None,
     "qtrace.finetuning": ("Settings",),
     "qtrace.gradients": ("conv2d", "fast_gradients"),
+    "qtrace.ptq": None,
     "qtrace.errors": None,
 }
 _LINE = 92  # characters of a signature on one line
@@ -52,7 +53,7 @@ def _errors(module: Any) -> tuple[str, ...]:
 
 
 def public(module: Any, name: str) -> Any:
-    """What a public name means: of ``qtrace.export``, which is a package too, the function."""
+    """Returns the value of a public name; of ``qtrace.export``, which is a package too, the function."""
     value = getattr(module, name)
     if inspect.ismodule(value) and callable(value):
         return getattr(value, name)
@@ -70,14 +71,14 @@ def entries() -> Iterator[tuple[str, str, Any]]:
 def results() -> dict[type, str]:
     """Classes that public functions return and that have no public name -> the function."""
     public = {id(value) for _, _, value in entries()}
-    found: dict[type, str] = {}
+    classes: dict[type, str] = {}
     for module, name, value in entries():
         if not inspect.isroutine(value):
             continue
         for kind in _classes(_returned(value)):
             if kind.__module__.startswith("qtrace.") and id(kind) not in public:
-                found.setdefault(kind, f"{module}.{name}")
-    return found
+                classes.setdefault(kind, f"{module}.{name}")
+    return classes
 
 
 def _returned(function: Any) -> Any:
@@ -171,7 +172,7 @@ def _base(base: type) -> str:
 
 def _members(value: type) -> list[tuple[str, Any]]:
     """Methods and properties that code of ours defines: own ones, and those of bases that are not public."""
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     for kind in reversed(value.__mro__):
         if kind is not value and kind in _anchors():
             continue
@@ -180,8 +181,8 @@ def _members(value: type) -> list[tuple[str, Any]]:
                 if name.startswith("_") or name in _SERIALIZED:
                     continue
                 if isinstance(member, _MEMBERS):
-                    found[name] = member
-    return [(name, member) for name, member in found.items() if _documented(value, name, member)]
+                    members[name] = member
+    return [(name, member) for name, member in members.items() if _documented(value, name, member)]
 
 
 _MEMBERS = (property, functools.cached_property, classmethod, staticmethod, types.FunctionType)
@@ -201,19 +202,19 @@ def signature(title: str, value: Any) -> str:
     else:
         prefix = ""
     try:
-        found = inspect.signature(value)
+        shape = inspect.signature(value)
     except (TypeError, ValueError):
         return f"{title}(...)"
-    given = [p for p in found.parameters.values() if p.name not in ("self", "cls")]
-    found = found.replace(parameters=given)
-    returned = found.return_annotation
+    shown = [p for p in shape.parameters.values() if p.name not in ("self", "cls")]
+    shape = shape.replace(parameters=shown)
+    returned = shape.return_annotation
     end = "" if returned is inspect.Signature.empty else f" -> {_annotation(returned)}"
-    found = found.replace(return_annotation=inspect.Signature.empty)
-    text = f"{prefix}{title}{_plain(str(found))}{end}"
+    shape = shape.replace(return_annotation=inspect.Signature.empty)
+    text = f"{prefix}{title}{_plain(str(shape))}{end}"
     if len(text) <= _LINE:
         return text
     lines, last = [], None
-    for parameter in given:
+    for parameter in shown:
         if parameter.kind is parameter.KEYWORD_ONLY and last not in (
             parameter.KEYWORD_ONLY,
             parameter.VAR_POSITIONAL,

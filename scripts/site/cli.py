@@ -48,12 +48,12 @@ def _walk(name: str, command: click.Command) -> Iterator[tuple[str, click.Comman
 
 def page() -> str:
     """The page in Markdown."""
-    found = list(commands())
+    listed = list(commands())
     index = ["| command | |", "| --- | --- |"]
     index += [
-        f"| [`{name}`](#{_anchor(name)}) | {command.get_short_help_str(200)} |" for name, command in found
+        f"| [`{name}`](#{_anchor(name)}) | {command.get_short_help_str(200)} |" for name, command in listed
     ]
-    return "\n\n".join([_HEAD, "\n".join(index), *(_command(name, c) for name, c in found)]) + "\n"
+    return "\n\n".join([_HEAD, "\n".join(index), *(_command(name, c) for name, c in listed)]) + "\n"
 
 
 def _anchor(name: str) -> str:

@@ -58,11 +58,11 @@ def models() -> list[type[BaseModel]]:
     """Every model of a config, in the order in which the keys meet them."""
     from qtrace import QConfig
 
-    found: list[type[BaseModel]] = [QConfig]
-    for model in found:  # grows on the way
+    reached: list[type[BaseModel]] = [QConfig]
+    for model in reached:  # grows on the way
         for field in model.model_fields.values():
-            found += [m for m in _models(field.annotation) if m not in found and _shown(m)]
-    return found
+            reached += [m for m in _models(field.annotation) if m not in reached and _shown(m)]
+    return reached
 
 
 def _shown(model: type[BaseModel]) -> bool:
@@ -78,7 +78,7 @@ def settings() -> Iterator[tuple[type[BaseModel], str, FieldInfo]]:
 
 
 def example(model: type[BaseModel]) -> dict[str, Any]:
-    """What the Example section of a model's docstring sets; {} without one."""
+    """Returns the keys and values in the Example section of a model's docstring; {} without one."""
     texts = [s.text for s in docstrings.parse(model.__doc__) if s.title == "Example"]
     fenced = re.search(r"```yaml\n(.*?)```", texts[0], re.DOTALL) if texts else None
     return yaml.safe_load(fenced[1]) if fenced else {}
@@ -115,7 +115,7 @@ def _titles() -> dict[type[BaseModel], str]:
                     prefix = "" if owner.__name__ == "QConfig" else f"{_first(paths, owner)}."
                     listed = "[]" if "tuple" in str(field.annotation) else ""
                     paths.setdefault(inner, []).append(f"{prefix}{field.alias or name}{listed}")
-    titles = {model: ", ".join(f"`{path}`" for path in found) for model, found in paths.items()}
+    titles = {model: ", ".join(f"`{path}`" for path in locations) for model, locations in paths.items()}
     return {model: titles.get(model, "Top level") for model in models()}
 
 
@@ -152,8 +152,8 @@ def _words(annotation: Any, metadata: list[Any]) -> str:
     if annotation in _PLAIN:
         return _PLAIN[annotation] + _bounds(metadata)
     if isinstance(annotation, type) and annotation.__name__ == "Spec":
-        what, name = _plugin(metadata)
-        return f"{what}: `{name}`, `{{{name}: {{option: value}}}}` or `pkg.mod:Class`"
+        label, name = _plugin(metadata)
+        return f"{label}: `{name}`, `{{{name}: {{option: value}}}}` or `pkg.mod:Class`"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"[keys](#{annotation.__name__})"
     return f"`{annotation}`"
@@ -164,17 +164,17 @@ def _one_or_many(metadata: list[Any]) -> bool:
 
 
 def _bounds(metadata: list[Any]) -> str:
-    found = [
+    bounds = [
         f"{word} {getattr(m, name):g}"
         for m in metadata
         for name, word in _BOUNDS.items()
         if getattr(m, name, None) is not None
     ]
-    return f", {' and '.join(found)}" if found else ""
+    return f", {' and '.join(bounds)}" if bounds else ""
 
 
 def _plugin(metadata: list[Any]) -> tuple[str, str]:
-    """Which folder a name is looked up in: the validator of the field holds it."""
+    """Returns the kind of plugin that a field names, which its validator holds, and an example."""
     for item in metadata:
         cells = getattr(getattr(item, "func", None), "__closure__", None) or ()
         for cell in cells:

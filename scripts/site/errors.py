@@ -42,9 +42,9 @@ In the messages below, `[…]` stands for a name, a number or another sentence.
 def classes() -> dict[str, type[BaseException]]:
     """Every error and warning class of the public module, the base first."""
     module = importlib.import_module("qtrace.errors")
-    found = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__]
-    found.sort(key=lambda c: (issubclass(c, Warning), len(c.__mro__), c.__name__))
-    return {c.__name__: c for c in found}
+    own = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__]
+    own.sort(key=lambda c: (issubclass(c, Warning), len(c.__mro__), c.__name__))
+    return {c.__name__: c for c in own}
 
 
 @functools.cache
@@ -53,7 +53,7 @@ def messages() -> dict[str, list[str]]:
 
     Names that are not public are exceptions that the code raises inside, and puts into a public one.
     """
-    found: dict[str, set[str]] = defaultdict(set)
+    texts_of: dict[str, set[str]] = defaultdict(set)
     for module in source.modules():
         tree = source.tree(module)
         config = _uses_pydantic(tree)
@@ -64,9 +64,9 @@ def messages() -> dict[str, list[str]]:
             if name == "warn" and len(call.args) > 1 and isinstance(call.args[1], ast.Name):
                 name = call.args[1].id
             if text := _text(call.args[0] if call.args else None):
-                found[name].add(text)
+                texts_of[name].add(text)
     own = {*classes(), *_private()}
-    return {name: sorted(texts, key=_letters) for name, texts in found.items() if name in own}
+    return {name: sorted(texts, key=_letters) for name, texts in texts_of.items() if name in own}
 
 
 def page() -> str:
@@ -87,12 +87,12 @@ def page() -> str:
 
 def _private() -> set[str]:
     """The names of exceptions that are defined elsewhere in the package."""
-    found = set()
+    names = set()
     for module in source.modules():
         for node in ast.walk(source.tree(module)):
             if isinstance(node, ast.ClassDef) and any("Exception" in ast.unparse(b) for b in node.bases):
-                found.add(node.name)
-    return found - set(classes())
+                names.add(node.name)
+    return names - set(classes())
 
 
 def _calls(tree: ast.Module) -> Iterator[ast.Call]:

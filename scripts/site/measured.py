@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from benchmarks.limits import limit
-from scripts.stored import RESULTS, ExportRow, FamilyRow, load, table
+from scripts.stored import RESULTS, ExportRow, FamilyRow, load, measured_when, table
 
 __all__ = ["accuracy", "calibration", "demo", "detector_demo", "exports", "families", "figures", "speed"]
 
@@ -29,8 +29,8 @@ def speed() -> str:
         if not group["rows"]:
             continue
         machine = group["machine"]
-        where = f"{machine['cores']} cores of {machine['cpu']}, {machine['date']}"
-        parts.append(f"### {name.capitalize()}\n\n`python -m benchmarks --only {name}`; {where}.")
+        place = f"{machine['cores']} cores of {machine['cpu']}, {machine['date']}"
+        parts.append(f"### {name.capitalize()}\n\n`python -m benchmarks --only {name}`; {place}.")
         rows = [
             (r["name"], _spread(r), _target(r), _VERDICT[r["met"]], limit(r["name"])) for r in group["rows"]
         ]
@@ -57,7 +57,7 @@ def accuracy() -> str:
     for row in (row for group in _stored("accuracy.json").values() for row in group["rows"]):
         checks.setdefault(row["check"], []).append(row)
     parts = []
-    for check, found in checks.items():
+    for check, members in checks.items():
         parts.append(f"### {check}")
         cells = [
             (
@@ -70,7 +70,7 @@ def accuracy() -> str:
                 _VERDICT[row["met"]],
                 row["note"],
             )
-            for row in found
+            for row in members
         ]
         parts.append(_rows(("network", "method", "SQNR dB", "metric", "loss", "target", "", "note"), cells))
     return "\n\n".join(parts)
@@ -82,16 +82,19 @@ def _number(value: float | None, digits: int) -> str:
 
 def exports() -> str:
     """The table of scripts/verify_networks.py."""
-    return table(load(ExportRow), ExportRow)
+    rows = load(ExportRow)
+    return f"{table(rows, ExportRow)}\n\n{measured_when(rows)}"
 
 
 def families() -> str:
     """The table of scripts/families.py."""
-    return table(load(FamilyRow), FamilyRow)
+    rows = load(FamilyRow)
+    return f"{table(rows, FamilyRow)}\n\n{measured_when(rows)}"
 
 
 def demo() -> str:
-    """What `make demo` measured."""
+    """The table of `make demo`, and how long it took."""
+    stored = _stored("demo.json")
     rows = [
         (
             row["name"],
@@ -101,7 +104,7 @@ def demo() -> str:
             "" if row["worst_lsb"] is None else str(row["worst_lsb"]),
             f"{row['weight_bytes']:,} B",
         )
-        for row in _stored("demo.json")["variants"]
+        for row in stored["variants"]
     ]
     header = (
         "variant",
@@ -111,7 +114,17 @@ def demo() -> str:
         "worst LSB",
         "weights, packed",
     )
-    return _rows(header, rows)
+    return f"{_rows(header, rows)}\n\n{_duration(stored)}"
+
+
+def _duration(stored: dict[str, Any]) -> str:
+    """Says how long a demo took, and where it ran."""
+    seconds = f"It took {stored['seconds']:.0f} s"
+    machine = stored.get("machine")
+    if machine is None:
+        return f"{seconds}; the machine is not stored."
+    load = f"load {machine['load_before']} before and {machine['load_after']} after"
+    return f"{seconds} on {machine['cores']} cores of {machine['cpu']}, {machine['date']}, {load}."
 
 
 def _percent(value: float | None) -> str:
@@ -119,7 +132,8 @@ def _percent(value: float | None) -> str:
 
 
 def detector_demo() -> str:
-    """What `make detector-demo` measured."""
+    """The table of `make detector-demo`, and how long it took."""
+    stored = _stored("detector_demo.json")
     rows = [
         (
             row["name"],
@@ -127,13 +141,14 @@ def detector_demo() -> str:
             _number(row["runtime"], 2),
             "" if row["worst_lsb"] is None else str(row["worst_lsb"]),
         )
-        for row in _stored("detector_demo.json")["variants"]
+        for row in stored["variants"]
     ]
-    return _rows(("variant", "mAP in the graph", "in onnxruntime", "worst LSB"), rows)
+    table_text = _rows(("variant", "mAP in the graph", "in onnxruntime", "worst LSB"), rows)
+    return f"{table_text}\n\n{_duration(stored)}"
 
 
 def calibration() -> str:
-    """How long a calibration pass takes, in MegEngine and in onnxruntime."""
+    """The table of times of a calibration pass, in MegEngine and in onnxruntime."""
     timed = {row["name"]: row for group in _stored("latest.json").values() for row in group["rows"]}
     rows = []
     for net in ("ResNet-18 8x3x96x96", "MobileNetV2", "CSPDarknet"):
@@ -165,9 +180,9 @@ def figures() -> str:
     stored = [row for group in _stored("accuracy.json").values() for row in group["rows"]]
     rows = []
     for check, net, method, title in _ACCURACY:
-        (found,) = [r for r in stored if (r["check"], r["net"], r["method"]) == (check, net, method)]
-        exact = found["metric"] + found["loss"]
-        rows.append((title, f"{found['metric']:.1f} % (float: {exact:.1f} %)"))
+        (measured_row,) = [r for r in stored if (r["check"], r["net"], r["method"]) == (check, net, method)]
+        exact = measured_row["metric"] + measured_row["loss"]
+        rows.append((title, f"{measured_row['metric']:.1f} % (float: {exact:.1f} %)"))
     exported = load(ExportRow)
     equal = min(row.compared["onnxruntime"][1] for row in exported)
     worst = max(row.compared["onnxruntime"][0] for row in exported)

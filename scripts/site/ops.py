@@ -32,6 +32,7 @@ _ROLES = {
     "float": "They stay in float unless a rule says `quantize: true`.",
     "shape": "Integers and shapes. They are never quantized.",
 }
+_PREFIXES = {"module": "M", "function": "F", "method": "Tensor"}
 
 
 def page() -> str:
@@ -43,17 +44,17 @@ def page() -> str:
     targets = {name: backends.get(name) for name in backends.known() if name != "generic"}
     parts = [f"{_HEAD}\nThere are {len(by_kind)} kinds."]
     for role in room.Role:
-        kinds = sorted(kind for kind, found in by_kind.items() if found[0].role is role)
+        kinds = sorted(kind for kind, rules in by_kind.items() if rules[0].role is role)
         parts.append(f"## {role.value.capitalize()} {{#{role.value}}}\n\n{_ROLES[role.value]}")
         last = "why it stays float" if role.value == "float" else "on integers in"
         rows = [f"| kind | in MegEngine | {last} |", "| --- | --- | --- |"]
         if role.value in ("carry", "shape"):
             rows = ["| kind | in MegEngine |", "| --- | --- |"]
         for kind in kinds:
-            found = by_kind[kind]
-            cells = [f"`{kind}`", ", ".join(_names(found))]
+            rules = by_kind[kind]
+            cells = [f"`{kind}`", ", ".join(_names(rules))]
             if role.value == "float":
-                cells.append(found[0].reason)
+                cells.append(rules[0].reason)
             elif role.value not in ("carry", "shape"):
                 names = [name for name, backend in targets.items() if kind in backend.ops]
                 cells.append("every target" if len(names) == len(targets) else ", ".join(names))
@@ -63,15 +64,12 @@ def page() -> str:
 
 
 def _names(rules: list[Any]) -> list[str]:
-    """What a user writes to get the op, modules first; at most four."""
-    found: dict[str, None] = {}
+    """The names by which users call the op, modules first; at most four."""
+    written: dict[str, None] = {}
     for rule in rules:
         for target in rule.targets:
-            if target.sort == "module":
-                found[f"`M.{target.callee.__name__}`"] = None
-            elif target.sort == "function":
-                found[f"`F.{getattr(target.callee, '__name__', '')}`"] = None
-            elif target.sort == "method":
-                found[f"`Tensor.{target.callee}`"] = None
-    shown = list(found)
+            name = target.callee if isinstance(target.callee, str) else target.callee.__name__
+            if target.sort in _PREFIXES:
+                written[f"`{_PREFIXES[target.sort]}.{name}`"] = None
+    shown = list(written)
     return shown if len(shown) <= 4 else [*shown[:4], "..."]

@@ -74,8 +74,8 @@ def algorithms() -> dict[str, type]:
     from qtrace import plugins
 
     base = source.find("Algorithm")
-    found: dict[str, Any] = {n: plugins.resolve("qtrace.ptq", n, base) for n in plugins.known("qtrace.ptq")}
-    return dict(sorted(found.items(), key=lambda pair: (pair[1].stage != "float", pair[0])))
+    classes: dict[str, Any] = {n: plugins.resolve("qtrace.ptq", n, base) for n in plugins.known("qtrace.ptq")}
+    return dict(sorted(classes.items(), key=lambda pair: (pair[1].stage != "float", pair[0])))
 
 
 def _algorithms() -> str:
@@ -162,8 +162,8 @@ def _value(default: Any) -> str:
 def _runtimes() -> str:
     room = source.room("runtimes")
     rows = ["| runtime | files | install |", "| --- | --- | --- |"]
-    for found in pkgutil.iter_modules(room.__path__):
-        module = importlib.import_module(f"{room.__name__}.{found.name}")
+    for info in pkgutil.iter_modules(room.__path__):
+        module = importlib.import_module(f"{room.__name__}.{info.name}")
         if runtime := getattr(module, "RUNTIME", None):
             suffixes = ", ".join(f"`{s}`" for s in runtime.suffixes)
             extra = f"`pip install 'qtrace[{runtime.extra}]'`" if runtime.extra else "nothing"

@@ -32,10 +32,10 @@ def relink(text: str, file: str, page: str | None = None) -> str:
 
     Args:
         text: Markdown.
-        file: where the text stands, relative to the top of the repository; its links begin there.
-        page: where it stands in the site; None for the place below docs/.
+        file: the path of the text, relative to the top of the repository; its links begin there.
+        page: the path of the page in the site; None for the same path below docs/.
     """
-    here = posixpath.dirname(page if page is not None else file.removeprefix("docs/"))
+    folder = posixpath.dirname(page if page is not None else file.removeprefix("docs/"))
 
     def change(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(file), match[2]))
@@ -43,7 +43,7 @@ def relink(text: str, file: str, page: str | None = None) -> str:
             target = f"docs/{ROOT_PAGES[target]}"
         elif page is None or not target.startswith("docs/"):
             return match[0]
-        moved = posixpath.relpath(target.removeprefix("docs/"), here or ".")
+        moved = posixpath.relpath(target.removeprefix("docs/"), folder or ".")
         return f"{match[1]}{moved}{match[3] or ''}{match[4]}"
 
     return _LINK.sub(change, text)

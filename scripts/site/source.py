@@ -25,7 +25,7 @@ def modules(package: str = "qtrace") -> Iterator[str]:
 
 @functools.cache
 def _search_path(package: str) -> list[str]:
-    """Where the modules of a package lie, without importing it."""
+    """The folder or file of a package or module, without importing it."""
     top = importlib.util.find_spec(package.partition(".")[0])
     assert top is not None
     assert top.submodule_search_locations
@@ -41,15 +41,15 @@ def tree(module: str) -> ast.Module:
 
 
 def find(name: str) -> Any:
-    """What the package calls ``name`` at the top of one of its modules.
+    """Returns the object that a module of the package defines as ``name`` at its top.
 
     Raises:
         LookupError: when no module defines it, or several do.
     """
-    homes = [module for module in modules() if name in _defined(module)]
-    if len(homes) != 1:
-        raise LookupError(f"{name} is defined in {', '.join(homes) or 'no module'}, not in one.")
-    return getattr(importlib.import_module(homes[0]), name)
+    definers = [module for module in modules() if name in _defined(module)]
+    if len(definers) != 1:
+        raise LookupError(f"{name} is defined in {', '.join(definers) or 'no module'}, not in one.")
+    return getattr(importlib.import_module(definers[0]), name)
 
 
 def room(name: str) -> ModuleType:
@@ -58,10 +58,10 @@ def room(name: str) -> ModuleType:
     Raises:
         LookupError: when there is none, or several.
     """
-    found = [m for m in modules() if m.rpartition(".")[2] == name and Path(_search_path(m)[0]).is_dir()]
-    if len(found) != 1:
-        raise LookupError(f"packages called {name}: {', '.join(found) or 'none'}; one was expected.")
-    return importlib.import_module(found[0])
+    packages = [m for m in modules() if m.rpartition(".")[2] == name and Path(_search_path(m)[0]).is_dir()]
+    if len(packages) != 1:
+        raise LookupError(f"packages called {name}: {', '.join(packages) or 'none'}; one was expected.")
+    return importlib.import_module(packages[0])
 
 
 @functools.cache

@@ -38,10 +38,10 @@ _WIDTH, _BOX, _STEP = 760, 58, 96
 
 
 def others() -> dict[str, str]:
-    """What stands beside a stage: what it chooses from, as the code lists it."""
-    found, phases, formats = algorithms(), source.find("PHASES"), source.find("formats")
+    """Stage -> the text beside it in the drawing: the choices that the code lists."""
+    by_name, phases, formats = algorithms(), source.find("PHASES"), source.find("formats")
     stages: dict[str, list[str]] = {}
-    for name, cls in found.items():
+    for name, cls in by_name.items():
         stages.setdefault(cls.stage, []).append(name)  # type: ignore[attr-defined]
     return {
         "prepare": "ptq: " + ", ".join(stages["float"]),

@@ -42,8 +42,8 @@ def test_every_name_of_qtrace_is_on_a_page() -> None:
 
 
 def test_classes_that_functions_return_are_described_with_their_methods() -> None:
-    found = {kind.__name__: function for kind, function in api.results().items()}
-    assert {"Comparison", "Explanation", "VerifyReport"} <= set(found)
+    functions = {kind.__name__: function for kind, function in api.results().items()}
+    assert {"Comparison", "Explanation", "VerifyReport"} <= set(functions)
     assert {"qtrace.Explanation.table", "qtrace.Comparison.worst"} <= _anchors("reference/api/qtrace.md")
 
 
@@ -57,9 +57,9 @@ def test_signatures_are_as_they_are_written() -> None:
 
 def test_every_command_and_option_is_on_its_page() -> None:
     text, anchors = REFERENCE["reference/cli.md"], _anchors("reference/cli.md")
-    found = list(cli.commands())
-    assert len(found) >= 14
-    for name, command in found:
+    commands = list(cli.commands())
+    assert len(commands) >= 14
+    for name, command in commands:
         assert name.replace(" ", "-") in anchors
         section = text.split(f"## `{name}` ")[1].split("\n## ")[0]
         for parameter in command.params:
@@ -99,14 +99,15 @@ def test_every_error_and_warning_is_on_its_page_with_its_messages() -> None:
         n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__
     }
     assert set(names) <= _anchors("reference/errors.md")
-    found = errors.messages()
+    messages = errors.messages()
     for name, kind in names.items():
         silent = issubclass(kind, SystemExit)  # a signal's end has a number and no sentence
-        assert found.get(name) or kind.__subclasses__() or silent, name
+        assert messages.get(name) or kind.__subclasses__() or silent, name
     assert any(
-        text.startswith("unknown phase … known:") or "unknown phase" in text for text in found["ConfigError"]
+        text.startswith("unknown phase … known:") or "unknown phase" in text
+        for text in messages["ConfigError"]
     )
-    assert any("async_level = 0" in text for text in found["QtraceWarning"])
+    assert any("async_level = 0" in text for text in messages["QtraceWarning"])
 
 
 def test_hardly_an_error_is_raised_with_a_text_that_the_page_lacks() -> None:
@@ -173,6 +174,8 @@ def test_every_op_and_recipe_is_on_its_page() -> None:
     op_page, recipe_page = REFERENCE["reference/ops.md"], REFERENCE["reference/recipes.md"]
     assert [kind for kind in kinds() if f"| `{kind}` |" not in op_page] == []
     assert [name for name in recipe_names() if f"| `{name}` |" not in recipe_page] == []
+    row = next(line for line in op_page.splitlines() if line.startswith("| `softmax` |"))
+    assert "`M.Softmax`, `F.softmax`" in row
 
 
 @pytest.mark.parametrize("name", ["config", "errors"])

@@ -1,4 +1,4 @@
-"""Which networks the zoo has, and what is known of each."""
+"""The networks of the zoo, with the facts that the tests need."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class Entry:
     """A convolutional network of the zoo.
 
     Attributes:
-        name: of this very net; unique.
-        family: of the nets that share a recipe; the recipe's name, unless ``plain``.
-        build: makes it, in eval mode; the same weights every time.
-        input_shape: of one image.
-        sqnr: how far the signal must stand above the error of 8 bits after calibration, in dB.
-        other_sizes: heights and widths, besides that of ``input_shape``, which it takes.
+        name: the name of the network; unique.
+        family: the family of networks that share a recipe; the recipe's name, unless ``plain``.
+        build: makes the module, in eval mode, with the same weights every time.
+        input_shape: shape of one image.
+        sqnr: the least SQNR of the outputs in 8 bits after calibration, in dB.
+        other_sizes: other heights and widths that the network takes.
         slow: whether only the slow tests run it, because another entry shows almost the same.
         plain: whether its family has no recipe: it is quantized by the default one.
         note: why ``sqnr`` is below 20, if it is.
-        share: the part of the MACs that is at least computed on integers.
+        share: the least share of the MACs that is computed on integers.
         ends: modules behind which the graph stays float; None for all of it on integers.
     """
 
@@ -68,7 +68,7 @@ class Entry:
 
     @property
     def other_sqnr(self) -> float:
-        """How far the signal must stand above the error on images of another size, in dB."""
+        """The least SQNR on images of another size, in dB."""
         return self.sqnr / 2
 
     def calibration(self) -> list[tuple[np.ndarray]]:

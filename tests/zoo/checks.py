@@ -61,7 +61,7 @@ def tensors(args: Any) -> Any:
 
 @contextmanager
 def engine(level: int) -> Iterator[None]:
-    """How far MegEngine's ops may run ahead of Python."""
+    """Sets how far MegEngine's ops may run ahead of Python."""
     before = mge.config.async_level
     mge.config.async_level = level
     try:
@@ -95,15 +95,15 @@ def close(left: Arrays, right: Arrays, rtol: float = 1e-5) -> None:
         assert np.abs(x - y).max() <= rtol * np.abs(x).max()
 
 
-def ratio(want: np.ndarray, got: np.ndarray) -> float:
+def ratio(reference: np.ndarray, output: np.ndarray) -> float:
     """Signal to quantization noise in dB; infinite where nothing was lost."""
-    want, got = want.astype(np.float64), got.astype(np.float64)
-    noise = float(np.sum((want - got) ** 2))
-    return float("inf") if noise == 0.0 else float(10 * np.log10(max(np.sum(want**2), 1e-30) / noise))
+    reference, output = reference.astype(np.float64), output.astype(np.float64)
+    noise = float(np.sum((reference - output) ** 2))
+    return float("inf") if noise == 0.0 else float(10 * np.log10(max(np.sum(reference**2), 1e-30) / noise))
 
 
 class Entry(Protocol):
-    """What the checks ask of a network; ``catalog.Entry`` describes the fields."""
+    """The facts of a network that the checks need; ``catalog.Entry`` describes the fields."""
 
     @property
     def name(self) -> str: ...
@@ -176,7 +176,7 @@ class Case:
         return qtrace.convert(self.calibrated)
 
     def outputs(self, stage: str, singly: bool = False) -> list[Arrays]:
-        """What a stage gives for the probes, or for each of their samples alone."""
+        """The outputs of a stage for the probes, or for each of their samples alone."""
         if (stage, singly) not in self._outputs:
             run_probe, model = run_each if singly else run, getattr(self, stage)
             with engine(self.level):
@@ -185,7 +185,7 @@ class Case:
 
     @property
     def expected(self) -> list[Arrays]:
-        """What the module gives for the probes, sample by sample where MegEngine gets batches wrong."""
+        """The outputs of the module for the probes, sample by sample where MegEngine gets batches wrong."""
         return self.outputs("module", self.single)
 
     def ratios(self) -> list[float]:
@@ -194,11 +194,11 @@ class Case:
 
     def check_same(self, stage: str) -> None:
         """Bit for bit; where the module gets batches wrong, its samples alone, and batches are close."""
-        for want, single, batch in zip(
+        for expected, single, batch in zip(
             self.expected, self.outputs(stage, self.single), self.outputs(stage), strict=True
         ):
-            equal(want, single)
-            close(want, batch)
+            equal(expected, single)
+            close(expected, batch)
 
     # -- the checks ---------------------------------------------------------------------------------
 
@@ -210,8 +210,8 @@ class Case:
         assert [n for n in lost if not n.startswith("unused.")] == []
 
     def check_float(self) -> None:
-        for want, got in zip(self.expected, self.outputs("prepared"), strict=True):
-            close(want, got)
+        for expected, output in zip(self.expected, self.outputs("prepared"), strict=True):
+            close(expected, output)
 
     def check_unfolded(self) -> None:
         self.check_same("unfolded")
@@ -232,18 +232,20 @@ class Case:
         with engine(0):  # gradients race
             qtrace.set_phase(model, "train")
             model.eval()
-            wanted = gradients(copy.deepcopy(self.traced), sample)
-            got = self.trained = gradients(model, sample)
+            expected = gradients(copy.deepcopy(self.traced), sample)
+            actual = self.trained = gradients(model, sample)
             wrong = WRONG_GRADIENTS.get(self.entry.name)
-            got = {n: g for n, g in got.items() if wrong is None or not n.startswith(wrong)}
-            optimizer = SGD([p for n, p in model.named_parameters() if n in got], lr=1e-4)
+            actual = {n: g for n, g in actual.items() if wrong is None or not n.startswith(wrong)}
+            optimizer = SGD([p for n, p in model.named_parameters() if n in actual], lr=1e-4)
             optimizer.step()
             after = run(model, sample)
-        assert wanted
-        assert got
-        assert set(wanted) - self.folded() <= set(self.trained)
-        assert [n for n, g in got.items() if not np.isfinite(g).all()] == []
-        assert [n for n, g in got.items() if (n not in wanted or wanted[n].any()) and not g.any()] == []
+        assert expected
+        assert actual
+        assert set(expected) - self.folded() <= set(self.trained)
+        assert [n for n, g in actual.items() if not np.isfinite(g).all()] == []
+        assert [
+            n for n, g in actual.items() if (n not in expected or expected[n].any()) and not g.any()
+        ] == []
         assert all(np.isfinite(y).all() for y in after)
 
     def folded(self) -> set[str]:
@@ -269,16 +271,18 @@ class Case:
         before = {str(p) for p in lint(qtrace.graph.flatten(self.traced))}
         assert [str(p) for p in lint(self.converted) if str(p) not in before] == []
         assert not list(getattr(self.converted, CONTAINER).parameters())
-        for want, got in zip(self.outputs("calibrated"), self.outputs("converted"), strict=True):
-            equal(want, got)
+        for expected, output in zip(self.outputs("calibrated"), self.outputs("converted"), strict=True):
+            equal(expected, output)
 
     def check_shapes(self) -> None:
-        for number, (want, got) in enumerate(zip(self.expected, self.outputs("calibrated"), strict=True)):
-            assert [y.shape for y in got] == [x.shape for x in want]
-            assert all(np.isfinite(y).all() for y in got)
+        for number, (expected, outputs) in enumerate(
+            zip(self.expected, self.outputs("calibrated"), strict=True)
+        ):
+            assert [y.shape for y in outputs] == [x.shape for x in expected]
+            assert all(np.isfinite(y).all() for y in outputs)
             if number and self.entry.other_sqnr is not None:
                 # The ranges are those of other images, and of another context around every pixel.
-                assert min(map(ratio, want, got)) >= self.entry.other_sqnr
+                assert min(map(ratio, expected, outputs)) >= self.entry.other_sqnr
 
 
 def first_sample(args: Any) -> Any:

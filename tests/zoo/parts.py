@@ -1,4 +1,4 @@
-"""What the networks of the zoo share: building blocks, and weights as a trained net has them."""
+"""The parts that networks of the zoo share: building blocks, and weights as a trained net has them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def settle(module: M.Module, *shape: int, seed: int = 0) -> M.Module:
     Args:
         module: the net; changed in place.
         *shape: of one image.
-        seed: of all that is random.
+        seed: seed of all random numbers.
 
     Returns:
         ``module``, in eval mode.

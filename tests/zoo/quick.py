@@ -1,4 +1,4 @@
-"""Which networks of the zoo the quick tests run."""
+"""The networks of the zoo that the quick tests run."""
 
 from __future__ import annotations
 

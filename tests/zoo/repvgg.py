@@ -13,7 +13,7 @@ SHAPE = (3, 32, 32)
 
 
 class Branches(M.Module):
-    """What a block trains: 3x3, 1x1 and, where shapes agree, the input itself, each with its BatchNorm."""
+    """A block's branches in training: 3x3, 1x1 and, if shapes agree, the input, each with its BatchNorm."""
 
     def __init__(self, inside: int, outside: int, stride: int, groups: int) -> None:
         super().__init__()

@@ -134,11 +134,11 @@ class ResNet(M.Module):
         return M.Sequential(pool, conv_bn(self.width, outside, 1, 1, None))
 
     def features(self, x: mge.Tensor) -> dict[str, mge.Tensor]:
-        found = {"stem": self.maxpool(self.stem(x))}
-        found["res2"] = self.layer1(found["stem"])
-        found["res3"] = self.layer2(found["res2"])
-        found["res4"] = self.layer3(found["res3"])
-        return found
+        by_stage = {"stem": self.maxpool(self.stem(x))}
+        by_stage["res2"] = self.layer1(by_stage["stem"])
+        by_stage["res3"] = self.layer2(by_stage["res2"])
+        by_stage["res4"] = self.layer3(by_stage["res3"])
+        return by_stage
 
     def forward(self, x: mge.Tensor) -> mge.Tensor:
         x = self.features(x)["res4"]

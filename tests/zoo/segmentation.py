@@ -88,9 +88,9 @@ class DeepLab(M.Module):
         )
 
     def forward(self, x: mge.Tensor) -> mge.Tensor:
-        found = self.backbone.features(x)
-        low = self.low(found["res2"])
-        y = _resize(self.aspp(found["res4"]), low)
+        features = self.backbone.features(x)
+        low = self.low(features["res2"])
+        y = _resize(self.aspp(features["res4"]), low)
         y = self.join(F.concat((y, low), 1))
         return _resize(y, x)
 
@@ -126,11 +126,11 @@ class BiSeNet(M.Module):
         self.out = M.Sequential(conv_bn(16, 16), M.Conv2d(16, 5, 1))
 
     def forward(self, x: mge.Tensor) -> mge.Tensor:
-        found = self.context.features(x)
-        tail = self.tail(F.mean(found["res4"], axis=(2, 3), keepdims=True))
-        deep = self.refine4(found["res4"])
+        features = self.context.features(x)
+        tail = self.tail(F.mean(features["res4"], axis=(2, 3), keepdims=True))
+        deep = self.refine4(features["res4"])
         deep = deep + _resize(tail, deep)
-        middle = self.refine3(found["res3"])
+        middle = self.refine3(features["res3"])
         middle += _resize(deep, middle, corners=True)
         spatial = self.spatial(x)
         y = self.fuse(F.concat([spatial, self.head3(_resize(middle, spatial, corners=True))], axis=1))

@@ -1,4 +1,4 @@
-"""How much of a network is computed on integers."""
+"""The share of a network that is computed on integers."""
 
 from __future__ import annotations
 

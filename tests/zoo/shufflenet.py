@@ -81,8 +81,8 @@ class SplitUnit(M.Module):
     def forward(self, x: mge.Tensor) -> mge.Tensor:
         if self.stride == 2:
             return F.concat((self.side(x), self.main(x)), 1)
-        kept, worked = self.halves(x)
-        return F.concat((kept, self.main(worked)), 1)
+        passed, worked = self.halves(x)
+        return F.concat((passed, self.main(worked)), 1)
 
 
 class ShuffleNetV2(M.Module):

@@ -73,17 +73,17 @@ def test_branches_are_merged_to_the_deployed_form(options: dict[str, Any]) -> No
     """By the recipe: the numbers that the zoo's own merging, float64 without a graph, comes to."""
     train = settle(repvgg.RepVGG(**options), *repvgg.SHAPE)
     batch = pictures(2, *repvgg.SHAPE)
-    want = run(train, (batch,))
+    reference = run(train, (batch,))
     prepared = qtrace.prepare(qtrace.trace(train, batch), "repvgg")
     deployed = repvgg.deploy(train)
     assert not [n for n, _ in prepared.named_modules() if n.endswith(("point", "_bn", "identity"))]
     for index in range(len(deployed.blocks)):
         conv, body = getattr(prepared.blocks, str(index)).body.dense, deployed.blocks[index].body
         for name in ("weight", "bias"):
-            got, expected = (getattr(m, name).numpy() for m in (conv, body))
-            np.testing.assert_allclose(got.reshape(expected.shape), expected, rtol=1e-5, atol=1e-6)
-    close(want, run(prepared, (batch,)))
-    close(want, run(deployed, (batch,)))
+            merged, expected = (getattr(m, name).numpy() for m in (conv, body))
+            np.testing.assert_allclose(merged.reshape(expected.shape), expected, rtol=1e-5, atol=1e-6)
+    close(reference, run(prepared, (batch,)))
+    close(reference, run(deployed, (batch,)))
 
 
 def test_names_are_unique() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scripts.families import NETWORKS, main, measure
-from scripts.stored import ExportRow, FamilyRow, load, store, table
+from scripts.stored import ExportRow, FamilyRow, load, measured_when, store, table
 
 ROWS = {row.network: row for row in load(FamilyRow)}
 
@@ -50,3 +50,10 @@ def test_a_row_of_exports_says_what_was_not_measured_by_an_empty_cell() -> None:
 def test_an_unknown_name_is_told_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resnett"]) == 2
     assert "unknown: resnett; known: alexnet, atss" in capsys.readouterr().err
+
+
+def test_the_days_of_measurements_are_said() -> None:
+    rows = [FamilyRow("f", "r", name, 1.0, 30.0, {}, day) for name, day in (("a", "2026-01-02"), ("b", ""))]
+    assert measured_when(rows) == "Measured 2026-01-02; older rows: 1 of 2."
+    assert measured_when(rows[:1]) == "Measured 2026-01-02."
+    assert measured_when(rows[1:]) == "The day of these measurements is not stored."

@@ -82,10 +82,10 @@ def test_another_method_is_traced_where_forward_returns_a_class_of_its_own() -> 
     module, x = trained(Boxed()), images(2, 3, 16, 16)
     traced = qtrace.trace(module, x, method="raw")
     prepared = qtrace.calibrate(qtrace.prepare(traced), [x], progress=False)
-    want, got = module.raw(mge.Tensor(x)), prepared(mge.Tensor(x))
-    assert len(got) == 2
-    for one, other in zip(want, got, strict=True):
-        assert np.abs(one.numpy() - other.numpy()).max() < 0.05 * np.abs(one.numpy()).max()
+    expected, outputs = module.raw(mge.Tensor(x)), prepared(mge.Tensor(x))
+    assert len(outputs) == 2
+    for reference, output in zip(expected, outputs, strict=True):
+        assert np.abs(reference.numpy() - output.numpy()).max() < 0.05 * np.abs(reference.numpy()).max()
 
 
 def test_names_are_unique() -> None:

@@ -72,8 +72,8 @@ class DecoderLayer(M.Module):
         self.norm1, self.norm2, self.norm3 = (M.LayerNorm(width) for _ in range(3))
 
     def forward(self, x: Tensor, memory: Tensor, position: Tensor, query: Tensor) -> Tensor:
-        mine = x + query
-        x = self.norm1(x + self.self_attn(mine, mine, x))
+        placed = x + query
+        x = self.norm1(x + self.self_attn(placed, placed, x))
         x = self.norm2(x + self.cross_attn(x + query, memory + position, memory))
         return self.norm3(x + self.ffn(x))
 

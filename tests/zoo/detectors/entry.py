@@ -1,4 +1,4 @@
-"""What the tests of detectors and transformers know about a network.
+"""The facts of a detector or a transformer that its tests need.
 
 The fields are those of ``tests.zoo.catalog.Entry``, but inputs are made by a function: these networks take
 more than one image.
@@ -33,13 +33,13 @@ def pictures(count: int, seed: int, size: int) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A network and what is expected of it.
+    """A detector or a transformer of the zoo.
 
     Attributes:
-        name: of this very net; unique.
-        family: of the nets that share a recipe; the recipe's name, unless ``plain``.
-        build: makes the module; the same weights every time.
-        sqnr: dB by which the signal of every output must stand above the error of 8 bits.
+        name: the name of the network; unique.
+        family: the family of networks that share a recipe; the recipe's name, unless ``plain``.
+        build: makes the module, with the same weights every time.
+        sqnr: the least SQNR of every output in 8 bits after calibration, in dB.
         note: why ``sqnr`` is below 20, if it is.
         inputs: (batch size, seed, image size) -> positional arguments.
         size: image size of the example.
@@ -47,8 +47,8 @@ class Entry:
         ends: modules behind which the graph stays float; None for all of it on integers.
         slow: whether only the slow tests run it.
         plain: whether its family has no recipe: it is quantized by the default one.
-        share: the part of the whole graph's MACs that is at least computed on integers; of those of its
-            layers it is 0.99 always.
+        share: the least share of the whole graph's MACs that is computed on integers; for its layers alone
+            it is always 0.99.
     """
 
     name: str
@@ -95,9 +95,11 @@ def trained(module: M.Module, seed: int = 0) -> M.Module:
     randomize(module, seed)
     rng = np.random.default_rng(seed + 1)
     layers = (M.Conv2d, M.Linear, M.ConvTranspose2d, M.BatchNorm2d, M.BatchNorm1d)
-    done = {id(p) for m in module.modules() if isinstance(m, layers) for p in m.parameters(recursive=False)}
+    handled = {
+        id(p) for m in module.modules() if isinstance(m, layers) for p in m.parameters(recursive=False)
+    }
     for parameter in module.parameters():
-        if id(parameter) in done:
+        if id(parameter) in handled:
             continue
         value = parameter.numpy()
         noise = rng.normal(size=value.shape) * (0.3 if value.ndim > 1 and not value.any() else 0.1)

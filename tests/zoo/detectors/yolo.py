@@ -57,11 +57,11 @@ class Darknet(M.Module):
             inside = size
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        x, found = self.stem(x), []
+        x, scales = self.stem(x), []
         for stage in self.stages:
             x = stage(x)
-            found.append(x)
-        return found[2:]
+            scales.append(x)
+        return scales[2:]
 
 
 class YoloV3(M.Module):

@@ -95,9 +95,11 @@ class TextImage(M.Module):
         self.logit_scale = mge.Parameter(np.array([1.0], np.float32))
 
     def forward(self, image: Tensor, tokens: Tensor) -> Tensor:
-        seen = self.visual(image)
+        image_features = self.visual(image)
         words = self.token_embedding[tokens.reshape(-1)].reshape(*tokens.shape, -1) + self.positions
-        said = self.text_projection(F.max(self.ln_final(words), axis=1))
-        seen = seen / F.norm(seen, axis=1, keepdims=True)
-        said = said / F.sqrt(F.sum(said * said, axis=1, keepdims=True) + 1e-6)
-        return F.exp(self.logit_scale) * F.matmul(seen, said, transpose_b=True)
+        text_features = self.text_projection(F.max(self.ln_final(words), axis=1))
+        image_features = image_features / F.norm(image_features, axis=1, keepdims=True)
+        text_features = text_features / F.sqrt(
+            F.sum(text_features * text_features, axis=1, keepdims=True) + 1e-6
+        )
+        return F.exp(self.logit_scale) * F.matmul(image_features, text_features, transpose_b=True)

@@ -1,4 +1,4 @@
-"""What users write: shared and repeated parts, containers in and out, parts without gradient."""
+"""Modules as users write them: shared and repeated parts, containers in and out, parts without gradient."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["USERS", "Boxed", "Boxes"]
 
 
 class CalledTwice(M.Module):
-    """The same convolution, norm and linear layer, one after the other."""
+    """One convolution, one norm and one linear layer, each called twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,11 +39,11 @@ class SharedNorm(M.Module):
         self.norms = [M.BatchNorm2d(6) for _ in range(3)]
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        x, found = self.stem(x), []
+        x, levels = self.stem(x), []
         for norm in self.norms:
-            found.append(F.relu(norm(self.tower(x))))
+            levels.append(F.relu(norm(self.tower(x))))
             x = F.avg_pool2d(x, 2)
-        return found
+        return levels
 
 
 class DictInput(M.Module):

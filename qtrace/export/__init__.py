@@ -28,8 +28,8 @@ from qtrace.storage.files import kind_of, problem, replacing
 __all__ = ["export", "formats"]
 
 
-# What exporters share.
-_NOT_FORMATS = ("converted", "parameters")
+# Modules that several formats use.
+_NOT_FORMATS = ("converted", "layer_net", "parameters")
 
 
 def formats() -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from qtrace.export.converted.document import Graph, Op, Quantized, Value, read_graph
+from qtrace.export.converted.document import DocumentOp, Graph, Quantized, Value, read_graph
 from qtrace.export.converted.graph import ConvertedGraph
 
 __all__ = ["SUFFIXES", "serialize"]
@@ -49,13 +49,13 @@ def _ends(graph: Graph) -> list[str]:
     return lines
 
 
-def _fill(op: Op) -> str:
+def _fill(op: DocumentOp) -> str:
     """Coloured where it computes with integers."""
     ends = op.kind in ("input", "constant")
     return _BOX if not ends and any(v.quantized for v in (*op.inputs, *op.outputs)) else _END
 
 
-def _box(op: Op) -> str:
+def _box(op: DocumentOp) -> str:
     lines = [op.label if op.kind in ("", op.label) else f"{op.kind}", op.name]
     for key, value in op.weights.items():
         sizes = "x".join(map(str, value.shape))

@@ -18,7 +18,7 @@ from qtrace.export.converted.float_graph import float_graph
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.onnx.exporter import OnnxExporter, check
 from qtrace.export.parameters.base import beside, parameter_file
-from qtrace.export.parameters.sites import Layer, Names, site_table
+from qtrace.export.parameters.sites import Names, ParameterLayer, site_table
 from qtrace.ops import OpCall
 
 __all__ = ["SUFFIXES", "files"]
@@ -78,7 +78,7 @@ def _names(flat: ConvertedGraph, writer: Any, model: Any) -> Names:
     tensors = {name: name for name in values}
     tensors.update((n.name, writer.names[n]) for n in nodes if n in writer.names)
     stored = {t.name for t in model.graph.initializer}
-    layers: dict[str, Layer] = {}
+    layers: dict[str, ParameterLayer] = {}
     for call in _calls(flat):
         if call.weight is not None:
             layers[call.out.name] = _layer(call, values.get(call.weight.name), tensors, stored, model, layers)
@@ -91,8 +91,8 @@ def _layer(
     tensors: dict[str, str],
     stored: set[str],
     model: Any,
-    others: dict[str, Layer],
-) -> Layer:
+    others: dict[str, ParameterLayer],
+) -> ParameterLayer:
     from qtrace.export.onnx.ops import weight_layout
 
     assert call.weight is not None
@@ -108,4 +108,4 @@ def _layer(
     bias = f"{bias}_flat" if f"{bias}_flat" in stored else bias
     reads, taken = [tensors[call.inputs[0].name], weight], {layer.name for layer in others.values()}
     node = next(n.name for n in model.graph.node if list(n.input[:2]) == reads and n.name not in taken)
-    return Layer(node, weight, bias, laid, axis)
+    return ParameterLayer(node, weight, bias, laid, axis)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.errors import ExportError
-from qtrace.export.converted.document import Graph, Op, Quantized, Value, read_graph
+from qtrace.export.converted.document import DocumentOp, Graph, Quantized, Value, read_graph
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.msc.ops import attributes, optype, output_layout, weight_layout
 
@@ -54,7 +54,7 @@ def _document(graph: Graph) -> dict[str, Any]:
     }
 
 
-def _node(index: int, op: Op, layouts: dict[str, str], first: dict[str, str]) -> dict[str, Any]:
+def _node(index: int, op: DocumentOp, layouts: dict[str, str], first: dict[str, str]) -> dict[str, Any]:
     inside = [layouts.get(_tensor_name(v), "") for v in op.inputs]
     outputs = []
     for value in op.outputs:
@@ -90,7 +90,7 @@ def _tensor(name: str, value: Value, layout: str) -> dict[str, Any]:
     return {"name": name, "alias": value.name if value.name != name else "", **parts}
 
 
-def _qparams(op: Op) -> dict[str, str]:
+def _qparams(op: DocumentOp) -> dict[str, str]:
     found = {f"qparams_input_{i}": v.quantized for i, v in enumerate(op.inputs)}
     found.update((f"qparams_output_{i}", v.quantized) for i, v in enumerate(op.outputs))
     found.update((f"qparams_{key}", v.quantized) for key, v in op.weights.items())

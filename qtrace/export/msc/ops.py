@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qtrace.export.converted.document import Op, Value
+from qtrace.export.converted.document import DocumentOp, Value
 
 __all__ = ["attributes", "optype", "output_layout", "weight_layout"]
 
@@ -48,14 +48,14 @@ _RESHAPES = frozenset(_MOVES.split())
 _PLURAL = {"stride": "strides"}
 
 
-def optype(op: Op) -> str:
+def optype(op: DocumentOp) -> str:
     """The type of a node; a kind that MSC does not know keeps our name."""
     if "bias" in op.weights and op.kind in _WITH_BIAS:
         return _WITH_BIAS[op.kind]
     return _OPTYPES.get(op.kind) or op.kind or op.label
 
 
-def attributes(op: Op) -> dict[str, str]:
+def attributes(op: DocumentOp) -> dict[str, str]:
     """The arguments of a node as MSC writes them: text, several numbers with commas between."""
     found = {_PLURAL.get(k, k): _text(v) for k, v in op.attrs.items()}
     if op.kind == "relu6":
@@ -90,7 +90,7 @@ def weight_layout(kind: str, value: Value) -> str:
     return f"G{layout}" if len(value.shape) == len(layout) + 1 else layout
 
 
-def output_layout(op: Op, value: Value, inputs: list[str]) -> str:
+def output_layout(op: DocumentOp, value: Value, inputs: list[str]) -> str:
     """The layout of an output, "" where it is not known."""
     rank = len(value.shape)
     if op.kind == "input" or op.kind in _SPATIAL:

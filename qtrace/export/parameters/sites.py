@@ -15,13 +15,13 @@ from qtrace.graph.types import Node
 from qtrace.graph.walk import owner, users
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["Layer", "Names", "Row", "site_table"]
+__all__ = ["Names", "ParameterLayer", "Row", "site_table"]
 
 _OUTPUT = "the model's output"
 
 
 @dataclass(frozen=True)
-class Layer:
+class ParameterLayer:
     """A layer with a weight, as a float model stores it.
 
     Attributes:
@@ -49,7 +49,7 @@ class Names:
     """
 
     tensors: Mapping[str, str]
-    layers: Mapping[str, Layer]
+    layers: Mapping[str, ParameterLayer]
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _parameters(graph: ConvertedGraph, names: Names) -> list[Row]:
     return rows
 
 
-def _weight(site: str, qparams: QParams, layer: Layer) -> Row:
+def _weight(site: str, qparams: QParams, layer: ParameterLayer) -> Row:
     scheme = qparams.scheme
     axis = layer.axis if scheme.per_channel else None
     numbers = (scheme, qparams.scale, qparams.zero_point, axis)

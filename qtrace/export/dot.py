@@ -18,7 +18,7 @@ _FLOAT, _INTEGER, _BOX, _END = "#999999", "#1f5fbf", "#eef3fb", "#f5f5f5"
 
 
 def serialize(converted: ConvertedGraph) -> bytes:
-    """The document.
+    """Returns the document.
 
     Args:
         converted: the graph of a converted module.
@@ -50,7 +50,7 @@ def _ends(graph: Graph) -> list[str]:
 
 
 def _fill(op: DocumentOp) -> str:
-    """Coloured where it computes with integers."""
+    """Returns the colour of an op: one for ops that read or write integers, one for all others."""
     ends = op.kind in ("input", "constant")
     return _BOX if not ends and any(v.quantized for v in (*op.inputs, *op.outputs)) else _END
 
@@ -85,7 +85,7 @@ def _numbers(quantized: Quantized) -> str:
 
 
 def _range(values: np.ndarray) -> str:
-    """One number, or the smallest and the largest of several."""
+    """Formats one number, or the smallest and the largest of several."""
     ends = dict.fromkeys((values.min().item(), values.max().item()))
     return "..".join(f"{v:.4g}" for v in ends)
 

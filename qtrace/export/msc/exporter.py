@@ -1,7 +1,7 @@
 """MSCGraph, the graph document of TVM's multi-system compiler: JSON, and a prototxt for viewers beside it.
 
-Nodes name their parents, tensors are called ``NODE:INDEX``; children follow from the parents, as MSC reads
-it. Weights and tensors have types and layouts. Quantization parameters are attributes of the nodes:
+Nodes name their parents, and MSC derives the children from them; tensors are called ``NODE:INDEX``.
+Weights and tensors have types and layouts. Quantization parameters are attributes of the nodes:
 ``qparams_input_0``, ``qparams_output_0``, ``qparams_weight`` and so on, each a JSON text.
 """
 
@@ -25,14 +25,14 @@ SUFFIXES: tuple[str, ...] = ()
 
 
 def files(converted: ConvertedGraph, path: Path) -> dict[Path, bytes]:
-    """The JSON document at ``path``, and the prototxt beside it.
+    """Returns the JSON document and the prototxt.
 
     Args:
         converted: the graph of a converted module.
-        path: the JSON document; the other one has its name with the suffix ``.prototxt``.
+        path: the path of the JSON document; the prototxt gets the suffix ``.prototxt``.
 
     Raises:
-        ExportError: when both would have one name.
+        ExportError: when ``path`` has the suffix of the prototxt.
     """
     if path.suffix == ".prototxt":
         raise ExportError(f"{path.name} is the name of the document for viewers: name the one in JSON.")
@@ -109,7 +109,7 @@ def _numbers(quantized: Quantized) -> str:
 
 
 def _prototxt(document: dict[str, Any]) -> str:
-    """The same as layers: viewers show bottoms and tops as edges, ``layer_param`` as a table."""
+    """Writes the nodes as layers: viewers show bottoms and tops as edges, ``layer_param`` as a table."""
     tensors = {t["name"]: t for node in document["nodes"] for t in node["outputs"]}
     lines = [f"name: {_quoted(document['name'])}"]
     for node in document["nodes"]:

@@ -91,10 +91,10 @@ def _tensor(name: str, value: Value, layout: str) -> dict[str, Any]:
 
 
 def _qparams(op: DocumentOp) -> dict[str, str]:
-    found = {f"qparams_input_{i}": v.quantized for i, v in enumerate(op.inputs)}
-    found.update((f"qparams_output_{i}", v.quantized) for i, v in enumerate(op.outputs))
-    found.update((f"qparams_{key}", v.quantized) for key, v in op.weights.items())
-    return {key: _numbers(quantized) for key, quantized in found.items() if quantized is not None}
+    by_key = {f"qparams_input_{i}": v.quantized for i, v in enumerate(op.inputs)}
+    by_key.update((f"qparams_output_{i}", v.quantized) for i, v in enumerate(op.outputs))
+    by_key.update((f"qparams_{key}", v.quantized) for key, v in op.weights.items())
+    return {key: _numbers(quantized) for key, quantized in by_key.items() if quantized is not None}
 
 
 def _numbers(quantized: Quantized) -> str:

@@ -91,7 +91,7 @@ def _astype(w: OnnxWriter, call: OpCall) -> None:
     w.names[out] = cast(w, name, out.dtype, out.name)
 
 
-def _where(w: OnnxWriter, call: OpCall) -> None:
+def _choose(w: OnnxWriter, call: OpCall) -> None:
     mask = operand(w, call.attrs["mask"], np.bool_)
     names = [operand(w, v, call.out.dtype) for v in call.attrs["operands"]]
     w.emit("Where", [mask, *names], call.out)
@@ -215,5 +215,5 @@ ARITHMETIC: dict[str, Emitter] = {
     "left_shift": _left_shift,
     "right_shift": _right_shift,
     "astype": _astype,
-    "where": _where,
+    "where": _choose,
 }

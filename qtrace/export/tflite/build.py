@@ -11,22 +11,13 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.export.tflite.layout import Order, file_shape
 from qtrace.export.tflite.plan import FusedOp, KernelPlan
-from qtrace.export.tflite.store import OrderedTensor, Store
+from qtrace.export.tflite.store import Store
 from qtrace.export.tflite.writer import TYPES, FileTensor, Grid, Inputs
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedSite
 
-__all__ = [
-    "BuildOptions",
-    "Builder",
-    "Emitter",
-    "OrderedTensor",
-    "Target",
-    "allowing",
-    "bounds",
-    "integer_type",
-]
+__all__ = ["BuildOptions", "Builder", "Emitter", "Target", "allowing", "bounds", "integer_type"]
 
 # Bounds of the activation functions that an operator fuses -> the schema's number of the function.
 _NONE = 0
@@ -166,11 +157,11 @@ class Builder(Store):
         Adds zero, since XNNPACK's QUANTIZE between integers has a multiplier of 8 bits, and is off by one in
         up to a tenth of the values; its ADD has one of 20 bits.
         """
-        made = self.writer.tensor(name, tensor.shape, tensor.dtype, grid)
+        result = self.writer.tensor(name, tensor.shape, tensor.dtype, grid)
         assert tensor.grid is not None
         zero = self.writer.constant("zero", np.array(tensor.grid.zero_point[0], tensor.dtype), tensor.grid)
-        self.writer.op("ADD", [tensor, zero], [made], "AddOptions")
-        return made
+        self.writer.op("ADD", [tensor, zero], [result], "AddOptions")
+        return result
 
     def quantized(self, tensor: FileTensor, grid: Grid, kind: np.dtype, name: str) -> FileTensor:
         """Rounds floats, or integers of another grid, to ``grid``."""

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.tflite.build import Builder, Emitter, OrderedTensor
+from qtrace.export.tflite.build import Builder, Emitter
 from qtrace.export.tflite.layout import Order, natural
 from qtrace.export.tflite.moved import Moved
 from qtrace.export.tflite.moves import reshape
 from qtrace.export.tflite.operands import common_order, operands
 from qtrace.export.tflite.plan import FusedOp
+from qtrace.export.tflite.store import OrderedTensor
 from qtrace.export.tflite.writer import FileTensor
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall

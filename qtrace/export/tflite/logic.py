@@ -43,7 +43,7 @@ def _astype(b: Builder, op: FusedOp) -> None:
     b.put(call.out, as_type(b, source.tensor, np.dtype(call.out.dtype)), source.order)
 
 
-def _where(b: Builder, op: FusedOp) -> None:
+def _choose(b: Builder, op: FusedOp) -> None:
     call = op.call
     mask, kind = call.attrs["mask"], np.dtype(call.out.dtype)
     kinds = [np.dtype(np.bool_), kind, kind]
@@ -55,5 +55,5 @@ FLOAT_LOGIC: dict[str, Emitter] = {
     **dict.fromkeys(("less", "less_equal", "greater", "greater_equal", "equal", "not_equal"), _comparison),
     **dict.fromkeys(("logical_and", "logical_or", "logical_not"), _logic),
     "astype": _astype,
-    "where": _where,
+    "where": _choose,
 }

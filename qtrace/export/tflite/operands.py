@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.tflite.build import Builder, OrderedTensor, allowing
+from qtrace.export.tflite.build import Builder, allowing
 from qtrace.export.tflite.layout import Order, natural
+from qtrace.export.tflite.store import OrderedTensor
 from qtrace.export.tflite.writer import FileTensor, Grid
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall

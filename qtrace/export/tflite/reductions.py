@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.tflite.build import Builder, Emitter, OrderedTensor
+from qtrace.export.tflite.build import Builder, Emitter
 from qtrace.export.tflite.layout import Order, file_shape
 from qtrace.export.tflite.plan import FusedOp
+from qtrace.export.tflite.store import OrderedTensor
 from qtrace.export.tflite.writer import FileTensor
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import owner

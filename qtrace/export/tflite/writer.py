@@ -133,11 +133,11 @@ class TfliteWriter:
         self.names: set[str] = set()
         self.same: dict[tuple[Any, ...], FileTensor] = {}
         self.counter = 1
-        self.kept: set[int] = set()
+        self.kept_tensors: set[int] = set()
 
     def keep(self, stored: FileTensor) -> None:
         """Keeps a tensor in the file even if no operator uses it."""
-        self.kept.add(stored.index)
+        self.kept_tensors.add(stored.index)
 
     def unique(self, name: str) -> str:
         """Returns ``name``, or ``name__2`` and so on if another tensor has it."""
@@ -277,7 +277,7 @@ class TfliteWriter:
                 self.tensors[tensor.index].shapeSignature = np.array([-1, *tensor.shape[1:]], np.int32)
         graph = _build("SubGraph", name=b"main", operators=self.operators)
         listed = [self._metadata(name, value) for name, value in metadata.items()]
-        place = self._compact(self.kept | {t.index for _, t in (*inputs, *outputs)})
+        place = self._compact(self.kept_tensors | {t.index for _, t in (*inputs, *outputs)})
         graph.tensors = [self.tensors[i] for i in place]
         graph.inputs = np.array([place[t.index] for _, t in inputs], np.int32)
         graph.outputs = np.array([place[t.index] for _, t in outputs], np.int32)

@@ -21,13 +21,13 @@ class Activations:
         data: the ONNX file.
         inputs: the names of the model's inputs, in the order of the graph's.
         outputs: node -> the output that holds its value.
-        given: node -> the input that is its value.
+        input_nodes: node -> the input that is its value.
     """
 
     data: bytes
     inputs: tuple[str, ...]
     outputs: dict[str, str]
-    given: dict[str, str]
+    input_nodes: dict[str, str]
 
 
 def activations(prepared: TracedModule, nodes: Sequence[str]) -> Activations:

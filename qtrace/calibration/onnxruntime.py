@@ -74,7 +74,7 @@ class OnnxRuntime:
             except Exception as error:  # onnxruntime's own exceptions derive from nothing else
                 raise EngineError(f"onnxruntime refuses the batch: {_line(error)}") from error
             for node in part:
-                given = self._model.given.get(node)
+                given = self._model.input_nodes.get(node)
                 observe(node, feeds[given] if given is not None else values.pop())
 
     def _feeds(self, arguments: Arguments) -> dict[str, np.ndarray]:

@@ -1,9 +1,9 @@
-"""Export: one format a file or folder, whose name is that of the format; its ``SUFFIXES`` choose it by path.
+"""Export: each format is a file or folder of its name, and is chosen by name or by its ``SUFFIXES``.
 
-A format is ``serialize(converted, **options) -> bytes``, or, when it consists of several files,
+A format defines ``serialize(converted, **options) -> bytes`` or, if it consists of several files,
 ``files(converted, path, **options) -> dict[Path, bytes]``; ``converted`` is a `ConvertedGraph`.
-``COMPANIONS``, where there are any, are the suffixes of files beside the one that is named.
-``RUNS_GRAPH = True`` says that it reads no recorded shapes.
+``COMPANIONS`` are the suffixes of files that are written beside the named one.
+``RUNS_GRAPH = True`` says that the format reads no recorded shapes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from qtrace.storage.files import kind_of, problem, replacing
 __all__ = ["export", "formats"]
 
 
-# What exporters share.
-_NOT_FORMATS = ("converted", "parameters")
+# Modules that several formats use.
+_NOT_FORMATS = ("converted", "layer_net", "parameters")
 
 
 def formats() -> tuple[str, ...]:
-    """The names of all formats, sorted."""
+    """Returns the names of all formats, sorted."""
     return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in _NOT_FORMATS))
 
 
@@ -41,21 +41,21 @@ def formats() -> tuple[str, ...]:
 def export(
     converted: TracedModule, path: str | os.PathLike[str], format: str | None = None, **options: Any
 ) -> Path:
-    """Writes a converted module for a runtime. Its files appear whole or not at all.
+    """Writes a converted module for a runtime. All files appear, or none.
 
     Args:
         converted: a module made by ``qtrace.convert``.
-        path: the file to write; it is replaced if it exists. Where a format consists of several files, the
-            others stand beside it.
+        path: the file to write; an existing one is replaced. If a format consists of several files, the
+            others are written beside it.
         format: the name of the format; None takes it from the suffix of ``path``.
-        **options: of the format.
+        **options: the options of the format.
 
     Returns:
-        The path.
+        The path of the file.
 
     Raises:
-        ExportError: for an unknown format or option, a graph that the format cannot express, naming the
-            node, its op and the line of it, or a path that cannot be written.
+        ExportError: for an unknown format or option, a path that cannot be written, or a graph that has no
+            such form; the message has the node, its op and its source line.
         GraphError: when the module is not converted.
     """
     if wrong := problem(path):
@@ -83,7 +83,7 @@ def export(
 
 
 def _check_shapes(converted: TracedModule) -> None:
-    """Refuses a graph with a tensor whose shape is not known, which no format can be written without."""
+    """Refuses a graph with a tensor of unknown shape, which no format can express."""
     for expr in exprs(converted):
         for node in expr.outputs:
             if isinstance(node, TensorNode) and node.shape is None:
@@ -107,7 +107,7 @@ def _check_options(module: Any, options: dict[str, Any]) -> None:
 
 
 def _write(contents: dict[Path, bytes]) -> None:
-    """Writes files that belong together: each one beside its place first, then all are renamed."""
+    """Writes files that belong together: each to a temporary name first, then all are renamed."""
     for path in contents:
         if kind := kind_of(path):
             raise ExportError(f"{path} is {kind}: name a file.")
@@ -120,13 +120,13 @@ def _format_module(path: Path, name: str | None) -> Any:
     modules = {f: f"{__name__}.{f}" for f in formats()}
     if name is None:
         for module in modules.values():
-            found = importlib.import_module(module)
-            if path.suffix in found.SUFFIXES:
-                return found
-            if path.suffix in getattr(found, "COMPANIONS", ()):
+            format_module = importlib.import_module(module)
+            if path.suffix in format_module.SUFFIXES:
+                return format_module
+            if path.suffix in getattr(format_module, "COMPANIONS", ()):
                 raise ExportError(
                     f"{path.name} would be what is written beside the model: "
-                    f"name the model, {path.with_suffix(found.SUFFIXES[0]).name}."
+                    f"name the model, {path.with_suffix(format_module.SUFFIXES[0]).name}."
                 )
         if path.suffix == ".mge":
             raise ExportError(

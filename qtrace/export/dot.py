@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from qtrace.export.converted.document import Graph, Op, Quantized, Value, read_graph
+from qtrace.export.converted.document import DocumentOp, Graph, Quantized, Value, read_graph
 from qtrace.export.converted.graph import ConvertedGraph
 
 __all__ = ["SUFFIXES", "serialize"]
@@ -18,7 +18,7 @@ _FLOAT, _INTEGER, _BOX, _END = "#999999", "#1f5fbf", "#eef3fb", "#f5f5f5"
 
 
 def serialize(converted: ConvertedGraph) -> bytes:
-    """The document.
+    """Returns the document.
 
     Args:
         converted: the graph of a converted module.
@@ -49,13 +49,13 @@ def _ends(graph: Graph) -> list[str]:
     return lines
 
 
-def _fill(op: Op) -> str:
-    """Coloured where it computes with integers."""
+def _fill(op: DocumentOp) -> str:
+    """Returns the colour of an op: one for ops that read or write integers, one for all others."""
     ends = op.kind in ("input", "constant")
     return _BOX if not ends and any(v.quantized for v in (*op.inputs, *op.outputs)) else _END
 
 
-def _box(op: Op) -> str:
+def _box(op: DocumentOp) -> str:
     lines = [op.label if op.kind in ("", op.label) else f"{op.kind}", op.name]
     for key, value in op.weights.items():
         sizes = "x".join(map(str, value.shape))
@@ -85,7 +85,7 @@ def _numbers(quantized: Quantized) -> str:
 
 
 def _range(values: np.ndarray) -> str:
-    """One number, or the smallest and the largest of several."""
+    """Formats one number, or the smallest and the largest of several."""
     ends = dict.fromkeys((values.min().item(), values.max().item()))
     return "..".join(f"{v:.4g}" for v in ends)
 

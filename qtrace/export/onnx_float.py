@@ -1,6 +1,6 @@
 """A float ONNX model and, beside it, a file of quantization parameters that refers to its tensors by name.
 
-For tools that quantize by themselves: TensorRT with a calibration cache, Qualcomm's converters with AIMET
+For tools that quantize a float model: TensorRT with a calibration cache, Qualcomm's converters with AIMET
 encodings, ncnn with a table. The tensors have the names of the graph's nodes. Weights and biases are the
 trained floats; a weight is clipped where its scheme leaves out the lowest integer.
 """
@@ -18,7 +18,7 @@ from qtrace.export.converted.float_graph import float_graph
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.onnx.exporter import OnnxExporter, check
 from qtrace.export.parameters.base import beside, parameter_file
-from qtrace.export.parameters.sites import Layer, Names, site_table
+from qtrace.export.parameters.sites import Names, ParameterLayer, site_table
 from qtrace.ops import OpCall
 
 __all__ = ["SUFFIXES", "files"]
@@ -28,11 +28,11 @@ SUFFIXES: tuple[str, ...] = ()
 
 
 def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -> dict[Path, bytes]:
-    """The float model and its parameter file.
+    """Returns the float model and its parameter file.
 
     Args:
         converted: the graph of a converted module.
-        path: where the model goes.
+        path: the path of the model.
         params: the kind of parameter file, such as ``aimet-2.0.0``; None for the model alone.
 
     Raises:
@@ -43,12 +43,12 @@ def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -
     model = exporter.run()
     _name_parameters(exporter.graph, model)
     check(model)
-    found: dict[Path, bytes] = {}
+    contents: dict[Path, bytes] = {}
     if kind is not None:
         rows = site_table(converted, _names(exporter.graph, exporter.writer, model))
-        found[beside(path, kind)] = kind.write(rows).encode()
-    found[path] = model.SerializeToString()
-    return found
+        contents[beside(path, kind)] = kind.write(rows).encode()
+    contents[path] = model.SerializeToString()
+    return contents
 
 
 def _calls(flat: ConvertedGraph) -> Iterator[OpCall]:
@@ -56,7 +56,7 @@ def _calls(flat: ConvertedGraph) -> Iterator[OpCall]:
 
 
 def _name_parameters(flat: ConvertedGraph, model: Any) -> None:
-    """Gives weights and biases that are stored in another layout the names of their nodes, where free."""
+    """Gives weights and biases in another layout the names of their nodes, unless other tensors have them."""
     graph = model.graph
     used = {name for node in graph.node for name in (*node.input, *node.output)}
     renamed: dict[str, str] = {}
@@ -72,13 +72,13 @@ def _name_parameters(flat: ConvertedGraph, model: Any) -> None:
 
 
 def _names(flat: ConvertedGraph, writer: Any, model: Any) -> Names:
-    """What the exporter called the nodes and layers of the graph."""
+    """Returns the names of the graph's nodes and layers in the model."""
     nodes = list(flat.nodes.values())
     values = {n.name: writer.values[n] for n in nodes if n in writer.values}
     tensors = {name: name for name in values}
     tensors.update((n.name, writer.names[n]) for n in nodes if n in writer.names)
     stored = {t.name for t in model.graph.initializer}
-    layers: dict[str, Layer] = {}
+    layers: dict[str, ParameterLayer] = {}
     for call in _calls(flat):
         if call.weight is not None:
             layers[call.out.name] = _layer(call, values.get(call.weight.name), tensors, stored, model, layers)
@@ -91,8 +91,8 @@ def _layer(
     tensors: dict[str, str],
     stored: set[str],
     model: Any,
-    others: dict[str, Layer],
-) -> Layer:
+    others: dict[str, ParameterLayer],
+) -> ParameterLayer:
     from qtrace.export.onnx.ops import weight_layout
 
     assert call.weight is not None
@@ -106,6 +106,6 @@ def _layer(
     weight = f"{name}_{call.kind}" if f"{name}_{call.kind}" in stored else name
     bias = "" if call.bias is None else call.bias.name
     bias = f"{bias}_flat" if f"{bias}_flat" in stored else bias
-    reads, taken = [tensors[call.inputs[0].name], weight], {layer.name for layer in others.values()}
-    node = next(n.name for n in model.graph.node if list(n.input[:2]) == reads and n.name not in taken)
-    return Layer(node, weight, bias, laid, axis)
+    reads, used_nodes = [tensors[call.inputs[0].name], weight], {layer.name for layer in others.values()}
+    node = next(n.name for n in model.graph.node if list(n.input[:2]) == reads and n.name not in used_nodes)
+    return ParameterLayer(node, weight, bias, laid, axis)

@@ -1,4 +1,4 @@
-"""The networks that every exported form is proved on, and what their files do in the real runtimes.
+"""The networks that every exported form is verified on, and the results of their files in the runtimes.
 
 ``scripts/verify_networks.py`` prints the table; the slow tests hold it to the targets.
 """
@@ -192,15 +192,15 @@ NETWORKS = (
 
 @dataclass
 class Result:
-    """What one network's files do: runtime -> its report; how its counted ops run in onnxruntime.
+    """The results of one network's files in all runtimes, and of its counted ops in onnxruntime.
 
     Attributes:
         network: the network.
-        reports: runtime -> what verify found.
-        integer: how many of the counted ops run on integer kernels.
-        counted: how many there are.
-        floats: (result, op, why) of the counted ops that do not.
-        ends: how many of those have a result that the recipe leaves in float, as detectors' last layers.
+        reports: runtime -> the report of verify.
+        integer: the number of counted ops on integer kernels.
+        counted: the number of counted ops.
+        floats: (result, op, reason) of the counted ops on float kernels.
+        ends: the number of float ops whose result the recipe leaves in float, as detectors' last layers.
     """
 
     network: Network
@@ -221,7 +221,7 @@ class Prepared:
         self.traced = qtrace.trace(module, self.batches[0][:2], check=False)
 
     def converted(self, form: str, folder: Path) -> TracedModule:
-        """Calibrated with the recipe of its family for the target of a form, and frozen."""
+        """Returns the network, converted with the recipe of its family for the target of ``form``."""
         recipe = folder / "recipe.yaml"
         recipe.write_text(f"schema: qtrace/1\nimports: [{TARGETS[form]}, {self.network.family}]\n")
         prepared = qtrace.prepare(self.traced, recipe)
@@ -255,7 +255,7 @@ def _verify(prepared: Prepared, form: str, folder: Path, result: Result) -> None
 
 
 def _count(path: Path, result: Result) -> None:
-    """Which of the counted ops run on integers."""
+    """Counts the ops that run on integers in onnxruntime."""
     import onnx
 
     kernels: Any = result.reports["onnxruntime"].kernels

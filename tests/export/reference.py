@@ -56,20 +56,20 @@ def assert_agrees(path: Path, inputs: list[np.ndarray]) -> None:
     session = ort.InferenceSession(exposed.data, options, providers=["CPUExecutionProvider"])
     feeds = {i.name: x for i, x in zip(session.get_inputs(), inputs, strict=True)}
     names = [*exposed.outputs, *exposed.tensors]
-    wanted = session.run(names, feeds)
+    runtime_values = session.run(names, feeds)
     with np.errstate(all="ignore"):
-        integers = {n: v for n, v in zip(names, wanted, strict=True) if n in exposed.tensors}
+        integers = {n: v for n, v in zip(names, runtime_values, strict=True) if n in exposed.tensors}
         model = _fed(_raised(exposed.data), integers)
-        given = {f"{n}{_GIVEN}": v for n, v in integers.items()}
-        found = ReferenceEvaluator(model).run(names, {**feeds, **given})
+        integer_feeds = {f"{n}{_GIVEN}": v for n, v in integers.items()}
+        reference_values = ReferenceEvaluator(model).run(names, {**feeds, **integer_feeds})
     apart, values = 0, 0
-    for name, mine, theirs in zip(names, found, wanted, strict=True):
-        mine = np.asarray(mine)
-        assert mine.shape == theirs.shape, name
+    for name, reference, from_runtime in zip(names, reference_values, runtime_values, strict=True):
+        reference = np.asarray(reference)
+        assert reference.shape == from_runtime.shape, name
         if name in exposed.tensors:
-            difference = np.abs(mine.astype(np.int64) - theirs.astype(np.int64))
+            difference = np.abs(reference.astype(np.int64) - from_runtime.astype(np.int64))
             assert difference.max(initial=0) <= 1, name
             apart, values = apart + np.count_nonzero(difference), values + difference.size
         elif not exposed.tensors:
-            np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4, err_msg=name)
+            np.testing.assert_allclose(reference, from_runtime, rtol=1e-4, atol=1e-4, err_msg=name)
     assert apart <= 0.001 * values + 1

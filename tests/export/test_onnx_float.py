@@ -104,10 +104,10 @@ def _read(params: str, text: str) -> dict[str, list[Any]]:
         return {e["name"]: _onnx_entry(e) for e in data["encodings"]}
     groups = [data["activation_encodings"], data["param_encodings"]]
     if params == "aimet-1.0.0":
-        found = {e["name"]: e for group in groups for e in group}
-        return {n: [e["bw"], e["scale"], [-o for o in e["offset"]], None] for n, e in found.items()}
-    found = {n: entries for group in groups for n, entries in group.items()}
-    return {n: [e[0]["bitwidth"], *_by_range(e), None] for n, e in found.items()}
+        entries_by_name = {e["name"]: e for group in groups for e in group}
+        return {n: [e["bw"], e["scale"], [-o for o in e["offset"]], None] for n, e in entries_by_name.items()}
+    entries_by_name = {n: entries for group in groups for n, entries in group.items()}
+    return {n: [e[0]["bitwidth"], *_by_range(e), None] for n, e in entries_by_name.items()}
 
 
 def _onnx_entry(entry: dict[str, Any]) -> list[Any]:
@@ -135,11 +135,11 @@ def test_model_and_file_together_give_the_integers_of_the_graph(params: str, tmp
     integers = qtrace.export(converted, tmp_path / "q" / "m.onnx")
     simulated = _simulate(model, _read(params, text))
     fresh = images(4, 3, 32, 32, seed=5)
-    (mine,) = _session(simulated).run(None, {"x": fresh})
-    (want,) = _session(onnx.load(integers)).run(None, {"x": fresh})
-    step = np.diff(np.unique(want)).min()
-    assert np.abs(mine - want).max() <= 1.01 * step
-    assert np.mean(np.abs(mine - want) < 0.01 * step) > 0.9
+    (simulated_output,) = _session(simulated).run(None, {"x": fresh})
+    (expected,) = _session(onnx.load(integers)).run(None, {"x": fresh})
+    step = np.diff(np.unique(expected)).min()
+    assert np.abs(simulated_output - expected).max() <= 1.01 * step
+    assert np.mean(np.abs(simulated_output - expected) < 0.01 * step) > 0.9
 
 
 def _session(model: Any) -> Any:

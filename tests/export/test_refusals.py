@@ -60,7 +60,7 @@ def _line(forward: Callable[..., Any], part: str) -> int:
     return next(n for n in range(code.co_firstlineno, len(lines)) if part in lines[n - 1])
 
 
-# suffix, config, forward, what the sentence begins with, the text of the line that it names
+# suffix, config, forward, begin of the message, source text of the line that the message names
 REFUSED: dict[str, tuple[str, Any, Callable[..., Any], str, str]] = {
     "onnx": ("onnx", "backend/onnxruntime", _inverse, "matinv_out: ", "F.matinv"),
     "onnx, an index": ("onnx", "backend/onnxruntime", _written_by_positions, "setitem_out: ", "= 0.0"),
@@ -109,7 +109,7 @@ def _text(node: ast.expr) -> str:
 
 
 def _sentences() -> Iterator[tuple[str, str]]:
-    """Where each export error is made, and its text with {} for what is filled in."""
+    """Yields the location of each export error in the source, and its text with {} for values."""
     for path in sorted(Path(qtrace.export.__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             name = getattr(getattr(node, "func", None), "id", "")
@@ -118,12 +118,12 @@ def _sentences() -> Iterator[tuple[str, str]]:
 
 
 def test_every_sentence_says_what_to_do() -> None:
-    found = dict(_sentences())
-    assert len(found) > 120
+    sentences = dict(_sentences())
+    assert len(sentences) > 120
     bare = re.compile(r"^((site |input |output )?\{\}: )?(?P<rest>.*)$", re.DOTALL)
     without = {
-        where: text
-        for where, text in found.items()
+        location: text
+        for location, text in sentences.items()
         if text.strip("{}. :")
         and text not in ("site {}: {}.",)
         and not re.search(r": [^{]|\. [A-Z]|: \{\}", bare.match(text)["rest"])  # type: ignore[index]

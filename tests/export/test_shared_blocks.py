@@ -188,7 +188,7 @@ def test_a_block_at_two_sizes(name: str, form: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_block_that_is_given_a_size(form: str, tmp_path: Path) -> None:
-    """Both calls get tensors of one shape, but other numbers in the second."""
+    """Calls a block twice with tensors of one shape and different numbers."""
     block = net(lambda self, x, size: F.vision.interpolate(self.conv(x), size=size), conv=_conv())
 
     def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:

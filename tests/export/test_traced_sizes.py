@@ -101,11 +101,11 @@ def test_traced_value_reads_shapes_and_numbers_only() -> None:
         return x.mean() + (x.shape[2] + 31) // 32 * 32 + F.arange(x.shape[1]).sum()
 
     flat = flatten(qtrace.trace(net(forward), IMAGES))
-    found = {n.name: traced_value(n) for e in exprs(flat) for n in e.outputs}
-    assert found["mul_out"] == 32
-    assert found["sum_out"] == 3
-    assert found["mean_out"] is None
-    assert found[flat.graph.outputs[0].name] is None
+    values = {n.name: traced_value(n) for e in exprs(flat) for n in e.outputs}
+    assert values["mul_out"] == 32
+    assert values["sum_out"] == 3
+    assert values["mean_out"] is None
+    assert values[flat.graph.outputs[0].name] is None
 
 
 CASTS: dict[str, Forward] = {

@@ -1,4 +1,4 @@
-"""Caffe layers for arithmetic, activation functions and what is left of normalisation."""
+"""Caffe layers for arithmetic, activation functions, softmax and BatchNorm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.export.caffe.writer import CaffeWriter
 from qtrace.graph.types import TensorNode
-from qtrace.graph.walk import owner
 from qtrace.ops import OpCall
 
 __all__ = ["ARITHMETIC"]
@@ -19,7 +18,7 @@ Emitter = Callable[[CaffeWriter, OpCall], None]
 
 
 def _layer(kind: str, **parameters: Callable[[OpCall], dict[str, Any]]) -> Emitter:
-    """A layer of one input, with the fields of its parameters."""
+    """Emits a layer of one input, with its fields computed from the op."""
 
     def emit(w: CaffeWriter, call: OpCall) -> None:
         w.emit(kind, call, (), (), **{name: fields(call) for name, fields in parameters.items()})
@@ -42,7 +41,7 @@ def _softmax(call: OpCall) -> dict[str, Any]:
 
 
 def _clip(w: CaffeWriter, call: OpCall) -> None:
-    """Any bounds, from two ReLUs: Caffe has no layer for them."""
+    """Clips at any bounds by two ReLUs: Caffe has no layer for them."""
     low, high = call.attrs["lower"], call.attrs["upper"]
     name, base = w.name(call.inputs[0]), call.out.name
     if (low, high) == (0.0, 6.0):
@@ -50,16 +49,16 @@ def _clip(w: CaffeWriter, call: OpCall) -> None:
         return
     for bound, sign in ((low, 1.0), (high, -1.0)):
         if bound is not None:
-            away = {"scale": sign, "shift": -sign * bound}
-            shifted = w.layer("Power", [name], w.fresh(base), power_param=away)
-            kept = w.layer("ReLU", [shifted], w.fresh(base))
+            to_zero = {"scale": sign, "shift": -sign * bound}
+            shifted = w.layer("Power", [name], w.fresh(base), power_param=to_zero)
+            clipped = w.layer("ReLU", [shifted], w.fresh(base))
             back = {"scale": sign, "shift": bound}
-            name = w.layer("Power", [kept], w.fresh(base), power_param=back)
+            name = w.layer("Power", [clipped], w.fresh(base), power_param=back)
     w.names[call.out] = w.layer("Power", [name], base, power_param={"scale": 1.0})
 
 
 def _hard_gate(w: CaffeWriter, x: str, top: str) -> str:
-    """relu6(x + 3) / 6."""
+    """Adds relu6(x + 3) / 6."""
     moved = w.layer("Power", [x], w.fresh(top), power_param={"shift": 3.0})
     clipped = w.layer("ReLU6", [moved], w.fresh(top))
     return w.layer("Power", [clipped], top, power_param={"scale": 1.0 / 6.0})
@@ -70,7 +69,7 @@ def _hsigmoid(w: CaffeWriter, call: OpCall) -> None:
 
 
 def _gated(gate: Callable[[CaffeWriter, str, str], str]) -> Emitter:
-    """x * gate(x)."""
+    """Emits x * gate(x)."""
 
     def emit(w: CaffeWriter, call: OpCall) -> None:
         x = w.name(call.inputs[0])
@@ -81,18 +80,11 @@ def _gated(gate: Callable[[CaffeWriter, str, str], str]) -> Emitter:
 
 
 def _batch_norm(w: CaffeWriter, call: OpCall) -> None:
-    """A factor and an offset for each channel."""
-    a, module = call.attrs, owner(call.expr)
-    names = ("weight", "bias", "running_mean", "running_var")
-    raw = [getattr(module, n) if module is not None else a[n] for n in names]
-    values = [w.value(v) if isinstance(v, TensorNode) else v for v in raw]
-    gamma, beta, mean, var = (None if v is None else np.asarray(v).reshape(-1) for v in values)
-    if mean is None or var is None:
-        raise ExportError(
-            "its statistics are computed, and Caffe stores them in the file: end the graph before it"
-        )
-    factor = 1.0 / np.sqrt(var.astype(np.float64) + a["eps"])
-    factor = factor if gamma is None else factor * gamma
+    """Writes a BatchNorm as a factor and an offset for each channel."""
+    gamma, beta, mean, var = w.batch_norm(call).values()
+    assert mean is not None
+    assert var is not None
+    factor = 1.0 / np.sqrt(var.astype(np.float64) + call.attrs["eps"]) * (1.0 if gamma is None else gamma)
     offset = -mean * factor if beta is None else beta - mean * factor
     w.emit("Scale", call, [factor, offset], scale_param={"axis": 1, "bias_term": True})
 
@@ -110,12 +102,12 @@ def _binary(w: CaffeWriter, call: OpCall) -> None:
     if tuple(left.shape) != tuple(right.shape):
         _broadcast(w, call, left, right)
         return
-    how: dict[str, Any] = {"operation": {"mul": "PROD", "maximum": "MAX"}.get(call.kind, "SUM")}
+    fields: dict[str, Any] = {"operation": {"mul": "PROD", "maximum": "MAX"}.get(call.kind, "SUM")}
     if call.kind == "sub":
-        how["coeff"] = [1.0, -1.0]
+        fields["coeff"] = [1.0, -1.0]
     elif call.kind not in ("add", "mul", "maximum"):
         raise ExportError(f"Caffe has no {call.kind} of two tensors: end the graph before it")
-    w.emit("Eltwise", call, bottoms=[w.name(left), w.name(right)], eltwise_param=how)
+    w.emit("Eltwise", call, bottoms=[w.name(left), w.name(right)], eltwise_param=fields)
 
 
 def _with_scalar(w: CaffeWriter, call: OpCall) -> None:
@@ -132,7 +124,7 @@ def _with_scalar(w: CaffeWriter, call: OpCall) -> None:
 
 
 def _with_parameter(w: CaffeWriter, call: OpCall, values: list[np.ndarray | None]) -> None:
-    """A number for each channel, stored: x * value or x + value."""
+    """Writes x * value or x + value, with a stored number for each channel."""
     value = next(v for v in values if v is not None)
     x, shape = call.inputs[0] if values[0] is None else call.inputs[-1], tuple(call.out.shape)
     channels = int(shape[1]) if len(shape) > 1 else 0
@@ -149,7 +141,7 @@ def _with_parameter(w: CaffeWriter, call: OpCall, values: list[np.ndarray | None
 
 
 def _broadcast(w: CaffeWriter, call: OpCall, left: TensorNode, right: TensorNode) -> None:
-    """An image times a factor for each of its channels, as in squeeze and excitation."""
+    """Writes an image times a computed factor for each channel, as in squeeze and excitation."""
     image, factor = (left, right) if tuple(left.shape) == tuple(call.out.shape) else (right, left)
     same = len(factor.shape) == 4 and tuple(factor.shape) == (*tuple(image.shape)[:2], 1, 1)
     if call.kind != "mul" or not same:

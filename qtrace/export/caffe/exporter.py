@@ -1,7 +1,7 @@
 """A float Caffe net, ``.prototxt`` and ``.caffemodel``, and beside them a file of quantization parameters.
 
-Layers and blobs have the names of the graph's nodes. Caffe has no integers: tools that read it quantize by
-themselves, with the parameters in the file. Parameters of layers have no names in Caffe; files call them
+Layers and blobs have the names of the graph's nodes. Caffe has no integers: tools that read the net quantize
+it themselves, by the parameters in the file. A layer's parameters have no names in Caffe; the file calls them
 ``LAYER.weight`` and ``LAYER.bias``.
 """
 
@@ -17,7 +17,7 @@ from qtrace.export.converted.float_graph import float_graph
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import refusal
 from qtrace.export.parameters.base import beside, parameter_file
-from qtrace.export.parameters.sites import Layer, Names, site_table
+from qtrace.export.parameters.sites import Names, ParameterLayer, site_table
 from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.walk import is_float_tensor, op_label
 
@@ -28,11 +28,11 @@ COMPANIONS = (".caffemodel",)
 
 
 def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -> dict[Path, bytes]:
-    """The net, its weights and its parameter file.
+    """Returns the net, its weights and its parameter file.
 
     Args:
         converted: the graph of a converted module.
-        path: where the net goes; the weights stand beside it, with the suffix ``.caffemodel``.
+        path: the path of the net; the weights get the suffix ``.caffemodel``.
         params: the kind of parameter file, such as ``ncnn``; None for none.
 
     Raises:
@@ -43,7 +43,7 @@ def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -
         raise ExportError("Caffe export needs the package protobuf: run pip install 'qtrace[caffe]'.")
     from google.protobuf import text_format
 
-    exporter = _Exporter(float_graph(converted))
+    exporter = CaffeExporter(float_graph(converted))
     exporter.run()
     writer = exporter.writer
     contents: dict[Path, bytes] = {}
@@ -56,7 +56,7 @@ def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -
     return contents
 
 
-class _Exporter:
+class CaffeExporter:
     def __init__(self, flat: ConvertedGraph) -> None:
         self.graph = flat
         self.writer = CaffeWriter(flat.module.graph.name or "qtrace")
@@ -66,7 +66,7 @@ class _Exporter:
         """Fills the writer."""
         for node, name in self.graph.inputs.items():
             self.writer.names[node] = name
-            # One sample: deployments change that number.
+            # One sample; a deployment sets its batch size.
             shape = {"dim": [1, *(int(n) for n in node.shape[1:])]}
             self.writer.layer("Input", [], name, input_param={"shape": [shape]})
         needed = needed_nodes(self.graph.module)
@@ -76,10 +76,9 @@ class _Exporter:
         self._silence_unread()
 
     def _silence_unread(self) -> None:
-        """Reads inputs and parts of splits that nothing else reads, which Caffe would take for outputs.
+        """Adds Silence layers for unread inputs and parts of splits, which Caffe would take for outputs.
 
-        The layers that do so stand behind those that give the blobs, since OpenCV returns the last layer of a
-        file unless it is asked for another.
+        Each follows the layer of its blob, because OpenCV returns the last layer of a file by default.
         """
         w = self.writer
         layers = list(w.net.layer)
@@ -108,17 +107,17 @@ class _Exporter:
             raise refusal(f"{name}: {error}", expr) from error
 
     def names(self) -> Names:
-        """What the net calls the nodes and layers of the graph."""
+        """Returns the net's names of the graph's nodes and layers."""
         w = self.writer
         nodes = list(self.graph.nodes.values())
         tensors = {n.name: n.name for n in nodes if n in w.values}
         tensors.update((n.name, w.names[n]) for n in nodes if n in w.names)
         blobs = {layer.name: layer.blobs[0] for layer in w.weights.layer}
-        layers: dict[str, Layer] = {}
+        layers: dict[str, ParameterLayer] = {}
         for call in (op.call for op in self.graph.ops):
             if call is not None and call.out in w.names and call.weight is not None:
                 name, value = call.out.name, w.values[call.weight]
                 value = value.reshape(tuple(blobs[name].shape.dim))
                 axis = 1 if call.kind == "conv_transpose2d" else 0
-                layers[name] = Layer(name, f"{name}.weight", f"{name}.bias", value, axis)
+                layers[name] = ParameterLayer(name, f"{name}.weight", f"{name}.bias", value, axis)
         return Names(tensors, layers)

@@ -18,7 +18,7 @@ Emitter = Callable[[CaffeWriter, OpCall], None]
 
 
 def _blobs(w: CaffeWriter, call: OpCall) -> list[np.ndarray]:
-    """Weight and bias of a layer."""
+    """Returns weight and bias of a layer."""
     bias = [] if call.bias is None else [w.stored(call.bias, "bias").reshape(-1)]
     return [w.stored(call.weight, "weight"), *bias]
 
@@ -60,8 +60,8 @@ def _pool(method: str) -> Emitter:
         fields = {"pool": method, **_window(a["kernel"], a["stride"], a["padding"])}
         sizes = zip(x.shape[-2:], a["kernel"], a["stride"], a["padding"], strict=True)
         if any((int(n) + 2 * p - k) % s for n, k, s, p in sizes):
-            # Caffe rounds the size up unless told otherwise. OpenCV and many others call that field
-            # ceil_mode; where both agree it is left out, so that any Caffe reads the file.
+            # Caffe rounds the size up by default. OpenCV and many others call the field that changes this
+            # ceil_mode. It is left out where both sizes agree, so that any Caffe reads the file.
             fields["ceil_mode"] = False
         w.emit("Pooling", call, pooling_param=fields)
 
@@ -99,7 +99,7 @@ def _mean(w: CaffeWriter, call: OpCall) -> None:
 
 
 def _interpolate(w: CaffeWriter, call: OpCall) -> None:
-    """Nearest by whole factors, as a transposed convolution of each channel with ones."""
+    """Repeats pixels by whole factors: a transposed convolution of each channel with ones."""
     inside, outside = ([int(n) for n in node.shape[-2:]] for node in (call.inputs[0], call.out))
     if call.attrs["mode"] != "nearest" or any(o % i for o, i in zip(outside, inside, strict=True)):
         raise ExportError("Caffe resizes by whole factors and nearest values only: use mode='nearest'")
@@ -132,7 +132,7 @@ def _flatten(w: CaffeWriter, call: OpCall) -> None:
 
 
 def _reshape(w: CaffeWriter, call: OpCall) -> None:
-    """By the shapes of the trace: 0 copies the batch."""
+    """Reshapes to the traced shape; 0 copies the batch."""
     before, after = ([int(n) for n in node.shape] for node in (call.inputs[0], call.out))
     if not before or not after or before[0] != after[0]:
         raise ExportError("it changes the batch, which Caffe keeps in front: leave axis 0 as it is")

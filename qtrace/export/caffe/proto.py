@@ -75,7 +75,7 @@ _ENUMS = {"PoolMethod": ("MAX", "AVE"), "EltwiseOp": ("PROD", "SUM", "MAX")}
 
 
 def message(name: str) -> Any:
-    """The class of a message of Caffe's."""
+    """Returns the class of the message ``name`` of Caffe's schema."""
     return _classes()[name]
 
 

@@ -1,1 +1,1 @@
-"""What every exporter reads of a converted graph."""
+"""The reader of a converted graph that all exporters share, and the views built on it."""

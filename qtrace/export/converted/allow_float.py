@@ -1,4 +1,4 @@
-"""``allow_float``: layers that a file computes in float on purpose, with weights that the graph rounded."""
+"""The option ``allow_float``: layers that a file computes in float, with weights that the graph rounded."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["float_kinds", "only_floats_read"]
 
 
 def float_kinds(names: str | Iterable[str]) -> frozenset[str]:
-    """The kinds of ops that ``allow_float`` names.
+    """Returns the kinds of ops that ``allow_float`` names.
 
     Raises:
         ExportError: for a name that is no kind of op.
     """
-    found = frozenset((names,) if isinstance(names, str) else names)
+    kinds = frozenset((names,) if isinstance(names, str) else names)
     known = ops.kinds()
-    for name in sorted(found - set(known)):
+    for name in sorted(kinds - set(known)):
         near = difflib.get_close_matches(name, known, 3)
         hint = f"did you mean {' or '.join(near)}" if near else "qtrace.explain lists those of a graph"
         raise ExportError(f"allow_float names {name!r}, which is no kind of op: {hint}.")
-    return found
+    return kinds
 
 
 def only_floats_read(node: TensorNode, kinds: frozenset[str]) -> bool:

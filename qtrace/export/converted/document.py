@@ -1,4 +1,4 @@
-"""A converted graph as plain data for documents: ops without fake quants, and how tensors are quantized."""
+"""A converted graph as plain data for documents: ops without fake quants, tensors with their quantization."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from qtrace.graph.walk import op_label
 from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedSite
 
-__all__ = ["Graph", "Op", "Quantized", "Value", "read_graph"]
+__all__ = ["DocumentOp", "Graph", "Quantized", "Value", "read_graph"]
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """How a tensor is quantized: ``x = (q - zero_point) * scale``.
+    """The quantization of a tensor: ``x = (q - zero_point) * scale``.
 
     Attributes:
         site: the site, or the node that carries a site's integers.
-        scheme: in words.
-        scale: one number, or one for each channel.
-        zero_point: the same.
+        scheme: the scheme in words.
+        scale: one scale, or one per channel.
+        zero_point: one zero point per entry of ``scale``.
     """
 
     site: str
@@ -37,15 +37,15 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor as an op reads or gives it.
+    """A tensor that an op reads or computes.
 
     Attributes:
-        name: its node.
-        producer: the op that gives it; "" for a parameter.
-        index: which of that op's outputs it is.
-        shape: as traced.
-        dtype: as computed in float.
-        quantized: None where it is float.
+        name: the name of the node.
+        producer: the name of the op that computes it; "" for a parameter.
+        index: the tensor's position among the outputs of the producer.
+        shape: the traced shape.
+        dtype: the type in the graph, where quantized tensors are floats.
+        quantized: the quantization; None for a float tensor.
     """
 
     name: str
@@ -57,17 +57,17 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Op:
-    """One op.
+class DocumentOp:
+    """One op of a document.
 
     Attributes:
-        name: its first output.
+        name: the name of the first output.
         kind: the op kind, "" without a rule.
-        label: what it calls.
-        inputs: what it reads, without weight and bias.
-        outputs: what it gives.
+        label: the function or module that it calls.
+        inputs: the tensors that it reads, without weight and bias.
+        outputs: the tensors that it computes.
         weights: "weight" and "bias" of a layer, "const" of a constant.
-        attrs: its constant arguments.
+        attrs: the constant arguments.
     """
 
     name: str
@@ -81,41 +81,41 @@ class Op:
 
 @dataclass(frozen=True)
 class Graph:
-    """The ops in order, those of kind ``input`` and ``constant`` included, and what leaves the graph."""
+    """All ops in order, with ops of kind ``input`` and ``constant``, and the outputs of the graph."""
 
     name: str
     backend: str
-    ops: tuple[Op, ...]
+    ops: tuple[DocumentOp, ...]
     outputs: tuple[Value, ...]
 
 
 def read_graph(converted: ConvertedGraph) -> Graph:
     """Reads a converted graph as plain data."""
-    return _Reader(converted).graph()
+    return _DocumentReader(converted).graph()
 
 
-class _Reader:
+class _DocumentReader:
     def __init__(self, converted: ConvertedGraph) -> None:
         self.converted = converted
-        # Results that are rounded for all of their readers.
+        # Node -> its site, for nodes that are rounded for all readers.
         self.results = {s.node: s for s in self.converted.sites if s.decision.consumers is None}
         self.producers: dict[Node, tuple[str, int]] = {}
         self.constants: set[Node] = set()
 
     def graph(self) -> Graph:
-        """The whole graph."""
-        converted, found = self.converted, []
+        """Returns the graph."""
+        converted, document_ops = self.converted, []
         for node, name in converted.inputs.items():
             self.producers[node] = (name, 0)
-            found.append(Op(name, "input", "input", (), (self._value(node),)))
+            document_ops.append(DocumentOp(name, "input", "input", (), (self._value(node),)))
         for op in converted.ops:
-            found += self._op(op.expr, op.call)
+            document_ops += self._op(op.expr, op.call)
         outputs = tuple(self._value(n) for n in converted.outputs)
         name = converted.module.graph.name or "qtrace"
-        return Graph(name, converted.annotation.backend, tuple(found), outputs)
+        return Graph(name, converted.annotation.backend, tuple(document_ops), outputs)
 
-    def _op(self, expr: Expr, call: OpCall | None) -> Iterator[Op]:
-        """The op of an expr, behind the constants that it is the first to read."""
+    def _op(self, expr: Expr, call: OpCall | None) -> Iterator[DocumentOp]:
+        """Yields the op of an expr, after the constants that it is the first to read."""
         weights = {} if call is None else {"weight": call.weight, "bias": call.bias}
         layer = {n for n in weights.values() if n is not None}
         read = [n for n in expr.inputs if not isinstance(n, ModuleNode) and n not in layer]
@@ -126,10 +126,10 @@ class _Reader:
                 self.constants.add(source)
                 self.producers[source] = (source.name, 0)
                 value = self._value(source)
-                yield Op(source.name, "constant", "constant", (), (value,), {"const": value})
+                yield DocumentOp(source.name, "constant", "constant", (), (value,), {"const": value})
         name = expr.outputs[0].name
         self.producers.update((n, (name, i)) for i, n in enumerate(expr.outputs))
-        yield Op(
+        yield DocumentOp(
             name,
             "" if call is None else call.kind,
             op_label(expr),
@@ -167,7 +167,7 @@ def _numbers(site: QuantizedSite) -> Quantized:
 
 
 def _plain(value: Any) -> bool:
-    """Whether a document can hold it: a number, a text, None, or several of these."""
+    """Whether a document can hold ``value``: a number, a text, None, or a sequence of these."""
     if isinstance(value, (tuple, list)):
         return all(_plain(v) for v in value)
     return value is None or isinstance(value, (bool, int, float, str))

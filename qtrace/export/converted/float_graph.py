@@ -1,6 +1,6 @@
 """The float model behind a prepared or converted graph.
 
-Formats that keep quantization parameters in another file write it, and calibration may run it elsewhere.
+Formats with a separate file of quantization parameters write this model; calibration may run it elsewhere.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["bare_graph", "float_graph"]
 
 
 def bare_graph(prepared: TracedModule) -> ConvertedGraph:
-    """A copy of a prepared graph without fake quants, in float; its nodes have the names of the prepared's.
+    """Copies a prepared graph without fake quants, in float; the nodes keep their names.
 
-    A layer whose BatchNorm is kept in training is a layer and a BatchNorm in it, as before `insert`.
+    A layer whose BatchNorm is kept in training becomes a layer and a BatchNorm, as before `insert`.
 
     Args:
         prepared: a module made by ``qtrace.prepare``; it is not changed.
@@ -53,10 +53,10 @@ def bare_graph(prepared: TracedModule) -> ConvertedGraph:
 
 
 def float_graph(graph: ConvertedGraph) -> ConvertedGraph:
-    """A copy without fake quants; its nodes have the names of the converted graph's.
+    """Copies a converted graph without fake quants; the nodes keep their names.
 
-    A weight whose scheme leaves out the lowest integer is clipped to that range: files say how many bits it
-    has, and their readers would use that integer.
+    A weight whose scheme leaves out the lowest integer is clipped to that range: files say only the number of
+    bits, and their readers would use the lowest integer.
 
     Args:
         graph: the converted graph; it is not changed.

@@ -35,12 +35,12 @@ class ConvertedOp:
 
     @cached_property
     def call(self) -> OpCall | None:
-        """The expr as its rule reads it; None without a rule for it."""
+        """Returns the expr as its rule reads it; None if no rule does."""
         return ops.read(self.expr)
 
 
 class ConvertedGraph:
-    """One reading of a module made by ``qtrace.convert``.
+    """A module made by ``qtrace.convert``, read once for an export.
 
     Args:
         converted: the module, or its view; it is not changed.
@@ -50,7 +50,7 @@ class ConvertedGraph:
         module: the module.
         annotation: the decisions that were executed.
         sites: every site, in the order of the annotation.
-        steps: ops and roundings in the order of execution; parameters and constants stand in `values`.
+        steps: ops and roundings in the order of execution; parameters and constants are in `values`.
         inputs: input node -> its name as an argument of the traced module.
         outputs: the nodes that leave the graph.
 
@@ -73,20 +73,20 @@ class ConvertedGraph:
 
     @property
     def ops(self) -> tuple[ConvertedOp, ...]:
-        """The ops in the order of execution."""
+        """Returns the ops in the order of execution."""
         return tuple(self._ops.values())
 
     def attribute(self, expr: GetAttr | Constant) -> Any:
-        """The parameter, constant or module that ``expr`` gives."""
+        """Returns the parameter, constant or module of ``expr``."""
         return expr.interpret(self.module)[0] if isinstance(expr, GetAttr) else expr.value
 
     @cached_property
     def values(self) -> dict[Node, np.ndarray]:
-        """Node of a parameter or a constant -> its value."""
+        """Returns node -> value for parameters and constants."""
         return self.values_of(exprs(self.module))
 
     def values_of(self, among: Iterable[Expr]) -> dict[Node, np.ndarray]:
-        """`values` of those of the exprs ``among`` that give a parameter or a constant."""
+        """Returns node -> value for the parameters and constants in ``among``."""
         return {
             expr.outputs[0]: self.attribute(expr).numpy()
             for expr in among
@@ -95,44 +95,44 @@ class ConvertedGraph:
 
     @property
     def nodes(self) -> dict[str, Node]:
-        """Name -> node, for the inputs of the graph and what its exprs give."""
+        """Returns name -> node, for the inputs of the graph and the outputs of its exprs."""
         return self.model.nodes
 
     @cached_property
     def carried(self) -> dict[str, QParams]:
-        """Name of a node that carries integers without rounding -> their parameters."""
+        """Returns name -> qparams of the nodes that carry integers without rounding."""
         return self.model.carried_qparams()
 
     @cached_property
     def moved(self) -> dict[str, QParams]:
-        """`carried` without the outputs of ops that do nothing: the nodes that an export writes anew."""
+        """Returns `carried` without the outputs of ops that do nothing: the nodes that an export writes."""
         return {name: self.carried[name] for name in self.annotation.moved()}
 
     @cached_property
     def shapes(self) -> dict[Node, tuple[int, ...]]:
-        """Node -> its shape, for inputs of the shapes that were traced; found by running the graph."""
+        """Returns node -> shape for inputs of the traced shapes, by running the graph."""
         return shapes_of(self.module)
 
     def call(self, expr: Expr) -> OpCall | None:
-        """``expr`` as its rule reads it; None for a rounding, a parameter, and an expr without a rule."""
+        """Returns ``expr`` as its rule reads it; None for roundings, parameters and exprs without a rule."""
         op = self._ops.get(expr)
         return None if op is None else op.call
 
     def site_of(self, node: Node) -> QuantizedSite | None:
-        """The site whose rounded value ``node`` holds."""
+        """Returns the site whose rounded value is ``node``, or None."""
         return self.model.rounded.get(node.name)
 
     def site_name(self, node: Node) -> str:
-        """The name of integers that ``node`` holds: that of its site, else that of the node."""
+        """Returns the name of the integers of ``node``: that of its site, else that of the node."""
         site = self.site_of(node)
         return node.name if site is None else site.name
 
 
 def _input_names(model: TracedModule) -> dict[TensorNode, str]:
-    """Input node of a graph -> its name: that of the traced argument.
+    """Returns input node -> its name as an argument of the traced module.
 
     MegEngine numbers nodes whose names Python uses (``input_1`` for ``input``), and the parts of an argument
-    that is a list or a dict; these keep their numbers.
+    that is a list or a dict; the parts keep their numbers.
     """
     nodes = model.graph.inputs[1:]
     arguments = set(model.argspec.args) if model.argspec is not None else set()

@@ -1,4 +1,4 @@
-"""Where a refusal stands: the node, what it calls, and the line of the user's code."""
+"""Adds to a refusal the node, its op, and the line of the user's code."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __all__ = ["LocatedError", "locate_by_name", "located", "place", "refusal", "sit
 
 
 class LocatedError(ExportError):
-    """An export error that says which op it is about."""
+    """An export error that names the op that caused it."""
 
 
 def place(expr: Expr, with_name: bool = True) -> str:
-    """``expr`` in words, as it stands in brackets behind a refusal: ``relu_out, F.relu, net.py:12``."""
+    """Describes ``expr`` for the brackets behind a refusal: ``relu_out, F.relu, net.py:12``."""
     name = [expr.outputs[0].name] if with_name and expr.outputs else []
     return ", ".join(part for part in (*name, op_label(expr), source_line(expr)) if part)
 
 
 def locate_by_name(error: ExportError, converted: TracedModule) -> ExportError:
-    """Adds op and line to an error that begins with the name of a site or node and is not located yet."""
+    """Adds op and line to an error that begins with the name of a site or node, unless it has them."""
     if isinstance(error, LocatedError):
         return error
-    found = re.match(r"(?:site |input |output )?(\w+)", str(error))
-    wanted = found.group(1) if found else ""
+    match = re.match(r"(?:site |input |output )?(\w+)", str(error))
+    name = match.group(1) if match else ""
     for expr in exprs(converted):
-        known = any(n.name == wanted for n in expr.outputs)
+        known = any(n.name == name for n in expr.outputs)
         if known and not isinstance(expr, Constant):
             about = next(users(expr.outputs[0]), expr) if isinstance(expr, GetAttr) else expr
             return refusal(error, about)
@@ -40,9 +40,9 @@ def locate_by_name(error: ExportError, converted: TracedModule) -> ExportError:
 
 @contextmanager
 def located(expr: Expr) -> Iterator[None]:
-    """Adds to an `ExportError` that leaves the block which op it is about, with the op's line.
+    """Adds op and line of ``expr`` to an `ExportError` that leaves the block.
 
-    An error that was located in a block inside of this one stays as it is.
+    An error that an inner block located stays as it is.
     """
     try:
         yield
@@ -53,17 +53,17 @@ def located(expr: Expr) -> Iterator[None]:
 
 
 def refusal(error: ExportError | str, expr: Expr) -> LocatedError:
-    """The sentence ``error`` with ``expr`` behind it: what of name, op and line it does not begin with."""
+    """Appends to ``error`` name, op and line of ``expr``, without those that it begins with."""
     text, name, label = str(error).rstrip("."), expr.outputs[0].name, op_label(expr)
     if text.startswith(f"{name}: {label} "):
-        where = source_line(expr)
+        position = source_line(expr)
     else:
-        where = place(expr, with_name=not text.startswith(f"{name}: "))
-    return LocatedError(f"{text} (in {where})." if where else f"{text}.")
+        position = place(expr, with_name=not text.startswith(f"{name}: "))
+    return LocatedError(f"{text} (in {position})." if position else f"{text}.")
 
 
 def site_expr(source: TensorNode, out: TensorNode) -> Expr:
-    """The op that a site belongs to: what computes its value, or the first reader of a parameter or input.
+    """Returns the op of a site: that which computes its value, or the first reader of a parameter or input.
 
     Args:
         source: the node whose value is rounded.

@@ -1,7 +1,7 @@
-"""The shapes of all tensors of a graph, found by running it.
+"""Computes the shapes of all tensors of a graph by running it.
 
-A node of a flat graph remembers the shape that it was traced with. Where one module is called several times,
-on maps of different sizes, its nodes are copies of one graph, and all remember the sizes of one call.
+A node of a flat graph has the shape that it was traced with. If one module is called several times on maps
+of different sizes, its nodes are copies of one graph, and all have the sizes of one call.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ __all__ = ["shapes_of"]
 
 
 def shapes_of(model: TracedModule) -> dict[Node, tuple[int, ...]]:
-    """Node -> its shape, for inputs of the shapes that were traced."""
-    return _Shapes(model).found_by_zeros()
+    """Returns node -> shape for inputs of the traced shapes."""
+    return _ShapeRecorder(model).run_on_zeros()
 
 
-class _Shapes(Interpreter):
+class _ShapeRecorder(Interpreter):
     def __init__(self, model: TracedModule) -> None:
         super().__init__(model)
-        self.found: dict[Node, tuple[int, ...]] = {}
+        self.shapes: dict[Node, tuple[int, ...]] = {}
 
     def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
-        """Computes an expr; what is only rounded keeps its shape."""
+        """Computes an expr; a fake quant returns its input, which has the same shape."""
         if isinstance(owner(expr), (FakeQuant, BiasQuant)):
             return (inputs[1],)
         try:
@@ -45,13 +45,13 @@ class _Shapes(Interpreter):
             ) from error
 
     def on_node(self, node: Node, value: Any) -> Any:
-        """Notes a shape."""
+        """Records the shape of a node."""
         if isinstance(node, TensorNode):
-            self.found[node] = tuple(int(n) for n in value.shape)
+            self.shapes[node] = tuple(int(n) for n in value.shape)
         return value
 
-    def found_by_zeros(self) -> dict[Node, tuple[int, ...]]:
-        """Runs the graph on zeros."""
+    def run_on_zeros(self) -> dict[Node, tuple[int, ...]]:
+        """Runs the graph on zeros and returns its shapes."""
         module, *nodes = self.traced.graph.inputs
         zeros = [mge.Tensor(np.zeros(n.shape, np.dtype(n.dtype))) for n in nodes]
         assert not isinstance(module, TensorNode)
@@ -60,4 +60,4 @@ class _Shapes(Interpreter):
             self._execute(self.traced.graph, [self.traced, *zeros], None)
         finally:
             mge.config.async_level = level
-        return self.found
+        return self.shapes

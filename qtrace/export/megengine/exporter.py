@@ -1,8 +1,8 @@
 """A dump for MegEngine's own runtimes, whose convolutions, linear layers and sums compute on int8.
 
 For modules that were prepared for backend megengine. The file is what ``megengine.jit.trace(...).dump``
-writes; ``megengine.utils.comp_graph_tools.GraphInference`` and MegEngine Lite load it. It is named ``.mge``
-as a rule, like the models of ``qtrace.save``, so this format has to be named: ``format="megengine"``.
+writes; ``megengine.utils.comp_graph_tools.GraphInference`` and MegEngine Lite load it. Its usual suffix is
+``.mge``, like that of ``qtrace.save``, so this format has to be named: ``format="megengine"``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RUNS_GRAPH = True
 
 
 def serialize(converted: ConvertedGraph, allow_float: Iterable[str] = ()) -> bytes:
-    """The dump.
+    """Returns the dump.
 
     Args:
         converted: the graph of a converted module.
@@ -47,12 +47,12 @@ def serialize(converted: ConvertedGraph, allow_float: Iterable[str] = ()) -> byt
     traced = trace(lambda *inputs: graph.run(*inputs), symbolic=True, capture_as_const=True)
     stream = io.BytesIO()
     try:
-        # Once as it is, so that the graph keeps its constants, then as a trace.
+        # The plain run computes and keeps the constants; the traced run records them.
         for result in (*graph.run(*samples), *traced(*samples)):
-            result.numpy()  # kernels tell their errors late: here at the latest
+            result.numpy()  # a kernel's error appears here at the latest
         integers = list(dict.fromkeys(graph.integers))
         facts = {"qtrace": 1, "inputs": names, "integers": integers, "merged": graph.merged}
-        # As text: a reader need not unpickle what it finds there.
+        # As text, so that a reader need not unpickle it.
         traced.dump(stream, arg_names=names, output_names=outputs, user_info=json.dumps(facts))
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -66,12 +66,12 @@ def _sample(node: TensorNode) -> Tensor:
     return Tensor(np.zeros([int(n) for n in node.shape], np.dtype(node.dtype)))
 
 
-def _output_names(graph: ConvertedGraph, taken: list[str]) -> list[str]:
-    """The names of the nodes that leave the graph, each once."""
+def _output_names(graph: ConvertedGraph, used: list[str]) -> list[str]:
+    """Returns a unique name for each output of the graph."""
     names: list[str] = []
     for node in graph.outputs:
         name = graph.site_name(node)
-        while name in (*taken, *names):
+        while name in (*used, *names):
             name = f"{name}_output"
         names.append(name)
     return names

@@ -26,7 +26,7 @@ from qtrace.scheme import QScheme
 
 __all__ = ["QuantizedGraph"]
 
-# What MegEngine moves as integers.
+# Op kinds that MegEngine computes on integers because they only move values.
 _MOVING = "max_pool2d adaptive_max_pool2d reshape flatten transpose swapaxes expand_dims squeeze getitem"
 _MOVES = frozenset([*_MOVING.split(), "split", "pad", "concat", "identity", "dropout"])
 
@@ -35,8 +35,8 @@ class QuantizedGraph:
     """Computes what a converted graph computes, with integers between its int8 ops.
 
     A value is float32 or, where the graph has integers, a tensor of type qint8. Convolutions, linear layers
-    and sums compute on integers, moves move them; whatever else reads them gets floats. The first run makes
-    the integers of weights and biases and keeps them, so that a trace of the second one has them as
+    and sums compute on integers, and moves keep them; all other ops read floats. The first run computes
+    the integers of weights and biases and keeps them, so that a trace of the second run has them as
     constants.
 
     Args:
@@ -58,11 +58,11 @@ class QuantizedGraph:
         self.integers: list[str] = []
         self.merged: dict[str, str] = {}
         self.values: dict[Node, Any] = {}
-        self.named: dict[int, str] = {}
+        self.first_names: dict[int, str] = {}
         self.rounded: dict[tuple[int, float], Tensor] = {}
-        self.computed: dict[tuple[Any, ...], Sequence[Any]] = {}
-        self.kept: dict[tuple[str, int], Tensor] = {}
-        self.contents: dict[tuple[Any, ...], Tensor] = {}
+        self.merged_results: dict[tuple[Any, ...], Sequence[Any]] = {}
+        self.constants: dict[tuple[str, int], Tensor] = {}
+        self.by_content: dict[tuple[Any, ...], Tensor] = {}
         self.floating = {
             site.value
             for site in self.graph.sites
@@ -75,11 +75,11 @@ class QuantizedGraph:
     def run(self, *inputs: Tensor) -> list[Tensor]:
         """Computes the outputs of the graph as floats.
 
-        `integers` are then the names of the tensors of integers. MegEngine merges ops that compute the same
-        from the same inputs, and keeps one name: `merged` has the name that stands for each lost one.
+        Sets `integers` to the names of the integer tensors. MegEngine merges ops that compute the same from
+        the same inputs, and keeps one name: `merged` maps each lost name to the one that is kept.
         """
         graph = self.graph
-        self.integers, self.merged, self.named, self.rounded, self.computed = [], {}, {}, {}, {}
+        self.integers, self.merged, self.first_names, self.rounded, self.merged_results = [], {}, {}, {}, {}
         self.values = {graph.module.graph.inputs[0]: graph.module, **self.attributes}
         self.values.update(zip(graph.inputs, inputs, strict=True))
         for step in graph.steps:
@@ -94,13 +94,13 @@ class QuantizedGraph:
         values = self.values
         result = None if call is None else self._integer_op(call)
         results = self._as_traced(expr, call) if result is None else [result]
-        key = (*_what(expr), *(id(values[n]) for n in expr.inputs), *map(_scale_of, results))
-        results = self.computed.setdefault(key, results)
+        key = (*_computation_key(expr), *(id(values[n]) for n in expr.inputs), *map(_scale_of, results))
+        results = self.merged_results.setdefault(key, results)
         for out, value in zip(expr.outputs, results, strict=True):
             values[out] = self._carry(out, value)
 
     def _site(self, site: QuantizedSite) -> Tensor:
-        """The rounded value of a site; a kernel that rounded it already is left alone."""
+        """Returns the rounded value of a site; a value that a kernel has already rounded stays."""
         expr, value = site.expr, self.values[site.source]
         if site.sort == "bias" or site.value in self.floating:
             return self._keep(
@@ -121,16 +121,16 @@ class QuantizedGraph:
             value = self.rounded[key]
         return self._name(value, site.name) if site.value in self.needed else value
 
-    def _keep(self, what: str, expr: Expr, make: Callable[[], Tensor]) -> Tensor:
-        key = (what, expr)
-        if key not in self.kept:
-            tensor = make()
+    def _keep(self, role: str, expr: Expr, compute: Callable[[], Tensor]) -> Tensor:
+        key = (role, expr)
+        if key not in self.constants:
+            tensor = compute()
             content = (tensor.shape, str(tensor.dtype), _scale_of(tensor), tensor.numpy().tobytes())
-            self.kept[key] = self.contents.setdefault(content, tensor)
-        return self.kept[key]
+            self.constants[key] = self.by_content.setdefault(content, tensor)
+        return self.constants[key]
 
     def _carry(self, node: Node, value: Any) -> Any:
-        """What a node that carries integers holds: integers, under its name."""
+        """Returns the value of ``node``: named integers if the node carries integers."""
         qparams = self.graph.carried.get(node.name)
         if qparams is None:
             return value
@@ -142,7 +142,7 @@ class QuantizedGraph:
 
     def _name(self, value: Tensor, name: str) -> Tensor:
         self.integers.append(name)
-        first = self.named.setdefault(id(value), name)
+        first = self.first_names.setdefault(id(value), name)
         if first == name:
             value.name = f"{name}_int"
         else:
@@ -150,7 +150,7 @@ class QuantizedGraph:
         return value
 
     def _as_traced(self, expr: Expr, call: OpCall | None) -> Sequence[Any]:
-        """The op itself: on integers if it only moves them, else on floats."""
+        """Runs the op of the graph: on integers if it only moves them, else on floats."""
         values = [self.values[n] for n in expr.inputs]
         integer = [v for v in values if _is_integer(v)]
         alike = len({_scale(v) for v in integer}) == 1
@@ -168,7 +168,7 @@ class QuantizedGraph:
     # -- ops with kernels for integers --------------------------------------------------------------
 
     def _integer_op(self, call: OpCall) -> Tensor | None:
-        """The result of an int8 kernel; None when there is none for this call."""
+        """Returns the result of an int8 kernel; None if no kernel computes this call."""
         kernel = _KERNELS.get(call.kind)
         weight = [] if call.weight is None else [call.weight]
         operands = [self.values[n] for n in (*call.inputs, *weight)]
@@ -177,7 +177,7 @@ class QuantizedGraph:
         return kernel(self, call, *operands)
 
     def _ahead(self, call: OpCall, relu: bool = True) -> tuple[float | None, bool]:
-        """To which scale the result is rounded if nothing reads it before, and whether a relu is between."""
+        """Returns the scale of the site that rounds the result, if any, and whether a relu is between."""
         reader = self._only_reader(call.out)
         following = None if reader is None or not relu else self.graph.call(reader)
         through = following is not None and following.kind == "relu"
@@ -214,7 +214,7 @@ class QuantizedGraph:
         return Tensor(value.reshape(1, -1, 1, 1)).astype(product)
 
     def _linear(self, call: OpCall, x: Tensor, weight: Tensor) -> Tensor:
-        """As a convolution of single pixels, for which there is a kernel."""
+        """Computes a linear layer as a convolution of single pixels, for which there is a kernel."""
         outputs, width = (int(n) for n in weight.shape)
         front = [int(n) for n in call.inputs[0].shape[1:-1]]
         pixels = F.reshape(x, (-1, width, 1, 1))
@@ -228,19 +228,19 @@ class QuantizedGraph:
             return None  # MegEngine's kernel has no bias, no groups and no output in float
         return conv_transpose2d(x, weight, None, dtype.qint8(scale), a["stride"], a["padding"])
 
-    def _add(self, call: OpCall, *read: Tensor) -> Tensor | None:
+    def _add(self, call: OpCall, *inputs: Tensor) -> Tensor | None:
         scale, relu = self._ahead(call)
-        if len(read) != 2 or scale is None or "scalar" in call.attrs:
+        if len(inputs) != 2 or scale is None or "scalar" in call.attrs:
             return None
         if tuple(call.inputs[0].shape) != tuple(call.inputs[1].shape):
             return None
         mode = "qfuse_add_relu" if relu else "qadd"
-        return _elemwise_multi_type(*read, mode=mode, dtype=dtype.qint8(scale))
+        return _elemwise_multi_type(*inputs, mode=mode, dtype=dtype.qint8(scale))
 
     def _relu(self, call: OpCall, x: Tensor) -> Tensor | None:
         node = call.inputs[0]
         if self.graph.site_of(node) is None and node.name not in self.graph.carried:
-            return x  # the kernel before it has done it
+            return x  # the kernel before it computed the relu
         scale, _ = self._ahead(call, relu=False)
         return None if scale is None else _elemwise_multi_type(x, mode="qrelu", dtype=dtype.qint8(scale))
 
@@ -254,8 +254,8 @@ _KERNELS: dict[str, Callable[..., Tensor | None]] = {
 }
 
 
-def _what(expr: Expr) -> tuple[Any, ...]:
-    """What ``expr`` computes from its inputs; equal where MegEngine may merge two exprs."""
+def _computation_key(expr: Expr) -> tuple[Any, ...]:
+    """Returns a key of the computation of ``expr``, equal for exprs that MegEngine may merge."""
     state = repr(expr.opdef.__getstate__()) if isinstance(expr, Apply) else ""
     return ops.target_key(expr), state, repr(expr.const_val), repr(expr.arg_def)
 
@@ -282,7 +282,7 @@ def _as_float(value: Any) -> Any:
 
 
 def _check(site: str, scheme: QScheme, stored: bool) -> None:
-    """Refuses what MegEngine's int8 kernels are not made for."""
+    """Refuses a scheme that MegEngine's int8 kernels do not compute."""
     problems = (
         (scheme.per_channel, "they have one scale for each tensor"),
         (not scheme.symmetric or not scheme.signed, "their integers are signed and symmetric"),

@@ -1,7 +1,7 @@
 """MSCGraph, the graph document of TVM's multi-system compiler: JSON, and a prototxt for viewers beside it.
 
-Nodes name their parents, tensors are called ``NODE:INDEX``; children follow from the parents, as MSC reads
-it. Weights and tensors have types and layouts. Quantization parameters are attributes of the nodes:
+Nodes name their parents, and MSC derives the children from them; tensors are called ``NODE:INDEX``.
+Weights and tensors have types and layouts. Quantization parameters are attributes of the nodes:
 ``qparams_input_0``, ``qparams_output_0``, ``qparams_weight`` and so on, each a JSON text.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.errors import ExportError
-from qtrace.export.converted.document import Graph, Op, Quantized, Value, read_graph
+from qtrace.export.converted.document import DocumentOp, Graph, Quantized, Value, read_graph
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.msc.ops import attributes, optype, output_layout, weight_layout
 
@@ -25,14 +25,14 @@ SUFFIXES: tuple[str, ...] = ()
 
 
 def files(converted: ConvertedGraph, path: Path) -> dict[Path, bytes]:
-    """The JSON document at ``path``, and the prototxt beside it.
+    """Returns the JSON document and the prototxt.
 
     Args:
         converted: the graph of a converted module.
-        path: the JSON document; the other one has its name with the suffix ``.prototxt``.
+        path: the path of the JSON document; the prototxt gets the suffix ``.prototxt``.
 
     Raises:
-        ExportError: when both would have one name.
+        ExportError: when ``path`` has the suffix of the prototxt.
     """
     if path.suffix == ".prototxt":
         raise ExportError(f"{path.name} is the name of the document for viewers: name the one in JSON.")
@@ -54,7 +54,7 @@ def _document(graph: Graph) -> dict[str, Any]:
     }
 
 
-def _node(index: int, op: Op, layouts: dict[str, str], first: dict[str, str]) -> dict[str, Any]:
+def _node(index: int, op: DocumentOp, layouts: dict[str, str], first: dict[str, str]) -> dict[str, Any]:
     inside = [layouts.get(_tensor_name(v), "") for v in op.inputs]
     outputs = []
     for value in op.outputs:
@@ -90,11 +90,11 @@ def _tensor(name: str, value: Value, layout: str) -> dict[str, Any]:
     return {"name": name, "alias": value.name if value.name != name else "", **parts}
 
 
-def _qparams(op: Op) -> dict[str, str]:
-    found = {f"qparams_input_{i}": v.quantized for i, v in enumerate(op.inputs)}
-    found.update((f"qparams_output_{i}", v.quantized) for i, v in enumerate(op.outputs))
-    found.update((f"qparams_{key}", v.quantized) for key, v in op.weights.items())
-    return {key: _numbers(quantized) for key, quantized in found.items() if quantized is not None}
+def _qparams(op: DocumentOp) -> dict[str, str]:
+    by_key = {f"qparams_input_{i}": v.quantized for i, v in enumerate(op.inputs)}
+    by_key.update((f"qparams_output_{i}", v.quantized) for i, v in enumerate(op.outputs))
+    by_key.update((f"qparams_{key}", v.quantized) for key, v in op.weights.items())
+    return {key: _numbers(quantized) for key, quantized in by_key.items() if quantized is not None}
 
 
 def _numbers(quantized: Quantized) -> str:
@@ -109,7 +109,7 @@ def _numbers(quantized: Quantized) -> str:
 
 
 def _prototxt(document: dict[str, Any]) -> str:
-    """The same as layers: viewers show bottoms and tops as edges, ``layer_param`` as a table."""
+    """Writes the nodes as layers: viewers show bottoms and tops as edges, ``layer_param`` as a table."""
     tensors = {t["name"]: t for node in document["nodes"] for t in node["outputs"]}
     lines = [f"name: {_quoted(document['name'])}"]
     for node in document["nodes"]:

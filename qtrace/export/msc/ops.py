@@ -1,10 +1,10 @@
-"""What MSC calls our op kinds, how it writes their arguments, and in which layout a tensor is."""
+"""MSC's names of op kinds, its form of their arguments, and the layouts of tensors."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from qtrace.export.converted.document import Op, Value
+from qtrace.export.converted.document import DocumentOp, Value
 
 __all__ = ["attributes", "optype", "output_layout", "weight_layout"]
 
@@ -12,7 +12,7 @@ _IN_NN = (
     "conv1d conv2d conv3d relu prelu silu gelu softmax batch_norm layer_norm group_norm max_pool2d "
     "avg_pool2d adaptive_avg_pool2d pad pixel_shuffle"
 )
-# Kinds that MSC calls otherwise; the other kinds keep their names.
+# Op kind -> MSC's name of it; the other kinds have the same name in MSC.
 _OPTYPES = {
     **{kind: f"nn.{kind}" for kind in _IN_NN.split()},
     "conv_transpose2d": "nn.conv2d_transpose",
@@ -42,36 +42,36 @@ _SPATIAL = frozenset(
         "interpolate",
     }
 )
-# What changes the meaning of axes in ways that letters do not follow.
+# Kinds after which the letters of a layout no longer apply.
 _MOVES = "reshape flatten getitem expand_dims squeeze broadcast_to tile repeat stack matmul"
 _RESHAPES = frozenset(_MOVES.split())
 _PLURAL = {"stride": "strides"}
 
 
-def optype(op: Op) -> str:
-    """The type of a node; a kind that MSC does not know keeps our name."""
+def optype(op: DocumentOp) -> str:
+    """Returns the type of a node; a kind that MSC does not know keeps qtrace's name."""
     if "bias" in op.weights and op.kind in _WITH_BIAS:
         return _WITH_BIAS[op.kind]
     return _OPTYPES.get(op.kind) or op.kind or op.label
 
 
-def attributes(op: Op) -> dict[str, str]:
-    """The arguments of a node as MSC writes them: text, several numbers with commas between."""
-    found = {_PLURAL.get(k, k): _text(v) for k, v in op.attrs.items()}
+def attributes(op: DocumentOp) -> dict[str, str]:
+    """Returns the arguments of a node as MSC writes them: text, with commas between numbers."""
+    texts = {_PLURAL.get(k, k): _text(v) for k, v in op.attrs.items()}
     if op.kind == "relu6":
-        found = {"min": "0", "max": "6"}
+        texts = {"min": "0", "max": "6"}
     if op.kind == "clip":
-        found = {"min": _text(op.attrs["lower"]), "max": _text(op.attrs["upper"])}
-    if "kernel" in found:
-        found["pool_size"] = found.pop("kernel")
+        texts = {"min": _text(op.attrs["lower"]), "max": _text(op.attrs["upper"])}
+    if "kernel" in texts:
+        texts["pool_size"] = texts.pop("kernel")
     if op.kind in _SPATIAL:
         padding = op.attrs.get("padding")
         if padding is not None:
-            found["padding"] = _text((*padding, *padding))
-        found["data_layout" if "weight" in op.weights else "layout"] = "NCHW"
+            texts["padding"] = _text((*padding, *padding))
+        texts["data_layout" if "weight" in op.weights else "layout"] = "NCHW"
         if "weight" in op.weights:
-            found["kernel_layout"] = weight_layout(op.kind, op.weights["weight"])
-    return found
+            texts["kernel_layout"] = weight_layout(op.kind, op.weights["weight"])
+    return texts
 
 
 def _text(value: Any) -> str:
@@ -81,7 +81,7 @@ def _text(value: Any) -> str:
 
 
 def weight_layout(kind: str, value: Value) -> str:
-    """The layout of a layer's weight; G counts groups."""
+    """Returns the layout of a layer's weight; G is the axis of groups."""
     if kind == "linear":
         return "OI"
     spatial = {"conv1d": "W", "conv3d": "DHW"}.get(kind, "HW")
@@ -90,8 +90,8 @@ def weight_layout(kind: str, value: Value) -> str:
     return f"G{layout}" if len(value.shape) == len(layout) + 1 else layout
 
 
-def output_layout(op: Op, value: Value, inputs: list[str]) -> str:
-    """The layout of an output, "" where it is not known."""
+def output_layout(op: DocumentOp, value: Value, inputs: list[str]) -> str:
+    """Returns the layout of an output, or "" if it is not known."""
     rank = len(value.shape)
     if op.kind == "input" or op.kind in _SPATIAL:
         return {4: "NCHW", 3: "NCW", 2: "NC"}.get(rank, "")

@@ -1,8 +1,8 @@
 """ncnn: ``.param`` and ``.bin`` with convolutions and linear layers of 8 bits, the rest in float.
 
-For modules that were prepared for backend ncnn: integers from -127 to 127, ties away from zero. Where a
-value is rounded there is a blob ``SITE_int`` with its integers; a convolution whose result is only read as
-integers gives them itself. A net computes one sample. Inputs have the names of the traced arguments, outputs
+For modules that were prepared for backend ncnn: integers from -127 to 127, ties away from zero. Each rounded
+value has a blob ``SITE_int`` with its integers. A convolution whose result is only read as integers writes
+that blob itself. A net computes one sample. Inputs have the names of the traced arguments, outputs
 those of the nodes that compute them.
 """
 
@@ -20,7 +20,7 @@ from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import refusal, site_expr
 from qtrace.export.ncnn.fuse import fuse_activations, fuse_roundings, sink_unread, split_branches
 from qtrace.export.ncnn.ops import EMITTERS
-from qtrace.export.ncnn.writer import Layer, NcnnWriter, Rounded, Weight
+from qtrace.export.ncnn.writer import NcnnLayer, NcnnWriter, Rounded, Weight
 from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.walk import is_float_tensor
 from qtrace.numerics import dequantize
@@ -36,11 +36,11 @@ _PLURALS = {"weight": "weights", "bias": "biases"}
 
 
 def files(converted: ConvertedGraph, path: Path, allow_float: Iterable[str] = ()) -> dict[Path, bytes]:
-    """The net and its weights.
+    """Returns the net and its weights.
 
     Args:
         converted: the graph of a converted module.
-        path: the ``.param``; the weights stand beside it, with the suffix ``.bin``.
+        path: the path of the ``.param``; the weights get the suffix ``.bin``.
         allow_float: kinds of layers, such as ``conv2d``, that compute in float, with weights that the graph
             rounded: in any way, also one that ncnn's int8 layers cannot express.
 
@@ -49,11 +49,11 @@ def files(converted: ConvertedGraph, path: Path, allow_float: Iterable[str] = ()
     """
     if path.suffix == ".bin":
         raise ExportError(f"{path.name} is the name of the weights: name the net with the suffix .param.")
-    writer = _Exporter(converted, float_kinds(allow_float)).run()
+    writer = NcnnExporter(converted, float_kinds(allow_float)).run()
     return {path.with_suffix(".bin"): writer.bin(), path: writer.param()}
 
 
-class _Exporter:
+class NcnnExporter:
     def __init__(self, converted: ConvertedGraph, floats: frozenset[str]) -> None:
         self.graph, self.floats = converted, floats
         first = next(iter(self.graph.inputs), None)
@@ -61,7 +61,7 @@ class _Exporter:
         self.writer.values.update(self.graph.values)
 
     def run(self) -> NcnnWriter:
-        """The writer with all layers."""
+        """Writes all layers and returns their writer."""
         w = self.writer
         for node, name in self.graph.inputs.items():
             w.shape(node)
@@ -120,7 +120,7 @@ class _Exporter:
             )
         if site.sort == "weight":
             self._weight(site, value)
-        else:  # ncnn has biases in float, so the rounded one is exact enough
+        else:  # ncnn computes biases in float: the rounded bias is stored as a float
             w.values[out] = site.rounded_bias(value)
 
     def _weight(self, site: QuantizedSite, value: np.ndarray) -> None:
@@ -130,42 +130,40 @@ class _Exporter:
             return
         scheme = qparams.scheme
         _check(site.name, scheme, scheme.bits, ", or name the kind of its layer in allow_float")
-        stored = site.integers(value).astype(np.int8)
+        integers = site.integers(value).astype(np.int8)
         shape = [n if i in axes else 1 for i, n in enumerate(value.shape)]
         scale = qparams.scale.reshape(shape) if qparams.scale.ndim else qparams.scale
-        means = (stored * scale).astype(np.float32)
-        w.weights[out] = Weight(stored, qparams.scale, means)
-        w.values[out] = means
+        dequantized = (integers * scale).astype(np.float32)
+        w.weights[out] = Weight(integers, qparams.scale, dequantized)
+        w.values[out] = dequantized
 
     def _outputs(self) -> set[str]:
-        """Gives the outputs names of their own, in the order of the graph's."""
-        w, taken = (
-            self.writer,
-            {top for layer in self.writer.layers if layer.kind == "Input" for top in layer.tops},
-        )
+        """Gives each output a blob of its own, in the order of the graph; returns the blobs' names."""
+        w = self.writer
+        inputs = {top for layer in w.layers if layer.kind == "Input" for top in layer.tops}
         nodes = self.graph.outputs
         blobs = [w.name(node) for node in nodes]
-        found: set[str] = set()
+        outputs: set[str] = set()
         for node, blob in zip(nodes, blobs, strict=True):
-            wanted = self.graph.model.unrounded_name(node)
-            if len(nodes) == 1 and blob == wanted and not any(blob in layer.bottoms for layer in w.layers):
+            name = self.graph.model.unrounded_name(node)
+            if len(nodes) == 1 and blob == name and not any(blob in layer.bottoms for layer in w.layers):
                 return {blob}
-            wanted = f"{wanted}_output" if wanted in taken | found else wanted
-            _rename(w.layers, wanted, f"{wanted}_float")
-            blob = f"{wanted}_float" if blob == wanted else blob
-            w.layers.append(Layer("Noop", [blob], [wanted]))
-            found.add(wanted)
-        return found
+            name = f"{name}_output" if name in inputs | outputs else name
+            _rename(w.layers, name, f"{name}_float")
+            blob = f"{name}_float" if blob == name else blob
+            w.layers.append(NcnnLayer("Noop", [blob], [name]))
+            outputs.add(name)
+        return outputs
 
 
-def _rename(layers: list[Layer], old: str, new: str) -> None:
+def _rename(layers: list[NcnnLayer], old: str, new: str) -> None:
     for layer in layers:
         layer.bottoms = [new if b == old else b for b in layer.bottoms]
         layer.tops = [new if t == old else t for t in layer.tops]
 
 
 def _check(site: str, scheme: QScheme, bits: int, otherwise: str = "") -> None:
-    """Refuses what ncnn's integers are not; ``otherwise`` is what else helps."""
+    """Refuses a scheme that ncnn does not compute; ``otherwise`` is another cure."""
     problems = (
         (scheme.bits != bits or bits > 8, "its integers have 8 bits"),
         (not scheme.symmetric or not scheme.signed, "its integers are signed and symmetric"),

@@ -1,11 +1,11 @@
-"""What ncnn computes as one layer: activation functions, roundings; and copies where blobs branch."""
+"""Passes over the layers of an ncnn net: fuse activation functions and roundings, copy branching blobs."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
 
-from qtrace.export.ncnn.writer import Layer
+from qtrace.export.ncnn.writer import NcnnLayer
 
 __all__ = ["fuse_activations", "fuse_roundings", "sink_unread", "split_branches"]
 
@@ -16,20 +16,20 @@ _CODES = {"ReLU": 1, "Clip": 3, "Sigmoid": 4, "HardSwish": 6}
 _LEAKY_RELU = 2
 
 
-def fuse_activations(layers: list[Layer], outputs: set[str]) -> list[Layer]:
-    """Moves an activation function into the layer before it, when nothing else reads that layer."""
+def fuse_activations(layers: list[NcnnLayer], outputs: set[str]) -> list[NcnnLayer]:
+    """Moves an activation function into the layer before it if nothing else reads that layer."""
     return _fuse(layers, outputs, _take_activation)
 
 
-def fuse_roundings(layers: list[Layer], outputs: set[str]) -> list[Layer]:
-    """Lets a convolution of 8 bits give integers, when its result is only rounded."""
+def fuse_roundings(layers: list[NcnnLayer], outputs: set[str]) -> list[NcnnLayer]:
+    """Lets a convolution of 8 bits write integers if its result is only rounded."""
     return _fuse(layers, outputs, _take_rounding)
 
 
-def _fuse(layers: list[Layer], outputs: set[str], take: Any) -> list[Layer]:
+def _fuse(layers: list[NcnnLayer], outputs: set[str], take: Any) -> list[NcnnLayer]:
     readers = Counter(b for layer in layers for b in layer.bottoms)
     producers = {layer.tops[0]: layer for layer in layers}
-    kept: list[Layer] = []
+    unfused: list[NcnnLayer] = []
     for layer in layers:
         blob = layer.bottoms[0] if len(layer.bottoms) == 1 else ""
         before = producers.get(blob)
@@ -38,11 +38,11 @@ def _fuse(layers: list[Layer], outputs: set[str], take: Any) -> list[Layer]:
             before.tops = list(layer.tops)
             producers[layer.tops[0]] = before
         else:
-            kept.append(layer)
-    return kept
+            unfused.append(layer)
+    return unfused
 
 
-def _take_activation(before: Layer, layer: Layer, readers: Counter[str]) -> bool:
+def _take_activation(before: NcnnLayer, layer: NcnnLayer, readers: Counter[str]) -> bool:
     if before.kind not in _LAYERS or _ACTIVATION in before.params or layer.kind not in _CODES:
         return False
     arguments = [v for v in layer.params.values() if layer.kind != "ReLU" or v]
@@ -53,9 +53,9 @@ def _take_activation(before: Layer, layer: Layer, readers: Counter[str]) -> bool
     return True
 
 
-def _take_rounding(before: Layer, layer: Layer, readers: Counter[str]) -> bool:
+def _take_rounding(before: NcnnLayer, layer: NcnnLayer, readers: Counter[str]) -> bool:
     integer = before.kind in ("Convolution", "ConvolutionDepthWise") and before.params.get(_INT8, 0) in (1, 2)
-    # Integers that nobody reads are there for whoever asks for them; the floats are what is wanted.
+    # Unread integers are in the file for inspection only: the layer's result is read as floats.
     if layer.kind != "Quantize" or not integer or not readers[layer.tops[0]]:
         return False
     before.params[_INT8] += 100
@@ -63,28 +63,28 @@ def _take_rounding(before: Layer, layer: Layer, readers: Counter[str]) -> bool:
     return True
 
 
-def sink_unread(layers: list[Layer], outputs: set[str]) -> list[Layer]:
-    """Returns layers that read the blobs that no other layer reads: ncnn takes unread blobs for outputs.
+def sink_unread(layers: list[NcnnLayer], outputs: set[str]) -> list[NcnnLayer]:
+    """Returns Noop layers for the blobs that no layer reads: ncnn takes unread blobs for outputs.
 
-    Such blobs are inputs, parts of a split, and integers that stand in the file to be looked at.
+    Such blobs are inputs, parts of a split, and integers that are in the file for inspection.
     """
     read = {blob for layer in layers for blob in layer.bottoms} | outputs
-    return [Layer("Noop", [top], []) for layer in layers for top in layer.tops if top not in read]
+    return [NcnnLayer("Noop", [top], []) for layer in layers for top in layer.tops if top not in read]
 
 
-def split_branches(layers: list[Layer]) -> list[Layer]:
-    """Copies every blob that several layers read: in ncnn a blob has one reader."""
+def split_branches(layers: list[NcnnLayer]) -> list[NcnnLayer]:
+    """Copies every blob that several layers read: an ncnn blob has one reader."""
     readers = Counter(b for layer in layers for b in layer.bottoms)
-    taken: Counter[str] = Counter()
-    result: list[Layer] = []
+    copied: Counter[str] = Counter()
+    result: list[NcnnLayer] = []
     for layer in layers:
         for index, blob in enumerate(layer.bottoms):
             if readers[blob] > 1:
-                layer.bottoms[index] = f"{blob}_copy{taken[blob]}"
-                taken[blob] += 1
+                layer.bottoms[index] = f"{blob}_copy{copied[blob]}"
+                copied[blob] += 1
         result.append(layer)
         for top in layer.tops:
             if readers[top] > 1:
                 copies = [f"{top}_copy{i}" for i in range(readers[top])]
-                result.append(Layer("Split", [top], copies))
+                result.append(NcnnLayer("Split", [top], copies))
     return result

@@ -1,4 +1,4 @@
-"""ncnn layers with weights, of 8 bits where their input and weight are rounded, and windows."""
+"""ncnn layers with weights, pooling and resizing; layers with rounded input and weight compute on 8 bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.ncnn.writer import NcnnWriter, Weight, floats, integers, scale_of, stored, tagged
+from qtrace.export.ncnn.writer import NcnnWriter, Weight, floats, integers, scale_of, tagged
 from qtrace.ops import OpCall
 
 __all__ = ["LAYERS"]
@@ -17,14 +17,14 @@ Emitter = Callable[[NcnnWriter, OpCall], None]
 
 
 def _bias(w: NcnnWriter, call: OpCall) -> np.ndarray | None:
-    return None if call.bias is None else stored(w, call.bias, "bias").reshape(-1)
+    return None if call.bias is None else w.stored(call.bias, "bias").reshape(-1)
 
 
 def _input(w: NcnnWriter, call: OpCall) -> tuple[str, Weight | None, np.ndarray]:
-    """What a layer reads, its weight if the layer is one of 8 bits, and the numbers of the weight."""
+    """Returns a layer's input blob, its weight if the layer computes on 8 bits, and the weight's numbers."""
     weight = w.weights.get(call.weight)
     if weight is None or call.inputs[0] not in w.rounded:
-        return w.name(call.inputs[0]), None, stored(w, call.weight, "weight")
+        return w.name(call.inputs[0]), None, w.stored(call.weight, "weight")
     return w.integer_blob(call.inputs[0]), weight, weight.integers
 
 
@@ -48,7 +48,7 @@ def _conv(w: NcnnWriter, call: OpCall) -> None:
 def _parts(
     w: NcnnWriter, call: OpCall, value: np.ndarray, weight: Weight | None, channels: slice
 ) -> list[bytes]:
-    """What the ``.bin`` holds for some output channels of a layer: weight, bias and scales."""
+    """Returns the parts of the ``.bin`` for some output channels of a layer: weight, bias and scales."""
     bias = _bias(w, call)
     parts = [tagged(value[channels]) if weight is None else integers(value[channels])]
     parts += [] if bias is None else [floats(bias[channels])]
@@ -59,9 +59,9 @@ def _parts(
 
 
 def _by_group(w: NcnnWriter, call: OpCall, weight: Weight, value: np.ndarray) -> None:
-    """A convolution for each group.
+    """Writes a convolution for each group.
 
-    ncnn's layer for groups has one weight scale for each group, and where a group has 8 channels and more it
+    ncnn's layer for groups has one weight scale for each group, and with 8 channels or more in a group it
     gives wrong floats on x86 (1.0.20261020, measured).
     """
     groups, out = call.attrs["groups"], call.out.name
@@ -84,9 +84,9 @@ def _window(call: OpCall, value: np.ndarray) -> dict[int, Any]:
 
 
 def _transposed(w: NcnnWriter, call: OpCall) -> None:
-    """In float: the weight has the outputs in front there."""
+    """Writes a transposed convolution in float; ncnn's weight has the output channels in front."""
     a, groups = call.attrs, call.attrs["groups"]
-    value = stored(w, call.weight, "weight")
+    value = w.stored(call.weight, "weight")
     value = value.reshape(groups, -1, *value.shape[-3:]).swapaxes(1, 2)
     value = value.reshape(-1, *value.shape[-3:])
     params = {**_window(call, value), 18: a["output_padding"][1], 19: a["output_padding"][0]}

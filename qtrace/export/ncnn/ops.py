@@ -1,4 +1,4 @@
-"""ncnn layers without weights: arithmetic, activation functions, and what moves values."""
+"""ncnn layers without weights: arithmetic, activation functions, reductions and moves."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.export.ncnn.layers import LAYERS
-from qtrace.export.ncnn.writer import NcnnWriter, floats, stored
+from qtrace.export.ncnn.writer import NcnnWriter, floats
 from qtrace.graph.types import TensorNode
-from qtrace.graph.walk import owner
 from qtrace.ops import OpCall
 
 __all__ = ["EMITTERS"]
@@ -20,16 +19,16 @@ __all__ = ["EMITTERS"]
 Emitter = Callable[[NcnnWriter, OpCall], None]
 
 _BINARY = {"add": 0, "sub": 1, "mul": 2, "div": 3, "maximum": 4, "minimum": 5, "pow": 6}
-# The same with the operands exchanged.
+# Code of an operation -> the code with the operands exchanged.
 _REVERSED = {0: 0, 1: 7, 2: 2, 3: 8, 4: 4, 5: 5, 6: 9}
 _UNARY = {"abs": 0, "neg": 1, "floor": 2, "ceil": 3, "square": 4, "sqrt": 5, "exp": 7, "log": 8}
 _UNARY |= {"sin": 9, "cos": 10}
-# The largest float32 stands for no bound.
+# The bound that stands for none: the largest float32.
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 def _layer(kind: str, params: Callable[[OpCall], dict[int, Any]] = lambda call: {}) -> Emitter:
-    """A layer of one input, with parameters by number."""
+    """Emits a layer of one input, with parameters by ncnn's numbers."""
 
     def emit(w: NcnnWriter, call: OpCall) -> None:
         w.emit(kind, call, params(call))
@@ -38,7 +37,7 @@ def _layer(kind: str, params: Callable[[OpCall], dict[int, Any]] = lambda call: 
 
 
 def _prelu(w: NcnnWriter, call: OpCall) -> None:
-    slope = stored(w, call.attrs["slope"], "slope").reshape(-1)
+    slope = w.stored(call.attrs["slope"], "slope").reshape(-1)
     w.emit("PReLU", call, {0: slope.size}, [floats(slope)])
 
 
@@ -48,7 +47,7 @@ def _bounds(call: OpCall) -> dict[int, Any]:
 
 
 def _axis(call: OpCall, axis: int) -> int:
-    """An axis of a sample."""
+    """Returns the axis of a sample that is ``axis`` of the batch."""
     place = axis % len(call.inputs[0].shape) - 1
     if place < 0:
         raise ExportError("it works along the batch, which ncnn does not see: use another axis")
@@ -61,18 +60,13 @@ def _softmax(call: OpCall) -> dict[int, Any]:
 
 
 def _batch_norm(w: NcnnWriter, call: OpCall) -> None:
-    a, module = call.attrs, owner(call.expr)
-    names = ("weight", "running_mean", "running_var", "bias")
-    raw = {n: getattr(module, n) if module is not None else a[n] for n in names}
-    values = {n: w.value(v) if isinstance(v, TensorNode) else v for n, v in raw.items()}
-    if values["running_mean"] is None or values["running_var"] is None:
-        raise ExportError(
-            "its statistics are computed, and ncnn stores them in the file: end the graph before it"
-        )
-    mean = np.asarray(values["running_mean"]).reshape(-1)
+    parameters = w.batch_norm(call)
+    mean = parameters["running_mean"]
+    assert mean is not None
     defaults = {"weight": np.ones_like(mean), "bias": np.zeros_like(mean)}
-    parts = [defaults[n] if values[n] is None else np.asarray(values[n]).reshape(-1) for n in names]
-    w.emit("BatchNorm", call, {0: mean.size, 1: float(a["eps"])}, [floats(p) for p in parts])
+    names = ("weight", "running_mean", "running_var", "bias")
+    vectors = [defaults[n] if parameters[n] is None else parameters[n] for n in names]
+    w.emit("BatchNorm", call, {0: mean.size, 1: float(call.attrs["eps"])}, [floats(v) for v in vectors])
 
 
 def _binary(w: NcnnWriter, call: OpCall) -> None:
@@ -92,7 +86,7 @@ def _binary(w: NcnnWriter, call: OpCall) -> None:
 
 
 def _sample(value: np.ndarray, call: OpCall) -> np.ndarray:
-    """A stored operand without the batch, with as many axes as a sample of the result."""
+    """Returns a stored operand without the batch, with as many axes as a sample of the result."""
     rank = len(call.out.shape)
     full = value.reshape((1,) * (rank - value.ndim) + value.shape)
     if len(full) != 1:
@@ -118,9 +112,9 @@ def _reduce(operation: int) -> Emitter:
         if axes is None:
             raise ExportError("it reduces the batch, which ncnn does not see: name the axes")
         places = sorted(_axis(call, a) for a in axes)
-        kept = int(len(call.out.shape) == len(x.shape))
-        # 5: the axes are those of a sample, as written here.
-        params = {0: operation, 1: 0, -23303: places, 4: kept, 5: 1}
+        keeps_axes = int(len(call.out.shape) == len(x.shape))
+        # 5: the axes are counted in a sample.
+        params = {0: operation, 1: 0, -23303: places, 4: keeps_axes, 5: 1}
         w.emit("Reduction", call, params)
 
     return emit
@@ -139,7 +133,7 @@ def _split(w: NcnnWriter, call: OpCall) -> None:
 
 
 def _reshape(w: NcnnWriter, call: OpCall) -> None:
-    """By the shapes of the trace, last axis first."""
+    """Reshapes to the traced shape, last axis first."""
     w.shape(call.inputs[0])
     shape = w.shape(call.out)
     if len(shape) > 4:

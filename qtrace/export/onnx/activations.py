@@ -1,4 +1,4 @@
-"""A float ONNX model whose outputs are the activations of a prepared graph, to be observed elsewhere."""
+"""A float ONNX model that outputs the activations of a prepared graph, for calibration in onnxruntime."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ __all__ = ["Activations", "activations"]
 
 @dataclass(frozen=True)
 class Activations:
-    """A model in float and where the nodes of a graph are in it.
+    """A float model, and the inputs and outputs of it that are nodes of a graph.
 
     Attributes:
         data: the ONNX file.
-        inputs: the names of its inputs, in the order of the graph's.
+        inputs: the names of the model's inputs, in the order of the graph's.
         outputs: node -> the output that holds its value.
-        given: node -> the input that is its value.
+        input_nodes: node -> the input that is its value.
     """
 
     data: bytes
     inputs: tuple[str, ...]
     outputs: dict[str, str]
-    given: dict[str, str]
+    input_nodes: dict[str, str]
 
 
 def activations(prepared: TracedModule, nodes: Sequence[str]) -> Activations:
-    """Writes the float form of a prepared graph as far as ``nodes`` need it.
+    """Writes the part of a prepared graph that ``nodes`` depend on, in float.
 
     Args:
         prepared: a module made by ``qtrace.prepare``.
-        nodes: names of nodes that are computed, or that are inputs of the graph.
+        nodes: names of nodes, inputs of the graph included.
 
     Raises:
         ExportError: when a node has no ONNX form, or the package onnx is missing.
@@ -46,19 +46,19 @@ def activations(prepared: TracedModule, nodes: Sequence[str]) -> Activations:
 
     from qtrace.export.onnx.exporter import OnnxExporter
 
-    class Exporter(OnnxExporter):
-        """Without metadata: the hash of the graph takes as long as the rest."""
+    class ActivationExporter(OnnxExporter):
+        """Writes no metadata: hashing the graph takes as long as the rest of the export."""
 
         def _metadata(self, own: str) -> dict[str, str]:
             return {}
 
-    exporter = Exporter(bare_graph(prepared))
+    exporter = ActivationExporter(bare_graph(prepared))
     model = exporter.run()
     names, known = exporter.writer.names, exporter.graph.nodes
     inputs = tuple(i.name for i in model.graph.input)
     tensors = {name: names[known[name]] for name in nodes}
-    given = {name: tensor for name, tensor in tensors.items() if tensor in inputs}
-    outputs = {name: tensor for name, tensor in tensors.items() if name not in given}
+    graph_inputs = {name: tensor for name, tensor in tensors.items() if tensor in inputs}
+    outputs = {name: tensor for name, tensor in tensors.items() if name not in graph_inputs}
     del model.graph.output[:]
     for tensor in dict.fromkeys(outputs.values()):
         model.graph.output.append(helper.make_tensor_value_info(tensor, TensorProto.FLOAT, None))
@@ -68,4 +68,4 @@ def activations(prepared: TracedModule, nodes: Sequence[str]) -> Activations:
         raise ExportError(
             "the model is larger than an ONNX file may be, 2 GiB: use engine megengine."
         ) from error
-    return Activations(data, inputs, outputs, given)
+    return Activations(data, inputs, outputs, graph_inputs)

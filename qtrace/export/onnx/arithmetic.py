@@ -24,7 +24,7 @@ def _binary(op: str) -> Emitter:
 
 
 def _floor_div(w: OnnxWriter, call: OpCall) -> None:
-    """ONNX divides integers towards zero, MegEngine towards minus infinity."""
+    """Writes a division rounded to minus infinity: ONNX rounds that of integers towards zero."""
     left, right = (operand(w, v, call.out.dtype) for v in call.attrs["operands"])
     if is_float(call.out):
         w.emit("Floor", [w.node("Div", [left, right], w.fresh(call.out.name))], call.out)
@@ -45,7 +45,7 @@ def _square(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _common(operands: tuple[Any, ...]) -> np.dtype:
-    """The type in which two operands are compared: that of the nodes, float32 where a float is among them."""
+    """Returns the type in which two operands are compared: the nodes' type, float32 if one is a float."""
     kinds = [np.dtype(v.dtype) for v in operands if isinstance(v, TensorNode)]
     fractions = any(np.asarray(v).dtype.kind == "f" for v in operands if not isinstance(v, TensorNode))
     if fractions or any(k.kind == "f" for k in kinds):
@@ -91,14 +91,14 @@ def _astype(w: OnnxWriter, call: OpCall) -> None:
     w.names[out] = cast(w, name, out.dtype, out.name)
 
 
-def _where(w: OnnxWriter, call: OpCall) -> None:
+def _choose(w: OnnxWriter, call: OpCall) -> None:
     mask = operand(w, call.attrs["mask"], np.bool_)
     names = [operand(w, v, call.out.dtype) for v in call.attrs["operands"]]
     w.emit("Where", [mask, *names], call.out)
 
 
 def _unary(op: str) -> Emitter:
-    """The emitter of a function whose input is converted to the type of its result."""
+    """Emits a function whose input is converted to the type of its result."""
 
     def emit(w: OnnxWriter, call: OpCall) -> None:
         w.emit(op, [operand(w, call.inputs[0], call.out.dtype)], call.out)
@@ -107,7 +107,7 @@ def _unary(op: str) -> Emitter:
 
 
 def _same_if_integer(emit: Emitter) -> Emitter:
-    """Rounding leaves integers as they are."""
+    """Emits a rounding function, which leaves integers as they are."""
 
     def guarded(w: OnnxWriter, call: OpCall) -> None:
         if is_float(call.inputs[0]):
@@ -119,7 +119,7 @@ def _same_if_integer(emit: Emitter) -> Emitter:
 
 
 def _round(w: OnnxWriter, call: OpCall) -> None:
-    """Half away from zero, as MegEngine rounds; ONNX's Round goes to even."""
+    """Rounds half away from zero, as MegEngine does; ONNX's Round rounds half to even."""
     x, base = w.name(call.inputs[0]), call.out.name
     size = w.node("Abs", [x], w.fresh(base))
     whole = w.node("Floor", [size], w.fresh(base))
@@ -130,7 +130,7 @@ def _round(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _elemwise(w: OnnxWriter, call: OpCall) -> None:
-    """The fused modes of MegEngine's Elemwise that are not expanded."""
+    """Writes the fused modes of MegEngine's Elemwise that are not expanded."""
     op = {"FUSE_ADD_SIGMOID": "Sigmoid", "FUSE_ADD_TANH": "Tanh"}[call.attrs["mode"]]
     total = w.node("Add", [w.name(n) for n in call.inputs], w.fresh(call.out.name))
     w.emit(op, [total], call.out)
@@ -147,7 +147,7 @@ def _right_shift(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _shifted(w: OnnxWriter, call: OpCall) -> list[str]:
-    """The number, and the power of two by which a shift multiplies or divides it."""
+    """Returns the shifted number, and the power of two that multiplies or divides it."""
     left, right = call.attrs["operands"]
     if isinstance(right, TensorNode):
         raise ExportError(
@@ -166,7 +166,7 @@ def _log1p(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _logaddexp(w: OnnxWriter, call: OpCall) -> None:
-    """max(a, b) + softplus(-|a - b|)."""
+    """Writes max(a, b) + softplus(-|a - b|)."""
     base = call.out.name
     names = [operand(w, v, np.float32) for v in call.attrs["operands"]]
     apart = w.node("Abs", [w.node("Sub", names, w.fresh(base))], w.fresh(base))
@@ -215,5 +215,5 @@ ARITHMETIC: dict[str, Emitter] = {
     "left_shift": _left_shift,
     "right_shift": _right_shift,
     "astype": _astype,
-    "where": _where,
+    "where": _choose,
 }

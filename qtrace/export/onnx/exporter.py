@@ -1,7 +1,7 @@
 """ONNX with QuantizeLinear and DequantizeLinear nodes (QDQ): opset 13; 16 or 21 where an op or type needs it.
 
-Weights are stored as integers per channel, biases as int32 at the scale of the accumulator; every tensor
-that is an integer in the graph is one in the file, under the name of its site with ``_int`` behind it.
+Weights are stored as integers per channel, biases as int32 at the scale of the accumulator. Every tensor
+of integers in the graph is one in the file, called ``{site}_int``.
 Inputs have the names of the traced arguments, outputs those of the nodes that compute them.
 """
 
@@ -42,15 +42,15 @@ def files(
     external: bool | None = None,
     allow_float: Iterable[str] = (),
 ) -> dict[Path, bytes]:
-    """The converted module as an ONNX file, and where it is large the tensors in a file beside it.
+    """Returns the converted module as an ONNX file and, if it is large, a file with its tensors.
 
     Args:
         converted: the graph of a converted module.
-        path: where the model goes; its tensors go to a file of that name with ``.data`` behind it.
+        path: the path of the model; the file of its tensors has that name with ``.data`` behind it.
         packed: whether weights of 4 bits and less are stored two in a byte, which needs opset 21. Otherwise
             they are int8 values of a small range, for which runtimes have integer kernels.
-        external: whether tensors lie in a file of their own; None where the model has 2 GB, which is as much
-            as one file holds.
+        external: whether tensors are in a file of their own; None: if the model exceeds 2 GB, the most that
+            one file holds.
         allow_float: kinds of layers, such as ``conv2d``, whose weights and biases are stored as floats (those
             that the graph rounded to), so that runtimes compute the layer in float.
 
@@ -58,9 +58,9 @@ def files(
         ExportError: when a node has no ONNX form or rounds in another way than ONNX, naming it, an option is
             neither true nor false, or onnx is not installed.
     """
-    for name, given in (("packed", packed), ("external", external)):
-        if not (isinstance(given, bool) or (name == "external" and given is None)):
-            raise ExportError(f"{name}={given!r} is no choice of the ONNX export: choose true or false.")
+    for name, value in (("packed", packed), ("external", external)):
+        if not (isinstance(value, bool) or (name == "external" and value is None)):
+            raise ExportError(f"{name}={value!r} is no choice of the ONNX export: choose true or false.")
     model = OnnxExporter(converted, packed, float_kinds(allow_float)).run()
     check(model)
     size = sum(len(t.raw_data) for t in model.graph.initializer)
@@ -76,7 +76,7 @@ def check(model: Any) -> None:
     """Refuses a model that is not valid ONNX.
 
     Raises:
-        ExportError: with the first line of what the checker says.
+        ExportError: with the first line of the checker's message.
     """
     import onnx
 
@@ -115,7 +115,7 @@ class OnnxExporter:
         self.writer = OnnxWriter(packed)
 
     def run(self) -> Any:
-        """The whole model."""
+        """Returns the model."""
         self._check_rounding()
         inputs = self.graph.inputs
         self.writer.names.update(inputs)
@@ -125,13 +125,13 @@ class OnnxExporter:
         first = next(iter(inputs), None)
         batch = int(first.shape[0]) if first is not None and first.shape else None
         infos = [self._value_info(n, name, batch) for n, name in inputs.items()]
-        taken = set(inputs.values())
-        outputs = [self._value_info(n, self._name_output(n, taken), batch) for n in self.graph.outputs]
+        used_names = set(inputs.values())
+        outputs = [self._value_info(n, self._name_output(n, used_names), batch) for n in self.graph.outputs]
         own, name = version("qtrace"), self.graph.module.graph.name or "qtrace"
         return self.writer.model(name, infos, outputs, self._metadata(own), own)
 
     def _metadata(self, own: str) -> dict[str, str]:
-        """Where the file comes from: a reader finds it under the metadata properties of the model."""
+        """Returns the origin of the file, for the model's metadata properties."""
         return {
             "qtrace.version": own,
             "qtrace.backend": self.graph.annotation.backend,
@@ -140,7 +140,7 @@ class OnnxExporter:
         }
 
     def _check_rounding(self) -> None:
-        """Refuses sites that the file would round in another way; a parameter is stored as it was rounded."""
+        """Refuses sites that ONNX rounds in another way than the graph; parameters are stored rounded."""
         annotation = self.graph.annotation
         for site in annotation.sites:
             if site.plan is not None and not site.static and site.plan.scheme.rounding != "half_even":
@@ -149,10 +149,10 @@ class OnnxExporter:
                     "does, but ONNX rounds half to even: prepare the module with backend onnxruntime."
                 )
 
-    def _name_output(self, node: TensorNode, taken: set[str]) -> str:
+    def _name_output(self, node: TensorNode, used_names: set[str]) -> str:
         """Gives the tensor of a graph output the name of its node if that is free, and returns its name."""
-        name = self.writer.output(self.writer.name(node), self.graph.model.unrounded_name(node), taken)
-        taken.add(name)
+        name = self.writer.output(self.writer.name(node), self.graph.model.unrounded_name(node), used_names)
+        used_names.add(name)
         return name
 
     @staticmethod
@@ -202,8 +202,8 @@ class OnnxExporter:
     def _keep_float(self, call: OpCall) -> None:
         """Puts a node that changes no value between each input and its DequantizeLinear.
 
-        With that before it no runtime takes the op for one of its integer kernels. Floats as weights would
-        not do: onnxruntime rounds those by itself, in another way than the graph.
+        Behind that node no runtime fuses the op into an integer kernel. Float weights alone would not be
+        enough: onnxruntime quantizes them itself, in another way than the graph.
         """
         w = self.writer
         for node in call.inputs:
@@ -212,7 +212,7 @@ class OnnxExporter:
                 w.names[node] = w.node("Max", [w.name(node), lowest], w.fresh(f"{node.name}_float"))
 
     def _emit_rescaled(self, op: ConvertedOp) -> bool:
-        """Writes a multiplication that only changes a scale: the same integers, read with the new one."""
+        """Writes a carried ``mul`` or ``div`` as the same integers, read with another scale."""
         call, moved = op.call, self.graph.moved
         if call is None or call.kind not in ("mul", "div") or call.out.name not in moved:
             return False
@@ -223,7 +223,7 @@ class OnnxExporter:
         return name is not None
 
     def _requantize(self, node: TensorNode, qparams: QParams) -> None:
-        """Writes the integers of a node that carries them: the same parameters, so nothing is rounded."""
+        """Writes the integers of a node that carries them; with equal parameters nothing is rounded again."""
         w = self.writer
         w.names[node] = w.quantize_dequantize(w.name(node), node.name, f"{node.name}_dq", qparams)
 
@@ -248,7 +248,7 @@ class OnnxExporter:
         name = w.name(site.source)
         if axes == (0, 1):  # a grouped convolution's weight: ONNX knows one axis of channels
             name = w.node("Reshape", [name, w.ints([-1, *site.source.shape[2:]])], w.fresh(site.source.name))
-            w.laid.add(site.value)
+            w.laid_out.add(site.value)
             axes = (0,)
         axis = axes[0] if axes else 0
         w.names[site.value] = w.quantize_dequantize(name, site.name, site.value.name, site.qparams, axis)
@@ -256,10 +256,10 @@ class OnnxExporter:
     def _emit_weight(self, site: QuantizedSite, value: np.ndarray) -> None:
         from qtrace.export.onnx.ops import weight_layout
 
-        laid, axis = weight_layout(self._layer(site), site.integers(value))
+        laid_out, axis = weight_layout(self._layer(site), site.integers(value))
         w = self.writer
-        w.laid.add(site.value)
-        w.names[site.value] = w.dequantize(site.name, laid, site.qparams, axis, site.value.name)
+        w.laid_out.add(site.value)
+        w.names[site.value] = w.dequantize(site.name, laid_out, site.qparams, axis, site.value.name)
 
     def _layer(self, site: QuantizedSite) -> OpCall:
         for user in site.consumers:

@@ -20,8 +20,8 @@ _END = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class _Item:
-    """What an index says of one axis of the source.
+class _IndexItem:
+    """The part of an index for one axis of the source.
 
     Attributes:
         axis: the axis; None for a new axis.
@@ -33,40 +33,40 @@ class _Item:
 
     @property
     def whole(self) -> bool:
-        """Whether it takes the axis as it is."""
-        found = self.value
-        return isinstance(found, slice) and (found.start, found.stop, found.step) == (None, None, None)
+        """Whether the item keeps the whole axis."""
+        cut = self.value
+        return isinstance(cut, slice) and (cut.start, cut.stop, cut.step) == (None, None, None)
 
     @property
     def single(self) -> bool:
-        """Whether it takes one position and drops the axis."""
+        """Whether the item takes one position and drops the axis."""
         if isinstance(self.value, TensorNode):
             return tuple(self.value.shape) == ()
         return isinstance(self.value, (int, np.integer))
 
     @property
-    def many(self) -> bool:
-        """Whether it takes a list of positions."""
+    def gathers(self) -> bool:
+        """Whether the item takes a list of positions."""
         return self.axis is not None and not isinstance(self.value, slice) and not self.single
 
 
-def _items(index: Any, axes: int) -> list[_Item]:
-    """An item for each axis of the source, and for each new one, in the order of the index."""
-    given = list(index) if isinstance(index, tuple) else [index]
-    used = sum(_width(v) for v in given)
-    dots = [k for k, v in enumerate(given) if v is Ellipsis]
-    rest = [slice(None)] * (axes - used)
-    where = dots[0] if dots else len(given)
-    given[where : where + 1] = rest
-    found, axis = [], 0
-    for value in given:
-        found.append(_Item(None if value is None else axis, value))
+def _items(index: Any, axes: int) -> list[_IndexItem]:
+    """Returns an item for each axis of the source and each new axis, in the order of the index."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    used = sum(_width(v) for v in entries)
+    dots = [k for k, v in enumerate(entries) if v is Ellipsis]
+    whole_axes = [slice(None)] * (axes - used)
+    ellipsis = dots[0] if dots else len(entries)
+    entries[ellipsis : ellipsis + 1] = whole_axes
+    items, axis = [], 0
+    for value in entries:
+        items.append(_IndexItem(None if value is None else axis, value))
         axis += _width(value)
-    return found
+    return items
 
 
 def _width(value: Any) -> int:
-    """How many axes of the source an item takes; a mask takes as many as it has."""
+    """Returns the number of source axes that an entry indexes; a mask indexes as many as it has."""
     if value is None or value is Ellipsis:
         return 0
     return len(value.shape) if _is_mask(value) else 1
@@ -84,7 +84,7 @@ def _getitem(w: OnnxWriter, call: OpCall) -> None:
     if any(_is_mask(i.value) for i in items):
         w.names[call.out] = _masked(w, source, items, out)
         return
-    many = [i for i in items if i.many]
+    gathers = [i for i in items if i.gathers]
     _check_adjacent(items, out)
     steps: list[tuple[str, list[str], dict[str, int]]] = []
     cuts = [i for i in items if isinstance(i.value, slice) and not i.whole] + [
@@ -98,10 +98,10 @@ def _getitem(w: OnnxWriter, call: OpCall) -> None:
     dropped = [i.axis for i in items if i.single and i.axis is not None]
     if dropped:
         steps.append(("Squeeze", [w.ints(dropped)], {}))
-    if len(many) == 1:
-        steps.append(("Gather", [_positions(w, many[0].value)], {"axis": _left(many[0], dropped)}))
-    elif many:
-        steps.append(("GatherND", [_pairs(w, many, out)], {}))
+    if len(gathers) == 1:
+        steps.append(("Gather", [_positions(w, gathers[0].value)], {"axis": _left(gathers[0], dropped)}))
+    elif gathers:
+        steps.append(("GatherND", [_pairs(w, gathers, out)], {}))
     added = _new_axes(items)
     if added:
         steps.append(("Unsqueeze", [w.ints(added)], {}))
@@ -111,36 +111,36 @@ def _getitem(w: OnnxWriter, call: OpCall) -> None:
     w.names[call.out] = source
 
 
-def _check_adjacent(items: list[_Item], out: str) -> None:
-    """Refuses lists of positions beside others with a slice between: their axes would come first."""
-    taken = [k for k, i in enumerate(items) if i.many or (i.single and any(j.many for j in items))]
-    if taken and taken[-1] - taken[0] != len(taken) - 1:
+def _check_adjacent(items: list[_IndexItem], out: str) -> None:
+    """Refuses lists of positions with a slice between them: numpy puts their axes first."""
+    places = [k for k, i in enumerate(items) if i.gathers or (i.single and any(j.gathers for j in items))]
+    if places and places[-1] - places[0] != len(places) - 1:
         raise ExportError(f"{out}: positions in axes that are not neighbours have no ONNX form: index twice")
 
 
-def _left(item: _Item, dropped: list[int]) -> int:
-    """The axis of ``item`` when the axes ``dropped`` are gone."""
+def _left(item: _IndexItem, dropped: list[int]) -> int:
+    """Returns the axis of ``item`` after the axes ``dropped`` are removed."""
     assert item.axis is not None
     return item.axis - sum(d < item.axis for d in dropped)
 
 
-def _new_axes(items: list[_Item]) -> list[int]:
-    """Where the axes that ``None`` asks for stand in the result."""
-    found, position = [], 0
+def _new_axes(items: list[_IndexItem]) -> list[int]:
+    """Returns the positions in the result of the axes that ``None`` adds."""
+    new_axes, position = [], 0
     for item in items:
         if item.axis is None:
-            found.append(position)
-        if item.many:
+            new_axes.append(position)
+        if item.gathers:
             position += (
                 len(item.value.shape) if isinstance(item.value, TensorNode) else array(item.value).ndim
             )
         elif not item.single:
             position += 1
-    return found
+    return new_axes
 
 
-def _bounds(w: OnnxWriter, cuts: list[_Item], out: str) -> list[str]:
-    """The inputs of Slice: starts, ends, axes and steps, computed or fixed."""
+def _bounds(w: OnnxWriter, cuts: list[_IndexItem], out: str) -> list[str]:
+    """Returns the inputs of Slice: starts, ends, axes and steps, computed or constant."""
     starts, ends, steps = [], [], []
     for item in cuts:
         if item.single:
@@ -171,20 +171,20 @@ def _positions(w: OnnxWriter, value: Any) -> str:
     return int64(w, value if isinstance(value, TensorNode) else array(value))
 
 
-def _pairs(w: OnnxWriter, many: list[_Item], out: str) -> str:
-    """Positions in the first axes together, as GatherND reads them."""
-    ranks = {rank(i.value) for i in many}
-    if [i.axis for i in many] != list(range(len(many))) or len(ranks) != 1:
+def _pairs(w: OnnxWriter, gathers: list[_IndexItem], out: str) -> str:
+    """Joins the positions in the first axes, as GatherND reads them."""
+    ranks = {rank(i.value) for i in gathers}
+    if [i.axis for i in gathers] != list(range(len(gathers))) or len(ranks) != 1:
         raise ExportError(
             f"{out}: several lists of positions have an ONNX form only in the first axes: transpose "
             "before, or index one axis at a time"
         )
-    columns = [w.node("Unsqueeze", [_positions(w, i.value), w.ints([-1])], w.fresh(out)) for i in many]
+    columns = [w.node("Unsqueeze", [_positions(w, i.value), w.ints([-1])], w.fresh(out)) for i in gathers]
     return w.node("Concat", columns, w.fresh(out), axis=-1)
 
 
-def _masked(w: OnnxWriter, source: str, items: list[_Item], out: str) -> str:
-    """``x[mask]`` with a mask over the first axes."""
+def _masked(w: OnnxWriter, source: str, items: list[_IndexItem], out: str) -> str:
+    """Writes ``x[mask]`` with a mask over the first axes."""
     mask = items[0].value
     if not _is_mask(mask) or not all(i.whole for i in items[1:]):
         raise ExportError(f"{out}: a mask has an ONNX form only as the whole index: index twice")
@@ -201,12 +201,12 @@ def _masked(w: OnnxWriter, source: str, items: list[_Item], out: str) -> str:
 
 
 def _setitem(w: OnnxWriter, call: OpCall) -> None:
-    """``x[index] = value`` as a choice between the old values and the new ones."""
+    """Writes ``x[index] = value`` as a choice between the old values and the new ones."""
     x, out = call.expr.args[0], call.out
     items = [_at_traced_size(i, out) for i in _items(call.attrs["index"], len(x.shape))]
     if _is_mask(items[0].value):
         chosen, value = _mask_everywhere(w, items, rank(x), out.name), _plain(w, call)
-    elif any(i.axis is None or i.many or isinstance(i.value, TensorNode) or _computed(i) for i in items):
+    elif any(i.axis is None or i.gathers or isinstance(i.value, TensorNode) or _computed(i) for i in items):
         raise ExportError(
             f"{out.name}: writing at {call.attrs['index']!r} has no ONNX form: write at slices and numbers "
             "that are fixed or computed from shapes, or at a mask, or use F.where or F.concat"
@@ -216,36 +216,34 @@ def _setitem(w: OnnxWriter, call: OpCall) -> None:
     w.emit("Where", [chosen, value, operand(w, x, out.dtype)], out)
 
 
-def _at_traced_size(item: _Item, out: TensorNode) -> _Item:
-    """``item`` with bounds that are computed from shapes as numbers; the whole axis where they span it."""
+def _at_traced_size(item: _IndexItem, out: TensorNode) -> _IndexItem:
+    """Replaces bounds that are computed from shapes by numbers, and bounds that span the axis by ``:``."""
     value = item.value
     if item.axis is None or _is_mask(value):
         return item
     if isinstance(value, slice):
         value = slice(*(_traced_number(b) for b in (value.start, value.stop, value.step)))
-        if not _computed(_Item(item.axis, value)):
+        if not _computed(_IndexItem(item.axis, value)):
             size = int(out.shape[item.axis])
             value = slice(None) if range(size)[value] == range(size) else value
     elif isinstance(value, TensorNode) and item.single:
         value = _traced_number(value)
-    return _Item(item.axis, value)
+    return _IndexItem(item.axis, value)
 
 
 def _traced_number(value: Any) -> Any:
-    """The number that ``value`` is at the traced size; ``value`` itself where it depends on more."""
-    found = traced_value(value) if isinstance(value, TensorNode) else None
-    return value if found is None or found.size != 1 else int(found.reshape(-1)[0])
+    """Returns the number that ``value`` is at the traced size, or ``value`` if it depends on other values."""
+    traced = traced_value(value) if isinstance(value, TensorNode) else None
+    return value if traced is None or traced.size != 1 else int(traced.reshape(-1)[0])
 
 
-def _computed(item: _Item) -> bool:
-    found = item.value
-    return isinstance(found, slice) and any(
-        isinstance(b, TensorNode) for b in (found.start, found.stop, found.step)
-    )
+def _computed(item: _IndexItem) -> bool:
+    cut = item.value
+    return isinstance(cut, slice) and any(isinstance(b, TensorNode) for b in (cut.start, cut.stop, cut.step))
 
 
 def _plain(w: OnnxWriter, call: OpCall) -> str:
-    """A value that fits everywhere: a single number."""
+    """Writes the assigned value, which has to be a single number."""
     value = call.attrs["value"]
     size = int(np.prod(value.shape)) if isinstance(value, TensorNode) else array(value).size
     if size != 1:
@@ -255,7 +253,7 @@ def _plain(w: OnnxWriter, call: OpCall) -> str:
     return operand(w, value, call.out.dtype)
 
 
-def _mask_everywhere(w: OnnxWriter, items: list[_Item], axes: int, out: str) -> str:
+def _mask_everywhere(w: OnnxWriter, items: list[_IndexItem], axes: int, out: str) -> str:
     mask = items[0].value
     if not all(i.whole for i in items[1:]):
         raise ExportError(f"{out}: a mask has an ONNX form only as the whole index: index twice")
@@ -264,8 +262,8 @@ def _mask_everywhere(w: OnnxWriter, items: list[_Item], axes: int, out: str) -> 
     return name if count == axes else w.node("Unsqueeze", [name, w.ints(range(count, axes))], w.fresh(out))
 
 
-def _region(w: OnnxWriter, call: OpCall, items: list[_Item]) -> tuple[str, str]:
-    """The mask of a fixed region, of size 1 in axes that are taken whole, and the value spread over it."""
+def _region(w: OnnxWriter, call: OpCall, items: list[_IndexItem]) -> tuple[str, str]:
+    """Returns the mask of a fixed region, of size 1 in whole axes, and the value spread over the region."""
     shape = [int(n) for n in call.out.shape]
     base, value = call.out.name, call.attrs["value"]
     mask = np.ones([1] * len(shape), np.bool_)
@@ -281,17 +279,19 @@ def _region(w: OnnxWriter, call: OpCall, items: list[_Item]) -> tuple[str, str]:
     chosen = w.constant(f"{base}_places", mask)
     name = operand(w, value, call.out.dtype)
     sizes = [int(n) for n in value.shape] if isinstance(value, TensorNode) else list(array(value).shape)
-    kept = [i for i, item in enumerate(items) if not item.single]
-    # As numpy aligns them: the value's last axis to the last axis that the index kept.
-    given = dict(zip(kept[len(kept) - len(sizes) :], sizes, strict=True)) if sizes else {}
-    missing = [i for i in range(len(shape)) if i not in given]
+    kept_axes = [i for i, item in enumerate(items) if not item.single]
+    # As in numpy: the value's last axis is aligned to the last axis that the index keeps.
+    value_sizes = dict(zip(kept_axes[len(kept_axes) - len(sizes) :], sizes, strict=True)) if sizes else {}
+    missing = [i for i in range(len(shape)) if i not in value_sizes]
     if sizes and missing:
         name = w.node("Unsqueeze", [name, w.ints(missing)], w.fresh(base))
     for axis, at in places.items():
-        if given.get(axis, 1) != 1:
-            where = np.zeros(shape[axis], np.int64)
-            where[at] = np.arange(len(at))
-            name = w.node("Gather", [name, w.constant(w.fresh(base), where)], w.fresh(base), axis=axis)
+        if value_sizes.get(axis, 1) != 1:
+            source_places = np.zeros(shape[axis], np.int64)
+            source_places[at] = np.arange(len(at))
+            name = w.node(
+                "Gather", [name, w.constant(w.fresh(base), source_places)], w.fresh(base), axis=axis
+            )
     return chosen, name
 
 
@@ -308,13 +308,13 @@ def _scatter(w: OnnxWriter, call: OpCall) -> None:
 
 def _indexing_one_hot(w: OnnxWriter, call: OpCall) -> None:
     axis, base = call.attrs["axis"], call.out.name
-    where = w.node("Unsqueeze", [int64(w, call.attrs["index"]), w.ints([axis])], w.fresh(base))
-    inputs = [w.name(call.inputs[0]), where]
+    positions = w.node("Unsqueeze", [int64(w, call.attrs["index"]), w.ints([axis])], w.fresh(base))
+    inputs = [w.name(call.inputs[0]), positions]
     if call.attrs["keepdims"]:
         w.emit("GatherElements", inputs, call.out, axis=axis)
         return
-    found = w.node("GatherElements", inputs, w.fresh(base), axis=axis)
-    w.emit("Squeeze", [found, w.ints([axis])], call.out)
+    gathered = w.node("GatherElements", inputs, w.fresh(base), axis=axis)
+    w.emit("Squeeze", [gathered, w.ints([axis])], call.out)
 
 
 def _cond_take(w: OnnxWriter, call: OpCall) -> None:
@@ -323,8 +323,8 @@ def _cond_take(w: OnnxWriter, call: OpCall) -> None:
     flat = w.node("Reshape", [operand(w, call.attrs["mask"], np.bool_), w.ints([-1])], w.fresh(base))
     source = w.node("Reshape", [w.name(call.inputs[0]), w.ints([-1])], w.fresh(base))
     w.emit("Compress", [source, flat], values, axis=0)
-    found = w.node("Reshape", [w.node("NonZero", [flat], w.fresh(base)), w.ints([-1])], w.fresh(base))
-    w.names[positions] = cast(w, found, positions.dtype, positions.name)
+    chosen = w.node("Reshape", [w.node("NonZero", [flat], w.fresh(base)), w.ints([-1])], w.fresh(base))
+    w.names[positions] = cast(w, chosen, positions.dtype, positions.name)
 
 
 def _embedding(w: OnnxWriter, call: OpCall) -> None:

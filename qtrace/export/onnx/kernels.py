@@ -1,4 +1,4 @@
-"""Ops that onnxruntime's integer kernels compute wrong: the file keeps them in float."""
+"""Finds ops that onnxruntime's integer kernels compute wrong, so that the file keeps them in float."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from qtrace.ops import OpCall, Role
 
 __all__ = ["softmax_overflows"]
 
-# QLinearSoftmax multiplies by 1 / scale in 32 bits. Where there is no room, values wrap around to 0: below a
+# QLinearSoftmax multiplies by 1 / scale in 32 bits. On overflow, values wrap around to 0: below a
 # scale of 1 / (150 * length of the axis), measured with onnxruntime 1.23 for 2 to 64 values. The bound leaves
 # a margin.
 _LOWEST_SCALE = 1.0 / 100.0
-_MAX_BITS = 8  # of a kernel of integers
+_MAX_BITS = 8  # of an integer kernel
 
 
 def softmax_overflows(graph: ConvertedGraph, call: OpCall) -> bool:
@@ -36,7 +36,7 @@ def softmax_overflows(graph: ConvertedGraph, call: OpCall) -> bool:
 
 
 def _origin(graph: ConvertedGraph, node: TensorNode) -> TensorNode:
-    """The node whose values `node` holds, before the ops that only move them."""
+    """Returns the node that ``node`` has its values from, before the ops that only move them."""
     while (call := graph.call(node.expr)) is not None and call.role is Role.CARRY and call.inputs:
         node = call.inputs[0]
     return node

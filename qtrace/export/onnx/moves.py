@@ -34,15 +34,15 @@ def _transpose(w: OnnxWriter, call: OpCall) -> None:
     pattern = call.attrs["pattern"]
     rank = len(call.inputs[0].shape)
     pattern = tuple(pattern) or tuple(reversed(range(rank)))
-    kept = [int(p) % rank for p in pattern if isinstance(p, (int, np.integer))]
+    axes = [int(p) % rank for p in pattern if isinstance(p, (int, np.integer))]
     added = [i for i, p in enumerate(pattern) if p == "x"]
-    if len(kept) + len(added) != len(pattern) or sorted(kept) != list(range(rank)):
+    if len(axes) + len(added) != len(pattern) or sorted(axes) != list(range(rank)):
         raise ExportError(f"{call.out.name}: transpose by {pattern!r} has no ONNX form: use all axes")
     source = [w.name(call.inputs[0])]
     if not added:
-        w.emit("Transpose", source, call.out, perm=kept)
+        w.emit("Transpose", source, call.out, perm=axes)
         return
-    moved = w.node("Transpose", source, w.fresh(call.out.name), perm=kept)
+    moved = w.node("Transpose", source, w.fresh(call.out.name), perm=axes)
     w.emit("Unsqueeze", [moved, w.ints(added)], call.out)
 
 
@@ -90,7 +90,7 @@ def _split(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _split_computed(w: OnnxWriter, call: OpCall, axis: int, sections: Any) -> None:
-    """A slice for each part, between places that are computed."""
+    """Writes a slice for each part, between computed places."""
     if isinstance(sections, TensorNode):
         raise ExportError(
             f"{call.out.name}: a split into a computed number of parts has no ONNX form: fix it"
@@ -117,7 +117,7 @@ def _tile(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _repeat(w: OnnxWriter, call: OpCall) -> None:
-    """Each value several times: a new axis behind, repeated, and joined with the one before it."""
+    """Repeats each value: adds an axis behind, tiles it, and joins it with the axis before it."""
     axis, times, x = call.attrs["axis"], call.attrs["repeats"], call.inputs[0]
     name, base, shape = w.name(x), call.out.name, [int(n) for n in x.shape]
     if axis is None:
@@ -125,13 +125,13 @@ def _repeat(w: OnnxWriter, call: OpCall) -> None:
     single = w.node("Unsqueeze", [name, w.ints([axis + 1])], w.fresh(base))
     counts: list[Any] = [1] * (len(shape) + 1)
     counts[axis + 1] = times
-    many = w.node("Tile", [single, shape_vector(w, counts)], w.fresh(base))
+    repeated = w.node("Tile", [single, shape_vector(w, counts)], w.fresh(base))
     target = [0] * axis + [-1] + shape[axis + 1 :]
-    w.emit("Reshape", [many, w.ints(target)], call.out)
+    w.emit("Reshape", [repeated, w.ints(target)], call.out)
 
 
 def _roll(w: OnnxWriter, call: OpCall) -> None:
-    """The values behind a place come first; the place is the negative shift, modulo the size."""
+    """Exchanges the parts before and behind a place: the negative shift, modulo the size."""
     x, base, axes = call.inputs[0], call.out.name, call.attrs["axis"]
     source = w.name(x)
     name = source if axes is not None else w.node("Reshape", [source, w.ints([-1])], w.fresh(base))
@@ -141,9 +141,9 @@ def _roll(w: OnnxWriter, call: OpCall) -> None:
         if int(shift) == 0:
             continue
         place = _place(w, name, int(shift), axis, base)
-        where = w.ints([axis])
-        behind = w.node("Slice", [name, place, w.ints([_END]), where], w.fresh(base))
-        before = w.node("Slice", [name, w.ints([0]), place, where], w.fresh(base))
+        axis_vector = w.ints([axis])
+        behind = w.node("Slice", [name, place, w.ints([_END]), axis_vector], w.fresh(base))
+        before = w.node("Slice", [name, w.ints([0]), place, axis_vector], w.fresh(base))
         name = w.node("Concat", [behind, before], w.fresh(base), axis=axis)
     if axes is None:
         name = w.node("Reshape", [name, w.node("Shape", [source], w.fresh(base))], w.fresh(base))
@@ -164,13 +164,13 @@ def _pixel_shuffle(w: OnnxWriter, call: OpCall) -> None:
         return
     flat = w.node("Reshape", [name, w.ints([-1, *shape[-3:]])], w.fresh(base))
     moved = w.node("DepthToSpace", [flat], w.fresh(base), blocksize=factor, mode="CRD")
-    # Leading axes: all but the first are fixed; without any, the one that was added goes away.
+    # Of the leading axes, all but the first are fixed; without any, the added axis is removed.
     target = [-1, *(int(n) for n in call.out.shape[1:])] if len(shape) > 4 else list(call.out.shape)
     w.emit("Reshape", [moved, w.ints(target)], call.out)
 
 
 def _sliding_window(w: OnnxWriter, call: OpCall) -> None:
-    """Rows and columns of every window by their positions, then the axes of the windows go behind."""
+    """Gathers rows and columns of every window, then moves the axes of the windows behind."""
     a, base, shape = call.attrs, call.out.name, call.inputs[0].shape
     name, (high, wide) = w.name(call.inputs[0]), a["padding"]
     if high or wide:
@@ -180,8 +180,8 @@ def _sliding_window(w: OnnxWriter, call: OpCall) -> None:
         k, step, apart = (a[n][source - 2] for n in ("kernel_size", "stride", "dilation"))
         count = (int(shape[source]) + 2 * pad - apart * (k - 1) - 1) // step + 1
         places = step * np.arange(count)[:, None] + apart * np.arange(k)
-        where = w.constant(f"{base}_places_{axis}", places.astype(np.int64))
-        name = w.node("Gather", [name, where], w.fresh(base), axis=axis)
+        positions = w.constant(f"{base}_places_{axis}", places.astype(np.int64))
+        name = w.node("Gather", [name, positions], w.fresh(base), axis=axis)
     w.emit("Transpose", [name], call.out, perm=[0, 1, 2, 4, 3, 5])
 
 

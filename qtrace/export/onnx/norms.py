@@ -1,4 +1,4 @@
-"""ONNX for normalisations and for activations that stay float; at opset 13 most are several nodes."""
+"""ONNX for normalizations and for activation functions that stay float, most of them as several nodes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["NORMS"]
 def _batch_norm(w: OnnxWriter, call: OpCall) -> None:
     module, names = owner(call.expr), ("weight", "bias", "running_mean", "running_var")
     if module is not None:
-        found = [get_module(module, n) for n in names]
-        values = [None if t is None else t.numpy() for t in found]
+        parameters = [get_module(module, n) for n in names]
+        values = [None if t is None else t.numpy() for t in parameters]
     else:
         values = [None if call.attrs[n] is None else w.value(call.attrs[n]) for n in names]
         if any(v is None and call.attrs[n] is not None for v, n in zip(values, names, strict=True)):
@@ -67,7 +67,7 @@ def _logsumexp(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _power_sum(w: OnnxWriter, call: OpCall, keep: int, output: str) -> str:
-    """The vector norm over the axes."""
+    """Writes the vector norm over the axes."""
     order = 2.0 if call.attrs["ord"] is None else float(call.attrs["ord"])
     axes, x, base = axes_of(call), w.name(call.inputs[0]), call.out.name
     if order in (1.0, 2.0):
@@ -91,7 +91,7 @@ def _normalize(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _standardized(w: OnnxWriter, x: str, axes: Sequence[int], eps: float, base: str) -> str:
-    """(x - mean) / sqrt(variance + eps) over ``axes``."""
+    """Writes (x - mean) / sqrt(variance + eps) over ``axes``."""
     mean = w.node("ReduceMean", [x], w.fresh(base), axes=list(axes), keepdims=1)
     apart = w.node("Sub", [x, mean], w.fresh(base))
     square = w.node("Mul", [apart, apart], w.fresh(base))
@@ -101,7 +101,7 @@ def _standardized(w: OnnxWriter, x: str, axes: Sequence[int], eps: float, base: 
 
 
 def _factor(w: OnnxWriter, call: OpCall, name: str, shape: Sequence[int]) -> str | None:
-    """The weight or bias of a norm in the given shape."""
+    """Returns the weight or bias of a norm in ``shape``; None if the norm has none."""
     value = call.attrs[name]
     if value is None:
         return None
@@ -112,7 +112,7 @@ def _factor(w: OnnxWriter, call: OpCall, name: str, shape: Sequence[int]) -> str
 
 
 def _finish(w: OnnxWriter, call: OpCall, name: str, shape: Sequence[int]) -> None:
-    """Multiplies by the weight and adds the bias, if there are any."""
+    """Multiplies by the weight and adds the bias, if the norm has them."""
     weight, bias = (_factor(w, call, n, shape) for n in ("weight", "bias"))
     if weight is not None:
         name = w.node("Mul", [name, weight], call.out.name if bias is None else w.fresh(call.out.name))
@@ -141,7 +141,7 @@ def _general_norm(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _group_norm(w: OnnxWriter, call: OpCall) -> None:
-    """The channels of a group in one axis, each group standardized, and back."""
+    """Joins the channels of a group in one axis, standardizes each group, and restores the shape."""
     shape = [int(n) for n in call.inputs[0].shape]
     groups = call.attrs.get("num_groups", call.attrs.get("group"))
     source, base = w.name(call.inputs[0]), call.out.name
@@ -168,7 +168,7 @@ def _local_response_norm(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _gelu(w: OnnxWriter, call: OpCall) -> None:
-    """x * (1 + erf(x / sqrt(2))) / 2."""
+    """Writes x * (1 + erf(x / sqrt(2))) / 2."""
     x, base = w.name(call.inputs[0]), call.out.name
     inner = w.node("Erf", [w.node("Div", [x, w.scalar(math.sqrt(2.0))], w.fresh(base))], w.fresh(base))
     half = w.node("Mul", [x, w.scalar(0.5)], w.fresh(base))
@@ -176,7 +176,7 @@ def _gelu(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _logsigmoid(w: OnnxWriter, call: OpCall) -> None:
-    """-softplus(-x): the logarithm of a sigmoid would be -inf for large negative x."""
+    """Writes -softplus(-x): the logarithm of a sigmoid would be -inf for large negative x."""
     base = call.out.name
     inner = w.node("Softplus", [w.node("Neg", [w.name(call.inputs[0])], w.fresh(base))], w.fresh(base))
     w.emit("Neg", [inner], call.out)

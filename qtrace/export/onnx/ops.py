@@ -24,13 +24,13 @@ from qtrace.ops import OpCall
 __all__ = ["EMITTERS", "WITHOUT", "Emitter", "weight_layout"]
 
 
-# The number of axes along which each of them moves its window.
+# Kind -> the number of axes along which it moves its window.
 _CONVS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
 _TRANSPOSED = {"conv_transpose2d": 2, "conv_transpose3d": 3}
 
 
 def weight_layout(call: OpCall, weight: np.ndarray) -> tuple[np.ndarray, int]:
-    """A layer's weight in ONNX's layout, and the axis that counts its output channels there."""
+    """Returns a layer's weight in ONNX's layout, and the axis of its output channels there."""
     if call.kind in _CONVS:
         return weight.reshape(-1, *weight.shape[-_CONVS[call.kind] - 1 :]), 0
     if call.kind in _TRANSPOSED:
@@ -41,14 +41,14 @@ def weight_layout(call: OpCall, weight: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _only_matrices(call: OpCall) -> bool:
-    """Whether every linear layer that reads this weight has a matrix as its input: Gemm takes only those."""
+    """Whether every linear layer that reads this weight has a matrix as its input, as Gemm requires."""
     assert call.weight is not None
-    calls = [found for user in users(call.weight) if (found := ops.read(user)) is not None]
+    calls = [reader for user in users(call.weight) if (reader := ops.read(user)) is not None]
     return all(len(c.inputs[0].shape) == 2 for c in calls if c.kind == "linear")
 
 
 def _weight(w: OnnxWriter, call: OpCall) -> str:
-    """The tensor of a layer's weight in ONNX's layout, be it stored integers, floats or computed."""
+    """Returns the tensor of a layer's weight in ONNX's layout: stored integers, floats, or computed."""
     node = call.weight
     assert node is not None
     value = w.value(node)
@@ -56,7 +56,7 @@ def _weight(w: OnnxWriter, call: OpCall) -> str:
         laid = weight_layout(call, value)[0]
         same = laid.shape == value.shape and np.array_equal(laid, value)
         return w.name(node) if same else w.constant(f"{node.name}_{call.kind}", laid)
-    if node in w.laid:
+    if node in w.laid_out:
         return w.name(node)
     shape = [int(n) for n in node.shape]
     count = {**_CONVS, **_TRANSPOSED}.get(call.kind)
@@ -87,7 +87,7 @@ def _conv(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _flat(w: OnnxWriter, bias: TensorNode) -> str:
-    """A bias as a vector; one that is quantized is stored as one."""
+    """Returns the tensor of a bias as a vector; a quantized bias is stored as a vector."""
     value = w.value(bias)
     if value is not None and value.ndim > 1:
         return w.constant(f"{bias.name}_flat", value.reshape(-1))
@@ -131,7 +131,7 @@ def _clip(w: OnnxWriter, call: OpCall) -> None:
         names = ["" if b is None else operand(w, b, kind) for b in (lower, upper)]
         w.emit("Clip", [name, *names], call.out)
         return
-    # Clip takes numbers only; a bound that is computed may have axes.
+    # Clip takes numbers only; a computed bound may have axes.
     if upper is not None:
         name = w.node("Min", [name, operand(w, upper, kind)], w.fresh(call.out.name))
     if lower is not None:
@@ -140,7 +140,7 @@ def _clip(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _gated(gate: str, **fixed: Any) -> Emitter:
-    """x * gate(x)."""
+    """Emits x * gate(x)."""
 
     def emit(w: OnnxWriter, call: OpCall) -> None:
         x = w.name(call.inputs[0])
@@ -161,7 +161,7 @@ def _join(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _prelu(w: OnnxWriter, call: OpCall) -> None:
-    """One slope, or one for each channel along axis 1; ONNX aligns the last axes."""
+    """Writes a slope for the tensor or for each channel along axis 1; ONNX aligns the last axes."""
     slope, x = call.attrs["slope"], call.inputs[0]
     name = operand(w, slope, np.float32)
     size = int(np.prod(slope.shape))

@@ -1,4 +1,4 @@
-"""Which ONNX opset a model needs, and its nodes in the form of that opset."""
+"""Chooses the ONNX opset that a model needs, and brings its nodes into the form of that opset."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 __all__ = ["at_opset", "versions"]
 
-# int8 and uint8: what runtimes fuse best. Integers of 4 and 16 bits came with opset 21, and with 16 ops that
+# Runtimes fuse opset 13 best. Opset 21 added integers of 4 and 16 bits, opset 16 ops that
 # read between pixels (RoiAlign without widening small regions).
 _USUAL, _SAMPLING, _WIDE = (13, 8), (16, 8), (21, 10)
 _SAMPLERS = ("GridSample", "RoiAlign")
 _WIDE_TYPES = (TensorProto.INT4, TensorProto.UINT4, TensorProto.INT16, TensorProto.UINT16)
 
-# Their axes became an input at opset 18; ReduceSum's had at 13.
+# Reductions whose axes became an input at opset 18; those of ReduceSum did at 13.
 _REDUCTIONS = tuple(
     f"Reduce{n}" for n in ["Mean", "Max", "Min", "Prod", "L1", "L2", "LogSum", "LogSumExp", "SumSquare"]
 )
 
 
 def versions(stored: Iterable[TensorProto], nodes: Iterable[NodeProto] = ()) -> tuple[int, int]:
-    """The opset and the IR version that a model with these initializers and nodes needs.
+    """Returns the opset and the IR version that a model with these initializers and nodes needs.
 
     Every QuantizeLinear has a zero point, whose type is that of its result.
     """
@@ -32,7 +32,7 @@ def versions(stored: Iterable[TensorProto], nodes: Iterable[NodeProto] = ()) -> 
 
 
 def at_opset(nodes: list[NodeProto], opset: int) -> tuple[list[NodeProto], list[TensorProto]]:
-    """Nodes that were written for opset 13 in the form of ``opset``, and the initializers that they add."""
+    """Converts nodes of opset 13 to ``opset``; returns them and the initializers that they add."""
     if opset < 18:
         return nodes, []
     changed: list[NodeProto] = []
@@ -44,7 +44,9 @@ def at_opset(nodes: list[NodeProto], opset: int) -> tuple[list[NodeProto], list[
             continue
         name = "const_axes_" + "_".join(str(axis) for axis in axes)
         added[name] = numpy_helper.from_array(np.array(axes, np.int64), name)
-        kept = {a.name: helper.get_attribute_value(a) for a in node.attribute if a.name != "axes"}
+        attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute if a.name != "axes"}
         inputs = [node.input[0], name]
-        changed.append(helper.make_node(node.op_type, inputs, list(node.output), name=node.name, **kept))
+        changed.append(
+            helper.make_node(node.op_type, inputs, list(node.output), name=node.name, **attributes)
+        )
     return changed, list(added.values())

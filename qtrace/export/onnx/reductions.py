@@ -36,7 +36,7 @@ def _reduce(op: str) -> Emitter:
 
 
 def _spread(w: OnnxWriter, call: OpCall) -> None:
-    """Variance and standard deviation, of the whole population."""
+    """Writes variance or standard deviation of the population."""
     axes, keep, base = axes_of(call), int(call.attrs["keepdims"]), call.out.name
     x = operand(w, call.inputs[0], np.float32)
     mean = w.node("ReduceMean", [x], w.fresh(base), axes=axes, keepdims=1)
@@ -50,7 +50,7 @@ def _spread(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _argument(op: str) -> Emitter:
-    """The position of the largest or smallest value, of the first one among equals."""
+    """Emits the position of the largest or smallest value, the first one among equals."""
 
     def emit(w: OnnxWriter, call: OpCall) -> None:
         axis, x, keep = call.attrs["axis"], w.name(call.inputs[0]), int(bool(call.attrs["keepdims"]))
@@ -71,21 +71,21 @@ def _argument(op: str) -> Emitter:
 
 def _cumsum(w: OnnxWriter, call: OpCall) -> None:
     (axis,) = call.attrs["axis"]
-    where = w.constant(f"const_axis_{axis}", np.array(axis, np.int64))
-    w.emit("CumSum", [operand(w, call.inputs[0], call.out.dtype), where], call.out)
+    axis_tensor = w.constant(f"const_axis_{axis}", np.array(axis, np.int64))
+    w.emit("CumSum", [operand(w, call.inputs[0], call.out.dtype), axis_tensor], call.out)
 
 
 def _top(w: OnnxWriter, call: OpCall, count: str, largest: bool, ordered: bool = True) -> None:
-    """TopK along the last axis; values to the first output, positions to the second."""
+    """Writes TopK along the last axis; values to the first output, positions to the second."""
     values, positions = call.outputs if len(call.outputs) == 2 else (None, call.out)
     base = call.out.name
-    made = [w.fresh(base) if values is None else values.name, w.fresh(base)]
+    outputs = [w.fresh(base) if values is None else values.name, w.fresh(base)]
     options = {"axis": -1, "largest": int(largest), "sorted": int(ordered)}
     source = w.name(call.inputs[0])
-    emit_several(w, "TopK", [source, count], made, **options)
+    emit_several(w, "TopK", [source, count], outputs, **options)
     if values is not None:
-        w.names[values] = made[0]
-    w.names[positions] = cast(w, made[1], positions.dtype, positions.name)
+        w.names[values] = outputs[0]
+    w.names[positions] = cast(w, outputs[1], positions.dtype, positions.name)
 
 
 def _topk(w: OnnxWriter, call: OpCall) -> None:
@@ -94,31 +94,31 @@ def _topk(w: OnnxWriter, call: OpCall) -> None:
         _kth(w, call)
         return
     base = call.out.name
-    # MegEngine gives all values where there are fewer than k; how many there are may depend on the input.
+    # MegEngine returns all values if there are fewer than k; their number may depend on the input.
     count = w.node("Min", [scalar_int64(w, a["k"]), _size(w, call.inputs[0], -1, base)], w.fresh(base))
     _top(w, call, count, bool(a["descending"]), not a["no_sort"])
 
 
 def _size(w: OnnxWriter, x: TensorNode, axis: int, base: str) -> str:
-    """The size of an axis of ``x``, as a vector of one number."""
+    """Returns the size of an axis of ``x``, as a vector of one number."""
     axis %= len(x.shape)
     shape = w.node("Shape", [w.name(x)], w.fresh(base))
     return w.node("Slice", [shape, w.ints([axis]), w.ints([axis + 1])], w.fresh(base))
 
 
 def _kth(w: OnnxWriter, call: OpCall) -> None:
-    """The k-th value alone, as the last of the k first."""
+    """Writes the k-th value, as the last of the first k."""
     value, position = call.outputs
     if any(users(position)):
         raise ExportError(
             f"{call.out.name}: the position of a k-th value has no ONNX form: take it from F.topk"
         )
-    made = [w.fresh(value.name), w.fresh(value.name)]
+    outputs = [w.fresh(value.name), w.fresh(value.name)]
     options = {"axis": -1, "largest": int(bool(call.attrs["descending"])), "sorted": 1}
     inputs = [w.name(call.inputs[0]), scalar_int64(w, call.attrs["k"])]
-    emit_several(w, "TopK", inputs, made, **options)
+    emit_several(w, "TopK", inputs, outputs, **options)
     last = w.constant("const_axis_-1", np.array(-1, np.int64))
-    w.emit("Gather", [made[0], last], value, axis=-1)
+    w.emit("Gather", [outputs[0], last], value, axis=-1)
 
 
 def _sort(w: OnnxWriter, call: OpCall) -> None:
@@ -134,7 +134,7 @@ def _one_hot(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _nms(w: OnnxWriter, call: OpCall) -> None:
-    """Boxes of one class, which MegEngine gives in the order of their scores."""
+    """Writes the suppression of boxes of one class, which MegEngine orders by score."""
     boxes, scores = call.inputs
     base, limit = call.out.name, call.attrs["max_output"]
     count = _size(w, boxes, 0, base) if limit is None else w.ints([int(limit)])
@@ -144,9 +144,9 @@ def _nms(w: OnnxWriter, call: OpCall) -> None:
     if isinstance(threshold, TensorNode):
         raise ExportError(f"{base}: a threshold that is computed has no ONNX form: fix it")
     limits = w.constant(w.fresh("const_iou"), np.array([float(threshold)], np.float32))
-    found = w.node("NonMaxSuppression", [stacked, ranked, count, limits], w.fresh(base))
+    selected = w.node("NonMaxSuppression", [stacked, ranked, count, limits], w.fresh(base))
     column = w.constant("const_axis_2", np.array(2, np.int64))
-    emit_as(w, "Gather", [found, column], call.out, axis=1)
+    emit_as(w, "Gather", [selected, column], call.out, axis=1)
 
 
 REDUCTIONS: dict[str, Emitter] = {

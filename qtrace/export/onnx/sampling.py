@@ -1,4 +1,4 @@
-"""ONNX for ops that read between pixels, at computed places: RoiAlign and GridSample of opset 16."""
+"""ONNX for ops that interpolate between pixels at computed places: RoiAlign and GridSample of opset 16."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BORDERS = {"replicate": "border", "constant": "zeros"}
 
 
 def _roi_align(w: OnnxWriter, call: OpCall) -> None:
-    """Regions as MegEngine gives them: the number of the image, then two corners."""
+    """Writes RoiAlign; MegEngine's regions are the number of the image, then two corners."""
     a, base = call.attrs, call.out.name
     high, wide = a["samples"]
     if a["mode"] != "average":
@@ -37,19 +37,21 @@ def _roi_align(w: OnnxWriter, call: OpCall) -> None:
     numbers = w.node("Slice", [rois, w.ints([0]), w.ints([1]), w.ints([1])], w.fresh(base))
     numbers = cast(w, w.node("Reshape", [numbers, w.ints([-1])], w.fresh(base)), np.int64)
     corners = w.node("Slice", [rois, w.ints([1]), w.ints([5]), w.ints([1])], w.fresh(base))
-    # MegEngine has zeros around the image where ONNX repeats its edge: with a frame of zeros both read the
-    # same. Regions are moved by its width, and where MegEngine does not subtract half a pixel by that, too:
+    # Around the image MegEngine reads zeros, ONNX repeats the edge: with a frame of zeros both read the
+    # same. Regions are shifted by the frame's width, and by half a pixel if MegEngine does not subtract it:
     # ONNX's mode without it widens regions of less than one pixel.
     moved = (1.0 if a["aligned"] else 1.5) / a["scale"]
     corners = w.node("Add", [corners, w.constant(f"{base}_frame", np.float32(moved))], w.fresh(base))
     frame = w.ints([0, 0, 1, 1, 0, 0, 1, 1])
     image = w.node("Pad", [w.name(call.inputs[0]), frame, w.scalar(0.0)], w.fresh(base), mode="constant")
     size = dict(zip(("output_height", "output_width"), a["output_size"], strict=True))
-    how = {"coordinate_transformation_mode": "half_pixel", "mode": "avg", "sampling_ratio": int(high)}
-    w.emit("RoiAlign", [image, corners, numbers], call.out, **size, **how, spatial_scale=float(a["scale"]))
+    settings = {"coordinate_transformation_mode": "half_pixel", "mode": "avg", "sampling_ratio": int(high)}
+    w.emit(
+        "RoiAlign", [image, corners, numbers], call.out, **size, **settings, spatial_scale=float(a["scale"])
+    )
 
 
-def _given(call: OpCall) -> dict[str, Any]:
+def _call_arguments(call: OpCall) -> dict[str, Any]:
     assert isinstance(call.expr, CallFunction)
     return arguments(call.expr)
 
@@ -64,12 +66,12 @@ def _sample(w: OnnxWriter, call: OpCall, places: str, settings: dict[str, Any], 
         )
     if way != "linear":
         raise ExportError(f"{call.kind} with interp_mode={way!r} has no ONNX form: use 'linear'")
-    how = {"mode": "bilinear", "padding_mode": _BORDERS[mode], "align_corners": 0}
-    w.emit("GridSample", [w.name(call.inputs[0]), _grid(w, call, places)], call.out, **how)
+    settings = {"mode": "bilinear", "padding_mode": _BORDERS[mode], "align_corners": 0}
+    w.emit("GridSample", [w.name(call.inputs[0]), _grid(w, call, places)], call.out, **settings)
 
 
 def _grid(w: OnnxWriter, call: OpCall, places: str) -> str:
-    """Pixels (x, y) of the input as ONNX counts them: from -1 to 1."""
+    """Converts pixels (x, y) of the input to ONNX's coordinates from -1 to 1."""
     base, shape = call.out.name, call.inputs[0].shape
     sizes = np.array([int(shape[3]), int(shape[2])], np.float32)
     factor = w.constant(f"{base}_factor", 2 / sizes)
@@ -78,13 +80,13 @@ def _grid(w: OnnxWriter, call: OpCall, places: str) -> str:
 
 
 def _remap(w: OnnxWriter, call: OpCall) -> None:
-    a = _given(call)
+    a = _call_arguments(call)
     _sample(w, call, operand(w, a["map_xy"], np.float32), a, float(a["scalar"]))
 
 
 def _warp(w: OnnxWriter, call: OpCall) -> None:
-    """Places are ``mat @ (x, y, 1)`` for every pixel of the output; the third row divides the others."""
-    a, base = _given(call), call.out.name
+    """Samples at ``mat @ (x, y, 1)`` for every output pixel; the third row divides the others."""
+    a, base = _call_arguments(call), call.out.name
     if a["format"] != "NCHW":
         raise ExportError(f"{call.kind} has an ONNX form only with format='NCHW': transpose its input")
     if a.get("mat_idx") is not None:
@@ -105,7 +107,7 @@ def _warp(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _deformable(w: OnnxWriter, call: OpCall) -> None:
-    """What the taps read (GridSample), times the mask, through a convolution of single pixels.
+    """Writes GridSample for the taps, times the mask, and a convolution of single pixels.
 
     Deformable Convolutional Networks v2, equation 1: offsets come as (y, x) for each tap. onnxruntime has no
     kernel for ONNX's DeformConv.
@@ -130,8 +132,8 @@ def _deformable(w: OnnxWriter, call: OpCall) -> None:
     places = w.node("Add", [offset, fixed], w.fresh(base))
     places = w.node("Reshape", [places, w.ints([0, taps * high, wide, 2])], w.fresh(base))
     inputs = [w.name(call.inputs[0]), _grid(w, call, places)]
-    how = {"mode": "bilinear", "padding_mode": "zeros", "align_corners": 0}
-    read = w.node("GridSample", inputs, w.fresh(base), **how)
+    settings = {"mode": "bilinear", "padding_mode": "zeros", "align_corners": 0}
+    read = w.node("GridSample", inputs, w.fresh(base), **settings)
     read = w.node("Reshape", [read, w.ints([0, weight.shape[1], taps, high, wide])], w.fresh(base))
     mask = w.node("Reshape", [mask, w.ints([0, 1, taps, high, wide])], w.fresh(base))
     read = w.node("Mul", [read, mask], w.fresh(base))
@@ -143,24 +145,24 @@ def _deformable(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _deformable_arguments(w: OnnxWriter, call: OpCall) -> dict[str, Any]:
-    """The arguments of the module and of the function under the function's names, parameters as arrays."""
-    found, module = arguments(call.expr), owner(call.expr)
+    """Returns the arguments of the module or function by the function's names, parameters as arrays."""
+    values, module = arguments(call.expr), owner(call.expr)
     if module is not None:
         names = ("weight", "bias", "stride", "padding", "dilation", "groups")
-        found.update((n, getattr(module, n)) for n in names)
+        values.update((n, getattr(module, n)) for n in names)
     for name in ("weight", "bias"):
-        value = found[name]
+        value = values[name]
         if isinstance(value, TensorNode) and w.value(value) is None:
             raise ExportError(
                 f"{call.kind} has an ONNX form only where its {name} is stored: make it a parameter"
             )
         stored = w.value(value) if isinstance(value, TensorNode) else value
-        found[name] = None if stored is None else array(stored)
-    return found
+        values[name] = None if stored is None else array(stored)
+    return values
 
 
 def _tap_places(a: dict[str, Any], window: tuple[int, ...], size: tuple[int, int]) -> np.ndarray:
-    """Where each tap reads without an offset: 1 x taps x H x W x 2 pixels (x, y)."""
+    """Returns the pixels (x, y) that the taps read without offset, of shape (1, taps * H, W, 2)."""
     lines = []
     for axis in (0, 1):
         step, pad, apart = (integers(n, a[n], 2)[axis] for n in ("stride", "padding", "dilation"))

@@ -1,4 +1,4 @@
-"""Some exprs of a converted graph as an ONNX model of their own, to be evaluated without MegEngine."""
+"""A segment of a converted graph as an ONNX model, to be evaluated without MegEngine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qtrace.graph.types import Expr, TensorNode, TracedModule
 
 __all__ = ["segment_model"]
 
-# The first opset at which ONNX's reference evaluator knows every op that is written.
+# The first opset at which ONNX's reference evaluator knows every op that qtrace writes.
 _OPSET, _IR_VERSION = 21, 10
 
 
@@ -31,7 +31,7 @@ def segment_model(
         converted: a module made by ``qtrace.convert``.
         segment: exprs of its graph, in order, which read parameters, each other and ``inputs`` only.
         inputs: node -> its value, for the tensors that the segment reads from outside.
-        output: what the segment computes.
+        output: the node that the segment computes.
 
     Returns:
         The serialized model and the names of its inputs, in the order of ``inputs``.

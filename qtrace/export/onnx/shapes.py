@@ -1,4 +1,4 @@
-"""ONNX for shapes and for tensors that are made from numbers and shapes."""
+"""ONNX for shapes and for tensors that are filled from numbers and shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["SHAPES"]
 
 
 def _fixed(emit: Emitter) -> Emitter:
-    """Writes a result that depends on nothing as MegEngine computes it; ``emit`` writes the others."""
+    """Emits a result without inputs as a constant, computed by MegEngine; ``emit`` writes the others."""
 
     def guarded(w: OnnxWriter, call: OpCall) -> None:
         if call.expr.inputs:
@@ -38,7 +38,7 @@ def _shape(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _scalar(w: OnnxWriter, value: Any) -> str:
-    """A number, fixed or computed, as a float32 tensor without axes."""
+    """Returns a constant or computed number as a float32 tensor without axes."""
     if isinstance(value, TensorNode) and value.shape != ():
         return w.node("Reshape", [operand(w, value, np.float32), w.ints([])], w.fresh(value.name))
     return operand(w, value, np.float32)
@@ -52,7 +52,7 @@ def _arange(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _emit_float(w: OnnxWriter, call: OpCall, name: str) -> None:
-    """Makes a float32 tensor the result."""
+    """Makes the float32 tensor ``name`` the result, converted to the type of the node."""
     if np.dtype(call.out.dtype) != np.float32:
         name = cast(w, name, call.out.dtype, call.out.name)
     w.names[call.out] = name
@@ -92,7 +92,7 @@ def _full_like(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _meshgrid(w: OnnxWriter, call: OpCall) -> None:
-    """Each input along an axis of its own, spread over the others."""
+    """Lays each input along an axis of its own, and expands it over the others."""
     rank = len(call.inputs)
     axes = list(range(rank))
     if call.attrs["indexing"] == "xy" and rank > 1:

@@ -1,7 +1,7 @@
-"""Types in an exported file: every tensor has the type that it has in the graph.
+"""Types in an ONNX file: every tensor has the type that it has in the graph.
 
-ONNX wants shapes and indices as int64, where MegEngine's are int32: they are converted where they are read
-(`int64`, `shape_vector`) and where they are made (`emit_as`).
+ONNX requires int64 for shapes and indices, which are int32 in MegEngine: they are converted where an op reads
+them (`int64`, `shape_vector`) and where one computes them (`emit_as`).
 """
 
 from __future__ import annotations
@@ -38,20 +38,22 @@ Emitter = Callable[[OnnxWriter, OpCall], None]
 
 
 def array(value: Any) -> np.ndarray:
-    """A MegEngine tensor or anything that numpy takes, as an array."""
+    """Converts a MegEngine tensor, or anything that numpy accepts, to an array."""
     return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
 
 
 def axes_of(call: OpCall, name: str = "axis") -> list[int]:
-    """The axes that an attribute names, counted from the front; all where it is None."""
-    given, count = call.attrs[name], len(call.inputs[0].shape)
-    if given is None:
+    """Returns the axes that an attribute names, counted from the front; all axes for None."""
+    named_axes, count = call.attrs[name], len(call.inputs[0].shape)
+    if named_axes is None:
         return list(range(count))
-    return [int(axis) % count for axis in (given if isinstance(given, (tuple, list)) else [given])]
+    return [
+        int(axis) % count for axis in (named_axes if isinstance(named_axes, (tuple, list)) else [named_axes])
+    ]
 
 
 def rank(value: Any) -> int:
-    """How many axes a node or an array has."""
+    """Returns the number of axes of a node or an array."""
     return len(value.shape) if isinstance(value, TensorNode) else array(value).ndim
 
 
@@ -61,14 +63,14 @@ def is_float(node: TensorNode) -> bool:
 
 
 def number(w: OnnxWriter, value: Any, dtype: Any) -> str:
-    """A constant number or array of numbers of a type."""
-    found, kind = array(value), np.dtype(dtype)
-    if found.ndim:
-        return w.constant(w.fresh("const_array"), found.astype(kind))
-    name = f"const_{found.item()!r}" if kind == np.float32 else f"const_{kind.name}_{found.item()!r}"
+    """Adds a constant number or array of type ``dtype``."""
+    numbers, kind = array(value), np.dtype(dtype)
+    if numbers.ndim:
+        return w.constant(w.fresh("const_array"), numbers.astype(kind))
+    name = f"const_{numbers.item()!r}" if kind == np.float32 else f"const_{kind.name}_{numbers.item()!r}"
     if kind == np.float32:
-        return w.scalar(float(found))
-    return w.constant(name, found.astype(kind))
+        return w.scalar(float(numbers))
+    return w.constant(name, numbers.astype(kind))
 
 
 def cast(w: OnnxWriter, name: str, dtype: Any, output: str | None = None) -> str:
@@ -78,7 +80,7 @@ def cast(w: OnnxWriter, name: str, dtype: Any, output: str | None = None) -> str
 
 
 def operand(w: OnnxWriter, value: Any, dtype: Any) -> str:
-    """A node, number or array as a tensor of type ``dtype``."""
+    """Returns a node, number or array as a tensor of type ``dtype``."""
     if not isinstance(value, TensorNode):
         return number(w, value, dtype)
     same = np.dtype(value.dtype) == np.dtype(dtype)
@@ -86,13 +88,13 @@ def operand(w: OnnxWriter, value: Any, dtype: Any) -> str:
 
 
 def emit_as(w: OnnxWriter, op: str, inputs: Sequence[str], node: TensorNode, **attributes: Any) -> None:
-    """Adds a node whose result has another type in ONNX than ``node`` has, and converts it."""
-    made = w.node(op, inputs, w.fresh(node.name), **attributes)
-    w.names[node] = cast(w, made, node.dtype, node.name)
+    """Adds a node whose result has another type in ONNX than ``node``, and converts the result."""
+    result = w.node(op, inputs, w.fresh(node.name), **attributes)
+    w.names[node] = cast(w, result, node.dtype, node.name)
 
 
 def unary(op: str, **fixed: Any) -> Emitter:
-    """The emitter of an op that is one node with one input."""
+    """Emits an op that is one ONNX node with one input."""
 
     def emit(w: OnnxWriter, call: OpCall) -> None:
         w.emit(op, [w.name(call.inputs[0])], call.out, **fixed)
@@ -109,12 +111,12 @@ def emit_several(
 
 
 def int64(w: OnnxWriter, value: Any) -> str:
-    """A node of integers, or fixed ones, as an int64 tensor."""
+    """Returns a node of integers, or constant integers, as an int64 tensor."""
     return operand(w, value, np.int64)
 
 
 def scalar_int64(w: OnnxWriter, value: Any) -> str:
-    """One integer, fixed or computed, as an int64 vector of length 1."""
+    """Returns one constant or computed integer as an int64 vector of length 1."""
     if not isinstance(value, TensorNode):
         return w.ints([int(value)])
     if value.shape is not None and tuple(value.shape) == (1,):
@@ -123,7 +125,7 @@ def scalar_int64(w: OnnxWriter, value: Any) -> str:
 
 
 def shape_vector(w: OnnxWriter, shape: Any) -> str:
-    """A shape of ints and scalar nodes, or one node that holds it, as an int64 vector."""
+    """Returns a shape as an int64 vector; it may be a node, or a sequence of ints and scalar nodes."""
     if isinstance(shape, TensorNode):
         return int64(w, shape) if len(shape.shape) == 1 else scalar_int64(w, shape)
     if isinstance(shape, int):

@@ -24,7 +24,7 @@ def _pool(op: str) -> Emitter:
 
 
 def _adaptive(everything: str, window: str) -> Emitter:
-    """MegEngine's windows have one size, and overlap where the output's size does not divide the input's."""
+    """Emits adaptive pooling: windows of one size, which overlap if the sizes do not divide."""
 
     def emit(w: OnnxWriter, call: OpCall) -> None:
         size, shape = call.attrs["output_size"], call.inputs[0].shape[-2:]
@@ -48,22 +48,22 @@ def _interpolate(w: OnnxWriter, call: OpCall) -> None:
             "or bicubic"
         )
     place = "align_corners" if a["align_corners"] else "half_pixel"
-    how = {"mode": mode, "coordinate_transformation_mode": place}
+    settings = {"mode": mode, "coordinate_transformation_mode": place}
     if mode == "nearest":
-        how = {"mode": mode, "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+        settings = {"mode": mode, "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
     inside, outside = ([int(n) for n in s[2:]] for s in (shape, out))
     source, base = w.name(call.inputs[0]), call.out.name
     if all(o % i == 0 for o, i in zip(outside, inside, strict=True)):
         scales = [1.0, 1.0, *(float(o // i) for o, i in zip(outside, inside, strict=True))]
         factors = w.constant(f"{base}_scales", np.array(scales, np.float32))
-        w.emit("Resize", [source, "", factors], call.out, **how)
+        w.emit("Resize", [source, "", factors], call.out, **settings)
         return
-    # A broken factor would be rounded twice; the sizes say it exactly.
+    # A fractional factor would be rounded twice; sizes are exact.
     front = w.node(
         "Slice", [w.node("Shape", [source], w.fresh(base)), w.ints([0]), w.ints([2])], w.fresh(base)
     )
     sizes = w.node("Concat", [front, w.ints(outside)], w.fresh(base), axis=0)
-    w.emit("Resize", [source, "", "", sizes], call.out, **how)
+    w.emit("Resize", [source, "", "", sizes], call.out, **settings)
 
 
 WINDOWS: dict[str, Emitter] = {

@@ -20,7 +20,7 @@ _FLOAT = TensorProto.FLOAT
 
 
 def integer_type(scheme: QScheme, packed: bool = False) -> Any:
-    """The numpy type that holds the integers of ``scheme`` in an ONNX file.
+    """Returns the numpy type for integers of ``scheme`` in an ONNX file.
 
     Args:
         scheme: the scheme; its integers may use fewer bits than the type has.
@@ -36,7 +36,7 @@ def integer_type(scheme: QScheme, packed: bool = False) -> Any:
 
 
 class OnnxWriter:
-    """One ONNX graph in the making. Tensors are named like the nodes of the traced graph."""
+    """Collects one ONNX graph. Tensors have the names of the nodes of the traced graph."""
 
     def __init__(self, packed: bool = False) -> None:
         self.packed = packed
@@ -44,18 +44,18 @@ class OnnxWriter:
         self.initializers: dict[str, onnx.TensorProto] = {}
         self.names: dict[Node, str] = {}
         self.values: dict[Node, np.ndarray] = {}
-        self.laid: set[Node] = set()  # weights whose integers are stored in ONNX's layout
+        self.laid_out: set[Node] = set()  # weights whose integers are stored in ONNX's layout
         self.counter = 0
         self.integers: dict[str, str] = {}  # a dequantized tensor -> its integers
 
     def name(self, node: Node) -> str:
-        """The ONNX tensor that holds the value of ``node``; parameters are written when first read."""
+        """Returns the ONNX tensor of ``node``; parameters are written when they are first read."""
         if node not in self.names:
             self.names[node] = self.constant(node.name, self.values[node])
         return self.names[node]
 
     def value(self, node: Node) -> np.ndarray | None:
-        """The value of a parameter or constant, None for what is computed."""
+        """Returns the value of a parameter or constant, None for a computed node."""
         return self.values.get(node)
 
     def constant(self, name: str, value: Any) -> str:
@@ -65,15 +65,15 @@ class OnnxWriter:
         return name
 
     def scalar(self, value: float) -> str:
-        """A float constant."""
+        """Adds a float constant."""
         return self.constant(f"const_{value!r}", np.array(value, np.float32))
 
     def ints(self, values: Sequence[int]) -> str:
-        """An int64 vector constant."""
+        """Adds an int64 vector constant."""
         return self.constant("const_ints_" + "_".join(str(v) for v in values), np.array(values, np.int64))
 
     def fresh(self, base: str) -> str:
-        """A tensor name that nothing else has."""
+        """Returns a new name for a step on the way to ``base``."""
         self.counter += 1
         return f"{base}__{self.counter}"
 
@@ -86,29 +86,29 @@ class OnnxWriter:
         """Adds a node that computes the graph's ``node``."""
         self.names[node] = self.node(op, inputs, node.name, **attributes)
 
-    def output(self, name: str, wanted: str, taken: set[str]) -> str:
-        """Makes the tensor ``name`` an output of the model and returns the name that it has as such.
+    def output(self, name: str, new_name: str, used: set[str]) -> str:
+        """Makes the tensor ``name`` an output of the model and returns the output's name.
 
         Args:
-            name: a tensor.
-            wanted: the output's name; if inputs, outputs or initializers have it, it gets a suffix.
-            taken: the names of inputs and of other outputs. A tensor that is one of those, or an
+            name: the tensor.
+            new_name: the output's name; it gets a suffix if an input, output or initializer has it.
+            used: the names of inputs and of other outputs. A tensor that is one of these, or an
                 initializer, is copied.
         """
-        fixed = taken | set(self.initializers)
-        if wanted in fixed:
-            wanted = self._free(f"{wanted}_output", fixed)
+        fixed = used | set(self.initializers)
+        if new_name in fixed:
+            new_name = self._free(f"{new_name}_output", fixed)
         if name in fixed:
-            return self.node("Identity", [name], wanted)
-        self._rename(name, wanted, fixed)
-        return wanted
+            return self.node("Identity", [name], new_name)
+        self._rename(name, new_name, fixed)
+        return new_name
 
     def _free(self, base: str, fixed: set[str]) -> str:
         used = fixed.union(*(node.output for node in self.nodes))
         return next(n for n in (base, *(f"{base}_{i}" for i in range(len(used)))) if n not in used)
 
     def _rename(self, old: str, new: str, fixed: set[str]) -> None:
-        """Renames a computed tensor; a computed one that has the name already makes way."""
+        """Renames a computed tensor; another computed tensor of that name gets a suffix."""
         if old == new:
             return
         swap = {new: self._free(f"{new}_float", fixed), old: new}
@@ -152,7 +152,7 @@ class OnnxWriter:
         return self.node("Clip", [source, *names], f"{base}_clipped")
 
     def rescale(self, source: str, base: str, output: str, qparams: QParams) -> str | None:
-        """Reads the integers behind ``source`` once more, with other parameters; None if there are none."""
+        """Reads the integers of ``source`` with other parameters; None if ``source`` has no integers."""
         integers = self.integers.get(source)
         if integers is None:
             return None
@@ -176,12 +176,12 @@ class OnnxWriter:
     def model(
         self, name: str, inputs: list[Any], outputs: list[Any], metadata: dict[str, str], version: str
     ) -> onnx.ModelProto:
-        """The finished model; initializers that no node reads are dropped."""
+        """Returns the model, without initializers that no node reads."""
         read = {i for n in self.nodes for i in n.input}
-        kept = [t for n, t in self.initializers.items() if n in read]
-        opset, ir_version = versions(kept, self.nodes)
+        initializers = [t for n, t in self.initializers.items() if n in read]
+        opset, ir_version = versions(initializers, self.nodes)
         nodes, more = at_opset(self.nodes, opset)
-        graph = helper.make_graph(nodes, name, inputs, outputs, [*kept, *more])
+        graph = helper.make_graph(nodes, name, inputs, outputs, [*initializers, *more])
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
         model.ir_version = ir_version
         model.producer_name, model.producer_version = "qtrace", version

@@ -1,7 +1,7 @@
 """AIMET encodings, which Qualcomm's converters read: versions 0.6.1, 1.0.0 and 2.0.0.
 
-Before 2.0.0 an offset is the lowest real value in steps: of int8 with zero point 0 it is -128, as of uint8
-with zero point 128. Version 2.0.0 speaks as ONNX's QuantizeLinear does.
+Before 2.0.0 an offset is the lowest real value in steps: -128 for int8 with zero point 0 and for uint8
+with zero point 128. Version 2.0.0 has the scale and zero point of ONNX's QuantizeLinear.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qtrace.export.parameters.sites import Row
 __all__ = ["KINDS"]
 
 _TITLE = "AIMET encodings"
-# The types of ONNX that version 2.0.0 names.
+# Bits of the integer types of version 2.0.0.
 _TYPES = (2, 4, 8, 16, 32)
 
 
@@ -95,7 +95,7 @@ def _entry_200(row: Row) -> dict[str, Any]:
 
 
 def _arguments(rows: Sequence[Row]) -> dict[str, Any]:
-    """What AIMET notes about the simulation: of the widest sites."""
+    """Returns AIMET's description of the simulation, with the widest bits of all sites."""
     weights = [r for r in rows if r.sort == "weight"]
     activations = [r for r in rows if r.sort == "activation"]
     return {

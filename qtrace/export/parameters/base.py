@@ -1,4 +1,4 @@
-"""Kinds of files that hold quantization parameters by tensor name: one a file, with its ``KINDS``."""
+"""Kinds of files with quantization parameters by tensor name; each module here defines some in ``KINDS``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _OTHERS = ("base", "sites")
 
 @dataclass(frozen=True)
 class ParameterFile:
-    """A kind of file.
+    """A kind of parameter file.
 
     Attributes:
-        title: what users call it.
-        suffix: what stands behind the stem of the model's name.
-        write: the table of sites as text; an `ExportError` for what it cannot say.
+        title: the name of the kind in messages.
+        suffix: the end of the file's name, behind the stem of the model's name.
+        write: formats the table of sites as text; raises an `ExportError` for a site that it cannot express.
     """
 
     title: str
@@ -33,49 +33,49 @@ class ParameterFile:
 
 
 def kinds() -> dict[str, ParameterFile]:
-    """The kinds by the names that the option ``params`` takes."""
+    """Returns the kinds by the names that the option ``params`` takes."""
     package = importlib.import_module(__name__.rpartition(".")[0])
     names = sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name not in _OTHERS)
-    found: dict[str, ParameterFile] = {}
+    files: dict[str, ParameterFile] = {}
     for name in names:
-        found.update(importlib.import_module(f"{package.__name__}.{name}").KINDS)
-    return found
+        files.update(importlib.import_module(f"{package.__name__}.{name}").KINDS)
+    return files
 
 
 def parameter_file(name: str) -> ParameterFile:
-    """The kind called ``name``.
+    """Returns the kind ``name``.
 
     Raises:
-        ExportError: when there is none, listing those there are.
+        ExportError: for an unknown name; the message lists the known ones.
     """
-    found = kinds()
-    if name not in found:
-        raise ExportError(f"unknown kind of parameter file {name!r}; known: {', '.join(found)}.")
-    return found[name]
+    files = kinds()
+    if name not in files:
+        raise ExportError(f"unknown kind of parameter file {name!r}; known: {', '.join(files)}.")
+    return files[name]
 
 
 def beside(model: Path, kind: ParameterFile) -> Path:
-    """Where the parameter file of a model stands."""
+    """Returns the path of a model's parameter file."""
     return model.with_name(f"{model.stem}{kind.suffix}")
 
 
 def refuse(row: Row, title: str, reason: str, change: str) -> ExportError:
-    """The error for a site that a kind of file cannot express.
+    """Returns the error for a site that a kind of file cannot express.
 
     Args:
         row: the site.
-        title: the kind of file.
-        reason: what it cannot say.
-        change: what to do.
+        title: the title of the kind of file.
+        reason: the limit of that kind, as a verb phrase.
+        change: the change to make, as an imperative.
     """
     return ExportError(f"site {row.site} is {row.describe()}, but {title} {reason}: {change}.")
 
 
 def refuse_floating(row: Row, title: str) -> None:
-    """Refuses a tensor that some ops read rounded and others as it is: an entry by its name holds for all.
+    """Refuses a tensor that some ops read rounded and others in float: an entry would apply to all.
 
     Raises:
-        ExportError: naming both.
+        ExportError: naming the site and the op that reads it in float.
     """
     if row.floating:
         change = f"quantize {row.floating} as well, or export format onnx"

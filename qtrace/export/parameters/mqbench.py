@@ -26,8 +26,8 @@ def _write_tensorrt(rows: Sequence[Row]) -> str:
 
 
 def _write_snpe(rows: Sequence[Row]) -> str:
-    kept = [(r, r.scheme) for r in rows if r.scheme is not None]
-    for row, scheme in kept:
+    quantized = [(r, r.scheme) for r in rows if r.scheme is not None]
+    for row, scheme in quantized:
         refuse_floating(row, _SNPE)
         if scheme.bits not in (4, 8, 16):
             raise refuse(row, _SNPE, "knows 4, 8 and 16 bits", "use one of these there")
@@ -37,14 +37,14 @@ def _write_snpe(rows: Sequence[Row]) -> str:
             raise refuse(row, _SNPE, "always uses the lowest integer", "set narrow: false there")
     return _text(
         {
-            "activation_encodings": {r.tensor: _ranges(r, s) for r, s in kept if not r.stored},
-            "param_encodings": {r.tensor: _ranges(r, s) for r, s in kept if r.stored},
+            "activation_encodings": {r.tensor: _ranges(r, s) for r, s in quantized if not r.stored},
+            "param_encodings": {r.tensor: _ranges(r, s) for r, s in quantized if r.stored},
         }
     )
 
 
 def _ranges(row: Row, scheme: QScheme) -> list[dict[str, Any]]:
-    """The real values of the lowest and the highest integer; SNPE divides their distance by all steps."""
+    """Returns the real values of the lowest and highest integer; SNPE divides their distance by all steps."""
     low = -(1 << (scheme.bits - 1)) if scheme.signed else 0
     ends = [(end - row.zero_point) * row.scale.astype(np.float64) for end in (low, scheme.qmax)]
     pairs = zip(*(np.reshape(e, -1).tolist() for e in ends), strict=True)

@@ -1,7 +1,7 @@
-"""ncnn's calibration table, for ncnn2int8: by layer, first the scales of weights, then those of inputs.
+"""ncnn's calibration table for ncnn2int8: the scales of all weights by layer, then those of all inputs.
 
-A scale is the inverse of ours: integers for one unit. Nothing but the inputs of convolutions and inner
-products is quantized, so a site anywhere else is refused.
+A scale is the inverse of qtrace's: integers per unit. ncnn quantizes only the inputs of convolutions and
+inner products, so a site anywhere else is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One table of what is quantized in a float model, for every kind of parameter file."""
+"""The table of all quantized tensors of a float model, which every kind of parameter file is written from."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from qtrace.graph.types import Node
 from qtrace.graph.walk import owner, users
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["Layer", "Names", "Row", "site_table"]
+__all__ = ["Names", "ParameterLayer", "Row", "site_table"]
 
 _OUTPUT = "the model's output"
 
 
 @dataclass(frozen=True)
-class Layer:
+class ParameterLayer:
     """A layer with a weight, as a float model stores it.
 
     Attributes:
-        name: its name.
+        name: the name of the layer.
         weight: the name of its weight.
         bias: the name of its bias.
         value: the weight's values.
@@ -41,7 +41,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Names:
-    """How a float model calls what the graph has.
+    """The names of the graph's nodes and layers in a float model.
 
     Attributes:
         tensors: name of a node -> the tensor that holds its value.
@@ -49,7 +49,7 @@ class Names:
     """
 
     tensors: Mapping[str, str]
-    layers: Mapping[str, Layer]
+    layers: Mapping[str, ParameterLayer]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Row:
     """One tensor of the float model and how it is quantized: ``x = (q - zero_point) * scale``.
 
     Attributes:
-        tensor: its name in the float model.
+        tensor: the tensor's name in the float model.
         site: the site, or the node that carries a site's integers.
         sort: activation, weight or bias.
         scheme: the scheme; None for a bias, which is int32 and symmetric.
@@ -85,30 +85,30 @@ class Row:
     value: np.ndarray | None = field(default=None, repr=False)
 
     def describe(self) -> str:
-        """The scheme in words."""
+        """Returns the scheme in words."""
         return "int32 sym" if self.scheme is None else self.scheme.describe()
 
 
 def site_table(graph: ConvertedGraph, names: Names) -> tuple[Row, ...]:
-    """Every quantized tensor of the float model: activations, those that carry integers, weights, biases.
+    """Returns a row for each quantized tensor of the float model: activations, weights and biases.
 
-    A bias that a layer adds at several scales, since its calls have inputs of several, has no row: its
+    A bias has no row if a layer adds it at several scales, because the inputs of its calls have several: its
     scale is that of the call's input times the weight's, for a reader to compute.
 
     Args:
         graph: the converted graph.
-        names: how the float model calls what the graph has.
+        names: the names of nodes and layers in the float model.
 
     Raises:
         ExportError: when a tensor is quantized in two ways for two readers.
     """
     rows: dict[str, Row] = {}
-    several: set[str] = set()
+    ambiguous: set[str] = set()
     for row in (*_activations(graph, names), *_parameters(graph, names)):
         known = rows.setdefault(row.tensor, row)
         if not _same(known, row):
             if known.sort == row.sort == "bias":
-                several.add(row.tensor)
+                ambiguous.add(row.tensor)
                 continue
             raise ExportError(
                 f"site {row.site} ({row.describe()}) quantizes tensor {row.tensor} otherwise than site "
@@ -117,24 +117,24 @@ def site_table(graph: ConvertedGraph, names: Names) -> tuple[Row, ...]:
             )
         if known is not row:
             rows[row.tensor] = _joined(known, row)
-    return tuple(row for tensor, row in rows.items() if tensor not in several)
+    return tuple(row for tensor, row in rows.items() if tensor not in ambiguous)
 
 
 def _activations(graph: ConvertedGraph, names: Names) -> list[Row]:
-    reading = _Reading(graph, names)
+    readers = _TensorReaders(graph, names)
     rows = []
     for site in graph.sites:
         if site.sort == "activation" and site.node.name in names.tensors:
-            ends = (site.value, site.decision.static, reading.in_float(site.node))
-            rows.append(reading.row(names.tensors[site.node.name], site.name, site.qparams, *ends))
+            ends = (site.value, site.decision.static, readers.in_float(site.node))
+            rows.append(readers.row(names.tensors[site.node.name], site.name, site.qparams, *ends))
     for name, qparams in graph.carried.items():
         if name in names.tensors:
-            rows.append(reading.row(names.tensors[name], name, qparams, graph.nodes[name], False, ""))
+            rows.append(readers.row(names.tensors[name], name, qparams, graph.nodes[name], False, ""))
     return rows
 
 
-class _Reading:
-    """Who reads a tensor."""
+class _TensorReaders:
+    """Makes rows of activations from the ops that read them."""
 
     def __init__(self, graph: ConvertedGraph, names: Names) -> None:
         self.graph, self.names = graph, names
@@ -143,7 +143,7 @@ class _Reading:
     def row(
         self, tensor: str, site: str, qparams: QParams, integers: Node, stored: bool, floating: str
     ) -> Row:
-        """The row of a tensor whose integers are those of the node ``integers``."""
+        """Returns the row of a tensor whose integers are those of the node ``integers``."""
         layers: list[str] = []
         elsewhere = _OUTPUT if integers in self.outputs else ""
         for expr in users(integers):
@@ -156,9 +156,9 @@ class _Reading:
         return Row(tensor, site, "activation", *numbers, stored, tuple(layers), elsewhere, floating)
 
     def in_float(self, node: Node) -> str:
-        """An op that reads ``node`` itself while others read what it is rounded to."""
-        found = [e.outputs[0].name for e in users(node) if not isinstance(owner(e), FakeQuant)]
-        return found[0] if found else (_OUTPUT if node in self.outputs else "")
+        """Returns the name of an op that reads ``node`` before it is rounded, or ""."""
+        readers = [e.outputs[0].name for e in users(node) if not isinstance(owner(e), FakeQuant)]
+        return readers[0] if readers else (_OUTPUT if node in self.outputs else "")
 
 
 def _parameters(graph: ConvertedGraph, names: Names) -> list[Row]:
@@ -177,7 +177,7 @@ def _parameters(graph: ConvertedGraph, names: Names) -> list[Row]:
     return rows
 
 
-def _weight(site: str, qparams: QParams, layer: Layer) -> Row:
+def _weight(site: str, qparams: QParams, layer: ParameterLayer) -> Row:
     scheme = qparams.scheme
     axis = layer.axis if scheme.per_channel else None
     numbers = (scheme, qparams.scale, qparams.zero_point, axis)
@@ -190,7 +190,7 @@ def _same(a: Row, b: Row) -> bool:
 
 
 def _joined(a: Row, b: Row) -> Row:
-    """Two sites on one tensor with the same parameters."""
+    """Merges the rows of two sites on one tensor with the same parameters."""
     numbers = (a.scheme, a.scale, a.zero_point, a.axis, a.stored)
     layers = tuple(dict.fromkeys((*a.layers, *b.layers)))
     elsewhere, floating = a.elsewhere or b.elsewhere, a.floating or b.floating

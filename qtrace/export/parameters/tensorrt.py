@@ -1,7 +1,7 @@
 """TensorRT's calibration cache: a line for each activation, the bits of its scale in hexadecimal.
 
-Weights are not in it: TensorRT takes the scale of each output channel from its largest magnitude. A weight
-that was quantized with other scales is refused, since nothing would tell TensorRT about it.
+It has no weights: TensorRT takes the scale of each output channel from its largest magnitude. A weight
+that was quantized with other scales is refused, since TensorRT would not use them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _INSTEAD = "or export format onnx, whose QuantizeLinear nodes TensorRT reads as 
 
 
 def check_tensorrt(rows: Sequence[Row], title: str) -> None:
-    """Refuses what TensorRT does not compute from one magnitude for each activation.
+    """Refuses sites that TensorRT cannot quantize from one magnitude for each activation.
 
     Raises:
         ExportError: naming the site.

@@ -1,11 +1,11 @@
 """TFLite (LiteRT) with int8 kernels: images with the channels last, weights per channel, int32 biases.
 
-Every site is a tensor of integers called ``{site}_int``; an op writes the integers of its site itself, with
-the activation function that it fuses. Image tensors (N, C, H, W) are (N, H, W, C) in the file, its inputs
-and outputs too; metadata called ``qtrace`` say how the axes of each tensor stand, and which tensor holds
-what.
+Each site becomes a tensor of integers called ``{site}_int``. An op writes the integers of its site, with
+the activation function that it fuses. Image tensors (N, C, H, W) are (N, H, W, C) in the file, inputs
+and outputs included. The metadata entry ``qtrace`` gives the axis order of inputs and outputs, and names
+the tensor with the integers of each site.
 
-An op that the annotation keeps in float stands between DEQUANTIZE and QUANTIZE, as the graph computes it.
+An op that the annotation keeps in float is written between DEQUANTIZE and QUANTIZE.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def serialize(
     functions: str = "float",
     allow_float: Iterable[str] = (),
 ) -> bytes:
-    """The converted module as a TFLite file.
+    """Writes a converted module as a TFLite file.
 
     Args:
         converted: the graph of a module that was converted for backend tflite.
@@ -39,7 +39,7 @@ def serialize(
             int16 where a site has 16 bits.
         functions: how functions of one value (sigmoid, SiLU, hard swish ...) and products of two activations
             are written between integers. "float" computes them between DEQUANTIZE and QUANTIZE: LiteRT makes
-            a look-up of a function. "table" is a GATHER, for devices without floats: exact, and slow on a
+            that a look-up table. "table" is a GATHER, for devices without floats: exact, and slow on a
             CPU. "native" is TFLite's integer kernel where it has one: up to one step off in a tenth of the
             values. Products have no table: they are integer kernels with both.
         allow_float: op kinds that may compute in float although the graph computes them on integers.
@@ -55,7 +55,7 @@ def serialize(
             known = " or ".join(_CHOICES[name])
             raise ExportError(f"{name}={choice!r} is no choice of the TFLite export: choose {known}.")
     # Imported here, since these modules import LiteRT's.
-    from qtrace.export.tflite.build import Options
+    from qtrace.export.tflite.build import BuildOptions
     from qtrace.export.tflite.exporter import Exporter
 
-    return Exporter(converted, Options(io, functions, float_kinds(allow_float))).run()
+    return Exporter(converted, BuildOptions(io, functions, float_kinds(allow_float))).run()

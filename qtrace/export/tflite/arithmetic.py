@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.tflite.build import Build, Emitter, allowing, bounds
+from qtrace.export.tflite.build import Builder, Emitter, allowing, bounds
 from qtrace.export.tflite.operands import number, operands
-from qtrace.export.tflite.plan import Job
+from qtrace.export.tflite.plan import FusedOp
 from qtrace.export.tflite.writer import Grid
 from qtrace.graph.types import TensorNode
 
@@ -21,63 +21,63 @@ _OPTIONS = {"ADD": "AddOptions", "SUB": "SubOptions", "MUL": "MulOptions", "DIV"
 _CLAMPS: dict[Any, str] = {(0.0, None): "RELU", (0.0, 6.0): "RELU6", (-1.0, 1.0): "RELU_N1_TO_1"}
 
 
-def _binary(b: Build, job: Job) -> None:
-    """ADD, SUB and MUL on integers."""
-    inputs, order = operands(b, job.call, job.call.attrs["operands"], None)
-    code = _CODES[job.kind]
-    b.compute(job, order, code, inputs, _OPTIONS[code])
+def _binary(b: Builder, op: FusedOp) -> None:
+    """Writes ADD, SUB or MUL on integers."""
+    inputs, order = operands(b, op.call, op.call.attrs["operands"], None)
+    code = _CODES[op.kind]
+    b.compute(op, order, code, inputs, _OPTIONS[code])
 
 
-def _float_binary(b: Build, job: Job) -> None:
-    call, code = job.call, {**_CODES, **_ALONE}[job.kind]
+def _float_binary(b: Builder, op: FusedOp) -> None:
+    call, code = op.call, {**_CODES, **_ALONE}[op.kind]
     inputs, order = operands(b, call, call.attrs["operands"], np.dtype(call.out.dtype))
     b.emit(call.out, order, code, inputs, _OPTIONS.get(code, ""))
 
 
-def rescaled(b: Build, job: Job, grid: Grid) -> None:
-    """The same integers on a grid that is wider or narrower by a power of two."""
-    x, order = b.get(job.call.inputs[0]).parts
+def rescaled(b: Builder, op: FusedOp, grid: Grid) -> None:
+    """Writes a carried ``mul`` or ``div``: the integers stay, the grid changes by a power of two."""
+    x, order = b.get(op.call.inputs[0]).parts
     assert x.grid is not None
     factor = Grid((grid.scale[0] / x.grid.scale[0],), (0,))
-    one = b.writer.constant("one_int", np.array(1, x.dtype), factor)
-    result = b.writer.add("MUL", [x, one], f"{job.out.name}_int", x.shape, x.dtype, grid, kind="MulOptions")
-    b.put(job.out, result, order)
+    unit = b.writer.constant("one_int", np.array(1, x.dtype), factor)
+    result = b.writer.add("MUL", [x, unit], f"{op.out.name}_int", x.shape, x.dtype, grid, kind="MulOptions")
+    b.put(op.out, result, order)
 
 
-def _div_by_number(b: Build, job: Job) -> None:
-    """A division by a number multiplies by its inverse; others have no form on integers."""
-    call = job.call
+def _div_by_number(b: Builder, op: FusedOp) -> None:
+    """Writes a division by a number as a multiplication by its inverse; other divisions are refused."""
+    call = op.call
     if call.attrs.get("side") != "right":
         raise ExportError(
             f"{call.out.name}: TFLite has no division on integers: keep it in float by a rule that says "
             f"quantize: false, or {allowing('div')}"
         )
-    _times_number(b, job, 1.0 / call.attrs["scalar"])
+    _times_number(b, op, 1.0 / call.attrs["scalar"])
 
 
-def _negated(b: Build, job: Job) -> None:
-    _times_number(b, job, -1.0)
+def _negated(b: Builder, op: FusedOp) -> None:
+    _times_number(b, op, -1.0)
 
 
-def _times_number(b: Build, job: Job, factor: float) -> None:
-    x, order = b.get(job.call.inputs[0]).parts
-    target = b.target(job, order)
-    inputs, options = [x, number(b, job.call, factor, None)], {"fusedActivationFunction": target.activation}
-    b.writer.op("MUL", inputs, [target.stored], "MulOptions", **options)
-    b.done(job, target)
+def _times_number(b: Builder, op: FusedOp, factor: float) -> None:
+    x, order = b.get(op.call.inputs[0]).parts
+    target = b.target(op, order)
+    inputs, options = [x, number(b, op.call, factor, None)], {"fusedActivationFunction": target.activation}
+    b.writer.op("MUL", inputs, [target.tensor], "MulOptions", **options)
+    b.finish(op, target)
 
 
-def _clamp(b: Build, job: Job) -> None:
-    """An activation function that stands alone: its input is rounded to the result's grid, then clamped."""
-    x, order = b.get(job.call.inputs[0]).parts
-    name, _, grid = b.site_grid(job)
+def _clamp(b: Builder, op: FusedOp) -> None:
+    """Writes an activation function that no op fuses: rounds to the result's grid, then clamps."""
+    x, order = b.get(op.call.inputs[0]).parts
+    name, _, grid = b.site_grid(op)
     if x.grid != grid:
-        x = b.requantized(x, grid, f"{job.call.out.name}_open")
-    b.put(job.out, b.clamped(x, bounds(job.call), name), order)
+        x = b.requantized(x, grid, f"{op.call.out.name}_open")
+    b.put(op.out, b.clamped(x, bounds(op.call), name), order)
 
 
-def _float_clamp(b: Build, job: Job) -> None:
-    call = job.call
+def _float_clamp(b: Builder, op: FusedOp) -> None:
+    call = op.call
     limits = {code: v for code, v in zip(("MAXIMUM", "MINIMUM"), bounds(call), strict=True) if v is not None}
     code = None if any(isinstance(v, TensorNode) for v in limits.values()) else _CLAMPS.get(bounds(call))
     if code is not None:

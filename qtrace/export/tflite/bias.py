@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.tflite.build import Build
-from qtrace.export.tflite.writer import Grid, Stored
+from qtrace.export.tflite.build import Builder
+from qtrace.export.tflite.writer import FileTensor, Grid
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedSite
@@ -18,8 +18,8 @@ from qtrace.preparation.model import QuantizedSite
 __all__ = ["float_bias", "integer_bias", "record_bias", "zero_bias"]
 
 
-def record_bias(b: Build, site: QuantizedSite, value: np.ndarray | None) -> None:
-    """Computes the integers of a bias, for the layers that read it.
+def record_bias(b: Builder, site: QuantizedSite, value: np.ndarray | None) -> None:
+    """Records the integers of a bias, for the layers that read it.
 
     Args:
         b: the file.
@@ -38,22 +38,22 @@ def record_bias(b: Build, site: QuantizedSite, value: np.ndarray | None) -> None
     b.lazy[site.value] = lambda: site.rounded_bias(value)
 
 
-def integer_bias(b: Build, node: TensorNode, x: Stored) -> Stored:
-    """The integers of the bias ``node`` of a layer that reads ``x``, as a vector."""
+def integer_bias(b: Builder, node: TensorNode, x: FileTensor) -> FileTensor:
+    """Writes the integers of the bias ``node`` of a layer that reads ``x``, as a vector."""
     integers, grid = b.integers[node]
     name = f"{b.plan.graph.site_name(node)}_int"
     return b.writer.constant(name, integers.reshape(-1).astype(_bias_type(x)), grid)
 
 
-def zero_bias(b: Build, name: str, count: int, x: Stored, weight_scale: np.ndarray) -> Stored:
-    """A bias of zeros, since kernels on integers ask for a bias where the graph has none."""
+def zero_bias(b: Builder, name: str, count: int, x: FileTensor, weight_scale: np.ndarray) -> FileTensor:
+    """Writes a bias of zeros: integer kernels require a bias even where the graph has none."""
     assert x.grid is not None
     grid = Grid.symmetric(np.float32(x.grid.scale[0]) * weight_scale)
     return b.writer.constant(f"{name}_zeros", np.zeros(count, _bias_type(x)), grid)
 
 
-def float_bias(b: Build, call: OpCall, name: str, count: int) -> Stored:
-    """The bias of a layer that computes in float; zeros called ``name`` where the graph has none."""
+def float_bias(b: Builder, call: OpCall, name: str, count: int) -> FileTensor:
+    """Writes the bias of a layer that computes in float; zeros called ``name`` where the graph has none."""
     value = np.zeros(count, np.float32) if call.bias is None else b.value(call.bias)
     if value is None:
         raise ExportError(
@@ -63,5 +63,5 @@ def float_bias(b: Build, call: OpCall, name: str, count: int) -> Stored:
     return b.writer.constant(name if call.bias is None else call.bias.name, value.reshape(-1))
 
 
-def _bias_type(x: Stored) -> type[np.integer]:
+def _bias_type(x: FileTensor) -> type[np.integer]:
     return np.int64 if x.dtype == np.int16 else np.int32

@@ -1,4 +1,4 @@
-"""Writes operators and what they fuse: activation functions, roundings, clamps."""
+"""Builds operators with the activation functions, roundings and clamps that they fuse."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.export.tflite.layout import Order, file_shape
-from qtrace.export.tflite.plan import Job, Plan
-from qtrace.export.tflite.store import Held, Store
-from qtrace.export.tflite.writer import TYPES, Grid, Inputs, Stored
+from qtrace.export.tflite.plan import FusedOp, KernelPlan
+from qtrace.export.tflite.store import Store
+from qtrace.export.tflite.writer import TYPES, FileTensor, Grid, Inputs
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedSite
 
-__all__ = ["Build", "Emitter", "Held", "Options", "Target", "allowing", "bounds", "integer_type"]
+__all__ = ["BuildOptions", "Builder", "Emitter", "Target", "allowing", "bounds", "integer_type"]
 
 # Bounds of the activation functions that an operator fuses -> the schema's number of the function.
 _NONE = 0
@@ -25,12 +25,12 @@ _FUSED: dict[tuple[Any, Any], int] = {(0.0, None): 1, (-1.0, 1.0): 2, (0.0, 6.0)
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the caller of an export chooses.
+class BuildOptions:
+    """Options of the TFLite export.
 
     Attributes:
         io: "float32" or "int8": the type of the model's float inputs and outputs.
-        functions: how functions of one value between integers are written: "float", "table" or "native".
+        functions: "float", "table" or "native": the form of functions of one value between integers.
         allow_float: op kinds that may compute in float where the graph computes on integers.
     """
 
@@ -41,30 +41,30 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """Where an operator writes.
+    """The output tensor of an operator, and what becomes of the activation function behind it.
 
     Attributes:
-        stored: its tensor.
+        tensor: the output tensor.
         order: the order of the tensor's axes.
-        activation: the number of the activation function that it fuses.
-        clamp: the activation function that it does not fuse.
+        activation: the schema's number of the activation function that the operator fuses.
+        clamp: the activation function that has to follow as an operator; None for none.
     """
 
-    stored: Stored
+    tensor: FileTensor
     order: Order
     activation: int = _NONE
     clamp: OpCall | None = None
 
 
-class Build(Store):
-    """One file in the making, op by op."""
+class Builder(Store):
+    """Builds one file, op by op."""
 
-    def __init__(self, plan: Plan, options: Options, batch: int) -> None:
+    def __init__(self, plan: KernelPlan, options: BuildOptions, batch: int) -> None:
         super().__init__(plan, batch)
         self.options = options
 
-    def result(self, node: TensorNode, order: Order, source: Stored | None = None) -> Stored:
-        """A tensor for the value of a node: integers if ``source`` is, else floats."""
+    def result(self, node: TensorNode, order: Order, source: FileTensor | None = None) -> FileTensor:
+        """Adds a tensor for the value of ``node``: integers if ``source`` is, else floats."""
         shape = file_shape(self.shape(node), order)
         if source is not None and source.grid is not None:
             return self.like(source, f"{node.name}_int", shape)
@@ -75,39 +75,39 @@ class Build(Store):
             )
         return self.writer.tensor(node.name, shape, kind)
 
-    def site_grid(self, job: Job) -> tuple[str, np.dtype, Grid]:
-        """Name, type and grid of the integers that a job gives."""
-        assert job.site is not None
-        return f"{job.site.name}_int", integer_type(job.site), Grid.of(job.site.qparams)
+    def site_grid(self, op: FusedOp) -> tuple[str, np.dtype, Grid]:
+        """Returns name, type and grid of the integers that ``op`` computes."""
+        assert op.site is not None
+        return f"{op.site.name}_int", integer_type(op.site), Grid.of(op.site.qparams)
 
-    def target(self, job: Job, order: Order, fuses: bool = True) -> Target:
-        """The tensor that a job's operator fills: the integers of its site, floats where it has none.
+    def target(self, op: FusedOp, order: Order, fuses: bool = True) -> Target:
+        """Adds the output tensor of an operator: the integers of its site, floats where it has no site.
 
         Args:
-            job: an op.
+            op: an op.
             order: the order of the result's axes.
             fuses: whether the operator can fuse an activation function.
         """
-        if job.site is None:
-            return Target(self.result(job.out, order), order)
-        name, kind, grid = self.site_grid(job)
-        shape = file_shape(self.shape(job.out), order)
-        number = _NONE if job.clamp is None else _FUSED.get(bounds(job.clamp))
-        if job.clamp is None or (number is not None and fuses):
+        if op.site is None:
+            return Target(self.result(op.out, order), order)
+        name, kind, grid = self.site_grid(op)
+        shape = file_shape(self.shape(op.out), order)
+        number = _NONE if op.clamp is None else _FUSED.get(bounds(op.clamp))
+        if op.clamp is None or (number is not None and fuses):
             return Target(self.writer.tensor(name, shape, kind, grid), order, number or _NONE)
-        opened = self.writer.tensor(f"{job.call.out.name}_open", shape, kind, grid)
-        return Target(opened, order, clamp=job.clamp)
+        opened = self.writer.tensor(f"{op.call.out.name}_open", shape, kind, grid)
+        return Target(opened, order, clamp=op.clamp)
 
-    def done(self, job: Job, target: Target) -> None:
-        """Takes what `target` gave as the job's result, behind the clamp that its operator did not fuse."""
-        stored = target.stored
+    def finish(self, op: FusedOp, target: Target) -> None:
+        """Makes ``target`` the result of ``op``, and adds the clamp that the operator did not fuse."""
+        tensor = target.tensor
         if target.clamp is not None:
-            stored = self.clamped(stored, bounds(target.clamp), self.site_grid(job)[0])
-        self.put(job.out, stored, target.order)
+            tensor = self.clamped(tensor, bounds(target.clamp), self.site_grid(op)[0])
+        self.put(op.out, tensor, target.order)
 
     def compute(
         self,
-        job: Job,
+        op: FusedOp,
         order: Order,
         code: str,
         inputs: Inputs,
@@ -115,12 +115,12 @@ class Build(Store):
         fuses: bool = True,
         **options: Any,
     ) -> None:
-        """Adds the operator of a job, which gives the integers of the job's site or floats."""
-        target = self.target(job, order, fuses)
+        """Adds the operator of ``op``, which computes the integers of its site, or floats without a site."""
+        target = self.target(op, order, fuses)
         if fuses:
             options["fusedActivationFunction"] = target.activation
-        self.writer.op(code, inputs, [target.stored], kind, **options)
-        self.done(job, target)
+        self.writer.op(code, inputs, [target.tensor], kind, **options)
+        self.finish(op, target)
 
     def emit(
         self,
@@ -129,64 +129,64 @@ class Build(Store):
         code: str,
         inputs: Inputs,
         kind: str = "",
-        source: Stored | None = None,
+        source: FileTensor | None = None,
         **options: Any,
     ) -> None:
-        """Adds the operator that gives the value of a node: of the type of ``source``, else of the node's."""
+        """Adds the operator that computes ``node``, in the type of ``source`` or else that of the node."""
         out = self.result(node, order, source)
         self.writer.op(code, inputs, [out], kind, **options)
         self.put(node, out, order)
 
-    def clamped(self, stored: Stored, limits: tuple[float | None, float | None], name: str) -> Stored:
-        """Integers within bounds, on their own grid: rounding and clamping may change places."""
-        assert stored.grid is not None
-        info, steps = np.iinfo(stored.dtype), []
+    def clamped(self, tensor: FileTensor, limits: tuple[float | None, float | None], name: str) -> FileTensor:
+        """Clamps integers on their own grid: clamping before or after rounding gives the same."""
+        assert tensor.grid is not None
+        info, steps = np.iinfo(tensor.dtype), []
         for code, limit, last in zip(("MAXIMUM", "MINIMUM"), limits, (info.min, info.max), strict=True):
-            bound = last if limit is None else int(stored.grid.integers(limit, stored.dtype))
+            bound = last if limit is None else int(tensor.grid.integers(limit, tensor.dtype))
             if bound != last:  # beyond it, the type saturates
-                steps.append((code, np.array(bound, stored.dtype)))
+                steps.append((code, np.array(bound, tensor.dtype)))
         for number, (code, place) in enumerate(steps, 1):
-            end = self.writer.constant(f"{name}_bound", place, stored.grid)
+            end = self.writer.constant(f"{name}_bound", place, tensor.grid)
             step = name if number == len(steps) else f"{name}_low"
-            stored = self.add(code, [stored, end], step, stored.shape, kind="MaximumMinimumOptions")
-        return stored
+            tensor = self.add(code, [tensor, end], step, tensor.shape, kind="MaximumMinimumOptions")
+        return tensor
 
-    def requantized(self, stored: Stored, grid: Grid, name: str) -> Stored:
-        """The same numbers on another grid of the same type.
+    def requantized(self, tensor: FileTensor, grid: Grid, name: str) -> FileTensor:
+        """Rounds integers to another grid of the same type.
 
-        A sum with zero: XNNPACK's QUANTIZE between integers has a multiplier of 8 bits, and is off by one in
+        Adds zero, since XNNPACK's QUANTIZE between integers has a multiplier of 8 bits, and is off by one in
         up to a tenth of the values; its ADD has one of 20 bits.
         """
-        made = self.writer.tensor(name, stored.shape, stored.dtype, grid)
-        assert stored.grid is not None
-        zero = self.writer.constant("zero", np.array(stored.grid.zero_point[0], stored.dtype), stored.grid)
-        self.writer.op("ADD", [stored, zero], [made], "AddOptions")
-        return made
+        result = self.writer.tensor(name, tensor.shape, tensor.dtype, grid)
+        assert tensor.grid is not None
+        zero = self.writer.constant("zero", np.array(tensor.grid.zero_point[0], tensor.dtype), tensor.grid)
+        self.writer.op("ADD", [tensor, zero], [result], "AddOptions")
+        return result
 
-    def quantized(self, stored: Stored, grid: Grid, kind: np.dtype, name: str) -> Stored:
-        """Floats, or integers of another grid, rounded to a grid."""
-        if stored.grid == grid and stored.dtype == kind:
-            return stored
-        if stored.grid is not None and stored.dtype == kind == np.int8:
-            return self.requantized(stored, grid, name)
-        return self.writer.add("QUANTIZE", [stored], name, stored.shape, kind, grid, kind="QuantizeOptions")
+    def quantized(self, tensor: FileTensor, grid: Grid, kind: np.dtype, name: str) -> FileTensor:
+        """Rounds floats, or integers of another grid, to ``grid``."""
+        if tensor.grid == grid and tensor.dtype == kind:
+            return tensor
+        if tensor.grid is not None and tensor.dtype == kind == np.int8:
+            return self.requantized(tensor, grid, name)
+        return self.writer.add("QUANTIZE", [tensor], name, tensor.shape, kind, grid, kind="QuantizeOptions")
 
 
-Emitter = Callable[[Build, Job], None]
+Emitter = Callable[[Builder, FusedOp], None]
 
 
 def integer_type(site: QuantizedSite) -> np.dtype:
-    """The type of a site's integers in a file."""
+    """Returns the type of a site's integers in a file."""
     return np.dtype(np.int16 if site.qparams.scheme.bits == 16 else np.int8)
 
 
 def allowing(kind: str) -> str:
-    """How to say that ops of a kind may compute in float."""
+    """Returns the advice how to let ops of ``kind`` compute in float."""
     return f"allow {kind} in float (allow_float={kind!r}, on the command line --allow-float {kind})"
 
 
 def bounds(clamp: OpCall) -> tuple[float | None, float | None]:
-    """The lowest and the highest value that an activation function gives."""
+    """Returns the lowest and the highest value of an activation function."""
     if clamp.kind == "relu":
         return 0.0, None
     if clamp.kind == "relu6":

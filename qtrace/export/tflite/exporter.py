@@ -15,11 +15,11 @@ from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import located, site_expr
 from qtrace.export.tflite import ops as forms
 from qtrace.export.tflite.bias import record_bias
-from qtrace.export.tflite.build import Build, Options, integer_type
-from qtrace.export.tflite.choice import emit_job
+from qtrace.export.tflite.build import Builder, BuildOptions, integer_type
+from qtrace.export.tflite.choice import emit_op
 from qtrace.export.tflite.layout import CHANNELS_LAST, Order, file_shape, natural
-from qtrace.export.tflite.plan import Plan
-from qtrace.export.tflite.writer import Grid, Stored
+from qtrace.export.tflite.plan import KernelPlan
+from qtrace.export.tflite.writer import FileTensor, Grid
 from qtrace.graph.types import Node, TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label
 from qtrace.preparation.model import QuantizedSite
@@ -33,21 +33,21 @@ class Exporter:
 
     Args:
         converted: the graph of a module that was converted for backend tflite.
-        options: what the caller of the export chooses.
+        options: the options of the export.
     """
 
-    def __init__(self, converted: ConvertedGraph, options: Options) -> None:
-        self.options, self.plan = options, Plan(converted)
+    def __init__(self, converted: ConvertedGraph, options: BuildOptions) -> None:
+        self.options, self.plan = options, KernelPlan(converted)
         self.graph = self.plan.graph
         self.inputs = list(self.graph.inputs)
         sizes = {int(n.shape[0]) if n.shape else 0 for n in self.inputs}
         self.batch = sizes.pop() if len(sizes) == 1 else 0
-        self.build = Build(self.plan, options, self.batch)
+        self.build = Builder(self.plan, options, self.batch)
         self.build.values.update(self.graph.values)
         self.orders: dict[Node, Order] = {}
 
     def run(self) -> bytes:
-        """The whole file."""
+        """Returns the content of the file."""
         self.plan.check()
         inputs = self._inputs()
         for step in self.graph.steps:
@@ -55,14 +55,14 @@ class Exporter:
                 self._emit(step)
         outputs = self._outputs({t.index for _, t in inputs})
         b = self.build
-        kept = b.writer.prune([t for _, t in outputs])
+        names = b.writer.prune([t for _, t in outputs])
         free = self.batch if self.batch and not b.fixed else None
-        metadata = {"qtrace": self._metadata(kept, free is not None)}
+        metadata = {"qtrace": self._metadata(names, free is not None)}
         return b.writer.finish(inputs, outputs, metadata, f"qtrace {version('qtrace')}", free)
 
     # -- inputs and outputs ---------------------------------------------------------------------------
 
-    def _inputs(self) -> list[tuple[str, Stored]]:
+    def _inputs(self) -> list[tuple[str, FileTensor]]:
         inputs = []
         for node, name in self.graph.inputs.items():
             rank = len(node.shape)
@@ -70,15 +70,15 @@ class Exporter:
             order = CHANNELS_LAST if image else natural(rank)
             shape = file_shape(node.shape, order)
             if self.options.io == "int8" and is_float_tensor(node):
-                stored = self._integer_input(node, shape)
+                tensor = self._integer_input(node, shape)
             else:
-                stored = self.build.writer.tensor(name, shape, _input_type(node))
-            self.build.put(node, stored, order)
+                tensor = self.build.writer.tensor(name, shape, _input_type(node))
+            self.build.put(node, tensor, order)
             self.orders[node] = order
-            inputs.append((name, stored))
+            inputs.append((name, tensor))
         return inputs
 
-    def _integer_input(self, node: TensorNode, shape: tuple[int, ...]) -> Stored:
+    def _integer_input(self, node: TensorNode, shape: tuple[int, ...]) -> FileTensor:
         site = self.plan.site_of(node)
         if site is None:
             raise ExportError(
@@ -88,57 +88,57 @@ class Exporter:
         kind, grid = integer_type(site), Grid.of(site.qparams)
         return self.build.writer.tensor(f"{site.name}_int", shape, kind, grid)
 
-    def _outputs(self, taken: set[int]) -> list[tuple[str, Stored]]:
-        outputs: list[tuple[str, Stored]] = []
+    def _outputs(self, used: set[int]) -> list[tuple[str, FileTensor]]:
+        outputs: list[tuple[str, FileTensor]] = []
         names: Counter[str] = Counter()
         for node in self.graph.outputs:
             name = self.graph.model.unrounded_name(node)
             names[name] += 1
-            stored = self._output(node, name)
-            if stored.index in taken or stored.value is not None:
-                stored = self._copied(stored, name)
-            taken.add(stored.index)
-            outputs.append((name if names[name] == 1 else f"{name}_{names[name]}", stored))
+            tensor = self._output(node, name)
+            if tensor.index in used or tensor.value is not None:
+                tensor = self._copied(tensor, name)
+            used.add(tensor.index)
+            outputs.append((name if names[name] == 1 else f"{name}_{names[name]}", tensor))
         return outputs
 
-    def _output(self, node: TensorNode, name: str) -> Stored:
+    def _output(self, node: TensorNode, name: str) -> FileTensor:
         b = self.build
         order = b.moved_from(node)[1].nearest()
         order = CHANNELS_LAST if order == CHANNELS_LAST else natural(len(order))
-        stored = b.ordered(node, order)
+        tensor = b.ordered(node, order)
         self.orders[node] = order
-        if self.options.io == "int8" and stored.dtype == np.float32:
+        if self.options.io == "int8" and tensor.dtype == np.float32:
             raise ExportError(
                 f"output {name} is float, so it cannot be int8: export with io='float32', or end the "
                 "graph before it."
             )
-        if stored.grid is None or self.options.io == "int8":
-            return stored
-        return b.writer.add("DEQUANTIZE", [stored], name, stored.shape, kind="DequantizeOptions")
+        if tensor.grid is None or self.options.io == "int8":
+            return tensor
+        return b.writer.add("DEQUANTIZE", [tensor], name, tensor.shape, kind="DequantizeOptions")
 
-    def _copied(self, stored: Stored, name: str) -> Stored:
-        """Another tensor of the same values: a tensor is given once, and an input is not given at all."""
-        target = [-1, *stored.shape[1:]] if stored.shape else []
+    def _copied(self, tensor: FileTensor, name: str) -> FileTensor:
+        """Copies a tensor: an output tensor may be neither an input, nor a constant, nor another output."""
+        target = [-1, *tensor.shape[1:]] if tensor.shape else []
         return self.build.add(
-            "RESHAPE", [stored, target], f"{name}_output", stored.shape, kind="ReshapeOptions"
+            "RESHAPE", [tensor, target], f"{name}_output", tensor.shape, kind="ReshapeOptions"
         )
 
-    def _metadata(self, kept: set[str], free: bool) -> dict[str, Any]:
-        """Where the file comes from, and what a reader needs to compare its integers with the graph's."""
+    def _metadata(self, kept_names: set[str], free: bool) -> dict[str, Any]:
+        """Returns the origin of the file, and what `qtrace.verify` needs to compare its integers."""
         b, integers = self.build, {}
         named: dict[str, Node] = {
             s.name: s.value for s in self.graph.sites if s.sort == "activation" and not s.decision.static
         }
         named.update((name, self.graph.nodes[name]) for name in self.graph.moved)
         for name, node in named.items():
-            held = b.held.get(node)
-            if held is None and node in b.integers:
-                held = b.get(node)
-            if held is None or held.stored.grid is None:
+            source = b.node_tensors.get(node)
+            if source is None and node in b.integers:
+                source = b.get(node)
+            if source is None or source.tensor.grid is None:
                 continue
-            if held.stored.name in kept or held.stored.value is not None:
-                b.writer.keep(held.stored)
-                integers[name] = [held.stored.name, list(held.order)]
+            if source.tensor.name in kept_names or source.tensor.value is not None:
+                b.writer.keep(source.tensor)
+                integers[name] = [source.tensor.name, list(source.order)]
         return {
             "version": version("qtrace"),
             "backend": self.graph.annotation.backend,
@@ -175,9 +175,9 @@ class Exporter:
                 "for: use matmul, or end the graph before it."
             )
         else:
-            held, grid = b.get(site.source), Grid.of(site.qparams)
-            stored = b.quantized(held.stored, grid, integer_type(site), f"{site.name}_int")
-            b.put(out, stored, held.order)
+            source, grid = b.get(site.source), Grid.of(site.qparams)
+            tensor = b.quantized(source.tensor, grid, integer_type(site), f"{site.name}_int")
+            b.put(out, tensor, source.order)
 
     # -- ops ------------------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class Exporter:
                 f"{expr.outputs[0].name}: {op_label(expr)} has no TFLite form ({reason}): end the graph "
                 "before it, or write it with ops that have one."
             )
-        emit_job(self.build, self.plan.job(expr, call))
+        emit_op(self.build, self.plan.fused_op(expr, call))
 
 
 def _input_type(node: TensorNode) -> np.dtype:

@@ -8,10 +8,10 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.export.tflite.bias import float_bias, integer_bias, zero_bias
-from qtrace.export.tflite.build import Build, Emitter
+from qtrace.export.tflite.build import Builder, Emitter
 from qtrace.export.tflite.layout import CHANNELS_LAST, Order, file_shape, natural, window_pads
-from qtrace.export.tflite.plan import Job
-from qtrace.export.tflite.writer import Stored
+from qtrace.export.tflite.plan import FusedOp
+from qtrace.export.tflite.writer import FileTensor
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 
@@ -23,49 +23,49 @@ INEXACT = frozenset({"matmul"})
 PADDING = {"SAME": 0, "VALID": 1}
 
 
-def padded(b: Build, x: Stored, pads: list[tuple[int, int]], lowest: bool = False) -> Stored:
-    """An image (N, H, W, C) with more around it.
+def padded(b: Builder, x: FileTensor, pads: list[tuple[int, int]], lowest: bool = False) -> FileTensor:
+    """Pads an image (N, H, W, C).
 
     Args:
         b: the file.
         x: the image.
-        pads: rows and columns before and behind.
-        lowest: whether to add the lowest number there is, as for a maximum, instead of zeros.
+        pads: the number of rows, then of columns, added before and behind.
+        lowest: whether to pad with the lowest number of the type, as a maximum needs, instead of zeros.
     """
-    every = [(0, 0), *pads, (0, 0)]
-    widths = b.writer.constant("pads", np.array(every, np.int32))
-    made = b.like(x, f"{x.name}_padded", [n + sum(w) for n, w in zip(x.shape, every, strict=True)])
+    widths = [(0, 0), *pads, (0, 0)]
+    stored_widths = b.writer.constant("pads", np.array(widths, np.int32))
+    result = b.like(x, f"{x.name}_padded", [n + sum(w) for n, w in zip(x.shape, widths, strict=True)])
     zero = x.grid is not None and x.grid.zero_point[0] == np.iinfo(x.dtype).min
     if not lowest or zero:  # integers are padded with their zero point
-        b.writer.op("PAD", [x, widths], [made], "PadOptions")
-        return made
+        b.writer.op("PAD", [x, stored_widths], [result], "PadOptions")
+        return result
     low = np.finfo(np.float32).min if x.grid is None else np.iinfo(x.dtype).min
     fill = b.writer.constant("lowest", np.array([low], x.dtype), x.grid)
-    b.writer.op("PADV2", [x, widths, fill], [made], "PadV2Options")
-    return made
+    b.writer.op("PADV2", [x, stored_widths, fill], [result], "PadV2Options")
+    return result
 
 
 class _Layer:
-    """A layer as it is computed: on integers, or in float with the weights that the integers stand for."""
+    """A layer with weights, computed on integers or in float; float weights are the rounded ones."""
 
-    def __init__(self, b: Build, job: Job) -> None:
-        self.b, self.call, self.ints = b, job.call, job.site is not None
-        self.source = job.call.inputs[0]
-        assert job.call.weight is not None
-        self.weight_node: TensorNode = job.call.weight
+    def __init__(self, b: Builder, op: FusedOp) -> None:
+        self.b, self.call, self.ints = b, op.call, op.site is not None
+        self.source = op.call.inputs[0]
+        assert op.call.weight is not None
+        self.weight_node: TensorNode = op.call.weight
         self.base = b.plan.graph.site_name(self.weight_node)
 
-    def read(self, order: Order) -> Stored:
-        """The layer's input with its axes in an order."""
-        return self.taken(self.b.ordered(self.source, order))
+    def read(self, order: Order) -> FileTensor:
+        """Returns the layer's input in ``order``, as integers or floats."""
+        return self.use(self.b.ordered(self.source, order))
 
-    def taken(self, stored: Stored) -> Stored:
-        """The input as integers or floats."""
-        self.input = stored if self.ints else self.b.as_floats(stored)
+    def use(self, tensor: FileTensor) -> FileTensor:
+        """Makes ``tensor`` the layer's input, as integers or floats."""
+        self.input = tensor if self.ints else self.b.as_floats(tensor)
         return self.input
 
     def weight(self) -> np.ndarray:
-        """Integers or floats, in MegEngine's layout."""
+        """Returns the weight, integers or floats, in MegEngine's layout."""
         weight = self.b.integers[self.weight_node][0] if self.ints else self.b.value(self.weight_node)
         if weight is None:
             raise ExportError(
@@ -74,14 +74,14 @@ class _Layer:
             )
         return weight.astype(np.int8) if self.ints else weight
 
-    def stored_weight(self, laid: np.ndarray, axis: int) -> Stored:
-        """The weight in the layout of the operator."""
+    def stored_weight(self, laid: np.ndarray, axis: int) -> FileTensor:
+        """Writes the weight ``laid``, which is in the operator's layout; ``axis`` counts output channels."""
         if not self.ints:
             return self.b.writer.constant(self.base, laid)
         return self.b.writer.constant(f"{self.base}_int", laid, self.b.integers[self.weight_node][1], axis)
 
-    def bias(self, count: int) -> Stored:
-        """The bias as a vector, zeros where the graph has none."""
+    def bias(self, count: int) -> FileTensor:
+        """Writes the bias as a vector of ``count`` numbers, zeros where the graph has none."""
         if not self.ints:
             return float_bias(self.b, self.call, f"{self.base}_bias", count)
         if self.call.bias is None:
@@ -89,24 +89,24 @@ class _Layer:
         return integer_bias(self.b, self.call.bias, self.input)
 
     def weight_scales(self) -> np.ndarray:
-        """The scales of an integer weight."""
+        """Returns the scales of an integer weight."""
         return np.array(self.b.integers[self.weight_node][1].scale, np.float32)
 
 
-def windows(b: Build, call: OpCall, kernel: tuple[int, ...]) -> tuple[str, list[tuple[int, int]]]:
-    """TFLite's name of the padding, or "" and what has to be added."""
+def windows(b: Builder, call: OpCall, kernel: tuple[int, ...]) -> tuple[str, list[tuple[int, int]]]:
+    """Returns TFLite's padding mode, or "" with the padding of each axis that an operator must add."""
     a, shapes = call.attrs, (b.shape(call.inputs[0])[2:], b.shape(call.out)[2:])
     sides = (*shapes, kernel, a["stride"], a["padding"], a.get("dilation", (1, 1)))
     axes = [window_pads(*numbers) for numbers in zip(*sides, strict=True)]
     names = {name for name, _ in axes}
-    # Nothing is added along an axis without padding by SAME either, if its rule says so.
+    # An axis without padding may be SAME as well, where SAME adds nothing.
     if names == {"VALID"} or names == {"SAME"}:
         return names.pop(), []
     return "", [pads for _, pads in axes]
 
 
-def _conv(b: Build, job: Job) -> None:
-    layer, call, a = _Layer(b, job), job.call, job.call.attrs
+def _conv(b: Builder, op: FusedOp) -> None:
+    layer, call, a = _Layer(b, op), op.call, op.call.attrs
     x = layer.read(CHANNELS_LAST)
     weight = layer.weight()
     weight = weight.reshape(-1, *weight.shape[-3:])  # (out, in / groups, height, width)
@@ -119,7 +119,7 @@ def _conv(b: Build, job: Job) -> None:
         **dict(zip(("strideH", "strideW"), a["stride"], strict=True)),
         **dict(zip(("dilationHFactor", "dilationWFactor"), a["dilation"], strict=True)),
     }
-    target = b.target(job, CHANNELS_LAST)
+    target = b.target(op, CHANNELS_LAST)
     options["fusedActivationFunction"] = target.activation
     if a["groups"] > 1 and inside == 1:
         stored = layer.stored_weight(weight[:, 0].transpose(1, 2, 0)[None], 3)
@@ -128,42 +128,42 @@ def _conv(b: Build, job: Job) -> None:
     else:
         stored = layer.stored_weight(weight.transpose(0, 2, 3, 1), 0)
         code, kind, version = "CONV_2D", "Conv2DOptions", 6 if a["groups"] > 1 else 0
-    b.writer.op(code, [x, stored, layer.bias(count)], [target.stored], kind, version, **options)
-    b.done(job, target)
+    b.writer.op(code, [x, stored, layer.bias(count)], [target.tensor], kind, version, **options)
+    b.finish(op, target)
 
 
-def _conv_transpose(b: Build, job: Job) -> None:
-    """TRANSPOSE_CONV, and a slice where its own rules of padding do not cut off what the graph does."""
-    layer, call, a = _Layer(b, job), job.call, job.call.attrs
+def _conv_transpose(b: Builder, op: FusedOp) -> None:
+    """Writes TRANSPOSE_CONV, and a slice where neither SAME nor VALID cuts off what the graph does."""
+    layer, call, a = _Layer(b, op), op.call, op.call.attrs
     x = layer.read(CHANNELS_LAST)
     weight = _dilated(_dense(layer.weight(), call), a["dilation"])
     count, *kernel, _ = weight.shape
-    target = b.target(job, CHANNELS_LAST, fuses=False)
-    batch, *wanted, _ = target.stored.shape
+    target = b.target(op, CHANNELS_LAST, fuses=False)
+    batch, *size, _ = target.tensor.shape
     whole = [(n - 1) * s + k for n, s, k in zip(x.shape[1:3], a["stride"], kernel, strict=True)]
     same = all(
         o == n * s and (full - o) // 2 == p and full >= o
-        for n, o, s, full, p in zip(x.shape[1:3], wanted, a["stride"], whole, a["padding"], strict=True)
+        for n, o, s, full, p in zip(x.shape[1:3], size, a["stride"], whole, a["padding"], strict=True)
     )
-    result, sizes = target.stored, wanted
-    cut = not same and (whole != wanted or a["padding"] != (0, 0))
+    result, sizes = target.tensor, size
+    cut = not same and (whole != size or a["padding"] != (0, 0))
     if cut:
-        # What output_padding adds behind is out of reach of every value: zeros and the bias.
-        sizes = [max(f, p + o) for f, p, o in zip(whole, a["padding"], wanted, strict=True)]
-        result = b.like(target.stored, f"{call.out.name}_whole", (batch, *sizes, count))
+        # No input value reaches what output_padding adds behind: there is the bias alone.
+        sizes = [max(f, p + o) for f, p, o in zip(whole, a["padding"], size, strict=True)]
+        result = b.like(target.tensor, f"{call.out.name}_whole", (batch, *sizes, count))
     inputs = [b.writer.ints([batch, *sizes, count]), layer.stored_weight(weight, 0), x, layer.bias(count)]
     options = dict(zip(("strideH", "strideW"), a["stride"], strict=True))
     padding = PADDING["SAME" if same else "VALID"]
     b.writer.op("TRANSPOSE_CONV", inputs, [result], "TransposeConvOptions", padding=padding, **options)
     if cut:
-        places = zip((1, 2), a["padding"], wanted, strict=True)
-        b.cut(result, target.stored, {i: (p, p + n, 1) for i, p, n in places})
+        places = zip((1, 2), a["padding"], size, strict=True)
+        b.cut(result, target.tensor, {i: (p, p + n, 1) for i, p, n in places})
     b.fixed = b.fixed or call.out.name  # the shape of the result is part of the file
-    b.done(job, target)
+    b.finish(op, target)
 
 
 def _dense(weight: np.ndarray, call: OpCall) -> np.ndarray:
-    """A transposed convolution's weight as (out, height, width, in); groups become blocks between zeros."""
+    """Lays a transposed convolution's weight out as (out, height, width, in); groups become blocks."""
     if weight.ndim == 4:
         return weight.transpose(1, 2, 3, 0)
     groups, inside, outside, height, width = weight.shape
@@ -175,7 +175,7 @@ def _dense(weight: np.ndarray, call: OpCall) -> np.ndarray:
 
 
 def _dilated(weight: np.ndarray, dilation: tuple[int, int]) -> np.ndarray:
-    """The kernel with zeros between its values."""
+    """Expresses dilation by zeros between the values of the kernel."""
     if tuple(dilation) == (1, 1):
         return weight
     count, height, width, inside = weight.shape
@@ -185,9 +185,9 @@ def _dilated(weight: np.ndarray, dilation: tuple[int, int]) -> np.ndarray:
     return laid
 
 
-def _linear(b: Build, job: Job) -> None:
-    layer = _Layer(b, job)
-    weight, (held, moved) = layer.weight(), b.moved_from(layer.source)
+def _linear(b: Builder, op: FusedOp) -> None:
+    layer = _Layer(b, op)
+    weight, (source, moved) = layer.weight(), b.moved_from(layer.source)
     shuffle = moved.shuffle()
     if (
         shuffle is not None
@@ -195,36 +195,36 @@ def _linear(b: Build, job: Job) -> None:
         order, places = shuffle
         weight = weight[:, places]
         free = next((i for i, a in enumerate(order) if (0, 0) in moved.axes[a]), None)
-        x = layer.taken(b.reshaped(held.stored, file_shape(moved.shape, order), free))
+        x = layer.use(b.reshaped(source.tensor, file_shape(moved.shape, order), free))
     else:
         last = len(moved.axes) - 1
         order = (*(a for a in moved.nearest() if a != last), last)
         x = layer.read(order)
-    target = b.target(job, order)
+    target = b.target(op, order)
     inputs = [x, layer.stored_weight(weight, 0), layer.bias(weight.shape[0])]
     version = 12 if layer.ints and len(layer.weight_scales()) > 1 else 0
     options = {"keepNumDims": True, "fusedActivationFunction": target.activation}
-    b.writer.op("FULLY_CONNECTED", inputs, [target.stored], "FullyConnectedOptions", version, **options)
-    b.done(job, target)
+    b.writer.op("FULLY_CONNECTED", inputs, [target.tensor], "FullyConnectedOptions", version, **options)
+    b.finish(op, target)
 
 
-def _matmul(b: Build, job: Job) -> None:
-    call, rank = job.call, b.rank(job.call.out)
+def _matmul(b: Builder, op: FusedOp) -> None:
+    call, rank = op.call, b.rank(op.call.out)
     if any(b.rank(n) < 2 for n in call.inputs):
         raise ExportError(
             f"{call.out.name}: a product with a vector has no TFLite form: give it an axis of size 1"
         )
     factors, flips = [], []
     for node, flip in zip(call.inputs, (call.attrs["transpose_a"], call.attrs["transpose_b"]), strict=True):
-        held = b.get(node) if job.site is not None else b.floats(b.get(node))
-        held, order = b.widened(held, rank), natural(rank)
+        source = b.get(node) if op.site is not None else b.floats(b.get(node))
+        source, order = b.widened(source, rank), natural(rank)
         turned = (*order[:-2], order[-1], order[-2])
-        if held.order == turned:  # the operator reads the transpose as it stands
+        if source.order == turned:  # the operator reads the transpose as it stands
             order, flip = turned, not flip
-        factors.append(b.arrange(held, order))
+        factors.append(b.arrange(source, order))
         flips.append(bool(flip))
     options = {"adjX": flips[0], "adjY": flips[1]}
-    b.compute(job, natural(rank), "BATCH_MATMUL", factors, "BatchMatMulOptions", False, **options)
+    b.compute(op, natural(rank), "BATCH_MATMUL", factors, "BatchMatMulOptions", False, **options)
 
 
 # On integers where the result has a site, else in float.

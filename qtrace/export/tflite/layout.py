@@ -1,4 +1,4 @@
-"""Layouts: in which order a tensor of the file holds the axes of the graph's tensor. Pure functions.
+"""Layouts: the order in which a tensor of the file holds the axes of the graph's tensor. Pure functions.
 
 An *order* is a permutation: axis ``i`` of the file's tensor is axis ``order[i]`` of the graph's. A transpose
 of the graph therefore changes the order alone, and values move only where an op needs its axes in a certain
@@ -28,12 +28,12 @@ CHANNELS_LAST: Order = (0, 2, 3, 1)
 
 
 def natural(rank: int) -> Order:
-    """The graph's own order."""
+    """Returns the graph's order of ``rank`` axes."""
     return tuple(range(rank))
 
 
 def file_shape(shape: Sequence[int], order: Order) -> tuple[int, ...]:
-    """The shape in the file of a tensor that has ``shape`` in the graph."""
+    """Returns the shape in the file of a tensor that has ``shape`` in the graph."""
     return tuple(int(shape[axis]) for axis in order)
 
 
@@ -42,8 +42,8 @@ def moves_values(shape: Sequence[int], old: Order, new: Order) -> bool:
 
     Args:
         shape: the shape in the graph.
-        old: the order there is.
-        new: the order that is wanted.
+        old: the present order.
+        new: the other order.
     """
     wide = [axis for axis in range(len(shape)) if axis == 0 or int(shape[axis]) != 1]
     return [a for a in old if a in wide] != [a for a in new if a in wide]
@@ -52,18 +52,18 @@ def moves_values(shape: Sequence[int], old: Order, new: Order) -> bool:
 def window_pads(
     size: int, out: int, kernel: int, stride: int, padding: int, dilation: int = 1
 ) -> tuple[str, tuple[int, int]]:
-    """How a window that moves along one axis is padded.
+    """Returns the padding of a window that moves along one axis.
 
     Args:
-        size: of the input.
-        out: of the output.
-        kernel: the window.
-        stride: its step.
-        padding: what the graph adds at both ends.
+        size: the size of the input.
+        out: the size of the output.
+        kernel: the size of the window.
+        stride: the step of the window.
+        padding: the number of places that the graph adds at each end.
         dilation: the distance of the window's values.
 
     Returns:
-        "VALID" or "SAME" where TFLite's own rule adds exactly that, "" where it does not; and how much is
+        "VALID" or "SAME" where TFLite's rule adds exactly that, else ""; and the number of places that are
         needed before and behind. Padding that no window reaches is left out.
     """
     reach = (out - 1) * stride + dilation * (kernel - 1) + 1

@@ -7,44 +7,44 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.tflite.build import Build, Emitter
+from qtrace.export.tflite.build import Builder, Emitter
 from qtrace.export.tflite.operands import as_type, operands
-from qtrace.export.tflite.plan import Job
+from qtrace.export.tflite.plan import FusedOp
 from qtrace.graph.types import TensorNode
 
 __all__ = ["FLOAT_LOGIC"]
 
 
-def _common(given: Any) -> np.dtype:
-    """The type in which operands are compared: float32 where a float is among them."""
-    kinds = [np.dtype(v.dtype) if isinstance(v, TensorNode) else np.asarray(v).dtype for v in given]
+def _common(operands: Any) -> np.dtype:
+    """Returns the type in which ``operands`` are compared: float32 where a float is among them."""
+    kinds = [np.dtype(v.dtype) if isinstance(v, TensorNode) else np.asarray(v).dtype for v in operands]
     if any(k.kind == "f" for k in kinds):
         return np.dtype(np.float32)
     return np.dtype(np.bool_) if all(k.kind == "b" for k in kinds) else np.dtype(np.int32)
 
 
-def _comparison(b: Build, job: Job) -> None:
-    given = job.call.attrs["operands"]
-    inputs, order = operands(b, job.call, given, _common(given))
-    b.emit(job.out, order, job.kind.upper(), inputs)
+def _comparison(b: Builder, op: FusedOp) -> None:
+    values = op.call.attrs["operands"]
+    inputs, order = operands(b, op.call, values, _common(values))
+    b.emit(op.out, order, op.kind.upper(), inputs)
 
 
-def _logic(b: Build, job: Job) -> None:
-    call = job.call
+def _logic(b: Builder, op: FusedOp) -> None:
+    call = op.call
     if np.dtype(call.out.dtype) != np.bool_:
         raise ExportError(f"{call.out.name}: logic on integers has no TFLite form: use booleans")
     inputs, order = operands(b, call, call.attrs.get("operands", call.inputs), np.dtype(np.bool_))
     b.emit(call.out, order, call.kind.upper(), inputs)
 
 
-def _astype(b: Build, job: Job) -> None:
-    call = job.call
-    held = b.get(call.inputs[0])
-    b.put(call.out, as_type(b, held.stored, np.dtype(call.out.dtype)), held.order)
+def _astype(b: Builder, op: FusedOp) -> None:
+    call = op.call
+    source = b.get(call.inputs[0])
+    b.put(call.out, as_type(b, source.tensor, np.dtype(call.out.dtype)), source.order)
 
 
-def _where(b: Build, job: Job) -> None:
-    call = job.call
+def _choose(b: Builder, op: FusedOp) -> None:
+    call = op.call
     mask, kind = call.attrs["mask"], np.dtype(call.out.dtype)
     kinds = [np.dtype(np.bool_), kind, kind]
     inputs, order = operands(b, call, [mask, *call.attrs["operands"]], kinds)
@@ -55,5 +55,5 @@ FLOAT_LOGIC: dict[str, Emitter] = {
     **dict.fromkeys(("less", "less_equal", "greater", "greater_equal", "equal", "not_equal"), _comparison),
     **dict.fromkeys(("logical_and", "logical_or", "logical_not"), _logic),
     "astype": _astype,
-    "where": _where,
+    "where": _choose,
 }

@@ -1,4 +1,4 @@
-"""Reshapes and transposes that are not written yet: what a chain of them does as a whole.
+"""Chains of reshapes and transposes that are not written yet, as one permutation.
 
 The axes of a tensor are cut into *atoms*, the largest parts that every reshape of the chain keeps whole. A
 reshape or transpose then says which atoms make up each axis, and nothing moves until an op reads the values.
@@ -19,7 +19,7 @@ __all__ = ["Moved"]
 
 @dataclass(frozen=True, eq=False)
 class Moved:
-    """The axes of a tensor in terms of another one's.
+    """The axes of a tensor in terms of the axes of a source tensor.
 
     Attributes:
         order: the order of the source's axes in the file.
@@ -33,28 +33,28 @@ class Moved:
 
     @classmethod
     def of(cls, shape: Sequence[int], order: Order) -> Moved:
-        """The source itself."""
+        """Returns the axes of the source itself."""
         rank = range(len(shape))
         return cls(order, tuple((int(n),) for n in shape), tuple(((axis, 0),) for axis in rank))
 
     def size(self, atom: tuple[int, int]) -> int:
-        """How many places an atom has."""
+        """Returns the number of places of an atom."""
         return self.cuts[atom[0]][atom[1]]
 
     def transposed(self, pattern: Sequence[int]) -> Moved:
-        """The axes in another order."""
+        """Transposes the axes."""
         return Moved(self.order, self.cuts, tuple(self.axes[i] for i in pattern))
 
     def reshaped(self, shape: Sequence[int]) -> Moved | None:
-        """The values in another shape; None when no cut of the source's axes gives it."""
+        """Reshapes; None when no cut of the source's axes gives ``shape``."""
         atoms = [(atom, (self.size(atom),)) for axis in self.axes for atom in axis]
         parts: dict[tuple[int, int], tuple[int, ...]] = {}
-        made: list[list[tuple[tuple[int, int], int]]] = []
+        new_axes: list[list[tuple[tuple[int, int], int]]] = []
         queue = [(atom, 0, size[0]) for atom, size in atoms]  # atom, number of the part, size that is left
-        for wanted in shape:
-            left = int(wanted)
-            taken: list[tuple[tuple[int, int], int]] = []
-            while queue and (left > 1 or (queue[0][2] == 1 and not taken and left == 1)):
+        for length in shape:
+            left = int(length)
+            atoms_taken: list[tuple[tuple[int, int], int]] = []
+            while queue and (left > 1 or (queue[0][2] == 1 and not atoms_taken and left == 1)):
                 atom, number, size = queue[0]
                 if left % size == 0:
                     queue.pop(0)
@@ -65,21 +65,21 @@ class Moved:
                 else:
                     return None
                 parts[atom] = (*parts.get(atom, ()), part)
-                taken.append((atom, number))
+                atoms_taken.append((atom, number))
             if left != 1:
                 return None
-            made.append(taken)
+            new_axes.append(atoms_taken)
         for atom, number, size in queue:  # of size 1: behind the last axis
-            if size != 1 or not made:
+            if size != 1 or not new_axes:
                 return None
             parts[atom] = (*parts.get(atom, ()), 1)
-            made[-1].append((atom, number))
-        return self._renumbered(parts, made)
+            new_axes[-1].append((atom, number))
+        return self._renumbered(parts, new_axes)
 
     def _renumbered(
-        self, parts: dict[tuple[int, int], tuple[int, ...]], made: list[list[tuple[tuple[int, int], int]]]
+        self, parts: dict[tuple[int, int], tuple[int, ...]], new_axes: list[list[tuple[tuple[int, int], int]]]
     ) -> Moved:
-        """With the parts of old atoms as atoms."""
+        """Makes the parts of the old atoms the new atoms."""
         cuts, first = [], {}
         for axis, sizes in enumerate(self.cuts):
             new: list[int] = []
@@ -87,26 +87,26 @@ class Moved:
                 first[axis, number] = len(new)
                 new.extend(parts[axis, number])
             cuts.append(tuple(new))
-        axes = tuple(tuple((atom[0], first[atom] + number) for atom, number in axis) for axis in made)
+        axes = tuple(tuple((atom[0], first[atom] + number) for atom, number in axis) for axis in new_axes)
         return Moved(self.order, tuple(cuts), axes)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape in the graph."""
+        """Returns the shape in the graph."""
         return tuple(int(np.prod([self.size(a) for a in axis], dtype=np.int64)) for axis in self.axes)
 
     @property
-    def stored(self) -> list[tuple[int, int]]:
-        """The atoms as they stand in the file."""
+    def file_atoms(self) -> list[tuple[int, int]]:
+        """Returns the atoms in the order of the file."""
         return [(axis, number) for axis in self.order for number in range(len(self.cuts[axis]))]
 
     def wide(self, atom: tuple[int, int]) -> bool:
-        """Whether an atom has more than one place; the batch may always have."""
+        """Whether an atom has more than one place, or is the batch, whose size may change."""
         return atom == (0, 0) or self.size(atom) != 1
 
     def nearest(self) -> Order:
-        """The order of this tensor's axes that moves least: they follow their first atoms in the file."""
-        place = {atom: i for i, atom in enumerate(self.stored)}
+        """Returns the order of this tensor's axes that moves least: by their first atoms in the file."""
+        place = {atom: i for i, atom in enumerate(self.file_atoms)}
 
         def first(axis: int) -> tuple[int, int]:
             atoms = self.axes[axis]
@@ -117,7 +117,7 @@ class Moved:
         return tuple(sorted(range(len(self.axes)), key=first))
 
     def shuffle(self) -> tuple[Order, np.ndarray] | None:
-        """The order without any transpose, if only places within the last axis differ from the graph's.
+        """Returns an order that needs no transpose, if only places within the last axis differ.
 
         Returns:
             The order, whose last axis is the graph's last, and for each place of that axis in the file, the
@@ -125,10 +125,10 @@ class Moved:
         """
         *front, last = self.axes
         order = (*(a for a in self.nearest() if a != len(front)), len(front))
-        wanted = [a for axis in order[:-1] for a in self.axes[axis] if self.wide(a)]
-        stored = [a for a in self.stored if self.wide(a)]
-        inside = [a for a in self.stored if a in last and self.wide(a)]
-        if stored != wanted + inside:
+        in_front = [a for axis in order[:-1] for a in self.axes[axis] if self.wide(a)]
+        stored = [a for a in self.file_atoms if self.wide(a)]
+        inside = [a for a in self.file_atoms if a in last and self.wide(a)]
+        if stored != in_front + inside:
             return None
         atoms = [a for a in last if self.wide(a)]
         places = np.arange(int(np.prod([self.size(a) for a in atoms], dtype=np.int64)))

@@ -5,51 +5,52 @@ from __future__ import annotations
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.tflite.build import Build, Emitter, Held
+from qtrace.export.tflite.build import Builder, Emitter
 from qtrace.export.tflite.layout import file_shape, natural
 from qtrace.export.tflite.moved import Moved
-from qtrace.export.tflite.plan import Job
+from qtrace.export.tflite.plan import FusedOp
+from qtrace.export.tflite.store import OrderedTensor
 from qtrace.graph.types import TensorNode
 
 __all__ = ["MOVES", "reshape"]
 
 
-def reshape(b: Build, node: TensorNode, held: Held, moved: Moved) -> None:
-    """``node`` as moved values in another shape of the graph."""
+def reshape(b: Builder, node: TensorNode, source: OrderedTensor, moved: Moved) -> None:
+    """Makes ``node`` the moved values of ``source`` in the node's shape."""
     shape = list(b.shape(node))
-    made = moved.reshaped(shape)
-    if made is None:  # the axes have no common parts with those of the source: the values move first
+    reshaped = moved.reshaped(shape)
+    if reshaped is None:  # the axes have no common parts with those of the source: the values move first
         natural_order = natural(len(moved.axes))
-        stored = b.materialized(node.name, held, moved, natural_order)
-        b.put(node, b.reshaped(stored, shape, 0, _name(node, held)), natural(len(shape)))
+        tensor = b.materialized(node.name, source, moved, natural_order)
+        b.put(node, b.reshaped(tensor, shape, 0, _name(node, source)), natural(len(shape)))
         return
-    b.move(node, held, made)
+    b.move(node, source, reshaped)
 
 
-def _name(node: TensorNode, held: Held) -> str:
-    return f"{node.name}_int" if held.stored.grid is not None else node.name
+def _name(node: TensorNode, source: OrderedTensor) -> str:
+    return f"{node.name}_int" if source.tensor.grid is not None else node.name
 
 
-def _reshape(b: Build, job: Job) -> None:
-    reshape(b, job.out, *b.moved_from(job.call.inputs[0]))
+def _reshape(b: Builder, op: FusedOp) -> None:
+    reshape(b, op.out, *b.moved_from(op.call.inputs[0]))
 
 
-def _transpose(b: Build, job: Job) -> None:
-    call, (held, moved) = job.call, b.moved_from(job.call.inputs[0])
+def _transpose(b: Builder, op: FusedOp) -> None:
+    call, (source, moved) = op.call, b.moved_from(op.call.inputs[0])
     rank = len(moved.axes)
     pattern = tuple(call.attrs["pattern"]) or tuple(reversed(range(rank)))
-    kept = [int(p) % rank for p in pattern if isinstance(p, (int, np.integer))]
-    if sorted(kept) != list(range(rank)):
+    axes = [int(p) % rank for p in pattern if isinstance(p, (int, np.integer))]
+    if sorted(axes) != list(range(rank)):
         raise ExportError(f"{call.out.name}: transpose by {pattern!r} has no TFLite form: use all axes")
-    reshape(b, call.out, held, moved.transposed(kept))
+    reshape(b, call.out, source, moved.transposed(axes))
 
 
-def _identity(b: Build, job: Job) -> None:
-    b.move(job.out, *b.moved_from(job.call.inputs[0]))
+def _identity(b: Builder, op: FusedOp) -> None:
+    b.move(op.out, *b.moved_from(op.call.inputs[0]))
 
 
-def _pad(b: Build, job: Job) -> None:
-    call, a = job.call, job.call.attrs
+def _pad(b: Builder, op: FusedOp) -> None:
+    call, a = op.call, op.call.attrs
     x, order = b.get(call.inputs[0]).parts
     width = (*a["width"], *[(0, 0)] * (len(order) - len(a["width"])))
     pads = b.writer.constant("pads", np.array([width[axis] for axis in order], np.int32))
@@ -67,27 +68,27 @@ def _pad(b: Build, job: Job) -> None:
         b.emit(call.out, order, "PADV2", [x, pads, fill], "PadV2Options", x)
 
 
-def _split(b: Build, job: Job) -> None:
-    call, held = job.call, b.get(job.call.inputs[0])
-    axis = call.attrs["axis"] % len(held.order)
-    place, sizes = held.order.index(axis), [b.shape(n)[axis] for n in call.outputs]
+def _split(b: Builder, op: FusedOp) -> None:
+    call, source = op.call, b.get(op.call.inputs[0])
+    axis = call.attrs["axis"] % len(source.order)
+    place, sizes = source.order.index(axis), [b.shape(n)[axis] for n in call.outputs]
     if len(set(sizes)) == 1:
-        outs = [b.result(n, held.order, held.stored) for n in call.outputs]
-        where = b.writer.constant("axis", np.array(place, np.int32))
-        b.writer.op("SPLIT", [where, held.stored], outs, "SplitOptions", numSplits=len(outs))
+        outs = [b.result(n, source.order, source.tensor) for n in call.outputs]
+        axis_tensor = b.writer.constant("axis", np.array(place, np.int32))
+        b.writer.op("SPLIT", [axis_tensor, source.tensor], outs, "SplitOptions", numSplits=len(outs))
         for node, out in zip(call.outputs, outs, strict=True):
-            b.put(node, out, held.order)
+            b.put(node, out, source.order)
         return
     start = 0
     for node, size in zip(call.outputs, sizes, strict=True):
-        out = b.result(node, held.order, held.stored)
-        b.cut(held.stored, out, {place: (start, start + size, 1)})
-        b.put(node, out, held.order)
+        out = b.result(node, source.order, source.tensor)
+        b.cut(source.tensor, out, {place: (start, start + size, 1)})
+        b.put(node, out, source.order)
         start += size
 
 
-def _broadcast_to(b: Build, job: Job) -> None:
-    call = job.call
+def _broadcast_to(b: Builder, op: FusedOp) -> None:
+    call = op.call
     x, order = b.widened(b.get(call.inputs[0]), b.rank(call.out)).parts
     shape = file_shape(b.shape(call.out), order)
     if shape == x.shape:
@@ -99,8 +100,8 @@ def _broadcast_to(b: Build, job: Job) -> None:
         b.fixed = b.fixed or call.out.name
 
 
-def _tile(b: Build, job: Job) -> None:
-    call = job.call
+def _tile(b: Builder, op: FusedOp) -> None:
+    call = op.call
     reps = [b.number(r, f"{call.out.name}: how often it repeats") for r in call.attrs["reps"]]
     rank = b.rank(call.out)
     x, order = b.widened(b.get(call.inputs[0]), rank).parts
@@ -109,15 +110,15 @@ def _tile(b: Build, job: Job) -> None:
     b.emit(call.out, order, "TILE", [x, repeats], "TileOptions", x)
 
 
-def _repeat(b: Build, job: Job) -> None:
-    """Each value several times: a new axis behind, repeated, and joined with the one before it."""
-    call, held = job.call, b.get(job.call.inputs[0])
+def _repeat(b: Builder, op: FusedOp) -> None:
+    """Repeats each value: adds an axis behind, tiles it, and joins it with the axis before it."""
+    call, source = op.call, b.get(op.call.inputs[0])
     times = b.number(call.attrs["repeats"], f"{call.out.name}: how often it repeats")
     axis = call.attrs["axis"]
-    name, (x, order) = _name(call.out, held), held.parts
+    name, (x, order) = _name(call.out, source), source.parts
     if axis is None:
         order, axis = natural(len(order)), len(order) - 1
-        x = b.arrange(held, order)
+        x = b.arrange(source, order)
     place, batch = order.index(axis), order.index(0)
     single = b.reshaped(x, (*x.shape[: place + 1], 1, *x.shape[place + 1 :]), batch)
     counts = [times if i == place + 1 else 1 for i in range(len(x.shape) + 1)]
@@ -128,38 +129,38 @@ def _repeat(b: Build, job: Job) -> None:
     b.put(call.out, b.reshaped(repeated, file_shape(b.shape(call.out), order), batch, name), order)
 
 
-def _pixel_shuffle(b: Build, job: Job) -> None:
-    """Channels become rows and columns: two reshapes with one transpose between."""
-    call, f = job.call, job.call.attrs["factor"]
+def _pixel_shuffle(b: Builder, op: FusedOp) -> None:
+    """Moves channels to rows and columns: a transpose between two reshapes."""
+    call, f = op.call, op.call.attrs["factor"]
     n, channels, height, width = b.shape(call.inputs[0])
-    held, moved = b.moved_from(call.inputs[0])
+    source, moved = b.moved_from(call.inputs[0])
     shape = [n, channels // (f * f), f, f, height, width]
     apart = moved.reshaped(shape)
     if apart is None:
-        held = b.get(call.inputs[0])
-        apart = Moved.of(held.shape, held.order).reshaped(shape)
+        source = b.get(call.inputs[0])
+        apart = Moved.of(source.shape, source.order).reshaped(shape)
     assert apart is not None
-    reshape(b, call.out, held, apart.transposed((0, 1, 4, 2, 5, 3)))
+    reshape(b, call.out, source, apart.transposed((0, 1, 4, 2, 5, 3)))
 
 
-def _roll(b: Build, job: Job) -> None:
-    call, held = job.call, b.get(job.call.inputs[0])
+def _roll(b: Builder, op: FusedOp) -> None:
+    call, source = op.call, b.get(op.call.inputs[0])
     if call.attrs["axis"] is None:
         raise ExportError(f"{call.out.name}: rolling the flattened values has no TFLite form: name the axes")
-    stored = held.stored
+    tensor = source.tensor
     for shift, axis in zip(call.attrs["shift"], call.attrs["axis"], strict=True):
-        place, size = held.order.index(axis % len(held.order)), held.shape[axis]
+        place, size = source.order.index(axis % len(source.order)), source.shape[axis]
         cut = -b.number(shift, f"{call.out.name}: its shift") % size
         if cut == 0:
             continue
         parts = []
         for start, end in ((cut, size), (0, cut)):
-            shape = [end - start if i == place else n for i, n in enumerate(stored.shape)]
-            parts.append(b.like(stored, f"{call.out.name}_part", shape))
-            b.cut(stored, parts[-1], {place: (start, end, 1)})
+            shape = [end - start if i == place else n for i, n in enumerate(tensor.shape)]
+            parts.append(b.like(tensor, f"{call.out.name}_part", shape))
+            b.cut(tensor, parts[-1], {place: (start, end, 1)})
         options = {"kind": "ConcatenationOptions", "axis": place}
-        stored = b.add("CONCATENATION", parts, _name(call.out, held), stored.shape, **options)
-    b.put(call.out, stored, held.order)
+        tensor = b.add("CONCATENATION", parts, _name(call.out, source), tensor.shape, **options)
+    b.put(call.out, tensor, source.order)
 
 
 MOVES: dict[str, Emitter] = {

@@ -1,4 +1,4 @@
-"""TFLite for each op kind: tables of emitters, and what is computed while the file is written."""
+"""TFLite for each op kind: tables of emitters, and constant folding."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 
 from qtrace import ops
 from qtrace.export.tflite.arithmetic import FLOAT_ARITHMETIC, INTEGER_ARITHMETIC, rescaled
-from qtrace.export.tflite.build import Build, Emitter
+from qtrace.export.tflite.build import Builder, Emitter
 from qtrace.export.tflite.functions import FLOAT_FUNCTIONS, FUNCTIONS, NATIVE, table
 from qtrace.export.tflite.index import FLOAT_INDEXING, INDEXING
 from qtrace.export.tflite.layers import INEXACT, LAYERS
 from qtrace.export.tflite.logic import FLOAT_LOGIC
 from qtrace.export.tflite.moves import MOVES as MOVING
-from qtrace.export.tflite.plan import Job, reads_values
+from qtrace.export.tflite.plan import FusedOp, reads_values
 from qtrace.export.tflite.reductions import FLOAT_REDUCTIONS, INTEGER_REDUCTIONS, MOVING_REDUCTIONS
 from qtrace.export.tflite.windows import FLOAT_WINDOWS, INTEGER_WINDOWS, MOVING_WINDOWS
 from qtrace.graph.types import Expr, ModuleNode, TensorNode
@@ -53,7 +53,7 @@ FLOAT: dict[str, Emitter] = {
     **FLOAT_LOGIC,
 }
 
-# Kinds that want the channels last, and kinds that take any order and hand it on.
+# Kinds that need the channels last, and kinds that keep the order of their input.
 SPATIAL = frozenset(
     {"conv2d", "conv_transpose2d", "interpolate", "adaptive_avg_pool2d", *MOVING_WINDOWS, "avg_pool2d"}
 )
@@ -77,17 +77,17 @@ AGNOSTIC = frozenset(
 )
 
 
-def tabular(job: Job) -> bool:
+def tabular(op: FusedOp) -> bool:
     """Whether an op maps single values: a slope for each channel does not."""
-    slope: Any = job.call.attrs.get("slope")
-    few = slope is None or int(np.prod(slope.shape)) == 1
-    return few and len(job.call.inputs) == 1 and len(job.call.expr.outputs) == 1
+    slope: Any = op.call.attrs.get("slope")
+    one_slope = slope is None or int(np.prod(slope.shape)) == 1
+    return one_slope and len(op.call.inputs) == 1 and len(op.call.expr.outputs) == 1
 
 
-def fold(b: Build, expr: Expr) -> bool:
-    """Computes an expr whose inputs are fixed: shapes, and what is made of numbers and parameters.
+def fold(b: Builder, expr: Expr) -> bool:
+    """Computes an expr of shapes, numbers and parameters; returns whether it is one.
 
-    A result that another batch size would change is computed for that too, and told by the difference.
+    The result is also computed for another batch size, to know whether it depends on the batch size.
     """
     outputs = [n for n in expr.outputs if isinstance(n, TensorNode)]
     if len(outputs) != len(expr.outputs) or any(isinstance(n, ModuleNode) for n in expr.inputs):
@@ -105,11 +105,11 @@ def fold(b: Build, expr: Expr) -> bool:
     values = [b.values.get(n) if n not in b.lazy else b.value(n) for n in expr.inputs]
     if any(v is None for v in values):
         return False
-    found = _interpreted(expr, values)
-    for node, value in zip(outputs, found, strict=True):
+    results = _interpreted(expr, values)
+    for node, value in zip(outputs, results, strict=True):
         b.values[node] = value
     if any(n in b.shifted for n in expr.inputs):
-        _fold_shifted(b, expr, outputs, found)
+        _fold_shifted(b, expr, outputs, results)
     return True
 
 
@@ -117,7 +117,7 @@ def _interpreted(expr: Expr, values: list[Any]) -> list[np.ndarray]:
     return [t.numpy() for t in expr.interpret(*(mge.Tensor(v) for v in values))]
 
 
-def _fold_shape(b: Build, expr: Expr) -> None:
+def _fold_shape(b: Builder, expr: Expr) -> None:
     source, out = expr.inputs[0], expr.outputs[0]
     shape = np.array(b.shape(source), np.int32)
     b.values[out] = shape
@@ -125,8 +125,8 @@ def _fold_shape(b: Build, expr: Expr) -> None:
         b.shifted[out] = np.array([shape[0] // b.batch * (b.batch + 1), *shape[1:]], np.int32)
 
 
-def _fold_full(b: Build, call: OpCall) -> None:
-    """A tensor of one number, whose shape is another one's."""
+def _fold_full(b: Builder, call: OpCall) -> None:
+    """Computes a tensor filled with one number, in the shape of another tensor."""
     shape, kind = b.shape(call.out), np.dtype(call.out.dtype)
     b.values[call.out] = np.full(shape, call.attrs["value"], kind)
     if b.batch and shape and shape[0] % b.batch == 0:
@@ -134,11 +134,11 @@ def _fold_full(b: Build, call: OpCall) -> None:
         b.shifted[call.out] = np.full(more, call.attrs["value"], kind)
 
 
-def _fold_shifted(b: Build, expr: Expr, outputs: list[TensorNode], found: list[np.ndarray]) -> None:
+def _fold_shifted(b: Builder, expr: Expr, outputs: list[TensorNode], results: list[np.ndarray]) -> None:
     try:
         others = _interpreted(expr, [b.shifted.get(n, b.values[n]) for n in expr.inputs])
     except (AssertionError, IndexError, RuntimeError, ValueError):  # another size does not fit here at all
-        others = [np.zeros(0)] * len(found)
-    for node, value, other in zip(outputs, found, others, strict=True):
+        others = [np.zeros(0)] * len(results)
+    for node, value, other in zip(outputs, results, others, strict=True):
         if not np.array_equal(value, other):
             b.shifted[node] = other

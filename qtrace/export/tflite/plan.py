@@ -1,4 +1,4 @@
-"""What a converted graph asks of a TFLite file: which op gives integers of which site, and what is fused."""
+"""Plans the kernels of a TFLite file: which site's integers an op computes, and what it fuses."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from qtrace.preparation.annotation import ExprNote
 from qtrace.preparation.model import QuantizedSite
 from qtrace.scheme import QScheme
 
-__all__ = ["Job", "Plan", "reads_values"]
+__all__ = ["FusedOp", "KernelPlan", "reads_values"]
 
 CLAMPS = ("relu", "relu6", "clip")
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
-    """One op of the graph with what the file's operator computes at once.
+class FusedOp:
+    """One op of the graph with the activation function and the rounding that its operator fuses.
 
     Attributes:
         call: the op.
-        clamp: the activation function that is fused into it.
-        out: the node that it gives: the clamp's, if there is one.
+        clamp: the fused activation function; None for none.
+        out: the node of the result: that of the clamp, if there is one.
         site: the site that rounds ``out``, when nothing else reads its value.
-        state: what the annotation says of the op: "int" and "fused" are computed on integers.
+        state: the op's state in the annotation; "int" and "fused" are computed on integers.
     """
 
     call: OpCall
@@ -54,13 +54,13 @@ def reads_values(expr: Expr) -> bool:
     return not (isinstance(expr, Apply) and str(expr.opdef) == "GetVarShape")
 
 
-class Plan:
-    """What the operators of a file compute at once.
+class KernelPlan:
+    """Decides which ops, activation functions and sites one operator of the file computes.
 
     Attributes:
         graph: the converted graph.
         shapes: node -> its shape.
-        members: the exprs that are fused into another.
+        members: the exprs that are fused into an op before them.
         needed: the nodes on whose values an output depends.
     """
 
@@ -87,30 +87,30 @@ class Plan:
                 raise ExportError(f"site {site.name} is {scheme.describe()}: {problem}.")
 
     def state(self, call: OpCall) -> str:
-        """What the annotation says of an op; a layer that has taken its BatchNorm in has the norm's name."""
+        """Returns the annotated state of an op; a layer with a folded BatchNorm is found under the norm."""
         note = self.notes.get(call.out.name)
         return "" if note is None else note.state
 
-    def job(self, expr: Expr, call: OpCall) -> Job:
-        """What the operator for ``expr`` computes at once."""
+    def fused_op(self, expr: Expr, call: OpCall) -> FusedOp:
+        """Returns ``expr`` with what its operator fuses."""
         clamp = self._clamp(call) if len(expr.outputs) == 1 else None
         out = call.out if clamp is None else clamp.out
         site = self.site_of(out) if len(expr.outputs) == 1 else None
         if clamp is not None:
             self.members.add(clamp.expr)
-        return Job(call, clamp, out, site, self.state(call))
+        return FusedOp(call, clamp, out, site, self.state(call))
 
     def _clamp(self, call: OpCall) -> OpCall | None:
         if self.state(call) not in ("int", "fused") or call.kind in CLAMPS or call.out in self.outputs:
             return None
         readers = self._needed_readers(call.out)
-        found = self.graph.call(readers[0]) if len(readers) == 1 else None
-        if found is None or found.kind not in CLAMPS or self.state(found) != "fused":
+        activation = self.graph.call(readers[0]) if len(readers) == 1 else None
+        if activation is None or activation.kind not in CLAMPS or self.state(activation) != "fused":
             return None
-        return found
+        return activation
 
     def site_of(self, node: TensorNode) -> QuantizedSite | None:
-        """The one site that reads the value of ``node``, if nothing else does."""
+        """Returns the site that rounds ``node``, if nothing else reads its value."""
         readers = [e for e in self._needed_readers(node) if reads_values(e)]
         if node in self.outputs or len(readers) != 1:
             return None
@@ -118,27 +118,27 @@ class Plan:
         return site if site is not None and site.sort == "activation" else None
 
     def _needed_readers(self, node: TensorNode) -> list[Expr]:
-        """The exprs that read ``node`` and on which an output depends."""
+        """Returns the readers of ``node`` on which an output depends."""
         return [expr for expr in users(node) if any(n in self.needed for n in expr.outputs)]
 
-    def reaches(self, node: TensorNode, wanted: frozenset[str], through: frozenset[str]) -> bool:
-        """Whether a value arrives at an op of the kinds ``wanted`` through ops of the kinds ``through``."""
-        seen: set[Expr] = set()
+    def reaches(self, node: TensorNode, kinds: frozenset[str], through: frozenset[str]) -> bool:
+        """Whether a value arrives at an op of the kinds ``kinds`` through ops of the kinds ``through``."""
+        visited: set[Expr] = set()
         stack = [node]
         while stack:
             for expr in users(stack.pop()):
-                if expr in seen:
+                if expr in visited:
                     continue
-                seen.add(expr)
+                visited.add(expr)
                 kind = self._kind(expr)
-                if kind in wanted:
+                if kind in kinds:
                     return True
                 if kind in through:
                     stack.extend(n for n in expr.outputs if isinstance(n, TensorNode))
         return False
 
     def _kind(self, expr: Expr) -> str:
-        """The kind of an op; a rounding is an identity here."""
+        """Returns the kind of an op; a fake quant counts as an identity."""
         if isinstance(owner(expr), FakeQuant):
             return "identity"
         call = self.graph.call(expr)
@@ -152,7 +152,7 @@ def _weight_problem(scheme: QScheme) -> str:
 
 
 def _problem(scheme: QScheme, static: bool) -> str:
-    """Why the integers of an activation have no form."""
+    """Returns why TFLite has no form for the integers of an activation; "" if it has one."""
     if scheme.per_channel:
         return "TFLite has one scale for each activation: set axis: null there"
     if not scheme.signed:

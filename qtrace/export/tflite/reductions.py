@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.tflite.build import Build, Emitter, Held
+from qtrace.export.tflite.build import Builder, Emitter
 from qtrace.export.tflite.layout import Order, file_shape
-from qtrace.export.tflite.plan import Job
-from qtrace.export.tflite.writer import Stored
+from qtrace.export.tflite.plan import FusedOp
+from qtrace.export.tflite.store import OrderedTensor
+from qtrace.export.tflite.writer import FileTensor
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import owner
 from qtrace.ops import OpCall
@@ -19,91 +20,91 @@ __all__ = ["FLOAT_REDUCTIONS", "INTEGER_REDUCTIONS", "MOVING_REDUCTIONS"]
 
 
 def _left(order: Order, axes: tuple[int, ...], keeps: bool) -> Order:
-    """The order of what is left of a tensor when ``axes`` are reduced."""
+    """Returns the order of the result when ``axes`` are reduced."""
     if keeps:
         return order
     left = [axis for axis in range(len(order)) if axis not in axes]
     return tuple(left.index(axis) for axis in order if axis not in axes)
 
 
-def _axes(b: Build, call: OpCall) -> tuple[Held, tuple[int, ...], Stored, bool]:
-    """The input, the graph's axes that are reduced, those of the file, and whether they stay with size 1."""
-    held = b.get(call.inputs[0])
-    rank, given = len(held.order), call.attrs["axis"]
-    axes = tuple(range(rank)) if given is None else tuple(a % rank for a in given)
-    places = b.writer.ints(sorted(held.order.index(a) for a in axes))
-    return held, axes, places, b.rank(call.out) == rank
+def _axes(b: Builder, call: OpCall) -> tuple[OrderedTensor, tuple[int, ...], FileTensor, bool]:
+    """Returns the input, the reduced axes of the graph and of the file, and whether they stay with size 1."""
+    source = b.get(call.inputs[0])
+    rank, named_axes = len(source.order), call.attrs["axis"]
+    axes = tuple(range(rank)) if named_axes is None else tuple(a % rank for a in named_axes)
+    places = b.writer.ints(sorted(source.order.index(a) for a in axes))
+    return source, axes, places, b.rank(call.out) == rank
 
 
 def _reduced(code: str) -> Emitter:
-    """MEAN, SUM or REDUCE_PROD, on integers where the result has a site."""
+    """Emits MEAN, SUM or REDUCE_PROD, on integers where the result has a site."""
 
-    def emit(b: Build, job: Job) -> None:
-        held, axes, places, keeps = _axes(b, job.call)
-        target = b.target(job, _left(held.order, axes, keeps), fuses=False)
-        x = held.stored if job.site is not None else b.as_floats(held.stored)
-        b.writer.op(code, [x, places], [target.stored], "ReducerOptions", keepDims=keeps)
-        b.done(job, target)
+    def emit(b: Builder, op: FusedOp) -> None:
+        source, axes, places, keeps = _axes(b, op.call)
+        target = b.target(op, _left(source.order, axes, keeps), fuses=False)
+        x = source.tensor if op.site is not None else b.as_floats(source.tensor)
+        b.writer.op(code, [x, places], [target.tensor], "ReducerOptions", keepDims=keeps)
+        b.finish(op, target)
 
     return emit
 
 
 def _extreme(code: str) -> Emitter:
-    """The largest or smallest value: one of the input's, integers too."""
+    """Emits a maximum or minimum; on integers it keeps the grid of the input."""
 
-    def emit(b: Build, job: Job) -> None:
-        held, axes, places, keeps = _axes(b, job.call)
-        order, x = _left(held.order, axes, keeps), held.stored
-        b.emit(job.call.out, order, code, [x, places], "ReducerOptions", x, keepDims=keeps)
+    def emit(b: Builder, op: FusedOp) -> None:
+        source, axes, places, keeps = _axes(b, op.call)
+        order, x = _left(source.order, axes, keeps), source.tensor
+        b.emit(op.call.out, order, code, [x, places], "ReducerOptions", x, keepDims=keeps)
 
     return emit
 
 
 def _argument(code: str, kind: str) -> Emitter:
-    def emit(b: Build, job: Job) -> None:
-        call = job.call
-        held, axes, _, keeps = _axes(b, call)
+    def emit(b: Builder, op: FusedOp) -> None:
+        call = op.call
+        source, axes, _, keeps = _axes(b, call)
         if len(axes) != 1:
             raise ExportError(
                 f"{call.out.name}: the place of an extreme has a TFLite form along one axis only: "
                 "flatten the axes before"
             )
-        if held.stored.dtype == np.int16:  # the operator reads 8 bits or floats
-            held = b.floats(held)
-        order = _left(held.order, axes, False)
-        shape = [n for i, n in enumerate(held.stored.shape) if held.order[i] != axes[0]]
-        made = b.writer.tensor(call.out.name, shape, np.int32)
-        where = b.writer.constant("axis", np.array(held.order.index(axes[0]), np.int32))
-        b.writer.op(code, [held.stored, where], [made], kind, outputType=2)
+        if source.tensor.dtype == np.int16:  # the operator reads 8 bits or floats
+            source = b.floats(source)
+        order = _left(source.order, axes, False)
+        shape = [n for i, n in enumerate(source.tensor.shape) if source.order[i] != axes[0]]
+        positions = b.writer.tensor(call.out.name, shape, np.int32)
+        axis = b.writer.constant("axis", np.array(source.order.index(axes[0]), np.int32))
+        b.writer.op(code, [source.tensor, axis], [positions], kind, outputType=2)
         if keeps:
-            order = held.order
-            made = b.reshaped(made, file_shape(b.shape(call.out), order), order.index(0))
-        b.put(call.out, made, order)
+            order = source.order
+            positions = b.reshaped(positions, file_shape(b.shape(call.out), order), order.index(0))
+        b.put(call.out, positions, order)
 
     return emit
 
 
 def _along_last_axis(code: str, kind: str = "", **options: Any) -> Emitter:
-    """An operator that works along the last axis of the file."""
+    """Emits an operator that works along the last axis of the file."""
 
-    def emit(b: Build, job: Job) -> None:
-        call, held = job.call, b.floats(b.get(job.call.inputs[0]))
+    def emit(b: Builder, op: FusedOp) -> None:
+        call, source = op.call, b.floats(b.get(op.call.inputs[0]))
         axes = np.atleast_1d(call.attrs["axis"])
         if len(axes) != 1:
             raise ExportError(f"{call.out.name}: softmax over several axes has no TFLite form: use one axis")
-        axis = int(axes[0]) % len(held.order)
-        order = (*(a for a in held.order if a != axis), axis)
+        axis = int(axes[0]) % len(source.order)
+        order = (*(a for a in source.order if a != axis), axis)
         out = b.result(call.out, order)
-        b.writer.op(code, [b.arrange(held, order)], [out], kind, **options)
+        b.writer.op(code, [b.arrange(source, order)], [out], kind, **options)
         b.put(call.out, out, order)
 
     return emit
 
 
-def _batch_norm(b: Build, job: Job) -> None:
-    """A BatchNorm that nothing could take in: a factor and a summand for each channel."""
-    call = job.call
-    held = b.floats(b.get(call.inputs[0]))
+def _batch_norm(b: Builder, op: FusedOp) -> None:
+    """Writes a BatchNorm that is not folded, as a factor and a summand for each channel."""
+    call = op.call
+    source = b.floats(b.get(call.inputs[0]))
     module: Any = owner(call.expr)
     names = ("running_mean", "running_var", "weight", "bias")
     mean, var, weight, bias = (
@@ -114,28 +115,28 @@ def _batch_norm(b: Build, job: Job) -> None:
     factor = 1.0 / np.sqrt(var.reshape(-1).astype(np.float64) + call.attrs["eps"])
     factor = factor if weight is None else factor * weight.reshape(-1)
     summand = (0.0 if bias is None else bias.reshape(-1)) - mean.reshape(-1) * factor
-    rank = len(held.order)
+    rank = len(source.order)
     wide = [v.astype(np.float32).reshape(1, -1, *[1] * (rank - 2)) for v in (factor, summand)]
     laid = [
-        b.writer.constant(f"{call.out.name}_{n}", v.transpose(held.order))
+        b.writer.constant(f"{call.out.name}_{n}", v.transpose(source.order))
         for n, v in zip(("factor", "summand"), wide, strict=True)
     ]
-    x, order = held.parts
+    x, order = source.parts
     scaled = b.writer.add("MUL", [x, laid[0]], f"{call.out.name}_scaled", x.shape, kind="MulOptions")
     b.emit(call.out, order, "ADD", [scaled, laid[1]], "AddOptions")
 
 
-def _parameter(b: Build, value: Any) -> np.ndarray | None:
+def _parameter(b: Builder, value: Any) -> np.ndarray | None:
     if isinstance(value, TensorNode):
         return b.value(value)
     return None if value is None else np.asarray(value.numpy())
 
 
-def _normalized(b: Build, call: OpCall, x: Stored, places: list[int]) -> Stored:
-    """Values of zero mean and unit variance over some axes of the file."""
+def _normalized(b: Builder, call: OpCall, x: FileTensor, places: list[int]) -> FileTensor:
+    """Normalizes to zero mean and unit variance over file axes ``places``."""
     axes, small = b.writer.ints(places), [1 if i in places else n for i, n in enumerate(x.shape)]
 
-    def add(code: str, inputs: list[Stored], shape: Any, kind: str = "", **options: Any) -> Stored:
+    def add(code: str, inputs: list[FileTensor], shape: Any, kind: str = "", **options: Any) -> FileTensor:
         return b.writer.add(code, inputs, f"{call.out.name}_{code.lower()}", shape, kind=kind, **options)
 
     mean = add("MEAN", [x, axes], small, "ReducerOptions", keepDims=True)
@@ -147,15 +148,15 @@ def _normalized(b: Build, call: OpCall, x: Stored, places: list[int]) -> Stored:
     return add("MUL", [centered, inverse], x.shape, "MulOptions")
 
 
-def _put_affine(b: Build, call: OpCall, x: Stored, order: Order, column: tuple[int, ...] = ()) -> None:
-    """Takes weight times ``x`` plus bias as the result; both broadcast in the graph's order.
+def _put_affine(b: Builder, call: OpCall, x: FileTensor, order: Order, column: tuple[int, ...] = ()) -> None:
+    """Makes weight * ``x`` + bias the result; weight and bias broadcast in the graph's order.
 
     Args:
         b: the file.
         call: the op, with its weight and bias.
         x: the values.
-        order: the order of their axes.
-        column: the shape in which weight and bias broadcast; () for their own.
+        order: the order of the axes of ``x``.
+        column: the shape in which weight and bias broadcast; () for the shape that they have.
     """
     for code, name, kind in (("MUL", "weight", "MulOptions"), ("ADD", "bias", "AddOptions")):
         value = _parameter(b, call.attrs[name])
@@ -169,18 +170,18 @@ def _put_affine(b: Build, call: OpCall, x: Stored, order: Order, column: tuple[i
     b.put(call.out, x, order)
 
 
-def _layer_norm(b: Build, job: Job) -> None:
-    """Over the last axes, wherever they stand in the file."""
-    call, (x, order) = job.call, b.floats(b.get(job.call.inputs[0])).parts
+def _layer_norm(b: Builder, op: FusedOp) -> None:
+    """Normalizes over the last axes of the graph."""
+    call, (x, order) = op.call, b.floats(b.get(op.call.inputs[0])).parts
     shape = call.attrs.get("normalized_shape")
     count = int(call.attrs["normalized_dim"]) if shape is None else np.size(shape)
     places = sorted(order.index(len(order) - 1 - i) for i in range(count))
     _put_affine(b, call, _normalized(b, call, x, places), order)
 
 
-def _group_norm(b: Build, job: Job) -> None:
-    """Over the channels of a group and the whole map: groups become an axis of their own."""
-    call, (x, order) = job.call, b.floats(b.get(job.call.inputs[0])).parts
+def _group_norm(b: Builder, op: FusedOp) -> None:
+    """Normalizes over the channels of a group and the whole map; groups become an axis of their own."""
+    call, (x, order) = op.call, b.floats(b.get(op.call.inputs[0])).parts
     place, batch = order.index(1), order.index(0)
     channels = x.shape[place]
     count = channels

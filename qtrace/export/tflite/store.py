@@ -1,4 +1,4 @@
-"""The values of a graph in a TFLite file, with their axes in the order that an operator needs."""
+"""Stores the values of a graph in a TFLite file, with the axes in the order that an operator needs."""
 
 from __future__ import annotations
 
@@ -11,79 +11,79 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.export.tflite.layout import Order, file_shape, moves_values, natural
 from qtrace.export.tflite.moved import Moved
-from qtrace.export.tflite.plan import Plan
-from qtrace.export.tflite.writer import Grid, Inputs, Stored, TfliteWriter
+from qtrace.export.tflite.plan import KernelPlan
+from qtrace.export.tflite.writer import FileTensor, Grid, Inputs, TfliteWriter
 from qtrace.graph.types import Node, TensorNode
 
-__all__ = ["Held", "Store"]
+__all__ = ["OrderedTensor", "Store"]
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
-    """The value of a node in the file.
+class OrderedTensor:
+    """A tensor of the file with the order of its axes: the value of a node.
 
     Attributes:
-        stored: the tensor.
-        order: the order of its axes.
+        tensor: the tensor of the file.
+        order: the order of the tensor's axes.
     """
 
-    stored: Stored
+    tensor: FileTensor
     order: Order
 
     @property
-    def parts(self) -> tuple[Stored, Order]:
-        """The tensor and the order of its axes."""
-        return self.stored, self.order
+    def parts(self) -> tuple[FileTensor, Order]:
+        """Returns the tensor and the order of its axes."""
+        return self.tensor, self.order
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape in the graph."""
-        return tuple(self.stored.shape[self.order.index(axis)] for axis in range(len(self.order)))
+        """Returns the shape in the graph."""
+        return tuple(self.tensor.shape[self.order.index(axis)] for axis in range(len(self.order)))
 
 
 class Store:
-    """The values of a graph in a file.
+    """The values of a graph in a file: constants, tensors, and moves that are not written yet.
 
     Attributes:
-        plan: the graph.
+        plan: the kernels of the file.
         writer: the file.
-        held: node -> its value in the file.
-        moved: node -> a value in the file, and moves that make it the node's; not written yet.
-        values: node -> its numbers, if they are fixed.
-        lazy: how to compute such numbers, for those that few ask for.
-        shifted: the same, computed with another batch size, where that makes a difference.
-        integers: node -> the integers of a fixed value and what they mean.
+        node_tensors: node -> its value in the file.
+        moved: node -> a tensor of the file, and the moves from it to the node that are not written yet.
+        values: node -> its value, for constants.
+        lazy: node -> a function that computes its value, for constants that are rarely read.
+        shifted: node -> its value for another batch size, for constants that depend on the batch size.
+        integers: node -> the integers of a constant and their grid.
         batch: the size of the batch axis.
         fixed: the node that makes the file work for this batch size alone; "" for none.
     """
 
-    def __init__(self, plan: Plan, batch: int) -> None:
+    def __init__(self, plan: KernelPlan, batch: int) -> None:
         self.plan, self.batch = plan, batch
         self.writer = TfliteWriter()
-        self.held: dict[Node, Held] = {}
+        self.node_tensors: dict[Node, OrderedTensor] = {}
         self.values: dict[Node, np.ndarray] = {}
         self.lazy: dict[Node, Callable[[], np.ndarray]] = {}
         self.shifted: dict[Node, np.ndarray] = {}
         self.integers: dict[Node, tuple[np.ndarray, Grid]] = {}
         self.fixed = ""
-        self.moved: dict[Node, tuple[Held, Moved]] = {}
-        self._made: dict[tuple[Node, Order], Stored] = {}
-        self._arranged: dict[tuple[Node, Order, Order], Stored] = {}
-        self._floats: dict[Node, Stored] = {}
-        self._origin: dict[Node, Stored] = {}
+        self.moved: dict[Node, tuple[OrderedTensor, Moved]] = {}
+        self._materialized: dict[tuple[Node, Order], FileTensor] = {}
+        self._arranged: dict[tuple[Node, Order, Order], FileTensor] = {}
+        self._floats: dict[Node, FileTensor] = {}
+        self._origin: dict[Node, FileTensor] = {}
 
     def shape(self, node: TensorNode) -> tuple[int, ...]:
-        """The shape of a node in the graph."""
+        """Returns the shape of ``node`` in the graph."""
         return self.plan.shapes[node]
 
     def rank(self, node: TensorNode) -> int:
-        """How many axes a node has."""
+        """Returns the number of axes of ``node``."""
         return len(self.shape(node))
 
     # -- values ---------------------------------------------------------------------------------------
 
     def value(self, node: Node) -> np.ndarray | None:
-        """The numbers of a node if they are fixed."""
+        """Returns the value of ``node`` if it is a constant, else None."""
         if node in self.lazy:
             self.values[node] = self.lazy.pop(node)()
         numbers = self.values.get(node)
@@ -91,164 +91,166 @@ class Store:
             self.fixed = self.fixed or node.name
         return numbers
 
-    def number(self, value: Any, what: str) -> int:
-        """A fixed integer: a number, or a node that has one."""
+    def number(self, value: Any, subject: str) -> int:
+        """Returns a constant integer: ``value`` or that of a node; errors begin with ``subject``."""
         if not isinstance(value, TensorNode):
             return int(value)
         numbers = self.value(value)
         if numbers is None:
-            raise ExportError(f"{what} is computed from values, but a TFLite file fixes it: use a constant")
+            raise ExportError(
+                f"{subject} is computed from values, but a TFLite file fixes it: use a constant"
+            )
         return int(numbers.reshape(-1)[0])
 
-    def get(self, node: TensorNode) -> Held:
-        """The value of a node, integers where there are some; a fixed one is written when first read."""
-        if node not in self.held and node in self.moved:
+    def get(self, node: TensorNode) -> OrderedTensor:
+        """Returns the value of ``node``, integers where there are some; writes constants at first use."""
+        if node not in self.node_tensors and node in self.moved:
             order = self.moved[node][1].nearest()
-            self.held[node] = Held(self.ordered(node, order), order)
-        if node not in self.held:
+            self.node_tensors[node] = OrderedTensor(self.ordered(node, order), order)
+        if node not in self.node_tensors:
             if node in self.integers:
                 integers, grid = self.integers[node]
-                stored = self.writer.constant(f"{self.plan.graph.site_name(node)}_int", integers, grid)
+                tensor = self.writer.constant(f"{self.plan.graph.site_name(node)}_int", integers, grid)
             else:
                 numbers = self.value(node)
                 assert numbers is not None, node.name
-                stored = self.writer.constant(node.name, _plain(numbers))
-            self.held[node] = Held(stored, natural(len(stored.shape)))
-        return self.held[node]
+                tensor = self.writer.constant(node.name, _plain(numbers))
+            self.node_tensors[node] = OrderedTensor(tensor, natural(len(tensor.shape)))
+        return self.node_tensors[node]
 
     def on_integers(self, node: TensorNode) -> bool:
-        """Whether the file has integers of this node."""
-        source = self.moved.get(node)
-        held = self.held.get(node) if source is None else source[0]
-        return node in self.integers if held is None else held.stored.grid is not None
+        """Whether the file has integers of ``node``."""
+        source = self.moved[node][0] if node in self.moved else self.node_tensors.get(node)
+        return node in self.integers if source is None else source.tensor.grid is not None
 
     def integer_type(self, node: TensorNode) -> np.dtype:
-        """The type of the integers of a node that has some."""
-        source = self.moved.get(node)
-        held = self.held.get(node) if source is None else source[0]
-        return self.integers[node][0].dtype if held is None else held.stored.dtype
+        """Returns the type of the integers of ``node``."""
+        source = self.moved[node][0] if node in self.moved else self.node_tensors.get(node)
+        return self.integers[node][0].dtype if source is None else source.tensor.dtype
 
-    def floats(self, held: Held) -> Held:
-        """The same value in float32."""
-        return Held(self.as_floats(held.stored), held.order)
+    def floats(self, source: OrderedTensor) -> OrderedTensor:
+        """Converts a value to float32."""
+        return OrderedTensor(self.as_floats(source.tensor), source.order)
 
-    def as_floats(self, stored: Stored) -> Stored:
-        """The same tensor in float32."""
-        grid = stored.grid
+    def as_floats(self, tensor: FileTensor) -> FileTensor:
+        """Converts a tensor to float32."""
+        grid = tensor.grid
         if grid is None:
-            return stored
-        if stored.index not in self._floats:
-            name = stored.name.removesuffix("_int")
-            if stored.value is not None:
-                self._floats[stored.index] = self.writer.constant(name, grid.floats(stored.value))
+            return tensor
+        if tensor.index not in self._floats:
+            name = tensor.name.removesuffix("_int")
+            if tensor.value is not None:
+                self._floats[tensor.index] = self.writer.constant(name, grid.floats(tensor.value))
             else:
-                self._floats[stored.index] = self.writer.add(
-                    "DEQUANTIZE", [stored], f"{name}_dq", stored.shape, kind="DequantizeOptions"
+                self._floats[tensor.index] = self.writer.add(
+                    "DEQUANTIZE", [tensor], f"{name}_dq", tensor.shape, kind="DequantizeOptions"
                 )
-        return self._floats[stored.index]
+        return self._floats[tensor.index]
 
-    def like(self, stored: Stored, name: str, shape: Sequence[int]) -> Stored:
-        """A tensor of the type and grid of another one."""
-        return self.writer.tensor(name, shape, stored.dtype, stored.grid)
+    def like(self, tensor: FileTensor, name: str, shape: Sequence[int]) -> FileTensor:
+        """Adds a tensor of the type and grid of ``tensor``."""
+        return self.writer.tensor(name, shape, tensor.dtype, tensor.grid)
 
-    def add(self, code: str, inputs: Inputs, name: str, shape: Sequence[int], **options: Any) -> Stored:
+    def add(self, code: str, inputs: Inputs, name: str, shape: Sequence[int], **options: Any) -> FileTensor:
         """Adds an operator whose result has the type and grid of its first input."""
         first = inputs[0]
-        assert isinstance(first, Stored)
+        assert isinstance(first, FileTensor)
         return self.writer.add(code, inputs, name, shape, first.dtype, first.grid, **options)
 
     # -- orders ---------------------------------------------------------------------------------------
 
-    def arrange(self, held: Held, order: Order) -> Stored:
-        """The value with its axes in another order: transposed, or reshaped if that is enough."""
-        if held.order == order:
-            return held.stored
-        key = (held.stored.index, held.order, order)
+    def arrange(self, source: OrderedTensor, order: Order) -> FileTensor:
+        """Brings axes into another order, by a transpose, or by a reshape if that is enough."""
+        if source.order == order:
+            return source.tensor
+        key = (source.tensor.index, source.order, order)
         if key not in self._arranged:
-            self._arranged[key] = self._rearranged(held, order)
+            self._arranged[key] = self._rearranged(source, order)
         return self._arranged[key]
 
-    def _rearranged(self, held: Held, order: Order) -> Stored:
-        stored, shape = held.stored, file_shape(held.shape, order)
-        moves = [held.order.index(axis) for axis in order]
-        if stored.value is not None:
-            return self.writer.constant(stored.name, stored.value.transpose(moves), stored.grid)
-        if not moves_values(held.shape, held.order, order):
-            return self.reshaped(stored, shape, order.index(0))
-        return self.add("TRANSPOSE", [stored, moves], f"{stored.name}_moved", shape, kind="TransposeOptions")
+    def _rearranged(self, source: OrderedTensor, order: Order) -> FileTensor:
+        tensor, shape = source.tensor, file_shape(source.shape, order)
+        moves = [source.order.index(axis) for axis in order]
+        if tensor.value is not None:
+            return self.writer.constant(tensor.name, tensor.value.transpose(moves), tensor.grid)
+        if not moves_values(source.shape, source.order, order):
+            return self.reshaped(tensor, shape, order.index(0))
+        return self.add("TRANSPOSE", [tensor, moves], f"{tensor.name}_moved", shape, kind="TransposeOptions")
 
-    def moved_from(self, node: TensorNode) -> tuple[Held, Moved]:
-        """Where the values of a node stand, and what moves are still to be made."""
-        if node in self.held or node not in self.moved:
-            held = self.get(node)
-            return held, Moved.of(held.shape, held.order)
+    def moved_from(self, node: TensorNode) -> tuple[OrderedTensor, Moved]:
+        """Returns the tensor with the values of ``node``, and the moves that are not written yet."""
+        if node in self.node_tensors or node not in self.moved:
+            source = self.get(node)
+            return source, Moved.of(source.shape, source.order)
         return self.moved[node]
 
-    def move(self, node: TensorNode, held: Held, moved: Moved) -> None:
-        """Says that ``node`` has the values of ``held``, moved; nothing is written until it is read."""
-        self.moved[node] = (held, moved)
-        self.held.pop(node, None)
+    def move(self, node: TensorNode, source: OrderedTensor, moved: Moved) -> None:
+        """Records ``node`` as moved values of ``source``; nothing is written until it is read."""
+        self.moved[node] = (source, moved)
+        self.node_tensors.pop(node, None)
 
-    def ordered(self, node: TensorNode, order: Order) -> Stored:
-        """The value of a node with its axes in an order; moves that were put off are made at once."""
-        if node in self.held or node not in self.moved:
+    def ordered(self, node: TensorNode, order: Order) -> FileTensor:
+        """Returns the value of ``node`` in ``order``; writes its moves if they are not written yet."""
+        if node in self.node_tensors or node not in self.moved:
             return self.arrange(self.get(node), order)
         key = (node, order)
-        if key not in self._made:
-            self._made[key] = self.materialized(node.name, *self.moved[node], order)
-        return self._made[key]
+        if key not in self._materialized:
+            self._materialized[key] = self.materialized(node.name, *self.moved[node], order)
+        return self._materialized[key]
 
-    def materialized(self, name: str, held: Held, moved: Moved, order: Order) -> Stored:
-        """One reshape into atoms, one transpose and one reshape into axes, as far as they are needed."""
-        name = f"{name}_int" if held.stored.grid is not None else name
+    def materialized(self, name: str, source: OrderedTensor, moved: Moved, order: Order) -> FileTensor:
+        """Writes moves: a reshape into atoms, a transpose and a reshape into axes, as far as needed."""
+        name = f"{name}_int" if source.tensor.grid is not None else name
         atoms = [atom for axis in order for atom in moved.axes[axis]]
-        stored, now = held.stored, moved.stored
+        tensor, now = source.tensor, moved.file_atoms
         if [a for a in now if moved.wide(a)] != [a for a in atoms if moved.wide(a)]:
             now, atoms = ([a for a in side if moved.wide(a)] for side in (now, atoms))
-            stored = self.reshaped(stored, [moved.size(a) for a in now], _batch(now))
+            tensor = self.reshaped(tensor, [moved.size(a) for a in now], _batch(now))
             moves = [now.index(a) for a in atoms]
-            shape = [stored.shape[i] for i in moves]
-            if stored.value is not None:
-                stored = self.writer.constant(name, stored.value.transpose(moves), stored.grid)
+            shape = [tensor.shape[i] for i in moves]
+            if tensor.value is not None:
+                tensor = self.writer.constant(name, tensor.value.transpose(moves), tensor.grid)
             else:
-                stored = self.add(
-                    "TRANSPOSE", [stored, moves], f"{name}_moved", shape, kind="TransposeOptions"
+                tensor = self.add(
+                    "TRANSPOSE", [tensor, moves], f"{name}_moved", shape, kind="TransposeOptions"
                 )
         free = next((i for i, axis in enumerate(order) if (0, 0) in moved.axes[axis]), None)
-        return self.reshaped(stored, file_shape(moved.shape, order), free, name)
+        return self.reshaped(tensor, file_shape(moved.shape, order), free, name)
 
-    def reshaped(self, stored: Stored, shape: Sequence[int], free: int | None, name: str = "") -> Stored:
-        """The same values in another shape of the file.
+    def reshaped(
+        self, tensor: FileTensor, shape: Sequence[int], free: int | None, name: str = ""
+    ) -> FileTensor:
+        """Reshapes a tensor of the file.
 
         Args:
-            stored: the values.
+            tensor: the tensor.
             shape: the new shape.
-            free: the axis that follows the batch size; None for none.
-            name: of the result.
+            free: the axis whose size follows the batch size; None for none.
+            name: the name of the result.
         """
         shape = tuple(int(n) for n in shape)
-        if shape == stored.shape:
-            return stored
-        if stored.value is not None:
-            return self.writer.constant(name or stored.name, stored.value.reshape(shape), stored.grid)
-        stored = self._origin.get(stored.index, stored)  # of two reshapes in a row, one is enough
+        if shape == tensor.shape:
+            return tensor
+        if tensor.value is not None:
+            return self.writer.constant(name or tensor.name, tensor.value.reshape(shape), tensor.grid)
+        tensor = self._origin.get(tensor.index, tensor)  # of two reshapes in a row, one is enough
         target = [-1 if i == free else n for i, n in enumerate(shape)]
         options = {"kind": "ReshapeOptions", "newShape": np.array(target, np.int32)}
-        result = self.add("RESHAPE", [stored, target], name or f"{stored.name}_shaped", shape, **options)
-        self._origin[result.index] = stored
+        result = self.add("RESHAPE", [tensor, target], name or f"{tensor.name}_shaped", shape, **options)
+        self._origin[result.index] = tensor
         return result
 
-    def widened(self, held: Held, rank: int) -> Held:
-        """The value with axes of size 1 in front, as broadcasting adds them."""
-        more = rank - len(held.order)
+    def widened(self, source: OrderedTensor, rank: int) -> OrderedTensor:
+        """Adds axes of size 1 in front, as broadcasting does, up to ``rank`` axes."""
+        more = rank - len(source.order)
         if more <= 0:
-            return held
-        order = (*range(more), *(axis + more for axis in held.order))
-        shape = (1,) * more + held.stored.shape
-        return Held(self.reshaped(held.stored, shape, None), order)
+            return source
+        order = (*range(more), *(axis + more for axis in source.order))
+        shape = (1,) * more + source.tensor.shape
+        return OrderedTensor(self.reshaped(source.tensor, shape, None), order)
 
-    def cut(self, source: Stored, target: Stored, parts: Mapping[int, tuple[int, int, int]]) -> None:
-        """Fills ``target`` with a part of ``source``: axis of the file -> start, end, step; others whole."""
+    def cut(self, source: FileTensor, target: FileTensor, parts: Mapping[int, tuple[int, int, int]]) -> None:
+        """Fills ``target`` with a part of ``source``: file axis -> start, end, step; other axes whole."""
         rank = range(len(source.shape))
         ranges = [parts.get(i, (0, source.shape[i], 1)) for i in rank]
         mask = sum(1 << i for i in rank if i not in parts)  # these have the size that there is
@@ -256,9 +258,9 @@ class Store:
         inputs: Inputs = [source, *zip(*ranges, strict=True)]
         self.writer.op("STRIDED_SLICE", inputs, [target], "StridedSliceOptions", **options)
 
-    def put(self, node: TensorNode, stored: Stored, order: Order) -> None:
-        """Says that a tensor holds the value of a node."""
-        self.held[node] = Held(stored, order)
+    def put(self, node: TensorNode, tensor: FileTensor, order: Order) -> None:
+        """Makes ``tensor`` the value of ``node``."""
+        self.node_tensors[node] = OrderedTensor(tensor, order)
 
 
 def _batch(atoms: list[tuple[int, int]]) -> int | None:
@@ -266,6 +268,6 @@ def _batch(atoms: list[tuple[int, int]]) -> int | None:
 
 
 def _plain(value: np.ndarray) -> np.ndarray:
-    """Numbers of a type that the file has."""
+    """Converts ``value`` to a type that the file has."""
     narrow = {np.dtype(np.float64): np.float32, np.dtype(np.uint8): np.int32, np.dtype(np.int16): np.int32}
     return value.astype(narrow.get(value.dtype, value.dtype))

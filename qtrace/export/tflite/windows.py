@@ -8,46 +8,46 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.export.tflite.bias import zero_bias
-from qtrace.export.tflite.build import Build, Emitter
+from qtrace.export.tflite.build import Builder, Emitter
 from qtrace.export.tflite.layers import PADDING, padded, windows
 from qtrace.export.tflite.layout import CHANNELS_LAST
-from qtrace.export.tflite.plan import Job
-from qtrace.export.tflite.writer import Grid, Inputs, Stored
+from qtrace.export.tflite.plan import FusedOp
+from qtrace.export.tflite.writer import FileTensor, Grid, Inputs
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 
 __all__ = ["FLOAT_WINDOWS", "INTEGER_WINDOWS", "MOVING_WINDOWS"]
 
 
-def _image(b: Build, node: TensorNode, floats: bool = False) -> Stored:
+def _image(b: Builder, node: TensorNode, floats: bool = False) -> FileTensor:
     stored = b.ordered(node, CHANNELS_LAST)
     return b.as_floats(stored) if floats else stored
 
 
-def _pool(b: Build, code: str, x: Stored, out: Stored, padding: str, window: Any) -> None:
+def _pool(b: Builder, code: str, x: FileTensor, out: FileTensor, padding: str, window: Any) -> None:
     (height, width), (rows, columns) = window["kernel"], window["stride"]
     options = {"filterHeight": height, "filterWidth": width, "strideH": rows, "strideW": columns}
     b.writer.op(code, [x], [out], "Pool2DOptions", padding=PADDING[padding], **options)
 
 
-def _max_pool(b: Build, job: Job) -> None:
-    call, x = job.call, _image(b, job.call.inputs[0])
+def _max_pool(b: Builder, op: FusedOp) -> None:
+    call, x = op.call, _image(b, op.call.inputs[0])
     padding, pads = windows(b, call, call.attrs["kernel"])
     if pads:
         x, padding = padded(b, x, pads, lowest=True), "VALID"
     _put_pool(b, call, "MAX_POOL_2D", x, padding, call.attrs)
 
 
-def _put_pool(b: Build, call: OpCall, code: str, x: Stored, padding: str, window: Any) -> None:
-    """Adds the pooling that gives the result of ``call``, of the type of ``x``."""
+def _put_pool(b: Builder, call: OpCall, code: str, x: FileTensor, padding: str, window: Any) -> None:
+    """Adds the pooling that computes ``call``, in the type of ``x``."""
     out = b.result(call.out, CHANNELS_LAST, x)
     _pool(b, code, x, out, padding, window)
     b.put(call.out, out, CHANNELS_LAST)
 
 
-def _avg_pool(b: Build, job: Job) -> None:
-    """The mean of a window. TFLite leaves padding out of the count, MegEngine may count it."""
-    call = job.call
+def _avg_pool(b: Builder, op: FusedOp) -> None:
+    """Writes the mean of a window. TFLite does not count padding, MegEngine may count it."""
+    call = op.call
     x, a = _image(b, call.inputs[0], floats=True), call.attrs
     padding, pads = windows(b, call, a["kernel"])
     out = b.result(call.out, CHANNELS_LAST)
@@ -61,13 +61,13 @@ def _avg_pool(b: Build, job: Job) -> None:
     b.put(call.out, out, CHANNELS_LAST)
 
 
-def _uncounted_mean(b: Build, call: OpCall, x: Stored, out: Stored) -> None:
-    """The mean with zeros around, times what the zeros took away at the borders."""
+def _uncounted_mean(b: Builder, call: OpCall, x: FileTensor, out: FileTensor) -> None:
+    """Writes the mean over windows with padding, times window size / number of places inside the image."""
     a = call.attrs
     counts = []
     sizes = (b.shape(call.inputs[0])[2:], b.shape(call.out)[2:])
-    for size, places, k, s, p in zip(*sizes, a["kernel"], a["stride"], a["padding"], strict=True):
-        starts = np.arange(places) * s - p
+    for size, count, k, s, p in zip(*sizes, a["kernel"], a["stride"], a["padding"], strict=True):
+        starts = np.arange(count) * s - p
         counts.append(np.minimum(starts + k, size) - np.maximum(starts, 0))
     share = (a["kernel"][0] * a["kernel"][1]) / np.outer(*counts)
     mean = b.like(out, f"{out.name}_padded", out.shape)
@@ -76,30 +76,30 @@ def _uncounted_mean(b: Build, call: OpCall, x: Stored, out: Stored) -> None:
     b.writer.op("MUL", [mean, factor], [out], "MulOptions")
 
 
-def _adaptive_window(b: Build, call: OpCall) -> dict[str, tuple[int, ...]]:
-    """MegEngine's windows have one size, and overlap where the output's size does not divide the input's."""
+def _adaptive_window(b: Builder, call: OpCall) -> dict[str, tuple[int, ...]]:
+    """Returns kernel and stride: MegEngine's windows have one size, and overlap where sizes do not divide."""
     sizes, counts = b.shape(call.inputs[0])[2:], call.attrs["output_size"]
     stride = tuple(int(n) // int(c) for n, c in zip(sizes, counts, strict=True))
     kernel = tuple(int(n) - (int(c) - 1) * s for n, c, s in zip(sizes, counts, stride, strict=True))
     return {"kernel": kernel, "stride": stride}
 
 
-def _adaptive_mean(b: Build, job: Job) -> None:
-    """On integers: MEAN over the whole map, else a depthwise convolution by ones.
+def _adaptive_mean(b: Builder, op: FusedOp) -> None:
+    """Writes adaptive pooling on integers: MEAN over the whole map, else a depthwise convolution by ones.
 
-    AVERAGE_POOL_2D gives integers of its input's scale; these two round to that of the result.
+    AVERAGE_POOL_2D keeps the scale of its input; these two round to the scale of the result.
     """
-    x, window = _image(b, job.call.inputs[0]), _adaptive_window(b, job.call)
-    target = b.target(job, CHANNELS_LAST, fuses=False)
+    x, window = _image(b, op.call.inputs[0]), _adaptive_window(b, op.call)
+    target = b.target(op, CHANNELS_LAST, fuses=False)
     if x.shape[1:3] == window["kernel"]:
         axes = b.writer.ints([1, 2])
-        b.writer.op("MEAN", [x, axes], [target.stored], "ReducerOptions", keepDims=True)
+        b.writer.op("MEAN", [x, axes], [target.tensor], "ReducerOptions", keepDims=True)
     else:
-        _mean_by_ones(b, x, target.stored, window)
-    b.done(job, target)
+        _mean_by_ones(b, x, target.tensor, window)
+    b.finish(op, target)
 
 
-def _mean_by_ones(b: Build, x: Stored, out: Stored, window: dict[str, tuple[int, ...]]) -> None:
+def _mean_by_ones(b: Builder, x: FileTensor, out: FileTensor, window: dict[str, tuple[int, ...]]) -> None:
     (height, width), channels = window["kernel"], x.shape[3]
     share = np.float32(1.0) / np.float32(height * width)
     scales = np.full(channels, share, np.float32)
@@ -111,24 +111,24 @@ def _mean_by_ones(b: Build, x: Stored, out: Stored, window: dict[str, tuple[int,
     b.writer.op("DEPTHWISE_CONV_2D", [x, weight, bias], [out], "DepthwiseConv2DOptions", **options)
 
 
-def _adaptive_float(b: Build, job: Job) -> None:
-    x = _image(b, job.call.inputs[0], floats=True)
-    _put_pool(b, job.call, "AVERAGE_POOL_2D", x, "VALID", _adaptive_window(b, job.call))
+def _adaptive_float(b: Builder, op: FusedOp) -> None:
+    x = _image(b, op.call.inputs[0], floats=True)
+    _put_pool(b, op.call, "AVERAGE_POOL_2D", x, "VALID", _adaptive_window(b, op.call))
 
 
-def _adaptive_max(b: Build, job: Job) -> None:
-    x = _image(b, job.call.inputs[0])
-    _put_pool(b, job.call, "MAX_POOL_2D", x, "VALID", _adaptive_window(b, job.call))
+def _adaptive_max(b: Builder, op: FusedOp) -> None:
+    x = _image(b, op.call.inputs[0])
+    _put_pool(b, op.call, "MAX_POOL_2D", x, "VALID", _adaptive_window(b, op.call))
 
 
-def _nearest(b: Build, job: Job) -> None:
-    call, x = job.call, _image(b, job.call.inputs[0])
+def _nearest(b: Builder, op: FusedOp) -> None:
+    call, x = op.call, _image(b, op.call.inputs[0])
     kind, sizes = "ResizeNearestNeighborOptions", b.shape(call.out)[2:]
     b.emit(call.out, CHANNELS_LAST, "RESIZE_NEAREST_NEIGHBOR", [x, sizes], kind, x)
 
 
-def _interpolate(b: Build, job: Job) -> None:
-    call, a = job.call, job.call.attrs
+def _interpolate(b: Builder, op: FusedOp) -> None:
+    call, a = op.call, op.call.attrs
     if a["mode"] not in ("bilinear", "linear") or b.rank(call.out) != 4:
         raise ExportError(
             f"{call.out.name}: interpolate mode {a['mode']!r} has no TFLite form: use nearest or bilinear"

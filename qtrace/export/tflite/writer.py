@@ -14,9 +14,9 @@ from ai_edge_litert import schema_py_generated as schema
 
 from qtrace.scheme import QParams
 
-__all__ = ["TYPES", "Grid", "Inputs", "Stored", "TfliteWriter"]
+__all__ = ["TYPES", "FileTensor", "Grid", "Inputs", "TfliteWriter"]
 
-# The version of the schema, and its mark in the first bytes of a file.
+# The version of the schema, and its identifier in the first bytes of a file.
 _SCHEMA_VERSION = 3
 _IDENTIFIER = b"TFL3"
 # Kernels load weights with vector instructions: the schema asks for data at multiples of 16 bytes.
@@ -47,11 +47,11 @@ _VERSIONS = {
 
 @dataclass(frozen=True)
 class Grid:
-    """What the integers of a tensor mean: ``x = (q - zero_point) * scale``, per tensor or per channel.
+    """Scales and zero points of a tensor: ``x = (q - zero_point) * scale``, per tensor or per channel.
 
     Attributes:
         scale: one scale, or one for each channel.
-        zero_point: one zero point for each scale.
+        zero_point: one zero point per entry of `scale`.
     """
 
     scale: tuple[float, ...]
@@ -70,27 +70,27 @@ class Grid:
         return cls(scales, (0,) * len(scales))
 
     def floats(self, integers: np.ndarray) -> np.ndarray:
-        """The numbers that integers of one scale mean."""
+        """Dequantizes integers of a grid with one scale."""
         return (integers.astype(np.int32) - self.zero_point[0]).astype(np.float32) * np.float32(self.scale[0])
 
     def integers(self, values: Any, dtype: np.dtype) -> np.ndarray:
-        """The integers of a type that are nearest to numbers, ties to the even one."""
+        """Quantizes numbers to a grid with one scale, with ties to even."""
         info = np.iinfo(dtype)
         steps = np.rint(np.asarray(values, np.float32) / np.float32(self.scale[0])) + self.zero_point[0]
         return np.clip(steps, info.min, info.max).astype(dtype)
 
 
 @dataclass(frozen=True, eq=False)
-class Stored:
+class FileTensor:
     """A tensor of the file.
 
     Attributes:
-        index: its number there.
-        name: its name there.
-        shape: its shape there.
-        dtype: its type.
-        grid: what its integers mean; None for floats and plain numbers.
-        value: its numbers, if the file holds them.
+        index: the tensor's number in the file.
+        name: the tensor's name in the file.
+        shape: the shape in the file.
+        dtype: the type in the file.
+        grid: the grid of quantized integers; None for floats and plain numbers.
+        value: the content of a constant; None for a tensor that is computed.
     """
 
     index: int
@@ -101,12 +101,12 @@ class Stored:
     value: np.ndarray | None = None
 
 
-# What an operator reads; numbers are an int32 vector that the file holds.
-Inputs = Sequence[Stored | Sequence[int]]
+# The inputs of an operator; a sequence of numbers becomes a constant int32 vector.
+Inputs = Sequence[FileTensor | Sequence[int]]
 
 
 class _Buffer(schema.BufferT):
-    """A buffer that is packed at once and aligned; the generated code copies byte by byte."""
+    """A buffer that is packed in one step and aligned; the schema's class copies byte by byte."""
 
     def Pack(self, builder: flatbuffers.Builder) -> int:
         if self.data is None:
@@ -122,55 +122,55 @@ class _Buffer(schema.BufferT):
 
 
 class TfliteWriter:
-    """One subgraph in the making. Names of tensors are made unique by a number behind them."""
+    """Collects one subgraph. Numbers behind them make the names of tensors unique."""
 
     def __init__(self) -> None:
-        self.stored: list[Stored] = []
+        self.file_tensors: list[FileTensor] = []
         self.tensors: list[schema.TensorT] = []
         self.operators: list[schema.OperatorT] = []
         self.buffers: list[_Buffer] = [_Buffer()]  # the first one is empty and stands for "no data"
         self.codes: dict[tuple[int, int], int] = {}
         self.names: set[str] = set()
-        self.same: dict[tuple[Any, ...], Stored] = {}
+        self.same: dict[tuple[Any, ...], FileTensor] = {}
         self.counter = 1
-        self.kept: set[int] = set()
+        self.kept_tensors: set[int] = set()
 
-    def keep(self, stored: Stored) -> None:
-        """Writes a tensor although no operator may use it."""
-        self.kept.add(stored.index)
+    def keep(self, stored: FileTensor) -> None:
+        """Keeps a tensor in the file even if no operator uses it."""
+        self.kept_tensors.add(stored.index)
 
     def unique(self, name: str) -> str:
-        """``name``, or ``name__2`` and so on when another tensor has it."""
-        free = name
-        while free in self.names:
+        """Returns ``name``, or ``name__2`` and so on if another tensor has it."""
+        unused = name
+        while unused in self.names:
             self.counter += 1
-            free = f"{name}__{self.counter}"
-        self.names.add(free)
-        return free
+            unused = f"{name}__{self.counter}"
+        self.names.add(unused)
+        return unused
 
     def tensor(
         self, name: str, shape: Sequence[int], dtype: Any = np.float32, grid: Grid | None = None
-    ) -> Stored:
-        """Adds a tensor that an operator, or the caller of the model, fills."""
+    ) -> FileTensor:
+        """Adds a tensor that an operator or the caller of the model fills."""
         index, kind = len(self.tensors), np.dtype(dtype)
-        tensor = Stored(index, self.unique(name), tuple(int(n) for n in shape), kind, grid)
+        tensor = FileTensor(index, self.unique(name), tuple(int(n) for n in shape), kind, grid)
         self._add(tensor, 0, 0)
         return tensor
 
-    def constant(self, name: str, value: Any, grid: Grid | None = None, axis: int = 0) -> Stored:
-        """Adds a tensor that the file holds; one of the same content and meaning is taken again.
+    def constant(self, name: str, value: Any, grid: Grid | None = None, axis: int = 0) -> FileTensor:
+        """Adds a constant, or returns an earlier one of the same content and grid.
 
         Args:
-            name: its name, if it is new.
-            value: its numbers, of the type that the file shall have.
-            grid: what its integers mean.
-            axis: the axis of its channels, for a grid per channel.
+            name: the name of a new tensor.
+            value: the content, in the type of the file.
+            grid: the grid of quantized integers; None for plain numbers.
+            axis: the axis of the channels, for a grid per channel.
         """
         array = np.array(value, order="C")
         content = array.tobytes()
         key = (hashlib.sha256(content).digest(), array.dtype.str, array.shape, grid, axis)
         if key not in self.same:
-            tensor = Stored(len(self.tensors), self.unique(name), array.shape, array.dtype, grid, array)
+            tensor = FileTensor(len(self.tensors), self.unique(name), array.shape, array.dtype, grid, array)
             self._add(tensor, self._buffer(content), axis)
             self.same[key] = tensor
         return self.same[key]
@@ -181,11 +181,11 @@ class TfliteWriter:
         self.buffers[-1].data = content
         return len(self.buffers) - 1
 
-    def ints(self, values: Sequence[int]) -> Stored:
-        """An int32 vector that the file holds."""
+    def ints(self, values: Sequence[int]) -> FileTensor:
+        """Adds a constant int32 vector."""
         return self.constant("ints_" + "_".join(str(v) for v in values), np.array(values, np.int32))
 
-    def _add(self, stored: Stored, buffer: int, axis: int) -> None:
+    def _add(self, stored: FileTensor, buffer: int, axis: int) -> None:
         tensor = _build("Tensor", name=stored.name.encode(), shape=np.array(stored.shape, np.int32))
         tensor.type, tensor.buffer, tensor.hasRank = TYPES[stored.dtype], buffer, True
         if stored.grid is not None:
@@ -195,7 +195,7 @@ class TfliteWriter:
                 zeroPoint=np.array(stored.grid.zero_point, np.int64),
                 quantizedDimension=axis,
             )
-        self.stored.append(stored)
+        self.file_tensors.append(stored)
         self.tensors.append(tensor)
 
     def add(
@@ -207,7 +207,7 @@ class TfliteWriter:
         dtype: Any = np.float32,
         grid: Grid | None = None,
         **options: Any,
-    ) -> Stored:
+    ) -> FileTensor:
         """Adds an operator and the tensor that it fills; see `tensor` and `op`."""
         result = self.tensor(name, shape, dtype, grid)
         self.op(code, inputs, [result], **options)
@@ -217,7 +217,7 @@ class TfliteWriter:
         self,
         code: str,
         inputs: Inputs,
-        outputs: Sequence[Stored],
+        outputs: Sequence[FileTensor],
         kind: str = "",
         version: int = 0,
         **options: Any,
@@ -225,14 +225,14 @@ class TfliteWriter:
         """Adds an operator.
 
         Args:
-            code: its name in the schema, such as ``CONV_2D``.
-            inputs: what it reads.
-            outputs: what it fills.
-            kind: the name of its options there, such as ``Conv2DOptions``; "" when it has none.
-            version: the first version that has all that is used of it; 0 to go by the types.
-            **options: their fields.
+            code: the operator's name in the schema, such as ``CONV_2D``.
+            inputs: the tensors that it reads.
+            outputs: the tensors that it fills.
+            kind: the name of its options in the schema, such as ``Conv2DOptions``; "" when it has none.
+            version: the operator version that the options need; 0 for the version that the types need.
+            **options: the fields of the options.
         """
-        read = [t if isinstance(t, Stored) else self.ints(t) for t in inputs]
+        read = [t if isinstance(t, FileTensor) else self.ints(t) for t in inputs]
         number = getattr(schema.BuiltinOperator, code), version or _version(code, read, outputs)
         operator = _build("Operator", opcodeIndex=self.codes.setdefault(number, len(self.codes)))
         operator.inputs, operator.outputs = (
@@ -243,41 +243,41 @@ class TfliteWriter:
             operator.builtinOptions = _build(kind, **options)
         self.operators.append(operator)
 
-    def prune(self, outputs: Sequence[Stored]) -> set[str]:
-        """Drops operators whose results nobody reads; returns the names of the tensors that are left."""
+    def prune(self, outputs: Sequence[FileTensor]) -> set[str]:
+        """Drops operators whose results nothing reads; returns the names of the remaining tensors."""
         read = {t.index for t in outputs}
-        kept = []
+        operators = []
         for operator in reversed(self.operators):
             if any(int(i) in read for i in operator.outputs):
-                kept.append(operator)
+                operators.append(operator)
                 read.update(int(i) for i in operator.inputs)
-        self.operators = kept[::-1]
-        read.update(int(i) for operator in kept for i in operator.outputs)
-        return {t.name for t in self.stored if t.index in read}
+        self.operators = operators[::-1]
+        read.update(int(i) for operator in operators for i in operator.outputs)
+        return {t.name for t in self.file_tensors if t.index in read}
 
     def finish(
         self,
-        inputs: Sequence[tuple[str, Stored]],
-        outputs: Sequence[tuple[str, Stored]],
+        inputs: Sequence[tuple[str, FileTensor]],
+        outputs: Sequence[tuple[str, FileTensor]],
         metadata: dict[str, Any],
         description: str,
         batch: int | None,
     ) -> bytes:
-        """The file, without tensors that no operator uses.
+        """Returns the content of the file, without tensors that no operator uses.
 
         Args:
-            inputs: names and tensors of what the model takes.
-            outputs: names and tensors of what it gives.
+            inputs: names and tensors of the model's inputs.
+            outputs: names and tensors of the model's outputs.
             metadata: plain data by name, written as JSON.
-            description: who made it.
-            batch: the size of a first axis of inputs and outputs that may have any size; None for none.
+            description: the program that wrote the file.
+            batch: the size of the first axis of inputs and outputs that is left free; None for none.
         """
-        for held in [t for _, t in (*inputs, *outputs)]:
-            if batch is not None and held.shape and held.shape[0] == batch:
-                self.tensors[held.index].shapeSignature = np.array([-1, *held.shape[1:]], np.int32)
+        for tensor in [t for _, t in (*inputs, *outputs)]:
+            if batch is not None and tensor.shape and tensor.shape[0] == batch:
+                self.tensors[tensor.index].shapeSignature = np.array([-1, *tensor.shape[1:]], np.int32)
         graph = _build("SubGraph", name=b"main", operators=self.operators)
         listed = [self._metadata(name, value) for name, value in metadata.items()]
-        place = self._compact(self.kept | {t.index for _, t in (*inputs, *outputs)})
+        place = self._compact(self.kept_tensors | {t.index for _, t in (*inputs, *outputs)})
         graph.tensors = [self.tensors[i] for i in place]
         graph.inputs = np.array([place[t.index] for _, t in inputs], np.int32)
         graph.outputs = np.array([place[t.index] for _, t in outputs], np.int32)
@@ -299,9 +299,9 @@ class TfliteWriter:
         builder.Finish(model.Pack(builder), file_identifier=_IDENTIFIER)
         return bytes(builder.Output())
 
-    def _compact(self, kept: set[int]) -> dict[int, int]:
-        """Drops tensors and buffers that nothing uses; returns old -> new number of a tensor."""
-        used = kept | {int(i) for o in self.operators for i in (*o.inputs, *o.outputs)}
+    def _compact(self, kept_tensors: set[int]) -> dict[int, int]:
+        """Drops unused tensors and buffers; returns the old -> new number of each tensor."""
+        used = kept_tensors | {int(i) for o in self.operators for i in (*o.inputs, *o.outputs)}
         place = {old: new for new, old in enumerate(sorted(used))}
         for operator in self.operators:
             operator.inputs, operator.outputs = (
@@ -323,21 +323,21 @@ class TfliteWriter:
 
 def _build(kind: str, **fields: Any) -> Any:
     """Builds an object of the schema, such as a ``Tensor``, with some of its fields."""
-    built = getattr(schema, f"{kind}T")()
+    instance = getattr(schema, f"{kind}T")()
     for field, value in fields.items():
-        if field not in vars(built):
+        if field not in vars(instance):
             raise AttributeError(f"{kind} has no field {field}")
-        setattr(built, field, value)
-    return built
+        setattr(instance, field, value)
+    return instance
 
 
-def _version(code: str, inputs: Sequence[Stored], outputs: Sequence[Stored]) -> int:
+def _version(code: str, inputs: Sequence[FileTensor], outputs: Sequence[FileTensor]) -> int:
     kinds = {t.dtype for t in (*inputs, *outputs) if t.grid is not None}
     place = 2 if np.dtype(np.int16) in kinds else 1 if np.dtype(np.int8) in kinds else 0
     return _VERSIONS.get(code, (1, 1, 1))[place]
 
 
 def _operator_code(number: int, version: int) -> schema.OperatorCodeT:
-    # Old readers know the narrow field only, which ends at this number.
+    # Old readers know only the narrow field, which ends at this number.
     narrow = min(number, schema.BuiltinOperator.PLACEHOLDER_FOR_GREATER_OP_CODES)
     return _build("OperatorCode", deprecatedBuiltinCode=narrow, builtinCode=number, version=version)

@@ -103,10 +103,10 @@ OPS: dict[str, M.Module] = {
 def test_op(name: str, tmp_path: Path) -> None:
     module, x = OPS[name], images(2, 4, 9, 9)
     path = qtrace.export(_converted(module, x), tmp_path / "m.prototxt")
-    want = module(mge.Tensor(x)).numpy()
-    got = _run(path, x)
-    assert got.shape == want.shape
-    np.testing.assert_allclose(got, want, atol=1e-5)
+    expected = module(mge.Tensor(x)).numpy()
+    outputs = _run(path, x)
+    assert outputs.shape == expected.shape
+    np.testing.assert_allclose(outputs, expected, atol=1e-5)
 
 
 def test_only_sizes_that_differ_say_how_they_are_rounded(tmp_path: Path) -> None:
@@ -132,20 +132,20 @@ def test_names_of_parameter_files_are_blobs_and_layers(params: str, tmp_path: Pa
     qtrace.export(converted, tmp_path / "m.prototxt", params=params)
     (path,) = (p for p in tmp_path.iterdir() if p.suffix not in (".prototxt", ".caffemodel"))
     if params == "tensorrt":
-        found = {line.split(":")[0] for line in path.read_text().splitlines()[1:]}
+        names = {line.split(":")[0] for line in path.read_text().splitlines()[1:]}
     else:
         data = json.loads(path.read_text())
         groups = [data] if params == "mgeconvert" else [data["activation_encodings"], data["param_encodings"]]
-        found = {name for group in groups for name in group}
+        names = {name for group in groups for name in group}
     stored = message("NetParameter").FromString((tmp_path / "m.caffemodel").read_bytes())
     weights = {layer.name for layer in stored.layer}
     blobs = {
         line.split('"')[1] for line in (tmp_path / "m.prototxt").read_text().splitlines() if "top:" in line
     }
-    parameters = {n for n in found if n.endswith((".weight", ".bias"))}
+    parameters = {n for n in names if n.endswith((".weight", ".bias"))}
     assert {n.rpartition(".")[0] for n in parameters} == (set() if params == "tensorrt" else weights)
-    assert found - parameters <= blobs
-    assert len(found - parameters) > 10
+    assert names - parameters <= blobs
+    assert len(names - parameters) > 10
 
 
 def test_an_ncnn_table_for_a_net(tmp_path: Path) -> None:

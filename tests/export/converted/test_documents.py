@@ -43,22 +43,22 @@ TENSOR = {"name", "alias", "dtype", "layout", "shape", "prims"}
 def test_an_msc_graph_is_complete(resnet: TracedModule, tmp_path: Path) -> None:
     document = _msc(resnet, tmp_path)
     assert set(document) == {"name", "inputs", "outputs", "nodes", "prims"}
-    seen: dict[str, Any] = {}
+    earlier: dict[str, Any] = {}
     for index, node in enumerate(document["nodes"]):
         assert set(node) == NODE
         assert node["index"] == index
-        assert node["name"] not in seen
+        assert node["name"] not in earlier
         # As MSC reads it: parents come first, and a tensor is found by its node and its index.
-        assert set(node["parents"]) <= set(seen)
+        assert set(node["parents"]) <= set(earlier)
         for name in node["inputs"]:
             producer, _, number = name.rpartition(":")
             assert producer in node["parents"]
-            assert seen[producer]["outputs"][int(number)]["name"] == name
+            assert earlier[producer]["outputs"][int(number)]["name"] == name
         for tensor in (*node["outputs"], *node["weights"].values()):
             assert set(tensor) == TENSOR
             assert len(tensor["layout"]) in (0, len(tensor["shape"]))
         assert all(isinstance(v, str) for v in node["attrs"].values())
-        seen[node["name"]] = node
+        earlier[node["name"]] = node
     assert document["inputs"] == ["x:0"]
     assert document["outputs"] == ["fc_out:0"]
     kinds = {node["optype"] for node in document["nodes"]}

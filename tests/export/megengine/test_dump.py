@@ -34,7 +34,7 @@ def _export(converted: TracedModule, folder: Path) -> Path:
 
 
 def _operators(path: Path) -> Counter[tuple[str, str]]:
-    """How often each operator gives each type, in the graph that MegEngine loads."""
+    """Counts operators by type and result type, in the graph that MegEngine loads."""
     from megengine.core.tensor.megbrain_graph import load_graph
     from megengine.utils.comp_graph_tools import get_dep_vars
 
@@ -138,8 +138,8 @@ def test_several_inputs_and_outputs_have_their_names_and_order(tmp_path: Path) -
     assert report.passed, report.table()
     from megengine.utils.comp_graph_tools import GraphInference
 
-    found = GraphInference(io.BytesIO(path.read_bytes())).run(inp_dict={"first": a, "second": b})
-    assert list(found) == [n.name.removesuffix("_q") for n in converted.graph.outputs]
+    outputs = GraphInference(io.BytesIO(path.read_bytes())).run(inp_dict={"first": a, "second": b})
+    assert list(outputs) == [n.name.removesuffix("_q") for n in converted.graph.outputs]
 
 
 def test_the_format_must_be_named_since_models_have_the_same_suffix(tmp_path: Path) -> None:

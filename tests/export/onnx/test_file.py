@@ -197,11 +197,11 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_outputs_are_named_like_their_nodes_without_copies(name: str, tmp_path: Path) -> None:
-    after, wanted = OUTPUTS[name]
+    after, expected = OUTPUTS[name]
     _, outputs, kinds = _names(
         net(lambda self, x: after(self.c(x)), c=_conv()), images(2, 4, 8, 8), path=tmp_path
     )
-    assert outputs == wanted
+    assert outputs == expected
     assert "Identity" not in kinds
 
 

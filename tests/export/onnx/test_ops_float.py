@@ -231,12 +231,12 @@ def _leaves(value: Any) -> list[np.ndarray]:
     return [value.numpy()]
 
 
-def _same(got: np.ndarray, want: np.ndarray) -> None:
-    assert got.dtype == want.dtype
-    if want.dtype == np.float32:
-        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+def _same(value: np.ndarray, expected: np.ndarray) -> None:
+    assert value.dtype == expected.dtype
+    if expected.dtype == np.float32:
+        np.testing.assert_allclose(value, expected, rtol=2e-5, atol=2e-5)
     else:
-        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(value, expected)
 
 
 @pytest.fixture(autouse=True)

@@ -67,8 +67,8 @@ def test_float(name: str, tmp_path: Path) -> None:
     path = _export(module, (x, places), tmp_path, {"rules": [{"match": {}, "quantize": False}]})
     assert onnx.load(path).opset_import[0].version == 16
     session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {"x": x, "y": places})
-    np.testing.assert_allclose(found, module(T(x), T(places)).numpy(), atol=5e-6)
+    (output,) = session.run(None, {"x": x, "y": places})
+    np.testing.assert_allclose(output, module(T(x), T(places)).numpy(), atol=5e-6)
 
 
 def test_regions_of_a_quantized_map(tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_deformable_convolution(options: dict[str, Any], tmp_path: Path) -> None
     path = _export(module, (x,), tmp_path, {"rules": [{"match": {}, "quantize": False}]})
     session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     for batch in (x, images(5, *SHAPE[1:], seed=2)):
-        (found,) = session.run(None, {"x": batch})
-        np.testing.assert_allclose(found, module(T(batch)).numpy(), atol=3e-5)
+        (output,) = session.run(None, {"x": batch})
+        np.testing.assert_allclose(output, module(T(batch)).numpy(), atol=3e-5)
 
 
 def test_deformable_convolution_as_a_function(tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ def test_deformable_convolution_as_a_function(tmp_path: Path) -> None:
     layers = {"offset": M.Conv2d(4, 18, 3, padding=1), "mask": M.Conv2d(4, 9, 3, padding=1)}
     module, x = net(forward, **layers, **values), images(*SHAPE)
     path = _export(module, (x,), tmp_path, {"rules": [{"match": {}, "quantize": False}]})
-    (found,) = ort.InferenceSession(str(path)).run(None, {"x": x})
-    np.testing.assert_allclose(found, module(T(x)).numpy(), atol=3e-5)
+    (output,) = ort.InferenceSession(str(path)).run(None, {"x": x})
+    np.testing.assert_allclose(output, module(T(x)).numpy(), atol=3e-5)
 
 
 _STORED = {"w": (5, 4, 3, 3), "b": (1, 5, 1, 1)}

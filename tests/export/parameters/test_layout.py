@@ -84,25 +84,25 @@ SCHEMAS: dict[str, Any] = {
 TARGETS = {"mqbench-tensorrt": "backend/tensorrt", "mgeconvert": "backend/megengine"}
 
 
-def _problems(value: Any, schema: Any, where: str = "$") -> list[str]:
-    """Where ``value`` is not what the schema says."""
+def _problems(value: Any, schema: Any, location: str = "$") -> list[str]:
+    """Returns the places of ``value`` that break the schema."""
     if isinstance(schema, set):
-        return [] if value in schema else [f"{where} is {value!r}"]
+        return [] if value in schema else [f"{location} is {value!r}"]
     if isinstance(schema, list):
         if not isinstance(value, list) or not value:
-            return [f"{where} is no filled list"]
-        return [p for i, v in enumerate(value) for p in _problems(v, schema[0], f"{where}[{i}]")]
+            return [f"{location} is no filled list"]
+        return [p for i, v in enumerate(value) for p in _problems(v, schema[0], f"{location}[{i}]")]
     if not isinstance(schema, dict):
         right = isinstance(value, schema) and (schema is not int or not isinstance(value, bool))
-        return [] if right else [f"{where} is a {type(value).__name__}"]
+        return [] if right else [f"{location} is a {type(value).__name__}"]
     if not isinstance(value, dict):
-        return [f"{where} is no object"]
+        return [f"{location} is no object"]
     if "*" in schema:
-        return [p for k, v in value.items() for p in _problems(v, schema["*"], f"{where}.{k}")]
+        return [p for k, v in value.items() for p in _problems(v, schema["*"], f"{location}.{k}")]
     known = {k.rstrip("?"): s for k, s in schema.items()}
-    missing = [f"{where} lacks {k}" for k in schema if not k.endswith("?") and k not in value]
-    strange = [f"{where} has {k}" for k in value if k not in known]
-    inside = [p for k, v in value.items() if k in known for p in _problems(v, known[k], f"{where}.{k}")]
+    missing = [f"{location} lacks {k}" for k in schema if not k.endswith("?") and k not in value]
+    strange = [f"{location} has {k}" for k in value if k not in known]
+    inside = [p for k, v in value.items() if k in known for p in _problems(v, known[k], f"{location}.{k}")]
     return [*missing, *strange, *inside]
 
 
@@ -143,13 +143,13 @@ def test_aimet_1_has_the_numbers_of_every_site(tmp_path: Path) -> None:
     document = json.loads(_text(converted, "aimet-1.0.0", tmp_path))
     entries = {e["name"]: e for g in ("activation_encodings", "param_encodings") for e in document[g]}
     annotation = qtrace.explain(converted).annotation
-    wanted = {
+    expected = {
         s.node: getattr(converted.qsites, s.group).qparams() for s in annotation.sites if s.sort != "bias"
     }
     same = {n.name for n in annotation.notes if n.kind == "identity"}  # no tensors of their own
-    wanted.update((n, q) for n, q in QuantizedModel(converted).carried_qparams().items() if n not in same)
-    assert len(wanted) > 15
-    for name, qparams in wanted.items():
+    expected.update((n, q) for n, q in QuantizedModel(converted).carried_qparams().items() if n not in same)
+    assert len(expected) > 15
+    for name, qparams in expected.items():
         entry = entries.pop(name)
         scheme = qparams.scheme
         assert (entry["bw"], entry["is_sym"]) == (scheme.bits, scheme.symmetric), name
@@ -188,8 +188,8 @@ def test_a_tensorrt_cache_is_the_header_and_a_big_endian_float_for_each_tensor(t
     header, *lines = _text(converted, "tensorrt", tmp_path).splitlines()
     assert re.fullmatch(r"TRT-\d{4}-EntropyCalibration2", header)
     assert all(re.fullmatch(r"\S+: [0-9a-f]{8}", line) for line in lines)
-    found = {n: struct.unpack(">f", bytes.fromhex(v))[0] for n, v in (line.split(": ") for line in lines)}
+    scales = {n: struct.unpack(">f", bytes.fromhex(v))[0] for n, v in (line.split(": ") for line in lines)}
     sites = [s for s in qtrace.explain(converted).annotation.sites if s.sort == "activation"]
     assert len(sites) > 8
     for site in sites:
-        assert found[site.node] == float(getattr(converted.qsites, site.group).qparams().scale)
+        assert scales[site.node] == float(getattr(converted.qsites, site.group).qparams().scale)

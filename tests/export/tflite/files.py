@@ -31,7 +31,7 @@ def kinds(path: Path) -> list[str]:
 
 
 def facts(path: Path) -> dict[str, Any]:
-    """What the export says of the file."""
+    """Returns the file's metadata entry ``qtrace``."""
     model = load(path)
     entry = next(m for m in model.metadata if m.name == b"qtrace")
     return json.loads(bytes(model.buffers[entry.buffer].data))
@@ -42,12 +42,12 @@ def tensors(path: Path) -> dict[str, schema.TensorT]:
 
 
 def constants(path: Path) -> dict[str, np.ndarray]:
-    """The numbers that the file holds, by the names of their tensors."""
+    """Returns the constants of the file by tensor name."""
     model = load(path)
-    found = {}
+    values = {}
     for tensor in model.subgraphs[0].tensors:
         data = model.buffers[tensor.buffer].data
         if data is not None and len(data):
             value = np.frombuffer(bytes(data), _TYPES[tensor.type])
-            found[tensor.name.decode()] = value.reshape(tensor.shape)
-    return found
+            values[tensor.name.decode()] = value.reshape(tensor.shape)
+    return values

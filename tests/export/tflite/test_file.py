@@ -72,8 +72,8 @@ def test_weights_behind_a_flatten_are_permuted(path: Path, model: TracedModule) 
     weight = dict(model.named_parameters())["fc.weight"].numpy()
     scale = tensors(path)["fc_weight_int"].quantization.scale
     laid = weight.reshape(7, 6, 8, 8).transpose(0, 2, 3, 1).reshape(7, 384)
-    got = constants(path)["fc_weight_int"] * scale.reshape(-1, 1)
-    np.testing.assert_allclose(got, laid, atol=float(scale.max()) * 0.51)
+    dequantized = constants(path)["fc_weight_int"] * scale.reshape(-1, 1)
+    np.testing.assert_allclose(dequantized, laid, atol=float(scale.max()) * 0.51)
 
 
 def test_biases_have_the_scale_of_input_and_weight(path: Path) -> None:
@@ -103,10 +103,10 @@ def test_an_ordinary_interpreter_runs_it(path: Path, model: TracedModule) -> Non
     """Without qtrace: channels last, any batch size, names of the graph."""
     loaded = Interpreter(str(path))
     runner = loaded.get_signature_runner()
-    (given,), (taken,) = runner.get_input_details(), runner.get_output_details()
-    assert (given, taken) == ("x", "fc_out")
+    (input_name,), (output_name,) = runner.get_input_details(), runner.get_output_details()
+    assert (input_name, output_name) == ("x", "fc_out")
     x = images(5, 4, 8, 8, seed=7)
-    y = runner(**{given: np.ascontiguousarray(x.transpose(0, 2, 3, 1))})[taken]
+    y = runner(**{input_name: np.ascontiguousarray(x.transpose(0, 2, 3, 1))})[output_name]
     want = model(mge.Tensor(x)).numpy()
     step = float(tensors(path)["fc_out_int"].quantization.scale[0])
     np.testing.assert_allclose(y, want, atol=1.01 * step)
@@ -136,7 +136,7 @@ def test_networks_are_written_without_transposes(tmp_path: Path) -> None:
     }
 
 
-def _one(function: Callable[..., Any]) -> M.Module:
+def _after_conv(function: Callable[..., Any]) -> M.Module:
     return net(lambda self, x: function(self.conv(x)), conv=M.Conv2d(4, 6, 3, padding=1))
 
 
@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
     function, config, options, reason = REFUSED[name]
-    model = _converted(_one(function), **config)
+    model = _converted(_after_conv(function), **config)
     (tmp_path / "m.tflite").write_text("old")
     with pytest.raises(ExportError, match=reason):
         qtrace.export(model, tmp_path / "m.tflite", **options)
@@ -195,7 +195,7 @@ def test_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
 
 
 def test_what_is_allowed_computes_in_float(tmp_path: Path) -> None:
-    model = _converted(_one(lambda y: F.maximum(y, y * 0.5)), backend="generic", activation=SIGNED)
+    model = _converted(_after_conv(lambda y: F.maximum(y, y * 0.5)), backend="generic", activation=SIGNED)
     path = qtrace.export(model, tmp_path / "m.tflite", allow_float=("maximum",))
     inside = kinds(path)
     assert inside[inside.index("MAXIMUM") - 1] == "DEQUANTIZE"

@@ -14,16 +14,16 @@ from qtrace.export.tflite.moved import Moved
 
 
 def _value(moved: Moved, stored: np.ndarray) -> np.ndarray:
-    """What ``moved`` says of a stored tensor, by numpy."""
-    cut = stored.reshape([moved.size(a) for a in moved.stored])
-    places = [moved.stored.index(a) for axis in moved.axes for a in axis]
+    """Applies ``moved`` to a tensor of the file, by numpy."""
+    cut = stored.reshape([moved.size(a) for a in moved.file_atoms])
+    places = [moved.file_atoms.index(a) for axis in moved.axes for a in axis]
     return cut.transpose(places).reshape(moved.shape)
 
 
 def _divisions(size: int) -> list[tuple[int, ...]]:
-    found = [(size,)]
-    found += [(size // d, d) for d in range(2, size) if size % d == 0]
-    return found
+    divisions = [(size,)]
+    divisions += [(size // d, d) for d in range(2, size) if size % d == 0]
+    return divisions
 
 
 @settings(max_examples=60, deadline=None)
@@ -43,10 +43,10 @@ def test_chains_give_what_numpy_gives(data: st.DataObject) -> None:
         while len(target) > 1 and data.draw(st.booleans()):
             place = data.draw(st.integers(0, len(target) - 2))
             target[place : place + 2] = [target[place] * target[place + 1]]
-        made = moved.reshaped(target)
-        if made is None:
+        reshaped = moved.reshaped(target)
+        if reshaped is None:
             continue
-        value, moved = value.reshape(target), made
+        value, moved = value.reshape(target), reshaped
     assert moved.shape == value.shape
     np.testing.assert_array_equal(_value(moved, stored), value)
     assert sorted(moved.nearest()) == list(range(value.ndim))
@@ -59,7 +59,7 @@ def test_a_channel_shuffle_moves_once() -> None:
     joined = apart.transposed((0, 2, 1, 3, 4)).reshaped((2, 8, 5, 5))
     assert joined is not None
     assert joined.nearest() == CHANNELS_LAST
-    assert [a for a in joined.stored if joined.wide(a)] == [(0, 0), (2, 0), (3, 0), (1, 0), (1, 1)]
+    assert [a for a in joined.file_atoms if joined.wide(a)] == [(0, 0), (2, 0), (3, 0), (1, 0), (1, 1)]
     assert joined.axes[1] == ((1, 1), (1, 0))
 
 
@@ -72,9 +72,9 @@ def test_the_batch_is_never_cut() -> None:
 def test_a_flattened_map_is_shuffled_and_not_moved() -> None:
     moved = Moved.of((2, 3, 4, 5), CHANNELS_LAST).reshaped((2, 60))
     assert moved is not None
-    found = moved.shuffle()
-    assert found is not None
-    order, places = found
+    shuffle = moved.shuffle()
+    assert shuffle is not None
+    order, places = shuffle
     assert order == (0, 1)
     value = np.arange(120).reshape(2, 3, 4, 5)
     stored = value.transpose(CHANNELS_LAST).reshape(2, 60)
@@ -91,7 +91,7 @@ def test_axes_of_one_move_for_nothing_but_the_first_does_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "kernel", "stride", "padding", "dilation", "wanted"),
+    ("size", "kernel", "stride", "padding", "dilation", "expected"),
     [
         (8, 3, 1, 1, 1, ("SAME", (1, 1))),
         (8, 1, 1, 0, 1, ("VALID", (0, 0))),
@@ -104,6 +104,6 @@ def test_axes_of_one_move_for_nothing_but_the_first_does_not() -> None:
         (9, 2, 2, 1, 1, ("", (1, 0))),
     ],
 )
-def test_padding(size: int, kernel: int, stride: int, padding: int, dilation: int, wanted: object) -> None:
+def test_padding(size: int, kernel: int, stride: int, padding: int, dilation: int, expected: object) -> None:
     out = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
-    assert window_pads(size, out, kernel, stride, padding, dilation) == wanted
+    assert window_pads(size, out, kernel, stride, padding, dilation) == expected

@@ -25,7 +25,7 @@ def _conv(inside: int = 4, outside: int = 6, **options: object) -> M.Conv2d:
     return M.Conv2d(inside, outside, 3, padding=1, **options)
 
 
-def _one(layer: M.Module) -> M.Module:
+def _single_layer(layer: M.Module) -> M.Module:
     return net(lambda self, x: self.layer(x), layer=layer)
 
 
@@ -69,29 +69,29 @@ def _parts(y: mge.Tensor) -> mge.Tensor:
 
 # name -> the net, and the operators of the file beside QUANTIZE and DEQUANTIZE at its ends.
 CASES: dict[str, tuple[M.Module, str]] = {
-    "conv2d": (_one(_conv()), "CONV_2D"),
-    "conv2d_nobias": (_one(_conv(bias=False)), "CONV_2D"),
-    "conv2d_valid": (_one(M.Conv2d(4, 6, 3)), "CONV_2D"),
-    "conv2d_stride": (_one(M.Conv2d(4, 6, 3, 2, 1)), "PAD CONV_2D"),
-    "conv2d_dilation": (_one(M.Conv2d(4, 6, 3, 1, 2, dilation=2)), "CONV_2D"),
-    "conv2d_wide": (_one(M.Conv2d(4, 6, (3, 1), (2, 1), (2, 0))), "PAD CONV_2D"),
-    "conv2d_reflect": (_one(_conv(padding_mode="reflect")), "MIRROR_PAD CONV_2D"),
-    "conv2d_grouped": (_one(_conv(4, 8, groups=2)), "CONV_2D"),
-    "conv2d_depthwise": (_one(_conv(4, 4, groups=4)), "DEPTHWISE_CONV_2D"),
-    "conv2d_depthwise_twice": (_one(_conv(4, 8, groups=4)), "DEPTHWISE_CONV_2D"),
-    "conv_transpose2d": (_one(M.ConvTranspose2d(4, 6, 4, 2, 1)), "TRANSPOSE_CONV"),
-    "conv_transpose2d_valid": (_one(M.ConvTranspose2d(4, 6, 2, 2)), "TRANSPOSE_CONV"),
+    "conv2d": (_single_layer(_conv()), "CONV_2D"),
+    "conv2d_nobias": (_single_layer(_conv(bias=False)), "CONV_2D"),
+    "conv2d_valid": (_single_layer(M.Conv2d(4, 6, 3)), "CONV_2D"),
+    "conv2d_stride": (_single_layer(M.Conv2d(4, 6, 3, 2, 1)), "PAD CONV_2D"),
+    "conv2d_dilation": (_single_layer(M.Conv2d(4, 6, 3, 1, 2, dilation=2)), "CONV_2D"),
+    "conv2d_wide": (_single_layer(M.Conv2d(4, 6, (3, 1), (2, 1), (2, 0))), "PAD CONV_2D"),
+    "conv2d_reflect": (_single_layer(_conv(padding_mode="reflect")), "MIRROR_PAD CONV_2D"),
+    "conv2d_grouped": (_single_layer(_conv(4, 8, groups=2)), "CONV_2D"),
+    "conv2d_depthwise": (_single_layer(_conv(4, 4, groups=4)), "DEPTHWISE_CONV_2D"),
+    "conv2d_depthwise_twice": (_single_layer(_conv(4, 8, groups=4)), "DEPTHWISE_CONV_2D"),
+    "conv_transpose2d": (_single_layer(M.ConvTranspose2d(4, 6, 4, 2, 1)), "TRANSPOSE_CONV"),
+    "conv_transpose2d_valid": (_single_layer(M.ConvTranspose2d(4, 6, 2, 2)), "TRANSPOSE_CONV"),
     "conv_transpose2d_cut": (
-        _one(M.ConvTranspose2d(4, 6, 3, 2, 1, output_padding=1)),
+        _single_layer(M.ConvTranspose2d(4, 6, 3, 2, 1, output_padding=1)),
         "TRANSPOSE_CONV STRIDED_SLICE",
     ),
     "conv_transpose2d_more": (
-        _one(M.ConvTranspose2d(4, 6, 2, 2, 0, output_padding=1)),
+        _single_layer(M.ConvTranspose2d(4, 6, 2, 2, 0, output_padding=1)),
         "TRANSPOSE_CONV STRIDED_SLICE",
     ),
-    "conv_transpose2d_grouped": (_one(M.ConvTranspose2d(4, 4, 4, 2, 1, groups=2)), "TRANSPOSE_CONV"),
+    "conv_transpose2d_grouped": (_single_layer(M.ConvTranspose2d(4, 4, 4, 2, 1, groups=2)), "TRANSPOSE_CONV"),
     "conv_transpose2d_dilated": (
-        _one(M.ConvTranspose2d(4, 6, 2, 2, 0, dilation=2)),
+        _single_layer(M.ConvTranspose2d(4, 6, 2, 2, 0, dilation=2)),
         "TRANSPOSE_CONV",
     ),
     "conv_transpose2d_relu": (
@@ -111,8 +111,8 @@ CASES: dict[str, tuple[M.Module, str]] = {
         ),
         "CONV_2D RESHAPE FULLY_CONNECTED",
     ),
-    "linear_nd": (_one(M.Linear(8, 5)), "FULLY_CONNECTED"),
-    "linear_nobias": (_one(M.Linear(8, 5, bias=False)), "FULLY_CONNECTED"),
+    "linear_nd": (_single_layer(M.Linear(8, 5)), "FULLY_CONNECTED"),
+    "linear_nobias": (_single_layer(M.Linear(8, 5, bias=False)), "FULLY_CONNECTED"),
     "linear_relu": (net(lambda self, x: F.relu(self.fc(x)), fc=M.Linear(8, 5)), "FULLY_CONNECTED"),
     "linear_tokens": (
         net(

@@ -40,10 +40,10 @@ def _arithmetic(self: Any, x: mge.Tensor) -> mge.Tensor:
 def _functions(self: Any, x: mge.Tensor) -> mge.Tensor:
     y = self.conv(x)
     names = ("sigmoid", "tanh", "silu", "hswish", "hsigmoid")
-    found = [getattr(F, n)(y) for n in names] + [F.leaky_relu(y, 0.1), F.prelu(y, self.slope)]
-    total = found[0]
-    for one in found[1:]:
-        total = total + one
+    results = [getattr(F, n)(y) for n in names] + [F.leaky_relu(y, 0.1), F.prelu(y, self.slope)]
+    total = results[0]
+    for result in results[1:]:
+        total = total + result
     return self.last(total)
 
 
@@ -93,12 +93,12 @@ def test_ops_are_one_step_off_at_most(name: str, tmp_path: Path) -> None:
 
 
 def test_the_nets_have_every_kind_of_the_target() -> None:
-    found = set()
+    kinds_used = set()
     for module in NETS.values():
         prepared = qtrace.prepare(qtrace.trace(module, images(1, 4, 8, 8)), QConfig(backend="tflite"))
         notes = qtrace.explain(prepared).annotation.notes
-        found |= {n.kind for n in notes if n.state in ("int", "fused")}
-    assert BACKEND.ops - found == set()
+        kinds_used |= {n.kind for n in notes if n.state in ("int", "fused")}
+    assert BACKEND.ops - kinds_used == set()
 
 
 @pytest.mark.parametrize("functions", ["native", "table"])

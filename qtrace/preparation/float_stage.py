@@ -14,11 +14,11 @@ from qtrace.config.algorithm import Algorithm, algorithms
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.passes.base import Left
 
-__all__ = ["FloatTask", "Report", "SiteError", "change_float", "named_report"]
+__all__ = ["FloatTask", "Report", "SiteNoise", "change_float", "named_report"]
 
 
 @dataclass(frozen=True)
-class SiteError:
+class SiteNoise:
     """The error of one site before and after an algorithm.
 
     Attributes:
@@ -48,8 +48,8 @@ class Report:
 
     changed: tuple[str, ...] = ()
     left: tuple[Left | str, ...] = ()
-    errors: tuple[SiteError, ...] = ()
-    outputs: tuple[SiteError, ...] = ()
+    errors: tuple[SiteNoise, ...] = ()
+    outputs: tuple[SiteNoise, ...] = ()
     measured: str = ""
     algorithm: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -317,11 +317,11 @@ def _called(node: Any) -> str:
     return shown(node.__dict__.get("_name")) if type(node) in NODES else shown(node)
 
 
-def _check_type(what: str, value: Any, kinds: tuple[type, ...]) -> None:
-    _each(what, [value], kinds)
+def _check_type(name: str, value: Any, kinds: tuple[type, ...]) -> None:
+    _each(name, [value], kinds)
 
 
-def _each(what: str, values: Iterable[Any], kinds: tuple[type, ...]) -> None:
+def _each(name: str, values: Iterable[Any], kinds: tuple[type, ...]) -> None:
     for value in values:
         if type(value) not in kinds:
-            raise RefusedError(f"the {what} of a graph in it holds {shown(value)}")
+            raise RefusedError(f"the {name} of a graph in it holds {shown(value)}")

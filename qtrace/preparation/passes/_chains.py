@@ -10,8 +10,8 @@ from qtrace.graph.types import Expr, GetAttr, TensorNode
 from qtrace.graph.walk import owner
 from qtrace.ops import OpCall, Role
 from qtrace.preparation.annotation import Plan
+from qtrace.preparation.passes._choices import Choice
 from qtrace.preparation.passes._view import View, plan_of
-from qtrace.preparation.passes.select import Choice
 
 __all__ = ["Chain", "Chains", "find_chains", "output_choice", "output_plan"]
 

@@ -10,7 +10,7 @@ from qtrace.config import Region
 from qtrace.errors import ConfigError
 from qtrace.graph.types import Expr, TracedModule
 from qtrace.graph.walk import exprs, module_path
-from qtrace.preparation.passes._selectors import closure
+from qtrace.preparation.passes._matching import closure
 
 __all__ = ["find_region"]
 

@@ -17,7 +17,7 @@ from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor
 from qtrace.ops import OpCall, Role
 from qtrace.preparation.annotation import Plan
-from qtrace.preparation.passes.select import Choice
+from qtrace.preparation.passes._choices import Choice
 from qtrace.scheme import QScheme
 
 __all__ = ["INT_ROLES", "STATIC", "Cause", "View", "distinct", "plan_of"]

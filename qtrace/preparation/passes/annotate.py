@@ -15,13 +15,13 @@ from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.passes._chains import find_chains
+from qtrace.preparation.passes._choices import choose
 from qtrace.preparation.passes._notes import write_notes
 from qtrace.preparation.passes._parameters import find_folds, place_biases, place_weights
 from qtrace.preparation.passes._region import find_region
 from qtrace.preparation.passes._sites import place_sites, tie_sites
 from qtrace.preparation.passes._view import View
 from qtrace.preparation.passes._wants import propagate_wants
-from qtrace.preparation.passes.select import choose
 
 __all__ = ["annotate"]
 

@@ -10,7 +10,7 @@ from qtrace.config.checking import check_plugin, check_scheme
 from qtrace.errors import ConfigError
 from qtrace.graph.types import Expr, TracedModule
 from qtrace.ops import OpCall
-from qtrace.preparation.passes._selectors import Selector
+from qtrace.preparation.passes._matching import Selector
 from qtrace.scheme import QScheme
 
 __all__ = ["Choice", "choose"]

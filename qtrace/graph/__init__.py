@@ -7,7 +7,7 @@ from qtrace.graph.files.serialize import load, save
 from qtrace.graph.flatten import flatten
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.lint import LintProblem, check, lint
-from qtrace.graph.pattern import Anything, Const, Match, Mismatch, Op, Param, match
+from qtrace.graph.pattern import Anything, Const, Mismatch, Op, Param, PatternMatch, match
 from qtrace.graph.rewrite import RewriteRule, RuleResult, apply_rules
 from qtrace.graph.table import format_table, table
 from qtrace.graph.tracing.trace import trace
@@ -19,10 +19,10 @@ __all__ = [
     "GraphEditor",
     "Interpreter",
     "LintProblem",
-    "Match",
     "Mismatch",
     "Op",
     "Param",
+    "PatternMatch",
     "RewriteRule",
     "RuleResult",
     "add_submodule",

@@ -25,9 +25,9 @@ from qtrace.graph.walk import get_module, reads_shape
 
 __all__ = ["Call", "needs_own_shapes", "record_shapes"]
 
-# Ops whose result has as many elements as the values of their inputs say.
+# Ops whose number of results depends on the values of their inputs.
 _SIZED_BY_VALUES = {"cond_take", "nms", "non_zero", "CondTake", "NMSKeep", "NonZero"}
-# Ops whose result has the same shape whatever their integer and boolean inputs hold; so have the operators
+# Ops whose result has the same shape for all values of their integer and boolean inputs, like the operators
 # of Python (`_is_operator`).
 _ELEMENTWISE = {
     *("Elemwise", "TypeCvt", "astype", "gather", "where", "logical_and", "logical_or", "logical_not"),
@@ -41,10 +41,10 @@ class Call:
     """A call of a submodule, written into a flat graph with the shapes of another call.
 
     Attributes:
-        start: the place of its first expr in the flat graph.
-        stop: the place behind its last expr.
-        outputs: its results in the flat graph.
-        recorded: its results in the graph of the caller, whose shapes are those of this call.
+        start: position of the call's first expr in the flat graph.
+        stop: position after the call's last expr.
+        outputs: the call's results in the flat graph.
+        recorded: the call's results in the caller's graph, which have the right shapes.
     """
 
     start: int
@@ -54,8 +54,8 @@ class Call:
 
 
 @dataclass(frozen=True)
-class _Value:
-    """What a node holds when the graph runs on zeros.
+class _KnownValue:
+    """The value of a node when the graph runs on zeros.
 
     Attributes:
         value: a tensor or a module.
@@ -66,43 +66,43 @@ class _Value:
     exact: bool
 
 
-def needs_own_shapes(recorded: Sequence[Node], given: Sequence[Node], again: bool) -> bool:
-    """Whether a call's tensors may have other shapes than those that its submodule's graph records.
+def needs_own_shapes(recorded: Sequence[Node], arguments: Sequence[Node], again: bool) -> bool:
+    """Returns whether a call's tensors may have other shapes than its submodule's graph records.
 
     Args:
-        recorded: the inputs of the submodule's graph, as the first call left them.
-        given: the arguments of this call, in the same order.
-        again: whether the submodule was called before; a tensor of integers may then be another size.
+        recorded: the inputs of the submodule's graph, as recorded by the first call.
+        arguments: the arguments of this call, in the same order.
+        again: whether the submodule was called before; an integer tensor may then hold another size.
     """
-    for old, new in zip(recorded, given, strict=True):
-        if isinstance(new, TensorNode):
-            if _shape(old) != _shape(new) or old.dtype != new.dtype:
+    for parameter, argument in zip(recorded, arguments, strict=True):
+        if isinstance(argument, TensorNode):
+            if _shape(parameter) != _shape(argument) or parameter.dtype != argument.dtype:
                 return True
-            if again and np.dtype(new.dtype).kind in "iub":
+            if again and np.dtype(argument.dtype).kind in "iub":
                 return True
     return False
 
 
 def record_shapes(traced: TracedModule, calls: Sequence[Call]) -> None:
-    """Records the shapes and dtypes that the tensors of ``calls`` have, in time linear in their exprs.
+    """Writes the shapes and dtypes of the tensors of ``calls``, in time linear in their exprs.
 
     Args:
-        traced: a flat traced module; its modules are left as they are.
-        calls: in the order of the graph, none inside of another.
+        traced: a flat traced module; its modules do not change.
+        calls: calls of submodules in the order of the graph, none inside of another.
     """
     if not calls:
         return
     with _quiet_engine(traced):
         for call in calls:
             _ZeroRun(traced, traced.graph._exprs[call.start : call.stop]).run()
-            for node, same in zip(call.outputs, call.recorded, strict=True):
-                if isinstance(node, TensorNode) and isinstance(same, TensorNode):
-                    node._shape, node._dtype = same._shape, same._dtype
+            for node, recorded in zip(call.outputs, call.recorded, strict=True):
+                if isinstance(node, TensorNode) and isinstance(recorded, TensorNode):
+                    node._shape, node._dtype = recorded._shape, recorded._dtype
 
 
 @contextmanager
 def _quiet_engine(traced: TracedModule) -> Iterator[None]:
-    """Lets errors of kernels come at once, and no module change its statistics."""
+    """Makes kernels raise their errors at once, and keeps modules from updating their statistics."""
     training = [m for m in traced.modules() if m.training]
     level, mge.config.async_level = mge.config.async_level, 0
     for module in training:
@@ -116,19 +116,19 @@ def _quiet_engine(traced: TracedModule) -> Iterator[None]:
 
 
 class _ZeroRun:
-    """Runs consecutive exprs of a flat graph, with zeros for the activations that they read."""
+    """Runs consecutive exprs of a flat graph on zeros in the place of the activations that they read."""
 
     def __init__(self, traced: TracedModule, exprs: Sequence[Expr]) -> None:
         self.traced = traced
         self.exprs = exprs
-        self.values: dict[Node, _Value | None] = {}  # None: unknown
+        self.values: dict[Node, _KnownValue | None] = {}  # None: unknown
         self.frees: dict[Expr, list[Node]] = {}
         last = {node: expr for expr in exprs for node in expr.inputs}
         for node, expr in last.items():
             self.frees.setdefault(expr, []).append(node)
 
     def run(self) -> None:
-        """Records the shape and dtype of every result; None where zeros do not show the shape."""
+        """Writes the shape and dtype of every result; the shape is None if zeros cannot show it."""
         for expr in self.exprs:
             results = self._compute(expr)
             for node, result in zip(expr.outputs, results, strict=True):
@@ -143,12 +143,12 @@ class _ZeroRun:
             for node in self.frees.get(expr, ()):
                 self.values.pop(node, None)
 
-    def _compute(self, expr: Expr) -> Sequence[_Value | None]:
+    def _compute(self, expr: Expr) -> Sequence[_KnownValue | None]:
         unknown = [None] * len(expr.outputs)
         if isinstance(expr, GetAttr):
             return [self._attribute(expr)]
         if isinstance(expr, Constant):
-            return [_Value(expr.value, True)]
+            return [_KnownValue(expr.value, True)]
         inputs = [self._value(node) for node in expr.inputs]
         if any(value is None for value in inputs):
             return unknown
@@ -160,15 +160,15 @@ class _ZeroRun:
         except Exception:  # a kernel that does not take zeros: MegEngine's errors have no class of their own
             return unknown
         exact = reads_shape(expr) or all(value.exact for value in known)
-        return [_Value(result, exact) for result in results]
+        return [_KnownValue(result, exact) for result in results]
 
-    def _value(self, node: Node) -> _Value | None:
+    def _value(self, node: Node) -> _KnownValue | None:
         if node not in self.values:
             self.values[node] = self._outer_value(node)
         return self.values[node]
 
-    def _outer_value(self, node: Node) -> _Value | None:
-        """The value of a node from before the exprs; integers are computed, since they may be sizes."""
+    def _outer_value(self, node: Node) -> _KnownValue | None:
+        """Returns the value of a node before the exprs; computes integers, since they may be sizes."""
         pending = [node]
         while pending:
             current = pending[-1]
@@ -177,9 +177,9 @@ class _ZeroRun:
                 continue
             expr = current.expr
             if current is self.traced.graph._inputs[0]:
-                self.values[current] = _Value(self.traced, True)
+                self.values[current] = _KnownValue(self.traced, True)
             elif isinstance(expr, (Input, GetAttr, Constant)) or not _is_integer(current):
-                self.values[current] = self._given(current)
+                self.values[current] = self._source_value(current)
             else:
                 missing = [n for n in expr.inputs if n not in self.values]
                 if missing:
@@ -188,17 +188,17 @@ class _ZeroRun:
                 self.values.update(zip(expr.outputs, self._compute(expr), strict=True))
         return self.values[node]
 
-    def _given(self, node: Node) -> _Value | None:
-        """A parameter, a constant or a module; zeros for an activation."""
+    def _source_value(self, node: Node) -> _KnownValue | None:
+        """Returns a parameter, a constant or a module; zeros for an activation."""
         if isinstance(node.expr, Constant):
-            return _Value(node.expr.value, True)
+            return _KnownValue(node.expr.value, True)
         if isinstance(node.expr, GetAttr):
             return self._attribute(node.expr)
         shape = _shape(node)
-        return None if shape is None else _Value(_zeros(shape, node.dtype), False)
+        return None if shape is None else _KnownValue(_zeros(shape, node.dtype), False)
 
-    def _attribute(self, expr: GetAttr) -> _Value:
-        return _Value(get_module(self.traced, expr.name), True)
+    def _attribute(self, expr: GetAttr) -> _KnownValue:
+        return _KnownValue(get_module(self.traced, expr.name), True)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> mge.Tensor:
@@ -208,17 +208,17 @@ def _zeros(shape: tuple[int, ...], dtype: Any) -> mge.Tensor:
     return mge.Tensor(np.zeros(shape, np.float32)).astype(dtype)
 
 
-def _shows_shapes(expr: Expr, inputs: Sequence[_Value]) -> bool:
-    """Whether zeros for the activations give the results of ``expr`` their true shapes."""
+def _shows_shapes(expr: Expr, inputs: Sequence[_KnownValue]) -> bool:
+    """Returns whether zeros for the activations give the results of ``expr`` their true shapes."""
     name = _name(expr)
     if _updates_inputs(expr):
         return False
-    guessed = [value for value in inputs if not value.exact]
-    if name in _SIZED_BY_VALUES and guessed:
+    zeros = [value for value in inputs if not value.exact]
+    if name in _SIZED_BY_VALUES and zeros:
         return False
     if name in _ELEMENTWISE or _is_operator(expr):
         return True
-    return reads_shape(expr) or not any(_holds_integers(value.value) for value in guessed)
+    return reads_shape(expr) or not any(_holds_integers(value.value) for value in zeros)
 
 
 def _name(expr: Expr) -> str:
@@ -230,14 +230,14 @@ def _name(expr: Expr) -> str:
 
 
 def _updates_inputs(expr: Expr) -> bool:
-    """Whether ``expr`` is a BatchNorm in training, which writes into its running statistics."""
+    """Returns whether ``expr`` is a BatchNorm in training, which writes into its running statistics."""
     if isinstance(expr, CallFunction) and expr.func.__name__ in ("batch_norm", "sync_batch_norm"):
         return bool(expr.kwargs.get("training", False))
     return isinstance(expr, Apply) and str(getattr(expr.opdef, "fwd_mode", "")).endswith("TRAINING")
 
 
 def _is_operator(expr: Expr) -> bool:
-    """Whether ``expr`` is an operator of Python between values, such as ``x < y``."""
+    """Returns whether ``expr`` is an operator of Python between values, such as ``x < y``."""
     return isinstance(expr, CallMethod) and expr.method.startswith("__") and expr.method not in _NO_OPERATORS
 
 

@@ -1,4 +1,4 @@
-"""Which nodes depend on the values of a graph's inputs, and on which nodes its outputs depend."""
+"""Dataflow of a flat graph: the nodes that depend on its inputs, and the nodes that its outputs need."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LIKE = (F.zeros_like, F.ones_like, F.full_like)
 
 
 def static_nodes(traced: TracedModule) -> set[Node]:
-    """The tensor nodes that do not depend on the values of the graph's inputs.
+    """Finds the tensor nodes that do not depend on the values of the graph's inputs.
 
-    They depend on parameters, constants and shapes only: ``reshape(self.table)``, or the places of anchors
-    that are made by ``arange`` over ``x.shape``. Reading the shape of a tensor is not reading its values.
+    They depend on parameters, constants and shapes only: ``reshape(self.table)``, or the positions of anchors
+    that ``arange`` computes from ``x.shape``. Reading the shape of a tensor is not reading its values.
 
     Args:
         traced: a flat traced module.
@@ -33,13 +33,13 @@ def static_nodes(traced: TracedModule) -> set[Node]:
 
 
 def fixed_nodes(traced: TracedModule, without: Callable[[Expr], bool] = lambda expr: False) -> set[Node]:
-    """The nodes that are computed from parameters and constants alone, and of these themselves.
+    """Finds the nodes that are computed from parameters and constants alone, and these themselves.
 
     Their values are known without a batch, unlike those of `static_nodes` that depend on an input's shape.
 
     Args:
         traced: a flat traced module.
-        without: says of an expr that its outputs are not to count.
+        without: returns whether to exclude the outputs of an expr.
     """
     fixed = {n for n in traced.graph.inputs if isinstance(n, ModuleNode)}
     for expr in exprs(traced):
@@ -72,8 +72,8 @@ def evaluate_fixed(traced: TracedModule, nodes: Iterable[TensorNode]) -> dict[No
     Returns:
         node -> its Tensor.
     """
-    wanted = set(nodes)
-    needed, order = set(wanted), []
+    targets = set(nodes)
+    needed, order = set(targets), []
     for expr in reversed(exprs(traced)):
         if any(n in needed for n in expr.outputs):
             needed.update(n for n in expr.inputs)
@@ -82,11 +82,11 @@ def evaluate_fixed(traced: TracedModule, nodes: Iterable[TensorNode]) -> dict[No
     for expr in reversed(order):
         results = interpret(expr, [values[n] for n in expr.inputs])
         values.update((n, v) for n, v in zip(expr.outputs, results or (), strict=True))
-    return {key: values[key] for key in wanted}
+    return {node: values[node] for node in targets}
 
 
 def _values_read(expr: Expr) -> list[TensorNode]:
-    """The tensor nodes whose values, not only shapes, ``expr`` reads."""
+    """Returns the tensor nodes whose values, not only shapes, ``expr`` reads."""
     if reads_shape(expr):
         return []
     nodes = tensor_inputs(expr)

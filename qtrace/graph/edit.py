@@ -37,10 +37,10 @@ __all__ = [
 class GraphEditor:
     """Collects edits of a flat ``TracedModule`` and writes them when the ``with`` block ends.
 
-    An exception inside of the block leaves the graph as it was.
+    An exception inside of the block restores the graph.
 
-    New exprs are placed behind the expr named by ``after`` (in the order of the calls); users are
-    rewired at once; the expr list is rebuilt, dead exprs are dropped and ids are renewed once, at the end.
+    New exprs are placed after the expr named by ``after`` (in the order of the calls). Users are rewired at
+    once. The end of the block rebuilds the expr list, drops dead exprs and renews ids.
 
     Example:
         >>> with GraphEditor(traced) as ed:
@@ -78,7 +78,7 @@ class GraphEditor:
             raise
 
     def get_attr(self, path: str) -> Node:
-        """The node for the attribute at the dotted ``path``; it stands before every other expr.
+        """Returns the node for the attribute at the dotted ``path``; its expr comes before all others.
 
         Raises:
             GraphError: when the module has no such attribute.
@@ -118,7 +118,7 @@ class GraphEditor:
         name: str | None = None,
         **kwargs: Any,
     ) -> TensorNode:
-        """Adds ``func(*args, **kwargs)`` behind ``after``; its one output has shape and dtype of ``like``."""
+        """Adds ``func(*args, **kwargs)`` after ``after``; its one output has shape and dtype of ``like``."""
         expr = CallFunction(func)
         args, kwargs = _convert_kwargs_to_args(_argspec(func), args, kwargs)
         self._set_arguments(expr, args, kwargs)
@@ -127,10 +127,10 @@ class GraphEditor:
     def call_module(
         self, path: str, *args: Any, after: Expr, like: TensorNode, name: str | None = None
     ) -> TensorNode:
-        """Adds a call of the submodule at ``path`` behind ``after``; output shaped as ``like``."""
+        """Adds a call of the submodule at ``path`` after ``after``; its output is shaped as ``like``."""
         callee = self.get_attr(path)
         expr = CallMethod(callee)
-        callee.users.remove(expr)  # set again with the arguments, in step with inputs
+        callee.users.remove(expr)  # `_set_arguments` adds it again
         self._set_arguments(expr, (callee, *args), {})
         return self._place(expr, after, like, name or f"{path.replace('.', '_')}_out", f"{path}.[out]")
 
@@ -176,37 +176,37 @@ class GraphEditor:
     def replace_uses(
         self, old: Node, new: Node, users: Iterable[Expr] | None = None, outputs: bool = True
     ) -> None:
-        """Lets exprs read ``new`` where they read ``old``.
+        """Replaces ``old`` by ``new`` in the inputs of exprs.
 
         Args:
             old: the node that is read now.
             new: the node to read; its own expr is never rewired.
-            users: only these exprs; None means all users of ``old``.
+            users: the exprs to rewire; None for all users of ``old``.
             outputs: whether graph outputs are replaced too (only when ``users`` is None).
         """
         chosen = None if users is None else set(users)
-        stay: list[Expr] = []
+        remaining: list[Expr] = []
         moved: dict[Expr, None] = {}  # each once, in order
         for expr in old.users:
             if expr is new.expr or (chosen is not None and expr not in chosen):
-                stay.append(expr)
+                remaining.append(expr)
             else:
                 moved[expr] = None
                 new.users.append(expr)
-        old.users = stay
+        old.users = remaining
         for expr in moved:
             expr.inputs = [new if n is old else n for n in expr.inputs]
         if users is None and outputs:
             self.graph._outputs[:] = [new if n is old else n for n in self.graph._outputs]
 
     def replace_expr(self, old: Expr, new: TensorNode) -> None:
-        """Puts ``new`` in the place of the one output of ``old``, under its name, and drops ``old``."""
+        """Replaces the one output of ``old`` by ``new``, which takes its name, and drops ``old``."""
         (node,) = old.outputs
         self.put_in_place(new, node)
         self.remove(old)
 
     def put_in_place(self, new: TensorNode, node: TensorNode) -> None:
-        """Lets everything read ``new`` instead of ``node``, under its name; an expr without a reader goes."""
+        """Replaces ``node`` by ``new``, which takes its name, in all readers; commit drops dead exprs."""
         self.replace_uses(node, new)
         names = self.graph._namespace.used_names
         names[new._name] = None
@@ -251,20 +251,20 @@ class GraphEditor:
 
     def _check_order(self, order: list[Expr]) -> None:
         """Refuses a node that is read before it is produced: dropping dead exprs would lose its producer."""
-        later = {n for e in order for n in e.outputs}
+        unproduced = {n for e in order for n in e.outputs}
         for expr in order:
-            early = next((n for n in expr.inputs if n in later), None)
-            if early is not None and expr not in self._removed:
-                raise GraphError(f"{expr} reads {early._name}, which is produced later: move it up.")
-            later.difference_update(n for n in expr.outputs)
+            node = next((n for n in expr.inputs if n in unproduced), None)
+            if node is not None and expr not in self._removed:
+                raise GraphError(f"{expr} reads {node._name}, which is produced later: move it up.")
+            unproduced.difference_update(n for n in expr.outputs)
 
     def _unlink(self, expr: Expr) -> None:
         outputs = set(self.graph._outputs)
         for node in expr.outputs:
-            live = [u for u in node.users if u not in self._removed]
-            if live or node in outputs:
+            readers = [u for u in node.users if u not in self._removed]
+            if readers or node in outputs:
                 raise GraphError(
-                    f"{node._name} cannot be removed: it is still used by {live or 'the outputs'}."
+                    f"{node._name} cannot be removed: it is still used by {readers or 'the outputs'}."
                 )
             self.graph._namespace.unassociate_name_with_obj(node)
         for node in expr.inputs:
@@ -272,7 +272,7 @@ class GraphEditor:
 
 
 class _Snapshot:
-    """What an editor changes before it commits: users, inputs, arguments, outputs and names."""
+    """A copy of all that an editor changes before it commits: users, inputs, arguments, outputs, names."""
 
     def __init__(self, graph: Any) -> None:
         self.graph = graph
@@ -284,7 +284,7 @@ class _Snapshot:
         self.nodes = [(n, list(n.users), n._name, n._qualname) for n in nodes]
 
     def restore(self) -> None:
-        """Puts everything back."""
+        """Restores the graph, its exprs and its nodes."""
         self.graph._outputs[:] = self.outputs
         self.graph._namespace._used_names = self.names
         self.graph._exprs = self.order
@@ -296,7 +296,7 @@ class _Snapshot:
 
 @functools.lru_cache(maxsize=256)
 def signature(func: Callable[..., Any]) -> inspect.Signature:
-    """The signature of a function of MegEngine's, which `inspect` takes a millisecond to find."""
+    """Returns the cached signature of a MegEngine function, which `inspect` takes a millisecond to find."""
     return inspect.signature(inspect.unwrap(func))
 
 
@@ -306,41 +306,41 @@ def _argspec(func: Callable[..., Any]) -> inspect.FullArgSpec:
 
 
 def finish(traced: TracedModule) -> None:
-    """Drops dead exprs and renews users, back references and ids: one pass, linear."""
+    """Drops dead exprs and renews users, back references and ids, in time linear in the exprs."""
     graph = traced.graph
     live = set(graph._outputs)
-    kept: list[Expr] = []
+    live_exprs: list[Expr] = []
     for expr in reversed(graph._exprs):
         if expr._disable_remove or not expr.outputs or any(n in live for n in expr.outputs):
-            kept.append(expr)
+            live_exprs.append(expr)
             live.update(n for n in expr.inputs)
         else:
             for node in expr.outputs:
                 graph._namespace.used_names[node._name] = None
-    kept.reverse()
-    graph._exprs = kept
+    live_exprs.reverse()
+    graph._exprs = live_exprs
     users: dict[Node, list[Expr]] = {}
-    for expr in kept:
+    for expr in live_exprs:
         for node in expr.inputs:
             users.setdefault(node, []).append(expr)
-    for node in (*graph._inputs, *(n for e in kept for n in e.outputs)):
+    for node in (*graph._inputs, *(n for e in live_exprs for n in e.outputs)):
         node.users = users.get(node, [])
     traced._update_ref()
     graph._reset_ids()
 
 
 def exchange_function(traced: TracedModule, old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    """Lets every expr that calls ``old`` call ``new``, which takes the same arguments."""
+    """Replaces the function ``old`` by ``new``, which takes the same arguments, in every call."""
     for expr in traced.graph._exprs:
         if isinstance(expr, CallFunction) and expr.func is old:
             expr.func = new
 
 
 def add_submodule(traced: TracedModule, path: str, module: Module) -> None:
-    """Puts ``module`` at the dotted ``path``; the parent must exist and the name must be free.
+    """Adds ``module`` at the dotted ``path``; the parent must exist and the name must be free.
 
     Raises:
-        GraphError: when the name is taken or the parent is missing.
+        GraphError: when the name is used already or the parent is missing.
     """
     parent, name = _parent(traced, path)
     if getattr(parent, name, None) is not None:
@@ -349,18 +349,18 @@ def add_submodule(traced: TracedModule, path: str, module: Module) -> None:
 
 
 def set_parameter(traced: TracedModule, path: str, value: Any) -> None:
-    """Puts a Parameter, Tensor or None at the dotted ``path``, in place of what is there."""
+    """Sets the attribute at the dotted ``path`` to a Parameter, a Tensor or None."""
     parent, name = _parent(traced, path)
     setattr(parent, name, value)
 
 
 def delete_attribute(traced: TracedModule, path: str) -> None:
-    """Deletes the submodule or tensor at the dotted ``path``, and parents that hold nothing after it."""
+    """Deletes the submodule or tensor at the dotted ``path``, and the parents that are empty afterwards."""
     parent, name = _parent(traced, path)
     delattr(parent, name)
-    above = path.rpartition(".")[0]
-    if above and not any(True for _ in parent._flatten(recursive=False)):
-        delete_attribute(traced, above)
+    parent_path = path.rpartition(".")[0]
+    if parent_path and not any(True for _ in parent._flatten(recursive=False)):
+        delete_attribute(traced, parent_path)
 
 
 def _parent(traced: TracedModule, path: str) -> tuple[Module, str]:

@@ -1,4 +1,4 @@
-"""Turns an exception of MegEngine's tracer into one sentence that names the submodule and the way out."""
+"""Turns an exception of MegEngine's tracer into one sentence that names the submodule and the remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qtrace.errors import TraceError
 
 __all__ = ["LIBRARIES", "clean_up", "explain", "short", "user_line"]
 
-# Where files lie that are no user's code.
+# Beginnings of the paths of files that are not the user's code.
 LIBRARIES = (
     str(Path(__file__).parent),
     str(Path(megengine.__file__).parent.parent),
@@ -29,7 +29,7 @@ LIBRARIES = (
     "<",
 )
 
-# A part of MegEngine's message -> what to do. The first that fits is taken.
+# A part of MegEngine's message, and the advice for it. The first part that occurs in the message counts.
 _ADVICE = (
     (
         "in return values, MUST use Tensor",
@@ -82,24 +82,24 @@ _OWN_CODE = (
 
 
 def explain(error: Exception, source: Module, name: str) -> TraceError:
-    """The TraceError for an exception that ``trace_module`` raised.
+    """Builds the `TraceError` for an exception that ``trace_module`` raised.
 
     Args:
         error: the exception, with its traceback.
         source: the module that was traced.
-        name: what to call it.
+        name: name of the module in the message.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if "'TreeDef'" in str(error):
-        twice = _two_structures(frames)
-        if twice:
-            return TraceError(f"{name} cannot be traced: {twice}")
+        problem = _two_structures(frames)
+        if problem:
+            return TraceError(f"{name} cannot be traced: {problem}")
     builders = _builders(frames)
     paths = {id(m): path for path, m in source.named_modules()}
     path = next((paths[id(b._mod)] for b in reversed(builders) if id(b._mod) in paths), "")
-    where = f"in submodule {path!r}" if path else "in its own forward"
+    location = f"in submodule {path!r}" if path else "in its own forward"
     line = user_line(error)
-    where += f" ({line})" if line else ""
+    location += f" ({line})" if line else ""
     module = builders[-1]._mod if builders else source
     if isinstance(inspect.getattr_static(type(module), "forward", None), staticmethod):
         advice = f"{type(module).__name__}.forward is static: make it a method `def forward(self, ...)`"
@@ -109,16 +109,16 @@ def explain(error: Exception, source: Module, name: str) -> TraceError:
             "it is called"
         )
     else:
-        own = _OWN_CODE if frames and not frames[-1].f_code.co_filename.startswith(LIBRARIES) else ""
-        advice = next((text for part, text in _ADVICE if part in str(error)), own)
+        fallback = _OWN_CODE if frames and not frames[-1].f_code.co_filename.startswith(LIBRARIES) else ""
+        advice = next((text for part, text in _ADVICE if part in str(error)), fallback)
     return TraceError(
-        f"{name} cannot be traced: {where}, {advice or 'MegEngine refused the forward'}. "
+        f"{name} cannot be traced: {location}, {advice or 'MegEngine refused the forward'}. "
         f"MegEngine says: {short(error)}"
     )
 
 
 def _builders(frames: list[FrameType]) -> list[Any]:
-    """The modules that were being traced, from the top to the innermost."""
+    """Returns MegEngine's builders of the modules that were being traced, outermost first."""
     builders: list[Any] = []
     for frame in frames:
         if frame.f_code is TracedModuleBuilder.__call__.__code__:
@@ -127,7 +127,7 @@ def _builders(frames: list[FrameType]) -> list[Any]:
 
 
 def _two_structures(frames: list[FrameType]) -> str | None:
-    """Names the submodule that has two graphs; MegEngine stumbles on it while it builds the module tree."""
+    """Describes the submodule that has two graphs, for which MegEngine cannot build the module tree."""
     parts: list[str] = []
     for frame in frames:
         if frame.f_code is not TracedModuleBuilder.build.__code__:
@@ -144,10 +144,10 @@ def _two_structures(frames: list[FrameType]) -> str | None:
 
 
 def clean_up(error: BaseException) -> None:
-    """Takes the marks of a failed trace off the tensors that outlive it.
+    """Removes the nodes of a failed trace from the tensors that outlive it.
 
     MegEngine leaves its node on a tensor that was captured as a constant, such as a global of the user's
-    file; the next trace that meets the tensor dies with a KeyError.
+    file; the next trace that reads the tensor would raise a KeyError.
     """
     graphs: list[Any] = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -161,7 +161,7 @@ def clean_up(error: BaseException) -> None:
 
 
 def user_line(error: BaseException) -> str:
-    """File name and line of the innermost frame that is no library's; empty when there is none."""
+    """Returns file name and line of the innermost frame outside of libraries; "" if there is none."""
     line = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
@@ -171,7 +171,7 @@ def user_line(error: BaseException) -> str:
 
 
 def short(error: BaseException) -> str:
-    """Type and message on one line, without the C++ place and stack that MegEngine adds."""
+    """Returns type and message in one line, without the C++ location and stack that MegEngine adds."""
     text = " ".join(str(error).split("backtrace:")[0].split())
     text = re.sub(r" failed at \S+:\d+:.*?(extra message:|$)", r" failed; \1", text).rstrip("; ")
     return f"{type(error).__name__}: {text[:300]}"

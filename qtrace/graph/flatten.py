@@ -54,7 +54,7 @@ def flatten(traced: TracedModule) -> TracedModule:
 
 
 def _copy_tree(module: TracedModule, memo: dict[int, Any]) -> TracedModule:
-    """A copy of the module tree with its tensors, without graphs."""
+    """Copies the module tree with its tensors, without graphs."""
     if id(module) in memo:
         return memo[id(module)]
     result = TracedModule.__new__(TracedModule)
@@ -83,7 +83,7 @@ class _Emitter:
         self.flat = flat
         self.memo = memo
         self.attrs: dict[str, Node] = {}
-        self.resized: list[Call] = []  # calls of other sizes than those that were traced
+        self.resized: list[Call] = []  # calls with other sizes than the submodule's graph records
         self._in_resized = False
         self._called: set[Node] = set()
 
@@ -100,8 +100,8 @@ class _Emitter:
 
         Args:
             path: dotted path of the graph's module below the root.
-            prefix: put before the names of the nodes inside.
-            names: names that the caller gives to output nodes, by inner node.
+            prefix: prefix of the names of the inner nodes.
+            names: inner output node -> the name that the caller gives it.
         """
         bound: dict[Node, Node] = dict(zip(graph._inputs, inputs, strict=True))
         paths: dict[Node, str] = {graph._inputs[0]: path}
@@ -145,7 +145,7 @@ class _Emitter:
 
     @staticmethod
     def _inner_graph(expr: Expr, objects: dict[Node, Any]) -> InternalGraph | None:
-        """The graph to inline at ``expr``; the source's, since the copied tree carries none."""
+        """Returns the source's graph to inline at ``expr``, since the copied tree has no graphs."""
         if not (isinstance(expr, CallMethod) and is_call_module(expr)):
             return None
         source = expr.inputs[0].owner
@@ -154,7 +154,7 @@ class _Emitter:
         return None
 
     def attr(self, node: Node, path: str) -> Node:
-        """The one node of the flat graph that stands for the attribute at ``path``."""
+        """Returns the node of the flat graph for the attribute at ``path``; there is one per path."""
         if path == "":
             return self.flat._inputs[0]
         if path not in self.attrs:

@@ -1,4 +1,4 @@
-"""Pausing the garbage collector while a graph is made: one big cycle of objects that all stay."""
+"""Pauses the garbage collector while a graph is built: one big cycle of objects that all stay alive."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["paused_collector"]
 
 @contextlib.contextmanager
 def paused_collector(collect_first: bool = False) -> Iterator[None]:
-    """Collecting amid a hundred thousand new objects walks all of them again and again.
+    """Pauses collection within the block: it would walk a hundred thousand new objects again and again.
 
     Args:
-        collect_first: free a graph that was dropped before, which only the collector can.
+        collect_first: whether to free graphs that were dropped before, which only the collector can.
     """
     enabled = gc.isenabled()
     if enabled and collect_first:

@@ -25,7 +25,7 @@ _IN_PLACE = {f"__i{name}__": f"__{name}__" for name in _ARITHMETIC.split()}
 
 
 class Interpreter:
-    """Computes what the traced module computes, bit for bit, unless a subclass overrides a hook.
+    """Runs a traced module with bit-identical results, unless a subclass overrides a hook.
 
     ``run_expr`` computes one expr and ``on_node`` sees, and may replace, every value. A call of a submodule
     in a hierarchical graph is one expr. Values are freed after their last use.
@@ -60,16 +60,16 @@ class Interpreter:
         return interpret(expr, inputs)
 
     def on_node(self, node: Node, value: Any) -> Any:
-        """Called with every value when it is there, graph inputs included; what it returns is used instead.
+        """Hook that receives every value, graph inputs included, and returns the value to use instead.
 
         Args:
             node: a ``TensorNode``, or a ``ModuleNode`` with a Module as its value.
-            value: what was computed.
+            value: the computed value of ``node``.
         """
         return value
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the graph on the arguments of the module's forward; returns what forward returns.
+        """Runs the graph on the arguments of the module's forward, and returns the result of forward.
 
         Raises:
             GraphError: when the arguments do not have the structure that was traced.
@@ -94,7 +94,7 @@ class Interpreter:
         return values[node]
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[TreeDef, list[Any]]:
-        """The key of the graph for these arguments, and the values of its inputs, as forward finds them.
+        """Returns the key of the graph for these arguments, and the values of the graph's inputs.
 
         Raises:
             GraphError: when the arguments do not have the structure that was traced.
@@ -145,10 +145,10 @@ class Interpreter:
 
 
 def interpret(expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
-    """Computes the outputs of ``expr`` and leaves its inputs what they are.
+    """Computes the outputs of ``expr`` without changing its inputs.
 
-    Methods in place (``x += y``, ``x[i] = y``) write into the Tensor that they are called on. In a graph
-    their result is a node of its own: whoever keeps the value of the old one must find it unchanged.
+    In-place methods (``x += y``, ``x[i] = y``) write into the Tensor that they are called on. In a graph
+    their result is a node of its own, and the value of the old node must not change.
 
     Args:
         expr: the expr.
@@ -165,7 +165,7 @@ def interpret(expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
 
 
 def _signature(arg_def: TreeDef) -> str:
-    """How a call with arguments of this structure is written; the first one is the module itself."""
+    """Writes the signature of a call with arguments of this structure; the first one is the module itself."""
     args, kwargs = arg_def.children_defs
     shown = [_structure(d) for d in args.children_defs[1:]]
     shown += [f"{key}={_structure(d)}" for key, d in zip(kwargs.aux_data, kwargs.children_defs, strict=True)]
@@ -185,19 +185,19 @@ def _structure(tree: TreeDef) -> str:
 
 
 def last_uses(graph: InternalGraph, order: Sequence[Expr] | None = None) -> dict[Expr | None, list[Node]]:
-    """Which nodes to free after each expr; under None, the inputs that nothing reads.
+    """Lists the nodes to free after each expr; under None, the inputs that nothing reads.
 
     Args:
         graph: the graph.
-        order: all its exprs as they are computed; by default in the graph's order.
+        order: all exprs of the graph in the order of computation; None for the graph's order.
     """
     steps = graph._exprs if order is None else order
-    kept = set(graph._outputs)
+    outputs = set(graph._outputs)
     last: dict[Node, Expr | None] = dict.fromkeys(graph._inputs)
     for expr in steps:
         last.update((node, expr) for node in (*expr.outputs, *expr.inputs))
     frees: dict[Expr | None, list[Node]] = {None: [], **{expr: [] for expr in steps}}
     for key, expr in last.items():
-        if key not in kept:
+        if key not in outputs:
             frees[expr].append(key)
     return frees

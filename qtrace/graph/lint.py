@@ -1,8 +1,8 @@
-"""Lint: what is wrong with a traced graph, found by reading it, without running the model.
+"""Lint: finds problems of a traced graph by reading it, without running the model.
 
-A *fault* makes the graph compute something else or fail: a node that is read before it is produced, a
-users list that lies. A *leftover* only weighs: a dead expr, a module that no expr reaches. A user's own
-model may have leftovers (a head that its forward does not return), so ``check`` lets them pass.
+A *fault* makes the graph compute something else or fail: a node that is read before it is produced, a wrong
+list of users. A *leftover* only costs memory: a dead expr, a module that no expr reaches. A user's own model
+may have leftovers (a head that its forward does not return), so ``check`` allows them.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ __all__ = ["LEFTOVERS", "LintProblem", "check", "lint"]
 
 LEFTOVERS = frozenset({"dead-expr", "stale-module", "stale-tensor"})
 
-_SHOWN = 5
+_SHOWN_PROBLEMS = 5
 _MISSING = object()
 
 
 @dataclass(frozen=True)
 class LintProblem:
-    """One thing that is wrong.
+    """One problem of a graph.
 
     Attributes:
-        code: what kind of problem, such as ``used-before-produced``; those in ``LEFTOVERS`` are harmless.
+        code: kind of the problem, such as ``used-before-produced``; the kinds in ``LEFTOVERS`` are harmless.
         where: the expr's or node's name, or the path of a module or tensor; in a nested graph
             ``module.path/name``.
-        message: a sentence.
+        message: the problem as a clause.
     """
 
     code: str
@@ -51,7 +51,7 @@ class LintProblem:
 
 
 def check(traced: TracedModule, leftovers: bool = False) -> None:
-    """Raises when ``traced`` has a fault.
+    """Raises an error if ``traced`` has a fault.
 
     Args:
         traced: a traced module, flat or hierarchical.
@@ -64,14 +64,16 @@ def check(traced: TracedModule, leftovers: bool = False) -> None:
     if not problems:
         return
     lines = [f"the graph has {len(problems)} problem{'s' if len(problems) > 1 else ''}:"]
-    lines += [f"  {p}" for p in problems[:_SHOWN]]
-    if len(problems) > _SHOWN:
-        lines.append(f"  ... and {len(problems) - _SHOWN} more: call qtrace.graph.lint.lint for all.")
+    lines += [f"  {p}" for p in problems[:_SHOWN_PROBLEMS]]
+    if len(problems) > _SHOWN_PROBLEMS:
+        lines.append(
+            f"  ... and {len(problems) - _SHOWN_PROBLEMS} more: call qtrace.graph.lint.lint for all."
+        )
     raise GraphError("\n".join(lines))
 
 
 def lint(traced: TracedModule) -> list[LintProblem]:
-    """Finds the problems of ``traced``: of its graph, of the graphs it calls, then leftovers in the tree.
+    """Finds the problems of the graph of ``traced``, of the graphs it calls, and leftovers in the tree.
 
     Args:
         traced: a traced module, flat or hierarchical; it is not changed and not run.
@@ -85,18 +87,18 @@ def lint(traced: TracedModule) -> list[LintProblem]:
     if not isinstance(traced, TracedModule):
         raise GraphError(f"lint takes a TracedModule, not {type(traced).__name__}.")
     reached: set[int] = set()
-    seen: set[int] = set()
+    visited: set[int] = set()
     problems: list[LintProblem] = []
     pending = [(traced, "", arg_def) for arg_def in traced.argdef_graph_map]
     while pending:
         module, path, arg_def = pending.pop()
         graph = module.argdef_graph_map[arg_def]
-        if id(graph) not in seen:
-            seen.add(id(graph))
+        if id(graph) not in visited:
+            visited.add(id(graph))
             linter = _GraphLinter(module, graph, path, module.argdef_outdef_map.get(arg_def), reached)
             problems += linter.run()
             pending += reversed(linter.calls)
-    return problems + list(_stale(traced, "", reached, set()))
+    return problems + list(_find_stale(traced, "", reached, set()))
 
 
 class _GraphLinter:
@@ -119,22 +121,22 @@ class _GraphLinter:
         self.nodes: dict[Node, Node] = {}
 
     def run(self) -> list[LintProblem]:
-        """All problems of the graph."""
-        self._order()
-        self._outputs()
-        self._users()
-        self._names_and_owners()
+        """Runs all checks and returns the problems of the graph."""
+        self._check_order()
+        self._check_outputs()
+        self._check_users()
+        self._check_names_and_owners()
         for expr in self.graph._exprs:
-            self._arguments(expr)
+            self._check_arguments(expr)
             self._resolve(expr)
-        self._dead()
+        self._check_dead()
         return self.problems
 
     def _report(self, code: str, where: str, message: str) -> None:
         self.problems.append(LintProblem(code, f"{self.path}/{where}" if self.path else where, message))
 
-    def _order(self) -> None:
-        """Every node has one producer, knows it, and is read only after it."""
+    def _check_order(self) -> None:
+        """Checks that every node has one producer, refers to it, and is read only after it."""
         producers: dict[Node, Expr] = {}
         for expr in self.graph._exprs:
             for node in expr.outputs:
@@ -148,10 +150,10 @@ class _GraphLinter:
                 later = producers.get(node)
                 if later is None:
                     text = f"reads {_name(node)}, which no expr of this graph produces"
-                    self._report("not-produced", _where(expr), text)
+                    self._report("not-produced", _location(expr), text)
                 else:
                     text = f"reads {_name(node)} before {_show(later)} produces it"
-                    self._report("used-before-produced", _where(expr), text)
+                    self._report("used-before-produced", _location(expr), text)
             for node in expr.outputs:
                 if node in self.nodes:
                     text = f"is produced a second time, by {_show(expr)}"
@@ -162,19 +164,19 @@ class _GraphLinter:
                     text = f"is produced by {_show(expr)}, but its expr is {_show(node.expr)}"
                     self._report("wrong-producer", _name(node), text)
 
-    def _outputs(self) -> None:
-        """Graph outputs are nodes of the graph, as many as the module returns."""
+    def _check_outputs(self) -> None:
+        """Checks that the graph outputs are nodes of the graph, and their number that of the module."""
         for index, node in enumerate(self.graph._outputs):
             if node not in self.nodes:
                 text = f"is output {index} of the graph, but nothing in the graph produces it"
                 self._report("output-not-produced", _name(node), text)
-        count, wanted = len(self.graph._outputs), self.out_def and self.out_def.num_leaves
-        if wanted is not None and count != wanted:
-            text = f"the graph has {count} outputs, but the module returns {wanted} values"
+        count, expected = len(self.graph._outputs), self.out_def and self.out_def.num_leaves
+        if expected is not None and count != expected:
+            text = f"the graph has {count} outputs, but the module returns {expected} values"
             self._report("wrong-outputs", self.graph._name, text)
 
-    def _users(self) -> None:
-        """A node's users are the exprs that read it, each as often as it reads it (outputs are no users)."""
+    def _check_users(self) -> None:
+        """Checks that a node's users are the exprs that read it, each as often as it reads the node."""
         reads: dict[Node, Counter[int]] = {}
         exprs: dict[Expr, Expr] = {}
         for expr in self.graph._exprs:
@@ -190,16 +192,16 @@ class _GraphLinter:
                 if user not in exprs:
                     text = f"lists {_show(user)} as a user, which is not in this graph"
                     self._report("wrong-users", _name(node), text)
-                    exprs[user] = user  # said once
+                    exprs[user] = user  # reported once
                     listed.pop(user, None)
-            for ident in dict.fromkeys((*actual, *listed)):
-                times, said = actual[ident], listed[ident]
-                if times != said and ident in exprs:
-                    text = f"is read {times} times by {_show(exprs[ident])}, but lists it {said} times"
+            for user in dict.fromkeys((*actual, *listed)):
+                count, recorded = actual[user], listed[user]
+                if count != recorded and user in exprs:
+                    text = f"is read {count} times by {_show(exprs[user])}, but lists it {recorded} times"
                     self._report("wrong-users", _name(node), text)
 
-    def _names_and_owners(self) -> None:
-        """Names are unique; every expr and node refers back to this graph."""
+    def _check_names_and_owners(self) -> None:
+        """Checks that names are unique, and that every expr and node refers back to this graph."""
         if self.graph._inputs[0].owner is not self.module:
             text = "stands for the graph's module, but refers to another one"
             self._report("wrong-owner", _name(self.graph._inputs[0]), text)
@@ -213,27 +215,27 @@ class _GraphLinter:
                 self._report("wrong-graph", _name(node), "the node does not refer back to its graph")
         for expr in self.graph._exprs:
             if expr.top_graph is not self.graph:
-                self._report("wrong-graph", _where(expr), "the expr does not refer back to its graph")
+                self._report("wrong-graph", _location(expr), "the expr does not refer back to its graph")
 
-    def _arguments(self, expr: Expr) -> None:
-        """Inputs and constants fill the argument structure; outputs fill the result structure."""
+    def _check_arguments(self, expr: Expr) -> None:
+        """Checks the number of inputs, constants and outputs against the structures of the call."""
         if expr.arg_def is not None and expr.const_val is not None:
-            wanted, count = expr.arg_def.num_leaves, len(expr.inputs) + len(expr.const_val)
-            places = [index for index, _ in expr.const_val]
-            if wanted != count:
-                text = f"has {count} arguments, but its call takes {wanted}"
-                self._report("wrong-arguments", _where(expr), text)
-            elif places != sorted(set(places)) or any(not 0 <= i < wanted for i in places):
-                text = f"has its constants at the impossible places {places}"
-                self._report("wrong-arguments", _where(expr), text)
+            expected, count = expr.arg_def.num_leaves, len(expr.inputs) + len(expr.const_val)
+            positions = [index for index, _ in expr.const_val]
+            if expected != count:
+                text = f"has {count} arguments, but its call takes {expected}"
+                self._report("wrong-arguments", _location(expr), text)
+            elif positions != sorted(set(positions)) or any(not 0 <= i < expected for i in positions):
+                text = f"has its constants at the impossible places {positions}"
+                self._report("wrong-arguments", _location(expr), text)
         if expr.out_def is not None and expr.out_def.num_leaves != len(expr.outputs):
             text = f"has {len(expr.outputs)} outputs, but its call returns {expr.out_def.num_leaves}"
-            self._report("wrong-outputs", _where(expr), text)
+            self._report("wrong-outputs", _location(expr), text)
 
     def _resolve(self, expr: Expr) -> None:
-        """Attributes exist; what is called or passed on counts as reached."""
+        """Checks that an attribute exists; marks modules and tensors that are called or passed as reached."""
         if isinstance(expr, GetAttr):
-            self._attribute(expr)
+            self._check_attribute(expr)
         elif isinstance(expr, Constant) and isinstance(expr.outputs[0], ModuleNode):
             self.objects[expr.outputs[0]] = (expr.value, expr.outputs[0]._name)
         else:
@@ -241,10 +243,10 @@ class _GraphLinter:
             for node in expr.inputs:
                 if node in self.objects:
                     owner, path = self.objects[node]
-                    if node is not callee or not self._call(expr, owner, path):
+                    if node is not callee or not self._enter_call(expr, owner, path):
                         self.reached.add(id(owner))
 
-    def _attribute(self, expr: GetAttr) -> None:
+    def _check_attribute(self, expr: GetAttr) -> None:
         out = expr.outputs[0]
         if expr.inputs[0] not in self.objects:
             return
@@ -253,11 +255,11 @@ class _GraphLinter:
         value = base
         for part in expr.name.split("."):
             value = getattr(value, part, _MISSING) if isinstance(value, Module) else _MISSING
-        wanted, kind = (Module, "module") if isinstance(out, ModuleNode) else (RawTensor, "tensor")
+        expected, kind = (Module, "module") if isinstance(out, ModuleNode) else (RawTensor, "tensor")
         if value is _MISSING:
             text = f"reads {path}, but the module has no such attribute"
             self._report("missing-attribute", _name(out), text)
-        elif not isinstance(value, wanted):
+        elif not isinstance(value, expected):
             text = f"reads {path} as a {kind}, but it is a {type(value).__name__}"
             self._report("wrong-kind", _name(out), text)
         elif isinstance(out, TensorNode):
@@ -267,19 +269,19 @@ class _GraphLinter:
             if out.owner is not value:
                 self._report("wrong-owner", _name(out), f"stands for {path}, but refers to another module")
 
-    def _call(self, expr: CallMethod, owner: Any, path: str) -> bool:
-        """Notes the graph that a call runs; False when the module is opaque."""
+    def _enter_call(self, expr: CallMethod, owner: Any, path: str) -> bool:
+        """Adds the graph that a call runs to `calls`; returns False if the module has no graph to read."""
         if not isinstance(owner, TracedModule) or owner.is_qat:
-            return False  # a QAT module keeps fake quants that its graph does not call
+            return False  # a QAT module has fake quants that its graph does not call
         if expr.arg_def in owner.argdef_graph_map:
             self.calls.append((owner, path, expr.arg_def))
         else:
             text = f"calls {path} with arguments for which it has no graph"
-            self._report("no-graph", _where(expr), text)
+            self._report("no-graph", _location(expr), text)
         return True
 
-    def _dead(self) -> None:
-        """Every result is used, unless the expr is kept on purpose or writes in place."""
+    def _check_dead(self) -> None:
+        """Checks that every result is used, unless the expr is protected or writes in place."""
         live = set(self.graph._outputs)
         dead: list[Expr] = []
         for expr in reversed(self.graph._exprs):
@@ -289,26 +291,26 @@ class _GraphLinter:
             else:
                 dead.append(expr)
         for expr in reversed(dead):
-            self._report("dead-expr", _where(expr), f"nothing uses the result of {_show(expr)}")
+            self._report("dead-expr", _location(expr), f"nothing uses the result of {_show(expr)}")
 
 
-def _stale(module: Module, path: str, reached: set[int], seen: set[int]) -> Iterator[LintProblem]:
-    """Modules and tensors below ``module`` that no graph reaches; a wholly unreached layer is named once."""
+def _find_stale(module: Module, path: str, reached: set[int], visited: set[int]) -> Iterator[LintProblem]:
+    """Yields the modules and tensors below ``module`` that no graph reaches; a stale layer counts as one."""
     for key, value in module._flatten(recursive=False, with_key=True):
-        below = f"{path}.{key}".lstrip(".")
-        if not isinstance(value, (Module, RawTensor)) or id(value) in seen or id(value) in reached:
+        child = f"{path}.{key}".lstrip(".")
+        if not isinstance(value, (Module, RawTensor)) or id(value) in visited or id(value) in reached:
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, RawTensor):
-            yield LintProblem("stale-tensor", below, "no expr reads this tensor")
+            yield LintProblem("stale-tensor", child, "no expr reads this tensor")
         elif _is_holder(value) or any(id(part) in reached for part in value._flatten()):
-            yield from _stale(value, below, reached, seen)
+            yield from _find_stale(value, child, reached, visited)
         else:
-            yield LintProblem("stale-module", below, f"no expr reaches this {type(value).__name__}")
+            yield LintProblem("stale-module", child, f"no expr reaches this {type(value).__name__}")
 
 
 def _is_holder(module: Module) -> bool:
-    """Whether a module computes nothing besides what those below it do."""
+    """Returns whether a module only holds other modules and computes nothing itself."""
     return isinstance(module, TracedModule) or getattr(module, "only_holds", False)
 
 
@@ -316,7 +318,7 @@ def _name(node: Node) -> str:
     return node._name or f"node {node._id}"
 
 
-def _where(expr: Expr) -> str:
+def _location(expr: Expr) -> str:
     return _name(expr.outputs[0]) if expr.outputs else f"expr {expr._id}"
 
 

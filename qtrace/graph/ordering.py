@@ -1,4 +1,4 @@
-"""An order of a graph's exprs in which chosen ones stand together."""
+"""Reorders a graph's exprs so that the members of chosen groups follow each other."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["order_together"]
 
 
 def order_together(exprs: Sequence[Expr], groups: Sequence[Sequence[Expr]]) -> list[Expr] | None:
-    """The exprs in an order that computes the same, with the members of each group one after the other.
+    """Orders exprs so that they compute the same and the members of each group follow each other.
 
-    Beyond that the order stays what it is: what can stand first does so if it stood first. Methods in place
-    do not bind it, for `qtrace.graph.interpreter.interpret` gives their result a value of its own; an expr
-    without outputs does, whatever it may do.
+    The order changes only as far as necessary. An in-place method may move past readers of its input, since
+    `qtrace.graph.interpreter.interpret` gives its result a value of its own. Nothing moves past an expr
+    without outputs.
 
     Args:
         exprs: all exprs of a flat graph, in an order in which they can be computed.
-        groups: exprs among them, none in two groups.
+        groups: exprs of the graph, none in two groups.
 
     Returns:
-        None where there is no such order: one member needs what another gives, or what comes from it through
-        a second group.
+        The order; None if there is none, since a member of a group needs the result of another member,
+        directly or through a second group.
     """
     place = {expr: i for i, expr in enumerate(exprs)}
     unit = list(range(len(exprs)))  # the place of the first member stands for a group
@@ -37,20 +37,20 @@ def order_together(exprs: Sequence[Expr], groups: Sequence[Sequence[Expr]]) -> l
 
 
 def _sorted(exprs: Sequence[Expr], unit: list[int], members: dict[int, list[int]]) -> list[Expr] | None:
-    """The units in topological order, the smallest first among those that are ready."""
+    """Sorts the units topologically, the smallest number first among those that are ready."""
     needs = _needs(exprs, unit)
     readers: dict[int, list[int]] = {}
-    for one, needed in needs.items():
-        for other in needed:
-            readers.setdefault(other, []).append(one)
-    waiting = {one: len(needed) for one, needed in needs.items()}
-    ready = [one for one, count in waiting.items() if not count]
+    for number, needed in needs.items():
+        for source in needed:
+            readers.setdefault(source, []).append(number)
+    waiting = {number: len(needed) for number, needed in needs.items()}
+    ready = [number for number, count in waiting.items() if not count]
     heapq.heapify(ready)
     order: list[Expr] = []
     while ready:
-        one = heapq.heappop(ready)
-        order += [exprs[i] for i in members[one]]
-        for reader in readers.get(one, ()):
+        number = heapq.heappop(ready)
+        order += [exprs[i] for i in members[number]]
+        for reader in readers.get(number, ()):
             waiting[reader] -= 1
             if not waiting[reader]:
                 heapq.heappush(ready, reader)
@@ -58,17 +58,17 @@ def _sorted(exprs: Sequence[Expr], unit: list[int], members: dict[int, list[int]
 
 
 def _needs(exprs: Sequence[Expr], unit: list[int]) -> dict[int, set[int]]:
-    """For each unit, those that come first; itself where one member needs another."""
-    needs: dict[int, set[int]] = {one: set() for one in unit}
-    maker: dict[Node, int] = {}
-    wall: list[int] = []  # the last expr without outputs
-    since: list[int] = []  # the exprs since then
+    """Maps each unit to the units that it needs; a unit needs itself if a member needs another member."""
+    needs: dict[int, set[int]] = {number: set() for number in unit}
+    producers: dict[Node, int] = {}
+    barrier: list[int] = []  # the last expr without outputs
+    after_barrier: list[int] = []  # the exprs after it
     for i, expr in enumerate(exprs):
-        needed = {maker[node] for node in expr.inputs if node in maker}
-        needed.update(wall if expr.outputs else (*wall, *since))
+        needed = {producers[node] for node in expr.inputs if node in producers}
+        needed.update(barrier if expr.outputs else (*barrier, *after_barrier))
         needs[unit[i]].update(unit[j] for j in needed)
-        maker.update((node, i) for node in expr.outputs)
-        since.append(i)
+        producers.update((node, i) for node in expr.outputs)
+        after_barrier.append(i)
         if not expr.outputs:
-            wall, since = [i], []
+            barrier, after_barrier = [i], []
     return needs

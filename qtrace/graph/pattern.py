@@ -1,14 +1,14 @@
-"""Patterns over a traced graph, and the reason why one does not match. ``rewrite.py`` applies them.
+"""Patterns over a traced graph, and the reasons why they do not match. ``rewrite.py`` applies them.
 
-A pattern is a small tree of ``Op`` with ``Anything``, ``Const`` and ``Param`` at its leaves. It is laid on
-the exprs behind a node, from the output towards the inputs:
+A pattern is a small tree of ``Op`` with ``Anything``, ``Const`` and ``Param`` at its leaves. It is matched
+with the exprs that compute a node, from the output towards the inputs:
 
     >>> conv = Op(M.Conv2d, Anything("x"), name="conv")
     >>> pattern = Op(F.relu, Op(M.BatchNorm2d, conv, name="bn"))
     >>> str(match(pattern, node))
     'bn_out: produced by Tensor.__add__, expected BatchNorm2d'
 
-One object, or one name, that stands twice in a pattern must be the same node both times.
+An object or a name that occurs twice in a pattern must be the same node both times.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from qtrace.graph.walk import op_label, owner, users
 __all__ = [
     "Anything",
     "Const",
-    "Match",
     "Matcher",
     "Mismatch",
     "Op",
     "Param",
     "Pattern",
+    "PatternMatch",
     "match",
 ]
 
@@ -57,14 +57,14 @@ Condition = Callable[[Expr], "str | bool | None"]
 
 
 class Pattern:
-    """What a node or a constant argument may be. ``name`` binds it in the match."""
+    """A condition on a node or on a constant argument. ``name`` binds the node or argument in the match."""
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name
 
     @property
     def key(self) -> object:
-        """Patterns of equal key stand for the same value."""
+        """Identity of the pattern: patterns with equal keys stand for the same value."""
         return self.name if self.name is not None else id(self)
 
 
@@ -73,7 +73,7 @@ class Anything(Pattern):
 
 
 class Const(Pattern):
-    """A constant Python argument, equal to ``value`` where one is given."""
+    """A constant Python argument; it must equal ``value`` if there is one."""
 
     def __init__(self, value: Any = _UNSET, name: str | None = None) -> None:
         super().__init__(name)
@@ -81,7 +81,7 @@ class Const(Pattern):
 
 
 class Param(Pattern):
-    """A parameter or buffer that the graph reads. Other exprs may read it too."""
+    """A parameter or buffer that the graph reads. Other exprs may read it as well."""
 
 
 class Op(Pattern):
@@ -90,13 +90,13 @@ class Op(Pattern):
     Args:
         target: a module class (exactly this one, since a subclass may compute something else), a function,
             the name of a Tensor method, a tuple of these for any of them, or None for every call.
-        *inputs: patterns for the leading arguments, a called module not counted, lists and tuples opened.
-            Every tensor argument must have its pattern. None given: all arguments fit.
+        *inputs: patterns of the leading arguments without a called module; lists and tuples are opened.
+            Every tensor argument needs a pattern. A call without patterns may have any arguments.
         name: binds the call's output in the match.
-        commutative: whether the two inputs may stand in either order.
-        shared: whether the output may be used outside the match too.
+        commutative: whether the two inputs may be in either order.
+        shared: whether exprs outside of the match may use the output.
         args: arguments by parameter name, or attributes of a called module, and the values they must have.
-        when: a further condition on the expr: None or True when it holds, False or the reason when not.
+        when: another condition on the expr: returns None or True if it holds, else False or the reason.
     """
 
     def __init__(
@@ -121,8 +121,8 @@ class Op(Pattern):
 
 
 @dataclass(frozen=True)
-class Match:
-    """Where a pattern fits.
+class PatternMatch:
+    """The node, calls and arguments that a pattern matches.
 
     Attributes:
         node: the node that was matched.
@@ -138,18 +138,18 @@ class Match:
         return self.bound[name]
 
     def expr(self, name: str) -> Expr:
-        """The expr that produces the node of that name."""
+        """Returns the expr that produces the node bound to ``name``."""
         return self.bound[name].expr
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Why a pattern does not fit; false where a match is true.
+    """The reason why a pattern does not match; false as a condition, unlike a match.
 
     Attributes:
-        where: the node or expr that does not fit, of the attempt that came furthest.
-        reason: why not, in words.
-        matched: how many calls had matched before.
+        where: the node or expr that does not match, in the attempt with the most matched calls.
+        reason: why it does not match, as a clause.
+        matched: number of calls that matched before.
     """
 
     where: str
@@ -163,10 +163,10 @@ class Mismatch:
         return f"{self.where}: {self.reason}"
 
 
-def match(pattern: Op, node: Node) -> Match | Mismatch:
-    """Lays ``pattern`` on the expr that produces ``node`` and on those before it.
+def match(pattern: Op, node: Node) -> PatternMatch | Mismatch:
+    """Matches ``pattern`` with the expr that produces ``node`` and with the exprs before it.
 
-    Nodes inside the match must not be used outside it nor be graph outputs, ``shared`` ones excepted.
+    A node inside of the match must not be a graph output or be used outside unless it is ``shared``.
 
     Raises:
         GraphError: when ``node`` does not belong to a graph.
@@ -178,7 +178,7 @@ def match(pattern: Op, node: Node) -> Match | Mismatch:
 
 @dataclass(frozen=True)
 class _PartialMatch:
-    """A partial match; never changed, so that another order of inputs can start from it again."""
+    """An immutable partial match, so that another order of inputs can start from it again."""
 
     bound: tuple[tuple[Pattern, Any], ...] = ()
     exprs: tuple[Expr, ...] = ()
@@ -188,28 +188,28 @@ class _PartialMatch:
 
 
 class Matcher:
-    """Searches one match in a graph that is being rewritten; ``match`` is the way in for all others.
+    """Searches one match in a graph that is being rewritten; call ``match`` for any other graph.
 
     Args:
-        graph: the graph of the node; new nodes do not know theirs before the commit.
-        taken: exprs that an earlier match has claimed.
-        gone: exprs that nothing uses any more, though users lists still name them.
+        graph: the graph of the node; new nodes refer to their graph only after the commit.
+        rewritten: exprs of earlier matches.
+        dead: exprs that nothing uses any more, though lists of users still contain them.
     """
 
     def __init__(
-        self, graph: InternalGraph, taken: Set[Expr] = frozenset(), gone: Set[Expr] = frozenset()
+        self, graph: InternalGraph, rewritten: Set[Expr] = frozenset(), dead: Set[Expr] = frozenset()
     ) -> None:
-        self.graph, self.taken, self.gone = graph, taken, gone
-        self.best: Mismatch | None = None  # of the attempt that came furthest
+        self.graph, self.rewritten, self.dead = graph, rewritten, dead
+        self.best: Mismatch | None = None  # of the attempt with the most matched calls
 
-    def match(self, pattern: Op, node: Node) -> Match | Mismatch:
-        """The match of ``pattern`` at ``node``, or why there is none."""
-        for state in self._one(pattern, node, _PartialMatch()):
-            trouble = self._used_outside(node, state)
-            if trouble is None:
+    def match(self, pattern: Op, node: Node) -> PatternMatch | Mismatch:
+        """Returns the match of ``pattern`` at ``node``, or the reason why there is none."""
+        for state in self._match_value(pattern, node, _PartialMatch()):
+            problem = self._used_outside(node, state)
+            if problem is None:
                 named = {p.name: v for p, v in state.bound if p.name is not None}
-                return Match(node, state.exprs, named)
-            self._fail(*trouble, state)
+                return PatternMatch(node, state.exprs, named)
+            self._fail(*problem, state)
         assert self.best is not None
         return self.best
 
@@ -217,16 +217,16 @@ class Matcher:
         if self.best is None or len(state.exprs) > self.best.matched:
             self.best = Mismatch(where, reason, len(state.exprs))
 
-    def _one(self, pattern: Pattern, value: Any, state: _PartialMatch) -> Iterator[_PartialMatch]:
-        """The ways in which ``value`` fits ``pattern``."""
-        before = state.value(pattern)
-        if before is not _UNSET:
-            if _equal(before, value):
+    def _match_value(self, pattern: Pattern, value: Any, state: _PartialMatch) -> Iterator[_PartialMatch]:
+        """Yields the ways in which ``value`` matches ``pattern``."""
+        bound = state.value(pattern)
+        if bound is not _UNSET:
+            if _equal(bound, value):
                 yield state
             else:
-                self._fail(_show(value), f"differs from {_show(before)}, but must be the same", state)
+                self._fail(_show(value), f"differs from {_show(bound)}, but must be the same", state)
         elif isinstance(pattern, Op):
-            yield from self._op(pattern, value, state)
+            yield from self._match_call(pattern, value, state)
         else:
             reason = _leaf_mismatch(pattern, value)
             if reason is None:
@@ -234,10 +234,10 @@ class Matcher:
             else:
                 self._fail(_show(value), reason, state)
 
-    def _op(self, pattern: Op, value: Any, state: _PartialMatch) -> Iterator[_PartialMatch]:
+    def _match_call(self, pattern: Op, value: Any, state: _PartialMatch) -> Iterator[_PartialMatch]:
         expr = value.expr if isinstance(value, Node) else None
         reason = _call_mismatch(pattern, expr)
-        if reason is None and expr in self.taken:
+        if reason is None and expr in self.rewritten:
             reason = f"{op_label(expr)} was rewritten already"
         leaves = [] if reason is not None else _leaves(expr)
         if reason is None and pattern.inputs:
@@ -246,33 +246,33 @@ class Matcher:
             self._fail(_show(value), reason, state)
             return
         inner = _PartialMatch((*state.bound, (pattern, value)), (*state.exprs, expr))
-        yield from self._all(pattern.inputs, leaves, inner)
+        yield from self._match_values(pattern.inputs, leaves, inner)
         if pattern.commutative:
-            yield from self._all(pattern.inputs, [leaves[1], leaves[0]], inner)
+            yield from self._match_values(pattern.inputs, [leaves[1], leaves[0]], inner)
 
-    def _all(
+    def _match_values(
         self, patterns: Sequence[Pattern], values: Sequence[Any], state: _PartialMatch
     ) -> Iterator[_PartialMatch]:
         if not patterns:
             yield state
             return
-        for inner in self._one(patterns[0], values[0], state):
-            yield from self._all(patterns[1:], values[1:], inner)
+        for inner in self._match_value(patterns[0], values[0], state):
+            yield from self._match_values(patterns[1:], values[1:], inner)
 
     def _used_outside(self, root: Node, state: _PartialMatch) -> tuple[str, str] | None:
         inside = set(state.exprs)
         shared = {v.expr for p, v in state.bound if isinstance(p, Op) and p.shared}
-        only = "the pattern needs it to be used only inside"
+        condition = "the pattern needs it to be used only inside"
         for expr in state.exprs:
             if expr is root.expr or expr in shared:
                 continue
             for node in expr.outputs:
                 if any(out is node for out in self.graph.outputs):
-                    return node.name, f"is a graph output; {only}"
-                readers = [u for u in users(node) if u not in self.gone]
+                    return node.name, f"is a graph output; {condition}"
+                readers = [u for u in users(node) if u not in self.dead]
                 if any(u not in inside for u in readers):
                     names = ", ".join(_show(u.outputs[0]) if u.outputs else op_label(u) for u in readers)
-                    return node.name, f"has {len(readers)} users ({names}); {only}"
+                    return node.name, f"has {len(readers)} users ({names}); {condition}"
         return None
 
 
@@ -291,7 +291,7 @@ def _leaf_mismatch(pattern: Pattern, value: Any) -> str | None:
 
 
 def _call_mismatch(pattern: Op, expr: Expr | None) -> str | None:
-    """Why the call is not the one of ``pattern``, its inputs aside."""
+    """Returns why the call ``expr`` does not match ``pattern`` apart from its inputs; None if it matches."""
     expected = "a call" if pattern.targets is None else " or ".join(map(_target_text, pattern.targets))
     if expr is None:
         return f"is a constant argument, expected {expected}"
@@ -301,12 +301,12 @@ def _call_mismatch(pattern: Op, expr: Expr | None) -> str | None:
         return f"is a {op_label(expr)}, expected {expected}"
     if pattern.targets is not None and not any(_is_target(expr, t) for t in pattern.targets):
         return f"produced by {op_label(expr)}, expected {expected}"
-    for key, wanted in pattern.args.items():
+    for key, expected_value in pattern.args.items():
         actual = _argument(expr, key)
         if actual is _UNSET:
             return f"{op_label(expr)} has no argument {key}"
-        if not _equal(actual, wanted):
-            return f"argument {key} of {op_label(expr)} is {_show(actual)}, expected {_show(wanted)}"
+        if not _equal(actual, expected_value):
+            return f"argument {key} of {op_label(expr)} is {_show(actual)}, expected {_show(expected_value)}"
     verdict = True if pattern.when is None else pattern.when(expr)
     if verdict is None or verdict is True:
         return None
@@ -331,7 +331,7 @@ def _target_text(target: Target) -> str:
 
 
 def _argument(expr: Expr, key: str) -> Any:
-    """The argument of that name, or the attribute of the called module."""
+    """Returns the argument with the name ``key``, or the attribute of the called module."""
     module = owner(expr)
     if module is not None:
         attribute = getattr(module, key, _UNSET)
@@ -347,7 +347,7 @@ def _argument(expr: Expr, key: str) -> Any:
 
 
 def _leaves(expr: Expr) -> list[Any]:
-    """The arguments in order, nodes and constants, containers opened, without a called module."""
+    """Returns nodes and constants of the arguments in order, without a called module; opens containers."""
     leaves = list(expr.inputs)
     for index, value in expr.const_val or ():
         leaves.insert(index, value)
@@ -355,12 +355,12 @@ def _leaves(expr: Expr) -> list[Any]:
 
 
 def _count_mismatch(pattern: Op, leaves: list[Any]) -> str | None:
-    wanted = len(pattern.inputs)
-    if len(leaves) < wanted:
-        return f"has {len(leaves)} arguments, the pattern has {wanted}"
-    if any(isinstance(leaf, Node) for leaf in leaves[wanted:]):
+    expected = len(pattern.inputs)
+    if len(leaves) < expected:
+        return f"has {len(leaves)} arguments, the pattern has {expected}"
+    if any(isinstance(leaf, Node) for leaf in leaves[expected:]):
         count = sum(isinstance(leaf, Node) for leaf in leaves)
-        return f"has {count} tensor arguments, the pattern has {wanted}"
+        return f"has {count} tensor arguments, the pattern has {expected}"
     return None
 
 

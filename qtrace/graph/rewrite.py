@@ -1,4 +1,4 @@
-"""Rewriting a graph by rules: a pattern, a condition that can say why not, and a replacement."""
+"""Rewrites a graph by rules: a pattern, a condition that can give a reason, and a replacement."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from megengine.traced_module.node import Node
 
 from qtrace.errors import GraphError
 from qtrace.graph.edit import GraphEditor
-from qtrace.graph.pattern import Match, Matcher, Mismatch, Op
+from qtrace.graph.pattern import Matcher, Mismatch, Op, PatternMatch
 from qtrace.graph.walk import exprs
 
 __all__ = ["RewriteRule", "RuleResult", "apply_rules"]
 
 
 class RewriteRule(ABC):
-    """A pattern, a condition, and what to put in its place."""
+    """A pattern, a condition on its match, and the replacement of the match."""
 
     pattern: Op
 
     @property
     def name(self) -> str:
-        """How reports call the rule."""
+        """Name of the rule in reports."""
         return type(self).__name__
 
-    def check(self, match: Match) -> str | None:
-        """None when the rule applies to ``match``, else the reason why not."""
+    def check(self, match: PatternMatch) -> str | None:
+        """Returns None if the rule applies to ``match``, else the reason why not."""
         return None
 
     @abstractmethod
-    def rewrite(self, match: Match, editor: GraphEditor) -> Mapping[Node, Node]:
+    def rewrite(self, match: PatternMatch, editor: GraphEditor) -> Mapping[Node, Node]:
         """Builds the replacement with ``editor``, placed ``after=match.exprs[0]``.
 
         Returns:
-            Old output -> node to be used in its place by all who used it before; empty when nothing is to be
-            rewired. What nobody uses any more is dropped.
+            Old output -> the node that replaces it for all its users; empty to rewire nothing. Exprs that
+            are not used any more are dropped.
         """
 
 
 @dataclass(frozen=True)
 class RuleResult:
-    """What became of a rule at one place.
+    """The result of a rule at one node.
 
     Attributes:
         rule: the rule's name.
-        where: the name of the node that the pattern was laid on.
-        applied: whether it was rewritten.
-        reason: why not; empty when applied.
+        where: the name of the node at which the pattern was matched.
+        applied: whether the match was rewritten.
+        reason: why it was not rewritten; "" if it was.
     """
 
     rule: str
@@ -66,16 +66,16 @@ def apply_rules(
 ) -> list[RuleResult]:
     """Applies the rules one after the other, each in one sweep in graph order.
 
-    Within a sweep an expr belongs to one match at most, and a later match sees what the earlier ones put
-    in. Each sweep is committed before the next rule starts, so put the larger of two patterns first.
+    Within a sweep an expr belongs to at most one match, and a later match sees the replacements of earlier
+    ones. Each sweep is committed before the next rule starts, so put the larger of two patterns first.
 
     Args:
         traced: a flat traced module; it is edited in place.
         rules: in order of precedence.
-        editor: makes the editor of a sweep.
+        editor: builds the editor of a sweep.
 
     Returns:
-        A result for each match, and for each place where a pattern's last call fits but not all of it.
+        A result for each match, and for each node at which only a pattern's last calls match.
 
     Raises:
         GraphError: when a rule replaces a node that is not an output of its match.
@@ -87,46 +87,46 @@ def _sweep(
     traced: TracedModule, rule: RewriteRule, make_editor: Callable[[TracedModule], GraphEditor]
 ) -> list[RuleResult]:
     results: list[RuleResult] = []
-    taken: set[Expr] = set()
-    gone: set[Expr] = set()
+    rewritten: set[Expr] = set()
+    dead: set[Expr] = set()
     with make_editor(traced) as editor:
         for expr in exprs(traced):
-            if expr in taken or not expr.outputs:
+            if expr in rewritten or not expr.outputs:
                 continue
-            where = str(expr.outputs[0].name)
-            matched = Matcher(traced.graph, taken, gone).match(rule.pattern, expr.outputs[0])
+            name = str(expr.outputs[0].name)
+            matched = Matcher(traced.graph, rewritten, dead).match(rule.pattern, expr.outputs[0])
             if isinstance(matched, Mismatch):
                 if matched.matched:
-                    results.append(RuleResult(rule.name, where, False, str(matched)))
+                    results.append(RuleResult(rule.name, name, False, str(matched)))
                 continue
             reason = rule.check(matched)
             if reason is None:
                 _rewrite(traced, rule, matched, editor)
-                taken.update(matched.exprs)
-                _add_gone(traced, matched.exprs, gone)
-            results.append(RuleResult(rule.name, where, reason is None, reason or ""))
+                rewritten.update(matched.exprs)
+                _add_dead(traced, matched.exprs, dead)
+            results.append(RuleResult(rule.name, name, reason is None, reason or ""))
     return results
 
 
-def _rewrite(traced: TracedModule, rule: RewriteRule, found: Match, editor: GraphEditor) -> None:
-    # Only those who used the node before are rewired: the replacement itself may read it, at any depth.
-    before = {node: list(node.users) for expr in found.exprs for node in expr.outputs}
-    for old, new in rule.rewrite(found, editor).items():
-        if old not in before:
+def _rewrite(traced: TracedModule, rule: RewriteRule, match: PatternMatch, editor: GraphEditor) -> None:
+    # Only the old users of a node are rewired: the replacement itself may read the node, at any depth.
+    old_users = {node: list(node.users) for expr in match.exprs for node in expr.outputs}
+    for old, new in rule.rewrite(match, editor).items():
+        if old not in old_users:
             raise GraphError(f"rule {rule.name} replaces {old.name}, which is not an output of its match.")
-        editor.replace_uses(old, new, users=before[old])
+        editor.replace_uses(old, new, users=old_users[old])
         graph_outputs = traced.graph.outputs
         graph_outputs[:] = [new if node is old else node for node in graph_outputs]
 
 
-def _add_gone(traced: TracedModule, matched: Sequence[Expr], gone: set[Expr]) -> None:
-    """Adds the matched exprs that nothing uses any more; they leave the graph at the commit."""
-    left, size = list(matched), -1
-    while len(left) != size:  # until a round finds no more: a use may come later in the list
-        size = len(left)
-        for expr in list(left):
-            used = any(u not in gone for node in expr.outputs for u in node.users)
+def _add_dead(traced: TracedModule, matched: Sequence[Expr], dead: set[Expr]) -> None:
+    """Adds to ``dead`` the matched exprs that nothing uses any more; the commit drops them."""
+    live, count = list(matched), -1
+    while len(live) != count:  # until a round finds no more: a use may come later in the list
+        count = len(live)
+        for expr in list(live):
+            used = any(u not in dead for node in expr.outputs for u in node.users)
             returned = any(node is out for node in expr.outputs for out in traced.graph.outputs)
             if not (used or returned or expr._disable_remove):
-                gone.add(expr)
-                left.remove(expr)
+                dead.add(expr)
+                live.remove(expr)

@@ -1,4 +1,4 @@
-"""What a traced module takes: the names and shapes of its inputs, and whether arguments are built alike."""
+"""The arguments of a traced module: names and shapes of its inputs, and whether a call fits the trace."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["argument_names", "has_traced_structure", "list_inputs"]
 
 
 def argument_names(traced: TracedModule) -> tuple[str, ...]:
-    """The names of the arguments of forward, ``self`` left out; none when the trace does not know them."""
+    """Returns the names of forward's arguments without ``self``; empty if the trace does not know them."""
     spec = traced.argspec
     return () if spec is None else (*spec.args[1:], *spec.kwonlyargs)
 
 
 def has_traced_structure(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call with these arguments has the structure of a traced one; shapes are not compared."""
+    """Returns whether a call with these arguments has a traced structure; does not compare shapes."""
     try:
         Interpreter(traced).bind(args, kwargs)
     except GraphError:
@@ -32,10 +32,10 @@ def has_traced_structure(traced: TracedModule, args: tuple[Any, ...], kwargs: di
 
 
 def list_inputs(traced: TracedModule) -> list[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor that the traced call took, such as ``("x['left']", (1, 3, 8, 8))``.
+    """Lists name and shape of every input tensor, such as ``("x['left']", (1, 3, 8, 8))``.
 
     Args:
-        traced: the module; when it was traced with several structures, the first counts.
+        traced: the module; if it was traced with several structures, the first counts.
     """
     arg_def, graph = next(iter(traced.argdef_graph_map.items()))
     args, kwargs = arg_def.children_defs
@@ -50,7 +50,7 @@ def list_inputs(traced: TracedModule) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _tensors(name: str, tree: TreeDef) -> Iterator[str]:
-    """How the tensors in an argument are written, in the order of the graph's inputs."""
+    """Yields the names of the tensors in an argument, in the order of the graph's inputs."""
     if isinstance(tree, LeafDef):
         if Tensor in tree.type:
             yield name

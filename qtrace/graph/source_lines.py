@@ -1,4 +1,4 @@
-"""Where in the user's code an expr was recorded: noted while tracing, kept by copies, edits and files."""
+"""Source lines of exprs: recorded while tracing, and preserved by copies, edits and files."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _MAX_LENGTH = 1000  # of one line's text in a file
 
 
 def source_line(expr: Expr) -> str:
-    """File and line of the call in the user's code that ``expr`` was recorded for; "" where not known."""
+    """Returns file and line of the call in the user's code that recorded ``expr``; "" if unknown."""
     return str(getattr(expr, _ATTRIBUTE, ""))
 
 
 def copy_line(old: Expr, new: Expr) -> None:
-    """Gives ``new``, which takes the place of ``old`` or belongs to it, the line of ``old``."""
+    """Gives ``new``, which replaces ``old`` or belongs to it, the line of ``old``."""
     line = source_line(old)
     if line:
         setattr(new, _ATTRIBUTE, line)
 
 
 def name_with_line(expr: Expr, label: str) -> str:
-    """How a message names ``expr``: ``relu_out (F.relu, net.py:12)``, without the line if it is not known."""
+    """Names ``expr`` for a message: ``relu_out (F.relu, net.py:12)``, without the line if it is unknown."""
     line = source_line(expr)
     return f"{expr.outputs[0].name} ({label}{f', {line}' if line else ''})"
 
 
 @contextmanager
 def recorded_lines() -> Iterator[None]:
-    """Notes a line for every expr that MegEngine's tracer records within the block."""
+    """Records a line for every expr that MegEngine's tracer records within the block."""
     original = InternalGraph._insert
 
     def insert(graph: InternalGraph, expr: Expr) -> None:
@@ -67,7 +67,7 @@ def _user_line(frame: FrameType | None) -> str:
 
 
 def _shown(file: str) -> str:
-    """``file`` as seen from the folder of ``sys.path`` that holds it, so that no file keeps a home folder."""
+    """Returns ``file`` relative to its folder in ``sys.path``, so that saved files contain no home folder."""
     file = file if file.startswith("<") else os.path.abspath(file)
     roots = [os.path.abspath(p) + os.sep for p in sys.path]
     inside = [r for r in roots if file.startswith(r)]
@@ -84,7 +84,7 @@ def attach_lines(root: Module) -> None:
 
 
 def detach_lines(root: Module) -> None:
-    """Moves the lines from the attributes of the modules, as a file has them, to the exprs."""
+    """Moves the lines from the attributes that `attach_lines` wrote to the exprs."""
     for module in root.modules():
         text = module.__dict__.pop(_SAVED, None)
         if text is None:
@@ -102,7 +102,7 @@ def _packed(lines: list[list[str]]) -> str:
 
 
 def _unpacked(text: Any) -> list[list[str]]:
-    """The lines of each graph; none where a file holds something else, since nothing depends on them."""
+    """Returns the lines of each graph; none if a file has anything else, since nothing depends on them."""
     try:
         saved = json.loads(text)
         table = [line if type(line) is str else "" for line in saved["lines"]]

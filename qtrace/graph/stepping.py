@@ -1,4 +1,4 @@
-"""A flat graph run step by step on several batches at once, so that it may change on the way."""
+"""Runs a flat graph step by step on several batches at once, so that parameters may change in between."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["Stepper"]
 
 
 class Stepper:
-    """Holds, for every batch, the values that are alive before one expr of the graph.
+    """The values that are alive before one expr of the graph, for every batch.
 
-    Whoever goes through the layers of a graph, changing parameters on the way, computes each expr once a
-    batch instead of the whole graph once a layer. What depends on parameters alone is computed when read.
+    An algorithm that changes the parameters of one layer after the other computes each expr once a batch,
+    not the whole graph once a layer. Values that depend on parameters alone are computed when read.
 
     Args:
         traced: a flat traced module.
-        batches: pairs of positional and keyword arguments; all are held at once.
-        together: groups of exprs; when the first of one is the next, so are the others. The graph's order
-            is left for that as far as need be.
+        batches: pairs of positional and keyword arguments; all batches are in memory at once.
+        together: groups of exprs whose members are computed directly after each other. The graph's order
+            changes as far as necessary.
 
     Attributes:
         count: the number of batches.
@@ -86,18 +86,18 @@ class Stepper:
         self._at = goal
 
     def value(self, node: Node, batch: int) -> Any:
-        """The value of a node that is alive, or that depends on parameters alone.
+        """Returns the value of a node that is alive, or that depends on parameters alone.
 
         Args:
             node: a node of the graph.
-            batch: the number of the batch.
+            batch: the index of the batch.
         """
         return self._get(node, self._values[batch])
 
     def outputs(self, expr: Expr, batch: int) -> list[Any]:
-        """What ``expr``, the next one or together with it, gives for a batch.
+        """Returns the outputs of ``expr``, the next one or one of its group, for a batch.
 
-        It is computed once, until parameters change.
+        They are computed once, until parameters change.
         """
         key = expr, batch
         if key not in self._ahead:
@@ -105,7 +105,7 @@ class Stepper:
         return list(self._ahead[key])
 
     def compute(self, exprs: Iterable[Expr], nodes: Iterable[Node], batch: int) -> list[Any]:
-        """The values of ``nodes`` after ``exprs``, which read what is alive; nothing of it is kept."""
+        """Returns the values of ``nodes`` after running ``exprs`` on the values that are alive."""
         values = dict(self._values[batch])
         for expr in exprs:
             results = self._run(expr, values)
@@ -113,13 +113,13 @@ class Stepper:
         return [self._get(n, values) for n in nodes]
 
     def fork(self) -> Stepper:
-        """Another one at the same place; each goes on by itself."""
+        """Returns an independent stepper at the same expr."""
         twin = copy.copy(self)
         twin._known, twin._ahead, twin._values = {}, {}, [dict(values) for values in self._values]
         return twin
 
     def changed(self) -> None:
-        """Forgets what was computed from parameters: they have changed."""
+        """Discards the values that were computed from parameters; call it after changing parameters."""
         self._known.clear()
         self._ahead.clear()
 

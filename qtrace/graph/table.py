@@ -1,4 +1,4 @@
-"""Tables as plain text: of a graph, and of anything else that has rows."""
+"""Tables as plain text: of a graph, and of any rows."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["format_table", "table"]
 
 _GAP = "  "
 _ELLIPSIS = "…"
-_NARROWEST = 6  # a column is not cut below this, even when the table then is too wide
+_MIN_COLUMN_WIDTH = 6  # in characters, even if the table is too wide then
 _NUMBER = re.compile(r"[-+]?[\d.,_]+(e[-+]?\d+)?\s?%?\Z")
 
 
 def table(traced: TracedModule, max_width: int | None = 160) -> str:
-    """One row for each expr of the top graph: id, op, outputs, arguments, module path, shape, dtype.
+    """Formats one row for each expr of the top graph: id, op, outputs, inputs, module path, shape, dtype.
 
     Args:
-        traced: a traced module; of a hierarchical one, a call of a submodule is one row.
-        max_width: columns to fit into; None for no limit.
+        traced: a traced module; a call of a submodule in a hierarchical graph is one row.
+        max_width: largest width in characters; None for no limit.
 
     Raises:
         GraphError: when ``traced`` is not a traced module.
@@ -55,7 +55,7 @@ def _row(expr: Expr) -> tuple[str, ...]:
 
 
 def _arguments(expr: Expr) -> str:
-    """The arguments as they would be written; a called module stands in its own column."""
+    """Formats the arguments as source code; a called module has a column of its own."""
     try:
         args, kwargs = expr.unflatten_args(expr.inputs)
     except AssertionError:  # no argument structure, or a broken one: a table must show that graph too
@@ -95,13 +95,13 @@ def _dtype(node: TensorNode) -> str:
 def format_table(
     headers: Sequence[str], rows: Iterable[Sequence[object]], max_width: int | None = 140
 ) -> str:
-    """A table with a header, a rule and one line for each row; columns of numbers are set to the right.
+    """Formats a table with a header, a rule and one line for each row; aligns numbers to the right.
 
     Args:
         headers: the names of the columns.
-        rows: the cells, made text by ``str``; line breaks in them become spaces.
-        max_width: columns of text to fit into by shortening the widest cells with an ellipsis; None for no
-            limit. Very many columns stay wider than that rather than unreadable.
+        rows: the cells, converted by ``str``; line breaks in them become spaces.
+        max_width: largest width in characters, reached by shortening the widest cells with an ellipsis; None
+            for no limit. A table of very many columns stays wider than unreadable.
 
     Raises:
         ValueError: when a row does not have one cell for each header.
@@ -123,22 +123,22 @@ def format_table(
 
 
 def _fit(widths: list[int], max_width: int | None) -> list[int]:
-    """The widths, the widest ones lowered to one common limit such that the line fits."""
+    """Lowers the widest of ``widths`` to one common limit such that the line fits."""
     if max_width is None:
         return widths
     room = max_width - len(_GAP) * (len(widths) - 1)
-    left = len(widths)
+    remaining = len(widths)
     limit = max(widths, default=0)
-    for width in sorted(widths):  # narrow columns keep what they need, the others share the rest
-        limit = room // left
+    for width in sorted(widths):  # narrow columns keep their width, the others share the rest
+        limit = room // remaining
         if width > limit:
             break
         room -= width
-        left -= 1
+        remaining -= 1
     else:
         return widths
-    limit = max(limit, _NARROWEST)
-    spare = max(room - limit * left, 0)
+    limit = max(limit, _MIN_COLUMN_WIDTH)
+    spare = max(room - limit * remaining, 0)
     result = []
     for width in widths:
         extra = 1 if width > limit and spare > 0 else 0
@@ -148,7 +148,7 @@ def _fit(widths: list[int], max_width: int | None) -> list[int]:
 
 
 def _shorten(text: str, width: int) -> str:
-    """Cuts a sentence at its end, and a name in its middle, where the ends tell more."""
+    """Shortens a sentence at its end, and a name in its middle, whose ends say more."""
     if len(text) <= width:
         return text
     if " " in text:

@@ -1,4 +1,4 @@
-"""Numbers that a graph computes from shapes, at the shapes that it was traced with."""
+"""Computes the numbers that a graph derives from shapes, at the traced shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qtrace.graph.walk import reads_shape
 
 __all__ = ["traced_value"]
 
-_MAX_VALUES = 256  # entries of one tensor; sizes, paddings and bounds are few
+_MAX_VALUES = 256  # entries of one tensor: enough for sizes, paddings and bounds
 _MAX_EXPRS = 512
 _ALL_AXES = 7  # the axis of a GetVarShape that reads the whole shape
 
@@ -25,9 +25,9 @@ def traced_value(node: TensorNode) -> np.ndarray | None:
         node: a node of a graph, such as ``(x.shape[2] + 31) // 32``.
 
     Returns:
-        The value of ``node``; None where it depends on the values of an input or a parameter, or is large.
+        The value of ``node``; None if it depends on the values of an input or a parameter, or is large.
     """
-    order = _needed(node)
+    order = _collect_exprs(node)
     if order is None:
         return None
     values: dict[Node, np.ndarray] = {}
@@ -40,17 +40,17 @@ def traced_value(node: TensorNode) -> np.ndarray | None:
     return values[node]
 
 
-def _needed(node: TensorNode) -> list[Expr] | None:
-    """The exprs that compute ``node``, in order; None where one reads more than shapes and numbers."""
+def _collect_exprs(node: TensorNode) -> list[Expr] | None:
+    """Returns the exprs that compute ``node``, in order; None if one reads more than shapes and numbers."""
     order: list[Expr] = []
-    done: set[Expr] = set()
+    visited: set[Expr] = set()
     stack: list[tuple[Expr, bool]] = [(node.expr, False)]
     while stack:
         expr, ready = stack.pop()
-        if expr in done:
+        if expr in visited:
             continue
         if ready:
-            done.add(expr)
+            visited.add(expr)
             order.append(expr)
             continue
         if not _is_small(expr) or len(stack) > _MAX_EXPRS or len(order) > _MAX_EXPRS:
@@ -62,8 +62,8 @@ def _needed(node: TensorNode) -> list[Expr] | None:
 
 
 def _is_small(expr: Any) -> bool:
-    """Whether an expr gives few numbers, and none that a file or an input holds."""
-    if expr is None or isinstance(expr, (Input, GetAttr)) or not expr.outputs or _draws(expr):
+    """Returns whether an expr gives at most `_MAX_VALUES` numbers and reads no parameter or input."""
+    if expr is None or isinstance(expr, (Input, GetAttr)) or not expr.outputs or _is_random(expr):
         return False
     if isinstance(expr, Constant) and not isinstance(expr.outputs[0], TensorNode):
         return False
@@ -71,13 +71,13 @@ def _is_small(expr: Any) -> bool:
     return all(s is not None and math.prod(int(i) for i in s) <= _MAX_VALUES for s in shapes)
 
 
-def _draws(expr: Expr) -> bool:
-    """Whether an expr draws random numbers."""
+def _is_random(expr: Expr) -> bool:
+    """Returns whether an expr draws random numbers."""
     return isinstance(expr, Apply) and "RNG" in type(expr.opdef).__name__
 
 
 def _evaluate(expr: Expr, values: dict[Node, np.ndarray]) -> list[np.ndarray] | None:
-    """The results of ``expr``; None where a kernel does not take these sizes."""
+    """Computes the results of ``expr``; None if its kernel refuses these sizes."""
     if reads_shape(expr):
         (source,) = expr.inputs
         shape = np.array([int(n) for n in source.shape], np.int32)

@@ -1,4 +1,4 @@
-"""Read-only views of a traced graph: what an expr calls, where it came from, who uses a node."""
+"""Read-only queries of a traced graph: callee and origin of an expr, users of a node."""
 
 from __future__ import annotations
 
@@ -37,33 +37,29 @@ __all__ = [
 
 
 def exprs(traced: TracedModule) -> list[Expr]:
-    """The exprs of the top graph in execution order (graph inputs are not exprs here)."""
+    """Returns the exprs of the top graph in execution order, without those of the graph inputs."""
     return list(traced.graph._exprs)
 
 
 def users(node: Node) -> Iterator[Expr]:
-    """The exprs that read ``node``, each once, in the order in which they were recorded."""
-    seen: set[Expr] = set()
-    for expr in node.users:
-        if expr not in seen:
-            seen.add(expr)
-            yield expr
+    """Yields the exprs that read ``node``, each once, in the order in which they were recorded."""
+    yield from dict.fromkeys(node.users)
 
 
 def is_float_tensor(node: Node) -> bool:
-    """True for a tensor node that holds float32 values: the only nodes that may be quantized."""
+    """Returns whether ``node`` is a float32 tensor: only such nodes may be quantized."""
     return isinstance(node, TensorNode) and node.dtype is not None and np.dtype(node.dtype) == np.float32
 
 
 def owner(expr: Expr) -> Module | None:
-    """The module that ``expr`` calls, or None when it does not call a module."""
+    """Returns the module that ``expr`` calls; None if it does not call a module."""
     if is_call_module(expr):
         return expr.inputs[0].owner
     return None
 
 
 def op_label(expr: Expr) -> str:
-    """What ``expr`` does, as a person would write it: ``Conv2d``, ``F.relu``, ``Tensor.reshape``."""
+    """Returns the callee of ``expr`` as source code has it: ``Conv2d``, ``F.relu``, ``Tensor.reshape``."""
     if isinstance(expr, Input):
         return "input"
     if isinstance(expr, GetAttr):
@@ -85,7 +81,7 @@ def op_label(expr: Expr) -> str:
 
 
 def node_path(node: Node) -> str:
-    """The dotted path that MegEngine recorded for ``node``, without the root's name and the brackets.
+    """Returns the dotted path that MegEngine recorded for ``node``, without the root's name and brackets.
 
     ``ResNet.layer1.0.conv1.[out]`` gives ``layer1.0.conv1``; a function called in ``ResNet.layer1.0``
     gives ``layer1.0``.
@@ -95,7 +91,7 @@ def node_path(node: Node) -> str:
 
 
 def module_path(expr: Expr) -> str:
-    """The path of the module in whose ``forward`` the expr was recorded (for a module call: that module)."""
+    """Returns the path of the module that ``expr`` calls, or in whose ``forward`` it was recorded."""
     if isinstance(expr, CallMethod) and is_call_module(expr):
         return node_path(expr.inputs[0])
     if expr.outputs:
@@ -104,10 +100,10 @@ def module_path(expr: Expr) -> str:
 
 
 def get_module(traced: Module, path: str) -> Any:
-    """The attribute at the dotted ``path`` below ``traced``.
+    """Returns the attribute at the dotted ``path`` below ``traced``.
 
     Raises:
-        AttributeError: when there is none.
+        AttributeError: when there is no such attribute.
     """
     obj: Any = traced
     for part in path.split(".") if path else ():
@@ -116,10 +112,10 @@ def get_module(traced: Module, path: str) -> Any:
 
 
 def tensor_inputs(expr: Expr) -> list[TensorNode]:
-    """The tensor nodes that ``expr`` reads, with repetitions, in order."""
+    """Returns the tensor nodes that ``expr`` reads, with repetitions, in order."""
     return [n for n in expr.inputs if isinstance(n, TensorNode)]
 
 
 def reads_shape(expr: Expr) -> bool:
-    """Whether ``expr`` gives the shape of its input, or part of it, and reads no value of it."""
+    """Returns whether ``expr`` reads the shape of its input, or part of it, and none of its values."""
     return isinstance(expr, Apply) and type(expr.opdef).__name__ == "GetVarShape"

@@ -19,19 +19,19 @@ from qtrace.ops.base import OpCall, OpRule, Reading, Role
 
 __all__ = ["OpCall", "OpRule", "Role", "kinds", "read", "rules", "target_key", "unsupported"]
 
-_SHARED = ("_infinity", "arguments", "base")  # what the families are written with
+_SHARED_MODULES = ("_infinity", "arguments", "base")  # modules that the families import
 
 
 @functools.cache
 def rules() -> tuple[OpRule, ...]:
-    """Every rule, in the order of the files' names."""
-    names = sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in _SHARED)
+    """Returns every rule, in the order of the files' names."""
+    names = sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in _SHARED_MODULES)
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
     return tuple(rule for module in modules for rule in module.RULES)
 
 
 @functools.cache
-def _table() -> dict[tuple[str, Any], OpRule]:
+def _rules_by_target() -> dict[tuple[str, Any], OpRule]:
     table: dict[tuple[str, Any], OpRule] = {}
     for rule in rules():
         for target in rule.targets:
@@ -42,12 +42,12 @@ def _table() -> dict[tuple[str, Any], OpRule]:
 
 
 def kinds() -> tuple[str, ...]:
-    """The names of all op kinds, sorted: what a config's ``match: {op: ...}`` may say."""
+    """Returns the names of all op kinds, sorted: the values of a config's ``match: {op: ...}``."""
     return tuple(sorted({rule.kind for rule in rules()}))
 
 
 def target_key(expr: Expr) -> tuple[str, Any] | None:
-    """What ``expr`` calls, as the key of the rule table; None for attributes and constants."""
+    """Returns the callee of ``expr`` as a key of the rule table; None for attributes and constants."""
     if isinstance(expr, CallFunction):
         return ("function", plain(expr.func))
     if isinstance(expr, CallMethod):
@@ -60,8 +60,8 @@ def target_key(expr: Expr) -> tuple[str, Any] | None:
 
 
 def _read(expr: Expr) -> tuple[OpRule | None, Reading | str]:
-    """The rule of ``expr`` with its reading, or with the reason why there is none."""
-    rule = _rule(expr)
+    """Returns the rule of ``expr`` with its reading, or with the reason why there is no reading."""
+    rule = _find_rule(expr)
     if rule is None:
         return None, "no rule for this op"
     try:
@@ -75,22 +75,22 @@ def _read(expr: Expr) -> tuple[OpRule | None, Reading | str]:
     return rule, _without_infinity(expr, rule, reading)
 
 
-def _rule(expr: Expr) -> OpRule | None:
+def _find_rule(expr: Expr) -> OpRule | None:
     key = target_key(expr)
-    return None if key is None else _table().get(key)
+    return None if key is None else _rules_by_target().get(key)
 
 
 def _without_infinity(expr: Expr, rule: OpRule, reading: Reading) -> Reading:
-    """``reading``, in float where it would round infinity."""
+    """Returns ``reading``, with the float role if the op would round infinity."""
     if (reading.role or rule.role) in (Role.FLOAT, Role.SHAPE):
         return reading
-    if not meets_infinity(expr, rule, reading, _rule):
+    if not meets_infinity(expr, rule, reading, _find_rule):
         return reading
     return replace(reading, role=Role.FLOAT, reason=INFINITE)
 
 
 def read(expr: Expr) -> OpCall | None:
-    """Reads ``expr`` by its rule; None when it has no rule or its form is not supported."""
+    """Reads ``expr`` by its rule; returns None if it has no rule or its form is not supported."""
     rule, reading = _read(expr)
     if rule is None or isinstance(reading, str):
         return None
@@ -98,6 +98,6 @@ def read(expr: Expr) -> OpCall | None:
 
 
 def unsupported(expr: Expr) -> str:
-    """Why `read` gives None for ``expr``; "" when it does not."""
+    """Returns the reason why `read` gives None for ``expr``; "" if `read` reads it."""
     reading = _read(expr)[1]
     return reading if isinstance(reading, str) else ""

@@ -1,4 +1,4 @@
-"""Infinity in a graph: what a mask adds to scores that a softmax shall leave out."""
+"""Finds infinity in a graph, such as a mask adds to scores that a softmax shall ignore."""
 
 from __future__ import annotations
 
@@ -17,60 +17,60 @@ __all__ = ["INFINITE", "meets_infinity"]
 
 INFINITE = "it reads or writes infinity, for which no integer stands"
 
-_MAKES = ("full", "full_like")
-_PASSES = ("add", "neg", "sub")  # besides what carries or joins values
+_CREATING_KINDS = ("full", "full_like")
+_PASSING_KINDS = ("add", "neg", "sub")  # besides ops of a passing role
 _PASSING_ROLES = (Role.CARRY, Role.CONCAT)
 
 
 def meets_infinity(
     expr: Expr, rule: OpRule, reading: Reading, rule_of: Callable[[Expr], OpRule | None]
 ) -> bool:
-    """Whether ``expr`` writes infinity as a number, or reads a tensor that holds it by its constants.
+    """Returns whether ``expr`` writes infinity as a number, or reads a tensor that has it from constants.
 
     Args:
         expr: any expr of a flat graph.
-        rule: its rule.
-        reading: how it was read.
-        rule_of: the rule of any other expr.
+        rule: the rule of ``expr``.
+        reading: the reading of ``expr`` by ``rule``.
+        rule_of: finds the rule of any other expr.
     """
     if not _passes(rule):
         return False
     if _writes_infinity(expr):
         return True
-    todo: list[TensorNode] = list(reading.inputs)
-    seen: set[Node] = set()
-    while todo:
-        source = todo.pop().expr
-        if source in seen or isinstance(source, Input):
+    stack: list[TensorNode] = list(reading.inputs)
+    visited: set[Node] = set()
+    while stack:
+        source = stack.pop().expr
+        if source in visited or isinstance(source, Input):
             continue
-        seen.add(source)
+        visited.add(source)
         if isinstance(source, (Constant, GetAttr)):
-            if _holds(source):
+            if _contains_infinity(source):
                 return True
             continue
-        before = rule_of(source)
-        if before is not None and (_passes(before) or before.kind in _MAKES):
+        source_rule = rule_of(source)
+        if source_rule is not None and (_passes(source_rule) or source_rule.kind in _CREATING_KINDS):
             if _writes_infinity(source):
                 return True
-            todo.extend(n for n in source.inputs if isinstance(n, TensorNode))
+            stack.extend(n for n in source.inputs if isinstance(n, TensorNode))
     return False
 
 
 def _passes(rule: OpRule) -> bool:
-    return rule.role in _PASSING_ROLES or rule.kind in _PASSES
+    return rule.role in _PASSING_ROLES or rule.kind in _PASSING_KINDS
 
 
 def _writes_infinity(expr: Expr) -> bool:
-    """Whether one of the arguments is the number itself."""
+    """Returns whether an argument of ``expr`` is the number infinity."""
     if isinstance(expr, Apply):
-        given: tuple[Any, ...] = (getattr(expr.opdef, "value", None),)
+        values: tuple[Any, ...] = (getattr(expr.opdef, "value", None),)
     else:
-        given = (*expr.args, *expr.kwargs.values())
-    return any(isinstance(value, float) and math.isinf(value) for value in given)
+        values = (*expr.args, *expr.kwargs.values())
+    return any(isinstance(value, float) and math.isinf(value) for value in values)
 
 
-def _holds(expr: Constant | GetAttr) -> bool:
-    """Whether a constant or buffer holds infinity; parameters are not searched."""
+def _contains_infinity(expr: Constant | GetAttr) -> bool:
+    """Returns whether a constant or buffer contains infinity; parameters are not searched."""
     value: Any = expr.value if isinstance(expr, Constant) else get_module(expr.inputs[0].owner, expr.name)
     if not isinstance(value, Tensor) or isinstance(value, Parameter) or np.dtype(value.dtype).kind != "f":
         return False

@@ -40,7 +40,7 @@ def _clip(expr: Expr) -> Reading:
 
 
 def _bound(value: Any) -> Any:
-    """A number, None, or the node that computes it."""
+    """Reads a bound: a number, None, or the node that computes it."""
     bound = None if value is None else number_or_node(value)
     return float(bound) if isinstance(bound, (int, float)) else bound
 

@@ -1,4 +1,4 @@
-"""How a rule reads the arguments of a call: what cannot be read is an `UnreadableError`, no other error."""
+"""Reads the arguments of a call for the op rules; an argument that cannot be read is an `UnreadableError`."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ __all__ = [
 
 
 class UnreadableError(ValueError):
-    """The form of a call is not supported; the message says why, as a clause."""
+    """The form of a call is not supported; the message gives the reason as a clause."""
 
 
 class Arguments(dict[str, Any]):
     """The arguments of one call by name.
 
     The methods read the argument ``name`` as numbers or as a node of the graph, and raise `UnreadableError`
-    where it is something else. A name that the call does not have is a `KeyError`: a bug in the rule.
+    for anything else. A name that the call does not have is a `KeyError`: a bug in the rule.
     """
 
     def integer(self, name: str) -> int:
         """Reads an integer."""
-        return _converted(int, name, self[name], "an integer")
+        return _convert(int, name, self[name], "an integer")
 
     def number(self, name: str) -> float:
         """Reads a number as a float."""
-        return _converted(float, name, self[name], "a number")
+        return _convert(float, name, self[name], "a number")
 
     def flag(self, name: str) -> bool:
         """Reads a truth value."""
-        return _converted(bool, name, self[name], "true or false")
+        return _convert(bool, name, self[name], "true or false")
 
     def integers(self, name: str, count: int) -> tuple[int, ...]:
         """Reads one integer, which stands for ``count`` equal ones, or ``count`` integers."""
@@ -62,8 +62,8 @@ class Arguments(dict[str, Any]):
         value = self[name]
         if value is None:
             return None
-        several = value if isinstance(value, (tuple, list)) else (value,)
-        return tuple(_converted(int, name, axis, "an axis") for axis in several)
+        axes = value if isinstance(value, (tuple, list)) else (value,)
+        return tuple(_convert(int, name, axis, "an axis") for axis in axes)
 
     def tensor(self, name: str = "inp") -> TensorNode:
         """Reads a tensor of the graph."""
@@ -74,35 +74,35 @@ def integers(name: str, value: Any, count: int) -> tuple[int, ...]:
     """Reads ``value``, one integer or ``count`` integers, as ``count`` integers.
 
     Raises:
-        UnreadableError: when it is neither; the message calls it ``name``.
+        UnreadableError: for any other value; the message calls it ``name``.
     """
-    wanted = f"{count} integers"
-    several = value if isinstance(value, (tuple, list)) else (value,) * count
-    if len(several) != count:
-        raise unreadable(name, value, wanted)
-    return tuple(_converted(int, name, v, wanted) for v in several)
+    expected = f"{count} integers"
+    values = value if isinstance(value, (tuple, list)) else (value,) * count
+    if len(values) != count:
+        raise unreadable(name, value, expected)
+    return tuple(_convert(int, name, v, expected) for v in values)
 
 
-def _converted(convert: Callable[[Any], Any], name: str, value: Any, wanted: str) -> Any:
+def _convert(convert: Callable[[Any], Any], name: str, value: Any, expected: str) -> Any:
     if not isinstance(value, TensorNode):
         try:
             return convert(value)
         except (TypeError, ValueError, OverflowError):
             pass
-    raise unreadable(name, value, wanted)
+    raise unreadable(name, value, expected)
 
 
-def unreadable(name: str, value: Any, wanted: str) -> UnreadableError:
-    """Says why the argument ``name`` cannot be read as what its rule wants.
+def unreadable(name: str, value: Any, expected: str) -> UnreadableError:
+    """Builds the error for an argument that is not of the expected sort.
 
     Args:
-        name: what to call the argument.
-        value: what the call has there.
-        wanted: what the rule reads, such as "an integer".
+        name: name of the argument in the message.
+        value: value of the argument.
+        expected: the sort of value that the rule reads, such as "an integer".
     """
     if children(value):
         return UnreadableError(f"its {name} is computed in the graph, and its rule reads only numbers there")
-    return UnreadableError(f"its {name} is {reprlib.repr(value)}, which its rule does not read as {wanted}")
+    return UnreadableError(f"its {name} is {reprlib.repr(value)}, which its rule does not read as {expected}")
 
 
 def _tensor(value: Any) -> TensorNode:
@@ -130,22 +130,22 @@ def arguments(expr: Expr) -> Arguments:
 
 
 def named(expr: Expr) -> Arguments:
-    """Reads the arguments of a function and of the Tensor method like it; the tensor is ``inp``."""
-    found = arguments(expr)
-    if "self" in found:
-        found["inp"] = found.pop("self")
-    return found
+    """Reads the arguments of a function or of its Tensor method by name; the tensor is ``inp``."""
+    by_name = arguments(expr)
+    if "self" in by_name:
+        by_name["inp"] = by_name.pop("self")
+    return by_name
 
 
 def settings(expr: Expr, *names: str) -> Arguments:
-    """Reads what configures an op: attributes of a module or of a kernel, arguments of a function.
+    """Reads the settings of an op: attributes of a module or of a kernel, arguments of a function.
 
     Args:
         expr: a call.
-        *names: the names of the attributes; the arguments of a function or Tensor method are all there.
+        *names: the names of the attributes; a function or Tensor method gives all of its arguments.
 
     Raises:
-        UnreadableError: when a module has lost one of the attributes.
+        UnreadableError: when the module lacks one of the attributes.
     """
     holder: Any = expr.opdef if isinstance(expr, Apply) else owner(expr)
     if holder is None:
@@ -172,10 +172,10 @@ def traced_arguments(values: Mapping[str, Any]) -> tuple[Arguments, str]:
         values: name of an argument -> a number, a node, or nested tuples of both.
 
     Returns:
-        The same arguments without nodes, and in words which ones were computed; "" when none was.
+        The arguments with numbers in the place of nodes, and a clause that lists the computed ones or "".
 
     Raises:
-        UnreadableError: when an argument depends on values, which no trace fixes.
+        UnreadableError: when an argument depends on the values of tensors, which no trace fixes.
     """
     numbers = Arguments({name: _without_nodes(name, value) for name, value in values.items()})
     computed = [name for name, value in values.items() if children(value)]
@@ -197,17 +197,17 @@ def _without_nodes(name: str, value: Any) -> Any:
 
 
 def positional(expr: Expr) -> tuple[Any, ...]:
-    """The positional operands of a function, a method, a module (without itself) or a kernel."""
+    """Returns the positional operands of a function, a method, a module (without itself) or a kernel."""
     if isinstance(expr, Apply):
         return tuple(expr.inputs)
     return tuple(expr.args[1:] if is_call_module(expr) else expr.args)
 
 
 def operands(expr: Expr, count: int) -> tuple[Any, ...]:
-    """The first ``count`` positional operands.
+    """Returns the first ``count`` positional operands.
 
     Raises:
-        UnreadableError: when there are fewer.
+        UnreadableError: when the call has fewer operands.
     """
     first = positional(expr)[:count]
     if len(first) < count:
@@ -216,21 +216,21 @@ def operands(expr: Expr, count: int) -> tuple[Any, ...]:
 
 
 def activation(expr: Expr) -> TensorNode:
-    """The first operand, which is a tensor of the graph.
+    """Returns the first operand.
 
     Raises:
-        UnreadableError: when it is not.
+        UnreadableError: when the operand is not a tensor of the graph.
     """
     return _tensor(operands(expr, 1)[0])
 
 
 def tensors(*values: Any) -> tuple[TensorNode, ...]:
-    """The tensor nodes among ``values``."""
+    """Returns the tensor nodes among ``values``."""
     return tuple(v for v in values if isinstance(v, TensorNode))
 
 
 def children(value: Any) -> tuple[TensorNode, ...]:
-    """The tensor nodes in nested tuples, lists, dicts and slices."""
+    """Returns the tensor nodes in nested tuples, lists, dicts and slices."""
     if isinstance(value, TensorNode):
         return (value,)
     if isinstance(value, slice):

@@ -30,7 +30,7 @@ def unary(expr: Expr) -> Reading:
 
 
 def binary(expr: Expr) -> Reading:
-    """Reads an op of two operands; numbers go to ``scalar``, with the ``side`` on which they stand."""
+    """Reads an op of two operands; a number becomes ``scalar``, and ``side`` says which operand it is."""
     left, right = (number_or_node(v) for v in operands(expr, 2))
     if isinstance(expr, CallMethod) and expr.method.startswith("__r") and expr.method != "__rshift__":
         left, right = right, left
@@ -42,7 +42,7 @@ def binary(expr: Expr) -> Reading:
 
 
 def division(expr: Expr) -> Reading:
-    """Reads a division; one by a tensor stays float."""
+    """Reads a division; a division by a tensor stays float."""
     reading = binary(expr)
     if reading.role is not None or reading.attrs.get("side") == "right":
         return reading
@@ -50,10 +50,10 @@ def division(expr: Expr) -> Reading:
 
 
 def number_or_node(value: Any) -> Any:
-    """An operand: a node, a Python number, or an array of numbers.
+    """Reads an operand: a node, a Python number, or an array of numbers.
 
     Raises:
-        UnreadableError: when it is none of these.
+        UnreadableError: when the operand is none of these.
     """
     if isinstance(value, TensorNode):
         # A function that the tracer did not see leaves its numbers as constants of the graph.
@@ -69,7 +69,7 @@ def number_or_node(value: Any) -> Any:
 
 
 def _elemwise(expr: Expr) -> Reading:
-    """MegEngine's quantizable Elemwise: ordinary modes are expanded to functions before quantization."""
+    """Reads MegEngine's quantizable Elemwise: `expand` writes its other modes as functions beforehand."""
     mode = str(settings(expr, "method")["method"]).upper()
     if mode not in ("FUSE_ADD_SIGMOID", "FUSE_ADD_TANH"):
         raise UnreadableError(f"its mode {mode} has no rule")

@@ -1,4 +1,4 @@
-"""How an expr is read: one `OpCall` for a module, its functional twin and its Tensor method."""
+"""Rules and readings of exprs: one `OpCall` for a module, its functional twin and its Tensor method."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["INTEGERS", "Callee", "OpCall", "OpRule", "Reading", "Role", "op_rule
 
 
 class Role(enum.Enum):
-    """What quantization means for an op."""
+    """The way in which quantization treats an op."""
 
     COMPUTE = "compute"  # has a weight or multiplies two activations; inputs and output are sites
     ELEMENTWISE = "elementwise"  # new values from old; inputs and output are sites
@@ -38,10 +38,10 @@ class Reading:
         weight: the weight's node, if the op has one.
         bias: the bias's node, if the op has one.
         channel_axes: the axes of the weight that count output channels, in MegEngine's layout.
-        role: the role of this very call, where it depends on the arguments.
-        reason: why this very call has a float or shape role, where it depends on the arguments.
-        kind: the kind of this very call, where it depends on the arguments.
-        fixed: the arguments that were computed from shapes and are read as the traced sizes, in words.
+        role: the role of this call if it depends on the arguments; None for the role of the rule.
+        reason: why this call has a float or shape role, if that depends on the arguments.
+        kind: the kind of this call if it depends on the arguments; "" for the kind of the rule.
+        fixed: a clause that lists the arguments computed from shapes, which are read as the traced sizes.
     """
 
     inputs: tuple[TensorNode, ...]
@@ -56,13 +56,13 @@ class Reading:
 
 
 class Callee(NamedTuple):
-    """What an expr calls, as a key of the table of rules.
+    """The callee of an expr, as a key of the table of rules.
 
-    A kernel stands in the graph where the tracer did not see the function that called it, such as
-    ``F.relu`` kept in an attribute or a closure.
+    The graph has a kernel if the tracer did not see the function that called it, such as ``F.relu`` kept in
+    an attribute or a closure.
 
     Attributes:
-        sort: what the callee is.
+        sort: whether the callee is a module, a function, a Tensor method or a kernel.
         callee: a module class, a function, or the name of a Tensor method or of a kernel.
     """
 
@@ -72,14 +72,14 @@ class Callee(NamedTuple):
 
 @dataclass(frozen=True)
 class OpRule:
-    """How one kind of op is recognised and read.
+    """The callees of one kind of op, and the function that reads their calls.
 
     Attributes:
         kind: the name that configs and exporters use, such as ``conv2d``.
-        role: what quantization means for it.
-        targets: what may be called.
-        read: reads a matching expr; raises `UnreadableError` where the form of the call is not supported.
-        reason: for a float or shape role, why.
+        role: the role of the op.
+        targets: the callees that stand for the op.
+        read: reads a matching expr; raises `UnreadableError` if the form of the call is not supported.
+        reason: for a float or shape role, why the op is not quantized.
     """
 
     kind: str
@@ -105,16 +105,16 @@ def op_rule(
     kernels: Iterable[str] = (),
     reason: str = "",
 ) -> OpRule:
-    """Builds the rule for what an op is called by.
+    """Builds the rule of one kind of op.
 
     Args:
         kind: the name of the op.
-        role: what quantization means for it.
+        role: the role of the op.
         read: reads a matching expr.
         *callees: module classes and functions.
         methods: names of Tensor methods.
         kernels: names of kernels.
-        reason: for a float or shape role, why.
+        reason: for a float or shape role, why the op is not quantized.
     """
     targets = (
         *(Callee("module" if isinstance(c, type) else "function", c) for c in callees),
@@ -152,7 +152,7 @@ class OpCall:
 
     @classmethod
     def of(cls, expr: Expr, rule: OpRule, reading: Reading) -> OpCall:
-        """Joins what the rule says with what its reader read."""
+        """Builds the call from ``reading``; ``rule`` gives the kind, role and reason that it leaves open."""
         return cls(
             expr,
             reading.kind or rule.kind,
@@ -172,10 +172,10 @@ INTEGERS = "integer or shape arithmetic"
 
 
 def typed(expr: Expr, inputs: tuple[TensorNode, ...], attrs: Mapping[str, Any] | None = None) -> Reading:
-    """A reading whose role follows the types of inputs and outputs.
+    """Builds a reading whose role follows the types of inputs and outputs.
 
-    Float32 throughout has the rule's role. Where no float32 is read or written it is shape arithmetic, and
-    where both sorts meet the call stays float.
+    A call on float32 throughout has the rule's role. A call without float32 is shape arithmetic. A call that
+    mixes float32 with other types stays float.
     """
     floats = [is_float_tensor(n) for n in (*inputs, *expr.outputs)]
     if all(floats) and inputs:

@@ -14,8 +14,8 @@ from qtrace.ops.base import OpRule, Reading, Role, op_rule
 __all__ = ["RULES"]
 
 
-def _compared(read: Callable[[Expr], Reading]) -> Callable[[Expr], Reading]:
-    """Reads like ``read``; the mixture of float32 and booleans is what the op is for."""
+def _allow_mixed(read: Callable[[Expr], Reading]) -> Callable[[Expr], Reading]:
+    """Wraps ``read`` for ops that mix float32 and booleans on purpose: the role is the rule's."""
 
     def reader(expr: Expr) -> Reading:
         reading = read(expr)
@@ -24,7 +24,7 @@ def _compared(read: Callable[[Expr], Reading]) -> Callable[[Expr], Reading]:
     return reader
 
 
-_BINARY, _UNARY = _compared(binary), _compared(unary)
+_BINARY, _UNARY = _allow_mixed(binary), _allow_mixed(unary)
 
 
 def _comparison(kind: str, function: Callable[..., Any], method: str, *kernels: str) -> OpRule:
@@ -41,7 +41,7 @@ def _logic(kind: str, function: Callable[..., Any], kernel: str, *methods: str) 
 RULES = (
     _comparison("less", F.less, "__lt__", "LT"),
     _comparison("less_equal", F.less_equal, "__le__", "LEQ"),
-    # Their kernels are those above with the operands exchanged.
+    # Their kernels are LT and LEQ with the operands exchanged.
     _comparison("greater", F.greater, "__gt__"),
     _comparison("greater_equal", F.greater_equal, "__ge__"),
     _comparison("equal", F.equal, "__eq__", "EQ"),

@@ -26,8 +26,8 @@ def _conv(rank: int, transposed: bool = False) -> Callable[[Expr], Reading]:
         names = ("stride", "padding", "dilation", *(("output_padding",) if transposed else ()))
         attrs: dict[str, Any] = {n: a.integers(n, rank) for n in names}
         attrs["groups"] = a.integer("groups")
-        # A grouped weight has the groups in front: (groups, out / groups, in / groups, ...), transposed
-        # (groups, in / groups, out / groups, ...).
+        # A grouped weight has the groups as its first axis: (groups, out / groups, in / groups, ...), or
+        # (groups, in / groups, out / groups, ...) if transposed.
         single, grouped = ((1,), (0, 2)) if transposed else ((0,), (0, 1))
         channels = grouped if len(weight.shape) == rank + 3 else single
         return Reading((a.tensor(),), attrs, weight, bias, channels)

@@ -1,4 +1,4 @@
-"""Ops that put values of several tensors into one."""
+"""Ops that join values of several tensors in one."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def _join(expr: Expr) -> Reading:
 
 
 def _setitem(expr: Expr) -> Reading:
-    """``x[index] = value``; the graph's node for it is the changed tensor, and later readers read that."""
+    """Reads ``x[index] = value``, whose output is the changed tensor that later readers read."""
     target, index, value = operands(expr, 3)
     return typed(expr, tensors(target, value), {"index": index, "value": value})
 
 
-def _where(expr: Expr) -> Reading:
+def _read_where(expr: Expr) -> Reading:
     mask, x, y = operands(expr, 3)
     return typed(expr, tensors(x, y), {"mask": mask, "operands": (x, y)})
 
@@ -47,6 +47,6 @@ RULES = (
     op_rule("concat", Role.CONCAT, _join, M.Concat, F.concat, kernels=["Concat"]),
     op_rule("stack", Role.CONCAT, _join, F.stack, kernels=["Stack"]),
     op_rule("setitem", Role.CONCAT, _setitem, methods=["__setitem__"]),
-    op_rule("where", Role.CONCAT, _where, F.where, kernels=["Where"]),
+    op_rule("where", Role.CONCAT, _read_where, F.where, kernels=["Where"]),
     op_rule("scatter", Role.CONCAT, _scatter, F.scatter),
 )

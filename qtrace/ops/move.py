@@ -1,4 +1,4 @@
-"""Ops that only move values of one tensor: the integers stay, so the quantization parameters do."""
+"""Ops that only move values of one tensor: integers and quantization parameters stay the same."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def _moved(expr: Expr, node: Any, attrs: dict[str, Any], fixed: str = "") -> Rea
 
 
 def _spread(key: str) -> Callable[[Expr], Reading]:
-    """A reader for methods that take ``x.f(1, 2)`` as well as ``x.f((1, 2))``.
+    """Builds a reader for methods that take ``x.f(1, 2)`` as well as ``x.f((1, 2))``.
 
-    The value is a tuple of ints and nodes, or one node that holds all of them.
+    The value is a tuple of ints and nodes, or one node that holds the whole tuple.
     """
 
     def read(expr: Expr) -> Reading:
@@ -56,7 +56,7 @@ def _spread(key: str) -> Callable[[Expr], Reading]:
 
 
 def _vector(value: Any) -> bool:
-    """Whether ``value`` is a node that holds a whole shape."""
+    """Returns whether ``value`` is a node that holds a whole shape."""
     return bool(tensors(value)) and len(value.shape) == 1
 
 
@@ -72,8 +72,8 @@ def _expand_dims(expr: Expr) -> Reading:
 def _squeeze(expr: Expr) -> Reading:
     node, axes = activation(expr), settings(expr, "axis").axes("axis")
     if isinstance(expr, Apply):  # the kernel removes one axis after the other
-        left = list(range(len(node.shape)))
-        axes = tuple(left.pop(i) for i in axes or ())
+        remaining = list(range(len(node.shape)))
+        axes = tuple(remaining.pop(i) for i in axes or ())
     return _moved(expr, node, {"axis": axes})
 
 
@@ -114,7 +114,7 @@ def _pad(expr: Expr) -> Reading:
 
 
 def _widths(value: Any) -> tuple[tuple[int, ...], ...]:
-    """The padding before and behind each axis."""
+    """Reads the padding before and after each axis."""
     if not isinstance(value, (tuple, list)) or not all(isinstance(v, (tuple, list)) for v in value):
         raise unreadable("padding", value, "pairs of integers")
     return tuple(integers("padding", v, 2) for v in value)

@@ -25,12 +25,12 @@ def _batch_norm(expr: Expr) -> Reading:
 
 
 def _affine(*fields: str) -> Callable[[Expr], Reading]:
-    """A reader of a norm with weight and bias (nodes, tensors of the module, or None), eps and ``fields``."""
+    """Builds a reader of a norm: weight and bias (node, module tensor or None), eps and ``fields``."""
 
     def read(expr: Expr) -> Reading:
         node = activation(expr)
         if isinstance(expr, Apply):
-            attrs = {"eps": float(expr.opdef.eps), **{n: getattr(expr.opdef, n, None) for n in _KERNEL}}
+            attrs = {"eps": float(expr.opdef.eps), **{n: getattr(expr.opdef, n, None) for n in _FIELDS}}
             weight, bias = (*expr.inputs[1:], None, None)[:2]
             return Reading((node,), {**attrs, "weight": weight, "bias": bias})
         a = settings(expr, "weight", "bias", "eps", *fields)
@@ -42,13 +42,13 @@ def _affine(*fields: str) -> Callable[[Expr], Reading]:
     return read
 
 
-_KERNEL = ("group", "normalized_dim")
+_FIELDS = ("group", "normalized_dim")
 
 
 def _softmax(expr: Expr) -> Reading:
     node, a = activation(expr), settings(expr, "axis")
     if a["axis"] is None:
-        # As MegEngine's softmax chooses it: the channels of a matrix, of an image and of a single one.
+        # MegEngine's softmax chooses the axis of the channels of a matrix, of an image or of a batch of them.
         a["axis"] = 0 if len(node.shape) in (0, 1, 3) else 1
     return typed(expr, (node,), {"axis": a.axes("axis")})
 

@@ -1,4 +1,4 @@
-"""Ops that pick values of one tensor by an index or a mask: what they pick they do not change."""
+"""Ops that pick values of one tensor by an index or a mask and do not change them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _indexing_one_hot(expr: Expr) -> Reading:
 
 
 def _cond_take(expr: Expr) -> Reading:
-    """The second output holds positions, so types are mixed where the first holds floats."""
+    """Reads ``cond_take``, whose second output holds integer positions beside the picked floats."""
     a = arguments(expr)
     nodes, attrs = tensors(a["x"]), {"mask": a["mask"]}
     return Reading(nodes, attrs) if all(is_float_tensor(n) for n in nodes) else typed(expr, nodes, attrs)

@@ -1,4 +1,4 @@
-"""Reductions over axes. The largest and the smallest value are values of the input: those only move."""
+"""Reductions over axes. ``max`` and ``min`` only move values of the input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resizing. Nearest only moves values; the other modes make new ones."""
+"""Resizing. The mode ``nearest`` only moves values; the other modes compute new ones."""
 
 from __future__ import annotations
 

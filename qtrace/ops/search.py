@@ -1,4 +1,4 @@
-"""Sorting, searching and running sums: decided between values that 8 bits would make equal."""
+"""Sorting, searching and running sums: their results depend on differences that 8 bits would lose."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["RULES"]
 
 
 def _named(*names: str) -> Callable[[Expr], Reading]:
-    """A reader that gives the arguments ``names`` as attributes."""
+    """Builds a reader that gives the arguments ``names`` as attributes."""
 
     def read(expr: Expr) -> Reading:
         a = arguments(expr)

@@ -1,4 +1,4 @@
-"""Shapes, and tensors that are made from numbers and shapes only: never quantized."""
+"""Shapes, and tensors that are created from numbers and shapes only: never quantized."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from qtrace.ops.base import INTEGERS, Reading, Role, op_rule, typed
 
 __all__ = ["RULES"]
 
-_MADE = "it is made from numbers and shapes"
+_CREATED = "it is made from numbers and shapes"
 
 
 def _shape(expr: Expr) -> Reading:
     return Reading(tensors(*expr.inputs))
 
 
-def _made(*names: str) -> Callable[[Expr], Reading]:
-    """A reader of a function whose arguments ``names`` are numbers, shapes or nodes of such."""
+def _read_created(*names: str) -> Callable[[Expr], Reading]:
+    """Builds a reader of a function whose arguments ``names`` are numbers, shapes or their nodes."""
 
     def read(expr: Expr) -> Reading:
         a = arguments(expr)
@@ -31,7 +31,7 @@ def _made(*names: str) -> Callable[[Expr], Reading]:
 
 
 def _fill(expr: Expr) -> Reading:
-    """full, ones, zeros; the kernel that a call leaves which the tracer did not see."""
+    """Reads full, ones and zeros, and the kernel of a call that the tracer did not see."""
     if isinstance(expr, Apply):
         value: Any = expr.opdef.value
         (shape,) = operands(expr, 1)
@@ -59,10 +59,10 @@ _COORDINATES = "it makes coordinates, which need more than 8 bits"
 
 RULES = (
     op_rule("shape", Role.SHAPE, _shape, kernels=["GetVarShape"], reason=INTEGERS),
-    op_rule("arange", Role.SHAPE, _made("start", "stop", "step"), F.arange, reason=_MADE),
-    op_rule("linspace", Role.SHAPE, _made("start", "stop", "num"), F.linspace, reason=_MADE),
-    op_rule("eye", Role.SHAPE, _made("N", "M"), F.eye, reason=_MADE),
-    op_rule("full", Role.SHAPE, _fill, F.full, F.ones, F.zeros, kernels=["Fill"], reason=_MADE),
-    op_rule("full_like", Role.SHAPE, _fill_like, F.full_like, F.ones_like, F.zeros_like, reason=_MADE),
+    op_rule("arange", Role.SHAPE, _read_created("start", "stop", "step"), F.arange, reason=_CREATED),
+    op_rule("linspace", Role.SHAPE, _read_created("start", "stop", "num"), F.linspace, reason=_CREATED),
+    op_rule("eye", Role.SHAPE, _read_created("N", "M"), F.eye, reason=_CREATED),
+    op_rule("full", Role.SHAPE, _fill, F.full, F.ones, F.zeros, kernels=["Fill"], reason=_CREATED),
+    op_rule("full_like", Role.SHAPE, _fill_like, F.full_like, F.ones_like, F.zeros_like, reason=_CREATED),
     op_rule("meshgrid", Role.FLOAT, _meshgrid, F.meshgrid, reason=_COORDINATES),
 )

@@ -1,4 +1,4 @@
-"""Sampling of images and feature maps at computed places."""
+"""Sampling of images and feature maps at computed positions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["RULES"]
 
 
 def _roi_align(expr: Expr) -> Reading:
-    """The places stay float; the values are weighted means of the input's, as in pooling."""
+    """Reads ``roi_align``: the positions stay float; the values are weighted means, as in pooling."""
     a = arguments(expr)
     attrs = {
         "rois": a["rois"],

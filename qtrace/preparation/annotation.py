@@ -1,4 +1,4 @@
-"""What annotate decides, as frozen data that can be printed, saved and executed."""
+"""The decisions of `annotate` as frozen data that can be printed, saved and executed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ROUNDED = "_q"
 _RESERVED = frozenset(dir(Identity()))
 
 
-def free_name(name: str, taken: Container[str]) -> str:
-    """Returns ``name``, with a number behind it where it is ``taken`` or an attribute of every module."""
+def free_name(name: str, used_names: Container[str]) -> str:
+    """Returns ``name``, with a number appended if it is in ``used_names`` or an attribute of every module."""
     free, count = name, 0
-    while free in taken or free in _RESERVED:
+    while free in used_names or free in _RESERVED:
         count += 1
         free = f"{name}_{count}"
     return free
@@ -33,20 +33,20 @@ def value_name(site: str) -> str:
 
 
 def site_name(value: str) -> str:
-    """The inverse of `value_name`; the name of any other node as it is."""
+    """Inverts `value_name`; returns the name of any other node unchanged."""
     return value.removesuffix(_ROUNDED)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a site is quantized: scheme, observer and fake quant, with the options of both.
+    """The scheme, observer and fake quant of a site, with their options.
 
     Attributes:
         scheme: the scheme.
         observer: name of the observer.
-        observer_options: its options as sorted pairs.
+        observer_options: options of the observer as sorted pairs.
         fakequant: name of the fake quant.
-        fakequant_options: its options as sorted pairs.
+        fakequant_options: options of the fake quant as sorted pairs.
     """
 
     scheme: QScheme
@@ -56,7 +56,7 @@ class Plan:
     fakequant_options: tuple[tuple[str, Any], ...]
 
     def describe(self) -> str:
-        """All of it in a line, such as ``uint8 affine, mse(bins=2048), fixed``; equal for equal plans."""
+        """Describes the plan in a line such as ``uint8 affine, mse(bins=2048), fixed``; one line per plan."""
         parts = ((self.observer, self.observer_options), (self.fakequant, self.fakequant_options))
         plugins = (f"{n}({', '.join(f'{k}={v}' for k, v in o)})" if o else n for n, o in parts)
         return ", ".join((self.scheme.describe(), *plugins))
@@ -71,13 +71,13 @@ class Site:
         sort: activation, weight or bias.
         node: the name of the node whose value is quantized.
         consumers: names of the first outputs of the exprs that read the quantized value; None for all.
-        group: the site whose parameters it shares; its own name unless tied.
-        plan: how; None for a bias, whose scale is that of its layer.
+        group: the site whose parameters this site shares; its own name unless tied.
+        plan: scheme, observer and fake quant; None for a bias, whose scale is that of its layer.
         channel_axes: for a per-channel site, the axes of the node that count channels.
         static: whether the value is a parameter.
         activation: for a bias, the group of the layer's input.
         weight: for a bias, the group of the layer's weight.
-        factor: for a bias, by what the scale of ``activation`` is multiplied where the layer reads it.
+        factor: for a bias, the factor of the scale of ``activation`` where the layer reads it.
     """
 
     name: str
@@ -112,34 +112,35 @@ class Fold:
 
 @dataclass(frozen=True)
 class ExprNote:
-    """What was decided for one expr.
+    """The decision for one expr, with its reason.
 
     Attributes:
-        name: its first output.
-        op: what it calls.
+        name: name of the expr's first output.
+        op: the module, function or method that the expr calls.
         kind: the op kind, or "" without a rule.
-        role: what quantization means for it.
-        path: the module path it comes from.
+        role: the role of the op kind, or "" without a rule.
+        path: path of the module that recorded the expr.
         state: "int" (computed on integers), "fused" (into ``into``), "carried", "float", or "shape"
             (integers, shapes, and what is computed from them and constants alone).
-        into: the op it is fused into.
+        into: name of the op that the expr is fused into.
         inputs: the site or group of each input, "" for a float one.
-        reads: the names of these inputs, and of the other tensors that it reads, such as shapes.
-        gives: the names of its outputs.
-        asks: the parameters that it asks for at its inputs, in words; "" when it asks for none.
-        output: the group of its output, "" for a float one.
+        reads: the names of these inputs, and of the other tensors that the expr reads, such as shapes.
+        gives: the names of the expr's outputs.
+        asks: the parameters that the expr asks for at its inputs, in words; "" if it asks for none.
+        output: the group of the first output, "" for a float one.
         scheme: the output's scheme in words.
         weight: the weight's site.
         rule: the op rule, file and line.
         matched: the config rules that matched, file and line.
         ranks: the numbers of these rules in the config.
-        causes: what keeps it in float, the first as `reason` says: "unread" (no rule reads it), "region" (it
-            lies outside), "rule" (of the config), "role" (it is kept in float on purpose), "dtype" (values
-            other than float32), "kernel" (the backend has none), "idle" (a move between floats).
-        reason: why it stays float, or what else there is to say.
-        macs: its multiplications with accumulation, at the shapes that were traced.
-        island: the number of the float island that it belongs to; 0 for none. An island is a connected
-            part of the graph that stays float between integers.
+        causes: codes of everything that keeps the expr in float; `reason` states the first: "unread" (no rule
+            reads it), "region" (it lies outside), "rule" (of the config), "role" (it is kept in float on
+            purpose), "dtype" (values other than float32), "kernel" (the backend has none), "idle" (a move
+            between floats).
+        reason: why the expr stays float, or a remark about how it is computed.
+        macs: number of multiply-accumulates at the traced shapes.
+        island: the number of the float island that the expr belongs to; 0 for none. An island is a
+            connected part of the graph that stays float between integers.
     """
 
     name: str
@@ -167,7 +168,7 @@ class ExprNote:
 
 @dataclass(frozen=True)
 class Annotation:
-    """The decisions for a whole graph.
+    """All decisions for one graph.
 
     Attributes:
         backend: name of the backend.
@@ -175,10 +176,10 @@ class Annotation:
         sites: every site, in graph order.
         carried: node name -> group, for nodes whose values are integers of that group without rounding.
         folds: layers whose BatchNorm trains on.
-        origins: where the rules of the config were written, in order.
+        origins: file and line of each rule of the config, in order.
         inputs: the names of the graph's input tensors.
-        outputs: the names of what the graph gives.
-        factors: for those of `carried` that have another scale than their group, by what it is multiplied.
+        outputs: the names of the graph's output tensors.
+        factors: node name -> factor of its group's scale, for nodes of `carried` with another scale.
     """
 
     backend: str
@@ -192,17 +193,17 @@ class Annotation:
     factors: dict[str, float] = field(default_factory=dict)
 
     def moved(self) -> dict[str, str]:
-        """`carried` without the outputs of ops that do nothing: the nodes that an export writes anew."""
+        """Returns `carried` without the outputs of no-ops: the nodes that an export writes anew."""
         idle = {n.name for n in self.notes if n.kind in ("identity", "dropout")}
         return {name: group for name, group in self.carried.items() if name not in idle}
 
     def to_json(self) -> str:
-        """The annotation as a JSON document."""
+        """Returns the annotation as a JSON document."""
         return json.dumps(self, default=vars, sort_keys=True)  # asdict would copy every value first
 
     @classmethod
     def from_json(cls, text: str) -> Annotation:
-        """Inverse of `to_json`."""
+        """Reads what `to_json` wrote."""
         data = json.loads(text)
         return cls(
             backend=data["backend"],

@@ -14,17 +14,17 @@ from qtrace.config.algorithm import Algorithm, algorithms
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.passes.base import Left
 
-__all__ = ["FloatTask", "Report", "SiteError", "change_float", "named_report"]
+__all__ = ["FloatTask", "Report", "SiteNoise", "change_float", "named_report"]
 
 
 @dataclass(frozen=True)
-class SiteError:
+class SiteNoise:
     """The error of one site before and after an algorithm.
 
     Attributes:
         site: a weight's site, or the output of a layer or of the model.
-        before: signal to quantization noise ratio in dB; None where there was no noise.
-        after: the same afterwards.
+        before: SQNR in dB before the algorithm; None without noise.
+        after: SQNR in dB after the algorithm; None without noise.
     """
 
     site: str
@@ -34,28 +34,28 @@ class SiteError:
 
 @dataclass(frozen=True)
 class Report:
-    """What an algorithm did.
+    """The changes that an algorithm made, and the SQNR before and after them.
 
     Attributes:
-        changed: one line for everything that it changed.
-        left: everything that looked like work but was left alone, with the reason.
-        errors: the sites that it worked on, in graph order.
-        outputs: the outputs of the model; empty where they were not measured.
-        measured: what ``outputs`` were measured on.
-        algorithm: its name; set by the one who runs it.
-        options: its options as plain data; likewise.
+        changed: one line for each change.
+        left: candidates that the algorithm did not change, with the reason.
+        errors: SQNR of the sites that the algorithm worked on, in graph order.
+        outputs: SQNR of the model's outputs; empty if they were not measured.
+        measured: the data on which ``outputs`` were measured.
+        algorithm: name of the algorithm; `named_report` sets it.
+        options: options of the algorithm as plain data; `named_report` sets them.
     """
 
     changed: tuple[str, ...] = ()
     left: tuple[Left | str, ...] = ()
-    errors: tuple[SiteError, ...] = ()
-    outputs: tuple[SiteError, ...] = ()
+    errors: tuple[SiteNoise, ...] = ()
+    outputs: tuple[SiteNoise, ...] = ()
     measured: str = ""
     algorithm: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data."""
+        """Returns the report as plain data."""
         return {
             "algorithm": self.algorithm,
             "options": dict(self.options),
@@ -69,13 +69,13 @@ class Report:
 
 @dataclass(frozen=True)
 class FloatTask:
-    """What an algorithm of the float stage works on.
+    """The input of an algorithm of the float stage.
 
     Attributes:
         model: the flat, expanded float graph; it is changed in place.
         config: the config.
-        norms: output node of a layer -> mean and standard deviation of its channels, each (C,) float64, as
-            the BatchNorm said that was folded into it. Filled by ``fuse_bn``.
+        norms: output node of a layer -> mean and standard deviation of its channels, each (C,) float64, from
+            the BatchNorm that ``fuse_bn`` folded into the layer.
     """
 
     model: TracedModule
@@ -86,7 +86,7 @@ class FloatTask:
 def change_float(model: TracedModule, config: QConfig) -> tuple[dict[str, Any], ...]:
     """Runs the algorithms of the float stage on a flat, expanded graph; returns their reports.
 
-    Algorithms of the calibrated stage make room for what they will need.
+    Algorithms of the calibrated stage prepare the graph for what they will do after calibration.
     """
     task = FloatTask(model, config)
     reports = []

@@ -28,10 +28,10 @@ __all__ = ["QuantizedModel", "QuantizedSite"]
 
 @dataclass(frozen=True, eq=False)
 class QuantizedSite:
-    """One quantized tensor in the graph that holds it.
+    """One quantized tensor with its nodes in the graph.
 
     Attributes:
-        decision: what annotate decided for the site.
+        decision: the decision of `annotate` for the site.
         expr: the call of the fake quant, or of the layer that rounds its weight itself, because its BatchNorm
             trains on.
         node: the node whose value is quantized; it is not the result of another rounding.
@@ -95,13 +95,13 @@ class QuantizedSite:
         return scale.reshape(-1) if scale.ndim else scale
 
     def integers(self, parameter: np.ndarray) -> np.ndarray:
-        """The integers (int32) to which the site rounds a stored value.
+        """Quantizes a stored value to the integers (int32) of the site.
 
         Args:
             parameter: the value of `source`.
 
         Returns:
-            An array of the shape of ``parameter``; of a bias, a vector.
+            The integers in the shape of ``parameter``; a bias gives a vector.
         """
         if self.sort == "bias":
             return quantize_bias(parameter.reshape(-1), self.bias_scale, BIAS_QMAX)
@@ -116,24 +116,23 @@ class QuantizedSite:
         return np.moveaxis(integers.reshape(moved), range(len(axes)), axes)
 
     def rounded_bias(self, parameter: np.ndarray) -> np.ndarray:
-        """The float32 values that the integers of a bias stand for, in the shape of ``parameter``."""
+        """Returns the float32 values of a bias's integers, in the shape of ``parameter``."""
         return (self.integers(parameter) * self.bias_scale).astype(np.float32).reshape(parameter.shape)
 
 
 class QuantizedModel:
     """A view of a prepared or converted module.
 
-    The nodes of the view are those of the graph when they were first asked for: `view` gives a new view after
-    an edit.
+    The view looks up the nodes of the graph once, on first use: call `view` for a new view after an edit.
 
     Args:
-        module: the module.
+        module: a prepared or converted module.
         stage: "prepared" or "converted", the stage that the caller needs; None for either.
-        record: how the module was quantized; None to read the record that the module carries.
+        record: the record to use; None to read the record that the module carries.
 
     Attributes:
-        module: the module.
-        record: how the module was quantized.
+        module: the prepared or converted module.
+        record: the decisions, config and reports with which the module was quantized.
 
     Raises:
         GraphError: when the module is not at that stage, or its record is damaged.
@@ -145,15 +144,15 @@ class QuantizedModel:
 
     @classmethod
     def of(cls, model: Module | QuantizedModel, stage: str | None = None) -> QuantizedModel:
-        """Returns a view as it is, or the view of a module, whose record is then parsed."""
+        """Returns the view of ``model``; a view is returned as it is, without parsing its record again."""
         return model if isinstance(model, QuantizedModel) else cls(model, stage)
 
     def view(self, module: TracedModule) -> QuantizedModel:
-        """Returns the view of ``module`` with the same record: of a copy, or of this module after an edit."""
+        """Returns a view of ``module``, a copy or this module after an edit, with the record of this view."""
         return QuantizedModel(module, record=self.record)
 
     def add_reports(self, *reports: dict[str, Any]) -> None:
-        """Adds reports of post-training algorithms to the record, also to the one that the module carries."""
+        """Adds reports of post-training algorithms to the record of this view and to that of the module."""
         self.record = replace(self.record, ptq=(*self.record.ptq, *reports))
         write_record(self.module, self.record)
 
@@ -164,12 +163,12 @@ class QuantizedModel:
 
     @property
     def annotation(self) -> Annotation:
-        """The decisions that were executed."""
+        """The decisions that `insert` executed."""
         return self.record.annotation
 
     @property
     def log(self) -> tuple[str, ...]:
-        """What the passes did and left, a line each."""
+        """One line for each change of a pass, and for each candidate that a pass left unchanged."""
         return self.record.log
 
     @property
@@ -184,7 +183,7 @@ class QuantizedModel:
 
     @cached_property
     def nodes(self) -> dict[str, TensorNode]:
-        """Name -> node, for the inputs of the graph and what its exprs give, in graph order."""
+        """Name -> node, for the inputs of the graph and the outputs of its exprs, in graph order."""
         nodes = {node.name: node for node in self.module.graph.inputs}
         nodes.update((node.name, node) for expr in exprs(self.module) for node in expr.outputs)
         return nodes
@@ -218,8 +217,8 @@ class QuantizedModel:
             return tuple(sites[key] for key in decisions)
         except (KeyError, AttributeError) as error:
             raise GraphError(
-                f"the graph and what the model says of how it was quantized disagree ({error}): prepare the "
-                "float model again, and do not edit it afterwards."
+                f"the graph does not match its quantization record ({error}): prepare the float model again, "
+                "and do not edit it afterwards."
             ) from error
 
     @cached_property
@@ -256,17 +255,17 @@ class QuantizedModel:
         return getattr(getattr(self.module, CONTAINER), name)
 
     def carried_qparams(self) -> dict[str, QParams]:
-        """Name of a node -> its parameters, for the nodes that carry integers without rounding."""
+        """Maps the name of each node that carries integers without rounding to its parameters."""
         carried = self.annotation.carried
         groups = {group: self.rounding(group).qparams() for group in set(carried.values())}
         qparams = {name: groups[group] for name, group in carried.items()}
         for name, factor in self.annotation.factors.items():
-            old = qparams[name]
-            qparams[name] = QParams(old.scheme, old.scale * np.float32(factor), old.zero_point)
+            group = qparams[name]
+            qparams[name] = QParams(group.scheme, group.scale * np.float32(factor), group.zero_point)
         return qparams
 
     def float_tensors(self) -> list[tuple[str, Tensor]]:
-        """Name and value of every parameter and buffer that is not of a fake quant, sorted by name."""
+        """Lists name and value of the parameters and buffers outside of fake quants, sorted by name."""
         tensors = self.module.named_tensors()
         named = ((n, tensor) for n, tensor in tensors if not n.startswith(f"{CONTAINER}."))
         return sorted(named, key=lambda pair: pair[0])

@@ -43,7 +43,11 @@ def set_phase(prepared: Module, phase: str) -> None:
 
 
 def switch_phase(phase: str, *parts: QuantizedModel) -> None:
-    """Sets the phase of every site of some prepared modules, as `set_phase` does for the parts of one module.
+    """Sets the phase of every site of ``parts``.
+
+    Args:
+        phase: one of the four names that `set_phase` takes.
+        parts: views of prepared modules.
 
     Raises:
         CalibrationError: for ``quantize`` and ``train`` when a site has no parameters yet.
@@ -63,10 +67,10 @@ def switch_phase(phase: str, *parts: QuantizedModel) -> None:
 
 
 def _prepared_parts(module: Module) -> list[QuantizedModel]:
-    """The prepared modules that ``module`` is or holds.
+    """Finds the prepared modules that ``module`` is or contains.
 
     Raises:
-        GraphError: when there is none, or one is converted.
+        GraphError: when there is no prepared module, or one is converted.
     """
     parts = [part for part in module.modules() if is_quantized(part)] if isinstance(module, Module) else []
     return [QuantizedModel(part, "prepared") for part in parts or [module]]
@@ -74,20 +78,20 @@ def _prepared_parts(module: Module) -> list[QuantizedModel]:
 
 @contextmanager
 def in_phase(model: TracedModule, phase: str) -> Iterator[None]:
-    """Puts the sites of a prepared or converted module in ``phase``, and back in their own in the end."""
+    """Sets the phase of every site of a prepared or converted module, and restores the old ones on exit."""
     modules = (*fake_quants(model), *followers(model))
-    before = [module.phase for module in modules]
+    old_phases = [module.phase for module in modules]
     try:
         for module in modules:
             module.phase = phase
         yield
     finally:
-        for module, own in zip(modules, before, strict=True):
-            module.phase = own
+        for module, old_phase in zip(modules, old_phases, strict=True):
+            module.phase = old_phase
 
 
 def _warn_of_races(parts: Sequence[QuantizedModel]) -> None:
-    """Warns when gradients would be computed on CPU from a queue: MegEngine 1.13 gets some of them wrong."""
+    """Warns if MegEngine would compute gradients asynchronously on CPU: 1.13 computes some of them wrong."""
     level = mge.config.async_level
     devices = {str(fq.scale.device.physical_name) for part in parts for fq in part.fake_quants.values()}
     if level > 0 and any(device.startswith(("cpu", "multithread")) for device in devices):

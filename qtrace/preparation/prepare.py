@@ -1,4 +1,4 @@
-"""prepare: from a traced module and a config to a graph with fake quants."""
+"""Prepares a traced module: decides what the config quantizes, and inserts the fake quants."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ def prepare(
         traced: a traced module, as ``qtrace.trace`` or MegEngine's ``trace_module`` gives it.
         qconfig: a ``QConfig``, a mapping with its fields, a recipe's name or the path of a recipe file;
             None for the default, int8 for onnxruntime.
-        inputs: where the quantized part of the graph begins: names or glob patterns of nodes or modules,
-            which are part of it; None for what the config's ``region`` says, else the graph's inputs.
-        outputs: where it ends, likewise. What lies outside stays float.
+        inputs: names or glob patterns of the nodes or modules with which the quantized region begins, which
+            are part of it; None for those of the config's ``region``, else the graph's inputs.
+        outputs: names or glob patterns of the nodes or modules with which the quantized region ends; None
+            as for ``inputs``. Ops outside of the region stay float.
 
     Returns:
         A prepared ``TracedModule``.
@@ -71,20 +72,20 @@ def plan(
     inputs: str | Sequence[str] | None = None,
     outputs: str | Sequence[str] | None = None,
 ) -> Annotation:
-    """What ``prepare`` would do, without doing it: the annotation that ``explain`` prints."""
+    """Returns the annotation that ``prepare`` would execute and ``explain`` prints; inserts nothing."""
     return _decide(traced, qconfig, inputs, outputs)[1]
 
 
 def _with_region(
     config: QConfig, inputs: str | Sequence[str] | None, outputs: str | Sequence[str] | None
 ) -> QConfig:
-    """``config`` with another region; what is not given stays as the config says."""
+    """Returns ``config`` with the region of the arguments; None keeps that end of the config's region."""
     if inputs is None and outputs is None:
         return config
     old = config.region or Region()
     arguments = {"inputs": inputs, "outputs": outputs}
-    given = {key: value or getattr(old, key) for key, value in arguments.items()}
-    region = Region.model_validate({key: value for key, value in given.items() if value is not None})
+    ends = {key: value or getattr(old, key) for key, value in arguments.items()}
+    region = Region.model_validate({key: value for key, value in ends.items() if value is not None})
     return config.with_region(
         region, {f"region.{key}": f"argument {key}" for key in arguments if arguments[key]}
     )
@@ -96,6 +97,7 @@ def _decide(
     inputs: str | Sequence[str] | None,
     outputs: str | Sequence[str] | None,
 ) -> tuple[TracedModule, Annotation, Record]:
+    """Runs the passes before `insert`; returns the changed copy, the annotation and the record."""
     if not isinstance(traced, TracedModule):
         raise GraphError(
             f"prepare takes a TracedModule, not {type(traced).__name__}: call qtrace.trace on it first."

@@ -1,4 +1,4 @@
-"""What a prepared or converted module carries: its fake quants and the record of how it was made."""
+"""The quantization record that a prepared or converted module carries, and its fake quants."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _ATTRIBUTE = "qtrace_record"
 
 @dataclass(frozen=True)
 class Record:
-    """How a graph was quantized.
+    """The decisions, config and reports with which a graph was quantized.
 
     Attributes:
         stage: "prepared" or "converted".
         annotation: the decisions that were executed.
         qconfig: the config as plain data.
-        log: what the passes did and left, a line each.
+        log: one line for each change of a pass, and for each candidate that a pass left unchanged.
         ptq: the reports of the post-training algorithms that have run, as plain data.
     """
 
@@ -67,7 +67,7 @@ def write_record(model: TracedModule, record: Record) -> None:
 
 
 def read_record(model: Module, stage: str | None = None) -> Record:
-    """The record of a prepared or converted module.
+    """Reads the record of a prepared or converted module.
 
     Args:
         model: the module.
@@ -86,7 +86,7 @@ def read_record(model: Module, stage: str | None = None) -> Record:
         record = _parse(text)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise GraphError(
-            f"what the model says of how it was quantized is damaged ({type(error).__name__}): make it again."
+            f"the quantization record of the model is damaged ({type(error).__name__}): make the model again."
         ) from error
     if stage is not None and record.stage != stage:
         todo = (
@@ -99,7 +99,7 @@ def read_record(model: Module, stage: str | None = None) -> Record:
 
 
 def _parse(text: str) -> Record:
-    """The inverse of `write_record`, for what may be any text."""
+    """Parses the text that `write_record` attached; the text comes from a file and may be anything."""
     data = json.loads(text)
     annotation = Annotation.from_json(data["annotation"])
     log, ptq = tuple(data["log"]), tuple(data.get("ptq", ()))
@@ -109,32 +109,32 @@ def _parse(text: str) -> Record:
 
 
 def graph_hash(model: TracedModule) -> str:
-    """SHA-256, in hex, of how a graph was quantized and of all its numbers: parameters, scales, zero points.
+    """Computes the SHA-256, in hex, of a graph's record and tensors: parameters, scales, zero points.
 
-    A copy has the same, and so has what ``qtrace.load`` gives; another calibration has another.
+    A copy or a reloaded module has the same hash; another calibration gives another hash.
     """
-    # Not by state_dict: at every module it goes through all that it has found so far.
+    # Not by state_dict, whose time is quadratic in the number of modules.
     return hash_tensors(getattr(model, _ATTRIBUTE, ""), model.named_tensors())
 
 
 def hash_tensors(text: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256, in hex, of a text and of named tensors, whatever their order."""
+    """Computes the SHA-256, in hex, of a text and of named tensors, independent of their order."""
     ordered = sorted(tensors, key=lambda named: named[0])
     return hash_arrays(text, ((name, np.atleast_1d(tensor.numpy())) for name, tensor in ordered))
 
 
 def is_quantized(model: Module) -> bool:
-    """Whether ``model`` was made by ``prepare`` or ``convert``."""
+    """Returns whether ``model`` was made by ``prepare`` or ``convert``."""
     return getattr(model, _ATTRIBUTE, None) is not None
 
 
 def fake_quants(model: TracedModule) -> Iterator[FakeQuant]:
-    """The fake quants of a prepared or converted module, in the order of their sites."""
+    """Yields the fake quants of a prepared or converted module, in the order of their sites."""
     return (m for m in _children(model) if isinstance(m, FakeQuant))
 
 
 def followers(model: TracedModule) -> Iterator[BiasQuant | BnFold]:
-    """The modules that have a phase but no parameters of their own: biases and folded layers."""
+    """Yields the modules with a phase but without parameters of their own: biases and folded layers."""
     return (m for m in _children(model) if isinstance(m, (BiasQuant, BnFold)))
 
 

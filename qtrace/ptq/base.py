@@ -17,7 +17,7 @@ from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.metrics import ErrorSums, finite_or_none
 from qtrace.plugins.options import Int
-from qtrace.preparation.float_stage import FloatTask, Report, SiteError
+from qtrace.preparation.float_stage import FloatTask, Report, SiteNoise
 from qtrace.preparation.passes.base import Left, PassResult
 from qtrace.storage.checkpoints import Checkpoint
 
@@ -30,7 +30,7 @@ __all__ = [
     "Left",
     "Noise",
     "Report",
-    "SiteError",
+    "SiteNoise",
     "report_of",
 ]
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from tqdm import tqdm
 
-from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Left, Noise, Report, SiteError
+from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Left, Noise, Report, SiteNoise
 from qtrace.ptq.layers.biases import add_biases, move_bias
 from qtrace.ptq.layers.quantized import Layer, Twins, layers, mean_error
 
@@ -46,7 +46,7 @@ class BiasCorrection(CalibratedAlgorithm):
         return Report(tuple(changed), tuple(left), tuple(errors))
 
 
-def _correct(task: CalibratedTask, twins: Twins, layer: Layer) -> tuple[SiteError, float]:
+def _correct(task: CalibratedTask, twins: Twins, layer: Layer) -> tuple[SiteNoise, float]:
     """Corrects one layer; returns its error and the largest correction."""
     twins.advance(layer.call.expr)
     before, after = Noise(layer.name), Noise(layer.name)
@@ -57,4 +57,4 @@ def _correct(task: CalibratedTask, twins: Twins, layer: Layer) -> tuple[SiteErro
     twins.quantized.changed()
     for want, have in twins.results(layer):
         after.add(want, have)
-    return SiteError(layer.name, before.decibels, after.decibels), largest
+    return SiteNoise(layer.name, before.decibels, after.decibels), largest

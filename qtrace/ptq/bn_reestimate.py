@@ -21,7 +21,7 @@ from qtrace.fakequant.following.bn_fold import LAYERS as FOLDED
 from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.graph.types import Expr
 from qtrace.graph.walk import exprs, get_module, owner
-from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Left, Noise, Report, SiteError
+from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Left, Noise, Report, SiteNoise
 from qtrace.ptq.layers.quantized import KEPT_NORM, Layer, Twins, layers, per_channel, write
 from qtrace.scheme import QParams
 
@@ -88,7 +88,7 @@ class _Moments:
         return np.maximum(self.squares / self.count - self.mean**2, 0.0)
 
 
-def _reestimate(twins: Twins, expr: Expr) -> SiteError:
+def _reestimate(twins: Twins, expr: Expr) -> SiteNoise:
     """Gives the BatchNorm of a folded call the statistics of its layer on quantized weights and inputs."""
     twins.advance(expr)
     before = _noise(twins, expr)
@@ -104,10 +104,10 @@ def _reestimate(twins: Twins, expr: Expr) -> SiteError:
     for tensor, new in ((bn.running_mean, moments.mean), (bn.running_var, moments.variance)):
         tensor._reset(Tensor(new.reshape(tuple(int(n) for n in tensor.shape)).astype(np.float32)))
     twins.quantized.changed()
-    return SiteError(before.site, before.decibels, _noise(twins, expr).decibels)
+    return SiteNoise(before.site, before.decibels, _noise(twins, expr).decibels)
 
 
-def _rescale(task: CalibratedTask, twins: Twins, layer: Layer) -> SiteError | str:
+def _rescale(task: CalibratedTask, twins: Twins, layer: Layer) -> SiteNoise | str:
     """Scales and moves the channels of a layer; returns its error, or why nothing was done."""
     quant = layer.quant
     if layer.bias is None:
@@ -137,7 +137,7 @@ def _rescale(task: CalibratedTask, twins: Twins, layer: Layer) -> SiteError | st
     twins.quantized.changed()
     after = _noise(twins, layer.call.expr)
     if after.noise < before.noise:
-        return SiteError(layer.name, before.decibels, after.decibels)
+        return SiteNoise(layer.name, before.decibels, after.decibels)
     quant.set_qparams(old)
     write(task.model, layer.weight, weight)
     write(task.model, layer.bias, bias)

@@ -24,7 +24,7 @@ from qtrace.ops import OpCall
 from qtrace.plugins.options import Bool, Float, Int
 from qtrace.preparation.annotation import Site
 from qtrace.preparation.passes.annotate import annotate
-from qtrace.ptq.base import FloatAlgorithm, FloatTask, Left, Report, SiteError
+from qtrace.ptq.base import FloatAlgorithm, FloatTask, Left, Report, SiteNoise
 from qtrace.ptq.layers.channels import ChannelGroup, channel_groups
 from qtrace.ptq.layers.outputs import RandomOutputs, output_errors
 from qtrace.ptq.layers.scaling import Parameters, factors, site_sqnr
@@ -75,7 +75,7 @@ class Equalize(FloatAlgorithm):
             changed, left = changed + absorbed, left + not_absorbed
         parameters.store()
         after = _errors(parameters, calls, sites)
-        errors = tuple(SiteError(name, before[name], after[name]) for name in before)
+        errors = tuple(SiteNoise(name, before[name], after[name]) for name in before)
         gained = output_errors(ratios, outputs.ratios()) if changed else ()
         return Report(tuple(changed), tuple(left), errors, gained, outputs.measured)
 

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from qtrace.graph.walk import get_module
 from qtrace.plugins.options import Float, Int
-from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Left, Noise, Report, SiteError
+from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Left, Noise, Report, SiteNoise
 from qtrace.ptq.layers.biases import add_biases, move_bias
 from qtrace.ptq.layers.quantized import Layer, Twins, layers, mean_error, write
 from qtrace.ptq.layers.refit import correction
@@ -74,7 +74,7 @@ class Gptq(CalibratedAlgorithm):
             left.append(Left("", "no layer has quantized weights"))
         return Report(tuple(changed), tuple(left), tuple(errors))
 
-    def _round(self, task: CalibratedTask, twins: Twins, layer: Layer) -> tuple[SiteError, str]:
+    def _round(self, task: CalibratedTask, twins: Twins, layer: Layer) -> tuple[SiteNoise, str]:
         """Rounds one layer, if that helps; returns its error, and what was changed."""
         twins.advance(layer.call.expr)
         want, have = (list(values) for values in zip(*twins.results(layer), strict=True))
@@ -110,7 +110,7 @@ class Gptq(CalibratedAlgorithm):
             move_bias(task.model, layer, lacking)
             told = told or "its bias takes the mean error; rounding to nearest is better"
         twins.quantized.changed()
-        return SiteError(layer.name, before.decibels, after.decibels), told
+        return SiteNoise(layer.name, before.decibels, after.decibels), told
 
     def _halves(
         self, twins: Twins, layer: Layer, want: list[np.ndarray], weight: np.ndarray
@@ -132,14 +132,14 @@ class Gptq(CalibratedAlgorithm):
         return [[m.centered() if centered else m for m in half] for half in halves]
 
 
-def _center(task: CalibratedTask, twins: Twins, layer: Layer) -> tuple[SiteError, str]:
+def _center(task: CalibratedTask, twins: Twins, layer: Layer) -> tuple[SiteNoise, str]:
     """Leaves the weights and corrects the bias; the error that counts elsewhere is that without the means."""
     twins.advance(layer.call.expr)
     want, have = (list(values) for values in zip(*twins.results(layer), strict=True))
     noise, lacking = _errors(layer, want, have)
     move_bias(task.model, layer, lacking)
     twins.quantized.changed()
-    return SiteError(layer.name, noise.decibels, noise.decibels), "its bias takes the mean error"
+    return SiteNoise(layer.name, noise.decibels, noise.decibels), "its bias takes the mean error"
 
 
 def _grid(layer: Layer, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, QParams]:

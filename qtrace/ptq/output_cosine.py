@@ -19,7 +19,7 @@ from pydantic import Field
 from tqdm import tqdm
 
 from qtrace.plugins.options import Int
-from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Left, Noise, Report, SiteError
+from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Left, Noise, Report, SiteNoise
 from qtrace.ptq.layers.quantized import Layer, Twins, layers, per_channel
 from qtrace.scheme import QParams
 
@@ -59,7 +59,7 @@ def _unfit(layer: Layer) -> str:
     return "" if scales in (1, channels) else f"it has {scales} scales for {channels} channels"
 
 
-def _choose(twins: Twins, layer: Layer, candidates: int) -> tuple[SiteError, str]:
+def _choose(twins: Twins, layer: Layer, candidates: int) -> tuple[SiteNoise, str]:
     """Chooses the scales of one layer; returns its error, and a line about what changed."""
     expr = layer.call.expr
     twins.advance(expr)
@@ -81,7 +81,7 @@ def _choose(twins: Twins, layer: Layer, candidates: int) -> tuple[SiteError, str
             noise.add(want, have)
     moved = int(np.count_nonzero(best != 1.0))
     line = f"{layer.name}: {moved} of {best.size} scales times {best.min():.3g} to {best.max():.3g}"
-    return SiteError(layer.name, before.decibels, after.decibels), line if moved else ""
+    return SiteNoise(layer.name, before.decibels, after.decibels), line if moved else ""
 
 
 def _rescale(twins: Twins, layer: Layer, start: QParams, multiple: np.ndarray) -> None:

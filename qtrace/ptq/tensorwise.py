@@ -19,7 +19,7 @@ from qtrace.graph.walk import exprs
 from qtrace.ops import OpCall
 from qtrace.plugins.options import Float, Int
 from qtrace.preparation.annotation import Site
-from qtrace.ptq.base import FloatAlgorithm, FloatTask, Left, Report, SiteError
+from qtrace.ptq.base import FloatAlgorithm, FloatTask, Left, Report, SiteNoise
 from qtrace.ptq.equalize import weight_sites
 from qtrace.ptq.layers.channels import ChannelGroup, channel_groups
 from qtrace.ptq.layers.outputs import RandomOutputs, output_errors
@@ -68,7 +68,7 @@ class Tensorwise(FloatAlgorithm):
             if now > self.bits:
                 left.append(Left(name, f"{_why(call, groups)}; {now:.2f} bits stay lost"))
         errors = tuple(
-            SiteError(_weight(c), noise[name], site_sqnr(parameters, c, sites[_weight(c)]))
+            SiteNoise(_weight(c), noise[name], site_sqnr(parameters, c, sites[_weight(c)]))
             for name, c in calls.items()
         )
         gained = output_errors(ratios, outputs.ratios()) if changed else ()

@@ -8,7 +8,7 @@ import megengine.module as M
 import pytest
 
 from qtrace.errors import GraphError
-from qtrace.graph.pattern import Anything, Const, Match, Mismatch, Op, Param, match
+from qtrace.graph.pattern import Anything, Const, Mismatch, Op, Param, PatternMatch, match
 from tests.graph.samples import ConvBnRelu, chain, expr, function, node, traced_model
 
 CONV = Op(M.Conv2d, Anything("x"), name="conv")
@@ -18,7 +18,7 @@ CONV_BN_RELU = Op(F.relu, BN, name="relu")
 
 def found(pattern, traced, name=None):
     result = match(pattern, node(traced, name) if name else traced.graph.outputs[0])
-    assert isinstance(result, Match), result
+    assert isinstance(result, PatternMatch), result
     return result
 
 

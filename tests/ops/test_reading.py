@@ -208,7 +208,7 @@ def test_a_bug_in_a_rule_surfaces_with_its_traceback_and_the_node(
 
     (rule,) = [rule for rule in ops.rules() if rule.kind == "relu"]
     planted = dict.fromkeys(rule.targets, dataclasses.replace(rule, read=read))
-    monkeypatch.setattr(ops, "_table", lambda: planted)
+    monkeypatch.setattr(ops, "_rules_by_target", lambda: planted)
     with pytest.raises(RuntimeError, match=r"the rule of relu .* fails at relu_out") as caught:
         qtrace.prepare(qtrace.trace(net(lambda self, x: F.relu(x)), IMAGE))
     assert isinstance(caught.value.__cause__, bug)

@@ -115,5 +115,5 @@ def test_a_damaged_record_is_told(change: str) -> None:
         "config": json.dumps({**json.loads(text), "qconfig": []}),
         "number": 3,
     }[change]
-    with pytest.raises(GraphError, match="how it was quantized is damaged"):
+    with pytest.raises(GraphError, match="the quantization record of the model is damaged"):
         read_record(prepared)

@@ -1,4 +1,4 @@
-"""What a model file may name: literal, exact names, one list for each use that a file can make of a name.
+"""The names that a model file may contain: exact names, one list for each use of a name in a file.
 
 A name stands for one object, ``module:qualname`` as pickle and MegEngine store it; there are no prefixes and
 no patterns. Which list a name is on decides what a file can do with it:

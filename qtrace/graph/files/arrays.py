@@ -40,7 +40,7 @@ class Pending:
 
 
 def start_dtype(*args: Any) -> Pending:
-    """The dtype that ``numpy.dtype(code, False, True)`` in a pickle means, before its byte order is known."""
+    """Starts the dtype of ``numpy.dtype(code, False, True)`` in a pickle, whose byte order follows later."""
     code = args[0] if len(args) == 3 and all(type(flag) is bool for flag in args[1:]) else None
     if type(code) is str and (code in CODES or TEXT.match(code)):
         return Pending(make_dtype, np.dtype(code))

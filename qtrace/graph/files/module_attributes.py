@@ -224,8 +224,8 @@ def check_attributes(module: M.Module, path: str) -> None:
     """Refuses a module of MegEngine, or a fake quant, with an attribute that its ``forward`` does not take.
 
     Args:
-        module: has its attributes. Those of other classes are not looked at.
-        path: of the module within the model, for the error.
+        module: a module with its attributes; modules of other classes are not checked.
+        path: path of the module within the model, for the error.
 
     Raises:
         RefusedError: naming the module and the attribute.

@@ -26,8 +26,8 @@ def check_modules(model: TracedModule, rules: Rules) -> None:
     """Refuses modules that MegEngine could not go through.
 
     Args:
-        model: the outermost module; the graphs of traced modules are not looked at.
-        rules: those of the file.
+        model: the outermost module; the graphs of traced modules are not checked.
+        rules: the rules of the file.
 
     Raises:
         RefusedError: naming the module's class and what is wrong with it.
@@ -43,10 +43,10 @@ def check_modules(model: TracedModule, rules: Rules) -> None:
 
 
 class _ModuleWalk:
-    """Goes through modules, and through the objects of qtrace that they hold.
+    """Checks modules and the objects of qtrace in their attributes.
 
     Args:
-        rules: those of the file.
+        rules: the rules of the file.
     """
 
     def __init__(self, rules: Rules) -> None:

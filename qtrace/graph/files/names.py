@@ -1,4 +1,4 @@
-"""From a name in a file to the object it stands for, and no further than the allow-list."""
+"""Resolves the names in a file to objects, within the limits of the allow-list."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _LISTS = {
 
 
 class RefusedError(Exception):
-    """The file asks for something that a file may not have; the message says what."""
+    """The file asks for something that no file may have; the message names it."""
 
 
 class DamagedError(Exception):
-    """The file cannot be read; the message says why."""
+    """The file cannot be read; the message gives the reason."""
 
 
 class Ref:
@@ -48,7 +48,7 @@ class Ref:
 
 
 class LoadBudget:
-    """How much a file may make of itself, in memory and in work; both are linear in its size.
+    """The memory and the work that a file may cause; both limits are linear in its size.
 
     A pickle can name what it has stored again and again, each time with a few bytes. What a saved model makes
     is never larger than the file, so that a file that makes much more is refused before memory or time is
@@ -86,7 +86,7 @@ class LoadBudget:
 
 
 def shown(value: object, limit: int = 100) -> str:
-    """``value`` as an error can print it.
+    """Formats ``value`` for an error message.
 
     Names may be long or contain line breaks; objects of a half-loaded model are only named by their type,
     because their own repr may not work yet.
@@ -118,31 +118,31 @@ class AllowList:
         for entry in self.extra:
             if not ENTRY.match(entry if isinstance(entry, str) else ""):
                 raise ConfigError(f"allow entry {shown(entry)!r} is not of the form 'pkg.mod:Qual.Name'.")
-        self._found: dict[tuple[str, str], Any] = {}
+        self._resolved: dict[tuple[str, str], Any] = {}
 
     def kind(self, key: str) -> str | None:
-        """The list that ``key`` is on: extra, type, opdef, object, module, qtrace, reducer, or None."""
+        """Returns the list of ``key``: extra, type, opdef, object, module, qtrace, reducer, or None."""
         own = allowlist.qtrace_classes() if key.startswith("qtrace.") else ()
         lists = {**_LISTS, "extra": self.extra, "qtrace": own}
         return next((kind for kind, keys in lists.items() if key in keys), None)
 
     def find(self, module: object, name: object) -> Any:
-        """What the unpickler may put on its stack for a global name: a harmless type, or a Ref.
+        """Returns what the unpickler puts on its stack for a global name: a harmless type, or a `Ref`.
 
         Raises:
             RefusedError: when the name is on no list.
         """
         if type(module) is not str or type(name) is not str:
             raise RefusedError("it builds the name of an import from things that are not strings")
-        if (module, name) in self._found:
-            return self._found[module, name]
+        if (module, name) in self._resolved:
+            return self._resolved[module, name]
         key = allowlist.current(f"{module}:{name}")
         kind = self.kind(key)
         if kind is None:
             raise refused("names", key)
         target = resolve(key)
         value = target if kind in ("type", "opdef", "extra") else Ref(key, target)
-        self._found[module, name] = value
+        self._resolved[module, name] = value
         return value
 
     def function(self, pair: object) -> Any:

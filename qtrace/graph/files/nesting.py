@@ -1,4 +1,4 @@
-"""Bounds of what is nested: containers within containers, and the keys of dicts.
+"""Bounds of nested data: containers within containers, and the keys of dicts.
 
 Python hashes, compares, prints and copies nested data by recursion, without a limit of depth for tuples and
 without noticing that a part occurs many times. So the depth of everything that a file brings is bounded, and
@@ -65,7 +65,7 @@ def _parts(item: Any, kind: type) -> list[Any]:
 
 
 class Keys:
-    """Which values may be keys of a dict or members of a set.
+    """Checks values that become keys of a dict or members of a set.
 
     Args:
         budget: pays for hashing, and for comparing keys whose hashes are equal.
@@ -80,7 +80,7 @@ class Keys:
         """Refuses a key that could not be looked up in reasonable time.
 
         Args:
-            key: what is to be put into ``container``.
+            key: the value to add to ``container``.
             container: a dict or a set.
 
         Raises:

@@ -122,7 +122,7 @@ def make_defaultdict(*args: Any) -> defaultdict:
 
 
 def weight(state: Any) -> int:
-    """What is copied of a state or of arguments: entries of a dict, bytes of data."""
+    """Returns the cost of copying a state or arguments: entries of a dict, bytes of data."""
     if type(state) is dict:
         return len(state)
     items = state if type(state) is tuple else ()

@@ -39,10 +39,10 @@ __all__ = ["check_calls", "restore"]
 
 
 def restore(module: TracedModule, budget: LoadBudget) -> None:
-    """What ``TracedModule.__setstate__`` does, with sets and counts where MegEngine searches lists.
+    """Restores a module as ``TracedModule.__setstate__`` does, but in linear time.
 
     Args:
-        module: has its attributes, and its graphs were checked.
+        module: a module with its attributes and checked graphs.
         budget: pays for each visit of a module, of which shared modules have many.
     """
     for graph in module.argdef_graph_map.values():

@@ -1,4 +1,4 @@
-"""Which objects a model file may make, and which state each may be given.
+"""The rules for the objects that a model file may create, and for the state of each.
 
 Three questions come from the unpickler: make an instance without running a constructor (NEWOBJ), call
 something with arguments (REDUCE), give an object its state (BUILD). Each is answered from a table that is
@@ -73,11 +73,11 @@ class Rules:
 
     Args:
         names: the allow-list, with the caller's own entries.
-        budget: what the file may take of memory and work.
+        budget: the memory and work that the file may cause.
         keep_devices: whether tensors go to the devices that the file names.
 
     Attributes:
-        budget: the same.
+        budget: the memory and work that the file may still cause.
         keys: which values may be keys of dicts.
         trees: the argument structures.
         traced: every TracedModule of the file, children before parents; their graphs are not restored yet.
@@ -165,7 +165,7 @@ class Rules:
         return result if cls is Pending else instance
 
     def _identify(self, value: Any) -> tuple[Any, str, str | None]:
-        """What a Ref or a type stands for, its key and its kind."""
+        """Returns the object that a Ref or a type stands for, its key and its kind."""
         if type(value) is Ref:
             return value.target, value.key, self.names.kind(value.key)
         if isinstance(value, type):

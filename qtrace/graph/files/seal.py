@@ -55,7 +55,7 @@ def sealing(file: BinaryIO) -> Iterator[Any]:
 
 
 def check(data: Any) -> int:
-    """Where the pickle of a model begins: behind the head, if there is one.
+    """Returns the position at which the pickle of a model begins: after the head, if there is one.
 
     A damaged head is not taken for none.
 

@@ -47,7 +47,7 @@ def save(module: TracedModule, path: str | os.PathLike[str]) -> None:
     """Writes a traced, prepared or converted model to a file; the file appears complete or not at all.
 
     Args:
-        module: what ``qtrace.trace``, ``prepare`` or ``convert`` returned. It is not changed.
+        module: a result of ``qtrace.trace``, ``prepare`` or ``convert``; it is not changed.
         path: the file; an existing one is replaced. ``megengine.load`` reads it too.
 
     Raises:

@@ -46,7 +46,7 @@ class Machine:
         """The object that the pickle describes.
 
         Args:
-            start: where in the data the pickle begins.
+            start: position of the pickle in the data.
 
         Raises:
             RefusedError: when it asks for something that a model file may not have.

@@ -53,15 +53,15 @@ class Validator:
         """Refuses a module whose graphs are not whole.
 
         Args:
-            module: has its attributes; its graphs' references are not set yet.
+            module: a module with its attributes; the references of its graphs are not set yet.
 
         Raises:
             RefusedError: naming the part.
         """
         fields = module.__dict__
         graphs, outs = fields.get("argdef_graph_map"), fields.get("argdef_outdef_map")
-        _one("argdef_graph_map", graphs, (dict,))
-        _one("argdef_outdef_map", outs, (dict,))
+        _check_type("argdef_graph_map", graphs, (dict,))
+        _check_type("argdef_outdef_map", outs, (dict,))
         _each("argdef_graph_map", graphs, (TreeDef,))
         _each("argdef_graph_map", graphs.values(), (InternalGraph,))
         _each("argdef_outdef_map", outs, (TreeDef,))
@@ -70,7 +70,7 @@ class Validator:
             _check_argspec(fields["argspec"])
         for name in ("watch_points", "end_points"):
             if fields.get(name):
-                _one(name, fields[name], (list,))
+                _check_type(name, fields[name], (list,))
                 _each(name, fields[name], NODES)
         for arguments, graph in graphs.items():
             self._budget.work(4 * self._trees.size(arguments))
@@ -83,7 +83,7 @@ class Validator:
     def _check_graph(self, graph: InternalGraph) -> None:
         fields = graph.__dict__
         for name in ("_exprs", "_inputs", "_outputs"):
-            _one("list of exprs", fields.get(name), (list,))
+            _check_type("list of exprs", fields.get(name), (list,))
         for name in ("_watch_point", "_end_point"):
             if fields.setdefault(name, []) != [] or type(fields[name]) is not list:
                 raise RefusedError(f"the {name} of a graph in it is {shown(fields[name])}")
@@ -109,7 +109,7 @@ class Validator:
 
     def _check_names(self, graph: InternalGraph) -> None:
         space = graph.__dict__.get("_namespace")
-        _one("namespace", space, (NameSpace,))
+        _check_type("namespace", space, (NameSpace,))
         for part in (graph, space):
             part.__dict__.setdefault("_name" if part is graph else "name", None)
         for value in (space.__dict__.get("qualname"), graph.__dict__.get("_qualname")):
@@ -119,7 +119,7 @@ class Validator:
             if value is not None and not _is_name(value):
                 raise RefusedError(f"a graph in it is called {shown(value)}")
         used = space.__dict__.get("_used_names")
-        _one("namespace", used, (dict,))
+        _check_type("namespace", used, (dict,))
         for name, thing in used.items():
             if not _is_name(name) or not (thing is None or type(thing) in (*NODES, InternalGraph)):
                 raise RefusedError(f"the namespace of a graph in it has {shown(name)} for {shown(thing)}")
@@ -138,8 +138,8 @@ class Validator:
 
     def _check_expr(self, expr: Any, present: set[int], exprs: set[int]) -> None:
         fields, kind = expr.__dict__, type(expr).__name__
-        _one(f"inputs of a {kind}", fields.get("inputs"), (list,))
-        _one(f"outputs of a {kind}", fields.get("outputs"), (list,))
+        _check_type(f"inputs of a {kind}", fields.get("inputs"), (list,))
+        _check_type(f"outputs of a {kind}", fields.get("outputs"), (list,))
         self._check_common(expr)
         for node in expr.inputs:
             if type(node) not in NODES or id(node) not in present:
@@ -147,7 +147,7 @@ class Validator:
         if type(expr) in (GetAttr, Constant) and len(expr.outputs) != 1:
             raise RefusedError(f"a {kind} in it has {len(expr.outputs)} outputs")
         for node in expr.outputs:
-            _one(f"outputs of a {kind}", node, NODES)
+            _check_type(f"outputs of a {kind}", node, NODES)
             if node.__dict__.get("expr") is not expr:
                 raise RefusedError(f"the node {_called(node)} in it is not made by the expr that gives it")
             self._add_node(node, present, exprs)
@@ -182,7 +182,7 @@ class Validator:
         """The arguments of a call: constants and nodes, and the structure that holds them."""
         fields, what = expr.__dict__, f"a {type(expr).__name__}"
         constants = fields.get("const_val")
-        _one(f"constants of {what}", constants, (list,))
+        _check_type(f"constants of {what}", constants, (list,))
         total = len(constants) + len(expr.inputs)
         self._budget.work(total * total // 64)  # MegEngine searches and inserts into lists
         last = -1
@@ -249,7 +249,7 @@ class Validator:
         if type(fields.get("_id", 0)) is not int:
             raise RefusedError(f"the node {_called(node)} in it has no id")
         users = fields.get("users")
-        _one(f"users of the node {_called(node)}", users, (list,))
+        _check_type(f"users of the node {_called(node)}", users, (list,))
         _each(f"users of the node {_called(node)}", users, EXPRS)
         if type(node) is TensorNode:
             _check_tensor_node(node)
@@ -317,11 +317,11 @@ def _called(node: Any) -> str:
     return shown(node.__dict__.get("_name")) if type(node) in NODES else shown(node)
 
 
-def _one(what: str, value: Any, kinds: tuple[type, ...]) -> None:
-    _each(what, [value], kinds)
+def _check_type(name: str, value: Any, kinds: tuple[type, ...]) -> None:
+    _each(name, [value], kinds)
 
 
-def _each(what: str, values: Iterable[Any], kinds: tuple[type, ...]) -> None:
+def _each(name: str, values: Iterable[Any], kinds: tuple[type, ...]) -> None:
     for value in values:
         if type(value) not in kinds:
-            raise RefusedError(f"the {what} of a graph in it holds {shown(value)}")
+            raise RefusedError(f"the {name} of a graph in it holds {shown(value)}")

@@ -1,6 +1,6 @@
-"""MegEngine's multi-head attention as the ops that it consists of.
+"""Records MegEngine's multi-head attention as the ops that it consists of.
 
-MegEngine has one kernel for all of it, which returns None among tensors where no weights are asked for, holds
+MegEngine has one kernel for the whole layer. It returns None among tensors if no weights are requested, holds
 the address of a native handle, and multiplies matrices that no quantization reaches.
 """
 
@@ -21,10 +21,10 @@ __all__ = ["attention_in_parts", "open_attention"]
 
 
 def open_attention(root: Module) -> None:
-    """Lets a tracer look into the attention layers below ``root``, which it would keep as one call.
+    """Makes the tracer record the attention layers below ``root`` in parts instead of as one call.
 
     Args:
-        root: a private copy; its attention layers get a class of their own.
+        root: a private copy of the model; its attention layers get a class of their own.
     """
     own = M.MultiHeadAttention
     for module in root.modules():
@@ -51,8 +51,8 @@ def attention_in_parts(
         value: values (N, S, V).
         embed_dim: the size E of the result.
         num_heads: the number of heads.
-        attn_drop: has no effect in evaluation.
-        out_drop: has no effect in evaluation.
+        attn_drop: dropout of the weights; without effect in evaluation.
+        out_drop: dropout of the result; without effect in evaluation.
         io_weight_bias: the weights of the four projections, inputs first, then their biases.
         **options: the other arguments of ``F.nn.multi_head_attention``.
 
@@ -99,7 +99,7 @@ def _check(options: dict[str, Any]) -> None:
 def _parameters(
     packed: Tensor, sizes: list[Any], embed: int, options: dict[str, Any]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The weights (inputs, outputs) and biases of the projections of query, key, value and result."""
+    """Returns weights (inputs, outputs) and biases of the projections of query, key, value and result."""
     flat, start = F.reshape(packed, (-1,)), 0
     weights: list[Tensor] = []
     for size in (int(s) for s in sizes):
@@ -116,7 +116,7 @@ def _parameters(
 
 
 def _masked(scores: Tensor, options: dict[str, Any]) -> Tensor:
-    """``scores`` (N, heads, L, S) with the masks added, of which a true one leaves a key out."""
+    """Adds the masks to ``scores`` (N, heads, L, S); a true entry of a boolean mask excludes a key."""
     attention, padding = options.get("attn_mask"), options.get("key_padding_mask")
     if attention is not None:
         mask = _additive(attention)

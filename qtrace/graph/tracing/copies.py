@@ -6,8 +6,8 @@ kernel takes ``a`` for contiguous. The same holds for ``- * / **``, maximum and 
 under ``jit.trace``, and for the gradient of ``* / **`` where the gradient that arrives is such a view: behind
 a concatenation, a stack or a sum over the first axes.
 
-A copy is ``F.nn.pad`` by nothing. It changes no bit and has a gradient. ``F.copy`` keeps the view, and
-``jit.trace`` takes ``x * 1.0`` away.
+A copy is ``F.nn.pad`` by zero elements. It changes no bit and has a gradient. ``F.copy`` keeps the view, and
+``jit.trace`` removes ``x * 1.0``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from qtrace.graph.types import Node
 
 __all__ = ["Copy", "describe_places", "find_copies", "insert_copies", "report_copies"]
 
-_NAMED_PLACES = 5
+_MAX_NAMED_OPS = 5  # in a message
 _log = logging.getLogger("qtrace")
 
 
@@ -49,8 +49,8 @@ class Copy:
     Attributes:
         module: the traced module whose graph holds the node.
         node: the tensor to copy.
-        reader: the expr that shall read the copy; None for all exprs that read the node, where the copy is
-            for the gradient.
+        reader: the expr that shall read the copy; None for all readers of the node, if the copy is for the
+            gradient.
         source: the expr that MegEngine would compute wrong.
     """
 
@@ -63,10 +63,10 @@ class Copy:
 def find_copies(traced: TracedModule) -> list[Copy]:
     """Finds the tensors of a traced module that must be copied for MegEngine's kernels to be right.
 
-    The answer holds for every batch size: a tensor that does not depend on the inputs' values is taken to be
-    broadcast over a batch. It also holds for a prepared graph, where an op that rounds may put a contiguous
-    tensor in the place of a transposed one; so a copy may stand where this very trace does not need it. Time
-    is linear in the number of executed exprs.
+    The result holds for every batch size: a tensor that does not depend on the inputs' values counts as
+    broadcast over a batch. It also holds for a prepared graph, in which a rounding op may replace a
+    transposed tensor by a contiguous one, so this trace may not need every copy. Time is linear in the
+    number of executed exprs.
 
     Args:
         traced: a traced module, flat or hierarchical; it is not changed.
@@ -78,27 +78,27 @@ def find_copies(traced: TracedModule) -> list[Copy]:
 
 
 def describe_places(copies: Iterable[Copy]) -> str:
-    """Says which ops MegEngine may compute wrong.
+    """Describes the ops that MegEngine may compute wrong.
 
     Args:
-        copies: what `find_copies` gave.
+        copies: the copies that `find_copies` returned.
     """
     places = {copy.source.outputs[0].name: source_line(copy.source) for copy in copies}
     named = [f"{name} ({line})" if line else name for name, line in places.items()]
-    more = f" and {len(named) - _NAMED_PLACES} more" if len(named) > _NAMED_PLACES else ""
+    more = f" and {len(named) - _MAX_NAMED_OPS} more" if len(named) > _MAX_NAMED_OPS else ""
     return (
         "MegEngine's kernels on CPU can take a view such as x[..., :2] for contiguous memory at "
-        f"{', '.join(named[:_NAMED_PLACES])}{more}"
+        f"{', '.join(named[:_MAX_NAMED_OPS])}{more}"
     )
 
 
 def report_copies(name: str, places: str, problem: str | None) -> None:
-    """Logs where a trace has copies, as a warning where the module itself computes wrong values.
+    """Logs the ops before which a trace has copies, as a warning if the module itself computes wrong values.
 
     Args:
         name: the class of the module.
-        places: what `describe_places` gave.
-        problem: how the module's values differ from those of the trace, if they do.
+        places: the description that `describe_places` returned.
+        problem: the difference between the values of module and trace; None if they agree.
     """
     if problem is None:
         _log.info("%s: %s; the trace copies the views first.", name, places)
@@ -135,7 +135,7 @@ def insert_copies(traced: TracedModule, copies: Iterable[Copy]) -> None:
 
 
 def _for_values(unrolled: Unrolled, views: Mapping[int, bool], fixed: Mapping[int, bool]) -> Iterator[Copy]:
-    """Finds operands that must be copied."""
+    """Yields a copy for each operand that a kernel would misread."""
     for step in unrolled.steps:
         if not is_arithmetic(step.expr):
             continue
@@ -150,7 +150,7 @@ def _for_values(unrolled: Unrolled, views: Mapping[int, bool], fixed: Mapping[in
 
 
 def _for_gradients(unrolled: Unrolled, fixed: Mapping[int, bool]) -> Iterator[Copy]:
-    """Finds results that must be copied, since their gradient would arrive as a view."""
+    """Yields a copy for each result whose gradient would arrive as a view."""
     gradient_views = _gradient_views(unrolled)
     for step in unrolled.steps:
         if not is_product(step.expr) or step.outputs[0] not in gradient_views:
@@ -165,13 +165,13 @@ def _for_gradients(unrolled: Unrolled, fixed: Mapping[int, bool]) -> Iterator[Co
 
 
 def _operands(step: ExecutedExpr) -> list[tuple[TensorNode, int]]:
-    """The tensors that a step reads, except for booleans, with their values."""
+    """Returns the tensors that a step reads, except for booleans, with the numbers of their values."""
     pairs = zip(step.expr.inputs, step.inputs, strict=True)
     return [(n, v) for n, v in pairs if isinstance(n, TensorNode) and np.dtype(n.dtype) != np.bool_]
 
 
 def _layouts(unrolled: Unrolled) -> tuple[Mapping[int, bool], Mapping[int, bool]]:
-    """Which values may be views, and which do not depend on the values of the graph's inputs."""
+    """Maps each value to whether it may be a view, and to whether it is independent of the graph's inputs."""
     views = dict.fromkeys(unrolled.inputs, False)
     fixed = dict.fromkeys(unrolled.inputs, False)
     fixed[unrolled.inputs[0]] = True  # the module itself
@@ -187,7 +187,7 @@ def _layouts(unrolled: Unrolled) -> tuple[Mapping[int, bool], Mapping[int, bool]
 
 
 def _gradient_views(unrolled: Unrolled) -> set[int]:
-    """The values whose gradient may be a view when it arrives; a sum of several gradients is none."""
+    """Returns the values whose gradient may arrive as a view; a sum of several gradients is no view."""
     uses = Counter(unrolled.outputs)
     for step in unrolled.steps:
         uses.update(step.inputs)

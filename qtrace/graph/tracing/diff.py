@@ -1,4 +1,4 @@
-"""Where two runs or two traces of one module part."""
+"""Finds the first difference between two runs or two traces of one module."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _RTOL = 1e-5  # of the largest value of the output; both sides run the same kern
 
 
 def values(result: Any) -> list[Any]:
-    """The leaves of what a forward returned, tensors as arrays: every op has run when this returns."""
+    """Returns the leaves of a forward's result, tensors as arrays, after every op has run."""
     leaves = tree_flatten(result, is_leaf=lambda _: True)[0]
     return [leaf.numpy() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def output_mismatch(left: list[Any], right: list[Any]) -> str | None:
-    """What ``right`` has different from ``left``, or None; both come from ``values``; NaN equals NaN."""
+    """Describes how ``right`` differs from ``left``, both from ``values``; None if equal. NaN equals NaN."""
     if len(left) != len(right):
         return f"it returns {len(right)} values instead of {len(left)}"
     for index, (x, y) in enumerate(zip(left, right, strict=True)):
@@ -52,19 +52,19 @@ def _error(x: np.ndarray, y: np.ndarray) -> float | None:
         return None
     if x.dtype.kind != "f":
         return float(np.max(np.abs(x.astype(np.float64) - y.astype(np.float64))))
-    fine = np.isfinite(x)
-    if not np.array_equal(x[~fine], y[~fine], equal_nan=True) or not np.isfinite(y[fine]).all():
+    finite = np.isfinite(x)
+    if not np.array_equal(x[~finite], y[~finite], equal_nan=True) or not np.isfinite(y[finite]).all():
         return float("inf")
-    if not fine.any():
+    if not finite.any():
         return None
-    x, y = x[fine].astype(np.float64), y[fine].astype(np.float64)
+    x, y = x[finite].astype(np.float64), y[finite].astype(np.float64)
     error = float(np.max(np.abs(x - y)))
     return error if error > _RTOL * float(np.max(np.abs(x))) else None
 
 
 @dataclass(frozen=True)
 class TraceDifference:
-    """The first expr of a trace that another trace of the same module does not share, and why."""
+    """The first expr of a trace that differs from another trace of the same module, with the reason."""
 
     expr: Expr
     reason: str
@@ -74,7 +74,7 @@ class TraceDifference:
 
 
 def describe(expr: Expr) -> str:
-    """The expr as the graph prints it, its op, the module in whose forward it stands and its source line."""
+    """Describes an expr by its printed form, its op, the module whose forward calls it and its line."""
     printed = " ".join(repr(expr).split())
     if len(printed) > 140:
         printed = printed[:137] + "..."
@@ -85,7 +85,7 @@ def describe(expr: Expr) -> str:
 
 
 def first_difference(old: TracedModule, new: TracedModule) -> TraceDifference | None:
-    """The first expr of ``old`` that differs from ``new``, in execution order; None when there is none."""
+    """Finds the first expr of ``old``, in execution order, that differs from ``new``; None if equal."""
     return _GraphComparison().graphs(old.graph, new.graph)
 
 
@@ -94,12 +94,12 @@ class _GraphComparison:
 
     def __init__(self) -> None:
         self.pair: dict[Node, Node] = {}
-        self.done: set[tuple[Any, Any]] = set()
+        self.compared: set[tuple[Any, Any]] = set()
 
     def graphs(self, old: InternalGraph, new: InternalGraph) -> TraceDifference | None:
-        if (old, new) in self.done:
+        if (old, new) in self.compared:
             return None
-        self.done.add((old, new))
+        self.compared.add((old, new))
         self.bind(old._inputs, new._inputs)
         for a, b in zip_longest(old._exprs, new._exprs):
             if a is None or b is None:
@@ -126,7 +126,7 @@ class _GraphComparison:
         self.pair.update((x, y) for x, y in zip(old, new, strict=False))
 
     def reason(self, a: Expr, b: Expr) -> str | None:
-        """Why ``b`` is not the same step as ``a``."""
+        """Returns the reason why ``b`` is not the same step as ``a``; None if it is."""
         if type(a) is not type(b) or _target(a) != _target(b):
             return f"the module runs {op_label(b)} there"
         if isinstance(a, Constant) and isinstance(a.value, Tensor):
@@ -135,11 +135,11 @@ class _GraphComparison:
             return None
         if isinstance(a, Apply) and not _same_value(a.opdef.__getstate__(), b.opdef.__getstate__()):
             return "its settings were computed from the input"
-        mine, theirs = a.const_val or [], b.const_val or []
-        for (i, x), (j, y) in zip(mine, theirs, strict=False):
+        constants, others = a.const_val or [], b.const_val or []
+        for (i, x), (j, y) in zip(constants, others, strict=False):
             if i == j and not _same_value(x, y):
                 return f"it holds {_short(x)} where the module has {_short(y)}"
-        if len(mine) != len(theirs) or len(a.inputs) != len(b.inputs):
+        if len(constants) != len(others) or len(a.inputs) != len(b.inputs):
             return "the module gives it other arguments there"
         if any(self.pair.get(x) is not y for x, y in zip(a.inputs, b.inputs, strict=True)):
             return "the module gives it other values to read there"
@@ -178,7 +178,7 @@ def _short(value: Any) -> str:
 
 
 def random_exprs(traced: TracedModule) -> list[Expr]:
-    """The exprs that draw random numbers."""
+    """Returns the exprs that draw random numbers."""
     random = []
     for expr in traced.graph.exprs():
         name = type(expr.opdef).__name__ if isinstance(expr, Apply) else ""

@@ -1,4 +1,4 @@
-"""Example inputs of a trace, and other inputs of the same kind to try the trace on."""
+"""Example inputs of a trace, and other inputs of the same kind to check the trace with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SEED = 20130  # fixed: tracing the same model twice gives the same verdict
 
 
 def to_tensors(example: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The examples with numpy arrays made Tensors, in their containers.
+    """Converts the numpy arrays of the examples to Tensors, in their containers.
 
     Raises:
         TraceError: when an example is of a type that MegEngine's tracer does not know.
@@ -49,12 +49,12 @@ def _convert(value: Any) -> Any:
 
 
 def fresh(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A copy of the inputs for one run: a forward may write into its inputs."""
+    """Copies the inputs for one run: a forward may write into its inputs."""
     return _map_tensors(lambda t: copy.deepcopy(t), args)
 
 
 def batch_size(args: tuple[Any, ...]) -> int | None:
-    """The leading dimension of the first tensor that has one."""
+    """Returns the leading dimension of the first tensor that has one."""
     for tensor in _tensors(args):
         if tensor.ndim:
             return int(tensor._tuple_shape[0])
@@ -62,29 +62,29 @@ def batch_size(args: tuple[Any, ...]) -> int | None:
 
 
 def vary(args: tuple[Any, ...], high: bool, extra: int = 0) -> tuple[Any, ...]:
-    """Inputs like ``args`` with other values, inside the range of the example's.
+    """Generates inputs like ``args`` with other values, inside the range of the example's values.
 
     Args:
         args: the example inputs.
-        high: whether the values crowd at the upper or the lower end of the range: a branch on a mean, a
-            minimum or a maximum goes the other way on one of the two.
-        extra: rows to add to every tensor whose leading dimension is the batch.
+        high: whether the values gather at the upper or the lower end of the range: a branch on a mean, a
+            minimum or a maximum takes the other path for one of the two.
+        extra: number of rows to add to every tensor whose leading dimension is the batch.
     """
     rng = np.random.default_rng(_SEED + high)
     batch = batch_size(args)
 
-    def one(tensor: Tensor) -> Tensor:
+    def vary_tensor(tensor: Tensor) -> Tensor:
         array = tensor.numpy()
         shape = array.shape
         if extra and shape and shape[0] == batch:
             shape = (shape[0] + extra, *shape[1:])
-        if tensor.dtype.metadata:  # quantized: its steps are not ours to guess
+        if tensor.dtype.metadata:  # quantized: other values might not be multiples of its scale
             values = np.resize(array, shape)
         else:
             values = _other_values(array, shape, high, rng)
         return type(tensor)(values, dtype=tensor.dtype, device=tensor.device)
 
-    return _map_tensors(one, args)
+    return _map_tensors(vary_tensor, args)
 
 
 def _other_values(
@@ -104,7 +104,7 @@ def _other_values(
     low, top = finite.min(), finite.max()
     if low == top:  # zeros or ones: no range to go by
         low, top = low - max(1.0, abs(low)), top + max(1.0, abs(top))
-    # Evenly spread before they are skewed, so that the mean of a few values moves too.
+    # Evenly spread before they are skewed, so that the mean changes even for a small tensor.
     count = int(np.prod(shape))
     spread = rng.permutation((np.arange(count) + 0.5) / count).reshape(shape)
     step = 0.6 * (top - low) * spread**3

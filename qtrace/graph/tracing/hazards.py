@@ -1,4 +1,4 @@
-"""What a trace loses without a word: state, custom gradients, parameters outside of attributes."""
+"""Finds what a trace silently loses: state, custom gradients, parameters outside of attributes."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ _ATOMS = (bool, int, float, str, type(None), FunctionType)  # what most attribut
 
 
 def tensors_in(root: Module, objects: bool = False) -> Iterator[tuple[str, Tensor, bool]]:
-    """Every tensor that hangs below ``root``, each once: its path, itself, whether a module's own attribute.
+    """Yields every tensor below ``root`` once: path, tensor, and whether it is a module's own attribute.
 
     Args:
         root: the module to search.
         objects: whether to look into plain Python objects too, not only modules and containers.
     """
-    seen: set[int] = set()
+    visited: set[int] = set()
 
     def visit(obj: Any, path: str, own: bool) -> Iterator[tuple[str, Tensor, bool]]:
-        if type(obj) in _ATOMS or id(obj) in seen:
+        if type(obj) in _ATOMS or id(obj) in visited:
             return
         if isinstance(obj, Tensor):
-            seen.add(id(obj))
+            visited.add(id(obj))
             yield path, obj, own
         elif isinstance(obj, (Module, list, tuple, dict)) or (objects and _is_plain_object(obj)):
-            seen.add(id(obj))
+            visited.add(id(obj))
             for key, value, is_own in _children(obj, path):
                 yield from visit(value, key, is_own)
 
@@ -77,7 +77,7 @@ def _is_plain_object(obj: Any) -> bool:
 
 
 def changed_state(before: Module, after: Module) -> dict[str, Tensor | None]:
-    """Paths of the tensors that differ between two copies of one module, with their new value."""
+    """Maps the paths of the tensors that differ between two copies of one module to their new values."""
     old = {path: tensor for path, tensor, _ in tensors_in(before)}
     new = {path: tensor for path, tensor, _ in tensors_in(after)}
     changed: dict[str, Tensor | None] = {p: None for p in old if p not in new}
@@ -86,10 +86,10 @@ def changed_state(before: Module, after: Module) -> dict[str, Tensor | None]:
 
 
 def with_place(root: Module, path: str) -> str:
-    """``path`` of a tensor below ``root`` as a message names it, with the line that assigns to its attribute.
+    """Names a tensor below ``root`` for a message: ``'body.state' (net.py:12)``.
 
-    The line is left out where no method of the owner's class shows an assignment: ``'body.state'
-    (net.py:12)``, or ``'body.state'``.
+    The line is that of the assignment to its attribute; it is omitted if no method of the owner's class
+    contains one.
     """
     parts = re.sub(r"\[.*", "", path).split(".")
     owner: Any = root
@@ -103,7 +103,7 @@ def with_place(root: Module, path: str) -> str:
 
 
 def _assigning_line(cls: type, attribute: str) -> str:
-    """File and line where a method of ``cls``, the constructor apart, assigns to ``self.<attribute>``."""
+    """Returns file and line where a method of ``cls`` except the constructor assigns ``self.<attribute>``."""
     functions = [f for c in cls.__mro__ for f in vars(c).values() if isinstance(f, FunctionType)]
     for function in functions:
         if function.__name__ == "__init__" or function.__module__.startswith("megengine."):
@@ -146,9 +146,9 @@ def watch_functions(root: Module) -> Iterator[dict[str, str]]:
 
     @functools.wraps(original)
     def call(self: Function, *args: Any) -> Any:
-        where = _calling_module(sys._getframe(1), paths, opaque)
-        if where is not None:
-            callers.setdefault(type(self).__qualname__, where)
+        path = _calling_module(sys._getframe(1), paths, opaque)
+        if path is not None:
+            callers.setdefault(type(self).__qualname__, path)
         return original(self, *args)
 
     Function.__call__ = call
@@ -159,13 +159,13 @@ def watch_functions(root: Module) -> Iterator[dict[str, str]]:
 
 
 def _wrapped_code() -> set[CodeType]:
-    """Code of the functions that the user gave to ``traced_module.wrap``: they stay one call."""
+    """Returns the code of the functions that the user gave to ``traced_module.wrap``: they stay one call."""
     functions = (space.get(name) for space, name in Patcher._builtin_functions)
     return {f.__code__ for f in functions if hasattr(f, "__code__")}
 
 
 def _calling_module(frame: FrameType | None, paths: dict[int, str], opaque: set[CodeType]) -> str | None:
-    """The path of the module that runs at ``frame``; None inside of what a trace keeps as one call."""
+    """Returns the path of the module that runs at ``frame``; None inside of a call that stays one op."""
     nearest: str | None = None
     while frame is not None:
         if frame.f_code in opaque or frame.f_globals.get("__name__", "").startswith("megengine.functional"):
@@ -183,10 +183,10 @@ def _calling_module(frame: FrameType | None, paths: dict[int, str], opaque: set[
 
 
 def lost_parameters(source: Module, traced: TracedModule) -> list[str]:
-    """Where the parameters are that became constants of the trace.
+    """Returns the paths of the parameters that became constants of the trace.
 
     ``traced`` must have been traced from ``source`` itself, so that they share their tensors. A buffer counts
-    only where it is a module's own attribute: a plain tensor kept in a list holds a constant anyway.
+    only if it is a module's own attribute: a plain tensor in a list is a constant anyway.
     """
     known: dict[int, tuple[str, bool]] = {}
     lost: dict[str, None] = {}
@@ -202,7 +202,7 @@ def lost_parameters(source: Module, traced: TracedModule) -> list[str]:
 
 
 def read_parameters(traced: TracedModule) -> set[int]:
-    """The ids of the tensors that exprs of the trace read, by themselves or through a module's call."""
+    """Returns the ids of the tensors that exprs of the trace read, directly or through a module's call."""
     idents: set[int] = set()
     for expr in traced.graph.exprs():
         if isinstance(expr, GetAttr) and isinstance(expr.outputs[0], TensorNode):
@@ -219,7 +219,7 @@ def _has_graph(module: Module) -> bool:
 
 
 def hooked_modules(root: Module) -> list[str]:
-    """Paths of the modules with forward hooks that a trace does not run."""
+    """Returns the paths of the modules with forward hooks, which a trace does not run."""
     return [
         name or type(m).__name__
         for name, m in root.named_modules()

@@ -1,4 +1,4 @@
-"""The first op of a graph that gives NaN or infinity although all that it reads is finite."""
+"""Finds the first op of a graph that gives NaN or infinity for finite inputs."""
 
 from __future__ import annotations
 
@@ -25,45 +25,47 @@ _SOFTMAX = (
     "MegEngine's softmax does so on CPU where all values along the axis are below -87.33. Subtract the "
     "largest one first, which gives the same result: F.softmax(x - F.max(x, axis, keepdims=True), axis)"
 )
-_OTHERS = "calibration refuses such values: trace with an example like real data, or limit what the op reads"
+_OTHER_REMEDY = (
+    "calibration refuses such values: trace with an example like real data, or limit what the op reads"
+)
 
 
 def nonfinite_results(traced: TracedModule, args: tuple[Any, ...]) -> list[str]:
-    """Runs ``traced`` once and looks at every value.
+    """Runs ``traced`` once and checks every value.
 
     Args:
         traced: a traced module.
-        args: inputs.
+        args: inputs of the traced module.
 
     Returns:
         A sentence that names the first op with a NaN or infinite result from finite inputs, its line, and
-        the remedy; empty where there is none.
+        the remedy; empty if there is no such op.
     """
     search = _NonfiniteSearch(flatten(traced))
     search.run(*args)
-    expr = search.found
+    expr = search.origin
     if expr is None:
         return []
-    gives = f"{name_with_line(expr, op_label(expr))} gives {search.what} for finite inputs on the example"
-    return [f"{gives}: {remedy_for(expr) or _OTHERS}."]
+    problem = f"{name_with_line(expr, op_label(expr))} gives {search.kind} for finite inputs on the example"
+    return [f"{problem}: {remedy_for(expr) or _OTHER_REMEDY}."]
 
 
 class _NonfiniteSearch(Interpreter):
     def __init__(self, traced: TracedModule) -> None:
         super().__init__(traced)
-        self.found: Expr | None = None
-        self.what = ""
+        self.origin: Expr | None = None
+        self.kind = ""
         self._infinite: set[Node] = set()
 
     def on_node(self, node: Node, value: Any) -> Any:
-        """Remembers which nodes hold NaN or infinity."""
-        if self.found is None and isinstance(node, TensorNode) and np.dtype(value.dtype).kind == "f":
+        """Records which nodes hold NaN or infinity."""
+        if self.origin is None and isinstance(node, TensorNode) and np.dtype(value.dtype).kind == "f":
             array = value.numpy()
             if not np.isfinite(array).all():
                 self._infinite.add(node)
                 if self._is_origin(node.expr):
-                    self.found = node.expr
-                    self.what = "NaN" if np.isnan(array).any() else "infinity"
+                    self.origin = node.expr
+                    self.kind = "NaN" if np.isnan(array).any() else "infinity"
         return value
 
     def _is_origin(self, expr: Expr) -> bool:
@@ -72,12 +74,12 @@ class _NonfiniteSearch(Interpreter):
 
 
 def is_meant(expr: Expr) -> bool:
-    """Whether ``expr`` has NaN or infinity among its arguments, such as ``F.where(mask, x, -inf)``."""
+    """Returns whether NaN or infinity is an argument of ``expr``, such as ``F.where(mask, x, -inf)``."""
     return any(isinstance(v, float) and not math.isfinite(v) for _, v in expr.const_val or ())
 
 
 def remedy_for(expr: Expr) -> str:
-    """What to do about an op that gives NaN for finite inputs; "" where it depends on the op."""
+    """Returns the remedy for an op that gives NaN for finite inputs; "" if there is no specific one."""
     if isinstance(expr, CallFunction):
         softmax = expr.func is F.softmax
     else:

@@ -1,7 +1,7 @@
-"""What qtrace changes in MegEngine's tracer while it traces.
+"""Changes MegEngine's tracer while qtrace traces.
 
-The line of each expr is noted; attention is recorded in parts; and a forward may return None among tensors:
-the graph returns the tensors.
+The tracer then records the source line of each expr, records attention in parts, and accepts a forward that
+returns None among tensors: the graph returns the tensors.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from qtrace.graph.tracing.attention import attention_in_parts
 __all__ = ["NONE_IS_DROPPED", "check_kernels", "holds_none", "recording", "without_none"]
 
 NONE_IS_DROPPED = "forward returns None among tensors: the trace returns the tensors alone."
-_KNOWN_COMPILED = ("Where",)  # which `expand` writes as a function
+_KNOWN_COMPILED = ("Where",)  # `expand` writes it as a function
 
 
 def without_none(result: Any) -> Any:
-    """``result`` without None in its dicts, lists and tuples."""
+    """Returns ``result`` without None in its dicts, lists and tuples."""
     if type(result) in (list, tuple):
         return type(result)(without_none(v) for v in result if v is not None)
     if isinstance(result, dict):
-        kept = copy.copy(result)  # keeps the kind of dict
-        kept.clear()
-        kept.update((k, without_none(v)) for k, v in result.items() if v is not None)
-        return kept
+        tensors = copy.copy(result)  # keeps the kind of dict
+        tensors.clear()
+        tensors.update((k, without_none(v)) for k, v in result.items() if v is not None)
+        return tensors
     return result
 
 
 def holds_none(result: Any) -> bool:
-    """Whether a dict, list or tuple of ``result`` holds None."""
+    """Returns whether a dict, list or tuple of ``result`` contains None."""
     values = list(result.values()) if isinstance(result, dict) else result
     return isinstance(values, (list, tuple)) and any(v is None or holds_none(v) for v in values)
 
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Traces within the block are recorded as described above."""
+    """Applies the changes that this module describes to all traces within the block."""
     flatten, wrap = traced_module.tree_flatten, traced_module._wrapped_function
 
     def flatten_results(values: Any, *args: Any, **kwargs: Any) -> Any:
@@ -73,10 +73,10 @@ _ATTENTION = F.nn.multi_head_attention
 
 
 def check_kernels(traced: TracedModule, name: str) -> None:
-    """Refuses ops that were compiled from other ops: neither a file nor an export can hold them.
+    """Refuses ops that were compiled from other ops: no file and no export can contain them.
 
     Raises:
-        TraceError: naming the op, its module and its line.
+        TraceError: for such an op, with its module and its line.
     """
     for module in traced.modules():
         graphs: Any = getattr(module, "argdef_graph_map", None) or {}

@@ -1,4 +1,4 @@
-"""Models that look like float ones and are not: MegEngine's own quantized modules, and moved outputs."""
+"""Reasons to refuse a model: MegEngine's own quantized modules, and outputs that were moved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["moved_outputs", "native_quantization"]
 
 
 def native_quantization(module: Module) -> str:
-    """Why a module that ``megengine.quantization`` changed is refused; "" for one that it did not change."""
+    """Returns why a module that ``megengine.quantization`` changed is refused; "" for an unchanged one."""
     for path, part in module.named_modules():
         if isinstance(part, (QATModule, QuantizedModule)):
             room = "qat" if isinstance(part, QATModule) else "quantized"
@@ -25,7 +25,7 @@ def native_quantization(module: Module) -> str:
 
 
 def moved_outputs(traced: TracedModule) -> str:
-    """Why a graph whose outputs were moved by ``set_end_points`` is refused; "" for other graphs."""
+    """Returns why a graph whose outputs were moved by ``set_end_points`` is refused; "" for other graphs."""
     ends = getattr(traced, "end_points", None) or ()
     if not ends:
         return ""

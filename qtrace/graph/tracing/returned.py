@@ -1,4 +1,4 @@
-"""What a trace returns, in the order of its source: MegEngine sorts the keys of dicts."""
+"""Restores the order in which a trace returns its results: MegEngine sorts the keys of dicts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["key_order", "restore_key_order"]
 
 
 def key_order(result: Any) -> Any:
-    """The dicts, lists and tuples of ``result`` with None in the place of every leaf."""
+    """Returns the dicts, lists and tuples of ``result`` with None in the place of every leaf."""
     if isinstance(result, dict):
         return {key: key_order(value) for key, value in result.items()}
     if isinstance(result, (list, tuple)):
@@ -20,9 +20,9 @@ def key_order(result: Any) -> Any:
 
 
 def restore_key_order(traced: TracedModule, order: Any) -> None:
-    """Lets ``traced`` return its dicts with their keys as in ``order``, which ``key_order`` gave.
+    """Makes ``traced`` return its dicts with their keys as in ``order``, which ``key_order`` returned.
 
-    Only the top graph changes: graphs below are read by callers that expect sorted keys.
+    Only the top graph changes: the callers of other graphs expect sorted keys.
     """
     ((arg_def, out_def),) = traced.argdef_outdef_map.items()
     graph = traced.argdef_graph_map[arg_def]
@@ -34,7 +34,7 @@ def restore_key_order(traced: TracedModule, order: Any) -> None:
 
 
 def _ordered(tree: TreeDef, order: Any, start: int) -> tuple[TreeDef, list[int]]:
-    """``tree``, whose first leaf is number ``start``, in ``order``; the old numbers of its leaves."""
+    """Returns ``tree``, whose first leaf is number ``start``, in ``order``, and the old leaf numbers."""
     keys = _keys(tree, order)
     if keys is None:
         return tree, list(range(start, start + tree.num_leaves))
@@ -42,14 +42,14 @@ def _ordered(tree: TreeDef, order: Any, start: int) -> tuple[TreeDef, list[int]]
     for key, child in zip(keys, tree.children_defs, strict=True):
         children[key] = _ordered(child, order[key], start)
         start += child.num_leaves
-    wanted = tuple(order) if isinstance(order, dict) else keys
-    leaves = [leaf for key in wanted for leaf in children[key][1]]
-    data = wanted if isinstance(order, dict) else tree.aux_data
-    return TreeDef(tree.type, data, [children[key][0] for key in wanted]), leaves
+    ordered_keys = tuple(order) if isinstance(order, dict) else keys
+    leaves = [leaf for key in ordered_keys for leaf in children[key][1]]
+    data = ordered_keys if isinstance(order, dict) else tree.aux_data
+    return TreeDef(tree.type, data, [children[key][0] for key in ordered_keys]), leaves
 
 
 def _keys(tree: TreeDef, order: Any) -> tuple[Any, ...] | None:
-    """The keys of the children of ``tree`` in ``order``; None for a leaf or a container of another kind."""
+    """Returns the keys of the children of ``tree``; None for a leaf or if ``order`` does not fit."""
     if isinstance(tree, LeafDef):
         return None
     if issubclass(tree.type, dict) and isinstance(order, dict) and set(tree.aux_data) == set(order):

@@ -1,4 +1,4 @@
-"""Running a module in order to trace it: a copy of its own, its call checked, MegEngine's engine set up."""
+"""Prepares a module for tracing: checks its call, copies it, and sets up MegEngine's engine."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["check_signature", "copy_module", "engine_for_tracing"]
 
 
 def check_signature(module: Module, method: str, args: tuple[Any, ...]) -> None:
-    """Raises a `TraceError` where ``method`` of ``module`` is missing or cannot be called with ``args``."""
+    """Raises a `TraceError` if ``method`` of ``module`` is missing or cannot be called with ``args``."""
     name = type(module).__name__
     called = getattr(type(module), method, None)
     if not callable(called):
-        near = difflib.get_close_matches(method, dir(type(module)), n=1)
-        meant = f"; did you mean {near[0]!r}?" if near else "."
-        raise TraceError(f"{name} has no method {method!r}{meant}")
+        similar = difflib.get_close_matches(method, dir(type(module)), n=1)
+        hint = f"; did you mean {similar[0]!r}?" if similar else "."
+        raise TraceError(f"{name} has no method {method!r}{hint}")
     signature = inspect.signature(getattr(module, method))
     try:
         signature.bind(*args)
@@ -44,14 +44,14 @@ def check_signature(module: Module, method: str, args: tuple[Any, ...]) -> None:
 
 @contextmanager
 def engine_for_tracing(async_level: int) -> Iterator[None]:
-    """Sets how far ops may run ahead, and restores what MegEngine leaves behind after an exception."""
+    """Limits MegEngine's ``async_level`` within the block, and restores the tracer after an exception."""
     level, default_check, depth = (
         mge.config.async_level,
         tm_config._enable_default_checker,
         len(AutoNaming.scopes),
     )
     mge.config.async_level = min(level, async_level)
-    # We compare on other inputs; MegEngine's own comparison on the example costs a forward more.
+    # qtrace compares on other inputs; MegEngine's own comparison on the example costs another forward.
     tm_config._enable_default_checker = False
     try:
         yield
@@ -93,7 +93,7 @@ def copy_module(source: Module, method: str) -> Module:
 
 
 def _with_forward(own: type[Module], method: str) -> type[Module]:
-    """A subclass of ``own`` whose ``forward`` is its ``method``, which may still call the old one."""
+    """Returns a subclass of ``own`` whose ``forward`` is its ``method``, which may call the old forward."""
     inside = False
 
     def forward(self: Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Names of a trace that are those of its source.
+"""Gives the modules of a trace the names that its source has in its ``state_dict``.
 
-A module may hang below another under two names, such as an attribute and an item of a list. Its
-``state_dict`` knows the first of them in the order of the alphabet; a trace knows those that ``forward``
-went through. Here the trace gets the former, so that a ``state_dict`` of the source fits it.
+A module may have two names, such as an attribute and an item of a list. The ``state_dict`` has the first of
+them in alphabetical order; a trace has those that ``forward`` uses. With the former in the trace, a
+``state_dict`` of the source fits it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["restore_names"]
 def restore_names(source: Module, traced: TracedModule) -> None:
     """Names the modules and tensors of ``traced`` as the ``state_dict`` of ``source`` does.
 
-    Left as it is: a module that was traced apart under both of its names, with different arguments.
+    A module that was traced separately under both of its names, with different arguments, keeps them.
 
     Args:
-        source: what ``traced`` was traced from.
-        traced: the trace, with its hierarchy; it is changed in place.
+        source: the module that ``traced`` was traced from.
+        traced: the hierarchical trace; it is changed in place.
     """
     renamed = [pair for pair in list(_second_names(source, traced, "")) if _rename(traced, *pair)]
     if not renamed:
@@ -41,7 +41,7 @@ def restore_names(source: Module, traced: TracedModule) -> None:
 
 
 def _second_names(source: Module, traced: Module, path: str) -> Iterator[tuple[str, str]]:
-    """Pairs of a path in ``traced`` and the one that it should have; what lies deeper comes first."""
+    """Yields pairs of a path in ``traced`` and the path that it should have, the deepest first."""
     first: dict[int, str] = {}
     own = vars(source)
     for key in sorted(own):
@@ -49,13 +49,13 @@ def _second_names(source: Module, traced: Module, path: str) -> Iterator[tuple[s
             child = _get(traced, name)
             if isinstance(leaf, Module) and isinstance(child, TracedModule):
                 yield from _second_names(leaf, child, _join(path, name))
-            wanted = first.setdefault(id(leaf), name)
-            if wanted != name and isinstance(child, (Module, Tensor)):
-                yield _join(path, name), _join(path, wanted)
+            first_name = first.setdefault(id(leaf), name)
+            if first_name != name and isinstance(child, (Module, Tensor)):
+                yield _join(path, name), _join(path, first_name)
 
 
 def _rename(root: TracedModule, old: str, new: str) -> bool:
-    """Moves what is at the path ``old`` to ``new``; whether it could."""
+    """Moves the attribute at the path ``old`` to ``new``; returns whether that is possible."""
     present, moved = _get(root, new), _get(root, old)
     if present is not None and present is not moved:
         if not (_alike(present, moved) and isinstance(present, TracedModule)):
@@ -72,13 +72,13 @@ def _rename(root: TracedModule, old: str, new: str) -> bool:
 
 
 def _alike(left: Any, right: Any) -> bool:
-    """Whether two traces of one module are the same graphs with the same modules below."""
+    """Returns whether two traces of one module have the same graphs and the same modules below."""
     if not (isinstance(left, TracedModule) and isinstance(right, TracedModule)):
         return left is right
     if set(left.argdef_graph_map) != set(right.argdef_graph_map):
         return False
-    mine, other = dict(_children(left)), dict(_children(right))
-    return mine.keys() == other.keys() and all(_alike(mine[k], other[k]) for k in mine)
+    lefts, rights = dict(_children(left)), dict(_children(right))
+    return lefts.keys() == rights.keys() and all(_alike(lefts[k], rights[k]) for k in lefts)
 
 
 def _children(module: Module) -> Iterator[tuple[str, Any]]:
@@ -86,7 +86,7 @@ def _children(module: Module) -> Iterator[tuple[str, Any]]:
 
 
 def _redirect(graph: InternalGraph, old: str, new: str) -> None:
-    """Lets every expr of ``graph`` that gets the attribute ``old`` of its module get ``new``."""
+    """Makes every expr of ``graph`` that reads the attribute ``old`` of its module read ``new``."""
     paths: dict[Node, str] = {graph._inputs[0]: ""}
     for expr in list(graph._exprs):
         if not isinstance(expr, GetAttr) or expr.inputs[0] not in paths:
@@ -110,18 +110,18 @@ def _get_from(graph: InternalGraph, expr: GetAttr, base: ModuleNode, name: str) 
 
 
 def _rename_nodes(graph: InternalGraph, node: Node, name: str) -> None:
-    """Names ``node``, and the results of calls of the module that it stands for, after the attribute."""
+    """Renames ``node`` and the results of the calls of its module after the attribute ``name``."""
     old, node._name = node._name, graph._namespace.create_unique_name(name, node)
     for user in node.users:
         if isinstance(user, CallMethod) and user.inputs[0] is node:
             for out in user.outputs:
                 if out._name.startswith(f"{old}_"):
-                    wanted = f"{node._name}{out._name[len(old) :]}"
-                    out._name = graph._namespace.create_unique_name(wanted, out)
+                    new_name = f"{node._name}{out._name[len(old) :]}"
+                    out._name = graph._namespace.create_unique_name(new_name, out)
 
 
 def _attach(root: TracedModule, path: str, value: Any) -> bool:
-    """Puts ``value`` at ``path``, whose containers are made; False where something is in the way."""
+    """Sets the attribute at ``path`` and creates its containers; False if a container is no module."""
     parent: Any = root
     *containers, name = path.split(".")
     for part in containers:
@@ -135,20 +135,20 @@ def _attach(root: TracedModule, path: str, value: Any) -> bool:
 
 
 def _set(parent: Module, name: str, value: Any) -> None:
-    """As ``setattr``, which would warn that the module keeps the name that it has."""
+    """Sets an attribute like ``setattr``, which would warn that the module keeps its old name."""
     parent.__dict__[name] = value
     if isinstance(value, Module) and name not in parent._modules:
         parent._modules.append(name)
 
 
 def _detach(root: TracedModule, path: str) -> None:
-    """Removes what is at ``path``, and the containers that are empty then."""
-    above, _, name = path.rpartition(".")
-    parent = _get(root, above)
+    """Removes the attribute at ``path``, and the containers that are empty afterwards."""
+    parent_path, _, name = path.rpartition(".")
+    parent = _get(root, parent_path)
     delattr(parent, name)
-    bare = isinstance(parent, TracedModule) and not parent.argdef_graph_map and not list(_children(parent))
-    if above and bare:
-        _detach(root, above)
+    empty = isinstance(parent, TracedModule) and not parent.argdef_graph_map and not list(_children(parent))
+    if parent_path and empty:
+        _detach(root, parent_path)
 
 
 def _requalify(graph: InternalGraph, top: str, renamed: list[tuple[str, str]]) -> None:
@@ -166,21 +166,21 @@ def _requalify(graph: InternalGraph, top: str, renamed: list[tuple[str, str]]) -
 
 def _requalified(name: str, top: str, renamed: list[tuple[str, str]]) -> str:
     for old, new in renamed:
-        before = f"{top}.{old}"
-        if name == before or name.startswith(f"{before}."):
-            name = f"{top}.{new}{name[len(before) :]}"
+        old_name = f"{top}.{old}"
+        if name == old_name or name.startswith(f"{old_name}."):
+            name = f"{top}.{new}{name[len(old_name) :]}"
     return name
 
 
 def _ancestors(path: str) -> Iterator[str]:
-    """The paths above ``path``, from its parent to the root, which is ''."""
+    """Yields the paths above ``path``, from its parent to the root, which is ''."""
     while path:
         path = path.rpartition(".")[0]
         yield path
 
 
 def _get(root: Module, path: str) -> Any:
-    """The attribute at a dotted path; None where there is none."""
+    """Returns the attribute at a dotted path; None if there is none."""
     value: Any = root
     for part in path.split(".") if path else ():
         value = vars(value).get(part) if isinstance(value, Module) else None

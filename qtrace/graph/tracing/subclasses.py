@@ -1,8 +1,8 @@
-"""Replaces subclasses that compute what their MegEngine base class does by that base class.
+"""Replaces a subclass of a MegEngine layer by the layer if both compute the same.
 
-A tracer looks inside of every class that it does not know. It would take a subclass that only fills in
-arguments, such as a BatchNorm2d that is always frozen, apart into functions whose parameters have shapes that
-the ``state_dict`` does not have; and no rule or pass would see a layer there.
+A tracer records the inside of every class that it does not know. A subclass that only fills in arguments,
+such as a BatchNorm2d that is always frozen, would become functions whose parameters have other shapes than in
+the ``state_dict``, and no rule or pass would recognize a layer.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _WITHOUT_EFFECT = {
 
 
 def use_builtin_classes(root: Module) -> None:
-    """Gives every submodule of ``root`` that computes what its base class does the class of that base.
+    """Sets the class of every submodule below ``root`` that computes the same as its base class to that base.
 
     Args:
-        root: a private copy of the user's module; it keeps its own class.
+        root: a private copy of the user's module; its own class stays.
     """
     for module in root.modules():
         base = _builtin_base(type(module))
@@ -66,7 +66,7 @@ def _adds_nothing(cls: type, base: type[Module]) -> bool:
 
 
 def _is_new_method(name: str, value: Any, base: type[Module]) -> bool:
-    """Whether ``value`` is a method that the forward of ``base`` never calls: ``base`` has no such name."""
+    """Returns whether ``value`` is a method whose name ``base`` lacks, so that its forward never calls it."""
     is_method = isinstance(value, (FunctionType, staticmethod, classmethod))
     return is_method and not name.startswith("__") and not hasattr(base, name)
 
@@ -76,5 +76,5 @@ def _is_hooked(module: Module) -> bool:
 
 
 def _is_patched(module: Module, base: type[Module]) -> bool:
-    """Whether ``module`` itself replaces a method of ``base``, as by ``self.forward = ...``."""
+    """Returns whether ``module`` itself replaces a method of ``base``, as by ``self.forward = ...``."""
     return any(callable(getattr(base, name, None)) for name in vars(module))

@@ -1,4 +1,4 @@
-"""Tracing a module faithfully: what a trace would lose or get wrong is an error, not a surprise later."""
+"""Traces a module faithfully: anything that a trace would lose or compute wrong is an error."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def trace(module: Module, *example: Any, method: str = "forward", check: bool = 
         module: the model, one layer of MegEngine's own if need be; a ``TracedModule`` is copied and put in
             eval mode, not traced again.
         *example: inputs of ``forward`` by position: Tensors, numpy arrays, dicts, lists and tuples of them.
-        method: what to trace in the place of ``forward``, such as a method that stops before boxes are
-            decoded and returns tensors. It may call ``self.forward``.
+        method: name of the method to trace instead of ``forward``, such as one that returns tensors before
+            boxes are decoded. It may call ``self.forward``.
         check: whether to compare module and trace on two other inputs: other values, and another batch size
             where the module itself accepts one. Costs about five forwards.
 
@@ -51,7 +51,7 @@ def trace(module: Module, *example: Any, method: str = "forward", check: bool = 
         The trace, in eval mode. Where forward returns None among tensors, it returns the tensors alone.
 
     Warns:
-        QtraceWarning: where None is left out, or an op makes NaN or infinity of finite inputs on the example.
+        QtraceWarning: when None is omitted, or an op gives NaN or infinity for finite inputs on the example.
 
     Raises:
         TraceError: when the module cannot be traced faithfully; the message names the submodule, parameter
@@ -91,7 +91,7 @@ def _traced(
 
 
 class _ForwardError(Exception):
-    """The module's own forward failed; the cause says how."""
+    """The module's own forward failed; the cause is its exception."""
 
 
 class _Tracing:
@@ -108,15 +108,15 @@ class _Tracing:
         self.copies: list[Copy] = []
 
     def results(self, inputs: tuple[Any, ...]) -> list[Any]:
-        """What the copy returns on ``inputs``.
+        """Runs the copy on ``inputs`` and returns the leaves of its result.
 
         Raises:
-            _ForwardError: when the copy does not take them.
+            _ForwardError: when the copy fails on the inputs.
         """
         args = example_inputs.fresh(inputs)
         try:
             result = self.module(*args)
-            mge._full_sync()  # errors of kernels come now
+            mge._full_sync()  # raises the errors of kernels
         except Exception as error:
             raise _ForwardError from error
         self.drops_none = holds_none(result)
@@ -125,7 +125,7 @@ class _Tracing:
         return diff.values(result)
 
     def run(self, check: bool) -> tuple[TracedModule, list[str]]:
-        """The trace, and what its user ought to know."""
+        """Returns the trace, and warnings for its user."""
         inputs, expected = self.first_run(check)
         traced = self.trace(self.args)
         self.copies = find_copies(traced)
@@ -154,7 +154,7 @@ class _Tracing:
         return traced, [f"{self.name}: {note}" for note in notes]
 
     def first_run(self, check: bool) -> tuple[tuple[Any, ...], list[Any]]:
-        """Runs the copy once, on other values where it takes them; reports Functions and changed state."""
+        """Runs the copy once, on other values if it accepts them; refuses Functions and changed state."""
         candidates = [example_inputs.vary(self.args, high=False), self.args] if check else [self.args]
         failure: BaseException | None = None
         for inputs in candidates:
@@ -179,9 +179,9 @@ class _Tracing:
 
     def check_functions(self, functions: dict[str, str]) -> None:
         if functions:
-            what = ", ".join(f"{name} in {_place(path)}" for name, path in functions.items())
+            calls = ", ".join(f"{name} in {_place(path)}" for name, path in functions.items())
             raise TraceError(
-                f"{self.name} calls a custom autodiff Function, whose gradient a trace loses: {what}. Put "
+                f"{self.name} calls a custom autodiff Function, whose gradient a trace loses: {calls}. Put "
                 "the call in a module of its own and register its class with "
                 "megengine.traced_module.register_as_builtin."
             )
@@ -231,8 +231,8 @@ class _Tracing:
                 f"{_names(lost)}. Assign a Parameter as an attribute of its module, and keep modules in "
                 "plain lists or as attributes (no tuples inside)."
             )
-        kept = hazards.read_parameters(traced)
-        absent = {n: p for n, p in self.module.named_parameters() if id(p) not in kept}
+        read = hazards.read_parameters(traced)
+        absent = {n: p for n, p in self.module.named_parameters() if id(p) not in read}
         used = self.used_parameters(absent, inputs, expected)
         if used:
             raise TraceError(
@@ -243,7 +243,7 @@ class _Tracing:
     def used_parameters(
         self, absent: dict[str, mge.Parameter], inputs: tuple[Any, ...], expected: list[Any]
     ) -> list[str]:
-        """Those of ``absent`` that change the output: all at once first, then one by one."""
+        """Returns the parameters of ``absent`` that change the output: all at once first, then one by one."""
         names = list(absent) if absent and self.depends_on(list(absent.values()), inputs, expected) else []
         if names and self.depends_on([], inputs, expected):  # random anyway: that is another hazard
             return []
@@ -259,7 +259,7 @@ class _Tracing:
             for parameter in parameters:
                 parameter._reset(parameter * 1.25 + 0.125)
             return diff.output_mismatch(expected, self.results(inputs)) is not None
-        except (_ForwardError, RuntimeError, TypeError):  # cannot be moved freely: no verdict
+        except (_ForwardError, RuntimeError, TypeError):  # the forward refuses the changed values
             return False
         finally:
             for parameter, value in zip(parameters, saved, strict=True):
@@ -268,11 +268,18 @@ class _Tracing:
     def compare(
         self, traced: TracedModule, inputs: tuple[Any, ...], expected: list[Any], batch: int | None = None
     ) -> None:
-        """Raises when ``traced`` differs from the module; ``batch``: the example's, if not the inputs'."""
+        """Raises a `TraceError` if ``traced`` differs from the module.
+
+        Args:
+            traced: the trace.
+            inputs: inputs of both.
+            expected: the module's result on ``inputs``.
+            batch: the example's batch size; None if ``inputs`` have the same.
+        """
         problem = _run_and_compare(traced, inputs, expected)
         if problem is None or self.is_kernels_fault(traced, inputs):
             return
-        # More than once: few random values can agree by chance.
+        # More than once: a small number of random values can agree by chance.
         if any(diff.output_mismatch(expected, self.results(inputs)) for _ in range(3)):
             draws = ", ".join(diff.describe(e) for e in diff.random_exprs(traced)[:3])
             raise TraceError(
@@ -280,20 +287,20 @@ class _Tracing:
                 f"{f'random: {draws}' if draws else 'it may keep a count in a Python attribute'}. Switch "
                 "this off when not self.training."
             )
-        what, remedy = "with other values of the same shape", ""
+        kind, remedy = "with other values of the same shape", ""
         if batch is not None and self.same_batch_agrees(traced):
-            what = f"of another batch size ({batch + 1} instead of {batch})"
+            kind = f"of another batch size ({batch + 1} instead of {batch})"
             remedy = f" If every batch will have {batch}, trace with check=False (--no-check)."
         raise TraceError(
-            f"{self.name}: the trace is wrong on an input {what}: {problem}; "
-            f"{self.where(traced, inputs)}{remedy}"
+            f"{self.name}: the trace is wrong on an input {kind}: {problem}; "
+            f"{self.locate_difference(traced, inputs)}{remedy}"
         )
 
     def is_kernels_fault(self, traced: TracedModule, inputs: tuple[Any, ...]) -> bool:
-        """Whether module and trace run the same steps, some of which MegEngine's kernels compute wrong.
+        """Returns whether module and trace run the same steps, some of which kernels compute wrong.
 
-        Such a kernel reads what lies behind a view in memory, so that no two runs need agree. A queue can
-        make values wrong, too, so the answer is no until `trace` has tried without one.
+        Such a kernel reads memory behind a view, so that two runs may differ. Asynchronous execution can
+        cause wrong values as well, so the result is False until `trace` has tried without it.
         """
         if not self.copies or mge.config.async_level > 0 or hazards.hooked_modules(self.module):
             return False
@@ -309,8 +316,8 @@ class _Tracing:
         except _ForwardError:  # the module takes only the other one: then the batch is not to blame
             return False
 
-    def where(self, traced: TracedModule, inputs: tuple[Any, ...]) -> str:
-        """The first expr at which a trace on ``inputs`` differs, with advice."""
+    def locate_difference(self, traced: TracedModule, inputs: tuple[Any, ...]) -> str:
+        """Describes the first expr at which a trace on ``inputs`` differs, with advice."""
         try:
             difference = diff.first_difference(traced, self.trace(inputs))
         except TraceError as error:
@@ -330,10 +337,10 @@ class _Tracing:
 
 def _run_and_compare(traced: TracedModule, inputs: tuple[Any, ...], expected: list[Any]) -> str | None:
     try:
-        got = diff.values(traced(*example_inputs.fresh(inputs)))
+        results = diff.values(traced(*example_inputs.fresh(inputs)))
     except Exception as error:
         return f"it fails with {failures.short(error)}"
-    return diff.output_mismatch(expected, got)
+    return diff.output_mismatch(expected, results)
 
 
 def _place(path: str) -> str:

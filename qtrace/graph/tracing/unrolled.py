@@ -1,7 +1,7 @@
-"""A hierarchical traced graph as one sequence of steps; a submodule's exprs stand there once for each call.
+"""Unrolls a hierarchical traced graph to one sequence of steps, with a submodule's exprs once per call.
 
-Nothing is copied: a step is an expr of the source with numbers for the values that it reads and gives. That
-is what a dataflow analysis needs whose result is written back into the hierarchical graph.
+Nothing is copied: a step is an expr of the source with numbers for the values that it reads and gives, for a
+dataflow analysis whose result is written back into the hierarchical graph.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ExecutedExpr:
 
 
 class Unrolled:
-    """The steps of a traced module in the order of execution, with those of its submodules for their calls.
+    """The steps of a traced module in execution order; the steps of a submodule replace its call.
 
     Attributes:
         steps: all steps.
@@ -69,7 +69,7 @@ class Unrolled:
 
 
 def _traced_callee(expr: Expr) -> TracedModule | None:
-    """The traced submodule that ``expr`` calls, if it has a graph to look into."""
+    """Returns the traced submodule that ``expr`` calls, if the submodule has a graph to unroll."""
     if not (isinstance(expr, CallMethod) and is_call_module(expr)):
         return None
     callee = expr.inputs[0].owner

@@ -1,4 +1,4 @@
-"""Which MegEngine ops and gradients give views, and which kernels compute wrong values from them."""
+"""Rules about views: the ops and gradients that give them, and the kernels that misread them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SUMS = {"sum", "mean"}
 
 
 def _name(expr: Expr) -> str:
-    """The function, method or kernel that ``expr`` calls; ``add`` for ``__radd__`` and ``__iadd__``, too."""
+    """Returns the function, method or kernel that ``expr`` calls; ``add`` for all operators of addition."""
     if isinstance(expr, CallFunction):
         module = str(expr.func.__module__)
         return str(expr.func.__name__) if module.startswith("megengine.") else ""
@@ -60,30 +60,30 @@ def _name(expr: Expr) -> str:
 
 
 def is_arithmetic(expr: Expr) -> bool:
-    """Whether a kernel of ``expr`` may take a view for contiguous."""
+    """Returns whether a kernel of ``expr`` may read a view as contiguous memory."""
     return _name(expr) in _ARITHMETIC
 
 
 def is_product(expr: Expr) -> bool:
-    """Whether a gradient of ``expr`` is computed by such a kernel from the gradient that arrives."""
+    """Returns whether such a kernel computes a gradient of ``expr`` from the gradient that arrives."""
     return _name(expr) in _PRODUCTS
 
 
 def reads_only_shape(expr: Expr) -> bool:
-    """Whether ``expr`` gives the same whatever values its input holds."""
+    """Returns whether the result of ``expr`` depends on the shape of its input only."""
     return _name(expr) in ("GetVarShape", "zeros_like", "ones_like", "full_like")
 
 
 def broadcasts_first_axes(
     view: Sequence[int], other: Sequence[int], view_is_fixed: bool, other_is_fixed: bool
 ) -> bool:
-    """Whether, at some batch size, ``other`` is broadcast over the first axes of ``view`` and over no other.
+    """Returns whether ``other`` is, at some batch size, broadcast over the first axes of ``view`` alone.
 
     Args:
         view: the shape of the operand that may be a view.
         other: the shape of the other operand.
         view_is_fixed: whether the view has no batch, since it does not depend on the inputs' values.
-        other_is_fixed: the same of the other operand, which then keeps its first axis at other batch sizes.
+        other_is_fixed: whether the other operand has no batch; its first axis is then the same for all sizes.
     """
     rank = max(len(view), len(other))
     pairs = zip(
@@ -106,12 +106,12 @@ def _spreads_then_same(axes: list[str]) -> bool:
 
 
 def gives_view(expr: Expr, out: Node, inputs: Sequence[tuple[Node, bool]]) -> bool:
-    """Whether the tensor ``out`` may be a view with rows apart in memory.
+    """Returns whether the tensor ``out`` may be a view whose rows are not contiguous.
 
     Args:
         expr: the expr.
-        out: one of its outputs.
-        inputs: what it reads, with whether that may be such a view.
+        out: an output of ``expr``.
+        inputs: the nodes that ``expr`` reads, each with whether it may be such a view.
     """
     name = _name(expr)
     if name in _REPEATS:
@@ -129,7 +129,7 @@ def gives_view(expr: Expr, out: Node, inputs: Sequence[tuple[Node, bool]]) -> bo
 
 
 def _cuts(index: Any, rank: int, is_view: bool) -> bool:
-    """Whether ``x[index]`` is a view with rows apart, for a tensor of ``rank`` axes."""
+    """Returns whether ``x[index]`` is a view without contiguous rows, for a tensor of ``rank`` axes."""
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(item, (list, TensorNode)) and not _is_number(item) for item in items):
         return False  # gathers into new memory
@@ -156,12 +156,12 @@ def _is_number(item: Any) -> bool:
 
 
 def returns_view(expr: Expr, node: Node, arrives: bool) -> bool:
-    """Whether the gradient that ``expr`` returns to its input ``node`` may be a view with rows apart.
+    """Returns whether the gradient of ``expr`` for its input ``node`` may be a view without contiguous rows.
 
     Args:
         expr: the expr.
-        node: one of its inputs.
-        arrives: whether the gradient of its output is such a view.
+        node: an input of ``expr``.
+        arrives: whether the gradient of the output of ``expr`` is such a view.
     """
     name, (out, *_) = _name(expr), expr.outputs
     if name in ("concat", "Concat", "stack"):
@@ -174,7 +174,7 @@ def returns_view(expr: Expr, node: Node, arrives: bool) -> bool:
 
 
 def _sums_first_axes(expr: Expr, rank: int) -> bool:
-    """Whether the gradient of a sum or a mean is broadcast over the first axes, at some batch size."""
+    """Returns whether the gradient of a sum or mean is, at some batch size, broadcast over the first axes."""
     axis = _argument(expr, "axis", 1)
     if axis is None or not isinstance(axis, (int, tuple, list)):
         return False
@@ -188,7 +188,7 @@ def _axis(expr: Expr, position: int, rank: int) -> int:
 
 
 def _argument(expr: Expr, name: str, position: int) -> Any:
-    """An argument of a function or method by its name, None where it is not given."""
+    """Returns an argument of a function or method by its name; None if the call lacks it."""
     if isinstance(expr, CallFunction):
         bound = signature(expr.func).bind(*expr.args, **expr.kwargs)
         bound.apply_defaults()

@@ -10,19 +10,19 @@ from qtrace.graph.types import Expr, GetAttr, TensorNode
 from qtrace.graph.walk import owner
 from qtrace.ops import OpCall, Role
 from qtrace.preparation.annotation import Plan
+from qtrace.preparation.passes._choices import Choice
 from qtrace.preparation.passes._view import View, plan_of
-from qtrace.preparation.passes.select import Choice
 
 __all__ = ["Chain", "Chains", "find_chains", "output_choice", "output_plan"]
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Ops that are computed as one.
+    """Ops that the backend computes in one kernel.
 
     Attributes:
         exprs: the ops in execution order; each after the first one is fused into the kernel of the first.
-        norm: the BatchNorm among them that stays in the graph and is folded whenever it does not train.
+        norm: the BatchNorm of the chain that stays in the graph and is folded whenever it does not train.
     """
 
     exprs: tuple[Expr, ...]
@@ -48,7 +48,7 @@ Chains: TypeAlias = Mapping[Expr, Chain]
 
 
 def find_chains(view: View) -> dict[Expr, Chain]:
-    """Finds the ops that the backend computes as one.
+    """Finds the ops that the backend computes in one kernel.
 
     Returns:
         expr -> its chain, for every op that computes on integers; heads in execution order.
@@ -62,7 +62,7 @@ def find_chains(view: View) -> dict[Expr, Chain]:
 
 
 def _grow(view: View, head: Expr) -> Chain:
-    """Builds the chain of ``head`` with the norm and the activation that its kernel takes in."""
+    """Builds the chain of ``head`` with the norm and the activation that its kernel computes."""
     call, members, norm = view.calls[head], [head], None
     follower = view.only_user(head)
     if follower is not None and _folds(view, call, view.calls[follower]):
@@ -76,22 +76,25 @@ def _grow(view: View, head: Expr) -> Chain:
 
 
 def _folds(view: View, layer: OpCall, norm: OpCall) -> bool:
-    """Whether ``norm`` can stay and be folded into ``layer`` whenever it does not train."""
+    """Returns whether ``norm`` can stay and be folded into ``layer`` whenever it does not train."""
     if norm.role is not Role.NORM or layer.weight is None or owner(norm.expr) is None:
         return False
     plan, axes = view.weight_plan(layer)
-    alone = len(layer.weight.users) == 1 and isinstance(layer.weight.expr, GetAttr)
-    return alone and bool(axes) and plan.scheme.symmetric and plan.scheme.signed
+    unshared = len(layer.weight.users) == 1 and isinstance(layer.weight.expr, GetAttr)
+    return unshared and bool(axes) and plan.scheme.symmetric and plan.scheme.signed
 
 
 def output_choice(view: View, chain: Chain) -> Choice:
-    """What the config says about the result of ``chain``: its last rule for the first or last op."""
+    """Returns the config's choice for the result of ``chain``: by its last rule for the head or the tail."""
     first, last = view.choices[chain.head], view.choices[chain.tail]
     return last if last.rank > first.rank else first
 
 
 def output_plan(view: View, chain: Chain) -> tuple[Plan, bool]:
-    """How the result is quantized, and whether readers that want something else have to round again."""
+    """Returns the plan of the result of ``chain``, and whether the config fixes its scheme.
+
+    Consumers that want another scheme than a fixed one round again.
+    """
     choice = output_choice(view, chain)
     scheme = choice.output or choice.activation
     return plan_of(scheme, choice.activation_observer, choice.fakequant), choice.output is not None

@@ -1,7 +1,7 @@
-"""Weights and biases that a graph computes from parameters are written as parameters by `convert`.
+"""Writes weights and biases that a graph computes from parameters as parameters, for `convert`.
 
-A network may mask, scale, standardize, reshape or transpose a parameter before its layer reads it. While the
-graph is trained these ops stay, so that gradients reach the parameters; a converted graph has the result.
+A network may mask, scale, standardize, reshape or transpose a parameter before its layer reads it. These ops
+stay while the graph is trained, so that gradients reach the parameters; a converted graph has their result.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ def write_computed(model: TracedModule, annotation: Annotation) -> Annotation:
 
     Args:
         model: a prepared graph that is being converted; it is edited in place.
-        annotation: its decisions.
+        annotation: the decisions for the graph.
 
     Returns:
-        The decisions without the notes of the exprs that are gone; sites of new parameters are static.
+        The decisions without the notes of the removed exprs; sites of new parameters are static.
     """
     before = exprs(model)
-    wanted = _computed(model, annotation)
-    if not wanted:
+    computed = _find_computed(model, annotation)
+    if not computed:
         return annotation
-    values, names = evaluate_fixed(model, wanted), {node.name for node in wanted}
+    values, names = evaluate_fixed(model, computed), {node.name for node in computed}
     with GraphEditor(model) as editor:
-        for node in wanted:
+        for node in computed:
             path = free_name(node.name, dir(model))
             set_parameter(model, path, Parameter(values[node].numpy()))
             editor.put_in_place(editor.get_attr(path), node)
@@ -55,11 +55,11 @@ def write_computed(model: TracedModule, annotation: Annotation) -> Annotation:
     return dataclasses.replace(annotation, notes=notes, sites=tuple(sites))
 
 
-def _computed(model: TracedModule, annotation: Annotation) -> list[TensorNode]:
-    """The nodes to replace, in graph order: nothing that they are computed from is rounded."""
+def _find_computed(model: TracedModule, annotation: Annotation) -> list[TensorNode]:
+    """Finds the nodes to replace, in graph order: they are computed from unrounded parameters alone."""
     fixed = fixed_nodes(model, without=lambda expr: isinstance(owner(expr), (FakeQuant, BiasQuant)))
     sites = {site.node for site in annotation.sites}
-    read = {node for expr in exprs(model) for node in _parameters(expr)}
+    read = {node for expr in exprs(model) for node in _unrounded_parameters(expr)}
     return [
         node
         for expr in exprs(model)
@@ -69,8 +69,8 @@ def _computed(model: TracedModule, annotation: Annotation) -> list[TensorNode]:
     ]
 
 
-def _parameters(expr: Expr) -> Iterator[TensorNode]:
-    """The weight, the bias and the factors that a layer or product reads, before they are rounded."""
+def _unrounded_parameters(expr: Expr) -> Iterator[TensorNode]:
+    """Yields the weight, the bias and the factors that a layer or product reads, before their rounding."""
     if isinstance(owner(expr), BnFold):
         yield from (node for node in expr.args[2:4] if node is not None)
     call = ops.read(expr)
@@ -82,11 +82,13 @@ def _parameters(expr: Expr) -> Iterator[TensorNode]:
 
 
 def _delete_unread(model: TracedModule, before: list[Expr]) -> None:
-    """Deletes the tensors that exprs of ``before`` read and none reads now, unless a module owns them."""
-    now = {expr.name: expr for expr in exprs(model) if isinstance(expr, GetAttr)}
-    modules = tuple(f"{name}." for name, e in now.items() if not isinstance(e.outputs[0], TensorNode))
+    """Deletes the tensors that only exprs of ``before`` read, unless a called module owns them."""
+    read = {expr.name: expr for expr in exprs(model) if isinstance(expr, GetAttr)}
+    modules = tuple(f"{name}." for name, e in read.items() if not isinstance(e.outputs[0], TensorNode))
+    deleted: set[str] = set()
     for expr in before:
-        gone = isinstance(expr, GetAttr) and isinstance(expr.outputs[0], TensorNode) and expr.name not in now
-        if gone and not expr.name.startswith(modules):
+        if not isinstance(expr, GetAttr) or not isinstance(expr.outputs[0], TensorNode):
+            continue
+        if expr.name not in read and expr.name not in deleted and not expr.name.startswith(modules):
             delete_attribute(model, expr.name)
-            now[expr.name] = expr
+            deleted.add(expr.name)

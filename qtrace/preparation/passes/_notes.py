@@ -1,4 +1,4 @@
-"""Notes: what annotate says about each op: its state, its groups, the float island around it, and why."""
+"""Notes: the state, groups and float island of each op, with the reason for its state."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def write_notes(
 
     Args:
         view: the graph under its config.
-        chains: expr -> the ops that are computed with it as one.
-        wants: node -> what its readers ask for.
-        placement: where activations are rounded, and what holds integers.
+        chains: expr -> the chain that it belongs to.
+        wants: node -> the wants of its readers.
+        placement: the activation sites, and the nodes that hold integers.
         weights: layer -> the site of its weight.
     """
     states = _find_states(view, chains, placement)
     islands = _number_islands(view, states)
-    asked = {want.reader: want.plan for node in wants for want in wants[node] if not want.partial}
+    plans = {want.reader: want.plan for node in wants for want in wants[node] if not want.partial}
     notes = []
     for expr, state in states.items():
         call, outputs = view.calls.get(expr), expr.outputs
@@ -51,7 +51,7 @@ def write_notes(
             inputs=tuple(placement.group_read(expr, n) for n in call.inputs) if call else (),
             reads=_names_read(expr, call),
             gives=tuple(n.name for n in outputs),
-            asks=asked[expr].describe() if expr in asked else "",
+            asks=plans[expr].describe() if expr in plans else "",
             output=output,
             scheme=placement.plan(output).scheme.describe() if output else "",
             weight=weights[expr].name if expr in weights else "",
@@ -68,7 +68,7 @@ def write_notes(
 
 
 def _find_states(view: View, chains: Chains, placement: Placement) -> dict[Expr, str]:
-    """Says of each op, in execution order, which state of `ExprNote` it has."""
+    """Maps each op, in execution order, to its state as `ExprNote` defines it."""
     ops = (expr for expr in view.order if not isinstance(expr, (GetAttr, Constant)))
     return {expr: _state(view, chains, placement, expr) for expr in ops}
 
@@ -101,7 +101,7 @@ def _number_islands(view: View, states: Mapping[Expr, str]) -> dict[Expr, int]:
 
 
 def _connected_floats(view: View, states: Mapping[Expr, str], start: Expr) -> tuple[set[Expr], bool]:
-    """The float ops that are connected with ``start``, and whether integers enter and leave them."""
+    """Returns the float ops that are connected with ``start``, and whether integers enter and leave them."""
     part, borders, stack = {start}, set(), [start]
     while stack:
         expr = stack.pop()
@@ -119,7 +119,7 @@ def _connected_floats(view: View, states: Mapping[Expr, str], start: Expr) -> tu
 
 
 def _names_read(expr: Expr, call: OpCall | None) -> tuple[str, ...]:
-    """The names of the op's inputs, then of what else it reads but weight and bias."""
+    """Returns the names of the op's inputs, then of its other tensors except weight and bias."""
     inputs = call.inputs if call else ()
     used = {*inputs, call.weight, call.bias} if call else set()
     others = {n.name: None for n in tensor_inputs(expr) if n not in used}
@@ -127,14 +127,14 @@ def _names_read(expr: Expr, call: OpCall | None) -> tuple[str, ...]:
 
 
 def _causes(view: View, expr: Expr, state: str) -> tuple[str, ...]:
-    """The codes of what keeps the op in float, if it stays float."""
+    """Returns the codes of what keeps the op in float, if it stays float."""
     if state != "float":
         return ()
     return tuple(cause.code for cause in view.float_causes.get(expr, ())) or ("idle",)
 
 
 def _reason(view: View, chains: Chains, placement: Placement, expr: Expr, state: str) -> str:
-    """Why the op has its state, and which of its arguments are read as the traced sizes."""
+    """Explains the state of the op, and which of its arguments are read as the traced sizes."""
     call = view.calls.get(expr)
     if state in ("int", "fused"):
         chain = chains[expr]
@@ -149,17 +149,17 @@ def _reason(view: View, chains: Chains, placement: Placement, expr: Expr, state:
 
 
 def _float_reason(view: View, expr: Expr, state: str) -> str:
-    """Why the op stays float, or is no matter of quantization."""
+    """Explains why the op stays float or has nothing to quantize."""
     if not any(is_float_tensor(node) for node in expr.outputs):
         return "integer or shape arithmetic"
     causes = view.float_causes.get(expr, ())
-    if state == "shape":  # a rule or a region that covers it has no say
+    if state == "shape":  # rules and regions have no effect on shape arithmetic
         return next((cause.reason for cause in causes if cause.code == "shape"), STATIC)
     return causes[0].reason if causes else "its input is float and not all its readers ask for integers"
 
 
 def _without_effect(view: View, chain: Chain, expr: Expr) -> str:
-    """Why a rule for a fused op does not do all that it says."""
+    """Explains why a rule for a fused op takes effect in part or not at all; "" if it takes full effect."""
     choice = view.choices[expr]
     if choice.rank <= view.choices[chain.head].rank:
         return ""
@@ -170,7 +170,7 @@ def _without_effect(view: View, chain: Chain, expr: Expr) -> str:
 
 
 def _unrounded(view: View, placement: Placement, chain: Chain, expr: Expr) -> str:
-    """Why the result of a chain is no site, if ``expr`` gives it and it is none."""
+    """Explains why the result of ``chain`` stays float; "" if it is rounded or ``expr`` is not the tail."""
     if chain.tail is not expr or chain.output in placement.groups:
         return ""
     if not output_choice(view, chain).quantize_output:
@@ -181,7 +181,7 @@ def _unrounded(view: View, placement: Placement, chain: Chain, expr: Expr) -> st
 
 
 def _macs(call: OpCall) -> int:
-    """Counts the multiplications with accumulation that `call` makes, at the shapes it was traced with."""
+    """Counts the multiply-accumulates of `call` at its traced shapes."""
     if call.out.shape is None:
         return 0
     out = math.prod(int(n) for n in call.out.shape)

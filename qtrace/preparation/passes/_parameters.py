@@ -1,4 +1,4 @@
-"""Parameters: how the weights and biases of layers are rounded, and which layers fold their BatchNorm."""
+"""Parameters: the sites of the layers' weights and biases, and the layers that fold their BatchNorm."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ __all__ = ["find_folds", "place_biases", "place_weights"]
 
 
 def place_weights(view: View, chains: Chains, placement: Placement) -> dict[Expr, Site]:
-    """Places a site at every weight, and one more for each other way in which layers want it rounded.
+    """Places one site at a weight for each different plan that its layers have for it.
 
     Returns:
         layer -> the site of its weight, in the order of the sites.
     """
-    wanted: dict[TensorNode, list[tuple[tuple[Plan, tuple[int, ...]], Expr]]] = {}
+    wants_of: dict[TensorNode, list[tuple[tuple[Plan, tuple[int, ...]], Expr]]] = {}
     for expr, chain in chains.items():
         weight = view.calls[expr].weight
         if chain.head is expr and weight is not None and is_float_tensor(weight):
-            wanted.setdefault(weight, []).append((view.weight_plan(view.calls[expr]), expr))
+            wants_of.setdefault(weight, []).append((view.weight_plan(view.calls[expr]), expr))
     sites: dict[Expr, Site] = {}
-    taken = set(placement.sites)
-    for node, wants in wanted.items():
+    used_names = set(placement.sites)
+    for node, wants in wants_of.items():
         for index, (plan, axes) in enumerate(distinct(want for want, _ in wants)):
             readers = [reader for want, reader in wants if want == (plan, axes)]
             names = tuple(reader.outputs[0].name for reader in readers)
-            name = free_name(node.name if index == 0 else f"{node.name}__{names[0]}", taken)
-            taken.add(name)
+            name = free_name(node.name if index == 0 else f"{node.name}__{names[0]}", used_names)
+            used_names.add(name)
             site = Site(name, "weight", node.name, names, name, plan, axes, node in view.fixed)
             sites.update(dict.fromkeys(readers, site))
     return sites
@@ -46,7 +46,7 @@ def place_biases(
     """Places a site at the bias of every layer whose input has one scale and whose BatchNorm is not kept."""
     sites: list[Site] = []
     rounded: set[Node] = set()
-    taken = {*placement.sites, *(site.name for site in weights.values())}
+    used_names = {*placement.sites, *(site.name for site in weights.values())}
     for expr in view.order:
         if expr not in weights or (call := view.calls[expr]).bias is None:
             continue
@@ -54,9 +54,9 @@ def place_biases(
         if not group or chains[expr].norm is not None or placement.plan(group).scheme.per_channel:
             continue
         node, reader = call.bias, call.out.name
-        name = free_name(f"{node.name}__{reader}" if node in rounded else node.name, taken)
+        name = free_name(f"{node.name}__{reader}" if node in rounded else node.name, used_names)
         rounded.add(node)
-        taken.add(name)
+        used_names.add(name)
         factor = placement.factor_read(expr, call.inputs[0])
         site = Site(name, "bias", node.name, (reader,), name, None, static=node in view.fixed)
         sites.append(replace(site, activation=group, weight=weights[expr].name, factor=factor))
@@ -69,7 +69,7 @@ def find_folds(
     """Finds the layers whose BatchNorm stays in the graph.
 
     Raises:
-        ConfigError: for such a layer whose weight wants scales that are powers of two.
+        ConfigError: for such a layer if the scales of its weight must be powers of two.
     """
     folds = []
     for layer, chain in chains.items():

@@ -1,4 +1,4 @@
-"""Sites: where a fake quant rounds activations, which values stay integers, which sites share parameters."""
+"""Sites: places fake quants for activations, carries integers through moves, and ties sites."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Placement", "place_sites", "tie_sites"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where activations are rounded, and what holds integers.
+    """The activation sites of a graph, and the nodes that hold integers.
 
     Attributes:
         sites: name -> activation site, in execution order.
         groups: node -> the group of its value, for nodes that hold integers.
-        reads: (expr, node) -> the group of what the expr reads, where that differs from the node's.
-        factors: node -> by what the scale of its group is multiplied, for nodes with another scale.
+        reads: (expr, node) -> the group that the expr reads, where it differs from the node's.
+        factors: node -> factor of its group's scale, for nodes with another scale.
     """
 
     sites: dict[str, Site] = field(default_factory=dict)
@@ -33,27 +33,27 @@ class Placement:
     factors: dict[Node, float] = field(default_factory=dict)
 
     def group_read(self, expr: Expr, node: Node) -> str:
-        """The group of what ``expr`` reads from ``node``; "" for floats."""
+        """Returns the group that ``expr`` reads from ``node``; "" for floats."""
         return self.reads.get((expr, node)) or self.groups.get(node, "")
 
     def factor_read(self, expr: Expr, node: Node) -> float:
-        """By what the scale of the group that ``expr`` reads from ``node`` is multiplied there."""
+        """Returns the factor of the scale of the group that ``expr`` reads from ``node``."""
         return 1.0 if (expr, node) in self.reads else self.factors.get(node, 1.0)
 
     def plan(self, group: str) -> Plan:
-        """How the values of ``group`` are quantized."""
+        """Returns the plan of the sites of ``group``."""
         plan = self.sites[group].plan
         assert plan is not None  # only a bias has none
         return plan
 
     def carried(self) -> dict[str, str]:
-        """Name of node -> group, for nodes that hold integers of that group without being rounded."""
+        """Maps the names of the nodes that hold integers without being rounded to their groups."""
         rounded = {site.node for site in self.sites.values() if site.consumers is None}
         return {node.name: group for node, group in self.groups.items() if node.name not in rounded}
 
 
 def place_sites(view: View, chains: Chains, wants: Wants) -> Placement:
-    """Walks the graph forwards and places a site wherever readers want what is not there yet.
+    """Walks the graph forwards and places a site wherever readers want parameters that the value lacks.
 
     Returns:
         The placement with a group of its own for each site.
@@ -74,14 +74,14 @@ def place_sites(view: View, chains: Chains, wants: Wants) -> Placement:
 
 
 class _Placer:
-    """Adds the sites of one op after the other to ``placement``."""
+    """Adds the sites of one op at a time to ``placement``."""
 
     def __init__(self, view: View, wants: Wants) -> None:
         self.view, self.wants = view, wants
         self.placement = Placement()
 
     def place_move(self, expr: Expr) -> None:
-        """Hands the integers that ``expr`` moves, if any, on to its outputs."""
+        """Gives the outputs of the move ``expr`` the group of its input, if that holds integers."""
         placement, source = self.placement, self.view.calls[expr].inputs[0]
         group = placement.group_read(expr, source)
         factor = placement.factor_read(expr, source) * self.view.scaling.get(expr, 1.0)
@@ -113,23 +113,23 @@ class _Placer:
         self.place_before_readers(node, plan)
 
     def place_before_readers(self, node: Node, present: Plan | None) -> None:
-        """Places sites between ``node`` and those readers that want other parameters than are ``present``.
+        """Places sites between ``node`` and the readers that want another plan than the ``present`` one.
 
-        A move asks for what its readers want; where one of them wants the float value, there is no site
-        before the move, and the others round what it moved.
+        A move wants what its readers want. If one of them wants the float value, there is no site before the
+        move, and the other readers round the moved value.
         """
         wants = [want for want in self.wants.get(node, ()) if not want.partial]
         for plan in distinct(want.plan for want in wants if want.plan != present):
             readers = [want.reader for want in wants if want.plan == plan]
             names = tuple(reader.outputs[0].name for reader in readers)
             whole = node.name not in self.placement.sites and self.view.all_values_read_by(node, readers)
-            wanted = node.name if whole else f"{node.name}__{names[0]}"
-            name = self._add(node, wanted, names, plan)
+            preferred = node.name if whole else f"{node.name}__{names[0]}"
+            name = self._add(node, preferred, names, plan)
             self.placement.reads.update(((reader, node), name) for reader in readers)
 
-    def _add(self, node: Node, wanted: str, consumers: tuple[str, ...] | None, plan: Plan) -> str:
-        """Adds a site of its own group, called ``wanted`` where that is free, and returns its name."""
-        name = free_name(wanted, self.placement.sites)
+    def _add(self, node: Node, preferred: str, consumers: tuple[str, ...] | None, plan: Plan) -> str:
+        """Adds a site with a group of its own; returns its name, ``preferred`` if that is free."""
+        name = free_name(preferred, self.placement.sites)
         static = consumers is not None and isinstance(node.expr, (GetAttr, Constant))
         axes = () if plan.scheme.axis is None else (plan.scheme.axis,)
         self.placement.sites[name] = Site(name, "activation", node.name, consumers, name, plan, axes, static)
@@ -146,9 +146,9 @@ def tie_sites(view: View, chains: Chains, placement: Placement) -> Placement:
         return name
 
     for first, second in (*_concatenated(view, chains, placement), *_shared(view, chains, placement)):
-        one, other = root(first), root(second)
-        if one and other and one != other and placement.plan(one) == placement.plan(other):
-            parents[other] = one
+        kept, merged = root(first), root(second)
+        if kept and merged and kept != merged and placement.plan(kept) == placement.plan(merged):
+            parents[merged] = kept
     sites = {name: replace(s, group=root(name)) for name, s in placement.sites.items()}
     groups = {node: root(name) for node, name in placement.groups.items()}
     reads = {key: root(name) for key, name in placement.reads.items()}
@@ -156,7 +156,7 @@ def tie_sites(view: View, chains: Chains, placement: Placement) -> Placement:
 
 
 def _concatenated(view: View, chains: Chains, placement: Placement) -> Iterator[tuple[str, str]]:
-    """Pairs the groups that one concat reads, where its kernel only moves integers."""
+    """Yields pairs of the groups that a concat reads, if its kernel only moves integers."""
     for expr in view.order if view.backend.ties_concat else ():
         chain = chains.get(expr)
         if chain is not None and chain.tail is expr and view.calls[chain.head].role is Role.CONCAT:
@@ -166,14 +166,14 @@ def _concatenated(view: View, chains: Chains, placement: Placement) -> Iterator[
 
 
 def _shared(view: View, chains: Chains, placement: Placement) -> Iterator[tuple[str, str]]:
-    """Pairs what the calls of one module read, and what they give, where the config says so."""
-    models: dict[object, Chain] = {}  # the weight, or the kind and the module's path -> the first chain
+    """Yields pairs of the groups that the calls of one module read or give, if the config ties them."""
+    first_chains: dict[object, Chain] = {}  # the weight, or the kind and the module's path -> its first call
     for expr, chain in chains.items():
         if chain.head is not expr or not view.choices[expr].share:
             continue
         call = view.calls[expr]
         key = call.weight if call.weight is not None else (call.kind, module_path(expr))
-        model = models.setdefault(key, chain)
-        for one, other in zip(view.calls[model.head].inputs, call.inputs, strict=False):
-            yield placement.group_read(model.head, one), placement.group_read(expr, other)
-        yield placement.groups.get(model.output, ""), placement.groups.get(chain.output, "")
+        first = first_chains.setdefault(key, chain)
+        for first_input, node in zip(view.calls[first.head].inputs, call.inputs, strict=False):
+            yield placement.group_read(first.head, first_input), placement.group_read(expr, node)
+        yield placement.groups.get(first.output, ""), placement.groups.get(chain.output, "")

@@ -1,4 +1,4 @@
-"""What annotate works on: the graph, what its exprs are, and which of them compute on integers."""
+"""The graph under its config, as all stages of `annotate` read it: op calls, choices, causes for float."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor
 from qtrace.ops import OpCall, Role
 from qtrace.preparation.annotation import Plan
-from qtrace.preparation.passes.select import Choice
+from qtrace.preparation.passes._choices import Choice
 from qtrace.scheme import QScheme
 
 __all__ = ["INT_ROLES", "STATIC", "Cause", "View", "distinct", "plan_of"]
@@ -30,11 +30,11 @@ _T = TypeVar("_T")
 
 
 class Cause(NamedTuple):
-    """What keeps an expr in float.
+    """A cause that keeps an expr in float.
 
     Attributes:
-        code: one of those of `ExprNote.causes`, or "shape" and "static" for what is never quantized.
-        reason: the same in words.
+        code: a code of `ExprNote.causes`, or "shape" or "static" for exprs that are never quantized.
+        reason: the cause as a clause, for reports.
     """
 
     code: str
@@ -47,9 +47,9 @@ class View:
 
     Attributes:
         traced: the flat, expanded graph.
-        calls: expr -> its reading.
-        choices: expr -> what the config says about it.
-        backend: the target.
+        calls: expr -> the `OpCall` that it is read as.
+        choices: expr -> the config's choice for it.
+        backend: the description of the target.
         region: the exprs in the config's region; None for all.
         static: the nodes whose values depend on no input of the graph.
     """
@@ -78,10 +78,10 @@ class View:
 
     @cached_property
     def float_causes(self) -> dict[Expr, list[Cause]]:
-        """Expr -> everything that keeps it in float: with the first gone, the next would."""
-        return {expr: causes for expr in self.order if (causes := self._why_float(expr))}
+        """Expr -> every cause that keeps it in float; each of them alone would."""
+        return {expr: causes for expr in self.order if (causes := self._find_causes(expr))}
 
-    def _why_float(self, expr: Expr) -> list[Cause]:
+    def _find_causes(self, expr: Expr) -> list[Cause]:
         call = self.calls.get(expr)
         if call is None:
             reason = ops.unsupported(expr)
@@ -105,9 +105,8 @@ class View:
         return causes
 
     def _without_kernel(self, call: OpCall, choice: Choice, already_float: bool) -> list[Cause]:
-        """The cause that the backend has no kernel, unless it rounds around the float op instead."""
-        around = self.backend.rounds_around_float
-        if around and (choice.quantize or call.role is Role.FLOAT):
+        """Returns the cause that the backend has no kernel, unless it rounds around the float op instead."""
+        if self.backend.rounds_around_float and (choice.quantize or call.role is Role.FLOAT):
             return []
         reason = f"backend {self.backend.name} has no integer kernel for {call.kind}"
         if choice.quantize and not already_float:
@@ -126,36 +125,36 @@ class View:
         return {expr: factor for expr, factor in factors.items() if factor is not None}
 
     def _factor(self, expr: Expr) -> float | None:
-        """The power of two by which ``expr`` multiplies: float32 values then stay exact."""
+        """Returns the power of two by which ``expr`` multiplies, which keeps float32 values exact."""
         call = self.calls.get(expr)
         if call is None or call.kind not in ("mul", "div") or "scalar" not in call.attrs:
             return None
         choice, scalar = self.choices[expr], call.attrs["scalar"]
-        own = choice.output is not None or not choice.quantize_output or choice.activation.per_channel
-        if own or (call.kind == "div" and call.attrs["side"] != "right"):
+        has_rule = choice.output is not None or not choice.quantize_output or choice.activation.per_channel
+        if has_rule or (call.kind == "div" and call.attrs["side"] != "right"):
             return None
         if not 2.0**-16 <= scalar <= 2.0**16 or math.frexp(scalar)[0] != 0.5:
             return None
         return 1.0 / scalar if call.kind == "div" else float(scalar)
 
     def on_integers(self, expr: Expr) -> bool:
-        """Whether ``expr`` (the head of its chain) computes on quantized inputs."""
+        """Returns whether ``expr`` (the head of its chain) computes on quantized inputs."""
         call = self.calls.get(expr)
         if call is None or expr in self.float_causes or expr in self.scaling:
             return False
         return call.role in INT_ROLES or call.role is Role.FLOAT
 
     def carries(self, expr: Expr) -> bool:
-        """Whether ``expr`` moves integers as it moves floats, or changes nothing but their scale."""
+        """Returns whether ``expr`` moves integers as it moves floats, or changes nothing but their scale."""
         call = self.calls.get(expr)
         if call is None or expr in self.float_causes:
             return False
         return call.role is Role.CARRY or expr in self.scaling
 
     def must_not_vanish(self, node: TensorNode) -> bool:
-        """Whether a float op reads ``node``, moved or not, that has no value or slope at zero.
+        """Returns whether a float op without a value or slope at zero reads ``node``, moved or not.
 
-        Small values round to zero, and a logarithm, root or quotient of them then is infinite.
+        Small values round to zero; their logarithm, quotient or gradient of a root is then infinite.
         """
         for user in node.users:
             call = self.calls.get(user)
@@ -169,9 +168,9 @@ class View:
         return False
 
     def only_user(self, expr: Expr) -> Expr | None:
-        """The one expr that reads the result, if it reads nothing else and may run on integers.
+        """Returns the only reader of the result, if it reads nothing else and may run on integers.
 
-        It needs no kernel of its own where the kernel before it can take it in.
+        The reader needs no kernel of its own if it is fused into the kernel before it.
         """
         node = expr.outputs[0]
         if len(node.users) != 1 or node in self.outputs:
@@ -179,11 +178,10 @@ class View:
         user = node.users[0]
         call = self.calls.get(user)
         fits = all(cause.code == "kernel" for cause in self.float_causes.get(user, ()))
-        alone = call is not None and fits and call.inputs == (node,)
-        return user if alone else None
+        return user if call is not None and fits and call.inputs == (node,) else None
 
     def weight_plan(self, call: OpCall) -> tuple[Plan, tuple[int, ...]]:
-        """How a layer's weight is quantized, and along which axes."""
+        """Returns the plan of a layer's weight, and the axes that count its channels."""
         choice = self.choices[call.expr]
         scheme, axes = choice.weight, call.channel_axes
         if not scheme.per_channel or (call.kind == "conv_transpose2d" and len(axes) > 1):
@@ -194,7 +192,7 @@ class View:
         return plan_of(scheme, choice.weight_observer, choice.fakequant), axes
 
     def all_values_read_by(self, node: TensorNode, readers: list[Expr]) -> bool:
-        """Whether nothing but ``readers`` and shape arithmetic sees ``node``."""
+        """Returns whether only ``readers`` and shape arithmetic read ``node``."""
         others = [u for u in node.users if u not in readers]
         return node not in self.outputs and not any(is_float_tensor(n) for u in others for n in u.outputs)
 
@@ -211,7 +209,7 @@ def plan_of(scheme: QScheme, observer: Spec, fakequant: Spec) -> Plan:
 
 
 def distinct(values: Iterable[_T]) -> list[_T]:
-    """The different ones of ``values``, in order of first appearance (plans need not be hashable)."""
+    """Removes duplicates from ``values`` and keeps their order (plans need not be hashable)."""
     different: list[_T] = []
     for value in values:
         if value not in different:

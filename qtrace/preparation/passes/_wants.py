@@ -15,12 +15,12 @@ __all__ = ["Want", "Wants", "propagate_wants"]
 
 
 class Want(NamedTuple):
-    """What an expr asks for at its inputs.
+    """The parameters that an expr asks for at its inputs.
 
     Attributes:
         reader: the expr.
-        plan: how it asks for its inputs to be quantized.
-        partial: whether the expr moves values and some reader of what it moved wants the float value.
+        plan: the plan that the expr asks for.
+        partial: whether the expr moves values and some reader of the moved value wants it in float.
     """
 
     reader: Expr
@@ -32,7 +32,7 @@ Wants: TypeAlias = Mapping[Node, Sequence[Want]]
 
 
 def propagate_wants(view: View, chains: Chains) -> dict[Node, list[Want]]:
-    """Walks the graph backwards from the ops that compute on integers.
+    """Collects the wants of all exprs, backwards from the ops that compute on integers.
 
     Returns:
         node -> the wants of the exprs that read it, in execution order.
@@ -47,7 +47,7 @@ def propagate_wants(view: View, chains: Chains) -> dict[Node, list[Want]]:
 
 
 def _want(view: View, chains: Chains, wants: Wants, expr: Expr) -> Want | None:
-    """What ``expr`` asks for: its own choice where it computes, what its readers want where it moves."""
+    """Returns the want of ``expr``: its own choice if it computes, the want of its readers if it moves."""
     if expr in chains and chains[expr].head is not expr:
         return None
     if view.on_integers(expr):
@@ -63,7 +63,7 @@ def _want(view: View, chains: Chains, wants: Wants, expr: Expr) -> Want | None:
 
 
 def _all_want(view: View, node: TensorNode, wants: Sequence[Want]) -> bool:
-    """Whether every reader of the value of ``node``, moved or not, asks for integers."""
+    """Returns whether every reader of the value of ``node``, moved or not, asks for integers."""
     readers = [want.reader for want in wants if not want.partial]
     calls = ((user, view.calls.get(user)) for user in node.users)
     shape_readers = [user for user, call in calls if call is not None and call.role is Role.SHAPE]

@@ -1,9 +1,9 @@
 """Annotate: decides for every expr and tensor what is quantized, how, and why. It changes nothing.
 
 Each stage is a walk over the flat graph that takes data and returns data. *Chains*: which ops the backend
-computes as one (conv + relu). *Wants*, backwards: which parameters the readers of a tensor ask for, seen
+computes in one kernel (conv + relu). *Wants*, backwards: which parameters the readers of a tensor ask for,
 through ops that only move values. *Sites*, forwards: where a fake quant goes; values stay integers through
-moves. *Ties*: which sites share parameters. *Weights* and *biases* follow their layers. *Notes* say why.
+moves. *Ties*: which sites share parameters. *Weights* and *biases* follow their layers. *Notes* give reasons.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.passes._chains import find_chains
+from qtrace.preparation.passes._choices import choose
 from qtrace.preparation.passes._notes import write_notes
 from qtrace.preparation.passes._parameters import find_folds, place_biases, place_weights
 from qtrace.preparation.passes._region import find_region
 from qtrace.preparation.passes._sites import place_sites, tie_sites
 from qtrace.preparation.passes._view import View
 from qtrace.preparation.passes._wants import propagate_wants
-from qtrace.preparation.passes.select import choose
 
 __all__ = ["annotate"]
 
@@ -34,7 +34,7 @@ def annotate(traced: TracedModule, qconfig: QConfig) -> Annotation:
         qconfig: the config; its backend says which ops run on integers.
 
     Returns:
-        A note for every op and the list of sites, the same for the same graph and config.
+        A note for every op and the list of sites; equal for equal graphs and configs.
 
     Raises:
         ConfigError: for rules that match nothing or ask for what the backend cannot run.
@@ -60,7 +60,7 @@ def annotate(traced: TracedModule, qconfig: QConfig) -> Annotation:
 
 
 def _view(traced: TracedModule, qconfig: QConfig) -> View:
-    """Reads the exprs of ``traced`` and what ``qconfig`` says about each."""
+    """Reads the exprs of ``traced`` and chooses for each by the rules of ``qconfig``."""
     backend = backends.get(qconfig.backend)
     calls = {e: c for e in exprs(traced) if (c := ops.read(e)) is not None}
     choices = choose(traced, calls, qconfig, backend)

@@ -1,4 +1,4 @@
-"""What every pass returns."""
+"""The result of a pass: its changes, and the candidates that it left unchanged."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ __all__ = ["Left", "PassResult"]
 
 @dataclass(frozen=True)
 class Left:
-    """Something that looked like work and was left alone.
+    """A candidate that a pass or an algorithm did not change.
 
     Attributes:
-        site: its name, most often that of an op's output; "" for the whole graph.
-        reason: why it was left, as a clause.
+        site: name of the candidate, most often of an op's output; "" for the whole graph.
+        reason: why it was not changed, as a clause.
     """
 
     site: str
     reason: str
 
     def __str__(self) -> str:
-        """The site and the reason in a line."""
+        """Returns the site and the reason in one line."""
         return f"{self.site}: {self.reason}" if self.site else self.reason
 
 
 @dataclass(frozen=True)
 class PassResult:
-    """What a pass did to the module that it edited in place.
+    """The changes of a pass to the module that it edited in place.
 
     Attributes:
-        changed: one line for everything that was done.
-        left: everything that looked like work but was left alone, with the reason.
-        norms: output node of a layer -> mean and standard deviation of its channels, each (C,) float64, where
-            a BatchNorm that is gone said so.
+        changed: one line for each change.
+        left: candidates that the pass did not change, with the reason.
+        norms: output node of a layer -> mean and standard deviation of its channels, each (C,) float64, from
+            the BatchNorm that was folded into the layer.
     """
 
     changed: tuple[str, ...]

@@ -26,11 +26,11 @@ def broadcast_biases(traced: TracedModule, before_norms: bool = True) -> PassRes
 
     Args:
         traced: a flat, expanded graph; it is edited in place.
-        before_norms: False leaves the layers with a BatchNorm behind them, whose bias ``fuse_bn`` writes.
+        before_norms: False skips the layers that a BatchNorm follows, whose bias ``fuse_bn`` writes.
     """
     changed = []
     with GraphEditor(traced) as editor:
-        for call, bias, shape in list(_single(traced)):
+        for call, bias, shape in list(_single_biases(traced)):
             if not before_norms and any(
                 (reader := ops.read(user)) is not None and reader.kind == "batch_norm"
                 for user in users(call.out)
@@ -45,8 +45,8 @@ def broadcast_biases(traced: TracedModule, before_norms: bool = True) -> PassRes
     return PassResult(tuple(changed))
 
 
-def _single(traced: TracedModule) -> Iterator[tuple[OpCall, TensorNode, tuple[int, ...]]]:
-    """The layers with a bias of one number, that bias, and the shape it should have."""
+def _single_biases(traced: TracedModule) -> Iterator[tuple[OpCall, TensorNode, tuple[int, ...]]]:
+    """Yields each layer with a bias of one number, that bias, and the shape to broadcast it to."""
     for expr in exprs(traced):
         call = ops.read(expr)
         if call is None or call.weight is None or call.bias is None:

@@ -36,10 +36,9 @@ __all__ = ["convert", "dtype_meta"]
 def convert(prepared: TracedModule) -> TracedModule:
     """Returns a frozen copy of a calibrated module, ready to export.
 
-    Weights and biases that are computed from parameters alone are parameters of the copy.
-
-    It has no observers and no learned ranges, and computes exactly what ``prepared`` computes in the phase
-    ``quantize``. Every site's node, and every node that carries its integers, has ``qparams``.
+    The copy has no observers and no learned ranges. It computes exactly what ``prepared`` computes in the
+    phase ``quantize``. Weights and biases that are computed from parameters alone are parameters of the copy.
+    Every site's node, and every node that carries its integers, has ``qparams``.
 
     Args:
         prepared: a calibrated module; it is not changed.
@@ -49,8 +48,8 @@ def convert(prepared: TracedModule) -> TracedModule:
 
     Raises:
         GraphError: when the module is not prepared.
-        CalibrationError: when a site was never calibrated, naming it.
-        ConfigError: when a weight that its fake quant transforms is rounded in another way, too.
+        CalibrationError: when a site was never calibrated; the message names the site.
+        ConfigError: when two sites share a weight and the fake quant of one transforms it.
     """
     before = QuantizedModel(prepared, "prepared")
     for fq in before.fake_quants.values():
@@ -61,7 +60,7 @@ def convert(prepared: TracedModule) -> TracedModule:
     view = QuantizedModel(model, record=dataclasses.replace(before.record, annotation=annotation))
     _write_transforms(view)
     for name, fq in view.fake_quants.items():
-        setattr(container, name, _frozen(fq))
+        setattr(container, name, _freeze(fq))
     for module in view.followers:
         module.phase = "quantize"
     annotation = _write_folds(model, annotation)
@@ -76,7 +75,7 @@ def convert(prepared: TracedModule) -> TracedModule:
     return model
 
 
-def _frozen(fq: FakeQuant) -> FixedFakeQuant:
+def _freeze(fq: FakeQuant) -> FixedFakeQuant:
     frozen = FixedFakeQuant(
         fq.site,
         fq.scheme,
@@ -92,7 +91,7 @@ def _frozen(fq: FakeQuant) -> FixedFakeQuant:
 
 
 def _write_transforms(model: QuantizedModel) -> None:
-    """Writes the weights that a fake quant transforms as what it rounds: the frozen one rounds only."""
+    """Applies the transforms of fake quants to their weights: the frozen fake quants only round."""
     for site in model.sites:
         if site.sort == "bias" or not site.fake_quant.transforms:
             continue
@@ -110,7 +109,7 @@ def _write_transforms(model: QuantizedModel) -> None:
 
 
 def _write_folds(model: TracedModule, annotation: Annotation) -> Annotation:
-    """Writes layers whose BatchNorm was kept as plain layers with folded parameters."""
+    """Replaces layers whose BatchNorm was kept by plain layers with folded parameters."""
     container = getattr(model, CONTAINER)
     calls = {e.outputs[0].name: e for e in exprs(model) if e.outputs}
     sites = {s.name: s for s in annotation.sites}
@@ -127,6 +126,7 @@ def _write_folds(model: TracedModule, annotation: Annotation) -> Annotation:
 def _write_fold(
     editor: GraphEditor, container: Any, fold: Fold, expr: Expr, sites: dict[str, Site]
 ) -> tuple[Site, ...]:
+    """Replaces the call ``expr`` of one `BnFold` by its layer; returns the sites of weight and bias."""
     module: Any = owner(expr)
     _, x, weight, bias, norm, _, source = expr.args
     scales, out = getattr(container, fold.weight), expr.outputs[0]
@@ -139,8 +139,8 @@ def _write_fold(
     raw_weight, frozen = get_module(editor.traced, path), scales.qparams()
     *folded, factor = module.fold(raw_weight, raw_bias, norm.owner, scales, activation)
     scales.set_qparams(QParams(frozen.scheme, factor.numpy().reshape(-1), frozen.zero_point))
-    for where, value in zip((path, bias_path), folded, strict=True):
-        set_parameter(editor.traced, where, Parameter(value.numpy()))
+    for parameter_path, value in zip((path, bias_path), folded, strict=True):
+        set_parameter(editor.traced, parameter_path, Parameter(value.numpy()))
     weight_node, bias_node = editor.get_attr(path), editor.get_attr(bias_path)
     weight_site = sites[fold.weight]
     quantized = editor.call_module(
@@ -175,6 +175,7 @@ def _write_fold(
 
 
 def _record_nodes(model: QuantizedModel) -> None:
+    """Sets ``qparams`` of every site's node, and of every node that carries integers."""
     fake_quants, annotation = model.fake_quants, model.annotation
     for site in model.sites:
         if site.sort == "bias":
@@ -197,14 +198,16 @@ def _node_qparams(fq: FakeQuant, factor: float = 1.0) -> NodeQParams:
     return create_qparams(mode, dtype_meta(fq.scheme), scale, zero_point)
 
 
-_CANONICAL = {(m.qmin, m.qmax, m.np_dtype_str): m for m in reversed(list(_builtin_quant_dtypes.values()))}
+_BUILTIN_DTYPES = {
+    (m.qmin, m.qmax, m.np_dtype_str): m for m in reversed(list(_builtin_quant_dtypes.values()))
+}
 
 
 def dtype_meta(scheme: QScheme) -> QuantDtypeMeta:
-    """MegEngine's dtype for the integers of ``scheme``; its own object where it has one."""
+    """Returns MegEngine's dtype for the integers of ``scheme``: a built-in one if there is one."""
     storage = f"{'int' if scheme.signed else 'uint'}{8 if scheme.bits <= 8 else 16}"
-    known = _CANONICAL.get((scheme.qmin, scheme.qmax, storage))
-    if known is not None:
-        return known
+    builtin = _BUILTIN_DTYPES.get((scheme.qmin, scheme.qmax, storage))
+    if builtin is not None:
+        return builtin
     name = f"q{'int' if scheme.signed else 'uint'}{scheme.bits}{'_narrow' if scheme.narrow else ''}"
     return QuantDtypeMeta(name, None, storage, scheme.qmin, scheme.qmax, not scheme.signed)

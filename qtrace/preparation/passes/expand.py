@@ -1,9 +1,8 @@
 """Expands layers and fused modules to functions, so that weights and biases are nodes of the graph.
 
-So is the kernel ``Where``, which MegEngine cannot write into a file.
-
-The modules stay in the tree and keep their parameters, so parameter names do not change. What is computed
-stays the same, bit for bit: a fused module becomes the calls that its own forward makes.
+The kernel ``Where``, which MegEngine cannot write into a file, is expanded as well. The modules stay in the
+tree and keep their parameters, so parameter names do not change. The results stay equal bit for bit: a fused
+module becomes the calls that its own forward makes.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def expand(traced: TracedModule) -> PassResult:
     with GraphEditor(traced) as editor:
         for expr in exprs(traced):
             if isinstance(expr, Apply) and str(expr.opdef) == "Where":
-                editor.replace_expr(expr, _where(editor, expr))
+                editor.replace_expr(expr, _expand_where(editor, expr))
                 changed.append(f"{expr.outputs[0].name}: Where as a function")
                 continue
             module = owner(expr)
@@ -42,7 +41,7 @@ def expand(traced: TracedModule) -> PassResult:
             if write is None:
                 continue
             out = expr.outputs[0].name
-            reason = _why_not(expr, module)
+            reason = _find_obstacle(expr, module)
             if reason is not None:
                 left.append(Left(out, reason))
                 continue
@@ -53,36 +52,36 @@ def expand(traced: TracedModule) -> PassResult:
     return PassResult(tuple(changed), tuple(left))
 
 
-def _where(editor: GraphEditor, expr: Expr) -> TensorNode:
-    """The kernel reads its mask as numbers, the function as truth values."""
+def _expand_where(editor: GraphEditor, expr: Expr) -> TensorNode:
+    """Writes the kernel ``Where`` as `F.where`, which reads its mask as truth values, not as numbers."""
     mask, x, y = expr.inputs
-    chosen = editor.call_function(F.not_equal, mask, 0.0, after=expr, like=mask)
-    chosen.dtype = np.bool_
-    return editor.call_function(F.where, chosen, x, y, after=chosen.expr, like=expr.outputs[0])
+    condition = editor.call_function(F.not_equal, mask, 0.0, after=expr, like=mask)
+    condition.dtype = np.bool_
+    return editor.call_function(F.where, condition, x, y, after=condition.expr, like=expr.outputs[0])
 
 
 def _drop_empty(traced: TracedModule) -> None:
-    """Deletes the Elemwise modules that no expr calls any more: they hold nothing."""
+    """Deletes the Elemwise modules that no expr calls any more: they have no parameters."""
     used = {e.name for e in exprs(traced) if isinstance(e, GetAttr)}
     empty = [n for n, m in traced.named_modules() if isinstance(m, M.Elemwise) and n not in used]
     for path in empty:
         delete_attribute(traced, path)
 
 
-def _why_not(expr: Expr, module: Any) -> str | None:
-    """Why a module is not expanded."""
+def _find_obstacle(expr: Expr, module: Any) -> str | None:
+    """Returns the reason why ``module`` cannot be expanded, as a clause; None if it can."""
     if isinstance(module, M.Elemwise):
         mode = str(module.method).upper()
         return None if mode in _ELEMWISE else f"Elemwise {mode} is computed as one"
     if not isinstance(expr.inputs[0].expr, GetAttr):
         return "its module is a constant of the trace, without parameters"
-    parts = [getattr(module, n) for n in ("conv", "conv_transpose2d", "linear") if hasattr(module, n)]
-    changed = [p for p in parts if type(p) not in _WRITERS]
-    return f"its layer is a {type(changed[0]).__name__}" if changed else None
+    layers = [getattr(module, n) for n in ("conv", "conv_transpose2d", "linear") if hasattr(module, n)]
+    unknown = [layer for layer in layers if type(layer) not in _WRITERS]
+    return f"its layer is a {type(unknown[0]).__name__}" if unknown else None
 
 
 class _Calls:
-    """New calls in the place of ``expr``, one behind the other."""
+    """Writes new calls in the place of ``expr``, one after the other."""
 
     def __init__(self, editor: GraphEditor, expr: Expr) -> None:
         self.editor = editor
@@ -91,7 +90,7 @@ class _Calls:
         self.like = expr.outputs[0]
 
     def function(self, func: Callable[..., Any], *args: Any) -> TensorNode:
-        """Calls ``func``; the output has the shape of the module's."""
+        """Calls ``func``; its output has the shape of the module's output."""
         node = self.editor.call_function(func, *args, after=self.after, like=self.like)
         self.after = node.expr
         return node
@@ -103,7 +102,7 @@ class _Calls:
         return node
 
     def parameters(self, module: Any, path: str) -> tuple[TensorNode, TensorNode | None]:
-        """The nodes of weight and bias."""
+        """Returns the nodes of weight and bias of the module at ``path``."""
         weight = self.editor.get_attr(f"{path}.weight")
         return weight, (None if module.bias is None else self.editor.get_attr(f"{path}.bias"))
 
@@ -135,7 +134,7 @@ def _conv_transpose2d(calls: _Calls, module: Any, path: str) -> TensorNode:
 
 
 def _conv_transpose3d(calls: _Calls, module: Any, path: str) -> TensorNode:
-    # As its forward, which does not pass the groups on.
+    # Like the forward of ConvTranspose3d, which does not pass its groups.
     options = (module.stride, module.padding, module.output_padding, module.dilation)
     return calls.function(F.nn.conv_transpose3d, calls.args[0], *calls.parameters(module, path), *options)
 
@@ -153,7 +152,7 @@ def _with_relu(write: Callable[..., TensorNode]) -> Callable[..., TensorNode]:
 
 
 def _with_norm(name: str) -> Callable[..., TensorNode]:
-    """The layer called ``name``, then the BatchNorm ``bn``."""
+    """Returns a writer of the layer ``name`` of a module and of its BatchNorm ``bn``."""
 
     def write(calls: _Calls, module: Any, path: str) -> TensorNode:
         layer = getattr(module, name)
@@ -179,19 +178,19 @@ def _function(func: Callable[..., Any]) -> Callable[[_Calls], TensorNode]:
     return lambda calls: calls.function(func, *calls.args)
 
 
-def _added(func: Callable[..., Any]) -> Callable[[_Calls], TensorNode]:
+def _add_then(func: Callable[..., Any]) -> Callable[[_Calls], TensorNode]:
     return lambda calls: calls.function(func, calls.function(F.add, *calls.args))
 
 
-def _multiplied(calls: _Calls) -> TensorNode:
-    """a * b + c, or a * b + c * d."""
+def _multiply_add(calls: _Calls) -> TensorNode:
+    """Writes a * b + c, or a * b + c * d."""
     a, b, c, *d = calls.args
     product = calls.function(F.mul, a, b)
     return calls.function(F.add, product, calls.function(F.mul, c, *d) if d else c)
 
 
-# Functions that have the name of their mode.
-_NAMED = (
+# Functions with the name of their Elemwise mode.
+_SAME_NAMES = (
     "add sub mul pow floor_div mod relu relu6 sigmoid hsigmoid tanh silu gelu softplus logsigmoid "
     "exp log sqrt square abs floor ceil round sin cos"
 )
@@ -202,14 +201,14 @@ _RENAMED: dict[str, Callable[..., Any]] = {
     "H_SWISH": F.hswish,
     "NEGATE": F.neg,
 }
-# Without FUSE_ADD_SIGMOID and FUSE_ADD_TANH, which round otherwise than two ops one behind the other.
+# Without FUSE_ADD_SIGMOID and FUSE_ADD_TANH, which round differently from two separate ops.
 _ELEMWISE: dict[str, Callable[[_Calls], TensorNode]] = {
-    **{name.upper(): _function(getattr(F, name)) for name in _NAMED.split()},
+    **{name.upper(): _function(getattr(F, name)) for name in _SAME_NAMES.split()},
     **{mode: _function(func) for mode, func in _RENAMED.items()},
-    "FUSE_ADD_RELU": _added(F.relu),
-    "FUSE_ADD_H_SWISH": _added(F.hswish),
-    "FUSE_MUL_ADD3": _multiplied,
-    "FUSE_MUL_ADD4": _multiplied,
+    "FUSE_ADD_RELU": _add_then(F.relu),
+    "FUSE_ADD_H_SWISH": _add_then(F.hswish),
+    "FUSE_MUL_ADD3": _multiply_add,
+    "FUSE_MUL_ADD4": _multiply_add,
 }
 
 _WRITERS: dict[type, Callable[[_Calls, Any, str], TensorNode]] = {

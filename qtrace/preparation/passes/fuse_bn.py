@@ -23,8 +23,7 @@ from qtrace.preparation.passes.base import Left, PassResult
 
 __all__ = ["affine", "bias_shape", "drop_dead_norms", "free_bias", "fuse_bn"]
 
-# The shape of the bias that each layer takes.
-_LAYERS = {
+_BIAS_SHAPES = {  # -1 stands for the channels
     "conv1d": (1, -1, 1),
     "conv2d": (1, -1, 1, 1),
     "conv_transpose2d": (1, -1, 1, 1),
@@ -36,7 +35,7 @@ _LAYERS = {
 class _Affine:
     """The per-channel map ``y * gain + shift`` that a BatchNorm computes, shape (C,), float64.
 
-    In training its result had the mean and the standard deviation of the last two attributes.
+    ``mean`` and ``deviation`` are the channels' mean and standard deviation of its result in training.
     """
 
     gain: np.ndarray
@@ -53,13 +52,13 @@ def fuse_bn(traced: TracedModule) -> PassResult:
         traced: a flat, expanded traced module; graph and parameters are edited in place.
 
     Returns:
-        What was folded, and what was left with the reason.
+        The folded layers, and the layers that were not folded, with the reason.
     """
     calls = {e: c for e in exprs(traced) if (c := ops.read(e)) is not None}
     norms = [c for c in calls.values() if c.kind == "batch_norm"]
     # All reasons before the first edit: layers that share a weight are folded together or not at all.
-    alone = {bn.expr: _why_not_alone(traced, calls, bn) for bn in norms}
-    reasons = {bn.expr: alone[bn.expr] or _why_not_shared(calls, alone, bn) for bn in norms}
+    own_reasons = {bn.expr: _find_own_obstacle(traced, calls, bn) for bn in norms}
+    reasons = {bn.expr: own_reasons[bn.expr] or _find_shared_obstacle(calls, own_reasons, bn) for bn in norms}
     changed: list[str] = []
     left: list[Left] = []
     statistics: dict[str, tuple[np.ndarray, np.ndarray]] = {}
@@ -81,10 +80,10 @@ def fuse_bn(traced: TracedModule) -> PassResult:
     return PassResult(tuple(changed), tuple(left), statistics)
 
 
-def _why_not_alone(traced: TracedModule, calls: dict[Expr, OpCall], bn: OpCall) -> str | None:
-    """Why ``bn`` cannot be folded, whatever shares its parameters."""
+def _find_own_obstacle(traced: TracedModule, calls: dict[Expr, OpCall], bn: OpCall) -> str | None:
+    """Returns the reason in ``bn`` and its layer why ``bn`` cannot be folded, as a clause, or None."""
     layer = calls.get(bn.inputs[0].expr)
-    if layer is None or layer.kind not in _LAYERS:
+    if layer is None or layer.kind not in _BIAS_SHAPES:
         return "no conv or linear layer stands directly before it"
     if len(layer.out.users) > 1 or any(layer.out is n for n in traced.graph.outputs):
         return f"the output of {layer.out.name} is also used elsewhere"
@@ -96,8 +95,10 @@ def _why_not_alone(traced: TracedModule, calls: dict[Expr, OpCall], bn: OpCall) 
     return None
 
 
-def _why_not_shared(calls: dict[Expr, OpCall], alone: dict[Expr, str | None], bn: OpCall) -> str | None:
-    """Why ``bn`` cannot be folded for the sake of what else reads the layer's parameters."""
+def _find_shared_obstacle(
+    calls: dict[Expr, OpCall], own_reasons: dict[Expr, str | None], bn: OpCall
+) -> str | None:
+    """Returns the reason in other readers of the layer's parameters why ``bn`` cannot be folded, or None."""
     layer = calls[bn.inputs[0].expr]
     assert layer.weight is not None
     if layer.bias is not None and set(map(id, users(layer.bias))) != set(map(id, users(layer.weight))):
@@ -106,7 +107,7 @@ def _why_not_shared(calls: dict[Expr, OpCall], alone: dict[Expr, str | None], bn
         following = [calls.get(u) for u in users(user.outputs[0])]
         norm = following[0] if len(following) == 1 else None
         same = norm is not None and norm.kind == "batch_norm" and _identity(norm) == _identity(bn)
-        if norm is None or not same or alone[norm.expr] is not None:
+        if norm is None or not same or own_reasons[norm.expr] is not None:
             return f"{layer.weight.expr.name} is shared with {user.outputs[0].name}, which has no such norm"
     return None
 
@@ -116,7 +117,7 @@ def _statistics(bn: OpCall) -> list[TensorNode | None]:
 
 
 def _identity(bn: OpCall) -> tuple[Any, ...]:
-    """Equal for two calls of one BatchNorm."""
+    """Returns a key that is equal for two calls of one BatchNorm."""
     module = owner(bn.expr)
     if module is not None:
         return ("module", id(module))
@@ -124,7 +125,7 @@ def _identity(bn: OpCall) -> tuple[Any, ...]:
 
 
 def affine(traced: TracedModule, bn: OpCall) -> _Affine:
-    """The map that a BatchNorm computes in evaluation."""
+    """Computes the per-channel map of a BatchNorm in evaluation."""
     module = owner(bn.expr)
     if module is not None:
         mean, var, gamma, beta = module.running_mean, module.running_var, module.weight, module.bias
@@ -156,23 +157,23 @@ def _fold(
         set_parameter(traced, path, Parameter((weight * norm.gain.reshape(shape)).astype(np.float32)))
         old = get_module(traced, bias_path).numpy() if layer.bias is not None else np.zeros(1, np.float32)
         bias = old.astype(np.float64).reshape(-1) * norm.gain + norm.shift
-        form = _LAYERS[layer.kind]
+        form = _BIAS_SHAPES[layer.kind]
         set_parameter(traced, bias_path, Parameter(bias.astype(np.float32).reshape(form)))
     if layer.bias is None:
         editor.set_argument(layer.expr, "bias", editor.get_attr(bias_path))
 
 
 def bias_shape(kind: str) -> tuple[int, ...]:
-    """The shape of the bias that a kind of layer takes, with -1 for the channels."""
-    return _LAYERS[kind]
+    """Returns the shape of the bias of a kind of layer, with -1 for the channels."""
+    return _BIAS_SHAPES[kind]
 
 
 def free_bias(traced: TracedModule, weight_path: str) -> str:
-    """Where the new bias goes: ``bias`` beside ``weight`` if free, else a name made from the weight's."""
+    """Returns a free path for a new bias: ``bias`` beside ``weight``, else the weight's with a suffix."""
     parent, _, name = weight_path.rpartition(".")
     beside = f"{parent}.bias" if parent else "bias"
-    taken = getattr(get_module(traced, parent), "bias", None) is not None
-    return f"{weight_path}_bias" if taken or name != "weight" else beside
+    exists = getattr(get_module(traced, parent), "bias", None) is not None
+    return f"{weight_path}_bias" if exists or name != "weight" else beside
 
 
 def drop_dead_norms(traced: TracedModule, calls: Iterable[OpCall]) -> None:

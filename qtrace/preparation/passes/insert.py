@@ -1,4 +1,4 @@
-"""Insert: puts the fake quants that annotate decided on into the graph. It decides nothing."""
+"""Insert: puts the fake quants of an annotation into the graph. It decides nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONTAINER = "qsites"
 def insert(traced: TracedModule, annotation: Annotation) -> PassResult:
     """Adds one module per group of sites below ``qsites`` and one call per site.
 
-    Convolutions get the gradients of `qtrace.gradients`; what they compute stays the same.
+    Convolutions get the gradients of `qtrace.gradients`; their results stay the same.
 
     Args:
         traced: the flat, expanded graph that was annotated; it is edited in place.
@@ -65,7 +65,7 @@ def insert(traced: TracedModule, annotation: Annotation) -> PassResult:
             new = editor.call_module(path, *args, after=node.expr, like=node, name=value_name(site.name))
             readers = None if site.consumers is None else [producers[c] for c in site.consumers]
             editor.replace_uses(node, new, readers)
-            if readers is None:  # who wants another scheme rounds what is rounded here
+            if readers is None:  # readers with another scheme round the rounded value
                 nodes[site.node] = new
             changed.append(f"{site.name}: {site.sort}")
     exchange_function(traced, F.conv2d, conv2d)
@@ -75,7 +75,7 @@ def insert(traced: TracedModule, annotation: Annotation) -> PassResult:
 def _insert_fold(
     editor: GraphEditor, container: Module, fold: Fold, producers: dict[str, Expr]
 ) -> TensorNode:
-    """Puts one call in the place of a layer and its BatchNorm."""
+    """Replaces a layer and its BatchNorm by one call of a `BnFold`."""
     layer, norm = producers[fold.layer], producers[fold.norm]
     call = ops.read(layer)
     assert call is not None
@@ -97,10 +97,10 @@ def _insert_fold(
 class Container(Module):
     """Holds the fake quants of a prepared graph under the names of their sites."""
 
-    only_holds = True  # lint: where nothing is quantized it is empty, and no leftover
+    only_holds = True  # for lint: a container without fake quants is no leftover
 
     def forward(self, *args: Any) -> None:
-        """Not a layer: its children are called by the graph."""
+        """Raises `NotImplementedError`: the graph calls the children of the container instead."""
         raise NotImplementedError("qtrace's container of fake quants is not a layer")
 
 

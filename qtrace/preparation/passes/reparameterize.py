@@ -29,12 +29,12 @@ class _Branch:
     """A node as a convolution of ``source``.
 
     Attributes:
-        source: what it convolves.
-        weight: (groups, out / groups, in / groups, kh, kw), float64; of shape (C,) for a diagonal 1x1 one.
+        source: the input of the convolution.
+        weight: (groups, out / groups, in / groups, kh, kw), float64; (C,) for a diagonal 1x1 kernel.
         bias: (out,), float64.
-        padding: zeros around the source.
-        stride: steps.
-        conv: the convolution with the largest kernel that was merged; None for a diagonal one.
+        padding: zeros around the source, (height, width).
+        stride: (height, width).
+        conv: the merged convolution with the largest kernel; None for a diagonal 1x1 kernel.
         parts: the ops that were merged.
     """
 
@@ -50,14 +50,14 @@ class _Branch:
 def reparameterize(traced: TracedModule) -> PassResult:
     """Merges convolutions, and BatchNorms, of one tensor that are added up.
 
-    BatchNorms behind convolutions are to be folded first (``ptq: [fuse_bn, reparameterize]``).
+    Fold the BatchNorms that follow convolutions first (``ptq: [fuse_bn, reparameterize]``).
 
     Args:
         traced: a flat, expanded traced module; graph and parameters are edited in place. The merged layer
             keeps the names of the convolution with the largest kernel.
 
     Returns:
-        What was merged, and what was left with the reason.
+        The merged convolutions, and the sums that were not merged, with the reason.
     """
     branches: dict[Node, _Branch] = {}
     merged: dict[Node, tuple[OpCall, _Branch]] = {}
@@ -67,15 +67,15 @@ def reparameterize(traced: TracedModule) -> PassResult:
         if call is None:
             continue
         if call.kind == "add" and len(call.inputs) == 2 and "scalar" not in call.attrs:
-            found = _sum(traced, branches, call)
-            if isinstance(found, str):
-                left.append(Left(call.out.name, found))
-            elif found is not None:
-                branches[call.out] = found
-                merged[call.out] = call, found
+            total = _add_branches(traced, branches, call)
+            if isinstance(total, str):
+                left.append(Left(call.out.name, total))
+            elif total is not None:
+                branches[call.out] = total
+                merged[call.out] = call, total
                 for node in call.inputs:
                     merged.pop(node, None)
-        elif (branch := _branch(traced, call)) is not None:
+        elif (branch := _read_branch(traced, call)) is not None:
             branches[call.out] = branch
     with GraphEditor(traced) as editor:
         for call, branch in merged.values():
@@ -83,16 +83,16 @@ def reparameterize(traced: TracedModule) -> PassResult:
     dead = {n.expr.name for call, b in merged.values() for n in _parameters(b.parts)}
     _delete(traced, dead)
     drop_dead_norms(traced, [p for _, b in merged.values() for p in b.parts])
-    return PassResult(tuple(_told(branch) for _, branch in merged.values()), tuple(left))
+    return PassResult(tuple(_describe(branch) for _, branch in merged.values()), tuple(left))
 
 
-def _told(branch: _Branch) -> str:
+def _describe(branch: _Branch) -> str:
     others = ", ".join(p.out.name for p in branch.parts if p is not branch.conv)
     return f"{_conv(branch).out.name}: merged {others}"
 
 
-def _branch(traced: TracedModule, call: OpCall) -> _Branch | None:
-    """``call`` as a convolution with parameters of its own."""
+def _read_branch(traced: TracedModule, call: OpCall) -> _Branch | None:
+    """Reads ``call`` as a convolution with parameters that nothing else reads; None if it is not one."""
     if call.kind == "batch_norm":
         if owner(call.expr) is None or len(call.inputs[0].shape) != 4:
             return None
@@ -100,47 +100,53 @@ def _branch(traced: TracedModule, call: OpCall) -> _Branch | None:
         return _Branch(call.inputs[0], norm.gain, norm.shift, (0, 0), (1, 1), None, (call,))
     if call.kind != "conv2d" or call.attrs["dilation"] != (1, 1):
         return None
-    own = all(isinstance(n.expr, GetAttr) and len(n.users) == 1 for n in _parameters((call,)))
-    if not own or call.weight is None:
+    unshared = all(isinstance(n.expr, GetAttr) and len(n.users) == 1 for n in _parameters((call,)))
+    if not unshared or call.weight is None:
         return None
     weight = get_module(traced, call.weight.expr.name).numpy().astype(np.float64)
     weight = weight if weight.ndim == 5 else weight[None]
     bias = np.zeros(weight.shape[0] * weight.shape[1])
     if call.bias is not None:
         bias = get_module(traced, call.bias.expr.name).numpy().astype(np.float64).reshape(-1)
-    a = call.attrs
-    return _Branch(call.inputs[0], weight, bias, a["padding"], a["stride"], call, (call,))
+    attrs = call.attrs
+    return _Branch(call.inputs[0], weight, bias, attrs["padding"], attrs["stride"], call, (call,))
 
 
-def _sum(traced: TracedModule, branches: dict[Node, _Branch], call: OpCall) -> _Branch | str | None:
-    """The sum of two branches, why there is none, or None where nothing looks like one."""
-    one, two = (branches.get(n) for n in call.inputs)
-    if one is None or two is None or one.source is not two.source or (one.conv or two.conv) is None:
+def _add_branches(traced: TracedModule, branches: dict[Node, _Branch], call: OpCall) -> _Branch | str | None:
+    """Adds the two branches that ``call`` reads.
+
+    Returns:
+        Their sum; the reason, as a clause, if they cannot be merged; None if ``call`` adds no branches.
+    """
+    left, right = (branches.get(n) for n in call.inputs)
+    if left is None or right is None or left.source is not right.source:
+        return None
+    if left.conv is None and right.conv is None:
         return None
     for node in call.inputs:
         if len(node.users) > 1 or any(node is n for n in traced.graph.outputs):
             return f"{node.name} is also used elsewhere"
-    one, two = sorted((one, two), key=lambda b: -1 if b.conv is None else b.weight.shape[-1])[::-1]
-    if one.stride != two.stride:
+    large, small = sorted((left, right), key=lambda b: -1 if b.conv is None else b.weight.shape[-1])[::-1]
+    if large.stride != small.stride:
         return "the strides of its branches differ"
-    if two.conv is None:
-        two = _undiagonal(two, one)
-    if one.weight.shape[:3] != two.weight.shape[:3]:
+    if small.conv is None:
+        small = _expand_diagonal(small, large)
+    if large.weight.shape[:3] != small.weight.shape[:3]:
         return "the channels or groups of its branches differ"
-    top, side = (p - q for p, q in zip(one.padding, two.padding, strict=True))
-    (kh, kw), (h, w) = one.weight.shape[3:], two.weight.shape[3:]
+    top, side = (p - q for p, q in zip(large.padding, small.padding, strict=True))
+    (kh, kw), (h, w) = large.weight.shape[3:], small.weight.shape[3:]
     if top < 0 or side < 0 or top + h > kh or side + w > kw:
         return "one kernel does not lie within the other"
-    room = ((0, 0), (0, 0), (0, 0), (top, kh - h - top), (side, kw - w - side))
-    weight = one.weight + np.pad(two.weight, room)
-    return replace(one, weight=weight, bias=one.bias + two.bias, parts=(*one.parts, *two.parts))
+    widths = ((0, 0), (0, 0), (0, 0), (top, kh - h - top), (side, kw - w - side))
+    weight = large.weight + np.pad(small.weight, widths)
+    return replace(large, weight=weight, bias=large.bias + small.bias, parts=(*large.parts, *small.parts))
 
 
-def _undiagonal(norm: _Branch, like: _Branch) -> _Branch:
-    """A diagonal branch as a 1x1 convolution with the groups of ``like``."""
+def _expand_diagonal(norm: _Branch, like: _Branch) -> _Branch:
+    """Writes a diagonal branch as a 1x1 convolution with the groups of ``like``."""
     groups, outputs, inputs = like.weight.shape[:3]
     if outputs != inputs or groups * outputs != norm.weight.size:
-        return replace(norm, weight=norm.weight.reshape(1, -1, 1, 1, 1))  # told as differing channels
+        return replace(norm, weight=norm.weight.reshape(1, -1, 1, 1, 1))  # the caller refuses its channels
     eye = np.eye(outputs)[None, :, :] * norm.weight.reshape(groups, outputs, 1)
     return replace(norm, weight=eye[..., None, None])
 

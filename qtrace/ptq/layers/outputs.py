@@ -19,7 +19,7 @@ from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.metrics import comparable, finite_or_none, sqnr_db
 from qtrace.preparation.annotation import Site
 from qtrace.preparation.model import QuantizedModel
-from qtrace.ptq.base import Batches, SiteError
+from qtrace.ptq.base import Batches, SiteNoise
 from qtrace.ptq.layers.scaling import rounded_weight
 
 __all__ = ["CalibrationOutputs", "RandomOutputs", "output_errors"]
@@ -127,8 +127,8 @@ def _ratios(names: list[str], exact: list[np.ndarray], rounded: list[np.ndarray]
     return {name: finite_or_none(sqnr_db(f, q)) for name, f, q in pairs if comparable(f, q)}
 
 
-def output_errors(before: Ratios, after: Ratios) -> tuple[SiteError, ...]:
+def output_errors(before: Ratios, after: Ratios) -> tuple[SiteNoise, ...]:
     """The ratios of all outputs that both have; those of a graph without names in common, in order."""
     if set(before) != set(after) and len(before) == len(after):  # an op that gives an output was replaced
         before = dict(zip(after, before.values(), strict=True))
-    return tuple(SiteError(name, before[name], after[name]) for name in after if name in before)
+    return tuple(SiteNoise(name, before[name], after[name]) for name in after if name in before)

@@ -10,7 +10,7 @@ import megengine as mge
 import numpy as np
 
 from qtrace.numerics import SMALLEST_NORMAL
-from qtrace.ptq.base import CalibratedTask, Noise, SiteError
+from qtrace.ptq.base import CalibratedTask, Noise, SiteNoise
 from qtrace.ptq.layers.quantized import Twins, write
 from qtrace.ptq.learning.block_run import BlockData, BlockRun
 from qtrace.ptq.learning.blocks import Block
@@ -31,7 +31,7 @@ class Learned:
         better: whether the result is better than rounding to nearest, which the weights have otherwise.
     """
 
-    error: SiteError
+    error: SiteNoise
     turned: dict[str, tuple[int, int]]
     scales: int
     better: bool
@@ -80,7 +80,7 @@ def learn(
         turned[state.layer.name] = int(np.sum(np.abs(new - old) > 0.5 * step)), new.size
         write(task.model, path, floats[path] if decided is nearest else new)
     twins.quantized.changed()
-    error = SiteError(block.name, before.decibels, after.decibels)
+    error = SiteNoise(block.name, before.decibels, after.decibels)
     scales = len(run.scales) if kept and settings.scale_lr else 0
     return Learned(error, turned, scales, decided is not nearest)
 

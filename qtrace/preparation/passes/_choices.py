@@ -1,4 +1,4 @@
-"""Which rule of a config meets which op: selectors by structure and by name."""
+"""Chooses how each op is quantized, by the rules of a config in order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qtrace.config.checking import check_plugin, check_scheme
 from qtrace.errors import ConfigError
 from qtrace.graph.types import Expr, TracedModule
 from qtrace.ops import OpCall
-from qtrace.preparation.passes._selectors import Selector
+from qtrace.preparation.passes._matching import Selector
 from qtrace.scheme import QScheme
 
 __all__ = ["Choice", "choose"]
@@ -18,21 +18,21 @@ __all__ = ["Choice", "choose"]
 
 @dataclass(frozen=True)
 class Choice:
-    """What a config says about one op.
+    """The choice of a config for one op.
 
     Attributes:
         quantize: False keeps the op in float; None leaves it to the backend.
-        decided: origin of the rule that said so.
-        activation: scheme of its input sites (and of its output where no consumer has a say).
-        weight: scheme of its weight.
-        activation_observer: for its activation sites.
-        weight_observer: for its weight.
-        fakequant: for all its sites.
-        output: scheme of its result where the config gives it one of its own.
-        quantize_output: False leaves its result in float.
+        decided: origin of the rule that set ``quantize``.
+        activation: scheme of the op's input sites, and of its output if no consumer wants another.
+        weight: scheme of the op's weight.
+        activation_observer: observer of the op's activation sites.
+        weight_observer: observer of the op's weight.
+        fakequant: fake quant of all sites of the op.
+        output: scheme of the op's result; None if the config gives none.
+        quantize_output: False leaves the op's result in float.
         share: whether the calls of one module share their sites.
         rules: origins of the rules that matched, in order.
-        ranks: the numbers of these rules.
+        ranks: positions of these rules in the config.
     """
 
     quantize: bool | None
@@ -50,7 +50,7 @@ class Choice:
 
     @property
     def rank(self) -> int:
-        """The number of the last rule that matched; -1 without one."""
+        """The position of the last rule that matched; -1 without one."""
         return self.ranks[-1] if self.ranks else -1
 
 
@@ -61,9 +61,9 @@ def choose(
 
     Args:
         traced: a flat, expanded graph.
-        calls: expr -> its reading.
+        calls: expr -> the `OpCall` that it is read as.
         qconfig: the config.
-        backend: gives the schemes that the rules change.
+        backend: the target, whose schemes the rules change.
 
     Returns:
         expr -> choice, for every expr in ``calls``.
@@ -73,7 +73,7 @@ def choose(
             cannot run, with the rule's file and line.
     """
     selector = Selector(traced, calls)
-    choices = dict.fromkeys(calls, _base(qconfig, backend))
+    choices = dict.fromkeys(calls, _default_choice(qconfig, backend))
     for rank, rule in enumerate(qconfig.rules):
         if rule.backends is not None and backend.name not in rule.backends:
             continue
@@ -106,8 +106,8 @@ def _check_effect(rule: Rule, matched: list[OpCall]) -> None:
         )
 
 
-def _base(qconfig: QConfig, backend: Backend) -> Choice:
-    """The choice for an op that no rule matches."""
+def _default_choice(qconfig: QConfig, backend: Backend) -> Choice:
+    """Builds the choice for an op that no rule matches."""
     activation, weight = backend.activation, backend.weight
     if qconfig.activation is not None:
         activation = qconfig.activation.apply(activation)
@@ -124,7 +124,7 @@ def _base(qconfig: QConfig, backend: Backend) -> Choice:
 
 
 def _apply(old: Choice, rule: Rule, backend: Backend) -> Choice:
-    """Changes the choice ``old`` as ``rule`` says."""
+    """Returns the choice ``old`` with the changes of ``rule``."""
     activation = rule.activation.apply(old.activation) if rule.activation else old.activation
     weight = rule.weight.apply(old.weight) if rule.weight else old.weight
     output = rule.output.apply(old.output or activation) if rule.output else old.output

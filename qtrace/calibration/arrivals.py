@@ -1,8 +1,9 @@
 """Waits for single values of MegEngine's queue, while MegEngine and other threads run on.
 
 ``Tensor.numpy()`` waits for all ops in MegEngine's queue, so that none is left to run, and holds Python's
-lock meanwhile. An `Arrival` shares the memory of the value (DLPack) instead, and queues one more op behind it: a
-sum with one, the mark. A device runs its ops in order, so the value is complete when the mark is in memory.
+lock meanwhile. An `Arrival` shares the memory of the value (DLPack) instead, and queues one more op behind
+it: a sum with one, the mark. A device runs its ops in order, so the value is complete when the mark is in
+memory.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ def common_statistics(
 def average_ranges(prepared: TracedModule, collective: Collective | None = None) -> None:
     """Gives every rank the mean scales of all ranks, in float32, and the zero points of rank 0.
 
-    An all-reduce callback on the gradients of learned scales keeps these equal. Loops that reduce gradients at
-    intervals, or not those of scales, need this function.
+    An all-reduce callback on the gradients of learned scales keeps these equal. Loops that reduce gradients
+    at intervals, or not those of scales, need this function.
 
     Args:
         prepared: a calibrated module; changed in place.

@@ -11,7 +11,7 @@ from typing import Any
 from qtrace import cli
 from qtrace.calibration import running
 from qtrace.calibration.executors import Executor
-from qtrace.calibration.jobs import Job
+from qtrace.calibration.jobs import WorkerJob
 
 __all__ = ["Shuffled"]
 
@@ -34,7 +34,7 @@ class Shuffled:
     def __exit__(self, *error: Any) -> None:
         self.inner.__exit__(*error)
 
-    def run(self, jobs: Sequence[Job], progress: Callable[[int], None]) -> None:
+    def run(self, jobs: Sequence[WorkerJob], progress: Callable[[int], None]) -> None:
         rng = random.Random(len(jobs))
         owners = [rng.randrange(len(jobs)) for _ in range(self.count)]
         shares = []

@@ -1,4 +1,4 @@
-"""Runs the algorithms of a config that work on the calibrated graph, at the end of ``calibrate``."""
+"""The last step of ``calibrate``: the algorithms of a config that work on the calibrated graph."""
 
 from __future__ import annotations
 
@@ -25,38 +25,37 @@ __all__ = ["calibrated_algorithms", "restoring", "run_calibrated"]
 
 
 def calibrated_algorithms(model: QuantizedModel, batches: Any) -> tuple[Named, ...]:
-    """The algorithms that ``calibrate`` is to run.
+    """Returns the algorithms that ``calibrate`` runs.
 
     Args:
         model: the prepared model.
         batches: the calibration data.
 
     Raises:
-        CalibrationError: when the data cannot be read twice, or they have run already.
-        ConfigError: when one lies in a module that nobody has imported.
+        CalibrationError: when the data cannot be read twice, or an algorithm changed the model before.
+        ConfigError: when an algorithm lies in a module that is not imported.
     """
     check_imported(spec for _, spec in model.config.ptq_entries)
-    found = algorithms(model.config)
-    wanted = tuple((name, a) for name, a in found if a.stage == "calibrated")
-    names = ", ".join(name for name, _ in wanted)
-    if wanted and iter(batches) is batches:
+    selected = tuple((name, a) for name, a in algorithms(model.config) if a.stage == "calibrated")
+    names = ", ".join(name for name, _ in selected)
+    if selected and iter(batches) is batches:
         raise CalibrationError(
             f"batches is an iterator, which can be read once, but ptq: {names} reads the data again: give a "
             "list, or an object whose __iter__ begins anew."
         )
-    done = {report["algorithm"] for report in model.ptq if report["changed"]}
-    again = [name for name, _ in wanted if name in done]
-    if again:
+    earlier = {report["algorithm"] for report in model.ptq if report["changed"]}
+    repeated = [name for name, _ in selected if name in earlier]
+    if repeated:
         raise CalibrationError(
-            f"{', '.join(again)} changed this model in an earlier calibration: prepare it again from the "
+            f"{', '.join(repeated)} changed this model in an earlier calibration: prepare it again from the "
             "float model."
         )
-    return wanted
+    return selected
 
 
 def run_calibrated(
     model: QuantizedModel,
-    wanted: tuple[Named, ...],
+    selected: tuple[Named, ...],
     batches: Batches,
     progress: bool = False,
     checkpoint: Checkpoint | None = None,
@@ -64,28 +63,30 @@ def run_calibrated(
     """Runs the algorithms of the calibrated stage and writes their reports into the record.
 
     Args:
-        model: calibrated, in the phase ``quantize`` and in eval mode; changed in place.
-        wanted: as `calibrated_algorithms` gives them.
+        model: the calibrated model, in the phase ``quantize`` and in eval mode; it is changed in place.
+        selected: the algorithms that `calibrated_algorithms` returned.
         batches: the calibration data.
         progress: whether to show progress bars.
-        checkpoint: keeps the blocks that are learned; None for nothing.
+        checkpoint: the storage of learned blocks; None to store none.
     """
-    if not wanted:
+    if not selected:
         return
     reference = flatten(model.module)
     switch_phase("float", model.view(reference))
     reference.eval()
     outputs = CalibrationOutputs(model, reference, batches)
     reports, before = [], outputs.ratios()
-    for name, algorithm in wanted:
+    for name, algorithm in selected:
         assert isinstance(algorithm, CalibratedAlgorithm)
-        read = batches.spread(algorithm.samples)
-        report = algorithm.apply(CalibratedTask(model.module, reference, read, progress, checkpoint))
+        subset = batches.spread(algorithm.samples)
+        report = algorithm.apply(CalibratedTask(model.module, reference, subset, progress, checkpoint))
         after = outputs.ratios() if report.changed else before
         report = dataclasses.replace(report, outputs=output_errors(before, after), measured=outputs.measured)
         before = after
-        if len(read) < len(batches):
-            reason = f"{len(read)} of {len(batches)} batches were read, for samples is {algorithm.samples}"
+        if len(subset) < len(batches):
+            reason = (
+                f"{len(subset)} of {len(batches)} batches were read, since samples is {algorithm.samples}"
+            )
             report = dataclasses.replace(report, left=(*report.left, Left("", reason)))
         reports.append(named_report(report, name, algorithm))
     model.add_reports(*reports)
@@ -93,7 +94,7 @@ def run_calibrated(
 
 @contextmanager
 def restoring(model: TracedModule) -> Iterator[None]:
-    """Gives every parameter and buffer of ``model`` its value back when the block fails."""
+    """Restores every parameter and buffer of ``model`` when the block fails."""
     before = {name: (tensor, tensor.numpy().copy()) for name, tensor in model.named_tensors()}
     try:
         yield

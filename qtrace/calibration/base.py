@@ -1,4 +1,4 @@
-"""What an engine is: something that runs a prepared graph in float and shows its activations."""
+"""The interface of engines, which run a prepared graph in float and pass its activations to observers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = [
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 Observe = Callable[[str, Any], None]
-"""Takes the name of a node and its value in one batch: an array, or what has ``numpy()``."""
+"""Receives the name of a node and its value in one batch: an array, or an object with ``numpy()``."""
 
 
 class EngineError(Exception):
-    """An engine cannot run a graph, or a batch, though another may; the text is a clause that says why."""
+    """An engine cannot run a graph or a batch that another may run; the text is a clause with the reason."""
 
 
 class Engine(Protocol):
@@ -39,35 +39,35 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """What users call it."""
+        """The name of the engine in options."""
 
     def run(self, arguments: Arguments, index: int, observe: Observe) -> None:
-        """Runs one batch and shows the value of every node that is watched, in the order of the graph.
+        """Runs one batch and passes the value of every watched node to ``observe``, in graph order.
 
         Args:
-            arguments: of the model's forward, as `qtrace.data.batches.as_arguments` gives them.
+            arguments: the arguments of the model's forward, from `qtrace.data.batches.as_arguments`.
             index: the number of the batch.
-            observe: is called once for each watched node.
+            observe: a function that is called once for each watched node.
 
         Raises:
             CalibrationError: when the batch does not fit the model.
-            EngineError: when this engine cannot run it.
+            EngineError: when this engine cannot run the batch.
         """
 
 
 @dataclass(frozen=True)
 class Watched:
-    """What is observed of a prepared graph.
+    """The nodes and parameters of a prepared graph that are observed.
 
-    A group that holds parameters only is observed once. In one that also holds activations, a parameter
-    counts in every batch, as the others do.
+    A group of parameters only is observed once. A parameter in a group with activations counts in every
+    batch, as they do.
 
     Attributes:
-        nodes: node -> its groups, for the nodes that depend on the batch, in the order of the graph. A graph
-            output that is no site has none: it is only checked for NaN and infinity.
+        nodes: node -> its groups, for the nodes that depend on the batch, in graph order. A graph output that
+            is no site has no group: it is only checked for NaN and infinity.
         constants: group and value of each parameter that belongs to a group with activations.
         parameters: group and value of each other parameter.
-        folded: group -> the axes that count its channels, where they are several.
+        folded: group -> the axes that count its channels, if there are several.
     """
 
     nodes: dict[str, tuple[str, ...]]
@@ -82,38 +82,38 @@ class Watched:
 
 
 def watched(prepared: QuantizedModel) -> Watched:
-    """What is observed of a prepared graph."""
+    """Collects the nodes and parameters of a prepared graph that are observed."""
     sites = [site for site in prepared.sites if site.plan is not None]
-    moving = {site.group for site in sites if not site.static}
+    dynamic = {site.group for site in sites if not site.static}
     groups: dict[str, list[str]] = {}
     fixed: dict[bool, list[tuple[str, np.ndarray]]] = {True: [], False: []}
     values = evaluate_fixed(prepared.module, (site.node for site in sites if site.static))
     for site in sites:
         if site.static:
             value = site.fake_quant.channels_first(values[site.node].numpy())
-            fixed[site.group in moving].append((site.group, value))
+            fixed[site.group in dynamic].append((site.group, value))
         else:
             groups.setdefault(site.node.name, []).append(site.group)
-    shown = groups.keys() | _moving_outputs(prepared)
-    nodes = {name: tuple(groups.get(name, ())) for name in prepared.nodes if name in shown}
+    names = groups.keys() | _dynamic_outputs(prepared)
+    nodes = {name: tuple(groups.get(name, ())) for name in prepared.nodes if name in names}
     fake_quants = prepared.fake_quants
-    axes = {group: fake_quants[group].folded_axes for names in nodes.values() for group in names}
-    folded = {group: found for group, found in axes.items() if found}
+    axes = {group: fake_quants[group].folded_axes for members in nodes.values() for group in members}
+    folded = {group: channel_axes for group, channel_axes in axes.items() if channel_axes}
     return Watched(nodes, tuple(fixed[True]), tuple(fixed[False]), folded)
 
 
-def _moving_outputs(prepared: QuantizedModel) -> set[str]:
-    """The names of the float outputs that depend on the batch, before they are rounded."""
+def _dynamic_outputs(prepared: QuantizedModel) -> set[str]:
+    """Returns the names of the float outputs that depend on the batch, before they are rounded."""
     static = static_nodes(prepared.module)
-    moving = (n for n in prepared.module.graph.outputs if n not in static and n.expr.inputs)
-    return {prepared.unrounded_name(n) for n in moving if isinstance(n, TensorNode) and is_float_tensor(n)}
+    dynamic = (n for n in prepared.module.graph.outputs if n not in static and n.expr.inputs)
+    return {prepared.unrounded_name(n) for n in dynamic if isinstance(n, TensorNode) and is_float_tensor(n)}
 
 
 def check_sites(prepared: QuantizedModel) -> None:
-    """Refuses a prepared graph without a site, which a calibration would leave in float.
+    """Checks that a prepared graph has a site, since a calibration would leave it in float otherwise.
 
     Raises:
-        CalibrationError: saying so.
+        CalibrationError: when the graph has no site.
     """
     if not prepared.fake_quants:
         raise CalibrationError(

@@ -1,4 +1,4 @@
-"""calibrate: shows data to the observers and takes the quantization parameters from them."""
+"""calibrate: observes data in every site and sets the quantization parameters from its statistics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megengine import Tensor
 
 from qtrace.calibration.algorithms import calibrated_algorithms, restoring, run_calibrated
 from qtrace.calibration.base import check_sites
-from qtrace.calibration.collecting import Options, collect, observe_parameters
+from qtrace.calibration.collecting import CollectOptions, collect, observe_parameters
 from qtrace.calibration.distributed import Collective, common_statistics, current
 from qtrace.calibration.statistics import Statistics
 from qtrace.data.batches import evaluating
@@ -46,33 +46,33 @@ def calibrate(
     statistics: Statistics | None = None,
     state: str | Path | None = None,
 ) -> TracedModule:
-    """Runs ``batches`` through the graph, records every site and sets its quantization parameters.
+    """Runs ``batches`` through the graph, observes every site and sets its quantization parameters.
 
-    Statistics of an earlier calibration are forgotten. Algorithms of the config's ``ptq`` that work with data
-    (`bias_correction` ...) run at the end and read the batches again; ``explain`` shows their reports. The
-    batches run in eval mode, and every module gets its training flag back. The module is left in the phase
-    ``quantize``; on an error or an interruption it is left as it was.
+    An earlier calibration is replaced. Algorithms of the config's ``ptq`` that need data (`bias_correction`
+    ...) run at the end and read the batches again; ``explain`` shows their reports. The batches run in eval
+    mode, and training flags are restored. The module ends in the phase ``quantize``; on an error or an
+    interruption it is left as it was.
 
     Args:
         prepared: a module made by ``qtrace.prepare``; it is calibrated in place.
-        batches: Tensors or arrays, or tuples (positional) or dicts (keyword) of them. Not an iterator, where
-            an algorithm reads the data again.
-        max_batches: how many batches to take at most; None for all.
-        progress: whether to show a progress bar with the time left on stderr.
-        engine: what computes the activations: ``megengine``, ``onnxruntime``, or ``auto`` for the fastest
-            that applies (docs/guides/calibration.md). The logger ``qtrace`` gets which it is and why (INFO).
-        statistics: what was collected from the batches elsewhere, so that they need not run; then
-            ``max_batches`` and ``engine`` have no say.
-        state: a folder, made if need be, for what algorithms that learn (``adaround``, ``reconstruct``) have
-            done, block by block: an interrupted calibration that is called again goes on behind these blocks,
-            to the same result. Files whose model, data or options are others have no effect.
+        batches: Tensors or arrays, or tuples (positional) or dicts (keyword) of them. An iterator is refused
+            if an algorithm reads the data again.
+        max_batches: the most batches to run; None for all.
+        progress: whether to show a progress bar with the remaining time on stderr.
+        engine: the engine that computes the activations: ``megengine``, ``onnxruntime``, or ``auto`` for the
+            fastest that applies (docs/guides/calibration.md). The logger ``qtrace`` gets the choice (INFO).
+        statistics: statistics of the batches that were collected elsewhere, so that the batches need not run;
+            ``max_batches`` and ``engine`` are then ignored.
+        state: a folder, created if missing, in which algorithms that learn (``adaround``, ``reconstruct``)
+            save each block. An interrupted calibration that is called again goes on after these blocks, to
+            the same result. Files of another model, other data or options are ignored.
 
     Returns:
         ``prepared``.
 
     Raises:
-        CalibrationError: when the graph has no site, there is no batch, a batch does not fit the model, the
-            engine cannot run it, or a value is NaN or infinite, naming site and batch.
+        CalibrationError: when the graph has no site, there is no batch, the batch does not fit the model, the
+            engine cannot run it, or a value is NaN or infinite; it names site and batch.
         ConfigError: for an unknown engine.
     """
     model = QuantizedModel(prepared, "prepared")
@@ -80,15 +80,15 @@ def calibrate(
     check_sites(model)
     algorithms = calibrated_algorithms(model, batches)
     if statistics is None:
-        options = Options(engine, _count(batches, max_batches), progress=progress)
+        options = CollectOptions(engine, _count(batches, max_batches), progress=progress)
         statistics = _collect(model, itertools.islice(batches, max_batches), options, current())
     if not statistics.batches:
         raise CalibrationError("calibration data has no batches: give at least one.")
     statistics = observe_parameters(model, statistics)
     with _undone_on_failure(model), evaluating(prepared):
         _apply(model, statistics)
-        seen = len(statistics.batches)  # of all ranks, where there are several
-        data = Batches(batches, prepared, min(_count(batches, max_batches) or seen, seen))
+        count = len(statistics.batches)  # of all ranks
+        data = Batches(batches, prepared, min(_count(batches, max_batches) or count, count))
         run_calibrated(model, algorithms, data, progress, _checkpoint(state))
         if algorithms:
             _fit_biases(model.view(prepared))  # learned scales may have become smaller
@@ -96,9 +96,9 @@ def calibrate(
 
 
 def _collect(
-    prepared: QuantizedModel, batches: Iterable[Any], options: Options, ranks: Collective | None
+    prepared: QuantizedModel, batches: Iterable[Any], options: CollectOptions, ranks: Collective | None
 ) -> Statistics:
-    """The statistics of the batches; where there are several ranks, of those of all of them."""
+    """Collects the statistics of the batches of all ranks."""
     first, step = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     outcome: Statistics | QtraceError
     try:
@@ -118,7 +118,7 @@ def _collect(
 
 @contextmanager
 def _undone_on_failure(prepared: QuantizedModel) -> Iterator[None]:
-    """Leaves tensors, observers and phases as they were when the block fails."""
+    """Restores tensors, observers and phases when the block fails."""
     fake_quants = prepared.fake_quants.values()
     observers = [(fq, fq.observer) for fq in fake_quants]
     phases = [(module, module.phase) for module in (*fake_quants, *prepared.followers)]
@@ -145,7 +145,7 @@ def _checkpoint(state: str | Path | None) -> Checkpoint | None:
 
 
 def _apply(prepared: QuantizedModel, statistics: Statistics) -> None:
-    """Sets the parameters that the statistics give."""
+    """Sets the quantization parameters of all groups from their statistics."""
     sites = prepared.fake_quants
     observers = {name: statistics.observers[name] for name in sites}
     parameters = {name: o.qparams() for name, o in observers.items() if not o.empty}
@@ -175,7 +175,7 @@ def _check_arguments(batches: Any, max_batches: Any) -> None:
 def _fit_biases(prepared: QuantizedModel) -> None:
     """Widens weight scales that are so small that their layer's bias would not fit into int32."""
     fake_quants = prepared.fake_quants
-    # What a bias that depends on the batch may reach is not known.
+    # The range of a bias that depends on the batch is not known.
     biases = [site for site in prepared.sites if site.sort == "bias" and site.static]
     values = evaluate_fixed(prepared.module, (site.node for site in biases))
     for site in biases:
@@ -183,11 +183,11 @@ def _fit_biases(prepared: QuantizedModel) -> None:
         bias = values[site.node].numpy().astype(np.float64).reshape(-1)
         if not (activation.calibrated and weight.calibrated):
             continue
-        need = np.abs(bias) / (float(activation.qparams().scale) * site.decision.factor * BIAS_LIMIT)
-        have = weight.qparams()
-        floor = need if have.scale.ndim else need.max()
-        if np.any(floor > have.scale):
-            if have.scheme.power_of_two:
-                floor = np.ldexp(1.0, np.ceil(np.log2(np.maximum(floor, SMALLEST_SCALE))).astype(int))
-            scale = np.maximum(have.scale, floor).astype(np.float32)
-            weight.set_qparams(QParams(have.scheme, scale, have.zero_point))
+        minima = np.abs(bias) / (float(activation.qparams().scale) * site.decision.factor * BIAS_LIMIT)
+        qparams = weight.qparams()
+        minimum = minima if qparams.scale.ndim else minima.max()
+        if np.any(minimum > qparams.scale):
+            if qparams.scheme.power_of_two:
+                minimum = np.ldexp(1.0, np.ceil(np.log2(np.maximum(minimum, SMALLEST_SCALE))).astype(int))
+            scale = np.maximum(qparams.scale, minimum).astype(np.float32)
+            weight.set_qparams(QParams(qparams.scheme, scale, qparams.zero_point))

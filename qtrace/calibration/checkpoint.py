@@ -1,4 +1,4 @@
-"""Statistics in files: parts of a calibration that was not finished, which together are what was seen."""
+"""Checkpoints of a calibration: files with parts of its statistics, from which it goes on."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = [
     "Part",
     "Parts",
     "fingerprint",
-    "joined",
-    "kept",
+    "has_parts",
+    "merge_parts",
     "pack",
     "read_part",
     "unpack",
@@ -37,13 +37,13 @@ _SUFFIX = ".part.npz"
 
 @dataclass(frozen=True)
 class Part:
-    """What a process collected.
+    """The statistics that one process collected.
 
     Attributes:
-        statistics: of the batches that it ran.
-        chosen: the engine.
-        skipped: images that were left out.
-        passed: number -> checksum of batches that it read, but left to others.
+        statistics: the statistics of the batches that the process ran.
+        chosen: the engine and the reason for its choice; None if unknown.
+        skipped: the unreadable images that were skipped.
+        passed: number -> checksum of each batch that the process read and left to others.
     """
 
     statistics: Statistics
@@ -54,11 +54,11 @@ class Part:
 
 @dataclass
 class Cadence:
-    """When to write a checkpoint: after some batches, or some seconds, whichever comes first.
+    """Decides when a checkpoint is due: after some batches or some seconds, whichever comes first.
 
     Attributes:
-        batches: after how many; None for any number.
-        seconds: after how long; None for any time.
+        batches: number of batches between checkpoints; None for any number.
+        seconds: time between checkpoints; None for any time.
     """
 
     batches: int | None = None
@@ -67,7 +67,7 @@ class Cadence:
     _count: int = 0
 
     def due(self) -> bool:
-        """Called after each batch: whether it is time; if so, counting begins anew."""
+        """Counts a batch and returns whether a checkpoint is due; if so, the count restarts."""
         self._count += 1
         now = time.monotonic()
         late = self.seconds is not None and now - self._since >= self.seconds
@@ -78,27 +78,27 @@ class Cadence:
 
 
 def fingerprint(prepared: TracedModule | QuantizedModel, *others: Any) -> str:
-    """A hash of everything on which the statistics depend: graph, decisions, weights, and ``others``."""
+    """Hashes everything on which the statistics depend: graph, decisions, weights, and ``others``."""
     model = QuantizedModel.of(prepared, "prepared")
     text = json.dumps([model.annotation.to_json(), others], sort_keys=True)
     return hash_tensors(text, model.float_tensors())
 
 
 def write_part(path: Path, part: Part, identity: str) -> None:
-    """Writes a part; the file appears whole or not at all, and is on the disk when this returns.
+    """Writes a part; the file appears whole or not at all, and is on the disk afterwards.
 
     Raises:
-        QtraceError: when it cannot be written.
+        QtraceError: when the file cannot be written.
     """
     checkpoints.write(path, pack(part, identity))
 
 
 def pack(part: Part, identity: str) -> bytes:
-    """A part as the content of an .npz file."""
+    """Packs a part into the content of an .npz file."""
     observers = part.statistics.observers
     content: dict[str, Any] = {}
-    for name, seen in (("batches", part.statistics.batches), ("passed", part.passed)):
-        content[name] = np.array(sorted(seen.items()), np.int64).reshape(-1, 2)
+    for name, checksums in (("batches", part.statistics.batches), ("passed", part.passed)):
+        content[name] = np.array(sorted(checksums.items()), np.int64).reshape(-1, 2)
     for index, observer in enumerate(observers.values()):
         content.update({f"{index}/{key}": value for key, value in observer.state_dict().items()})
     return checkpoints.pack(
@@ -114,7 +114,7 @@ def read_part(path: Path, prepared: QuantizedModel, identity: str) -> Part:
     """Reads a part that belongs to a prepared graph.
 
     Raises:
-        CalibrationError: when it was written for another calibration, or is damaged.
+        CalibrationError: when the part belongs to another calibration, or is damaged.
     """
     try:
         data = path.read_bytes()
@@ -123,62 +123,64 @@ def read_part(path: Path, prepared: QuantizedModel, identity: str) -> Part:
     return unpack(data, prepared, identity, f"the checkpoint {path}")
 
 
-def unpack(data: bytes, prepared: QuantizedModel, identity: str, where: str) -> Part:
-    """The inverse of `pack`.
+def unpack(data: bytes, prepared: QuantizedModel, identity: str, label: str) -> Part:
+    """Reads a part from the bytes that `pack` returned.
 
     Args:
-        data: what `pack` gave.
-        prepared: the graph that it belongs to.
-        identity: its `fingerprint`.
-        where: what to call it in an error.
+        data: the content of the .npz file.
+        prepared: the graph that the part belongs to.
+        identity: the `fingerprint` of the calibration.
+        label: the name of the part in an error.
 
     Raises:
-        CalibrationError: when it was written for another calibration, or is damaged.
+        CalibrationError: when the part belongs to another calibration, or is damaged.
     """
     try:
         return _part(*checkpoints.unpack(data, identity), prepared)
     except checkpoints.OtherIdentityError:
         raise CalibrationError(
-            f"{where} belongs to another calibration: the model, the recipe, the data "
+            f"{label} belongs to another calibration: the model, the recipe, the data "
             "or an option has changed since. Put it back, or calibrate anew with --force."
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
         reason = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
-        raise CalibrationError(f"{where} is damaged ({reason}): calibrate anew with --force.") from error
+        raise CalibrationError(f"{label} is damaged ({reason}): calibrate anew with --force.") from error
 
 
-def _part(facts: dict[str, Any], content: dict[str, np.ndarray], prepared: QuantizedModel) -> Part:
+def _part(metadata: dict[str, Any], content: dict[str, np.ndarray], prepared: QuantizedModel) -> Part:
     batches, passed = ({int(k): int(v) for k, v in content[name]} for name in ("batches", "passed"))
-    chosen = facts["chosen"] and Chosen.from_dict(facts["chosen"])
+    chosen = metadata["chosen"] and Chosen.from_dict(metadata["chosen"])
     observers = no_statistics(prepared).observers
-    for index, group in enumerate(facts["groups"]):
+    for index, group in enumerate(metadata["groups"]):
         state = {k.partition("/")[2]: v for k, v in content.items() if k.startswith(f"{index}/")}
         observers[group].load_state_dict(state)
-    return Part(Statistics(observers, batches), chosen, tuple(facts["skipped"]), passed)
+    return Part(Statistics(observers, batches), chosen, tuple(metadata["skipped"]), passed)
 
 
 class Parts:
-    """The parts in a folder.
+    """The parts of a calibration in a folder.
 
     Args:
-        folder: where they are.
-        prepared: the graph that they belong to.
-        identity: its `fingerprint`.
+        folder: the folder of the parts.
+        prepared: the graph that the parts belong to.
+        identity: the `fingerprint` of the calibration.
     """
 
     def __init__(self, folder: Path, prepared: QuantizedModel, identity: str) -> None:
         self.folder, self.prepared, self.identity = folder, prepared, identity
 
     def path(self, name: str) -> Path:
-        """Where the part of this name is."""
+        """Returns the path of the part ``name``."""
         return self.folder / f"{name}{_SUFFIX}"
 
     def write(self, name: str, part: Part) -> None:
-        """Writes a part under a name."""
+        """Writes a part as the file of ``name``."""
         write_part(self.path(name), part, self.identity)
 
     def gather(self) -> Part:
-        """All parts as one, which takes their place. Killed at any instant, no batch is lost or counts twice.
+        """Merges all parts into one file, which replaces them.
+
+        A process that is killed at any moment neither loses a batch nor counts one twice.
 
         Raises:
             CalibrationError: when a part is damaged or belongs to another calibration.
@@ -189,8 +191,8 @@ class Parts:
         whole = Part(no_statistics(self.prepared))
         for part in parts:
             if set(part.statistics.batches) <= set(whole.statistics.batches):
-                continue  # it was gathered before, and its file should have gone
-            whole = joined(whole, part)
+                continue  # merged before by a process that was killed before it removed the file
+            whole = merge_parts(whole, part)
         if paths:
             self.write("gathered", whole)
             for path in paths:
@@ -199,15 +201,15 @@ class Parts:
         return whole
 
 
-def joined(first: Part, second: Part) -> Part:
-    """Two parts as one.
+def merge_parts(first: Part, second: Part) -> Part:
+    """Merges two parts.
 
     Raises:
-        CalibrationError: when both have seen one batch, or they read different data under one number.
+        CalibrationError: when both hold the same batch, or have different data under the same number.
     """
-    known = {**first.passed, **first.statistics.batches}
-    for number, value in (*second.passed.items(), *second.statistics.batches.items()):
-        if known.get(number, value) != value:
+    checksums = {**first.passed, **first.statistics.batches}
+    for number, checksum in (*second.passed.items(), *second.statistics.batches.items()):
+        if checksums.get(number, checksum) != checksum:
             raise CalibrationError(
                 f"batch {number} is not the same at every iteration: give the loader a fixed seed, so that "
                 "workers and resumed runs see the same batches."
@@ -217,6 +219,6 @@ def joined(first: Part, second: Part) -> Part:
     return Part(statistics, first.chosen or second.chosen, skipped, {**first.passed, **second.passed})
 
 
-def kept(folder: Path) -> bool:
-    """Whether a folder holds parts."""
+def has_parts(folder: Path) -> bool:
+    """Whether ``folder`` holds parts."""
     return any(folder.glob(f"*{_SUFFIX}"))

@@ -1,4 +1,4 @@
-"""Which engine runs a graph: the one that was asked for, or the fastest that applies."""
+"""The choice of the engine that runs a graph: the requested one, or the fastest that applies."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ ENGINES = ("auto", "megengine", "onnxruntime")
 # Two engines agree when no value differs by more than this share of the node's largest: 1/40 of a step of 8
 # bits. What float32 does to the order of sums stays below a tenth of it.
 _TOLERANCE = 1e-4
-# Samples of a batch on which they are compared, where it can be divided.
-_FEW = 2
-# Multiplications and additions below which it takes longer to write the ONNX model than to run MegEngine.
-_LITTLE = 10**9
-# What an iterable without a length is taken for.
-_MANY = 32
+# Samples of a batch on which both engines are compared, if the batch can be divided.
+_COMPARED_SAMPLES = 2
+# MACs below which it takes longer to write the ONNX model than to run MegEngine.
+_MIN_MACS_FOR_EXPORT = 10**9
+# Batches that are assumed of an iterable without a length.
+_ASSUMED_BATCHES = 32
 
 Signature = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """An engine that was chosen.
+    """The choice of an engine.
 
     Attributes:
-        name: of the engine.
-        reason: why this one and not the other, as a clause.
-        verified: the shapes of inputs at which it was found to agree with MegEngine.
-        compared: whether it is compared with MegEngine at other shapes.
+        name: the name of the engine.
+        reason: why this engine was chosen, as a clause.
+        verified: the shapes of inputs at which the engine agreed with MegEngine.
+        compared: whether the engine is compared with MegEngine at other shapes.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Chosen:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Chosen:
-        """The inverse of ``dataclasses.asdict``, also after JSON."""
+        """Reverses ``dataclasses.asdict``, also after JSON."""
         verified = tuple(tuple(tuple(shape) for shape in shapes) for shapes in data["verified"])
         return cls(data["name"], data["reason"], verified, data["compared"])
 
@@ -60,60 +60,60 @@ class Chosen:
 def choose(
     prepared: QuantizedModel,
     watched: Watched,
-    wanted: str | Chosen,
+    requested: str | Chosen,
     batches: int | None = None,
     threads: int | None = None,
-) -> _Explained:
-    """An engine for a prepared graph.
+) -> _ExplainedEngine:
+    """Chooses an engine for a prepared graph.
 
-    ``auto`` is decided by the graph and the number of batches alone, never by a clock, so that every run of
-    the same calibration, in any number of processes, takes the same engine.
+    ``auto`` depends on the graph and the number of batches alone, never on a clock. So every run of the same
+    calibration, in any number of processes, uses the same engine.
 
     Args:
         prepared: a module made by ``qtrace.prepare``.
-        watched: what is observed.
-        wanted: one of `ENGINES`; or what was chosen before for the same graph, so that it is not tried again.
-        batches: how many batches there will be; None when that is not known.
-        threads: how many threads compute, where the engine lets us say; None for all cores.
+        watched: the nodes and parameters that are observed.
+        requested: one of `ENGINES`; or an earlier choice for the same graph, which is not compared again.
+        batches: number of batches; None if unknown.
+        threads: number of threads, if the engine lets one set it; None for all cores.
 
     Raises:
         ConfigError: for an unknown engine.
-        CalibrationError: when the engine that was asked for cannot run the graph.
+        CalibrationError: when the requested engine cannot run the graph.
     """
-    own = MegEngine(prepared.module, watched.nodes)
-    chosen = wanted if isinstance(wanted, Chosen) else None
-    name = wanted.name if isinstance(wanted, Chosen) else wanted
+    megengine = MegEngine(prepared.module, watched.nodes)
+    chosen = requested if isinstance(requested, Chosen) else None
+    name = requested.name if isinstance(requested, Chosen) else requested
     if name not in ENGINES:
         raise ConfigError(f"unknown engine {name!r}: choose one of {', '.join(ENGINES)}.")
     if name == "megengine":
-        return _Fixed(own, chosen or Chosen(name, "as asked"))
-    if name == "auto" and (reason := _not_worth_it(prepared, batches)):
-        return _Fixed(own, Chosen("megengine", reason))
+        return _FixedEngine(megengine, chosen or Chosen(name, "as asked"))
+    if name == "auto" and (reason := _reason_against_export(prepared, batches)):
+        return _FixedEngine(megengine, Chosen("megengine", reason))
     try:
         fast = OnnxRuntime(prepared.module, tuple(watched.nodes), threads)
     except EngineError as error:
         if name == "auto":
-            return _Fixed(own, Chosen("megengine", f"onnxruntime does not apply: {error}"))
+            return _FixedEngine(megengine, Chosen("megengine", f"onnxruntime does not apply: {error}"))
         raise CalibrationError(
             f"engine onnxruntime does not apply: {error}. Use engine megengine, or auto."
         ) from error
     if chosen is None and name == "onnxruntime":
         chosen = Chosen(name, "as asked; not compared with MegEngine", compared=False)
     if chosen is not None and not chosen.compared:
-        return _Fixed(fast, chosen)
-    return _Checked(prepared.module, own, fast, chosen, watched.unobserved)
+        return _FixedEngine(fast, chosen)
+    return _ComparedEngine(prepared.module, megengine, fast, chosen, watched.unobserved)
 
 
-class _Explained(Engine):
-    """An engine that tells why it was chosen."""
+class _ExplainedEngine(Engine):
+    """An engine that gives the reason for its choice."""
 
     @property
     def chosen(self) -> Chosen:
-        """What runs, as far as batches have shown."""
+        """The engine that runs, as far as past batches show."""
         raise NotImplementedError
 
 
-class _Fixed(_Explained):
+class _FixedEngine(_ExplainedEngine):
     def __init__(self, engine: Engine, chosen: Chosen) -> None:
         self._engine, self._chosen = engine, chosen
 
@@ -134,22 +134,23 @@ class _Fixed(_Explained):
             ) from error
 
 
-class _Checked(_Explained):
-    """Runs the fast engine where it agrees with MegEngine, which runs samples of each new shape, too."""
+class _ComparedEngine(_ExplainedEngine):
+    """Compares the fast engine with MegEngine at each new shape of inputs, and runs it where they agree."""
 
     def __init__(
         self,
         prepared: TracedModule,
-        own: Engine,
+        megengine: Engine,
         fast: Engine,
-        known: Chosen | None,
+        earlier: Chosen | None,
         unobserved: frozenset[str],
     ) -> None:
-        self._prepared, self._own, self._fast = prepared, own, fast
+        self._prepared, self._megengine, self._fast = prepared, megengine, fast
         self._unobserved = unobserved
-        self._reasons: dict[Signature, str] = dict.fromkeys(known.verified if known else (), "")
-        self._known = known
-        self._worst = 0.0
+        # Shapes of inputs -> why MegEngine must run batches of these shapes; "" if it need not.
+        self._reasons: dict[Signature, str] = dict.fromkeys(earlier.verified if earlier else (), "")
+        self._earlier = earlier
+        self._max_difference = 0.0
 
     @property
     def name(self) -> str:
@@ -158,32 +159,34 @@ class _Checked(_Explained):
     @property
     def chosen(self) -> Chosen:
         verified = tuple(shapes for shapes, reason in self._reasons.items() if not reason)
-        if self._known is not None:
-            return Chosen(self._known.name, self._known.reason, verified)
+        if self._earlier is not None:
+            return Chosen(self._earlier.name, self._earlier.reason, verified)
         if not self._reasons:
             return Chosen(self._fast.name, "no batch has run yet")
-        if self._refused:
-            return Chosen(self._own.name, f"{self._fast.name} does not apply: {self._refused}")
-        reason = f"it agrees with MegEngine to {self._worst:.1e} of the range where they were compared"
+        if self._refusal:
+            return Chosen(self._megengine.name, f"{self._fast.name} does not apply: {self._refusal}")
+        reason = (
+            f"it agrees with MegEngine to {self._max_difference:.1e} of the range where they were compared"
+        )
         others = sorted({reason for reason in self._reasons.values() if reason})
         if others:
             reason += f"; MegEngine runs batches of some other shapes: {others[0]}"
         return Chosen(self._fast.name, reason, verified)
 
     @property
-    def _refused(self) -> str:
-        """Why all batches run in MegEngine, as in workers and later runs, which are told so; or ""."""
-        return "" if self._known is not None else next(iter(self._reasons.values()), "")
+    def _refusal(self) -> str:
+        """Why MegEngine runs all batches here, in workers and in later runs; "" if it does not."""
+        return "" if self._earlier is not None else next(iter(self._reasons.values()), "")
 
     def run(self, arguments: Arguments, index: int, observe: Observe) -> None:
-        if self._refused:
-            self._own.run(arguments, index, observe)
+        if self._refusal:
+            self._megengine.run(arguments, index, observe)
             return
         shapes = self._shapes(arguments)
         if shapes not in self._reasons:
-            self._begin(arguments, index, shapes, observe)
+            self._run_new_shapes(arguments, index, shapes, observe)
             return
-        engine = self._own if self._reasons[shapes] else self._fast
+        engine = self._megengine if self._reasons[shapes] else self._fast
         try:
             engine.run(arguments, index, observe)
         except EngineError as error:
@@ -194,85 +197,86 @@ class _Checked(_Explained):
         _, (_, *tensors) = Interpreter(self._prepared).bind(args, kwargs)
         return tuple(tuple(int(n) for n in t.shape) for t in tensors)
 
-    def _begin(self, arguments: Arguments, index: int, shapes: Signature, observe: Observe) -> None:
-        """Compares both engines, and shows the values of the fast one if they agree."""
-        agreed = self._agree_on_few(arguments, index)
-        found: dict[str, np.ndarray] = {}
+    def _run_new_shapes(self, arguments: Arguments, index: int, shapes: Signature, observe: Observe) -> None:
+        """Compares both engines on a batch, and observes the values of the fast one if they agree."""
+        agreed = self._agree_on_samples(arguments, index)
+        values: dict[str, np.ndarray] = {}
         try:
-            self._fast.run(arguments, index, found.__setitem__)
+            self._fast.run(arguments, index, values.__setitem__)
         except EngineError as error:
             reason = str(error)
         else:
-            reason = "" if agreed else self._compare(arguments, index, found)
+            reason = "" if agreed else self._compare(arguments, index, values)
         self._reasons[shapes] = reason
         if reason:
-            self._own.run(arguments, index, observe)
+            self._megengine.run(arguments, index, observe)
             return
-        for name in list(found):
-            observe(name, found.pop(name))
+        for name in list(values):
+            observe(name, values.pop(name))
 
-    def _agree_on_few(self, arguments: Arguments, index: int) -> bool:
-        """Whether the first samples of a batch say that the engines agree; what they deny, the batch may."""
-        few = first_samples(arguments, _few(self._prepared))
-        if few is None:
+    def _agree_on_samples(self, arguments: Arguments, index: int) -> bool:
+        """Whether both engines agree on the first samples of a batch; if not, they may on the whole batch."""
+        samples = first_samples(arguments, _compared_samples(self._prepared))
+        if samples is None:
             return False
-        found: dict[str, np.ndarray] = {}
+        values: dict[str, np.ndarray] = {}
         try:
-            self._fast.run(few, index, found.__setitem__)
-            # Values that are nothing, or nothing but zeros, say nothing.
-            observed = (value for node, value in found.items() if node not in self._unobserved)
-            return all(value.any() for value in observed) and not self._compare(few, index, found)
+            self._fast.run(samples, index, values.__setitem__)
+            # A comparison of empty values or of zeros proves nothing.
+            observed = (value for node, value in values.items() if node not in self._unobserved)
+            return all(value.any() for value in observed) and not self._compare(samples, index, values)
         except (EngineError, CalibrationError):  # the graph takes no other number of samples
             return False
 
-    def _compare(self, arguments: Arguments, index: int, found: Mapping[str, np.ndarray]) -> str:
-        """Why MegEngine must run such batches, by the values that the fast engine found; or ""."""
-        worst: dict[str, float] = {}
+    def _compare(self, arguments: Arguments, index: int, values: Mapping[str, np.ndarray]) -> str:
+        """Compares ``values`` of the fast engine with MegEngine's; returns why it must not run, or ""."""
+        differences: dict[str, float] = {}
 
         def compare(node: str, value: np.ndarray) -> None:
             if node in self._unobserved:  # it may be a selection, of other values in each engine
-                only_here = np.isfinite(found[node]).all() and not np.isfinite(value).all()
-                worst[node] = np.inf if only_here else 0.0
+                only_here = np.isfinite(values[node]).all() and not np.isfinite(value).all()
+                differences[node] = np.inf if only_here else 0.0
             else:
-                worst[node] = _difference(found[node], value)
+                differences[node] = _difference(values[node], value)
 
-        self._own.run(arguments, index, compare)
-        node = max(worst, key=worst.__getitem__, default="")
-        if worst and not worst[node] <= _TOLERANCE:
-            return f"{node} differs by {worst[node]:.1e} of its range"
-        self._worst = max(self._worst, worst.get(node, 0.0))
+        self._megengine.run(arguments, index, compare)
+        node = max(differences, key=differences.__getitem__, default="")
+        if differences and not differences[node] <= _TOLERANCE:
+            return f"{node} differs by {differences[node]:.1e} of its range"
+        self._max_difference = max(self._max_difference, differences.get(node, 0.0))
         return ""
 
 
-def _few(prepared: TracedModule) -> int:
-    """How many samples are compared: not as many as were traced, which the ONNX model may have fixed."""
-    return _FEW if _FEW not in _traced_samples(prepared) else _FEW + 1
+def _compared_samples(prepared: TracedModule) -> int:
+    """The number of compared samples: another than the traced one, which the ONNX model may have fixed."""
+    return _COMPARED_SAMPLES + (_COMPARED_SAMPLES in _traced_samples(prepared))
 
 
 def _traced_samples(prepared: TracedModule) -> set[int]:
-    """The lengths of the first axes of the inputs that were traced."""
+    """Returns the lengths of the first axes of the traced inputs."""
     return {node.shape[0] for node in prepared.graph.inputs if isinstance(node, TensorNode) and node.shape}
 
 
 def _difference(first: np.ndarray, second: np.ndarray) -> float:
-    """The largest difference as a share of the largest magnitude; infinite where they cannot be compared."""
+    """Returns the largest difference relative to the largest magnitude; inf if they cannot be compared."""
     if first.shape != second.shape:
         return float("inf")
     if not first.size:
         return 0.0
     with np.errstate(invalid="ignore", over="ignore"):
-        size = max(float(np.abs(first).max()), float(np.abs(second).max()))
-        apart = float(np.abs(first - second).max())
-    if not np.isfinite(size) or not np.isfinite(apart):
+        magnitude = max(float(np.abs(first).max()), float(np.abs(second).max()))
+        difference = float(np.abs(first - second).max())
+    if not np.isfinite(magnitude) or not np.isfinite(difference):
         return float("inf")
-    return apart / size if size else 0.0
+    return difference / magnitude if magnitude else 0.0
 
 
-def _not_worth_it(prepared: QuantizedModel, batches: int | None) -> str:
-    """Why an export would take longer than it saves, or ""."""
-    if batches == 1 and min(_traced_samples(prepared.module), default=0) <= _few(prepared.module):
+def _reason_against_export(prepared: QuantizedModel, batches: int | None) -> str:
+    """Returns why an export would take longer than it saves, or ""."""
+    samples = min(_traced_samples(prepared.module), default=0)
+    if batches == 1 and samples <= _compared_samples(prepared.module):
         return "there is one batch, on all of which the engines would be compared"
-    work = sum(note.macs for note in prepared.annotation.notes)
-    if work * (_MANY if batches is None else batches) < _LITTLE:
+    macs = sum(note.macs for note in prepared.annotation.notes)
+    if macs * (_ASSUMED_BATCHES if batches is None else batches) < _MIN_MACS_FOR_EXPORT:
         return "there is so little to compute that an export would take longer"
     return ""

@@ -1,4 +1,4 @@
-"""The loop over the batches."""
+"""The loop that runs the batches and observes their activations."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from qtrace.observers.base import Observer
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
 
-__all__ = ["Collected", "Options", "collect", "observe_parameters"]
+__all__ = ["CollectOptions", "Collected", "collect", "observe_parameters"]
 
 Numbered = Iterable[tuple[int, Any]]
 
 
 @dataclass(frozen=True)
-class Options:
-    """How to collect.
+class CollectOptions:
+    """The options of `collect`.
 
     Attributes:
-        engine: one of `qtrace.calibration.choice.ENGINES`, or what was chosen before.
-        batches: how many batches there will be; None when that is not known.
-        threads: how many threads compute; None for all cores.
+        engine: one of `qtrace.calibration.choice.ENGINES`, or an earlier choice.
+        batches: number of batches, those of ``start`` included; None if unknown.
+        threads: number of threads that compute; None for all cores.
         progress: whether to show a progress bar on stderr.
     """
 
@@ -47,11 +47,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Collected:
-    """What was collected, and by what.
+    """The statistics of a collection and its engine.
 
     Attributes:
-        statistics: of the activations.
-        chosen: the engine, and why.
+        statistics: the statistics of the activations.
+        chosen: the engine and the reason for its choice.
     """
 
     statistics: Statistics
@@ -61,7 +61,7 @@ class Collected:
 def collect(
     prepared: TracedModule | QuantizedModel,
     batches: Numbered,
-    options: Options | None = None,
+    options: CollectOptions | None = None,
     after: Callable[[Collected], None] = lambda collected: None,
     start: Statistics | None = None,
 ) -> Collected:
@@ -71,25 +71,25 @@ def collect(
 
     Args:
         prepared: a module made by ``qtrace.prepare``, or its view.
-        batches: pairs of a batch's number and the batch, as `qtrace.calibrate` takes it.
-        options: how to collect.
-        after: called after each batch with all that was collected so far.
-        start: statistics to add to; None for none.
+        batches: pairs of a number and a batch as for `qtrace.calibrate`.
+        options: engine, threads and progress; None for the defaults.
+        after: a function that is called after each batch with the statistics so far.
+        start: statistics to add to; None to start without.
 
     Raises:
-        CalibrationError: when a batch does not fit the model, a value is not finite, or this is not the main
-            thread.
+        CalibrationError: when a batch does not fit the model, a value is not finite, or the caller is not on
+            the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         raise CalibrationError(
             "calibrate was called on a thread of its own, where MegEngine fails: call it on the main thread."
         )
-    options = options or Options()
+    options = options or CollectOptions()
     model = QuantizedModel.of(prepared, "prepared")
-    module, seen = model.module, watched(model)
+    module, observed = model.module, watched(model)
     start = start or no_statistics(model)
     with in_phase(module, "float"), evaluating(module):
-        engine = choose(model, seen, options.engine, options.batches, options.threads)
+        engine = choose(model, observed, options.engine, options.batches, options.threads)
         sites = {name: fq.site for name, fq in model.fake_quants.items()}
         silent = not options.progress
         bar = tqdm(
@@ -100,7 +100,7 @@ def collect(
             unit="batch",
             disable=silent,
         )
-        observing = Observing(start, seen, sites, _places(module, seen))
+        observing = Observing(start, observed, sites, _places(module, observed))
         with bar:
             for index, batch in bar:
                 arguments = as_arguments(batch, module, index)
@@ -113,17 +113,17 @@ def collect(
         return Collected(observing.statistics, engine.chosen)
 
 
-def _places(prepared: TracedModule, seen: Watched) -> dict[str, str]:
-    """Watched node -> what computes it, and the line of it."""
+def _places(prepared: TracedModule, observed: Watched) -> dict[str, str]:
+    """Maps each watched node to its op and source line."""
     nodes = ((node, e) for e in exprs(prepared) for node in e.outputs)
-    return {node.name: name_with_line(e, op_label(e)) for node, e in nodes if node.name in seen.nodes}
+    return {node.name: name_with_line(e, op_label(e)) for node, e in nodes if node.name in observed.nodes}
 
 
 def observe_parameters(prepared: QuantizedModel, statistics: Statistics) -> Statistics:
-    """The statistics and what is the same in every batch: the values of parameters.
+    """Returns the statistics with the values of the parameters, which are the same in every batch.
 
     Raises:
-        CalibrationError: when a parameter is not finite, naming it.
+        CalibrationError: when a parameter is not finite; it names the site.
     """
     sites = {name: fq.site for name, fq in prepared.fake_quants.items()}
     observed: dict[str, list[Observer]] = {}

@@ -1,7 +1,7 @@
-"""Many devices: what each rank of ``megengine.distributed`` observed or learned becomes common to all.
+"""Several devices: statistics and ranges of the ranks of ``megengine.distributed`` become common to all.
 
-This machine has no second device, and MegEngine has no data parallelism on CPU: the logic is tested with a
-collective of two ranks that is not MegEngine's; `MegEngineCollective` itself has not run.
+MegEngine has no data parallelism on CPU, where the tests run: they use a collective of two ranks that is not
+MegEngine's. `MegEngineCollective` itself has not run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from megengine import Tensor
 
-from qtrace.calibration.checkpoint import Part, fingerprint, joined, pack, unpack
+from qtrace.calibration.checkpoint import Part, fingerprint, merge_parts, pack, unpack
 from qtrace.calibration.statistics import Statistics
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.graph.types import TracedModule
@@ -24,7 +24,7 @@ __all__ = ["Collective", "MegEngineCollective", "average_ranges", "common_statis
 
 
 class Collective(Protocol):
-    """Ranks that call the same things in the same order."""
+    """Ranks that make the same calls in the same order."""
 
     @property
     def rank(self) -> int:
@@ -32,10 +32,10 @@ class Collective(Protocol):
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
 
     def gather(self, data: bytes) -> list[bytes]:
-        """What every rank gives, in the order of ranks; each rank gets all."""
+        """Returns the data of all ranks, in their order, to every rank."""
 
 
 class MegEngineCollective:
@@ -50,13 +50,13 @@ class MegEngineCollective:
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         import megengine.distributed as dist
 
         return int(dist.get_world_size())
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Sends lengths, then bytes as int32, filled up to the longest."""
+        """Gathers the lengths, then the bytes as int32, padded to the longest."""
         lengths = self._all_gather(np.array([len(data)], np.int32))
         words = -(-int(lengths.max()) // 4)
         padded = np.frombuffer(data.ljust(4 * words, b"\0"), np.int32)
@@ -71,7 +71,7 @@ class MegEngineCollective:
 
 
 def current() -> Collective | None:
-    """The ranks of this process, None when ``megengine.distributed`` is not initialised or has one."""
+    """Returns the ranks of ``megengine.distributed``; None if it is not initialized or has one rank."""
     import megengine.distributed as dist
 
     return MegEngineCollective() if dist.is_distributed() and dist.get_world_size() > 1 else None
@@ -80,58 +80,62 @@ def current() -> Collective | None:
 def common_statistics(
     prepared: QuantizedModel, outcome: Statistics | QtraceError, collective: Collective
 ) -> Statistics:
-    """The statistics of all ranks, the same on each. A rank that failed fails all, so that none waits.
+    """Merges the statistics of all ranks. A rank that failed fails all, so that none waits.
 
-    Batches must have numbers of their own: ``rank + index * size``.
+    Batches must have unique numbers: ``rank + index * size``.
 
     Args:
-        prepared: the graph, alike on every rank.
-        outcome: what this rank collected, or why it could not.
+        prepared: the graph, the same on every rank.
+        outcome: the statistics of this rank, or its error.
         collective: the ranks.
 
+    Returns:
+        The merged statistics, the same on every rank.
+
     Raises:
-        CalibrationError: when a rank failed, naming it, or has another model.
+        CalibrationError: when a rank failed or has another model; it names the rank.
     """
     identity = fingerprint(prepared)
     failed = isinstance(outcome, QtraceError)
-    mine = b"" if isinstance(outcome, QtraceError) else pack(Part(outcome), identity)
-    head = json.dumps({"failed": str(outcome) if failed else "", "identity": identity}).encode()
-    answers = [json.loads(answer) for answer in collective.gather(head)]
+    packed = b"" if isinstance(outcome, QtraceError) else pack(Part(outcome), identity)
+    header = json.dumps({"failed": str(outcome) if failed else "", "identity": identity}).encode()
+    answers = [json.loads(answer) for answer in collective.gather(header)]
     for rank, answer in enumerate(answers):
         if answer["failed"]:
             raise CalibrationError(f"rank {rank}: {answer['failed']}")
         if answer["identity"] != answers[0]["identity"]:
             raise CalibrationError(f"rank {rank} has another model than rank 0: load one file on every rank.")
     whole = None
-    for rank, data in enumerate(collective.gather(mine)):
-        part = unpack(data, prepared, identity, f"what rank {rank} observed")
-        whole = part if whole is None else joined(whole, part)
+    for rank, data in enumerate(collective.gather(packed)):
+        part = unpack(data, prepared, identity, f"the statistics of rank {rank}")
+        whole = part if whole is None else merge_parts(whole, part)
     assert whole is not None
     return whole.statistics
 
 
 def average_ranges(prepared: TracedModule, collective: Collective | None = None) -> None:
-    """Gives every rank the mean of the scales that ranks apply, in float32; zero points become rank 0's.
+    """Gives every rank the mean scales of all ranks, in float32, and the zero points of rank 0.
 
-    Learned scales are parameters: with an all-reduce callback on their gradients they stay alike by
-    themselves. This is for loops that reduce gradients only now and then, or not those of scales.
+    An all-reduce callback on the gradients of learned scales keeps these equal. Loops that reduce gradients
+    at intervals, or not those of scales, need this function.
 
     Args:
         prepared: a calibrated module; changed in place.
-        collective: the ranks; None for those of ``megengine.distributed``, if it is initialised.
+        collective: the ranks; None for the ranks of ``megengine.distributed``, if it is initialized.
     """
     ranks = current() if collective is None else collective
     sites = [fq for fq in fake_quants(prepared) if fq.calibrated]
     if ranks is None or not sites:
         return
     scales = [fq.effective_scale().numpy().reshape(-1) for fq in sites]
-    zeros = [fq.effective_zero_point().numpy().reshape(-1) for fq in sites]
-    flat = np.concatenate([*scales, *zeros]).astype(np.float32)
+    zero_points = [fq.effective_zero_point().numpy().reshape(-1) for fq in sites]
+    flat = np.concatenate([*scales, *zero_points]).astype(np.float32)
     table = np.stack([np.frombuffer(data, np.float32) for data in ranks.gather(flat.tobytes())])
     half = flat.size // 2
     mean = table[:, :half].astype(np.float64).mean(axis=0).astype(np.float32)
-    zero = table[0, half:]
+    first_zero_points = table[0, half:]
     ends = np.cumsum([scale.size for scale in scales])[:-1]
-    for fq, scale, point in zip(sites, np.split(mean, ends), np.split(zero, ends), strict=True):
+    splits = np.split(mean, ends), np.split(first_zero_points, ends)
+    for fq, scale, zero_point in zip(sites, *splits, strict=True):
         shape = (-1,) if fq.shape else ()
-        fq.set_qparams(QParams(fq.scheme, scale.reshape(shape), point.reshape(shape).astype(np.int32)))
+        fq.set_qparams(QParams(fq.scheme, scale.reshape(shape), zero_point.reshape(shape).astype(np.int32)))

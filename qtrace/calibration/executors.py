@@ -1,4 +1,4 @@
-"""Where workers run: processes of this machine, or a Ray cluster."""
+"""The executors of workers: processes of this machine, or a Ray cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import qtrace.errors
-from qtrace.calibration.jobs import Job, run_job
+from qtrace.calibration.jobs import WorkerJob, run_job
 from qtrace.errors import ConfigError, QtraceError
 
 __all__ = ["Executor", "Processes", "Ray"]
@@ -26,27 +26,27 @@ OnBatch = Callable[[int], None]
 
 # By name: it stands above this room, with the other programs.
 _WORKER = "qtrace.calibration.worker"
-_SECONDS_TO_END = 30  # for all workers together, to write what they have seen
+_EXIT_SECONDS = 30  # for all workers together, to write their statistics
 
 
 class Executor(Protocol):
-    """Runs jobs beside each other."""
+    """Runs jobs in parallel."""
 
     def __enter__(self) -> Executor:
-        """Starts workers."""
+        """Starts the workers."""
 
     def __exit__(self, *error: Any) -> None:
-        """Ends them, however far they are."""
+        """Ends the workers, even in the middle of a job."""
 
-    def run(self, jobs: Sequence[Job], on_batch: OnBatch) -> None:
+    def run(self, jobs: Sequence[WorkerJob], on_batch: OnBatch) -> None:
         """Runs all jobs; afterwards their parts are files of this machine.
 
         Args:
-            jobs: at most as many as there are workers.
-            on_batch: called with the number of each batch that was observed.
+            jobs: at most one job for each worker.
+            on_batch: a function that is called with the number of each observed batch.
 
         Raises:
-            QtraceError: when a job fails; those of the others' batches that were seen are in their parts.
+            QtraceError: when a job fails; the parts hold the batches that were observed until then.
         """
 
 
@@ -54,7 +54,7 @@ class Processes:
     """Spawned processes, never forked ones: MegEngine cannot be used after a fork.
 
     Args:
-        count: how many.
+        count: number of processes.
     """
 
     def __init__(self, count: int) -> None:
@@ -79,7 +79,7 @@ class Processes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._terminate()
-        deadline = time.monotonic() + _SECONDS_TO_END
+        deadline = time.monotonic() + _EXIT_SECONDS
         for worker in self._workers:
             try:
                 worker.wait(max(deadline - time.monotonic(), 0.1))
@@ -87,11 +87,13 @@ class Processes:
                 worker.kill()
                 worker.wait()
             for stream in (worker.stdin, worker.stdout):
-                with contextlib.suppress(BrokenPipeError):  # what it did not read is still in the buffer
+                with contextlib.suppress(
+                    BrokenPipeError
+                ):  # the buffer holds a job that the worker did not read
                     if stream is not None:
                         stream.close()
 
-    def run(self, jobs: Sequence[Job], on_batch: OnBatch) -> None:
+    def run(self, jobs: Sequence[WorkerJob], on_batch: OnBatch) -> None:
         """Runs jobs; see `Executor`."""
         failures: dict[int, QtraceError] = {}
         readers = []
@@ -101,7 +103,7 @@ class Processes:
                 worker.stdin.write(job.to_json() + "\n")
                 worker.stdin.flush()
             except OSError:
-                pass  # it has died: its exit code says how
+                pass  # the worker has died: its exit code says how
             reader = threading.Thread(
                 target=self._follow, args=(index, worker, on_batch, failures), daemon=True
             )
@@ -115,26 +117,26 @@ class Processes:
     def _follow(
         self, index: int, worker: subprocess.Popen[str], on_batch: OnBatch, failures: dict[int, QtraceError]
     ) -> None:
-        """Reads what a worker tells until it ends."""
-        seen = 0
+        """Reads the events of a worker until it ends."""
+        count = 0
         assert worker.stdout is not None
         for line in worker.stdout:
             event = json.loads(line)
             if "batch" in event:
-                seen += 1
+                count += 1
                 on_batch(event["batch"])
             else:
                 failures[index] = getattr(qtrace.errors, event["kind"], QtraceError)(event["error"])
         code = worker.wait()
         if code and index not in failures:
-            how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            if not failures:  # else it was stopped because of the other
-                failures[index] = QtraceError(f"worker {index} {how} after {seen} batches.")
+            ending = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            if not failures:  # else it was ended because of another failure
+                failures[index] = QtraceError(f"worker {index} {ending} after {count} batches.")
         if failures:
             self._terminate()
 
     def _terminate(self) -> None:
-        """Asks all workers to end; one that was stopped (SIGSTOP) takes no signal until it goes on."""
+        """Asks all workers to end; one that was stopped (SIGSTOP) must go on to receive the signal."""
         for worker in self._workers:
             if worker.poll() is None:
                 worker.terminate()
@@ -142,10 +144,10 @@ class Processes:
 
 
 class Ray:
-    """Tasks on a Ray cluster. Each opens the data by itself: paths must exist on every node.
+    """Tasks on a Ray cluster. Each task opens the data, so that paths must exist on every node.
 
     Args:
-        address: of the cluster; "" for a local one.
+        address: the address of the cluster; "" for a local one.
 
     Raises:
         ConfigError: when Ray is not installed or does not answer.
@@ -171,7 +173,7 @@ class Ray:
 
         ray.shutdown()
 
-    def run(self, jobs: Sequence[Job], on_batch: OnBatch) -> None:
+    def run(self, jobs: Sequence[WorkerJob], on_batch: OnBatch) -> None:
         """Runs jobs; see `Executor`."""
         import ray
 
@@ -200,15 +202,15 @@ class Ray:
 
 
 def run_elsewhere(text: str, model: bytes) -> tuple[bytes, list[int], tuple[str, str] | None]:
-    """Runs a job where the files of the one who asks are not: gives the part as bytes.
+    """Runs a job on a machine without the files of the caller; returns the part as bytes.
 
     Args:
         text: the job as JSON.
         model: the content of the prepared model's file.
 
     Returns:
-        The part (empty when nothing was seen), the numbers of the batches, and what went wrong: the name of
-        an error and its text, or None.
+        The part (empty if no batch was observed), the numbers of the observed batches, and the class name and
+        text of an error, or None.
     """
     numbers: list[int] = []
     problem = None
@@ -216,7 +218,7 @@ def run_elsewhere(text: str, model: bytes) -> tuple[bytes, list[int], tuple[str,
         data = {**json.loads(text), "model": f"{folder}/prepared.mge", "part": f"{folder}/part.npz"}
         Path(data["model"]).write_bytes(model)
         try:
-            run_job(Job.from_json(json.dumps(data)), numbers.append)
+            run_job(WorkerJob.from_json(json.dumps(data)), numbers.append)
         except QtraceError as error:
             problem = type(error).__name__, str(error)
         part = Path(data["part"])

@@ -1,4 +1,4 @@
-"""A worker's share of a calibration: the job that it gets, and the collection that it runs."""
+"""The share of a worker: its job as JSON, and the collection that it runs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 from qtrace.calibration.checkpoint import Cadence, Part, write_part
 from qtrace.calibration.choice import Chosen
-from qtrace.calibration.collecting import Collected, Options, collect
+from qtrace.calibration.collecting import Collected, CollectOptions, collect
 from qtrace.calibration.statistics import arrays, checksum
 from qtrace.config import Preprocess
 from qtrace.data import DataSource, open_data
 from qtrace.graph.files.serialize import load
 
-__all__ = ["Job", "Keeping", "Source", "run_job"]
+__all__ = ["PeriodicWriter", "Source", "WorkerJob", "run_job"]
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Source:
     """Data that any process can open.
 
     Attributes:
-        source: as `qtrace.data.open_data` takes it.
-        batch_size: samples a batch.
-        max_batches: how many batches at most.
-        skip_bad: whether to leave unreadable images out.
+        source: a path or name for `qtrace.data.open_data`.
+        batch_size: samples in a batch.
+        max_batches: the most batches to read; None for all.
+        skip_bad: whether to skip unreadable images.
         preprocess: the recipe's ``preprocess`` as plain data.
     """
 
@@ -39,11 +39,11 @@ class Source:
     preprocess: dict[str, Any] | None = None
 
     def open(self) -> DataSource:
-        """Opens it."""
-        how = None if self.preprocess is None else Preprocess.model_validate(self.preprocess)
+        """Opens the data."""
+        preprocess = None if self.preprocess is None else Preprocess.model_validate(self.preprocess)
         return open_data(
             self.source,
-            preprocess=how,
+            preprocess=preprocess,
             batch_size=self.batch_size,
             max_batches=self.max_batches,
             skip_bad=self.skip_bad,
@@ -51,22 +51,22 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Job:
-    """One worker's share: the batches whose number is ``shard`` modulo ``shards``, but for those done.
+class WorkerJob:
+    """The share of one worker: the batches whose number is ``shard`` modulo ``shards``, without ``done``.
 
     Attributes:
         model: the file of the prepared model.
-        allow: classes of the user's own that it may use.
+        allow: the user's classes that the model may contain.
         source: the data.
         shard: the number of this worker.
-        shards: how many workers there are.
-        done: numbers of batches that were seen before.
+        shards: number of workers.
+        done: numbers of the batches that were observed before.
         engine: the engine, with the shapes at which it was compared with MegEngine.
-        threads: how many threads it computes with; None for all cores.
-        part: the file to write what was collected to.
-        identity: of the calibration; see `qtrace.calibration.checkpoint.fingerprint`.
-        every: write ``part`` after so many batches, too.
-        seconds: write it after so many seconds, too.
+        threads: number of threads that compute; None for all cores.
+        part: the file that the worker writes its statistics to.
+        identity: the fingerprint of the calibration; see `qtrace.calibration.checkpoint.fingerprint`.
+        every: number of batches after which ``part`` is written; None for any number.
+        seconds: time after which ``part`` is written; None for any time.
     """
 
     model: str
@@ -83,27 +83,27 @@ class Job:
     seconds: float | None = None
 
     def to_json(self) -> str:
-        """The job in a line."""
+        """Formats the job as a line of JSON."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Job:
-        """The inverse of `to_json`."""
+    def from_json(cls, text: str) -> WorkerJob:
+        """Reads a job that `to_json` wrote."""
         data = json.loads(text)
         data["engine"] = Chosen.from_dict(data["engine"])
         data.update(source=Source(**data["source"]), allow=tuple(data["allow"]), done=tuple(data["done"]))
         return cls(**data)
 
 
-def run_job(job: Job, on_batch: Callable[[int], None] = lambda number: None) -> None:
-    """Does a worker's share and writes what was collected, also when it ends early.
+def run_job(job: WorkerJob, on_batch: Callable[[int], None] = lambda number: None) -> None:
+    """Collects the statistics of a worker's share and writes them, also when the worker ends early.
 
     Args:
-        job: the share.
-        on_batch: called with the number of each batch that was observed.
+        job: the share of the worker.
+        on_batch: a function that is called with the number of each observed batch.
 
     Raises:
-        QtraceError: for what is wrong with model or data; what was seen until then is written.
+        QtraceError: when the model or the data is at fault; the statistics so far are written.
     """
     prepared = load(job.model, allow=job.allow)
     source = job.source.open()
@@ -118,25 +118,25 @@ def run_job(job: Job, on_batch: Callable[[int], None] = lambda number: None) -> 
         part = Part(collected.statistics, None, tuple(source.skipped), passed)
         write_part(Path(job.part), part, job.identity)
 
-    options = Options(job.engine, threads=job.threads)
-    with Keeping(write, Cadence(job.every, job.seconds)) as after:
-        seen: set[int] = set()
+    options = CollectOptions(job.engine, threads=job.threads)
+    with PeriodicWriter(write, Cadence(job.every, job.seconds)) as after:
+        reported: set[int] = set()
 
-        def each(collected: Collected) -> None:
+        def report(collected: Collected) -> None:
             after(collected)
-            for number in collected.statistics.batches.keys() - seen:
-                seen.add(number)
+            for number in collected.statistics.batches.keys() - reported:
+                reported.add(number)
                 on_batch(number)
 
-        write(collect(prepared, batches, options, each))
+        write(collect(prepared, batches, options, report))
 
 
-class Keeping:
-    """Writes what was collected now and then, and when the block ends early.
+class PeriodicWriter:
+    """Writes the statistics at a cadence, and when the block ends early.
 
     Args:
-        write: writes it.
-        cadence: when.
+        write: a function that writes the statistics.
+        cadence: the batches or seconds between two writes.
     """
 
     def __init__(self, write: Callable[[Collected], None], cadence: Cadence) -> None:

@@ -1,4 +1,4 @@
-"""MegEngine itself: it runs every graph."""
+"""The engine MegEngine, which runs every graph."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from qtrace.graph.types import Node, TracedModule
 
 __all__ = ["MegEngine"]
 
-# Watched values that MegEngine may be computing, and their bytes: each is in memory until it was observed.
-_AHEAD = 8
-_AHEAD_BYTES = 64 << 20
+# Limits of the watched values that MegEngine computes ahead; each is in memory until it was observed.
+_MAX_PENDING = 8
+_MAX_PENDING_BYTES = 64 << 20
 
 
 class MegEngine:
@@ -42,17 +42,18 @@ class MegEngine:
             with told(self._prepared, arguments, index):
                 try:
                     watcher.run(*args, **kwargs)
-                    watcher.show()
+                    watcher.finish()
                 finally:
-                    # Errors in kernels come late: those behind the last site are this batch's, too. And what
-                    # a failed kernel left in memory may have been refused.
+                    # Kernels report errors late: those behind the last site belong to this batch, too. An
+                    # observer may also have refused the memory that a failed kernel left.
                     mge._full_sync()
         except _ObserverError as error:
-            raise error.original from error.original.__cause__  # not MegEngine's: `told` has no say in it
+            # Outside of `told`, which translates MegEngine's errors only.
+            raise error.original from error.original.__cause__
 
 
 class _ObserverError(Exception):
-    """An observer refuses a value, or is at fault."""
+    """Carries an error of an observer past the translation of MegEngine's errors."""
 
     def __init__(self, original: Exception) -> None:
         super().__init__(str(original))
@@ -60,31 +61,32 @@ class _ObserverError(Exception):
 
 
 class _Watcher(Interpreter):
-    """Shows values some nodes later, so that MegEngine has ops to run while one is awaited."""
+    """Observes each value some nodes later, so that MegEngine has ops to run while a value is awaited."""
 
     def __init__(self, prepared: TracedModule, nodes: Collection[str], observe: Observe) -> None:
         super().__init__(prepared)
         self._nodes, self._observe = nodes, observe
         self._arrivals = Arrivals()
-        self._asked: deque[tuple[str, Arrival]] = deque()
+        self._pending: deque[tuple[str, Arrival]] = deque()
 
     def on_node(self, node: Node, value: Any) -> Any:
         if node.name in self._nodes:
-            self._asked.append((node.name, self._arrivals.expect(value)))
-            while len(self._asked) > 1 and self._too_many():
-                self._show()
+            self._pending.append((node.name, self._arrivals.expect(value)))
+            while len(self._pending) > 1 and self._too_many():
+                self._observe_next()
         return value
 
     def _too_many(self) -> bool:
-        return len(self._asked) > _AHEAD or sum(a.nbytes for _, a in self._asked) > _AHEAD_BYTES
+        size = sum(arrival.nbytes for _, arrival in self._pending)
+        return len(self._pending) > _MAX_PENDING or size > _MAX_PENDING_BYTES
 
-    def show(self) -> None:
-        """Shows all values that are left."""
-        while self._asked:
-            self._show()
+    def finish(self) -> None:
+        """Observes all pending values."""
+        while self._pending:
+            self._observe_next()
 
-    def _show(self) -> None:
-        name, arrival = self._asked.popleft()
+    def _observe_next(self) -> None:
+        name, arrival = self._pending.popleft()
         value = arrival.wait()
         try:
             self._observe(name, value)

@@ -1,4 +1,4 @@
-"""Which op gave NaN or infinity first, on the way to a value that holds them."""
+"""The origin of NaN and infinity: the first op on the way to a value that holds them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from qtrace.graph.walk import op_label
 __all__ = ["nonfinite_origins", "refuse_nonfinite_output"]
 
 
-class _Origins(Interpreter):
-    """Runs a graph and follows NaN and infinity from the expr that gave them first.
+class _OriginFinder(Interpreter):
+    """Runs a graph and follows NaN and infinity from the expr that produced them first.
 
     Attributes:
-        origins: node that holds NaN or infinity -> the expr that gave them first; None for infinity that is
-            meant, as in a mask: an argument, a parameter or an input holds it.
+        origins: node that holds NaN or infinity -> the expr that produced them first; None for intended
+            infinity, as in a mask, which an argument, a parameter or an input holds.
     """
 
     def __init__(self, traced: TracedModule) -> None:
@@ -48,18 +48,18 @@ class _Origins(Interpreter):
 
 
 def nonfinite_origins(model: TracedModule, arguments: Arguments) -> dict[Node, Expr | None]:
-    """Runs a graph and returns where the NaN and infinity of its values come from.
+    """Runs a graph and returns the origins of NaN and infinity in its values.
 
     Args:
-        model: a flat graph, in the phase in which it is asked.
-        arguments: of its forward.
+        model: a flat graph, in the phase to examine.
+        arguments: the arguments of its forward.
 
     Returns:
-        Node that holds NaN or infinity -> the expr that gave them first, in the order of the graph; None for
+        Node that holds NaN or infinity -> the expr that produced them first, in graph order; None for
         infinity that an argument, a parameter or an input of the graph holds.
     """
     args, kwargs = arguments
-    search = _Origins(model)
+    search = _OriginFinder(model)
     search.run(*args, **kwargs)
     return search.origins
 
@@ -67,20 +67,20 @@ def nonfinite_origins(model: TracedModule, arguments: Arguments) -> dict[Node, E
 def refuse_nonfinite_output(
     model: TracedModule, arguments: Arguments, index: int, output: TensorNode
 ) -> None:
-    """Refuses a batch for which an engine gave an output of the graph with NaN or infinity.
+    """Refuses a batch for which an output of the graph holds NaN or infinity.
 
     Args:
         model: the prepared graph, in the phase float.
-        arguments: of its forward.
+        arguments: the arguments of its forward.
         index: the number of the batch.
         output: the node that held NaN or infinity.
 
     Raises:
-        CalibrationError: naming output, batch, and the op that gave NaN or infinity first; not for infinity
-            that is meant, as in a mask of ``-inf``.
+        CalibrationError: when the infinity is not intended, as a mask of ``-inf`` is; it names output, batch,
+            and the op that produced NaN or infinity first.
     """
     origins = nonfinite_origins(model, arguments)
-    origin = origins.get(output, output.expr)  # finite here: another engine gave the value
+    origin = origins.get(output, output.expr)  # finite in MegEngine: another engine computed the value
     if origin is None:
         return
     place = name_with_line(origin, op_label(origin))

@@ -1,4 +1,4 @@
-"""Observing the values of a batch, and putting together what was seen when the batch is whole."""
+"""Observation of a batch: its values join the statistics only when the batch is complete."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["Observing"]
 
 
 class Observing:
-    """Shows values to observers of their own and puts these together when a batch is whole.
+    """Observes the values of a batch by new observers and merges these when the batch is complete.
 
-    A batch that is refused leaves no trace. Threads are no help here: they would hand Python's lock to each
-    other at every call of numpy's, which takes longer than the call.
+    A refused batch leaves no trace. Threads would not help: they would pass Python's lock to each other at
+    every numpy call, which takes longer than the call.
 
     Attributes:
-        statistics: with all batches that were committed.
-        nonfinite: the graph outputs that are no sites and hold NaN or infinity in the present batch.
+        statistics: the statistics of all committed batches.
+        nonfinite: the graph outputs that are no sites and hold NaN or infinity in the current batch.
 
     Args:
-        statistics: what is added to.
-        watched: what is observed.
+        statistics: the statistics to add to.
+        watched: the nodes and parameters that are observed.
         sites: group -> the name of its site, for errors.
-        places: node -> its op and the line of it, for errors.
+        places: node -> its op and source line, for errors.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Observing:
     ) -> None:
         self.statistics, self._watched, self._sites = statistics, watched, sites
         self._places = places
-        self._seen: dict[str, list[Observer]] = {}
+        self._observed: dict[str, list[Observer]] = {}
         self._batch = self._checksum = 0
         self.nonfinite: list[str] = []
 
@@ -48,16 +48,16 @@ class Observing:
         Raises:
             CalibrationError: when an observer refuses a parameter, naming site and batch.
         """
-        self._seen, self.nonfinite = {}, []
+        self._observed, self.nonfinite = {}, []
         self._batch, self._checksum = number, checksum(arrays(batch))
         for group, value in self._watched.constants:
             self._observe(group, value)
 
     def observe(self, node: str, value: np.ndarray) -> None:
-        """Takes the value of a node for all its groups; of an output without a group, whether it is finite.
+        """Observes the value of a node for all its groups; an output without a group must be finite.
 
         Raises:
-            CalibrationError: when an observer refuses it, naming site, batch, op and line.
+            CalibrationError: when an observer refuses the value; it names site, batch, op and line.
         """
         groups = self._watched.nodes[node]
         if not groups and not np.isfinite(value).all():
@@ -70,12 +70,12 @@ class Observing:
                 raise CalibrationError(f"{error} The value is {place}." if place else str(error)) from error
 
     def commit(self) -> None:
-        """Ends the batch: adds it to the statistics."""
-        # One assignment: whatever interrupts it, the statistics hold whole batches.
-        self.statistics = self.statistics.plus(self._seen, {self._batch: self._checksum})
-        self._seen = {}
+        """Adds the batch to the statistics."""
+        # One assignment: after an interruption the statistics still hold complete batches only.
+        self.statistics = self.statistics.plus(self._observed, {self._batch: self._checksum})
+        self._observed = {}
 
     def _observe(self, group: str, value: np.ndarray) -> None:
         observer = fresh(self.statistics.observers[group])
         observer.observe(value, batch=self._batch, site=self._sites[group])
-        self._seen.setdefault(group, []).append(observer)
+        self._observed.setdefault(group, []).append(observer)

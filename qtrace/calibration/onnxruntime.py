@@ -1,4 +1,4 @@
-"""onnxruntime: runs the float form of a graph that has an ONNX form, several times as fast on CPU."""
+"""The engine onnxruntime: runs graphs that have an ONNX form, several times as fast on CPU as MegEngine."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from qtrace.graph.walk import exprs
 
 __all__ = ["OnnxRuntime"]
 
-# Bytes of activations at once. A constant, not a share of what is free: which nodes are outputs decides what
-# onnxruntime fuses, and thereby the last bits of the values.
-_LIMIT = 2 << 30
+# A constant, not a share of the free memory: the outputs of the model decide what onnxruntime fuses, and
+# thereby the last bits of the values.
+_MAX_ACTIVATION_BYTES = 2 << 30
 
 
 class OnnxRuntime:
     """Runs the graph as an ONNX model whose outputs are the watched nodes.
 
-    All of a batch's activations are in memory when it has run; each is freed when it was observed. Where they
-    are too many, the model runs in parts, each time as far as the last of some nodes.
+    After a run, all activations of the batch are in memory; each is freed when it was observed. If they take
+    more than ``limit`` bytes, the model runs once for each part of the watched nodes, up to their last one.
 
     Args:
         prepared: a module made by ``qtrace.prepare``.
-        nodes: the names of the nodes that are watched, in the order of the graph.
-        threads: how many threads compute; None for all cores.
-        limit: how many bytes of activations may be in memory at once.
+        nodes: the names of the watched nodes, in graph order.
+        threads: number of threads; None for all cores.
+        limit: the most bytes of activations in memory.
 
     Raises:
         EngineError: when the graph has no ONNX form, or onnxruntime is missing or refuses it.
@@ -46,7 +46,7 @@ class OnnxRuntime:
         prepared: TracedModule,
         nodes: Sequence[str],
         threads: int | None = None,
-        limit: int = _LIMIT,
+        limit: int = _MAX_ACTIVATION_BYTES,
     ) -> None:
         if importlib.util.find_spec("onnxruntime") is None:
             raise EngineError("the package onnxruntime is not installed (pip install 'qtrace[onnx]')")
@@ -66,7 +66,7 @@ class OnnxRuntime:
     def run(self, arguments: Arguments, index: int, observe: Observe) -> None:
         """Runs one batch; see `Engine`."""
         feeds = self._feeds(arguments)
-        for part in self._parts(next(iter(feeds.values()))):
+        for part in self._split(next(iter(feeds.values()))):
             names = [self._model.outputs[n] for n in part if n in self._model.outputs]
             session = self._session(part)
             try:
@@ -74,8 +74,8 @@ class OnnxRuntime:
             except Exception as error:  # onnxruntime's own exceptions derive from nothing else
                 raise EngineError(f"onnxruntime refuses the batch: {_line(error)}") from error
             for node in part:
-                given = self._model.input_nodes.get(node)
-                observe(node, feeds[given] if given is not None else values.pop())
+                source = self._model.input_nodes.get(node)
+                observe(node, feeds[source] if source is not None else values.pop())
 
     def _feeds(self, arguments: Arguments) -> dict[str, np.ndarray]:
         args, kwargs = arguments
@@ -83,8 +83,8 @@ class OnnxRuntime:
         arrays = [t.numpy().astype(n.dtype, copy=False) for t, n in zip(tensors, self._inputs, strict=True)]
         return dict(zip(self._model.inputs, arrays, strict=True))
 
-    def _parts(self, first: np.ndarray) -> list[tuple[str, ...]]:
-        """The watched nodes in groups whose values fit, if a batch's are as large as its first input."""
+    def _split(self, first: np.ndarray) -> list[tuple[str, ...]]:
+        """Splits the watched nodes into parts whose values fit into memory; sizes grow as the first input."""
         growth = first.nbytes / max(1, self._bytes[self._inputs[0].name])
         parts: list[list[str]] = [[]]
         total = 0.0
@@ -98,23 +98,23 @@ class OnnxRuntime:
         return [tuple(part) for part in parts]
 
     def _session(self, part: tuple[str, ...]) -> Any:
-        """The session that computes some nodes; None when all of them are inputs."""
-        wanted = {self._model.outputs[node] for node in part if node in self._model.outputs}
-        if not wanted:
+        """Returns the session that computes the nodes of ``part``; None if all of them are inputs."""
+        outputs = {self._model.outputs[node] for node in part if node in self._model.outputs}
+        if not outputs:
             return None
         if part not in self._sessions:
-            data = self._model.data if part == self._nodes else _with_outputs(self._model.data, wanted)
+            data = self._model.data if part == self._nodes else _with_outputs(self._model.data, outputs)
             self._sessions[part] = _open(data, self._threads)
         return self._sessions[part]
 
 
-def _with_outputs(data: bytes, wanted: set[str]) -> bytes:
+def _with_outputs(data: bytes, names: set[str]) -> bytes:
     import onnx
 
     model = onnx.load_from_string(data)
-    kept = [output for output in model.graph.output if output.name in wanted]
+    outputs = [output for output in model.graph.output if output.name in names]
     del model.graph.output[:]
-    model.graph.output.extend(kept)
+    model.graph.output.extend(outputs)
     return model.SerializeToString()
 
 
@@ -124,7 +124,7 @@ def _open(data: bytes, threads: int | None) -> Any:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads or 0
     options.log_severity_level = 4
-    # Between two runs its threads would take the cores from those that observe.
+    # Its threads would spin between two runs and take the cores from the observers.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.set_denormal_as_zero", "1")  # as MegEngine does
     try:

@@ -1,4 +1,4 @@
-"""A whole collection: begun or resumed, in this process or in workers, with checkpoints."""
+"""A collection with checkpoints: new or resumed, in this process or in workers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tqdm import tqdm
 from qtrace.calibration.base import check_sites
 from qtrace.calibration.checkpoint import Cadence, Part, Parts, fingerprint
 from qtrace.calibration.choice import Chosen
-from qtrace.calibration.collecting import Collected, Options, collect
+from qtrace.calibration.collecting import Collected, CollectOptions, collect
 from qtrace.calibration.executors import Executor, Processes, Ray
-from qtrace.calibration.jobs import Job, Keeping, Source
+from qtrace.calibration.jobs import PeriodicWriter, Source, WorkerJob
 from qtrace.calibration.statistics import arrays, checksum
 from qtrace.data import DataSource, SizedSource
 from qtrace.errors import CalibrationError
@@ -22,22 +22,22 @@ from qtrace.graph.files.serialize import save
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
 
-__all__ = ["Result", "Settings", "collect_all"]
+__all__ = ["Result", "RunSettings", "collect_all"]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How to collect from a source.
+class RunSettings:
+    """The settings of `collect_all`.
 
     Attributes:
         engine: one of `qtrace.calibration.choice.ENGINES`.
-        threads: how many threads the engine computes with in each process; None for all cores.
-        workers: how many processes.
+        threads: number of threads that compute in each process; None for all cores.
+        workers: number of processes.
         ray: the address of a Ray cluster, "" for a local one; None for processes of this machine.
-        every: write a checkpoint after so many batches.
-        seconds: write one after so many seconds.
+        every: number of batches between checkpoints; None for any number.
+        seconds: time between checkpoints; None for any time.
         progress: whether to show a progress bar.
-        allow: classes of the user's own that workers may load with the model.
+        allow: the user's classes that workers may load with the model.
     """
 
     engine: str = "auto"
@@ -52,12 +52,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """What was collected from a source.
+    """The result of `collect_all`.
 
     Attributes:
         collected: the statistics and the engine.
-        resumed: how many of the batches came from checkpoints.
-        skipped: images that were left out.
+        resumed: number of batches that came from checkpoints.
+        skipped: the unreadable images that were skipped.
     """
 
     collected: Collected
@@ -70,26 +70,26 @@ def collect_all(
     source: DataSource,
     described: Source,
     folder: Path,
-    settings: Settings,
+    settings: RunSettings,
     note: Callable[[str], None] = lambda text: None,
 ) -> Result:
-    """Collects the statistics of all batches of a source, but for those in the checkpoints in ``folder``.
+    """Collects the statistics of all batches of a source; batches in checkpoints do not run again.
 
-    However it ends, the batches that were seen are in the folder. The result is the same, bit for bit, for
-    any number of workers and any interruptions.
+    After an interruption, ``folder`` holds the batches that were observed. The result is the same, bit for
+    bit, for any number of workers and interruptions.
 
     Args:
         prepared: a module made by ``qtrace.prepare``.
         source: the data.
-        described: the same, as any process can open it.
-        folder: where checkpoints are.
-        settings: how to collect.
-        note: is told what happens.
+        described: the same data, in a form that any process can open.
+        folder: the folder of the checkpoints.
+        settings: engine, workers and checkpoints.
+        note: a function that is called with messages for the user.
 
     Raises:
         CalibrationError: when the graph has no site, a batch does not fit, or the checkpoints belong to
             another calibration.
-        QtraceError: for what is wrong with the data, or a worker that dies.
+        QtraceError: when the data is at fault, or a worker dies.
     """
     model = QuantizedModel(prepared, "prepared")
     check_sites(model)
@@ -106,45 +106,47 @@ def collect_all(
     resumed = len(whole.statistics.batches)
     if resumed:
         note(f"{resumed} batches were observed before")
-    run = _Run(model, source, described, parts, settings)
+    run = _CollectionRun(model, source, described, parts, settings)
     if settings.workers == 1 and settings.ray is None:
-        whole = run.here(whole)
+        whole = run.collect_here(whole)
     else:
         with _executor(settings) as executor:
-            whole = run.first(whole)
-            whole = run.elsewhere(whole, executor)
+            whole = run.choose_engine(whole)
+            whole = run.collect_in_workers(whole, executor)
     if whole.chosen is None or not whole.statistics.batches:
         raise CalibrationError(f"{source.source} gives no batch: calibration needs at least one.")
     return Result(Collected(whole.statistics, whole.chosen), resumed, whole.skipped)
 
 
-def _executor(settings: Settings) -> Executor:
+def _executor(settings: RunSettings) -> Executor:
     return Processes(settings.workers) if settings.ray is None else Ray(settings.ray)
 
 
-class _Run:
+class _CollectionRun:
+    """The steps of `collect_all`; each takes the statistics so far and returns them with more batches."""
+
     def __init__(
         self,
         prepared: QuantizedModel,
         source: DataSource,
         described: Source,
         parts: Parts,
-        settings: Settings,
+        settings: RunSettings,
     ) -> None:
         self.prepared, self.source, self.described = prepared, source, described
         self.parts, self.settings = parts, settings
         self.count = len(source) if isinstance(source, SizedSource) else source.max_batches
 
-    def here(self, whole: Part, most: int | None = None) -> Part:
-        """Collects in this process, at most ``most`` batches."""
+    def collect_here(self, whole: Part, max_batches: int | None = None) -> Part:
+        """Collects in this process, at most ``max_batches`` batches."""
         settings = self.settings
         passed = dict(whole.passed)
         batches = self.source.numbered(
             lambda number: number not in whole.statistics.batches,
-            lambda number, batch: _compare(number, checksum(arrays(batch)), whole),
+            lambda number, batch: _check_batch(number, checksum(arrays(batch)), whole),
         )
-        if most is not None:
-            batches = (pair for pair, _ in zip(batches, range(most), strict=False))
+        if max_batches is not None:
+            batches = (pair for pair, _ in zip(batches, range(max_batches), strict=False))
         latest = whole
 
         def write(collected: Collected) -> None:
@@ -154,30 +156,31 @@ class _Run:
             self.parts.write("gathered", latest)
 
         engine = whole.chosen or settings.engine
-        options = Options(engine, self.count, settings.threads, settings.progress and most is None)
-        with Keeping(write, Cadence(settings.every, settings.seconds)) as after:
+        progress = settings.progress and max_batches is None
+        options = CollectOptions(engine, self.count, settings.threads, progress)
+        with PeriodicWriter(write, Cadence(settings.every, settings.seconds)) as after:
             collected = collect(self.prepared, batches, options, after, whole.statistics)
         if len(collected.statistics.batches) > len(whole.statistics.batches):
             write(collected)
         return latest
 
-    def first(self, whole: Part) -> Part:
-        """What the workers need to know of the engine: for that, the first batch runs here."""
+    def choose_engine(self, whole: Part) -> Part:
+        """Chooses the engine of the workers, if need be by running the first batch in this process."""
         if whole.chosen is not None:
             return whole
         if self.settings.engine == "megengine":
             return Part(whole.statistics, Chosen("megengine", "as asked"), whole.skipped, whole.passed)
-        return self.here(whole, most=1)
+        return self.collect_here(whole, max_batches=1)
 
-    def elsewhere(self, whole: Part, executor: Executor) -> Part:
-        """Collects in workers."""
+    def collect_in_workers(self, whole: Part, executor: Executor) -> Part:
+        """Collects the remaining batches in workers."""
         if whole.chosen is None:
             return whole
         settings, shards = self.settings, self.settings.workers
         model = self.parts.folder / "prepared.mge"
         save(self.prepared.module, model)
         jobs = [
-            Job(
+            WorkerJob(
                 str(model),
                 settings.allow,
                 self.described,
@@ -193,9 +196,9 @@ class _Run:
             )
             for shard in range(shards)
         ]
-        done = len(whole.statistics.batches)
+        start = len(whole.statistics.batches)
         with tqdm(
-            total=self.count, initial=done, desc="calibrate", unit="batch", disable=not settings.progress
+            total=self.count, initial=start, desc="calibrate", unit="batch", disable=not settings.progress
         ) as bar:
             executor.run(jobs, lambda number: _step(bar))
         gathered = self.parts.gather()
@@ -206,9 +209,9 @@ def _step(bar: Any) -> None:
     bar.update()
 
 
-def _compare(number: int, value: int, whole: Part) -> None:
+def _check_batch(number: int, value: int, whole: Part) -> None:
     if whole.statistics.batches.get(number, value) != value:
         raise CalibrationError(
-            f"batch {number} is not what the checkpoint has seen: give the loader a fixed seed, or calibrate "
-            "anew with --force."
+            f"batch {number} differs from the batch of the checkpoint: give the loader a fixed seed, or "
+            "calibrate anew with --force."
         )

@@ -1,4 +1,4 @@
-"""What was collected: an observer for each group of sites, and the batches that they have seen."""
+"""The statistics of a calibration: an observer for each group of sites, and the observed batches."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ Observed = Mapping[str, Iterable[Observer]]
 
 @dataclass(frozen=True)
 class Statistics:
-    """Mergeable statistics of a prepared graph; nothing in it is ever changed.
+    """Immutable, mergeable statistics of a prepared graph.
 
     Attributes:
         observers: group -> its observer.
-        batches: number of each batch that was seen -> a checksum of its values.
+        batches: number of each observed batch -> a checksum of its values.
     """
 
     observers: Mapping[str, Observer]
     batches: Mapping[int, int] = field(default_factory=dict)
 
     def plus(self, observed: Observed, batches: Mapping[int, int] | None = None) -> Statistics:
-        """These statistics and what observers of some groups have seen, in their order."""
+        """Returns these statistics merged with further observers of some groups, in their order."""
         observers = dict(self.observers)
-        for group, parts in observed.items():
-            for part in parts:
-                observers[group] = observers[group].merge(part)
+        for group, others in observed.items():
+            for other in others:
+                observers[group] = observers[group].merge(other)
         return Statistics(observers, {**self.batches, **(batches or {})})
 
     def merge(self, other: Statistics) -> Statistics:
-        """Both together: the same whichever comes first.
+        """Merges two statistics; commutative and associative.
 
         Raises:
-            CalibrationError: when both have seen one batch.
+            CalibrationError: when both hold the same batch.
         """
         twice = sorted(set(self.batches) & set(other.batches))
         if twice:
@@ -52,27 +52,27 @@ class Statistics:
 
 
 def fresh(observer: Observer) -> Observer:
-    """A new observer of the same kind, without data."""
+    """Builds an observer without data, of the same kind and options."""
     return type(observer)(observer.scheme, **observer.options)
 
 
 def no_statistics(prepared: QuantizedModel) -> Statistics:
-    """Statistics of a prepared graph that has seen nothing."""
+    """Builds the statistics of a prepared graph before its first batch."""
     fakes = prepared.fake_quants.items()
     return Statistics({name: fresh(fq.observer) for name, fq in fakes if fq.observer is not None})
 
 
 def arrays(batch: Any) -> list[np.ndarray]:
-    """The arrays of a batch, in an order that does not depend on that of a dict."""
+    """Returns the arrays of a batch; the order of the keys of a dict does not matter."""
     return [np.asarray(value.numpy() if isinstance(value, Tensor) else value) for value in _leaves(batch)]
 
 
 def checksum(values: Iterable[np.ndarray]) -> int:
-    """A number that tells batches apart: CRC-32 of their bytes, one array after the other."""
-    found = 0
+    """Returns the CRC-32 of the bytes of all arrays, which tells batches apart."""
+    crc = 0
     for value in values:
-        found = zlib.crc32(np.ascontiguousarray(value).data, found)
-    return found
+        crc = zlib.crc32(np.ascontiguousarray(value).data, crc)
+    return crc
 
 
 def _leaves(batch: Any) -> Iterator[Any]:

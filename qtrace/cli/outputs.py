@@ -57,7 +57,7 @@ def resumable_folder(
     Raises:
         QtraceError: when another process writes to ``path``, or for what `output_folder` refuses.
     """
-    from qtrace.calibration.checkpoint import kept
+    from qtrace.calibration.checkpoint import has_parts
     from qtrace.storage.lock import locked
 
     target = Path(os.path.realpath(path))
@@ -77,7 +77,7 @@ def resumable_folder(
                 yield folder, work
             except BaseException as error:
                 refused = isinstance(error, QtraceError) and _times(work) == before
-                if kept(work) and not refused:
+                if has_parts(work) and not refused:
                     note(f"what was done is kept in {path}: go on with --resume")
                 raise
             _replace(path, target, folder)
@@ -95,9 +95,9 @@ def _unfinished(target: Path) -> bool:
 
 def _check_checkpoints(path: Path, work: Path, force: bool, resume: bool) -> None:
     """Refuses to begin anew without a word where there are checkpoints; drops them with ``force``."""
-    from qtrace.calibration.checkpoint import kept
+    from qtrace.calibration.checkpoint import has_parts
 
-    if resume or not kept(work):
+    if resume or not has_parts(work):
         return
     if not force:
         raise QtraceError(
@@ -110,9 +110,9 @@ def _check_checkpoints(path: Path, work: Path, force: bool, resume: bool) -> Non
 
 def _leave(target: Path, work: Path, made: bool) -> None:
     """Removes the work folder unless it holds checkpoints, and the folder itself if we made it."""
-    from qtrace.calibration.checkpoint import kept
+    from qtrace.calibration.checkpoint import has_parts
 
-    if not work.is_dir() or kept(work):
+    if not work.is_dir() or has_parts(work):
         return
     shutil.rmtree(work, ignore_errors=True)
     if made:

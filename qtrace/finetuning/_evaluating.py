@@ -1,4 +1,4 @@
-"""The quantized graph against the float one on data that is not learned from, and the best state so far."""
+"""The held-back error of the quantized graph against the float graph, and the best state so far."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["BestState", "Evaluation", "Figures", "evaluate"]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The held-back error at one moment of a run.
+    """The held-back error after a step.
 
     Attributes:
-        step: after how many steps; 0 for the start.
-        error: the mean, over the outputs, of noise relative to signal; over the block outputs where no output
+        step: number of steps before the evaluation; 0 for the start.
+        error: the mean, over the outputs, of noise relative to signal; over the block outputs if no output
             can be compared.
     """
 
@@ -33,7 +33,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Figures:
-    """What one evaluation measured.
+    """The results of one evaluation.
 
     Attributes:
         error: see `Evaluation`.
@@ -50,22 +50,22 @@ class _Noise:
     def __init__(self) -> None:
         self.sums, self.shape = ErrorSums(), tuple[int, ...]()
 
-    def add(self, want: np.ndarray, have: np.ndarray, classes: bool) -> None:
-        self.sums.add(want, have, classes=classes)
-        self.shape = want.shape[1:]
+    def add(self, reference: np.ndarray, value: np.ndarray, classes: bool) -> None:
+        self.sums.add(reference, value, classes=classes)
+        self.shape = reference.shape[1:]
 
     def relative_to(self, power: float) -> float:
         return self.sums.noise / max(self.sums.values, 1) / power
 
 
 def evaluate(model: TracedModule, twins: Twins, compared: Compared, samples: Samples, size: int) -> Figures:
-    """Compares the outputs of both graphs as they would be deployed: in the phase ``quantize``.
+    """Compares the outputs of both graphs in the phase ``quantize``, as the model is deployed.
 
     Args:
         model: the prepared graph, in eval mode.
-        twins: both graphs.
-        compared: the outputs, and the mean squares that errors are divided by.
-        samples: what to run both graphs on.
+        twins: the quantized graph and the float graph.
+        compared: the outputs and the mean squares by which errors are divided.
+        samples: the samples to run both graphs on.
         size: samples in a batch.
     """
     outputs = {index: _Noise() for index in compared.outputs}
@@ -73,12 +73,12 @@ def evaluate(model: TracedModule, twins: Twins, compared: Compared, samples: Sam
     with in_phase(model, "quantize"):
         for batch in samples.in_order(size):
             tensors = batch.tensors()
-            want, want_inside = twins.wanted(tensors)
-            have, have_inside = twins.given(tensors)
+            references, reference_blocks = twins.run_teacher(tensors)
+            values, value_blocks = twins.run_student(tensors)
             for index, noise in outputs.items():
-                noise.add(want[index].numpy(), have[index].numpy(), index in compared.classes)
+                noise.add(references[index].numpy(), values[index].numpy(), index in compared.classes)
             for name, noise in blocks.items():
-                noise.add(want_inside[name].numpy(), have_inside[name].numpy(), False)
+                noise.add(reference_blocks[name].numpy(), value_blocks[name].numpy(), False)
     powers: Mapping[Any, float] = compared.outputs if outputs else compared.blocks
     errors = [noise.relative_to(powers[key]) for key, noise in (*outputs.items(), *blocks.items())]
     error = float(np.mean(errors))
@@ -93,28 +93,28 @@ class BestState:
 
     Args:
         model: the prepared graph, before the first step.
-        error: its error there.
+        error: the held-back error before the first step.
     """
 
     def __init__(self, model: TracedModule, error: float) -> None:
         self.model = model
         self.evaluations = [Evaluation(0, error)]
         self.best = self.evaluations[0]
-        self._values = self._present()
+        self._values = self._current_values()
 
     @property
     def start(self) -> Evaluation:
         """The evaluation before the first step."""
         return self.evaluations[0]
 
-    def _present(self) -> dict[str, np.ndarray]:
+    def _current_values(self) -> dict[str, np.ndarray]:
         return {name: tensor.numpy().copy() for name, tensor in self.model.named_tensors()}
 
     def consider(self, step: int, error: float) -> None:
-        """Takes note of an evaluation, and keeps the model's present values if its error is the smallest."""
+        """Records an evaluation, and keeps the model's values if its error is the smallest."""
         self.evaluations.append(Evaluation(step, error))
         if error < self.best.error:
-            self.best, self._values = self.evaluations[-1], self._present()
+            self.best, self._values = self.evaluations[-1], self._current_values()
 
     def restore(self) -> None:
         """Gives the model the values of the best evaluation, bit for bit."""
@@ -123,13 +123,13 @@ class BestState:
                 tensor._reset(type(tensor)(self._values[name]))
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """The evaluations and the best values, as arrays."""
+        """Returns the evaluations and the best values as arrays."""
         rows = np.array([[e.step, e.error] for e in self.evaluations], np.float64)
         values = {f"values/{name}": value for name, value in self._values.items()}
         return {"evaluations": rows, "best": np.array(self.best.step), **values}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave."""
+        """Restores the state that `state_dict` returned."""
         self.evaluations = [Evaluation(int(step), float(error)) for step, error in state["evaluations"]]
         self.best = next(e for e in self.evaluations if e.step == int(state["best"]))
         self._values = {name: np.array(state[f"values/{name}"]) for name in self._values}

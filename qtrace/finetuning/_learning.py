@@ -1,4 +1,4 @@
-"""The parameters that learn: rates in quantization steps, clipped gradients, averages."""
+"""Adam in quantization steps: the learning parameters, clipped gradients and averages of the weights."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["Learner"]
 
 
 class Learner:
-    """Adam for all parameters of a prepared graph, on numpy arrays, so that a checkpoint is its arrays.
+    """Adam for all parameters of a prepared graph, on numpy arrays that a checkpoint can store.
 
     Args:
         prepared: the prepared graph.
-        settings: its rates.
+        settings: learning rates, clipping and the average of the weights.
     """
 
     def __init__(self, prepared: QuantizedModel, settings: Settings) -> None:
@@ -54,25 +54,25 @@ class Learner:
     def step(
         self, gradients: Sequence[np.ndarray | None], loss: float, factor: float, fixed: set[int]
     ) -> None:
-        """Takes a step against the gradients.
+        """Moves the parameters by one step of Adam.
 
         Args:
-            gradients: of each parameter; None where there is none.
-            loss: the loss; gradients are clipped relative to it.
-            factor: what rates are multiplied by.
-            fixed: ids of parameters that stay as they are.
+            gradients: the gradient of each parameter; None for a parameter without one.
+            loss: the loss, which sets the norm at which gradients are clipped.
+            factor: the factor of the learning rates.
+            fixed: ids of frozen parameters, which do not move.
 
         Raises:
-            TrainingError: naming the first parameter that is not finite, or whose gradient is not.
+            TrainingError: when a parameter or its gradient is not finite; it names the first one.
         """
-        parts = []
+        squares = []
         for name, gradient, unit in zip(self.names, gradients, self.units, strict=True):
-            parts.append(
+            squares.append(
                 0.0 if gradient is None else float(np.sum(np.square(gradient * unit, dtype=np.float64)))
             )
-            if not np.isfinite(parts[-1]):
+            if not np.isfinite(squares[-1]):
                 raise TrainingError(f"the gradient of {name} is NaN or infinite")
-        norm = float(np.sqrt(sum(parts)))
+        norm = float(np.sqrt(sum(squares)))
         clip = min(1.0, self.settings.clip * loss / norm) if norm else 1.0
         for index, (parameter, stepper) in enumerate(zip(self.parameters, self.steppers, strict=True)):
             gradient = gradients[index]
@@ -88,7 +88,7 @@ class Learner:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Within the block, weights have their averages, if there are any."""
+        """Gives the weights their averages within the block, if weights are averaged."""
         averaged = [i for i in range(len(self.averages)) if not self._is_range[i]]
         for index in averaged:
             self.parameters[index]._reset(Parameter(self.averages[index]))
@@ -99,23 +99,23 @@ class Learner:
                 self.parameters[index]._reset(Parameter(self.steppers[index].value))
 
     def rewind(self) -> None:
-        """Starts Adam and the averages anew at the present values of the parameters."""
+        """Restarts Adam and the averages at the current values of the parameters."""
         pairs = zip(self.parameters, self.steppers, strict=True)
         self.steppers = [Adam(parameter.numpy().copy(), stepper.lr) for parameter, stepper in pairs]
         self.averages = [s.value.copy() for s in self.steppers] if self.averages else []
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """The state of Adam and the averages, as arrays; the parameters themselves are the model's."""
-        found: dict[str, np.ndarray] = {}
+        """Returns the state of Adam and the averages as arrays; the parameters belong to the model."""
+        state: dict[str, np.ndarray] = {}
         for index, stepper in enumerate(self.steppers):
-            found[f"{index}/value"] = stepper.value
-            found[f"{index}/first"], found[f"{index}/second"] = stepper.first, stepper.second
-            found[f"{index}/steps"] = np.array(stepper.steps)
-        found.update({f"{index}/average": a for index, a in enumerate(self.averages)})
-        return found
+            state[f"{index}/value"] = stepper.value
+            state[f"{index}/first"], state[f"{index}/second"] = stepper.first, stepper.second
+            state[f"{index}/steps"] = np.array(stepper.steps)
+        state.update({f"{index}/average": a for index, a in enumerate(self.averages)})
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave."""
+        """Restores the state that `state_dict` returned."""
         for index, stepper in enumerate(self.steppers):
             stepper.value = np.array(state[f"{index}/value"])
             stepper.first = np.array(state[f"{index}/first"])

@@ -1,46 +1,35 @@
-"""How long a run takes: an estimate before the first step, and a bound on the time."""
+"""The time of a run: an estimate before the first step, and the limit that `max_minutes` sets."""
 
 from __future__ import annotations
 
 import time
 
-__all__ = ["Pace", "minutes"]
+__all__ = ["Pace", "format_seconds"]
 
 
 class Pace:
-    """The time of a run, from its making on.
+    """The clock of a run, which starts when the object is made.
 
     Args:
-        bound: the most minutes that the run may take; None for no bound.
+        max_minutes: the most minutes that the run may take; None for no limit.
     """
 
-    def __init__(self, bound: float | None) -> None:
-        self.bound = bound
-        self._begun = time.monotonic()
+    def __init__(self, max_minutes: float | None) -> None:
+        self.max_minutes = max_minutes
+        self._start = time.monotonic()
 
     @property
     def seconds(self) -> float:
         """The seconds since the run began."""
-        return time.monotonic() - self._begun
+        return time.monotonic() - self._start
 
-    @property
-    def over(self) -> bool:
-        """Whether the time is used up."""
-        return self.bound is not None and self.seconds >= 60 * self.bound
-
-    def fitting(self, steps: int, seconds: float) -> int:
-        """Returns how many of ``steps`` fit into what is left of the bound, 1 at least.
-
-        Args:
-            steps: steps still to take.
-            seconds: how long they would take, evaluations included.
-        """
-        left = float("inf") if self.bound is None else 60 * self.bound - self.seconds
-        return steps if seconds <= left else max(int(steps * max(left, 0.0) / seconds), 1)
+    def has(self, seconds: float) -> bool:
+        """Returns whether work of ``seconds`` fits into the rest of the time."""
+        return self.max_minutes is None or self.seconds + seconds <= 60 * self.max_minutes
 
 
-def minutes(seconds: float) -> str:
-    """Returns a time in the unit that suits it."""
+def format_seconds(seconds: float) -> str:
+    """Formats a duration in seconds, minutes or hours."""
     if seconds < 100:
         return f"{max(seconds, 1):.0f} s"
     if seconds < 100 * 60:

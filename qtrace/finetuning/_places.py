@@ -1,4 +1,4 @@
-"""Where the quantized graph is compared with the float one, besides its outputs."""
+"""The choice of the block outputs: nodes whose values are compared with the float graph's."""
 
 from __future__ import annotations
 
@@ -16,45 +16,47 @@ from qtrace.ptq.learning.blocks import bottlenecks
 __all__ = ["block_outputs"]
 
 
-def block_outputs(prepared: QuantizedModel, wanted: Sequence[str] | None, most: int) -> tuple[str, ...]:
-    """The names of the nodes that are compared, in graph order.
+def block_outputs(
+    prepared: QuantizedModel, patterns: Sequence[str] | None, max_blocks: int
+) -> tuple[str, ...]:
+    """Returns the names of the block outputs, in graph order.
 
-    By structure: tensors that are alive alone (ends of residual blocks and stages, layers of a chain), and
-    sums of two ways in parts where several tensors are alive (the neck of a detector). Where there are more
-    than ``most``, they are thinned out evenly.
+    Without patterns the structure decides. Block outputs are then the tensors that are alive alone (ends of
+    residual blocks and stages, layers of a chain) and the sums of two branches (the neck of a detector). More
+    than ``max_blocks`` of them are thinned out evenly.
 
     Args:
         prepared: a prepared graph.
-        wanted: names or glob patterns of nodes; None to choose by structure.
-        most: how many are chosen by structure at most.
+        patterns: names or glob patterns of nodes; None to choose by structure.
+        max_blocks: the most nodes to choose by structure.
 
     Raises:
-        ConfigError: when a name or pattern fits no float node.
+        ConfigError: when a name or pattern matches no float node.
     """
     model = prepared.module
     computed = [e for e in exprs(model) if not isinstance(e, GetAttr)]
     computed = [e for e in computed if not isinstance(owner(e), (FakeQuant, BiasQuant))]
     nodes = [n.name for e in computed for n in e.outputs if is_float_tensor(n)]
-    if wanted is not None:
-        found: set[str] = set()
-        for pattern in wanted:
-            matched = fnmatch.filter(nodes, pattern)
-            if not matched:
+    if patterns is not None:
+        matched: set[str] = set()
+        for pattern in patterns:
+            names = fnmatch.filter(nodes, pattern)
+            if not names:
                 raise ConfigError(
                     f"finetune: no float node of the graph fits blocks: {pattern!r}; see `qtrace explain`."
                 )
-            found.update(matched)
-        return tuple(name for name in nodes if name in found)
+            matched.update(names)
+        return tuple(name for name in nodes if name in matched)
     outputs = {n.name for n in model.graph.outputs}
     outputs.update(
         n.name for end in model.graph.outputs for n in tensor_inputs(end.expr) if _rounds(end.expr)
     )
     chosen = {n.name for n in bottlenecks(model)} | _sums(prepared)
     names = [name for name in nodes if name in chosen and name not in outputs]
-    if len(names) <= most:
+    if len(names) <= max_blocks:
         return tuple(names)
     last = len(names) - 1
-    return tuple(names[round(last * i / max(most - 1, 1))] for i in range(most))
+    return tuple(names[round(last * i / max(max_blocks - 1, 1))] for i in range(max_blocks))
 
 
 def _rounds(expr: Expr) -> bool:
@@ -62,16 +64,16 @@ def _rounds(expr: Expr) -> bool:
 
 
 def _sums(prepared: QuantizedModel) -> set[str]:
-    """Nodes that are rounded and hold a sum of two tensors, or an activation of one."""
+    """Returns the rounded nodes that hold a sum of two tensors, or the activation of such a sum."""
     kinds = {gives: note.kind for note in prepared.annotation.notes for gives in note.gives}
-    found = set()
+    sums = set()
     for expr in exprs(prepared.module):
         for node in expr.outputs:
-            readers = list(users(node))
-            if not readers or not all(_rounds(reader) for reader in readers):
+            consumers = list(users(node))
+            if not consumers or not all(_rounds(consumer) for consumer in consumers):
                 continue
-            before = tensor_inputs(expr)
-            sources = [node.name, *(n.name for n in before if len(before) == 1)]
+            inputs = tensor_inputs(expr)
+            sources = [node.name, *(n.name for n in inputs if len(inputs) == 1)]
             if any(kinds.get(name) == "add" for name in sources):
-                found.add(node.name)
-    return found
+                sums.add(node.name)
+    return sums

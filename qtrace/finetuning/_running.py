@@ -1,4 +1,4 @@
-"""The run of a fine-tuning: steps, evaluations of held-back data, checkpoints."""
+"""The loop of a fine-tuning: steps, evaluations of held-back data, checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,44 +20,45 @@ from qtrace.errors import TrainingError
 from qtrace.finetuning._data import Batch, Data, unpack
 from qtrace.finetuning._evaluating import BestState, Figures, evaluate
 from qtrace.finetuning._learning import Learner
-from qtrace.finetuning._pacing import Pace, minutes
+from qtrace.finetuning._pacing import Pace, format_seconds
 from qtrace.finetuning._retreating import Retreats
 from qtrace.finetuning._twins import PARTS, Compared, Twins, choose_compared
 from qtrace.finetuning._watching import Watch
-from qtrace.finetuning.report import FineTuned, outputs_of
+from qtrace.finetuning.report import FineTuned, compare_outputs
 from qtrace.finetuning.settings import Settings
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.record import graph_hash
 from qtrace.storage import checkpoints
 
-__all__ = ["Run"]
+__all__ = ["TuningRun"]
 
 _LOG = logging.getLogger("qtrace")
 
-_MEASURED_FIRST = 8  # batches from which the mean squares of outputs and blocks are taken
-_TRACED_FROM = 20  # steps: capturing and compiling a step costs as much as some eager ones
-_TIMED_FROM = 5  # steps: a shorter run is over before a trial step would have told how long it takes
-_MOST_EVALUATIONS = 20
-_FEWEST_STEPS = 5  # between evaluations
+_POWER_BATCHES = 8  # batches from which the mean squares of outputs and blocks are computed
+_MIN_TRACED_STEPS = 20  # capturing and compiling a step takes as long as some eager steps
+_MIN_TIMED_STEPS = 5  # a shorter run takes hardly longer than timing a step
+_MAX_EVALUATIONS = 20
+_MIN_EVALUATION_INTERVAL = 5  # steps
 
-# What a fine-tuning may change without becoming another one.
-_FREE = ("checkpoint_every", "memory", "max_minutes")
+# Settings that a resumed run may change.
+_CHANGEABLE = ("checkpoint_every", "memory", "max_minutes")
 
 
-class Run:
-    """A fine-tuning between its beginning and its end.
+class TuningRun:
+    """The state of a fine-tuning, from its first evaluation to its report.
 
     Args:
         prepared: the prepared graph, in the phase ``train`` and in eval mode; it is changed in place.
         teacher: the float graph.
-        data: the samples that are learned from and those that outputs are evaluated on.
-        settings: steps, rates, and what is compared.
-        blocks: names of the nodes that are compared.
+        data: the samples to learn from, and the samples to evaluate the outputs on.
+        settings: steps, rates and the terms of the loss.
+        blocks: names of the nodes whose values are compared.
+        pace: the clock of the run, with its limit.
 
     Attributes:
-        start: the figures of the model before the first step.
-        stopped: why the run ended before its last step; "" where it did not.
+        start: the error and the outputs before the first step.
+        stopped: why the run ended before its last step; "" if it did not.
     """
 
     def __init__(
@@ -68,20 +68,21 @@ class Run:
         data: Data,
         settings: Settings,
         blocks: Sequence[str],
+        pace: Pace,
     ) -> None:
-        self.pace = Pace(settings.max_minutes)
+        self.pace = pace
         model, samples, unseen = prepared.module, data.learned, data.unseen
         self.model, self.data, self.settings = model, data, settings
         self.samples, self.unseen = samples, unseen
         self.jit = settings.jit
         if self.jit is None:
-            self.jit = samples.joined and settings.steps >= _TRACED_FROM
-        given = dataclasses.asdict(settings)
-        kept = {key: value for key, value in given.items() if key not in _FREE} | {"jit": self.jit}
+            self.jit = samples.joined and settings.steps >= _MIN_TRACED_STEPS
+        options = dataclasses.asdict(settings).items()
+        identity = {key: value for key, value in options if key not in _CHANGEABLE} | {"jit": self.jit}
         hashes = [graph_hash(model), graph_hash(teacher), samples.identity, unseen.identity]
-        self.identity = json.dumps([kept, *hashes], sort_keys=True, default=list)
+        self.identity = json.dumps([identity, *hashes], sort_keys=True, default=list)
         self.twins = Twins(model, teacher, samples.form, blocks)
-        first = min(_MEASURED_FIRST, math.ceil(samples.count / settings.batch_size))
+        first = min(_POWER_BATCHES, math.ceil(samples.count / settings.batch_size))
         drawn = [samples.draw(step, settings.batch_size, settings.seed) for step in range(first)]
         self.compared: Compared = choose_compared(self.twins, blocks, drawn)
         self.learner = Learner(prepared, settings)
@@ -91,19 +92,19 @@ class Run:
         self.stopped = ""
         self._captured: Any = None
         self._present: list[int] = []
-        begun = self.pace.seconds
+        self._step_seconds = 0.0  # of the latest step
+        self._evaluation_seconds = 0.0  # of the latest evaluation
         self.start = self.evaluate()
-        self._evaluation_seconds = self.pace.seconds - begun
         self.best = BestState(model, self.start.error)
         self.retreats = Retreats(self.start.error, [self._loss(batch) for batch in drawn])
 
     # -- learning -----------------------------------------------------------------------------------
 
     def learn(self, checkpoint: Path | None, resume: bool, progress: bool) -> None:
-        """Takes all steps that are left; the model has its best state in the end.
+        """Runs all remaining steps, then gives the model its best state.
 
         Raises:
-            TrainingError: when the loss or a gradient is not finite, naming where that arises.
+            TrainingError: when the loss or a gradient is not finite; it names the node.
         """
         if resume and checkpoint is not None and checkpoint.exists():
             self._load(checkpoint)
@@ -113,14 +114,15 @@ class Run:
         with tqdm(total=steps, initial=start, desc="finetune", unit="step", disable=not progress) as bar:
             for step in range(start, steps):
                 self._step(step)
-                self._judge(step + 1)
+                completed = step + 1
+                self._judge(completed)
                 error = f"{self.best.best.error:.3g}"
                 bar.set_postfix(loss=f"{self.curves[-1][0]:.3g}", best_error=error, refresh=False)
                 bar.update()
                 if self.stopped:
                     break
-                done = step + 1
-                if checkpoint is not None and done < steps and done % self.settings.checkpoint_every == 0:
+                due = completed < steps and completed % self.settings.checkpoint_every == 0
+                if checkpoint is not None and due:
                     checkpoints.write(checkpoint, checkpoints.pack(self.identity, self._state()))
         self.watch.stop()
         self.best.restore()
@@ -128,69 +130,85 @@ class Run:
             _LOG.warning("finetune: no step was better than the start: the model is as it was")
 
     def _plan(self) -> None:
-        """Estimates the time, and shortens the run to what fits into ``max_minutes``."""
-        left, bound = self.settings.steps - len(self.curves), self.settings.max_minutes
-        if left < _TIMED_FROM and bound is None:
+        """Estimates the time, and shortens the run to the steps that fit into ``max_minutes``."""
+        steps, limit = self.settings.steps - len(self.curves), self.settings.max_minutes
+        if steps < _MIN_TIMED_STEPS and limit is None:
             return
-        each, evaluations = self._timed_step(), math.ceil(left / self.evaluate_every)
-        total = left * each + evaluations * self._evaluation_seconds
+        if self.pace.has(self._seconds_of(1)):  # else one step is taken in any case
+            self._time_step()
         _LOG.info(
-            f"finetune: about {minutes(total)}: {left} steps of {each:.2g} s and {evaluations} evaluations "
-            f"of {self._evaluation_seconds:.2g} s"
+            f"finetune: about {format_seconds(self._seconds_of(steps))}: {steps} steps of "
+            f"{self._step_seconds:.2g} s and {self._evaluations_of(steps)} evaluations of "
+            f"{self._evaluation_seconds:.2g} s"
         )
-        fit = self.pace.fitting(left, total)
-        if self.resumed is None and fit < left:  # a resumed run keeps its rates, which depend on the steps
-            _LOG.warning(f"finetune: {fit} steps instead of {left}, to end within {bound:g} minutes")
-            self._shorten(fit)
+        fitting = next((n for n in range(steps, 1, -1) if self.pace.has(self._seconds_of(n))), 1)
+        if self.resumed is None and fitting < steps:  # a resumed run keeps the steps, since rates follow them
+            _LOG.warning(f"finetune: {fitting} steps instead of {steps}, to end within {limit:g} minutes")
+            self._shorten(fitting)
+
+    def _evaluations_of(self, steps: int) -> int:
+        """How often a rest of ``steps`` steps evaluates, the evaluation for the report included."""
+        total = self.settings.steps if self.resumed is not None else steps
+        return math.ceil(steps / self._evaluation_interval(total)) + 1
+
+    def _seconds_of(self, steps: int) -> float:
+        """How long ``steps`` steps and their evaluations take, as far as both were timed."""
+        return steps * self._step_seconds + self._evaluations_of(steps) * self._evaluation_seconds
 
     def _shorten(self, steps: int) -> None:
         self.settings = dataclasses.replace(self.settings, steps=steps)
         self.watch = Watch(self.model, self.settings)
 
-    @property
-    def evaluate_every(self) -> int:
-        """Steps between evaluations: so many that these take a small part of the time."""
+    def _evaluation_interval(self, steps: int) -> int:
+        """The steps between two evaluations in a run of ``steps``, so that these take little of its time."""
         if self.settings.evaluate_every is not None:
             return self.settings.evaluate_every
         batches = self.unseen.count / (self.settings.batch_size if self.unseen.joined else 1)
-        return max(math.ceil(self.settings.steps / _MOST_EVALUATIONS), math.ceil(batches), _FEWEST_STEPS)
+        return max(math.ceil(steps / _MAX_EVALUATIONS), math.ceil(batches), _MIN_EVALUATION_INTERVAL)
 
     def evaluate(self) -> Figures:
         """Compares the outputs of both graphs on the held-back data."""
-        size = 4 * self.settings.batch_size
-        return evaluate(self.model, self.twins, self.compared, self.unseen, size)
+        start, size = self.pace.seconds, 4 * self.settings.batch_size
+        figures = evaluate(self.model, self.twins, self.compared, self.unseen, size)
+        self._evaluation_seconds = self.pace.seconds - start
+        return figures
 
-    def _judge(self, done: int) -> None:
-        """Evaluates where it is time to, keeps the best state, and goes back to it where the run diverges."""
-        late = self.pace.over
+    def _judge(self, completed: int) -> None:
+        """Evaluates when it is due, keeps the best state, and returns to it if the run diverges."""
+        steps = self.settings.steps
+        due = completed % self._evaluation_interval(steps) == 0
         error = None
-        if late or done == self.settings.steps or done % self.evaluate_every == 0:
+        if due or completed == steps or not self._has_time(1 + due):
             with self.watch.settled(), self.learner.settled():
                 error = self.evaluate().error
-                self.best.consider(done, error)
-        if late and done < self.settings.steps:
-            self.stopped = f"max_minutes ({self.settings.max_minutes:g}) had passed after step {done}"
+                self.best.consider(completed, error)
+        if completed == steps:
             return
-        if done == self.settings.steps:
+        if not self._has_time(1):
+            self.stopped = f"max_minutes ({self.settings.max_minutes:g}) leaves no time for another step"
             return
-        reason = self.retreats.reason(done, [row[0] for row in self.curves], error)
+        reason = self.retreats.reason(completed, [row[0] for row in self.curves], error)
         if not reason:
             return
         if self.retreats.exhausted:
             self.stopped = f"{reason}, at the smallest learning rate that is tried"
             return
-        retreat = self.retreats.retreat(done, self.best.best.step, reason)
+        retreat = self.retreats.retreat(completed, self.best.best.step, reason)
         _LOG.warning(f"finetune: {retreat}")
         self.best.restore()
         self.learner.rewind()
         if self.watch.rewind(self.best.best.step):
             self._captured = None
 
+    def _has_time(self, evaluations: int) -> bool:
+        """Whether another step, ``evaluations`` and the evaluation for the report fit into the time."""
+        return self.pace.has(self._step_seconds + (evaluations + 1) * self._evaluation_seconds)
+
     def _loss(self, batch: Batch) -> float:
         return self.twins.loss(batch.tensors(), self.compared, self.settings)[0].item()
 
     def _step(self, step: int) -> None:
-        batch = self._batch(step)
+        start, batch = self.pace.seconds, self._batch(step)
         results = self._gradients(batch)
         losses = [float(value) for value in results[: 1 + len(PARTS)] if value is not None]
         if not math.isfinite(losses[0]):
@@ -204,12 +222,13 @@ class Run:
         self.curves.append(losses)
         if any(frozen.sort == "statistics" for frozen in self.watch.update(step + 1)):
             self._captured = None  # a frozen BatchNorm computes something else
+        self._step_seconds = self.pace.seconds - start
 
     def _batch(self, step: int) -> Batch:
         return self.samples.draw(step, self.settings.batch_size, self.settings.seed)
 
     def _gradients(self, batch: Batch) -> list[np.ndarray | None]:
-        """Loss, parts and gradients as arrays."""
+        """Computes the loss, its parts and the gradients as arrays."""
         batch = batch.tensors()
         if not self.jit:
             return [None if value is None else value.numpy() for value in self._compute(batch)]
@@ -224,7 +243,7 @@ class Run:
         return self.twins.gradients(batch, self.compared, self.settings, self.learner.parameters)
 
     def _capture(self, batch: Batch) -> None:
-        """Traces a step. The first calls are thrown away: the compiled ones may differ from them in a bit."""
+        """Traces a step and discards its first calls, since compiled calls may differ from them in a bit."""
 
         def compute(*inputs: Tensor) -> tuple[Tensor, ...]:
             results = self._compute(Batch(batch.number, inputs))
@@ -236,19 +255,19 @@ class Run:
             for _ in range(2):
                 self._captured(*batch.leaves)
 
-    def _timed_step(self) -> float:
-        """The seconds that a step takes, by one whose gradients are thrown away."""
+    def _time_step(self) -> None:
+        """Times a step whose gradients are discarded."""
         self.watch.start()
         batch = self._batch(len(self.curves))
         with self.watch.unchanged():
             if self.jit:
                 self._gradients(batch)
-            begun = time.monotonic()
+            start = self.pace.seconds
             self._gradients(batch)
-            return time.monotonic() - begun
+            self._step_seconds = self.pace.seconds - start
 
-    def _describe_nonfinite(self, what: str, step: int, batch: Batch) -> str:
-        """A sentence on values that are not finite, with the first node that holds one."""
+    def _describe_nonfinite(self, problem: str, step: int, batch: Batch) -> str:
+        """Describes values that are not finite, with the first node that holds one."""
         place = "all values of both graphs are finite"
         arguments = unpack(self.samples.form, list(batch.tensors().leaves))
         for graph, name in ((self.model, "quantized"), (self.twins.teacher.traced, "float")):
@@ -258,12 +277,12 @@ class Run:
                 place = f"the first value of the {name} graph that is not finite is {first}"
                 break
         return (
-            f"{what} in step {step + 1}: {place}; the model is left as it was, so try a lower lr, and look "
+            f"{problem} in step {step + 1}: {place}. The model is left as it was: try a lower lr, and look "
             "at the data."
         )
 
     def result(self) -> FineTuned:
-        """Evaluates the best state, which the model has, and reports the run."""
+        """Evaluates the model in its best state and reports the run."""
         best = self.best.best.step
         after = self.evaluate() if best else self.start
         frozen = tuple(f for f in self.watch.frozen if f.step <= best)
@@ -276,7 +295,7 @@ class Run:
             left_out=self.samples.left_out,
             parameters=len(self.learner.parameters),
             ranges=self.learner.ranges,
-            outputs=outputs_of(self.start, after),
+            outputs=compare_outputs(self.start, after),
             evaluations=tuple(self.best.evaluations),
             best_step=best,
             retreats=tuple(self.retreats.all),
@@ -317,7 +336,7 @@ class Run:
 
 
 def _read_checkpoint(path: Path, identity: str) -> dict[str, np.ndarray]:
-    """Reads the arrays of a checkpoint; refuses one of another model, other data or settings, or damaged."""
+    """Reads the arrays of a checkpoint; refuses a damaged one, and one of another model, data or settings."""
     try:
         return checkpoints.unpack(path.read_bytes(), identity)[1]
     except checkpoints.OtherIdentityError:

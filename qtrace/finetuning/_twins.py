@@ -1,4 +1,4 @@
-"""The quantized graph and the float one on one batch: what they differ by, and its gradients."""
+"""The quantized graph beside the float graph on one batch: the loss and its gradients."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ from qtrace.verification.runs import leaves as outputs_in
 __all__ = ["PARTS", "Compared", "Twins", "choose_compared"]
 
 PARTS = ("outputs", "classes", "blocks")
-"""What a loss consists of: error of outputs, divergence of class probabilities, error of block outputs."""
+"""The terms of the loss: error of outputs, divergence of class probabilities, error of block outputs."""
 
 
-class _Keeping(Interpreter):
-    """Runs a graph and keeps what some of its nodes hold."""
+class _NodeRecorder(Interpreter):
+    """Runs a graph and records the values of the named nodes."""
 
     def __init__(self, traced: TracedModule, names: Sequence[str]) -> None:
         super().__init__(traced)
-        self.names, self.kept = frozenset(names), dict[str, Any]()
+        self.names, self.values = frozenset(names), dict[str, Any]()
 
     def on_node(self, node: Node, value: Any) -> Any:
         if node.name in self.names:
-            self.kept[node.name] = value
+            self.values[node.name] = value
         return value
 
-    def outputs_and_kept(self, arguments: Arguments, number: int) -> tuple[list[Tensor], dict[str, Any]]:
-        """The outputs of a call, and the values of the named nodes.
+    def call(self, arguments: Arguments, number: int) -> tuple[list[Tensor], dict[str, Any]]:
+        """Returns the outputs of a call, and the values of the named nodes.
 
         Raises:
-            CalibrationError: for what MegEngine refuses in the call, naming the batch by its ``number``.
+            CalibrationError: when MegEngine refuses the call; it names the batch by ``number``.
         """
-        self.kept = {}
+        self.values = {}
         args, kwargs = arguments
         with told(self.traced, arguments, number):
             outputs = self.run(*args, **kwargs)
-        return outputs_in(outputs), self.kept
+        return outputs_in(outputs), self.values
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What is compared, and the mean squares by which errors are divided.
+    """The outputs and nodes that are compared, and the mean squares by which errors are divided.
 
     Attributes:
-        outputs: number of an output -> mean square in float.
-        classes: numbers of the outputs of shape (N, C).
+        outputs: index of an output -> mean square in float.
+        classes: indices of the outputs of shape (N, C).
         blocks: name of a node -> mean square in float.
         left: a line with the reason for every output that is not compared.
     """
@@ -70,45 +70,47 @@ class Compared:
 
 
 class Twins:
-    """Both graphs.
+    """The quantized graph and its float twin.
 
     Args:
         student: the prepared graph, in the phase ``train``.
         teacher: a copy of it with the float weights, in the phase ``float`` and in eval mode.
-        form: the arguments of a call, with numbers for arrays.
-        blocks: names of nodes.
+        form: the arguments of a call, with the index of a leaf in place of each array.
+        blocks: names of the nodes whose values are compared.
     """
 
     def __init__(
         self, student: TracedModule, teacher: TracedModule, form: Any, blocks: Sequence[str]
     ) -> None:
-        self.student, self.teacher = _Keeping(student, blocks), _Keeping(teacher, blocks)
+        self.student, self.teacher = _NodeRecorder(student, blocks), _NodeRecorder(teacher, blocks)
         self.form = form
 
-    def wanted(self, batch: Batch) -> tuple[list[Tensor], dict[str, Any]]:
-        """The outputs of the float graph on a batch of Tensors, and its block outputs."""
-        return self.teacher.outputs_and_kept(unpack(self.form, list(batch.leaves)), batch.number)
+    def run_teacher(self, batch: Batch) -> tuple[list[Tensor], dict[str, Any]]:
+        """Returns the outputs and block outputs of the float graph on a batch of Tensors."""
+        return self.teacher.call(unpack(self.form, list(batch.leaves)), batch.number)
 
-    def given(self, batch: Batch) -> tuple[list[Tensor], dict[str, Any]]:
-        """The outputs of the quantized graph on a batch of Tensors, and its block outputs."""
-        return self.student.outputs_and_kept(unpack(self.form, list(batch.leaves)), batch.number)
+    def run_student(self, batch: Batch) -> tuple[list[Tensor], dict[str, Any]]:
+        """Returns the outputs and block outputs of the quantized graph on a batch of Tensors."""
+        return self.student.call(unpack(self.form, list(batch.leaves)), batch.number)
 
     def loss(self, batch: Batch, compared: Compared, settings: Settings) -> tuple[Tensor, ...]:
-        """The loss of a batch of Tensors and its parts, each a scalar, in the order of `PARTS`."""
-        want, want_inside = self.wanted(batch)
-        have, have_inside = self.given(batch)
+        """Computes the loss of a batch of Tensors and its parts, each a scalar, in the order of `PARTS`."""
+        references, reference_blocks = self.run_teacher(batch)
+        values, value_blocks = self.run_student(batch)
         zero = Tensor(0.0)
-        errors = [_error(have[i], want[i]) / power for i, power in compared.outputs.items()]
-        diverged = [_divergence(have[i], want[i], settings.temperature) for i in compared.classes]
-        inside = [_error(have_inside[n], want_inside[n]) / power for n, power in compared.blocks.items()]
-        parts = [sum(part, zero) / max(len(part), 1) for part in (errors, diverged, inside)]
+        errors = [_error(values[i], references[i]) / power for i, power in compared.outputs.items()]
+        divergences = [_divergence(values[i], references[i], settings.temperature) for i in compared.classes]
+        blocks = [
+            _error(value_blocks[n], reference_blocks[n]) / power for n, power in compared.blocks.items()
+        ]
+        parts = [sum(part, zero) / max(len(part), 1) for part in (errors, divergences, blocks)]
         total = parts[0] + settings.kl_weight * parts[1] + settings.block_weight * parts[2]
         return (total, *parts)
 
     def gradients(
         self, batch: Batch, compared: Compared, settings: Settings, parameters: Sequence[Parameter]
     ) -> list[Tensor | None]:
-        """The loss, its parts, and the gradient of every parameter; None where there is none."""
+        """Computes the loss, its parts and the gradient of every parameter; None for a missing gradient."""
         manager = GradManager().attach(list(parameters))
         with manager:
             losses = self.loss(batch, compared, settings)
@@ -119,23 +121,23 @@ class Twins:
         return [*losses, *gradients]
 
 
-def _error(have: Tensor, want: Tensor) -> Tensor:
-    return ((have - want.detach()) ** 2).mean()
+def _error(value: Tensor, reference: Tensor) -> Tensor:
+    return ((value - reference.detach()) ** 2).mean()
 
 
-def _divergence(have: Tensor, want: Tensor, temperature: float) -> Tensor:
+def _divergence(logits: Tensor, reference: Tensor, temperature: float) -> Tensor:
     """Kullback-Leibler divergence of softened probabilities, times T**2 (Hinton et al. 2015, section 2.1)."""
-    log_want, log_have = F.logsoftmax(want.detach() / temperature, 1), F.logsoftmax(have / temperature, 1)
-    return (F.exp(log_want) * (log_want - log_have)).sum(1).mean() * temperature**2
+    log_q, log_p = F.logsoftmax(logits / temperature, 1), F.logsoftmax(reference.detach() / temperature, 1)
+    return (F.exp(log_p) * (log_p - log_q)).sum(1).mean() * temperature**2
 
 
 def choose_compared(twins: Twins, blocks: Sequence[str], batches: Sequence[Batch]) -> Compared:
-    """Chooses outputs that can be compared, and measures the mean squares of all places in float.
+    """Chooses the outputs that can be compared, and measures mean squares of outputs and blocks in float.
 
     Args:
-        twins: both graphs.
-        blocks: names of nodes.
-        batches: some batches.
+        twins: the quantized graph and the float graph.
+        blocks: names of the nodes whose values are compared.
+        batches: the batches to measure the mean squares on.
 
     Raises:
         TrainingError: when nothing can be compared, or the float graph gives values that are not finite.
@@ -145,18 +147,20 @@ def choose_compared(twins: Twins, blocks: Sequence[str], batches: Sequence[Batch
     flat: set[int] = set()
     for batch in batches:
         tensors = batch.tensors()
-        want, inside = twins.wanted(tensors)
-        have, _ = twins.given(tensors)
-        if len(want) != len(have):
-            raise TrainingError(f"the float network has {len(want)} outputs, the quantized one {len(have)}.")
-        for index, (w, h) in enumerate(zip(want, have, strict=True)):
-            if np.dtype(w.dtype).kind != "f":
-                left[index] = f"output {index} holds {np.dtype(w.dtype)}"
-            elif tuple(w.shape) != tuple(h.shape):
+        references, inside = twins.run_teacher(tensors)
+        values, _ = twins.run_student(tensors)
+        if len(references) != len(values):
+            raise TrainingError(
+                f"the float network has {len(references)} outputs, the quantized one {len(values)}."
+            )
+        for index, (reference, value) in enumerate(zip(references, values, strict=True)):
+            if np.dtype(reference.dtype).kind != "f":
+                left[index] = f"output {index} holds {np.dtype(reference.dtype)}"
+            elif tuple(reference.shape) != tuple(value.shape):
                 left[index] = f"output {index} is a selection, of another size in the quantized graph"
-            elif w.ndim == 2 and int(w.shape[1]) > 1:
+            elif reference.ndim == 2 and int(reference.shape[1]) > 1:
                 flat.add(index)
-        for key, value in (*enumerate(want), *inside.items()):
+        for key, value in (*enumerate(references), *inside.items()):
             if key not in left:
                 array = value.numpy().astype(np.float64)
                 total = sums.setdefault(key, [0.0, 0.0])
@@ -165,9 +169,9 @@ def choose_compared(twins: Twins, blocks: Sequence[str], batches: Sequence[Batch
     powers = {key: total / max(size, 1) for key, (total, size) in sums.items() if key not in left}
     for key, power in powers.items():
         if not np.isfinite(power):
-            what = f"output {key}" if isinstance(key, int) else key
+            name = f"output {key}" if isinstance(key, int) else key
             raise TrainingError(
-                f"{what} of the float graph is NaN or infinite on the data: look at both; "
+                f"{name} of the float graph is NaN or infinite on the data: look at both; "
                 "the model is left as it was."
             )
     for key in [key for key, power in powers.items() if power < SMALLEST_NORMAL]:  # 0 as a float32

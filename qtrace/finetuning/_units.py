@@ -1,4 +1,4 @@
-"""The unit in which each parameter learns: how far a learning rate of 1 moves it.
+"""The unit of each parameter: the distance by which a learning rate of 1 moves it.
 
 Learning rates count in quantization steps. The unit of a weight is its scale. The unit of a range is the
 change that moves the end of the range by one quantization step. So a step of the optimizer changes an 8-bit
@@ -72,13 +72,13 @@ def range_unit(fake: FakeQuant, parameter: Parameter) -> np.ndarray:
 
 
 def _steps_to_end(fake: FakeQuant) -> np.ndarray:
-    """The quantization steps between 0 and the end of the range that is farther from 0."""
+    """Returns the quantization steps between 0 and the end of the range that is farther from 0."""
     zero_point = fake.effective_zero_point().numpy()
     return np.maximum(fake.scheme.qmax - zero_point, zero_point - fake.scheme.qmin)
 
 
 def _weight_scales(model: QuantizedModel) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Id of a quantized weight -> its value and its scale; the smallest scale of a shared weight."""
+    """Maps the id of each quantized weight to its value and scale; the smallest scale of a shared weight."""
     weights: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     for site in model.sites:
         expr = site.node.expr
@@ -95,7 +95,7 @@ def _weight_scales(model: QuantizedModel) -> dict[int, tuple[np.ndarray, np.ndar
 
 
 def _relative_step(value: np.ndarray, scale: np.ndarray) -> float:
-    """The quantization step of a weight relative to its root mean square; the median over its channels."""
+    """Returns the step of a weight relative to its root mean square, as the median over its channels."""
     return float(np.median(scale / size_of(value)))
 
 

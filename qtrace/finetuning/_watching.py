@@ -1,4 +1,4 @@
-"""Ranges and statistics that are averaged while they move, and stay once they hardly move."""
+"""Ranges and BatchNorm statistics: averaged while they move, frozen once they hardly move."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs, owner
 from qtrace.preparation.record import fake_quants
 
-__all__ = ["Frozen", "Watch", "Watched"]
+__all__ = ["Frozen", "MovingTensors", "Watch"]
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """What was frozen.
+    """A range or the statistics of a BatchNorm that were frozen.
 
     Attributes:
         name: the site of a range, or the path of a BatchNorm.
         sort: ``range`` or ``statistics``.
-        step: after how many steps.
-        drift: by which share it changed in a step at last.
+        step: number of steps before it was frozen.
+        drift: the change of its average in the last steps, per step, as a share of its unit.
     """
 
     name: str
@@ -39,19 +39,19 @@ class Frozen:
 
 
 @dataclass
-class Watched:
-    """The tensors of a range, or the statistics of a BatchNorm.
+class MovingTensors:
+    """The parameters of a range, or the statistics of a BatchNorm.
 
     Attributes:
-        name: its site or path.
+        name: the site of a range, or the path of a BatchNorm.
         sort: ``range`` or ``statistics``.
-        tensors: what moves.
-        units: for each tensor, what counts as a change of 1; of its shape.
-        limit: the change in a step below which it is frozen.
-        norm: the BatchNorm, of statistics.
+        tensors: the parameters or statistics.
+        units: for each tensor, the size of a change of 1; of the tensor's shape.
+        limit: the change in a step, in ``units``, below which the tensors are frozen; 0 for never.
+        norm: the BatchNorm of statistics; None for a range.
         average: the moving average of each tensor.
         before: the averages at the last check; empty before the first.
-        frozen: None while it moves.
+        frozen: when and how the tensors were frozen; None while they move.
     """
 
     name: str
@@ -67,16 +67,16 @@ class Watched:
     def __post_init__(self) -> None:
         self.average = [t.numpy().copy() for t in self.tensors]
 
-    def move(self, stays: float) -> None:
-        """Takes the present values into the average, of which the share ``stays`` stays."""
+    def move(self, decay: float) -> None:
+        """Adds the current values to the average, which keeps the share ``decay`` of itself."""
         if self.frozen is None:
-            share = np.float32(1.0 - stays)
+            share = np.float32(1.0 - decay)
             self.average = [
                 a + share * (t.numpy() - a) for a, t in zip(self.average, self.tensors, strict=True)
             ]
 
     def check(self, step: int, steps: int) -> bool:
-        """Freezes it if its average moved little in the last ``steps`` steps; whether it did."""
+        """Freezes the tensors if their average moved little in the last ``steps`` steps; returns whether."""
         if self.frozen is not None or not self.limit:
             return False
         before, self.before = self.before, [a.copy() for a in self.average]
@@ -91,7 +91,7 @@ class Watched:
         return True
 
     def settle(self) -> None:
-        """Gives the tensors their averages, for good."""
+        """Gives the tensors their averages, and ends the training of the BatchNorm."""
         for tensor, average in zip(self.tensors, self.average, strict=True):
             tensor._reset(type(tensor)(average))
         if self.norm is not None:
@@ -99,20 +99,20 @@ class Watched:
 
 
 class Watch:
-    """All ranges that learn and all BatchNorms that train.
+    """Averages and freezes all ranges that learn and all BatchNorms that train.
 
     Args:
         model: the prepared graph.
-        settings: how they are averaged and when they are frozen.
+        settings: the decay of the averages, and the changes below which tensors are frozen.
     """
 
     def __init__(self, model: TracedModule, settings: Settings) -> None:
         self.settings = settings
         self.all = [*_ranges(model, settings.freeze_below), *_norms(model, settings.freeze_bn_below)]
         self.every = max(settings.steps // 20, 1)
-        # The averages follow the values late: before that they have not moved yet.
-        late = math.ceil(1.0 / (1.0 - settings.range_average))
-        self.begin = math.ceil(settings.warmup * settings.steps) + late
+        # The averages lag behind the values: before that they hardly move in any case.
+        lag = math.ceil(1.0 / (1.0 - settings.range_average))
+        self.begin = math.ceil(settings.warmup * settings.steps) + lag
 
     def start(self) -> None:
         """Lets the BatchNorms that are not frozen use the statistics of batches."""
@@ -121,7 +121,7 @@ class Watch:
                 watched.norm.training = watched.frozen is None
 
     def update(self, step: int) -> list[Frozen]:
-        """Takes note of a step that was taken, the ``step``-th one; returns what is frozen now."""
+        """Updates the averages after the ``step``-th step; returns what this freezes."""
         for watched in self.all:
             watched.move(self.settings.range_average)
         if step < self.begin or step % self.every:
@@ -129,14 +129,14 @@ class Watch:
         return [w.frozen for w in self.all if w.check(step, self.every) and w.frozen is not None]
 
     def stop(self) -> None:
-        """Lets all BatchNorms use their statistics, which stay as they are."""
+        """Lets all BatchNorms use their own statistics and not change them."""
         for watched in self.all:
             if watched.norm is not None:
                 watched.norm.training = False
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Within the block, what still moves has its average, as it would if the run ended here."""
+        """Gives moving tensors their averages within the block, as the end of the run would."""
         moving = [w for w in self.all if w.frozen is None]
         before = [[t.numpy().copy() for t in w.tensors] for w in moving]
         for watched in moving:
@@ -151,7 +151,7 @@ class Watch:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Gives the statistics of BatchNorms their values back after the block."""
+        """Restores the statistics of BatchNorms after the block."""
         before = [(t, t.numpy().copy()) for w in self.all if w.norm is not None for t in w.tensors]
         try:
             yield
@@ -160,7 +160,7 @@ class Watch:
                 tensor._reset(Tensor(value))
 
     def rewind(self, step: int) -> bool:
-        """Goes back to the present values, which are those after ``step``; what was frozen later moves again.
+        """Restarts the averages from the values after ``step``; tensors that were frozen later move again.
 
         Returns:
             Whether a BatchNorm's statistics move again.
@@ -181,22 +181,22 @@ class Watch:
 
     @property
     def frozen(self) -> list[Frozen]:
-        """What is frozen, the earliest first."""
+        """The frozen ranges and statistics, the earliest first."""
         return sorted((w.frozen for w in self.all if w.frozen is not None), key=lambda f: f.step)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Averages and what is frozen, as arrays."""
-        found: dict[str, np.ndarray] = {}
+        """Returns the averages and the frozen steps and drifts as arrays."""
+        state: dict[str, np.ndarray] = {}
         for index, watched in enumerate(self.all):
             for kind in ("average", "before"):
                 arrays: Sequence[np.ndarray] = getattr(watched, kind)
-                found.update({f"{index}/{kind}/{i}": a for i, a in enumerate(arrays)})
+                state.update({f"{index}/{kind}/{i}": a for i, a in enumerate(arrays)})
             if watched.frozen is not None:
-                found[f"{index}/frozen"] = np.array([watched.frozen.step, watched.frozen.drift])
-        return found
+                state[f"{index}/frozen"] = np.array([watched.frozen.step, watched.frozen.drift])
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave."""
+        """Restores the state that `state_dict` returned."""
         for index, watched in enumerate(self.all):
             for kind in ("average", "before"):
                 keys = [f"{index}/{kind}/{i}" for i in range(len(watched.tensors))]
@@ -206,30 +206,31 @@ class Watch:
                 watched.frozen = Frozen(watched.name, watched.sort, int(step), float(drift))
 
 
-def _ranges(model: TracedModule, limit: float) -> list[Watched]:
-    found = []
+def _ranges(model: TracedModule, limit: float) -> list[MovingTensors]:
+    ranges = []
     for fake in fake_quants(model):
         parameters = list(fake.parameters(recursive=False))
         if parameters:
             units = [range_unit(fake, p) for p in parameters]
-            found.append(Watched(fake.site, "range", parameters, units, limit))
-    return found
+            ranges.append(MovingTensors(fake.site, "range", parameters, units, limit))
+    return ranges
 
 
-def _norms(model: TracedModule, limit: float) -> list[Watched]:
+def _norms(model: TracedModule, limit: float) -> list[MovingTensors]:
     from megengine.module.batchnorm import _BatchNorm
 
-    called = {m for expr in exprs(model) for m in _called(expr)}
-    found = []
+    called = {m for expr in exprs(model) for m in _modules_of(expr)}
+    statistics = []
     for name, norm in model.named_modules():
         if isinstance(norm, _BatchNorm) and norm in called and norm.track_running_stats:
             variance = np.maximum(norm.running_var.numpy(), np.float32(norm.eps))
             tensors = [norm.running_mean, norm.running_var]
-            found.append(Watched(name, "statistics", tensors, [np.sqrt(variance), variance], limit, norm))
-    return found
+            units = [np.sqrt(variance), variance]
+            statistics.append(MovingTensors(name, "statistics", tensors, units, limit, norm))
+    return statistics
 
 
-def _called(expr: Any) -> list[Module]:
+def _modules_of(expr: Any) -> list[Module]:
     """The modules that an expr calls or passes on."""
     passed = [n.owner for n in expr.inputs if hasattr(n, "module_type")]
     return [m for m in (owner(expr), *passed) if m is not None]

@@ -1,4 +1,4 @@
-"""What a fine-tuning did."""
+"""The report of a fine-tuning."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from qtrace.finetuning._watching import Frozen
 from qtrace.finetuning.settings import Settings
 from qtrace.graph.table import format_table
 
-__all__ = ["FineTuned", "Output", "outputs_of"]
+__all__ = ["FineTuned", "OutputComparison", "compare_outputs"]
 
 
 @dataclass(frozen=True)
-class Output:
-    """One output of the graph, against that of the float graph on data that was not learned from.
+class OutputComparison:
+    """An output of the graph, compared with that of the float graph on the evaluation data.
 
     Attributes:
-        index: its number.
-        shape: of a sample.
-        before: signal to quantization noise ratio before, in dB.
-        after: the same afterwards.
-        agreement_before: share of samples whose largest value has the same index; None unless it is (N, C).
-        agreement_after: the same afterwards.
+        index: the number of the output.
+        shape: the shape of one sample of the output.
+        before: the SQNR before the fine-tuning, in dB.
+        after: the SQNR after the fine-tuning, in dB.
+        agreement_before: share of samples whose largest value has the same index in both graphs, before the
+            fine-tuning; None unless the output has the shape (N, C).
+        agreement_after: the same share after the fine-tuning.
     """
 
     index: int
@@ -45,27 +46,28 @@ class FineTuned:
     """The result of ``qtrace.finetune``; the module itself was changed in place.
 
     Attributes:
-        settings: how.
-        samples: how many samples (or batches, where these cannot be taken apart) were learned from.
-        measured: how many were measured on.
-        measured_on: ``held back``, ``given``, or ``learned from`` where there was too little data.
-        left_out: batches that did not fit into memory.
-        parameters: how many parameters learned, those of ranges included.
-        ranges: how many of these are ranges; with the fake quant ``fixed`` none.
-        outputs: the outputs that were compared, at the start and as the module is now.
+        settings: the settings of the run, with the number of steps that it planned.
+        samples: number of samples that were learned from; of batches, if these cannot be split into samples.
+        measured: number of samples, or batches, that the outputs were evaluated on.
+        measured_on: where these come from: ``held back``, ``given``, or ``learned from`` if there was too
+            little data.
+        left_out: number of batches that did not fit into ``settings.memory``.
+        parameters: number of parameters that learned, ranges included.
+        ranges: number of ranges that learned; 0 with the fake quant ``fixed``.
+        outputs: the compared outputs, before and after the run.
         evaluations: the held-back error at the start and at each evaluation.
-        best_step: after how many steps the module's state was reached; 0 where no step was better than the
-            start and the module is as it was.
-        retreats: when the run diverged and returned to its best state.
-        stopped: why the run ended before its last step; "" where it did not.
-        seconds: how long it took, without reading the data; since the last resumption.
-        blocks: the nodes that were compared besides.
+        best_step: number of steps after which the module's state was reached; 0 if no step was better than
+            the start and the module did not change.
+        retreats: the returns to the best state after the run diverged.
+        stopped: why the run ended before its last step; "" if it did not.
+        seconds: how long the call took, since the last resumption.
+        blocks: the nodes that were compared besides the outputs.
         left: a line with the reason for every output that was not compared.
         loss: the loss of each step.
-        parts: part of the loss -> that part of each step.
-        frozen: what was frozen up to ``best_step``, and when.
-        moving: how many ranges and statistics were not frozen then; they took their averages.
-        resumed: at which step it went on; None if it was not interrupted.
+        parts: part of the loss -> its value in each step.
+        frozen: the ranges and statistics that were frozen up to ``best_step``.
+        moving: number of ranges and statistics that were not frozen then; they took their averages.
+        resumed: the step at which an interrupted run went on; None if it was not interrupted.
         jit: whether steps ran under ``jit.trace``.
     """
 
@@ -76,7 +78,7 @@ class FineTuned:
     left_out: int
     parameters: int
     ranges: int
-    outputs: tuple[Output, ...]
+    outputs: tuple[OutputComparison, ...]
     evaluations: tuple[Evaluation, ...]
     best_step: int
     retreats: tuple[Retreat, ...]
@@ -93,7 +95,7 @@ class FineTuned:
 
     @property
     def improved(self) -> bool:
-        """Whether no output has become worse, and one better."""
+        """Whether an output improved and none became worse."""
         gains = [o.after - o.before for o in self.outputs]
         return bool(gains) and min(gains) >= 0 and max(gains) > 0
 
@@ -104,13 +106,13 @@ class FineTuned:
 
     @property
     def error_after(self) -> float:
-        """The held-back error of the module as it is now, the smallest of all evaluations."""
+        """The held-back error of the best state, which the module has: the smallest of all evaluations."""
         return min(e.error for e in self.evaluations)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data; an SQNR without noise is None."""
-        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        found.update(
+        """Returns the report as plain data; numbers that are not finite become None."""
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        data.update(
             settings=dataclasses.asdict(self.settings),
             outputs=[_finite(dataclasses.asdict(o)) for o in self.outputs],
             evaluations=[_finite(dataclasses.asdict(e)) for e in self.evaluations],
@@ -120,10 +122,10 @@ class FineTuned:
             error_after=self.error_after,
             improved=self.improved,
         )
-        return found
+        return data
 
     def table(self) -> str:
-        """What there is to know, for a terminal."""
+        """Formats the report for a terminal."""
         count = f"{self.parameters - self.ranges} parameters and {self.ranges} of ranges"
         lines = [*self._verdict(), f"learned: {count}, from {self.samples} samples in {len(self.loss)} steps"]
         if self.ranges == 0:
@@ -133,9 +135,9 @@ class FineTuned:
         lines.append("compared besides the outputs: " + (", ".join(self.blocks) or "nothing"))
         lines += [f"left: {line}" for line in self.left]
         lines += ["", format_table(("steps", "loss", *self.parts), self._curve()), ""]
-        shown = [_row(o) for o in self.outputs]
+        rows = [_row(o) for o in self.outputs]
         headers = ("output", "SQNR before", "after", "same class before", "after")
-        lines.append(format_table(headers, shown))
+        lines.append(format_table(headers, rows))
         lines.append(f"on {self.measured} samples, {self.measured_on}")
         for frozen in self.frozen:
             lines.append(
@@ -146,22 +148,22 @@ class FineTuned:
         return "\n".join(lines)
 
     def _verdict(self) -> list[str]:
-        """What the run came to, and what went wrong on the way."""
+        """Says how the held-back error changed, where the run retreated, and why it stopped early."""
         evaluated = f"{len(self.evaluations) - 1} evaluations"
         if self.best_step:
             change = f"{self.error_before:.4g} -> {self.error_after:.4g}"
             verdict = f"held-back error {change}: the state after step {self.best_step}, best of {evaluated}"
         else:
-            tried = min((e.error for e in self.evaluations[1:]), default=self.error_before)
+            best = min((e.error for e in self.evaluations[1:]), default=self.error_before)
             verdict = (
                 "NO STEP WAS BETTER than the start: the model is as it was. "
-                f"Held-back error {self.error_before:.4g}, the best of {evaluated} {tried:.4g}"
+                f"Held-back error {self.error_before:.4g}, the best of {evaluated} {best:.4g}"
             )
         stopped = [f"ended after step {len(self.loss)}: {self.stopped}"] if self.stopped else []
         return [verdict, *map(str, self.retreats), *stopped]
 
     def _curve(self) -> list[Sequence[str]]:
-        """Means of up to ten parts of the run."""
+        """Returns the mean losses of up to ten parts of the run."""
         rows = []
         for part in np.array_split(np.arange(len(self.loss)), min(10, len(self.loss))):
             values = [np.mean([curve[i] for i in part]) for curve in (self.loss, *self.parts.values())]
@@ -169,18 +171,19 @@ class FineTuned:
         return list(rows)
 
 
-def _finite(given: dict[str, Any]) -> dict[str, Any]:
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in given.items()}
+def _finite(data: dict[str, Any]) -> dict[str, Any]:
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in data.items()}
 
 
-def _row(o: Output) -> tuple[str, ...]:
-    same = [f"{100 * a:.1f} %" if a is not None else "" for a in (o.agreement_before, o.agreement_after)]
-    return str(o.index), f"{o.before:.2f} dB", f"{o.after:.2f} dB", *same
+def _row(output: OutputComparison) -> tuple[str, ...]:
+    shares = (output.agreement_before, output.agreement_after)
+    agreement = [f"{100 * share:.1f} %" if share is not None else "" for share in shares]
+    return str(output.index), f"{output.before:.2f} dB", f"{output.after:.2f} dB", *agreement
 
 
-def outputs_of(before: Figures, after: Figures) -> tuple[Output, ...]:
-    """The outputs at two evaluations."""
+def compare_outputs(before: Figures, after: Figures) -> tuple[OutputComparison, ...]:
+    """Compares the outputs at two evaluations."""
     return tuple(
-        Output(index, shape, db, after.outputs[index][1], same, after.outputs[index][2])
-        for index, (shape, db, same) in before.outputs.items()
+        OutputComparison(index, shape, sqnr_db, after.outputs[index][1], agreement, after.outputs[index][2])
+        for index, (shape, sqnr_db, agreement) in before.outputs.items()
     )

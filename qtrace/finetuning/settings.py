@@ -1,4 +1,4 @@
-"""How a graph is fine-tuned: losses are relative and rates count in quantization steps, for any network."""
+"""Settings that suit any network: losses are relative, and learning rates count in quantization steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qtrace.errors import ConfigError
 
 __all__ = ["Settings"]
 
-_AT_LEAST = {
+_MINIMA = {
     "steps": 1,
     "batch_size": 1,
     "seed": 0,
@@ -31,36 +31,37 @@ class Settings:
     """The settings of ``qtrace.finetune``.
 
     Attributes:
-        steps: how many steps of Adam.
-        batch_size: samples in a step, where batches can be taken apart; else a batch is a step.
+        steps: number of steps of Adam.
+        batch_size: samples in a step; if batches cannot be split into samples, each batch is a step.
         lr: learning rate, in quantization steps: a step of Adam moves a weight by about ``lr`` times its
             scale. Biases, norms and weights in float move by the same share of their size as the median
             quantized weight.
         range_lr: learning rate of ranges, in quantization steps by which the end of a range moves; None for
             `lr`.
-        warmup: the share of the steps in which rates grow from 0; from there they fall to 0 along a cosine.
+        warmup: the share of the steps in which rates grow from 0; then they fall to 0 along a cosine.
         clip: the largest norm of a gradient, relative to the loss; parameters count in quantization steps.
-        kl_weight: how much the divergence of class probabilities counts, at outputs of shape (N, C).
-        temperature: by what logits are divided for that (Hinton et al. 2015).
-        block_weight: how much the outputs of blocks count.
+        kl_weight: weight of the divergence of class probabilities, for outputs of shape (N, C), in the loss.
+        temperature: divisor of the logits in that divergence (Hinton et al. 2015).
+        block_weight: weight of the block outputs in the loss.
         blocks: names of nodes to take as block outputs; None to choose them by structure, () for none.
-        most_blocks: how many are chosen at most.
-        freeze_below: a range stays as it is once the moving average of its end changes by less than this
-            share of a quantization step in a step; 0 for never.
-        freeze_bn_below: the same for a kept BatchNorm's statistics, as a share of the standard deviation or
-            variance.
-        range_average: how much of the moving average of ranges and statistics stays at a step.
-        weight_average: how much of the moving average of the weights stays at a step; evaluations and the
-            result use that average. 0 for none.
-        holdout: the share of the data that is evaluated on and not learned from, where no other is given.
+        most_blocks: the most block outputs that are chosen by structure.
+        freeze_below: a range is frozen once the moving average of its end changes by less than this share of
+            a quantization step in a step; 0 for never.
+        freeze_bn_below: the statistics of a kept BatchNorm are frozen once their moving average changes by
+            less than this share of the standard deviation or variance in a step; 0 for never.
+        range_average: the share of the moving average of ranges and statistics that a step keeps.
+        weight_average: the share of the moving average of the weights that a step keeps; evaluations and the
+            result use that average. 0 for no average.
+        holdout: the share of the data that is held back for evaluations, if no evaluation data is given.
         evaluate_every: steps between evaluations of the held-back data; None for up to 20 evaluations in a
-            run, fewer where the held-back data has many batches.
-        max_minutes: the most minutes that the run takes; None for no bound. A step is timed at the start, and
-            the run has as many steps as fit. It ends earlier if the machine becomes slower.
-        seed: of the order of the data.
+            run, fewer if the held-back data has many batches.
+        max_minutes: the most minutes that the call takes, evaluations included; None for no limit. A step is
+            timed at the start, and the run has as many steps as fit, at least one. It ends earlier if the
+            machine becomes slower.
+        seed: seed of the order of the data.
         checkpoint_every: steps between checkpoints.
-        memory: bytes of data that are held; batches beyond are not used.
-        jit: whether a step runs under ``jit.trace``; None where it pays.
+        memory: the most bytes of data in memory; further batches are not used.
+        jit: whether a step runs under ``jit.trace``; None to decide by the number of steps.
     """
 
     steps: int = 500
@@ -87,13 +88,13 @@ class Settings:
     jit: bool | None = None
 
     def __post_init__(self) -> None:
-        """Refuses numbers that are out of bounds."""
-        for name, least in _AT_LEAST.items():
+        """Refuses numbers that are out of range."""
+        for name, minimum in _MINIMA.items():
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"finetune: {name} is {value!r}: give a whole number from {least} on.")
+            if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+                raise ConfigError(f"finetune: {name} is {value!r}: give a whole number from {minimum} on.")
         for name in (*_POSITIVE, *_NOT_NEGATIVE, *_SHARES):
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
@@ -112,15 +113,15 @@ class Settings:
         return self.lr if self.range_lr is None else self.range_lr
 
     def factor(self, step: int) -> float:
-        """What rates are multiplied by at a step: a linear warm-up, then half a cosine.
+        """Returns the factor of the learning rates at a step: a linear warm-up, then half a cosine.
 
         Args:
-            step: its number, from 0 on.
+            step: the number of the step, from 0.
         """
-        begin = math.ceil(self.warmup * self.steps)
-        if step < begin:
-            return (step + 1) / (begin + 1)
-        return 0.5 * (1.0 + math.cos(math.pi * (step - begin) / max(self.steps - begin, 1)))
+        warm = math.ceil(self.warmup * self.steps)
+        if step < warm:
+            return (step + 1) / (warm + 1)
+        return 0.5 * (1.0 + math.cos(math.pi * (step - warm) / max(self.steps - warm, 1)))
 
 
 def _is_number(value: Any) -> bool:

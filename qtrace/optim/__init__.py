@@ -1,1 +1,1 @@
-"""Optimizers on numpy arrays, whose state is easily kept in a checkpoint."""
+"""Optimizers on numpy arrays, whose state a checkpoint can store."""

@@ -1,4 +1,4 @@
-"""Adam."""
+"""Adam on numpy arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Adam:
     """Adam (Kingma and Ba 2015, algorithm 1) for one array, which is changed in place.
 
     Args:
-        value: what is learned.
+        value: the array to optimize.
         lr: the learning rate.
     """
 
@@ -20,7 +20,7 @@ class Adam:
         self.first, self.second, self.steps = np.zeros_like(value), np.zeros_like(value), 0
 
     def step(self, gradient: np.ndarray, factor: float = 1.0) -> None:
-        """Takes a step against ``gradient``; ``factor`` scales the learning rate."""
+        """Moves the value by one step against ``gradient``; ``factor`` scales the learning rate."""
         self.steps += 1
         self.first += 0.1 * (gradient - self.first)
         self.second += 0.001 * (gradient * gradient - self.second)

@@ -1,6 +1,6 @@
 """Post-training algorithms, one a file: the file name is the name in a recipe's ``ptq`` list.
 
-What an algorithm of one's own is written with are names of this package, loaded when they are first used.
+The base classes for your own algorithms are names of this package, loaded when they are first used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every post-training algorithm is given, and what it reports."""
+"""The base classes of post-training algorithms, their tasks and reports."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ __all__ = [
 
 
 class Batches:
-    """Calibration data that can be read again and again, as arguments of the model.
+    """Calibration data that can be read repeatedly, as arguments of the model.
 
     Args:
-        source: what the user gave; not an iterator.
+        source: the user's batches; not an iterator.
         model: the module that will be called.
-        count: how many batches to take at most.
-        chosen: which of them, by number, in order; None for all.
+        count: the most batches to read.
+        chosen: the numbers of the batches to read, in order; None for the first ``count``.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Batches:
         self.chosen = range(count) if chosen is None else chosen
 
     def __iter__(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        wanted, last = frozenset(self.chosen), self.chosen[-1]
+        chosen, last = frozenset(self.chosen), self.chosen[-1]
         for index, batch in enumerate(self.source):
-            if index in wanted:
+            if index in chosen:
                 yield as_arguments(batch, self.model, index)
             if index >= last:
                 return
@@ -63,31 +63,32 @@ class Batches:
         return len(self.chosen)
 
     def spread(self, samples: int) -> Batches:
-        """Batches of about so many samples, one at least, evenly spread: data may come in some order.
+        """Selects batches of about ``samples`` samples, evenly spread since data may be sorted; at least one.
 
         Args:
-            samples: along the first axis of the inputs, as the first batch has them.
+            samples: number of samples along the first axis of the inputs, counted in the first batch.
         """
         args, kwargs = next(iter(self))
         shapes = [value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         size = next((int(shape[0]) for shape in shapes if len(shape)), 1)
-        count, kept = len(self), max(1, samples // max(1, size))
-        if kept >= count:
+        count, selected = len(self), max(1, samples // max(1, size))
+        if selected >= count:
             return self
-        return Batches(self.source, self.model, count, [self.chosen[i * count // kept] for i in range(kept)])
+        chosen = [self.chosen[i * count // selected] for i in range(selected)]
+        return Batches(self.source, self.model, count, chosen)
 
 
 @dataclass(frozen=True)
 class CalibratedTask:
-    """What an algorithm of the calibrated stage works on.
+    """The model and data of an algorithm of the calibrated stage.
 
     Attributes:
-        model: the calibrated graph in the phase ``quantize`` and in eval mode; it is changed in place, and
-            put back by the one who runs the algorithm if that fails.
-        reference: a copy of it in the phase ``float``, from before the first algorithm.
+        model: the calibrated graph in the phase ``quantize`` and in eval mode. An algorithm changes it in
+            place; its caller restores it after an error.
+        reference: a copy of the graph in the phase ``float``, from before the first algorithm.
         batches: the calibration data.
         progress: whether to show progress bars.
-        checkpoint: keeps what is done, for an interrupted run; None for none.
+        checkpoint: the storage of finished blocks, for an interrupted run; None to store none.
     """
 
     model: TracedModule
@@ -104,15 +105,15 @@ class FloatAlgorithm(Algorithm):
 
     @abc.abstractmethod
     def apply(self, task: FloatTask) -> Report:
-        """Changes ``task.model`` and says what was done."""
+        """Changes ``task.model`` and reports the changes."""
 
 
 class CalibratedAlgorithm(Algorithm):
     """Abstract base of the algorithms that work with data at the end of ``calibrate``.
 
     Attributes:
-        samples: about how many samples of the calibration data are read, in whole batches that are evenly
-            spread over it. What a layer reads of all of them is held in memory.
+        samples: approximate number of samples that are read, in whole batches that are evenly spread over the
+            calibration data. The inputs of a layer are in memory for all of them.
     """
 
     stage: ClassVar[Literal["float", "calibrated"]] = "calibrated"
@@ -121,25 +122,25 @@ class CalibratedAlgorithm(Algorithm):
 
     @abc.abstractmethod
     def apply(self, task: CalibratedTask) -> Report:
-        """Changes parameters of ``task.model`` and says what was done.
+        """Changes parameters of ``task.model`` and reports the changes.
 
         Raises:
-            CalibrationError: when a value is NaN or infinite, naming the site.
+            CalibrationError: when a value is NaN or infinite; it names the site.
         """
 
 
 class Noise(ErrorSums):
-    """Sums up the error of one site over batches."""
+    """Sums the error of one site over batches."""
 
     def __init__(self, site: str) -> None:
         super().__init__()
         self.site = site
 
     def add(self, reference: np.ndarray, test: np.ndarray, *, classes: bool = False) -> None:
-        """Counts values of a batch, of equal shapes.
+        """Adds the values of a batch, both of the same shape.
 
         Raises:
-            CalibrationError: when one of them is not finite.
+            CalibrationError: when a value is not finite.
         """
         if not (np.isfinite(reference).all() and np.isfinite(test).all()):
             raise CalibrationError(
@@ -154,12 +155,12 @@ class Noise(ErrorSums):
         return finite_or_none(self.sqnr_db)
 
 
-def report_of(result: PassResult, nothing: str) -> Report:
-    """The report of a pass.
+def report_of(result: PassResult, reason: str) -> Report:
+    """Builds the report of a pass.
 
     Args:
-        result: what the pass returned.
-        nothing: why there was nothing to do, if there was nothing.
+        result: the result of the pass.
+        reason: why the pass changed nothing, if it neither changed nor left anything.
     """
-    left = result.left if result.changed or result.left else (Left("", nothing),)
+    left = result.left if result.changed or result.left else (Left("", reason),)
     return Report(result.changed, left)

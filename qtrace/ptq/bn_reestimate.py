@@ -1,11 +1,11 @@
-"""Batch normalisation re-estimated with quantized weights.
+"""Re-estimates BatchNorm statistics with quantized weights.
 
-Rounding changes mean and variance of what a layer computes, while its BatchNorm still normalises by the float
-ones. Estimating them again on the quantized layer gives every channel back the mean and variance that
-training meant it to have (Sun et al. 2019, "Hybrid 8-bit Floating Point Training and Inference for Deep
+Rounding changes mean and variance of a layer's output, while its BatchNorm still normalizes by the statistics
+of the float layer. Statistics of the quantized layer restore the mean and variance of every channel that
+training intended (Sun et al. 2019, "Hybrid 8-bit Floating Point Training and Inference for Deep
 Neural Networks", section 3; Nagel et al. 2021, "A White Paper on Neural Network Quantization", 5.2.1).
 
-Where BatchNorm is folded, the channel is scaled instead: ``a = deviation(y) / deviation(y~)`` goes into the
+If BatchNorm is folded, the channel is scaled instead: ``a = deviation(y) / deviation(y~)`` goes into the
 scale of its weight, whose integers stay, and the bias becomes ``a * (b - mean(y~)) + mean(y)``.
 """
 
@@ -22,56 +22,63 @@ from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.graph.types import Expr
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Left, Noise, Report, SiteNoise
-from qtrace.ptq.layers.quantized import KEPT_NORM, Layer, Twins, layers, per_channel, write
+from qtrace.ptq.layers.quantized import (
+    KEPT_NORM,
+    LayerTwins,
+    QuantizedLayer,
+    per_channel,
+    quantized_layers,
+    write,
+)
 from qtrace.scheme import QParams
 
 __all__ = ["BnReestimate"]
 
 
 class BnReestimate(CalibratedAlgorithm):
-    """Estimates kept BatchNorms anew; scales the channels of layers where they are folded."""
+    """Re-estimates kept BatchNorms, and scales the channels of layers with a folded one."""
 
     after: ClassVar[tuple[str, ...]] = ("output_cosine", "adaround", "reconstruct", "gptq")
     reason: ClassVar[str] = "bn_reestimate measures what the roundings leave, once these are chosen"
 
     def apply(self, task: CalibratedTask) -> Report:
-        found, left = layers(task.model)
+        quantized, left = quantized_layers(task.model)
         left = [item for item in left if item.reason != KEPT_NORM]
-        known = {layer.call.expr: layer for layer in found}
-        twins = Twins(task)
+        by_expr = {layer.call.expr: layer for layer in quantized}
+        twins = LayerTwins(task)
         changed, errors = [], []
         for expr in tqdm(exprs(task.model), desc="bn_reestimate", unit="op", disable=not task.progress):
             name = expr.outputs[0].name if expr.outputs else ""
             if isinstance(owner(expr), BnFold):
                 errors.append(_reestimate(twins, expr))
                 changed.append(f"{name}: mean and variance estimated anew")
-            elif expr in known:
-                result = _rescale(task, twins, known[expr])
+            elif expr in by_expr:
+                result = _rescale(task, twins, by_expr[expr])
                 if isinstance(result, str):
                     left.append(Left(name, result))
                 else:
                     errors.append(result)
                     changed.append(f"{name}: channels scaled and moved")
-        if not found and not changed:
+        if not quantized and not changed:
             left.append(Left("", "no layer has quantized weights"))
         return Report(tuple(changed), tuple(left), tuple(errors))
 
 
-def _noise(twins: Twins, expr: Expr) -> Noise:
-    found = Noise(expr.outputs[0].name)
-    for want, have in twins.outputs(expr):
-        found.add(want, have)
-    return found
+def _noise(twins: LayerTwins, expr: Expr) -> Noise:
+    noise = Noise(expr.outputs[0].name)
+    for reference, value in twins.outputs(expr):
+        noise.add(reference, value)
+    return noise
 
 
-class _Moments:
-    """Mean and variance of channels, summed up over batches."""
+class _ChannelMoments:
+    """Mean and variance of channels, summed over batches."""
 
     def __init__(self) -> None:
         self.count, self.sum, self.squares = 0, np.zeros(1), np.zeros(1)
 
     def add(self, rows: np.ndarray) -> None:
-        """Counts (channels, values)."""
+        """Adds values of shape (channels, values of a channel)."""
         rows = rows.astype(np.float64)
         self.count += rows.shape[1]
         self.sum = self.sum + rows.sum(axis=1)
@@ -79,22 +86,22 @@ class _Moments:
 
     @property
     def mean(self) -> np.ndarray:
-        """Shape (C,)."""
+        """The mean of each channel, shape (C,)."""
         return self.sum / self.count
 
     @property
     def variance(self) -> np.ndarray:
-        """Of the values as they are, shape (C,)."""
+        """The biased variance of each channel, shape (C,)."""
         return np.maximum(self.squares / self.count - self.mean**2, 0.0)
 
 
-def _reestimate(twins: Twins, expr: Expr) -> SiteNoise:
-    """Gives the BatchNorm of a folded call the statistics of its layer on quantized weights and inputs."""
+def _reestimate(twins: LayerTwins, expr: Expr) -> SiteNoise:
+    """Sets the statistics of a kept BatchNorm to those of its layer on quantized weights and inputs."""
     twins.advance(expr)
     before = _noise(twins, expr)
     module: Any = owner(expr)
     _, x, weight, bias, norm, scales, _ = expr.args
-    moments = _Moments()
+    moments = _ChannelMoments()
     for batch in range(twins.count):
         value = {n: twins.quantized.value(n, batch) for n in (x, weight, bias) if n is not None}
         rounded = scales.owner.quantize_dequantize(value[weight])
@@ -107,8 +114,8 @@ def _reestimate(twins: Twins, expr: Expr) -> SiteNoise:
     return SiteNoise(before.site, before.decibels, _noise(twins, expr).decibels)
 
 
-def _rescale(task: CalibratedTask, twins: Twins, layer: Layer) -> SiteNoise | str:
-    """Scales and moves the channels of a layer; returns its error, or why nothing was done."""
+def _rescale(task: CalibratedTask, twins: LayerTwins, layer: QuantizedLayer) -> SiteNoise | str:
+    """Scales and moves the channels of a layer; returns its error, or the reason for no change."""
     quant = layer.quant
     if layer.bias is None:
         return "it has no bias"
@@ -117,13 +124,13 @@ def _rescale(task: CalibratedTask, twins: Twins, layer: Layer) -> SiteNoise | st
     if quant.scheme.power_of_two:
         return "its scales are powers of two"
     twins.advance(layer.call.expr)
-    want, have, before = _Moments(), _Moments(), Noise(layer.name)
-    for exact, rounded in twins.outputs(layer.call.expr):
-        before.add(exact, rounded)
-        want.add(per_channel(exact, layer.axis))
-        have.add(per_channel(rounded, layer.axis))
-    alive = (want.variance > 0) & (have.variance > 0)
-    gain = np.where(alive, np.sqrt(want.variance / np.where(alive, have.variance, 1.0)), 1.0)
+    exact, rounded, before = _ChannelMoments(), _ChannelMoments(), Noise(layer.name)
+    for reference, value in twins.outputs(layer.call.expr):
+        before.add(reference, value)
+        exact.add(per_channel(reference, layer.axis))
+        rounded.add(per_channel(value, layer.axis))
+    alive = (exact.variance > 0) & (rounded.variance > 0)
+    gain = np.where(alive, np.sqrt(exact.variance / np.where(alive, rounded.variance, 1.0)), 1.0)
     weight, bias, old = (
         get_module(task.model, layer.weight).numpy().copy(),
         get_module(task.model, layer.bias).numpy().copy(),
@@ -133,7 +140,7 @@ def _rescale(task: CalibratedTask, twins: Twins, layer: Layer) -> SiteNoise | st
     scale = (old.scale * gain).astype(np.float32)
     quant.set_qparams(QParams(old.scheme, scale, old.zero_point))
     write(task.model, layer.weight, weight * spread)
-    write(task.model, layer.bias, (bias.reshape(-1) - have.mean) * gain + want.mean)
+    write(task.model, layer.bias, (bias.reshape(-1) - rounded.mean) * gain + exact.mean)
     twins.quantized.changed()
     after = _noise(twins, layer.call.expr)
     if after.noise < before.noise:

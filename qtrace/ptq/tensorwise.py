@@ -1,9 +1,9 @@
-"""A plan for weights with one scale a tensor: what each layer loses, and what equalization gives back.
+"""Equalization for weights with one scale a tensor, of the layers that lose precision by it.
 
-Under one scale a channel with range r loses ``log2(max(r) / r)`` bits against a scale of its own. Layers that
-lose more than is allowed are equalized with the layers before and behind them (Nagel et al. 2019, section
-4.1), but only where the sum of the rounding errors of all layers that take part falls: scaling a tensor for
-one layer may cost another. What cannot be helped is told with its loss, for a recipe to keep it at more bits.
+Under one scale a channel with range r loses ``log2(max(r) / r)`` bits compared with a scale of its own.
+Layers that lose more than ``bits`` are equalized with the layers before and behind them (Nagel et al. 2019,
+section 4.1), but only if the sum of the rounding errors of all these layers falls, since scaling a tensor for
+one layer may cost another. The report names layers that still lose bits, for a recipe to give them more.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = ["Tensorwise"]
 
 
 class Tensorwise(FloatAlgorithm):
-    """Equalizes layers that lose bits to a scale that all channels share, where that helps.
+    """Equalizes layers that lose bits to a scale that all channels share, if that lowers the error.
 
     Attributes:
-        bits: how many bits the channels of a layer may lose in the mean.
-        iterations: how often at most all groups are gone through.
+        bits: the bits that the channels of a layer may lose on average.
+        iterations: the most passes over all groups.
     """
 
     after: ClassVar[tuple[str, ...]] = ("fuse_bn", "reparameterize")
@@ -49,32 +49,33 @@ class Tensorwise(FloatAlgorithm):
         if not calls:
             return Report(left=(Left("", "no layer has a weight with one scale for all channels"),))
         parameters = Parameters(task.model)
-        lost = {name: _lost(parameters, call) for name, call in calls.items()}
+        lost = {name: _lost_bits(parameters, call) for name, call in calls.items()}
         noise = {name: site_sqnr(parameters, c, sites[_weight(c)]) for name, c in calls.items()}
         outputs = RandomOutputs(task.model, sites)
         ratios = outputs.ratios()
         groups = channel_groups(task.model, every=True)
-        wanted = [g for g in groups if g.writers and g.readers and not g.reason and self._hurt(g, lost)]
+        candidates = [g for g in groups if g.writers and g.readers and not g.reason]
+        selected = [g for g in candidates if self._loses_bits(g, lost)]
         for _ in range(self.iterations):
-            steps = [_improve(parameters, group, sites) for group in wanted]
+            steps = [_improve(parameters, group, sites) for group in selected]
             if not any(steps):
                 break
         parameters.store()
         changed, left = [], []
         for name, call in calls.items():
-            now = _lost(parameters, call)
+            now = _lost_bits(parameters, call)
             if lost[name] - now > 0.01:
                 changed.append(f"{name}: loses {now:.2f} bits in the mean, {lost[name]:.2f} before")
             if now > self.bits:
-                left.append(Left(name, f"{_why(call, groups)}; {now:.2f} bits stay lost"))
+                left.append(Left(name, f"{_reason(call, groups)}; {now:.2f} bits stay lost"))
         errors = tuple(
             SiteNoise(_weight(c), noise[name], site_sqnr(parameters, c, sites[_weight(c)]))
             for name, c in calls.items()
         )
-        gained = output_errors(ratios, outputs.ratios()) if changed else ()
-        return Report(tuple(changed), tuple(left), errors, gained, outputs.measured)
+        output_changes = output_errors(ratios, outputs.ratios()) if changed else ()
+        return Report(tuple(changed), tuple(left), errors, output_changes, outputs.measured)
 
-    def _hurt(self, group: ChannelGroup, lost: dict[str, float]) -> bool:
+    def _loses_bits(self, group: ChannelGroup, lost: dict[str, float]) -> bool:
         return any(lost.get(c.out.name, 0.0) > self.bits for c in (*group.writers, *group.readers))
 
 
@@ -84,20 +85,20 @@ def _weight(call: OpCall) -> str:
 
 
 def _per_tensor(task: FloatTask, sites: dict[str, Site]) -> dict[str, OpCall]:
-    """Output -> the layer, for those whose weight is a parameter with one scale."""
-    found = {}
+    """Maps the output of each layer whose weight is a parameter with one scale to its call."""
+    calls = {}
     for expr in exprs(task.model):
         call = ops.read(expr)
         if call is None or call.weight is None or not isinstance(call.weight.expr, GetAttr):
             continue
         site = sites.get(call.weight.name)
         if site is not None and not site.channel_axes and call.channel_axes:
-            found[call.out.name] = call
-    return found
+            calls[call.out.name] = call
+    return calls
 
 
-def _lost(parameters: Parameters, call: OpCall) -> float:
-    """How many bits the output channels of a layer lose in the mean."""
+def _lost_bits(parameters: Parameters, call: OpCall) -> float:
+    """Returns the bits that the output channels of a layer lose on average."""
     return float(np.mean(precision(parameters.ranges(call, True))))
 
 
@@ -114,14 +115,14 @@ def _improve(parameters: Parameters, group: ChannelGroup, sites: dict[str, Site]
 
 
 def _share(parameters: Parameters, call: OpCall, sites: dict[str, Site]) -> float:
-    """The noise of a weight as a share of its power."""
-    found = site_sqnr(parameters, call, sites[_weight(call)])
-    return 0.0 if found is None else float(10.0 ** (-found / 10.0))
+    """Returns the noise of a weight as a share of its power."""
+    sqnr = site_sqnr(parameters, call, sites[_weight(call)])
+    return 0.0 if sqnr is None else float(10.0 ** (-sqnr / 10.0))
 
 
-def _why(call: OpCall, groups: list[ChannelGroup]) -> str:
-    """Why a layer cannot be helped."""
-    mine = [g for g in groups if any(c.out.name == call.out.name for c in g.writers)]
-    if not mine or not (mine[0].reason or mine[0].readers):
+def _reason(call: OpCall, groups: list[ChannelGroup]) -> str:
+    """Returns why a layer still loses bits."""
+    written = [g for g in groups if any(c.out.name == call.out.name for c in g.writers)]
+    if not written or not (written[0].reason or written[0].readers):
         return "no layer reads its output through ops that scale"
-    return mine[0].reason or "equalizing more would cost the other layers more"
+    return written[0].reason or "equalizing more would cost the other layers more"

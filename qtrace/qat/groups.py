@@ -25,7 +25,7 @@ def param_groups(
     weight_decay: float = 0.0,
     range_decay: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """The parameters of a prepared module as groups for one of MegEngine's optimizers.
+    """Groups the parameters of a prepared module for one of MegEngine's optimizers.
 
     Weights decay. Biases and the parameters of norms do not: shrinking them regularizes nothing. What ranges
     learn (scales, offsets, thresholds) has a rate of its own and does not decay either, since that would
@@ -34,9 +34,9 @@ def param_groups(
     Args:
         prepared: a module made by ``qtrace.prepare``, or one that holds such modules beside float ones.
         lr: the learning rate of weights, biases and norms.
-        range_lr: that of ranges; None for a tenth of `lr`.
-        weight_decay: of weights.
-        range_decay: of ranges.
+        range_lr: the learning rate of ranges; None for a tenth of `lr`.
+        weight_decay: the decay of weights.
+        range_decay: the decay of ranges.
 
     Returns:
         A list of ``{"params", "lr", "weight_decay"}`` without empty groups, every Parameter in one of them:
@@ -46,8 +46,8 @@ def param_groups(
         ConfigError: when a rate or a decay is negative or not finite, or there are no parameters.
     """
     range_lr = lr / 10 if range_lr is None else range_lr
-    given = {"lr": lr, "range_lr": range_lr, "weight_decay": weight_decay, "range_decay": range_decay}
-    for name, value in given.items():
+    options = {"lr": lr, "range_lr": range_lr, "weight_decay": weight_decay, "range_decay": range_decay}
+    for name, value in options.items():
         if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
             raise ConfigError(f"param_groups: {name} is {value!r}: give a number that is 0 or more.")
     weights: list[Parameter] = []

@@ -1,4 +1,4 @@
-"""Weights that jump between two levels for good: how many there are, and how they are calmed.
+"""Oscillating weights, which flip between two levels: counting and damping them.
 
 With few bits the straight-through estimator drives weights to the threshold between two levels, where they
 flip at every other step, and the statistics of BatchNorm fit neither side (Nagel et al. 2022, "Overcoming
@@ -38,15 +38,15 @@ class _Weight:
 
 
 def _weights(prepared: TracedModule) -> list[_Weight]:
-    """The weights that are rounded as they are, in the order of their sites; a shared one once."""
-    found: dict[str, _Weight] = {}
+    """Collects the weights that no fake quant transforms, in site order; a shared weight once."""
+    weights: dict[str, _Weight] = {}
     for site in QuantizedModel(prepared, "prepared").sites:
         expr, fake = site.node.expr, site.fake_quant
         if site.sort != "weight" or not isinstance(expr, GetAttr):
             continue
         if not fake.transforms:
-            found.setdefault(expr.name, _Weight(site.name, get_module(prepared, expr.name), fake))
-    return list(found.values())
+            weights.setdefault(expr.name, _Weight(site.name, get_module(prepared, expr.name), fake))
+    return list(weights.values())
 
 
 class Dampening:
@@ -69,7 +69,7 @@ class Dampening:
         self._weights = _weights(prepared)
 
     def __call__(self) -> Tensor:
-        """The loss at present, a scalar."""
+        """Computes the dampening loss, a scalar."""
         total = Tensor(0.0)
         for weight in self._weights:
             scheme, fake = weight.fake.scheme, weight.fake
@@ -95,7 +95,7 @@ class Oscillations:
     Args:
         prepared: a module made by ``qtrace.prepare``, calibrated.
         threshold: the frequency above which a weight is fixed; None to count only.
-        momentum: how much the newest step weighs in the averages.
+        momentum: the weight of the newest step in the averages.
 
     Raises:
         GraphError: when the module is not prepared.
@@ -121,10 +121,10 @@ class Oscillations:
             }
 
     def update(self, threshold: float | None = None) -> None:
-        """Takes note of a step, and fixes weights.
+        """Counts the flips of a step, and fixes weights.
 
         Args:
-            threshold: another one from now on, as the paper lowers it during training; None for the present.
+            threshold: a new threshold, as the paper lowers it during training; None to keep the old one.
         """
         _check("threshold", threshold, optional=True)
         self.threshold = self.threshold if threshold is None else threshold
@@ -141,9 +141,9 @@ class Oscillations:
         state["average"] += m * (integers - state["average"]) * free
         state["direction"] = np.where(direction != 0, direction, state["direction"])
         if self.threshold is not None:
-            caught = free & (state["frequency"] > self.threshold)
-            integers = np.where(caught, np.rint(state["average"]).astype(np.int32), integers)
-            state["frozen"] |= caught
+            oscillating = free & (state["frequency"] > self.threshold)
+            integers = np.where(oscillating, np.rint(state["average"]).astype(np.int32), integers)
+            state["frozen"] |= oscillating
         state["integers"] = integers
         if state["frozen"].any():
             levels = integers.astype(np.float32) * weight.fake.effective_scale().numpy()
@@ -151,7 +151,7 @@ class Oscillations:
             weight.value._reset(Parameter(value.astype(np.float32)))
 
     def share(self, above: float = 0.005) -> float:
-        """The share of weights that flip more often than `above` or are fixed; 0 without weights.
+        """Returns the share of weights that flip more often than `above` or are fixed; 0 without weights.
 
         Args:
             above: the frequency; the paper calls weights above 0.005 oscillating.
@@ -168,14 +168,14 @@ class Oscillations:
         return sum(n for n, _ in counts) / max(sum(size for _, size in counts), 1)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """What was counted, fit for ``np.savez``: ``SITE/KEY`` -> array."""
+        """Returns all counts for ``np.savez``: ``SITE/KEY`` -> array."""
         return {f"{site}/{key}": state[key].copy() for site, state in self._state.items() for key in _KEYS}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Goes on from a `state_dict` of the same network.
+        """Restores a `state_dict` of the same network.
 
         Raises:
-            ConfigError: when it is that of another one.
+            ConfigError: when the state belongs to another network.
         """
         own = self.state_dict()
         for name in {*own, *state}:
@@ -196,7 +196,7 @@ def _check(name: str, value: Any, optional: bool = False) -> None:
 
 
 def _integers(weight: _Weight) -> np.ndarray:
-    """The integers of a weight, zero point subtracted, int32 of the weight's shape."""
+    """Returns the integers of a weight minus the zero point, int32 in the weight's shape."""
     scheme = weight.fake.scheme
     scale, zero_point = weight.fake.effective_scale().numpy(), weight.fake.effective_zero_point().numpy()
     rounded = round_to((weight.value.numpy() / scale).astype(np.float32), scheme.rounding)

@@ -1,4 +1,4 @@
-"""What stops learning when: BatchNorm's statistics and the ranges."""
+"""Schedules for a training loop: freezing BatchNorm's statistics and the ranges."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def freeze_batchnorm(module: Module, frozen: bool = True) -> int:
         frozen: False resumes.
 
     Returns:
-        How many BatchNorms there are.
+        The number of BatchNorms.
     """
     norms = [child for child in module.modules() if isinstance(child, _BatchNorm)]
     for norm in norms:
@@ -68,11 +68,11 @@ class Schedule:
 
     Args:
         prepared: a module made by ``qtrace.prepare``, in the phase ``train``.
-        steps: how many steps the training has.
-        freeze_bn: the fraction after which BatchNorm's statistics stay; None for what the recipe says
-            (``qat: {bn: {freeze_after: ...}}``), or else never.
+        steps: the number of steps of the training.
+        freeze_bn: the fraction after which BatchNorm's statistics stay; None for the recipe's value
+            (``qat: {bn: {freeze_after: ...}}``), never if it has none.
         freeze_ranges: the fraction after which ranges stay; None for never.
-        done: how many steps were taken before, when a training is resumed.
+        done: the number of steps before a resumption.
 
     Raises:
         GraphError: when the module is not prepared.
@@ -92,9 +92,9 @@ class Schedule:
         recipe = self._model.record.qconfig
         if freeze_bn is None:
             freeze_bn = ((recipe.get("qat") or {}).get("bn") or {}).get("freeze_after")
-        for name, count, least in (("steps", steps, 1), ("done", done, 0)):
-            if not isinstance(count, int) or isinstance(count, bool) or count < least:
-                raise ConfigError(f"Schedule: {name} is {count!r}: give a whole number from {least} on.")
+        for name, count, minimum in (("steps", steps, 1), ("done", done, 0)):
+            if not isinstance(count, int) or isinstance(count, bool) or count < minimum:
+                raise ConfigError(f"Schedule: {name} is {count!r}: give a whole number from {minimum} on.")
         for name, value in (("freeze_bn", freeze_bn), ("freeze_ranges", freeze_ranges)):
             if value is not None and not (isinstance(value, (int, float)) and 0 <= value <= 1):
                 raise ConfigError(f"Schedule: {name} is {value!r}: give a fraction from 0 to 1, or None.")
@@ -103,7 +103,7 @@ class Schedule:
 
     @property
     def fraction(self) -> float:
-        """How much of the training is done, 0 to 1: what `cosine` takes."""
+        """The completed share of the training, 0 to 1, for `cosine`."""
         return min(self.done / self.steps, 1.0)
 
     @property
@@ -114,7 +114,7 @@ class Schedule:
         return bn, ranges
 
     def step(self) -> tuple[bool, bool]:
-        """Freezes what is due and counts the step that follows; `frozen` as it is in that step.
+        """Freezes BatchNorms and ranges that are due, counts a step, and returns `frozen` of that step.
 
         Raises:
             ConfigError: when the module is not being trained.
@@ -132,7 +132,7 @@ def cosine(fraction: float, start: float, end: float) -> float:
     """Half a cosine from `start` (at fraction 0) to `end` (at 1), for rates and for `Dampening`.
 
     Args:
-        fraction: how much of the training is done.
+        fraction: the completed share of the training.
         start: the value at the beginning.
         end: the value at the end.
     """

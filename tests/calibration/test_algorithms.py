@@ -206,7 +206,7 @@ def test_samples_bounds_what_algorithms_read_evenly_spread() -> None:
 
     qtrace.calibrate(prepared, Source(), progress=False)
     left = [left_lines(report) for report in read_record(prepared).ptq]
-    assert left[0][-1] == "3 of 7 batches were read, for samples is 12"
+    assert left[0][-1] == "3 of 7 batches were read, since samples is 12"
     assert not any("batches were read" in line for line in left[1])  # 128 are more than there are
     few = _prepared({"gptq": {"samples": 12}}, "bias_correction")
     qtrace.calibrate(few, _Unsized(data), max_batches=100, progress=False)  # spread over those that there are

@@ -101,7 +101,7 @@ def test_a_value_keeps_its_memory_though_nobody_else_does() -> None:
 
 
 def test_a_mark_that_nobody_writes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "_PATIENCE", 0.01)
+    monkeypatch.setattr(arrivals, "_TIMEOUT_SECONDS", 0.01)
     value = mge.Tensor(images(2, 3, 4, 4))
     never = mge.Tensor(np.zeros(4, np.int32)), np.ones(4, np.int32)
     lost = Arrival(value, (np.zeros(0), *never))

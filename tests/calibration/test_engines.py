@@ -16,7 +16,7 @@ import pytest
 import qtrace
 from qtrace.calibration import choice
 from qtrace.calibration.base import EngineError, watched
-from qtrace.calibration.collecting import Options, collect
+from qtrace.calibration.collecting import CollectOptions, collect
 from qtrace.calibration.megengine import MegEngine
 from qtrace.calibration.onnxruntime import OnnxRuntime
 from qtrace.errors import CalibrationError, ConfigError
@@ -116,14 +116,14 @@ def test_values_are_those_that_the_phase_observe_records() -> None:
 
 
 def _auto(prepared: TracedModule, batches: list[Any], count: int | None = None) -> choice.Chosen:
-    options = Options(batches=len(batches) if count is None else count)
+    options = CollectOptions(batches=len(batches) if count is None else count)
     return collect(prepared, enumerate(batches), options).chosen
 
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """However little there is to compute, an export is worth it."""
-    monkeypatch.setattr(choice, "_LITTLE", 0)
+    monkeypatch.setattr(choice, "_MIN_MACS_FOR_EXPORT", 0)
 
 
 @pytest.mark.usefixtures("eager")
@@ -234,9 +234,9 @@ def test_where_the_first_batch_is_refused_no_other_takes_another_engine() -> Non
     """Workers and resumed runs are told the engine of the first batch; all must end in the same bits."""
     prepared = qtrace.prepare(qtrace.trace(Chain(3, 3), _X))
     pairs = list(enumerate([images(4, 3, 24, 20), *(images(4, 3, 16, 16, seed=i) for i in (1, 2, 3))]))
-    once = collect(prepared, pairs, Options(batches=4))
-    begun = collect(prepared, pairs[:1], Options(batches=4))
-    resumed = collect(prepared, pairs[1:], Options(begun.chosen), start=begun.statistics)
+    once = collect(prepared, pairs, CollectOptions(batches=4))
+    begun = collect(prepared, pairs[:1], CollectOptions(batches=4))
+    resumed = collect(prepared, pairs[1:], CollectOptions(begun.chosen), start=begun.statistics)
     assert once.chosen == begun.chosen == resumed.chosen
     assert once.chosen.name == "megengine"
     assert once.statistics.observers.keys() == resumed.statistics.observers.keys()

@@ -11,7 +11,7 @@ import pytest
 import qtrace
 from qtrace.calibration.executors import Ray
 from qtrace.calibration.jobs import Source
-from qtrace.calibration.running import Settings, collect_all
+from qtrace.calibration.running import RunSettings, collect_all
 from qtrace.errors import ConfigError
 from qtrace.observers.base import to_dict
 from tests.nets import Chain, images
@@ -30,7 +30,7 @@ def test_a_local_cluster_gives_the_same(tmp_path: Path) -> None:
     for number, ray in enumerate((None, "")):
         folder = tmp_path / str(number)
         folder.mkdir()
-        settings = Settings("megengine", workers=2 if ray == "" else 1, ray=ray)
+        settings = RunSettings("megengine", workers=2 if ray == "" else 1, ray=ray)
         statistics = collect_all(prepared, data.open(), data, folder, settings).collected.statistics
         assert sorted(statistics.batches) == [0, 1, 2, 3, 4]
         states.append({name: to_dict(observer) for name, observer in statistics.observers.items()})

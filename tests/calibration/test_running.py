@@ -16,10 +16,10 @@ import pytest
 
 import qtrace
 from qtrace.calibration import executors, running
-from qtrace.calibration.checkpoint import Cadence, Parts, fingerprint, kept
+from qtrace.calibration.checkpoint import Cadence, Parts, fingerprint, has_parts
 from qtrace.calibration.executors import Processes, run_elsewhere
-from qtrace.calibration.jobs import Job, Source, run_job
-from qtrace.calibration.running import Result, Settings, collect_all
+from qtrace.calibration.jobs import Source, WorkerJob, run_job
+from qtrace.calibration.running import Result, RunSettings, collect_all
 from qtrace.errors import CalibrationError, DataError, QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.observers.base import to_dict
@@ -45,7 +45,7 @@ def data(tmp_path: Path) -> Source:
 
 def _collect(prepared: TracedModule, data: Source, folder: Path, **settings: Any) -> Result:
     folder.mkdir(exist_ok=True)
-    return collect_all(prepared, data.open(), data, folder, Settings(**{"seconds": None, **settings}))
+    return collect_all(prepared, data.open(), data, folder, RunSettings(**{"seconds": None, **settings}))
 
 
 def _state(result: Result) -> Any:
@@ -57,7 +57,7 @@ def _state(result: Result) -> Any:
 class InThisProcess:
     """Runs jobs one after the other, in any order."""
 
-    def __init__(self, order: Callable[[list[Job]], list[Job]]) -> None:
+    def __init__(self, order: Callable[[list[WorkerJob]], list[WorkerJob]]) -> None:
         self.order = order
 
     def __enter__(self) -> InThisProcess:
@@ -66,12 +66,12 @@ class InThisProcess:
     def __exit__(self, *error: Any) -> None:
         pass
 
-    def run(self, jobs: Sequence[Job], told: Callable[[int], None]) -> None:
+    def run(self, jobs: Sequence[WorkerJob], told: Callable[[int], None]) -> None:
         for job in self.order(list(jobs)):
-            run_job(Job.from_json(job.to_json()), told)
+            run_job(WorkerJob.from_json(job.to_json()), told)
 
 
-def _shuffled(jobs: list[Job]) -> list[Job]:
+def _shuffled(jobs: list[WorkerJob]) -> list[WorkerJob]:
     return random.Random(len(jobs)).sample(jobs, len(jobs))
 
 
@@ -100,7 +100,7 @@ def test_what_a_cluster_gives_back_is_the_part(prepared: TracedModule, data: Sou
     model = tmp_path / "prepared.mge"
     qtrace.save(prepared, model)
     chosen = running.Chosen("megengine", "as asked")
-    job = Job("elsewhere", (), data, 0, 1, (), chosen, None, str(tmp_path / "a.part.npz"), "id")
+    job = WorkerJob("elsewhere", (), data, 0, 1, (), chosen, None, str(tmp_path / "a.part.npz"), "id")
     content, numbers, problem = run_elsewhere(job.to_json(), model.read_bytes())
     assert (numbers, problem) == (list(range(_BATCHES)), None)
     Path(job.part).write_bytes(content)
@@ -137,8 +137,8 @@ def test_what_was_seen_is_kept_and_a_resumed_run_ends_the_same(
     folder = tmp_path / "stopped"
     folder.mkdir()
     with pytest.raises(type(error)):
-        collect_all(prepared, Failing(data, 4, error), data, folder, Settings(seconds=None))  # type: ignore[arg-type]
-    assert kept(folder)
+        collect_all(prepared, Failing(data, 4, error), data, folder, RunSettings(seconds=None))  # type: ignore[arg-type]
+    assert has_parts(folder)
     result = _collect(prepared, data, folder)
     assert result.resumed == 4
     assert _state(result) == alone
@@ -152,7 +152,7 @@ def test_workers_go_on_where_one_process_stopped(
     folder.mkdir()
     source: Any = Failing(data, 3, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        collect_all(prepared, source, data, folder, Settings(seconds=None))
+        collect_all(prepared, source, data, folder, RunSettings(seconds=None))
     monkeypatch.setattr(running, "_executor", lambda settings: InThisProcess(_shuffled))
     result = _collect(prepared, data, folder, workers=3)
     assert (result.resumed, _state(result)) == (3, alone)
@@ -248,7 +248,7 @@ def test_a_worker_that_fails_is_told_and_what_it_saw_is_kept(prepared: TracedMod
 def test_a_worker_that_dies_is_told(prepared: TracedModule, data: Source, tmp_path: Path) -> None:
     with Processes(1) as executor:
         executor._workers[0].kill()
-        job = Job("m", (), data, 0, 1, (), running.Chosen("megengine", ""), None, "p", "i")
+        job = WorkerJob("m", (), data, 0, 1, (), running.Chosen("megengine", ""), None, "p", "i")
         with pytest.raises(QtraceError, match="worker 0 was ended by signal 9 after 0 batches"):
             executor.run([job], lambda number: None)
 

@@ -217,7 +217,7 @@ def test_a_run_that_diverged_resumes_to_the_same_bits(
     first, second = _prepared(8), _prepared(8)
     whole = qtrace.finetune(first, _data(), settings, progress=False)
     assert whole.retreats
-    step = _running.Run._step
+    step = _running.TuningRun._step
 
     def stops(self: Any, number: int) -> None:
         if number == 15:
@@ -226,7 +226,7 @@ def test_a_run_that_diverged_resumes_to_the_same_bits(
 
     file = tmp_path / "state.npz"
     with monkeypatch.context() as patched:
-        patched.setattr(_running.Run, "_step", stops)
+        patched.setattr(_running.TuningRun, "_step", stops)
         with pytest.raises(KeyboardInterrupt):
             qtrace.finetune(second, _data(), settings, checkpoint=file, progress=False)
     resumed = qtrace.finetune(second, _data(), settings, checkpoint=file, resume=True, progress=False)
@@ -240,27 +240,27 @@ def test_time_is_estimated_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "qtrace")
-    step = _running.Run._step
+    step = _running.TuningRun._step
 
     def looks(self: Any, number: int) -> None:
         assert "steps of" in caplog.text
         step(self, number)
 
-    monkeypatch.setattr(_running.Run, "_step", looks)
+    monkeypatch.setattr(_running.TuningRun, "_step", looks)
     qtrace.finetune(_prepared(), _data(), Settings(steps=6, jit=False), progress=False)
-    assert re.search(r"finetune: about \d+ s: 6 steps of \S+ s and 2 evaluations of", caplog.text)
+    assert re.search(r"finetune: about \d+ s: 6 steps of \S+ s and 3 evaluations of", caplog.text)
 
 
 def test_minutes_bound_the_steps(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     monkeypatch.setattr("qtrace.finetuning._pacing.time.monotonic", lambda: now[0])
-    gradients = _running.Run._gradients
+    gradients = _running.TuningRun._gradients
 
     def slow(self: Any, leaves: Any) -> Any:
         now[0] += 6.0
         return gradients(self, leaves)
 
-    monkeypatch.setattr(_running.Run, "_gradients", slow)
+    monkeypatch.setattr(_running.TuningRun, "_gradients", slow)
     settings = Settings(steps=50, jit=False, max_minutes=1.0)
     report = qtrace.finetune(_prepared(), _data(), settings, progress=False)
     assert len(report.loss) == 9  # the first of ten that fit told how long they take
@@ -271,14 +271,57 @@ def test_minutes_bound_the_steps(monkeypatch: pytest.MonkeyPatch, caplog: pytest
         now[0] += 6.0 * (1 + len(self.curves))
         return gradients(self, leaves)
 
-    monkeypatch.setattr(_running.Run, "_gradients", slower)
+    monkeypatch.setattr(_running.TuningRun, "_gradients", slower)
     late = qtrace.finetune(_prepared(), _data(), settings, progress=False)
     assert 0 < len(late.loss) < 9
-    assert late.stopped.startswith("max_minutes (1) had passed after step ")
+    assert late.stopped.startswith("max_minutes (1) leaves no time for another step")
     assert late.evaluations[-1].step == len(late.loss)
     assert "ended after step" in late.table()
     with pytest.raises(ConfigError, match="max_minutes is 0"):
         Settings(max_minutes=0)
+
+
+def test_minutes_cover_the_data_and_the_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, seconds = [0.0], {"step": 1.0, "evaluation": 10.0}
+    monkeypatch.setattr("qtrace.finetuning._pacing.time.monotonic", lambda: now[0])
+    gradients, evaluate = _running.TuningRun._gradients, _running.evaluate
+
+    def slow_gradients(self: Any, batch: Any) -> Any:
+        now[0] += seconds["step"]
+        return gradients(self, batch)
+
+    def slow_evaluate(*arguments: Any) -> Any:
+        now[0] += seconds["evaluation"]
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(_running.TuningRun, "_gradients", slow_gradients)
+    monkeypatch.setattr(_running, "evaluate", slow_evaluate)
+    settings = Settings(steps=50, jit=False, max_minutes=1.0)
+    report = qtrace.finetune(_prepared(), _data(), settings, progress=False)
+    # 11 s for the first evaluation and the timed step; then 10 steps, 2 evaluations and one for the report.
+    assert len(report.loss) == 10
+    assert report.seconds <= 60.0
+
+    plan = _running.TuningRun._plan
+
+    def slower_machine(self: Any) -> None:
+        plan(self)
+        seconds["evaluation"] = 20.0
+
+    now[0] = 0.0
+    monkeypatch.setattr(_running.TuningRun, "_plan", slower_machine)
+    late = qtrace.finetune(_prepared(), _data(), settings, progress=False)
+    assert 0 < len(late.loss) < 10
+    assert late.seconds <= 60.0
+    assert late.stopped == "max_minutes (1) leaves no time for another step"
+
+    class SlowData:
+        def __iter__(self) -> Any:
+            now[0] += 50.0
+            return iter(_data())
+
+    late = qtrace.finetune(_prepared(), SlowData(), settings, progress=False)
+    assert len(late.loss) == 1
 
 
 def test_parameters_without_values_neither_learn_nor_warn() -> None:

@@ -15,9 +15,9 @@ import pytest
 import qtrace
 from qtrace.errors import CalibrationError, ConfigError, GraphError, TrainingError
 from qtrace.finetuning import Settings, _running, _twins
-from qtrace.finetuning._data import held_back, read
+from qtrace.finetuning._data import hold_back, read
 from qtrace.finetuning._units import size_of
-from qtrace.finetuning._watching import Watched
+from qtrace.finetuning._watching import MovingTensors
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.record import fake_quants, followers, graph_hash, read_record, write_record
 from tests.nets import net
@@ -147,7 +147,7 @@ def test_interrupted_run_resumes_to_the_same_bits(
     first, second = _prepared(traced, config), _prepared(traced, config)
     before = graph_hash(second)
     whole = qtrace.finetune(first, _data(), settings, progress=False)
-    step = _running.Run._step
+    step = _running.TuningRun._step
 
     def stops(self: Any, number: int) -> None:
         if number == 3:
@@ -156,7 +156,7 @@ def test_interrupted_run_resumes_to_the_same_bits(
 
     file = tmp_path / "state.npz"
     with monkeypatch.context() as patched:
-        patched.setattr(_running.Run, "_step", stops)
+        patched.setattr(_running.TuningRun, "_step", stops)
         with pytest.raises(_Stopped):
             qtrace.finetune(second, _data(), settings, checkpoint=file, progress=False)
     assert graph_hash(second) == before
@@ -185,7 +185,7 @@ def test_loss_that_is_not_finite_stops_with_its_site_and_restores(monkeypatch: p
     module.a.bias._reset(type(module.a.bias)(np.full((1, 2, 1, 1), 5.0, np.float32)))
     prepared = _prepared(qtrace.trace(module, _data(1)[0], check=False))
     before = graph_hash(prepared)
-    step = _running.Run._step
+    step = _running.TuningRun._step
 
     def spoils(self: Any, number: int) -> None:
         if number == 2:  # as a rate that is too high would
@@ -193,8 +193,8 @@ def test_loss_that_is_not_finite_stops_with_its_site_and_restores(monkeypatch: p
             bias._reset(type(bias)(-bias.numpy()))
         step(self, number)
 
-    monkeypatch.setattr(_running.Run, "_step", spoils)
-    told = r"the loss is nan in step 3: .* quantized graph that is not finite is log_out; the model is left"
+    monkeypatch.setattr(_running.TuningRun, "_step", spoils)
+    told = r"the loss is nan in step 3: .* quantized graph that is not finite is log_out. The model is left"
     with pytest.raises(TrainingError, match=told):
         qtrace.finetune(prepared, _data(), FEW, progress=False)
     assert graph_hash(prepared) == before
@@ -334,7 +334,7 @@ def test_each_epoch_shows_every_sample_once(traced: TracedModule) -> None:
     drawn = np.concatenate([samples.draw(step, 4, 0).leaves[0][:, 0, 0, 0] for step in range(5)])
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == sorted({*range(5), *range(10, 15)})
     assert list(drawn[:10]) != list(drawn[10:])
-    learned, unseen = held_back(samples, 0.25, 0)
+    learned, unseen = hold_back(samples, 0.25, 0)
     assert unseen is not None
     assert (learned.count, unseen.count) == (7, 3)
     assert not {*learned.batches[0].leaves[0][:, 0, 0, 0]} & {*unseen.batches[0].leaves[0][:, 0, 0, 0]}
@@ -348,7 +348,7 @@ def test_memory_bounds_the_data(traced: TracedModule) -> None:
 
 def test_drift_is_the_relative_change_of_the_average() -> None:
     tensor = qtrace_tensor(np.array([2.0, 4.0], np.float32))
-    watched = Watched("x", "range", [tensor], [np.array([2.0, 4.0], np.float32)], 0.02)
+    watched = MovingTensors("x", "range", [tensor], [np.array([2.0, 4.0], np.float32)], 0.02)
     assert not watched.check(1, 10)
     tensor._reset(qtrace_tensor(np.array([3.0, 6.0], np.float32)))
     watched.move(0.5)

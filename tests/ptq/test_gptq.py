@@ -56,7 +56,7 @@ def _written_out(weight: np.ndarray, hessian: np.ndarray, qparams: QParams, damp
 
 @pytest.mark.parametrize("block", [3, 128])
 def test_it_is_optimal_brain_surgeon(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(second_order, "_BLOCK", block)
+    monkeypatch.setattr(second_order, "_BLOCK_COLUMNS", block)
     for seed in range(5):
         case = _case(4, 10, seed)
         np.testing.assert_allclose(_run(*case), _written_out(*case, damp=0.01), atol=1e-6)
@@ -65,7 +65,7 @@ def test_it_is_optimal_brain_surgeon(monkeypatch: pytest.MonkeyPatch, block: int
 def test_wide_layers_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, hessian, qparams = _case(4, 10)
     alone = [_run(weight[:, p], hessian[p, p], qparams) for p in (slice(0, 6), slice(6, 10))]
-    monkeypatch.setattr(second_order, "JOINT", 6)
+    monkeypatch.setattr(second_order, "MAX_JOINT_INPUTS", 6)
     np.testing.assert_array_equal(_run(weight, hessian, qparams), np.concatenate(alone, axis=1))
 
 
@@ -130,7 +130,7 @@ def test_places_are_spread_over_the_map(monkeypatch: pytest.MonkeyPatch) -> None
     (found,) = moments(x, want, call, weight, places=4)
     kept = x.reshape(3, 2, 16)[:, :, ::4].astype(np.float64)
     np.testing.assert_allclose(found.square[0], np.einsum("ncp,ndp->cd", kept, kept), rtol=1e-5)
-    monkeypatch.setattr(second_order, "_ROWS", 5)  # the samples one by one
+    monkeypatch.setattr(second_order, "_PRODUCT_ROWS", 5)  # the samples one by one
     (again,) = moments(x, want, call, weight, places=4)
     np.testing.assert_allclose(again.square, found.square, rtol=1e-5)
 
@@ -140,7 +140,7 @@ def test_parts_of_a_wide_layer_have_moments_of_their_own(monkeypatch: pytest.Mon
     x = np.random.RandomState(0).randn(2, 4, 7).astype(np.float32)
     prepared = qtrace.prepare(qtrace.trace(linear, x, check=False), {"backend": "generic"})
     call = next(c for e in exprs(prepared) if (c := ops.read(e)) is not None and c.kind == "linear")
-    monkeypatch.setattr(second_order, "JOINT", 4)
+    monkeypatch.setattr(second_order, "MAX_JOINT_INPUTS", 4)
     found = moments(x, np.zeros((2, 4, 3), np.float32), call, linear.weight.numpy(), places=1)
     whole = x.reshape(-1, 7).T @ x.reshape(-1, 7)
     assert [m.cross.shape for m in found] == [(1, 4, 0), (1, 3, 0)]

@@ -16,7 +16,7 @@ from qtrace.fakequant.following.bias import BIAS_LIMIT
 from qtrace.graph.interpreter import Interpreter
 from qtrace.preparation.record import read_record
 from qtrace.ptq.layers.biases import move_bias
-from qtrace.ptq.layers.quantized import Layer, layers
+from qtrace.ptq.layers.quantized import QuantizedLayer, quantized_layers
 from tests.nets import images, left_lines, net
 
 BATCHES = [images(8, 4, 16, 16, seed=s) for s in range(2)]
@@ -77,7 +77,7 @@ def _values(model: Any, phase: str, names: list[str], batches: Any) -> dict[str,
     return {n: np.concatenate(v).swapaxes(0, 1).reshape(v[0].shape[1], -1) for n, v in found.items()}
 
 
-def _steps(layer: Layer) -> list[np.ndarray]:
+def _steps(layer: QuantizedLayer) -> list[np.ndarray]:
     """What each call of a layer rounds its bias to multiples of, (channels,)."""
     found = []
     for call in layer.calls:
@@ -101,7 +101,7 @@ def _noise(module: M.Module, model: Any) -> float:
 def test_no_channel_has_a_mean_error_over_all_levels(ptq: tuple[Any, ...], bias: bool) -> None:
     module = _pyramid(bias)
     plain, found = _prepared(module), _prepared(module, *ptq)
-    worked_on = layers(found, shared=True)[0]
+    worked_on = quantized_layers(found, shared=True)[0]
     calls = {layer.weight: [c.out.name for c in layer.calls] for layer in worked_on}
     assert [len(names) for names in calls.values()] == [1, 1, 3, 3, 3]
     everything = [name for names in calls.values() for name in names]
@@ -125,7 +125,7 @@ def test_other_data_have_less_noise_than_if_shared_layers_were_left(
 ) -> None:
     module = _pyramid()
     found = _noise(module, _prepared(module, ptq))
-    monkeypatch.setattr(f"qtrace.ptq.{name}.layers", lambda model, shared: layers(model))
+    monkeypatch.setattr(f"qtrace.ptq.{name}.layers", lambda model, shared: quantized_layers(model))
     left = _prepared(module, ptq)
     assert sum("is shared with another call" in line for line in left_lines(read_record(left).ptq[0])) == 9
     assert found < 0.9 * _noise(module, left)
@@ -147,7 +147,9 @@ def test_two_calls_are_one_call_on_their_inputs_joined(ptq: tuple[Any, ...], kin
 
     shared = _prepared(net(twice, layer=layer), *ptq, batches=pairs)
     single = _prepared(net(lambda self, x: self.layer(F.relu(x)), layer=layer), *ptq, batches=pairs)
-    calls = [len(found.calls) for model in (shared, single) for found in layers(model, shared=True)[0]]
+    calls = [
+        len(found.calls) for model in (shared, single) for found in quantized_layers(model, shared=True)[0]
+    ]
     assert calls == [2, 1]
     assert read_record(single).ptq[0]["changed"]
     for name in ("weight", "bias"):
@@ -224,7 +226,7 @@ def test_other_algorithms_leave_what_is_shared() -> None:
 
 def test_a_bias_fits_into_the_smallest_accumulator() -> None:
     found = _prepared(_pyramid())
-    layer = next(n for n in layers(found, shared=True)[0] if n.weight == "conv2.weight")
+    layer = next(n for n in quantized_layers(found, shared=True)[0] if n.weight == "conv2.weight")
     scales = _steps(layer)
     assert len({float(scale[0]) for scale in scales}) == 3
     move_bias(found, layer, np.full(6, 1e12))

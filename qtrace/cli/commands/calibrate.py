@@ -114,13 +114,13 @@ def _collect(
     console: Console,
     how: dict[str, Any],
 ) -> Result:
-    """Collects the statistics; ``where`` and ``how`` are fields of `Source` and `Settings`."""
+    """Collects the statistics; ``where`` and ``how`` are fields of `Source` and `RunSettings`."""
     from qtrace.calibration.jobs import Source
-    from qtrace.calibration.running import Settings, collect_all
+    from qtrace.calibration.running import RunSettings, collect_all
     from qtrace.preparation.model import QuantizedModel
 
     preprocess = QuantizedModel(prepared).record.qconfig.get("preprocess")
-    settings = Settings(progress=console.progress, **how)
+    settings = RunSettings(progress=console.progress, **how)
     return collect_all(
         prepared, source, Source(preprocess=preprocess, **where), folder, settings, console.note
     )

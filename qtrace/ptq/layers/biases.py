@@ -1,4 +1,4 @@
-"""Biases of layers: those that are missing, and moves that fit into an accumulator."""
+"""Biases of layers: adds missing ones, and moves them within the range of the int32 accumulator."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from qtrace.graph.types import GetAttr, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner, users
 from qtrace.ops import OpCall
 from qtrace.preparation.passes.fuse_bn import bias_shape, free_bias
-from qtrace.ptq.layers.quantized import LAYERS, Layer, by_weight, write
+from qtrace.ptq.layers.quantized import LAYERS, QuantizedLayer, calls_by_weight, write
 
 __all__ = ["add_biases", "move_bias"]
 
 
 def add_biases(model: TracedModule) -> None:
-    """Gives layers without a bias one of zeros, but those that a BatchNorm follows, in the float stage."""
+    """Gives layers without a bias a bias of zeros, unless a BatchNorm follows; used in the float stage."""
     with GraphEditor(model) as editor:
-        for calls in by_weight(model):
+        for calls in calls_by_weight(model):
             source = calls[0].weight.expr if calls[0].weight is not None else None
             if not isinstance(source, GetAttr) or not _can_have_bias(model, calls):
                 continue
@@ -34,12 +34,12 @@ def add_biases(model: TracedModule) -> None:
 
 
 def _can_have_bias(model: TracedModule, calls: list[OpCall]) -> bool:
-    """Whether the calls that share a weight lack a bias that could be corrected."""
+    """Whether the calls that share a weight have no bias and can get one."""
     for call in calls:
         if call.kind != calls[0].kind or call.kind not in LAYERS or call.bias is not None:
             return False
-        follower = [ops.read(u) for u in users(call.out)]
-        if any(f is not None and f.kind == "batch_norm" for f in follower):
+        followers = [ops.read(u) for u in users(call.out)]
+        if any(f is not None and f.kind == "batch_norm" for f in followers):
             return False
     group = [call.expr for call in calls]
     if set(users(calls[0].weight)) != set(group):
@@ -47,8 +47,8 @@ def _can_have_bias(model: TracedModule, calls: list[OpCall]) -> bool:
     return len(group) == 1 or order_together(exprs(model), [group]) is not None
 
 
-def move_bias(model: TracedModule, layer: Layer, shift: np.ndarray) -> float:
-    """Adds ``shift`` (one number a channel) to the bias of ``layer``; returns the largest change."""
+def move_bias(model: TracedModule, layer: QuantizedLayer, shift: np.ndarray) -> float:
+    """Adds ``shift`` (C,) to the bias of ``layer``; returns the largest change."""
     assert layer.bias is not None
     old = get_module(model, layer.bias).numpy().astype(np.float64).reshape(-1)
     new = _within_int32(layer, old + shift)
@@ -56,8 +56,8 @@ def move_bias(model: TracedModule, layer: Layer, shift: np.ndarray) -> float:
     return float(np.abs(new - old).max())
 
 
-def _within_int32(layer: Layer, bias: np.ndarray) -> np.ndarray:
-    """``bias`` as far as it fits into the int32 of every accumulator: a dead channel's scale may be tiny."""
+def _within_int32(layer: QuantizedLayer, bias: np.ndarray) -> np.ndarray:
+    """Clips ``bias`` to the int32 accumulators of all calls, since a dead channel's scale may be tiny."""
     for call in layer.calls:
         assert call.bias is not None
         source = call.bias.expr

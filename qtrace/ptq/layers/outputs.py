@@ -1,7 +1,7 @@
-"""The error of a model's outputs before and after an algorithm: what the algorithm is run for.
+"""The error of a model's outputs before and after an algorithm.
 
-The errors of single sites do not tell it. Where a layer's weights have one scale, for instance, rounding may
-erase a channel of small weights that the next layer enlarges, and hardly change the ratio of all weights.
+The errors of single sites do not show it. If a layer's weights have one scale, for instance, rounding may
+erase a channel of small weights that the next layer enlarges, and hardly change the SQNR of all weights.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from qtrace.ptq.layers.scaling import rounded_weight
 
 __all__ = ["CalibrationOutputs", "RandomOutputs", "output_errors"]
 
-_MOST_SAMPLES = 8
-# What MegEngine and the interpreter raise for inputs that a graph does not take.
+_MAX_SAMPLES = 8
+# The errors of MegEngine and the interpreter for inputs that a graph does not accept.
 _REFUSALS = (QtraceError, AssertionError, TypeError, RuntimeError, ValueError)
 
 Ratios = Mapping[str, float | None]
 
 
 class _Outputs(Interpreter):
-    """Keeps the float outputs of a graph, and may change the values of nodes on the way.
+    """Computes the float outputs of a graph, with the values of some nodes changed.
 
     Args:
         model: the graph.
-        change: node name -> what its value is replaced by.
+        change: node name -> the function that changes its value.
     """
 
     def __init__(
@@ -46,26 +46,26 @@ class _Outputs(Interpreter):
         self.change = change or {}
 
     def on_node(self, node: Node, value: Any) -> Any:
-        """Replaces the value of a node that is to be changed."""
+        """Replaces the value of a changed node."""
         change = self.change.get(node.name)
         return value if change is None else Tensor(change(value.numpy()).astype(np.float32))
 
     def compute(self, inputs: list[Tensor]) -> list[np.ndarray]:
-        """The outputs, in the order of the graph's, for the values of its inputs."""
+        """Computes the outputs for the values of the graph's inputs, in graph order."""
         graph = self.traced.graph
         values = self._execute(graph, [self.traced, *inputs], None)
         return [values[node].numpy() for node in graph.outputs]
 
 
 class RandomOutputs:
-    """The ratio of each output to the error that rounding the weights makes of it, on random inputs.
+    """The SQNR of each output under rounded weights, on random inputs.
 
-    There are no data in ``prepare``: the inputs are normally distributed, of the traced shapes. Activations
-    are not rounded.
+    ``prepare`` has no data: the inputs are normally distributed and have the traced shapes. Activations are
+    not rounded.
 
     Args:
         model: a flat, expanded float graph.
-        sites: weight node -> how it is quantized.
+        sites: weight node -> its site.
     """
 
     measured = "random inputs, with rounded weights and float activations"
@@ -74,13 +74,13 @@ class RandomOutputs:
         self.model, self.sites = model, sites
 
     def ratios(self) -> Ratios:
-        """Output -> its ratio in dB, None without an error; empty where the graph takes no random inputs."""
+        """Returns output -> SQNR in dB, None without an error; empty if the graph refuses random inputs."""
         rng, inputs = np.random.default_rng(0), []
         for node in self.model.graph.inputs:
             if isinstance(node, TensorNode):
-                kind = np.dtype(node.dtype)
-                value = rng.normal(size=node.shape) if kind.kind == "f" else np.zeros(node.shape)
-                inputs.append(Tensor(value.astype(kind)))
+                dtype = np.dtype(node.dtype)
+                value = rng.normal(size=node.shape) if dtype.kind == "f" else np.zeros(node.shape)
+                inputs.append(Tensor(value.astype(dtype)))
         changes = {name: _rounding(site) for name, site in self.sites.items()}
         with evaluating(self.model):
             try:
@@ -98,7 +98,7 @@ def _rounding(site: Site) -> Callable[[np.ndarray], np.ndarray]:
 
 
 class CalibrationOutputs:
-    """The ratio of each output to its whole quantization error, on a few samples of the calibration data.
+    """The SQNR of each output of the quantized graph, on up to 8 samples of the calibration data.
 
     Args:
         model: the calibrated graph, in the phase ``quantize`` and in eval mode.
@@ -107,8 +107,8 @@ class CalibrationOutputs:
     """
 
     def __init__(self, model: QuantizedModel, reference: TracedModule, batches: Batches) -> None:
-        arguments = next(iter(batches.spread(_MOST_SAMPLES)))
-        arguments = first_samples(arguments, _MOST_SAMPLES) or arguments
+        arguments = next(iter(batches.spread(_MAX_SAMPLES)))
+        arguments = first_samples(arguments, _MAX_SAMPLES) or arguments
         self.model = model.module
         self.inputs = Interpreter(self.model).bind(*arguments)[1][1:]
         self.exact = _Outputs(reference).compute(self.inputs)
@@ -118,7 +118,7 @@ class CalibrationOutputs:
         self.measured = f"{count} sample{'' if count == 1 else 's'} of the calibration data"
 
     def ratios(self) -> Ratios:
-        """Output -> its ratio in dB, None without an error."""
+        """Returns output -> SQNR in dB, None without an error."""
         return _ratios(self.names, self.exact, _Outputs(self.model).compute(self.inputs))
 
 
@@ -128,7 +128,7 @@ def _ratios(names: list[str], exact: list[np.ndarray], rounded: list[np.ndarray]
 
 
 def output_errors(before: Ratios, after: Ratios) -> tuple[SiteNoise, ...]:
-    """The ratios of all outputs that both have; those of a graph without names in common, in order."""
-    if set(before) != set(after) and len(before) == len(after):  # an op that gives an output was replaced
+    """Pairs the SQNRs of the outputs by name; by order if an output was renamed."""
+    if set(before) != set(after) and len(before) == len(after):  # the op of an output was replaced
         before = dict(zip(after, before.values(), strict=True))
     return tuple(SiteNoise(name, before[name], after[name]) for name in after if name in before)

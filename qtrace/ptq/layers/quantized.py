@@ -1,4 +1,4 @@
-"""The quantized layers of a prepared graph: how each is read, and where its parameters lie."""
+"""The quantized layers of a prepared graph: their calls, parameters and outputs in both graphs."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from qtrace.ptq.base import CalibratedTask, Left
 __all__ = [
     "KEPT_NORM",
     "LAYERS",
-    "Layer",
-    "Twins",
-    "by_weight",
-    "layers",
+    "LayerTwins",
+    "QuantizedLayer",
+    "calls_by_weight",
     "mean_error",
     "per_channel",
+    "quantized_layers",
     "write",
 ]
 
-# Why a layer is left whose BatchNorm is not folded.
+# The reason for leaving a layer whose BatchNorm is not folded.
 KEPT_NORM = "its BatchNorm is kept in training; fuse_bn in ptq folds it"
 
-# The layers whose outputs algorithms look at, with the axis of the output that counts channels.
+# Kind of a layer -> the axis of its output that counts channels.
 LAYERS = {"conv1d": 1, "conv2d": 1, "conv_transpose2d": 1, "linear": -1}
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A layer that computes with a quantized weight of its own, in one call or several.
+class QuantizedLayer:
+    """A layer with a quantized weight that no other layer shares, called once or several times.
 
     Attributes:
         name: the name of the output of its first call.
-        calls: how each is read, in graph order.
+        calls: the calls of the layer, in graph order.
         quant: the fake quant of its weight.
         weight: the path of its float weight.
-        bias: the path of its float bias; None when it has none.
+        bias: the path of its float bias; None without a bias.
         axis: the axis of the output that counts channels.
     """
 
@@ -67,72 +67,74 @@ class Layer:
 
     @property
     def title(self) -> str:
-        """What a report calls it."""
+        """The name of the layer in a report."""
         return self.name + (f" and {len(self.calls) - 1} more calls" if len(self.calls) > 1 else "")
 
 
-def by_weight(model: TracedModule) -> list[list[OpCall]]:
-    """The calls that read one weight, for each weight; all in graph order."""
-    found: dict[Node, list[OpCall]] = {}
+def calls_by_weight(model: TracedModule) -> list[list[OpCall]]:
+    """Groups the calls of a graph by their weight; in graph order."""
+    calls: dict[Node, list[OpCall]] = {}
     for expr in exprs(model):
         call = ops.read(expr)
         if call is not None and call.weight is not None:
-            found.setdefault(call.weight, []).append(call)
-    return list(found.values())
+            calls.setdefault(call.weight, []).append(call)
+    return list(calls.values())
 
 
-def layers(model: TracedModule, shared: bool = False) -> tuple[list[Layer], list[Left]]:
-    """The quantized layers, and the calls that cannot be worked on with the reason.
+def quantized_layers(model: TracedModule, shared: bool = False) -> tuple[list[QuantizedLayer], list[Left]]:
+    """Collects the quantized layers, and the calls that no algorithm can change, with the reason.
 
     Args:
         model: a prepared graph.
-        shared: whether layers that are called several times are wanted, too.
+        shared: whether to include layers that are called several times.
 
     Returns:
-        The layers in graph order, or, where they are called several times, in the order of a graph in which
-        these calls stand together, which is how `Twins` goes through them.
+        The layers in the order in which `LayerTwins` computes them: the calls of one layer are neighbours.
     """
     folds = [e for e in exprs(model) if isinstance(owner(e), BnFold)]
     left = [Left(e.outputs[0].name, KEPT_NORM) for e in folds]
-    found: list[Layer] = []
-    for calls in by_weight(model):
+    candidates: list[QuantizedLayer] = []
+    for calls in calls_by_weight(model):
         weight = calls[0].weight
         if weight is None or not isinstance(owner(weight.expr), FakeQuant):
             continue
-        for some in [calls] if shared else [[call] for call in calls]:
-            layer = _layer(some)
-            if isinstance(layer, Layer):
-                found.append(layer)
+        for group in [calls] if shared else [[call] for call in calls]:
+            layer = _layer(group)
+            if isinstance(layer, QuantizedLayer):
+                candidates.append(layer)
             else:
-                left += [Left(call.out.name, layer) for call in some]
-    kept, apart = _side_by_side(model, found)
-    for layer in apart:
+                left += [Left(call.out.name, layer) for call in group]
+    ordered, blocked = _order_layers(model, candidates)
+    for layer in blocked:
         reason = f"its weight {layer.weight} is shared by calls that have to wait for each other"
         left += [Left(call.out.name, reason) for call in layer.calls]
-    return kept, left
+    return ordered, left
 
 
-def _side_by_side(model: TracedModule, found: list[Layer]) -> tuple[list[Layer], list[Layer]]:
-    """The layers whose calls can stand together, in that order, and the others."""
-    steps, kept, apart = exprs(model), found, list[Layer]()
-    order = order_together(steps, _groups(kept))
-    if order is None:  # one by one
-        order, kept = steps, []
-        for layer in found:
-            longer = order_together(steps, _groups([*kept, layer])) if len(layer.calls) > 1 else order
-            (apart if longer is None else kept).append(layer)
-            order = longer or order
-    place = {expr: i for i, expr in enumerate(order)}
-    return sorted(kept, key=lambda layer: place[layer.call.expr]), apart
+def _order_layers(
+    model: TracedModule, candidates: list[QuantizedLayer]
+) -> tuple[list[QuantizedLayer], list[QuantizedLayer]]:
+    """Orders the layers so that the calls of each are neighbours; returns those that cannot be, too."""
+    steps, ordered, blocked = exprs(model), candidates, list[QuantizedLayer]()
+    order = order_together(steps, _call_groups(ordered))
+    if order is None:  # try each layer in turn
+        order, ordered = steps, []
+        for layer in candidates:
+            groups = _call_groups([*ordered, layer])
+            extended = order_together(steps, groups) if len(layer.calls) > 1 else order
+            (blocked if extended is None else ordered).append(layer)
+            order = extended or order
+    position = {expr: i for i, expr in enumerate(order)}
+    return sorted(ordered, key=lambda layer: position[layer.call.expr]), blocked
 
 
-def _groups(layers: Iterable[Layer]) -> list[list[Expr]]:
-    """What is to stand together."""
+def _call_groups(layers: Iterable[QuantizedLayer]) -> list[list[Expr]]:
+    """Returns the exprs of each layer that is called several times."""
     return [[call.expr for call in layer.calls] for layer in layers if len(layer.calls) > 1]
 
 
-def _layer(calls: list[OpCall]) -> Layer | str:
-    """The layer that these calls are, all that read its weight, or why they are none."""
+def _layer(calls: list[OpCall]) -> QuantizedLayer | str:
+    """Builds the layer of all ``calls`` of a weight, or returns the reason against it."""
     call, *others = calls
     assert call.weight is not None
     if call.kind not in LAYERS or any(other.kind != call.kind for other in others):
@@ -140,88 +142,88 @@ def _layer(calls: list[OpCall]) -> Layer | str:
     raw = call.weight.expr.args[1]
     if not isinstance(raw.expr, GetAttr):
         return "its weight is computed"
-    ours = {c.expr for c in calls}
-    if len(list(users(raw))) > 1 or set(users(call.weight)) != ours:
+    own = {c.expr for c in calls}
+    if len(list(users(raw))) > 1 or set(users(call.weight)) != own:
         return f"its weight {raw.expr.name} is shared with another call"
     bias = _raw_bias(call)
     if any(_raw_bias(other) is not bias for other in others):
         return "its calls have biases of their own"
-    if bias is not None and (not isinstance(bias.expr, GetAttr) or _readers(bias) != ours):
+    if bias is not None and (not isinstance(bias.expr, GetAttr) or _consumers(bias) != own):
         return "its bias is computed or shared with another call"
     path = None if bias is None else bias.expr.name
     quant = owner(call.weight.expr)
     assert isinstance(quant, FakeQuant)
     if quant.transforms:
         return "its fake quant transforms the weight before it rounds"
-    return Layer(call.out.name, tuple(calls), quant, raw.expr.name, path, LAYERS[call.kind])
+    return QuantizedLayer(call.out.name, tuple(calls), quant, raw.expr.name, path, LAYERS[call.kind])
 
 
 def _raw_bias(call: OpCall) -> TensorNode | None:
-    """The bias of a call before it is rounded, which each call does at a scale of its own."""
+    """Returns the bias of a call before it is rounded at the scale of that call."""
     bias = call.bias
     if bias is not None and isinstance(owner(bias.expr), BiasQuant):
         return cast(TensorNode, bias.expr.args[1])
     return bias
 
 
-def _readers(bias: TensorNode) -> set[Expr]:
-    """The exprs that read a bias, rounded or not."""
-    found: set[Expr] = set()
+def _consumers(bias: TensorNode) -> set[Expr]:
+    """Returns the exprs that read a bias, rounded or not."""
+    consumers: set[Expr] = set()
     for user in users(bias):
         rounded = isinstance(owner(user), BiasQuant)
-        found.update(e for e in (users(user.outputs[0]) if rounded else (user,)))
-    return found
+        consumers.update(users(user.outputs[0]) if rounded else (user,))
+    return consumers
 
 
 def write(model: TracedModule, path: str, value: np.ndarray) -> None:
-    """Gives the parameter at ``path`` the values ``value``, in its own shape and in place."""
+    """Sets the parameter at ``path`` to ``value``, in place and in the parameter's shape."""
     tensor = get_module(model, path)
     new = np.ascontiguousarray(value.reshape(tuple(int(n) for n in tensor.shape)), dtype=np.float32)
     tensor._reset(Parameter(new) if isinstance(tensor, Parameter) else Tensor(new))
 
 
 def per_channel(value: np.ndarray, axis: int) -> np.ndarray:
-    """``value`` as (channels, rest)."""
+    """Returns ``value`` as (channels, values of a channel)."""
     return np.moveaxis(value, axis, 0).reshape(value.shape[axis], -1)
 
 
 def mean_error(pairs: Iterable[tuple[np.ndarray, np.ndarray]], axis: int) -> np.ndarray:
-    """What each channel lacks on average; float64 (C,).
+    """Computes the mean of ``reference - value`` in each channel, float64 (C,).
 
     Args:
-        pairs: wanted values, and those that there are.
+        pairs: references and values.
         axis: the axis that counts channels.
     """
     total, count = np.zeros(1), 0
-    for want, have in pairs:
-        rows = per_channel(want.astype(np.float64) - have, axis)
+    for reference, value in pairs:
+        rows = per_channel(reference.astype(np.float64) - value, axis)
         total, count = total + rows.sum(axis=1), count + rows.shape[1]
     return total / count
 
 
-class Twins:
-    """The quantized graph and the float one, stepped through side by side.
+class LayerTwins:
+    """The quantized graph and the float graph, computed side by side, expr by expr.
 
     Args:
-        task: its model and its reference are run on its batches.
-        layers: what to look at; calls of one layer are computed together.
+        task: the model, the reference and the batches to run both on.
+        layers: the layers whose calls are computed together.
     """
 
-    def __init__(self, task: CalibratedTask, layers: Iterable[Layer] = ()) -> None:
+    def __init__(self, task: CalibratedTask, layers: Iterable[QuantizedLayer] = ()) -> None:
         self._twin = {n.name: e for e in exprs(task.reference) for n in e.outputs}
         self._nodes = {n.name: n for n in task.reference.graph.inputs}
         self._nodes.update((n.name, n) for e in self._twin.values() for n in e.outputs)
-        groups = _groups(layers)
+        groups = _call_groups(layers)
         self.quantized = Stepper(task.model, task.batches, groups)
         self.float = Stepper(task.reference, task.batches, [[self.twin(e) for e in g] for g in groups])
         self.count = self.quantized.count
 
     def twin(self, expr: Expr) -> Expr:
-        """The expr of the float graph that gives the tensor of the same name."""
+        """Returns the expr of the float graph whose output has the same name."""
         return self._twin[expr.outputs[0].name]
 
     def node(self, node: TensorNode) -> TensorNode:
-        """The node of the float graph with the same name."""
+        """Returns the node of the float graph with the same name."""
         return self._nodes[node.name]
 
     def advance(self, expr: Expr) -> None:
@@ -229,25 +231,25 @@ class Twins:
         self.quantized.advance(expr)
         self.float.advance(self.twin(expr))
 
-    def fork(self, expr: Expr) -> Twins:
-        """Both graphs just before ``expr``, to be stepped through on their own; this pair goes there, too."""
+    def fork(self, expr: Expr) -> LayerTwins:
+        """Advances to ``expr`` and returns an independent pair of graphs at the same expr."""
         self.advance(expr)
-        found = copy.copy(self)
-        found.quantized, found.float = self.quantized.fork(), self.float.fork()
-        return found
+        twins = copy.copy(self)
+        twins.quantized, twins.float = self.quantized.fork(), self.float.fork()
+        return twins
 
     def outputs(self, expr: Expr) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """For every batch, what ``expr`` gives in the float graph, and in the quantized one."""
+        """Yields the output of ``expr`` in the float and in the quantized graph, for every batch."""
         for batch in range(self.count):
-            want = self.float.outputs(self.twin(expr), batch)[0].numpy()
-            yield want, self.quantized.outputs(expr, batch)[0].numpy()
+            reference = self.float.outputs(self.twin(expr), batch)[0].numpy()
+            yield reference, self.quantized.outputs(expr, batch)[0].numpy()
 
-    def results(self, layer: Layer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The `outputs` of each call of a layer, one call after the other."""
+    def results(self, layer: QuantizedLayer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields the `outputs` of each call of a layer, call by call."""
         for call in layer.calls:
             yield from self.outputs(call.expr)
 
     def read(self, node: TensorNode, batch: int) -> np.ndarray:
-        """The value of a node of the quantized graph."""
+        """Returns the value of a node of the quantized graph."""
         value: np.ndarray = self.quantized.value(node, batch).numpy()
         return value

@@ -1,17 +1,17 @@
-"""Weights fitted to what a quantized layer really reads: ridge regression with a damping that is validated.
+"""Ridge regression that fits a layer's weight to its quantized inputs, with a validated damping.
 
-A quantized layer reads ``X~``, which carries the errors of the layers before it, and should give what the
-float one gives for X. The weight that comes closest is not W: it is ``W + D`` with D the regression of what W
-misses, ``Y - W X~``, on ``X~``. As there are few samples, D is damped (Hoerl and Kennard 1970, "Ridge
-Regression"). That weights which are rounded should make up for errors of their inputs as well is "asymmetric"
-reconstruction (Nagel et al. 2020, AdaRound, section 3.3; Li et al. 2025, "GPTAQ").
+A quantized layer reads ``X~``, which carries the errors of the layers before it, and should give the output
+of the float layer for X. The best weight is not W but ``W + D``, where D is the regression of the residual
+``Y - W X~`` on ``X~``. D is damped, since the samples are few (Hoerl and Kennard 1970, "Ridge Regression").
+Weights that compensate errors of their inputs as well are called "asymmetric" reconstruction (Nagel et al.
+2020, AdaRound, section 3.3; Li et al. 2025, "GPTAQ").
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from qtrace.ptq.layers.second_order import Moments
+from qtrace.ptq.layers.second_order import SecondMoments
 
 __all__ = ["DAMPINGS", "correction", "ridge"]
 
@@ -19,35 +19,35 @@ __all__ = ["DAMPINGS", "correction", "ridge"]
 DAMPINGS = (10.0, 1.0, 0.1, 0.01, 0.001, 0.0001)
 
 
-def correction(first: Moments, second: Moments) -> tuple[np.ndarray, float | None]:
-    """What to add to a weight, by the damping that serves best on the samples that it was not fitted to.
+def correction(first: SecondMoments, second: SecondMoments) -> tuple[np.ndarray, float | None]:
+    """Computes a correction of a weight, with the damping that is best in two-fold cross-validation.
 
     Args:
-        first: of one half of the samples, about the means where a bias takes these.
-        second: of the other half.
+        first: the sums of one half of the samples, about the means if a bias takes these.
+        second: the sums of the other half.
 
     Returns:
-        float64 (G, D, O), fitted to both halves, and its damping; zeros and None where no damping tried makes
-        the error of the other half smaller.
+        The correction, float64 (G, D, O), fitted to both halves, and its damping; zeros and None if no
+        damping lowers the error.
     """
-    least, chosen = 0.0, None
-    for damping in DAMPINGS:  # less and less, until it is too little
+    smallest, chosen = 0.0, None
+    for damping in DAMPINGS:  # in falling order, until the error rises
         error = _change(ridge(first, damping), second) + _change(ridge(second, damping), first)
-        if not error < least:
+        if not error < smallest:
             break
-        least, chosen = error, damping
+        smallest, chosen = error, damping
     both = first + second
     return (np.zeros_like(both.cross), None) if chosen is None else (ridge(both, chosen), chosen)
 
 
-def ridge(found: Moments, damping: float) -> np.ndarray:
-    """The D (G, D, O) that minimises ``|missed - D read|^2 + damping * mean(diagonal) |D|^2``."""
-    size = found.square.shape[-1]
-    power = np.trace(found.square, axis1=1, axis2=2) / size
-    damped = found.square + np.where(power > 0, damping * power, 1.0)[:, None, None] * np.eye(size)
-    return np.asarray(np.linalg.solve(damped, found.cross))
+def ridge(sums: SecondMoments, damping: float) -> np.ndarray:
+    """Solves for D (G, D, O) that minimizes ``|missed - D read|^2 + damping * mean(diagonal) |D|^2``."""
+    size = sums.square.shape[-1]
+    power = np.trace(sums.square, axis1=1, axis2=2) / size
+    damped = sums.square + np.where(power > 0, damping * power, 1.0)[:, None, None] * np.eye(size)
+    return np.asarray(np.linalg.solve(damped, sums.cross))
 
 
-def _change(fitted: np.ndarray, other: Moments) -> float:
-    """By how much the squared error of the samples of ``other`` grows."""
+def _change(fitted: np.ndarray, other: SecondMoments) -> float:
+    """Returns the growth of the squared error on the samples of ``other``."""
     return float(np.sum(fitted * (other.square @ fitted - 2 * other.cross)))

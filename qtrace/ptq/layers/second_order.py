@@ -1,4 +1,4 @@
-"""The arithmetic of second-order rounding: what a layer reads, and roundings that make up for each other."""
+"""The arithmetic of second-order rounding: moments of inputs, and roundings that compensate errors."""
 
 from __future__ import annotations
 
@@ -14,31 +14,41 @@ from qtrace.numerics import round_to
 from qtrace.ops import OpCall
 from qtrace.scheme import QParams
 
-__all__ = ["JOINT", "Moments", "added", "grouped", "moments", "nearest", "parts", "rounded", "spacing"]
+__all__ = [
+    "MAX_JOINT_INPUTS",
+    "SecondMoments",
+    "added",
+    "grouped",
+    "moments",
+    "nearest",
+    "parts",
+    "rounded",
+    "spacing",
+]
 
-# Columns that are rounded before the others hear of it: the larger product is what processors are good at.
-_BLOCK = 128
+# Columns that are rounded before the others are updated, in one large matrix product.
+_BLOCK_COLUMNS = 128
 
-# Inputs that make up for each other. The cost of a factorisation grows with their cube: this bounds it.
-JOINT = 1152
+# Inputs that compensate each other. It limits the cost of a factorization, which grows with the cube.
+MAX_JOINT_INPUTS = 1152
 
-# Rows that are multiplied at once: more of them take more memory, and no less time.
-_ROWS = 1024
+# Rows that are multiplied at once: more rows take more memory, and no less time.
+_PRODUCT_ROWS = 1024
 
-# The products are summed in float32: what is left of them about the means is uncertain by less than this.
-_LOST = 1e-5
+# Bound of the relative error of centered products, since products are summed in float32.
+_CENTERING_ERROR = 1e-5
 
 
 @dataclass(frozen=True)
-class Moments:
-    """Sums over the places that a layer's weight is multiplied with, for G groups of D inputs and O outputs.
+class SecondMoments:
+    """Sums over the positions of a layer's windows, for G groups of D inputs and O outputs.
 
     Attributes:
-        count: of the places.
-        read: the sum of what is read there, float64 (G, D).
-        missed: the sum of what the layer should give there and does not, (G, O).
-        square: the sum of the products of what is read with itself, (G, D, D).
-        cross: of what is read with what is missed, (G, D, O).
+        count: number of positions.
+        read: the sum of the inputs, float64 (G, D).
+        missed: the sum of the residuals: reference minus output, (G, O).
+        square: the sum of the products of the inputs with each other, (G, D, D).
+        cross: the sum of the products of inputs and residuals, (G, D, O).
     """
 
     count: int
@@ -48,97 +58,104 @@ class Moments:
     cross: np.ndarray
 
     @classmethod
-    def of(cls, read: np.ndarray, missed: np.ndarray) -> Moments:
-        """Of values (G, P, D) and (G, P, O) at P places."""
+    def of(cls, read: np.ndarray, missed: np.ndarray) -> SecondMoments:
+        """Sums inputs (G, P, D) and residuals (G, P, O) over P positions."""
         turned = read.transpose(0, 2, 1)
         sums = (part.sum(axis=1, dtype=np.float64) for part in (read, missed))
         return cls(read.shape[1], *sums, *((turned @ part).astype(np.float64) for part in (read, missed)))
 
-    def __add__(self, other: Moments) -> Moments:
+    def __add__(self, other: SecondMoments) -> SecondMoments:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Moments(*(mine + its for mine, its in pairs))
+        return SecondMoments(*(first + second for first, second in pairs))
 
-    def __rmul__(self, factor: int) -> Moments:
-        return Moments(*(factor * mine for mine in vars(self).values()))
+    def __rmul__(self, factor: int) -> SecondMoments:
+        return SecondMoments(*(factor * value for value in vars(self).values()))
 
-    def centered(self) -> Moments:
-        """The same about the means: what is left for the weights where a bias takes the means."""
+    def centered(self) -> SecondMoments:
+        """Returns the moments about the means, which a bias takes."""
         mean = self.read / max(self.count, 1)
         square = self.square - mean[:, :, None] * self.read[:, None, :]
-        square += (_LOST * (mean * self.read).mean(axis=1))[:, None, None] * np.eye(square.shape[-1])
+        square += (_CENTERING_ERROR * (mean * self.read).mean(axis=1))[:, None, None] * np.eye(
+            square.shape[-1]
+        )
         cross = self.cross - mean[:, :, None] * self.missed[:, None, :]
-        return Moments(self.count, 0 * self.read, 0 * self.missed, square, cross)
+        return SecondMoments(self.count, 0 * self.read, 0 * self.missed, square, cross)
 
 
-def added(first: list[Moments], second: list[Moments]) -> list[Moments]:
-    """The sums of the moments of each part; ``first`` may be empty."""
+def added(first: list[SecondMoments], second: list[SecondMoments]) -> list[SecondMoments]:
+    """Adds the moments of each part; ``first`` may be empty."""
     return [a + b for a, b in zip(first, second, strict=True)] if first else second
 
 
 def parts(inputs: int) -> list[slice]:
-    """The neighbours among the inputs of a layer that are rounded together."""
-    return [slice(start, min(start + JOINT, inputs)) for start in range(0, inputs, JOINT)]
+    """Splits the inputs of a layer into neighbours that are rounded together."""
+    return [
+        slice(start, min(start + MAX_JOINT_INPUTS, inputs)) for start in range(0, inputs, MAX_JOINT_INPUTS)
+    ]
 
 
 def grouped(weight: np.ndarray) -> np.ndarray:
-    """A weight as (G, O, D): G is 1 but for the 5 axes that MegEngine gives a convolution in groups."""
+    """Returns a weight as (G, O, D); G is 1 unless it is the weight of a grouped convolution, with 5 axes."""
     groups = weight.shape[0] if weight.ndim == 5 else 1
     inputs = weight.shape[-3:] if weight.ndim > 2 else weight.shape[-1:]
     return weight.reshape(groups, -1, int(np.prod(inputs)))
 
 
-def moments(x: np.ndarray, want: np.ndarray, call: OpCall, weight: np.ndarray, places: int) -> list[Moments]:
-    """The moments of each of the `parts` of a layer's inputs, over a batch.
+def moments(
+    x: np.ndarray, reference: np.ndarray, call: OpCall, weight: np.ndarray, places: int
+) -> list[SecondMoments]:
+    """Computes the moments of each of the `parts` of a layer's inputs, over a batch.
 
     Args:
-        x: what the layer reads, N x C x H x W of a convolution, ... x C of a linear layer.
-        want: what it should give; but for its bias.
+        x: the input of the layer, (N, C, H, W) for a convolution, (..., C) for a linear layer.
+        reference: the float output of the layer, without its bias.
         call: the layer.
-        weight: of the layer, in its shape.
-        places: at most so many places of each sample count.
+        weight: the weight of the layer.
+        places: the most positions of each sample that count.
 
     Returns:
-        One for each part. Of a layer with several, O is 0: what one part misses depends on the others.
+        The moments of each part. If there are several, O is 0, since the residual of a part depends on the
+        others.
     """
     rows = grouped(weight)
     split = parts(rows.shape[-1])
-    total: list[Moments] = []
-    for read, wanted in _pairs(x, want, call, weight.shape, places):
-        missed = wanted[..., :0]
+    total: list[SecondMoments] = []
+    for read, expected in _pairs(x, reference, call, weight.shape, places):
+        missed = expected[..., :0]
         if len(split) == 1:
-            missed = wanted - read @ rows.transpose(0, 2, 1).astype(np.float32)
-        found = [Moments.of(np.ascontiguousarray(read[..., p]), missed) for p in split]
-        total = added(total, found)
+            missed = expected - read @ rows.transpose(0, 2, 1).astype(np.float32)
+        sums = [SecondMoments.of(np.ascontiguousarray(read[..., p]), missed) for p in split]
+        total = added(total, sums)
     return total
 
 
-def spacing(want: np.ndarray, call: OpCall, places: int) -> int:
-    """One of how many places counts in `moments`."""
-    return 1 if call.kind == "linear" else -(-want.shape[2] * want.shape[3] // places)
+def spacing(reference: np.ndarray, call: OpCall, places: int) -> int:
+    """Returns n if `moments` counts each n-th position."""
+    return 1 if call.kind == "linear" else -(-reference.shape[2] * reference.shape[3] // places)
 
 
 def _pairs(
-    x: np.ndarray, want: np.ndarray, call: OpCall, shape: tuple[int, ...], places: int
+    x: np.ndarray, reference: np.ndarray, call: OpCall, shape: tuple[int, ...], places: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """What is read, (G, P, D), and wanted, (G, P, O), some samples at a time: patches take much memory."""
+    """Yields inputs (G, P, D) and references (G, P, O) of several samples at a time, to limit memory."""
     if call.kind == "linear":
-        yield x.reshape(1, -1, x.shape[-1]), want.reshape(1, -1, want.shape[-1])
+        yield x.reshape(1, -1, x.shape[-1]), reference.reshape(1, -1, reference.shape[-1])
         return
     (top, left), stride, dilation = (call.attrs[n] for n in ("padding", "stride", "dilation"))
     padded = np.pad(x, ((0, 0), (0, 0), (top, top), (left, left)))
     window = tuple((k - 1) * d + 1 for k, d in zip(shape[-2:], dilation, strict=True))
     groups = shape[0] if len(shape) == 5 else 1
-    size = want.shape[2] * want.shape[3]
-    kept = np.arange(0, size, spacing(want, call, places))
-    several = max(1, _ROWS // len(kept))
+    size = reference.shape[2] * reference.shape[3]
+    positions = np.arange(0, size, spacing(reference, call, places))
+    several = max(1, _PRODUCT_ROWS // len(positions))
     for start in range(0, len(x), several):
         part = slice(start, start + several)
-        seen = sliding_window_view(padded[part], window, axis=(2, 3))  # type: ignore[call-overload]
-        seen = seen[:, :, :: stride[0], :: stride[1], :: dilation[0], :: dilation[1]]
-        seen = seen[:, :, kept // want.shape[3], kept % want.shape[3]]
-        n, c, p, *kernel = seen.shape
-        read = seen.reshape(n, groups, c // groups, p, *kernel).transpose(1, 0, 3, 2, 4, 5)
-        out = want[part].reshape(n, groups, -1, size)[..., kept].transpose(1, 0, 3, 2)
+        windows = sliding_window_view(padded[part], window, axis=(2, 3))  # type: ignore[call-overload]
+        windows = windows[:, :, :: stride[0], :: stride[1], :: dilation[0], :: dilation[1]]
+        windows = windows[:, :, positions // reference.shape[3], positions % reference.shape[3]]
+        n, c, p, *kernel = windows.shape
+        read = windows.reshape(n, groups, c // groups, p, *kernel).transpose(1, 0, 3, 2, 4, 5)
+        out = reference[part].reshape(n, groups, -1, size)[..., positions].transpose(1, 0, 3, 2)
         yield read.reshape(groups, n * p, -1), out.reshape(groups, n * p, -1)
 
 
@@ -150,38 +167,39 @@ def rounded(
     qparams: QParams,
     damp: float,
 ) -> np.ndarray:
-    """The rows on their grids, so that what they compute changes little.
+    """Rounds the rows of a weight so that their outputs change little.
 
     Args:
-        rows: float64 (O, D).
-        hessians: float64, of each of the `parts` of the columns, which are rounded together.
-        scale, zero: of each row, float64 (O, 1).
-        qparams: whose scheme it is.
-        damp: as in `Gptq`.
+        rows: the rows of the weight, float64 (O, D).
+        hessians: the second moments, float64, of each of the `parts` of the columns.
+        scale: the scale of each row, float64 (O, 1).
+        zero: the zero point of each row, float64 (O, 1).
+        qparams: the parameters with the scheme of the weight.
+        damp: the damping of `Gptq`.
     """
     pairs = zip(parts(rows.shape[1]), hessians, strict=True)
-    found = [_together(rows[:, p], hessian, (scale, zero, qparams), damp) for p, hessian in pairs]
-    return np.concatenate(found, axis=1)
+    grid = (scale, zero, qparams)
+    return np.concatenate([_round_part(rows[:, p], hessian, grid, damp) for p, hessian in pairs], axis=1)
 
 
-def _together(
+def _round_part(
     rows: np.ndarray, hessian: np.ndarray, grid: tuple[np.ndarray, np.ndarray, QParams], damp: float
 ) -> np.ndarray:
     diagonal = np.diagonal(hessian)
     if not diagonal.any():
         return nearest(rows, *grid)
-    # The inputs that count most are rounded first, while many others can make up for them.
+    # The inputs that count most are rounded first, while many others can compensate their errors.
     order = np.argsort(-diagonal, kind="stable")
     upper = _damped_factor(hessian[np.ix_(order, order)], damp)
-    # Turned, so that an input's weights lie side by side.
+    # Transposed, so that the weights of an input are contiguous.
     free, result = np.ascontiguousarray(rows[:, order].T), np.empty_like(rows)
     scale, zero, qparams = grid
-    turned = scale.reshape(1, -1), zero.reshape(1, -1), qparams
-    for start in range(0, len(order), _BLOCK):
-        stop = min(start + _BLOCK, len(order))
+    transposed = scale.reshape(1, -1), zero.reshape(1, -1), qparams
+    for start in range(0, len(order), _BLOCK_COLUMNS):
+        stop = min(start + _BLOCK_COLUMNS, len(order))
         errors = np.empty((stop - start, len(rows)))
         for i in range(start, stop):
-            near = nearest(free[i : i + 1], *turned)[0]
+            near = nearest(free[i : i + 1], *transposed)[0]
             result[:, order[i]] = near
             error = errors[i - start] = (free[i] - near) / upper[i, i]
             free[i + 1 : stop] -= upper[i, i + 1 : stop, None] * error
@@ -190,31 +208,31 @@ def _together(
 
 
 def _damped_factor(matrix: np.ndarray, damp: float) -> np.ndarray:
-    """The `_factor` of a matrix with ``damp`` of its mean diagonal added to the diagonal, or more if need be.
+    """Computes `_factor` of a matrix with ``damp`` of its mean diagonal added to the diagonal, or more.
 
-    About the means, what a layer reads of constant inputs is nothing but rounding errors of the sums, which
-    need not be positive definite: the damping grows until the factor exists.
+    The centered moments of constant inputs are rounding errors of the sums, and need not be positive
+    definite. The damping then grows until the factor exists.
     """
-    added = damp * float(np.abs(np.diagonal(matrix)).mean())
+    shift = damp * float(np.abs(np.diagonal(matrix)).mean())
     while True:
         try:
-            return _factor(matrix + added * np.eye(len(matrix)))
+            return _factor(matrix + shift * np.eye(len(matrix)))
         except LinAlgError:
-            added *= 10.0
+            shift *= 10.0
 
 
 def _factor(matrix: np.ndarray) -> np.ndarray:
-    """The upper Cholesky factor of the inverse, ``U^T U``: the inverse of R where ``R R^T`` is the matrix.
+    """Computes the upper Cholesky factor U of the inverse ``U^T U``: the inverse of R in ``R R^T``.
 
-    R is upper too: turned about both diagonals it is the Cholesky factor of the matrix turned likewise.
+    R is upper, too: with rows and columns reversed, it is the Cholesky factor of the reversed matrix.
     """
-    turned = cholesky(matrix[::-1, ::-1], lower=True)
-    inverse, _ = dtrtri(turned[::-1, ::-1])
+    reversed_factor = cholesky(matrix[::-1, ::-1], lower=True)
+    inverse, _ = dtrtri(reversed_factor[::-1, ::-1])
     return np.ascontiguousarray(inverse)
 
 
 def nearest(rows: np.ndarray, scale: np.ndarray, zero: np.ndarray, qparams: QParams) -> np.ndarray:
-    """The rows (O, D) rounded to nearest, with the scale and zero point of each, which broadcast to them."""
+    """Rounds the rows (O, D) to nearest; ``scale`` and ``zero`` broadcast to them."""
     scheme = qparams.scheme
     integers = round_to(rows / scale, scheme.rounding) + zero
     return np.asarray((np.clip(integers, scheme.qmin, scheme.qmax) - zero) * scale)

@@ -15,7 +15,7 @@ from qtrace.graph.types import Node
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.numerics import SMALLEST_SCALE
 from qtrace.ptq.base import CalibratedTask, Noise
-from qtrace.ptq.layers.quantized import Layer, Twins
+from qtrace.ptq.layers.quantized import LayerTwins, QuantizedLayer
 from qtrace.ptq.learning.blocks import Block
 from qtrace.ptq.learning.rounding import SoftRounding
 from qtrace.scheme import QParams
@@ -29,7 +29,7 @@ Masks = Callable[[Tensor], Tensor]
 class BlockData:
     """What a block reads and should give, for all images or, where their shapes differ, by batch."""
 
-    def __init__(self, twins: Twins, block: Block) -> None:
+    def __init__(self, twins: LayerTwins, block: Block) -> None:
         twins.advance(block.exprs[0])
         self.entries = len(block.entries)
         self.parts = [self._part(twins, block, batch) for batch in range(twins.count)]
@@ -40,7 +40,7 @@ class BlockData:
             self.parts = [list(p) for p in zip(*(np.split(a, ends) for a in self.whole), strict=True)]
 
     @staticmethod
-    def _part(twins: Twins, block: Block, batch: int) -> list[np.ndarray]:
+    def _part(twins: LayerTwins, block: Block, batch: int) -> list[np.ndarray]:
         """A batch: the entries in the quantized graph and in the float one, and the exits in that."""
         rounded = [twins.read(n, batch) for n in block.entries]
         exact = [twins.float.value(twins.node(n), batch).numpy() for n in block.entries]
@@ -74,7 +74,7 @@ class _LayerState:
         start: the weight as the model has it: float, or with roundings that were learned before.
     """
 
-    def __init__(self, task: CalibratedTask, layer: Layer, weight: np.ndarray) -> None:
+    def __init__(self, task: CalibratedTask, layer: QuantizedLayer, weight: np.ndarray) -> None:
         self.layer = layer
         self.start = get_module(task.model, layer.weight).numpy()
         quant = layer.quant
@@ -105,7 +105,7 @@ class BlockRun:
     """
 
     def __init__(
-        self, task: CalibratedTask, twins: Twins, block: Block, floats: Mapping[str, np.ndarray]
+        self, task: CalibratedTask, twins: LayerTwins, block: Block, floats: Mapping[str, np.ndarray]
     ) -> None:
         self.twins, self.block = twins, block
         self.layers = [_LayerState(task, layer, floats[layer.weight]) for layer in block.layers]

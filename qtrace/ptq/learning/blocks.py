@@ -1,8 +1,8 @@
-"""Parts of a prepared graph that are learned as one, found by structure alone.
+"""The blocks of a prepared graph that are learned together, by structure alone.
 
-Between two places of the graph where a single tensor is alive, everything that is computed depends on the
-first tensor and reaches the rest through the second: a residual block, an inverted bottleneck with a way
-around it, a squeeze-and-excitation, or one layer of a chain.
+A block lies between two places of the graph where a single tensor is alive. All its exprs depend on the first
+tensor and reach the rest of the graph through the second: a residual block, an inverted bottleneck with a
+skip connection, a squeeze-and-excitation, or one layer of a chain.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import Expr, ModuleNode, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, owner, users
-from qtrace.ptq.layers.quantized import Layer
+from qtrace.ptq.layers.quantized import QuantizedLayer
 
 __all__ = ["Block", "bottlenecks", "single_layers", "structural_blocks"]
 
@@ -23,108 +23,108 @@ class Block:
     """Exprs that are computed together.
 
     Attributes:
-        exprs: in the order of the graph, without those that depend on parameters alone.
-        layers: the layers among them whose roundings are learned.
-        entries: the tensors that they read from outside.
-        exits: the tensors that are compared with those of the float graph.
+        exprs: the exprs in graph order, without those that depend on parameters alone.
+        layers: the layers of the block whose roundings are learned.
+        entries: the tensors that the block reads from outside.
+        exits: the outputs of the block, which are compared with those of the float graph.
     """
 
     exprs: tuple[Expr, ...]
-    layers: tuple[Layer, ...]
+    layers: tuple[QuantizedLayer, ...]
     entries: tuple[TensorNode, ...]
     exits: tuple[TensorNode, ...]
 
     @property
     def name(self) -> str:
-        """The names of its exits."""
+        """The names of the exits."""
         return ", ".join(n.name for n in self.exits)
 
 
-def single_layers(model: TracedModule, layers: Iterable[Layer]) -> list[Block]:
-    """A block for each layer, with the activation that follows it and nothing else reads."""
-    found = []
+def single_layers(model: TracedModule, layers: Iterable[QuantizedLayer]) -> list[Block]:
+    """Builds a block for each layer, with the activation behind it if that is the only consumer."""
+    blocks = []
     for layer in layers:
         steps, out = [layer.call.expr], layer.call.out
-        readers = list(users(out))
-        if len(readers) == 1 and not any(out is n for n in model.graph.outputs):
-            (after,) = readers
-            if _alone(after) and not isinstance(owner(after), FakeQuant):
-                steps.append(after)
-                out = after.outputs[0]
-        found.append(Block(tuple(steps), (layer,), (layer.call.inputs[0],), (out,)))
-    return found
+        consumers = list(users(out))
+        if len(consumers) == 1 and not any(out is n for n in model.graph.outputs):
+            (consumer,) = consumers
+            if _is_unary(consumer) and not isinstance(owner(consumer), FakeQuant):
+                steps.append(consumer)
+                out = consumer.outputs[0]
+        blocks.append(Block(tuple(steps), (layer,), (layer.call.inputs[0],), (out,)))
+    return blocks
 
 
-def _alone(expr: Expr) -> bool:
-    """Whether ``expr`` computes one float tensor of the same shape from one."""
+def _is_unary(expr: Expr) -> bool:
+    """Whether ``expr`` computes one float tensor from one tensor of the same shape."""
     tensors = [n for n in expr.inputs if isinstance(n, TensorNode)]
     if len(tensors) != 1 or len(expr.outputs) != 1 or not is_float_tensor(expr.outputs[0]):
         return False
     return tuple(expr.outputs[0].shape or ()) == tuple(tensors[0].shape or ())
 
 
-def structural_blocks(model: TracedModule, layers: Iterable[Layer], most: int) -> list[Block]:
-    """The blocks of a graph between tensors that are alive alone, just before these are rounded.
+def structural_blocks(model: TracedModule, layers: Iterable[QuantizedLayer], max_layers: int) -> list[Block]:
+    """Splits a graph into blocks at tensors that are alive alone, before these are rounded.
 
     Args:
         model: a prepared graph.
-        layers: those whose roundings are to be learned; a block has one at least.
-        most: how many layers a block may have; the layers of a larger one are blocks of their own.
+        layers: the layers whose roundings are learned; each block has at least one.
+        max_layers: the most layers of a block; a larger block is split into its layers.
     """
-    known = {layer.call.expr: layer for layer in layers}
+    by_expr = {layer.call.expr: layer for layer in layers}
     outputs = [n for n in model.graph.outputs if isinstance(n, TensorNode)]
-    moving = _moving(model)
-    after = _read_after(model, moving)
-    found: list[Block] = []
+    dynamic = _dynamic_exprs(model)
+    alive_after = _alive_after(model, dynamic)
+    blocks: list[Block] = []
     steps: list[Expr] = []
     entry: list[TensorNode] = [n for n in model.graph.inputs if isinstance(n, TensorNode)]
-    for index, expr in enumerate(moving):
+    for index, expr in enumerate(dynamic):
         steps.append(expr)
-        inside = [known[e] for e in steps if e in known]
-        alive = after[index]
-        last = index == len(moving) - 1
+        inside = [by_expr[e] for e in steps if e in by_expr]
+        alive = alive_after[index]
+        last = index == len(dynamic) - 1
         if not inside or not (last or _is_cut(alive)):
             continue
         exits = outputs if last else alive
         block = Block(tuple(steps), tuple(inside), tuple(entry), tuple(exits))
-        found += [block] if len(inside) <= most and exits else single_layers(model, inside)
+        blocks += [block] if len(inside) <= max_layers and exits else single_layers(model, inside)
         steps, entry = [], list(alive)
-    return found
+    return blocks
 
 
 def bottlenecks(model: TracedModule) -> list[TensorNode]:
-    """The tensors of a prepared graph that are alive alone and are rounded next, in graph order."""
-    found = [alive[0] for alive in _read_after(model, _moving(model)) if _is_cut(alive)]
-    return list({node: node for node in found}.values())
+    """Returns the tensors of a prepared graph that are alive alone and rounded next, in graph order."""
+    alive_after = _alive_after(model, _dynamic_exprs(model))
+    return list(dict.fromkeys(alive[0] for alive in alive_after if _is_cut(alive)))
 
 
 def _is_cut(alive: list[TensorNode]) -> bool:
     if len(alive) != 1 or not is_float_tensor(alive[0]):
         return False
-    readers = list(users(alive[0]))
-    return bool(readers) and all(isinstance(owner(e), FakeQuant) for e in readers)
+    consumers = list(users(alive[0]))
+    return bool(consumers) and all(isinstance(owner(e), FakeQuant) for e in consumers)
 
 
-def _moving(model: TracedModule) -> list[Expr]:
-    """The exprs that depend on an input of the graph."""
+def _dynamic_exprs(model: TracedModule) -> list[Expr]:
+    """Returns the exprs that depend on an input of the graph."""
     fixed = {n for n in model.graph.inputs if isinstance(n, ModuleNode)}
-    found = []
+    dynamic = []
     for expr in exprs(model):
         if all(n in fixed for n in expr.inputs):
-            fixed.update(n for n in expr.outputs)
+            fixed.update(expr.outputs)
         else:
-            found.append(expr)
-    return found
+            dynamic.append(expr)
+    return dynamic
 
 
-def _read_after(model: TracedModule, moving: list[Expr]) -> list[list[TensorNode]]:
-    """For each expr, the tensors, computed up to it or given, that are read later."""
-    ours = {*model.graph.inputs, *(n for e in moving for n in e.outputs)}
+def _alive_after(model: TracedModule, dynamic: list[Expr]) -> list[list[TensorNode]]:
+    """Returns, for each expr, the inputs and computed tensors that later exprs read."""
+    tensors = {*model.graph.inputs, *(n for e in dynamic for n in e.outputs)}
     alive = {n: n for n in model.graph.outputs if isinstance(n, TensorNode)}
-    found = []
-    for expr in reversed(moving):
-        found.append(list(alive.values()))
+    result = []
+    for expr in reversed(dynamic):
+        result.append(list(alive.values()))
         for node in expr.outputs:
             alive.pop(node, None)
-        alive.update((n, n) for n in expr.inputs if isinstance(n, TensorNode) and n in ours)
-    return found[::-1]
+        alive.update((n, n) for n in expr.inputs if isinstance(n, TensorNode) and n in tensors)
+    return result[::-1]

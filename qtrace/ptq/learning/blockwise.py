@@ -1,4 +1,4 @@
-"""Learning roundings, and scales of activations, block by block against the float graph's outputs."""
+"""Learns the roundings and activation scales of a block on the float graph's outputs."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import numpy as np
 
 from qtrace.numerics import SMALLEST_NORMAL
 from qtrace.ptq.base import CalibratedTask, Noise, SiteNoise
-from qtrace.ptq.layers.quantized import Twins, write
+from qtrace.ptq.layers.quantized import LayerTwins, write
 from qtrace.ptq.learning.block_run import BlockData, BlockRun
 from qtrace.ptq.learning.blocks import Block
-from qtrace.ptq.learning.descent import Settings, descend
+from qtrace.ptq.learning.descent import DescentSettings, descend
 from qtrace.storage.hashing import hash_arrays
 
-__all__ = ["Learned", "Settings", "learn", "queueless"]
+__all__ = ["DescentSettings", "LearnedBlock", "learn", "queueless"]
 
 
 @dataclass(frozen=True)
-class Learned:
-    """What came of a block.
+class LearnedBlock:
+    """The result of a block.
 
     Attributes:
-        error: of its output, with rounding to nearest and as it is now.
-        turned: layer -> how many weights are rounded the other way, and how many it has.
-        scales: how many activation scales were learned.
-        better: whether the result is better than rounding to nearest, which the weights have otherwise.
+        error: the error of the block's output, with rounding to nearest and with the chosen roundings.
+        turned: layer -> number of weights that are not rounded to nearest, and of all weights.
+        scales: number of learned activation scales.
+        better: whether the roundings are better than rounding to nearest, which the weights keep otherwise.
     """
 
     error: SiteNoise
@@ -39,7 +39,7 @@ class Learned:
 
 @contextmanager
 def queueless() -> Iterator[None]:
-    """Within the block MegEngine runs each op at once: from a queue, CPU gradients are wrong now and then."""
+    """Lets MegEngine run each op at once: CPU gradients from its queue are wrong now and then."""
     before = mge.config.async_level
     mge.config.async_level = 0
     try:
@@ -49,60 +49,65 @@ def queueless() -> Iterator[None]:
 
 
 def learn(
-    task: CalibratedTask, twins: Twins, block: Block, settings: Settings, floats: Mapping[str, np.ndarray]
-) -> Learned:
+    task: CalibratedTask,
+    twins: LayerTwins,
+    block: Block,
+    settings: DescentSettings,
+    floats: Mapping[str, np.ndarray],
+) -> LearnedBlock:
     """Learns the roundings of a block and writes them into the model.
 
     Args:
         task: the model, the float reference and the data.
-        twins: both graphs, not yet past the block.
-        block: what is learned.
-        settings: how.
-        floats: path of a weight -> its values before anything was rounded.
+        twins: the quantized and the float graph, before the block.
+        block: the block to learn.
+        settings: iterations, learning rates and regularizer.
+        floats: path of a weight -> its float values.
 
     Raises:
-        CalibrationError: when the loss is not a number, naming the block.
+        CalibrationError: when the loss is not a number; it names the block.
     """
     data = BlockData(twins, block)
     run = BlockRun(task, twins, block, floats)
     nearest, start = [r.nearest for r in run.layers], [r.start for r in run.layers]
-    before, found = run.noise(data, nearest), run.noise(data, start)
-    decided = _decide(task, run, data, settings, before)
-    after = run.noise(data, decided)
-    kept = after.noise < min(before.noise, found.noise)
-    if kept:
+    before, initial = run.noise(data, nearest), run.noise(data, start)
+    weights = _learn_weights(task, run, data, settings, before)
+    after = run.noise(data, weights)
+    improved = after.noise < min(before.noise, initial.noise)
+    if improved:
         run.store_scales()
     else:
-        decided, after = (start, found) if found.noise < before.noise else (nearest, before)
+        weights, after = (start, initial) if initial.noise < before.noise else (nearest, before)
     turned = {}
-    for state, old, new in zip(run.layers, nearest, decided, strict=True):
+    for state, old, new in zip(run.layers, nearest, weights, strict=True):
         path, step = state.layer.weight, np.broadcast_to(state.rounding.scale, new.shape)
         turned[state.layer.name] = int(np.sum(np.abs(new - old) > 0.5 * step)), new.size
-        write(task.model, path, floats[path] if decided is nearest else new)
+        write(task.model, path, floats[path] if weights is nearest else new)
     twins.quantized.changed()
     error = SiteNoise(block.name, before.decibels, after.decibels)
-    scales = len(run.scales) if kept and settings.scale_lr else 0
-    return Learned(error, turned, scales, decided is not nearest)
+    scales = len(run.scales) if improved and settings.scale_lr else 0
+    return LearnedBlock(error, turned, scales, weights is not nearest)
 
 
-def _decide(
-    task: CalibratedTask, run: BlockRun, data: BlockData, settings: Settings, before: Noise
+def _learn_weights(
+    task: CalibratedTask, run: BlockRun, data: BlockData, settings: DescentSettings, before: Noise
 ) -> list[np.ndarray]:
-    """The weights with their roundings decided; the scales of ``run`` are then as learned, too."""
-    if before.noise < SMALLEST_NORMAL * data.values:  # of a dead block: the loss is not a float32
+    """Learns the weights and scales of ``run``, or loads them from the checkpoint; returns the weights."""
+    if before.noise < SMALLEST_NORMAL * data.values:  # of a dead block, whose loss a float32 cannot hold
         return [state.nearest for state in run.layers]
-    kept, key = task.checkpoint, ""
-    if kept is not None:
-        known = (("", np.atleast_1d(a)) for a in (*run.state(), *(a for part in data.parts for a in part)))
-        key = hash_arrays(f"{settings} {run.block.name}", known, "{dtype}{shape}")
-        found = kept.load(key)
-        if found is not None:
-            run.set_scales([found[f"scale{i}"] for i in range(len(run.scales))])
-            return [found[f"weight{i}"] for i in range(len(run.layers))]
+    checkpoint, key = task.checkpoint, ""
+    if checkpoint is not None:
+        inputs = (("", np.atleast_1d(a)) for a in (*run.state(), *(a for part in data.parts for a in part)))
+        options = str(settings).removeprefix("Descent")  # as in the keys of earlier releases
+        key = hash_arrays(f"{options} {run.block.name}", inputs, "{dtype}{shape}")
+        stored = checkpoint.load(key)
+        if stored is not None:
+            run.set_scales([stored[f"scale{i}"] for i in range(len(run.scales))])
+            return [stored[f"weight{i}"] for i in range(len(run.layers))]
     descend(run, data, settings, before.noise / data.values)
-    decided = [state.rounding.hard() for state in run.layers]
-    if kept is not None:
-        arrays = {f"weight{i}": w for i, w in enumerate(decided)}
+    weights = [state.rounding.hard() for state in run.layers]
+    if checkpoint is not None:
+        arrays = {f"weight{i}": w for i, w in enumerate(weights)}
         arrays.update((f"scale{i}", s.numpy()) for i, (_, s) in enumerate(run.scales.values()))
-        kept.save(key, arrays)
-    return decided
+        checkpoint.save(key, arrays)
+    return weights

@@ -17,29 +17,29 @@ from megengine.jit import trace
 from qtrace.errors import CalibrationError
 from qtrace.optim.adam import Adam
 from qtrace.ptq.learning.block_run import BlockData, BlockRun
-from qtrace.ptq.learning.rounding import annealed
+from qtrace.ptq.learning.rounding import anneal
 
-__all__ = ["Gradients", "Settings", "descend"]
+__all__ = ["DescentSettings", "Gradients", "descend"]
 
-# Steps from which it pays to capture and compile one.
-_TRACED_FROM = 20
+_MIN_TRACED_STEPS = 20  # capturing and compiling a step takes as long as some eager steps
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How a block is learned.
+class DescentSettings:
+    """The settings of `descend`.
 
     Attributes:
         iterations: steps of Adam.
         batch: images in a step.
-        lr: learning rate of the roundings; None for 20 in all steps together, as in the paper's 20,000 of
-            1e-3, but 0.1 at most.
-        scale_lr: learning rate of activation scales, as a share of the scale; 0 for none.
+        lr: learning rate of the roundings; None for 20 / iterations (the paper has 20,000 steps of 1e-3), but
+            0.1 at most.
+        scale_lr: learning rate of activation scales, as a share of the scale; 0 to keep the scales.
         drop: the share of values that are not rounded in a step.
-        warmup: the share of the steps without regulariser.
-        beta: its exponent at the start and at the end.
-        strength: the factor of its mean over all weights, against an error that is 1 for rounding to nearest.
-        seed: of what is drawn; together with the name of the block.
+        warmup: the share of the steps without the regularizer.
+        beta: the exponent of the regularizer at its start and at the end.
+        strength: the factor of the regularizer's mean over all weights, beside an error that is 1 for
+            rounding to nearest.
+        seed: the seed of the drawn images and masks, together with the name of the block.
     """
 
     iterations: int
@@ -58,17 +58,17 @@ class Settings:
         return min(0.1, 20.0 / self.iterations) if self.lr is None else self.lr
 
 
-def descend(run: BlockRun, data: BlockData, settings: Settings, unit: float) -> None:
-    """Takes all steps; the roundings and scales of ``run`` are then as learned.
+def descend(run: BlockRun, data: BlockData, settings: DescentSettings, unit: float) -> None:
+    """Optimizes the roundings and scales of ``run`` by Adam for `DescentSettings.iterations` steps.
 
     Args:
-        run: the block.
-        data: what it reads and should give.
-        settings: how.
+        run: the block with its roundings and scales.
+        data: the inputs of the block and the references of its outputs.
+        settings: iterations, learning rates and regularizer.
         unit: the mean squared error that counts as 1.
 
     Raises:
-        CalibrationError: when the loss is not a number, naming the block.
+        CalibrationError: when the loss is not a number; it names the block.
     """
     rng = np.random.default_rng([settings.seed, zlib.crc32(run.block.name.encode())])
     weights = [state.parameter for state in run.layers]
@@ -79,78 +79,87 @@ def descend(run: BlockRun, data: BlockData, settings: Settings, unit: float) -> 
     gradients = Gradients(run, data, settings, [*weights, *learned], unit)
     strength = settings.strength / sum(state.nearest.size for state in run.layers)
     for step in range(settings.iterations):
-        done = step / settings.iterations
+        progress = step / settings.iterations
         for state in run.layers:
             state.parameter._reset(Parameter(state.rounding.soft()))
-        loss, found = gradients(rng, settings.drop)
+        loss, computed = gradients(rng, settings.drop)
         if not math.isfinite(loss):
             raise CalibrationError(
                 f"the loss of {run.block.name} is {loss} in step {step + 1}: the model is left as it was; "
                 "try a lower lr, and look at the calibration data."
             )
-        beta = annealed(done, settings.warmup, settings.beta)
-        for state, adam, gradient in zip(run.layers, roundings, found[: len(weights)], strict=True):
+        beta = anneal(progress, settings.warmup, settings.beta)
+        for state, adam, gradient in zip(run.layers, roundings, computed[: len(weights)], strict=True):
             adam.step(state.rounding.gradient(gradient, beta or 2.0, 0.0 if beta is None else strength))
-        factor = 0.5 * (1.0 + math.cos(math.pi * done))
-        for scale, adam, gradient in zip(learned, steppers, found[len(weights) :], strict=True):
+        factor = 0.5 * (1.0 + math.cos(math.pi * progress))
+        for scale, adam, gradient in zip(learned, steppers, computed[len(weights) :], strict=True):
             adam.step(gradient, factor)
             scale._reset(Parameter(adam.value))
 
 
 class Gradients:
-    """Computes loss and gradients of one step, under ``jit.trace`` where all steps are alike in shape."""
+    """Computes loss and gradients of one step, under ``jit.trace`` if all steps have the same shapes."""
 
     def __init__(
-        self, run: BlockRun, data: BlockData, settings: Settings, parameters: list[Parameter], unit: float
+        self,
+        run: BlockRun,
+        data: BlockData,
+        settings: DescentSettings,
+        parameters: list[Parameter],
+        unit: float,
     ) -> None:
         self.run, self.data, self.settings = run, data, settings
         self.parameters, self.unit = parameters, unit
         self.shapes: list[tuple[int, ...]] = []
         self.traced: Any = None
-        if data.whole is not None and settings.iterations >= _TRACED_FROM:
+        if data.whole is not None and settings.iterations >= _MIN_TRACED_STEPS:
             self.traced = trace(self._compute, symbolic=False)
             drawn = data.draw(np.random.default_rng(0), settings.batch)[: data.entries]
-            run.forward([Tensor(value) for value in drawn], self._noted)
+            run.forward([Tensor(value) for value in drawn], self._record_shape)
 
     def __call__(self, rng: np.random.Generator, drop: float) -> tuple[float, list[np.ndarray]]:
-        """Draws images and what is dropped; returns the loss and the gradient of every parameter."""
+        """Draws images and masks; returns the loss and the gradient of every parameter."""
         drawn, n = self.data.draw(rng, self.settings.batch), self.data.entries
-        entries, want = drawn[:n], drawn[2 * n :]
+        entries, references = drawn[:n], drawn[2 * n :]
         if self.settings.drop:
             entries = [
                 np.where(rng.random(r.shape, np.float32) < drop, e, r)
                 for r, e in zip(entries, drawn[n : 2 * n], strict=True)
             ]
-        tensors = [Tensor(value) for value in (*entries, *want)]
+        tensors = [Tensor(value) for value in (*entries, *references)]
         if self.traced is None:
-            loss, *found = self._compute(*tensors, draw=lambda x: _mask(rng, tuple(x.shape), drop))
+            loss, *gradients = self._compute(*tensors, draw=lambda x: _mask(rng, tuple(x.shape), drop))
         else:
             masks = [_mask(rng, shape, drop) for shape in self.shapes] if self.settings.drop else []
-            loss, *found = self.traced(*tensors, *masks)
-        return float(loss.numpy()), [gradient.numpy() for gradient in found]
+            loss, *gradients = self.traced(*tensors, *masks)
+        return float(loss.numpy()), [gradient.numpy() for gradient in gradients]
 
     def _compute(self, *inputs: Tensor, draw: Any = None) -> tuple[Tensor, ...]:
-        """Loss and gradients for entries, wanted exits, and masks unless they are drawn."""
-        entries, want = inputs[: self.data.entries], inputs[self.data.entries :][: len(self.run.block.exits)]
-        masks = iter(inputs[len(entries) + len(want) :])
-        given = None if not self.settings.drop else draw or (lambda x: next(masks))
+        """Computes loss and gradients; ``inputs`` are entries, references of the exits, and masks.
+
+        Without masks in ``inputs``, ``draw`` gives them.
+        """
+        n = self.data.entries
+        entries, references = inputs[:n], inputs[n:][: len(self.run.block.exits)]
+        masks = iter(inputs[n + len(references) :])
+        next_mask = None if not self.settings.drop else draw or (lambda x: next(masks))
         manager = GradManager().attach(self.parameters)
         with manager:
-            exits = self.run.forward(entries, given)
-            errors = [F.sum((h - w) ** 2) for h, w in zip(exits, want, strict=True)]
-            size = sum(math.prod(int(n) for n in w._tuple_shape) for w in want)
+            exits = self.run.forward(entries, next_mask)
+            errors = [F.sum((value - r) ** 2) for value, r in zip(exits, references, strict=True)]
+            size = sum(math.prod(int(length) for length in r._tuple_shape) for r in references)
             loss = sum(errors[1:], errors[0]) / (self.unit * size)
             manager.backward(loss)
-        found = [parameter.grad for parameter in self.parameters]
+        gradients = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
-        return (loss, *found)
+        return (loss, *gradients)
 
-    def _noted(self, x: Tensor) -> Tensor:
+    def _record_shape(self, x: Tensor) -> Tensor:
         self.shapes.append(tuple(int(n) for n in x.shape))
         return Tensor(1.0)
 
 
 def _mask(rng: np.random.Generator, shape: Sequence[int], drop: float) -> Tensor:
-    """1 for what is rounded, 0 for the share ``drop``."""
+    """Draws a mask: 0 for the share ``drop`` of values, which stay unrounded, else 1."""
     return Tensor((rng.random(tuple(int(n) for n in shape), np.float32) >= drop).astype(np.float32))

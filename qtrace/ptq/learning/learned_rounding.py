@@ -1,4 +1,4 @@
-"""What algorithms have in common that learn the roundings of weights."""
+"""The base class of the algorithms that learn the roundings of weights."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import get_module
 from qtrace.plugins.options import Float, Int
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Left, Report
-from qtrace.ptq.layers.quantized import Layer, Twins, layers
+from qtrace.ptq.layers.quantized import LayerTwins, QuantizedLayer, quantized_layers
 from qtrace.ptq.learning.blocks import Block, single_layers
-from qtrace.ptq.learning.blockwise import Learned, Settings, learn, queueless
+from qtrace.ptq.learning.blockwise import DescentSettings, LearnedBlock, learn, queueless
 
-__all__ = ["Recovering"]
+__all__ = ["LearnedRounding"]
 
 
 def _falling(values: tuple[float, ...]) -> tuple[float, ...]:
@@ -26,18 +26,18 @@ def _falling(values: tuple[float, ...]) -> tuple[float, ...]:
     return values
 
 
-class Recovering(CalibratedAlgorithm):
-    """Abstract base: takes the blocks of a graph in order, each on what the learned ones before it give.
+class LearnedRounding(CalibratedAlgorithm):
+    """Abstract base: learns the blocks of a graph in order, each on the outputs of the blocks before.
 
     Attributes:
         iterations: steps for each block.
         batch: images in a step.
         lr: learning rate of the roundings; by default 20 / iterations, but 0.1 at most.
-        warmup: the share of the steps before the regulariser sets in.
-        beta: its exponent at the start and at the end.
-        strength: the factor of its mean over the weights, beside a relative error.
-        seed: of what is drawn.
-        samples: see `CalibratedAlgorithm`; what is learned fits fewer of them too closely.
+        warmup: the share of the steps before the regularizer starts.
+        beta: the exponent of the regularizer at its start and at the end.
+        strength: the factor of the regularizer's mean over the weights, beside a relative error.
+        seed: the seed of the drawn images and masks.
+        samples: see `CalibratedAlgorithm`; with fewer samples the roundings overfit.
     """
 
     samples: Annotated[Int, Field(ge=1)] = 256
@@ -50,16 +50,16 @@ class Recovering(CalibratedAlgorithm):
     seed: Annotated[Int, Field(ge=0)] = 0
 
     @abc.abstractmethod
-    def blocks(self, model: TracedModule, layers: list[Layer]) -> list[Block]:
-        """What is learned as one, in graph order."""
+    def blocks(self, model: TracedModule, layers: list[QuantizedLayer]) -> list[Block]:
+        """Returns the blocks to learn, in graph order."""
 
-    def layers_first(self, block: Block) -> bool:
-        """Whether each layer of ``block`` is learned alone before they are learned as one."""
+    def learns_layers_first(self, block: Block) -> bool:
+        """Whether each layer of ``block`` is learned alone before the whole block."""
         return False
 
-    def settings(self) -> Settings:
-        """How a block is learned."""
-        return Settings(
+    def settings(self) -> DescentSettings:
+        """Returns the settings of a block."""
+        return DescentSettings(
             iterations=self.iterations,
             batch=self.batch,
             lr=self.lr,
@@ -72,19 +72,19 @@ class Recovering(CalibratedAlgorithm):
         )
 
     def apply(self, task: CalibratedTask) -> Report:
-        found, left = layers(task.model)
-        blocks = self.blocks(task.model, found)
-        settings, floats = self.settings(), _weights(task.model, found)
+        quantized, left = quantized_layers(task.model)
+        blocks = self.blocks(task.model, quantized)
+        settings, floats = self.settings(), _weights(task.model, quantized)
         changed: list[str] = []
         errors = []
         with queueless():
-            twins = Twins(task)
+            twins = LayerTwins(task)
             name = type(self).__name__.lower()
             for block in tqdm(blocks, desc=name, unit="block", disable=not task.progress):
-                if self.layers_first(block):
+                if self.learns_layers_first(block):
                     ahead = twins.fork(block.exprs[0])
                     for layer in single_layers(task.model, block.layers):
-                        learn(task, ahead, layer, Recovering.settings(self), floats)
+                        learn(task, ahead, layer, LearnedRounding.settings(self), floats)
                 learned = learn(task, twins, block, settings, floats)
                 errors.append(learned.error)
                 changes, reasons = _describe_block(block, learned)
@@ -95,12 +95,12 @@ class Recovering(CalibratedAlgorithm):
         return Report(tuple(changed), tuple(left), tuple(errors))
 
 
-def _weights(model: TracedModule, layers: list[Layer]) -> dict[str, np.ndarray]:
-    """The weights of layers, by path."""
+def _weights(model: TracedModule, layers: list[QuantizedLayer]) -> dict[str, np.ndarray]:
+    """Copies the weights of layers, by path."""
     return {layer.weight: get_module(model, layer.weight).numpy().copy() for layer in layers}
 
 
-def _describe_block(block: Block, learned: Learned) -> tuple[list[str], list[Left]]:
+def _describe_block(block: Block, learned: LearnedBlock) -> tuple[list[str], list[Left]]:
     if not learned.better:
         names = ", ".join(layer.name for layer in block.layers)
         return [], [Left(names, "rounding to nearest gives a smaller error")]

@@ -17,7 +17,7 @@ from qtrace.preparation.record import read_record
 from qtrace.ptq import gptq
 from qtrace.ptq.layers import second_order
 from qtrace.ptq.layers.refit import DAMPINGS, correction, ridge
-from qtrace.ptq.layers.second_order import Moments
+from qtrace.ptq.layers.second_order import SecondMoments
 from tests.nets import images, left_lines, net
 
 
@@ -40,7 +40,7 @@ def _least_squares(read: np.ndarray, missed: np.ndarray, damping: float) -> np.n
 @pytest.mark.parametrize("damping", [1.0, 0.01])
 def test_it_is_damped_least_squares_in_each_group(damping: float) -> None:
     read, missed, _ = _values(40, noise=0.5)
-    found = ridge(Moments.of(read, missed), damping)
+    found = ridge(SecondMoments.of(read, missed), damping)
     for group in range(2):
         np.testing.assert_allclose(
             found[group], _least_squares(read[group], missed[group], damping), rtol=1e-8
@@ -49,8 +49,8 @@ def test_it_is_damped_least_squares_in_each_group(damping: float) -> None:
 
 def test_moments_add_up_and_are_those_about_the_mean() -> None:
     read, missed, _ = _values(60, noise=0.5)
-    whole = Moments.of(read, missed)
-    both = Moments.of(read[:, :25], missed[:, :25]) + Moments.of(read[:, 25:], missed[:, 25:])
+    whole = SecondMoments.of(read, missed)
+    both = SecondMoments.of(read[:, :25], missed[:, :25]) + SecondMoments.of(read[:, 25:], missed[:, 25:])
     for name, value in vars(whole).items():
         np.testing.assert_allclose(vars(both)[name], value, rtol=1e-9, err_msg=name)
     about = whole.centered()
@@ -74,22 +74,24 @@ def test_the_damping_is_the_one_that_serves_best_on_the_other_half() -> None:
                     fitted = _least_squares(read[group, own], missed[group, own], damping)
                     rest = missed[group, other] - read[group, other] @ fitted
                     errors[damping] += float(np.sum(rest**2) - np.sum(missed[group, other] ** 2))
-        first, second = (Moments.of(read[:, half], missed[:, half]) for half in halves)
+        first, second = (SecondMoments.of(read[:, half], missed[:, half]) for half in halves)
         moved, damping = correction(first, second)
         assert damping == min(errors, key=lambda d: errors[d])
-        np.testing.assert_allclose(moved, ridge(Moments.of(read, missed), damping))
+        np.testing.assert_allclose(moved, ridge(SecondMoments.of(read, missed), damping))
         chosen.add(damping)
     assert len(chosen) > 1
 
 
 def test_a_planted_error_is_found_and_chance_is_not_followed() -> None:
     read, missed, planted = _values(1000, noise=0.01)
-    halves = [Moments.of(read[:, part], missed[:, part]) for part in (slice(0, 500), slice(500, None))]
+    halves = [SecondMoments.of(read[:, part], missed[:, part]) for part in (slice(0, 500), slice(500, None))]
     np.testing.assert_allclose(correction(*halves)[0], planted, atol=0.01)
     random = np.random.default_rng(5)
-    halves = [Moments.of(random.normal(size=(1, 8, 30)), random.normal(size=(1, 8, 4))) for _ in range(2)]
+    halves = [
+        SecondMoments.of(random.normal(size=(1, 8, 30)), random.normal(size=(1, 8, 4))) for _ in range(2)
+    ]
     # The halves contradict each other: what the one says makes the other worse.
-    contrary = Moments(*(-v if k in ("missed", "cross") else v for k, v in vars(halves[0]).items()))
+    contrary = SecondMoments(*(-v if k in ("missed", "cross") else v for k, v in vars(halves[0]).items()))
     moved, damping = correction(halves[0], contrary)
     assert damping is None
     assert not moved.any()
@@ -98,10 +100,10 @@ def test_a_planted_error_is_found_and_chance_is_not_followed() -> None:
 def test_inputs_that_never_change_are_no_reason_to_change_anything() -> None:
     read = np.full((1, 50, 3), 7.3, np.float32)
     missed = np.random.default_rng(0).normal(size=(1, 50, 2)).astype(np.float32)
-    about = Moments.of(read, missed).centered()
+    about = SecondMoments.of(read, missed).centered()
     assert np.linalg.eigvalsh(about.square[0]).min() > 0
     assert np.abs(correction(about, about)[0]).max() < 0.05
-    nothing = Moments.of(0 * read, missed).centered()
+    nothing = SecondMoments.of(0 * read, missed).centered()
     np.testing.assert_array_equal(correction(nothing, nothing)[0], 0)
 
 
@@ -170,7 +172,7 @@ def test_one_sample_and_layers_in_parts_are_rounded_as_they_are(monkeypatch: pyt
     report = read_record(alone).ptq[0]
     assert report["changed"]
     assert all("fitted" not in line for line in report["changed"])
-    monkeypatch.setattr(second_order, "JOINT", 8)  # every layer has more inputs
+    monkeypatch.setattr(second_order, "MAX_JOINT_INPUTS", 8)  # every layer has more inputs
     parted = qtrace.calibrate(_prepared(_module(), {"gptq": {"refit": True}}), BATCHES, progress=False)
     assert all("fitted" not in line for line in read_record(parted).ptq[0]["changed"])
 
@@ -192,7 +194,7 @@ def test_a_run_that_ends_early_leaves_the_model_as_it_was(monkeypatch: pytest.Mo
     before = {n: t.numpy().copy() for n, t in prepared.named_tensors()}
     done = []
 
-    def third_fails(first: Moments, second: Moments) -> Any:
+    def third_fails(first: SecondMoments, second: SecondMoments) -> Any:
         done.append(1)
         if len(done) == 3:
             raise KeyboardInterrupt

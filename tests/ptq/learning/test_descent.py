@@ -16,15 +16,15 @@ from qtrace import QConfig
 from qtrace.graph.flatten import flatten
 from qtrace.preparation.phases import set_phase
 from qtrace.ptq.base import Batches, CalibratedTask
-from qtrace.ptq.layers.quantized import Twins, layers
+from qtrace.ptq.layers.quantized import LayerTwins, quantized_layers
 from qtrace.ptq.learning import descent
 from qtrace.ptq.learning.block_run import BlockData, BlockRun
 from qtrace.ptq.learning.blocks import structural_blocks
 from qtrace.ptq.learning.blockwise import queueless
-from qtrace.ptq.learning.descent import Settings, descend
+from qtrace.ptq.learning.descent import DescentSettings, descend
 from tests.nets import images, net, randomize
 
-SETTINGS = Settings(
+SETTINGS = DescentSettings(
     iterations=25,
     batch=6,
     lr=0.05,
@@ -51,9 +51,9 @@ def _run() -> tuple[BlockRun, BlockData]:
     reference = flatten(model)
     set_phase(reference, "float")
     task = CalibratedTask(model, reference, Batches(data, model, len(data)))
-    found, _ = layers(model)
+    found, _ = quantized_layers(model)
     (block,) = structural_blocks(model, found, 12)
-    twins = Twins(task)
+    twins = LayerTwins(task)
     floats = {layer.weight: mge.Tensor(getattr(model, layer.weight[0]).weight).numpy() for layer in found}
     return BlockRun(task, twins, block, floats), BlockData(twins, block)
 
@@ -62,7 +62,7 @@ def test_compiled_steps_learn_what_eager_ones_learn(monkeypatch: Any) -> None:
     found = []
     with queueless():
         for first in (20, 100):
-            monkeypatch.setattr(descent, "_TRACED_FROM", first)
+            monkeypatch.setattr(descent, "_MIN_TRACED_STEPS", first)
             run, data = _run()
             start = [state.rounding.v.copy() for state in run.layers]
             descend(run, data, SETTINGS, 0.01)
@@ -98,5 +98,7 @@ def test_the_gradient_of_a_weight_is_that_of_finite_differences() -> None:
 
 def test_the_rate_is_20_in_all_steps_unless_told() -> None:
     one = {"batch": 1, "scale_lr": 0, "drop": 0, "warmup": 0, "beta": (2, 2), "strength": 0, "seed": 0}
-    rates = [Settings(iterations=n, lr=lr, **one).rate for n, lr in ((20_000, None), (50, None), (50, 0.3))]
+    rates = [
+        DescentSettings(iterations=n, lr=lr, **one).rate for n, lr in ((20_000, None), (50, None), (50, 0.3))
+    ]
     assert rates == [1e-3, 0.1, 0.3]

@@ -7,7 +7,7 @@ import pytest
 
 from qtrace.numerics import dequantize, fake_quantize, quantize
 from qtrace.optim.adam import Adam
-from qtrace.ptq.learning.rounding import SoftRounding, annealed
+from qtrace.ptq.learning.rounding import SoftRounding, anneal
 from qtrace.scheme import QParams, QScheme
 
 
@@ -79,10 +79,10 @@ def test_a_decided_weight_is_what_the_fake_quant_and_an_export_make_of_it(scheme
 
 
 def test_the_exponent_falls_along_a_cosine_after_the_warmup() -> None:
-    assert annealed(0.1, 0.2, (20, 2)) is None
-    assert annealed(0.2, 0.2, (20, 2)) == pytest.approx(20)
-    assert annealed(0.6, 0.2, (20, 2)) == pytest.approx(11)
-    assert annealed(1.0, 0.2, (20, 2)) == pytest.approx(2)
+    assert anneal(0.1, 0.2, (20, 2)) is None
+    assert anneal(0.2, 0.2, (20, 2)) == pytest.approx(20)
+    assert anneal(0.6, 0.2, (20, 2)) == pytest.approx(11)
+    assert anneal(1.0, 0.2, (20, 2)) == pytest.approx(2)
 
 
 def test_adam_takes_the_steps_of_the_paper() -> None:
@@ -107,7 +107,7 @@ def test_rounding_a_layer_for_its_output_beats_rounding_to_nearest() -> None:
     adam = Adam(soft.v, 0.02)
     for step in range(600):
         error = x @ (soft.soft() - weight).T
-        beta = annealed(step / 600, 0.2, (20, 2))
+        beta = anneal(step / 600, 0.2, (20, 2))
         of_weight = 2 * error.T @ x / (error.size * unit)
         adam.step(soft.gradient(of_weight, beta or 2.0, 0.0 if beta is None else 0.01))
     assert np.mean((x @ (soft.hard() - weight).T) ** 2) < 0.85 * unit

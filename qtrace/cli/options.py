@@ -139,7 +139,7 @@ progress = click.option("--progress", is_flag=True, help="Show progress even if 
 
 
 def output(function: Callable[..., Any]) -> Callable[..., Any]:
-    """--json and --quiet; the command gets them, and --progress, as a Console, its argument ``console``."""
+    """Adds --json and --quiet; the command gets them and --progress as its argument ``console``."""
 
     @functools.wraps(function)
     def command(quiet: bool, as_json: bool, progress: bool = False, **arguments: Any) -> Any:
@@ -147,18 +147,19 @@ def output(function: Callable[..., Any]) -> Callable[..., Any]:
 
     return _all(
         click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document."),
-        click.option("--quiet", "-q", is_flag=True, help="No progress and no notes on stderr."),
+        click.option(
+            "--quiet", "-q", is_flag=True, help="No progress and no notes on stderr, only warnings."
+        ),
     )(command)
 
 
 def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """How statistics are collected; the command gets a dict of it, its argument ``how``."""
+    """Adds the options of collecting statistics; the command gets them as the dict ``collecting``."""
     names = ("engine", "threads", "workers", "ray", "every", "seconds")
 
     @functools.wraps(function)
     def command(**arguments: Any) -> Any:
-        how = {name: arguments.pop(name) for name in names}
-        return function(how=how, **arguments)
+        return function(collecting={name: arguments.pop(name) for name in names}, **arguments)
 
     return _all(
         click.option(

@@ -10,7 +10,6 @@ from megengine import Parameter, Tensor
 from megengine.module import Module
 from megengine.traced_module import register_as_builtin
 from megengine.traced_module.pytree import register_supported_type
-from pydantic import create_model
 
 from qtrace.errors import CalibrationError, ConfigError, SchemeError
 from qtrace.fakequant.kernels.kernel import Learn, Levels, as_float32, positive, quant_dequant
@@ -20,7 +19,7 @@ from qtrace.plugins import name_of
 from qtrace.plugins.options import OptionModel, check_options
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["PHASES", "FakeQuant", "Phase", "builtin", "reject_options", "scales"]
+__all__ = ["PHASES", "FakeQuant", "Phase", "builtin", "scales"]
 
 Phase = Literal["float", "observe", "quantize", "train"]
 PHASES: tuple[str, ...] = get_args(Phase)
@@ -41,7 +40,7 @@ class FakeQuant(Module):
     transforms weights `shaped`.
 
     Attributes:
-        Options: the options: a subclass of `OptionModel` with a field for each. None leaves them to `_setup`.
+        Options: the options: a subclass of `OptionModel` with a field for each.
 
     Args:
         site: the name of the quantized tensor; it appears in every error.
@@ -57,7 +56,7 @@ class FakeQuant(Module):
         ConfigError: when the scheme cannot be used with this fake quant.
     """
 
-    Options: ClassVar[type[OptionModel] | None] = None
+    Options: ClassVar[type[OptionModel]] = OptionModel
 
     def __init__(
         self,
@@ -85,18 +84,19 @@ class FakeQuant(Module):
         kind = Parameter if self._learns_scale() else Tensor
         self.scale = kind(np.zeros(self.shape, np.float32))  # 0: not calibrated
         self.zero_point = as_float32(np.zeros(self.shape, np.float32))
-        if self.Options is not None:
-            options = dict(check_options(self.Options, name_of(type(self)), options))
-        self._setup(options)
+        self._setup(dict(check_options(self.Options, name_of(type(self)), options)))
 
     @abc.abstractmethod
     def _learns_scale(self) -> bool:
         """Whether the scale is a Parameter that an optimizer may change; it is asked before `_setup`."""
 
     def _setup(self, options: dict[str, Any]) -> None:
-        """Takes all ``options``, checked and with their defaults; without `Options` those that were given."""
-        if self.Options is None:
-            reject_options(name_of(type(self)), options)
+        """Sets up what the method learns.
+
+        Args:
+            options: all options with their values, checked.
+        """
+        return
 
     @abc.abstractmethod
     def _learn(self) -> Learn | None:
@@ -268,16 +268,6 @@ def scales(module: Module) -> list[Parameter]:
     """
     fakes = (m for m in module.modules() if isinstance(m, FakeQuant))
     return [parameter for fake in fakes for parameter in fake.parameters(recursive=False)]
-
-
-def reject_options(owner: str, options: dict[str, Any], known: tuple[str, ...] = ()) -> None:
-    """Refuses options that a fake quant without `FakeQuant.Options` does not know.
-
-    Raises:
-        ConfigError: naming the unknown option and the known ones.
-    """
-    fields: dict[str, Any] = dict.fromkeys(known, (Any, None))
-    check_options(create_model("Options", __base__=OptionModel, **fields), owner, options)
 
 
 def builtin(cls: type[Module]) -> type[Module]:

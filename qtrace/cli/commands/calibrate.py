@@ -85,7 +85,7 @@ def calibrate(
             collection = _finish(prepared, source, result, checkpoints, console)
             summary = {"model": model, "data": data, "recipe": recipe, **collection}
             write_folder(folder, prepared, summary)
-    models.tell_skipped(source, console)
+    models.note_skipped(source, console)
     files = [str(out / name) for name in FILES]
     console.result("\n".join(files), {**summary, "files": files})
 

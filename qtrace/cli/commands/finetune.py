@@ -1,4 +1,4 @@
-"""``qtrace finetune``."""
+"""The command ``qtrace finetune``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CHECKPOINT = "finetune.part.npz"
 @click.argument("model")
 @options.data(required=True, batch_size=32)
 @click.option(
-    "--eval-data", metavar="D", help="What to evaluate on, as --data; a tenth of --data if left out."
+    "--eval-data", metavar="D", help="Data to evaluate on, as --data; by default a tenth of --data."
 )
 @click.option("--out", "-o", type=options.file_or_folder(), required=True, help="The folder to write.")
 @click.option("--steps", type=click.IntRange(1), default=500, show_default=True, help="Steps to take.")
@@ -61,7 +61,7 @@ _CHECKPOINT = "finetune.part.npz"
     type=click.IntRange(1),
     default=100,
     show_default=True,
-    help="Checkpoint after so many steps.",
+    help="Steps between checkpoints.",
 )
 @click.option("--resume", is_flag=True, help="Go on where an interrupted run stopped.")
 @click.option("--force", is_flag=True, help="Replace the output folder of an earlier run.")
@@ -78,7 +78,7 @@ def finetune(
     console: Console,
     **arguments: Any,
 ) -> None:
-    """Train a quantized graph to give what it gives in float; no labels are needed.
+    """Train a quantized graph to reproduce its float outputs, without labels.
 
     MODEL is a prepared.mge that `qtrace calibrate` wrote. The folder --out appears whole or not at all. It
     holds prepared.mge, quantized.mge (to be exported), report.json (the loss, the held-back error, the
@@ -116,7 +116,7 @@ def finetune(
             )
             summary = {"model": model, "data": data, "finetuning": report.to_dict()}
             write_folder(folder, prepared, summary)
-    models.tell_skipped(source, console)
+    models.note_skipped(source, console)
     files = [str(out / name) for name in FILES]
     console.result("\n".join([report.table(), "", *files]), {**summary, "files": files})
 

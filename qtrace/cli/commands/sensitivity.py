@@ -120,20 +120,16 @@ def sensitivity(
             traced = models.trace_factory(model, data=source)
         if goal is None:
             prepared = qtrace.prepare(traced, qconfig)
-            if isinstance(metric.get("metric"), DetectionLoss):
-                metric["metric"] = metric["metric"].of(
-                    prepared
-                )  # checked before the calibration, which may take long
+            if isinstance(loss := metric.get("metric"), DetectionLoss):
+                metric["metric"] = loss.of(prepared)  # before the calibration, which may take long
             qtrace.calibrate(prepared, calibration, progress=console.progress)
-            result: Any = analyze(
-                prepared, evaluation, groups=arguments["groups"], float_model=traced, **metric
-            )
+            groups = arguments["groups"]
+            result: Any = analyze(prepared, evaluation, groups=groups, float_model=traced, **metric)
         else:
-            base = _importable(recipe or "onnxruntime", patch)
             raise_to = arguments["raise_to"]
             result = mixed_precision(
                 traced, qconfig, calibration, goal=goal, evaluation=evaluation, raise_to=raise_to, **metric
-            ).importing(base)
+            ).importing(_importable(recipe or "onnxruntime", patch))
         if patch is not None:
             with output_file(patch) as partial:
                 partial.write_text(result.patch, encoding="utf-8")

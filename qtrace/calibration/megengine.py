@@ -10,7 +10,7 @@ import megengine as mge
 
 from qtrace.calibration.arrivals import Arrival, Arrivals
 from qtrace.calibration.base import Arguments, Observe
-from qtrace.data.batches import told
+from qtrace.data.batches import translate_errors
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Node, TracedModule
 
@@ -39,7 +39,7 @@ class MegEngine:
         args, kwargs = arguments
         watcher = _Watcher(self._prepared, self._nodes, observe)
         try:
-            with told(self._prepared, arguments, index):
+            with translate_errors(self._prepared, arguments, index):
                 try:
                     watcher.run(*args, **kwargs)
                     watcher.show()
@@ -48,7 +48,7 @@ class MegEngine:
                     # a failed kernel left in memory may have been refused.
                     mge._full_sync()
         except _ObserverError as error:
-            raise error.original from error.original.__cause__  # not MegEngine's: `told` has no say in it
+            raise error.original from error.original.__cause__  # no error of MegEngine's
 
 
 class _ObserverError(Exception):

@@ -119,7 +119,7 @@ def check_size(model: Any, name: str, qconfig: Any, data: str) -> None:
     """
     import numpy as np
 
-    from qtrace.data.batches import as_arguments, evaluating, told
+    from qtrace.data.batches import as_arguments, evaluating, translate_errors
     from qtrace.errors import CalibrationError, ConfigError
     from qtrace.graph.signature import list_inputs
 
@@ -132,7 +132,7 @@ def check_size(model: Any, name: str, qconfig: Any, data: str) -> None:
         return
     try:
         zeros = as_arguments((np.zeros((*shape[:1], *size), np.float32),), model, 0)
-        with evaluating(model), told(model, zeros, 0):
+        with evaluating(model), translate_errors(model, zeros, 0):
             model(*zeros[0], **zeros[1])
             engine.synchronize()
     except CalibrationError as error:

@@ -15,7 +15,7 @@ from qtrace.config.rule import Spec
 from qtrace.errors import ConfigError, QtraceError
 from qtrace.plugins.options import OptionModel, check_options
 
-__all__ = ["Algorithm", "Named", "algorithms", "check_imported", "placed"]
+__all__ = ["Algorithm", "Named", "algorithms", "check_imported", "prefix_errors"]
 
 
 class Algorithm(OptionModel, abc.ABC):
@@ -55,7 +55,7 @@ def algorithms(qconfig: QConfig) -> tuple[Named, ...]:
     listed: list[Named] = []
     for index, spec in qconfig.ptq_entries:
         place = partial(qconfig.option_place, f"ptq[{index}]", "ptq")
-        with placed(place("")):
+        with prefix_errors(place("")):
             kind = plugins.resolve("qtrace.ptq", spec.name, Algorithm)
         algorithm: Algorithm = check_options(kind, spec.name, spec.options, place)
         _check_order(spec.name, algorithm, listed, place(""))
@@ -64,7 +64,7 @@ def algorithms(qconfig: QConfig) -> tuple[Named, ...]:
 
 
 @contextlib.contextmanager
-def placed(origin: str) -> Iterator[None]:
+def prefix_errors(origin: str) -> Iterator[None]:
     """Puts ``origin`` before the sentence of an error."""
     try:
         yield

@@ -7,7 +7,7 @@ from functools import partial
 
 from qtrace import plugins
 from qtrace.config import backends
-from qtrace.config.algorithm import algorithms, placed
+from qtrace.config.algorithm import algorithms, prefix_errors
 from qtrace.config.qconfig import QConfig
 from qtrace.config.rule import Spec
 from qtrace.errors import ConfigError
@@ -73,9 +73,9 @@ def check_plugin(package: str, spec: Spec, sort: str, scheme: QScheme, place: Ca
     from qtrace.observers.base import Observer
 
     observes, origin = package == "qtrace.observers", place("")
-    with placed(origin):
+    with prefix_errors(origin):
         plugin = plugins.resolve(package, spec.name, Observer if observes else FakeQuant)
     check_options(plugin.Options, spec.name, spec.options, place)  # type: ignore[attr-defined]
-    with placed(origin):
+    with prefix_errors(origin):
         arguments = (scheme,) if observes else (f"{sort}s", scheme.replace(axis=None))
         plugin(*arguments, **spec.options)

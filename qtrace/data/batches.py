@@ -14,7 +14,7 @@ from qtrace.graph.failures import short
 from qtrace.graph.signature import argument_names, has_traced_structure, list_inputs
 from qtrace.graph.types import TracedModule
 
-__all__ = ["as_arguments", "evaluating", "first_samples", "refuse_nan", "told"]
+__all__ = ["as_arguments", "evaluating", "first_samples", "refuse_nan", "translate_errors"]
 
 _SHOWN_ITEMS = 3  # of a list in a batch, in a message
 
@@ -91,7 +91,7 @@ def first_samples(arguments: _Arguments, count: int) -> _Arguments | None:
 
 
 @contextmanager
-def told(model: TracedModule, arguments: _Arguments, index: int) -> Iterator[None]:
+def translate_errors(model: TracedModule, arguments: _Arguments, index: int) -> Iterator[None]:
     """Re-raises MegEngine's errors as a `CalibrationError` with the batch, its shapes and the traced ones.
 
     Args:

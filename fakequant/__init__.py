@@ -1,7 +1,7 @@
 """Fake quantizers: one a file; the file name is the name that configs use.
 
 The classes of all files are names of this package, loaded when they are first used, and so are `scales` and
-what a fake quant of one's own is written with: `FakeQuant`, `builtin`, `reject_options` and `Learn`.
+what a fake quant of one's own is written with: `FakeQuant`, `builtin` and `Learn`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from qtrace import plugins
 if TYPE_CHECKING:
     from qtrace.fakequant.base import FakeQuant as FakeQuant
     from qtrace.fakequant.base import builtin as builtin
-    from qtrace.fakequant.base import reject_options as reject_options
     from qtrace.fakequant.base import scales as scales
     from qtrace.fakequant.kernels.kernel import Learn as Learn
 
 _OTHERS = {
-    **dict.fromkeys(("FakeQuant", "builtin", "reject_options", "scales"), "qtrace.fakequant.base"),
+    **dict.fromkeys(("FakeQuant", "builtin", "scales"), "qtrace.fakequant.base"),
     "Learn": "qtrace.fakequant.kernels.kernel",
 }
 

@@ -1,4 +1,4 @@
-"""What every fake quant is: a module at one site, with phases, an observer and quantization parameters."""
+"""The base of all fake quants: a module at one site with phases, an observer and parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from megengine import Parameter, Tensor
 from megengine.module import Module
 from megengine.traced_module import register_as_builtin
 from megengine.traced_module.pytree import register_supported_type
-from pydantic import create_model
 
 from qtrace.errors import CalibrationError, ConfigError, SchemeError
 from qtrace.fakequant.kernels.kernel import Learn, Levels, as_float32, positive, quant_dequant
@@ -20,7 +19,7 @@ from qtrace.plugins import name_of
 from qtrace.plugins.options import OptionModel, check_options
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["PHASES", "FakeQuant", "Phase", "builtin", "reject_options", "scales"]
+__all__ = ["PHASES", "FakeQuant", "Phase", "builtin", "scales"]
 
 Phase = Literal["float", "observe", "quantize", "train"]
 PHASES: tuple[str, ...] = get_args(Phase)
@@ -33,31 +32,31 @@ register_supported_type(Observer)
 class FakeQuant(Module):
     """Abstract base: rounds a tensor to the integers of its scheme and back.
 
-    The phase says what ``forward`` does: ``float`` passes the value through, ``observe`` shows it to the
-    observer and passes it through, ``quantize`` applies frozen parameters, ``train`` is the subclass's.
+    The phase selects what ``forward`` does: ``float`` passes the value through, ``observe`` also shows it to
+    the observer, ``quantize`` applies frozen parameters, and ``train`` applies learned ones.
 
     A subclass declares its `Options`, defines `_learns_scale` and `_learn`, and is decorated with `builtin`.
-    One that learns something else than the scale replaces `_setup`, `_derived` and `_adopt` too, one that
-    transforms weights `shaped`.
+    A subclass that learns something else than the scale also overrides `_setup`, `_derived` and `_adopt`; one
+    that transforms weights overrides `shaped`.
 
     Attributes:
-        Options: the options: a subclass of `OptionModel` with a field for each. None leaves them to `_setup`.
+        Options: the options: a subclass of `OptionModel` with a field for each.
 
     Args:
         site: the name of the quantized tensor; it appears in every error.
-        scheme: how the tensor is quantized.
+        scheme: the scheme of the tensor.
         shape: the shape of scale and zero point, broadcastable to the tensor; ``()`` per tensor.
         observer: collects the statistics from which ``calibrate`` takes the parameters.
         static: True for a parameter: it is observed once, not at every batch.
-        numel: how many values share one scale: of the parameter, or of one sample of an activation.
-        channel_axes: the axes of the tensor that count channels with a scale each. They cannot be read off
-            ``shape`` where a layer has one channel. None derives them from ``shape`` and the scheme's axis.
+        numel: number of values of the parameter, or of one sample of an activation, that share one scale.
+        channel_axes: the axes whose channels have a scale each. ``shape`` does not show them if a
+            layer has one channel. None derives them from ``shape`` and the scheme's axis.
 
     Raises:
-        ConfigError: when the scheme cannot be used with this fake quant.
+        ConfigError: when this fake quant does not support the scheme.
     """
 
-    Options: ClassVar[type[OptionModel] | None] = None
+    Options: ClassVar[type[OptionModel]] = OptionModel
 
     def __init__(
         self,
@@ -85,45 +84,46 @@ class FakeQuant(Module):
         kind = Parameter if self._learns_scale() else Tensor
         self.scale = kind(np.zeros(self.shape, np.float32))  # 0: not calibrated
         self.zero_point = as_float32(np.zeros(self.shape, np.float32))
-        if self.Options is not None:
-            options = dict(check_options(self.Options, name_of(type(self)), options))
-        self._setup(options)
+        self._setup(dict(check_options(self.Options, name_of(type(self)), options)))
 
     @abc.abstractmethod
     def _learns_scale(self) -> bool:
-        """Whether the scale is a Parameter that an optimizer may change; it is asked before `_setup`."""
+        """Whether the scale is a Parameter that an optimizer may change; called before `_setup`."""
 
     def _setup(self, options: dict[str, Any]) -> None:
-        """Takes all ``options``, checked and with their defaults; without `Options` those that were given."""
-        if self.Options is None:
-            reject_options(name_of(type(self)), options)
+        """Sets up what the method learns.
+
+        Args:
+            options: all options with their values, checked.
+        """
+        return
 
     @abc.abstractmethod
     def _learn(self) -> Learn | None:
-        """What flows back to scale and zero point in the phase ``train``; None for nothing."""
+        """Selects the gradients of scale and zero point in the phase ``train``; None for none."""
 
     def _derived(self) -> tuple[Tensor, Tensor]:
-        """Scale and zero point, differentiable in what is learned; the magnitude of the scale is applied."""
+        """Computes scale and zero point from learned parameters; the magnitude of the scale is applied."""
         return self.scale, self.zero_point
 
     def _adopt(self, scale: np.ndarray, zero_point: np.ndarray) -> None:
-        """Sets what is learned instead of the scale, from parameters of shape ``self.shape``."""
+        """Sets the parameters that are learned instead of the scale; both arguments have ``self.shape``."""
         return
 
     def shaped(self, x: Tensor) -> Tensor:
-        """What is rounded: ``x`` (float32, any shape), unless the method transforms it (`transforms`)."""
+        """Returns the tensor to round: ``x`` (float32, any shape), transformed if `transforms` is set."""
         return x
 
     @property
     def calibrated(self) -> bool:
-        """Whether the site has parameters: no scale is 0, so that a state dict brings them along.
+        """Whether the site has parameters: no scale is 0. So a state dict restores this, too.
 
-        It waits for the tensor, which ``forward`` must not do under ``jit.trace``: `set_phase` asks.
+        It waits for the tensor, which ``forward`` must not do under ``jit.trace``: `set_phase` checks it.
         """
         return bool(np.all(self.scale.numpy() != 0))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Passes, observes or fake-quantizes ``x`` (float32, any shape), as the phase says."""
+        """Passes, observes or fake-quantizes ``x`` (float32, any shape), depending on the phase."""
         if self.phase == "float":
             return x
         if self.phase == "observe":
@@ -132,15 +132,15 @@ class FakeQuant(Module):
         return self.quantize_dequantize(x)
 
     def quantize_dequantize(self, x: Tensor) -> Tensor:
-        """Rounds ``x`` with the present parameters.
+        """Rounds ``x`` with the current parameters.
 
-        The gradient passes straight through to ``x`` and, in the phase ``train``, to what is learned.
+        The gradient passes straight through to ``x`` and, in the phase ``train``, to learned parameters.
 
         Args:
             x: float32 tensor.
 
         Raises:
-            SchemeError: when the scales have lost their shape, or do not fit ``x``.
+            SchemeError: when the scales have another shape than ``shape``, or do not fit ``x``.
         """
         self._check_shapes(x)
         scale, zero_point = self._derived()
@@ -148,12 +148,12 @@ class FakeQuant(Module):
         return quant_dequant(self.shaped(x), scale, zero_point, levels, self.shape, self.learning)
 
     def _check_shapes(self, x: Tensor) -> None:
-        """Refuses what a kernel would: its error comes late, and the call after it may crash the process."""
+        """Refuses shapes that a kernel would refuse later, after which a call may crash the process."""
         scale, value = tuple(self.scale._tuple_shape), tuple(x._tuple_shape)
         if scale != self.shape:
             raise SchemeError(f"site {self.site}: its scale has shape {scale}, not {self.shape}: set that.")
-        lined_up = zip(reversed(scale), reversed(value), strict=False)
-        if len(scale) > len(value) or any(n not in (1, m) for n, m in lined_up):
+        sizes = zip(reversed(scale), reversed(value), strict=False)
+        if len(scale) > len(value) or any(n not in (1, m) for n, m in sizes):
             raise SchemeError(
                 f"site {self.site}: its scales of shape {scale} do not fit a tensor of shape {value}: "
                 "prepare the graph for such tensors."
@@ -161,20 +161,20 @@ class FakeQuant(Module):
 
     @property
     def learning(self) -> Learn | None:
-        """What flows back to scale and zero point in the present phase; None for nothing."""
+        """The gradients of scale and zero point in the current phase; None for none."""
         return self._learn() if self.phase == "train" else None
 
     def signed_scale(self) -> Tensor:
-        """The scale whose magnitude is applied: where only that matters, it saves taking it."""
+        """Returns the scale with its sign, for callers that take the magnitude themselves."""
         return self._derived()[0]
 
     def effective_scale(self) -> Tensor:
-        """The positive scale that is applied."""
+        """Returns the positive scale that is applied."""
         scale = self._derived()[0]
         return positive(scale, self.shape) if self._learns_scale() else scale
 
     def effective_zero_point(self) -> Tensor:
-        """The zero point that is applied, float32 holding integers."""
+        """Returns the zero point that is applied, float32 holding integers."""
         return self._derived()[1]
 
     def _observe(self, x: Tensor) -> None:
@@ -190,28 +190,28 @@ class FakeQuant(Module):
 
     @property
     def counted_axes(self) -> tuple[int, ...]:
-        """The axes of the tensor that count channels with a scale each; none with one scale."""
+        """The axes of the tensor whose channels have a scale each; none per tensor."""
         if not self.scheme.per_channel:
             return ()
-        known = getattr(self, "channel_axes", None)  # models saved by earlier versions do not have it
-        if known:
-            return tuple(axis % len(self.shape) for axis in known)
+        axes = getattr(self, "channel_axes", None)  # models saved by earlier versions do not have it
+        if axes:
+            return tuple(axis % len(self.shape) for axis in axes)
         own = (self.scheme.axis or 0) % len(self.shape)
         return tuple(i for i, size in enumerate(self.shape) if size != 1) or (own,)
 
     @property
     def folded_axes(self) -> tuple[int, ...]:
-        """The axes that count channels, where they are not the scheme's one axis; else none."""
+        """The channel axes if they are not just the scheme's axis; else none."""
         axes = self.counted_axes
         own = axes and ((self.scheme.axis or 0) % len(self.shape),)
         return () if axes == own else axes
 
     def channels_first(self, value: np.ndarray) -> np.ndarray:
-        """A weight whose channels are not on the scheme's one axis, as (channels, rest)."""
+        """Reshapes a weight whose channels are not on the scheme's one axis to (channels, rest)."""
         return fold_channels(value, self.folded_axes)
 
     def set_qparams(self, qparams: QParams) -> None:
-        """Takes quantization parameters, in place (optimizers and traces keep their tensors).
+        """Sets the quantization parameters in place (optimizers and traces keep their tensors).
 
         No scale is smaller than ``qtrace.numerics.SMALLEST_SCALE``.
 
@@ -229,7 +229,7 @@ class FakeQuant(Module):
         self._adopt(self.scale.numpy(), self.zero_point.numpy())
 
     def qparams(self) -> QParams:
-        """The present quantization parameters; scale and zero point of shape ``()`` or ``(C,)``.
+        """Returns the current quantization parameters; scale and zero point of shape ``()`` or ``(C,)``.
 
         Raises:
             CalibrationError: when the site was never calibrated.
@@ -237,8 +237,8 @@ class FakeQuant(Module):
         if not self.calibrated:
             raise CalibrationError(f"site {self.site} was never calibrated: run qtrace.calibrate first.")
         flat = (-1,) if self.shape else ()
-        found = self.effective_scale(), self.effective_zero_point()
-        scale, zero_point = (value.numpy().reshape(flat) for value in found)
+        tensors = self.effective_scale(), self.effective_zero_point()
+        scale, zero_point = (tensor.numpy().reshape(flat) for tensor in tensors)
         scale = np.maximum(scale, np.float32(SMALLEST_SCALE))  # as the kernels apply it
         return QParams(self.scheme, scale, zero_point.astype(np.int32))
 
@@ -247,7 +247,7 @@ class FakeQuant(Module):
 
 
 def fold_channels(value: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    """``value`` as (channels, rest), the channels being counted by ``axes``; as it is without axes."""
+    """Reshapes ``value`` to (channels, rest) with the channels on ``axes``; unchanged without axes."""
     if not axes:
         return value
     count = int(np.prod([value.shape[axis] for axis in axes]))
@@ -255,9 +255,9 @@ def fold_channels(value: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
 
 
 def scales(module: Module) -> list[Parameter]:
-    """What the ranges of a prepared module learn: scales, offsets, thresholds, ends.
+    """Lists the learned parameters of ranges: scales, offsets, thresholds, ends.
 
-    They want a lower learning rate than weights (a tenth) and no weight decay; ``qtrace.param_groups`` makes
+    They need a lower learning rate than weights (a tenth) and no weight decay; ``qtrace.param_groups`` makes
     the groups for an optimizer.
 
     Args:
@@ -270,27 +270,17 @@ def scales(module: Module) -> list[Parameter]:
     return [parameter for fake in fakes for parameter in fake.parameters(recursive=False)]
 
 
-def reject_options(owner: str, options: dict[str, Any], known: tuple[str, ...] = ()) -> None:
-    """Refuses options that a fake quant without `FakeQuant.Options` does not know.
-
-    Raises:
-        ConfigError: naming the unknown option and the known ones.
-    """
-    fields: dict[str, Any] = dict.fromkeys(known, (Any, None))
-    check_options(create_model("Options", __base__=OptionModel, **fields), owner, options)
-
-
 def builtin(cls: type[Module]) -> type[Module]:
-    """Lets the tracer call ``cls`` as one module instead of looking inside."""
+    """Registers ``cls`` with the tracer as one module that it does not look into."""
     register_as_builtin(cls)
     return cls
 
 
 def refuse_powers_of_two(fake: FakeQuant) -> None:
-    """Refuses a scheme of powers of two where any scale is learned.
+    """Refuses a scheme of powers of two for a method that learns any scale.
 
     Args:
-        fake: the fake quant that is set up.
+        fake: the fake quant.
 
     Raises:
         ConfigError: naming the site and what to use instead.

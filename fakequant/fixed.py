@@ -1,4 +1,4 @@
-"""Fixed parameters, straight-through gradient."""
+"""Fake quantization with fixed parameters and a straight-through gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both ends of the range are learned."""
+"""Range learning: the ends of the range are learned with the weights."""
 
 from __future__ import annotations
 
@@ -11,28 +11,25 @@ from megengine import Parameter, Tensor
 from qtrace.fakequant.base import FakeQuant, builtin, refuse_powers_of_two
 from qtrace.fakequant.kernels.kernel import Learn, straight_through
 from qtrace.numerics import SMALLEST_SCALE
-from qtrace.plugins.options import OptionModel
 
 __all__ = ["LearnedRangeFakeQuant"]
 
 
 @builtin
 class LearnedRangeFakeQuant(FakeQuant):
-    """Learns where the range begins and ends (Nagel et al. 2021, "A White Paper on Neural Network
+    """Learns both ends of the range (Nagel et al. 2021, "A White Paper on Neural Network
     Quantization", sections 2.2 and 4.1; range learning).
 
-    Of the ends lo and hi, ``s = (hi - lo) / (qmax - qmin)`` and ``z = round(qmin - lo / s)``, both followed
-    by the gradient, straight through the rounding of z. With v and q counted from lo and Q levels::
+    From the ends lo and hi follow ``s = (hi - lo) / (qmax - qmin)`` and ``z = round(qmin - lo / s)``. The
+    gradient passes both, and straight through the rounding of z. With v and q counted from lo and Q levels::
 
         dy/dhi = (q - v) / Q inside, 1 above, 0 below        dy/dlo = -(q - v) / Q inside, 0 above, 1 below
 
-    which are those of TensorFlow's fake quant (Jacob et al. 2018) plus the rounding inside. 0 stays in the
-    range. A symmetric scheme learns the upper end; the lower one is its mirror image.
+    which are the gradients of TensorFlow's fake quant (Jacob et al. 2018) plus the rounding inside. 0 stays
+    in the range. A symmetric scheme learns the upper end; the lower one is its mirror image.
 
-    Its numbers are in units of the tensor, not of a step, so that one learning rate fits all widths.
+    The ends are in units of the tensor, not of a step, so that one learning rate fits all bit widths.
     """
-
-    Options = OptionModel
 
     def _learns_scale(self) -> bool:
         return False

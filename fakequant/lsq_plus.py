@@ -21,18 +21,18 @@ __all__ = ["LSQPlusFakeQuant"]
 class LSQPlusFakeQuant(FakeQuant):
     """LSQ with a learned offset (Bhalgat et al. 2020, "LSQ+: Improving low-bit quantization ...", section 3).
 
-    An affine scheme learns beside its scale s the real number b that the integer 0 stands for; the paper's
-    ``x = q s + b``. Runtimes add an integer zero point, so that 0 is exact and padding is right: it is
-    ``round(-b / s)``, with the gradient straight through. That makes the paper's gradients::
+    An affine scheme learns its scale s and the real number b that the integer 0 stands for: ``x = q s + b``
+    in the paper. Runtimes need an integer zero point, so that 0 and padding are exact. It is
+    ``round(-b / s)``, with the gradient straight through, which gives the paper's gradients::
 
         dy/db = 0 inside, 1 outside        dy/ds = q - v inside, q outside
 
-    with q and v counted from b, not from the zero point. A symmetric scheme has no offset, as the weights of
-    the paper: it is LSQ. Both are multiplied by LSQ's ``1 / sqrt(N * Q)``. The paper begins with the observer
-    ``lsq_plus`` for weights and with ``mse`` for activations.
+    with q and v counted from b, not from the zero point. A symmetric scheme has no offset, like the
+    weights of the paper, and is LSQ. Both gradients are multiplied by LSQ's ``1 / sqrt(N * Q)``. The paper
+    starts from the observer ``lsq_plus`` for weights and with ``mse`` for activations.
 
     Options:
-        grad_scale: true for that factor, false for none, or a number in its place.
+        grad_scale: true for this factor, false for 1, or another factor.
     """
 
     class Options(OptionModel):

@@ -11,7 +11,6 @@ from megengine import Parameter, Tensor
 from qtrace.fakequant.base import FakeQuant, builtin, refuse_powers_of_two
 from qtrace.fakequant.kernels.kernel import Learn
 from qtrace.numerics import SMALLEST_SCALE
-from qtrace.plugins.options import OptionModel
 
 __all__ = ["PACTFakeQuant"]
 
@@ -23,14 +22,12 @@ class PACTFakeQuant(FakeQuant):
     After a ReLU the range is [0, a] with ``s = a / (levels - 1)`` and, eq. 3 of the paper, ``dy/da`` is 1
     where the value clips and 0 elsewhere: unlike LSQ, rounding inside the range does not move it.
 
-    The paper has one-sided ranges only. Elsewhere a is the end that is farther from 0, the other end keeps
-    the ratio that it was calibrated to (the zero point stays), and what clips there counts by that ratio, so
-    that a symmetric range is [-a, a].
+    The paper has one-sided ranges only. For other ranges, a is the end farther from 0. The other end keeps
+    its calibrated ratio to a (the zero point stays), which also weighs the gradient of values that clip
+    there. So a symmetric range is [-a, a].
 
     The paper's ``lambda * a**2`` in the loss is weight decay on a: `range_decay` of `qtrace.param_groups`.
     """
-
-    Options = OptionModel
 
     def _learns_scale(self) -> bool:
         return False

@@ -14,16 +14,15 @@ from qtrace.errors import ConfigError
 from qtrace.fakequant.base import FakeQuant, builtin
 from qtrace.fakequant.kernels.kernel import Learn
 from qtrace.numerics import SMALLEST_SCALE
-from qtrace.plugins.options import OptionModel
 
 __all__ = ["TQTFakeQuant"]
 
 
 class _NextPowerOfTwo(Function):
-    """``2**ceil(x)`` with the gradient of ``2**x`` there; an instance serves one call.
+    """Computes ``2**ceil(x)`` with the gradient of ``2**x`` at ``ceil(x)``; an instance serves one call.
 
     Args:
-        shape: that of x (MegEngine 1.13 gives a scalar's power and its gradient the shape (1,)).
+        shape: shape of x (MegEngine 1.13 gives a scalar's power and its gradient the shape (1,)).
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -35,7 +34,7 @@ class _NextPowerOfTwo(Function):
         return self.saved
 
     def backward(self, grad: Tensor | None) -> Tensor | None:
-        if grad is None:  # whoever read the scale, a bias for one, passes nothing back
+        if grad is None:  # a consumer of the scale, such as a bias, may pass no gradient
             return None
         return (grad * self.saved * math.log(2.0)).reshape(self.shape)
 
@@ -56,8 +55,6 @@ class TQTFakeQuant(FakeQuant):
 
     After calibration l lies in the middle of its octave, so that one small step does not change the scale.
     """
-
-    Options = OptionModel
 
     def _learns_scale(self) -> bool:
         return False

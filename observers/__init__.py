@@ -1,4 +1,4 @@
-"""Observers, one a file: what a site has seen, kept so that shards merge exactly, and the range it gives.
+"""Observers, one a file: each keeps statistics of a site that merge exactly, and chooses its range.
 
 The classes of all files are names of this package, loaded when they are first used.
 """

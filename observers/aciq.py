@@ -22,17 +22,17 @@ _EQUALLY_LIKELY = float(np.sqrt(np.pi / (2.0 * np.e)))
 class AnalyticalClipping(HistogramObserver):
     """ACIQ: Banner et al. 2019, "Post training 4-bit quantization of convolutional networks", section 3.1.
 
-    The tensor is taken for a sample of a Laplacian or Gaussian, whose clipping value of least squared error
-    is known: a multiple of ``b = E|x - mu|`` or of sigma that depends on the number of levels only (see
-    `laplace` and `gauss`). A sample this smooth needs few values: the range is steadier than that of a
-    search, and wrong where the shape is neither.
+    The method assumes that the values follow a Laplacian or a Gaussian. Its clipping value of least squared
+    error is a known multiple of ``b = E|x - mu|`` or of sigma, which depends on the number of levels only
+    (see `laplace` and `gauss`). The range is steadier than that of a search, also with few values, and it is
+    wrong if the values follow neither distribution.
 
-    A tensor with one sign (after a ReLU) is one half of a distribution around 0. Symmetric schemes take the
-    centre to be 0, others the mean. Exact zeros, which make no error, do not count, and the range never
-    leaves what was seen.
+    A tensor with one sign (after a ReLU) is treated as one half of a distribution around 0. The centre is 0
+    for symmetric schemes, the mean for others. Exact zeros do not count, since they make no error. The range
+    stays within the observed one.
 
     Options:
-        distribution: ``gauss``, ``laplace``, or ``auto`` for the one that is likelier for the values.
+        distribution: ``gauss``, ``laplace``, or ``auto`` for the likelier of both.
     """
 
     class Options(HistogramObserver.Options):
@@ -42,18 +42,18 @@ class AnalyticalClipping(HistogramObserver):
         lo, hi = state["lo"].astype(np.float64), state["hi"].astype(np.float64)
         scheme = self._scheme
         one_sided = (lo >= 0.0) | (hi <= 0.0)
-        found = moments(state, about_zero=one_sided | scheme.symmetric, zeros=False)
-        centre = np.where(one_sided | scheme.symmetric, 0.0, found.mean)
-        # Steps of the whole distribution: of half of it when all steps lie on one side.
+        statistics = moments(state, about_zero=one_sided | scheme.symmetric, zeros=False)
+        centre = np.where(one_sided | scheme.symmetric, 0.0, statistics.mean)
+        # Steps of the whole distribution; they are doubled if all of them lie on one side of it.
         steps = scheme.qmax - scheme.qmin
         doubled = 2 * (scheme.qmax - scheme.symmetric_zero_point if scheme.symmetric else steps)
         by_gauss, by_laplace = (
             np.where(one_sided | scheme.symmetric, form(doubled), form(steps)) * spread
-            for form, spread in ((gauss, found.deviation), (laplace, found.absolute))
+            for form, spread in ((gauss, statistics.deviation), (laplace, statistics.absolute))
         )
         distribution = self._options["distribution"]
         if distribution == "auto":
-            is_gauss = found.absolute > _EQUALLY_LIKELY * found.deviation
+            is_gauss = statistics.absolute > _EQUALLY_LIKELY * statistics.deviation
         else:
             is_gauss = np.full(lo.shape, distribution == "gauss")
         reach = np.where(is_gauss, by_gauss, by_laplace)
@@ -61,27 +61,27 @@ class AnalyticalClipping(HistogramObserver):
 
 
 def laplace(steps: int) -> float:
-    """The best clipping value of a Laplacian, in units of b.
+    """Returns the clipping value of least squared error for a Laplacian, in units of b.
 
     ``MSE(a) = 2 exp(-a) + (2 a / steps)**2 / 12`` has its minimum where ``a exp(a) = 3 steps**2``; with
     ``steps = 2**M`` this is 2.83, 3.89, 5.03 for M = 2, 3, 4, as in the paper.
 
     Args:
-        steps: how many steps the range [-a, a] is divided into.
+        steps: number of steps in the range [-a, a].
     """
     return float(lambertw(3.0 * steps * steps).real)
 
 
 @lru_cache(maxsize=64)
 def gauss(steps: int) -> float:
-    """The best clipping value of a Gaussian, in units of sigma.
+    """Returns the clipping value of least squared error for a Gaussian, in units of sigma.
 
     The derivative of ``MSE(a) = 2 int_a^inf (x - a)**2 phi(x) dx + (2 a / steps)**2 / 12`` is 0 where
     ``2 (phi(a) - a Q(a)) = a / (3 steps**2)``, Q being the mass above; with ``steps = 2**M`` this is 1.71,
     2.15, 2.55 for M = 2, 3, 4, as in the paper.
 
     Args:
-        steps: how many steps the range [-a, a] is divided into.
+        steps: number of steps in the range [-a, a].
     """
 
     def slope(a: float) -> float:

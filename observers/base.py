@@ -1,7 +1,7 @@
-"""What every observer is: statistics of one site that merge exactly, and the range they give.
+"""The base of all observers: statistics of one site that merge exactly, and the range they give.
 
-An observer is a fold: each batch is measured on its own, and states are combined by an associative operation.
-So one worker, N workers, and a run that was killed and resumed end in the same state, bit for bit.
+Each batch is measured on its own, and states are combined by an associative operation. So one worker,
+N workers, and a run that was killed and resumed end in the same state, bit for bit.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ import base64
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
-from pydantic import Field, create_model
 
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.numerics import choose
 from qtrace.plugins import name_of, resolve
-from qtrace.plugins.options import Float, Int, OptionModel, check_options
+from qtrace.plugins.options import OptionModel, check_options
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["Choice", "Layout", "Observer", "Option", "State", "from_dict", "to_dict"]
+__all__ = ["Layout", "Observer", "State", "from_dict", "to_dict"]
 
 State = dict[str, np.ndarray]
 Layout = dict[str, tuple[type, tuple[str | int, ...]]]
@@ -29,33 +28,17 @@ Layout = dict[str, tuple[type, tuple[str | int, ...]]]
 _PACKAGE = "qtrace.observers"
 
 
-def Option(default: float, low: float, high: float) -> tuple[Any, float]:
-    """A number in `Observer.OPTIONS`, the declaration of options before `Observer.Options`.
-
-    Args:
-        default: the value if none is given; an int means that only integers are taken.
-        low: the smallest value.
-        high: the largest value.
-    """
-    return Annotated[Int if isinstance(default, int) else Float, Field(ge=low, le=high)], default
-
-
-def Choice(default: str, words: tuple[str, ...]) -> tuple[Any, str]:
-    """A word in `Observer.OPTIONS`: ``default``, or another one of ``words``."""
-    return Literal[words], default
-
-
 class Observer(ABC):
-    """Watches the values of one site and says which range to quantize.
+    """Collects statistics of the values of one site, and chooses the range to quantize.
 
-    A subclass declares its `Options`, the `_layout` of its state, how a batch is measured, how two states are
-    combined, and which range a state gives. A state is a dict of arrays that nobody changes.
+    A subclass declares its `Options` and the `_layout` of its state. It defines how a batch is measured, how
+    two states are combined, and which range a state gives. A state is a dict of arrays that nothing changes.
 
     Attributes:
         Options: the options: a subclass of `OptionModel` with a field for each.
 
     Args:
-        scheme: how the site is quantized; with an axis, every channel has statistics of its own.
+        scheme: the scheme of the site; with a channel axis, every channel has statistics of its own.
         **options: the fields of `Options`.
 
     Raises:
@@ -63,10 +46,6 @@ class Observer(ABC):
     """
 
     Options: ClassVar[type[OptionModel]] = OptionModel
-
-    def __init_subclass__(cls) -> None:
-        if "OPTIONS" in vars(cls):
-            cls.Options = create_model("Options", __base__=OptionModel, **vars(cls)["OPTIONS"])
 
     def __init__(self, scheme: QScheme, **options: Any) -> None:
         self._scheme = scheme
@@ -76,11 +55,11 @@ class Observer(ABC):
 
     @abstractmethod
     def _layout(self) -> Layout:
-        """Name -> (dtype, shape) of the state's arrays; a letter in a shape is a size, "C" the channels'."""
+        """Maps each array of the state to (dtype, shape); a letter in a shape is a size, "C" the channels."""
 
     @abstractmethod
     def _measure(self, x: np.ndarray, lo: np.ndarray, hi: np.ndarray, batch: int) -> State:
-        """The state after one batch alone.
+        """Measures one batch and returns its state.
 
         Args:
             x: float32, contiguous, finite, of shape (A, C, B) with the channels in the middle.
@@ -90,20 +69,20 @@ class Observer(ABC):
 
     @abstractmethod
     def _combine(self, first: State, second: State) -> State:
-        """The state after the batches of both: an associative operation, exact to the bit."""
+        """Merges the states of two sets of batches: associative, exact to the bit."""
 
     @abstractmethod
     def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
-        """The range (lo, hi) to quantize, each of shape (C,)."""
+        """Chooses the range (lo, hi) to quantize, each of shape (C,)."""
 
     @property
     def name(self) -> str:
-        """What a config calls this class: its file name, or ``pkg.mod:Class`` for a user's own."""
+        """The name of this class in configs: its file name, or ``pkg.mod:Class`` outside of qtrace."""
         return name_of(type(self))
 
     @property
     def scheme(self) -> QScheme:
-        """How the site is quantized."""
+        """The scheme of the site."""
         return self._scheme
 
     @property
@@ -113,33 +92,34 @@ class Observer(ABC):
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was observed yet."""
+        """Whether no batch was observed yet."""
         return self._state is None
 
     def observe(self, x: np.ndarray, *, batch: int | None = None, site: str = "") -> None:
-        """Adds one batch. A batch that is refused leaves no trace.
+        """Adds one batch. A batch that is refused changes nothing.
 
         Args:
-            x: floats of any rank, not empty; float64 is rounded to float32, which is what runtimes see.
-            batch: the batch's index in the whole run; None counts the batches seen here.
+            x: floats of any rank, not empty; float64 is rounded to float32, as runtimes compute.
+            batch: the batch's index in the whole run; None counts the batches of this observer.
             site: the name of the tensor, for errors.
 
         Raises:
-            CalibrationError: when x is empty, is not made of finite floats, or does not have the channels
-                that the scheme and earlier batches ask for.
+            CalibrationError: when x is empty or holds no finite floats, or when its channels do not fit the
+                scheme or earlier batches.
         """
         index = self._batches if batch is None else int(batch)
-        where = f"site {site or '(unnamed)'}, batch {index}"
-        array = self._as_channels(x, where)
+        location = f"site {site or '(unnamed)'}, batch {index}"
+        array = self._as_channels(x, location)
         lo, hi = _extremes(array)
-        # Minimum and maximum pass on NaN and infinity: no second look at the data is needed.
+        # Minimum and maximum propagate NaN and infinity, so that the data need no second pass.
         if not (np.isfinite(lo).all() and np.isfinite(hi).all()):
             raise CalibrationError(
-                f"{where}: it holds NaN, infinity or a number beyond float32: repair the data or the model."
+                f"{location}: it holds NaN, infinity or a number beyond float32: repair the data or the "
+                "model."
             )
         if self._state is not None and lo.size != (channels := self._channels(self._state)):
             raise CalibrationError(
-                f"{where}: it has {lo.size} channels on axis {self._scheme.axis}, but earlier batches had "
+                f"{location}: it has {lo.size} channels on axis {self._scheme.axis}, but earlier batches had "
                 f"{channels}: correct the axis or the data."
             )
         measured = self._measure(array, lo, hi, index)
@@ -147,7 +127,7 @@ class Observer(ABC):
         self._batches += 1
 
     def merge(self, other: Observer) -> Observer:
-        """A new observer that has seen what both have; neither of them changes. Associative, exactly.
+        """Returns a new observer with the statistics of both, which stay as they are: associative, exact.
 
         Raises:
             ConfigError: when class, scheme or options differ.
@@ -177,7 +157,7 @@ class Observer(ABC):
         return merged
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
-        """The range to quantize: lo and hi, float64 of shape ``()`` per tensor or ``(C,)`` per channel.
+        """Chooses the range to quantize, lo and hi: float64, shape ``()`` per tensor or ``(C,)`` per channel.
 
         Raises:
             CalibrationError: when nothing was observed.
@@ -189,18 +169,18 @@ class Observer(ABC):
         return lo.astype(np.float64).reshape(shape), hi.astype(np.float64).reshape(shape)
 
     def qparams(self) -> QParams:
-        """The parameters for `range`; `CalibrationError` when nothing was observed."""
+        """Returns the parameters of `range`; `CalibrationError` when nothing was observed."""
         return choose(*self.range(), self._scheme)
 
     def state_dict(self) -> dict[str, np.ndarray | int | float | str]:
-        """What was observed, fit for ``np.savez``: the number of batches, and arrays when there are any."""
+        """Returns the number of batches and the arrays of the state, if there is one, for ``np.savez``."""
         return {"batches": self._batches, **{key: array.copy() for key, array in (self._state or {}).items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces what was observed by a `state_dict` of an observer with the same scheme and options.
+        """Replaces the statistics by a `state_dict` of an observer with the same scheme and options.
 
         Raises:
-            ConfigError: when a key, a type or a shape is not what this observer keeps.
+            ConfigError: when a key, a type or a shape is not of this observer's state.
         """
         layout = self._layout()
         if set(state) not in ({"batches"}, {"batches", *layout}):
@@ -213,8 +193,10 @@ class Observer(ABC):
         for key, array in arrays.items():
             dtype, shape = layout[key]
             named = zip(shape, array.shape, strict=False)
-            wanted = tuple(size if isinstance(size, int) else sizes.setdefault(size, n) for size, n in named)
-            if array.dtype != dtype or array.ndim != len(shape) or array.shape != wanted:
+            expected = tuple(
+                size if isinstance(size, int) else sizes.setdefault(size, n) for size, n in named
+            )
+            if array.dtype != dtype or array.ndim != len(shape) or array.shape != expected:
                 raise ConfigError(
                     f"observer {self.name}: {key} is {array.dtype} of shape {array.shape}, not "
                     f"{dtype.__name__} of shape ({', '.join(map(str, shape))}): keep the options that it was "
@@ -228,33 +210,35 @@ class Observer(ABC):
         self._batches, self._state = batches, arrays or None
 
     def _channels(self, state: State) -> int:
-        """The number of channels in a state."""
+        """Returns the number of channels in ``state``."""
         key, axis = next(
             (key, shape.index("C")) for key, (_, shape) in self._layout().items() if "C" in shape
         )
         return state[key].shape[axis]
 
-    def _as_channels(self, x: np.ndarray, where: str) -> np.ndarray:
-        """x as contiguous float32 of shape (A, C, B), C being 1 per tensor."""
+    def _as_channels(self, x: np.ndarray, location: str) -> np.ndarray:
+        """Reshapes x to contiguous float32 of shape (A, C, B), C being 1 per tensor."""
         x = np.asarray(x)
         if x.dtype.kind != "f" or not x.size:
-            what = f"holds {x.dtype} values" if x.size else f"is an empty array of shape {x.shape}"
-            raise CalibrationError(f"{where}: it {what}: give an array of floats with at least one element.")
-        with np.errstate(over="ignore"):  # to infinity, which is refused by name
+            problem = f"holds {x.dtype} values" if x.size else f"is an empty array of shape {x.shape}"
+            raise CalibrationError(
+                f"{location}: it {problem}: give an array of floats with at least one element."
+            )
+        with np.errstate(over="ignore"):  # to infinity, which `observe` refuses
             x = np.ascontiguousarray(x, dtype=np.float32)
         axis = self._scheme.axis
         if axis is None:
             return x.reshape(1, 1, -1)
         if not -x.ndim <= axis < x.ndim:
             raise CalibrationError(
-                f"{where}: shape {x.shape} has no channel axis {axis}: choose another axis."
+                f"{location}: shape {x.shape} has no channel axis {axis}: choose another axis."
             )
         axis %= x.ndim
         return x.reshape(int(np.prod(x.shape[:axis])), x.shape[axis], -1)
 
 
 def _extremes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Minimum and maximum of each channel of (A, C, B), shape (C,); NaN where there is one."""
+    """Returns minimum and maximum of each channel of (A, C, B), shape (C,); NaN if it holds one."""
     with np.errstate(invalid="ignore"):
         if x.shape[1] == 1:
             lo, hi = x.min().reshape(1), x.max().reshape(1)
@@ -262,12 +246,12 @@ def _extremes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             lo, hi = x[0].min(axis=1), x[0].max(axis=1)
         else:  # numpy is up to six times slower over both axes at once
             lo, hi = x.min(axis=0).min(axis=1), x.max(axis=0).max(axis=1)
-    # + 0.0 makes 0.0 of -0.0: else the order of the data would show in the sign.
+    # + 0.0 makes 0.0 of -0.0: otherwise the sign would depend on the order of the data.
     return lo + np.float32(0.0), hi + np.float32(0.0)
 
 
 def to_dict(observer: Observer) -> dict[str, Any]:
-    """An observer with name, options, scheme and state, fit for JSON; arrays are compressed base64."""
+    """Converts an observer to name, options, scheme and state for JSON; arrays are compressed base64."""
     return {
         "observer": observer.name,
         "options": observer.options,
@@ -277,9 +261,9 @@ def to_dict(observer: Observer) -> dict[str, Any]:
 
 
 def from_dict(data: Mapping[str, Any]) -> Observer:
-    """The inverse of `to_dict`.
+    """Rebuilds the observer from which `to_dict` made ``data``.
 
-    A name ``pkg.mod:Class`` in it imports that module: load only what you trust.
+    A name ``pkg.mod:Class`` in ``data`` imports that module: load only data that you trust.
 
     Raises:
         ConfigError: when the dict is not one of `to_dict`, or its observer is unknown.
@@ -298,7 +282,7 @@ def from_dict(data: Mapping[str, Any]) -> Observer:
 
 
 def _pack(value: Any) -> Any:
-    """An array as a dict of strings and numbers; anything else as it is."""
+    """Converts an array to a dict of strings and numbers; returns other values unchanged."""
     if not isinstance(value, np.ndarray):
         return value
     little = np.ascontiguousarray(value, value.dtype.newbyteorder("<"))
@@ -307,7 +291,7 @@ def _pack(value: Any) -> Any:
 
 
 def _unpack(key: str, value: Any) -> Any:
-    """The inverse of `_pack`."""
+    """Reverses `_pack`; ``key`` names the value in errors."""
     if not isinstance(value, Mapping):
         return value
     try:

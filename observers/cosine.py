@@ -1,4 +1,4 @@
-"""The range whose quantized values point the same way as the true ones."""
+"""The range with the largest cosine between the quantized values and the observed ones."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["Cosine"]
 
 
 class Cosine(HistogramObserver):
-    """The quantizer of this scheme with the largest cosine between what was seen and what it makes of it.
+    """Chooses the quantizer with the largest cosine between the observed values and the quantized ones.
 
     Wu et al. 2020, "EasyQuant: Post-training Quantization via Scale Optimization", maximise the cosine of a
-    layer's *output* in float and quantized, and go through activation and weight scales in turn. This is
-    the cosine of the tensor itself, ``<x, Q(x)> / (|x| |Q(x)|)``, which is what a histogram knows: it needs
-    no second pass and merges exactly, but does not see which values a layer weighs more.
+    layer's *output* in float and quantized, and go through activation and weight scales in turn. This
+    observer takes the cosine of the tensor itself, ``<x, Q(x)> / (|x| |Q(x)|)``, which a histogram gives: it
+    needs no second pass and merges exactly, but ignores how much a layer weighs each value.
 
-    A cosine does not notice a common factor, so that with few levels more is clipped than by ``mse``.
+    A cosine is blind to a common factor, so that with few levels it clips more than ``mse``.
 
     Options:
-        candidates: how many ratios the first sweep tries.
+        candidates: number of ratios that the first sweep tries.
     """
 
     class Options(HistogramObserver.Options):

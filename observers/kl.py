@@ -1,4 +1,4 @@
-"""The range whose quantized histogram tells least from the true one: relative entropy."""
+"""The range whose quantized histogram has the least relative entropy to the observed one."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from qtrace.scheme import QScheme
 
 __all__ = ["KullbackLeibler"]
 
-# Fewer values than this for each level make no distribution whose shape could be kept.
-_PER_LEVEL = 4
+# With fewer values per level, a channel has no distribution whose shape could be kept.
+_MIN_VALUES_PER_LEVEL = 4
 
 
 class KullbackLeibler(HistogramObserver):
-    """Clips where the quantized distribution stays closest to the observed one, as TensorRT calibrates.
+    """Clips where the quantized distribution stays closest to the observed one, like TensorRT.
 
-    Migacz 2017, "8-bit Inference with TensorRT" (GTC, S7310). Of a range, P is the histogram with all that
-    clips in the last bins of the range, and Q is the histogram inside, each cell of the quantizer spread
-    evenly over its bins that hold anything; the range with the smallest ``KL(P || Q)`` wins. A bin belongs to
-    the level that its middle is rounded to.
+    Migacz 2017, "8-bit Inference with TensorRT" (GTC, S7310). For a range, P is the histogram with
+    all clipped values in the last bins of the range. Q is the histogram inside the range, each cell of the
+    quantizer spread evenly over its bins that are not empty. The range with the smallest ``KL(P || Q)``
+    wins. A bin belongs to the level that its middle is rounded to.
 
-    Beyond the original, affine schemes are searched at both ends (together, then each alone), the signs of
-    symmetric ones are kept apart, and exact zeros, which make no error, do not count. Ranges whose levels
-    lie closer than the bins are not looked at, so that 12 bits and more keep the whole range. So do channels
-    with fewer than 4 values other than 0 for each level: where nearly every value has a bin of its own, Q
-    equals P whatever is clipped, and the channels of a depthwise weight would lose their largest values.
+    The original is extended: affine schemes are searched at both ends (together, then each alone), symmetric
+    ones keep both signs apart, and exact zeros do not count, since they make no error. Ranges whose levels
+    lie closer than the bins are not tried, so that 12 bits and more keep the whole range. Channels with fewer
+    than 4 nonzero values per level keep it, too: if nearly every value has a bin of its own, Q equals P
+    whatever is clipped, and the channels of a depthwise weight would lose their largest values.
 
-    Relative entropy cares about shape, not about size: at 8 bits it clips far values that matter to
+    Relative entropy compares shapes and ignores magnitudes: at 8 bits it clips large values that matter to
     detectors, and ``mse`` is the better default.
 
     Options:
-        candidates: how many ranges a sweep tries, evenly spaced.
+        candidates: number of ranges that a sweep tries, evenly spaced.
     """
 
     class Options(HistogramObserver.Options):
@@ -49,14 +49,14 @@ class KullbackLeibler(HistogramObserver):
         return by_channels(state, self._scheme, candidates, lambda part: self._search(part, candidates))
 
     def _search(self, state: State, candidates: int) -> np.ndarray:
-        """The range of a few channels, float64 (2, C)."""
+        """Returns the best range of each channel in ``state``, float64 (2, C)."""
         table, scheme = tables(state), self._scheme
         best = full = observed(state)
         if scheme.qmax - scheme.qmin > table.mass.shape[1]:
             return full[:, :, 0]
         # From the whole range to the one whose levels are a bin apart.
-        least = np.minimum(table.width / grid(full[0], full[1], scheme)[0], 1.0)
-        ratio = 1.0 - (1.0 - least) * np.linspace(0.0, 1.0, candidates)
+        smallest_ratio = np.minimum(table.width / grid(full[0], full[1], scheme)[0], 1.0)
+        ratio = 1.0 - (1.0 - smallest_ratio) * np.linspace(0.0, 1.0, candidates)
         sweeps: tuple[tuple[int, ...], ...] = ((0, 1),)
         if not scheme.symmetric and full[0].any() and full[1].any():
             sweeps = ((0, 1), (0,), (1,))
@@ -65,28 +65,28 @@ class KullbackLeibler(HistogramObserver):
                 full[end] * ratio if end in moved else np.broadcast_to(best[end], ratio.shape)
                 for end in (0, 1)
             )
-            if len(moved) == 1:  # what was best so far comes first: a tie does not move it
+            if len(moved) == 1:  # the best range so far comes first, so that it wins a tie
                 lo, hi = (np.concatenate([old, new], axis=1) for old, new in zip(best, (lo, hi), strict=True))
             winner = np.argmin(divergence(table, lo, hi, scheme), axis=1)[:, None]
             best = np.stack([np.take_along_axis(end, winner, axis=1) for end in (lo, hi)])
-        sparse = table.moments[0] < _PER_LEVEL * (scheme.qmax - scheme.qmin + 1)
+        sparse = table.moments[0] < _MIN_VALUES_PER_LEVEL * (scheme.qmax - scheme.qmin + 1)
         return np.where(sparse, full, best)[:, :, 0]
 
 
 def divergence(table: Tables, lo: np.ndarray, hi: np.ndarray, scheme: QScheme) -> np.ndarray:
-    """``KL(P || Q)`` in nats, see `KullbackLeibler`, of the quantizers that `choose` makes of ranges.
+    """Computes ``KL(P || Q)`` (see `KullbackLeibler`), in nats, of the quantizers that `choose` makes.
 
-    With T the whole mass, S the mass inside, and for each cell c its mass s_c inside, its mass p_c with what
-    clips and its number n_c of bins that are not empty in P::
+    With T the whole mass, S the mass inside, and for each cell c its mass s_c inside, its mass p_c with
+    clipped values, and its number n_c of bins that are not empty in P::
 
         KL = (sum_b P_b log P_b - sum_c p_c log(s_c / n_c)) / T - log T + log S
 
     so that running sums over the bins give it for all ranges at once.
 
     Args:
-        table: C channels.
+        table: the tables of C channels.
         lo, hi: float64 (C, K), K candidates for each channel.
-        scheme: how to quantize.
+        scheme: the scheme of the quantizers.
 
     Returns:
         float64 (C, K); infinite where Q is 0 and P is not, and where levels lie closer than the bins.
@@ -121,5 +121,5 @@ def divergence(table: Tables, lo: np.ndarray, hi: np.ndarray, scheme: QScheme) -
 
 
 def _xlogx(x: np.ndarray) -> np.ndarray:
-    """``x log x``, 0 at 0."""
+    """Computes ``x log x``, which is 0 at 0."""
     return np.where(x > 0, x * np.log(np.maximum(x, np.finfo(np.float64).tiny)), 0.0)

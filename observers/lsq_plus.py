@@ -16,16 +16,16 @@ __all__ = ["LSQPlusInitialization"]
 
 
 class LSQPlusInitialization(HistogramObserver):
-    """``mean - sigmas * sigma`` to ``mean + sigmas * sigma``, within what was seen.
+    """``mean - sigmas * sigma`` to ``mean + sigmas * sigma``, within the observed range.
 
     Bhalgat et al. 2020, "LSQ+: Improving low-bit quantization through learnable offsets and better
     initialization", section 3.2, for weights: a symmetric scheme gets the scale
     ``max(|mean - 3 sigma|, |mean + 3 sigma|) / qmax``. For activations the paper looks for the least squared
-    error, which is ``mse`` here. The paper does not limit the range to what was seen; beyond it levels
-    would be wasted.
+    error, as ``mse`` does. The paper does not limit the range to the observed one, beyond which levels
+    are wasted.
 
     Options:
-        sigmas: how many standard deviations.
+        sigmas: number of standard deviations.
     """
 
     class Options(HistogramObserver.Options):
@@ -33,6 +33,6 @@ class LSQPlusInitialization(HistogramObserver):
 
     def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
         lo, hi = state["lo"].astype(np.float64), state["hi"].astype(np.float64)
-        found = moments(state)
-        reach = self._options["sigmas"] * found.deviation
-        return np.clip(found.mean - reach, lo, hi), np.clip(found.mean + reach, lo, hi)
+        statistics = moments(state)
+        reach = self._options["sigmas"] * statistics.deviation
+        return np.clip(statistics.mean - reach, lo, hi), np.clip(statistics.mean + reach, lo, hi)

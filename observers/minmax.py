@@ -1,4 +1,4 @@
-"""The smallest and the largest value ever seen."""
+"""The smallest and the largest value observed."""
 
 from __future__ import annotations
 

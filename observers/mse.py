@@ -1,4 +1,4 @@
-"""The range that quantizes what was seen with the least squared error."""
+"""The range that quantizes the observed values with the least squared error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MeanSquaredError(HistogramObserver):
     from a histogram in closed form (`qtrace.observers.statistics.search`).
 
     Options:
-        candidates: how many ratios the first sweep tries.
+        candidates: number of ratios that the first sweep tries.
     """
 
     class Options(HistogramObserver.Options):

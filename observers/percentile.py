@@ -1,4 +1,4 @@
-"""The range that leaves out a given share of the values at either end."""
+"""The range that clips a given share of the values at either end."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["Percentile"]
 class Percentile(HistogramObserver):
     """Cuts both tails: at most ``100 - percentile`` percent of the values clip at either end.
 
-    The ends are the quantiles of a histogram, values being spread evenly within a bin, and never lie outside
-    the smallest and the largest value; 100 gives exactly those.
+    The ends are quantiles of a histogram whose values are spread evenly within a bin. They never lie outside
+    the smallest and the largest value; 100 gives exactly these.
 
     Options:
         percentile: 51 to 100; the share of values below the upper end, and above the lower end.
@@ -29,7 +29,7 @@ class Percentile(HistogramObserver):
 
     def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
         counts, size = state["counts"], state["counts"].shape[1]
-        # Rounded, so that 0.01 percent of 10000 is 1 and not a hair less, which would keep the extreme value.
+        # Rounded, so that 0.01 percent of 10000 is exactly 1: slightly less would keep the extreme value.
         tail = np.round(counts.sum(axis=1) * ((100.0 - self._options["percentile"]) / 100.0), 6)
         origin = origin_of(state["lo"], state["exponent"])
         width = np.ldexp(1.0, state["exponent"])
@@ -40,9 +40,9 @@ class Percentile(HistogramObserver):
 
 
 def _depth(counts: np.ndarray, tail: np.ndarray) -> np.ndarray:
-    """How many bins (with a fraction) to go in from the left until `tail` values are passed, shape (C,)."""
+    """Counts the bins (with a fraction) from the left that hold ``tail`` values of a channel, shape (C,)."""
     passed = np.cumsum(counts, axis=1)
-    # The first bin that holds a value beyond the tail; there is one, for a tail is at most half of all.
+    # The first bin that holds a value beyond the tail; it exists, as a tail is at most half of all values.
     last = np.argmax(passed > tail[:, None], axis=1)
     row = np.arange(len(last))
     inside = counts[row, last]

@@ -1,4 +1,4 @@
-"""The power-of-two scale that quantizes what was seen with the least squared error."""
+"""The power-of-two scale that quantizes the observed values with the least squared error."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from qtrace.scheme import QScheme
 
 __all__ = ["PowerOfTwo"]
 
-# How far below the scale that covers everything the search goes.
+# How far the search goes below the scale that covers the observed range.
 _OCTAVES = 12
 
 
 class PowerOfTwo(HistogramObserver):
-    """Every power of two as the scale, each with its best zero point: the least squared error of them all.
+    """Tries every power of two as the scale, each with its best zero point, for the least squared error.
 
     For targets that shift instead of multiplying (Jain et al. 2019, "Trained Quantization Thresholds for
-    Accurate and Efficient Fixed-Point Inference"). Every observer gives powers of two where the scheme says
-    ``power_of_two``: its range is then widened until the scale is one, at most to the double. This one
-    knows beforehand and weighs what clips against what is gained; the scheme need not say so.
+    Accurate and Efficient Fixed-Point Inference"). With a scheme of
+    ``power_of_two``, the range of any observer is widened until its scale is a power of two, at most to the
+    double. This observer instead trades clipping against resolution among powers of two, with any scheme.
 
-    The search is complete down to 2**-12 of the scale that covers everything. With a given scale s a zero
-    point only moves the window of levels, multiples of s: moving it up by a step changes the squared error
-    by ``2 s (G(v_0 + s / 2) - H(v_L + s / 2))``, H being G seen from above, which grows as the window
-    moves. So the best zero point is found by halving (derived here; G as in
+    The search is complete down to 2**-12 of the scale that covers the observed range. For a scale s, the
+    zero point only moves the window of levels, multiples of s: moving it up by a step changes the squared
+    error by ``2 s (G(v_0 + s / 2) - H(v_L + s / 2))``, H being G from above, which grows as the window
+    moves. So bisection gives the best zero point (derived here; G as in
     `qtrace.observers.statistics.search`).
 
-    The range may end outside what was seen, as power-of-two scales must, by less than its own length.
+    The range may exceed the observed one by less than its own length, as power-of-two scales require.
     """
 
     def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
@@ -43,7 +43,7 @@ class PowerOfTwo(HistogramObserver):
         else:
             zero_point = best_zero_point(table, scale, scheme)
         lo, hi = (scheme.qmin - zero_point) * scale, (scheme.qmax - zero_point) * scale
-        if scheme.symmetric:  # the lower end may reach a step further: the upper one says the scale
+        if scheme.symmetric:  # the lower end may be a step longer: the upper end determines the scale
             lo = np.maximum(lo, -hi)
         winner = np.argmin(error(table, lo, hi, scheme), axis=1)[:, None]
         low, high = (np.take_along_axis(end, winner, axis=1)[:, 0] for end in (lo, hi))
@@ -51,28 +51,28 @@ class PowerOfTwo(HistogramObserver):
 
 
 def best_zero_point(table: Tables, scale: np.ndarray, scheme: QScheme) -> np.ndarray:
-    """The zero point of least squared error for given scales.
+    """Finds the zero points of least squared error by bisection.
 
     Args:
-        table: C channels.
-        scale: float64 (C, K).
-        scheme: an affine one.
+        table: the tables of C channels.
+        scale: K scales for each channel, float64 (C, K).
+        scheme: an affine scheme.
 
     Returns:
-        int64 (C, K), in ``[qmin, qmax]``; of several the largest one.
+        int64 (C, K), in ``[qmin, qmax]``; the largest of equally good ones.
     """
     step = scale / table.width
     s0, s1, _ = table.moments
-    least = np.full(scale.shape, scheme.qmin)
-    most = np.full(scale.shape, scheme.qmax)
-    while (least < most).any():
-        # A larger zero point moves the window down: to it, unless that makes the error larger.
-        middle = (least + most + 1) // 2
+    low = np.full(scale.shape, scheme.qmin)
+    high = np.full(scale.shape, scheme.qmax)
+    while (low < high).any():
+        # A larger zero point moves the window down; it is taken unless the error grows.
+        middle = (low + high + 1) // 2
         bottom = (scheme.qmin - middle + 0.5) * step
         top = (scheme.qmax - middle + 0.5) * step
         below, above = g_at(table, bottom), g_at(table, top) - top * s0 + s1
-        # What going up from `middle` to `middle - 1` costs.
+        # The cost of moving the window up, from `middle` to `middle - 1`.
         down = below - above >= 0.0
-        least = np.where(down, middle, least)
-        most = np.where(down, most, middle - 1)
-    return least
+        low = np.where(down, middle, low)
+        high = np.where(down, high, middle - 1)
+    return low

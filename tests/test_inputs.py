@@ -346,7 +346,7 @@ def test_sizes_of_recipe_and_trace_are_compared_before_images_are_read(
 
 def test_what_architecture_tells_to_use_can_be_imported() -> None:
     from qtrace.config.backends import Backend
-    from qtrace.fakequant import FakeQuant, Learn, builtin, reject_options
+    from qtrace.fakequant import FakeQuant, Learn, builtin
     from qtrace.observers import Observer
     from qtrace.ops import OpRule
     from qtrace.ptq import CalibratedAlgorithm, CalibratedTask, FloatAlgorithm, FloatTask, Report
@@ -364,4 +364,3 @@ def test_what_architecture_tells_to_use_can_be_imported() -> None:
     )
     assert all(isinstance(cls, type) for cls in (*classes, FloatTask, Report, Runtime))
     assert callable(builtin)
-    assert callable(reject_options)

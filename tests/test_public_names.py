@@ -69,7 +69,7 @@ def test_import_alone_does_not_load_megengine() -> None:
 
 
 OBSERVERS = {"MeanSquaredError", "MinMax", "MovingAverage", "Observer", "Percentile", "from_dict", "to_dict"}
-FAKEQUANTS = {"FakeQuant", "FixedFakeQuant", "LSQFakeQuant", "Learn", "builtin", "reject_options", "scales"}
+FAKEQUANTS = {"FakeQuant", "FixedFakeQuant", "LSQFakeQuant", "Learn", "builtin", "scales"}
 
 
 @pytest.mark.parametrize(("package", "names"), [("observers", OBSERVERS), ("fakequant", FAKEQUANTS)])

@@ -1,1 +1,1 @@
-"""Modules without parameters of their own, which follow those of other sites: biases and folded layers."""
+"""Modules whose scales follow from those of other sites: biases and layers with a folded BatchNorm."""

@@ -14,7 +14,7 @@ __all__ = ["BIAS_LIMIT", "BIAS_QMAX", "BiasQuant"]
 
 # The largest float32 below 2**31: the runtime adds the bias as int32.
 BIAS_QMAX = 2147483520
-# What a bias may take of that when scales are chosen; as much is left to the products.
+# The largest bias when scales are chosen; the rest of int32 is left to the products.
 BIAS_LIMIT = float(2**30)
 
 
@@ -22,13 +22,13 @@ BIAS_LIMIT = float(2**30)
 class BiasQuant(Module):
     """Rounds a bias to int32 multiples of ``s_in * s_w``, as runtimes add it to their accumulators.
 
-    It has no parameters of its own: the scales are those of the layer's input and weight sites, which
-    are passed at each call, so that learned scales are followed.
+    It has no parameters of its own: each call takes the scales of the layer's input and weight
+    sites, which may be learned.
 
     Args:
         site: the name of the bias site.
         shape: the shape of the bias.
-        factor: by what the activation's scale is multiplied on the way to the layer; a power of two.
+        factor: the power of two that multiplies the activation's scale on the way to the layer.
     """
 
     def __init__(self, site: str, shape: tuple[int, ...], factor: float = 1.0) -> None:
@@ -53,25 +53,25 @@ class BiasQuant(Module):
 
         Args:
             bias: float32 of shape ``self.shape``.
-            activation: the input's scale, shape ``()``; of both the magnitude counts.
+            activation: the input's scale, shape ``()``; the magnitude of both scales is applied.
             weight: the weight's scale, per tensor or in the weight's broadcast shape.
         """
         scale, shape = self._product(activation, weight)
-        # Which way a tie goes is ours to say, for the exporter writes the integers: away from zero, since
-        # the trick that rounds half to even fails beyond 2**22.
-        levels = Levels(-BIAS_QMAX, BIAS_QMAX, half_even=False, zero=0, least=SMALLEST_NORMAL)
+        # Ties may go either way, as the exporter writes the integers. They go away from zero, since the fast
+        # rounding half to even fails beyond 2**22.
+        levels = Levels(-BIAS_QMAX, BIAS_QMAX, half_even=False, zero=0, min_scale=SMALLEST_NORMAL)
         return quant_dequant(bias, scale, None, levels, shape)
 
     def _product(self, activation: Tensor, weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """``s_in * s_w`` (float32), broadcastable to the bias, and its shape."""
-        # A weight has two axes or more. Out of a Function, MegEngine gives one number as a vector of one.
+        """Computes ``s_in * s_w`` (float32), broadcastable to the bias, and its shape."""
+        # A weight has two axes or more; a Function of MegEngine returns a scalar as a vector of one element.
         shape = self.shape if weight.ndim > 1 else ()
         if self.factor != 1.0:
             activation = activation * self.factor
         return (activation * weight).reshape(shape), shape
 
     def scale(self, activation: FakeQuant, weight: FakeQuant) -> tuple[Tensor, tuple[int, ...]]:
-        """The scale that `forward` uses with these two fake quants, and its shape."""
+        """Returns the scale that `forward` uses with two fake quants, and its shape."""
         product, shape = self._product(activation.signed_scale(), weight.signed_scale())
         return F.maximum(F.abs(product), SMALLEST_NORMAL), shape
 

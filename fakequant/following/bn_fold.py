@@ -1,10 +1,9 @@
 """A layer and the BatchNorm after it, while the BatchNorm still trains.
 
-In training the layer runs on fake-quantized raw weights and the BatchNorm normalises by the batch. In
+In training the layer runs on fake-quantized raw weights, and the BatchNorm normalises by the batch. In
 evaluation both are one layer with folded weights ``w * g`` at scales ``s * |g|`` (the same integers, up to
-the sign of g), which is what ``convert`` writes and a runtime computes. Where g is next to 0 beside those of
-the other channels, or so small that the bias would not fit into int32 at the product of the scales, the scale
-is wider.
+the sign of g), as ``convert`` writes and a runtime computes it. A channel gets a larger scale if its g is
+close to 0 compared with other channels, or if its bias would not fit into int32 at the product of the scales.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class BnFold(Module):
 
         Args:
             x: the layer's input.
-            weight: its raw weight.
-            bias: its raw bias, or None.
+            weight: the layer's raw weight.
+            bias: the layer's raw bias, or None.
             bn: the BatchNorm; its ``training`` chooses between batch statistics and folding.
             weight_quant: the fake quant of the weight.
             source: the fake quant of the input, or None when the input is float.
@@ -71,7 +70,7 @@ class BnFold(Module):
     def fold(
         self, weight: Tensor, bias: Tensor | None, bn: Module, weight_quant: FakeQuant, source: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The folded weight and bias in float32, and the scales of the folded weight.
+        """Computes the folded weight and bias in float32, and the scales of the folded weight.
 
         Args:
             weight: raw weight.
@@ -91,8 +90,8 @@ class BnFold(Module):
         scale = weight_quant.effective_scale() * F.abs(gain)
         scale = F.maximum(scale, F.maximum(F.max(scale) * SMALLEST_SHARE, SMALLEST_SCALE))
         if source is not None:
-            least = F.abs(shift) / (source.effective_scale() * BIAS_LIMIT)
-            scale = F.maximum(scale, least.reshape(shape))
+            min_scale = F.abs(shift) / (source.effective_scale() * BIAS_LIMIT)
+            scale = F.maximum(scale, min_scale.reshape(shape))
         return weight_quant.shaped(weight) * gain, shift.reshape(self.bias_shape), scale
 
     @staticmethod

@@ -25,14 +25,15 @@ StepGain = Annotated[Bool | Annotated[Float, Field(gt=0)], BeforeValidator(_gain
 
 
 def step_gain(grad_scale: bool | float, scheme: QScheme, numel: int) -> float:
-    """``1 / sqrt(N * Q)`` of Esser et al. 2020, section 2.2, or what an option puts in its place.
+    """Returns ``1 / sqrt(N * Q)`` of Esser et al. 2020, section 2.2, or the option's own factor.
 
-    With it, a step of an optimizer changes a scale and the weights by about the same share.
+    With this factor, an optimizer step changes a scale and the weights by about the same share.
 
     Args:
-        grad_scale: True for the paper's, False for 1, or the factor itself.
-        scheme: Q is the number of its positive levels; of all levels where it is affine.
-        numel: N, how many values share the scale: of a parameter, or of one sample of an activation.
+        grad_scale: True for the paper's factor, False for 1, or the factor itself.
+        scheme: the scheme; Q is the number of its positive levels, or of all levels if it is affine.
+        numel: N, the number of values of a parameter, or of one sample of an activation, that share the
+            scale.
     """
     if grad_scale is True:
         levels = scheme.qmax if scheme.symmetric else scheme.qmax - scheme.qmin

@@ -10,10 +10,10 @@ q relative to the zero point, which makes it hold for affine schemes too)::
     dy/ds = q - v  inside,  q outside       q is then qmin - z or qmax - z
     dy/dz = 0      inside, -s outside
 
-What lies beyond a bound by less than a millionth of the range counts as inside.
+A value beyond a bound by less than a millionth of the range counts as inside.
 
 A fake quant that learns a zero point, a threshold or the ends of a range derives s and z from it with
-differentiable operations: the chain rule then gives the formula of its paper. `Learn` says what flows.
+differentiable operations: the chain rule then gives the formula of its paper. `Learn` selects the gradients.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = ["Learn", "Levels", "QuantDequant", "as_float32", "positive", "quant_d
 
 @dataclass(frozen=True)
 class Learn:
-    """What flows back to the range.
+    """Selects the gradients of scale and zero point.
 
     Attributes:
         gain: factor on the gradients of scale and zero point.
-        residual: whether values inside the range count with their rounding (LSQ), or only those outside
-            with the level they clip to (PACT).
+        residual: True if values inside the range add their rounding to the gradient (LSQ), False if only
+            values outside count, with the level they clip to (PACT).
         zero_point: whether the zero point gets a gradient.
     """
 
@@ -54,9 +54,9 @@ class QuantDequant(Function):
     """Quantize-dequantize as one differentiable function; an instance serves one call.
 
     Args:
-        levels: the integers.
+        levels: the integer levels.
         shape: shape of the scale.
-        learn: what flows back to scale and zero point; None when both are fixed.
+        learn: the gradients of scale and zero point; None when both are fixed.
     """
 
     def __init__(self, levels: Levels, shape: tuple[int, ...], learn: Learn | None) -> None:
@@ -76,15 +76,15 @@ class QuantDequant(Function):
         return y
 
     def backward(self, grad: Tensor) -> tuple[Any, Any, Any]:
-        """Returns the gradients of x, of the scale and of the zero point (None where it is not learned)."""
+        """Returns the gradients of x, of the scale and of the zero point (None if it is not learned)."""
         x, scale, zero_point, y = self.saved
-        known, learn = programs(self.levels, str(grad.device)), self.learn
+        kernels, learn = programs(self.levels, str(grad.device)), self.learn
         if learn is None:
-            return known.pass_inside(x, scale, zero_point, grad)[0], None, None
+            return kernels.pass_inside(x, scale, zero_point, grad)[0], None, None
         if learn.residual:
-            grad_x, terms = known.with_residual(x, scale, zero_point, grad, y)
+            grad_x, terms = kernels.with_residual(x, scale, zero_point, grad, y)
         else:
-            grad_x, terms = known.without_residual(x, scale, zero_point, grad, y)
+            grad_x, terms = kernels.without_residual(x, scale, zero_point, grad, y)
         (grad_scale,) = of_magnitude(learn.gain, str(grad.device))(_sum_to(terms, self.shape), scale)
         grad_zero = None
         if learn.zero_point:
@@ -95,10 +95,10 @@ class QuantDequant(Function):
 def _sum_to(a: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Sums ``a`` over the axes along which a tensor of ``shape`` was broadcast."""
     axes = [i for i, size in enumerate(shape) if size == 1]
-    own = len(shape) - len(axes)
-    if own == 0:
+    kept_axes = len(shape) - len(axes)
+    if kept_axes == 0:
         return a.sum().reshape(shape)
-    if axes and axes[0] == own:  # the sums are of rows that lie in one piece
+    if axes and axes[0] == kept_axes:  # each sum is of one contiguous row
         return F.sum(a.reshape(math.prod(shape), -1), axis=1).reshape(shape)
     return F.sum(a, axis=axes, keepdims=True) if axes else a
 
@@ -111,29 +111,29 @@ def quant_dequant(
     shape: tuple[int, ...],
     learn: Learn | None = None,
 ) -> Tensor:
-    """Fake-quantizes ``x``; see the module's docstring for the mathematics.
+    """Fake-quantizes ``x`` as the module's docstring defines.
 
     Args:
         x: floats of any shape; float16, as under ``megengine.amp``, is rounded as float32.
-        scale: float32, broadcastable to ``x``; its magnitude is applied, for one that is learned may have
-            crossed zero, and its gradient has its sign.
-        zero_point: float32 holding integers, of the shape of ``scale``; None where ``levels`` say it.
-        levels: the integers.
+        scale: float32, broadcastable to ``x``; its magnitude is applied, since a learned scale may have
+            crossed zero; the gradient has the scale's sign.
+        zero_point: float32 holding integers, of the shape of ``scale``; None if ``levels`` has it.
+        levels: the integer levels.
         shape: the shape of ``scale``, known before the call (it is symbolic under ``jit.trace``).
-        learn: what flows back to scale and zero point; None when both are fixed.
+        learn: the gradients of scale and zero point; None when both are fixed.
 
     Returns:
         A float32 tensor of the shape of ``x`` with values ``(q - zero_point) * |scale|``.
     """
     if zero_point is None:
-        zero_point = scale  # which is not read
+        zero_point = scale  # a placeholder that is not read
     if x.dtype != np.float32:
         x = x.astype("float32")
     return QuantDequant(levels, shape, learn)(x, scale, zero_point)
 
 
 class _Positive(Function):
-    """A learned scale without its sign; an instance serves one call."""
+    """Computes the magnitude of a learned scale; an instance serves one call."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -144,26 +144,26 @@ class _Positive(Function):
         return self._shaped(F.maximum(F.abs(scale), SMALLEST_SCALE))
 
     def backward(self, grad: Tensor | None) -> Tensor | None:
-        if grad is None:  # all that used it takes the scale as fixed
+        if grad is None:  # all its consumers treat the scale as fixed
             return None
         return self._shaped(grad * F.sign(self.scale))
 
     def _shaped(self, value: Tensor) -> Tensor:
-        # In a Function, MegEngine makes one-element vectors of scalars.
+        # In a Function, MegEngine turns scalars into vectors of one element.
         return value if self.shape else value.reshape(())
 
 
 def positive(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``max(|scale|, smallest)``: a learned scale may have crossed zero; the gradient has its sign.
+    """Computes ``max(|scale|, SMALLEST_SCALE)`` of a learned scale; the gradient has the scale's sign.
 
     Args:
-        scale: float32.
-        shape: its shape, known before the call.
+        scale: float32 scale, which may have crossed zero.
+        shape: shape of ``scale``, known before the call.
     """
     return _Positive(shape)(scale)
 
 
-class _Through(Function):
+class _StraightThrough(Function):
     """Applies a step function and lets the gradient pass; an instance serves one call."""
 
     def __init__(self, step: Callable[[Tensor], Tensor]) -> None:
@@ -178,15 +178,15 @@ class _Through(Function):
 
 
 def straight_through(x: Tensor, step: Callable[[Tensor], Tensor]) -> Tensor:
-    """``step(x)``, such as ``F.round``, with the gradient of x (Bengio et al. 2013).
+    """Computes ``step(x)`` with the gradient of x (Bengio et al. 2013).
 
     Args:
         x: a tensor of any shape.
-        step: an element by element function.
+        step: an elementwise function such as ``F.round``.
     """
-    return _Through(step)(x)
+    return _StraightThrough(step)(x)
 
 
 def as_float32(value: float | np.ndarray) -> Tensor:
-    """A float32 Tensor of ``value``."""
+    """Converts ``value`` to a float32 Tensor."""
     return Tensor(np.asarray(value, dtype=np.float32))

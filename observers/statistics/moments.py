@@ -1,4 +1,4 @@
-"""Mean and spread of what a histogram saw: sums of floats do not merge exactly, counts do."""
+"""Mean and spread from a histogram: its counts merge exactly, sums of floats do not."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Moments:
     """Statistics of C channels, values being spread evenly within a bin, each of shape (C,).
 
     Attributes:
-        count: how many values there are.
-        mean: their mean.
-        deviation: the root of the mean of ``(x - centre)**2``.
-        absolute: the mean of ``|x - centre|``.
+        count: number of values.
+        mean: mean of the values.
+        deviation: root of the mean of ``(x - centre)**2``.
+        absolute: mean of ``|x - centre|``.
     """
 
     count: np.ndarray
@@ -30,11 +30,11 @@ class Moments:
 
 
 def moments(state: State, *, about_zero: np.ndarray | None = None, zeros: bool = True) -> Moments:
-    """The moments of a histogram's state; 0 where there are no values.
+    """Computes the moments of a histogram's state; 0 for channels without values.
 
     Args:
-        state: see `HistogramObserver`.
-        about_zero: bool (C,), where the centre is 0 rather than the mean; None for nowhere.
+        state: the state of a `HistogramObserver`.
+        about_zero: bool (C,), the channels whose centre is 0 rather than the mean; None for none.
         zeros: whether exact zeros count.
     """
     table = tables(state)
@@ -45,7 +45,7 @@ def moments(state: State, *, about_zero: np.ndarray | None = None, zeros: bool =
     mean = s1 / n
     centre = mean if about_zero is None else np.where(about_zero, 0.0, mean)
     variance = (s2 - 2.0 * centre * s1) / n + centre * centre * (count / n)
-    # G and its mirror image: the integrals of what lies below and above the centre.
+    # G and its mirror image: the integrals of the distances below and above the centre.
     absolute = 2.0 * g_at(table, centre[:, None])[:, 0] - centre * s0 + s1 + np.abs(centre) * at_zero
     width = table.width[:, 0]
     return Moments(count, mean * width, np.sqrt(np.maximum(variance, 0.0)) * width, absolute / n * width)

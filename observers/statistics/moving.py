@@ -21,11 +21,11 @@ class MovingObserver(Observer):
     MegEngine's ``ExponentialMovingAverageObserver`` does: of n batches the first weighs
     ``momentum**(n - 1)``, one with ``age`` batches after it ``(1 - momentum) * momentum**age``.
 
-    An average cannot be merged, its batches can: their ends are kept, ordered by batch index, and averaged
-    when the range is asked for. Shards must pass the index in the whole run as ``batch``; batches of one
-    index keep the order in which they were observed or merged.
+    Averages do not merge, but lists of batches do: the state keeps the ends of each batch, ordered by batch
+    index, and `range` averages them. Shards must pass the index in the whole run as ``batch``; batches of
+    one index keep the order in which they were observed or merged.
 
-    A subclass says in `_ends` what a batch gives.
+    A subclass defines the ends of a batch in `_ends`.
 
     Options:
         momentum: 0 (only the last batch) to 1 (only the first).
@@ -36,7 +36,7 @@ class MovingObserver(Observer):
 
     @abstractmethod
     def _ends(self, x: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The ends of one batch, float32 (C,); the arguments are those of `_measure`."""
+        """Measures the ends of one batch, float32 (C,), from the arguments of `_measure`."""
 
     def _layout(self) -> Layout:
         return {
@@ -59,7 +59,7 @@ class MovingObserver(Observer):
         return self._average(lo), self._average(hi)
 
     def _average(self, rows: np.ndarray) -> np.ndarray:
-        """The moving average of rows, shape (R, C), as one of shape (C,)."""
+        """Computes the moving average over the rows of shape (R, C): shape (C,)."""
         momentum = self._options["momentum"]
         average = rows[0]
         for row in rows[1:]:

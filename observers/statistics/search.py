@@ -1,4 +1,4 @@
-"""The squared error of a quantizer, in closed form from a histogram, and the search for the least.
+"""The squared error of a quantizer in closed form from a histogram, and the search for the best range.
 
 Let mu be the histogram's measure (counts spread evenly within a bin), F(t) its mass below t, G the integral
 of F, and A twice that of G, so that ``G(t) = int_{x<t} (t - x) dmu`` and ``A(t) = int_{x<t} (t - x)**2 dmu``.
@@ -7,16 +7,17 @@ nearest level and beyond the ends to v_0 or v_L. Summing ``int (x - v_i)**2 dmu`
 
     E = int (x - v_L)**2 dmu - 2 s sum_{i<L} G(t_i)
 
-which counts clipping too, and takes one look-up in a table for each threshold. (Derived here; G is convex and
-piecewise quadratic.) Where the thresholds are too many, the midpoint rule of Euler and Maclaurin gives ::
+which includes clipping and takes one table look-up per threshold. (Derived here; G is convex and
+piecewise quadratic.) With too many thresholds, the midpoint rule of Euler and Maclaurin gives ::
 
     2 s sum_{i<L} G(t_i) = A(v_L) - A(v_0) - s**2 / 12 (F(v_L) - F(v_0))
 
 which is Bennett's uniform noise ``s**2 / 12`` inside and the exact error of clipping outside (Bennett 1948,
 "Spectra of Quantized Signals").
 
-Lengths are measured in bins here: the error of channels whose bins differ in width is compared only within
-a channel. Exact zeros stand apart: 0 is a level of every quantizer, and they make no error.
+Lengths are in bins: errors are compared within a channel only. Exact zeros are left out: 0 is a level of
+    every
+quantizer, so that they make no error.
 """
 
 from __future__ import annotations
@@ -45,24 +46,24 @@ __all__ = [
 ]
 
 # More levels than this are treated as uniform noise.
-_MOST_LEVELS = 1 << 10
-# With fewer levels the rounded zero point makes many local minima: both ends are swept against each other.
-_FEW_LEVELS = 1 << 6
-# How far the first sweep shrinks the range, in octaves: to 8 or 16 of 2048 bins.
+_MAX_EXACT_LEVELS = 1 << 10
+# With fewer levels the rounded zero point makes many local minima: all pairs of both ends are swept.
+_MIN_LEVELS_FOR_SEPARATE_SWEEPS = 1 << 6
+# The first sweep shrinks the range by this many octaves: to 8 or 16 of 2048 bins.
 _OCTAVES = 8.0
-# Look-ups and tables at once: they stay in the cache.
+# Look-ups and channels in one call of the criterion, so that its arrays stay in the cache.
 _LOOKUPS = 1 << 17
-_MOST_CHANNELS = 16
+_MAX_CHANNELS = 16
 
-# What a range costs: of C channels and K ranges (lo and hi, float64 (C, K)) for a scheme, float64 (C, K).
+# The cost of K ranges (lo and hi, float64 (C, K)) of C channels for a scheme, float64 (C, K).
 Criterion = Callable[["Tables", np.ndarray, np.ndarray, QScheme], np.ndarray]
 
 
 @dataclass(frozen=True)
 class Tables:
-    """What the error is computed from, for C channels, lengths in bins.
+    """Running sums of a histogram of C channels, from which the error is computed; lengths in bins.
 
-    An empty bin is added at either end, whose formula holds from there to infinity: M bins.
+    With an empty bin at either end, whose formula holds to infinity, there are M bins.
 
     Attributes:
         width: float64 (C, 1), the width of a bin.
@@ -82,7 +83,7 @@ class Tables:
 
 
 def tables(state: State) -> Tables:
-    """The tables of a histogram's state (see `HistogramObserver`)."""
+    """Computes the tables of the state of a `HistogramObserver`."""
     first = origin_of(state["lo"], state["exponent"])
     mass = np.pad(state["counts"].astype(np.float64), ((0, 0), (1, 1)))
     mass[np.arange(len(first)), 1 - first] -= state["zeros"]
@@ -97,12 +98,12 @@ def tables(state: State) -> Tables:
 
 
 def error(table: Tables, lo: np.ndarray, hi: np.ndarray, scheme: QScheme) -> np.ndarray:
-    """The summed squared error of the quantizers that `choose` makes of ranges, in squared bins.
+    """Sums the squared error of the quantizers that `choose` makes of ranges, in squared bins.
 
     Args:
-        table: C channels.
+        table: the tables of C channels.
         lo, hi: float64 (C, K), K candidates for each channel.
-        scheme: how to quantize.
+        scheme: the scheme of the quantizers.
 
     Returns:
         float64 (C, K).
@@ -113,7 +114,7 @@ def error(table: Tables, lo: np.ndarray, hi: np.ndarray, scheme: QScheme) -> np.
     s0, s1, s2 = table.moments
     everything = s2 - 2.0 * top * s1 + top * top * s0
     levels = scheme.qmax - scheme.qmin
-    if levels > _MOST_LEVELS:
+    if levels > _MAX_EXACT_LEVELS:
         bottom = (scheme.qmin - zero_point) * step
         (a0, f0), (a1, f1) = _a_and_f(table, bottom), _a_and_f(table, top)
         return everything - (a1 - a0 - step * step / 12.0 * (f1 - f0))
@@ -122,19 +123,19 @@ def error(table: Tables, lo: np.ndarray, hi: np.ndarray, scheme: QScheme) -> np.
 
 
 def dissimilarity(table: Tables, lo: np.ndarray, hi: np.ndarray, scheme: QScheme) -> np.ndarray:
-    """``1 - cos(x, Q(x))`` of the quantizers that `choose` makes of ranges.
+    """Computes ``1 - cos(x, Q(x))`` of the quantizers that `choose` makes of ranges.
 
     With the thresholds t_i of the module's docstring and M(t) the integral of x below t, ``t F(t) - G(t)``::
 
         <x, Q> = v_0 s_1 + s sum_i (s_1 - M(t_i))        <Q, Q> = v_0**2 s_0 + 2 s sum_i t_i (s_0 - F(t_i))
 
-    Too many levels are treated as clipping with uniform noise ``s**2 / 12`` that knows nothing of x. Where Q
-    is 0 everywhere, the cosine is taken as 0; where x is, as 1.
+    Too many levels are treated as clipping with uniform noise ``s**2 / 12``, independent of x. The cosine is
+    0 if Q is 0 everywhere, and 1 if x is.
 
     Args:
-        table: C channels.
+        table: the tables of C channels.
         lo, hi: float64 (C, K), K candidates for each channel.
-        scheme: how to quantize.
+        scheme: the scheme of the quantizers.
 
     Returns:
         float64 (C, K), in [0, 2].
@@ -144,7 +145,7 @@ def dissimilarity(table: Tables, lo: np.ndarray, hi: np.ndarray, scheme: QScheme
     bottom, top = (scheme.qmin - zero_point) * step, (scheme.qmax - zero_point) * step
     s0, s1, s2 = table.moments
     levels = scheme.qmax - scheme.qmin
-    if levels > _MOST_LEVELS:
+    if levels > _MAX_EXACT_LEVELS:
         (a0, f0), (a1, f1) = _a_and_f(table, bottom), _a_and_f(table, top)
         g0, g1 = g_at(table, bottom), g_at(table, top)
         above = g1 - top * s0 + s1  # the integral of x - top beyond it
@@ -165,17 +166,17 @@ def dissimilarity(table: Tables, lo: np.ndarray, hi: np.ndarray, scheme: QScheme
 def best_range(
     state: State, scheme: QScheme, candidates: int, criterion: Criterion = error
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The range within the observed one that costs least on the histogram.
+    """Searches the range within the observed one that costs least on the histogram.
 
-    First both ends shrink together by `candidates` ratios spaced evenly in their logarithm, then each end
-    by itself, then both around the best so far, ever more finely; at most 256-fold in the first sweep. A tie
-    goes to the range that was tried first, the wider one.
+    First both ends shrink together by `candidates` ratios, at most 256-fold, spaced evenly in their
+    logarithm. Then each end shrinks by itself, then both move around the best range so far in ever smaller
+    steps. A tie goes to the range that was tried first, which is the wider one.
 
     Args:
         state: a histogram's state for C channels.
-        scheme: how to quantize.
-        candidates: how many ratios the first sweep tries.
-        criterion: what a range costs; the squared error unless given.
+        scheme: the scheme of the quantizers.
+        candidates: number of ratios that the first sweep tries.
+        criterion: computes the cost of ranges.
 
     Returns:
         lo and hi, float64 (C,).
@@ -190,21 +191,21 @@ def best_range(
 def by_channels(
     state: State, scheme: QScheme, candidates: int, search: Callable[[State], np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Searches a few channels at a time, so that what is computed stays in the cache.
+    """Searches some channels at a time, so that the arrays stay in the cache.
 
     Args:
         state: a histogram's state for C channels.
-        scheme: how to quantize.
-        candidates: how many ranges `search` looks at together.
-        search: from the state of a few channels to their ranges, float64 (2, C).
+        scheme: the scheme of the quantizers.
+        candidates: number of ranges that `search` tries in one call.
+        search: maps the state of some channels to their ranges, float64 (2, C).
 
     Returns:
         lo and hi, float64 (C,).
     """
     channels = len(state["lo"])
     levels = scheme.qmax - scheme.qmin
-    look_ups = candidates * (levels if levels <= _MOST_LEVELS else 2)
-    group = min(max(1, _LOOKUPS // look_ups), _MOST_CHANNELS)
+    look_ups = candidates * (levels if levels <= _MAX_EXACT_LEVELS else 2)
+    group = min(max(1, _LOOKUPS // look_ups), _MAX_CHANNELS)
     parts = []
     for start in range(0, channels, group):
         parts.append(search({key: array[start : start + group] for key, array in state.items()}))
@@ -213,18 +214,18 @@ def by_channels(
 
 
 def observed(state: State) -> np.ndarray:
-    """The observed range, widened to 0, of C channels: float64 (2, C, 1)."""
+    """Returns the observed range, widened to 0, of C channels: float64 (2, C, 1)."""
     ends = np.minimum(state["lo"], 0.0), np.maximum(state["hi"], 0.0)
     return np.stack(ends).astype(np.float64)[:, :, None]
 
 
 def _zoom(state: State, scheme: QScheme, candidates: int, criterion: Criterion) -> np.ndarray:
-    """`best_range` for a few channels, float64 (2, C)."""
+    """Runs the sweeps of `best_range` for some channels, float64 (2, C)."""
     table = tables(state)
     best = full = observed(state)
 
     def sweep(lo_ratio: np.ndarray, hi_ratio: np.ndarray) -> np.ndarray:
-        """The best of the ranges at these ratios (K,) to the best so far."""
+        """Returns the best of the ranges that are these multiples (K,) of the best range so far."""
         lo = np.maximum(best[0] * lo_ratio, full[0])
         hi = np.minimum(best[1] * hi_ratio, full[1])
         winner = np.argmin(criterion(table, lo, hi, scheme), axis=1)[:, None]
@@ -239,33 +240,33 @@ def _zoom(state: State, scheme: QScheme, candidates: int, criterion: Criterion) 
             best = sweep(around, around)
         return best[:, :, 0]
 
-    if scheme.qmax - scheme.qmin < _FEW_LEVELS:
+    if scheme.qmax - scheme.qmin < _MIN_LEVELS_FOR_SEPARATE_SWEEPS:
         shrink = np.exp2(-_OCTAVES / 24.0 * np.arange(24))
         best = sweep(*_pairs(shrink))
     else:
         best = sweep(shrink, shrink)
-        alone, kept = np.exp2(np.arange(8, -17, -1) / 4.0), np.ones(25)
-        best = sweep(alone, kept)
-        best = sweep(kept, alone)
+        moved, fixed = np.exp2(np.arange(8, -17, -1) / 4.0), np.ones(25)
+        best = sweep(moved, fixed)
+        best = sweep(fixed, moved)
     for step in (pace, pace / 2.0, pace / 4.0, pace / 8.0):
         best = sweep(*_pairs(np.exp2(step * np.arange(2, -3, -1))))
     return best[:, :, 0]
 
 
 def _pairs(ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Every ratio with every ratio, as two arrays."""
+    """Returns all pairs of ratios as two arrays."""
     return np.repeat(ratios, len(ratios)), np.tile(ratios, len(ratios))
 
 
 def running(rate: np.ndarray) -> np.ndarray:
-    """Running sums of (C, M) that begin with 0, float64 (C, M): of what comes before each column."""
+    """Sums the columns before each column of (C, M), float64 (C, M)."""
     total = np.zeros(rate.shape, np.float64)
     np.cumsum(rate[:, :-1], axis=1, out=total[:, 1:])
     return total
 
 
 def _place(table: Tables, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For points (C, P): the flat indices of their bins, and how far right of the bin's left end they lie."""
+    """Returns the flat bin indices of points (C, P), and their distances from the left ends of the bins."""
     offset = t - table.origin
     size = table.mass.shape[1]
     bins = np.clip(offset, 0.0, size - 1.0).astype(np.intp)
@@ -275,20 +276,20 @@ def _place(table: Tables, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _thresholds(step: np.ndarray, zero_point: np.ndarray, scheme: QScheme) -> np.ndarray:
-    """Where quantizers (C, K) go from one of their levels to the next: (C, K * levels), in bins."""
+    """Computes the thresholds between the levels of quantizers (C, K): (C, K * levels), in bins."""
     index = np.arange(scheme.qmin, scheme.qmax) + 0.5
     threshold: np.ndarray = (index - zero_point[..., None]) * step[..., None]
     return threshold.reshape(len(step), -1)
 
 
 def _f(table: Tables, t: np.ndarray) -> np.ndarray:
-    """F at points (C, P)."""
+    """Evaluates F at points (C, P)."""
     bins, x = _place(table, t)
     return np.take(table.f, bins) + x * np.take(table.mass, bins)
 
 
 def g_at(table: Tables, t: np.ndarray) -> np.ndarray:
-    """G at points (C, P)."""
+    """Evaluates G at points (C, P)."""
     bins, x = _place(table, t)
     result = np.take(table.mass, bins)
     result *= x / 2.0
@@ -299,7 +300,7 @@ def g_at(table: Tables, t: np.ndarray) -> np.ndarray:
 
 
 def _a_and_f(table: Tables, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A and F at points (C, P)."""
+    """Evaluates A and F at points (C, P)."""
     bins, x = _place(table, t)
     mass, f, g, a = (np.take(part, bins) for part in (table.mass, table.f, table.g, table.a))
     return a + x * (2.0 * g + x * (f + x * mass / 3.0)), f + x * mass

@@ -10,7 +10,7 @@ import megengine as mge
 
 from qtrace.calibration.arrivals import Arrival, Arrivals
 from qtrace.calibration.base import Arguments, Observe
-from qtrace.data.batches import told
+from qtrace.data.batches import translate_errors
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Node, TracedModule
 
@@ -39,7 +39,7 @@ class MegEngine:
         args, kwargs = arguments
         watcher = _Watcher(self._prepared, self._nodes, observe)
         try:
-            with told(self._prepared, arguments, index):
+            with translate_errors(self._prepared, arguments, index):
                 try:
                     watcher.run(*args, **kwargs)
                     watcher.finish()
@@ -48,8 +48,7 @@ class MegEngine:
                     # observer may also have refused the memory that a failed kernel left.
                     mge._full_sync()
         except _ObserverError as error:
-            # Outside of `told`, which translates MegEngine's errors only.
-            raise error.original from error.original.__cause__
+            raise error.original from error.original.__cause__  # no error of MegEngine's
 
 
 class _ObserverError(Exception):

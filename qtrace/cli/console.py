@@ -24,12 +24,12 @@ __all__ = ["Console"]
 
 @dataclass(frozen=True)
 class Console:
-    """What a command was told about its output.
+    """The output options of a command, and its writes to stdout and stderr.
 
     Attributes:
-        quiet: print nothing but results and errors.
+        quiet: write only results, warnings and errors.
         as_json: print the result as one JSON document.
-        forced: show progress bars where stderr is no terminal, too.
+        forced: show progress bars even if stderr is no terminal.
     """
 
     quiet: bool = False
@@ -42,22 +42,23 @@ class Console:
         return self.forced or (not self.quiet and sys.stderr.isatty())
 
     @contextlib.contextmanager
-    def work(self) -> Iterator[None]:
-        """Surrounds all work of a command.
+    def work(self, log_level: int = logging.WARNING) -> Iterator[None]:
+        """Surrounds all work of a command: prints of models and loaders go to stderr, the log is shown.
 
-        What models and loaders print goes to stderr; what the library logs is noted.
+        Args:
+            log_level: the lowest level of the library's log that this command shows.
         """
-        with contextlib.redirect_stdout(sys.stderr), self._noting_log():
+        with contextlib.redirect_stdout(sys.stderr), self._show_log(log_level):
             engine.quiet()
             yield
             engine.synchronize()
 
     @contextlib.contextmanager
-    def _noting_log(self) -> Iterator[None]:
+    def _show_log(self, level: int) -> Iterator[None]:
         logger, handler = logging.getLogger("qtrace"), _LogHandler(self)
         before = logger.level, logger.propagate
         logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+        logger.setLevel(level)
         logger.propagate = False
         try:
             yield
@@ -67,45 +68,50 @@ class Console:
             logger.propagate = before[1]
 
     @contextlib.contextmanager
-    def bar(self, batches: DataSource, what: str) -> Iterator[Iterable[Batch]]:
-        """The batches, with a progress bar on stderr, whose line ends before an error is told."""
+    def bar(self, batches: DataSource, label: str) -> Iterator[Iterable[Batch]]:
+        """Gives ``batches`` with a progress bar on stderr, whose line ends before an error is printed."""
         from tqdm import tqdm
 
-        with tqdm(batches, desc=what, unit="batch", disable=not self.progress) as bar:
+        with tqdm(batches, desc=label, unit="batch", disable=not self.progress) as bar:
             yield bar
 
     def note(self, text: str) -> None:
-        """Tells what happens, unless quiet."""
+        """Prints ``text`` on stderr, unless the command is quiet."""
         if not self.quiet:
             click.echo(text, err=True)
 
+    def warn(self, text: str) -> None:
+        """Prints a warning on stderr, also if the command is quiet."""
+        click.echo(f"warning: {text}", err=True)
+
     def result(self, text: str, data: Any) -> None:
-        """Prints the result, as text or as JSON; there, numbers that are not finite are null."""
+        """Prints the result: ``text``, or ``data`` as JSON, in which numbers that are not finite are null."""
         try:
             shown = json.dumps(_plain(data), indent=2, allow_nan=False) if self.as_json else text
-            # The names of files may hold bytes that are no UTF-8.
+            # File names may hold bytes that are no UTF-8.
             click.echo(shown.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace"))
-        except BrokenPipeError:  # `| head`: nobody reads on
+        except BrokenPipeError:  # the reader, such as `| head`, has stopped
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(141) from None  # as a shell reports SIGPIPE; 1 is for failed checks
 
 
 class _LogHandler(logging.Handler):
-    """Shows the log of the library as notes, above a progress bar."""
+    """Shows the library's log above a progress bar: warnings as warnings, all else as notes."""
 
     def __init__(self, console: Console) -> None:
-        super().__init__(logging.INFO)
+        super().__init__()
         self.console = console
 
     def emit(self, record: logging.LogRecord) -> None:
         from tqdm import tqdm
 
         with tqdm.external_write_mode(file=sys.stderr):
-            self.console.note(record.getMessage())
+            show = self.console.warn if record.levelno >= logging.WARNING else self.console.note
+            show(record.getMessage())
 
 
 def _plain(value: Any) -> Any:
-    """The value in terms that every JSON reader knows."""
+    """Converts ``value`` to dicts, lists, text and finite numbers, which every JSON reader knows."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

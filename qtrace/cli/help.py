@@ -16,7 +16,7 @@ class _Example(click.Command):
         self.example = example
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the example as it is: an epilog would be wrapped."""
+        """Writes the example without wrapping, unlike an epilog."""
         with formatter.section("Example"):
             for line in self.example.strip().splitlines():
                 formatter.write(f"  {line.strip()}\n")

@@ -1,4 +1,4 @@
-"""Which rules of a recipe meet which ops of a model, for ``qtrace recipes check``."""
+"""Matches the rules of a recipe with the ops of a model, for ``qtrace recipes check``."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ if TYPE_CHECKING:  # at run time they load MegEngine, which --help does without
     from qtrace.config import QConfig
     from qtrace.graph.types import TracedModule
 
-__all__ = ["Met", "match", "placed", "table"]
+__all__ = ["RuleMatch", "match_rules", "split_location", "table"]
 
-_PLACED = re.compile(r"(?P<file>.+?):(?P<line>\d+): (?P<message>.*)", re.DOTALL)
+_LOCATED = re.compile(r"(?P<file>.+?):(?P<line>\d+): (?P<message>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Met:
-    """A rule and the ops that it meets.
+class RuleMatch:
+    """A rule and the ops that it matches.
 
     Attributes:
-        origin: where the rule was written.
-        match: what it asks for, as plain data.
-        changes: what it changes, as plain data.
+        origin: the location of the rule, such as ``my.yaml:12``.
+        match: the conditions of the rule, as plain data.
+        changes: the settings that the rule changes, as plain data.
         ops: the names of the ops, in graph order.
-        states: how many of them are computed how.
-        passed_over: the targets that the rule is for, where the recipe's is another.
-        optional: whether it may meet none.
+        states: the number of these ops by how they are computed.
+        passed_over: the targets of the rule, if the recipe's target is not among them.
+        optional: whether the rule may match no op.
     """
 
     origin: str
@@ -41,7 +41,7 @@ class Met:
 
     @property
     def problem(self) -> str:
-        """What is wrong, or ""."""
+        """The mistake in a sentence; "" if there is nmatch."""
         if self.ops or self.optional or self.passed_over:
             return ""
         return (
@@ -50,7 +50,7 @@ class Met:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Converts the match to plain data."""
         return {
             "origin": self.origin,
             "match": self.match,
@@ -62,37 +62,39 @@ class Met:
         }
 
 
-def match(traced: TracedModule, qconfig: QConfig) -> tuple[Met, ...]:
-    """What each rule of ``qconfig`` meets in a traced module, in the order of the rules.
+def match_rules(traced: TracedModule, qconfig: QConfig) -> tuple[RuleMatch, ...]:
+    """Matches each rule of ``qconfig`` with the ops of a traced module, in the order of the rules.
 
     Raises:
-        QtraceError: for what `prepare` would refuse, except for rules that match nothing.
+        QtraceError: when `prepare` would refuse the module for another reason than a rule without ops.
     """
     from qtrace.preparation.prepare import plan
 
     tolerant = tuple(rule.model_copy(update={"optional": True}) for rule in qconfig.rules)
     notes = plan(traced, qconfig.model_copy(update={"rules": tolerant})).notes
-    found = []
+    matches = []
     for rank, rule in enumerate(qconfig.rules):
         matched = [note for note in notes if rank in note.ranks]
         changes = {k: v for k, v in rule.to_dict().items() if k not in ("match", "optional", "backends")}
         others = () if rule.backends is None or qconfig.backend in rule.backends else rule.backends
         names, states = tuple(n.name for n in matched), dict(Counter(n.state for n in matched))
-        found.append(Met(rule.origin, rule.match.to_dict(), changes, names, states, others, rule.optional))
-    return tuple(found)
+        matches.append(
+            RuleMatch(rule.origin, rule.match.to_dict(), changes, names, states, others, rule.optional)
+        )
+    return tuple(matches)
 
 
-def table(met: Sequence[Met]) -> str:
-    """A row for each rule."""
+def table(matches: Sequence[RuleMatch]) -> str:
+    """Formats ``matches`` as a table with one row per rule."""
     from qtrace.graph.table import format_table
 
     rows = []
-    for one in met:
-        ops = ", ".join(one.ops[:3]) + (", ..." if len(one.ops) > 3 else "")
-        if one.passed_over:
-            ops = f"not for this target, only for {', '.join(one.passed_over)}"
-        states = ", ".join(f"{count} {state}" for state, count in one.states.items())
-        rows.append((one.origin, _flow(one.match), _flow(one.changes), len(one.ops), states, ops))
+    for match in matches:
+        ops = ", ".join(match.ops[:3]) + (", ..." if len(match.ops) > 3 else "")
+        if match.passed_over:
+            ops = f"not for this target, only for {', '.join(match.passed_over)}"
+        states = ", ".join(f"{count} {state}" for state, count in match.states.items())
+        rows.append((match.origin, _flow(match.match), _flow(match.changes), len(match.ops), states, ops))
     return format_table(("rule", "match", "changes", "ops", "computed", "which"), rows, max_width=180)
 
 
@@ -102,9 +104,9 @@ def _flow(data: Any) -> str:
     return dump(data, flow=True).strip()
 
 
-def placed(sentence: str) -> dict[str, Any] | None:
-    """``FILE:LINE: message`` as its parts; None for a sentence without a place."""
-    found = _PLACED.fullmatch(sentence)
-    if found is None:
+def split_location(sentence: str) -> dict[str, Any] | None:
+    """Splits ``FILE:LINE: message`` into its parts; None for a sentence without a location."""
+    parts = _LOCATED.fullmatch(sentence)
+    if parts is None:
         return None
-    return {"file": found["file"], "line": int(found["line"]), "message": found["message"]}
+    return {"file": parts["file"], "line": int(parts["line"]), "message": parts["message"]}

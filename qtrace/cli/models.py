@@ -1,4 +1,4 @@
-"""Models and data as the command line names them."""
+"""Loading of the models and data that the command line names."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = [
     "check_stage",
     "is_factory",
     "load_model",
+    "note_skipped",
     "open_source",
     "preprocessing",
-    "tell_skipped",
     "trace_factory",
 ]
 
@@ -48,7 +48,7 @@ def load_model(model: str, allow: tuple[str, ...]) -> Any:
 
 
 def preprocessing(model: Any, recipe: str | None, allow_code: bool = False) -> Any:
-    """The config whose preprocess the data needs: the recipe's, or else what the model was quantized with."""
+    """Returns the config with the data's preprocess: that of ``recipe``, or else of the quantized model."""
     import qtrace
     from qtrace.preparation.model import QuantizedModel
     from qtrace.preparation.record import is_quantized
@@ -67,7 +67,7 @@ def open_source(
     max_batches: int | None,
     skip_bad: bool,
 ) -> DataSource:
-    """Opens --data, with the recipe's preprocess, and says which arrays are left out."""
+    """Opens --data with the recipe's preprocess, and notes which arrays are left out."""
     from qtrace.data import open_data
 
     preprocess = getattr(qconfig, "preprocess", None)
@@ -79,23 +79,23 @@ def open_source(
     return data
 
 
-def tell_skipped(data: DataSource, console: Console) -> None:
-    """Says at the end which images --skip-bad left out."""
+def note_skipped(data: DataSource, console: Console) -> None:
+    """Notes which images --skip-bad left out."""
     if data.skipped and Path(data.source).is_dir():
         shown = ", ".join(data.skipped[:5]) + (", ..." if len(data.skipped) > 5 else "")
         console.note(f"{len(data.skipped)} unreadable images left out: {shown}")
 
 
 def check_stage(model: Any, name: str, stage: str | None = None) -> None:
-    """Refuses a model of another stage, before any data is asked for.
+    """Refuses a model of another stage before any data is read.
 
     Args:
         model: the model.
-        name: its file.
+        name: the file of the model.
         stage: ``prepared`` or ``converted``; None for either.
 
     Raises:
-        GraphError: saying which file to give.
+        GraphError: naming the file to give instead.
     """
     from qtrace.preparation.model import QuantizedModel
     from qtrace.preparation.record import is_quantized
@@ -110,16 +110,16 @@ def check_stage(model: Any, name: str, stage: str | None = None) -> None:
 
 
 def check_size(model: Any, name: str, qconfig: Any, data: str) -> None:
-    """Refuses a folder of images whose size in the recipe the model does not take, before they are read.
+    """Refuses a recipe whose image size the model does not take, before the images are read.
 
-    Another size than that of the trace is tried on zeros: many models take it.
+    A size other than the traced one is tried on zeros, as many models take it.
 
     Raises:
         ConfigError: naming both sizes.
     """
     import numpy as np
 
-    from qtrace.data.batches import as_arguments, evaluating, told
+    from qtrace.data.batches import as_arguments, evaluating, translate_errors
     from qtrace.errors import CalibrationError, ConfigError
     from qtrace.graph.signature import list_inputs
 
@@ -132,18 +132,18 @@ def check_size(model: Any, name: str, qconfig: Any, data: str) -> None:
         return
     try:
         zeros = as_arguments((np.zeros((*shape[:1], *size), np.float32),), model, 0)
-        with evaluating(model), told(model, zeros, 0):
+        with evaluating(model), translate_errors(model, zeros, 0):
             model(*zeros[0], **zeros[1])
             engine.synchronize()
     except CalibrationError as error:
         raise ConfigError(
-            f"the recipe makes images {_spelled(size)}, and {name}, which was traced with "
-            f"{_spelled(shape[1:])}, does not take them: trace it with --shape {_spelled((1, *size))}, or "
-            "give preprocess.size in a recipe of your own."
+            f"the recipe makes images {_format_shape(size)}, and {name}, which was traced with "
+            f"{_format_shape(shape[1:])}, does not take them: trace it with --shape "
+            f"{_format_shape((1, *size))}, or give preprocess.size in a recipe of your own."
         ) from error
 
 
-def _spelled(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     return "x".join(str(number) for number in shape)
 
 
@@ -158,9 +158,9 @@ def trace_factory(
     """Calls the factory and traces what it returns, on random inputs or on the first batch."""
     import qtrace
 
-    module = _make(name)
+    module = _build_module(name)
     if shapes:
-        example = _random(shapes)
+        example = _random_inputs(shapes)
     elif data is not None:
         example = _by_position(module, method, next(iter(data)), data.source)
     else:
@@ -168,7 +168,7 @@ def trace_factory(
     return qtrace.trace(module, *example, method=method, check=check)
 
 
-def _make(name: str) -> Any:
+def _build_module(name: str) -> Any:
     from megengine.module import Module
 
     from qtrace.data import blame, import_object
@@ -192,7 +192,7 @@ def _make(name: str) -> Any:
     return module
 
 
-def _random(shapes: Shapes) -> tuple[Any, ...]:
+def _random_inputs(shapes: Shapes) -> tuple[Any, ...]:
     import numpy as np
 
     generator = np.random.default_rng(0)
@@ -200,14 +200,14 @@ def _random(shapes: Shapes) -> tuple[Any, ...]:
 
 
 def _by_position(module: Any, method: str, batch: Batch, source: str) -> tuple[Any, ...]:
-    """A batch as positional inputs; named ones go by the parameters of the method."""
+    """Returns a batch as positional inputs; named arrays follow the parameters of ``method``."""
     if isinstance(batch, tuple):
         return batch
     names = list(inspect.signature(getattr(module, method, module.forward)).parameters)
-    wanted = names[: len(batch)]
-    if set(wanted) != set(batch):
+    expected = names[: len(batch)]
+    if set(expected) != set(batch):
         raise TraceError(
             f"{source} has the inputs {', '.join(batch)}, but {type(module).__name__}.{method} takes "
             f"{', '.join(names)}; name the arrays after its first parameters."
         )
-    return tuple(batch[name] for name in wanted)
+    return tuple(batch[name] for name in expected)

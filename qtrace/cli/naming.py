@@ -1,4 +1,4 @@
-"""What to write where a file was named in the place of ``pkg.mod:factory``."""
+"""Messages for names of files that are given in place of ``pkg.mod:factory``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _FORMATS = {
     ".param": "an ncnn net",
     ".caffemodel": "a Caffe file",
     ".prototxt": "a Caffe file",
-    ".pt": "a file of PyTorch's",
-    ".pth": "a file of PyTorch's",
+    ".pt": "a PyTorch file",
+    ".pth": "a PyTorch file",
 }
 _WEIGHTS = (".pkl", ".pickle", ".npz", ".tar", ".ckpt")
 
 
 def check_factory(name: str) -> None:
-    """Raises UsageError when ``name`` is that of a file, or is not of the form ``pkg.mod:factory``."""
+    """Raises UsageError when ``name`` names a file, or is not of the form ``pkg.mod:factory``."""
     from qtrace.data import is_object_name
 
     problem = _python_file(name) or _model_file(name)
@@ -32,24 +32,24 @@ def check_factory(name: str) -> None:
 
 
 def check_model(name: str) -> None:
-    """Raises UsageError when a Python file was named in the place of ``pkg.mod:factory``."""
+    """Raises UsageError when ``name`` names a Python file in place of ``pkg.mod:factory``."""
     problem = _python_file(name)
     if problem:
         raise click.UsageError(problem)
 
 
 def _python_file(name: str) -> str:
-    """What to write in the place of ``file.py:factory``; "" for other names."""
+    """Explains what to write in place of ``file.py:factory``; "" for other names."""
     file, _, factory = name.partition(":")
     if not file.endswith(".py") or "\0" in file or (factory and Path(name).exists()):
         return ""
     folder, module = str(Path(file).parent), Path(file).stem
-    where = "" if folder == "." else f", from within the folder {folder} or with it in PYTHONPATH"
-    return f"{name} names a Python file: name its module, {module}:{factory or 'FACTORY'}{where}."
+    import_path = "" if folder == "." else f", from within the folder {folder} or with it in PYTHONPATH"
+    return f"{name} names a Python file: name its module, {module}:{factory or 'FACTORY'}{import_path}."
 
 
 def _model_file(name: str) -> str:
-    """What to write in the place of the file of a model; "" for other names."""
+    """Explains what to write in place of the file of a model; "" for other names."""
     path = Path(name)
     if ":" in name or "\0" in name:
         return ""

@@ -26,11 +26,11 @@ __all__ = [
     "recipe",
 ]
 
-_MOST = 2**30  # values; 4 GiB of float32
+_MAX_VALUES = 2**30  # 4 GiB of float32
 
 
 class ShapeType(click.ParamType):
-    """``1x3x224x224`` as a tuple of integers."""
+    """Converts ``1x3x224x224`` to a tuple of integers."""
 
     name = "shape"
 
@@ -42,35 +42,35 @@ class ShapeType(click.ParamType):
         if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) for part in parts):
             self.fail(f"{value!r} is not a shape such as 1x3x224x224.", param, ctx)
         shape = tuple(int(part) for part in parts)
-        if math.prod(shape) > _MOST:
+        if math.prod(shape) > _MAX_VALUES:
             self.fail(f"{value!r} has more than 2**30 values.", param, ctx)
         return shape
 
 
 class _Seconds(click.FloatRange):
-    """A time; NaN, which compares with no bound, is none."""
+    """A number of seconds; refuses NaN, which passes every bound."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if math.isnan(found := super().convert(value, param, ctx)):
+        if math.isnan(seconds := super().convert(value, param, ctx)):
             self.fail(f"{value!r} is not a number of seconds.", param, ctx)
-        return found
+        return seconds
 
 
 def file_or_folder() -> click.Path:
-    """A path as a Path; whether it is fit is checked where it is used, with a clearer message."""
+    """A path as a Path; commands check it where they use it, with clearer messages."""
     return click.Path(path_type=Path)
 
 
 def _all(*options: Callable[..., Any]) -> Callable[..., Any]:
-    """Several options as one decorator, shown by --help in this order."""
+    """Combines options to one decorator; --help shows them in this order."""
     return lambda function: functools.reduce(lambda f, option: option(f), reversed(options), function)
 
 
-def _importable(_: click.Context, __: click.Parameter, given: Any) -> Any:
-    """Lets code of the user's own that is allowed be found in the current folder, as a factory is."""
-    if given:
+def _importable(_: click.Context, __: click.Parameter, value: Any) -> Any:
+    """Lets the user's own code be imported from the current folder, as factories are."""
+    if value:
         plugins.search_current_folder()
-    return given
+    return value
 
 
 allow = click.option(
@@ -90,7 +90,7 @@ allow_code = click.option(
 
 
 def recipe(default: str | None = None) -> Callable[..., Any]:
-    """--recipe and --allow-code."""
+    """Adds --recipe and --allow-code."""
     return _all(
         click.option(
             "--recipe",
@@ -114,7 +114,7 @@ example = click.option(
 
 
 def data(required: bool, batch_size: int = 8) -> Callable[..., Any]:
-    """--data and what belongs to it; ``batch_size`` is the default of that."""
+    """Adds --data, --batch-size with default ``batch_size``, --max-batches and --skip-bad."""
     return _all(
         click.option(
             "--data",
@@ -128,10 +128,10 @@ def data(required: bool, batch_size: int = 8) -> Callable[..., Any]:
             type=click.IntRange(1),
             default=batch_size,
             show_default=True,
-            help="Samples a batch.",
+            help="Samples per batch.",
         ),
-        click.option("--max-batches", type=click.IntRange(1), help="Stop after so many batches."),
-        click.option("--skip-bad", is_flag=True, help="Leave unreadable images out, and say which."),
+        click.option("--max-batches", type=click.IntRange(1), help="Stop after this many batches."),
+        click.option("--skip-bad", is_flag=True, help="Leave out unreadable images, and name them."),
     )
 
 
@@ -139,7 +139,7 @@ progress = click.option("--progress", is_flag=True, help="Show progress even if 
 
 
 def output(function: Callable[..., Any]) -> Callable[..., Any]:
-    """--json and --quiet; the command gets them, and --progress, as a Console, its argument ``console``."""
+    """Adds --json and --quiet; the command gets them and --progress as its argument ``console``."""
 
     @functools.wraps(function)
     def command(quiet: bool, as_json: bool, progress: bool = False, **arguments: Any) -> Any:
@@ -147,18 +147,19 @@ def output(function: Callable[..., Any]) -> Callable[..., Any]:
 
     return _all(
         click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document."),
-        click.option("--quiet", "-q", is_flag=True, help="No progress and no notes on stderr."),
+        click.option(
+            "--quiet", "-q", is_flag=True, help="No progress and no notes on stderr, only warnings."
+        ),
     )(command)
 
 
 def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """How statistics are collected; the command gets a dict of it, its argument ``how``."""
+    """Adds the options of collecting statistics; the command gets them as the dict ``collecting``."""
     names = ("engine", "threads", "workers", "ray", "every", "seconds")
 
     @functools.wraps(function)
     def command(**arguments: Any) -> Any:
-        how = {name: arguments.pop(name) for name in names}
-        return function(how=how, **arguments)
+        return function(collecting={name: arguments.pop(name) for name in names}, **arguments)
 
     return _all(
         click.option(
@@ -166,7 +167,7 @@ def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
             type=click.Choice(["auto", "megengine", "onnxruntime"]),
             default="auto",
             show_default=True,
-            help="What computes the activations; auto takes the fastest that applies, and says which.",
+            help="The engine that computes activations; auto takes the fastest that applies, and names it.",
         ),
         click.option(
             "--threads",
@@ -188,7 +189,7 @@ def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
             help="Run the workers on a Ray cluster; without ADDRESS on a local one.",
         ),
         click.option(
-            "--checkpoint-batches", "every", type=click.IntRange(1), help="Checkpoint after so many batches."
+            "--checkpoint-batches", "every", type=click.IntRange(1), help="Batches between checkpoints."
         ),
         click.option(
             "--checkpoint-seconds",
@@ -196,6 +197,6 @@ def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
             type=_Seconds(0),
             default=60.0,
             show_default=True,
-            help="Checkpoint after so many seconds.",
+            help="Seconds between checkpoints.",
         ),
     )(command)

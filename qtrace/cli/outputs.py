@@ -21,12 +21,12 @@ WORK = ".calibration"
 
 @contextlib.contextmanager
 def output_folder(path: Path, *, names: tuple[str, ...], force: bool) -> Iterator[Path]:
-    """Gives a folder to fill, which becomes ``path`` when the block ends without an error.
+    """Yields a folder to fill, which becomes ``path`` when the block ends without an error.
 
     Args:
         path: the folder to make. It may exist if it is empty.
-        names: what the block puts into the folder. ``force`` replaces a folder that holds nothing else.
-        force: whether to replace a folder; the old one stays until the new one is complete.
+        names: the files that the block writes. ``force`` replaces only a folder that holds nothing else.
+        force: whether to replace a folder, which stays until the new one is complete.
 
     Raises:
         QtraceError: when ``path`` exists with something in it, or cannot be made.
@@ -42,17 +42,17 @@ def output_folder(path: Path, *, names: tuple[str, ...], force: bool) -> Iterato
 def resumable_folder(
     path: Path, *, names: tuple[str, ...], force: bool, resume: bool, note: Callable[[str], None]
 ) -> Iterator[tuple[Path, Path]]:
-    """Gives a folder to fill, as `output_folder` does, and one for checkpoints, which is kept on an error.
+    """Yields a folder to fill, as `output_folder` does, and one for checkpoints, which is kept on an error.
 
-    The second one is in ``path`` itself, with a lock, until ``path`` is replaced by the first. Without
-    checkpoints in it, it leaves no trace.
+    The folder of checkpoints is in ``path``, with a lock, until the first folder replaces ``path``. It is
+    removed if it holds no checkpoints.
 
     Args:
         path: the folder to make.
-        names: what the block puts into the first folder.
+        names: the files that the block writes into the first folder.
         force: whether to replace a folder, and to drop checkpoints.
-        resume: whether to go on with checkpoints, where there are any.
-        note: is told of stale locks and kept checkpoints.
+        resume: whether to go on from checkpoints, if there are any.
+        note: called with messages on stale locks and kept checkpoints.
 
     Raises:
         QtraceError: when another process writes to ``path``, or for what `output_folder` refuses.
@@ -63,14 +63,14 @@ def resumable_folder(
     target = Path(os.path.realpath(path))
     _check_replaceable(path, target, (*names, WORK), force or _unfinished(target))
     with _workspace(path, target) as folder:
-        made, work = not target.exists(), target / WORK
+        created, work = not target.exists(), target / WORK
         try:
             work.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise QtraceError(f"{path} cannot be written: {error.strerror}.") from error
         with contextlib.ExitStack() as stack:
             stack.enter_context(locked(work / "lock", str(path), note))
-            stack.callback(_leave, target, work, made)
+            stack.callback(_remove_work, target, work, created)
             _check_checkpoints(path, work, force, resume)
             before = _times(work)
             try:
@@ -84,17 +84,17 @@ def resumable_folder(
 
 
 def _times(work: Path) -> dict[str, int]:
-    """When each checkpoint was written."""
+    """Returns the time of change of each checkpoint."""
     return {entry.name: entry.stat().st_mtime_ns for entry in work.iterdir() if entry.is_file()}
 
 
 def _unfinished(target: Path) -> bool:
-    """Whether a folder holds nothing but the work of an unfinished run."""
+    """Whether a folder holds only the checkpoints of an unfinished run."""
     return target.is_dir() and {entry.name for entry in target.iterdir()} <= {WORK}
 
 
 def _check_checkpoints(path: Path, work: Path, force: bool, resume: bool) -> None:
-    """Refuses to begin anew without a word where there are checkpoints; drops them with ``force``."""
+    """Refuses to drop checkpoints unless ``force`` or ``resume``; drops them with ``force``."""
     from qtrace.calibration.checkpoint import has_parts
 
     if resume or not has_parts(work):
@@ -108,20 +108,20 @@ def _check_checkpoints(path: Path, work: Path, force: bool, resume: bool) -> Non
         entry.unlink(missing_ok=True)
 
 
-def _leave(target: Path, work: Path, made: bool) -> None:
-    """Removes the work folder unless it holds checkpoints, and the folder itself if we made it."""
+def _remove_work(target: Path, work: Path, created: bool) -> None:
+    """Removes ``work`` unless it holds checkpoints, and then ``target`` if it was ``created``."""
     from qtrace.calibration.checkpoint import has_parts
 
     if not work.is_dir() or has_parts(work):
         return
     shutil.rmtree(work, ignore_errors=True)
-    if made:
+    if created:
         with contextlib.suppress(OSError):
             target.rmdir()
 
 
 def _replace(path: Path, target: Path, folder: Path) -> None:
-    """Waits for MegEngine and puts ``folder`` in the place of ``target``, which the user calls ``path``."""
+    """Replaces ``target``, which the user names ``path``, by ``folder``, after MegEngine has finished."""
     engine.synchronize()
     try:
         files.replace_folder(target, folder)
@@ -131,12 +131,12 @@ def _replace(path: Path, target: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def output_file(path: Path) -> Iterator[Path]:
-    """Gives a path to write to, which becomes ``path`` when the block ends without an error.
+    """Yields a path to write to, which becomes ``path`` when the block ends without an error.
 
-    What else the block writes beside that path moves with it: some formats consist of several files.
+    Other files that the block writes beside it move with it, as some formats consist of several files.
 
     Raises:
-        QtraceError: when ``path`` is there and no file, or cannot be written.
+        QtraceError: when ``path`` exists and is no file, or cannot be written.
     """
     target = Path(os.path.realpath(path))
     # As root, even /dev/null could be replaced.
@@ -169,7 +169,7 @@ def _check_replaceable(path: Path, target: Path, names: tuple[str, ...], force: 
 
 @contextlib.contextmanager
 def _workspace(path: Path, target: Path) -> Iterator[Path]:
-    """A folder beside the target, on the same file system, removed at the end."""
+    """Yields a folder beside the target, on the same file system, and removes it at the end."""
     missing = [parent for parent in target.parents if not parent.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -193,6 +193,6 @@ def _workspace(path: Path, target: Path) -> Iterator[Path]:
         with undisturbed():
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
-            for parent in missing:  # if nothing came into them
+            for parent in missing:  # if they stayed empty
                 with contextlib.suppress(OSError):
                     parent.rmdir()

@@ -32,8 +32,8 @@ INTERNAL_ERROR = 70  # EX_SOFTWARE: Python's own 1 would look like a failed chec
 _debug = False
 
 
-def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if not wanted or ctx.resilient_parsing:
+def _version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if not value or ctx.resilient_parsing:
         return
     import qtrace
 
@@ -41,9 +41,9 @@ def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     ctx.exit()
 
 
-def _set_debug(_: click.Context, __: click.Parameter, wanted: bool) -> None:
+def _set_debug(_: click.Context, __: click.Parameter, value: bool) -> None:
     global _debug
-    _debug = wanted
+    _debug = value
 
 
 @click.group(
@@ -87,21 +87,21 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """
     try:
         code = _run(args)
-    except KeyboardInterrupt:  # another one, while the first was being told
+    except KeyboardInterrupt:  # another one, while the first was being reported
         code = INTERRUPTED
     sys.exit(_flushed(code))
 
 
 def _flushed(code: int) -> int:
-    """The exit code when stdout has taken all; what it cannot take is dropped.
+    """Flushes stdout and returns the exit code; drops output that stdout refuses.
 
-    Python would try to write that once more at its end, and exit with 120.
+    Otherwise Python would write it once more at its end, and exit with 120.
     """
     try:
         sys.stdout.flush()
     except OSError as error:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
-        return code or _failed(f"error: stdout: {error.strerror}.")
+        return code or _report_mistake(f"error: stdout: {error.strerror}.")
     return code
 
 
@@ -117,72 +117,72 @@ def _run(args: Sequence[str] | None) -> int:
         result: Any = group.main(args, prog_name="qtrace", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except (click.Abort, KeyboardInterrupt):
-        return _interrupted()
+        return _report_interrupt()
     except Exception as error:
-        # C code that is interrupted may make any error of it: an import, "initialization failed".
-        return _interrupted() if interrupt.seen else _explained(error)
+        # Interrupted C code may raise any error, such as an import's "initialization failed".
+        return _report_interrupt() if interrupt.seen else _report_error(error)
 
 
-def _interrupted() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is over but the message
-    _told(lambda: click.echo("interrupted: no result was written.", err=True))
+def _report_interrupt() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the message is left
+    _write_error(lambda: click.echo("interrupted: no result was written.", err=True))
     return INTERRUPTED
 
 
-def _explained(error: Exception) -> int:
-    """Tells what an error means to users; gives the exit code."""
+def _report_error(error: Exception) -> int:
+    """Prints a message for ``error`` and returns the exit code."""
     if isinstance(error, QtraceError):
-        return _failed(f"error: {' '.join(str(error).split())}")
+        return _report_mistake(f"error: {' '.join(str(error).split())}")
     if isinstance(error, click.ClickException):
-        _told(error.show)
+        _write_error(error.show)
         return error.exit_code
-    if isinstance(error, OSError):  # a full disk, no more file handles: what no command can do anything about
-        where = f"{error.filename}: " if error.filename else ""
-        return _failed(f"error: {where}{error.strerror or error}.")
+    if isinstance(error, OSError):  # such as a full disk or too many open files
+        file = f"{error.filename}: " if error.filename else ""
+        return _report_mistake(f"error: {file}{error.strerror or error}.")
     if isinstance(error, MemoryError):
-        return _failed("error: there is not enough memory; use smaller batches.")
-    _told(traceback.print_exc)
-    fault = "error: this is a fault in qtrace, not in what you gave it; please report it."
-    _told(lambda: click.echo(fault, err=True))
+        return _report_mistake("error: there is not enough memory; use smaller batches.")
+    _write_error(traceback.print_exc)
+    message = "error: this is a fault in qtrace, not in what you gave it; please report it."
+    _write_error(lambda: click.echo(message, err=True))
     return INTERNAL_ERROR
 
 
-def _failed(sentence: str) -> int:
-    """Tells what is wrong, after a traceback where one was asked for; gives the exit code."""
+def _report_mistake(sentence: str) -> int:
+    """Prints ``sentence``, with --debug after a traceback, and returns exit code 2."""
     if _debug:
-        _told(traceback.print_exc)
-    _told(lambda: click.echo(sentence, err=True))
+        _write_error(traceback.print_exc)
+    _write_error(lambda: click.echo(sentence, err=True))
     return 2
 
 
-def _told(tell: Callable[[], None]) -> None:
-    """Writes to stderr. Where that fails, on a full disk, the exit code is all that is told."""
+def _write_error(write: Callable[[], None]) -> None:
+    """Calls ``write``, which writes to stderr; drops its output if the disk is full."""
     try:
-        tell()
+        write()
     except OSError:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - Python would try once more at its end, and exit with 120
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - or else Python would retry at its end, and exit with 120
 
 
 def _open_streams() -> None:
-    """A standard stream that is closed leads nowhere.
+    """Opens closed standard streams on the null device.
 
-    Otherwise the next file that is opened would have its number, and what C libraries print in it.
+    Otherwise the next file would get the stream's number, and the prints of C libraries.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number, this one
+            os.open(os.devnull, os.O_RDWR)  # which gets this number, the lowest free one
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
 
 
 class _Interrupt:
-    """Ctrl-C, of which a second one within ``pause`` seconds does not cut short the cleaning up.
+    """Handles Ctrl-C; ignores a second one within ``pause`` seconds, so that cleaning up completes.
 
     Attributes:
-        seen: whether there was one.
+        seen: whether Ctrl-C was pressed.
     """
 
     def __init__(self, pause: float = 2.0) -> None:
@@ -197,5 +197,5 @@ class _Interrupt:
 
 
 def _terminate(number: int, _: Any) -> None:
-    """Lets a terminated command clean up behind itself."""
+    """Raises `Terminated`, so that a terminated command cleans up."""
     raise Terminated(number)

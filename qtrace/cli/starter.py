@@ -1,4 +1,4 @@
-"""The text of a recipe to start from: what it imports, and what it may change as comments."""
+"""The text of a new recipe: its imports, and as comments the settings that it may change."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ _DEFAULTS = {
 
 
 def starter(names: Sequence[str], out: Path | None, *, allow_code: bool = False) -> str:
-    """A recipe that imports ``names``, with what it may change as comments, filled with what they say.
+    """Writes a recipe that imports ``names``, with their settings as comments to change.
 
     Args:
-        names: recipes, by name or as files.
-        out: where it will be written; files are imported relative to it.
+        names: names or files of recipes.
+        out: the file of the new recipe, to which imported files are relative; None for stdout.
         allow_code: whether the recipes may name code, as for `qtrace.load_recipe`.
 
     Raises:
@@ -79,22 +79,22 @@ def starter(names: Sequence[str], out: Path | None, *, allow_code: bool = False)
     from qtrace.config.recipe import SCHEMA, load_recipe
 
     configs = [load_recipe(name, allow_code=allow_code) for name in names]
-    said: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for config in configs:
-        said.update((key, value) for key, value in config.to_dict().items() if value)
-    values = {key: _flow(said[key]) if key in said else default for key, default in _DEFAULTS.items()}
+        settings.update((key, value) for key, value in config.to_dict().items() if value)
+    values = {key: _flow(settings[key]) if key in settings else default for key, default in _DEFAULTS.items()}
     return _TEXT.substitute(
         values,
         schema=SCHEMA,
         name="" if out is None else f"name: {_flow(out.stem)}\n",
-        imports=_flow([_seen_from(name, out) for name in names]),
+        imports=_flow([_relative_to(name, out) for name in names]),
         backends=", ".join(backends.known()),
-        backend=said.get("backend", "onnxruntime"),
+        backend=settings.get("backend", "onnxruntime"),
     )
 
 
-def _seen_from(name: str, out: Path | None) -> str:
-    """A file's name as seen from the folder of ``out``."""
+def _relative_to(name: str, out: Path | None) -> str:
+    """Returns the path of file ``name`` relative to the folder of ``out``; other names unchanged."""
     if out is None or not name.endswith((".yaml", ".yml")):
         return name
     return Path(os.path.relpath(name, out.parent)).as_posix()

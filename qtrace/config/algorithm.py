@@ -1,4 +1,4 @@
-"""What a post-training algorithm tells a config: its options, its stage, and its place among others."""
+"""The base of post-training algorithms: options, stage and order, which a config checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qtrace.config.rule import Spec
 from qtrace.errors import ConfigError, QtraceError
 from qtrace.plugins.options import OptionModel, check_options
 
-__all__ = ["Algorithm", "Named", "algorithms", "check_imported", "placed"]
+__all__ = ["Algorithm", "Named", "algorithms", "check_imported", "prefix_errors"]
 
 
 class Algorithm(OptionModel, abc.ABC):
@@ -24,9 +24,9 @@ class Algorithm(OptionModel, abc.ABC):
     Attributes:
         stage: "float" changes the float graph in ``prepare``, "calibrated" works with data at the end of
             ``calibrate``.
-        after: names of algorithms that come before this one, where both are listed.
+        after: names of algorithms that precede this one if both are listed.
         instead_of: names of algorithms that cannot be listed together with this one.
-        reason: why `after` and `instead_of` are so, as the end of a sentence.
+        reason: the reason of `after` and `instead_of`, as the end of a sentence.
     """
 
     stage: ClassVar[Literal["float", "calibrated"]]
@@ -36,10 +36,10 @@ class Algorithm(OptionModel, abc.ABC):
 
     @abc.abstractmethod
     def apply(self, task: Any) -> Any:
-        """Does the work on what ``task`` holds, and reports; see ``qtrace.ptq.base``."""
+        """Changes the model in ``task`` and returns a report; see ``qtrace.ptq.base``."""
 
     def ready(self, task: Any) -> None:
-        """Makes room in the float graph for what a calibrated `apply` will need; called in ``prepare``."""
+        """Prepares the float graph for a calibrated `apply`; called in ``prepare``."""
         return
 
 
@@ -47,16 +47,15 @@ Named = tuple[str, Algorithm]
 
 
 def algorithms(qconfig: QConfig) -> tuple[Named, ...]:
-    """The algorithms of a config with their options, in order; checked.
+    """Returns the algorithms of a config with their options, in order, after checking them.
 
     Raises:
         ConfigError: for options that an algorithm does not know, and for an order that makes no sense.
     """
     listed: list[Named] = []
     for index, spec in qconfig.ptq_entries:
-        where = f"ptq[{index}]"
-        place = partial(qconfig.option_place, where, "ptq")
-        with placed(place("")):
+        place = partial(qconfig.option_place, f"ptq[{index}]", "ptq")
+        with prefix_errors(place("")):
             kind = plugins.resolve("qtrace.ptq", spec.name, Algorithm)
         algorithm: Algorithm = check_options(kind, spec.name, spec.options, place)
         _check_order(spec.name, algorithm, listed, place(""))
@@ -65,7 +64,7 @@ def algorithms(qconfig: QConfig) -> tuple[Named, ...]:
 
 
 @contextlib.contextmanager
-def placed(origin: str) -> Iterator[None]:
+def prefix_errors(origin: str) -> Iterator[None]:
     """Puts ``origin`` before the sentence of an error."""
     try:
         yield
@@ -74,13 +73,13 @@ def placed(origin: str) -> Iterator[None]:
 
 
 def check_imported(named: Iterable[Spec]) -> None:
-    """Refuses what the config in a model file names, where looking it up would import a module.
+    """Refuses plugins in a model file whose look-up would import a module.
 
     Args:
-        named: the plugins. A model file may name any module, and to import it is to run it.
+        named: the plugins. A model file may name any module, whose import runs its code.
 
     Raises:
-        ConfigError: when one is in a module that nobody has imported.
+        ConfigError: when a plugin's module is not imported yet.
     """
     for spec in named:
         module, own, _ = spec.name.partition(":")

@@ -1,4 +1,4 @@
-"""Whether the target, the observers and the fake quants can do what a config says, told where it says so."""
+"""Checks that the target, the observers and the fake quants support a config, and names its lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 
 from qtrace import plugins
 from qtrace.config import backends
-from qtrace.config.algorithm import algorithms, placed
+from qtrace.config.algorithm import algorithms, prefix_errors
 from qtrace.config.qconfig import QConfig
 from qtrace.config.rule import Spec
 from qtrace.errors import ConfigError
@@ -18,7 +18,7 @@ __all__ = ["check_plugin", "check_scheme", "check_whole"]
 
 
 def check_whole(qconfig: QConfig) -> None:
-    """Checks what a config says about every op, before any graph is looked at.
+    """Checks the settings for every op, without a graph.
 
     Raises:
         ConfigError: with file and line where the config has them.
@@ -43,11 +43,11 @@ def check_scheme(backend: backends.Backend, sort: str, scheme: QScheme, origin: 
     Args:
         backend: the target.
         sort: ``activation`` or ``weight``.
-        scheme: how tensors of that sort are to be quantized.
-        origin: where it was written, for the message.
+        scheme: the scheme of tensors of that sort.
+        origin: the file and line of the scheme, for the message.
 
     Raises:
-        ConfigError: saying why.
+        ConfigError: with the reason.
     """
     problem = backend.problem(sort, scheme)
     if problem is not None:
@@ -57,14 +57,14 @@ def check_scheme(backend: backends.Backend, sort: str, scheme: QScheme, origin: 
 
 
 def check_plugin(package: str, spec: Spec, sort: str, scheme: QScheme, place: Callable[[str], str]) -> None:
-    """Refuses wrong options of an observer or a fake quant, and a scheme that it cannot do.
+    """Refuses wrong options of an observer or a fake quant, and a scheme that it does not support.
 
     Args:
         package: ``qtrace.observers`` or ``qtrace.fakequant``.
         spec: the plugin and its options.
         sort: ``activation`` or ``weight``.
-        scheme: the scheme that it is for.
-        place: gives the place where an option was written; where the plugin was, for ``""``.
+        scheme: the scheme of its site.
+        place: returns the place of an option; for ``""`` that of the plugin.
 
     Raises:
         ConfigError: with a line for each mistake.
@@ -73,10 +73,9 @@ def check_plugin(package: str, spec: Spec, sort: str, scheme: QScheme, place: Ca
     from qtrace.observers.base import Observer
 
     observes, origin = package == "qtrace.observers", place("")
-    with placed(origin):
+    with prefix_errors(origin):
         plugin = plugins.resolve(package, spec.name, Observer if observes else FakeQuant)
-    if (schema := plugin.Options) is not None:  # type: ignore[attr-defined]
-        check_options(schema, spec.name, spec.options, place)
-    with placed(origin):
-        where = (scheme,) if observes else (f"{sort}s", scheme.replace(axis=None))
-        plugin(*where, **spec.options)
+    check_options(plugin.Options, spec.name, spec.options, place)  # type: ignore[attr-defined]
+    with prefix_errors(origin):
+        arguments = (scheme,) if observes else (f"{sort}s", scheme.replace(axis=None))
+        plugin(*arguments, **spec.options)

@@ -1,4 +1,4 @@
-"""What is wrong with a config that can be told without a graph."""
+"""Mistakes of a config that can be found without a graph."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["mistakes"]
 
 
 def mistakes(qconfig: QConfig) -> tuple[str, ...]:
-    """A sentence for each mistake, with file and line where the config has them.
+    """Lists the mistakes of a config, one sentence each, with file and line if the config comes from a file.
 
-    A scheme counts as impossible when no combination of rules makes it possible: which rules meet on one op,
-    only a graph can tell.
+    A scheme counts as impossible if no combination of rules makes it possible, since only a graph shows which
+    rules match the same op.
     """
     try:
         check_whole(qconfig)
@@ -43,8 +43,8 @@ def _in_rules(qconfig: QConfig) -> Iterator[str]:
             ("weight", rule.weight),
         ):
             if patch is not None:
-                found, problem = _schemes(backend, sort, patch, reachable[sort], rule.origin)
-                reachable[sort] |= found
+                schemes, problem = _schemes(backend, sort, patch, reachable[sort], rule.origin)
+                reachable[sort] |= schemes
                 if problem:
                     yield problem
         yield from _options(rule, reachable)
@@ -62,8 +62,8 @@ def _unknown_ops(rule: Rule) -> Iterator[str]:
 def _schemes(
     backend: backends.Backend, sort: str, patch: SchemePatch, before: set[QScheme], origin: str
 ) -> tuple[set[QScheme], str]:
-    """The schemes that ``patch`` makes of those before and that can run; a sentence if there are none."""
-    found, problems = set(), []
+    """Returns the schemes from ``patch`` that can run, and a sentence if there are none."""
+    possible, problems = set(), []
     for scheme in sorted(before, key=QScheme.describe):
         changed = _applied(patch, scheme)
         try:
@@ -71,19 +71,19 @@ def _schemes(
         except ConfigError as error:
             problems.append(str(error))
         else:
-            found.add(changed)
-    return found, "" if found else problems[0]
+            possible.add(changed)
+    return possible, "" if possible else problems[0]
 
 
 def _options(rule: Rule, reachable: dict[str, set[QScheme]]) -> Iterator[str]:
-    """What the rule's observers and fake quant refuse with every scheme that there is."""
+    """Yields the mistakes that the rule's observers and fake quant have with every possible scheme."""
     observers = rule.observers
-    asked = [
+    plugins = [
         ("qtrace.observers", "activation", observers.activation if observers else None),
         ("qtrace.observers", "weight", observers.weight if observers else None),
         ("qtrace.fakequant", "activation", rule.fakequant),
     ]
-    for package, sort, spec in asked:
+    for package, sort, spec in plugins:
         if spec is None:
             continue
         problems = []

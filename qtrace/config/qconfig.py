@@ -1,4 +1,4 @@
-"""QConfig: everything that ``prepare`` may be told."""
+"""QConfig: all settings of ``prepare``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qtrace.plugins.options import Bool, Float, Int, OptionModel, Text, Texts, s
 
 __all__ = ["Bn", "Expect", "Preprocess", "QConfig", "Qat", "Region"]
 
-_MAX_PIXELS = 2**28  # as many as an image that is read may have
+_MAX_PIXELS = 2**28  # the limit of images, too
 _NUMBERED = re.compile(r"rules\[\d+\]")
 
 
@@ -41,7 +41,7 @@ def _positive(values: Iterable[float]) -> Any:
 
 
 class Preprocess(OptionModel):
-    """How the pixels of an image become the model's input: ``(pixel * scale - mean) / std``.
+    """The conversion of an image's pixels to the model's input: ``(pixel * scale - mean) / std``.
 
     Pixels are 0 to 255, in the order of ``channels``; mean and std are in that order too.
 
@@ -50,11 +50,11 @@ class Preprocess(OptionModel):
         mean: one number per channel.
         std: one number per channel.
         channels: the model's order of channels; images are decoded as bgr.
-        scale: factor for the pixels; ``0.00392156862745098`` (1/255) where mean and std are meant for 0 to 1.
+        scale: factor for the pixels; ``0.00392156862745098`` (1/255) if mean and std assume pixels up to 1.
         resize: ``stretch`` resizes to height and width; ``center_crop`` keeps the aspect: it resizes the
             image until it just covers height and width divided by ``crop_fraction``, and cuts out the middle.
         crop_fraction: for ``center_crop``; 0.875 is 224 of 256.
-        interpolation: how pixels are resized, as OpenCV names it.
+        interpolation: the interpolation of resizing, as in OpenCV.
 
     Example:
         ```yaml
@@ -94,7 +94,7 @@ class Preprocess(OptionModel):
 
 
 class Bn(OptionModel):
-    """What happens to batch normalization in training.
+    """The treatment of batch normalization in training.
 
     Attributes:
         fold: fold it into the weights before training.
@@ -117,9 +117,9 @@ class Qat(OptionModel):
 
     Attributes:
         fakequant: the fake quant that trains.
-        epochs: how long.
+        epochs: number of epochs.
         lr: learning rate at the start.
-        bn: batch normalization.
+        bn: treatment of batch normalization.
 
     Example:
         ```yaml
@@ -137,11 +137,11 @@ class Qat(OptionModel):
 
 
 class Expect(OptionModel):
-    """What the quantized model must reach.
+    """The accuracy that the quantized model must reach.
 
     Attributes:
         metric: name of the metric, such as ``top1``.
-        max_drop: how much lower than the float model's it may be, in the metric's unit.
+        max_drop: the largest drop below the float model, in the metric's unit.
 
     Example:
         ```yaml
@@ -175,24 +175,24 @@ class Region(OptionModel):
 
 
 class QConfig(OptionModel):
-    """How a model is quantized. Without arguments: int8 for onnxruntime.
+    """The settings of a quantization. Without arguments: int8 for onnxruntime.
 
     Nested values may be given as plain data: ``QConfig(observers={"activation": "mse"}, fakequant="lsq")``.
 
     Attributes:
         name: a name for reports.
         description: a sentence about it.
-        backend: the target; it gives the schemes that the rest changes.
-        preprocess: how images become inputs.
+        backend: the target, whose schemes the other settings change.
+        preprocess: conversion of images to inputs.
         activation: changes to the backend's scheme of activations, for every op.
         weight: changes to the backend's scheme of weights, for every op.
-        observers: which observers collect statistics.
-        fakequant: which fake quant is inserted.
+        observers: the observers of activations and weights.
+        fakequant: the fake quant that is inserted.
         rules: changes for some ops; a later rule wins, and one that matches nothing is an error in `prepare`.
         region: the part of the graph that is quantized; None for all of it.
-        ptq: algorithms applied after training, with their options, in order; None for the usual one, fuse_bn.
-        qat: how to train.
-        expect: what the result must reach.
+        ptq: algorithms applied after training, with their options, in order; None for fuse_bn.
+        qat: settings of the training.
+        expect: the accuracy that the result must reach.
 
     Example:
         ```yaml
@@ -233,7 +233,7 @@ class QConfig(OptionModel):
 
     @property
     def origin(self) -> str:
-        """Where the config was written: a file, or ``QConfig``. No part of equality."""
+        """The file of the config, or ``QConfig``; it does not count for equality."""
         return self._origin
 
     @property
@@ -254,13 +254,13 @@ class QConfig(OptionModel):
 
     @property
     def ptq_entries(self) -> tuple[tuple[int, Spec], ...]:
-        """The algorithms with their places in the list; ``qat: {bn: {fold: false}}`` keeps BatchNorm."""
+        """The algorithms with their indices in ``ptq``, without fuse_bn if ``qat.bn.fold`` is false."""
         listed = (Spec(name="fuse_bn"),) if self.ptq is None else self.ptq
         folds = self.qat is None or self.qat.bn.fold
         return tuple((i, spec) for i, spec in enumerate(listed) if folds or spec.name != "fuse_bn")
 
     def place(self, *keys: str) -> str:
-        """Where the first of ``keys`` that a file has was written: ``FILE:LINE``; else `origin`.
+        """Returns ``FILE:LINE`` of the first of ``keys`` that a file has, else `origin`.
 
         Args:
             *keys: dotted keys, such as ``observers.activation``.
@@ -268,7 +268,7 @@ class QConfig(OptionModel):
         return next((self._places[key] for key in keys if key in self._places), self._origin)
 
     def option_place(self, *keys: str) -> str:
-        """Where an option of a plugin was written, else where the plugin was.
+        """Returns the place of a plugin's option, else of the plugin.
 
         Args:
             *keys: dotted keys that may lead to the plugin, and last the name of the option.
@@ -277,11 +277,11 @@ class QConfig(OptionModel):
         return self.place(*(f"{key}.{option}" for key in leading), *leading)
 
     def with_region(self, region: Region, places: Mapping[str, str]) -> QConfig:
-        """The same config with another region.
+        """Returns a copy of the config with another region.
 
         Args:
             region: the region.
-            places: ``region.inputs`` and ``region.outputs`` -> where they were given, for `place`.
+            places: the places of ``region.inputs`` and ``region.outputs``, for `place`.
         """
         config = self.model_copy(update={"region": region})
         config._places = {**self._places, **places}
@@ -290,14 +290,14 @@ class QConfig(OptionModel):
     def with_origin(
         self, origin: str, rules: Iterable[str], places: Mapping[str, str] | None = None
     ) -> QConfig:
-        """The same config, written at ``origin``.
+        """Returns a copy of the config with the places of a file.
 
         Args:
             origin: the file.
             rules: ``FILE:LINE`` of each rule.
-            places: dotted key -> ``FILE:LINE``, for `place`.
+            places: ``FILE:LINE`` by dotted key, for `place`.
         """
-        placed = tuple(rule.with_origin(where) for rule, where in zip(self.rules, rules, strict=True))
+        placed = tuple(rule.with_origin(place) for rule, place in zip(self.rules, rules, strict=True))
         config = self.model_copy(update={"rules": placed} if placed else {})
         config._origin, config._places = origin, dict(places or {})
         return config
@@ -322,8 +322,10 @@ class QConfig(OptionModel):
     def _one_fakequant(self) -> QConfig:
         trained = self.qat.fakequant if self.qat is not None else None
         if self.fakequant is not None and trained is not None and self.fakequant != trained:
-            one, other = self.fakequant.to_dict(), trained.to_dict()
-            raise ValueError(f"fakequant is {one!r} but qat.fakequant is {other!r}: give one of them.")
+            raise ValueError(
+                f"fakequant is {self.fakequant.to_dict()!r} but qat.fakequant is {trained.to_dict()!r}: give "
+                "one of them."
+            )
         return self
 
     def __eq__(self, other: object) -> bool:

@@ -3,8 +3,8 @@
 A file begins with ``schema: qtrace/1``; its other keys are those of `QConfig`, and ``imports``: a list of
 packaged names, and paths relative to the file. Imported files come first and the importing file wins:
 mappings merge by key, rules are appended, anything else (lists, a plugin with its options) is replaced. A
-file that is imported along two ways counts once, where it is met first. ``..`` may stand in a path: a recipe
-is read, never run. An absolute path may not: it would be right on one machine only.
+file that is imported twice counts once, at its first import. ``..`` may stand in a path, as a recipe is read,
+never run. An absolute path may not, as it fits one machine only.
 
 A recipe that names code (``pkg.mod:Class``) is refused unless the caller allows it: using a class runs its
 module.
@@ -41,18 +41,18 @@ SCHEMA = "qtrace/1"
 _HOME = Path(__file__).parent.parent / "recipes"
 _SUFFIXES = (".yaml", ".yml")
 _NAME = re.compile(r"\w+(/\w+)*")
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 _MAX_IMPORTS = 100  # of one file
 _MAX_FILES = 200
 _MAX_DEPTH = 30
 
-# Plugins with their options: half of one and half of another would make no sense.
+# Plugins with their options, which are not merged with another plugin's.
 _WHOLE = frozenset(
     {("observers", "activation"), ("observers", "weight"), ("fakequant",), ("qat", "fakequant")}
 )
 
-# What `prepare` may still find wrong, with its line.
-_PLACED = (
+# Keys whose lines `prepare` may report.
+_REPORTED_KEYS = (
     "activation",
     "weight",
     "observers.activation",
@@ -68,9 +68,9 @@ class Resolved:
     """A recipe with its imports merged.
 
     Attributes:
-        config: what it says.
-        file: its file, as messages name it.
-        entries: every value and rule with the place where it was written and the comment that stands there.
+        config: the config.
+        file: the recipe's file, as messages name it.
+        entries: every value and rule with its place and its comment.
     """
 
     config: QConfig
@@ -78,7 +78,7 @@ class Resolved:
     entries: tuple[Entry, ...]
 
     def text(self) -> str:
-        """A recipe file of the same config, with comments: the reasons, and where each value comes from."""
+        """Writes a recipe file of the config, with the reason and the place of each value as comments."""
         return render(self.entries, SCHEMA)
 
 
@@ -87,8 +87,8 @@ def load_recipe(name_or_path: str | Path, *, allow_code: bool = False) -> QConfi
 
     Args:
         name_or_path: the name of a packaged recipe, or the path of a ``.yaml`` or ``.yml`` file.
-        allow_code: whether it and its imports may name classes of your own, ``pkg.mod:Class``. Using them
-            runs their modules: allow it for recipes that you trust.
+        allow_code: whether the recipe and its imports may name classes of your own, ``pkg.mod:Class``. Using
+            them runs their modules: allow it for recipes that you trust.
 
     Returns:
         The config; the origin of each rule is its file and line.
@@ -100,11 +100,11 @@ def load_recipe(name_or_path: str | Path, *, allow_code: bool = False) -> QConfi
 
 
 def resolve_recipe(name_or_path: str | Path, *, allow_code: bool = False) -> Resolved:
-    """Reads a recipe as `load_recipe` does, and keeps where everything was written.
+    """Reads a recipe as `load_recipe` does, and keeps the place of every value.
 
     Args:
-        name_or_path: as for `load_recipe`.
-        allow_code: as for `load_recipe`.
+        name_or_path: the recipe, see `load_recipe`.
+        allow_code: whether it may name code, see `load_recipe`.
 
     Raises:
         ConfigError: with one line for each mistake, ``FILE:LINE: ...``.
@@ -114,7 +114,7 @@ def resolve_recipe(name_or_path: str | Path, *, allow_code: bool = False) -> Res
 
 
 def _read(name_or_path: str | Path, allow_code: bool) -> tuple[QConfig, Tree, dict[str, str]]:
-    """The config, the merged tree, and the text of each file."""
+    """Reads the config, the merged tree, and the text of each file."""
     if not isinstance(name_or_path, (str, Path)):
         raise ConfigError(f"a recipe is named by text or a path, not by {type(name_or_path).__name__}.")
     reading = _Reading()
@@ -125,18 +125,18 @@ def _read(name_or_path: str | Path, allow_code: bool) -> tuple[QConfig, Tree, di
         try:
             config = QConfig.model_validate(tree.plain(), place=tree.place)
         except ConfigError as error:
-            # What could not be read at all is told once.
-            told = {_line(problem) for problem in problems}
-            problems += [text for text in str(error).split("\n") if _line(text) not in told]
+            # One sentence per line: the first says why it cannot be read.
+            reported = {_line(problem) for problem in problems}
+            problems += [text for text in str(error).split("\n") if _line(text) not in reported]
     if config is not None and tree is not None and not allow_code:
         problems += _named_code(config, tree)
     if config is None or tree is None or problems:
         raise ConfigError("\n".join(problems))
     rules = tree.value["rules"].value if "rules" in tree.value else None
-    found = {key: tree.find(tuple(key.split("."))) for key in _PLACED}
+    trees = {key: tree.find(tuple(key.split("."))) for key in _REPORTED_KEYS}
     places: dict[str, str] = {}
     listed = tree.value["ptq"].value if "ptq" in tree.value else None
-    named = {**found, **{f"ptq[{index}]": item for index, item in enumerate(listed or ())}}
+    named = {**trees, **{f"ptq[{index}]": item for index, item in enumerate(listed or ())}}
     for key, child in named.items():
         if child is not None:
             places[key] = child.origin
@@ -146,13 +146,13 @@ def _read(name_or_path: str | Path, allow_code: bool) -> tuple[QConfig, Tree, di
 
 
 def _line(sentence: str) -> str:
-    """``FILE:LINE`` of a sentence about a recipe, or the sentence."""
-    found = re.match(r".+?:\d+(?=: )", sentence)
-    return found[0] if found else sentence
+    """Returns ``FILE:LINE`` of a sentence about a recipe, else the sentence."""
+    line = re.match(r".+?:\d+(?=: )", sentence)
+    return line[0] if line else sentence
 
 
 def _named_code(config: QConfig, tree: Tree) -> list[str]:
-    """A sentence for each class of the user's that a recipe names."""
+    """Writes a sentence for each class of the user that a recipe names."""
     sentences = []
     for loc, spec in specs(config):
         if ":" in spec.name:
@@ -165,19 +165,19 @@ def _named_code(config: QConfig, tree: Tree) -> list[str]:
 
 
 def _option_places(key: str, plugin: Tree) -> Iterator[tuple[str, str]]:
-    """Where each option of a plugin was written: ``ptq[1].iterations`` and its ``FILE:LINE``."""
+    """Yields each option of a plugin, such as ``ptq[1].iterations``, with its ``FILE:LINE``."""
     for child in plugin.value.values() if isinstance(plugin.value, dict) else ():
         for option, value in child.value.items() if isinstance(child.value, dict) else ():
             yield f"{key}.{option}", value.origin
 
 
 def as_qconfig(obj: QConfig | str | Path | Mapping[str, Any]) -> QConfig:
-    """The config that ``obj`` is, names, leads to or spells out as a mapping.
+    """Converts a mapping, or the name or path of a recipe, to a config; returns a config unchanged.
 
-    Of a recipe that is named or led to, code is not allowed: see `load_recipe`.
+    Unlike a mapping, a recipe may not name code, see `load_recipe`.
 
     Raises:
-        ConfigError: when it does none of these, or is wrong.
+        ConfigError: when ``obj`` is none of these, or has mistakes.
     """
     if isinstance(obj, QConfig):
         return obj
@@ -189,12 +189,12 @@ def as_qconfig(obj: QConfig | str | Path | Mapping[str, Any]) -> QConfig:
 
 
 def recipe_names() -> tuple[str, ...]:
-    """The names of the packaged recipes, sorted: ``resnet50``, ``backend/ncnn``."""
+    """Lists the names of the packaged recipes, sorted: ``resnet50``, ``backend/ncnn``."""
     return tuple(sorted(_name(path) for path in _HOME.rglob("*.yaml")))
 
 
 def dump_recipe(qconfig: QConfig) -> str:
-    """``qconfig`` as the text of a recipe file: what was set, imports resolved, comments lost."""
+    """Writes the settings of ``qconfig`` as the text of a recipe file, without imports and comments."""
     return dump({"schema": SCHEMA, **qconfig.to_dict()})
 
 
@@ -202,9 +202,9 @@ def _name(path: Path) -> str:
     return path.relative_to(_HOME).with_suffix("").as_posix()
 
 
-def _find(given: str | Path, base: Path = Path()) -> Path:
-    """The file of a packaged recipe, or a path relative to ``base``."""
-    text = os.fspath(given)
+def _find(name_or_path: str | Path, base: Path = Path()) -> Path:
+    """Finds the file of a packaged recipe, or of a path relative to ``base``."""
+    text = os.fspath(name_or_path)
     try:
         possible = b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:  # half of a pair of surrogates
@@ -214,18 +214,18 @@ def _find(given: str | Path, base: Path = Path()) -> Path:
     if text.endswith(_SUFFIXES):
         return base / text
     packaged = _HOME / f"{text}.yaml"
-    if isinstance(given, str) and _NAME.fullmatch(text) and packaged.is_file():
+    if isinstance(name_or_path, str) and _NAME.fullmatch(text) and packaged.is_file():
         return packaged
     folders = {name.partition("/")[0] for name in recipe_names() if "/" in name}
-    if isinstance(given, Path) or ("/" in text and text.partition("/")[0] not in folders):
+    if isinstance(name_or_path, Path) or ("/" in text and text.partition("/")[0] not in folders):
         raise ConfigError(f"{text}: the name of a recipe file ends with .yaml or .yml.")
     near = _similar(text)
-    what = f"did you mean {near!r}?" if near else "`qtrace recipes list` shows those there are."
-    raise ConfigError(f"there is no recipe {text!r}; {what} A file ends with .yaml.")
+    advice = f"did you mean {near!r}?" if near else "`qtrace recipes list` shows those there are."
+    raise ConfigError(f"there is no recipe {text!r}; {advice} A file ends with .yaml.")
 
 
 def _similar(text: str) -> str:
-    """The name of a packaged recipe that ``text`` may have meant, or ""."""
+    """Finds the packaged recipe whose name resembles ``text``; "" for none."""
     names = recipe_names()
     last = text.rpartition("/")[2]
     same = [name for name in names if last and name.rpartition("/")[2] == last]
@@ -233,37 +233,37 @@ def _similar(text: str) -> str:
 
 
 def _shown(path: Path) -> str:
-    """A file's name for messages; that of a packaged one is the same everywhere."""
+    """Returns a file's name for messages, which is the same on every machine for packaged recipes."""
     packaged = path.is_relative_to(_HOME)
     return f"qtrace/recipes/{path.relative_to(_HOME).as_posix()}" if packaged else os.path.normpath(path)
 
 
 class _Reading:
-    """One recipe with its imports.
+    """Reads one recipe with its imports.
 
     Attributes:
-        problems: the mistakes.
-        texts: file -> what it holds.
+        problems: the mistakes, one sentence each.
+        texts: the text of each file.
     """
 
     def __init__(self) -> None:
         self.problems: list[str] = []
         self.texts: dict[str, str] = {}
         self._open: list[tuple[Path, str]] = []
-        self._done: set[Path] = set()
+        self._files: set[Path] = set()
         self._full = False
 
     def file(self, path: Path, importer: str = "") -> Tree | None:
-        """The merged tree of a file and its imports; None when it cannot be read, or counted already."""
+        """Merges a file and its imports; None if it cannot be read, or was read before."""
         shown, real = _shown(path), Path(os.path.realpath(path))
         names = [name for file, name in self._open if file == real]
         if names:
             way = " -> ".join([name for _, name in self._open] + [shown])
             self.problems.append(f"{importer}the imports go in a circle: {way}.")
             return None
-        if real in self._done or self._is_full(importer):
+        if real in self._files or self._is_full(importer):
             return None
-        self._done.add(real)
+        self._files.add(real)
         try:
             text = _text(path, shown)
         except ConfigError as error:
@@ -279,11 +279,11 @@ class _Reading:
         return tree
 
     def _is_full(self, importer: str) -> bool:
-        """Whether the recipe has as many files as one may have; says so once."""
+        """Whether the recipe has as many files as allowed; adds one problem if so."""
         reason = ""
         if len(self._open) >= _MAX_DEPTH:
             reason = f"imports stand more than {_MAX_DEPTH} levels below each other"
-        elif len(self._done) >= _MAX_FILES:
+        elif len(self._files) >= _MAX_FILES:
             reason = f"the recipe has more than {_MAX_FILES} files"
         if reason and not self._full:
             self.problems.append(f"{importer}{reason}: put what belongs together into one file.")
@@ -291,7 +291,7 @@ class _Reading:
         return bool(reason)
 
     def _is_recipe(self, tree: Tree) -> bool:
-        """Whether ``tree`` is a mapping of our schema."""
+        """Whether ``tree`` is a mapping of schema `SCHEMA`; adds a problem if not."""
         if not isinstance(tree.value, dict):
             self.problems.append(f"{tree.origin}: a recipe is a mapping that begins with 'schema: {SCHEMA}'.")
             return False
@@ -325,7 +325,7 @@ class _Reading:
                 f"{_MAX_IMPORTS}."
             )
             return []
-        found = []
+        trees = []
         for item in imports.value:
             if not isinstance(item.value, str):
                 self.problems.append(f"{item.origin}: {item.path} must be a recipe's name or path.")
@@ -343,8 +343,8 @@ class _Reading:
                 continue
             imported = self.file(file, f"{item.origin}: ")
             if imported is not None:
-                found.append(imported)
-        return found
+                trees.append(imported)
+        return trees
 
 
 def _on_top(base: Tree, over: Tree) -> Tree:
@@ -353,12 +353,12 @@ def _on_top(base: Tree, over: Tree) -> Tree:
     if first is not None and second is not None:
         wrong = [tree for tree in (first, second) if not isinstance(tree.value, (list, type(None)))]
         both = replace(second, value=[*(first.value or ()), *(second.value or ())]) if not wrong else wrong[0]
-        merged.value["rules"] = both  # what is not a list stays, for validation to complain about
+        merged.value["rules"] = both  # what is no list stays, for validation to refuse
     return merged
 
 
 def _text(path: Path, shown: str) -> str:
-    """What a file holds.
+    """Reads the text of a file.
 
     Raises:
         ConfigError: when it cannot be read as text.
@@ -367,15 +367,15 @@ def _text(path: Path, shown: str) -> str:
         if path.exists() and not path.is_file():
             raise ConfigError(f"{shown}: this is not a file.")
         with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
+            data = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         name = _similar(path.with_suffix("").as_posix()) or _similar(path.stem)
         packaged = f" The packaged recipe is called {name!r}." if name else ""
         raise ConfigError(f"{shown}: there is no such file.{packaged}") from None
     except OSError as error:
         raise ConfigError(f"{shown}: the file cannot be read: {error.strerror}.") from None
-    if len(data) > _MOST_BYTES:
-        raise ConfigError(f"{shown}: the file is larger than {_MOST_BYTES >> 20} MiB; recipes are not.")
+    if len(data) > _MAX_BYTES:
+        raise ConfigError(f"{shown}: the file is larger than {_MAX_BYTES >> 20} MiB; recipes are not.")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

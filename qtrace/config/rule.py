@@ -1,4 +1,4 @@
-"""A rule of a config: which ops it is for, and what changes for them."""
+"""A rule of a config: the ops that it matches, and the settings that it changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
     "specs",
 ]
 
-# What others call a plugin -> what it is called here.
+# Names of plugins in other tools, and in qtrace.
 _ALSO_CALLED = {
     "easyquant": "cosine",
     "ema": "moving_average",
@@ -61,7 +61,7 @@ def known_backend(name: str) -> str:
 
 
 class SchemePatch(OptionModel):
-    """Changes to a `QScheme`; what is not given stays as it was. A `QScheme` in its place changes everything.
+    """Changes to a `QScheme`; other fields stay. A `QScheme` in its place changes all fields.
 
     Attributes:
         bits: width, 2 to 16.
@@ -70,7 +70,7 @@ class SchemePatch(OptionModel):
         narrow: the lowest integer is not used.
         axis: the axis of the channels with a scale each; None for one scale per tensor.
         power_of_two: scales are powers of two.
-        rounding: where ties go.
+        rounding: the direction of ties.
 
     Example:
         ```yaml
@@ -103,16 +103,16 @@ class SchemePatch(OptionModel):
 
     @property
     def changes(self) -> dict[str, Any]:
-        """The attributes that change. A given axis counts even when it is None: one scale per tensor."""
-        given = ((name, getattr(self, name)) for name in _PATCHED if name in self.model_fields_set)
-        return {name: value for name, value in given if value is not None or name == "axis"}
+        """The attributes that change; an axis of None counts as one scale per tensor if it was set."""
+        fields = ((name, getattr(self, name)) for name in _PATCHED if name in self.model_fields_set)
+        return {name: value for name, value in fields if value is not None or name == "axis"}
 
     def apply(self, scheme: QScheme) -> QScheme:
-        """``scheme`` with the changes."""
+        """Returns ``scheme`` with the changes."""
         return dataclasses.replace(scheme, **self.changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The changes."""
+        """Returns the changes."""
         return self.changes
 
     def __eq__(self, other: object) -> bool:
@@ -162,7 +162,7 @@ class Spec(OptionModel):
         return _json(value)
 
     def to_dict(self) -> str | dict[str, Any]:
-        """The short form: the name, or the name and its options."""
+        """Returns the short form: the name, or the name and its options."""
         return {self.name: copy.deepcopy(self.options)} if self.options else self.name
 
     def __hash__(self) -> int:
@@ -170,20 +170,20 @@ class Spec(OptionModel):
 
 
 def specs(model: OptionModel, loc: Loc = ()) -> Iterator[tuple[Loc, Spec]]:
-    """Every plugin that a config names, with its location in the config."""
+    """Yields the plugins that a config names, with their locations in the config."""
     for key in type(model).model_fields:
         value = getattr(model, key)
         items = enumerate(value) if isinstance(value, tuple) else [(None, value)]
         for index, item in items:
-            here = (*loc, key) if index is None else (*loc, key, index)
+            item_loc = (*loc, key) if index is None else (*loc, key, index)
             if isinstance(item, Spec):
-                yield here, item
+                yield item_loc, item
             elif isinstance(item, OptionModel):
-                yield from specs(item, here)
+                yield from specs(item, item_loc)
 
 
 def _json(value: Any) -> Any:
-    """A deep copy made of what JSON has."""
+    """Copies a value to the types of JSON."""
     if isinstance(value, Mapping):
         wrong = next((key for key in value if not isinstance(key, str)), None)
         if wrong is not None:
@@ -200,9 +200,6 @@ def _json(value: Any) -> Any:
     )
 
 
-_SORTS = {"qtrace.ptq": "algorithm"}
-
-
 def _known_plugin(package: str) -> AfterValidator:
     def check(spec: Spec) -> Spec:
         if ":" in spec.name:
@@ -211,7 +208,7 @@ def _known_plugin(package: str) -> AfterValidator:
             raise ValueError(f"{spec.name!r} is not of the form pkg.mod:Class.")
         names = plugins.known(package)
         if spec.name not in names:
-            kind = _SORTS.get(package) or package.rpartition(".")[2].removesuffix("s")
+            kind = "algorithm" if package == "qtrace.ptq" else package.rpartition(".")[2].removesuffix("s")
             raise ValueError(f"unknown {kind} {spec.name!r}{_resembling(spec.name, names)}")
         return spec
 
@@ -219,7 +216,7 @@ def _known_plugin(package: str) -> AfterValidator:
 
 
 def _resembling(name: str, known: tuple[str, ...]) -> str:
-    """The names that there are, and first the one that was most likely meant."""
+    """Lists the known names, and first the one that ``name`` resembles."""
     other = _ALSO_CALLED.get(name.lower())
     near = f"; did you mean {other!r}?" if other in known else hint(name, known)
     return near if near.startswith("; known") else f"{near} Known: {', '.join(known)}."
@@ -231,11 +228,11 @@ AlgorithmSpec = Annotated[Spec, _known_plugin("qtrace.ptq")]
 
 
 class Observers(OptionModel):
-    """Which observer collects statistics.
+    """The observers that collect statistics.
 
     Attributes:
-        activation: for activations.
-        weight: for weights.
+        activation: the observer of activations.
+        weight: the observer of weights.
 
     Example:
         ```yaml
@@ -249,7 +246,7 @@ class Observers(OptionModel):
 
 
 class Subgraph(OptionModel):
-    """The ops on a way from one node to another, both ends included.
+    """The ops on the paths from one node to another, including both.
 
     Attributes:
         from_: name of the node where it begins; written ``from``.
@@ -267,17 +264,17 @@ class Subgraph(OptionModel):
 
 
 class Match(OptionModel):
-    """Which ops a rule is for: those that meet everything given. An empty one, ``{}``, means every op.
+    """The conditions of a rule, all of which an op must meet. The empty one, ``{}``, matches every op.
 
     Attributes:
-        op: kinds of op, such as ``conv2d``; one or a list, any of which will do.
-        name: glob patterns for the module path or the node name; one or a list, any of which will do.
+        op: kinds of op, such as ``conv2d``; one or a list of alternatives.
+        name: glob patterns for the module path or the node name; one or a list of alternatives.
         depthwise: convolutions with one input channel per group, or those with more.
-        position: the first or last ops that compute (several where a graph branches), or the ``tail``: what
-            comes after the last ones and is not fused into them, such as the decoding of a detector.
+        position: the first or last ops that compute (several if the graph branches), or the ``tail``: the ops
+            after the last ones that are not fused into them, such as the decoding of a detector.
         before_output: whether the op's result leaves the graph.
-        feeds: kinds of op that read the result, seen through moves, activations and scalar arithmetic.
-        follows: kinds of op that give the input, seen through the same.
+        feeds: kinds of op that read the result, through moves, activations and scalar arithmetic.
+        follows: kinds of op that give the input, through the same ops.
         gate: whether the result scales the channels of another tensor (squeeze and excitation).
         shared: whether the weight serves several calls, as in a head that is called for every level.
         subgraph: the ops between two nodes.
@@ -309,7 +306,7 @@ class Match(OptionModel):
     subgraph: Subgraph | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """What was set; a list of one as that one."""
+        """Returns the conditions that were set; a list of one as its item."""
         data: dict[str, Any] = super().to_dict()
         return {k: v[0] if isinstance(v, list) and len(v) == 1 else v for k, v in data.items()}
 
@@ -317,27 +314,23 @@ class Match(OptionModel):
 _CHANGES = ("activation", "weight", "output", "observers", "fakequant")
 
 
-def _known_backends(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(known_backend(name) for name in names)
-
-
 class Rule(OptionModel):
-    """What changes for the ops that match; a later rule wins over an earlier one.
+    """Changes to the settings of the ops that match; a later rule wins.
 
     Attributes:
-        match: which ops.
+        match: the ops.
         quantize: False keeps them in float; True quantizes around an op that stays float by default.
-        activation: changes to the scheme of what they read, and of their result where no reader has a say.
+        activation: changes to the scheme of their inputs, and of their result unless a consumer decides it.
         weight: changes to the scheme of their weights.
-        output: changes to the scheme of their result, whatever its readers ask for; those who want the same
-            scheme with another observer decide about that.
-        quantize_output: False leaves their result in float: it is not rounded.
+        output: changes to the scheme of their result, whatever its consumers want; consumers that want the
+            same scheme still choose the observer.
+        quantize_output: False leaves their result in float.
         observers: other observers.
         fakequant: another fake quant.
-        share: True gives the calls of one module (a head called for every level) one set of parameters for
-            what they read, and one for their results.
+        share: True makes the calls of one module (a head called for every level) share the parameters of
+            their inputs, and those of their results.
         backends: the targets that the rule is for; None for all.
-        optional: True where the rule may match nothing, as in a recipe for a whole family.
+        optional: True if the rule may match nothing, as in a recipe for a whole family.
 
     Example:
         ```yaml
@@ -364,30 +357,30 @@ class Rule(OptionModel):
     observers: Observers | None = None
     fakequant: FakeQuantSpec | None = None
     share: Bool | None = None
-    backends: Annotated[Texts, AfterValidator(_known_backends)] | None = None
+    backends: Annotated[Texts, AfterValidator(lambda names: tuple(map(known_backend, names)))] | None = None
     optional: Bool = False
     _origin: str = PrivateAttr("rules[0]")
 
     @property
     def origin(self) -> str:
-        """Where the rule was written: ``FILE:LINE`` or ``rules[2]``. No part of equality."""
+        """The place of the rule, ``FILE:LINE`` or ``rules[2]``; it does not count for equality."""
         return self._origin
 
     def with_origin(self, origin: str) -> Rule:
-        """The same rule with another `origin`."""
+        """Returns a copy of the rule with another `origin`."""
         rule = self.model_copy()
         rule._origin = origin
         return rule
 
     @model_validator(mode="after")
     def _changes_something(self) -> Rule:
-        given = [name for name in _CHANGES if _content(self, name)]
+        changes = [name for name in _CHANGES if _content(self, name)]
         flags = [f for f in (self.quantize, self.quantize_output, self.share) if f is not None]
-        if not flags and not given:
+        if not flags and not changes:
             keys = [key for key in known_keys(Rule) if key not in ("match", "backends", "optional")]
             raise ValueError(f"the rule changes nothing: give it one of {', '.join(keys)}.")
-        if self.quantize is False and given:
-            raise ValueError(f"with quantize: false the ops stay float, so {given[0]} has no effect.")
+        if self.quantize is False and changes:
+            raise ValueError(f"with quantize: false the ops stay float, so {changes[0]} has no effect.")
         if self.quantize_output is False and _content(self, "output"):
             raise ValueError("with quantize_output: false the result stays float, so output has no effect.")
         return self
@@ -400,6 +393,6 @@ class Rule(OptionModel):
 
 
 def _content(rule: Rule, name: str) -> bool:
-    """Whether a field of ``rule`` says anything: ``weight: {}`` does not."""
+    """Whether a field of ``rule`` changes something, unlike ``weight: {}``."""
     value = getattr(rule, name)
     return value is not None and bool(value.to_dict())

@@ -1,4 +1,4 @@
-"""Where calibration data comes from: arrays in a file, a folder of images, or the user's own loader."""
+"""Sources of calibration data: arrays in a file, a folder of images, or the user's own loader."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def open_data(
     shape: tuple[int, ...] | None = None,
     skip_bad: bool = False,
 ) -> DataSource:
-    """Opens calibration data; headers and names are checked now, values are read at each iteration.
+    """Opens calibration data: checks headers and names now, and reads values at each iteration.
 
     The forms of ``source``:
 
@@ -46,18 +46,18 @@ def open_data(
     * a folder: the images in it and below (png, jpg, jpeg, bmp, webp, ppm), by path. Links that leave the
       folder are refused. ``preprocess`` is needed.
     * ``pkg.mod:loader``: an iterable, or a callable that returns one and is called again for each iteration.
-      A batch is a Tensor or array, a tuple of inputs by position, or a dict of inputs by name; labels do not
-      belong in it. ``batch_size`` has no say.
+      A batch is a Tensor or array, a tuple of inputs by position, or a dict of inputs by name; it holds no
+      labels. ``batch_size`` is ignored.
 
-    Inputs go in as they are, floats as float32. uint8 becomes float32; four-dimensional uint8 arrays in a
-    file are raw pixels, N x C x H x W in the model's order of channels, and normalized if there is a
-    ``preprocess``.
+    Inputs get a dtype of MegEngine: floats and uint8 become float32. Four-dimensional uint8 arrays in a file
+    are raw pixels, N x C x H x W in the model's order of channels, and normalized if there
+    is a ``preprocess``.
 
     Args:
         source: one of the forms above.
-        preprocess: the recipe's ``preprocess``: how pixels become inputs.
-        batch_size: samples a batch; the last batch may be smaller.
-        max_batches: how many batches to give at most.
+        preprocess: the recipe's ``preprocess``, which converts pixels to inputs.
+        batch_size: samples per batch; the last batch may be smaller.
+        max_batches: the largest number of batches.
         shape: the shape that samples in a file must have, without the first axis.
         skip_bad: leave unreadable images out, and list them in the source's ``skipped``.
 
@@ -66,7 +66,7 @@ def open_data(
         length if that is known beforehand.
 
     Raises:
-        DataError: when the source cannot be read; some mistakes show only while iterating.
+        DataError: when the source cannot be read; some mistakes appear only at an iteration.
     """
     for name, value in (("batch_size", batch_size), ("max_batches", max_batches)):
         if value is not None and value < 1:

@@ -1,4 +1,4 @@
-"""Inputs from .npy and .npz files, read batch by batch; nothing is allocated on the word of a header."""
+"""Inputs from .npy and .npz files, read batch by batch; nothing is allocated before a header is checked."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["ArraySource"]
 
 LABELS = frozenset({"y", "label", "labels", "target", "targets"})
-"""Names of arrays that an .npz may hold beside the inputs; compared without case."""
+"""Names of label arrays in an .npz, in lower case, which are no inputs."""
 
 _BAD_ZIP = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)
-_MAX_DEFLATE_RATIO = 1100  # deflate cannot do better than 1032
+_MAX_DEFLATE_RATIO = 1100  # deflate reaches at most 1032
 _READERS: dict[tuple[int, int], Callable[[IO[bytes]], Any]] = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
@@ -37,11 +37,11 @@ _READERS: dict[tuple[int, int], Callable[[IO[bytes]], Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class _Array:
-    """One stored array: what its header declares, checked against the bytes that are there."""
+    """One stored array, whose header was checked against the size of the file."""
 
     path: Path
     member: str | None  # within an .npz
-    where: str
+    label: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     fortran: bool
@@ -56,7 +56,7 @@ class _Array:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def batches(self, size: int, archive: zipfile.ZipFile | None) -> Iterator[np.ndarray]:
-        """Consecutive samples; the last batch may be smaller.
+        """Yields consecutive samples; the last batch may be smaller.
 
         Args:
             size: samples per batch.
@@ -74,11 +74,11 @@ class _Array:
                 yield self._read(stream, min(size, total - start))
 
     def _read(self, stream: IO[bytes], count: int) -> np.ndarray:
-        wanted = count * self.sample_bytes
-        _check_memory(wanted, self.where)
-        data = stream.read(wanted)
-        if len(data) != wanted:
-            raise DataError(f"{self.where} is truncated: its header declares more values than there are.")
+        size = count * self.sample_bytes
+        _check_memory(size, self.label)
+        data = stream.read(size)
+        if len(data) != size:
+            raise DataError(f"{self.label} is truncated: its header declares more values than there are.")
         shape = (count, *self.shape[1:])
         return np.frombuffer(data, self.dtype).reshape(shape, order="F" if self.fortran else "C")
 
@@ -122,15 +122,15 @@ class ArraySource(SizedSource):
         return math.ceil(self._arrays[0].shape[0] / self._batch_size)
 
     def identity(self) -> str:
-        """The path with size and time of change."""
+        """Returns the path with size and time of change."""
         return f"{self.source} {file_identity(Path(self.source))}"
 
-    def _batches(self, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
+    def _batches(self, selects: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
         with _archive(self._path) if self._zipped else contextlib.nullcontext() as archive:
             streams = [array.batches(self._batch_size, archive) for array in self._arrays]
             for number in range(self._count()):
                 rows = [next(stream) for stream in streams]
-                if not wanted(number):
+                if not selects(number):
                     continue
                 values = [self._input(array, row) for array, row in zip(self._arrays, rows, strict=True)]
                 if len(values) == 1:
@@ -140,7 +140,7 @@ class ArraySource(SizedSource):
                     yield number, {array.key: value for array, value in named}
 
     def _input(self, array: _Array, rows: np.ndarray) -> np.ndarray:
-        value = to_input(rows, array.where)
+        value = to_input(rows, array.label)
         if self._preprocess is not None and self._is_pixels(array):
             return normalize(value, self._preprocess)
         return value
@@ -161,41 +161,41 @@ def _npz_headers(path: Path) -> list[_Array]:
 def _header(path: Path, info: zipfile.ZipInfo | None, archive: zipfile.ZipFile | None) -> _Array:
     """Reads one header and compares it with the number of bytes that the file has for the array."""
     member = info.filename if info else None
-    where = f"{path}[{member.removesuffix('.npy')}]" if member else str(path)
+    label = f"{path}[{member.removesuffix('.npy')}]" if member else str(path)
     with _open(path, member, archive) as stream:
         try:
             reader = _READERS[np.lib.format.read_magic(stream)]  # type: ignore[no-untyped-call]
             shape, fortran, dtype = reader(stream)
         except (*_BAD_ZIP, OSError):
             raise
-        except Exception as error:  # whatever numpy and Python make of a header that is none
+        except Exception as error:  # numpy may raise anything for bytes that are no header
             raise DataError(
-                f"{where} is not an array in NumPy's .npy format; write it with numpy.save."
+                f"{label} is not an array in NumPy's .npy format; write it with numpy.save."
             ) from error
         offset = stream.tell()
     if dtype.hasobject:
-        raise DataError(f"{where} holds Python objects, which only pickle could load; store plain numbers.")
-    check_dtype(dtype, where)
-    check_rank(len(shape), where)
+        raise DataError(f"{label} holds Python objects, which only pickle could load; store plain numbers.")
+    check_dtype(dtype, label)
+    check_rank(len(shape), label)
     if not shape:
-        raise DataError(f"{where} is a single number; the first axis must count the samples.")
+        raise DataError(f"{label} is a single number; the first axis must count the samples.")
     if min(shape) <= 0:
-        raise DataError(f"{where} is empty: its shape is {shape}.")
+        raise DataError(f"{label} is empty: its shape is {shape}.")
     declared = offset + math.prod(shape) * dtype.itemsize
     stored = info.file_size if info else path.stat().st_size
     if info and stored > max(info.compress_size * _MAX_DEFLATE_RATIO, 4096):
-        raise DataError(f"{where} claims {stored} bytes in {info.compress_size}: the file is damaged.")
+        raise DataError(f"{label} claims {stored} bytes in {info.compress_size}: the file is damaged.")
     if declared != stored:
         raise DataError(
-            f"{where} is truncated or damaged: shape {shape} of {dtype} takes {declared} bytes, "
+            f"{label} is truncated or damaged: shape {shape} of {dtype} takes {declared} bytes, "
             f"the file has {stored}."
         )
-    return _Array(path, member, where, shape, dtype, fortran, offset)
+    return _Array(path, member, label, shape, dtype, fortran, offset)
 
 
 @contextlib.contextmanager
 def _open(path: Path, member: str | None, archive: zipfile.ZipFile | None) -> Iterator[IO[bytes]]:
-    """Opens a file, or a member of an .npz, and turns what can be wrong with it into a DataError."""
+    """Opens a file, or a member of an .npz, and raises its errors as a DataError."""
     try:
         if member is None or archive is None:
             with path.open("rb") as stream:
@@ -231,7 +231,7 @@ def _part(archive: zipfile.ZipFile, member: str) -> IO[bytes]:
 
 @contextlib.contextmanager
 def _names() -> Iterator[None]:
-    """zipfile decodes names in the directory of a file and before each member."""
+    """Raises BadZipFile for names that are not UTF-8: zipfile decodes them at several places."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -246,22 +246,22 @@ def _check_samples(source: str, arrays: list[_Array], shape: tuple[int, ...] | N
             f"{source} has different numbers of samples ({listed}); keep only the model's inputs in the file."
         )
     if shape is not None and arrays[0].shape[1:] != shape:
-        raise DataError(f"{arrays[0].where} has samples of shape {arrays[0].shape[1:]}, not {shape}.")
+        raise DataError(f"{arrays[0].label} has samples of shape {arrays[0].shape[1:]}, not {shape}.")
 
 
 def _check_channels(array: _Array, preprocess: Preprocess | None) -> None:
     channels = preprocess.size[0] if preprocess else None
     if array.shape[1] != channels:
         raise DataError(
-            f"{array.where} holds uint8 pixels of shape {array.shape}, but preprocess.size has {channels} "
+            f"{array.label} holds uint8 pixels of shape {array.shape}, but preprocess.size has {channels} "
             "channel(s); store pixels as N x C x H x W, or floats that need no preprocessing."
         )
 
 
-def _check_memory(wanted: int, where: str) -> None:
+def _check_memory(size: int, label: str) -> None:
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return
-    if wanted > total // 2:
-        raise DataError(f"{where} needs {wanted / 2**30:.1f} GiB at once; use smaller batches or samples.")
+    if size > total // 2:
+        raise DataError(f"{label} needs {size / 2**30:.1f} GiB at once; use smaller batches or samples.")

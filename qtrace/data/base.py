@@ -1,4 +1,4 @@
-"""What every data source is, and which arrays a model can be fed."""
+"""The base of all data sources, and the arrays that a model takes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MAX_RANK = 7  # of MegEngine's tensors
 
 
 class DataSource(abc.ABC):
-    """Batches of model inputs, from the start again at each iteration.
+    """Batches of model inputs; each iteration begins with the first batch.
 
     Attributes:
-        source: what ``open_data`` was given.
-        max_batches: how many batches an iteration gives at most, or None.
-        given: how many batches the present or last iteration gave.
-        skipped: what was left out so far: unreadable images under ``skip_bad``, label arrays of an ``.npz``.
+        source: the argument of ``open_data``.
+        max_batches: the largest number of batches of an iteration, or None.
+        given: the number of batches of the current or last iteration so far.
+        skipped: unreadable images that ``skip_bad`` left out so far, or label arrays of an ``.npz``.
     """
 
     def __init__(self, source: str, max_batches: int | None) -> None:
@@ -44,34 +44,34 @@ class DataSource(abc.ABC):
 
     def numbered(
         self,
-        wanted: Callable[[int], bool] = lambda number: True,
+        selects: Callable[[int], bool] = lambda number: True,
         passed: Callable[[int, Batch], None] = lambda number, batch: None,
     ) -> Iterator[tuple[int, Batch]]:
-        """Some of the batches, with their numbers, which are the same at every iteration.
+        """Yields selected batches with their numbers, which are the same at every iteration.
 
         Args:
-            wanted: whether to give the batch of a number; others are not read where that can be avoided.
-            passed: called with each batch that was read although it is not wanted.
+            selects: whether to yield the batch of a number; other batches are read only if necessary.
+            passed: called with each batch that was read although it is not selected.
         """
         self.given = 0
-        for number, batch in self._batches(wanted):
+        for number, batch in self._batches(selects):
             if self.max_batches is not None and number >= self.max_batches:
                 return
-            if wanted(number):
+            if selects(number):
                 self.given += 1
                 yield number, batch
             else:
                 passed(number, batch)
-            if number + 1 == self.max_batches:  # not one batch more is read
+            if number + 1 == self.max_batches:  # reads no batch more
                 return
 
     def identity(self) -> str:
-        """What tells this data from other data of the same name, without reading it."""
+        """Returns text that differs between versions of the data, without reading it."""
         return self.source
 
     @abc.abstractmethod
-    def _batches(self, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
-        """Number and batch of all batches that are wanted, and of those that had to be read besides."""
+    def _batches(self, selects: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
+        """Yields number and batch of all selected batches, and of others that had to be read."""
 
 
 class SizedSource(DataSource):
@@ -83,11 +83,11 @@ class SizedSource(DataSource):
 
     @abc.abstractmethod
     def _count(self) -> int:
-        """The number of all batches, however many were asked for."""
+        """Returns the number of all batches, regardless of ``max_batches``."""
 
 
 def file_identity(path: Path) -> str:
-    """Size and time of change of a file."""
+    """Returns size and time of change of a file."""
     try:
         status = path.stat()
     except OSError as error:
@@ -95,40 +95,40 @@ def file_identity(path: Path) -> str:
     return f"{status.st_size} {status.st_mtime_ns}"
 
 
-def check_dtype(dtype: np.dtype[Any], where: str) -> None:
+def check_dtype(dtype: np.dtype[Any], label: str) -> None:
     """Raises DataError unless values of ``dtype`` can be an input."""
     if dtype.kind not in "fiub":
         raise DataError(
-            f"{where} has dtype {dtype}, which is no model input; store floats, integers, booleans or uint8."
+            f"{label} has dtype {dtype}, which is no model input; store floats, integers, booleans or uint8."
         )
 
 
-def check_rank(rank: int, where: str) -> None:
+def check_rank(rank: int, label: str) -> None:
     """Raises DataError unless MegEngine has tensors of ``rank`` axes."""
     if rank > _MAX_RANK:
         raise DataError(
-            f"{where} has {rank} axes, and MegEngine's tensors have at most {_MAX_RANK}: reshape the array."
+            f"{label} has {rank} axes, and MegEngine's tensors have at most {_MAX_RANK}: reshape the array."
         )
 
 
-def to_input(array: np.ndarray, where: str) -> np.ndarray:
-    """The array as MegEngine takes it, in memory of its own.
+def to_input(array: np.ndarray, label: str) -> np.ndarray:
+    """Copies an array to a dtype of MegEngine.
 
-    Floats and uint8 become float32. Booleans and integers stay what they are, except that 64-bit integers and
-    uint32 become int32: MegEngine has none, and would wrap large values around without a word.
+    Floats and uint8 become float32. 64-bit integers and uint32 become int32, since MegEngine has no wider
+    integers and would wrap large values silently. Booleans and other integers keep their dtype.
 
     Args:
         array: any array.
-        where: what to call it in an error.
+        label: the name of the array in errors.
     """
     dtype = array.dtype
-    check_dtype(dtype, where)
-    check_rank(array.ndim, where)
+    check_dtype(dtype, label)
+    check_rank(array.ndim, label)
     if dtype.kind == "f" or dtype == np.uint8:
         with np.errstate(over="ignore"):  # an overflow becomes Inf, which the observers report
             return np.array(array, dtype=np.float32, order="C")
     if dtype.kind == "b" or dtype.itemsize < 4 or dtype == np.int32:
         return np.array(array, dtype=dtype.newbyteorder("="), order="C")
     if array.size and (array.max() > _INT32.max or array.min() < _INT32.min):
-        raise DataError(f"{where} has {dtype} values beyond 32 bits, which MegEngine cannot hold.")
+        raise DataError(f"{label} has {dtype} values beyond 32 bits, which MegEngine cannot hold.")
     return np.array(array, dtype=np.int32, order="C")

@@ -1,4 +1,4 @@
-"""Running a model on batches: a batch as arguments, eval mode around it, what does not fit in a sentence."""
+"""Running a model on batches: arguments, eval mode, and errors that name the batch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from qtrace.graph.failures import short
 from qtrace.graph.signature import argument_names, has_traced_structure, list_inputs
 from qtrace.graph.types import TracedModule
 
-__all__ = ["as_arguments", "evaluating", "first_samples", "refuse_nan", "told"]
+__all__ = ["as_arguments", "evaluating", "first_samples", "refuse_nan", "translate_errors"]
 
-_SHOWN = 3  # of a list inside of a batch, in a message
+_SHOWN_ITEMS = 3  # of a list in a batch, in a message
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def as_arguments(batch: Any, model: TracedModule, index: int = 0) -> _Arguments:
-    """A batch as the arguments of a call: arrays become float32 or integer Tensors.
+    """Converts a batch to the arguments of a call: arrays become float32 or integer Tensors.
 
     Args:
         batch: a Tensor or array; a tuple or list of them, one for each argument; or a dict, by the names
@@ -31,27 +31,28 @@ def as_arguments(batch: Any, model: TracedModule, index: int = 0) -> _Arguments:
         index: the number of the batch, for messages.
 
     Raises:
-        CalibrationError: when the batch is not made of arrays, or holds other inputs than the model takes.
+        CalibrationError: when the batch is not made of arrays, or does not hold the model's inputs.
     """
-    value = _mapped(batch, lambda leaf: _tensor(leaf, index))
-    ways: list[_Arguments] = [((value,), {})]
+    value = _map_values(batch, lambda leaf: _tensor(leaf, index))
+    candidates: list[_Arguments] = [((value,), {})]
     if isinstance(batch, (tuple, list)):
-        ways = [(tuple(value), {})]
+        candidates = [(tuple(value), {})]
     elif isinstance(batch, Mapping) and set(batch) <= set(argument_names(model)):
-        ways.insert(0, ((), value))
-    for args, kwargs in ways:
+        candidates.insert(0, ((), value))
+    for args, kwargs in candidates:
         if has_traced_structure(model, args, kwargs):
             return args, kwargs
     raise CalibrationError(
-        f"batch {index} gives {_given(*ways[-1])}, but the model takes {_wanted(batch, list_inputs(model))}."
+        f"batch {index} gives {_describe_batch(*candidates[-1])}, but the model takes "
+        f"{_describe_inputs(batch, list_inputs(model))}."
     )
 
 
 def refuse_nan(arguments: _Arguments, index: int) -> None:
-    """Refuses a batch with NaN, of which runtimes make any integer they like; infinity has one.
+    """Refuses a batch with NaN, which each runtime maps to another integer, unlike infinity.
 
     Args:
-        arguments: as `as_arguments` gives them.
+        arguments: the result of `as_arguments`.
         index: the number of the batch.
 
     Raises:
@@ -73,11 +74,11 @@ def _values(value: Any) -> Iterator[np.ndarray]:
 
 
 def first_samples(arguments: _Arguments, count: int) -> _Arguments | None:
-    """The first samples of a batch; None where its Tensors do not share a first axis that is longer.
+    """Cuts a batch to its first samples; None unless all its Tensors share a longer first axis.
 
     Args:
-        arguments: as `as_arguments` gives them.
-        count: how many samples.
+        arguments: the result of `as_arguments`.
+        count: number of samples.
     """
     sizes = set()
 
@@ -85,28 +86,28 @@ def first_samples(arguments: _Arguments, count: int) -> _Arguments | None:
         sizes.add(int(value.shape[0]) if value.ndim else 0)
         return value[:count] if value.ndim else value
 
-    few = _mapped(arguments, cut)
-    return few if len(sizes) == 1 and sizes.pop() > count else None
+    samples = _map_values(arguments, cut)
+    return samples if len(sizes) == 1 and sizes.pop() > count else None
 
 
 @contextmanager
-def told(model: TracedModule, arguments: _Arguments, index: int) -> Iterator[None]:
-    """Tells what MegEngine refuses in a sentence that names the batch, its shapes and those of the trace.
+def translate_errors(model: TracedModule, arguments: _Arguments, index: int) -> Iterator[None]:
+    """Re-raises MegEngine's errors as a `CalibrationError` with the batch, its shapes and the traced ones.
 
     Args:
         model: the module that is called inside.
-        arguments: what it is called with, as `as_arguments` gives it.
+        arguments: the arguments of the call, from `as_arguments`.
         index: the number of the batch.
 
     Raises:
-        CalibrationError: for MegEngine's errors; others pass.
+        CalibrationError: for errors of MegEngine.
     """
     try:
         yield
     except (AssertionError, TypeError, RuntimeError, ValueError) as error:
         raise CalibrationError(
-            f"batch {index} gives {_given(*arguments)}, which does not fit the model: it was traced with "
-            f"{_listed(list_inputs(model))}, so give such shapes ({short(error)})."
+            f"batch {index} gives {_describe_batch(*arguments)}, which does not fit the model: it was traced "
+            f"with {_listed(list_inputs(model))}, so give such shapes ({short(error)})."
         ) from error
 
 
@@ -122,13 +123,13 @@ def evaluating(model: TracedModule) -> Iterator[None]:
             module.training = training
 
 
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same structure of dicts, tuples and lists with all that is in it changed."""
+def _map_values(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Applies ``change`` to the values in nested dicts, tuples and lists."""
     if isinstance(value, Mapping):
-        return {k: _mapped(v, change) for k, v in value.items()}
+        return {k: _map_values(v, change) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
-        found = [_mapped(v, change) for v in value]
-        return found if isinstance(value, list) else tuple(found)  # a named tuple, too
+        items = [_map_values(v, change) for v in value]
+        return items if isinstance(value, list) else tuple(items)  # also of a named tuple
     return change(value)
 
 
@@ -144,8 +145,8 @@ def _tensor(value: Any, index: int) -> Any:
     return Tensor(array.astype(np.float32) if array.dtype.kind == "f" else array)
 
 
-def _wanted(batch: Any, inputs: list[tuple[str, tuple[int, ...]]]) -> str:
-    """What a model takes, in words, and what to do about a batch that is something else."""
+def _describe_inputs(batch: Any, inputs: list[tuple[str, tuple[int, ...]]]) -> str:
+    """Describes the inputs of a model, and how to correct a batch of others."""
     if isinstance(batch, Mapping) and set(batch) != {name for name, _ in inputs}:
         advice = "name them so"
     elif isinstance(batch, (tuple, list)) and batch and all(isinstance(i, (tuple, list)) for i in batch):
@@ -157,8 +158,8 @@ def _wanted(batch: Any, inputs: list[tuple[str, tuple[int, ...]]]) -> str:
     return f"{_count(len(inputs))}, {_listed(inputs)}: {advice}"
 
 
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The inputs of a batch with their shapes, in words."""
+def _describe_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Describes the inputs of a batch with their shapes."""
     named = args[0] if len(args) == 1 and isinstance(args[0], Mapping) else None if args else kwargs
     if named is not None:
         return _and([f"{key!r} of shape {_shape(value)}" for key, value in named.items()])
@@ -170,8 +171,8 @@ def _shape(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key!r}: {_shape(item)}' for key, item in value.items())}}}"
     if isinstance(value, (tuple, list)):
-        more = ", ..." if len(value) > _SHOWN else ""
-        return f"[{', '.join(_shape(item) for item in value[:_SHOWN])}{more}]"
+        more = ", ..." if len(value) > _SHOWN_ITEMS else ""
+        return f"[{', '.join(_shape(item) for item in value[:_SHOWN_ITEMS])}{more}]"
     return str(tuple(int(n) for n in value.shape))
 
 

@@ -1,4 +1,4 @@
-"""Inputs from a folder of images, prepared as the recipe's ``preprocess`` says."""
+"""Inputs from a folder of images, which the recipe's ``preprocess`` converts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm")
 
 
 class ImageSource(SizedSource):
-    """The images below a folder, in the order of their paths."""
+    """Batches of the images below a folder, in the order of their paths."""
 
     def __init__(
         self,
@@ -43,27 +43,27 @@ class ImageSource(SizedSource):
         self._skip_bad = skip_bad
 
     def identity(self) -> str:
-        """The folder, and a hash of the names, sizes and times of change of its images."""
+        """Returns the folder and a hash of the names, sizes and times of change of its images."""
         names = "".join(f"{p.relative_to(self.source)} {file_identity(p)}\n" for p in self._images)
         return f"{self.source} {hashlib.sha256(names.encode('utf-8', 'surrogateescape')).hexdigest()}"
 
     def _count(self) -> int:
         return math.ceil(len(self._images) / self._batch_size)
 
-    def _batches(self, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
-        # A bad image makes its batch smaller: if the next one took its place, a batch could not be made
-        # without reading all images before it.
+    def _batches(self, selects: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
+        # A bad image makes its batch smaller. If the next image took its place, each batch would depend on
+        # all images before it.
         for number in range(self._count()):
-            if not wanted(number):
+            if not selects(number):
                 continue
             start = number * self._batch_size
             rows = [self._row(path, number) for path in self._images[start : start + self._batch_size]]
-            kept = [row for row in rows if row is not None]
-            if kept:
-                yield number, (normalize(np.stack(kept), self._preprocess),)
+            images = [row for row in rows if row is not None]
+            if images:
+                yield number, (normalize(np.stack(images), self._preprocess),)
 
     def _row(self, path: Path, number: int) -> np.ndarray | None:
-        """One image as channels, height, width; None for one that is left out."""
+        """Reads one image as channels, height, width; None if it is left out."""
         if str(path) in self.skipped:
             return None
         try:
@@ -71,7 +71,7 @@ class ImageSource(SizedSource):
         except DataError as error:
             if not self._skip_bad:
                 raise DataError(
-                    f"batch {number}: {error} Mend or remove it, or leave such images out "
+                    f"batch {number}: {error} Repair or remove it, or leave such images out "
                     "(--skip-bad, skip_bad=True)."
                 ) from error
             self.skipped.append(str(path))
@@ -80,16 +80,16 @@ class ImageSource(SizedSource):
 
 
 def find_images(folder: Path) -> list[Path]:
-    """The images in a folder and the folders below it, by suffix, sorted by path.
+    """Lists the images in a folder and the folders below it, by suffix, sorted by path.
 
-    Hidden files and folders are left out. A link to a folder inside is not followed, its images are found
-    where they are; a link that leaves the folder is refused.
+    Hidden files and folders are left out. A link to a folder inside is not followed, as its images are
+    listed already. A link that leaves the folder is refused.
 
     Raises:
         DataError: when there are none, or a link leads out of the folder.
     """
     root = folder.resolve()
-    found = []
+    images = []
     folders = [folder]
     while folders:  # not os.walk: it recurses, and ends at a thousand nested folders
         for entry in _entries(folders.pop()):
@@ -101,17 +101,17 @@ def find_images(folder: Path) -> list[Path]:
             if entry.is_dir():
                 folders += [] if entry.is_symlink() else [path]
             elif entry.name.lower().endswith(SUFFIXES):
-                found.append(path)
-    if not found:
+                images.append(path)
+    if not images:
         raise DataError(f"{folder} holds no image; looked for {', '.join(SUFFIXES)}, in its subfolders too.")
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+    return sorted(images, key=lambda path: path.relative_to(folder).as_posix())
 
 
 def _target(path: Path) -> Path:
-    """Where a link leads in the end."""
+    """Resolves a link."""
     try:
         return path.resolve()
-    except (OSError, RuntimeError) as error:  # Python tells a circle by a RuntimeError
+    except (OSError, RuntimeError) as error:  # Python raises RuntimeError for a circle
         raise DataError(f"{path} is a link that leads nowhere; remove it.") from error
 
 

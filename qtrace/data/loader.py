@@ -29,7 +29,7 @@ def is_object_name(text: str) -> bool:
 
 
 def import_object(name: str) -> Any:
-    """What ``pkg.mod:name`` stands for. The current directory is searched first, as ``python -m`` does.
+    """Imports the object ``pkg.mod:name``; searches the current folder first, as ``python -m`` does.
 
     Raises:
         DataError: when there is no such module or name, or importing the module fails.
@@ -53,21 +53,21 @@ def import_object(name: str) -> Any:
 
 
 def blame(name: str, doing: str, error: BaseException) -> str:
-    """One line for an exception that the user's code raised: which, and at which of its lines."""
+    """Writes one line for an exception of the user's code, with the file and line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    theirs = [
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    user_frames = [
         frame
         for frame in frames
-        if not frame.filename.startswith((ours, "<frozen")) and os.sep + "importlib" not in frame.filename
+        if not frame.filename.startswith((package, "<frozen")) and os.sep + "importlib" not in frame.filename
     ]
-    line = f" at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
+    line = f" at {user_frames[-1].filename}:{user_frames[-1].lineno}" if user_frames else ""
     detail = " ".join(str(error).split())
     return f"{name}: {doing} raised {type(error).__name__}{f': {detail}' if detail else ''}{line}."
 
 
 def open_loader(name: str, max_batches: int | None) -> DataSource:
-    """The batches of ``pkg.mod:name``: a callable that returns an iterable, or an iterable."""
+    """Opens the batches of ``pkg.mod:name``, an iterable or a callable that returns one."""
     target = import_object(name)
     if _is_iterable(target):
         if iter(target) is target:
@@ -90,11 +90,11 @@ class _LoaderSource(DataSource):
         super().__init__(name, max_batches)
         self._make = make
 
-    def _batches(self, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
-        made = self._call("calling it", self._make)
-        if not _is_iterable(made):
-            raise DataError(f"{self.source} returned {type(made).__name__}, not batches to iterate over.")
-        iterator = self._call("iterating over it", lambda: iter(made))
+    def _batches(self, selects: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
+        batches = self._call("calling it", self._make)
+        if not _is_iterable(batches):
+            raise DataError(f"{self.source} returned {type(batches).__name__}, not batches to iterate over.")
+        iterator = self._call("iterating over it", lambda: iter(batches))
         for index in itertools.count():
             batch = self._call(f"making batch {index}", lambda: next(iterator, _END))
             if batch is _END:
@@ -102,7 +102,7 @@ class _LoaderSource(DataSource):
             yield index, _to_batch(batch, f"{self.source}, batch {index}")
 
     def _call(self, doing: str, call: Callable[[], Any]) -> Any:
-        """Runs a piece of the user's code."""
+        """Calls the user's code, and translates its errors."""
         try:
             return call()
         except (QtraceError, Terminated):
@@ -116,32 +116,32 @@ class _SizedLoaderSource(_LoaderSource, SizedSource):
         return len(self._make())
 
 
-def _to_batch(batch: Any, where: str) -> Batch:
+def _to_batch(batch: Any, label: str) -> Batch:
     if isinstance(batch, Mapping):
-        inputs = {str(key): _to_array(value, f"{where}[{key!r}]") for key, value in batch.items()}
+        inputs = {str(key): _to_array(value, f"{label}[{key!r}]") for key, value in batch.items()}
         if not inputs:
-            raise DataError(f"{where} is an empty dict.")
+            raise DataError(f"{label} is an empty dict.")
         return inputs
     if isinstance(batch, list | tuple):
         if not batch:
-            raise DataError(f"{where} is an empty {type(batch).__name__}.")
-        return tuple(_to_array(value, f"{where}[{index}]") for index, value in enumerate(batch))
-    return (_to_array(batch, where),)
+            raise DataError(f"{label} is an empty {type(batch).__name__}.")
+        return tuple(_to_array(value, f"{label}[{index}]") for index, value in enumerate(batch))
+    return (_to_array(batch, label),)
 
 
-def _to_array(value: Any, where: str) -> np.ndarray:
-    """An input from a numpy array, or from anything with ``numpy()``: MegEngine's and others' tensors."""
+def _to_array(value: Any, label: str) -> np.ndarray:
+    """Converts a numpy array, or any tensor with ``numpy()``, to an input."""
     if not isinstance(value, np.ndarray):
         if not callable(getattr(value, "numpy", None)):
             raise DataError(
-                f"{where} is of type {type(value).__name__}; give Tensors or arrays, or tuples or dicts."
+                f"{label} is of type {type(value).__name__}; give Tensors or arrays, or tuples or dicts."
             )
         try:
             value = np.asarray(value.numpy())
         except Terminated:
             raise
         except (Exception, SystemExit) as error:
-            raise DataError(blame(where, "numpy()", error)) from error
+            raise DataError(blame(label, "numpy()", error)) from error
     if not value.ndim or not value.size:
-        raise DataError(f"{where} has shape {value.shape}; the first axis must count at least one sample.")
-    return to_input(value, where)
+        raise DataError(f"{label} has shape {value.shape}; the first axis must count at least one sample.")
+    return to_input(value, label)

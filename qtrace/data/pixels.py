@@ -1,4 +1,4 @@
-"""From an image file to normalized pixels. Pixels are H x W x C as OpenCV has them, blue first."""
+"""Decoding, resizing and normalization of images; pixels are H x W x C, blue first, as in OpenCV."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = ["decode", "fit", "normalize"]
 
-# An image of the most pixels that are read has less than this, even if nothing is compressed.
+# Larger than any image of MOST_PIXELS, even without compression.
 _MAX_BYTES = 2**31
 _PNG = b"\x89PNG\r\n\x1a\n"
-# What libjpeg and libpng print when they gave up, or filled pixels in. Bytes that are left over before a
-# marker belong to it: a stream in which a bit fell over loses its place, and mostly shows by nothing else.
+# Prints of libjpeg and libpng that gave up, or filled in pixels. Extra bytes before a marker count, as they
+# are mostly the only sign of a flipped bit.
 _DAMAGE = ("Corrupt JPEG data: ", "Premature end of JPEG file", "libpng error: ")
-# What they print about whole images, too.
+# Prints about intact images.
 _HARMLESS = (
     "Inconsistent progression sequence",
     "Invalid SOS parameters",
@@ -36,11 +36,11 @@ _HARMLESS = (
 def decode(path: Path, channels: int) -> np.ndarray:
     """Reads an image as uint8 with 1 or 3 channels, upright as its EXIF orientation says.
 
-    Grey becomes three equal channels and colour becomes grey where ``channels`` asks for it; transparency is
+    Grey becomes three equal channels and colour becomes grey as ``channels`` asks for; transparency is
     dropped; 16-bit values are reduced to 8.
 
     Raises:
-        DataError: when the file is no whole image.
+        DataError: when the file is no intact image.
     """
     import cv2  # here: the command line stays fast without it
 
@@ -52,7 +52,7 @@ def decode(path: Path, channels: int) -> np.ndarray:
     if data.startswith(_PNG) and not _is_whole_png(data):
         raise DataError(f"{path} is a truncated or damaged PNG.")
     flag = cv2.IMREAD_COLOR if channels == 3 else cv2.IMREAD_GRAYSCALE
-    level = cv2.setLogLevel(0)  # it would print what the error below says
+    level = cv2.setLogLevel(0)  # which would also print the error below
     try:
         with caught_lines((*_DAMAGE, *_HARMLESS)) as lines:
             image = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
@@ -70,7 +70,7 @@ def decode(path: Path, channels: int) -> np.ndarray:
 
 
 def _contents(path: Path) -> bytes:
-    """The bytes of a regular file whose header does not claim an absurd size."""
+    """Reads a regular file, and refuses one whose header claims too many pixels."""
     try:
         if path.exists() and not path.is_file():  # a pipe would never end
             raise DataError(f"{path} is not a regular file.")
@@ -91,7 +91,7 @@ def _contents(path: Path) -> bytes:
 
 
 def _is_whole_png(data: bytes) -> bool:
-    """Whether every chunk up to the last is there with its checksum."""
+    """Whether all chunks up to the last have their checksum."""
     position = len(_PNG)
     while position + 12 <= len(data):
         end = position + 8 + int.from_bytes(data[position : position + 4], "big")
@@ -105,7 +105,7 @@ def _is_whole_png(data: bytes) -> bool:
 
 
 def _is_whole_jpeg(data: bytes) -> bool:
-    """Whether an end marker follows the pixels: OpenCV fills what a truncated JPEG lacks with grey."""
+    """Whether an end marker follows the pixels: OpenCV fills a truncated JPEG up with grey."""
     position = 2
     while position + 4 <= len(data) and data[position] == 0xFF:
         marker = data[position + 1]
@@ -119,27 +119,27 @@ def _is_whole_jpeg(data: bytes) -> bool:
 
 
 def fit(image: np.ndarray, preprocess: Preprocess) -> np.ndarray:
-    """Resizes, and crops where the recipe says so, to its height and width and its order of channels."""
+    """Resizes or crops an image to the recipe's height and width, in its order of channels."""
     import cv2
 
     _, height, width = preprocess.size
-    wanted = height, width
+    target = height, width
     if preprocess.resize == "center_crop":
         fraction = preprocess.crop_fraction
         ratio = max(height / image.shape[0], width / image.shape[1]) / fraction
-        wanted = max(height, round(image.shape[0] * ratio)), max(width, round(image.shape[1] * ratio))
-    if wanted != image.shape[:2]:
+        target = max(height, round(image.shape[0] * ratio)), max(width, round(image.shape[1] * ratio))
+    if target != image.shape[:2]:
         channels = image.shape[2]
         interpolation = getattr(cv2, f"INTER_{preprocess.interpolation.upper()}")
-        image = cv2.resize(image, wanted[::-1], interpolation=interpolation)
-        image = image.reshape(*wanted, channels)  # OpenCV drops a single channel
-    top, left = (wanted[0] - height) // 2, (wanted[1] - width) // 2
+        image = cv2.resize(image, target[::-1], interpolation=interpolation)
+        image = image.reshape(*target, channels)  # OpenCV drops a single channel
+    top, left = (target[0] - height) // 2, (target[1] - width) // 2
     image = image[top : top + height, left : left + width]
     return image[..., ::-1] if preprocess.channels == "rgb" else image
 
 
 def normalize(batch: np.ndarray, preprocess: Preprocess) -> np.ndarray:
-    """``(pixel * scale - mean) / std`` for each channel of N x C x H x W, as float32."""
+    """Computes ``(pixel * scale - mean) / std`` for each channel of N x C x H x W, as float32."""
     channels = batch.shape[1]
     mean, std = (
         np.broadcast_to(np.asarray(value, np.float32).reshape(-1), channels).reshape(1, channels, 1, 1)

@@ -12,7 +12,7 @@ from megengine import Parameter, Tensor
 from megengine.autodiff import GradManager
 
 from qtrace.calibration.base import Arguments
-from qtrace.data.batches import told
+from qtrace.data.batches import translate_errors
 from qtrace.errors import TrainingError
 from qtrace.finetuning._data import Batch, unpack
 from qtrace.finetuning.settings import Settings
@@ -47,7 +47,7 @@ class _NodeRecorder(Interpreter):
         """
         self.values = {}
         args, kwargs = arguments
-        with told(self.traced, arguments, number):
+        with translate_errors(self.traced, arguments, number):
             outputs = self.run(*args, **kwargs)
         return outputs_in(outputs), self.values
 

@@ -1,7 +1,7 @@
-"""Plugins: name -> class, without a registry; the name is that of a file in the plugin folder.
+"""Plugins: classes by name, without a registry; the name is that of a file in the plugin folder.
 
-``minmax`` names the one class in ``__all__`` of ``qtrace.observers.minmax``; ``pkg.mod:Class`` names a user's
-own. The folder is read at every call, so that a new file is known at once and in whatever order.
+``minmax`` names the one class in ``__all__`` of ``qtrace.observers.minmax``; ``pkg.mod:Class`` names a
+user's class. The folder is read at every call, so that a new file is known at once.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from qtrace.errors import ConfigError, Terminated
 __all__ = ["OWN_CLASS", "attribute", "exported", "known", "name_of", "resolve", "search_current_folder"]
 
 OWN_CLASS = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*(\.[^\W\d]\w*)*)")
-"""A class of the user's, ``pkg.mod:Class``."""
+"""The name of a user's class, ``pkg.mod:Class``."""
 
 
 def known(package: str) -> tuple[str, ...]:
-    """The names of the plugins in a package: its modules without ``base``, ``_private`` ones and packages.
+    """Lists the plugins of a package: its modules except ``base``, ``_private`` ones and packages.
 
     Args:
         package: the dotted name of the plugin package, such as ``qtrace.observers``.
@@ -36,66 +36,66 @@ def known(package: str) -> tuple[str, ...]:
 
 
 def resolve(package: str, name: str, base: type) -> type:
-    """The class that a configuration names.
+    """Returns the class that a config names.
 
-    Nothing is imported but ``package.name`` for a `known` name, or the module in ``pkg.mod:Class``: naming
-    that one runs its code, so take such names from the user only.
+    It imports only ``package.name`` for a `known` name, or the module of ``pkg.mod:Class``. That runs the
+    module's code, so take such names from the user only.
 
     Args:
         package: the dotted name of the plugin package, such as ``qtrace.observers``.
         name: a plugin's file name without suffix, or ``pkg.mod:Class``.
-        base: the class that the result derives from.
+        base: the base class of the result.
 
     Raises:
         ConfigError: when the name is unknown (the known ones are listed), its module cannot be imported, or
-            what it names is not a concrete subclass of `base`.
+            it names no concrete subclass of `base`.
     """
     own = OWN_CLASS.fullmatch(name) if isinstance(name, str) else None
     if own:
-        found = _own(own["module"], own["name"], base)
+        cls = _user_class(own["module"], own["name"], base)
     elif name in (names := known(package)):
-        found = _only_class(f"{package}.{name}")
+        cls = _only_class(f"{package}.{name}")
     else:
         raise ConfigError(
             f"{package} has no {name!r}: choose one of {', '.join(names) or '(none)'}, or name your own as "
             "'pkg.mod:Class'."
         )
-    if not (inspect.isclass(found) and issubclass(found, base)):
+    if not (inspect.isclass(cls) and issubclass(cls, base)):
         raise ConfigError(f"{package}: {name!r} is not a subclass of {base.__module__}.{base.__qualname__}.")
-    if inspect.isabstract(found):
+    if inspect.isabstract(cls):
         raise ConfigError(f"{package}: {name!r} is abstract: name a class that implements all methods.")
-    return found
+    return cls
 
 
 def name_of(cls: type) -> str:
-    """What a config calls a class: its file name in a plugin package of ours, else ``pkg.mod:Class``."""
+    """Returns the name of a class in configs: the file name of a plugin of qtrace, else ``pkg.mod:Class``."""
     package, _, module = cls.__module__.rpartition(".")
     return module if package.startswith("qtrace.") else f"{cls.__module__}:{cls.__qualname__}"
 
 
 def exported(package: str, others: Mapping[str, str]) -> dict[str, str]:
-    """The public names of a plugin package -> the modules they live in: `others`, and every plugin's class.
+    """Maps the public names of a plugin package to their modules: `others`, and the class of every plugin.
 
-    All plugins of the package are imported.
+    It imports all plugins of the package.
 
     Args:
         package: the dotted name of the plugin package, such as ``qtrace.observers``.
-        others: name -> dotted module of what is public beside the plugins.
+        others: the other public names and their dotted modules.
     """
     classes = {name: f"{package}.{file}" for file in known(package) for name in _all(f"{package}.{file}")}
     return {**others, **classes}
 
 
 def attribute(package: str, name: str, others: Mapping[str, str]) -> Any:
-    """What a plugin package's ``__getattr__`` answers: a public name, one of its modules, or ``__all__``.
+    """Answers ``__getattr__`` of a plugin package: a public name, one of its modules, or ``__all__``.
 
     Args:
         package: the dotted name of the plugin package, such as ``qtrace.observers``.
-        name: what is asked for.
-        others: name -> dotted module of what is public beside the plugins.
+        name: the attribute.
+        others: the other public names and their dotted modules.
 
     Raises:
-        AttributeError: when there is no such name, listing those there are.
+        AttributeError: when there is no such name; the message lists the names.
     """
     if name == "__all__":
         return sorted(exported(package, others))
@@ -103,7 +103,7 @@ def attribute(package: str, name: str, others: Mapping[str, str]) -> Any:
         return getattr(importlib.import_module(others[name]), name)
     if name == "base" or name in known(package):
         return importlib.import_module(f"{package}.{name}")
-    # Python asks for private names of its own accord: no plugin is imported for them.
+    # Python looks up private names by itself, which must not import the plugins.
     names = {} if name.startswith("_") else exported(package, others)
     if name not in names:
         listed = f": it has {', '.join(sorted(names))}" if names else ""
@@ -112,19 +112,19 @@ def attribute(package: str, name: str, others: Mapping[str, str]) -> Any:
 
 
 def search_current_folder() -> None:
-    """Lets modules in the current folder be imported, before others, as ``python -m`` does."""
-    here = os.getcwd()
-    if here not in sys.path:  # it stays: a module may import its neighbours later
-        sys.path.insert(0, here)
+    """Puts the current folder first on the import path, as ``python -m`` does."""
+    folder = os.getcwd()
+    if folder not in sys.path:  # for good, as a module may import its neighbours later
+        sys.path.insert(0, folder)
 
 
-def _own(module: str, name: str, base: type) -> Any:
-    """What a user's module calls `name`."""
+def _user_class(module: str, name: str, base: type) -> Any:
+    """Returns the object `name` of a user's module."""
     try:
         imported = importlib.import_module(module)
     except Terminated:
         raise
-    except (Exception, SystemExit) as error:  # it is the user's code: anything may be wrong with it
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise ConfigError(
             f"'{module}:{name}': importing {module} failed with {type(error).__name__}: {error}. Is it on "
             "PYTHONPATH?"
@@ -138,7 +138,7 @@ def _own(module: str, name: str, base: type) -> Any:
 
 
 def _only_class(module: str) -> Any:
-    """The one name in ``__all__`` of a plugin file."""
+    """Returns the one class in ``__all__`` of a plugin file."""
     names = _all(module)
     if len(names) != 1:
         raise ConfigError(f"{module}: __all__ names {len(names)} things: a plugin file exports one class.")
@@ -146,5 +146,5 @@ def _only_class(module: str) -> Any:
 
 
 def _all(module: str) -> list[str]:
-    """What a plugin file exports."""
+    """Lists the exported names of a plugin file."""
     return list(getattr(importlib.import_module(module), "__all__", ()))

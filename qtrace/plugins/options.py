@@ -1,7 +1,7 @@
-"""Options and how they are checked: a strict, frozen pydantic model, and one plain sentence for each mistake.
+"""The schema of options: a strict, frozen pydantic model with one plain sentence for each mistake.
 
 Configs, observers, fake quants and algorithms declare their options as annotated fields of an `OptionModel`,
-with types, bounds and defaults. The messages and the reference pages are made from these fields.
+with types, bounds and defaults. Messages and reference pages come from these fields.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ __all__ = [
     "spell",
 ]
 
-_MAX_MISTAKES = 20  # that are told of one config
-_MAX_LEVELS = 50
+_MAX_MISTAKES = 20  # in one message
+_MAX_LEVELS = 50  # of nested lists and mappings
 
 _M = TypeVar("_M", bound="OptionModel")
 
@@ -71,19 +71,19 @@ class OptionModel(BaseModel):
 
     @classmethod
     def _unnamed(cls, value: Any) -> str:
-        """The sentence for a value that was given without a name."""
+        """Writes the sentence for a value that was passed without a name."""
         names = ", ".join(known_keys(cls))
         return f"{cls.__name__}({show(value)}): values are given by name, as one of {names}."
 
     @classmethod
     def model_validate(cls: type[_M], obj: Any, *args: Any, place: Place | None = None, **kwargs: Any) -> _M:
-        """Like the constructor, for a mapping.
+        """Builds a model from a mapping, as the constructor does.
 
         Args:
             obj: a mapping, or an instance.
-            *args: pydantic's own.
-            place: tells where a location in ``obj`` was written, for messages.
-            **kwargs: pydantic's own.
+            *args: arguments of pydantic.
+            place: finds the file and line of a location in ``obj``, for messages.
+            **kwargs: arguments of pydantic.
 
         Raises:
             ConfigError: with a line for each mistake.
@@ -95,7 +95,7 @@ class OptionModel(BaseModel):
             raise ConfigError("\n".join(_explain(error, cls, place))) from None
 
     def to_dict(self) -> Any:
-        """What was set, as data for JSON and YAML; the constructor takes it back."""
+        """Converts the options that were set to data for JSON and YAML, which the constructor accepts."""
         return {
             field.alias or name: _plain(getattr(self, name))
             for name, field in type(self).model_fields.items()
@@ -109,11 +109,11 @@ def check_options(
     """Checks the options of a plugin.
 
     Args:
-        schema: declares the options.
-        owner: what configs call the plugin.
-        options: name -> value.
-        origin: gives the place where an option was written, such as ``my.yaml:12``; of the plugin itself for
-            ``""``. None for options that come from no file.
+        schema: the model that declares the options.
+        owner: the name of the plugin in configs.
+        options: values by name.
+        origin: returns the place of an option, such as ``my.yaml:12``; for ``""`` that of the plugin itself.
+            None for options that come from no file.
 
     Raises:
         ConfigError: with a line for each mistake.
@@ -127,7 +127,7 @@ def check_options(
 
 
 def _as_python(value: Any) -> Any:
-    """A number of numpy as the same number of Python."""
+    """Converts a number of numpy to Python; returns other values unchanged."""
     return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
 
 
@@ -137,8 +137,8 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, tuple) else value
 
 
-# What pydantic wants, by the type of its error; the values of its context fill the braces.
-_WANTED = {
+# The expected value by pydantic's type of error; the values of its context fill the braces.
+_EXPECTED = {
     "bool_type": "true or false",
     "finite_number": "a finite number",
     "float_type": "a number",
@@ -156,12 +156,12 @@ _WANTED = {
 
 
 def _explain(error: ValidationError, model: type[BaseModel], place: Place | None = None) -> list[str]:
-    """One sentence for each mistake in ``error``.
+    """Writes one sentence for each mistake in ``error``.
 
     Args:
-        error: what validating ``model`` raised.
-        model: the model, for the keys that it knows.
-        place: tells where the data was written; by default, where it stands in the data.
+        error: the error of validating ``model``.
+        model: the model, which lists the known keys.
+        place: finds the file and line of a location; by default, messages have the location only.
     """
     mistakes = error.errors(include_url=False)
     sentences = [_sentence(e, model, place or _in_python) for e in mistakes[:_MAX_MISTAKES]]
@@ -172,7 +172,7 @@ def _explain(error: ValidationError, model: type[BaseModel], place: Place | None
 
 
 def _refuse_long_integers(data: Any, place: Place | None = None, loc: Loc = ()) -> None:
-    """Raises ConfigError for an integer beyond 64 bits, whose decimal digits take a time of their own."""
+    """Raises ConfigError for an integer beyond 64 bits, whose conversion to decimal digits may take long."""
     if isinstance(data, Mapping) and len(loc) < _MAX_LEVELS:
         for key, value in data.items():
             _refuse_long_integers(value, place, (*loc, str(key)))
@@ -187,19 +187,19 @@ def _refuse_long_integers(data: Any, place: Place | None = None, loc: Loc = ()) 
 
 
 def hint(word: str, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` when one of ``known`` resembles ``word``, else a list of them."""
+    """Writes ``; did you mean 'x'?`` if one of ``known`` resembles ``word``, else lists all of them."""
     names = list(known)
     close = difflib.get_close_matches(word, names, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names) or '(none)'}."
 
 
 def known_keys(model: type[BaseModel]) -> list[str]:
-    """The keys of ``model`` as users write them."""
+    """Lists the keys of ``model`` as users write them."""
     return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def spell(loc: Loc) -> str:
-    """A location as in ``rules[0].weight.bits``."""
+    """Spells a location as in ``rules[0].weight.bits``."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
     return text.removeprefix(".")
 
@@ -229,24 +229,24 @@ def _sentence(error: Mapping[str, Any], model: type[BaseModel], place: Place) ->
         return f"{prefix}{path}: {message}" if path else f"{prefix}{message}"
     subject = path or "a config"
     if kind == "too_short":
-        wanted = f"a list of {context['min_length']} or more"
+        expected = f"a list of {context['min_length']} or more"
     elif kind in ("model_type", "model_attributes_type", "dict_type"):
-        wanted = f"a mapping with keys such as {', '.join(_keys_at(model, loc)[:3])}"
+        expected = f"a mapping with keys such as {', '.join(_keys_at(model, loc)[:3])}"
     else:
-        wanted = _WANTED.get(kind, "").format(**context)
-    if not wanted:
+        expected = _EXPECTED.get(kind, "").format(**context)
+    if not expected:
         return f"{prefix}{subject}: {error['msg']}, not {show(value)}."
-    return f"{prefix}{subject} must be {wanted}, not {show(value)}."
+    return f"{prefix}{subject} must be {expected}, not {show(value)}."
 
 
 def show(value: Any) -> str:
-    """A value, cut to a readable length; the words of YAML where Python has others."""
+    """Formats a value as YAML spells it, cut to a readable length."""
     text = "empty" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _keys_at(model: type[BaseModel], loc: Loc) -> list[str]:
-    """The keys that are known at a location."""
+    """Lists the keys that are known at a location."""
     for part in loc:
         if isinstance(part, str):
             fields = {field.alias or name: field for name, field in model.model_fields.items()}
@@ -257,7 +257,7 @@ def _keys_at(model: type[BaseModel], loc: Loc) -> list[str]:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model in an annotation such as ``tuple[Rule, ...] | None``."""
+    """Finds the model in an annotation such as ``tuple[Rule, ...] | None``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((m for a in get_args(annotation) if (m := _model_in(a)) is not None), None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.data.batches import as_arguments, evaluating, told
+from qtrace.data.batches import as_arguments, evaluating, translate_errors
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
@@ -173,6 +173,6 @@ def outputs_of(model: TracedModule, batches: Iterable[Any]) -> list[list[np.ndar
     with evaluating(model):
         for index, batch in enumerate(batches):
             args, kwargs = as_arguments(batch, model, index)
-            with told(model, (args, kwargs), index):
+            with translate_errors(model, (args, kwargs), index):
                 found.append([t.numpy() for t in leaves(model(*args, **kwargs))])
     return found

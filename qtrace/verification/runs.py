@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.data.batches import as_arguments, refuse_nan, told
+from qtrace.data.batches import as_arguments, refuse_nan, translate_errors
 from qtrace.errors import ExportError
 from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.interpreter import Interpreter
@@ -90,7 +90,7 @@ class File:
             args, kwargs = as_arguments(batch, converted, number)
             refuse_nan((args, kwargs), number)
             graph = EndToEnd(self)
-            with told(converted, (args, kwargs), number):
+            with translate_errors(converted, (args, kwargs), number):
                 graph.compute(args, kwargs)
             runtime = self.session.run(graph.inputs)
             single = op_by_op(self, runtime.integers)

@@ -1,4 +1,4 @@
-"""The streams of a command: what the library logs is noted by every command."""
+"""The streams of a command: which lines of the library's log a command shows."""
 
 from __future__ import annotations
 
@@ -10,13 +10,23 @@ from qtrace.cli.console import Console
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_the_log_of_the_library_is_noted_within_a_command(
+def test_a_command_shows_warnings_of_the_library_also_if_quiet(
     quiet: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logger = logging.getLogger("qtrace")
     before = logger.level, logger.propagate, list(logger.handlers)
     with Console(quiet=quiet).work():
-        logger.info("a step of %d", 3)
+        logger.info("a detail that the user of this command does not need")
+        logger.warning("%d layers are wrong", 3)
     printed = capsys.readouterr()
-    assert (printed.out, printed.err) == ("", "" if quiet else "a step of 3\n")
+    assert (printed.out, printed.err) == ("", "warning: 3 layers are wrong\n")
     assert (logger.level, logger.propagate, logger.handlers) == before
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_command_that_asks_for_details_shows_them_unless_quiet(
+    quiet: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Console(quiet=quiet).work(logging.INFO):
+        logging.getLogger("qtrace").info("a step of %d", 3)
+    assert capsys.readouterr().err == ("" if quiet else "a step of 3\n")

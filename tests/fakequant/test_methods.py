@@ -17,7 +17,7 @@ from megengine.jit import trace
 
 from qtrace import plugins
 from qtrace.errors import ConfigError
-from qtrace.fakequant.base import FakeQuant, reject_options
+from qtrace.fakequant.base import FakeQuant
 from qtrace.numerics import fake_quantize
 from qtrace.scheme import QParams, QScheme
 
@@ -240,15 +240,3 @@ def test_options_are_refused_when_unknown_or_impossible(name: str) -> None:
         return
     with pytest.raises(ConfigError, match=rf"^conv: {name} learns .*, but "):
         cls("conv", scheme.replace(power_of_two=name != "tqt"))
-
-
-def test_a_fake_quant_of_earlier_versions_checks_its_options_itself() -> None:
-    class Earlier(plugins.resolve("qtrace.fakequant", "fixed", FakeQuant)):
-        def _setup(self, options):
-            reject_options("Earlier", options, ("gain",))
-            self.gain = options.get("gain", 1)
-
-    assert Earlier("x", QScheme()).gain == 1
-    assert Earlier("x", QScheme(), gain=3).gain == 3
-    with pytest.raises(ConfigError, match="^unknown key 'gian' in Earlier; did you mean 'gain'"):
-        Earlier("x", QScheme(), gian=3)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from qtrace import plugins
 from qtrace.errors import CalibrationError, ConfigError, SchemeError
 from qtrace.numerics import choose
-from qtrace.observers.base import Choice, Observer, Option, from_dict, to_dict
+from qtrace.observers.base import Observer, from_dict, to_dict
 from qtrace.scheme import QScheme
 
 PACKAGE = "qtrace.observers"
@@ -257,23 +257,6 @@ def test_numbers_of_numpy_are_options() -> None:
     assert {type(value) for value in mse.options.values()} == {int}
     percentile = plugins.resolve(PACKAGE, "percentile", Observer)(PER_TENSOR, percentile=np.float32(99))
     assert type(percentile.options["percentile"]) is float
-
-
-def test_options_in_the_declaration_of_earlier_versions() -> None:
-    base = plugins.resolve(PACKAGE, "minmax", Observer)
-
-    class Earlier(base):
-        OPTIONS = {
-            "factor": Option(4.0, 1.0, 16.0),
-            "way": Choice("up", ("up", "down")),
-            "n": Option(2, 1, 9),
-        }
-
-    assert Earlier(PER_TENSOR).options == {"factor": 4.0, "way": "up", "n": 2}
-    assert Earlier(PER_TENSOR, factor=8).options["factor"] == 8.0
-    for options in ({"factor": 17.0}, {"way": "left"}, {"n": 2.5}, {"nn": 1}):
-        with pytest.raises(ConfigError, match=next(iter(options))):
-            Earlier(PER_TENSOR, **options)
 
 
 @pytest.mark.parametrize("name", NAMES)

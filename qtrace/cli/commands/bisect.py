@@ -1,4 +1,4 @@
-"""``qtrace bisect``."""
+"""The command ``qtrace bisect``."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ __all__ = ["bisect"]
     metavar="NAME",
     help="The runtime, such as openvino for an .onnx; by default the one that the file is meant for.",
 )
-@click.option(
-    "--max-lsb", metavar="N", default=1, show_default=True, help="Differences up to this are no finding."
-)
+@click.option("--max-lsb", metavar="N", default=1, show_default=True, help="Ignore differences up to this.")
 @options.data(required=True)
 @options.recipe()
 @options.allow
@@ -45,10 +43,10 @@ def bisect(
     allow: tuple[str, ...],
     console: Console,
 ) -> int:
-    """Find the first op whose integers differ from the runtime's, and say what the difference looks like.
+    """Find the first op whose integers differ from the runtime's, and show the difference.
 
-    The exit code is 1 if there is one. Images and raw pixels are prepared as MODEL's recipe says, or as
-    --recipe does.
+    The exit code is 1 if there is such an op. Images and raw pixels are preprocessed by --recipe, or
+    else by MODEL's own recipe.
     """
     with console.work():
         import qtrace
@@ -61,10 +59,12 @@ def bisect(
             data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
         )
         with console.bar(source, "bisect") as batches:
-            found = qtrace.bisect(file, loaded, batches, runtime=runtime, max_lsb=max_lsb)
+            difference = qtrace.bisect(file, loaded, batches, runtime=runtime, max_lsb=max_lsb)
         text = (
-            f"no site differs by more than {max_lsb} LSB, and no output" if found is None else found.table()
+            f"no site differs by more than {max_lsb} LSB, and no output"
+            if difference is None
+            else difference.table()
         )
-    models.tell_skipped(source, console)
-    console.result(text, {"found": None if found is None else found.to_dict()})
-    return 0 if found is None else 1
+    models.note_skipped(source, console)
+    console.result(text, {"found": None if difference is None else difference.to_dict()})
+    return 0 if difference is None else 1

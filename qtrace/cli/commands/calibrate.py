@@ -1,4 +1,4 @@
-"""``qtrace calibrate``."""
+"""The command ``qtrace calibrate``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def calibrate(
     recipe: str,
     allow_code: bool,
     out: Path,
-    how: dict[str, Any],
+    collecting: dict[str, Any],
     resume: bool,
     force: bool,
     allow: tuple[str, ...],
@@ -68,40 +68,24 @@ def calibrate(
         traced = None if models.is_factory(model) else models.load_model(model, allow)
         if traced is not None:
             models.check_size(traced, model, qconfig, data)
-        source = models.open_source(
-            data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
-        )
+        reading: dict[str, Any] = {
+            "batch_size": batch_size,
+            "max_batches": max_batches,
+            "skip_bad": skip_bad,
+        }
+        source = models.open_source(data, console, qconfig=qconfig, **reading)
         work = resumable_folder(out, names=FILES, force=force, resume=resume, note=console.note)
         with work as (folder, checkpoints):
             if traced is None:
                 traced = models.trace_factory(model, data=source)
             prepared = qtrace.prepare(traced, qconfig)
             console.note(f"calibrating on {data}")
-            where = {
-                "source": data,
-                "batch_size": batch_size,
-                "max_batches": max_batches,
-                "skip_bad": skip_bad,
-            }
-            result = _collect(prepared, source, where, checkpoints, console, {**how, "allow": allow})
-            chosen, statistics = result.collected.chosen, result.collected.statistics
-            console.note(f"engine {chosen.name}: {chosen.reason}")
-            qtrace.calibrate(
-                prepared, source, progress=console.progress, statistics=statistics, state=checkpoints
-            )
-            for line in qtrace.explain(prepared).algorithms():
-                console.note(line)
-            source.skipped[:] = result.skipped
-            summary = {
-                "model": model,
-                "data": data,
-                "recipe": recipe,
-                "engine": {"name": chosen.name, "reason": chosen.reason},
-                "batches": len(statistics.batches),
-                "skipped": list(result.skipped),
-            }
+            settings = {**collecting, "allow": allow}
+            result = _collect(prepared, source, {"source": data, **reading}, checkpoints, console, settings)
+            collection = _finish(prepared, source, result, checkpoints, console)
+            summary = {"model": model, "data": data, "recipe": recipe, **collection}
             write_folder(folder, prepared, summary)
-    models.tell_skipped(source, console)
+    models.note_skipped(source, console)
     files = [str(out / name) for name in FILES]
     console.result("\n".join(files), {**summary, "files": files})
 
@@ -109,30 +93,66 @@ def calibrate(
 def _collect(
     prepared: Any,
     source: DataSource,
-    where: dict[str, Any],
+    reading: dict[str, Any],
     folder: Path,
     console: Console,
-    how: dict[str, Any],
+    settings: dict[str, Any],
 ) -> Result:
-    """Collects the statistics; ``where`` and ``how`` are fields of `Source` and `RunSettings`."""
+    """Collects the statistics of all sites of ``prepared``.
+
+    Args:
+        prepared: the prepared graph.
+        source: the calibration data.
+        reading: the fields of `Source` but its preprocess, from which workers open the data.
+        folder: the folder of checkpoints.
+        console: shows progress and notes.
+        settings: the fields of `RunSettings` but ``progress``.
+    """
     from qtrace.calibration.jobs import Source
     from qtrace.calibration.running import RunSettings, collect_all
     from qtrace.preparation.model import QuantizedModel
 
     preprocess = QuantizedModel(prepared).record.qconfig.get("preprocess")
-    settings = RunSettings(progress=console.progress, **how)
     return collect_all(
-        prepared, source, Source(preprocess=preprocess, **where), folder, settings, console.note
+        prepared,
+        source,
+        Source(preprocess=preprocess, **reading),
+        folder,
+        RunSettings(progress=console.progress, **settings),
+        console.note,
     )
+
+
+def _finish(
+    prepared: Any, source: DataSource, result: Result, folder: Path, console: Console
+) -> dict[str, Any]:
+    """Sets the ranges of ``prepared`` from the statistics in ``result``, and runs the recipe's algorithms.
+
+    Returns:
+        The engine, the number of batches and the images that were skipped, for the report.
+    """
+    import qtrace
+
+    chosen, statistics = result.collected.chosen, result.collected.statistics
+    console.note(f"engine {chosen.name}: {chosen.reason}")
+    qtrace.calibrate(prepared, source, progress=console.progress, statistics=statistics, state=folder)
+    for line in qtrace.explain(prepared).algorithms():
+        console.note(line)
+    source.skipped[:] = result.skipped
+    return {
+        "engine": {"name": chosen.name, "reason": chosen.reason},
+        "batches": len(statistics.batches),
+        "skipped": list(result.skipped),
+    }
 
 
 def write_folder(folder: Path, prepared: Any, summary: dict[str, Any]) -> None:
     """Writes `FILES` of a calibrated graph.
 
     Args:
-        folder: where to.
-        prepared: the graph.
-        summary: what the report begins with.
+        folder: the folder to write into.
+        prepared: the calibrated graph.
+        summary: the first entries of report.json.
     """
     import qtrace
 
@@ -153,7 +173,7 @@ def write_folder(folder: Path, prepared: Any, summary: dict[str, Any]) -> None:
 
 
 def _sites(prepared: Any) -> list[dict[str, Any]]:
-    """Every site with its numbers; those of a site that saw no data are null."""
+    """Lists all sites with scheme, scale and zero point, which are null at a site that saw no data."""
     from qtrace.preparation.record import fake_quants
 
     sites = []

@@ -1,4 +1,4 @@
-"""``qtrace compare``."""
+"""The command ``qtrace compare``."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def compare(
     allow: tuple[str, ...],
     console: Console,
 ) -> None:
-    """Tell where a quantized graph's error comes from, site by site.
+    """Show where a quantized graph's error comes from, site by site.
 
-    MODEL is a calibrated prepared.mge or a quantized.mge. "own" is the error that arises at a site with all
-    before it in float, "inherited" what the sites before it bring; both relative to the signal, in dB: higher
-    is better. Use data that was not used to calibrate. Images and raw pixels are prepared as
-    MODEL's recipe says, or as --recipe does.
+    MODEL is a calibrated prepared.mge or a quantized.mge. "own" is the error that arises at a site if all
+    sites before it are float, "inherited" the error from those sites. Both are relative to the signal, in dB:
+    higher is better. Use data that was not used to calibrate. Images and raw pixels are preprocessed by
+    --recipe, or else by MODEL's own recipe.
     """
     width = shutil.get_terminal_size().columns if on_terminal() else None
     with console.work():
@@ -81,7 +81,7 @@ def compare(
             page = comparison.html()
             with output_file(html) as partial:
                 partial.write_text(page, encoding="utf-8")
-    models.tell_skipped(source, console)
+    models.note_skipped(source, console)
     if html is not None:
         console.note(f"{html} is written: open it in a browser.")
     console.result(comparison.table(width, sort), comparison.to_dict())

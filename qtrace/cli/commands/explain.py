@@ -1,4 +1,4 @@
-"""``qtrace explain``."""
+"""The command ``qtrace explain``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["explain"]
 @click.option(
     "--why",
     metavar="NODE",
-    help="Tell the whole story of a node, a site, a module (or a glob), or a kind of op.",
+    help="Explain a node, a site, a module (or a glob), or a kind of op in full.",
 )
 @click.option("--all", "every", is_flag=True, help="Show ops on shapes and constants, too.")
 @click.option(
@@ -50,13 +50,13 @@ def explain(
     allow: tuple[str, ...],
     console: Console,
 ) -> None:
-    """Tell for every op what is quantized, by which rule, or why it stays float.
+    """Show for every op what is quantized, by which rule, or why it stays float.
 
     MODEL is a traced file (what the recipe would do), a prepared or quantized one (what was done), or
     pkg.mod:factory with --shape.
 
-    Below the table stand how much is computed on integers and, for everything that stays float, the line of a
-    recipe that would change it. On a terminal the table is cut to its width; a pipe gets all of it.
+    Below the table are the share that is computed on integers and, for everything that stays float, the line
+    of a recipe that would change it. On a terminal the table is cut to its width; a pipe gets all of it.
     """
     width = shutil.get_terminal_size().columns if on_terminal() else None
     with console.work():
@@ -64,17 +64,17 @@ def explain(
         from qtrace.preparation.record import is_quantized
 
         if recipe:
-            qtrace.load_recipe(
-                recipe, allow_code=allow_code
-            )  # its mistakes are told before anything is traced
+            qtrace.load_recipe(recipe, allow_code=allow_code)  # its mistakes are reported before tracing
         if models.is_factory(model):
             loaded = models.trace_factory(model, shapes=shapes)
         else:
             loaded = models.load_model(model, allow)
         if recipe and is_quantized(loaded):
-            console.note(f"{model} is quantized already: this is what was done, --recipe has no say.")
+            console.note(
+                f"{model} is quantized already: this is its own quantization, and --recipe is ignored."
+            )
         explanation = qtrace.explain(loaded, recipe, allow_code=allow_code)
-        text, data = _tell(explanation, why, every, width)
+        text, data = _result(explanation, why, every, width)
         if dot is not None:
             with output_file(dot) as partial:
                 partial.write_text(explanation.dot(every=every), encoding="utf-8")
@@ -83,12 +83,12 @@ def explain(
 
 
 def on_terminal() -> bool:
-    """Whether a person reads the result as it is printed."""
+    """Whether the result goes to a terminal."""
     return sys.stdout.isatty()
 
 
-def _tell(explanation: Any, why: str | None, every: bool, width: int | None) -> tuple[str, Any]:
-    """The result as text and as data."""
+def _result(explanation: Any, why: str | None, every: bool, width: int | None) -> tuple[str, Any]:
+    """Returns the result as text and as data."""
     if why is not None:
         stories = explanation.why(why)
         return "\n\n".join(s.text(width or 100) for s in stories), [s.to_dict() for s in stories]

@@ -1,4 +1,4 @@
-"""``qtrace export``."""
+"""The command ``qtrace export``."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from qtrace.cli.outputs import output_file
 __all__ = ["export"]
 
 
-def _pairs(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
-    """``NAME=VALUE`` strings as a dict; values are read as in a recipe: ``true``, ``8``, text."""
+def _pairs(_: click.Context, __: click.Parameter, pairs: tuple[str, ...]) -> dict[str, Any]:
+    """Parses ``NAME=VALUE`` pairs to a dict; values are read as in a recipe: ``true``, ``8``, text."""
     import yaml
 
-    found: dict[str, Any] = {}
-    for text in given:
+    settings: dict[str, Any] = {}
+    for text in pairs:
         name, sign, value = text.partition("=")
         if not name or not sign:
             raise click.BadParameter(f"{text!r} is not of the form NAME=VALUE, such as packed=true.")
         try:
-            found[name.replace("-", "_")] = yaml.safe_load(value)
+            settings[name.replace("-", "_")] = yaml.safe_load(value)
         except (yaml.YAMLError, ValueError, RecursionError):
-            raise click.BadParameter(f"the value of {text!r} cannot be read: quote it, or mend it.") from None
-    return found
+            raise click.BadParameter(
+                f"the value of {text!r} cannot be read: quote it, or correct it."
+            ) from None
+    return settings
 
 
 @click.command(
@@ -41,7 +43,7 @@ def _pairs(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dic
 @click.option(
     "--out", "-o", type=options.file_or_folder(), required=True, help="The file to write, or replace."
 )
-@click.option("--format", "-f", "file_format", metavar="F", help="The format, if the suffix does not tell.")
+@click.option("--format", "-f", "file_format", metavar="F", help="The format, if the suffix does not say it.")
 @click.option(
     "--option",
     "-O",
@@ -70,8 +72,8 @@ def export(
 ) -> None:
     """Write a quantized model for a runtime.
 
-    QUANTIZED is the quantized.mge of `qtrace calibrate`. A format that consists of several files puts the
-    others beside the one that is named.
+    QUANTIZED is the quantized.mge of `qtrace calibrate`. A format of several files puts the others beside
+    --out.
     """
     with console.work():
         import qtrace

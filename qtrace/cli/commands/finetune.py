@@ -1,7 +1,8 @@
-"""``qtrace finetune``."""
+"""The command ``qtrace finetune``."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ _CHECKPOINT = "finetune.part.npz"
 @click.argument("model")
 @options.data(required=True, batch_size=32)
 @click.option(
-    "--eval-data", metavar="D", help="What to evaluate on, as --data; a tenth of --data if left out."
+    "--eval-data", metavar="D", help="Data to evaluate on, as --data; by default a tenth of --data."
 )
 @click.option("--out", "-o", type=options.file_or_folder(), required=True, help="The folder to write.")
 @click.option("--steps", type=click.IntRange(1), default=500, show_default=True, help="Steps to take.")
@@ -60,7 +61,7 @@ _CHECKPOINT = "finetune.part.npz"
     type=click.IntRange(1),
     default=100,
     show_default=True,
-    help="Checkpoint after so many steps.",
+    help="Steps between checkpoints.",
 )
 @click.option("--resume", is_flag=True, help="Go on where an interrupted run stopped.")
 @click.option("--force", is_flag=True, help="Replace the output folder of an earlier run.")
@@ -75,9 +76,9 @@ def finetune(
     resume: bool,
     force: bool,
     console: Console,
-    **asked: Any,
+    **arguments: Any,
 ) -> None:
-    """Train a quantized graph to give what it gives in float; no labels are needed.
+    """Train a quantized graph to reproduce its float outputs, without labels.
 
     MODEL is a prepared.mge that `qtrace calibrate` wrote. The folder --out appears whole or not at all. It
     holds prepared.mge, quantized.mge (to be exported), report.json (the loss, the held-back error, the
@@ -86,20 +87,21 @@ def finetune(
     The result is the state with the smallest error on held-back data. If no step was better than MODEL, the
     result is MODEL as it was, and the report says so; the exit code is 0.
     """
-    with console.work():
+    with console.work(logging.INFO):  # whose estimate of the time the user needs
         import qtrace
 
-        settings = _settings(asked, batch_size)
-        prepared = models.load_model(model, asked["allow"])
-        teacher = models.load_model(asked["teacher"], asked["allow"]) if asked["teacher"] else None
+        settings = _settings(arguments, batch_size)
+        prepared = models.load_model(model, arguments["allow"])
+        teacher_file = arguments["teacher"]
+        teacher = models.load_model(teacher_file, arguments["allow"]) if teacher_file else None
         models.check_stage(prepared, model, "prepared")
-        qconfig = models.preprocessing(prepared, asked["recipe"])
+        qconfig = models.preprocessing(prepared, arguments["recipe"])
         models.check_size(prepared, model, qconfig, data)
-        sizes = {name: asked[name] for name in ("max_batches", "skip_bad")} | {"batch_size": batch_size}
+        sizes = {name: arguments[name] for name in ("max_batches", "skip_bad")} | {"batch_size": batch_size}
         source = models.open_source(data, console, qconfig=qconfig, **sizes)
         unseen = None
-        if asked["eval_data"]:
-            unseen = models.open_source(asked["eval_data"], console, qconfig=qconfig, **sizes)
+        if arguments["eval_data"]:
+            unseen = models.open_source(arguments["eval_data"], console, qconfig=qconfig, **sizes)
         work = resumable_folder(out, names=FILES, force=force, resume=resume, note=console.note)
         with work as (folder, checkpoints):
             report = qtrace.finetune(
@@ -114,17 +116,20 @@ def finetune(
             )
             summary = {"model": model, "data": data, "finetuning": report.to_dict()}
             write_folder(folder, prepared, summary)
-    models.tell_skipped(source, console)
+    models.note_skipped(source, console)
     files = [str(out / name) for name in FILES]
     console.result("\n".join([report.table(), "", *files]), {**summary, "files": files})
 
 
-def _settings(asked: dict[str, Any], batch_size: int) -> Any:
-    """The settings; what was not given has its default."""
+def _settings(arguments: dict[str, Any], batch_size: int) -> Any:
+    """Builds the settings of the run; options that are None keep their default."""
     from qtrace.finetuning import Settings
 
-    given = {name: asked[name] for name in ("steps", "lr", "range_lr", "freeze_below", "seed")}
-    given |= {"blocks": asked["blocks"] or None, "checkpoint_every": asked["checkpoint_steps"]}
-    given["max_minutes"] = asked["minutes"]
-    given = {name: value for name, value in given.items() if value is not None}
-    return Settings(batch_size=batch_size, **given)
+    fields = {name: arguments[name] for name in ("steps", "lr", "range_lr", "freeze_below", "seed")}
+    fields |= {
+        "blocks": arguments["blocks"] or None,
+        "checkpoint_every": arguments["checkpoint_steps"],
+        "max_minutes": arguments["minutes"],
+    }
+    fields = {name: value for name, value in fields.items() if value is not None}
+    return Settings(batch_size=batch_size, **fields)

@@ -1,4 +1,4 @@
-"""``qtrace recipes``."""
+"""The command ``qtrace recipes``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qtrace.cli.outputs import output_file
 
 __all__ = ["recipes"]
 
-# By the folder of a recipe: how the list calls what is in it.
+# The kind of the recipes in each folder.
 _KINDS = {"": "family", "backend": "target", "common": "part"}
 _TITLES = {
     "family": "Families and presets",
@@ -43,25 +43,25 @@ def recipes() -> None:
 )
 @options.output
 def list_recipes(console: Console) -> None:
-    """List the recipes that come with qtrace, a line each."""
+    """List the recipes that come with qtrace, one a line."""
     with console.work():
         import qtrace
         from qtrace.config import backends
         from qtrace.config.recipe import recipe_names
 
-        # A target's own name, as in `onnxruntime`, is short for that of its recipe.
+        # A target's own name, such as `onnxruntime`, stands for its recipe.
         kinds = {name: _KINDS.get(name.rpartition("/")[0], "family") for name in recipe_names()}
         kinds.update((name, "target") for name in backends.known() if name in kinds)
-        found = [
+        rows = [
             {"name": name, "kind": kind, "description": qtrace.load_recipe(name).description or ""}
             for name, kind in kinds.items()
         ]
-    width = max(len(one["name"]) for one in found)
+    width = max(len(row["name"]) for row in rows)
     blocks = []
     for kind, title in _TITLES.items():
-        rows = [f"  {one['name']:{width}}  {one['description']}" for one in found if one["kind"] == kind]
-        blocks.append("\n".join([f"{title}:", *rows]))
-    console.result("\n\n".join(blocks), found)
+        lines = [f"  {row['name']:{width}}  {row['description']}" for row in rows if row["kind"] == kind]
+        blocks.append("\n".join([f"{title}:", *lines]))
+    console.result("\n\n".join(blocks), rows)
 
 
 @recipes.command(
@@ -74,8 +74,8 @@ def list_recipes(console: Console) -> None:
 def show(name: str, allow_code: bool, console: Console) -> None:
     """Print a recipe with its imports merged: a recipe file again.
 
-    Its comments are the reasons, and the file and line that each value and rule comes from. NAME is a name or
-    a YAML file.
+    Its comments give the reason of each value and rule, and the file and line that it comes from. NAME is a
+    name or a YAML file.
     """
     with console.work():
         from qtrace.config.recipe import resolve_recipe
@@ -96,7 +96,10 @@ def show(name: str, allow_code: bool, console: Console) -> None:
 )
 @click.argument("file")
 @click.option(
-    "--model", "-m", metavar="MODEL", help="Also tell which rule meets which ops of this traced file or code."
+    "--model",
+    "-m",
+    metavar="MODEL",
+    help="Also show which rule matches which ops of this traced file or code.",
 )
 @options.example
 @options.allow_code
@@ -110,7 +113,7 @@ def check(
     allow: tuple[str, ...],
     console: Console,
 ) -> int:
-    """Tell what is wrong with a recipe, with file and line. The exit code is 1 if something is.
+    """Report the mistakes of a recipe with file and line. The exit code is 1 if there is one.
 
     FILE is a YAML file or a name. MODEL is a traced file, or pkg.mod:factory with --shape.
     """
@@ -118,14 +121,18 @@ def check(
         raise click.UsageError("--shape is for --model.")
     with console.work():
         qconfig, problems = _without_model(file, allow_code)
-        met: tuple[matching.Met, ...] = ()
+        matches: tuple[matching.RuleMatch, ...] = ()
         if qconfig is not None and model is not None and not problems:
-            met, problems = _with_model(qconfig, model, shapes, allow)
-    told = [matching.placed(problem) or {"message": problem} for problem in problems]
-    data = {"file": file, "passed": not problems, "problems": told, "rules": [one.to_dict() for one in met]}
+            matches, problems = _with_model(qconfig, model, shapes, allow)
+    data = {
+        "file": file,
+        "passed": not problems,
+        "problems": [matching.split_location(problem) or {"message": problem} for problem in problems],
+        "rules": [match.to_dict() for match in matches],
+    }
     lines = list(problems)
-    if met:
-        lines.append(matching.table(met))
+    if matches:
+        lines.append(matching.table(matches))
     if not problems and qconfig is not None:
         lines.append(f"{file}: {len(qconfig.rules)} rules for {qconfig.backend}, nothing wrong.")
     console.result("\n".join(lines), data)
@@ -133,7 +140,7 @@ def check(
 
 
 def _without_model(file: str, allow_code: bool) -> tuple[Any, list[str]]:
-    """The config, None when the file cannot be read as one, and what is wrong."""
+    """Loads the config, None if that fails, and lists its mistakes."""
     import qtrace
     from qtrace.config.linting import mistakes
     from qtrace.errors import ConfigError
@@ -142,25 +149,25 @@ def _without_model(file: str, allow_code: bool) -> tuple[Any, list[str]]:
         qconfig = qtrace.load_recipe(file, allow_code=allow_code)
     except ConfigError as error:
         problems = str(error).split("\n")
-        if not all(matching.placed(problem) for problem in problems):
-            raise  # no recipe at all: a file that is missing
+        if not all(matching.split_location(problem) for problem in problems):
+            raise  # not a recipe, such as a missing file
         return None, problems
     return qconfig, list(mistakes(qconfig))
 
 
 def _with_model(
     qconfig: Any, model: str, shapes: models.Shapes, allow: tuple[str, ...]
-) -> tuple[tuple[matching.Met, ...], list[str]]:
-    """What the rules meet, and what is wrong about that."""
+) -> tuple[tuple[matching.RuleMatch, ...], list[str]]:
+    """Matches the rules with the ops of a model, and lists the rules that match none."""
     from qtrace.errors import ConfigError
 
     factory = models.is_factory(model)
     traced = models.trace_factory(model, shapes=shapes) if factory else models.load_model(model, allow)
     try:
-        met = matching.match(traced, qconfig)
+        matches = matching.match_rules(traced, qconfig)
     except ConfigError as error:
         return (), str(error).split("\n")
-    return met, [one.problem for one in met if one.problem]
+    return matches, [match.problem for match in matches if match.problem]
 
 
 @recipes.command(
@@ -173,7 +180,7 @@ def _with_model(
     metavar="NAME",
     multiple=True,
     required=True,
-    help="A recipe to import, by name or as a file. Repeatable; later ones win.",
+    help="A recipe to import, by name or as a file. Repeatable; a later one wins.",
 )
 @click.option(
     "--out", "-o", type=options.file_or_folder(), help="The file to write; without it, print the text."

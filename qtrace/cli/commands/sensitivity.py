@@ -1,4 +1,4 @@
-"""``qtrace sensitivity``."""
+"""The command ``qtrace sensitivity``."""
 
 from __future__ import annotations
 
@@ -55,13 +55,15 @@ __all__ = ["sensitivity"]
 @click.option(
     "--threshold",
     type=float,
-    help="For --metric detection: the least float score of a place that counts.  [default: 0.3]",
+    help="For --metric detection: the smallest float score of a location that counts.  [default: 0.3]",
 )
 @click.option(
     "--at-least", type=float, help="Search for the fewest layers to raise until the metric is this."
 )
-@click.option("--max-drop", type=float, help="The same, by how much less than in float the metric may be.")
-@click.option("--budget", type=float, help="Search for the best layers to raise within so many --unit.")
+@click.option(
+    "--max-drop", type=float, help="As --at-least, but how far the metric may be below its value in float."
+)
+@click.option("--budget", type=float, help="Search for the best layers to raise within this many --unit.")
 @click.option("--unit", type=click.Choice(["bytes", "bops"]), default="bytes", show_default=True)
 @click.option(
     "--raise",
@@ -70,7 +72,7 @@ __all__ = ["sensitivity"]
     show_default=True,
     help="What layers become: float, a16, w8a8, ...",
 )
-@click.option("--groups", is_flag=True, help="Measure every group of sites by itself, too.")
+@click.option("--groups", is_flag=True, help="Also measure every group of sites by itself.")
 @click.option("--patch", type=options.file_or_folder(), help="Write the recipe that raises the layers here.")
 @options.allow
 @options.progress
@@ -86,9 +88,9 @@ def sensitivity(
     patch: Path | None,
     allow: tuple[str, ...],
     console: Console,
-    **asked: Any,
+    **arguments: Any,
 ) -> int:
-    """Tell which layers cost accuracy, and find the fewest to raise.
+    """Show which layers cost accuracy, and find the fewest to raise.
 
     MODEL is a traced file or pkg.mod:factory; it is prepared by the recipe and calibrated on --data. Without
     a goal, every layer is measured by itself. With --at-least or --max-drop (or a recipe's `expect`, if its
@@ -101,74 +103,74 @@ def sensitivity(
 
         qconfig = qtrace.load_recipe(recipe or "onnxruntime", allow_code=allow_code)
         sizes: dict[str, Any] = {"batch_size": batch_size, "max_batches": max_batches, "skip_bad": skip_bad}
-        goal, chosen = _goal(asked, qconfig), _metric(asked)
+        goal, metric = _goal(arguments, qconfig), _metric(arguments)
         if patch is not None and goal is None:
             raise ConfigError("--patch is written by a search: give --at-least, --max-drop or --budget, too.")
-        if asked["raise_to"] != "float" and goal is None:
+        if arguments["raise_to"] != "float" and goal is None:
             raise ConfigError("--raise is for a search: give --at-least, --max-drop or --budget, too.")
         traced = None if models.is_factory(model) else models.load_model(model, allow)
         if traced is not None:
             models.check_size(traced, model, qconfig, data)
         source = models.open_source(data, console, qconfig=qconfig, **sizes)
         calibration = list(source)
-        measured = calibration
-        if asked["eval_data"]:
-            measured = list(models.open_source(asked["eval_data"], console, qconfig=qconfig, **sizes))
+        evaluation = calibration
+        if arguments["eval_data"]:
+            evaluation = list(models.open_source(arguments["eval_data"], console, qconfig=qconfig, **sizes))
         if traced is None:
             traced = models.trace_factory(model, data=source)
         if goal is None:
             prepared = qtrace.prepare(traced, qconfig)
-            if isinstance(chosen.get("metric"), DetectionLoss):
-                chosen["metric"] = chosen["metric"].of(prepared)  # before it calibrates, which may be long
+            if isinstance(loss := metric.get("metric"), DetectionLoss):
+                metric["metric"] = loss.of(prepared)  # before the calibration, which may take long
             qtrace.calibrate(prepared, calibration, progress=console.progress)
-            result: Any = analyze(prepared, measured, groups=asked["groups"], float_model=traced, **chosen)
+            groups = arguments["groups"]
+            result: Any = analyze(prepared, evaluation, groups=groups, float_model=traced, **metric)
         else:
-            base = _importable(recipe or "onnxruntime", patch)
-            raise_to = asked["raise_to"]
+            raise_to = arguments["raise_to"]
             result = mixed_precision(
-                traced, qconfig, calibration, goal=goal, evaluation=measured, raise_to=raise_to, **chosen
-            ).importing(base)
+                traced, qconfig, calibration, goal=goal, evaluation=evaluation, raise_to=raise_to, **metric
+            ).importing(_importable(recipe or "onnxruntime", patch))
         if patch is not None:
             with output_file(patch) as partial:
                 partial.write_text(result.patch, encoding="utf-8")
-    models.tell_skipped(source, console)
+    models.note_skipped(source, console)
     width = shutil.get_terminal_size().columns if on_terminal() else None
     console.result(result.table(width), result.to_dict())
     return 0 if getattr(result, "passed", True) else 1
 
 
-def _goal(asked: dict[str, Any], qconfig: Any) -> Any:
-    """What to search for, or None."""
+def _goal(arguments: dict[str, Any], qconfig: Any) -> Any:
+    """Builds the goal or the budget of the search; None without one."""
     from qtrace.sensitivity import Budget, Goal
 
-    given = [name for name in ("at_least", "max_drop", "budget") if asked[name] is not None]
-    if len(given) > 1:
-        flags = " and ".join("--" + name.replace("_", "-") for name in given)
+    goals = [name for name in ("at_least", "max_drop", "budget") if arguments[name] is not None]
+    if len(goals) > 1:
+        flags = " and ".join("--" + name.replace("_", "-") for name in goals)
         raise ConfigError(f"{flags} are two goals: give one of them.")
-    if asked["budget"] is not None:
-        return Budget(asked["unit"], asked["budget"])
-    if given:
-        return Goal(asked["at_least"], asked["max_drop"])
+    if arguments["budget"] is not None:
+        return Budget(arguments["unit"], arguments["budget"])
+    if goals:
+        return Goal(arguments["at_least"], arguments["max_drop"])
     expected = qconfig.expect
-    if expected is not None and expected.metric == asked["metric"].rpartition(":")[2].rpartition(".")[2]:
+    if expected is not None and expected.metric == arguments["metric"].rpartition(":")[2].rpartition(".")[2]:
         return Goal(max_drop=expected.max_drop)
     return None
 
 
-def _metric(asked: dict[str, Any]) -> dict[str, Any]:
-    """The metric as arguments of the functions."""
+def _metric(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Builds the arguments that select the metric."""
     from qtrace.data import import_object, is_object_name
 
-    name = asked["metric"]
+    name = arguments["metric"]
     if name == "detection":
-        return {"metric": _detection(asked)}
-    given = {
-        "--level": bool(asked["levels"]),
-        "--channels-last": asked["channels_last"],
-        "--threshold": asked["threshold"] is not None,
+        return {"metric": _detection(arguments)}
+    detection_options = {
+        "--level": bool(arguments["levels"]),
+        "--channels-last": arguments["channels_last"],
+        "--threshold": arguments["threshold"] is not None,
     }
-    if any(given.values()):
-        flag = next(flag for flag, is_given in given.items() if is_given)
+    if any(detection_options.values()):
+        flag = next(flag for flag, is_set in detection_options.items() if is_set)
         raise ConfigError(f"{flag} is for --metric detection: give that, too, or drop it.")
     if not is_object_name(name):
         return {"metric": name}
@@ -178,29 +180,29 @@ def _metric(asked: dict[str, Any]) -> dict[str, Any]:
     return {"own": function}
 
 
-def _detection(asked: dict[str, Any]) -> Any:
-    """A detector's loss, from the options that say which outputs are what."""
+def _detection(arguments: dict[str, Any]) -> Any:
+    """Builds a detector's loss from --level, --channels-last and --threshold."""
     from qtrace.sensitivity import DetectionLoss, Level
 
-    if not asked["levels"]:
+    if not arguments["levels"]:
         raise ConfigError(
             "--metric detection must know which outputs are what: give --level CLS,BOX[,OBJ] for each level, "
             "by name or number."
         )
-    levels, axis = [], -1 if asked["channels_last"] else 1
-    for text in asked["levels"]:
+    levels, axis = [], -1 if arguments["channels_last"] else 1
+    for text in arguments["levels"]:
         parts = [part.strip() for part in text.split(",")]
         if len(parts) not in (2, 3) or not all(parts):
             raise ConfigError(f"--level {text!r} is not of the form CLS,BOX[,OBJ].")
         classes, boxes, *more = (int(p) if p.isdecimal() and len(p) < 10 else p for p in parts)
         levels.append(Level(classes, boxes, more[0] if more else None, axis))
-    if asked["threshold"] is None:
+    if arguments["threshold"] is None:
         return DetectionLoss(tuple(levels))
-    return DetectionLoss(tuple(levels), asked["threshold"])
+    return DetectionLoss(tuple(levels), arguments["threshold"])
 
 
 def _importable(recipe: str, patch: Path | None) -> str:
-    """The recipe as the patch imports it: a file relative to the patch's folder."""
+    """Returns the name by which the patch imports the recipe: a file relative to the patch's folder."""
     if patch is None or not recipe.endswith((".yaml", ".yml")):
         return recipe
     return os.path.relpath(recipe, patch.parent)

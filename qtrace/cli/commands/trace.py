@@ -1,4 +1,4 @@
-"""``qtrace trace``."""
+"""The command ``qtrace trace``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``qtrace verify``."""
+"""The command ``qtrace verify``."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def verify(
 ) -> int:
     """Run an exported file in its runtime beside the quantized graph, and compare every site.
 
-    The exit code is 1 if they differ. Images and raw pixels are prepared as MODEL's recipe says, or as
-    --recipe does.
+    The exit code is 1 if they differ. Images and raw pixels are preprocessed by --recipe, or
+    else by MODEL's own recipe.
     """
     with console.work():
         import qtrace
@@ -59,6 +59,6 @@ def verify(
         with console.bar(source, "verify") as batches:
             report = qtrace.verify(file, loaded, batches, runtime=runtime)
         text, result = report.table(), report.to_dict()
-    models.tell_skipped(source, console)
+    models.note_skipped(source, console)
     console.result(text, {"passed": bool(report.passed), **result})
     return 0 if report.passed else 1

@@ -12,15 +12,15 @@ __all__ = ["Backend", "get", "known"]
 
 
 def known() -> tuple[str, ...]:
-    """The names of all backends, sorted."""
+    """Lists the names of all backends, sorted."""
     return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base"))
 
 
 def get(name: str) -> Backend:
-    """The backend called ``name``.
+    """Returns the backend ``name``.
 
     Raises:
-        ConfigError: when there is none, listing those there are.
+        ConfigError: when there is none; the message lists the backends.
     """
     if name not in known():
         raise ConfigError(f"unknown backend {name!r}; known: {', '.join(known())}.")

@@ -1,4 +1,4 @@
-"""What a backend is: the numbers its kernels use and the chains of ops they compute as one."""
+"""The description of a backend: its schemes, its integer ops, and the chains that it fuses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Limits:
         bits: allowed widths.
         per_channel: whether per-channel scales are allowed.
         affine: whether a zero point is allowed.
-        affine_per_channel: whether one is allowed for each channel.
+        affine_per_channel: whether a zero point per channel is allowed.
         signed: None for both, else the one sign that is allowed.
         narrow: whether the lowest integer may be left out; kernels saturate at it.
         wide: whether the lowest integer may be used.
@@ -35,7 +35,7 @@ class Limits:
     symmetric_bits: tuple[int, ...] = ()
 
     def problem(self, scheme: QScheme) -> str | None:
-        """Why ``scheme`` cannot run, or None."""
+        """Explains why ``scheme`` cannot run; None if it can."""
         if scheme.bits not in self.bits:
             return f"{scheme.bits} bits (it runs {', '.join(map(str, self.bits))})"
         if scheme.per_channel and not self.per_channel:
@@ -64,16 +64,16 @@ class Backend:
         activation: scheme of activations unless a config changes it.
         weight: scheme of weights; its axis says per channel (0) or per tensor (None).
         ops: the op kinds that it computes on integers.
-        fused: op kind -> activations that it computes in the same kernel.
+        fused: for each op kind, the activations that it computes in the same kernel.
         ties_concat: whether inputs and output of concat and stack must share their parameters.
-        rounds_around_float: whether an op without an integer kernel may stand between quantized tensors, in
-            float: what ``quantize: true`` asks for.
+        rounds_around_float: whether ``quantize: true`` may put an op without an integer kernel, in float,
+            between quantized tensors.
         scales_freely: whether a tensor may be read with another scale than it was written with: a
             multiplication by a power of two then changes the scale instead of the integers.
-        limits: sort of site ("activation", "weight") -> what can run.
+        limits: the schemes that can run, for each sort of site ("activation", "weight").
         any_rounding: whether schemes may round otherwise than the default ones.
-        float_kernels: of ``ops``, those that the runtime computes in float between rounded tensors, since it
-            has no integer kernel for them; the integers that come out are the same.
+        float_kernels: the ops among ``ops`` that the runtime computes in float between rounded tensors, with
+            the same resulting integers.
     """
 
     name: str
@@ -90,11 +90,11 @@ class Backend:
 
     @property
     def rounding(self) -> str:
-        """How its kernels round."""
+        """The rounding of its kernels."""
         return self.activation.rounding
 
     def problem(self, sort: str, scheme: QScheme) -> str | None:
-        """Why this backend cannot run ``scheme`` for an "activation" or a "weight"; None if it can."""
+        """Explains why it cannot run ``scheme`` for an "activation" or a "weight"; None if it can."""
         if scheme.rounding != self.rounding and not self.any_rounding:
             return f"{scheme.rounding} rounding (it rounds {self.rounding})"
         return self.limits[sort].problem(scheme)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.data.batches import as_arguments, evaluating, told
+from qtrace.data.batches import as_arguments, evaluating, translate_errors
 from qtrace.errors import CalibrationError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import TracedModule
@@ -68,7 +68,7 @@ def compare(
     with evaluating(quantized), nullcontext() if network is None else evaluating(network):
         for index, batch in enumerate(itertools.islice(batches, max_batches)):
             args, kwargs = as_arguments(batch, quantized, index)
-            with told(quantized, (args, kwargs), index):
+            with translate_errors(quantized, (args, kwargs), index):
                 measured.add(args, kwargs, network)
     if measured.batches == 0:
         raise CalibrationError("there are no batches to compare on: give at least one.")

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def explain(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     monkeypatch.chdir(folder)
 
     def call(*args: str) -> SimpleNamespace:
@@ -50,19 +50,19 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     return call
 
 
-def test_a_table_and_the_summary(run: Any) -> None:
-    result = run("float.mge")
+def test_a_table_and_the_summary(explain: Any) -> None:
+    result = explain("float.mge")
     assert result.code == 0
     assert "softmax_out" in result.out
     assert "What stays in float, and what would change it:" in result.out
     assert "- {match: {op: softmax}, quantize: true, activation: {bits: 16}}" in result.out
     assert "--all shows them" in result.out
     assert "\x1b" not in result.out
-    assert len(run("float.mge", "--all").out) > len(result.out)
+    assert len(explain("float.mge", "--all").out) > len(result.out)
 
 
-def test_json_is_all_there_is(run: Any) -> None:
-    data = json.loads(run("prepared.mge", "--json").out)
+def test_json_is_all_there_is(explain: Any) -> None:
+    data = json.loads(explain("prepared.mge", "--json").out)
     assert data["summary"]["ops"]["float"] == 1
     rule = {"match": {"op": "linear"}, "weight": {"bits": 4}}
     assert data["rules"] == [{"origin": "rules[0]", "comment": "", **rule}]
@@ -70,22 +70,24 @@ def test_json_is_all_there_is(run: Any) -> None:
     assert np.shape(weight["qparams"]["scale"]) == (2,)
 
 
-def test_why(run: Any) -> None:
-    text = run("prepared.mge", "--why", "fc").out
+def test_why(explain: Any) -> None:
+    text = explain("prepared.mge", "--why", "fc").out
     assert text.startswith("fc_out\n  What")
     assert "Rule rules[0], match {op: linear}, changes weights from" in text
-    data = json.loads(run("prepared.mge", "--why", "fc", "--json").out)
+    data = json.loads(explain("prepared.mge", "--why", "fc", "--json").out)
     assert [story["name"] for story in data] == ["fc_out"]
     assert data[0]["reads"]
-    unknown = run("prepared.mge", "--why", "conv_oot")
+    unknown = explain("prepared.mge", "--why", "conv_oot")
     assert unknown.code == 2
     assert "the nearest are conv_out" in unknown.err
     assert unknown.err.count("\n") == 1
     assert unknown.out == ""
 
 
-def test_dot_is_written_whole_or_not_at_all(run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = run("float.mge", "--dot", "new/graph.dot")
+def test_dot_is_written_whole_or_not_at_all(
+    explain: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = explain("float.mge", "--dot", "new/graph.dot")
     assert result.code == 0
     assert "softmax_out" in result.out
     assert "new/graph.dot is written" in result.err
@@ -94,17 +96,17 @@ def test_dot_is_written_whole_or_not_at_all(run: Any, folder: Path, monkeypatch:
     monkeypatch.setattr(
         "qtrace.inspection.explanation.Explanation.dot", lambda self, every: "x" * 3 + "\ud800"
     )
-    assert run("float.mge", "--dot", "new/graph.dot").code != 0
+    assert explain("float.mge", "--dot", "new/graph.dot").code != 0
     assert Path("new/graph.dot").read_text() == drawn
     assert [path.name for path in Path("new").iterdir()] == ["graph.dot"]
-    assert run("float.mge", "--dot", "new").code == 2
-    assert run("float.mge", "--dot", "other.dot", "--why", "nothing at all").code == 2
+    assert explain("float.mge", "--dot", "new").code == 2
+    assert explain("float.mge", "--dot", "other.dot", "--why", "nothing at all").code == 2
     assert not Path("other.dot").exists()
 
 
 @pytest.mark.parametrize(("columns", "colour"), [(70, True), (120, True), (120, False)])
 def test_a_terminal_is_filled_and_not_overrun(
-    run: Any, monkeypatch: pytest.MonkeyPatch, columns: int, colour: bool
+    explain: Any, monkeypatch: pytest.MonkeyPatch, columns: int, colour: bool
 ) -> None:
     seen: dict[str, Any] = {}
 
@@ -113,10 +115,22 @@ def test_a_terminal_is_filled_and_not_overrun(
         return ""
 
     monkeypatch.setattr("qtrace.inspection.explanation.Explanation.table", table)
-    run("float.mge")
+    explain("float.mge")
     assert seen == {"width": None, "every": False, "colour": False}
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr("qtrace.cli.commands.explain.on_terminal", lambda: True)
     monkeypatch.setenv("NO_COLOR", "1") if not colour else monkeypatch.delenv("NO_COLOR", raising=False)
-    run("float.mge", "--all")
+    explain("float.mge", "--all")
     assert seen == {"width": columns, "every": True, "colour": colour}
+
+
+def test_explain(run, here, fakes):
+    assert run("explain", "float.mge").out == "a table\n"
+    document = json.loads(run("explain", "float.mge", "-r", "good", "--json").out)
+    assert document == {"rows": [0.5], "ratio": None, "passed": True}
+    assert fakes.calls["explain"][1] is not None
+
+
+def test_explain_a_factory(run, here, fakes):
+    assert run("explain", f"{here.module}:Net", "--shape", "1x4").code == 0
+    assert "give --shape" in run("explain", f"{here.module}:Net").err

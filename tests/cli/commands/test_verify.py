@@ -1,0 +1,18 @@
+"""``qtrace verify``: its table, JSON and exit code."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+@pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1)])
+def test_verify(run, here, fakes, passed, code):
+    fakes.passed = passed
+    result = run("verify", "net.onnx", "-m", "float.mge", "-d", "x.npy", "--batch-size", 2)
+    assert (result.code, result.out) == (code, "a table\n")
+    assert fakes.calls["verify"] == ("net.onnx", "float", 3)
+    result = run("verify", "net.onnx", "-m", "float.mge", "-d", "x.npy", "--json", "--progress")
+    assert "1/1" in result.err
+    assert (result.code, json.loads(result.out)["passed"]) == (code, passed)

@@ -1,0 +1,133 @@
+"""Stand-ins for the library: models are text files, so that a command runs in milliseconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+import qtrace
+from qtrace.errors import ConfigError, DataError
+
+COMMANDS = ("trace", "calibrate", "explain", "export", "verify")
+
+
+USER = """
+import numpy as np
+import megengine.module as M
+
+class Net(M.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = M.Linear(4, 2)
+    def forward(self, x):
+        return self.fc(x)
+
+def factory():
+    print("a print of the user's")
+    return Net()
+
+def broken():
+    return {}["weights"]
+
+def loader():
+    for _ in range(2):
+        print("loading")
+        yield np.ones((3, 4), "float32")
+
+two = 2
+
+class Pair(M.Module):
+    def forward(self, a, b):
+        return a + b
+"""
+
+
+class Table:
+    """An Explanation or a report of verify."""
+
+    ptq = ()
+
+    def __init__(self, passed=True):
+        self.passed = passed
+
+    def table(self, *args, **options):
+        return "a table"
+
+    def algorithms(self):
+        return ["what they did"]
+
+    def to_dict(self):
+        return {"rows": [np.float32(0.5)], "ratio": float("inf"), "passed": self.passed}
+
+
+class Fakes:
+    """Stands in for the library: models are text files."""
+
+    def __init__(self, monkeypatch):
+        self.calls = {}
+        self.passed = True
+        self.fail = None
+        for name in (*COMMANDS, "load", "save", "load_recipe", "prepare", "convert"):
+            monkeypatch.setitem(vars(qtrace), name, getattr(self, name))  # setattr would load the real one
+        monkeypatch.setattr("qtrace.cli.commands.calibrate._sites", lambda prepared: [{"site": "x"}])
+        monkeypatch.setattr("qtrace.cli.commands.calibrate._collect", self.collect)
+        monkeypatch.setattr("qtrace.cli.models.check_stage", lambda *args: None)
+        monkeypatch.setattr("qtrace.cli.models.check_size", lambda *args: None)
+
+    def trace(self, module, *example, method="forward", check=True):
+        self.calls["trace"] = ([array.shape for array in example], check)
+        return "traced"
+
+    def load(self, path, allow=()):
+        self.calls["load"] = (path, tuple(allow))
+        if not Path(path).is_file():
+            raise DataError(f"{path} cannot be read: No such file or directory.")
+        return Path(path).read_text()
+
+    def save(self, module, path):
+        Path(path).write_text(module)
+
+    def load_recipe(self, name, allow_code=False):
+        if name != "good":
+            raise ConfigError(f"there is no recipe {name!r}:\nchoose good.")
+        return SimpleNamespace(preprocess=None)
+
+    def prepare(self, traced, qconfig):
+        return f"{traced} prepared"
+
+    def collect(self, prepared, source, where, folder, console, how):
+        self.calls["collect"] = ([batch[0].shape for batch in source], how["engine"])
+        if self.fail:
+            raise self.fail
+        chosen = SimpleNamespace(name="megengine", reason="as asked")
+        statistics = SimpleNamespace(batches=dict.fromkeys(range(source.given)))
+        collected = SimpleNamespace(statistics=statistics, chosen=chosen)
+        return SimpleNamespace(collected=collected, skipped=tuple(source.skipped))
+
+    def calibrate(self, prepared, batches, progress=True, statistics=None, state=None):
+        self.calls["calibrate"] = (len(statistics.batches), progress)
+
+    def convert(self, prepared):
+        return f"{prepared} converted"
+
+    def explain(self, model, qconfig=None, allow_code=False):
+        self.calls["explain"] = (model, qconfig)
+        return Table()
+
+    def export(self, model, path, format=None, **options):
+        self.calls["export"] = (format, options)
+        Path(path).write_text("half")
+        if self.fail:
+            raise self.fail
+        Path(path).with_suffix(".bin").write_text("weights")
+
+    def verify(self, path, model, batches, runtime=None):
+        self.calls["verify"] = (path, model, len(list(batches)))
+        return Table(self.passed)
+
+
+def calibrate_arguments(*more):
+    """The arguments of a calibration of ``float.mge`` in the current folder."""
+    return ("calibrate", "float.mge", "-d", "x.npy", "-r", "good", "-o", "out", *more)

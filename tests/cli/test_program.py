@@ -1,0 +1,212 @@
+"""A run of the program: exit codes, streams, signals, and the whole road on a small model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace import cli
+from qtrace.errors import DataError
+from tests.cli.fakes import calibrate_arguments
+
+
+def test_version(run):
+    result = run("--version")
+    assert (result.code, result.out) == (0, f"qtrace {qtrace.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["nonsense"],
+        ["trace"],
+        ["trace", "a:b", "-o", "x", "--shape", "1xx3"],
+        ["calibrate", "m"],
+        ["--what"],
+    ],
+)
+def test_usage_errors(run, args):
+    result = run(*args)
+    assert result.code == 2
+    assert result.out == ""
+    assert "Usage: qtrace" in result.err
+
+
+def test_the_real_thing(run, here):
+    Path("here_model.py").write_text(
+        "import megengine.module as M, megengine.functional as F\n"
+        "class Net(M.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.conv, self.fc = M.Conv2d(3, 4, 3), M.Linear(144, 2)\n"
+        "    def forward(self, x):\n"
+        "        return self.fc(F.flatten(F.relu(self.conv(x)), 1))\n"
+    )
+    x = np.random.default_rng(0).standard_normal((6, 3, 8, 8), np.float32)
+    np.savez("d.npz", x=x, labels=np.arange(6))
+    steps = [
+        ("trace", "here_model:Net", "--shape", "2x3x8x8", "-o", "net.mge"),
+        ("calibrate", "net.mge", "-d", "d.npz", "-r", "onnxruntime", "-o", "out", "--batch-size", "4"),
+        ("explain", "out/quantized.mge", "-r", "onnxruntime"),
+        ("export", "out/quantized.mge", "-o", "net.onnx"),
+        ("verify", "net.onnx", "-m", "out/quantized.mge", "-d", "d.npz"),
+    ]
+    for step in steps:
+        result = run(*step, "--json")
+        assert result.code == 0, result.err
+        assert json.loads(result.out)
+    sites = {site["site"]: site for site in json.loads(Path("out/report.json").read_text())["sites"]}
+    assert len(sites["conv_weight"]["scale"]) == 4
+    assert sites["x"]["scale"] > 0
+    assert "relu" in Path("out/explain.txt").read_text()
+
+
+def test_an_interrupt_that_c_code_made_another_error_of(run, monkeypatch):
+    def command(*args, **kwargs):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            raise DataError("m.mge is damaged (ImportError: initialization failed).") from None
+
+    monkeypatch.setattr(cli.group, "main", command)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
+    try:
+        result = run("export", "m.mge")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (result.code, result.err) == (130, "interrupted: no result was written.\n")
+
+
+class TestProcess:
+    """Exit codes and streams of a real process, with MegEngine's own behaviour."""
+
+    FAKES = """
+import signal, sys, time, pathlib
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the background jobs of a shell ignore it
+import qtrace
+from qtrace.cli import main
+import qtrace.cli.commands.calibrate as command
+import qtrace.cli.models as models
+models.check_stage = lambda *args: None
+def pause(*_):
+    print("calibrating", file=sys.stderr, flush=True)
+    time.sleep(60)
+def poison(*_):
+    import megengine as mge, numpy as np
+    mge.Tensor(np.zeros(4, "float32"))[mge.Tensor(np.array([9], "int32"))]
+qtrace.load = lambda path, allow=(): "model"
+qtrace.load_recipe = lambda name, allow_code=False: None
+qtrace.prepare = lambda traced, qconfig: "prepared"
+class Result:
+    class collected:
+        class statistics: batches = {0: 0}
+        class chosen: name, reason = "megengine", "as asked"
+    skipped = ()
+def collect(*_):
+    {"pause": pause, "poison": poison}.get(sys.argv[1], lambda: None)()
+    return Result
+command._collect = collect
+qtrace.calibrate = lambda *a, **k: None
+qtrace.convert = lambda prepared: "converted"
+qtrace.save = lambda module, path: pathlib.Path(path).write_text(module)
+class Table:
+    passed = sys.argv[1] != "fail"
+    ptq = ()
+    def algorithms(self): return []
+    def table(self, *args, **options): return "table\\n" * 100000
+    def to_dict(self): return {}
+qtrace.explain = lambda model, qconfig=None, allow_code=False: Table()
+qtrace.verify = lambda path, model, batches, **options: Table()
+command._sites = lambda prepared: []
+main(sys.argv[2:])
+"""
+
+    def start(self, mode, *args):
+        return subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", self.FAKES, mode, *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # Unbuffered, Python takes a partial write to a closed pipe for a whole one.
+            env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        )
+
+    def finish(self, mode, *args):
+        process = self.start(mode, *args)
+        out, err = process.communicate(timeout=120)
+        return SimpleNamespace(code=process.returncode, out=out, err=err)
+
+    def test_streams_of_success(self, here):
+        result = self.finish("ok", *calibrate_arguments("--json", "-q"))
+        assert result.code == 0
+        assert json.loads(result.out)["files"]
+        assert result.err == ""  # not even MegEngine's note about CUDA
+
+    def test_error_in_a_kernel_is_no_success(self, here):
+        result = self.finish("poison", *calibrate_arguments())
+        assert result.code == 70
+        assert "out of bounds" in result.err
+        assert result.out == ""
+        assert not Path("out").exists()
+
+    @pytest.mark.parametrize(("mode", "code"), [("ok", 0), ("fail", 1)])
+    def test_verify(self, here, mode, code):
+        assert self.finish(mode, "verify", "f", "-m", "float.mge", "-d", "x.npy").code == code
+
+    def test_mistake(self, here):
+        result = self.finish("ok", "verify", "f", "-m", "float.mge", "-d", "gone.npy")
+        assert (result.code, result.out) == (2, "")
+        assert result.err.startswith("error: There is no file gone.npy")
+        assert result.err.count("\n") == 1
+
+    @pytest.mark.parametrize(
+        ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+    )
+    def test_signals_leave_nothing_behind(self, here, number, code):
+        process = self.start("pause", *calibrate_arguments("-q"))
+        assert process.stderr.readline() == "calibrating\n"
+        assert any(name.startswith(".out.") for name in here.names())
+        process.send_signal(number)
+        process.communicate(timeout=60)
+        assert process.returncode == code
+        assert not any("out" in name for name in here.names())
+
+    def test_closed_pipe(self, here):
+        process = self.start("ok", "explain", "float.mge")
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=60) == 141
+        assert process.stderr.read() == ""
+        process.stderr.close()
+
+    @pytest.mark.parametrize("unbuffered", ["", "1"])
+    @pytest.mark.parametrize(
+        ("args", "streams", "code", "told"),
+        [
+            ("nonsense", "2>/dev/full", 2, ""),
+            ("recipes show nonsense", "2>&-", 2, ""),
+            ("--help", ">/dev/full 2>/dev/full", 2, ""),
+            ("--help", "<&- >&- 2>&-", 0, ""),
+            ("--help", ">/dev/full", 2, "error: No space left on device.\n"),
+            ("recipes show int8", ">/dev/full", 2, "error: No space left on device.\n"),
+        ],
+    )
+    def test_streams_that_cannot_be_written(self, args, streams, code, told, unbuffered):
+        """The exit code is right where nobody can be told; Python's own at its end would be 120."""
+        command = f'"{sys.executable}" -W ignore -m qtrace.cli {args} {streams}'
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(
+            command, shell=True, timeout=60, env=environment, stderr=subprocess.PIPE, text=True
+        )
+        assert (done.returncode, done.stderr) == (code, told)

@@ -14,20 +14,26 @@ from qtrace.cli.outputs import output_file
 __all__ = ["export"]
 
 
-def _pairs(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
+def _options(_: click.Context, __: click.Parameter, pairs: tuple[str, ...]) -> dict[str, Any]:
     """``NAME=VALUE`` strings as a dict; values are read as in a recipe: ``true``, ``8``, text."""
-    import yaml
-
-    found: dict[str, Any] = {}
-    for text in given:
-        name, sign, value = text.partition("=")
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        name, sign, text = pair.partition("=")
         if not name or not sign:
-            raise click.BadParameter(f"{text!r} is not of the form NAME=VALUE, such as packed=true.")
-        try:
-            found[name.replace("-", "_")] = yaml.safe_load(value)
-        except (yaml.YAMLError, ValueError, RecursionError):
-            raise click.BadParameter(f"the value of {text!r} cannot be read: quote it, or mend it.") from None
-    return found
+            raise click.BadParameter(f"{pair!r} is not of the form NAME=VALUE, such as packed=true.")
+        values[name.replace("-", "_")] = _value(pair, text)
+    return values
+
+
+def _value(pair: str, text: str) -> Any:
+    from qtrace.config.tree import read
+
+    problems = [] if text.strip() else [": it is empty: write null, or quotes for empty text."]
+    tree = None if problems else read(text, "value", problems)
+    if tree is None or problems:
+        reason = problems[0].partition(": ")[2]  # without the place, which is always line 1
+        raise click.BadParameter(f"the value of {pair!r} cannot be read as YAML: {reason}")
+    return tree.plain()
 
 
 @click.command(
@@ -48,7 +54,7 @@ def _pairs(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dic
     "settings",
     metavar="NAME=VALUE",
     multiple=True,
-    callback=_pairs,
+    callback=_options,
     help="An option of the format, such as packed=true for .onnx or io=int8 for .tflite. Repeatable.",
 )
 @click.option(

@@ -10,7 +10,10 @@ __all__ = ["MOST_PIXELS", "dimensions"]
 MOST_PIXELS = 2**28
 """268 million pixels, 0.75 GiB in colour; a PNG of a few kilobytes can ask for a thousand times as much."""
 
-_PPM = re.compile(rb"P[1-6](?:\s+|#[^\n]*\n)+(\d{1,18})(?:\s+|#[^\n]*\n)+(\d{1,18})")
+# OpenCV ends a comment at a carriage return, too, and a number at any byte: the latter is refused.
+_SPACE = rb"\s+(?:#[^\r\n]*[\r\n]\s*)*"
+_PNM = re.compile(rb"P[1-6]" + _SPACE + rb"(\d{1,18})" + _SPACE + rb"(\d{1,18})\s")
+_MAX_PNM_HEADER_BYTES = 4096
 # The segments of a JPEG that begin a frame: SOF0 to SOF15 without DHT (C4), JPG (C8) and DAC (CC).
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _ALONE = frozenset({0x01, *range(0xD0, 0xD8)})  # markers without a length: TEM and restarts
@@ -23,7 +26,8 @@ def dimensions(data: bytes) -> tuple[int, int] | None:
         data: the whole file.
 
     Returns:
-        None for another kind of file, or one whose header is not whole: a decoder refuses these by itself.
+        None for another kind of file, or one whose header is damaged. A decoder may still read such a
+        file, so the caller refuses it.
     """
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         return _pair(data, 20, 16, 4, "big")
@@ -33,8 +37,8 @@ def dimensions(data: bytes) -> tuple[int, int] | None:
         return _bmp(data)
     if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
         return _webp(data)
-    found = _PPM.match(data[:4096])
-    return (int(found[2]), int(found[1])) if found else None
+    numbers = _PNM.match(data[:_MAX_PNM_HEADER_BYTES])
+    return (int(numbers[2]), int(numbers[1])) if numbers else None
 
 
 def _pair(

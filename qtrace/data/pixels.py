@@ -51,6 +51,7 @@ def decode(path: Path, channels: int) -> np.ndarray:
         raise DataError(f"{path} is a truncated JPEG.")
     if data.startswith(_PNG) and not _is_whole_png(data):
         raise DataError(f"{path} is a truncated or damaged PNG.")
+    _check_size(path, data)
     flag = cv2.IMREAD_COLOR if channels == 3 else cv2.IMREAD_GRAYSCALE
     level = cv2.setLogLevel(0)  # which would also print the error below
     try:
@@ -70,7 +71,7 @@ def decode(path: Path, channels: int) -> np.ndarray:
 
 
 def _contents(path: Path) -> bytes:
-    """Reads a regular file, and refuses one whose header claims too many pixels."""
+    """Reads a regular file."""
     try:
         if path.exists() and not path.is_file():  # a pipe would never end
             raise DataError(f"{path} is not a regular file.")
@@ -81,13 +82,22 @@ def _contents(path: Path) -> bytes:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
     if not data:
         raise DataError(f"{path} is empty.")
+    return data
+
+
+def _check_size(path: Path, data: bytes) -> None:
+    """Refuses a file whose header gives no size, or an absurd one, before OpenCV allocates its pixels."""
     size = dimensions(data)
-    if size is not None and size[0] * size[1] > MOST_PIXELS:
+    if size is None:
+        raise DataError(
+            f"{path} is not an image that qtrace reads (PNG, JPEG, BMP, WebP or PPM), or its header is "
+            "damaged."
+        )
+    if size[0] * size[1] > MOST_PIXELS:
         raise DataError(
             f"{path} claims {size[1]} x {size[0]} pixels, more than {MOST_PIXELS >> 20} million: it is "
             "damaged, or no image to calibrate with."
         )
-    return data
 
 
 def _is_whole_png(data: bytes) -> bool:

@@ -96,3 +96,46 @@ def test_a_bomb_is_refused_by_its_header(tmp_path: Path) -> None:
     assert MOST_PIXELS < 2**29
     with pytest.raises(DataError, match="bomb.png claims 32768 x 16384 pixels, more than 256 million"):
         decode(path, 3)
+
+
+# Headers that OpenCV reads, in which a reader of the standard finds no size or another one.
+LENIENT = {
+    "other separators": b"P6\n3)2\n255\n",
+    "number ended by a comment": b"P6\n3#2 7\n1\n255\n",
+    "comment ended by a carriage return": b"P6\n#\r3 2 255 \n1 1\n255\n",
+    "leading zeros": b"P6\n3 " + b"0" * 18 + b"2\n255\n",
+    "long comment": b"P6\n#" + b"x" * 5000 + b"\n3 2\n255\n",
+}
+
+
+@pytest.mark.parametrize("name", LENIENT)
+def test_what_only_the_decoder_reads_cannot_hide_a_size(name: str, tmp_path: Path) -> None:
+    data = LENIENT[name] + bytes(100)
+    image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
+    assert image.shape[:2] == (2, 3)
+    assert dimensions(data) in (None, (2, 3))
+    (tmp_path / "a.ppm").write_bytes(data)
+    if dimensions(data) is None:
+        with pytest.raises(DataError, match="a.ppm is not an image that qtrace reads .* header is damaged"):
+            decode(tmp_path / "a.ppm", 3)
+
+
+@pytest.mark.parametrize("suffix", [".tiff", ".sr"])
+def test_another_kind_of_image_under_a_known_suffix_is_refused(suffix: str, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(encoded(suffix))
+    with pytest.raises(DataError, match=r"a.png is not an image that qtrace reads \(PNG, JPEG, BMP, WebP"):
+        decode(tmp_path / "a.png", 3)
+
+
+@pytest.mark.parametrize("kind", ["16 bits", "palette", "wrong suffix"])
+def test_kinds_of_pixels_that_are_read(kind: str, tmp_path: Path) -> None:
+    palette = io.BytesIO()
+    Image.fromarray(COLOUR).convert("P").save(palette, "PNG")
+    wide = COLOUR.astype(np.uint16) * 257
+    data = {"16 bits": encoded(".png", wide), "palette": palette.getvalue(), "wrong suffix": WHOLE["bmp"]}
+    (tmp_path / "a.jpg").write_bytes(data[kind])
+    assert dimensions(data[kind]) == (7, 301)
+    image = decode(tmp_path / "a.jpg", 3)
+    assert image.shape == (7, 301, 3)
+    if kind != "palette":
+        np.testing.assert_array_equal(image, COLOUR)

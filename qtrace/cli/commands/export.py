@@ -16,20 +16,25 @@ __all__ = ["export"]
 
 def _pairs(_: click.Context, __: click.Parameter, pairs: tuple[str, ...]) -> dict[str, Any]:
     """Parses ``NAME=VALUE`` pairs to a dict; values are read as in a recipe: ``true``, ``8``, text."""
-    import yaml
-
-    settings: dict[str, Any] = {}
-    for text in pairs:
-        name, sign, value = text.partition("=")
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        name, sign, text = pair.partition("=")
         if not name or not sign:
-            raise click.BadParameter(f"{text!r} is not of the form NAME=VALUE, such as packed=true.")
-        try:
-            settings[name.replace("-", "_")] = yaml.safe_load(value)
-        except (yaml.YAMLError, ValueError, RecursionError):
-            raise click.BadParameter(
-                f"the value of {text!r} cannot be read: quote it, or correct it."
-            ) from None
-    return settings
+            raise click.BadParameter(f"{pair!r} is not of the form NAME=VALUE, such as packed=true.")
+        values[name.replace("-", "_")] = _value(pair, text)
+    return values
+
+
+def _value(pair: str, text: str) -> Any:
+    """Parses the value ``text`` of ``pair``."""
+    from qtrace.config.tree import read
+
+    problems = [] if text.strip() else [": it is empty: write null, or quotes for empty text."]
+    tree = None if problems else read(text, "value", problems)
+    if tree is None or problems:
+        reason = problems[0].partition(": ")[2]  # without the place, which is always line 1
+        raise click.BadParameter(f"the value of {pair!r} cannot be read as YAML: {reason}")
+    return tree.plain()
 
 
 @click.command(

@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from qtrace.errors import QtraceError
 
 
@@ -23,6 +25,29 @@ def test_export_options(run, here, fakes):
     result = run("export", "float.mge", "-o", "net.onnx", "-O", "packed")
     assert result.code == 2
     assert "'packed' is not of the form NAME=VALUE" in result.err
+
+
+def test_export_options_are_read_as_in_a_recipe(run, here, fakes):
+    options = ["-O", "a=yes", "-O", "b=1e-4", "-O", "c=010", "-O", "d=2024-01-01", "-O", "e=[1, x]"]
+    assert run("export", "float.mge", "-o", "net.onnx", *options).code == 0
+    assert fakes.calls["export"][1] == {"a": "yes", "b": 1e-4, "c": 10, "d": "2024-01-01", "e": [1, "x"]}
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("a={b: 1, b: 2}", "duplicate key 'b', first given in line 1."),
+        ("a=!!set {b}", "the tag tag:yaml.org,2002:set is not supported"),
+        ("a=" + "[" * 60 + "]" * 60, "more than 50 levels of nesting."),
+        ("a=*b", "found undefined alias 'b'; quote text that begins with *."),
+        ("a=", "it is empty: write null, or quotes for empty text."),
+    ],
+)
+def test_export_options_that_cannot_be_read(run, here, fakes, value, reason):
+    result = run("export", "float.mge", "-o", "net.onnx", "-O", value)
+    assert result.code == 2
+    assert f"the value of {value!r} cannot be read as YAML: " in " ".join(result.err.split())
+    assert reason in " ".join(result.err.split())
 
 
 def test_failed_export_keeps_the_old_file(run, here, fakes):

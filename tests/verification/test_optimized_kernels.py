@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import megengine.functional as F
@@ -54,10 +54,9 @@ class _WrongWhenOptimized(onnxruntime.OnnxSession):
 
 
 @pytest.fixture
-def wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = dataclasses.replace(onnxruntime.RUNTIME, open=_WrongWhenOptimized)
     monkeypatch.setattr(onnxruntime, "RUNTIME", runtime)
-    yield
 
 
 @pytest.mark.usefixtures("wrong_kernel")

@@ -20,7 +20,7 @@ from qtrace.errors import CalibrationError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.comparison._runs import AloneRun, FloatRun, QuantizedRun
-from qtrace.inspection.comparison.report import Comparison, GroupCost, Output, SiteError
+from qtrace.inspection.comparison.report import Comparison, GroupCost, OutputComparison, SiteComparison
 from qtrace.inspection.comparison.tally import SiteTally, clipped, range_of
 from qtrace.inspection.twin import check_nodes, float_twin, told_changed
 from qtrace.metrics import ErrorSums, comparable, decibels
@@ -173,15 +173,15 @@ class _Measured:
                 yield GroupCost(group, tuple(names), tuple(_cost(self.tallies[n]) for n in names))
 
 
-def _output(index: int, shape: tuple[int, ...], sums: ErrorSums, unequal: int) -> Output:
+def _output(index: int, shape: tuple[int, ...], sums: ErrorSums, unequal: int) -> OutputComparison:
     if unequal and not sums.values:
-        return Output(index, shape, math.nan, math.nan, None, unequal)
-    return Output(index, shape, sums.sqnr_db, sums.cosine, sums.agreement, unequal)
+        return OutputComparison(index, shape, math.nan, math.nan, None, unequal)
+    return OutputComparison(index, shape, sums.sqnr_db, sums.cosine, sums.agreement, unequal)
 
 
-def _activation(site: QuantizedSite, tally: SiteTally, kind: str) -> SiteError:
+def _activation(site: QuantizedSite, tally: SiteTally, kind: str) -> SiteComparison:
     compared = tally.total.values > 0 or not tally.unequal
-    return SiteError(
+    return SiteComparison(
         site.name,
         site.sort,
         kind,
@@ -198,7 +198,7 @@ def _activation(site: QuantizedSite, tally: SiteTally, kind: str) -> SiteError:
     )
 
 
-def _parameter(site: QuantizedSite, value: np.ndarray, rounded: np.ndarray | None) -> SiteError:
+def _parameter(site: QuantizedSite, value: np.ndarray, rounded: np.ndarray | None) -> SiteComparison:
     """The error of a parameter; ``rounded`` is what the graph has, None for ``value`` rounded to nearest."""
     fq, qparams = site.fake_quant, site.qparams
     flat = qparams
@@ -213,7 +213,7 @@ def _parameter(site: QuantizedSite, value: np.ndarray, rounded: np.ndarray | Non
     difference.add(rows, dequantize(integers, flat))
     scheme = qparams.scheme
     width = integers.astype(np.int64).max(axis=-1) - integers.astype(np.int64).min(axis=-1)
-    return SiteError(
+    return SiteComparison(
         site.name,
         site.sort,
         "",

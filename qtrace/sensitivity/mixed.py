@@ -115,8 +115,8 @@ def mixed_precision(
     """Finds the fewest layers to raise for a goal, or the best ones within a budget.
 
     During the search, the raised part of a layer (its weight, its activations, or both) is in float. The
-    result is then prepared and calibrated with its real bits. If it falls short of the goal, the next layers by
-    noise are raised, too.
+    result is then prepared and calibrated with its real bits. If it falls short of the goal, the next layers
+    by noise are raised, too.
 
     Args:
         traced: a traced module.

@@ -47,8 +47,8 @@ def locked(path: Path, subject: str, note: Callable[[str], None] = lambda text: 
         owner = _read(handle)
         if owner and owner.get("host") != socket.gethostname():
             raise QtraceError(
-                f"{subject} was locked by {_describe(owner)}, of which nothing is known here: remove {path} if "
-                "that process has ended."
+                f"{subject} was locked by {_describe(owner)}, of which nothing is known here: remove {path} "
+                "if that process has ended."
             )
         if owner:
             note(f"the lock of {_describe(owner)}, which has ended, was taken over")

@@ -22,7 +22,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.inspection.comparison._runs import AloneRun, FloatRun, QuantizedRun
 from qtrace.inspection.comparison.report import Comparison, GroupCost, OutputComparison, SiteComparison
 from qtrace.inspection.comparison.tally import SiteTally, clipped, range_of
-from qtrace.inspection.twin import check_nodes, float_twin, told_changed
+from qtrace.inspection.twin import check_nodes, describe_changed_weights, float_twin
 from qtrace.metrics import ErrorSums, comparable, decibels
 from qtrace.numerics import dequantize, quantize
 from qtrace.observers.statistics.search import best_range, error, tables
@@ -52,10 +52,10 @@ def compare(
         batches: inputs as for ``qtrace.calibrate``, best ones that were not used there.
         float_model: the network as traced, or prepared from it; None for the graph itself in float, which is
             another network where training, or an algorithm of ``ptq`` in ``calibrate``, has changed weights.
-        max_batches: how many batches to take at most; None for all.
+        max_batches: the largest number of batches; None for all.
 
     Returns:
-        What was found, with ``table()``, ``to_dict()`` and ``html()``.
+        A comparison with ``table()``, ``to_dict()`` and ``html()``.
 
     Raises:
         GraphError: when the module is not prepared or converted, or ``float_model`` is another network.
@@ -72,12 +72,16 @@ def compare(
                 measured.add(args, kwargs, network)
     if measured.batches == 0:
         raise CalibrationError("there are no batches to compare on: give at least one.")
-    note = "" if twin is not None else told_changed(model, "give that, too (float_model=, or --float).")
+    note = (
+        ""
+        if twin is not None
+        else describe_changed_weights(model, "give that, too (float_model=, or --float).")
+    )
     return measured.result(model.record.qconfig.get("name") or "", note)
 
 
 class _Measured:
-    """Gathers what `compare` tells."""
+    """Collects the errors of all batches."""
 
     def __init__(self, quantized: QuantizedModel, twin: TracedModule | None) -> None:
         self.quantized, self.model, self.twin = quantized, quantized.module, twin
@@ -132,11 +136,11 @@ class _Measured:
             self.unequal[index] += f.shape != q.shape
 
     def result(self, name: str, note: str) -> Comparison:
-        """What was found.
+        """Returns the comparison of all batches so far.
 
         Args:
-            name: of the recipe.
-            note: on what "float" stands for.
+            name: the name of the recipe.
+            note: a remark on what "float" stands for.
         """
         kinds = {gives: note.kind for note in self.quantized.annotation.notes for gives in note.gives}
         sites = []
@@ -239,7 +243,7 @@ def _rows(fq: FakeQuant, qparams: QParams, value: np.ndarray) -> np.ndarray:
 
 
 def _cost(tally: SiteTally) -> float:
-    """How many dB the rounding error would be lower with parameters of the site's own."""
+    """Returns by how many dB the rounding error would be lower with parameters of the site's own."""
     state = {k: np.asarray(v) for k, v in tally.distribution.state_dict().items() if k != "batches"}
     scheme = tally.distribution.scheme
     table = tables(state)

@@ -34,7 +34,7 @@ def waterfall(sites: Sequence[SiteComparison]) -> str:
 
 
 def distribution(site: SiteComparison, histogram: Histogram) -> str:
-    """How the float values of a site are distributed, and the range that the integers cover."""
+    """Plots the distribution of a site's float values and the range of its integers."""
     return _svg((5.2, 2.6), site.site, lambda axes: _draw_distribution(axes, histogram))
 
 

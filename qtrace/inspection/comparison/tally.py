@@ -94,7 +94,7 @@ class SiteTally:
 
 
 def clipped(values: np.ndarray, integers: np.ndarray, qparams: QParams) -> int:
-    """How many values lie outside what the integers can stand for, by more than rounding."""
+    """Counts the values that lie outside the range of the integers by more than rounding."""
     scheme = qparams.scheme
     ends = (integers == scheme.qmin) | (integers == scheme.qmax)
     if not ends.any():

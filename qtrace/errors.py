@@ -16,7 +16,7 @@ class ConfigError(QtraceError):
 
 
 class GraphError(QtraceError):
-    """A traced graph is inconsistent, or an edit was asked for that would make it so."""
+    """A traced graph is inconsistent, or an edit would make it so."""
 
 
 class TraceError(QtraceError):
@@ -32,7 +32,7 @@ class UnsafeFileError(QtraceError):
 
 
 class ExportError(QtraceError):
-    """A graph cannot be expressed in the asked format."""
+    """A graph cannot be expressed in the chosen format."""
 
 
 class DataError(QtraceError):
@@ -40,14 +40,14 @@ class DataError(QtraceError):
 
 
 class Terminated(SystemExit):
-    """A signal asked the process to end; no error, and told apart from a ``sys.exit`` in the user's code."""
+    """A signal ended the process; this is no error, and differs from a ``sys.exit`` in the user's code."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
 
 
 class QtraceWarning(UserWarning):
-    """Something is allowed that may well go wrong."""
+    """Something is allowed but is likely to go wrong."""
 
 
 class TrainingError(QtraceError):

@@ -1,6 +1,6 @@
-"""How close values are to their reference: the one SQNR of the package, cosine and equal classes.
+"""Compares values with their reference: the one SQNR of the package, the cosine and equal classes.
 
-All figures are computed from sums in float64. The sums of batches add up to the sums of the whole. The
+All figures are computed from sums in float64. The sums of several batches add up to those of all data. The
 signal to quantization noise ratio of a reference f and the values q in its place is
 ``10 log10(E[f**2] / E[(q - f)**2])`` (Jayant and Noll 1984, "Digital Coding of Waveforms").
 """
@@ -37,7 +37,7 @@ def finite_or_none(ratio: float) -> float | None:
 
 
 def comparable(reference: np.ndarray, test: np.ndarray) -> bool:
-    """Whether the error of an output is a number: not of integers, nor where a selection keeps other rows."""
+    """Whether an output has an error: its values are floats, and both sides have the same shape."""
     return reference.shape == test.shape and reference.dtype.kind == "f"
 
 
@@ -68,9 +68,9 @@ class ErrorSums:
         power: the sum of ``q**2``.
         product: the sum of ``f * q``.
         noise: the sum of ``(q - f)**2``.
-        values: how many values were compared.
-        classified: how many samples had their classes compared.
-        agreeing: how many of these have their largest value at the same index.
+        values: the number of values that were compared.
+        classified: the number of samples whose classes were compared.
+        agreeing: the number of those samples whose largest value has the same index on both sides.
     """
 
     signal: float = 0.0

@@ -92,13 +92,13 @@ def expand(param: np.ndarray, axis: int | None, ndim: int) -> np.ndarray:
 
 
 def grid(lo: Any, hi: Any, scheme: QScheme) -> tuple[np.ndarray, np.ndarray]:
-    """The scale and the zero point with which `scheme` covers ranges; what `choose` computes, unchecked.
+    """Computes the scale and zero point with which `scheme` covers ranges, without the checks of `choose`.
 
-    Every range stands by itself: no scale is smaller than 2**-126, and none depends on the others.
+    Each range is treated by itself: no scale is smaller than 2**-126, and none depends on the others.
 
     Args:
         lo, hi: float64 arrays of any shapes that broadcast, finite, ``lo <= hi``.
-        scheme: how to quantize.
+        scheme: the scheme of the tensor.
 
     Returns:
         The scale (float32) and the zero point (int32), of the broadcast shape.
@@ -117,7 +117,7 @@ def grid(lo: Any, hi: Any, scheme: QScheme) -> tuple[np.ndarray, np.ndarray]:
         scale = np.asarray(np.maximum(scale, SMALLEST_NORMAL)).astype(np.float32)
     if scheme.symmetric:
         return scale, np.full(scale.shape, scheme.symmetric_zero_point, np.int32)
-    # With the scale as it was rounded to float32, for that is the one in use.
+    # The zero point follows from the scale as rounded to float32, which is the one in use.
     zero_point = round_to(scheme.qmin - lo / scale.astype(np.float64), scheme.rounding)
     return scale, np.clip(zero_point, scheme.qmin, scheme.qmax).astype(np.int32)
 
@@ -135,7 +135,7 @@ def choose(lo: Any, hi: Any, scheme: QScheme) -> QParams:
 
     Args:
         lo, hi: the ends of the range, scalars per tensor or of shape ``(C,)`` per channel.
-        scheme: how to quantize.
+        scheme: the scheme of the tensor.
 
     Returns:
         Parameters of shape ``()`` or ``(C,)``.
@@ -157,14 +157,14 @@ def choose(lo: Any, hi: Any, scheme: QScheme) -> QParams:
     if crossed.any():
         raise SchemeError(f"choose: lo {low[crossed][0]} exceeds hi {high[crossed][0]}: swap the ends.")
     with np.errstate(over="ignore"):
-        scale, zero_point = grid(*_widened(low, high, scheme), scheme)
+        scale, zero_point = grid(*_widen(low, high, scheme), scheme)
     if np.isinf(scale).any():
         raise SchemeError("choose: the range is so wide that float32 cannot hold its scale: clip the tensor.")
     return QParams(scheme, scale, zero_point)
 
 
 def alive(sizes: np.ndarray) -> np.ndarray:
-    """Which channels are not next to 0 beside the largest: those of at least `SMALLEST_SHARE` of it.
+    """Returns which channels have at least `SMALLEST_SHARE` of the magnitude of the largest channel.
 
     Args:
         sizes: the largest magnitude of each channel, shape (C,).
@@ -175,21 +175,21 @@ def alive(sizes: np.ndarray) -> np.ndarray:
     return (sizes > 0) & (sizes >= SMALLEST_SHARE * sizes.max(initial=0.0))
 
 
-def _widened(lo: np.ndarray, hi: np.ndarray, scheme: QScheme) -> tuple[np.ndarray, np.ndarray]:
-    """Ranges as `choose` covers them: those of dead channels are widened, those of a dead tensor are 0."""
+def _widen(lo: np.ndarray, hi: np.ndarray, scheme: QScheme) -> tuple[np.ndarray, np.ndarray]:
+    """Widens the ranges of dead channels as `choose` does, and sets those of a dead tensor to 0."""
     lo, hi = np.minimum(lo, 0.0), np.maximum(hi, 0.0)
     steps = scheme.qmax - (scheme.symmetric_zero_point if scheme.symmetric else scheme.qmin)
     span = np.maximum(-lo, hi) if scheme.symmetric else hi - lo
     if not span.size or span.max() < SMALLEST_SCALE * steps:
         return np.zeros_like(lo), np.zeros_like(hi)
-    least = np.maximum(SMALLEST_SHARE * span.max(), SMALLEST_SCALE * steps)
-    dead = (span > 0) & (span < least)
-    factor = np.where(dead, least / np.where(dead, span, 1.0), 1.0)
+    smallest = np.maximum(SMALLEST_SHARE * span.max(), SMALLEST_SCALE * steps)
+    dead = (span > 0) & (span < smallest)
+    factor = np.where(dead, smallest / np.where(dead, span, 1.0), 1.0)
     return lo * factor, hi * factor
 
 
 def quantize(x: Any, qparams: QParams) -> np.ndarray:
-    """``saturate(round(x / scale) + zero_point)``, as ONNX's QuantizeLinear computes it.
+    """Computes ``saturate(round(x / scale) + zero_point)``, as ONNX's QuantizeLinear does.
 
     Infinities saturate; NaN becomes `qmin`, as in onnxruntime.
 
@@ -204,7 +204,7 @@ def quantize(x: Any, qparams: QParams) -> np.ndarray:
         SchemeError: when x has no such axis or another number of channels.
     """
     x, scheme = _floats(x), qparams.scheme
-    scale, zero_point = _fitted(qparams, x)
+    scale, zero_point = _broadcast_params(qparams, x)
     with np.errstate(over="ignore"):
         q = np.asarray(x / scale.astype(x.dtype))
     q = round_to(q, scheme.rounding) + zero_point.astype(x.dtype)
@@ -213,7 +213,7 @@ def quantize(x: Any, qparams: QParams) -> np.ndarray:
 
 
 def quantize_bias(bias: np.ndarray, scale: np.ndarray, limit: int) -> np.ndarray:
-    """The integers of a bias: ``bias / scale`` in float32, rounded half away from zero.
+    """Computes the integers of a bias: ``bias / scale`` in float32, rounded half away from zero.
 
     Args:
         bias: numbers of any shape.
@@ -228,7 +228,7 @@ def quantize_bias(bias: np.ndarray, scale: np.ndarray, limit: int) -> np.ndarray
 
 
 def dequantize(q: Any, qparams: QParams) -> np.ndarray:
-    """``(q - zero_point) * scale`` in float32, as ONNX's DequantizeLinear computes it.
+    """Computes ``(q - zero_point) * scale`` in float32, as ONNX's DequantizeLinear does.
 
     Args:
         q: integers of any shape.
@@ -254,27 +254,27 @@ def fake_quantize(x: Any, qparams: QParams) -> np.ndarray:
         An array of the shape of x: float64 when x is, else float32.
 
     Raises:
-        SchemeError: as `quantize`.
+        SchemeError: when x has no such axis or another number of channels.
     """
     x = _floats(x)
     return _dequantize(quantize(x, qparams), qparams, x.dtype)
 
 
 def _dequantize(q: np.ndarray, qparams: QParams, dtype: np.dtype) -> np.ndarray:
-    scale, zero_point = _fitted(qparams, q)
+    scale, zero_point = _broadcast_params(qparams, q)
     # The difference has at most 17 bits: exact as int32 and as float32.
     return np.asarray((q.astype(np.int32) - zero_point).astype(dtype) * scale.astype(dtype))
 
 
 def _floats(x: Any) -> np.ndarray:
-    """x as float32 (float16 too) or else float64: never the float16 that numpy 1 would divide in."""
+    """Converts x to float32 (float16 too) or float64; numpy 1 would divide in float16."""
     x = np.asarray(x)
     small = x.dtype in (np.float16, np.float32)
     return x.astype(np.float32 if small else np.float64, copy=False)
 
 
-def _fitted(qparams: QParams, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and zero point, broadcastable to x."""
+def _broadcast_params(qparams: QParams, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns scale and zero point in shapes that broadcast to x."""
     axis = qparams.scheme.axis
     scale, zero_point = (expand(param, axis, x.ndim) for param in (qparams.scale, qparams.zero_point))
     if axis is not None and x.shape[axis] != scale.size:

@@ -1,4 +1,4 @@
-"""How a tensor is quantized (`QScheme`), and with which numbers (`QParams`): frozen data, exact in JSON."""
+"""The scheme (`QScheme`) and the parameters (`QParams`) of a quantized tensor: frozen data, exact in JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FLAGS = ("signed", "symmetric", "narrow", "power_of_two")
 
 @dataclass(frozen=True)
 class QScheme:
-    """How real numbers x map to integers q: ``x = (q - zero_point) * scale``. Hashable, without arrays.
+    """Maps real numbers x to integers q: ``x = (q - zero_point) * scale``. Hashable, without arrays.
 
     Attributes:
         bits: width of q, 2 to 16.
@@ -32,10 +32,10 @@ class QScheme:
         axis: the axis of the channels that have a scale each (negative counts from the end), or None for
             one scale per tensor.
         power_of_two: scales are powers of two (targets that shift instead of multiplying).
-        rounding: where ties go: to the even neighbour (ONNX, TFLite) or away from zero (MegEngine, ncnn).
+        rounding: the rule for ties: to the even neighbour (ONNX, TFLite) or away from zero (MegEngine, ncnn).
 
     Raises:
-        SchemeError: when a value is not one of these.
+        SchemeError: when a value is not allowed.
     """
 
     bits: int = 8
@@ -113,18 +113,18 @@ class QScheme:
 
 @dataclass(frozen=True, eq=False)
 class QParams:
-    """A scheme with its numbers: ``x = (q - zero_point) * scale``.
+    """A scheme with its scale and zero point: ``x = (q - zero_point) * scale``.
 
     The arrays are converted, checked and kept as read-only copies. Two QParams are equal when their
-    schemes and the bits of their arrays are.
+    schemes and the bits of their arrays are equal.
 
     Attributes:
-        scheme: how the tensor is quantized.
+        scheme: the scheme of the tensor.
         scale: float32, finite and positive, of shape ``()`` per tensor or ``(C,)`` per channel.
         zero_point: int32 in ``[qmin, qmax]``, of the shape of `scale`.
 
     Raises:
-        SchemeError: when the numbers are impossible or are not what the scheme promises.
+        SchemeError: when the numbers are impossible or do not fit the scheme.
     """
 
     scheme: QScheme
@@ -142,9 +142,9 @@ class QParams:
                 "per channel."
             )
         if self.scheme.per_channel != (scale.ndim == 1) or not scale.size:
-            wanted = "(channels,)" if self.scheme.per_channel else "()"
+            shape = "(channels,)" if self.scheme.per_channel else "()"
             raise SchemeError(
-                f"QParams: scale has shape {scale.shape}, but {self.scheme.describe()} takes {wanted}."
+                f"QParams: scale has shape {scale.shape}, but {self.scheme.describe()} takes {shape}."
             )
         for name, array in (("scale", scale), ("zero_point", zero_point)):
             array.setflags(write=False)
@@ -159,14 +159,14 @@ class QParams:
         return hash(self._identity())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Through the constructor: numpy forgets in a pickle or a deep copy that an array is read-only.
+        # The constructor makes the arrays read-only: numpy drops that flag in pickles and deep copies.
         return QParams, (self.scheme, self.scale, self.zero_point)
 
     def _identity(self) -> tuple[QScheme, tuple[int, ...], bytes, bytes]:
         return self.scheme, self.scale.shape, self.scale.tobytes(), self.zero_point.tobytes()
 
     def to_dict(self) -> dict[str, Any]:
-        """Scheme, scale and zero point as plain numbers or lists: JSON brings back the identical bits."""
+        """Returns scheme, scale and zero point as plain numbers or lists, which JSON keeps bit for bit."""
         return {
             "scheme": self.scheme.to_dict(),
             "scale": self.scale.tolist(),
@@ -189,48 +189,48 @@ class QParams:
 
 
 def _scale_array(scheme: QScheme, value: Any) -> np.ndarray:
-    """A fresh float32 array of scales that `scheme` allows."""
-    given = _numbers("scale", value, "iuf")
+    """Converts scales to a new float32 array and checks them against `scheme`."""
+    numbers = _numbers("scale", value, "iuf")
     with np.errstate(over="ignore", under="ignore"):
-        scale = given.astype(np.float32)
+        scale = numbers.astype(np.float32)
     bad = ~(np.isfinite(scale) & (scale > 0))
     if bad.any():
-        raise SchemeError(f"QParams: scale holds {given[bad][0]}: give finite positive float32 numbers.")
+        raise SchemeError(f"QParams: scale holds {numbers[bad][0]}: give finite positive float32 numbers.")
     if scheme.power_of_two and (np.frexp(scale)[0] != 0.5).any():
         raise SchemeError(f"QParams: {scheme.describe()} takes scales that are powers of two.")
     return scale
 
 
 def _zero_point_array(scheme: QScheme, value: Any) -> np.ndarray:
-    """A fresh int32 array of zero points that `scheme` allows."""
-    given = _numbers("zero_point", value, "iu")
+    """Converts zero points to a new int32 array and checks them against `scheme`."""
+    numbers = _numbers("zero_point", value, "iu")
     if scheme.symmetric:
         low = high = scheme.symmetric_zero_point
     else:
         low, high = scheme.qmin, scheme.qmax
-    bad = (given < low) | (given > high)
+    bad = (numbers < low) | (numbers > high)
     if bad.any():
         allowed = f"is {low}" if low == high else f"lies in [{low}, {high}]"
         raise SchemeError(
-            f"QParams: zero_point holds {given[bad][0]}, but that of {scheme.describe()} {allowed}."
+            f"QParams: zero_point holds {numbers[bad][0]}, but that of {scheme.describe()} {allowed}."
         )
-    return given.astype(np.int32)
+    return numbers.astype(np.int32)
 
 
 def _numbers(name: str, value: Any, kinds: str) -> np.ndarray:
-    """`value` as an array whose dtype is of one of `kinds` (numpy's letters)."""
+    """Converts `value` to an array whose dtype is of one of `kinds` (numpy's letters)."""
     try:
         array = np.asarray(value)
     except ValueError:  # ragged lists
         array = np.asarray(None)
     if array.dtype.kind not in kinds:
-        wanted = "numbers" if "f" in kinds else "integers"
-        raise SchemeError(f"QParams: {name} is {value!r}: give {wanted}.")
+        expected = "numbers" if "f" in kinds else "integers"
+        raise SchemeError(f"QParams: {name} is {value!r}: give {expected}.")
     return array
 
 
 def _integer(name: str, value: Any) -> int:
-    """`value` as an int; True and False are not numbers here."""
+    """Converts `value` to an int; refuses True and False."""
     if not isinstance(value, (bool, np.bool_)):
         try:
             return operator.index(value)

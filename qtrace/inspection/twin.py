@@ -1,7 +1,7 @@
-"""The float twin of a quantized graph: the network that its errors are measured against.
+"""Makes the float twin of a quantized graph: the network that errors are measured against.
 
 A prepared graph in the phase ``float`` computes what the network computed, unless an algorithm of `ptq` has
-written other weights or biases into it. Then the twin has to be made of the network itself.
+written other weights or biases into it. In that case the twin is made from the network itself.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.prepare import prepare
 from qtrace.preparation.record import is_quantized
 
-__all__ = ["changed_weights", "check_nodes", "float_twin", "late_algorithms", "told_changed"]
+__all__ = ["changed_weights", "check_nodes", "describe_changed_weights", "float_twin", "late_algorithms"]
 
 
 def late_algorithms(config: QConfig) -> tuple[str, ...]:
-    """The algorithms of a config that change a calibrated graph, in order."""
+    """Returns the algorithms of a config that change a calibrated graph, in order."""
     return tuple(name for name, algorithm in algorithms(config) if algorithm.stage == "calibrated")
 
 
 def changed_weights(model: QuantizedModel) -> tuple[str, ...]:
-    """The algorithms that changed parameters of a graph when it was calibrated, in order.
+    """Returns the algorithms that changed parameters of a graph during calibration, in order.
 
     Raises:
         ConfigError: when the model names one of its own in a module that nobody has imported.
@@ -39,24 +39,24 @@ def changed_weights(model: QuantizedModel) -> tuple[str, ...]:
     return tuple(r["algorithm"] for r in model.ptq if r["changed"] and r["algorithm"] in late)
 
 
-def told_changed(model: QuantizedModel, how: str) -> str:
-    """A sentence where the graph in float is not the network any more, "" where it is.
+def describe_changed_weights(model: QuantizedModel, remedy: str) -> str:
+    """Says which algorithms changed the weights, so that the graph in float is not the network; else "".
 
     Args:
         model: the quantized graph.
-        how: how to give the network, as the end of the sentence.
+        remedy: how to pass the network, as the end of the sentence.
     """
     try:
         changed = ", ".join(changed_weights(model))
-    except ConfigError:  # one that cannot be asked for its stage
+    except ConfigError:  # an algorithm whose stage is unknown
         changed = ", ".join(report["algorithm"] for report in model.ptq if report["changed"])
     if not changed:
         return ""
-    return f"{changed} changed the weights: 'float' is the graph with these, not the network; {how}"
+    return f"{changed} changed the weights: 'float' is the graph with these, not the network; {remedy}"
 
 
 def float_twin(model: QuantizedModel, given: TracedModule | None = None) -> TracedModule:
-    """A graph that computes what a float network computes, with the nodes of the graph prepared from it.
+    """Returns a graph with the nodes of ``model`` that computes what the float network computes.
 
     Args:
         model: the quantized graph.
@@ -84,10 +84,10 @@ def float_twin(model: QuantizedModel, given: TracedModule | None = None) -> Trac
 
 
 def check_nodes(twin: TracedModule, names: Iterable[str]) -> None:
-    """Checks that a twin has the nodes that it is asked for.
+    """Checks that a twin has the nodes called ``names``.
 
     Raises:
-        GraphError: naming one that it does not have.
+        GraphError: when a node is missing; the message names it.
     """
     nodes = [*twin.graph.inputs, *(node for expr in exprs(twin) for node in expr.outputs)]
     known = {node.name for node in nodes}

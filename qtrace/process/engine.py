@@ -1,4 +1,4 @@
-"""MegEngine without remarks about CUDA at its start, and without errors that show only after success."""
+"""Starts MegEngine without its messages about CUDA, and waits for its kernels before success is reported."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["quiet", "synchronize"]
 _NOISE = ("info: +", "debug: failed to load cuda func")
 # From <linux/prctl.h>.
 _PR_SET_TIMERSLACK, _PR_GET_TIMERSLACK = 29, 30
-# Nanoseconds that a thread of MegEngine's may sleep longer than it asks for.
-_SLACK = 5_000_000
-# How often MegEngine's threads look for work before they sleep.
+# How much longer a thread of MegEngine may sleep than it asks for.
+_SLACK_NS = 5_000_000
+# The variable that says how often MegEngine's threads look for work before they sleep.
 _SPIN = "MGB_WORKER_MAX_SPIN"
 _started = False
 
 
 def quiet() -> None:
-    """Starts MegEngine without its remarks on a missing CUDA driver, and lets its idle threads sleep.
+    """Starts MegEngine without its messages about a missing CUDA driver, and lets its idle threads sleep.
 
     Call it before anything else loads MegEngine; a second call does nothing. Every ``qtrace`` command does.
     Other lines that MegEngine prints are passed on to stderr.
@@ -35,27 +35,27 @@ def quiet() -> None:
     if _started:
         return
     _started = True
-    # MegEngine makes the processor flush subnormals to zero; numpy remarks on that.
+    # MegEngine makes the processor flush subnormals to zero; numpy warns about that.
     warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
     with caught_lines(_NOISE), _slack_for_new_threads(), _short_spin():
         import megengine as mge
         from megengine.logger import set_mgb_log_level
 
         level = logging.getLogger("megbrain").level
-        # It remarks on the variable at its first wait, by Python's logging and inside of a lock: if that
-        # happened to collect garbage, a Tensor among it would wait for the lock forever.
+        # MegEngine logs the variable at its first wait, by Python's logging and inside of a lock. If that
+        # collected garbage, a Tensor in it would wait for the lock forever.
         set_mgb_log_level(logging.ERROR)
         mge.device.get_device_count("gpu")
-        (mge.Tensor([0.0] * 64) + 1).numpy()  # the threads begin with the first op
+        (mge.Tensor([0.0] * 64) + 1).numpy()  # the first op starts the threads
         set_mgb_log_level(level)
 
 
 @contextlib.contextmanager
 def _short_spin() -> Iterator[None]:
-    """MegEngine's threads, when they first wait in this block, wait for each other in loops only once.
+    """Makes MegEngine's threads, which first wait in this block, spin only once before they sleep.
 
-    Many rounds of them take the cores from whatever else runs. The variable is read once, unless it is 0:
-    then it is read, and remarked on, at every wait. Other programs that this one starts do not see it.
+    Spinning threads take the cores from other programs. MegEngine reads the variable once; if it is 0,
+    MegEngine reads and logs it at every wait. Programs that this process starts do not see the variable.
     """
     if _SPIN in os.environ:
         yield
@@ -69,21 +69,21 @@ def _short_spin() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _slack_for_new_threads() -> Iterator[None]:
-    """Threads that begin in this block wake up less often, where the system is Linux.
+    """Makes threads that start in this block wake up less often, on Linux.
 
-    MegEngine has one that frees memory of what was computed: it looks every 10 us, which takes a quarter of
-    a core from whatever computes. A thread inherits its timers' slack from the one that starts it.
+    A thread of MegEngine that frees memory wakes up every 10 us, which costs a quarter of a core. A thread
+    inherits the timer slack of the thread that starts it.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
     if prctl is None:
         yield
         return
-    before = prctl(_PR_GET_TIMERSLACK)
-    prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_SLACK))
+    previous = prctl(_PR_GET_TIMERSLACK)
+    prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_SLACK_NS))
     try:
         yield
     finally:
-        prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(before))
+        prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(previous))
 
 
 def synchronize() -> None:

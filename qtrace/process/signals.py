@@ -1,4 +1,4 @@
-"""Signals that end a process, which may not cut short what must be tidied up."""
+"""Protects cleanup code from the signals that end a process."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Lets no second Ctrl-C, SIGTERM or SIGHUP cut short what must be tidied up."""
-    if threading.current_thread() is not threading.main_thread():  # only that one gets signals
+    """Ignores Ctrl-C, SIGTERM and SIGHUP inside the block, so that cleanup code completes."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING}
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""What C libraries print by themselves, caught on its way to stderr."""
+"""Catches the lines that C libraries print to stderr by themselves."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _alone = threading.Lock()  # the file descriptor belongs to the whole process
 
 @contextlib.contextmanager
 def caught_lines(starts: tuple[str, ...]) -> Iterator[list[str]]:
-    """Keeps lines that begin with one of ``starts`` from file descriptor 2.
+    """Keeps lines that begin with one of ``starts`` out of file descriptor 2.
 
     Yields:
-        A list that has these lines at the end; all others go on to stderr. It stays empty where there is no
-        stderr.
+        A list that holds these lines after the block; all other lines go to stderr. It stays empty if there
+        is no stderr.
 
     Raises:
-        OSError: when there is no file handle to spare.
+        OSError: when no file handle is free.
     """
     lines: list[str] = []
     with _alone, contextlib.ExitStack() as stack:
         if _is_open():
             caught = stack.enter_context(tempfile.TemporaryFile())
-            stack.callback(_give_back, os.dup(_STDERR), caught, starts, lines)
+            stack.callback(_restore_stderr, os.dup(_STDERR), caught, starts, lines)
             _flush()
             os.dup2(caught.fileno(), _STDERR)
         yield lines
@@ -45,10 +45,10 @@ def _is_open() -> bool:
     return True
 
 
-def _give_back(real: int, caught: IO[bytes], starts: tuple[str, ...], lines: list[str]) -> None:
+def _restore_stderr(original: int, caught: IO[bytes], starts: tuple[str, ...], lines: list[str]) -> None:
     _flush()
-    os.dup2(real, _STDERR)
-    os.close(real)
+    os.dup2(original, _STDERR)
+    os.close(original)
     caught.seek(0)
     for line in caught.read().decode("utf-8", "surrogateescape").splitlines(keepends=True):
         if line.startswith(starts):
@@ -59,6 +59,6 @@ def _give_back(real: int, caught: IO[bytes], starts: tuple[str, ...], lines: lis
 
 
 def _flush() -> None:
-    """Python's own text goes where it was meant to go."""
+    """Writes Python's buffered text before the file descriptor changes."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.flush()

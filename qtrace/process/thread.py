@@ -1,4 +1,4 @@
-"""Where MegEngine computes: on one thread of one process, the one that loaded it."""
+"""Refuses threads and processes on which MegEngine cannot compute: only the thread that loaded it can."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ _R = TypeVar("_R")
 
 
 def on_engine_thread(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorates a public function that needs MegEngine: it refuses threads and processes without it.
+    """Makes a public function raise a clear error on threads and processes where MegEngine cannot compute.
 
-    MegEngine's own words there are those of a failed assertion, which reads as if a good model or file were
-    damaged.
+    MegEngine itself fails with an assertion there, which reads as if a good model or file were damaged.
     """
 
     @functools.wraps(function)
@@ -28,20 +27,20 @@ def on_engine_thread(function: Callable[_P, _R]) -> Callable[_P, _R]:
         try:
             mge.Tensor(0.0)
         except RuntimeError as error:
-            _refuse(function.__name__, str(error), error)
+            _translate(function.__name__, str(error), error)
         return function(*args, **kwargs)
 
     return call
 
 
-def _refuse(name: str, words: str, error: RuntimeError) -> None:
-    """Raises for the two errors that a thread or a process without MegEngine gives; others surface later."""
-    if "assert_available" in words:
+def _translate(name: str, message: str, error: RuntimeError) -> None:
+    """Raises a clear error for the two that MegEngine gives there; other errors surface later."""
+    if "assert_available" in message:
         raise QtraceError(
             f"{name} was called in a forked process, where MegEngine cannot compute: start processes anew, "
             "such as by multiprocessing.get_context('spawn')."
         ) from error
-    if "context.transformations" in words:
+    if "context.transformations" in message:
         raise QtraceError(
             f"{name} was called on a thread on which MegEngine cannot compute: call it on the main thread, "
             "or in a process of its own."

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from qtrace.graph.types import TracedModule
-from qtrace.inspection.twin import float_twin, told_changed
+from qtrace.inspection.twin import describe_changed_weights, float_twin
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.record import is_quantized
 from qtrace.sensitivity.detection import DetectionLoss, Level
@@ -62,7 +62,7 @@ def analyze(
     name, compares, asks = choose(metric, own)
     model = QuantizedModel(prepared, "prepared")
     twin = None if float_model is None else float_twin(model, float_model)
-    note = "" if twin is not None else told_changed(model, "give that, too (float_model=).")
+    note = "" if twin is not None else describe_changed_weights(model, "give that, too (float_model=).")
     network = None if float_model is None or is_quantized(float_model) else float_model
     simulation = Simulation(model, batches, compares, asks, twin, network)
     return replace(rank(simulation, name, groups), note=note)

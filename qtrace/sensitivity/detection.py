@@ -34,7 +34,7 @@ class Level:
         classes: logits, N x C x ..., or N x ... x C with ``axis`` -1.
         boxes: regression, with its 4 values on the same axis; or several fours, of anchors or distributions.
         objectness: logits with 1 value, or None where the detector has none (then the classes tell).
-        axis: where the channels are.
+        axis: the axis of the channels.
     """
 
     classes: int | str
@@ -43,9 +43,9 @@ class Level:
     axis: int = 1
 
     def named(self) -> dict[str, int | str]:
-        """Loss -> output."""
-        found = {"class": self.classes, "box": self.boxes}
-        return found if self.objectness is None else {**found, "objectness": self.objectness}
+        """Returns loss -> output."""
+        outputs = {"class": self.classes, "box": self.boxes}
+        return outputs if self.objectness is None else {**outputs, "objectness": self.objectness}
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class DetectionLoss:
 
     Attributes:
         levels: one for each level of the pyramid.
-        threshold: of the float score.
+        threshold: the smallest float score of a matched place.
 
     Raises:
         ConfigError: without a level, or for a threshold that is no score.
@@ -98,7 +98,7 @@ class DetectionLoss:
         return tuple(self._level(level, reference, test) for level in self.levels)
 
     def of(self, prepared: TracedModule | QuantizedModel) -> DetectionLoss:
-        """The same with outputs of this graph, all by their numbers.
+        """Returns a copy whose outputs are the numbers of this graph's outputs.
 
         Raises:
             ConfigError: as for `parts`.

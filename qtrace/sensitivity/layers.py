@@ -1,4 +1,4 @@
-"""The layers of a quantized graph: what a rule of a config can raise to more bits or to float."""
+"""Finds the layers of a quantized graph that a rule of a config can raise to more bits or to float."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from dataclasses import dataclass
 
 from qtrace.preparation.annotation import Annotation, ExprNote, Plan
 
-__all__ = ["Layer", "active_groups", "find_layers"]
+__all__ = ["RaisableLayer", "active_groups", "find_layers"]
 
 _FLOAT_BITS = 32
 
 
 @dataclass(frozen=True)
-class Layer:
-    """Ops that are raised together: those with one weight, or one op without.
+class RaisableLayer:
+    """Ops that are raised together: all ops with the same weight, or one op without a weight.
 
     Attributes:
-        name: the node that the first of its ops gives.
-        nodes: what its ops and those fused with them give: what a rule is matched with.
+        name: the output node of the first op.
+        nodes: the output nodes of the ops and of those fused with them, which rules match.
         kind: the kind of op.
-        path: the module that it comes from.
-        macs: multiplications with accumulation, at the shapes that were traced.
-        reads: the groups of activations that it reads.
-        gives: the groups of its results.
-        weight: the group of its weight, "" for none.
-        biases: the sites of its biases.
-        parameters: how many values its weight has.
-        weight_bits: of the weight, 32 for a float one.
-        activation_bits: of what it reads, the most of them.
+        path: the path of the module that the layer comes from.
+        macs: multiplications with accumulation, at the traced shapes.
+        reads: the groups of activations that the layer reads.
+        gives: the groups of the layer's results.
+        weight: the group of the layer's weight, "" for none.
+        biases: the sites of the layer's biases.
+        parameters: the number of values of the weight.
+        weight_bits: the bits of the weight, 32 for a float one.
+        activation_bits: the bits of the widest activation that the layer reads, 32 for a float one.
     """
 
     name: str
@@ -51,16 +51,16 @@ class Layer:
 
     @property
     def weight_bytes(self) -> int:
-        """What the weight takes, its scales left out."""
+        """The size of the weight in bytes, without its scales."""
         return -(-self.parameters * self.weight_bits // 8)
 
 
-def find_layers(annotation: Annotation, parameters: dict[str, int]) -> tuple[Layer, ...]:
-    """The layers that are computed on integers, in graph order.
+def find_layers(annotation: Annotation, parameters: dict[str, int]) -> tuple[RaisableLayer, ...]:
+    """Finds the layers that compute on integers, in graph order.
 
     Args:
         annotation: the decisions for a graph.
-        parameters: group of a weight -> how many values it has.
+        parameters: group of a weight -> the number of its values.
     """
     group = {site.name: site.group for site in annotation.sites}
     tails: dict[str, list[ExprNote]] = {}
@@ -87,13 +87,13 @@ def _layer(
     plans: dict[str, Plan],
     biases: dict[str, list[str]],
     parameters: dict[str, int],
-) -> Layer:
+) -> RaisableLayer:
     first = notes[0]
     chains = [note for head in notes for note in (head, *tails.get(head.name, ()))]
     weight = group.get(first.weight, first.weight)
     reads = frozenset(group.get(name, name) for note in chains for name in note.inputs if name)
     bits = [plans[name].scheme.bits for name in reads if name in plans]
-    return Layer(
+    return RaisableLayer(
         name=first.name,
         nodes=tuple(note.name for note in chains),
         kind=first.kind,
@@ -110,22 +110,27 @@ def _layer(
 
 
 def active_groups(
-    layers: Iterable[Layer], raised: Collection[str], *, weights: bool = True, activations: bool = True
+    layers: Iterable[RaisableLayer],
+    raised: Collection[str],
+    *,
+    weights: bool = True,
+    activations: bool = True,
 ) -> frozenset[str]:
-    """The groups, and the sites of biases, that are still rounded when some layers are raised.
+    """Returns the groups, and the sites of biases, that are still rounded when some layers are raised.
 
-    A tensor is rounded as long as one layer that stays reads it, or gives it.
+    A tensor is rounded as long as a layer that is not raised reads it or computes it.
 
     Args:
         layers: all layers of the graph.
-        raised: the names of those that are.
-        weights, activations: whether raising a layer concerns its weight, and what it reads and gives.
+        raised: the names of the raised layers.
+        weights: whether raising a layer puts its weight in float.
+        activations: whether raising a layer puts its inputs and results in float.
     """
-    found: set[str] = set()
+    groups: set[str] = set()
     for layer in layers:
-        up = layer.name in raised
-        if not (up and weights):
-            found.add(layer.weight)
-        if not (up and activations):
-            found.update((*layer.reads, *layer.gives, *layer.biases))
-    return frozenset(found - {""})
+        is_raised = layer.name in raised
+        if not (is_raised and weights):
+            groups.add(layer.weight)
+        if not (is_raised and activations):
+            groups.update((*layer.reads, *layer.gives, *layer.biases))
+    return frozenset(groups - {""})

@@ -1,4 +1,4 @@
-"""How good a graph's outputs are: beside the float graph's, or as the user's own function finds."""
+"""Metrics of a graph's outputs: compared with the float graph's, or by the user's own function."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Own = Callable[[Any], float]
 
 
 def choose(metric: str | Metric, own: Own | None) -> tuple[str, Metric, Own | None]:
-    """The name of a metric, the function that compares outputs, and the one that runs the graph itself.
+    """Returns a metric's name, the function that compares outputs, and the one that runs the graph itself.
 
     Args:
         metric: ``sqnr``, ``agreement``, or a function that compares.
-        own: the user's, which goes before the other.
+        own: the user's metric, which replaces ``metric``.
 
     Raises:
         ConfigError: for an unknown name.

@@ -18,7 +18,7 @@ from qtrace.preparation.prepare import prepare
 from qtrace.preparation.record import fake_quants
 from qtrace.sensitivity import searching
 from qtrace.sensitivity.detection import DetectionLoss
-from qtrace.sensitivity.layers import Layer
+from qtrace.sensitivity.layers import RaisableLayer
 from qtrace.sensitivity.metrics import Metric, Own, choose
 from qtrace.sensitivity.raising import Raise, patch_text
 from qtrace.sensitivity.searching import Budget, Goal, Step
@@ -29,26 +29,26 @@ __all__ = ["MixedPrecision", "mixed_precision"]
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """What `mixed_precision` found.
+    """The result of `mixed_precision`.
 
     Attributes:
-        metric: its name.
+        metric: the name of the metric.
         in_float, quantized: the metric with all layers in float, and with all quantized.
-        layers: those to raise, the one that gains most first.
-        how: what they are raised to.
-        steps: what the first n of them come to, from none on, with raised layers in float.
+        layers: the layers to raise, the one that gains most first.
+        how: the bits of raised layers.
+        steps: the metric with the first n layers in float, for each n from 0 on.
         reached: the metric of the graph that was prepared and calibrated with the patch.
         qconfig: the config with the layers raised.
-        patch: the same as a recipe that imports the one it began with.
-        target: the least value that was asked for; None with a budget.
-        by_noise: how many layers raising in the order of their own noise takes; None with a budget.
-        cost: with a budget, its unit, before and after.
+        patch: a recipe that imports the original one and raises the layers.
+        target: the smallest value of the metric to reach; None with a budget.
+        by_noise: the number of layers it takes if they are raised by their own noise; None with a budget.
+        cost: with a budget, its unit and the cost before and after; else None.
     """
 
     metric: str
     in_float: float
     quantized: float
-    layers: tuple[Layer, ...]
+    layers: tuple[RaisableLayer, ...]
     how: Raise
     steps: tuple[Step, ...]
     reached: float
@@ -64,12 +64,12 @@ class MixedPrecision:
         return self.target is None or self.reached >= self.target
 
     def importing(self, base: str) -> MixedPrecision:
-        """The same with a `patch` that imports this recipe."""
+        """Returns a copy whose `patch` imports the recipe ``base``."""
         text = patch_text(base, self.how, self.layers, self.summary().splitlines())
         return replace(self, patch=text)
 
     def table(self, max_width: int | None = 140) -> str:
-        """The knee: what each further layer gains, and what it costs."""
+        """Returns a table of what each further layer gains and costs."""
         names = ["", *(layer.name for layer in self.layers)]
         rows = [
             (n, name, f"{step.value:.4g}", f"{step.macs:.1%}")
@@ -79,7 +79,7 @@ class MixedPrecision:
         return f"{format_table(headers, rows, max_width)}\n\n{self.summary()}"
 
     def summary(self) -> str:
-        """The outcome in a few lines."""
+        """Returns the result in a few lines."""
         lines = [f"{self.metric}: float {self.in_float:.4g}, quantized {self.quantized:.4g}"]
         lines[0] += f", with the patch {self.reached:.4g}"
         if self.target is not None:
@@ -94,7 +94,7 @@ class MixedPrecision:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """Returns the result as plain data."""
         data = {key: getattr(self, key) for key in ("metric", "target", "in_float", "quantized", "reached")}
         data.update({key: getattr(self, key) for key in ("by_noise", "patch", "cost")})
         layers = [layer.name for layer in self.layers]
@@ -114,16 +114,16 @@ def mixed_precision(
 ) -> MixedPrecision:
     """Finds the fewest layers to raise for a goal, or the best ones within a budget.
 
-    While it searches, what is raised of a layer (its weight, its activations, or both) is in float. What it
-    found is then prepared and calibrated for real; where that falls short of the goal, the next layers by
-    noise are raised, too.
+    During the search, the raised part of a layer (its weight, its activations, or both) is in float. The
+    result is then prepared and calibrated with its real bits. If it falls short of the goal, the next layers
+    by noise are raised, too.
 
     Args:
         traced: a traced module.
-        qconfig: as for ``qtrace.prepare``.
-        batches: to calibrate on.
-        goal: what must be reached, or what it may cost.
-        evaluation: to measure on; ``batches`` when None.
+        qconfig: the config, as for ``qtrace.prepare``.
+        batches: the batches to calibrate on.
+        goal: the value of the metric to reach, or the largest cost.
+        evaluation: the batches to measure on; ``batches`` when None.
         metric, own: as for `analyze`.
         raise_to: ``float``, or bits such as ``a16`` or ``w8a8``.
 
@@ -187,7 +187,7 @@ class _Trial:
         sides = self.how.sides()
         return Simulation(prepared, self.measured, self.compares, self.own, twin, self.traced, **sides)
 
-    def _layers(self, names: Iterable[str]) -> tuple[Layer, ...]:
+    def _layers(self, names: Iterable[str]) -> tuple[RaisableLayer, ...]:
         known = {layer.name: layer for layer in self.first.layers}
         return tuple(known[name] for name in names)
 

@@ -1,4 +1,4 @@
-"""What a raised layer becomes, and the recipe that says so."""
+"""How layers are raised, and the recipe that raises them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qtrace.config import QConfig, Rule
 from qtrace.config.recipe import SCHEMA
 from qtrace.config.tree import dump
 from qtrace.errors import ConfigError
-from qtrace.sensitivity.layers import Layer
+from qtrace.sensitivity.layers import RaisableLayer
 
 __all__ = ["Raise", "patch_text"]
 
@@ -20,11 +20,12 @@ _BITS = re.compile(r"(?:w(?P<weight>\d+))?(?:a(?P<activation>\d+))?")
 
 @dataclass(frozen=True)
 class Raise:
-    """What happens to a raised layer.
+    """The bits of a raised layer.
 
     Attributes:
-        weight: the bits of its weight; None leaves them.
-        activation: the bits of what it reads; None leaves them. With neither, the layer computes in float.
+        weight: the bits of the layer's weight; None leaves them.
+        activation: the bits of the layer's inputs; None leaves them. If both are None, the layer computes in
+            float.
     """
 
     weight: int | None = None
@@ -32,15 +33,15 @@ class Raise:
 
     @classmethod
     def parse(cls, text: str) -> Raise:
-        """From ``float``, ``a16``, ``w8`` or ``w8a16``.
+        """Parses ``float``, ``a16``, ``w8`` or ``w8a16``.
 
         Raises:
-            ConfigError: for anything else.
+            ConfigError: for any other text.
         """
         if text == "float":
             return cls()
-        found = _BITS.fullmatch(text)
-        bits = {key: int(value) for key, value in (found.groupdict() if found else {}).items() if value}
+        match = _BITS.fullmatch(text)
+        bits = {key: int(value) for key, value in (match.groupdict() if match else {}).items() if value}
         if not bits or not all(2 <= n <= 16 for n in bits.values()):
             raise ConfigError(
                 f"{text!r} is no way to raise a layer: give float, or bits such as a16 or w8a8."
@@ -48,32 +49,32 @@ class Raise:
         return cls(**bits)
 
     def sides(self) -> dict[str, bool]:
-        """Whether raising a layer concerns its weight, and what it reads, as arguments of a `Simulation`."""
-        whole = self == Raise()
+        """Returns the arguments of a `Simulation` that say what raising a layer puts in float."""
+        to_float = self == Raise()
         return {
-            "weights": whole or self.weight is not None,
-            "activations": whole or self.activation is not None,
+            "weights": to_float or self.weight is not None,
+            "activations": to_float or self.activation is not None,
         }
 
     def simulated(self) -> str:
-        """What of raised layers is in float while layers are searched."""
+        """Says which part of the raised layers is in float during the search."""
         if all(self.sides().values()):
             return "raised"
         return "raised weights" if self.weight is not None else "raised activations"
 
-    def changes(self, layer: Layer) -> bool:
-        """Whether raising makes a layer any different."""
+    def changes(self, layer: RaisableLayer) -> bool:
+        """Whether raising changes the bits of a layer."""
         return self.bits(layer) != (layer.weight_bits, layer.activation_bits)
 
-    def bits(self, layer: Layer) -> tuple[int, int]:
-        """The bits of weight and activations of a raised layer."""
+    def bits(self, layer: RaisableLayer) -> tuple[int, int]:
+        """Returns the bits of weight and activations of a raised layer."""
         if self == Raise():
             return 32, 32
         weight = self.weight if layer.weight else None
         return weight or layer.weight_bits, self.activation or layer.activation_bits
 
-    def rule(self, layers: Sequence[Layer]) -> Rule:
-        """The rule that raises some layers."""
+    def rule(self, layers: Sequence[RaisableLayer]) -> Rule:
+        """Returns the rule that raises ``layers``."""
         names = [name for layer in layers for name in layer.nodes]
         change: dict[str, Any] = {"match": {"name": names}}
         if self == Raise():
@@ -84,21 +85,21 @@ class Raise:
             change["weight"] = {"bits": self.weight}
         return Rule.model_validate(change)
 
-    def patched(self, qconfig: QConfig, layers: Sequence[Layer]) -> QConfig:
-        """A config that raises some layers."""
+    def patched(self, qconfig: QConfig, layers: Sequence[RaisableLayer]) -> QConfig:
+        """Returns ``qconfig`` with a rule that raises ``layers``."""
         if not layers:
             return qconfig
         return qconfig.model_copy(update={"rules": (*qconfig.rules, self.rule(layers))})
 
 
-def patch_text(base: str, how: Raise, layers: Sequence[Layer], comment: Sequence[str]) -> str:
-    """A recipe file that imports another one and raises some layers.
+def patch_text(base: str, how: Raise, layers: Sequence[RaisableLayer], comment: Sequence[str]) -> str:
+    """Returns a recipe file that imports another one and raises ``layers``.
 
     Args:
         base: name or path of the recipe to import.
-        how: what they are raised to.
-        layers: which ones.
-        comment: lines that say why.
+        how: the bits of raised layers.
+        layers: the layers to raise.
+        comment: the lines of the comment at the top.
     """
     data: dict[str, Any] = {"schema": SCHEMA, "imports": [base]}
     if layers:

@@ -1,4 +1,4 @@
-"""How much each layer, and each group of sites, costs by itself."""
+"""Measures how much each layer, and each group of sites, costs by itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from qtrace.graph.table import format_table
 from qtrace.sensitivity.detection import Parts
-from qtrace.sensitivity.layers import Layer
+from qtrace.sensitivity.layers import RaisableLayer
 from qtrace.sensitivity.simulation import Simulation
 
 __all__ = ["GroupRow", "LayerRow", "Ranking", "rank"]
@@ -15,29 +15,29 @@ __all__ = ["GroupRow", "LayerRow", "Ranking", "rank"]
 
 @dataclass(frozen=True)
 class LayerRow:
-    """What quantizing one layer costs.
+    """The cost of quantizing one layer.
 
     Attributes:
         layer: the layer.
         only: the metric with this layer alone quantized, all else in float.
         without: the metric with this layer alone in float, all else quantized.
-        parts: of ``only`` the losses of each level, for a `DetectionLoss`; else empty.
+        parts: the losses of each level that make up ``only``, for a `DetectionLoss`; else empty.
     """
 
-    layer: Layer
+    layer: RaisableLayer
     only: float
     without: float
     parts: Parts = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as plain data."""
+        """Returns the row as plain data."""
         data = {"layer": self.layer.name, "op": self.layer.kind, "only": self.only, "without": self.without}
         return {**data, "levels": list(self.parts)} if self.parts else data
 
 
 @dataclass(frozen=True)
 class GroupRow:
-    """What rounding the sites of one group costs: the metric with all else in float."""
+    """The cost of rounding the sites of one group: ``only`` is the metric with all else in float."""
 
     group: str
     only: float
@@ -48,12 +48,12 @@ class Ranking:
     """The sensitivity of a graph.
 
     Attributes:
-        metric: its name.
+        metric: the name of the metric.
         quantized: the metric with everything quantized.
         layers: one row for each layer, in graph order.
-        groups: one row for each group of sites, in graph order; empty when it was not asked for.
-        parts: with everything quantized the losses of each level, for a `DetectionLoss`; else empty.
-        note: what "float" stands for, where that is not the network that was traced; else "".
+        groups: one row for each group of sites, in graph order; empty if they were not measured.
+        parts: the losses of each level with everything quantized, for a `DetectionLoss`; else empty.
+        note: what "float" stands for, if that is not the traced network; else "".
     """
 
     metric: str
@@ -64,11 +64,11 @@ class Ranking:
     note: str = ""
 
     def by_cost(self) -> tuple[LayerRow, ...]:
-        """The layers, the one that costs most by itself first."""
+        """Returns the layers, the one that costs most by itself first."""
         return tuple(sorted(self.layers, key=lambda row: row.only))
 
     def table(self, max_width: int | None = 140) -> str:
-        """A text table of the layers, the most sensitive first, then of the groups."""
+        """Returns a text table of the layers, the most sensitive first, then of the groups."""
         losses = _losses(self.parts)
         rows = [
             (
@@ -82,8 +82,8 @@ class Ranking:
         headers = ("layer", "op", *alone, f"{self.metric}, all but it", "MACs")
         parts = [format_table(headers, rows, max_width)]
         if self.groups:
-            found = sorted(self.groups, key=lambda row: row.only)
-            cells = [(row.group, f"{row.only:.4g}") for row in found]
+            groups = sorted(self.groups, key=lambda row: row.only)
+            cells = [(row.group, f"{row.only:.4g}") for row in groups]
             parts.append(format_table(("sites", f"{self.metric}, only them"), cells, max_width))
         if self.parts:
             levels = [
@@ -97,7 +97,7 @@ class Ranking:
         return "\n\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """Returns the ranking as plain data."""
         layers = [row.to_dict() for row in self.layers]
         groups = [asdict(row) for row in self.groups]
         data = {"metric": self.metric, "quantized": self.quantized, "layers": layers, "groups": groups}
@@ -106,7 +106,7 @@ class Ranking:
 
 
 def _losses(parts: Parts) -> tuple[str, ...]:
-    """The losses of any level."""
+    """Lists the losses that occur in any level."""
     return tuple(dict.fromkeys(loss for level in parts for loss in level))
 
 
@@ -124,11 +124,11 @@ def rank(simulation: Simulation, metric: str, groups: bool = False) -> Ranking:
         for layer in simulation.layers:
             names.update(dict.fromkeys([*sorted(layer.reads), layer.weight, *sorted(layer.gives)]))
         names.pop("", None)
-    found = tuple(GroupRow(name, simulation.only_group(name)) for name in names)
-    whole = simulation.answer()
-    return Ranking(metric, whole.value, rows, found, whole.parts)
+    group_rows = tuple(GroupRow(name, simulation.only_group(name)) for name in names)
+    quantized = simulation.answer()
+    return Ranking(metric, quantized.value, rows, group_rows, quantized.parts)
 
 
-def _row(simulation: Simulation, layer: Layer) -> LayerRow:
+def _row(simulation: Simulation, layer: RaisableLayer) -> LayerRow:
     only = simulation.only(layer)
     return LayerRow(layer, only.value, simulation.value([layer.name]), only.parts)

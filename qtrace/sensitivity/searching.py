@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qtrace.errors import CalibrationError, ConfigError
-from qtrace.sensitivity.layers import Layer
+from qtrace.sensitivity.layers import RaisableLayer
 from qtrace.sensitivity.raising import Raise
 from qtrace.sensitivity.simulation import Simulation
 
@@ -38,18 +38,18 @@ class Step:
 
 @dataclass(frozen=True)
 class Goal:
-    """What the quantized graph must reach; one of the two.
+    """The value that the quantized graph must reach, given by one of the two attributes.
 
     Attributes:
-        at_least: the least value of the metric.
-        max_drop: how much less than the float graph's value it may be.
+        at_least: the smallest value of the metric.
+        max_drop: the largest difference below the float graph's value.
     """
 
     at_least: float | None = None
     max_drop: float | None = None
 
     def target(self, in_float: float) -> float:
-        """The least value of the metric.
+        """Returns the smallest value of the metric.
 
         Raises:
             ConfigError: when none or both are given, or the float graph's value is infinite.
@@ -65,7 +65,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Budget:
-    """What the quantized model may cost.
+    """The largest cost of the quantized model.
 
     Attributes:
         unit: ``bytes`` of weights, or ``bops``: MACs times the bits of both factors.
@@ -81,30 +81,30 @@ class Budget:
         if not self.most > 0:
             raise ConfigError(f"a budget of {self.most} {self.unit} leaves nothing: give a number above 0.")
 
-    def cost(self, layer: Layer, bits: tuple[int, int] | None = None) -> float:
-        """Of a layer, as it is or with (weight, activation) bits."""
+    def cost(self, layer: RaisableLayer, bits: tuple[int, int] | None = None) -> float:
+        """Returns the cost of a layer, as it is or with (weight, activation) bits."""
         weight, activation = bits or (layer.weight_bits, layer.activation_bits)
         if self.unit == "bytes":
             return layer.parameters * weight / 8
         return float(layer.macs * weight * activation)
 
 
-def by_noise(simulation: Simulation) -> tuple[Layer, ...]:
-    """The layers by the output noise that each makes alone, the noisiest first."""
+def by_noise(simulation: Simulation) -> tuple[RaisableLayer, ...]:
+    """Sorts the layers by the output noise that each makes alone, the noisiest first."""
     noise = {layer.name: simulation.noise(layer) for layer in simulation.layers}
     return tuple(sorted(simulation.layers, key=lambda layer: -noise[layer.name]))
 
 
-def fewest(simulation: Simulation, order: Sequence[Layer], target: float) -> tuple[Step, int]:
-    """The fewest layers found whose raising reaches a target.
+def fewest(simulation: Simulation, order: Sequence[RaisableLayer], target: float) -> tuple[Step, int]:
+    """Searches for the fewest layers whose raising reaches a target.
 
     Args:
         simulation: the graph and the data.
         order: the layers, `by_noise`.
-        target: the least value of the metric.
+        target: the smallest value of the metric.
 
     Returns:
-        The set, and how many layers raising by ``order`` alone takes.
+        The layers, and how many layers it takes if they are raised by ``order`` alone.
 
     Raises:
         CalibrationError: when the target is not reached with every layer raised.
@@ -112,30 +112,30 @@ def fewest(simulation: Simulation, order: Sequence[Layer], target: float) -> tup
     if simulation.value() >= target:
         return _step(simulation, ()), 0
     names = [layer.name for layer in order]
-    ladder = next((n for n in range(1, len(names) + 1) if simulation.value(names[:n]) >= target), None)
-    if ladder is None:
+    prefix = next((n for n in range(1, len(names) + 1) if simulation.value(names[:n]) >= target), None)
+    if prefix is None:
         raise CalibrationError(
             f"no set of layers reaches {target:g}: with all of {_sides(simulation)} in float it is "
             f"{simulation.value(names):g}."
         )
-    found = [_pruned(simulation, names[:ladder], target)]
-    if len(found[0]) > 1:
-        grown = _grown(simulation, names, target, len(found[0]) - 1)
-        if grown is not None:
-            found.insert(0, _pruned(simulation, grown, target))
-    return _step(simulation, min(found, key=len)), ladder
+    candidates = [_prune(simulation, names[:prefix], target)]
+    if len(candidates[0]) > 1:
+        greedy = _grow(simulation, names, target, len(candidates[0]) - 1)
+        if greedy is not None:
+            candidates.insert(0, _prune(simulation, greedy, target))
+    return _step(simulation, min(candidates, key=len)), prefix
 
 
 def within(simulation: Simulation, budget: Budget, how: Raise) -> tuple[tuple[Step, ...], float, float]:
-    """The layers to raise within a budget: those with the most noise for what raising them costs.
+    """Chooses the layers to raise within a budget: those with the most noise for their cost.
 
     Args:
         simulation: the graph, in its fewest bits.
-        budget: what all layers may cost.
-        how: what raised layers become.
+        budget: the largest cost of all layers together.
+        how: the bits of raised layers.
 
     Returns:
-        A step for each layer raised, from none on, what the graph costs before, and after.
+        A step for each number of raised layers from 0 on, the cost of the graph before, and after.
 
     Raises:
         ConfigError: when the graph costs more than the budget as it is.
@@ -161,15 +161,15 @@ def within(simulation: Simulation, budget: Budget, how: Raise) -> tuple[tuple[St
 
 
 def knee(simulation: Simulation, raised: Sequence[str]) -> tuple[Step, ...]:
-    """What the first n of some layers come to, for every n from 0 on."""
+    """Measures the first n of the layers ``raised``, for every n from 0 on."""
     return tuple(_step(simulation, tuple(raised[:n])) for n in range(len(raised) + 1))
 
 
-def _grown(simulation: Simulation, names: Sequence[str], target: float, most: int) -> list[str] | None:
-    """Layers that gain most on top of each other; None if it takes more than ``most``."""
+def _grow(simulation: Simulation, names: Sequence[str], target: float, limit: int) -> list[str] | None:
+    """Adds the layer that gains most until the target is reached; None beyond ``limit`` layers."""
     alone = {name: simulation.value([name]) for name in names}
     raised: list[str] = []
-    for _ in range(most):
+    for _ in range(limit):
         left = [name for name in names if name not in raised]
         tried = sorted(left, key=lambda name: -alone[name])[:_TRIED]
         tried += [name for name in left[:2] if name not in tried]
@@ -181,14 +181,14 @@ def _grown(simulation: Simulation, names: Sequence[str], target: float, most: in
     return None
 
 
-def _pruned(simulation: Simulation, raised: Sequence[str], target: float) -> tuple[str, ...]:
-    """The layers without those that can go again, tried from the last one on."""
-    kept = list(raised)
+def _prune(simulation: Simulation, raised: Sequence[str], target: float) -> tuple[str, ...]:
+    """Drops, from the last layer on, each one without which the target is still reached."""
+    remaining = list(raised)
     for name in reversed(raised):
-        fewer = [other for other in kept if other != name]
+        fewer = [other for other in remaining if other != name]
         if simulation.value(fewer) >= target:
-            kept = fewer
-    return tuple(kept)
+            remaining = fewer
+    return tuple(remaining)
 
 
 def _step(simulation: Simulation, raised: tuple[str, ...]) -> Step:
@@ -198,7 +198,7 @@ def _step(simulation: Simulation, raised: tuple[str, ...]) -> Step:
 
 
 def _sides(simulation: Simulation) -> str:
-    """What raising layers puts in float."""
+    """Names what raising layers puts in float."""
     if simulation.weights and simulation.activations:
         return "them"
     return "their weights" if simulation.weights else "their activations"

@@ -15,7 +15,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
 from qtrace.sensitivity.detection import DetectionLoss, Parts
-from qtrace.sensitivity.layers import Layer, active_groups, find_layers
+from qtrace.sensitivity.layers import RaisableLayer, active_groups, find_layers
 from qtrace.sensitivity.metrics import Metric, Outputs, sqnr
 from qtrace.sensitivity.restored import FloatValues
 from qtrace.verification.runs import leaves
@@ -23,16 +23,16 @@ from qtrace.verification.runs import leaves
 __all__ = ["Answer", "Simulation", "outputs_of"]
 
 
-_SAME = 80.0  # dB; folding, and sums in another order, differ by less
+_SAME_DB = 80.0  # folding, and another order of sums, leave a higher SQNR
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a question came to.
+    """The metric with a given set of layers in float.
 
     Attributes:
         value: the metric.
-        parts: of a `DetectionLoss`, by level; empty for any other metric.
+        parts: the losses of a `DetectionLoss` by level; empty for any other metric.
     """
 
     value: float
@@ -40,16 +40,16 @@ class Answer:
 
 
 class Simulation:
-    """Runs a prepared graph with any set of layers in float, and says how good it is.
+    """Runs a prepared graph with any set of layers in float, and measures its outputs.
 
-    The batches run once in float; after that, once for each question. What is float or not is set by phases,
-    so a question costs one pass over the data and nothing else.
+    The batches run once in float, and then once for each set of layers. Phases decide what is in float, so a
+    set costs one pass over the data and nothing else.
 
     Args:
         prepared: a calibrated prepared module, or its view; the module is left as it is.
-        batches: as for ``qtrace.calibrate``; a list, since they are run again and again.
+        batches: inputs as for ``qtrace.calibrate``; they are kept in a list and run for each set.
         metric: compares outputs; None for `sqnr`.
-        own: the user's metric, which runs the graph itself; it goes before ``metric``.
+        own: the user's metric, which runs the graph itself; ``metric`` is then unused.
         twin: the float network with the graph's nodes (`qtrace.inspection.twin`), which errors are measured
             against, and which raised layers have their weights from; None for the graph itself in float.
         network: the network as traced, whose outputs are the reference where they are not the twin's: where
@@ -79,10 +79,10 @@ class Simulation:
         self.metric = metric.of(self._model) if isinstance(metric, DetectionLoss) else metric or sqnr
         annotation = self._model.annotation
         for fq in self._model.fake_quants.values():
-            fq.qparams()  # asks whether it is calibrated
+            fq.qparams()  # raises an error if it is not calibrated
         weights_by_group = {s.group: s.node for s in self._model.sites if s.sort == "weight"}
         sizes = {g: math.prod(int(n) for n in node.shape or ()) for g, node in weights_by_group.items()}
-        self.layers: tuple[Layer, ...] = find_layers(annotation, sizes)
+        self.layers: tuple[RaisableLayer, ...] = find_layers(annotation, sizes)
         self.batches = list(batches)
         if not self.batches:
             raise CalibrationError("there are no batches to measure on: give at least one.")
@@ -92,12 +92,12 @@ class Simulation:
         with in_phase(twin, "float"):
             self.reference = outputs_of(twin, self.batches)
         if network is not None:
-            given = outputs_of(network, self.batches)
-            if sqnr(given, self.reference) < _SAME:
-                self.reference = given
+            outputs = outputs_of(network, self.batches)
+            if sqnr(outputs, self.reference) < _SAME_DB:
+                self.reference = outputs
 
     def value(self, raised: Collection[str] = ()) -> float:
-        """The metric with some layers in float.
+        """Returns the metric with some layers in float.
 
         Args:
             raised: names of layers.
@@ -105,39 +105,39 @@ class Simulation:
         return self.answer(raised).value
 
     def answer(self, raised: Collection[str] = ()) -> Answer:
-        """The same with the parts of the metric, where it has some."""
+        """Returns the metric with the layers ``raised`` in float, and its parts if it has any."""
         return self._ask(self._active(raised), raised if self.weights else ())
 
     def in_float(self) -> float:
-        """The metric with all layers in float; the user's own, of the network, where there is one."""
+        """Returns the metric with all layers in float; the user's own metric runs the network if given."""
         if self.own is not None and self.network is not None:
             with evaluating(self.network):
                 return self.own(self.network)
         return self._ask(frozenset(), [layer.name for layer in self.layers]).value
 
-    def only(self, layer: Layer) -> Answer:
-        """The metric with all layers but one in float."""
+    def only(self, layer: RaisableLayer) -> Answer:
+        """Returns the metric with all layers but ``layer`` in float."""
         return self._ask(active_groups([layer], ()), self._others(layer))
 
     def only_group(self, group: str) -> float:
-        """The metric with all sites but those of one group in float."""
+        """Returns the metric with all sites but those of ``group`` in float."""
         return self._ask(frozenset({group}), [layer.name for layer in self.layers]).value
 
-    def noise(self, layer: Layer | None = None) -> float:
-        """Output noise relative to the signal, as a power: what `sqnr` is the logarithm of.
+    def noise(self, layer: RaisableLayer | None = None) -> float:
+        """Returns the power of the output noise relative to that of the signal; `sqnr` is its logarithm.
 
         Args:
-            layer: the one that makes it, by that of its roundings which raising takes away, with all else in
-                float; None for all layers.
+            layer: the layer whose noise is measured, from those of its roundings that raising removes, with
+                all else in float; None for all layers.
         """
         if layer is None:
-            found = self._outputs(self._active(()), ())
+            outputs = self._outputs(self._active(()), ())
         else:
             parts = active_groups([layer], ()) - active_groups([layer], [layer.name], **self._sides())
-            found = self._outputs(parts, self._others(layer))
-        return float(10 ** (-sqnr(self.reference, found) / 10))
+            outputs = self._outputs(parts, self._others(layer))
+        return float(10 ** (-sqnr(self.reference, outputs) / 10))
 
-    def _others(self, layer: Layer) -> list[str]:
+    def _others(self, layer: RaisableLayer) -> list[str]:
         return [other.name for other in self.layers if other.name != layer.name]
 
     def _sides(self) -> dict[str, bool]:
@@ -151,10 +151,10 @@ class Simulation:
             with in_phase(self.prepared, "float"), evaluating(self.prepared), self._values.of(raised):
                 self._activate(active, raised)
                 return Answer(self.own(self.prepared))
-        found = self._outputs(active, raised)
+        outputs = self._outputs(active, raised)
         if not isinstance(self.metric, DetectionLoss):
-            return Answer(self.metric(self.reference, found))
-        parts = self.metric.parts(self.reference, found)
+            return Answer(self.metric(self.reference, outputs))
+        parts = self.metric.parts(self.reference, outputs)
         return Answer(self.metric.total(parts), parts)
 
     def _outputs(self, active: Collection[str], raised: Collection[str]) -> Outputs:
@@ -168,11 +168,11 @@ class Simulation:
 
 
 def outputs_of(model: TracedModule, batches: Iterable[Any]) -> list[list[np.ndarray]]:
-    """What a graph gives for each batch, as it is, in eval mode."""
-    found = []
+    """Returns the outputs of a graph for each batch, in eval mode and in its present phases."""
+    outputs = []
     with evaluating(model):
         for index, batch in enumerate(batches):
             args, kwargs = as_arguments(batch, model, index)
             with translate_errors(model, (args, kwargs), index):
-                found.append([t.numpy() for t in leaves(model(*args, **kwargs))])
-    return found
+                outputs.append([t.numpy() for t in leaves(model(*args, **kwargs))])
+    return outputs

@@ -64,17 +64,17 @@ def write(path: Path, data: bytes) -> None:
 class Checkpoint:
     """Keeps the result of each learned block under a key of everything that it depends on.
 
-    An interrupted run goes on behind these blocks, to the same result.
+    An interrupted run continues after these blocks and gives the same result.
 
     Args:
-        folder: where the files are; it exists.
+        folder: the existing folder of the files.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def load(self, key: str) -> dict[str, np.ndarray] | None:
-        """What was kept under ``key``; None when there is nothing, or nothing that can be read."""
+        """Returns the arrays under ``key``; None if there is no file or it cannot be read."""
         path = self.folder / f"{key}{_SUFFIX}"
         if not path.is_file():
             return None

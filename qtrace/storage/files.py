@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and what killed processes left of them.
+"""Writes files and folders that appear whole or not at all, and removes what killed processes left.
 
 A process writes to a temporary file beside the target, waits until that is on the disk, and renames it
 (`replacing`). It locks the temporary file (`claim`), and the operating system releases the lock when the
@@ -26,7 +26,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
 
 
 def problem(path: str | os.PathLike[str]) -> str:
-    """Why no file can have the name ``path``; "" for a name that one can have."""
+    """Returns why no file can have the name ``path``, or "" for a valid name."""
     try:
         if b"\0" not in os.fsencode(path):
             return ""
@@ -39,14 +39,14 @@ def kind_of(path: Path, special: str = "a device or a pipe") -> str:
     """Says what stands at ``path`` in place of a regular file.
 
     Args:
-        path: where to look.
-        special: what to call a device, a pipe or a socket.
+        path: the path to check.
+        special: the words for a device, a pipe or a socket.
 
     Returns:
         "a folder" or ``special``; "" for a regular file, and where there is nothing.
 
     Raises:
-        OSError: when the system does not tell.
+        OSError: when the system cannot read the path.
     """
     if not path.exists() or path.is_file():
         return ""
@@ -111,7 +111,7 @@ def claim(target: Path, make: Callable[[Path], None]) -> tuple[Path, int]:
     """Makes a temporary file or folder beside ``target`` that no `sweep` of another process removes.
 
     Args:
-        target: what the temporary one will replace.
+        target: the file or folder that the temporary one will replace.
         make: makes a file or a folder at a path where there is none, such as ``Path.mkdir``.
 
     Returns:
@@ -140,7 +140,7 @@ def sweep(target: Path) -> None:
     """Removes what killed processes left beside ``target``.
 
     Args:
-        target: the output that they were to write.
+        target: the file or folder that those processes were writing.
     """
     for leftover in target.parent.glob(f".{glob.escape(target.name)}.????????.tmp"):
         with contextlib.suppress(OSError):  # it is locked, gone, or not ours
@@ -172,7 +172,7 @@ def _sync(folder: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swaps two folders in one step, where the system can: there is no instant without either."""
+    """Swaps two folders in one step if the system can, so that both names exist at every moment."""
     function = getattr(ctypes.CDLL(None), "renameat2", None)
     if function is None:
         return False

@@ -1,4 +1,4 @@
-"""One hash of arrays.
+"""The one hash of arrays.
 
 Checkpoints and exported files hold hashes, so the same values must give the same hash in every version.
 """
@@ -16,12 +16,12 @@ __all__ = ["hash_arrays"]
 def hash_arrays(
     text: str, arrays: Iterable[tuple[str, np.ndarray]], header: str = "{name} {dtype} {shape}"
 ) -> str:
-    """SHA-256, in hex, of a text and of arrays: their names, dtypes, shapes and values, in their order.
+    """Returns the SHA-256, in hex, of a text and of arrays with their names, dtypes and shapes, in order.
 
     Args:
         text: settings and names on which the arrays do not depend.
-        arrays: name and array.
-        header: what is hashed before the values of an array.
+        arrays: pairs of name and array.
+        header: the format of the text that is hashed before the values of an array.
     """
     digest = hashlib.sha256(text.encode())
     for name, array in arrays:

@@ -18,43 +18,47 @@ __all__ = ["locked"]
 
 
 @contextmanager
-def locked(path: Path, what: str, note: Callable[[str], None] = lambda text: None) -> Iterator[None]:
-    """Holds the lock file ``path`` inside.
+def locked(path: Path, subject: str, note: Callable[[str], None] = lambda text: None) -> Iterator[None]:
+    """Holds the lock file ``path`` inside the block.
 
-    The operating system lets go of it when the process ends, however it ends. So a file that is there but not
-    locked is a stale one, which is taken over; only one of another host may be held without our seeing it.
+    The operating system releases the lock when the process ends, however it ends. A lock file that nobody has
+    locked is therefore stale and is taken over, unless it comes from another host, whose locks are not seen.
 
     Args:
         path: the lock file; it is removed at the end.
-        what: what is locked, for messages.
-        note: is told when a stale lock was taken over.
+        subject: the locked folder or run, as messages name it.
+        note: called with a message when a stale lock is taken over.
 
     Raises:
-        QtraceError: when another process holds it, naming process and host.
+        QtraceError: when another process holds the lock; the message names process and host.
     """
-    handle = _open(path, what)
+    handle = _open(path, subject)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            gone = not path.exists() or path.stat().st_ino != os.fstat(handle).st_ino
-            if gone:  # its owner ended, and removed it, between our two steps
+            removed = not path.exists() or path.stat().st_ino != os.fstat(handle).st_ino
+            if removed:  # its owner ended between opening and locking
                 raise OSError
         except OSError:
             raise QtraceError(
-                f"{what} is being written by {_name(_read(handle))}: wait until that ends, or name another "
-                "folder."
+                f"{subject} is being written by {_describe(_read(handle))}: wait until that ends, or name "
+                "another folder."
             ) from None
         owner = _read(handle)
         if owner and owner.get("host") != socket.gethostname():
             raise QtraceError(
-                f"{what} was locked by {_name(owner)}, of which nothing is known here: remove {path} if that "
-                "process has ended."
+                f"{subject} was locked by {_describe(owner)}, of which nothing is known here: remove {path} "
+                "if that process has ended."
             )
         if owner:
-            note(f"the lock of {_name(owner)}, which has ended, was taken over")
-        mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+            note(f"the lock of {_describe(owner)}, which has ended, was taken over")
+        record = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
         os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(mine).encode(), 0)
+        os.pwrite(handle, json.dumps(record).encode(), 0)
         try:
             yield
         finally:
@@ -63,21 +67,21 @@ def locked(path: Path, what: str, note: Callable[[str], None] = lambda text: Non
         os.close(handle)
 
 
-def _open(path: Path, what: str) -> int:
+def _open(path: Path, subject: str) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise QtraceError(f"{what} cannot be locked: {error.strerror}.") from error
+        raise QtraceError(f"{subject} cannot be locked: {error.strerror}.") from error
 
 
 def _read(handle: int) -> dict[str, Any]:
     try:
-        found = json.loads(os.pread(handle, 4096, 0) or b"{}")
+        owner = json.loads(os.pread(handle, 4096, 0) or b"{}")
     except ValueError:
         return {"pid": "unknown", "host": socket.gethostname()}
-    return found if isinstance(found, dict) else {}
+    return owner if isinstance(owner, dict) else {}
 
 
-def _name(owner: dict[str, Any]) -> str:
+def _describe(owner: dict[str, Any]) -> str:
     since = f", since {owner['since']}" if "since" in owner else ""
     return f"process {owner.get('pid', 'unknown')} on {owner.get('host', 'an unknown host')}{since}"

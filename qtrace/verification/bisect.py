@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from qtrace.preparation.annotation import ExprNote
 from qtrace.preparation.model import QuantizedModel
 from qtrace.process.thread import on_engine_thread
 from qtrace.scheme import QParams
-from qtrace.verification.causes import likely_causes
+from qtrace.verification.causes import likely_causes, optimized_kernel_cause
 from qtrace.verification.crosscheck import Disagreement, cross_check
 from qtrace.verification.report import CrossCheck, VerifyReport
 from qtrace.verification.runs import BatchRun, File, OpByOp
@@ -29,36 +29,35 @@ from qtrace.verification.runtimes import get as get_runtime
 __all__ = ["Difference", "bisect"]
 
 _EXAMPLES = 5
-_KERNEL = "a kernel of MegEngine, which the graph is computed with; the file need not be changed"
+_MEGENGINE_CAUSE = "a kernel of MegEngine, which computes the graph; the file need not be changed"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where graph and runtime part.
+    """The first op at which graph and runtime differ.
 
-    Where every integer is right and an output in float is not, ``site`` is that output: the counts are of
-    floats there, ``worst`` is 0 and ``sqnr_db`` is a number.
+    If every integer is right and an output in float is not, ``site`` is that output: the counts are of
+    floats, ``worst`` is 0 and ``sqnr_db`` is a number.
 
     Attributes:
         site: the node whose integers differ first.
-        op: what computes it, as ``explain`` writes it.
+        op: the op that computes the site, as ``explain`` writes it.
         path: the module path of that op.
-        stage: "plain" (optimizations off) or "optimized": then a fused kernel of the runtime differs.
+        stage: "plain" (optimizations off) or "optimized": then an optimized kernel of the runtime differs.
         batch: the number of the batch, from 0.
         inputs: the groups that the op reads, each with its parameters in words.
         qparams: the parameters of the site in words.
         worst: the largest difference in LSB.
         differing: how many values differ.
-        values: how many there are.
-        histogram: difference (runtime minus graph) in LSB -> how often, the most frequent ones.
+        values: how many values were compared.
+        histogram: difference (runtime minus graph) in LSB -> number of values, for the most frequent ones.
         examples: rows of index, the value before rounding in LSB, the graph's and the runtime's integer; of a
             float output, the graph's value takes the first two places.
-        causes: what the differences look like, the most likely first; where the graph is wrong, the op of
-            MegEngine that is, and nothing about the file.
+        causes: the likely causes, the most likely first; if the graph is wrong, MegEngine's kernel alone.
         check: which side is wrong, by a second evaluation of the op.
         sqnr_db: signal-to-noise ratio of a float output from the runtime's own integers; None for integers.
-        rows: where nothing else differs, which tensor has another number of rows, and why; else "". ``op`` is
-            then the op that selects the rows.
+        rows: if nothing else differs, the tensor that has another number of rows, and why; else "". ``op``
+            is then the op that selects the rows.
     """
 
     site: str
@@ -79,7 +78,7 @@ class Difference:
     rows: str = ""
 
     def table(self) -> str:
-        """The finding as text."""
+        """Returns the difference as text."""
         if self.rows:
             causes = (f"  {cause}" for cause in self.causes)
             return "\n".join(
@@ -108,7 +107,7 @@ class Difference:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Returns the difference as plain data."""
         return asdict(self)
 
 
@@ -125,19 +124,19 @@ def bisect(
 ) -> Difference | None:
     """Finds the first op, in graph order, whose integers differ from the runtime's beyond the tolerance.
 
-    Every op is computed from the runtime's own integers, so the op that is found makes the difference itself.
-    Optimizations are off at first; if nothing is found, the runtime's optimized form is tried.
+    The graph computes every op from the runtime's own integers, so the op that is named makes the difference
+    itself. The runtime runs without optimizations first, and with them if no op differs without.
 
     Args:
         path: a file written by ``qtrace.export`` from ``converted``.
         converted: the converted module.
         batches: inputs as for ``qtrace.calibrate``.
         runtime: the name of the runtime; None for the one that the file is meant for.
-        max_lsb: differences up to this are no finding,
-        min_equal: unless fewer than this share of a batch's integers are equal: then the first op whose own
-            share is clearly below it is.
-        min_sqnr_db: smallest signal-to-noise ratio of an output computed from the runtime's own integers:
-            what follows the last site, in float, has no integers to compare.
+        max_lsb: largest difference allowed at any site.
+        min_equal: smallest share of equal integers allowed in a batch; below it, the first op whose own share
+            is clearly lower is named, even if it differs by ``max_lsb`` at most.
+        min_sqnr_db: smallest signal-to-noise ratio of an output computed from the runtime's own integers: the
+            ops behind the last site compute in float and have no integers to compare.
 
     Returns:
         The difference, or None when there is none on these batches.
@@ -147,29 +146,31 @@ def bisect(
         CalibrationError: when there are no batches, or one does not fit the model.
     """
     model = QuantizedModel(converted, "converted")
-    kept = list(batches)
-    if not kept:
+    inputs = list(batches)
+    if not inputs:
         raise CalibrationError("bisect has no batches: give at least one.")
     chosen, unequal = get_runtime(Path(path), runtime), None
     for stage, optimize in (("plain", False), ("optimized", True)):
         file = File(Path(path), model, chosen.open(Path(path), optimize))
         with evaluating(converted):
-            for run in file.run(kept, lambda f, n: _Search(f, n, f.report(max_lsb, min_equal, min_sqnr_db))):
+            for run in file.run(
+                inputs, lambda f, n: _Search(f, n, f.report(max_lsb, min_equal, min_sqnr_db))
+            ):
                 assert isinstance(run.single, _Search)
                 finding = run.single.close() or _wrong_output(file, run, min_sqnr_db)
                 if finding is not None:
                     check = cross_check(converted, run.arguments, run.single.values, finding.both)
-                    return _difference(model, finding, check, stage, run)
+                    return _difference(model, finding, check, (stage, chosen.name), run)
                 unequal = unequal or _unequal_rows(file, run, stage)
     return unequal
 
 
 @dataclass(frozen=True)
 class _Finding:
-    """The values of a node that differ.
+    """A node whose values differ.
 
     Attributes:
-        name: the node, or the output as files name it.
+        name: the node, or the output by its name in files.
         both: the values of both sides.
         unrounded: the graph's value before rounding.
     """
@@ -189,11 +190,11 @@ def _wrong_output(file: File, run: BatchRun, min_sqnr_db: float) -> _Finding | N
 
 
 def _unequal_rows(file: File, run: BatchRun, stage: str) -> Difference | None:
-    """Reports rows that depend on values and that the two sides select otherwise from the same integers."""
-    what = next(iter(run.single.report.unequal.get("op_by_op", ())), None)
-    if what is None:
+    """Reports rows that both sides select differently from the same integers."""
+    tensor = next(iter(run.single.report.unequal.get("op_by_op", ())), None)
+    if tensor is None:
         return None
-    name = what.partition(" ")[2]
+    name = tensor.partition(" ")[2]
     rows, *causes = run.single.report.remarks()
     return Difference(
         site=name,
@@ -222,9 +223,9 @@ class _Search(OpByOp):
         model = file.model
         self.sources = {n: s.node.name for n, s in model.rounded.items() if s.sort == "activation"}
         self.kept = frozenset(self.sources.values())
-        self.unrounded: dict[str, Any] = {}  # the values of nodes that sites round
+        self.unrounded: dict[str, Any] = {}  # node -> its value, for nodes that sites round
         self.first: _Finding | None = None
-        self.many: _Finding | None = None  # many differences, and at no later place than ``first``
+        self.many: _Finding | None = None  # the first site with many differences, never after ``first``
 
     def on_node(self, node: Node, value: Any) -> Any:
         """Keeps the values before rounding, up to the first site that differs."""
@@ -243,50 +244,56 @@ class _Search(OpByOp):
             if self.disagreement is not None:
                 self.first = finding
 
-    def _too_many(self, mine: np.ndarray, theirs: np.ndarray) -> bool:
-        """Whether the share of differing values is beyond the allowed one by more than chance."""
-        allowed = mine.size * (1 - self.report.min_equal)
-        return np.count_nonzero(mine != theirs) > allowed + 3 * np.sqrt(allowed) + 2
+    def _too_many(self, graph: np.ndarray, runtime: np.ndarray) -> bool:
+        """Whether the share of differing values exceeds the allowed share by more than chance."""
+        allowed = graph.size * (1 - self.report.min_equal)
+        return np.count_nonzero(graph != runtime) > allowed + 3 * np.sqrt(allowed) + 2
 
     def close(self) -> _Finding | None:
         """Returns the site at which the run, which is over, goes beyond the tolerance."""
         tallies = self.report.sites["op_by_op"].values()
         values = sum(t.values for t in tallies)
-        # Without the sites that differ by more: those have a finding of their own.
+        # Sites that differ by more than ``max_lsb`` have a finding of their own.
         slight = sum(t.values - t.equal for t in tallies if t.worst <= self.report.max_lsb)
         too_many = self.many is not None and slight > values * (1 - self.report.min_equal)
         return self.many if too_many else self.first
 
 
-# What each side's fault looks like behind the last integers.
+# The side that is wrong -> the cause, where all integers agree and a float output does not.
 _FLOAT_CAUSES = {
-    "graph": _KERNEL,
+    "graph": _MEGENGINE_CAUSE,
     "runtime": "what follows the last integers: a weight, a bias or a scale there, since all sites agree",
     "unknown": "what follows the last integers, in the file or in MegEngine, since all sites agree",
 }
 
 
 def _difference(
-    model: QuantizedModel, finding: _Finding, check: CrossCheck, stage: str, run: BatchRun
+    model: QuantizedModel, finding: _Finding, check: CrossCheck, where: tuple[str, str], run: BatchRun
 ) -> Difference:
-    qparams, mine, theirs = finding.both.qparams, finding.both.graph, finding.both.runtime
-    exact = finding.unrounded if qparams is None else _before_rounding(finding.unrounded, qparams)
-    delta = theirs.astype(np.float64) - mine
+    """Describes a finding; ``where`` is the stage and the name of the runtime."""
+    stage, runtime_name = where
+    qparams, graph, runtime = finding.both.qparams, finding.both.graph, finding.both.runtime
+    unrounded = finding.unrounded if qparams is None else _before_rounding(finding.unrounded, qparams)
+    delta = runtime.astype(np.float64) - graph
     size = np.nan_to_num(np.abs(delta), nan=np.inf)
     order = np.argsort(-size, axis=None, kind="stable")[:_EXAMPLES]
     places = [np.unravel_index(i, size.shape) for i in order if size.flat[i]]
-    note = _maker(model, finding.name)
+    note = _producer(model, finding.name)
     groups: tuple[str, ...] = ()
     if qparams is None:
         causes: tuple[str, ...] = (_FLOAT_CAUSES[check.side],)
     else:
         weights = {site.name: site.qparams for site in model.sites if site.sort == "weight"}
-        groups = _read_by(model, note, {**run.single.qparams, **weights})
-        causes = likely_causes(exact, mine, theirs.astype(np.int64), qparams)
+        groups = _describe_inputs(model, note, {**run.single.qparams, **weights})
+        causes = likely_causes(unrounded, graph, runtime.astype(np.int64), qparams)
         if check.side == "graph":
-            causes = (_KERNEL,)
+            causes = (_MEGENGINE_CAUSE,)
         elif stage == "optimized":
-            causes = ("a kernel that the runtime fuses: with optimizations off nothing differs", *causes)
+            causes = (optimized_kernel_cause(runtime_name, note.kind if note else ""), *causes)
+            causes = tuple(cause for cause in causes if not cause.startswith("unknown"))
+    if stage == "optimized" and check.side == "runtime":
+        correct = "with optimizations off the runtime gives them too, so the file is right"
+        check = replace(check, reason=f"{check.reason}; {correct}")
     number = float if qparams is None else int
     return Difference(
         site=finding.name,
@@ -295,58 +302,65 @@ def _difference(
         stage=stage,
         batch=run.number,
         inputs=groups,
-        qparams="nothing: it is in float" if qparams is None else _words(qparams),
+        qparams="nothing: it is in float" if qparams is None else _describe_qparams(qparams),
         worst=0 if qparams is None else int(size.max()),
         differing=len(np.flatnonzero(size)),
         values=size.size,
         histogram={}
         if qparams is None
         else {int(k): n for k, n in Counter(delta[delta != 0].tolist()).most_common(6)},
-        examples=tuple((_index(p), float(exact[p]), number(mine[p]), number(theirs[p])) for p in places),
+        examples=tuple(
+            (_format_index(p), float(unrounded[p]), number(graph[p]), number(runtime[p])) for p in places
+        ),
         causes=causes,
         check=check,
-        sqnr_db=sqnr_db(mine, theirs) if qparams is None else None,
+        sqnr_db=sqnr_db(graph, runtime) if qparams is None else None,
     )
 
 
-def _index(place: tuple[Any, ...]) -> str:
+def _format_index(place: tuple[Any, ...]) -> str:
     return f"[{', '.join(str(int(i)) for i in place)}]"
 
 
 def _before_rounding(x: np.ndarray, qparams: QParams) -> np.ndarray:
-    """``x`` in steps of the site's scale, from its zero point."""
+    """Returns ``x`` in steps of the site's scale, with the zero point added."""
     scale, zero = (np.asarray(v, np.float64) for v in (qparams.scale, qparams.zero_point))
     if scale.ndim:
-        form = [1] * x.ndim
-        form[qparams.scheme.axis or 0] = -1
-        scale, zero = scale.reshape(form), zero.reshape(form)
-    exact: np.ndarray = x.astype(np.float64) / scale + zero
-    return exact
+        shape = [1] * x.ndim
+        shape[qparams.scheme.axis or 0] = -1
+        scale, zero = scale.reshape(shape), zero.reshape(shape)
+    steps: np.ndarray = x.astype(np.float64) / scale + zero
+    return steps
 
 
-def _maker(model: QuantizedModel, name: str) -> ExprNote | None:
-    """The op that computes a site's value: the first of its chain."""
+def _producer(model: QuantizedModel, name: str) -> ExprNote | None:
+    """Returns the op that computes a site's value: the head of its chain."""
     site = model.rounded.get(name)
     notes = {n.name: n for n in model.annotation.notes}
     note = notes.get(name if site is None else site.node.name)
     return notes.get(note.into, note) if note is not None and note.into else note
 
 
-def _read_by(model: QuantizedModel, note: ExprNote | None, qparams: dict[str, QParams]) -> tuple[str, ...]:
+def _describe_inputs(
+    model: QuantizedModel, note: ExprNote | None, qparams: dict[str, QParams]
+) -> tuple[str, ...]:
+    """Lists the groups and the weight that an op reads, each with its parameters."""
     if note is None:
         return ()
     groups = {site.group: name for name, site in reversed(model.rounded.items())}
-    found = []
+    lines = []
     for group in dict.fromkeys(g for g in note.inputs if g):
         known = qparams.get(groups.get(group, ""))
-        found.append(f"{group}: {_words(known)}" if known is not None else group)
+        lines.append(f"{group}: {_describe_qparams(known)}" if known is not None else group)
     if note.weight:
         known = qparams.get(note.weight)
-        found.append(f"{note.weight} (weight)" + (f": {_words(known)}" if known is not None else ""))
-    return tuple(found)
+        lines.append(
+            f"{note.weight} (weight)" + (f": {_describe_qparams(known)}" if known is not None else "")
+        )
+    return tuple(lines)
 
 
-def _words(qparams: QParams) -> str:
+def _describe_qparams(qparams: QParams) -> str:
     if qparams.scale.ndim:
         return f"{qparams.scheme.describe()}, {qparams.scale.size} scales"
     return (

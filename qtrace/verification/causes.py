@@ -1,56 +1,96 @@
-"""What differences between two arrays of integers look like: the likely cause of an op that differs."""
+"""Names the likely cause of an op whose integers differ between the graph and a runtime."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
 from qtrace.scheme import QParams
 
-__all__ = ["likely_causes"]
+__all__ = ["likely_causes", "optimized_kernel_cause"]
+
+# The kinds of ops that onnxruntime computes as products of integer matrices.
+_MATRIX_PRODUCTS = ("conv1d", "conv2d", "conv3d", "linear", "matmul")
+_CPU_INFO = Path("/proc/cpuinfo")
 
 
 def likely_causes(
-    exact: np.ndarray, mine: np.ndarray, theirs: np.ndarray, qparams: QParams
+    unrounded: np.ndarray, graph: np.ndarray, runtime: np.ndarray, qparams: QParams
 ) -> tuple[str, ...]:
-    """What the differences between two arrays of integers look like, the most likely first.
+    """Returns the likely causes of the differences between two arrays of integers, the most likely first.
 
     Args:
-        exact: what the graph had before rounding, in LSB, with the zero point added.
-        mine: the graph's integers.
-        theirs: the runtime's integers, of the same shape.
-        qparams: the parameters of both.
+        unrounded: the graph's values before rounding, in LSB, with the zero point added.
+        graph: the graph's integers.
+        runtime: the runtime's integers, of the same shape.
+        qparams: the parameters of both arrays of integers.
     """
-    delta = theirs - mine
-    apart = delta != 0
+    delta = runtime - graph
+    differs = delta != 0
     low, high = qparams.scheme.qmin, qparams.scheme.qmax
     causes = []
-    if (rule := _other_rounding(exact, mine, theirs, qparams)) is not None:
+    if (rule := _find_rounding(unrounded, graph, runtime, qparams)) is not None:
         return (f"rounding: {rule}",)
-    if np.array_equal(np.sort(mine, axis=None), np.sort(theirs, axis=None)):
+    if np.array_equal(np.sort(graph, axis=None), np.sort(runtime, axis=None)):
         causes.append("layout: the same integers stand at other places (a transpose, or an order of axes)")
-    edge = np.isin(theirs[apart], (low, high)) ^ np.isin(mine[apart], (low, high))
+    edge = np.isin(runtime[differs], (low, high)) ^ np.isin(graph[differs], (low, high))
     if edge.mean() > 0.9:
         causes.append(f"saturation: one side stops at {low} or {high}, the other does not")
     zero = int(qparams.zero_point) if not qparams.scale.ndim else low
-    # Neither saturated nor clamped at 0, as by a relu.
-    inside = (theirs > low) & (theirs < high) & (theirs != zero) & (mine != zero)
-    if (shift := _one_shift(delta[inside])) is not None:
-        causes.append(f"zero point: every value is off by {shift:+d} LSB, as without it or with another one")
-    elif (bias := _per_channel_shift(delta, inside)) is not None:
-        causes.append(f"bias: each channel is off by a constant (up to {bias} LSB): missing or another scale")
-    elif (ratio := _ratio(exact, theirs, qparams)) is not None:
+    # Values that are neither saturated nor clamped at 0, as by a relu.
+    inside = (runtime > low) & (runtime < high) & (runtime != zero) & (graph != zero)
+    if (shift := _find_shift(delta[inside])) is not None:
+        causes.append(
+            f"zero point: every value is off by {shift:+d} LSB, as with no zero point or with another one"
+        )
+    elif (bias := _find_channel_shift(delta, inside)) is not None:
+        causes.append(
+            f"bias: each channel is off by a constant (up to {bias} LSB): it is missing or has another scale"
+        )
+    elif (ratio := _find_ratio(unrounded, runtime, qparams)) is not None:
         causes.append(f"scale: the runtime's values are {ratio:.4g} times the graph's")
     if np.abs(delta).max() == 1:
-        ties = np.abs(np.abs(exact - np.floor(exact)) - 0.5)[apart] < 1e-3
+        ties = np.abs(np.abs(unrounded - np.floor(unrounded)) - 0.5)[differs] < 1e-3
         causes.append(
             "rounding: ties go the other way" if ties.mean() > 0.9 else "rounding: an intermediate is rounded"
         )
     return tuple(causes) or ("unknown: compare the op's attributes, padding and weights in the file",)
 
 
-# What a runtime may do instead of rounding to the nearest integer, ties to even.
+def optimized_kernel_cause(runtime: str, kind: str) -> str:
+    """Names the kernel at fault where a file is right without optimizations and wrong with them.
+
+    Args:
+        runtime: the name of the runtime.
+        kind: the kind of the first op that differs with optimizations.
+    """
+    if runtime == "onnxruntime" and kind in _MATRIX_PRODUCTS and "amx_int8" in _read_cpu_flags():
+        version = importlib.metadata.version("onnxruntime")
+        return (
+            f"onnxruntime {version}'s integer kernel for this CPU (AMX, flag amx_int8), which is known to be "
+            "wrong for some numbers of output channels (onnxruntime issue 26324): the file is right with "
+            "optimizations off. Run it with optimizations disabled, on a CPU without AMX, or keep this op "
+            "in float by a rule"
+        )
+    return (
+        f"an optimized kernel of {runtime}: with optimizations off nothing differs. Run the file with "
+        "optimizations disabled, or keep this op in float by a rule"
+    )
+
+
+def _read_cpu_flags() -> set[str]:
+    """Returns the features of the CPU in Linux's names; none where the system does not list them."""
+    try:
+        lines = _CPU_INFO.read_text().splitlines()
+    except OSError:
+        return set()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+# How a runtime may round instead of to the nearest integer, ties to even.
 _ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "ties go away from zero": lambda x: np.sign(x) * np.floor(np.abs(x) + 0.5),
     "ties go up": lambda x: np.floor(x + 0.5),
@@ -61,47 +101,49 @@ _ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def _other_rounding(exact: np.ndarray, mine: np.ndarray, theirs: np.ndarray, qparams: QParams) -> str | None:
-    """The rounding that gives the runtime's integers nearly everywhere, where the graph's does not."""
-    if np.abs(theirs - mine).max() != 1:
+def _find_rounding(
+    unrounded: np.ndarray, graph: np.ndarray, runtime: np.ndarray, qparams: QParams
+) -> str | None:
+    """Returns the rounding that gives nearly all of the runtime's integers, where the graph's does not."""
+    if np.abs(runtime - graph).max() != 1:
         return None
     zero = int(qparams.zero_point) if not qparams.scale.ndim else 0
     for name, rule in _ROUNDINGS.items():
-        other = np.clip(rule(exact - zero) + zero, qparams.scheme.qmin, qparams.scheme.qmax)
-        if np.mean(other == theirs) > max(0.999, np.mean(mine == theirs)):
+        rounded = np.clip(rule(unrounded - zero) + zero, qparams.scheme.qmin, qparams.scheme.qmax)
+        if np.mean(rounded == runtime) > max(0.999, np.mean(graph == runtime)):
             return name
     return None
 
 
-def _one_shift(delta: np.ndarray) -> int | None:
-    """The constant, of more than 1 LSB, by which nearly all of ``delta`` is off, else None."""
+def _find_shift(delta: np.ndarray) -> int | None:
+    """Returns the constant, above 1 LSB, that nearly all of ``delta`` is equal to; None without one."""
     if delta.size < 2:
         return None
     shift = round(float(np.median(delta)))
     return shift if abs(shift) > 1 and np.mean(np.abs(delta - shift) <= 1) > 0.95 else None
 
 
-def _per_channel_shift(delta: np.ndarray, inside: np.ndarray) -> int | None:
-    """The largest shift where every channel differs by a constant of its own, else None."""
+def _find_channel_shift(delta: np.ndarray, inside: np.ndarray) -> int | None:
+    """Returns the largest shift if each channel differs by a constant of its own, else None."""
     if delta.ndim < 2:
         return None
     flat = np.moveaxis(delta, 1, 0).reshape(delta.shape[1], -1)
-    seen = np.moveaxis(inside, 1, 0).reshape(delta.shape[1], -1)
+    used = np.moveaxis(inside, 1, 0).reshape(delta.shape[1], -1)
     shifts = np.array(
-        [round(float(np.median(d[s]))) if s.any() else 0 for d, s in zip(flat, seen, strict=True)]
+        [round(float(np.median(d[u]))) if u.any() else 0 for d, u in zip(flat, used, strict=True)]
     )
-    rest = np.abs(flat - shifts[:, None])[seen]
+    rest = np.abs(flat - shifts[:, None])[used]
     constant = rest.size > delta.shape[1] and np.mean(rest <= 1) > 0.95 and np.abs(shifts).max() > 1
     return int(np.abs(shifts).max()) if constant else None
 
 
-def _ratio(exact: np.ndarray, theirs: np.ndarray, qparams: QParams) -> float | None:
-    """The factor between the two where one explains them, else None."""
+def _find_ratio(unrounded: np.ndarray, runtime: np.ndarray, qparams: QParams) -> float | None:
+    """Returns the factor between the values of runtime and graph; None where no factor explains them."""
     if qparams.scale.ndim:
         return None
-    inside = (theirs > qparams.scheme.qmin) & (theirs < qparams.scheme.qmax)
+    inside = (runtime > qparams.scheme.qmin) & (runtime < qparams.scheme.qmax)
     zero = int(qparams.zero_point)
-    a, b = (v[inside].astype(np.float64) - zero for v in (exact, theirs))
+    a, b = (v[inside].astype(np.float64) - zero for v in (unrounded, runtime))
     if not a.size or not a @ a:
         return None
     factor = float(a @ b) / float(a @ a)

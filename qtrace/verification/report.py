@@ -1,4 +1,4 @@
-"""What verify found: a tally of integer differences for every site, and the noise at the outputs."""
+"""The report of verify: the integer differences at every site, and the noise at the outputs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ from qtrace.metrics import ErrorSums, finite_or_none, sqnr_db
 from qtrace.verification.runtimes.base import Kernels
 from qtrace.verification.selections import Shape, describe_rows
 
-__all__ = ["CrossCheck", "SiteTally", "VerifyReport"]
+__all__ = ["CrossCheck", "DifferenceTally", "VerifyReport"]
 
 _MODES = ("op_by_op", "end_to_end", "deployed")
-_SHOWN = 6
+_SHOWN_STEPS = 6
 
 
 @dataclass
-class SiteTally:
-    """Differences at one site: how many values, how many equal, the largest difference in LSB.
+class DifferenceTally:
+    """Counts the differences between runtime and graph at one site.
 
-    ``histogram`` has every difference but 0, runtime minus graph in LSB, and how often it occurs.
+    Attributes:
+        values: the number of values that were compared.
+        equal: the number of equal values.
+        worst: the largest difference in LSB.
+        histogram: difference (runtime minus graph, in LSB, without 0) -> number of values.
     """
 
     values: int = 0
@@ -33,15 +37,15 @@ class SiteTally:
     worst: int = 0
     histogram: dict[int, int] = field(default_factory=dict)
 
-    def add(self, mine: np.ndarray, theirs: np.ndarray) -> int:
-        """Adds one comparison of integers of equal shape; returns the largest difference in it."""
-        difference = theirs.astype(np.int64) - mine.astype(np.int64)
-        apart = difference[difference != 0]
-        worst = int(np.abs(apart).max(initial=0))
+    def add(self, graph: np.ndarray, runtime: np.ndarray) -> int:
+        """Counts the differences of two arrays of integers of equal shape; returns the largest one."""
+        difference = runtime.astype(np.int64) - graph.astype(np.int64)
+        nonzero = difference[difference != 0]
+        worst = int(np.abs(nonzero).max(initial=0))
         self.values += difference.size
-        self.equal += difference.size - apart.size
+        self.equal += difference.size - nonzero.size
         self.worst = max(self.worst, worst)
-        for step, count in zip(*np.unique(apart, return_counts=True), strict=True):
+        for step, count in zip(*np.unique(nonzero, return_counts=True), strict=True):
             self.histogram[int(step)] = self.histogram.get(int(step), 0) + int(count)
         return worst
 
@@ -60,7 +64,7 @@ class CrossCheck:
     reason: str
 
     def sentence(self) -> str:
-        """The verdict and its evidence."""
+        """Returns the verdict and its evidence as one sentence."""
         return f"{_SIDES[self.side]}: {self.reason}"
 
 
@@ -75,8 +79,9 @@ _SIDES = {
 class VerifyReport:
     """The outcome of ``qtrace.verify``.
 
-    ``op_by_op``: each op computed from the runtime's own integers, optimizations off. ``end_to_end``: both
-    from the same input, optimizations off. ``deployed``: the same with all optimizations.
+    The modes: ``op_by_op`` computes each op from the runtime's own integers, optimizations off;
+    ``end_to_end`` computes both sides from the same input, optimizations off; ``deployed`` does so with
+    all optimizations.
 
     Attributes:
         path: the file.
@@ -84,43 +89,43 @@ class VerifyReport:
         min_equal: smallest share of equal values allowed op by op.
         min_sqnr_db: smallest ratio allowed at the outputs, in dB.
         sites: mode -> node -> tally.
-        outputs: mode -> output -> its noise; "op_by_op" is from the runtime's own integers to the output, so
-            it tells whether what follows the last site, in float, is computed alike.
+        outputs: mode -> output -> its noise; "op_by_op" starts at the runtime's own integers, so it shows
+            whether both sides compute alike what follows the last site, in float.
         kernels: which ops the runtime computes on integers when it is deployed; None where that is unknown.
         cross_check: the first node that differs by more than is allowed, op by op, and the second evaluation
             that says which side is wrong there; None where no node does.
         selections: node or output with a number of rows that depends on values -> the op that selects them.
-        unequal: mode -> site or output -> its shapes in graph and runtime, in each batch where such an op
-            selects other rows, or the same in another order; they are not compared there.
+        unequal: mode -> site or output -> its shapes in graph and runtime, for each batch that is not
+            compared because such an op selects other rows, or the same rows in another order.
     """
 
     path: str
     max_lsb: int
     min_equal: float
     min_sqnr_db: float
-    sites: dict[str, dict[str, SiteTally]] = field(default_factory=lambda: {m: {} for m in _MODES})
+    sites: dict[str, dict[str, DifferenceTally]] = field(default_factory=lambda: {m: {} for m in _MODES})
     outputs: dict[str, dict[str, ErrorSums]] = field(default_factory=dict)
     kernels: Kernels | None = None
     cross_check: tuple[str, CrossCheck] | None = None
     selections: Mapping[str, str] = field(default_factory=dict)
     unequal: dict[str, dict[str, list[tuple[Shape, Shape]]]] = field(default_factory=dict)
 
-    def add(self, mode: str, node: str, mine: np.ndarray, theirs: np.ndarray) -> int:
-        """Adds the integers of one site in one batch; returns their largest difference, 0 for other rows.
+    def add(self, mode: str, node: str, graph: np.ndarray, runtime: np.ndarray) -> int:
+        """Counts the differences at one site in one batch; returns the largest, or 0 for other rows.
 
         Raises:
             ExportError: when the two have different shapes that do not depend on values.
         """
-        if not self.compares(mode, f"site {node}", mine, theirs):
+        if not self.compares(mode, f"site {node}", graph, runtime):
             return 0
-        return self.sites[mode].setdefault(node, SiteTally()).add(mine, theirs)
+        return self.sites[mode].setdefault(node, DifferenceTally()).add(graph, runtime)
 
     def add_outputs(
         self,
         mode: str,
         names: Sequence[str],
-        mine: Sequence[np.ndarray],
-        theirs: Sequence[np.ndarray],
+        graph: Sequence[np.ndarray],
+        runtime: Sequence[np.ndarray],
         selected: Collection[str] = (),
     ) -> None:
         """Adds the model's outputs of one batch.
@@ -128,21 +133,21 @@ class VerifyReport:
         Args:
             mode: the comparison.
             names: the names of the outputs.
-            mine: the graph's outputs.
-            theirs: the runtime's outputs.
-            selected: outputs whose rows depend on values: they are left out below the limit, for both sides
-                may have selected other rows.
+            graph: the graph's outputs.
+            runtime: the runtime's outputs.
+            selected: outputs whose rows depend on values; below the limit they are not compared, since both
+                sides may have selected other rows.
 
         Raises:
             ExportError: when their number differs, or a shape that does not depend on values.
         """
-        if len(mine) != len(theirs):
+        if len(graph) != len(runtime):
             raise ExportError(
-                f"{self.path}: the number of outputs is {len(theirs)}, but {len(mine)} in the graph: "
+                f"{self.path}: the number of outputs is {len(runtime)}, but {len(graph)} in the graph: "
                 "export it again."
             )
         noises = self.outputs.setdefault(mode, {})
-        for name, a, b in zip(names, mine, theirs, strict=True):
+        for name, a, b in zip(names, graph, runtime, strict=True):
             if not self.compares(mode, f"output {name}", a, b):
                 continue
             if name in selected and sqnr_db(a, b) < self.min_sqnr_db:
@@ -150,64 +155,64 @@ class VerifyReport:
             else:
                 noises.setdefault(name, ErrorSums()).add(a, b, classes=True)
 
-    def compares(self, mode: str, what: str, mine: np.ndarray, theirs: np.ndarray) -> bool:
-        """Returns whether values can be compared; takes note of numbers of rows that depend on values.
+    def compares(self, mode: str, tensor: str, graph: np.ndarray, runtime: np.ndarray) -> bool:
+        """Returns whether values can be compared; records numbers of rows that depend on values.
 
         Args:
             mode: the comparison.
-            what: "site" or "output" and its name.
-            mine: the graph's values.
-            theirs: the runtime's values.
+            tensor: "site" or "output" and its name.
+            graph: the graph's values.
+            runtime: the runtime's values.
 
         Raises:
             ExportError: when they have different shapes that do not depend on values.
         """
-        if mine.shape == theirs.shape:
+        if graph.shape == runtime.shape:
             return True
-        if what.partition(" ")[2] not in self.selections or mine.ndim != theirs.ndim:
+        if tensor.partition(" ")[2] not in self.selections or graph.ndim != runtime.ndim:
             raise ExportError(
-                f"{self.path}: {what} has shape {theirs.shape} in the runtime, but {mine.shape} in the "
+                f"{self.path}: {tensor} has shape {runtime.shape} in the runtime, but {graph.shape} in the "
                 "graph: export it again."
             )
-        self.note_rows(mode, what, mine, theirs)
+        self.note_rows(mode, tensor, graph, runtime)
         return False
 
-    def note_rows(self, mode: str, what: str, mine: np.ndarray, theirs: np.ndarray) -> None:
-        """Takes note of a tensor of which graph and runtime have other rows, in number or in kind."""
-        self.unequal.setdefault(mode, {}).setdefault(what, []).append((mine.shape, theirs.shape))
+    def note_rows(self, mode: str, tensor: str, graph: np.ndarray, runtime: np.ndarray) -> None:
+        """Records a tensor of which graph and runtime have different rows."""
+        self.unequal.setdefault(mode, {}).setdefault(tensor, []).append((graph.shape, runtime.shape))
 
     def worst_lsb(self, mode: str = "op_by_op") -> int:
-        """The largest difference at any site."""
+        """Returns the largest difference at any site, in LSB."""
         return max((t.worst for t in self.sites[mode].values()), default=0)
 
     def equal_share(self, mode: str = "op_by_op") -> float:
-        """The share of equal integers over all sites."""
+        """Returns the share of equal integers over all sites."""
         values = sum(t.values for t in self.sites[mode].values())
         return sum(t.equal for t in self.sites[mode].values()) / values if values else 1.0
 
     def histogram(self, mode: str = "op_by_op") -> dict[int, int]:
-        """Difference (runtime minus graph) in LSB -> how often, over all sites, in order; without 0."""
-        found: dict[int, int] = {}
+        """Counts each difference (runtime minus graph, in LSB, without 0) over all sites, in order."""
+        counts: dict[int, int] = {}
         for tally in self.sites[mode].values():
             for step, count in tally.histogram.items():
-                found[step] = found.get(step, 0) + count
-        return dict(sorted(found.items()))
+                counts[step] = counts.get(step, 0) + count
+        return dict(sorted(counts.items()))
 
     def sqnr_db(self, mode: str = "reference") -> float:
-        """Signal-to-noise ratio of the runtime's outputs together against the graph's, in dB."""
-        return self._whole(mode).sqnr_db
+        """Returns the signal-to-noise ratio over all of the runtime's outputs, in dB."""
+        return self._total(mode).sqnr_db
 
     def weakest_output(self, mode: str = "reference") -> tuple[str, float]:
-        """The output with the lowest ratio of its own, and that ratio in dB."""
+        """Returns the output with the lowest signal-to-noise ratio, and that ratio in dB."""
         name = min(self.outputs[mode], key=lambda n: self.outputs[mode][n].sqnr_db)
         return name, self.outputs[mode][name].sqnr_db
 
     def agreement(self, mode: str = "deployed") -> float:
-        """The share of samples whose largest output has the same index in the graph and the runtime."""
-        share = self._whole(mode if mode in self.outputs else "reference").agreement
+        """Returns the share of samples whose largest output has the same index in graph and runtime."""
+        share = self._total(mode if mode in self.outputs else "reference").agreement
         return 1.0 if share is None else share
 
-    def _whole(self, mode: str) -> ErrorSums:
+    def _total(self, mode: str) -> ErrorSums:
         return sum(self.outputs[mode].values(), ErrorSums())
 
     @property
@@ -216,34 +221,36 @@ class VerifyReport:
         return not self.problems()
 
     def problems(self) -> list[str]:
-        """What does not hold, a line each."""
-        found = []
+        """Lists the tolerances that do not hold, a line each."""
+        problems = []
         if self.worst_lsb() > self.max_lsb:
             node = max(self.sites["op_by_op"], key=lambda n: self.sites["op_by_op"][n].worst)
-            found.append(f"site {node} differs by {self.worst_lsb()} LSB, {self.max_lsb} allowed")
+            problems.append(f"site {node} differs by {self.worst_lsb()} LSB, {self.max_lsb} allowed")
         if self.equal_share() < self.min_equal:
-            found.append(f"{self.equal_share():.4%} of the integers are equal, {self.min_equal:.4%} needed")
-        found += [
+            problems.append(
+                f"{self.equal_share():.4%} of the integers are equal, {self.min_equal:.4%} needed"
+            )
+        problems += [
             f"output {name}, from the runtime's own integers, has {noise.sqnr_db:.1f} dB, "
             f"{self.min_sqnr_db:.1f} dB needed"
             for name, noise in self.outputs.get("op_by_op", {}).items()
             if noise.sqnr_db < self.min_sqnr_db
         ]
-        found += [
+        problems += [
             f"outputs ({mode}) have {self.sqnr_db(mode):.1f} dB, {self.min_sqnr_db:.1f} dB needed"
             for mode in self.outputs
             if mode != "op_by_op" and self.sqnr_db(mode) < self.min_sqnr_db
         ]
-        for what, shapes in itertools.islice(self.unequal.get("op_by_op", {}).items(), 1):
-            found.append(f"{describe_rows(what, shapes)}, from the same integers: it cannot be compared")
+        for tensor, shapes in itertools.islice(self.unequal.get("op_by_op", {}).items(), 1):
+            problems.append(f"{describe_rows(tensor, shapes)}, from the same integers: it cannot be compared")
         if (worst := self._optimization_lsb()) is not None:
-            found.append(
+            problems.append(
                 "sites (deployed) differ by {1} LSB, by {0} LSB without optimizations".format(*worst)
             )
-        return found
+        return problems
 
     def table(self, max_width: int = 140) -> str:
-        """A text table: a row for each site, then the totals."""
+        """Returns a text table: a row for each site, then the totals."""
         headers = ("site", "values", "equal", "worst LSB", "end to end", "deployed")
         rows = []
         for node, tally in self.sites["op_by_op"].items():
@@ -255,7 +262,7 @@ class VerifyReport:
         return f"{format_table(headers, rows, max_width=max_width)}\n{self.summary()}"
 
     def summary(self) -> str:
-        """The totals and the verdict, in a few lines."""
+        """Returns the totals and the verdict, in a few lines."""
         ratios = ", ".join(self._ratio(mode) for mode in self.outputs if mode != "op_by_op")
         lines = [
             f"op by op: worst {self.worst_lsb()} LSB, {self.equal_share():.4%} equal "
@@ -268,9 +275,9 @@ class VerifyReport:
         return "\n".join(lines)
 
     def remarks(self) -> list[str]:
-        """What the problems mean, who is to blame and what to do, a sentence each."""
+        """Says what the problems mean, which side is wrong and what to do, a sentence each."""
         if self.passed:
-            return self._rows()
+            return self._row_remarks()
         if self.cross_check is not None:
             node, check = self.cross_check
             return [f"at {node}, {check.sentence()}"]
@@ -278,7 +285,7 @@ class VerifyReport:
         if self.worst_lsb() > self.max_lsb or any(noise.sqnr_db < self.min_sqnr_db for noise in floats):
             return []
         if self.unequal and self._optimization_lsb() is None:
-            return self._rows()
+            return self._row_remarks()
         within = f"no op differs from the graph by more than {self.max_lsb} LSB"
         if self.equal_share() < self.min_equal:
             return [f"{within}, but many do: bisect names the first op that rounds in another way"]
@@ -299,9 +306,9 @@ class VerifyReport:
         ]
 
     def _optimization_lsb(self) -> tuple[int, int] | None:
-        """The largest difference before selections without and with optimizations, if these make it larger.
+        """Returns the largest differences before selections, plain and optimized, if the latter is larger.
 
-        Outputs that are left out cannot show that an optimization of the runtime is wrong.
+        Outputs that are not compared cannot show that an optimization of the runtime is wrong.
         """
         plain, fused = (
             max((t.worst for n, t in self.sites[mode].items() if n not in self.selections), default=0)
@@ -309,16 +316,16 @@ class VerifyReport:
         )
         return (plain, fused) if "deployed" in self.unequal and fused > plain + self.max_lsb else None
 
-    def _rows(self) -> list[str]:
-        """What it means that graph and runtime select other rows, a sentence each."""
+    def _row_remarks(self) -> list[str]:
+        """Says what it means that graph and runtime select different rows, a sentence each."""
         if not self.unequal:
             return []
         mode, tensors = next((m, self.unequal[m]) for m in (*_MODES, "reference") if m in self.unequal)
-        what, shapes = next(iter(tensors.items()))
-        origin = self.selections[what.partition(" ")[2]]
+        tensor, shapes = next(iter(tensors.items()))
+        origin = self.selections[tensor.partition(" ")[2]]
         others = f", so have {len(tensors) - 1} more behind it" if len(tensors) > 1 else ""
         within = f"no op that was compared differs by more than {self.max_lsb} LSB op by op"
-        cure = (
+        remedy = (
             "what to do: measure the accuracy of the task with the file; the layers before the selection can "
             "be verified alone (qtrace.prepare with outputs=)"
         )
@@ -328,34 +335,34 @@ class VerifyReport:
             sites = self.sites["end_to_end"].items()
             first = next((f", first {n} by {t.worst} LSB" for n, t in sites if t.equal < t.values), "")
             cause = f"from end to end integers differ{first}, and one LSB moves values over a threshold"
-            cure = f"this is no fault of the file; {cure}"
+            remedy = f"this is no fault of the file; {remedy}"
         return [
-            f"{describe_rows(what, shapes)}{others}: its rows depend on values, which {origin} selects",
+            f"{describe_rows(tensor, shapes)}{others}: its rows depend on values, which {origin} selects",
             f"{within}; {cause}; these rows are not compared",
-            cure,
+            remedy,
         ]
 
     def _next_limit(self) -> float:
-        """A limit in dB that the outputs meet, a multiple of 5."""
+        """Returns the highest multiple of 5 dB that the outputs reach."""
         lowest = min(self.sqnr_db(mode) for mode in self.outputs if mode != "op_by_op")
         return 5.0 * float(np.floor(lowest / 5.0)) if np.isfinite(lowest) else 0.0
 
     def _ratio(self, mode: str) -> str:
         if not self.outputs[mode]:
             return f"{mode} not compared"
-        whole, (name, own) = self.sqnr_db(mode), self.weakest_output(mode)
-        lowest = f" ({name} alone {own:.1f})" if f"{own:.1f}" != f"{whole:.1f}" else ""
-        return f"{mode} {whole:.1f} dB{lowest}"
+        total, (name, weakest) = self.sqnr_db(mode), self.weakest_output(mode)
+        lowest = f" ({name} alone {weakest:.1f})" if f"{weakest:.1f}" != f"{total:.1f}" else ""
+        return f"{mode} {total:.1f} dB{lowest}"
 
     def _differences(self) -> str:
-        """The most frequent differences, in a few words."""
-        found = sorted(self.histogram().items(), key=lambda item: -item[1])
-        shown = ", ".join(f"{step:+d} LSB x {count}" for step, count in found[:_SHOWN])
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        return f" ({shown}{more})" if found else ""
+        """Lists the most frequent differences."""
+        steps = sorted(self.histogram().items(), key=lambda item: -item[1])
+        shown = ", ".join(f"{step:+d} LSB x {count}" for step, count in steps[:_SHOWN_STEPS])
+        more = f" and {len(steps) - _SHOWN_STEPS} more" if len(steps) > _SHOWN_STEPS else ""
+        return f" ({shown}{more})" if steps else ""
 
     def _kernel_lines(self) -> list[str]:
-        """How many ops run on integers, and what keeps the others from it."""
+        """Says how many ops run on integers, and what keeps the others in float."""
         if self.kernels is None:
             return []
         count = len(self.kernels.integer) + len(self.kernels.floats)
@@ -372,7 +379,7 @@ class VerifyReport:
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Returns the report as plain data."""
         return {
             "path": self.path,
             "passed": self.passed,

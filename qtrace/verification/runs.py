@@ -1,4 +1,4 @@
-"""One batch in the runtime and in the graph: alone, and op by op on the runtime's integers."""
+"""Runs a batch in the runtime and in the graph: the graph alone, and op by op on the runtime's integers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qtrace.preparation.record import graph_hash
 from qtrace.scheme import QParams
 from qtrace.verification.crosscheck import Disagreement, RuntimeValues
 from qtrace.verification.report import VerifyReport
-from qtrace.verification.runtimes.base import Run, Session
+from qtrace.verification.runtimes.base import RuntimeRun, Session
 from qtrace.verification.selections import find_selections, selects
 
 __all__ = ["BatchRun", "EndToEnd", "File", "OpByOp", "leaves", "output_names"]
@@ -29,21 +29,21 @@ __all__ = ["BatchRun", "EndToEnd", "File", "OpByOp", "leaves", "output_names"]
 
 @dataclass
 class BatchRun:
-    """What one batch gave on both sides.
+    """The values of one batch on both sides.
 
     Attributes:
         number: the number of the batch, from 0.
         arguments: the batch as arguments of a call.
-        graph: the graph by itself.
-        runtime: the runtime by itself.
-        single: the graph op by op, from the runtime's integers.
+        graph: the run of the graph alone.
+        runtime: the run of the runtime.
+        single: the run of the graph op by op, from the runtime's integers.
         outputs: the outputs of `single`.
     """
 
     number: int
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     graph: EndToEnd
-    runtime: Run
+    runtime: RuntimeRun
     single: OpByOp
     outputs: list[np.ndarray]
 
@@ -107,20 +107,21 @@ class File:
             min_sqnr_db: smallest signal-to-noise ratio allowed.
 
         Returns:
-            The output's values; None where every output is within the limit, or depends on a selection.
+            The output's values on both sides; None where every output is within the limit or depends on a
+            selection.
         """
         nodes, selected = self.model.module.graph.outputs, run.single.selected_outputs(self.output_names)
         values = zip(self.output_names, nodes, run.outputs, run.runtime.outputs, strict=True)
-        for name, node, mine, theirs in values:
-            if name in selected or mine.shape != theirs.shape:
+        for name, node, graph, runtime in values:
+            if name in selected or graph.shape != runtime.shape:
                 continue
-            if sqnr_db(mine, theirs) < min_sqnr_db:
-                return Disagreement(node.name, mine, theirs)
+            if sqnr_db(graph, runtime) < min_sqnr_db:
+                return Disagreement(node.name, graph, runtime)
         return None
 
 
 def _integer_names(converted: QuantizedModel, path: Path, session: Session) -> dict[str, str]:
-    """Node that holds dequantized integers -> the name under which the runtime gives them.
+    """Maps each node that holds dequantized integers to the name under which the runtime returns them.
 
     A format may leave out the integers of ops that only move values, and sites on which no output depends.
 
@@ -133,8 +134,8 @@ def _integer_names(converted: QuantizedModel, path: Path, session: Session) -> d
     missing = sorted({site for name, site in computed.items() if name in needed} - known)
     if missing:
         raise ExportError(f"{path} is not an export of this module: it has no integers of {missing[0]!r}.")
-    theirs = getattr(session, "graph_hash", "")  # of formats that keep it
-    if theirs and theirs != graph_hash(converted.module):
+    exported = getattr(session, "graph_hash", "")  # of formats that store it
+    if exported and exported != graph_hash(converted.module):
         raise ExportError(
             f"{path} is not an export of this module: it comes from another calibration or other weights; "
             "export it again."
@@ -144,18 +145,18 @@ def _integer_names(converted: QuantizedModel, path: Path, session: Session) -> d
 
 
 def output_names(converted: QuantizedModel) -> list[str]:
-    """The names of the graph's outputs, without the rounding behind them; one given twice is numbered."""
+    """Returns the names of the graph's outputs before rounding; a repeated name is numbered."""
     names = [converted.unrounded_name(node) for node in converted.module.graph.outputs]
     return [f"{n}_{c}" if (c := names[:i].count(n) + 1) > 1 else n for i, n in enumerate(names)]
 
 
 def _activations(converted: QuantizedModel) -> dict[str, QuantizedSite]:
-    """Name of a node that holds a rounded activation -> the site of the activation."""
+    """Maps the name of each node that holds a rounded activation to its site."""
     return {name: site for name, site in converted.rounded.items() if site.sort == "activation"}
 
 
 def _integer_qparams(converted: QuantizedModel) -> dict[str, QParams]:
-    """Name of a node that holds dequantized integers -> their parameters."""
+    """Maps the name of each node that holds dequantized integers to their parameters."""
     sites = _activations(converted).items()
     return {**{name: site.qparams for name, site in sites}, **converted.carried_qparams()}
 
@@ -168,7 +169,7 @@ class OpByOp(Interpreter):
     runtime's integers there, or with its own where their number differs.
 
     Attributes:
-        values: what the runtime gave.
+        values: the runtime's integers.
         disagreement: the first site that differs by more than the report allows; None where there is none.
     """
 
@@ -178,8 +179,8 @@ class OpByOp(Interpreter):
         self.qparams = _integer_qparams(file.model)
         self.values = RuntimeValues(self.names, integers, self.qparams)
         self.disagreement: Disagreement | None = None
-        self._selected: set[Node] = set()  # what is computed from a selection, up to the next site
-        self._unequal: set[Node] = set()  # of these, and behind them, what has other rows than the runtime
+        self._selected: set[Node] = set()  # computed from a selection, up to the next site
+        self._unequal: set[Node] = set()  # those of them with other rows than the runtime, and later nodes
 
     def on_node(self, node: Node, value: Any) -> Any:
         """Replaces the graph's value at a site by what the runtime computed there."""
@@ -191,17 +192,16 @@ class OpByOp(Interpreter):
         if name is None or unequal:
             return value
         qparams = self.qparams[node.name]
-        mine, theirs = quantize(value.numpy(), qparams), self.integers[name]
-        both = Disagreement(node.name, mine, theirs, qparams)
-        if not self.report.compares("op_by_op", f"site {node.name}", mine, theirs):
+        graph, runtime = quantize(value.numpy(), qparams), self.integers[name]
+        if not self.report.compares("op_by_op", f"site {node.name}", graph, runtime):
             self._unequal |= {node, *self._selected}
             return value
-        if selected and np.abs(theirs.astype(np.int64) - mine).max(initial=0) > self.report.max_lsb:
-            self.report.note_rows("op_by_op", f"site {node.name}", mine, theirs)
+        if selected and np.abs(runtime.astype(np.int64) - graph).max(initial=0) > self.report.max_lsb:
+            self.report.note_rows("op_by_op", f"site {node.name}", graph, runtime)
             self._unequal |= self._selected
         else:
-            self.on_integers(value, both)
-        return type(value)(dequantize(theirs, qparams))
+            self.on_integers(value, Disagreement(node.name, graph, runtime, qparams))
+        return type(value)(dequantize(runtime, qparams))
 
     def selected_outputs(self, names: list[str]) -> set[str]:
         """Returns which of the outputs, called `names`, come from a selection without a site between."""
@@ -237,16 +237,16 @@ class EndToEnd(Interpreter):
         """Runs the graph on the arguments of one call."""
         self.outputs = [t.numpy() for t in leaves(self.run(*args, **kwargs))]
 
-    def tally(self, run: Run, mode: str, report: VerifyReport, output_names: list[str]) -> None:
-        """Adds the differences of the runtime's values in `run` to `report`, under `mode`."""
-        for node, mine in self.integers.items():
-            report.add(mode, node, mine, run.integers[self.names[node]])
-        whole = "reference" if mode == "end_to_end" else mode
-        report.add_outputs(whole, output_names, self.outputs, run.outputs, report.selections)
+    def tally(self, run: RuntimeRun, mode: str, report: VerifyReport, output_names: list[str]) -> None:
+        """Adds the differences between the runtime's values in `run` and the graph's to `report`."""
+        for node, integers in self.integers.items():
+            report.add(mode, node, integers, run.integers[self.names[node]])
+        name = "reference" if mode == "end_to_end" else mode
+        report.add_outputs(name, output_names, self.outputs, run.outputs, report.selections)
 
 
 def leaves(value: Any) -> list[Any]:
-    """The tensors in what a graph gives, in the order of its outputs."""
+    """Returns the tensors in the result of a graph, in the order of the graph's outputs."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (tuple, list)):

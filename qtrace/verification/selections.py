@@ -1,6 +1,6 @@
-"""Tensors whose number of rows depends on values: what NMS or a mask keeps, and all that is computed from it.
+"""Finds tensors whose number of rows depends on values: results of NMS or a mask, and what they lead to.
 
-Where one LSB moves a value over a threshold, graph and runtime keep another number of rows. Their values then
+If one LSB moves a value over a threshold, graph and runtime keep different numbers of rows. Their values then
 cannot be compared, and the file need not be wrong.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["Shape", "describe_rows", "find_selections", "selects"]
 
 Shape = tuple[int, ...]
 
-# The last part of the labels of ops whose result has as many rows as the values of their inputs say.
+# The last part of the label of each op that selects rows by the values of its inputs.
 _SELECTING = {"cond_take", "nms", "non_zero", "CondTake", "NMSKeep", "NonZero"}
 
 
@@ -26,33 +26,35 @@ def find_selections(model: TracedModule) -> dict[Node, str]:
     """Finds the tensors whose number of rows depends on values.
 
     Returns:
-        Node -> the first op before it that selects rows, in words, with its source line where that is known.
+        Node -> the first op before the node that selects rows, in words, with its source line if known.
     """
     selections: dict[Node, str] = {}
     for expr in exprs(model):
-        before = [selections[node] for node in expr.inputs if node in selections]
-        if before or selects(expr):
-            origin = before[0] if before else name_with_line(expr, op_label(expr))
+        origins = [selections[node] for node in expr.inputs if node in selections]
+        if origins or selects(expr):
+            origin = origins[0] if origins else name_with_line(expr, op_label(expr))
             selections.update((node, origin) for node in expr.outputs)
     return selections
 
 
 def selects(expr: Expr) -> bool:
-    """Whether `expr` keeps rows by their values: as one of `_SELECTING`, or by an index of booleans."""
+    """Whether `expr` selects rows by their values: as an op of `_SELECTING`, or by a boolean index."""
     label = op_label(expr).rpartition(".")[2]
     masked = any(isinstance(node, TensorNode) and node.dtype == np.bool_ for node in expr.inputs[1:])
     return label in _SELECTING or ("getitem" in label and masked)
 
 
-def describe_rows(what: str, shapes: Sequence[tuple[Shape, Shape]]) -> str:
-    """Says that graph and runtime have other rows of a tensor.
+def describe_rows(tensor: str, shapes: Sequence[tuple[Shape, Shape]]) -> str:
+    """Says that graph and runtime have different rows of a tensor.
 
     Args:
-        what: "site" or "output" and its name.
-        shapes: its shape in the graph and in the runtime, for each batch in which its rows differ.
+        tensor: "site" or "output" and its name.
+        shapes: the tensor's shape in the graph and in the runtime, for each batch in which its rows differ.
     """
-    mine, theirs = next(((a, b) for a, b in shapes if a != b), shapes[0])
+    graph, runtime = next(((a, b) for a, b in shapes if a != b), shapes[0])
     batches = f"in {len(shapes)} batch{'' if len(shapes) == 1 else 'es'}"
-    if mine == theirs:
-        return f"{what} has other rows in the runtime than in the graph, or another order of them, {batches}"
-    return f"{what} has shape {theirs} in the runtime and {mine} in the graph {batches}"
+    if graph == runtime:
+        return (
+            f"{tensor} has other rows in the runtime than in the graph, or another order of them, {batches}"
+        )
+    return f"{tensor} has shape {runtime} in the runtime and {graph} in the graph {batches}"

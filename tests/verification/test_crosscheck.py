@@ -15,6 +15,7 @@ import pytest
 from onnx import numpy_helper
 
 import qtrace
+from qtrace.errors import ExportError
 from qtrace.graph.types import CallFunction, CallMethod, TracedModule
 from tests.nets import images, net
 
@@ -133,7 +134,7 @@ def test_nobody_is_accused_without_a_second_evaluation(
     _scale(path, "b_weight_scale")
 
     def refuse(*_: object) -> np.ndarray:
-        raise RuntimeError("no kernel here")
+        raise ExportError("RuntimeError: no kernel here")
 
     for name in ("_run_reference", "_run_onnxruntime"):
         monkeypatch.setattr(f"qtrace.verification.crosscheck.{name}", refuse)

@@ -20,9 +20,9 @@ from qtrace.errors import CalibrationError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.comparison._runs import AloneRun, FloatRun, QuantizedRun
-from qtrace.inspection.comparison.report import Comparison, GroupCost, Output, SiteError
+from qtrace.inspection.comparison.report import Comparison, GroupCost, OutputComparison, SiteComparison
 from qtrace.inspection.comparison.tally import SiteTally, clipped, range_of
-from qtrace.inspection.twin import check_nodes, float_twin, told_changed
+from qtrace.inspection.twin import check_nodes, describe_changed_weights, float_twin
 from qtrace.metrics import ErrorSums, comparable, decibels
 from qtrace.numerics import dequantize, quantize
 from qtrace.observers.statistics.search import best_range, error, tables
@@ -52,10 +52,10 @@ def compare(
         batches: inputs as for ``qtrace.calibrate``, best ones that were not used there.
         float_model: the network as traced, or prepared from it; None for the graph itself in float, which is
             another network where training, or an algorithm of ``ptq`` in ``calibrate``, has changed weights.
-        max_batches: how many batches to take at most; None for all.
+        max_batches: the largest number of batches; None for all.
 
     Returns:
-        What was found, with ``table()``, ``to_dict()`` and ``html()``.
+        A comparison with ``table()``, ``to_dict()`` and ``html()``.
 
     Raises:
         GraphError: when the module is not prepared or converted, or ``float_model`` is another network.
@@ -72,12 +72,16 @@ def compare(
                 measured.add(args, kwargs, network)
     if measured.batches == 0:
         raise CalibrationError("there are no batches to compare on: give at least one.")
-    note = "" if twin is not None else told_changed(model, "give that, too (float_model=, or --float).")
+    note = (
+        ""
+        if twin is not None
+        else describe_changed_weights(model, "give that, too (float_model=, or --float).")
+    )
     return measured.result(model.record.qconfig.get("name") or "", note)
 
 
 class _Measured:
-    """Gathers what `compare` tells."""
+    """Collects the errors of all batches."""
 
     def __init__(self, quantized: QuantizedModel, twin: TracedModule | None) -> None:
         self.quantized, self.model, self.twin = quantized, quantized.module, twin
@@ -132,11 +136,11 @@ class _Measured:
             self.unequal[index] += f.shape != q.shape
 
     def result(self, name: str, note: str) -> Comparison:
-        """What was found.
+        """Returns the comparison of all batches so far.
 
         Args:
-            name: of the recipe.
-            note: on what "float" stands for.
+            name: the name of the recipe.
+            note: a remark on what "float" stands for.
         """
         kinds = {gives: note.kind for note in self.quantized.annotation.notes for gives in note.gives}
         sites = []
@@ -173,15 +177,15 @@ class _Measured:
                 yield GroupCost(group, tuple(names), tuple(_cost(self.tallies[n]) for n in names))
 
 
-def _output(index: int, shape: tuple[int, ...], sums: ErrorSums, unequal: int) -> Output:
+def _output(index: int, shape: tuple[int, ...], sums: ErrorSums, unequal: int) -> OutputComparison:
     if unequal and not sums.values:
-        return Output(index, shape, math.nan, math.nan, None, unequal)
-    return Output(index, shape, sums.sqnr_db, sums.cosine, sums.agreement, unequal)
+        return OutputComparison(index, shape, math.nan, math.nan, None, unequal)
+    return OutputComparison(index, shape, sums.sqnr_db, sums.cosine, sums.agreement, unequal)
 
 
-def _activation(site: QuantizedSite, tally: SiteTally, kind: str) -> SiteError:
+def _activation(site: QuantizedSite, tally: SiteTally, kind: str) -> SiteComparison:
     compared = tally.total.values > 0 or not tally.unequal
-    return SiteError(
+    return SiteComparison(
         site.name,
         site.sort,
         kind,
@@ -198,7 +202,7 @@ def _activation(site: QuantizedSite, tally: SiteTally, kind: str) -> SiteError:
     )
 
 
-def _parameter(site: QuantizedSite, value: np.ndarray, rounded: np.ndarray | None) -> SiteError:
+def _parameter(site: QuantizedSite, value: np.ndarray, rounded: np.ndarray | None) -> SiteComparison:
     """The error of a parameter; ``rounded`` is what the graph has, None for ``value`` rounded to nearest."""
     fq, qparams = site.fake_quant, site.qparams
     flat = qparams
@@ -213,7 +217,7 @@ def _parameter(site: QuantizedSite, value: np.ndarray, rounded: np.ndarray | Non
     difference.add(rows, dequantize(integers, flat))
     scheme = qparams.scheme
     width = integers.astype(np.int64).max(axis=-1) - integers.astype(np.int64).min(axis=-1)
-    return SiteError(
+    return SiteComparison(
         site.name,
         site.sort,
         "",
@@ -239,7 +243,7 @@ def _rows(fq: FakeQuant, qparams: QParams, value: np.ndarray) -> np.ndarray:
 
 
 def _cost(tally: SiteTally) -> float:
-    """How many dB the rounding error would be lower with parameters of the site's own."""
+    """Returns by how many dB the rounding error would be lower with parameters of the site's own."""
     state = {k: np.asarray(v) for k, v in tally.distribution.state_dict().items() if k != "batches"}
     scheme = tally.distribution.scheme
     table = tables(state)

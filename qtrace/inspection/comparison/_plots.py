@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qtrace.inspection.comparison.report import SiteError
+from qtrace.inspection.comparison.report import SiteComparison
 from qtrace.inspection.comparison.tally import Histogram
 
 if TYPE_CHECKING:
@@ -28,17 +28,17 @@ _MOST_NAMES = 60
 _BEST_DB = 100.0  # what is better is drawn so: infinity has no place on an axis
 
 
-def waterfall(sites: Sequence[SiteError]) -> str:
+def waterfall(sites: Sequence[SiteComparison]) -> str:
     """The ratios of the table along the graph: of the error that arises at each site, and of the whole."""
     return _svg((11.0, 5.2), "waterfall", lambda axes: _draw_waterfall(axes, sites))
 
 
-def distribution(site: SiteError, histogram: Histogram) -> str:
-    """How the float values of a site are distributed, and the range that the integers cover."""
+def distribution(site: SiteComparison, histogram: Histogram) -> str:
+    """Plots the distribution of a site's float values and the range of its integers."""
     return _svg((5.2, 2.6), site.site, lambda axes: _draw_distribution(axes, histogram))
 
 
-def _draw_waterfall(axes: Axes, sites: Sequence[SiteError]) -> None:
+def _draw_waterfall(axes: Axes, sites: Sequence[SiteComparison]) -> None:
     place = np.arange(len(sites))
     whole, own, inherited = (
         np.minimum([getattr(site, name) for site in sites], _BEST_DB)

@@ -1,4 +1,4 @@
-"""The three runs of a batch: in float, each site by itself, and quantized."""
+"""Runs a batch three times: in float, each site by itself, and quantized."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qtrace.verification.runs import leaves
 __all__ = ["AloneRun", "FloatRun", "QuantizedRun"]
 
 
-class _Run(Interpreter):
+class _SiteRun(Interpreter):
     """Runs a graph and keeps its outputs."""
 
     def __init__(self, model: TracedModule, sites: Mapping[str, QuantizedSite]) -> None:
@@ -41,14 +41,14 @@ class _Run(Interpreter):
         return self.on_rounded(name, value) if name else value
 
     def on_value(self, name: str, value: Tensor) -> None:
-        """Called with what is about to be rounded at a site."""
+        """Receives the value that a site rounds next."""
 
     def on_rounded(self, name: str, value: Tensor) -> Tensor:
-        """Called with what a site gives; its result is used instead."""
+        """Receives the rounded value of a site; returns the value that the graph goes on with."""
         return value
 
 
-class FloatRun(_Run):
+class FloatRun(_SiteRun):
     """Keeps the value of every site; the graph is in the phase ``float``."""
 
     def __init__(self, model: TracedModule, sites: Mapping[str, QuantizedSite]) -> None:
@@ -59,8 +59,8 @@ class FloatRun(_Run):
         self.values[name] = value.numpy()
 
 
-class AloneRun(_Run):
-    """Keeps what every site gives when all before it is in float: with its own error, that of weights too."""
+class AloneRun(_SiteRun):
+    """Keeps the rounded value of every site with everything before it in float: its own error alone."""
 
     def __init__(
         self, model: TracedModule, sites: Mapping[str, QuantizedSite], values: Mapping[str, np.ndarray]
@@ -73,8 +73,8 @@ class AloneRun(_Run):
         return Tensor(self.values[name])
 
 
-class QuantizedRun(_Run):
-    """Hands each site's values to its tally."""
+class QuantizedRun(_SiteRun):
+    """Adds the values of each site to the site's tally."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class QuantizedRun(_Run):
         super().__init__(model, sites)
         self.values, self.own, self.tallies = values, own, tallies
         self.unrounded: dict[str, np.ndarray] = {}
-        self.parameters: dict[str, np.ndarray] = {}  # rounded ones, which have no tally
+        self.parameters: dict[str, np.ndarray] = {}  # rounded parameters, which have no tally
 
     def on_value(self, name: str, value: Tensor) -> None:
         if name in self.tallies:
@@ -97,7 +97,7 @@ class QuantizedRun(_Run):
         if name not in self.tallies:
             self.parameters[name] = value.numpy()
             return value
-        # Nothing of a site is kept when it has been counted.
+        # The values of a site are dropped as soon as they are counted.
         reference, own = self.values.pop(name), self.own.pop(name)
         self.tallies[name].add(reference, own, self.unrounded.pop(name), value.numpy())
         return value

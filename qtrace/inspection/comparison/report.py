@@ -1,4 +1,4 @@
-"""What compare found, as data, table and JSON."""
+"""The report of compare, as data, table and JSON."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from qtrace.errors import ConfigError
 from qtrace.graph.table import format_table
 from qtrace.inspection.comparison.tally import Histogram
 
-__all__ = ["Comparison", "GroupCost", "Output", "SiteError"]
+__all__ = ["Comparison", "GroupCost", "OutputComparison", "SiteComparison"]
 
 # Column of the table -> whether the smallest comes first.
 _ORDERS = {"graph": None, "sqnr": "sqnr_db", "own": "own_db", "cosine": "cosine", "clipped": "clipped"}
 
 
 @dataclass(frozen=True)
-class SiteError:
+class SiteComparison:
     """The error at one site, of activations or of a parameter.
 
     Ratios are of the float value's power to that of an error, in dB, over all batches.
 
     Attributes:
-        site: its name.
+        site: the name of the site.
         sort: activation or weight.
-        kind: the kind of op that computes it; "" for parameters and the graph's inputs.
-        group: the group whose parameters it has.
-        scheme: in words.
-        values: how many were compared.
-        sqnr_db: float value to the whole error.
-        own_db: to the error that arises here: rounding and clipping, and the op's rounded weights, with all
-            that comes before in float.
-        inherited_db: to what the errors before make of it; infinity where there are none.
-        cosine: of the angle between the float and the rounded tensor.
+        kind: the kind of op that computes the site; "" for parameters and the graph's inputs.
+        group: the group whose parameters the site has.
+        scheme: the scheme in words.
+        values: the number of values that were compared.
+        sqnr_db: ratio to the total error.
+        own_db: ratio to the error that arises at the site: rounding, clipping and the op's rounded weights,
+            with everything before the site in float.
+        inherited_db: ratio to the error that earlier errors cause at the site; infinity without any.
+        cosine: cosine of the angle between the float and the rounded tensor.
         clipped: the share of values outside the range.
         used: the share of the integers' range between the smallest and the largest that occurred.
-        unequal: in how many batches the quantized graph had another number of rows, because a selection (NMS,
-            a mask) depends on values; those are not compared, and without any other batch ratios are NaN.
+        unequal: the number of batches in which the quantized graph had another number of rows, because a
+            selection (NMS, a mask) depends on values. They are not compared; if none is, ratios are NaN.
     """
 
     site: str
@@ -62,13 +62,13 @@ class SiteError:
 
 @dataclass(frozen=True)
 class GroupCost:
-    """What sharing parameters costs the sites of a group.
+    """The cost of shared parameters for the sites of a group.
 
     Attributes:
-        group: its name.
-        sites: who shares.
-        cost_db: for each of them, how much lower the error of rounding would be with parameters of its own:
-            those of least squared error on its own distribution.
+        group: the name of the group.
+        sites: the names of its sites.
+        cost_db: for each site, how much lower its rounding error would be, in dB, with parameters of its own
+            (those of least squared error on its own distribution).
     """
 
     group: str
@@ -77,21 +77,21 @@ class GroupCost:
 
     @property
     def worst_db(self) -> float:
-        """The cost for the site that pays most."""
+        """The largest cost of a site, in dB."""
         return max(self.cost_db)
 
 
 @dataclass(frozen=True)
-class Output:
-    """The error of one tensor that the graph gives.
+class OutputComparison:
+    """The error of one output of the graph.
 
     Attributes:
-        index: its place among the outputs.
-        shape: without the batch axis.
+        index: the place of the output among the outputs.
+        shape: the shape without the batch axis.
         sqnr_db: float value to error, in dB.
-        cosine: of the angle between the two.
+        cosine: cosine of the angle between the float and the quantized tensor.
         same: for tensors of two axes, the share of rows whose largest value has the same index.
-        unequal: in how many batches the quantized graph gave another number of rows, see `SiteError`.
+        unequal: the number of batches with another number of rows in the quantized graph.
     """
 
     index: int
@@ -109,13 +109,13 @@ class Comparison:
     Attributes:
         backend: the target.
         name: the recipe's name, or "".
-        batches: how many were run.
-        samples: how many samples they held.
-        outputs: one for each tensor that the graph gives.
-        sites: every site, in graph order.
-        groups: every group of several sites.
+        batches: the number of batches.
+        samples: the number of samples in all batches.
+        outputs: the error of each output.
+        sites: the error of every site, in graph order.
+        groups: the cost of every group of several sites.
         histograms: site -> distribution of its float values.
-        note: what "float" stands for, where that is not the network that was traced; else "".
+        note: what "float" stands for, if that is not the traced network; else "".
         selection: the first op that selects rows by their values, in words; "" where there is none.
     """
 
@@ -123,23 +123,23 @@ class Comparison:
     name: str
     batches: int
     samples: int
-    outputs: tuple[Output, ...]
-    sites: tuple[SiteError, ...]
+    outputs: tuple[OutputComparison, ...]
+    sites: tuple[SiteComparison, ...]
     groups: tuple[GroupCost, ...]
     histograms: dict[str, Histogram]
     note: str = ""
     selection: str = ""
 
-    def worst(self, count: int = 10) -> tuple[SiteError, ...]:
-        """The activations with the largest error of their own, relative to their signal."""
-        found = [site for site in self.sites if site.sort == "activation" and not site.unmeasured]
-        return tuple(sorted(found, key=lambda s: s.own_db)[:count])
+    def worst(self, count: int = 10) -> tuple[SiteComparison, ...]:
+        """Returns the activations whose own error is largest, relative to their signal."""
+        activations = [site for site in self.sites if site.sort == "activation" and not site.unmeasured]
+        return tuple(sorted(activations, key=lambda s: s.own_db)[:count])
 
     def table(self, max_width: int | None = 140, sort: str = "graph") -> str:
-        """A text table of the sites, then of groups, then the outputs.
+        """Returns a text table of the sites, then of the groups, then of the outputs.
 
         Args:
-            max_width: columns to fit into; None for no limit.
+            max_width: the largest width in characters; None for no limit.
             sort: the order of the sites: ``graph``, or by the column ``sqnr``, ``own``, ``cosine`` or
                 ``clipped``, the worst first.
 
@@ -156,13 +156,13 @@ class Comparison:
         headers = ("site", "op", "scheme", "SQNR dB", "own dB", "inherited dB", "cosine", "clipped", "used")
         parts = [format_table(headers, map(_cells, sites), max_width)]
         if self.groups:
-            rows = [(g.group, len(g.sites), f"{g.worst_db:.1f}", _dearest(g)) for g in self.groups]
+            rows = [(g.group, len(g.sites), f"{g.worst_db:.1f}", _costliest(g)) for g in self.groups]
             names = ("shared by a group", "sites", "cost dB", "who pays most")
             parts.append(format_table(names, rows, max_width))
         return "\n\n".join((*parts, self.summary()))
 
     def summary(self) -> str:
-        """The error of the outputs, a line each, and what is to be known of it."""
+        """Returns the error of the outputs, a line each, and remarks on it."""
         lines = [f"{self.samples} samples in {self.batches} batches, {len(self.sites)} sites"]
         for output in self.outputs:
             same = "" if output.same is None else f", same prediction {output.same:.2%}"
@@ -181,11 +181,11 @@ class Comparison:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """Returns the comparison as plain data."""
         return asdict(self)
 
     def html(self) -> str:
-        """The page with plots, in one file that needs no other.
+        """Returns the page with plots as one self-contained HTML file.
 
         Raises:
             QtraceError: when the extra ``report`` is not installed.
@@ -196,13 +196,13 @@ class Comparison:
 
 
 def db(value: float) -> str:
-    """A ratio as it is printed."""
+    """Formats a ratio in dB."""
     if math.isnan(value):
         return "-"
     return "inf" if value == float("inf") else f"{value:.1f}"
 
 
-def _cells(site: SiteError) -> tuple[str, ...]:
+def _cells(site: SiteComparison) -> tuple[str, ...]:
     return (
         site.site,
         origin(site),
@@ -216,10 +216,10 @@ def _cells(site: SiteError) -> tuple[str, ...]:
     )
 
 
-def origin(site: SiteError) -> str:
-    """What gives the values of a site, in a word."""
+def origin(site: SiteComparison) -> str:
+    """Returns the kind of op that computes a site, "input", or the sort of a parameter."""
     return site.kind or ("input" if site.sort == "activation" else site.sort)
 
 
-def _dearest(group: GroupCost) -> str:
+def _costliest(group: GroupCost) -> str:
     return group.sites[group.cost_db.index(group.worst_db)]

@@ -1,4 +1,4 @@
-"""Running sums over batches, from which the figures of a site are made. Numpy only, in float64."""
+"""Sums over batches, from which the figures of a site are computed, in numpy and float64."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["Histogram", "SiteTally"]
 
 @dataclass(frozen=True)
 class Histogram:
-    """How a site's float values are distributed, and the range that was chosen.
+    """The distribution of a site's float values, and the range of its integers.
 
     Attributes:
         left: the left end of the first bin.
         width: the width of a bin.
-        counts: values in each bin.
+        counts: the number of values in each bin.
         lo, hi: the smallest and the largest value that the integers stand for.
-        step: the distance between two of them.
+        step: the distance between two values that integers stand for.
     """
 
     left: float
@@ -36,11 +36,11 @@ class Histogram:
 
 
 class SiteTally:
-    """What is gathered about one site of activations.
+    """The sums of one site of activations.
 
     Args:
-        name: of the site.
-        qparams: its parameters.
+        name: the name of the site.
+        qparams: the parameters of the site.
     """
 
     def __init__(self, name: str, qparams: QParams) -> None:
@@ -48,15 +48,15 @@ class SiteTally:
         self.total, self.own, self.inherited = ErrorSums(), ErrorSums(), ErrorSums()
         self.values = self.clipped = self.unequal = 0
         self.lowest, self.highest = qparams.scheme.qmax, qparams.scheme.qmin
-        # Of the whole tensor, also where its parameters are per channel.
+        # The distribution is that of the whole tensor, also if its parameters are per channel.
         self.distribution = MeanSquaredError(_per_tensor(qparams.scheme))
 
     def add(self, reference: np.ndarray, own: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:
-        """Adds one batch. Where a selection (NMS, a mask) keeps other rows, these are not compared.
+        """Adds one batch, unless a selection (NMS, a mask) keeps other rows.
 
         Args:
             reference: the float graph's value.
-            own: what the site gives when everything before it is in float.
+            own: the rounded value of the site with everything before it in float.
             before, after: the quantized graph's value, unrounded and rounded.
         """
         if reference.shape == own.shape:
@@ -94,7 +94,7 @@ class SiteTally:
 
 
 def clipped(values: np.ndarray, integers: np.ndarray, qparams: QParams) -> int:
-    """How many values lie outside what the integers can stand for, by more than rounding."""
+    """Counts the values that lie outside the range of the integers by more than rounding."""
     scheme = qparams.scheme
     ends = (integers == scheme.qmin) | (integers == scheme.qmax)
     if not ends.any():

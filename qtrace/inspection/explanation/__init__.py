@@ -17,10 +17,10 @@ from qtrace.inspection.explanation import _numbers
 from qtrace.inspection.explanation._dot import to_dot
 from qtrace.inspection.explanation._index import Index
 from qtrace.inspection.explanation._proposals import Proposals
-from qtrace.inspection.explanation._ptq import told as _told
+from qtrace.inspection.explanation._ptq import describe_algorithms
 from qtrace.inspection.explanation._summary import Summary
 from qtrace.inspection.explanation._table import op_table
-from qtrace.inspection.explanation._why import Story, Teller
+from qtrace.inspection.explanation._why import Explainer, NodeExplanation
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.prepare import plan
@@ -36,10 +36,9 @@ class Explanation:
 
     Attributes:
         annotation: a note for every op, and the sites.
-        qconfig: the config that led to them.
-        numbers: group -> its parameters, for a prepared model as far as it is calibrated; None for one that
-            is not prepared.
-        comments: what a recipe says above each of its rules; empty where no recipe was read.
+        qconfig: the config of the annotation.
+        numbers: group -> its parameters, if calibrated; None for a model that is not prepared.
+        comments: the comment above each rule of the recipe; empty without a recipe.
         ptq: the reports of the post-training algorithms, for a prepared or converted model.
     """
 
@@ -58,10 +57,10 @@ class Explanation:
         return Summary(self._index, Proposals(self._index, self.qconfig), self.comments)
 
     def table(self, max_width: int | None = 160, *, every: bool = False, colour: bool = False) -> str:
-        """A text table, one row for each op, and below it the summary.
+        """Returns a text table, one row for each op, and below it the summary.
 
         Args:
-            max_width: columns to fit into; None for no limit.
+            max_width: the largest width in characters; None for no limit.
             every: show ops on shapes and constants, too.
             colour: set states apart by ANSI colours.
         """
@@ -69,31 +68,31 @@ class Explanation:
         return f"{rows}\n\n{self.summary(max_width)}"
 
     def summary(self, max_width: int | None = 100) -> str:
-        """How much is computed on integers, what stays float and why, and the lines that would change it.
+        """Says how much computes on integers, what stays float and why, and which lines would change it.
 
         Args:
-            max_width: columns to fit into; None for no limit.
+            max_width: the largest width in characters; None for no limit.
         """
         algorithms = ["", "Post-training algorithms:", *self.algorithms()] if self.ptq else []
         return "\n".join([self._summary.text(max_width), *algorithms])
 
     def algorithms(self) -> list[str]:
-        """What each post-training algorithm changed, what it left and why, and the errors, in lines."""
-        return _told(self.ptq)
+        """Lists what each post-training algorithm changed, what it left and why, and the errors."""
+        return describe_algorithms(self.ptq)
 
-    def why(self, name: str) -> list[Story]:
-        """The whole story of a node, a site, or every op of a module.
+    def why(self, name: str) -> list[NodeExplanation]:
+        """Explains a node, a site, or every op of a module in full.
 
         Args:
-            name: of a node or a site, or a glob pattern for module paths and node names, or a kind of op.
+            name: a node, a site, a kind of op, or a glob pattern for module paths and node names.
 
         Raises:
-            GraphError: when nothing is called so, with the nearest names.
+            GraphError: when nothing matches; the message lists the nearest names.
         """
-        return Teller(self._index, self.qconfig, self.numbers, self.comments).tell(name)
+        return Explainer(self._index, self.qconfig, self.numbers, self.comments).explain(name)
 
     def dot(self, *, every: bool = False) -> str:
-        """The graph for Graphviz: ops by state, sites as marks.
+        """Returns the graph for Graphviz: ops coloured by state, sites as diamonds.
 
         Args:
             every: draw ops on shapes and constants, too.
@@ -101,7 +100,7 @@ class Explanation:
         return to_dot(self._index, every)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """Returns the explanation as plain data."""
         data: dict[str, Any] = json.loads(self.annotation.to_json())
         comments = self.comments or ("",) * len(self.qconfig.rules)
         rules = zip(self.annotation.origins, comments, self.qconfig.rules, strict=True)
@@ -118,12 +117,12 @@ def explain(
     *,
     allow_code: bool = False,
 ) -> Explanation:
-    """Tells for every op what is quantized, by which rule, or why it stays float.
+    """Explains for every op what is quantized, by which rule, or why it stays float.
 
     Args:
         model: a traced module (what ``prepare`` would decide), or a prepared or converted one (what it did).
-        qconfig: the config, for a traced module, as for ``prepare``; None for the default. Of a recipe that
-            is named, the comments above its rules are told, too.
+        qconfig: the config, for a traced module, as for ``prepare``; None for the default. For a named
+            recipe, the explanation includes the comments above its rules.
         allow_code: whether a recipe that is named may name code, as for ``load_recipe``.
     """
     if is_quantized(model):

@@ -70,7 +70,7 @@ class _Drawing:
         yield "}"
 
     def _parameters(self) -> Iterator[str]:
-        """What is rounded and is no op that is drawn: parameters, and what is computed from them alone."""
+        """Draws rounded values that are no drawn ops: parameters and what is computed from them alone."""
         names = (s.node for s in self.index.annotation.sites if s.name in self.marks)
         for number, name in enumerate(dict.fromkeys(n for n in names if n not in self.source)):
             self.source[name] = f"fixed{number}"
@@ -122,7 +122,7 @@ class _Drawing:
         yield f"  {self._before(site)} -> {self.marks[site.name]} [{self._style(site)}];"
 
     def _before(self, site: Site) -> str:
-        """What the site rounds: the integers of the node, where another site made it some; else its value."""
+        """Returns the source of a site: another site's integers of the node if any, else its value."""
         whole = self._whole(site.node)
         return self.marks[whole.name] if whole and whole is not site else self.source[site.node]
 
@@ -137,8 +137,8 @@ class _Drawing:
     def _edges(self, note: ExprNote) -> Iterator[str]:
         for name in dict.fromkeys(note.reads):
             own = [s for s in self.index.at.get(name, ()) if s.name in self.marks and s.consumers]
-            mine = next((s for s in own if note.name in (s.consumers or ())), None)
-            yield from self._edge(name, mine or self._whole(name), self.ids[note.name])
+            site = next((s for s in own if note.name in (s.consumers or ())), None)
+            yield from self._edge(name, site or self._whole(name), self.ids[note.name])
 
     def _results(self) -> Iterator[str]:
         for number, name in enumerate(self.index.annotation.outputs):

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from qtrace.preparation.annotation import Annotation, ExprNote, Fold, Plan, Site
 
-__all__ = ["Index", "few"]
+__all__ = ["Index", "shorten_list"]
 
 
 @dataclass(frozen=True)
@@ -34,36 +34,36 @@ class Index:
     @cached_property
     def at(self) -> dict[str, list[Site]]:
         """The name of a node -> the sites on its value."""
-        found: dict[str, list[Site]] = {}
+        sites: dict[str, list[Site]] = {}
         for site in self.annotation.sites:
-            found.setdefault(site.node, []).append(site)
-        return found
+            sites.setdefault(site.node, []).append(site)
+        return sites
 
     @cached_property
     def members(self) -> dict[str, list[Site]]:
         """A group -> the sites that share its parameters."""
-        found: dict[str, list[Site]] = {}
+        sites: dict[str, list[Site]] = {}
         for site in self.annotation.sites:
-            found.setdefault(site.group, []).append(site)
-        return found
+            sites.setdefault(site.group, []).append(site)
+        return sites
 
     @cached_property
     def readers(self) -> dict[str, list[ExprNote]]:
         """The name of a node -> the ops that read it."""
-        found: dict[str, list[ExprNote]] = {}
+        notes: dict[str, list[ExprNote]] = {}
         for note in self.annotation.notes:
             for name in dict.fromkeys(note.reads):
-                found.setdefault(name, []).append(note)
-        return found
+                notes.setdefault(name, []).append(note)
+        return notes
 
     @cached_property
     def followers(self) -> dict[str, list[ExprNote]]:
         """The name of an op -> the ops that are fused into it."""
-        found: dict[str, list[ExprNote]] = {}
+        notes: dict[str, list[ExprNote]] = {}
         for note in self.annotation.notes:
             if note.into:
-                found.setdefault(note.into, []).append(note)
-        return found
+                notes.setdefault(note.into, []).append(note)
+        return notes
 
     def is_last(self, note: ExprNote) -> bool:
         """Whether the result of ``note`` leaves its kernel."""
@@ -83,31 +83,33 @@ class Index:
     @cached_property
     def islands(self) -> dict[int, list[ExprNote]]:
         """The number of a float island -> its ops."""
-        found: dict[int, list[ExprNote]] = {}
+        notes: dict[int, list[ExprNote]] = {}
         for note in self.annotation.notes:
             if note.island:
-                found.setdefault(note.island, []).append(note)
-        return found
+                notes.setdefault(note.island, []).append(note)
+        return notes
 
     def group(self, node: str) -> str:
-        """The group of the integers that a node holds for all its readers; "" for a float one."""
-        whole = (s.group for s in self.at.get(node, ()) if s.sort == "activation" and s.consumers is None)
-        return self.annotation.carried.get(node) or next(whole, "")
+        """Returns the group of the integers that a node holds for all its readers; "" for a float node."""
+        groups = (s.group for s in self.at.get(node, ()) if s.sort == "activation" and s.consumers is None)
+        return self.annotation.carried.get(node) or next(groups, "")
 
     def plan(self, group: str) -> Plan | None:
-        """How the sites of a group are quantized; None for those of biases and for ""."""
+        """Returns the plan of a group; None for groups of biases and for ""."""
         site = self.sites.get(group)
         return None if site is None else site.plan
 
     def scheme(self, group: str) -> str:
-        """The scheme of a group in words, or ""."""
+        """Returns the scheme of a group in words, or ""."""
         plan = self.plan(group)
         return "" if plan is None else plan.scheme.describe()
 
 
-def few(names: Iterable[str], most: int = 3) -> str:
-    """The first names, and how many more there are."""
-    every = list(names)
-    shown = every if len(every) <= most + 1 else every[:most]  # "and 1 more" is no shorter than its name
-    rest = len(every) - len(shown)
+def shorten_list(names: Iterable[str], limit: int = 3) -> str:
+    """Joins the first names, and says how many more there are."""
+    entries = list(names)
+    shown = (
+        entries if len(entries) <= limit + 1 else entries[:limit]
+    )  # "and 1 more" is no shorter than a name
+    rest = len(entries) - len(shown)
     return ", ".join(shown) + (f" and {rest} more" if rest else "")

@@ -1,4 +1,4 @@
-"""What would have to change in a config for an op that stays float to be quantized."""
+"""Proposes the change of a config that quantizes an op that stays float."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Proposal:
         rule: a rule to add behind the others, as plain data.
         drop: the numbers of rules to leave out.
         region: the region to set, as plain data.
-        lines: the same as lines for a person.
+        lines: the change in words, line by line.
     """
 
     rule: dict[str, Any] | None = None
@@ -38,7 +38,7 @@ class Proposal:
         return bool(self.rule or self.drop or self.region)
 
     def to_dict(self) -> dict[str, Any]:
-        """What is given, as plain data."""
+        """Returns the parts of the proposal that are set, as plain data."""
         return {key: value for key, value in dataclasses.asdict(self).items() if value}
 
 
@@ -66,9 +66,9 @@ class Proposals:
             The change, or None where a config cannot do it; and a sentence about it, or "".
         """
         first = notes[0]
-        told = self._beyond_configs(first)
-        if told:
-            return None, told
+        remark = self._beyond_configs(first)
+        if remark:
+            return None, remark
         rule: dict[str, Any] | None = None
         region: dict[str, Any] | None = None
         drop: tuple[int, ...] = ()
@@ -89,7 +89,7 @@ class Proposals:
         return (proposal or None), self._remark(first)
 
     def _beyond_configs(self, note: ExprNote) -> str:
-        """What there is to do about an op that no line of a config would quantize, or ""."""
+        """Says what to do about an op that no line of a config can quantize, or returns ""."""
         backend = self.backend
         if "unread" in note.causes:
             if not note.reason.startswith("no rule"):
@@ -115,7 +115,7 @@ class Proposals:
     # -- rules --------------------------------------------------------------------------------------
 
     def _rule(self, notes: Sequence[ExprNote]) -> dict[str, Any]:
-        """The rule that quantizes around ``notes``; 16 bits where 8 would cost what float keeps."""
+        """Returns the rule that quantizes around ``notes``; 16 bits where 8 would cost what float keeps."""
         kind = notes[0].kind
         match: dict[str, Any] = {"op": kind}
         if len(notes) != self._count[kind]:  # others of this kind are quantized, or stay float on purpose
@@ -129,22 +129,22 @@ class Proposals:
     @cached_property
     def _count(self) -> dict[str, int]:
         """Op kind -> how many ops a rule for it would match."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for note in self.index.annotation.notes:
             if note.state != "shape" and note.kind:
-                found[note.kind] = found.get(note.kind, 0) + 1
-        return found
+                counts[note.kind] = counts.get(note.kind, 0) + 1
+        return counts
 
     def silencing(self, note: ExprNote) -> tuple[int, ...]:
         """The numbers of the rules by which ``note`` stays float: without any of them it would not."""
-        found: list[int] = []
+        ranks: list[int] = []
         for rank in reversed(note.ranks):
-            said = self.qconfig.rules[rank].quantize
-            if said:
+            quantize = self.qconfig.rules[rank].quantize
+            if quantize:
                 break
-            if said is False:
-                found.append(rank)
-        return tuple(reversed(found))
+            if quantize is False:
+                ranks.append(rank)
+        return tuple(reversed(ranks))
 
     def _is_packaged(self, note: ExprNote) -> bool:
         """Whether a rule that comes with qtrace keeps ``note`` in float: nobody should edit that."""
@@ -182,16 +182,16 @@ class Proposals:
 
     def _reached(self, notes: Sequence[ExprNote], forward: bool) -> set[str]:
         """The ops behind some of ``notes``, or before some of them."""
-        found: set[str] = set()
+        reached: set[str] = set()
         if len(notes) == 1:
-            return found
+            return reached
         chosen = {note.name for note in notes}
         order = self.index.annotation.notes
         for note in order if forward else reversed(order):
             near = self._sources(note) if forward else self._users(note)
-            if any(n.name in chosen or n.name in found for n in near):
-                found.add(note.name)
-        return found
+            if any(n.name in chosen or n.name in reached for n in near):
+                reached.add(note.name)
+        return reached
 
     def _sources(self, note: ExprNote) -> list[ExprNote]:
         return [self.index.notes[name] for name in note.reads if name in self.index.notes]
@@ -205,13 +205,13 @@ class Proposals:
         order = [n for n in self.index.annotation.notes if n.state != "shape"]
         before: set[str] = set()
         behind: set[str] = set()
-        for found, notes, near in (
+        for reached, notes, near in (
             (before, reversed(order), self._users),
             (behind, order, self._sources),
         ):
             for note in notes:
-                if any(self._inside(other) or other.name in found for other in near(note)):
-                    found.add(note.name)
+                if any(self._inside(other) or other.name in reached for other in near(note)):
+                    reached.add(note.name)
         return before, behind
 
     @staticmethod

@@ -1,24 +1,24 @@
-"""What the post-training algorithms did: a few lines each."""
+"""Describes what the post-training algorithms did, in a few lines each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from qtrace.inspection.explanation._index import few
+from qtrace.inspection.explanation._index import shorten_list
 
-__all__ = ["told"]
+__all__ = ["describe_algorithms"]
 
 _SHOWN = 4
-# Ratios that differ by less are told as alike.
+# Ratios that differ by less count as alike.
 _CHANGED_DB = 0.05
 
 
-def told(reports: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The lines for reports of algorithms.
+def describe_algorithms(reports: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Describes the reports of algorithms, line by line.
 
     Args:
-        reports: as the record of a model holds them.
+        reports: the reports in the record of a model.
     """
     return [line for report in reports for line in _lines(report)]
 
@@ -39,12 +39,12 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
             left = {"site": "", "reason": left}
         reasons.setdefault(left["reason"], []).extend([left["site"]] if left["site"] else [])
     for reason, sites in reasons.items():
-        lines.append(f"  left {few(sites)}: {reason}" if sites else f"  left: {reason}")
+        lines.append(f"  left {shorten_list(sites)}: {reason}" if sites else f"  left: {reason}")
     return lines
 
 
 def _both(errors: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The errors that are known before and after."""
+    """Returns the errors that were measured before and after."""
     return [e for e in errors if e["before"] is not None and e["after"] is not None]
 
 
@@ -53,7 +53,7 @@ def _ratios(error: Mapping[str, Any]) -> str:
 
 
 def _sites(errors: list[Mapping[str, Any]]) -> list[str]:
-    """How many sites gained and lost, and which gained, and which lost, most; higher is better."""
+    """Says how many sites gained and lost, and which gained and lost most."""
     gains = sorted(errors, key=lambda e: float(e["before"] - e["after"]))
     better = [e for e in gains if e["after"] - e["before"] >= _CHANGED_DB]
     worse = [e for e in reversed(gains) if e["before"] - e["after"] >= _CHANGED_DB]

@@ -1,4 +1,4 @@
-"""What the config changed for one op, rule by rule."""
+"""Says what the config changed for one op, rule by rule."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Changes:
     Args:
         backend: the name of the backend.
         qconfig: the config.
-        origins: where its rules were written.
-        comments: what is written above them; empty when that is not known.
+        origins: file and line of each rule.
+        comments: the comment above each rule; empty if unknown.
     """
 
     def __init__(
@@ -28,8 +28,8 @@ class Changes:
         self.backend, self.qconfig = backends.get(backend), qconfig
         self.origins, self.comments = origins, comments
 
-    def told(self, note: ExprNote) -> Iterator[str]:
-        """A sentence for what the backend gives, for what the config says of every op, and for each rule."""
+    def describe(self, note: ExprNote) -> Iterator[str]:
+        """Yields a sentence for the backend, for what the config says of every op, and for each rule."""
         state = _State(self.backend.activation, self.backend.weight, self.qconfig)
         schemes = f"{state.schemes['activation'].describe()} activations"
         if note.weight:
@@ -38,30 +38,30 @@ class Changes:
         for sort, patch in (("activation", self.qconfig.activation), ("weight", self.qconfig.weight)):
             if patch is not None and (sort == "activation" or note.weight):
                 changed = state.patch(sort, patch)
-                yield f"For every op, {self.qconfig.place(sort)} {_joined(changed)}."
+                yield f"For every op, {self.qconfig.place(sort)} {_join(changed)}."
         for rank in note.ranks:
             rule = self.qconfig.rules[rank]
             match = dump(rule.match.to_dict(), flow=True).strip()
             changed = state.apply(rule, bool(note.weight))
             comment = f" ({self.comments[rank]})" if self.comments and self.comments[rank] else ""
-            yield f"Rule {self.origins[rank]}, match {match}, {_joined(changed)}.{comment}"
+            yield f"Rule {self.origins[rank]}, match {match}, {_join(changed)}.{comment}"
         if not note.ranks and self.qconfig.rules:
             yield "No rule of the config matches it."
 
 
 class _State:
-    """What holds for an op after some of the rules."""
+    """The settings of an op after some of the rules."""
 
     def __init__(self, activation: QScheme, weight: QScheme, qconfig: QConfig) -> None:
         self.schemes: dict[str, QScheme] = {"activation": activation, "weight": weight}
-        self.said: dict[str, object] = {
+        self.settings: dict[str, object] = {
             "observer of activations": qconfig.activation_observer,
             "observer of weights": qconfig.weight_observer,
             "fake quant": qconfig.effective_fakequant,
         }
 
     def patch(self, sort: str, patch: SchemePatch) -> list[str]:
-        """Changes one scheme; says from what to what."""
+        """Changes one scheme; returns the change in words."""
         first = sort not in self.schemes  # a result has no scheme of its own at first
         old = self.schemes.get(sort) or self.schemes["activation"]
         new = self.schemes[sort] = patch.apply(old)
@@ -69,35 +69,35 @@ class _State:
             return [f"gives its result {new.describe()}, whatever its readers ask for"]
         return [] if old == new else [f"changes {_SORTS[sort]} from {old.describe()} to {new.describe()}"]
 
-    def _say(self, what: str, value: Spec | bool | None) -> list[str]:
-        if value is None or self.said.get(what) == value:
+    def _set(self, setting: str, value: Spec | bool | None) -> list[str]:
+        if value is None or self.settings.get(setting) == value:
             return []
-        old, self.said[what] = self.said.get(what), value
+        old, self.settings[setting] = self.settings.get(setting), value
         shown = [_spec(v) if isinstance(v, Spec) else str(v).lower() for v in (old, value)]
         if isinstance(value, Spec) and old is not None:
-            return [f"changes the {what} from {shown[0]} to {shown[1]}"]
-        return [f"says {what}: {shown[1]}"]
+            return [f"changes the {setting} from {shown[0]} to {shown[1]}"]
+        return [f"says {setting}: {shown[1]}"]
 
     def apply(self, rule: Rule, has_weight: bool) -> list[str]:
-        """Changes what ``rule`` changes; says what, which may be nothing.
+        """Applies ``rule``; returns its changes in words, which may be none.
 
         Args:
             rule: the rule.
-            has_weight: whether the op has one, for which the rule may say something.
+            has_weight: whether the op has a weight, which the rule may change.
         """
-        told: list[str] = []
+        changes: list[str] = []
         for sort in _SORTS:
             patch: SchemePatch | None = getattr(rule, sort)
             if patch is not None and patch.changes and (has_weight or sort != "weight"):
-                told += self.patch(sort, patch)
+                changes += self.patch(sort, patch)
         observers = rule.observers
         if observers is not None:
-            told += self._say("observer of activations", observers.activation)
-            told += self._say("observer of weights", observers.weight if has_weight else None)
-        told += self._say("fake quant", rule.fakequant)
+            changes += self._set("observer of activations", observers.activation)
+            changes += self._set("observer of weights", observers.weight if has_weight else None)
+        changes += self._set("fake quant", rule.fakequant)
         for flag in ("quantize", "quantize_output", "share"):
-            told += self._say(flag, getattr(rule, flag))
-        return told
+            changes += self._set(flag, getattr(rule, flag))
+        return changes
 
 
 _SORTS = {"activation": "activations", "weight": "weights", "output": "its result"}
@@ -107,5 +107,5 @@ def _spec(spec: Spec) -> str:
     return dump(spec.to_dict(), flow=True).strip().removesuffix("...").strip()
 
 
-def _joined(told: list[str]) -> str:
-    return " and ".join(told) or "changes nothing: it was so already"
+def _join(changes: list[str]) -> str:
+    return " and ".join(changes) or "changes nothing: it was so already"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from qtrace.inspection.explanation._index import Index, few
+from qtrace.inspection.explanation._index import Index, shorten_list
 from qtrace.inspection.explanation._proposals import Proposal, Proposals
 from qtrace.preparation.annotation import ExprNote
 
@@ -49,11 +49,11 @@ class Floats:
 
     @property
     def kinds(self) -> str:
-        """How many of which kind."""
+        """The kinds of the ops and how many there are of each, in words."""
         return ", ".join(f"{n} {kind}" for kind, n in Counter(n.kind or n.op for n in self.notes).items())
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Returns the entry as plain data."""
         return {
             "ops": [n.name for n in self.notes],
             "kinds": dict(Counter(n.kind or n.op for n in self.notes)),
@@ -69,9 +69,9 @@ class Summary:
     """A graph in numbers.
 
     Attributes:
-        index: the decisions.
-        proposals: finds what would change them.
-        comments: what a recipe says above each of its rules, if it is known.
+        index: the annotation of the graph, indexed.
+        proposals: proposes changes of the config.
+        comments: the comment above each rule of the recipe; empty if unknown.
     """
 
     index: Index
@@ -81,8 +81,8 @@ class Summary:
     @cached_property
     def ops(self) -> dict[str, int]:
         """State -> how many ops have it."""
-        found = Counter(n.state for n in self.index.annotation.notes)
-        return {state: found[state] for state in (*_STATES, "shape")}
+        counts = Counter(n.state for n in self.index.annotation.notes)
+        return {state: counts[state] for state in (*_STATES, "shape")}
 
     @cached_property
     def float_kernels(self) -> dict[str, int]:
@@ -94,19 +94,19 @@ class Summary:
     @cached_property
     def sites(self) -> dict[str, int]:
         """Sort -> how many sites are of it."""
-        found = Counter(s.sort for s in self.index.annotation.sites)
-        return {sort: found[sort] for sort in ("activation", "weight", "bias")}
+        counts = Counter(s.sort for s in self.index.annotation.sites)
+        return {sort: counts[sort] for sort in ("activation", "weight", "bias")}
 
     @cached_property
     def macs(self) -> dict[str, int]:
         """``int4``, ``int8``, ``int16`` or ``float`` -> multiplications with accumulation computed so.
 
-        An op counts by the widest of what it reads.
+        An op counts by its widest input.
         """
-        found = dict.fromkeys(("int4", "int8", "int16", "float"), 0)
+        macs = dict.fromkeys(("int4", "int8", "int16", "float"), 0)
         for note in self.index.annotation.notes:
-            found[self._width(note)] += note.macs
-        return found
+            macs[self._width(note)] += note.macs
+        return macs
 
     def _width(self, note: ExprNote) -> str:
         if note.state != "int":
@@ -120,7 +120,7 @@ class Summary:
         """The kinds in a float island, such as ``exp + softmax`` -> how many islands there are of these."""
         makers = ([n for n in m if n.causes != ("idle",)] or m for m in self.index.islands.values())
         kinds = ({n.kind or n.op for n in notes} for notes in makers)
-        return dict(Counter(" + ".join(sorted(found)) for found in kinds).most_common())
+        return dict(Counter(" + ".join(sorted(names)) for names in kinds).most_common())
 
     @cached_property
     def requantized(self) -> tuple[str, ...]:
@@ -135,12 +135,12 @@ class Summary:
 
     @cached_property
     def floats(self) -> tuple[Floats, ...]:
-        """What stays float, by reason: most islands first, what only follows its neighbours last."""
-        found: dict[object, list[ExprNote]] = {}
+        """The ops that stay float, by reason: most islands first, ops that follow their neighbours last."""
+        notes: dict[object, list[ExprNote]] = {}
         for note in self.index.annotation.notes:
             if note.state == "float":
-                found.setdefault(self._key(note), []).append(note)
-        floats = (Floats(tuple(n), *self.proposals.for_ops(n)) for n in found.values())
+                notes.setdefault(self._key(note), []).append(note)
+        floats = (Floats(tuple(n), *self.proposals.for_ops(n)) for n in notes.values())
         return tuple(sorted(floats, key=lambda f: (f.notes[0].causes == ("idle",), -f.islands)))
 
     def _key(self, note: ExprNote) -> object:
@@ -151,7 +151,7 @@ class Summary:
         return note.causes, note.reason, note.kind or note.op
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Returns the summary as plain data."""
         return {
             "backend": self.index.annotation.backend,
             "ops": self.ops,
@@ -176,8 +176,8 @@ class Summary:
         wrapped = [_wrap(line, width, " " * 15) for line in lines]
         if self.floats:
             wrapped += ["", "What stays in float, and what would change it:"]
-            told: set[str] = set()
-            wrapped += [self._float_text(f, width, told) for f in self.floats]
+            shown: set[str] = set()
+            wrapped += [self._float_text(f, width, shown) for f in self.floats]
         return "\n".join(wrapped)
 
     def _figures(self) -> dict[str, str]:
@@ -193,18 +193,18 @@ class Summary:
         }
         if self.requantized:
             sites = "site" if len(self.requantized) == 1 else "sites"
-            on = f"on values that are quantized already ({few(self.requantized)})"
+            on = f"on values that are quantized already ({shorten_list(self.requantized)})"
             figures["rounded twice"] = f"{len(self.requantized)} {sites} {on}"
         if self.shared:
             groups = (f"{group} ({len(names)} sites)" for group, names in self.shared.items())
-            figures["shared"] = f"parameters of {few(groups)}"
+            figures["shared"] = f"parameters of {shorten_list(groups)}"
         if self.islands:
-            made = ", ".join(f"{n} x {kinds}".replace(" ", _TIGHT) for kinds, n in self.islands.items())
-            figures["float islands"] = f"{sum(self.islands.values())} between integers: {made}"
+            kinds_text = ", ".join(f"{n} x {kinds}".replace(" ", _TIGHT) for kinds, n in self.islands.items())
+            figures["float islands"] = f"{sum(self.islands.values())} between integers: {kinds_text}"
         return figures
 
     def _meaning(self) -> str:
-        """What "on integers" stands for, and for how many ops the runtime has no integer kernel."""
+        """Says what "on integers" means, and how many ops the runtime has no integer kernel for."""
         name, kinds = self.index.annotation.backend, self.float_kernels
         meaning = f"simulated by the rules of backend {name}"
         if kinds:
@@ -218,19 +218,19 @@ class Summary:
         return ", ".join(f"{_percent(macs, total)} {kind}" for kind, macs in shares.items())
 
     def _comment(self, note: ExprNote) -> str:
-        """What the recipe says above the rule that keeps ``note`` in float."""
+        """Returns the recipe's comment above the rule that keeps ``note`` in float."""
         ranks = self.proposals.silencing(note) if note.causes[:1] == ("rule",) else ()
         return self.comments[ranks[-1]] if ranks and self.comments else ""
 
-    def _float_text(self, floats: Floats, width: int | None, told: set[str]) -> str:
-        """The lines for one entry; a comment that is ``told`` is not told again."""
-        names = few(n.name for n in floats.notes)
+    def _float_text(self, floats: Floats, width: int | None, shown: set[str]) -> str:
+        """Returns the lines of one entry; adds its comment to ``shown``, and leaves out a comment in it."""
+        names = shorten_list(n.name for n in floats.notes)
         islands = f", in {floats.islands} island{'s' if floats.islands > 1 else ''}" if floats.islands else ""
         lines = [_wrap(f"  {floats.kinds}{islands}: {names}", width, "      ")]
         lines.append(_wrap(f"    why: {floats.reason}", width, "         "))
         comment = self._comment(floats.notes[0])
-        if comment and comment not in told:
-            told.add(comment)
+        if comment and comment not in shown:
+            shown.add(comment)
             lines.append(_wrap(f"         ({comment})", width, "          "))
         lines += [f"    {line}" for line in (floats.proposal.lines if floats.proposal else ())]
         if floats.remark:
@@ -241,7 +241,7 @@ class Summary:
 
 
 def _wrap(line: str, width: int | None, indent: str) -> str:
-    """``line`` in several, where it is too long; words (names and paths) stay whole."""
+    """Wraps ``line`` if it is too long; words (names and paths) stay whole."""
     if width is None or len(line) <= width:
         return line.replace(_TIGHT, " ")
     wide = max(width, 40)
@@ -252,7 +252,7 @@ def _wrap(line: str, width: int | None, indent: str) -> str:
 
 
 def _percent(part: int, whole: int) -> str:
-    """A share that is 0 % and 100 % only when it is nothing and all."""
+    """Formats a share in percent; only the whole gives 100 %."""
     if part == whole:
         return "100 %"
     return f"{min(max(100 * part / whole, 0.1), 99.9):.1f} %"

@@ -18,27 +18,27 @@ _COLOURS = {"float": "33", "fused": "2", "carried": "2", "shape": "2"}  # ANSI: 
 
 @dataclass(frozen=True)
 class _Column:
-    """A column.
+    """A column of the table.
 
     Attributes:
-        header: its name.
-        cell: what it says about an op.
-        least: the width below which it is rather left out; narrower content needs no more than itself.
+        header: the heading of the column.
+        cell: returns the text of the column for an op.
+        min_width: the width below which the column is left out, unless its content is narrower.
     """
 
     header: str
     cell: Callable[[Index, ExprNote], str]
-    least: int
+    min_width: int
 
 
 def _scheme(index: Index, note: ExprNote) -> str:
-    """How the result is rounded; nothing for one inside of a kernel."""
+    """Returns the scheme of the result, or "" inside of a kernel."""
     unrounded = note.state in ("int", "fused") and not note.output and index.is_last(note)
     return "float" if unrounded else note.scheme
 
 
 def _group(index: Index, note: ExprNote) -> str:
-    """Whose parameters its result has: its own, those of another site, or none."""
+    """Returns whose parameters the result has: "own", the group of another site, or ""."""
     sites = index.at.get(note.name, ())
     own = any(s.name == note.output for s in sites) and len(index.members[note.output]) == 1
     return "own" if own else note.output
@@ -105,7 +105,9 @@ def _names(names: list[str], width: int | None) -> list[str]:
 
 def _spared(filled: dict[_Column, list[str]], width: int | None) -> list[str]:
     """The columns to leave out so that the others stay readable."""
-    needs = {c.header: max(len(c.header), min(c.least, max(map(len, v)))) + _GAP for c, v in filled.items()}
+    needs = {
+        c.header: max(len(c.header), min(c.min_width, max(map(len, v)))) + _GAP for c, v in filled.items()
+    }
     spared: list[str] = []
     for header in _SPARED:
         if width is None or sum(needs.values()) - _GAP <= width:

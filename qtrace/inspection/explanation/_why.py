@@ -13,13 +13,13 @@ from typing import Any
 from qtrace.config import QConfig
 from qtrace.errors import GraphError
 from qtrace.inspection.explanation import _numbers
-from qtrace.inspection.explanation._index import Index, few
+from qtrace.inspection.explanation._index import Index, shorten_list
 from qtrace.inspection.explanation._proposals import Proposals
 from qtrace.inspection.explanation._rules import Changes
 from qtrace.preparation.annotation import ExprNote, Site, site_name
 from qtrace.scheme import QParams
 
-__all__ = ["Story", "Teller"]
+__all__ = ["Explainer", "NodeExplanation"]
 
 _ROLES = {
     "compute": "it multiplies by a weight or by another activation, on integers",
@@ -34,11 +34,11 @@ _ROLES = {
 
 
 @dataclass(frozen=True)
-class Story:
-    """What there is to say about one thing.
+class NodeExplanation:
+    """The explanation of one op, site or input.
 
     Attributes:
-        title: its name.
+        title: the name of the op, site or input.
         parts: heading -> sentences.
     """
 
@@ -46,20 +46,20 @@ class Story:
     parts: Mapping[str, tuple[str, ...]]
 
     def text(self, width: int | None = 100) -> str:
-        """As paragraphs, each with its heading at the left; lines of a config are never broken."""
+        """Returns paragraphs with their headings at the left; lines of a config are never broken."""
         lines = [self.title]
         for heading, sentences in self.parts.items():
             for index, sentence in enumerate(sentences):
                 first = f"  {heading if not index else '':<9} "
-                lines += _hung(first, sentence, width)
+                lines += _hang(first, sentence, width)
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
-        return {"name": self.title, **{heading.lower(): list(told) for heading, told in self.parts.items()}}
+        """Returns the explanation as plain data."""
+        return {"name": self.title, **{heading.lower(): list(lines) for heading, lines in self.parts.items()}}
 
 
-def _hung(first: str, sentence: str, width: int | None) -> list[str]:
+def _hang(first: str, sentence: str, width: int | None) -> list[str]:
     if width is None or "- {" in sentence or ": {" in sentence or len(first) + len(sentence) <= width:
         return [first + sentence]
     return textwrap.wrap(
@@ -73,14 +73,14 @@ def _hung(first: str, sentence: str, width: int | None) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Teller:
-    """Tells about the nodes of one graph.
+class Explainer:
+    """Explains the nodes of one graph.
 
     Attributes:
-        index: the decisions.
-        qconfig: the config that led to them.
-        numbers: group -> its parameters, as far as they are known; None for a graph that is not prepared.
-        comments: what a recipe says above each of its rules, if it is known.
+        index: the annotation of the graph, indexed.
+        qconfig: the config of the annotation.
+        numbers: group -> its parameters, if calibrated; None for a graph that is not prepared.
+        comments: the comment above each rule of the recipe; empty if unknown.
     """
 
     index: Index
@@ -88,14 +88,14 @@ class Teller:
     numbers: Mapping[str, QParams] | None
     comments: tuple[str, ...] = ()
 
-    def tell(self, name: str) -> list[Story]:
-        """The stories of all that ``name`` means.
+    def explain(self, name: str) -> list[NodeExplanation]:
+        """Explains every op, site or input that ``name`` matches.
 
         Args:
-            name: of a node or a site, or a glob pattern for module paths and node names, or a kind of op.
+            name: a node, a site, a kind of op, or a glob pattern for module paths and node names.
 
         Raises:
-            GraphError: when nothing is called so, with the nearest names.
+            GraphError: when nothing matches; the message lists the nearest names.
         """
         index = self.index
         name = name if name in index.notes or name in index.sites else site_name(name)
@@ -107,13 +107,13 @@ class Teller:
             return [self._site(index.sites[name])]
         if name in index.at:
             return [self._site(site) for site in index.at[name]]
-        found = [n for n in index.annotation.notes if _meets(n, name)]
-        found = found or [n for n in index.annotation.notes if n.kind == name]
-        if not found:
+        notes = [n for n in index.annotation.notes if _matches(n, name)]
+        notes = notes or [n for n in index.annotation.notes if n.kind == name]
+        if not notes:
             raise GraphError(
                 f"nothing here is called {name!r}: no node, no site, no module{self._near(name)}"
             )
-        return [self._op(note) for note in found]
+        return [self._op(note) for note in notes]
 
     def _near(self, name: str) -> str:
         paths = {p: None for n in self.index.annotation.notes for p in _paths(n)}
@@ -123,26 +123,28 @@ class Teller:
 
     # -- ops ----------------------------------------------------------------------------------------
 
-    def _op(self, note: ExprNote) -> Story:
+    def _op(self, note: ExprNote) -> NodeExplanation:
         parts = {
-            "What": self._what(note),
+            "What": self._describe_op(note),
             "State": self._state(note),
-            "Config": self._changes.told(note) if note.rule and note.state != "shape" else (),
+            "Config": self._changes.describe(note) if note.rule and note.state != "shape" else (),
             "Reads": self._inputs(note),
             "Weight": self._parameters(note),
             "Result": self._result(note),
             "Readers": self._readers(note.name),
         }
-        return Story(note.name, {heading: told for heading, t in parts.items() if (told := tuple(t))})
+        return NodeExplanation(
+            note.name, {heading: lines for heading, part in parts.items() if (lines := tuple(part))}
+        )
 
     @cached_property
     def _changes(self) -> Changes:
         annotation = self.index.annotation
         return Changes(annotation.backend, self.qconfig, annotation.origins, self.comments)
 
-    def _what(self, note: ExprNote) -> Iterator[str]:
-        where = f"of module {note.path}" if note.path else "of the model's own forward"
-        yield f"{note.kind or note.op}: a call of {note.op} in the code {where}."
+    def _describe_op(self, note: ExprNote) -> Iterator[str]:
+        module = f"of module {note.path}" if note.path else "of the model's own forward"
+        yield f"{note.kind or note.op}: a call of {note.op} in the code {module}."
         if note.rule:
             yield f"Op rule {note.rule} reads it; its role is {note.role}: {_ROLES[note.role]}."
         else:
@@ -200,7 +202,7 @@ class Teller:
             yield f"Without that it would stay float still: {more}."
         if note.island:
             others = [n.name for n in self.index.islands[note.island] if n is not note]
-            more = f" with {few(others)}" if others else ""
+            more = f" with {shorten_list(others)}" if others else ""
             borders = "integers become float before it and are rounded again behind it"
             yield f"It makes float island {note.island}{more}: {borders}."
         proposal, remark = self._proposals.for_ops([note])
@@ -231,41 +233,42 @@ class Teller:
         return {note.into, *(n.name for n in self.index.followers.get(note.into, ()))}
 
     def _read(self, note: ExprNote, name: str, group: str) -> str:
-        """How ``note`` reads an input that is quantized."""
+        """Says how ``note`` reads a quantized input."""
         sites = (s for s in self.index.at.get(name, ()) if s.consumers is not None)
         own = next((s for s in sites if note.name in (s.consumers or ()) and s.name != name), None)
         if own is not None:
             present = self.index.group(name)
-            held = f"holds {self.index.scheme(present)} otherwise" if present else "is float otherwise"
+            state = f"holds {self.index.scheme(present)} otherwise" if present else "is float otherwise"
             others = [c for c in own.consumers or () if c != note.name]
-            more = f" and {few(others)}" if others else ""
-            return f"rounded at site {own.name} for this op{more}, since {name} {held}: {self._how(group)}"
+            more = f" and {shorten_list(others)}" if others else ""
+            rounding = self._describe_rounding(group)
+            return f"rounded at site {own.name} for this op{more}, since {name} {state}: {rounding}"
         if name in self.index.annotation.carried:
             factor = self.index.annotation.factors.get(name)
             scaled = f", which stand for {factor:g} times the values there" if factor else ""
-            return f"which carries the integers of site {group}{scaled}: {self._how(group)}"
-        return f"rounded at site {group}: {self._how(group)}"
+            return f"which carries the integers of site {group}{scaled}: {self._describe_rounding(group)}"
+        return f"rounded at site {group}: {self._describe_rounding(group)}"
 
-    def _how(self, group: str) -> str:
+    def _describe_rounding(self, group: str) -> str:
         plan = self.index.plan(group)
         if plan is None:
             return "as its layer says."
-        observer = f"observer {_called(plan.observer, plan.observer_options)}"
-        fake = f"fake quant {_called(plan.fakequant, plan.fakequant_options)}"
+        observer = f"observer {_format_options(plan.observer, plan.observer_options)}"
+        fake = f"fake quant {_format_options(plan.fakequant, plan.fakequant_options)}"
         return f"{plan.scheme.describe()}, {observer}, {fake}{self._measured(group)}."
 
     def _measured(self, group: str) -> str:
         if self.numbers is None:
             return ""
-        found = self.numbers.get(group)
-        return f"; {_numbers.describe(found)}" if found is not None else "; not calibrated"
+        qparams = self.numbers.get(group)
+        return f"; {_numbers.describe(qparams)}" if qparams is not None else "; not calibrated"
 
     def _parameters(self, note: ExprNote) -> Iterator[str]:
         if note.weight:
             site = self.index.sites[note.weight]
-            many = len(site.consumers or ())
-            used = f", one site for its {many} calls" if many > 1 else ""
-            yield f"{site.node}, rounded at site {site.name}{used}: {self._how(site.group)}"
+            calls = len(site.consumers or ())
+            used = f", one site for its {calls} calls" if calls > 1 else ""
+            yield f"{site.node}, rounded at site {site.name}{used}: {self._describe_rounding(site.group)}"
         bias = self.index.biases.get(note.name)
         if bias is not None:
             yield f"Bias {bias.node}: {self._bias(bias)}."
@@ -297,55 +300,59 @@ class Teller:
             if site.sort != "activation":
                 continue
             whole = site.consumers is None or site.name == node
-            readers = "all its readers" if whole else f"{few(site.consumers or ())} only"
-            yield f"Site {site.name}, for {readers}: {self._how(site.group)}"
+            readers = "all its readers" if whole else f"{shorten_list(site.consumers or ())} only"
+            yield f"Site {site.name}, for {readers}: {self._describe_rounding(site.group)}"
             yield from self._sharing(site)
 
     def _sharing(self, site: Site) -> Iterator[str]:
         others = [s.name for s in self.index.members[site.group] if s.name != site.name]
         if others:
-            yield f"It shares the parameters of group {site.group} with {few(others)}."
+            yield f"It shares the parameters of group {site.group} with {shorten_list(others)}."
 
     def _readers(self, node: str) -> Iterator[str]:
         for note in self.index.readers.get(node, ()):
             if note.state == "shape":
                 continue
-            what = f"{note.name} ({note.kind or note.op})"
+            reader = f"{note.name} ({note.kind or note.op})"
             if note.asks:
                 verb = (
                     "moves values, and asks for what its readers want:"
                     if note.role == "carry"
                     else "asks for"
                 )
-                yield f"{what} {verb} {note.asks}."
+                yield f"{reader} {verb} {note.asks}."
             elif note.state == "fused":
-                yield f"{what} is part of the kernel and asks for nothing."
+                yield f"{reader} is part of the kernel and asks for nothing."
             elif note.role == "carry":
-                yield f"{what} asks for nothing: not all its readers do, or not for the same."
+                yield f"{reader} asks for nothing: not all its readers do, or not for the same."
             else:
-                yield f"{what} reads it in float and asks for nothing."
+                yield f"{reader} reads it in float and asks for nothing."
         if node in self.index.annotation.outputs:
             yield "It leaves the graph."
 
     # -- what is no op ------------------------------------------------------------------------------
 
-    def _input(self, name: str) -> Story:
+    def _input(self, name: str) -> NodeExplanation:
         result = tuple(self._sites_at(name)) or ("No site: no reader asks for integers.",)
         readers = tuple(self._readers(name))
         parts = {"What": ("An input of the graph.",), "Result": result}
-        return Story(name, {**parts, "Readers": readers} if readers else parts)
+        return NodeExplanation(name, {**parts, "Readers": readers} if readers else parts)
 
-    def _site(self, site: Site) -> Story:
-        what = [f"A site for {_SITES[site.sort]} {site.node}."]
+    def _site(self, site: Site) -> NodeExplanation:
+        sentences = [f"A site for {_SITES[site.sort]} {site.node}."]
         if site.static:
-            what.append("It is a parameter: observed once, not at every batch.")
+            sentences.append("It is a parameter: observed once, not at every batch.")
         if site.sort == "bias":
             how = f"{self._bias(site)}; it has no parameters of its own."
         else:
-            how = self._how(site.group)
-        readers = few(site.consumers, 8) if site.consumers else "every reader of the node"
-        parts = {"What": tuple(what), "Rounds": (how, *self._sharing(site)), "Readers": (f"For {readers}.",)}
-        return Story(site.name, parts)
+            how = self._describe_rounding(site.group)
+        readers = shorten_list(site.consumers, 8) if site.consumers else "every reader of the node"
+        parts = {
+            "What": tuple(sentences),
+            "Rounds": (how, *self._sharing(site)),
+            "Readers": (f"For {readers}.",),
+        }
+        return NodeExplanation(site.name, parts)
 
 
 _SITES = {"activation": "the activation", "weight": "the weight", "bias": "the bias"}
@@ -357,15 +364,15 @@ _CAUSES = {
 }
 
 
-def _called(name: str, options: tuple[tuple[str, Any], ...]) -> str:
+def _format_options(name: str, options: tuple[tuple[str, Any], ...]) -> str:
     return f"{name}({', '.join(f'{k}={v}' for k, v in options)})" if options else name
 
 
 def _paths(note: ExprNote) -> list[str]:
-    """The path of the op's module and of those around it."""
+    """Returns the path of the op's module and of the modules around it."""
     parts = note.path.split(".") if note.path else []
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
 
-def _meets(note: ExprNote, pattern: str) -> bool:
+def _matches(note: ExprNote, pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in (*note.gives, *_paths(note)))

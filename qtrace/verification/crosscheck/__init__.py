@@ -1,7 +1,7 @@
-"""A second evaluation of an op whose values differ between the graph and a runtime: which side is wrong.
+"""Evaluates an op whose values differ between the graph and a runtime again, to see which side is wrong.
 
-Graph and runtime compute an op from the same integers, so one of them is wrong where they differ. It need not
-be the runtime: some of MegEngine's kernels give wrong values for batches of several samples. The op is
+Graph and runtime compute an op from the same integers, so one of them is wrong where they differ. It may be
+the graph: some of MegEngine's kernels give wrong values for batches of several samples. The op is
 therefore evaluated again: by MegEngine for each sample alone, and by ONNX's reference evaluator.
 """
 
@@ -23,24 +23,25 @@ from qtrace.numerics import quantize
 from qtrace.scheme import QParams
 from qtrace.verification.crosscheck._segment import Arguments, Recording, RuntimeValues, Segment, Split
 from qtrace.verification.report import CrossCheck
+from qtrace.verification.runtimes.onnxruntime import onnxruntime_errors
 
 __all__ = ["Disagreement", "RuntimeValues", "cross_check"]
 
-# A second evaluation agrees with a side when this share of the compared values lies next to that side's.
-_AGREEMENT = 0.9
+# A second evaluation agrees with a side when at least this share of the compared values is near that side's.
+_AGREEMENT_SHARE = 0.9
 # Values are compared where the two sides differ by more than this share of their largest difference.
-_COMPARED = 0.1
-# A value lies next to a side's value when it is this many times closer to it than the two sides are apart.
-_NEAR = 0.25
+_COMPARED_SHARE = 0.1
+# A value is near a side's value when its distance is at most this share of that between the two sides.
+_NEAR_SHARE = 0.25
 # Two evaluations of an op in float32 differ by less than this share of its largest value.
-_FLOAT_NOISE = 1e-3
+_FLOAT_NOISE_SHARE = 1e-3
 
-_CURE = "use batches of one sample, or write this op in another way"
+_REMEDY = "use batches of one sample, or write this op in another way"
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """The values of one node, where graph and runtime differ.
+    """The values of a node at which graph and runtime differ.
 
     Attributes:
         node: the name of the node.
@@ -58,16 +59,17 @@ class Disagreement:
         """Returns which side a second evaluation agrees with: "graph", "runtime" or "neither".
 
         Args:
-            value: the node's floats by the second evaluation.
+            value: the node's floats in the second evaluation.
         """
         value = value if self.qparams is None else quantize(value, self.qparams)
         if value.shape != self.graph.shape:
             return "neither"
-        apart = _distances(self.graph, self.runtime)
-        compared = np.isinf(apart) if np.isinf(apart).any() else apart > _COMPARED * apart.max(initial=0.0)
-        limit = np.minimum(_NEAR * apart[compared], np.finfo(np.float64).max)
+        distance = _distances(self.graph, self.runtime)
+        infinite = np.isinf(distance)
+        compared = infinite if infinite.any() else distance > _COMPARED_SHARE * distance.max(initial=0.0)
+        limit = np.minimum(_NEAR_SHARE * distance[compared], np.finfo(np.float64).max)
         for side, values in (("graph", self.graph), ("runtime", self.runtime)):
-            if np.mean(_distances(value, values)[compared] <= limit) >= _AGREEMENT:
+            if np.mean(_distances(value, values)[compared] <= limit) >= _AGREEMENT_SHARE:
                 return side
         return "neither"
 
@@ -80,23 +82,23 @@ def cross_check(
     Args:
         converted: the converted module, in eval mode.
         arguments: the batch, as ``qtrace.data.batches.as_arguments`` gives it.
-        values: what the runtime gave for the batch.
+        values: the runtime's integers of the batch.
         disagreement: the first node, in graph order, that differs.
     """
     segment = Segment.ending_at(converted, disagreement.node, values)
-    given = segment.given_values(arguments, values)
-    split = segment.split(arguments, given)
+    inputs = segment.input_values(arguments, values)
+    split = segment.split(arguments, inputs)
     in_graph = Recording(segment, values).record(arguments)
-    alone, op = _each_alone(segment, given, split, in_graph, disagreement)
+    alone, op = _evaluate_alone(segment, inputs, split, in_graph, disagreement)
     where = "by itself" if split is None else f"for each of the {split.count} samples of the batch alone"
     blame = f"MegEngine computes {op} differently in this batch and {where}"
     if alone == "runtime":
-        return CrossCheck("graph", f"{blame}, and the runtime has the values of the latter: {_CURE}")
-    verdict, evaluator = _by_reference(segment, given, split, disagreement)
+        return CrossCheck("graph", f"{blame}, and the runtime has the values of the latter: {_REMEDY}")
+    verdict, evaluator = _evaluate_in_onnx(segment, inputs, split, disagreement)
     if verdict == "graph":
         return CrossCheck("runtime", f"the op, exported anew, gives the graph's values in {evaluator}")
     if verdict == "runtime" and alone == "neither":
-        return CrossCheck("graph", f"{blame}, and {evaluator} gives the runtime's values: {_CURE}")
+        return CrossCheck("graph", f"{blame}, and {evaluator} gives the runtime's values: {_REMEDY}")
     same = f"MegEngine gives the graph's values {where}, too; " if alone == "graph" else ""
     if verdict == "runtime":
         return CrossCheck(
@@ -110,35 +112,39 @@ def cross_check(
 
 
 def _distances(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The absolute differences of two arrays, in float64: 0 for equal infinities and NaN, else infinity."""
+    """Returns absolute differences in float64; equal infinities and NaNs give 0, unequal ones infinity."""
     a, b = one.astype(np.float64), other.astype(np.float64)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore"):
-        apart = np.abs(a - b)
-    return np.where(same, 0.0, np.nan_to_num(apart, nan=np.inf, posinf=np.inf))
+        difference = np.abs(a - b)
+    return np.where(same, 0.0, np.nan_to_num(difference, nan=np.inf, posinf=np.inf))
 
 
-def _each_alone(
+def _evaluate_alone(
     segment: Segment,
-    given: Mapping[Node, np.ndarray],
+    inputs: Mapping[Node, np.ndarray],
     split: Split | None,
     in_graph: Mapping[Node, np.ndarray],
     disagreement: Disagreement,
 ) -> tuple[str, str]:
-    """Evaluates the segment by itself in MegEngine, for each sample alone where there are samples.
+    """Evaluates the segment by itself in MegEngine, for each sample alone if the batch falls into samples.
 
     Returns:
-        The side that this agrees with, as `Disagreement.side_of`, and the first op whose values differ from
-        those in the whole graph, in words.
+        The side that the evaluation agrees with, as `Disagreement.side_of` gives it, and the label of the
+        first op whose values differ from those in the whole graph.
     """
     if split is None:
-        alone = segment.evaluate(given)
+        alone = segment.evaluate(inputs)
     else:
-        parts = [
-            segment.evaluate({key: split.sample(value, key, number) for key, value in given.items()})
+        samples = [
+            segment.evaluate({key: split.sample(value, key, number) for key, value in inputs.items()})
             for number in range(split.count)
         ]
-        alone = {key: split.join([part[key] for part in parts], key) for key in parts[0] if split.joins(key)}
+        alone = {
+            key: split.join([sample[key] for sample in samples], key)
+            for key in samples[0]
+            if split.joins(key)
+        }
     changed = (
         f"{op_label(expr)} ({node.name})"
         for expr in segment.exprs
@@ -147,52 +153,52 @@ def _each_alone(
     )
     last = segment.exprs[-1] if segment.exprs else segment.target.expr
     op = next(changed, f"{op_label(last)} ({segment.target.name})")
-    value = alone[segment.target] if segment.exprs else given[segment.target]
+    value = alone[segment.target] if segment.exprs else inputs[segment.target]
     return disagreement.side_of(value), op
 
 
 def _changed(together: np.ndarray, alone: np.ndarray) -> bool:
     """Whether two evaluations in float32 differ by more than the order of sums explains."""
     largest = np.abs(np.nan_to_num(together)).max(initial=0.0)
-    return bool(_distances(together, alone).max(initial=0.0) > _FLOAT_NOISE * largest)
+    return bool(_distances(together, alone).max(initial=0.0) > _FLOAT_NOISE_SHARE * largest)
 
 
-def _by_reference(
-    segment: Segment, given: Mapping[Node, np.ndarray], split: Split | None, disagreement: Disagreement
+def _evaluate_in_onnx(
+    segment: Segment, inputs: Mapping[Node, np.ndarray], split: Split | None, disagreement: Disagreement
 ) -> tuple[str, str]:
-    """Evaluates the segment as an ONNX model; where there are samples, the one that differs most.
+    """Evaluates the segment as an ONNX model: on the batch, or on the sample in it that differs most.
 
     Returns:
-        The side that this agrees with, as `Disagreement.side_of`, or why it is not possible; and the name of
-        the evaluator.
+        The side that the evaluation agrees with, as `Disagreement.side_of` gives it, or why there is none;
+        and the name of the evaluator.
     """
-    values = dict(given)
+    values = dict(inputs)
     if split is not None and (axis := split.axes[segment.target]) is not None:
-        apart = np.split(_distances(disagreement.graph, disagreement.runtime), split.count, axis)
-        worst = int(np.argmax([piece.max(initial=0.0) for piece in apart]))
-        values = {key: split.sample(value, key, worst) for key, value in given.items()}
+        distances = np.split(_distances(disagreement.graph, disagreement.runtime), split.count, axis)
+        worst = int(np.argmax([piece.max(initial=0.0) for piece in distances]))
+        values = {key: split.sample(value, key, worst) for key, value in inputs.items()}
         graph, runtime = (
-            split.sample(whole, segment.target, worst) for whole in (disagreement.graph, disagreement.runtime)
+            split.sample(batch, segment.target, worst) for batch in (disagreement.graph, disagreement.runtime)
         )
         disagreement = replace(disagreement, graph=graph, runtime=runtime)
     steps, output = segment.exprs, segment.target
-    if steps and isinstance(owner(steps[-1]), FakeQuant):  # rounding is done by numpy, as the scheme says
+    if steps and isinstance(owner(steps[-1]), FakeQuant):  # numpy rounds instead
         output = next(node for node in steps[-1].inputs if isinstance(node, TensorNode))
         steps = steps[:-1]
     if output in values:
         return disagreement.side_of(values[output]), "numpy"
-    inputs = {node: values[node] for node in segment.given}
+    sources = {node: values[node] for node in segment.sources}
     try:
-        data, names = segment_model(segment.model, steps, inputs, output)
+        data, names = segment_model(segment.model, steps, sources, output)
     except ExportError as error:
         return str(error).rstrip("."), ""
-    feeds = dict(zip(names, inputs.values(), strict=True))
+    feeds = dict(zip(names, sources.values(), strict=True))
     reasons = []
     for evaluator, run in (("onnx.reference", _run_reference), ("onnxruntime", _run_onnxruntime)):
         try:
             value = run(data, feeds)
-        except Exception as error:  # the evaluators' own exceptions derive from nothing else
-            reasons.append(f"{evaluator} refuses it ({short(error)})")
+        except ExportError as error:
+            reasons.append(f"{evaluator} refuses it ({error})")
         else:
             return disagreement.side_of(value), evaluator
     return "; ".join(reasons), ""
@@ -201,15 +207,24 @@ def _by_reference(
 def _run_reference(data: bytes, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
     from onnx.reference import ReferenceEvaluator
 
-    results: Any = ReferenceEvaluator(data).run(None, dict(feeds))
+    try:
+        results: Any = ReferenceEvaluator(data).run(None, dict(feeds))
+    except Exception as error:  # its ops are Python functions that raise whatever numpy raises
+        raise ExportError(short(error)) from error
     return np.asarray(results[0])
 
 
 def _run_onnxruntime(data: bytes, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
-    import onnxruntime as ort
+    try:
+        import onnxruntime as ort
+    except ImportError as error:
+        raise ExportError(short(error)) from error
 
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
-    session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    return np.asarray(session.run(None, dict(feeds))[0])
+    try:
+        session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        return np.asarray(session.run(None, dict(feeds))[0])
+    except onnxruntime_errors() as error:
+        raise ExportError(short(error)) from error

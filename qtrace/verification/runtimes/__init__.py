@@ -1,4 +1,4 @@
-"""Runtimes: one a file, which runs exported files and gives their integers; the file name is its name."""
+"""Runtimes, one a file: each runs exported files and returns their integers; the file name is its name."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ __all__ = ["Runtime", "get", "known"]
 
 
 def known() -> tuple[str, ...]:
-    """The names of all runtimes, sorted."""
-    hidden = ("base",)
-    found = (m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
-    return tuple(sorted(name for name in found if name not in hidden))
+    """Returns the names of all runtimes, sorted."""
+    names = (m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
+    return tuple(sorted(name for name in names if name != "base"))
 
 
 def get(path: Path, name: str | None = None) -> Runtime:
-    """The runtime called ``name``; None for the first one that is meant for files like ``path``.
+    """Returns the runtime called ``name``; without a name, the default one for files like ``path``.
 
     Raises:
-        ExportError: when there is none, or its package is not installed.
+        ExportError: when no runtime runs the file, or its package is not installed.
     """
     if name is not None and name not in known():
         raise ExportError(f"unknown runtime {name!r}; known: {', '.join(known())}.")
@@ -35,9 +34,9 @@ def get(path: Path, name: str | None = None) -> Runtime:
             if path.suffix in module.RUNTIME.companions:
                 model = path.with_suffix(module.RUNTIME.suffixes[0]).name
                 raise ExportError(f"{path.name} holds weights: name the model that belongs to it, {model}.")
-        who = f"{name} does not run" if name else "no runtime runs"
-        raise ExportError(f"{who} files like {path.name or path}; known: {_table()}.")
-    # onnxruntime is what the ONNX form is made for; others that read it are asked for by name.
+        subject = f"{name} does not run" if name else "no runtime runs"
+        raise ExportError(f"{subject} files like {path.name or path}; known: {_describe_known()}.")
+    # ONNX files are written for onnxruntime; other runtimes that read them are asked for by name.
     runtime = sorted(fitting, key=lambda r: not r.default)[0]
     if importlib.util.find_spec(runtime.package) is None:
         raise ExportError(
@@ -47,6 +46,6 @@ def get(path: Path, name: str | None = None) -> Runtime:
     return runtime
 
 
-def _table() -> str:
-    found = (importlib.import_module(f"{__name__}.{n}").RUNTIME for n in known())
-    return ", ".join(f"{r.name} ({' '.join(r.suffixes)})" for r in found)
+def _describe_known() -> str:
+    runtimes = (importlib.import_module(f"{__name__}.{n}").RUNTIME for n in known())
+    return ", ".join(f"{r.name} ({' '.join(r.suffixes)})" for r in runtimes)

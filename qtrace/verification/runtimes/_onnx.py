@@ -13,25 +13,25 @@ from qtrace.verification.runtimes.base import check_size
 
 __all__ = ["Exposed", "with_integer_outputs"]
 
-# Of a model with its tensors in one piece: what a protobuf file holds, less some room for the rest.
-_LIMIT = 2**31 - 2**24
+# A protobuf file holds 2 GiB; 16 MiB of it are left for what is not a tensor.
+_MAX_TENSOR_BYTES = 2**31 - 2**24
 
-# The types of 4 bits by their numbers in ONNX, and what holds their values.
+# ONNX's number of a type of 4 bits -> that of the type of 8 bits with the same sign.
 _WIDER = {22: 3, 21: 2}  # int4 -> int8, uint4 -> uint8
 _SUFFIX = "_as_8_bits"
 
 
 @dataclass(frozen=True)
 class Exposed:
-    """A model whose integer tensors are outputs, too.
+    """An ONNX model whose integer tensors are outputs, too.
 
     Attributes:
-        data: the file.
+        data: the serialized model.
         outputs: names of the model's own outputs.
         integers: names of the sites.
-        tensors: the names of their integers, in that order; these outputs follow the model's own.
-        folder: where the file of tensors lies that ``data`` refers to; None where it needs none.
-        graph_hash: of the graph that was exported; "" where the file does not tell.
+        tensors: the name of the integer tensor of each site; these outputs follow the model's own.
+        folder: the folder of the external tensors that ``data`` refers to; None without such tensors.
+        graph_hash: the hash of the exported graph; "" where the file does not store it.
     """
 
     data: bytes
@@ -43,23 +43,24 @@ class Exposed:
 
 
 def with_integer_outputs(path: Path) -> Exposed:
-    """Reads an ONNX file and makes the result of every QuantizeLinear an output.
+    """Reads an ONNX file and adds the result of every QuantizeLinear to its outputs.
 
     Raises:
-        ExportError: when the file, or the file of its tensors, is missing or is something else.
+        ExportError: when the file, or the file of its tensors, is missing, damaged or of another kind.
     """
     if importlib.util.find_spec("onnx") is None:
         raise ExportError("verification needs the package onnx: run pip install 'qtrace[onnx]'.")
     import onnx
+    from google.protobuf.message import DecodeError
 
     check_size(path, "ONNX")
     try:
         model = onnx.load(str(path), load_external_data=False)
-    except Exception as error:
+    except (DecodeError, OSError) as error:
         raise ExportError(f"{path} is not an ONNX file, or not all of one: {error}.") from error
     if not model.graph.node and not model.graph.output:
         raise ExportError(f"{path} is not an ONNX file: it has no graph.")
-    folder = _take_in(model, path)
+    folder = _load_tensors(model, path)
     outputs = [o.name for o in model.graph.output]
     integers: list[str] = []
     tensors: list[str] = []
@@ -85,17 +86,17 @@ def with_integer_outputs(path: Path) -> Exposed:
     return Exposed(data, outputs, integers, tensors, folder, facts.get("qtrace.graph", ""))
 
 
-def _take_in(model: Any, path: Path) -> Path | None:
-    """Loads tensors that lie in other files into ``model``; if they are too many, returns their folder."""
+def _load_tensors(model: Any, path: Path) -> Path | None:
+    """Loads external tensors into ``model``, or returns their folder if they are too large for one file."""
     import onnx
 
-    outside = [t for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
+    external = [t for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
     size = 0
-    for tensor in outside:
-        where = {e.key: e.value for e in tensor.external_data}
-        file = _beside(path, where.get("location", ""))
+    for tensor in external:
+        place = {e.key: e.value for e in tensor.external_data}
+        file = _tensor_file(path, place.get("location", ""))
         try:
-            offset, length = int(where.get("offset", 0)), int(where.get("length", 0))
+            offset, length = int(place.get("offset", 0)), int(place.get("length", 0))
         except ValueError:
             offset, length = -1, -1
         if min(offset, length) < 0:
@@ -112,21 +113,22 @@ def _take_in(model: Any, path: Path) -> Path | None:
                 f"{file} is not whole: {path.name} needs {offset + length} bytes of it; export it again."
             )
         size += length
-    if size >= _LIMIT:
+    if size >= _MAX_TENSOR_BYTES:
         return path.parent
     try:
         onnx.external_data_helper.load_external_data_for_model(model, str(path.parent))
-    except Exception as error:  # of tensors within nodes, which qtrace.export does not write
-        line = " ".join(str(error).split())[:200]
-        raise ExportError(f"{path}: its tensors in other files cannot be read: {line}") from error
+    # The tensors of nodes' attributes, which qtrace.export does not write, were not checked above.
+    except (onnx.checker.ValidationError, OSError, ValueError) as error:
+        message = " ".join(str(error).split())[:200]
+        raise ExportError(f"{path}: its tensors in other files cannot be read: {message}") from error
     return None
 
 
-def _beside(path: Path, location: str) -> Path:
-    """The file of tensors that an ONNX file calls ``location``.
+def _tensor_file(path: Path, location: str) -> Path:
+    """Returns the file of tensors that the ONNX file at ``path`` calls ``location``.
 
     Raises:
-        ExportError: when it is not in the folder of the ONNX file, as ONNX demands.
+        ExportError: when the file is outside the folder of the ONNX file, which ONNX forbids.
     """
     folder = os.path.realpath(path.parent)
     try:

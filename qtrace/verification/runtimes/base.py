@@ -1,4 +1,4 @@
-"""What a runtime is: something that runs an exported file and gives every integer tensor in it."""
+"""The interface of a runtime: it runs an exported file and returns every integer tensor in it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 
 from qtrace.errors import ExportError
 
-__all__ = ["Kernels", "Run", "Runtime", "Session", "check_size"]
+__all__ = ["Kernels", "Runtime", "RuntimeRun", "Session", "check_size"]
 
-# What the lengths and offsets of protobuf and FlatBuffers files can express.
+# The lengths and offsets of protobuf and FlatBuffers files have 31 bits.
 _MAX_BYTES = 2**31
 
 
@@ -25,7 +25,7 @@ def check_size(path: Path, kind: str) -> None:
         kind: the kind of file, for the message: ``ONNX``.
 
     Raises:
-        ExportError: saying why.
+        ExportError: when the file is missing or too large.
     """
     if not path.is_file():
         raise ExportError(f"{path} does not exist: export the module first.")
@@ -33,18 +33,17 @@ def check_size(path: Path, kind: str) -> None:
     if size >= _MAX_BYTES:
         raise ExportError(
             f"{path} has {size / 2**30:.1f} GiB, and an {kind} file less than {_MAX_BYTES >> 30} GiB: it is "
-            "damaged, or something else; export the module again."
+            "damaged or of another kind; export the module again."
         )
 
 
 @dataclass(frozen=True)
-class Run:
-    """What one run gave.
+class RuntimeRun:
+    """The values that a runtime computed for one batch.
 
     Attributes:
         outputs: the model's outputs, in the order and layout of the graph's.
-        integers: the integers of every site, and of nodes that carry integers, by the name of the site or
-            node, in the layout of the graph.
+        integers: name of a site, or of a node that carries integers -> its integers, in the graph's layout.
     """
 
     outputs: list[np.ndarray]
@@ -65,37 +64,38 @@ class Kernels:
 
 
 class Session(Protocol):
-    """A file that was loaded."""
+    """A loaded file."""
 
     @property
     def integer_names(self) -> Sequence[str]:
         """The sites and nodes whose integers `run` gives."""
 
-    def run(self, inputs: list[np.ndarray]) -> Run:
+    def run(self, inputs: list[np.ndarray]) -> RuntimeRun:
         """Runs the model.
 
         Args:
             inputs: one float32 array for each input of the graph, in order and in its layout.
 
         Raises:
-            ExportError: when they do not fit.
+            ExportError: when the inputs do not fit the model.
         """
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """A runtime.
+    """A runtime, and the files that it runs.
 
     Attributes:
-        name: what users call it.
-        package: the Python package that it needs.
-        extra: the extra of qtrace that installs it.
-        suffixes: of the files that it runs.
+        name: the name that users give to ``verify``.
+        package: the Python package of the runtime.
+        extra: the extra of qtrace that installs the package.
+        suffixes: the suffixes of the files that the runtime runs.
         open: loads a file: with every optimization that a user would deploy (True), or so that each op
             computes on its own (False).
-        kernels: tells which ops of a file run on integers; None where the runtime does not let us see.
-        default: whether it is the one for its suffixes unless another is named.
-        companions: suffixes of the files that stand beside one that it runs, with the weights.
+        kernels: finds the ops of a file that run on integers; None where the runtime does not show its
+            kernels.
+        default: whether the runtime is used for its suffixes when the user names none.
+        companions: suffixes of the files of weights that stand beside a model file.
     """
 
     name: str

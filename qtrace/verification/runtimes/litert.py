@@ -1,25 +1,27 @@
-"""A TFLite file in LiteRT on CPU, with all its integer tensors as outputs.
+"""Runs a TFLite file in LiteRT on CPU, with all its integer tensors as outputs.
 
-Both ways of running it use the kernels that LiteRT chooses by default: XNNPACK's, which round half to even as
-the graph does. LiteRT's reference kernels round twice, and are off by one in up to a twentieth of the values.
+With optimizations and without, qtrace runs the kernels that LiteRT chooses by default: XNNPACK's, which
+round half to even as the graph does. LiteRT's reference kernels round twice and are off by one in up to 5 %
+of the values.
 """
 
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.verification.runtimes.base import Run, Runtime, check_size
+from qtrace.verification.runtimes.base import Runtime, RuntimeRun, check_size
 
 __all__ = ["RUNTIME"]
 
 
 class _Interpreter:
-    """A loaded file: arrays in, all its outputs out."""
+    """A loaded file: takes arrays, returns all its outputs."""
 
     def __init__(self, data: bytes, path: Path, fuses: bool) -> None:
         from ai_edge_litert.interpreter import Interpreter
@@ -29,11 +31,11 @@ class _Interpreter:
             self.loaded = Interpreter(model_content=data, experimental_disable_delegate_node_fusion=not fuses)
             self.loaded.allocate_tensors()
         except (RuntimeError, ValueError) as error:
-            raise ExportError(f"LiteRT cannot run {path}: {_line(error)}") from error
+            raise ExportError(f"LiteRT cannot run {path}: {_first_line(error)}") from error
         self.shapes = [tuple(int(n) for n in d["shape"]) for d in self.loaded.get_input_details()]
 
     def run(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
-        """Runs the model."""
+        """Runs the model and returns its outputs."""
         details = self.loaded.get_input_details()
         try:
             for detail, value in zip(details, inputs, strict=True):
@@ -41,18 +43,18 @@ class _Interpreter:
                     self.loaded.resize_tensor_input(detail["index"], value.shape)
             self.loaded.allocate_tensors()
             for detail, value in zip(details, inputs, strict=True):
-                self.loaded.set_tensor(detail["index"], _as_given(value, detail))
+                self.loaded.set_tensor(detail["index"], _as_input(value, detail))
             self.loaded.invoke()
         except (RuntimeError, ValueError) as error:
-            raise ExportError(f"LiteRT refused the input: {_line(error)}") from error
+            raise ExportError(f"LiteRT refused the input: {_first_line(error)}") from error
         return [self.loaded.get_tensor(d["index"]) for d in self.loaded.get_output_details()]
 
 
-class _Session:
+class LitertSession:
     """Runs a TFLite file on CPU.
 
-    Optimized, the file runs as it is; its integers come from a copy in which they are outputs. Not
-    optimized, both come from that copy, with one kernel for each operator.
+    With optimizations, the file runs as it is, and its integers come from a copy in which they are outputs.
+    Without, outputs and integers come from that copy, with one kernel for each operator.
     """
 
     def __init__(self, path: Path, optimize: bool) -> None:
@@ -60,59 +62,59 @@ class _Session:
         data = path.read_bytes()
         if data[4:8] != b"TFL3":
             raise ExportError(f"{path} is not a TFLite file.")
-        exposed = _exposed(data, path)
+        exposed = _expose_integers(data, path)
         self.facts, self.constants, self.computed = exposed.facts, exposed.constants, exposed.computed
         self.integer_names = list(self.facts["integers"])
         self.graph_hash: str = self.facts["graph"]
         self.full = _Interpreter(exposed.data, path, optimize)
-        self.plain = _Interpreter(data, path, True) if optimize else None
+        self.deployed = _Interpreter(data, path, True) if optimize else None
 
-    def run(self, inputs: list[np.ndarray]) -> Run:
+    def run(self, inputs: list[np.ndarray]) -> RuntimeRun:
         """Runs the model; see `Session`."""
         orders = self.facts["inputs"]
         if len(inputs) != len(orders):
             raise ExportError(f"the model takes {len(orders)} inputs, not {len(inputs)}.")
-        laid = [self._laid(*given) for given in enumerate(inputs)]
-        found = self.full.run(laid)
-        count = len(found) - len(self.computed)
-        tensors = {**self.constants, **dict(zip(self.computed, found[count:], strict=True))}
+        arrays = [self._lay_out(number, value) for number, value in enumerate(inputs)]
+        values = self.full.run(arrays)
+        count = len(values) - len(self.computed)
+        tensors = {**self.constants, **dict(zip(self.computed, values[count:], strict=True))}
         integers = {
-            name: _in_graph(tensors[tensor], order)
+            name: _graph_layout(tensors[tensor], order)
             for name, (tensor, order) in self.facts["integers"].items()
         }
-        ends = found[:count] if self.plain is None else self.plain.run(laid)
+        results = values[:count] if self.deployed is None else self.deployed.run(arrays)
         details = self.full.loaded.get_output_details()
         outputs = [
-            _in_graph(_as_floats(v, d), o)
-            for v, d, o in zip(ends, details, self.facts["outputs"], strict=False)
+            _graph_layout(_as_floats(v, d), o)
+            for v, d, o in zip(results, details, self.facts["outputs"], strict=False)
         ]
-        return Run(outputs, integers)
+        return RuntimeRun(outputs, integers)
 
-    def _laid(self, number: int, value: np.ndarray) -> np.ndarray:
-        """An input as the file takes it."""
+    def _lay_out(self, number: int, value: np.ndarray) -> np.ndarray:
+        """Transposes an input of the graph to the layout of the file."""
         order, shape = self.facts["inputs"][number], self.full.shapes[number]
         if value.ndim != len(order):
             raise ExportError(f"input {number} has {value.ndim} axes, but the model takes {len(order)}.")
-        laid = np.ascontiguousarray(value.transpose(order))
+        array = np.ascontiguousarray(value.transpose(order))
         free = int(bool(self.facts["free_batch"]))
-        if laid.shape[free:] != shape[free:]:
+        if array.shape[free:] != shape[free:]:
             batch = "a batch of any size" if free else "a batch of that size alone"
             raise ExportError(
                 f"input {number} has shape {value.shape}, but the file was written for "
-                f"{_in_graph(np.empty(shape, np.bool_), order).shape} and takes {batch}: trace the model "
+                f"{_graph_layout(np.empty(shape, np.bool_), order).shape} and takes {batch}: trace the model "
                 "with the shape that you need."
             )
-        return laid
+        return array
 
 
 class _Exposed:
-    """A file whose integer tensors are outputs, too.
+    """A TFLite file whose integer tensors are outputs, too.
 
     Attributes:
-        data: the file.
-        facts: what the export says of its tensors.
-        constants: integer tensors that the file holds.
-        computed: the names of those that follow the model's own outputs.
+        data: the content of the file.
+        facts: the metadata that qtrace.export wrote: sites, layouts and the hash of the graph.
+        constants: name of an integer tensor that the file stores -> its values.
+        computed: the names of the computed integer tensors, whose outputs follow the model's own.
     """
 
     def __init__(
@@ -121,25 +123,28 @@ class _Exposed:
         self.data, self.facts, self.constants, self.computed = data, facts, constants, computed
 
 
-def _exposed(data: bytes, path: Path) -> _Exposed:
+def _expose_integers(data: bytes, path: Path) -> _Exposed:
     import flatbuffers
     from ai_edge_litert import schema_py_generated as schema
 
     try:
         model = schema.ModelT.InitFromPackedBuf(data, 0)
+    except (struct.error, TypeError, ValueError) as error:  # the types that damaged files lead to
+        raise ExportError(f"{path} is not a TFLite file: {_first_line(error)}") from error
+    try:
         entry = next(m for m in model.metadata or () if m.name == b"qtrace")
         facts = json.loads(bytes(model.buffers[entry.buffer].data))
     except StopIteration:
         raise ExportError(
             f"{path} was not written by qtrace: it does not say where its integers are."
         ) from None
-    except Exception as error:
-        raise ExportError(f"{path} is not a TFLite file: {_line(error)}") from error
+    except (IndexError, TypeError, ValueError) as error:  # an entry that names no buffer, or no JSON
+        raise ExportError(f"{path} is not a TFLite file: {_first_line(error)}") from error
     graph = model.subgraphs[0]
     places = {t.name.decode(): i for i, t in enumerate(graph.tensors)}
-    wanted = dict.fromkeys(tensor for tensor, _ in facts["integers"].values())
+    names = dict.fromkeys(tensor for tensor, _ in facts["integers"].values())
     constants, computed = {}, []
-    for name in wanted:
+    for name in names:
         tensor = graph.tensors[places[name]]
         stored = model.buffers[tensor.buffer].data
         if stored is not None and len(stored):
@@ -147,21 +152,21 @@ def _exposed(data: bytes, path: Path) -> _Exposed:
             constants[name] = np.frombuffer(bytes(stored), kind).reshape(tensor.shape)
         else:
             computed.append(name)
-    given = [int(i) for i in graph.outputs]
-    graph.outputs = np.array([*given, *(places[n] for n in computed)], np.int32)
+    outputs = [int(i) for i in graph.outputs]
+    graph.outputs = np.array([*outputs, *(places[n] for n in computed)], np.int32)
     model.signatureDefs = []
     builder = flatbuffers.Builder(len(data) + 65536)
     builder.Finish(model.Pack(builder), file_identifier=b"TFL3")
     return _Exposed(bytes(builder.Output()), facts, constants, computed)
 
 
-def _in_graph(value: np.ndarray, order: list[int]) -> np.ndarray:
-    """A tensor of the file with its axes as in the graph."""
+def _graph_layout(value: np.ndarray, order: list[int]) -> np.ndarray:
+    """Transposes a tensor of the file to the layout of the graph."""
     return value.transpose([order.index(axis) for axis in range(len(order))])
 
 
-def _as_given(value: np.ndarray, detail: dict[str, Any]) -> np.ndarray:
-    """Numbers of the type that an input has: integers of its grid where it takes those."""
+def _as_input(value: np.ndarray, detail: dict[str, Any]) -> np.ndarray:
+    """Converts an array to the type of an input; floats become integers where the input takes integers."""
     kind = np.dtype(detail["dtype"])
     scale, zero = detail["quantization"]
     if kind.kind != "i" or not scale or value.dtype.kind != "f":
@@ -171,15 +176,16 @@ def _as_given(value: np.ndarray, detail: dict[str, Any]) -> np.ndarray:
 
 
 def _as_floats(value: np.ndarray, detail: dict[str, Any]) -> np.ndarray:
+    """Dequantizes the integers of an output."""
     scale, zero = detail["quantization"]
     if value.dtype.kind != "i" or not scale:
         return value
     return (value.astype(np.int32) - zero).astype(np.float32) * np.float32(scale)
 
 
-def _line(error: Exception) -> str:
-    """The first line of what LiteRT says."""
+def _first_line(error: Exception) -> str:
+    """Returns the first line of LiteRT's message."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-RUNTIME = Runtime("litert", "ai_edge_litert", "tflite", (".tflite",), _Session)
+RUNTIME = Runtime("litert", "ai_edge_litert", "tflite", (".tflite",), LitertSession)

@@ -1,4 +1,4 @@
-"""A MegEngine dump, run by MegEngine's graph inference, with all its integer tensors as outputs."""
+"""Runs a MegEngine dump in MegEngine's graph inference, with all its integer tensors as outputs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.verification.runtimes.base import Run, Runtime
+from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
 __all__ = ["RUNTIME"]
 
 _PICKLE = b"\x80"
 
 
-class _Session:
-    """Runs a dump on CPU."""
+class MegengineSession:
+    """Runs a MegEngine dump on CPU."""
 
     def __init__(self, path: Path, optimize: bool) -> None:
         from megengine.core.tensor.megbrain_graph import load_graph
@@ -31,28 +31,28 @@ class _Session:
         except RuntimeError as error:
             line = (str(error).strip().splitlines() or [""])[0]
             raise ExportError(f"{path} is not a MegEngine dump: {line}.") from error
-        self.input_names, self.tensors = _facts(path, loaded.metadata)
+        self.input_names, self.tensors = _read_metadata(path, loaded.metadata)
         self.integer_names = list(self.tensors)
         self.output_names = [v.name for v in loaded.output_vars_list]
         self.read = {v.name for v in get_dep_vars(loaded.output_vars_list, "Host2DeviceCopy")}
         self.graph = _inference(data, [*self.output_names, *dict.fromkeys(self.tensors.values())])
-        # What is deployed computes its outputs only, and may fuse what is read here.
+        # The deployed model computes its outputs only, and may fuse across the integers that are read here.
         self.deployed = _inference(data, None) if optimize else None
 
-    def run(self, inputs: list[np.ndarray]) -> Run:
+    def run(self, inputs: list[np.ndarray]) -> RuntimeRun:
         """Runs the model; see `Session`."""
         if len(inputs) != len(self.input_names):
             raise ExportError(f"the model takes {len(self.input_names)} inputs, not {len(inputs)}.")
         # A dump has no input that its outputs do not depend on.
-        given = {n: x for n, x in zip(self.input_names, inputs, strict=True) if n in self.read}
+        feeds = {n: x for n, x in zip(self.input_names, inputs, strict=True) if n in self.read}
         try:
-            found = self.graph.run(inp_dict=given)
-            ends = found if self.deployed is None else self.deployed.run(inp_dict=given)
+            values = self.graph.run(inp_dict=feeds)
+            outputs = values if self.deployed is None else self.deployed.run(inp_dict=feeds)
         except RuntimeError as error:
             line = (str(error).strip().splitlines() or [""])[0]
             raise ExportError(f"MegEngine refused the input: {line}") from error
-        integers = {name: np.asarray(found[t]).astype(np.int32) for name, t in self.tensors.items()}
-        return Run([ends[name] for name in self.output_names], integers)
+        integers = {name: np.asarray(values[t]).astype(np.int32) for name, t in self.tensors.items()}
+        return RuntimeRun([outputs[name] for name in self.output_names], integers)
 
 
 def _inference(data: bytes, outputs: list[str] | None) -> Any:
@@ -74,10 +74,10 @@ def _read(path: Path) -> bytes:
     return data
 
 
-def _facts(path: Path, metadata: Any) -> tuple[list[str], dict[str, str]]:
+def _read_metadata(path: Path, metadata: Any) -> tuple[list[str], dict[str, str]]:
     """Reads the inputs in order, and the tensor of the file that holds each integer value.
 
-    They are a text that lies pickled in the file. It is read without unpickling: a pickle is a program.
+    The file stores them as a pickled JSON text, which is read without unpickling: a pickle can run code.
     """
     try:
         strings = [arg for _, arg, _ in pickletools.genops(metadata.user_info) if isinstance(arg, str)]
@@ -90,4 +90,4 @@ def _facts(path: Path, metadata: Any) -> tuple[list[str], dict[str, str]]:
         ) from error
 
 
-RUNTIME = Runtime("megengine", "megengine", "", (".mge",), _Session)
+RUNTIME = Runtime("megengine", "megengine", "", (".mge",), MegengineSession)

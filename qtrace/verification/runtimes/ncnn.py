@@ -1,4 +1,4 @@
-"""An ncnn net, ``.param`` and ``.bin``, in ncnn's Python package, with the integers of all its roundings."""
+"""Runs an ncnn net, ``.param`` and ``.bin``, in ncnn's Python package, with the integers of all roundings."""
 
 from __future__ import annotations
 
@@ -8,56 +8,58 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.verification.runtimes.base import Run, Runtime
+from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
 __all__ = ["RUNTIME"]
 
-# What a layer gives integers with: Quantize, and a convolution whose scales (8=) include one of its result.
+# The layers that give integers: Quantize, and a convolution whose scales (8=) include that of its result.
 _ROUNDING, _INTEGER = "Quantize", ("8=101", "8=102")
 
 
-class _Session:
+class NcnnSession:
     """Runs a net on CPU, sample by sample."""
 
     def __init__(self, path: Path, optimize: bool) -> None:
         import ncnn
 
         weights = path.with_suffix(".bin")
-        for needed in (path, weights):
-            if not needed.is_file():
-                raise ExportError(f"{needed} does not exist: export the module first.")
-        self.input_names, self.output_names, self.blobs = _blobs(path)
+        for file in (path, weights):
+            if not file.is_file():
+                raise ExportError(f"{file} does not exist: export the module first.")
+        self.input_names, self.output_names, self.blobs = _read_blobs(path)
         self.integer_names = [name.removesuffix("_int") for name in self.blobs]
         self.net = ncnn.Net()
         options = self.net.opt
-        options.lightmode = False  # blobs stay, to be read
+        options.lightmode = False  # keeps the blobs readable
         if not optimize:
             for name in dir(options):
                 if name.startswith(("use_fp16", "use_bf16", "use_winograd", "use_sgemm", "use_packing")):
                     setattr(options, name, False)
         if self.net.load_param(str(path)) or self.net.load_model(str(weights)):
             raise ExportError(
-                f"ncnn cannot load {path} and {weights.name}: they are not whole or of two nets."
+                f"ncnn cannot load {path} and {weights.name}: they are incomplete or of two nets."
             )
 
-    def run(self, inputs: list[np.ndarray]) -> Run:
+    def run(self, inputs: list[np.ndarray]) -> RuntimeRun:
         """Runs the model; see `Session`."""
         if len(inputs) != len(self.input_names):
             raise ExportError(f"the model takes {len(self.input_names)} inputs, not {len(inputs)}.")
         count = len(inputs[0])
-        samples = [self._sample([x[i] for x in inputs]) for i in range(count)]
-        found = {name: np.stack([s[name] for s in samples]) for name in samples[0]}
-        integers = {n: found[b].astype(np.int32) for n, b in zip(self.integer_names, self.blobs, strict=True)}
-        return Run([found[n] for n in self.output_names], integers)
+        samples = [self._run_sample([x[i] for x in inputs]) for i in range(count)]
+        values = {name: np.stack([s[name] for s in samples]) for name in samples[0]}
+        integers = {
+            n: values[b].astype(np.int32) for n, b in zip(self.integer_names, self.blobs, strict=True)
+        }
+        return RuntimeRun([values[n] for n in self.output_names], integers)
 
-    def _sample(self, values: list[np.ndarray]) -> dict[str, np.ndarray]:
+    def _run_sample(self, values: list[np.ndarray]) -> dict[str, np.ndarray]:
         import ncnn
 
         extractor = self.net.create_extractor()
         extractor.set_light_mode(False)
-        # The Mats share the arrays' memory.
-        kept = [np.ascontiguousarray(v, np.float32) for v in values]
-        for name, value in zip(self.input_names, kept, strict=True):
+        # Each Mat shares the memory of its array, which must outlive it.
+        arrays = [np.ascontiguousarray(v, np.float32) for v in values]
+        for name, value in zip(self.input_names, arrays, strict=True):
             if extractor.input(name, ncnn.Mat(value)):
                 raise ExportError(f"ncnn has no input {name!r}.")
         return {name: _extract(extractor, name) for name in (*self.output_names, *self.blobs)}
@@ -66,12 +68,12 @@ class _Session:
 def _extract(extractor: Any, name: str) -> np.ndarray:
     code, blob = extractor.extract(name)
     if code:
-        raise ExportError(f"ncnn cannot compute {name!r}: its code is {code}; do the inputs fit?")
+        raise ExportError(f"ncnn cannot compute {name!r} (code {code}): check the shapes of the inputs.")
     return np.array(blob)
 
 
-def _blobs(path: Path) -> tuple[list[str], list[str], list[str]]:
-    """The inputs, the outputs and the blobs of integers, in the order of the file."""
+def _read_blobs(path: Path) -> tuple[list[str], list[str], list[str]]:
+    """Reads the names of the inputs, of the outputs and of the integer blobs, in the order of the file."""
     try:
         magic, _, *lines = path.read_text(encoding="utf-8").splitlines()
     except (UnicodeDecodeError, ValueError) as error:
@@ -83,13 +85,13 @@ def _blobs(path: Path) -> tuple[list[str], list[str], list[str]]:
         kind, _, bottoms, count, *words = line.split()
         first = int(bottoms)
         read.update(words[:first])
-        given = words[first : first + int(count)]
-        tops += given
+        outputs = words[first : first + int(count)]
+        tops += outputs
         if kind == "Input":
-            inputs += given
+            inputs += outputs
         elif kind == _ROUNDING or any(word in _INTEGER for word in words):
-            integers += given
+            integers += outputs
     return inputs, [t for t in tops if t not in read and t not in integers], integers
 
 
-RUNTIME = Runtime("ncnn", "ncnn", "ncnn", (".param",), _Session, companions=(".bin",))
+RUNTIME = Runtime("ncnn", "ncnn", "ncnn", (".param",), NcnnSession, companions=(".bin",))

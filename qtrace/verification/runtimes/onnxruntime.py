@@ -1,4 +1,4 @@
-"""An ONNX file in onnxruntime, with all its integer tensors as outputs."""
+"""Runs an ONNX file in onnxruntime, with all its integer tensors as outputs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.verification.runtimes._onnx import with_integer_outputs
-from qtrace.verification.runtimes._onnx_kernels import kernels
-from qtrace.verification.runtimes.base import Run, Runtime
+from qtrace.verification.runtimes._onnx_kernels import kernels, onnxruntime_errors
+from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
-__all__ = ["RUNTIME"]
+__all__ = ["RUNTIME", "onnxruntime_errors"]
 
 
-class _Session:
+class OnnxSession:
     """Runs an ONNX file on CPU.
 
-    Optimized, the outputs are those of the file as it is; the integers come from a copy in which they are
-    outputs, which keeps onnxruntime from fusing across them.
+    With optimizations, the outputs come from the file as it is, and the integers from a copy in which they
+    are outputs, across which onnxruntime does not fuse.
     """
 
     def __init__(self, path: Path, optimize: bool) -> None:
@@ -36,30 +36,32 @@ class _Session:
         if model.folder is not None:
             key = "session.model_external_initializers_file_folder_path"
             options.add_session_config_entry(key, str(model.folder))
+        providers = ["CPUExecutionProvider"]
         try:
-            providers = ["CPUExecutionProvider"]
             self.session = ort.InferenceSession(model.data, options, providers=providers)
-            self.plain = ort.InferenceSession(str(path), options, providers=providers) if optimize else None
-        except Exception as error:
+            self.deployed = (
+                ort.InferenceSession(str(path), options, providers=providers) if optimize else None
+            )
+        except onnxruntime_errors() as error:
             raise ExportError(f"onnxruntime cannot run {path}: {error}") from error
         self.input_names = [i.name for i in self.session.get_inputs()]
 
-    def run(self, inputs: list[np.ndarray]) -> Run:
+    def run(self, inputs: list[np.ndarray]) -> RuntimeRun:
         """Runs the model; see `Session`."""
         if len(inputs) != len(self.input_names):
             raise ExportError(f"the model takes {len(self.input_names)} inputs, not {len(inputs)}.")
         names = [*self.output_names, *self.tensor_names]
-        given = dict(zip(self.input_names, inputs, strict=True))
+        feeds = dict(zip(self.input_names, inputs, strict=True))
         try:
-            values = self.session.run(names, given)
-            ends = None if self.plain is None else self.plain.run(self.output_names, given)
-        except Exception as error:
+            values = self.session.run(names, feeds)
+            outputs = None if self.deployed is None else self.deployed.run(self.output_names, feeds)
+        except onnxruntime_errors() as error:
             raise ExportError(f"onnxruntime refused the input: {error}") from error
         count = len(self.output_names)
-        return Run(
-            values[:count] if ends is None else ends,
+        return RuntimeRun(
+            values[:count] if outputs is None else outputs,
             dict(zip(self.integer_names, values[count:], strict=True)),
         )
 
 
-RUNTIME = Runtime("onnxruntime", "onnxruntime", "onnx", (".onnx",), _Session, kernels)
+RUNTIME = Runtime("onnxruntime", "onnxruntime", "onnx", (".onnx",), OnnxSession, kernels)

@@ -1,4 +1,4 @@
-"""An ONNX file in OpenVINO on CPU, with all its integer tensors as outputs."""
+"""Runs an ONNX file in OpenVINO on CPU, with all its integer tensors as outputs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.verification.runtimes._onnx import with_integer_outputs
-from qtrace.verification.runtimes.base import Run, Runtime
+from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
 __all__ = ["RUNTIME"]
 
-# Each op as it is written: OpenVINO's low-precision transformations drop the rounding on skip branches, it
-# rounds what linear layers read anew, in groups, and its default precision on some CPUs is bfloat16.
+# These settings make OpenVINO compute each op as it is written. Its low-precision transformations drop the
+# rounding on skip branches, dynamic quantization rounds the inputs of linear layers again, in groups, and the
+# default precision on some CPUs is bfloat16.
 _PLAIN = {
     "INFERENCE_PRECISION_HINT": "f32",
     "LP_TRANSFORMS_MODE": "NO",
@@ -22,11 +23,11 @@ _PLAIN = {
 }
 
 
-class _Session:
+class OpenvinoSession:
     """Runs an ONNX file on CPU.
 
-    Optimized, the outputs are those of the file as it is, and the integers come from a copy in which they are
-    outputs.
+    With optimizations, the outputs come from the file as it is, and the integers from a copy in which they
+    are outputs.
     """
 
     def __init__(self, path: Path, optimize: bool) -> None:
@@ -39,28 +40,28 @@ class _Session:
         if model.folder is not None:
             raise ExportError(f"{path} has more than 2 GB of tensors: verify it in onnxruntime.")
         core = openvino.Core()
+        settings = {"INFERENCE_PRECISION_HINT": "f32"} if optimize else _PLAIN
         try:
-            read = core.read_model(model.data)
-            settings = {"INFERENCE_PRECISION_HINT": "f32"} if optimize else _PLAIN
-            self.compiled = core.compile_model(read, "CPU", settings)
-            plain = core.read_model(str(path)) if optimize else None
-            self.plain = None if plain is None else core.compile_model(plain, "CPU", settings)
-        except Exception as error:
+            self.compiled = core.compile_model(core.read_model(model.data), "CPU", settings)
+            self.deployed = (
+                core.compile_model(core.read_model(str(path)), "CPU", settings) if optimize else None
+            )
+        except RuntimeError as error:  # OpenVINO raises no other type
             raise ExportError(f"OpenVINO cannot run {path}: {error}") from error
 
-    def run(self, inputs: list[np.ndarray]) -> Run:
+    def run(self, inputs: list[np.ndarray]) -> RuntimeRun:
         """Runs the model; see `Session`."""
         if len(inputs) != len(self.compiled.inputs):
             raise ExportError(f"the model takes {len(self.compiled.inputs)} inputs, not {len(inputs)}.")
         try:
-            found = self.compiled(inputs)
-            ends = None if self.plain is None else self.plain(inputs)
-        except Exception as error:
+            results = self.compiled(inputs)
+            deployed = None if self.deployed is None else self.deployed(inputs)
+        except RuntimeError as error:
             raise ExportError(f"OpenVINO refused the input: {error}") from error
-        values = [np.array(found[i]) for i in range(len(self.compiled.outputs))]
+        values = [np.array(results[i]) for i in range(len(self.compiled.outputs))]
         count = len(self.output_names)
-        outputs = values[:count] if ends is None else [np.array(ends[i]) for i in range(count)]
-        return Run(outputs, dict(zip(self.integer_names, values[count:], strict=True)))
+        outputs = values[:count] if deployed is None else [np.array(deployed[i]) for i in range(count)]
+        return RuntimeRun(outputs, dict(zip(self.integer_names, values[count:], strict=True)))
 
 
-RUNTIME = Runtime("openvino", "openvino", "openvino", (".onnx",), _Session, default=False)
+RUNTIME = Runtime("openvino", "openvino", "openvino", (".onnx",), OpenvinoSession, default=False)

@@ -61,7 +61,7 @@ def test_large_models_do_so_by_themselves(
     qtrace.export(converted, tmp_path / "whole.onnx", external=False)
     assert not (tmp_path / "whole.onnx.data").exists()
     # A runtime gets such a model in parts, too.
-    monkeypatch.setattr(_onnx, "_LIMIT", 10_000)
+    monkeypatch.setattr(_onnx, "_MAX_TENSOR_BYTES", 10_000)
     assert qtrace.verify(path, converted, [X]).passed
     with pytest.raises(ExportError, match="more than 2 GB of tensors: verify it in onnxruntime"):
         qtrace.verify(path, converted, [X], runtime="openvino")

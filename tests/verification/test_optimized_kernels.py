@@ -1,0 +1,197 @@
+"""A runtime whose optimized kernel is wrong: bisect names the kernel and says that the file is right."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+import qtrace
+from qtrace.errors import ExportError
+from qtrace.graph.types import TracedModule
+from qtrace.verification import causes
+from qtrace.verification.runtimes import litert, onnxruntime, openvino
+from qtrace.verification.runtimes.base import RuntimeRun
+from tests.nets import images, net
+
+BATCH = images(1, 64, 8, 8)
+FILES = {"onnxruntime": "m.onnx", "openvino": "m.onnx", "litert": "m.tflite"}
+
+
+@pytest.fixture(scope="module")
+def converted() -> TracedModule:
+    parts = {"conv": M.Conv2d(64, 19, 1)}
+    traced = qtrace.trace(net(lambda self, x: F.relu(self.conv(x)), **parts), BATCH, check=False)
+    return qtrace.convert(qtrace.calibrate(qtrace.prepare(traced, "onnxruntime"), [BATCH], progress=False))
+
+
+@pytest.fixture
+def path(converted: TracedModule, tmp_path: Path) -> Path:
+    return qtrace.export(converted, tmp_path / "m.onnx")
+
+
+class _WrongWhenOptimized(onnxruntime.OnnxSession):
+    """Stands for a wrong kernel: with optimizations, the last channels of the convolution are off."""
+
+    def __init__(self, path: Path, optimize: bool) -> None:
+        # On some machines onnxruntime's own kernel is wrong: this one runs without optimizations always.
+        super().__init__(path, False)
+        self.wrong = optimize
+
+    def run(self, inputs: list[np.ndarray]) -> RuntimeRun:
+        run = super().run(inputs)
+        if self.wrong:
+            integers = run.integers["relu_out"].copy()
+            integers[:, 16:, -1, -1] ^= 64
+            run = dataclasses.replace(run, integers={**run.integers, "relu_out": integers})
+        return run
+
+
+@pytest.fixture
+def wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = dataclasses.replace(onnxruntime.RUNTIME, open=_WrongWhenOptimized)
+    monkeypatch.setattr(onnxruntime, "RUNTIME", runtime)
+
+
+@pytest.mark.usefixtures("wrong_kernel")
+@pytest.mark.parametrize("flags", ["fpu amx_bf16 amx_int8 avx2", "fpu avx2", None])
+def test_a_wrong_optimized_kernel_is_named(
+    flags: str | None, converted: TracedModule, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpuinfo = path.with_name("cpuinfo")
+    if flags is not None:
+        cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t: none\n")
+    monkeypatch.setattr(causes, "_CPU_INFO", cpuinfo)
+    difference = qtrace.bisect(path, converted, [BATCH])
+    assert difference is not None
+    assert (difference.stage, difference.op) == ("optimized", "F.conv2d")
+    first = difference.causes[0]
+    assert ("AMX" in first) == ("amx_int8" in (flags or ""))
+    assert "optimizations disabled" in first
+    assert "in float by a rule" in first
+    assert not any(cause.startswith("unknown") for cause in difference.causes)
+    assert difference.check.side == "runtime"
+    assert "so the file is right" in difference.table()
+
+
+def test_other_ops_and_runtimes_are_not_blamed_on_amx(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags\t\t: amx_int8\n")
+    monkeypatch.setattr(causes, "_CPU_INFO", cpuinfo)
+    assert "AMX" in causes.optimized_kernel_cause("onnxruntime", "matmul")
+    assert "AMX" not in causes.optimized_kernel_cause("onnxruntime", "avg_pool2d")
+    assert "AMX" not in causes.optimized_kernel_cause("openvino", "matmul")
+
+
+def _raise_bug(*args: object, **kwargs: object) -> None:
+    raise LookupError("a bug")
+
+
+def test_the_exceptions_of_onnxruntime_are_listed() -> None:
+    errors = onnxruntime.onnxruntime_errors()
+    with pytest.raises(errors):
+        ort.InferenceSession(b"no model")
+    assert Exception not in errors
+    assert not issubclass(LookupError, errors)
+
+
+def _break_onnx_load(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("onnx.load", _raise_bug)
+
+
+def _break_session(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("onnxruntime.InferenceSession", _raise_bug)
+
+
+def _break_external_data(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("onnx.external_data_helper.load_external_data_for_model", _raise_bug)
+
+
+@pytest.mark.parametrize("plant", [_break_onnx_load, _break_session, _break_external_data])
+def test_a_bug_surfaces_while_onnxruntime_opens_a_file(
+    plant: Callable[[pytest.MonkeyPatch], None], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(LookupError, match="a bug"):
+        onnxruntime.OnnxSession(path, False)
+
+
+def test_a_bug_surfaces_while_kernels_are_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _break_session(monkeypatch)
+    with pytest.raises(LookupError, match="a bug"):
+        onnxruntime.kernels(path)
+
+
+def test_a_bug_surfaces_while_a_file_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for session in (onnxruntime.OnnxSession(path, False), openvino.OpenvinoSession(path, False)):
+        with pytest.raises(ExportError, match="refused the input"):
+            session.run([BATCH[:, :5]])
+    session = onnxruntime.OnnxSession(path, False)
+    monkeypatch.setattr(session.session, "run", _raise_bug)
+    with pytest.raises(LookupError, match="a bug"):
+        session.run([BATCH])
+    session = openvino.OpenvinoSession(path, False)
+    monkeypatch.setattr(type(session.compiled), "__call__", _raise_bug)
+    with pytest.raises(LookupError, match="a bug"):
+        session.run([BATCH])
+
+
+def test_a_bug_surfaces_while_openvino_opens_a_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("openvino.Core.compile_model", _raise_bug)
+    with pytest.raises(LookupError, match="a bug"):
+        openvino.OpenvinoSession(path, False)
+
+
+def test_a_bug_surfaces_while_litert_reads_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "m.tflite"
+    file.write_bytes(b"\x1c\0\0\0TFL3" + b"\xff" * 60)
+    with pytest.raises(ExportError, match="not a TFLite file"):
+        litert.LitertSession(file, False)
+    monkeypatch.setattr("ai_edge_litert.schema_py_generated.ModelT.InitFromPackedBuf", _raise_bug)
+    with pytest.raises(LookupError, match="a bug"):
+        litert.LitertSession(file, False)
+
+
+def test_a_bug_surfaces_in_the_cross_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qtrace.verification import crosscheck
+
+    _break_session(monkeypatch)
+    with pytest.raises(LookupError, match="a bug"):
+        crosscheck._run_onnxruntime(b"", {})
+
+
+def _computes_wrong_here() -> bool:
+    """Whether this onnxruntime has the fault of AMX on this CPU, by a product of integers without qtrace."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    random = np.random.default_rng(0)
+    x = random.integers(0, 256, (64, 64)).astype(np.uint8)
+    w = random.integers(-127, 128, (64, 19)).astype(np.int8)
+    graph = helper.make_graph(
+        [helper.make_node("MatMulInteger", ["x", "w"], ["y"])],
+        "product",
+        [helper.make_tensor_value_info("x", TensorProto.UINT8, x.shape)],
+        [helper.make_tensor_value_info("y", TensorProto.INT32, (64, 19))],
+        [numpy_helper.from_array(w, "w")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (y,) = session.run(None, {"x": x})
+    return not np.array_equal(y, x.astype(np.int32) @ w.astype(np.int32))
+
+
+@pytest.mark.skipif(not _computes_wrong_here(), reason="onnxruntime's kernels are right on this CPU")
+def test_the_real_fault_is_named(converted: TracedModule, path: Path) -> None:
+    difference = qtrace.bisect(path, converted, [BATCH])
+    assert difference is not None
+    assert difference.stage == "optimized"
+    assert "AMX" in difference.causes[0]
+    assert "amx_int8" in difference.table()

@@ -28,6 +28,8 @@ from megengine.quantization import fake_quant, observer
 from megengine.quantization.utils import LSQParams, QParams, QuantMode
 
 from qtrace.fakequant.base import PHASES, FakeQuant
+from qtrace.fakequant.following.bias import BiasQuant
+from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.graph.files.names import RefusedError, shown
 from qtrace.observers.base import Observer
 from qtrace.scheme import QScheme
@@ -190,6 +192,22 @@ _FAKE_QUANT: dict[str, _Kind] = {
     "scale": _TENSOR,
     "zero_point": _TENSOR,
 }
+# What the fake quants of biases and of folded BatchNorms have.
+_BIAS_QUANT: dict[str, _Kind] = {
+    "site": _TEXT,
+    "shape": _sequence(_SIZE),
+    "factor": _NUMBER,
+    "phase": _choice(*PHASES),
+}
+_BN_FOLD: dict[str, _Kind] = {
+    "site": _TEXT,
+    "kind": _choice("conv2d", "conv_transpose2d", "linear"),
+    "phase": _choice(*PHASES),
+    "options": _instance("a dict", dict),
+    "bias_shape": _sequence(_SIZE),
+    "bias_quant": _instance("a BiasQuant", BiasQuant),
+}
+_FOLLOWERS: dict[type, dict[str, _Kind]] = {BiasQuant: _BIAS_QUANT, BnFold: _BN_FOLD}
 # Files of earlier versions of MegEngine do not have these.
 _OPTIONAL = frozenset(("name", "_name", "_short_name", "quantize_disabled", "padding_mode"))
 # Modules that a pass took out, such as a folded BatchNorm: the graph no longer calls them.
@@ -232,8 +250,8 @@ def check_attributes(module: M.Module, path: str) -> None:
     """
     cls = type(module)
     what = f"its module {shown(path)}, a {cls.__name__},"
-    if isinstance(module, FakeQuant):
-        kinds = _FAKE_QUANT
+    if isinstance(module, (FakeQuant, BiasQuant, BnFold)):
+        kinds = _FAKE_QUANT if isinstance(module, FakeQuant) else _FOLLOWERS[type(module)]
     elif cls.__module__.startswith("megengine."):
         kinds = _kinds(cls)  # type: ignore[arg-type]
     else:

@@ -15,6 +15,8 @@ from megengine.module.normalization import GeneralNorm, GroupNorm, LayerNorm
 from megengine.quantization import ema_fakequant_qconfig, quantize_qat
 from megengine.traced_module.expr import Constant
 
+from qtrace.fakequant.following.bias import BiasQuant
+from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.graph.files import allowlist
 from qtrace.graph.files.module_attributes import _kinds, check_attributes
 from qtrace.graph.files.names import resolve
@@ -82,6 +84,10 @@ WRONG = {
     "method": (M.Elemwise("add"), "method", "explode", "the method explode"),
     "pad": (M.Pad(((0, 0), (1, 1))), "pad_width", ((0,),), "the pad_width"),
     "upscaling": (M.PixelShuffle(2), "upscale_factor", 0, "the upscale_factor 0"),
+    "phase of a bias": (BiasQuant("x", (2,)), "phase", "later", "the phase later: it must be one of"),
+    "factor of a bias": (BiasQuant("x", (2,)), "factor", "1", "the factor 1: it must be a number"),
+    "kind of a fold": (BnFold("x", "conv2d", {}, (2,)), "kind", "conv9", "the kind conv9: it must be one of"),
+    "bias of a fold": (BnFold("x", "conv2d", {}, (2,)), "bias_quant", None, "the bias_quant None: it must be"),
     "name": (M.ReLU(), "name", 3, "the name 3: it must be a string or None"),
     "keys": (M.Sequential(M.ReLU()), "layer_keys", [3], "the layer_keys"),
 }

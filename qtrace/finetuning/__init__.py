@@ -26,7 +26,7 @@ from qtrace.finetuning._places import block_outputs
 from qtrace.finetuning._retreating import Retreat
 from qtrace.finetuning._running import TuningRun
 from qtrace.finetuning._watching import Frozen
-from qtrace.finetuning.report import FineTuned, OutputComparison
+from qtrace.finetuning.report import FineTuned, OutputChange
 from qtrace.finetuning.settings import Settings
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
@@ -36,7 +36,7 @@ from qtrace.preparation.phases import in_phase
 from qtrace.process.thread import on_engine_thread
 from qtrace.ptq.learning.blockwise import queueless
 
-__all__ = ["Evaluation", "FineTuned", "Frozen", "OutputComparison", "Retreat", "Settings", "finetune"]
+__all__ = ["Evaluation", "FineTuned", "Frozen", "OutputChange", "Retreat", "Settings", "finetune"]
 
 
 @on_engine_thread

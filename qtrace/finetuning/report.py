@@ -16,11 +16,11 @@ from qtrace.finetuning._watching import Frozen
 from qtrace.finetuning.settings import Settings
 from qtrace.graph.table import format_table
 
-__all__ = ["FineTuned", "OutputComparison", "compare_outputs"]
+__all__ = ["FineTuned", "OutputChange", "compare_outputs"]
 
 
 @dataclass(frozen=True)
-class OutputComparison:
+class OutputChange:
     """An output of the graph, compared with that of the float graph on the evaluation data.
 
     Attributes:
@@ -78,7 +78,7 @@ class FineTuned:
     left_out: int
     parameters: int
     ranges: int
-    outputs: tuple[OutputComparison, ...]
+    outputs: tuple[OutputChange, ...]
     evaluations: tuple[Evaluation, ...]
     best_step: int
     retreats: tuple[Retreat, ...]
@@ -175,15 +175,15 @@ def _finite(data: dict[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in data.items()}
 
 
-def _row(output: OutputComparison) -> tuple[str, ...]:
+def _row(output: OutputChange) -> tuple[str, ...]:
     shares = (output.agreement_before, output.agreement_after)
     agreement = [f"{100 * share:.1f} %" if share is not None else "" for share in shares]
     return str(output.index), f"{output.before:.2f} dB", f"{output.after:.2f} dB", *agreement
 
 
-def compare_outputs(before: Figures, after: Figures) -> tuple[OutputComparison, ...]:
+def compare_outputs(before: Figures, after: Figures) -> tuple[OutputChange, ...]:
     """Compares the outputs at two evaluations."""
     return tuple(
-        OutputComparison(index, shape, sqnr_db, after.outputs[index][1], agreement, after.outputs[index][2])
+        OutputChange(index, shape, sqnr_db, after.outputs[index][1], agreement, after.outputs[index][2])
         for index, (shape, sqnr_db, agreement) in before.outputs.items()
     )

@@ -268,7 +268,7 @@ class VerifyReport:
             f"op by op: worst {self.worst_lsb()} LSB, {self.equal_share():.4%} equal "
             f"over {len(self.sites['op_by_op'])} sites{self._differences()}",
             f"outputs: {ratios}; same prediction {self.agreement():.2%}",
-            *self._kernel_lines(),
+            *(self.kernels.describe() if self.kernels is not None else ()),
             "passed" if self.passed else "FAILED: " + "; ".join(self.problems()),
             *self.remarks(),
         ]
@@ -360,23 +360,6 @@ class VerifyReport:
         shown = ", ".join(f"{step:+d} LSB x {count}" for step, count in steps[:_SHOWN_STEPS])
         more = f" and {len(steps) - _SHOWN_STEPS} more" if len(steps) > _SHOWN_STEPS else ""
         return f" ({shown}{more})" if steps else ""
-
-    def _kernel_lines(self) -> list[str]:
-        """Says how many ops run on integers, and what keeps the others in float."""
-        if self.kernels is None:
-            return []
-        count = len(self.kernels.integer) + len(self.kernels.floats)
-        lines = [
-            f"integer kernels: {len(self.kernels.integer)} of {count} ops of the file that read integers"
-            + ("; the others compute in float, with the same values" if self.kernels.floats else "")
-        ]
-        groups: dict[tuple[str, str], list[str]] = {}
-        for name, op, why in self.kernels.floats:
-            groups.setdefault((op, why), []).append(name)
-        for (op, why), names in groups.items():
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            lines.append(f"  in float: {op} {', '.join(names[:3])}{more}: {why}")
-        return lines
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain data."""

@@ -62,6 +62,19 @@ class Kernels:
     integer: tuple[str, ...]
     floats: tuple[tuple[str, str, str], ...]
 
+    def describe(self) -> list[str]:
+        """Says in lines how many ops run on integers, and what keeps the others in float."""
+        count = len(self.integer) + len(self.floats)
+        rest = "; the others compute in float, with the same values" if self.floats else ""
+        lines = [f"integer kernels: {len(self.integer)} of {count} ops of the file that read integers{rest}"]
+        groups: dict[tuple[str, str], list[str]] = {}
+        for name, op, why in self.floats:
+            groups.setdefault((op, why), []).append(name)
+        for (op, why), names in groups.items():
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            lines.append(f"  in float: {op} {', '.join(names[:3])}{more}: {why}")
+        return lines
+
 
 class Session(Protocol):
     """A loaded file."""

@@ -87,7 +87,12 @@ WRONG = {
     "phase of a bias": (BiasQuant("x", (2,)), "phase", "later", "the phase later: it must be one of"),
     "factor of a bias": (BiasQuant("x", (2,)), "factor", "1", "the factor 1: it must be a number"),
     "kind of a fold": (BnFold("x", "conv2d", {}, (2,)), "kind", "conv9", "the kind conv9: it must be one of"),
-    "bias of a fold": (BnFold("x", "conv2d", {}, (2,)), "bias_quant", None, "the bias_quant None: it must be"),
+    "bias of a fold": (
+        BnFold("x", "conv2d", {}, (2,)),
+        "bias_quant",
+        None,
+        "the bias_quant None: it must be",
+    ),
     "name": (M.ReLU(), "name", 3, "the name 3: it must be a string or None"),
     "keys": (M.Sequential(M.ReLU()), "layer_keys", [3], "the layer_keys"),
 }

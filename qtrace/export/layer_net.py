@@ -65,18 +65,14 @@ class LayerNetWriter:
         """Returns ``weight``, ``bias``, ``running_mean`` and ``running_var`` of a BatchNorm as vectors.
 
         Raises:
-            ExportError: when the statistics are computed.
+            ExportError: when one of them is computed.
         """
         module, parameters = owner(call.expr), {}
         for name in ("weight", "bias", "running_mean", "running_var"):
             value = getattr(module, name) if module is not None else call.attrs[name]
-            value = self.value(value) if isinstance(value, TensorNode) else value
+            if isinstance(value, TensorNode):
+                value = self.stored(value, name.replace("_", " "))
             parameters[name] = None if value is None else np.asarray(value).reshape(-1)
-        if parameters["running_mean"] is None or parameters["running_var"] is None:
-            raise ExportError(
-                f"its statistics are computed, and {self.runtime} stores them in the file: "
-                "end the graph before it"
-            )
         return parameters
 
     def fresh(self, base: str) -> str:

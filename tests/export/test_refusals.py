@@ -86,6 +86,29 @@ def test_a_refusal_names_op_line_and_remedy(case: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def _scaled_by_means(self: Any, x: mge.Tensor) -> mge.Tensor:
+    y = F.relu(self.conv(x))
+    scale = F.mean(y, (2, 3), keepdims=True)
+    return F.batch_norm(y, self.mean, self.var, scale, self.zero, training=False)
+
+
+@pytest.mark.parametrize(("suffix", "backend"), [("param", "ncnn"), ("prototxt", "tensorrt")])
+def test_a_batch_norm_with_a_computed_weight_is_refused(tmp_path: Path, suffix: str, backend: str) -> None:
+    vector = np.ones((1, 4, 1, 1), np.float32)
+    module = net(
+        _scaled_by_means,
+        conv=M.Conv2d(3, 4, 3),
+        mean=mge.Tensor(vector),
+        var=mge.Tensor(vector),
+        zero=mge.Parameter(vector * 0),
+    )
+    prepared = qtrace.prepare(qtrace.trace(module, IMAGES[:1]), f"backend/{backend}")
+    converted = qtrace.convert(qtrace.calibrate(prepared, [IMAGES[:1]], progress=False))
+    with pytest.raises(ExportError, match="batch_norm_out: its weight is computed"):
+        qtrace.export(converted, tmp_path / f"m.{suffix}")
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_line_is_known_after_a_file(tmp_path: Path) -> None:
     converted = _converted(_inverse, "backend/onnxruntime")
     qtrace.save(converted, tmp_path / "m.mge")

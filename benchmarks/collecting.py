@@ -20,7 +20,7 @@ from benchmarks.rows import Row, Size
 from benchmarks.timing import Sample, Samples, take_turns
 from qtrace.calibration.choice import Chosen
 from qtrace.calibration.executors import Processes
-from qtrace.calibration.jobs import Job, Source
+from qtrace.calibration.jobs import Source, WorkerJob
 from qtrace.graph.types import TracedModule
 
 __all__ = ["run"]
@@ -135,7 +135,7 @@ def _steady(folder: Path, source: Source, workers: int, engine: str) -> float:
     """Seconds a batch: the workers' rates from their first batch to their last, added."""
     model, chosen = str(folder / "prepared.mge"), Chosen(engine, "as asked")
     jobs = [
-        Job(model, (), source, i, workers, (), chosen, 1, str(folder / f"{i}.part.npz"), "benchmark")
+        WorkerJob(model, (), source, i, workers, (), chosen, 1, str(folder / f"{i}.part.npz"), "benchmark")
         for i in range(workers)
     ]
     ticks: list[list[float]] = [[] for _ in range(workers)]

@@ -11,7 +11,7 @@ from benchmarks.nets import ResNet50, image_batches, settle
 from benchmarks.rows import Row, Size
 from benchmarks.timing import take_turns
 from qtrace import QScheme
-from qtrace.calibration.collecting import Options, collect, observe_parameters
+from qtrace.calibration.collecting import CollectOptions, collect, observe_parameters
 from qtrace.observers.base import Observer
 from qtrace.observers.mse import MeanSquaredError
 from qtrace.observers.percentile import Percentile
@@ -59,7 +59,7 @@ def _every_site(size: Size) -> Iterator[Row]:
     traced = qtrace.trace(net, batches[0], check=False)
     for observer in ("mse", "percentile"):
         prepared = qtrace.prepare(traced, {"observers": {"activation": observer}})
-        collected = collect(prepared, enumerate(batches), Options("megengine")).statistics
+        collected = collect(prepared, enumerate(batches), CollectOptions("megengine")).statistics
         observers = observe_parameters(QuantizedModel(prepared), collected).observers.values()
         search = {observer: lambda o=observers: [each.qparams() for each in o if not each.empty]}  # type: ignore[misc]
         samples = take_turns(search, size.slow_repeats)

@@ -88,13 +88,14 @@ def write_checkpoint(folder: Path, x: np.ndarray) -> None:
     """Writes the statistics of one batch, as an interrupted calibration leaves them."""
     try:
         from qtrace.calibration.checkpoint import Part, fingerprint, write_part
-        from qtrace.calibration.collecting import Options, collect
+        from qtrace.calibration.collecting import CollectOptions, collect
     except ImportError:  # until the rooms were named after the stages
         from qtrace.collection.checkpoint import Part, fingerprint, write_part  # type: ignore
-        from qtrace.collection.collecting import Options, collect  # type: ignore
+        from qtrace.collection.collecting import Options as CollectOptions  # type: ignore
+        from qtrace.collection.collecting import collect  # type: ignore
 
     prepared = qtrace.load(folder / "prepared_fixed.mge")
-    collected = collect(prepared, [(0, x)], Options("megengine", 1, progress=False))
+    collected = collect(prepared, [(0, x)], CollectOptions("megengine", 1, progress=False))
     part = Part(collected.statistics, collected.chosen)
     write_part(folder / "checkpoint.part.npz", part, fingerprint(prepared))
 

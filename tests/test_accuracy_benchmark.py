@@ -18,7 +18,7 @@ from benchmarks.accuracy.native import NATIVE, load_float
 from benchmarks.accuracy.networks import CLASSIFIERS
 from benchmarks.accuracy.rows import Row, add_recovered_share, markdown, sqnr_db
 from examples import digits
-from qtrace.sensitivity.layers import Layer
+from qtrace.sensitivity.layers import RaisableLayer
 from qtrace.sensitivity.mixed import MixedPrecision
 from qtrace.sensitivity.raising import Raise
 
@@ -122,7 +122,7 @@ def test_where_nothing_was_lost_no_share_is_met():
     [(3, 4, -0.9, True), (4, 4, -0.9, False), (3, 4, -1.1, False)],
 )
 def test_mixed_precision_must_reach_its_goal_by_fewer_layers(layers, by_noise, reached, met):
-    raised = tuple(Layer(str(n), (), "conv2d", "", 1, *NOTHING) for n in range(layers))
+    raised = tuple(RaisableLayer(str(n), (), "conv2d", "", 1, *NOTHING) for n in range(layers))
     config, how = qtrace.QConfig(), Raise.parse("w8a8")
     search = MixedPrecision(
         "loss", 0.0, -2.0, raised, how, (), reached, config, target=-1.0, by_noise=by_noise

@@ -47,11 +47,11 @@ def decode(path: Path, channels: int) -> np.ndarray:
     if channels not in (1, 3):
         raise DataError(f"preprocess.size asks for {channels} channels; images give 1 or 3.")
     data = _contents(path)
+    _check_size(path, data)
     if data.startswith(b"\xff\xd8") and not _is_whole_jpeg(data):
         raise DataError(f"{path} is a truncated JPEG.")
     if data.startswith(_PNG) and not _is_whole_png(data):
         raise DataError(f"{path} is a truncated or damaged PNG.")
-    _check_size(path, data)
     flag = cv2.IMREAD_COLOR if channels == 3 else cv2.IMREAD_GRAYSCALE
     level = cv2.setLogLevel(0)  # which would also print the error below
     try:

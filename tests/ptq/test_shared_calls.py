@@ -125,7 +125,7 @@ def test_other_data_have_less_noise_than_if_shared_layers_were_left(
 ) -> None:
     module = _pyramid()
     found = _noise(module, _prepared(module, ptq))
-    monkeypatch.setattr(f"qtrace.ptq.{name}.layers", lambda model, shared: quantized_layers(model))
+    monkeypatch.setattr(f"qtrace.ptq.{name}.quantized_layers", lambda model, shared: quantized_layers(model))
     left = _prepared(module, ptq)
     assert sum("is shared with another call" in line for line in left_lines(read_record(left).ptq[0])) == 9
     assert found < 0.9 * _noise(module, left)

@@ -45,16 +45,16 @@ def _run(*arguments: str) -> int:
 def test_interrupted_run_leaves_its_state_and_goes_on_to_a_whole_folder(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    step = _running.Run._step
+    step = _running.TuningRun._step
 
-    def stops(self: _running.Run, number: int) -> None:
+    def stops(self: _running.TuningRun, number: int) -> None:
         if number == 2:
             raise KeyboardInterrupt
         step(self, number)
 
     given = ("--steps", "4", "--batch-size", "8", "--checkpoint-steps", "1", "--lr", "0.1", "--json")
     with monkeypatch.context() as patched:
-        patched.setattr(_running.Run, "_step", stops)
+        patched.setattr(_running.TuningRun, "_step", stops)
         assert _run(*given) == 130
     assert {p.name for p in (here / "out").iterdir()} == {".calibration"}
     assert "go on with --resume" in capsys.readouterr().err

@@ -14,9 +14,9 @@ from qtrace.numerics import SMALLEST_SCALE
 __all__ = ["DoReFaFakeQuant"]
 
 # The largest weight counts as at least this share of the range, so that a dead channel stays close to 0.
-_MIN_PEAK_SHARE = 2.0**-8
+MIN_PEAK_SHARE = 2.0**-8
 # The share of the range up to the largest weight, which must not clip by a rounding error.
-_PEAK_SHARE = 1.0 - 2.0**-20
+PEAK_SHARE = 1.0 - 2.0**-20
 
 
 @builtin
@@ -60,5 +60,5 @@ class DoReFaFakeQuant(FakeQuant):
             if self.shape
             else F.max(magnitude)
         )
-        reach = self.scale * ((self.scheme.qmax - self.scheme.symmetric_zero_point) * _PEAK_SHARE)
-        return transformed / F.maximum(peak, F.maximum(reach * _MIN_PEAK_SHARE, SMALLEST_SCALE)) * reach
+        reach = self.scale * ((self.scheme.qmax - self.scheme.symmetric_zero_point) * PEAK_SHARE)
+        return transformed / F.maximum(peak, F.maximum(reach * MIN_PEAK_SHARE, SMALLEST_SCALE)) * reach

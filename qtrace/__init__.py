@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from qtrace.finetuning import finetune
     from qtrace.graph.files.serialize import load, save
     from qtrace.graph.tracing.trace import trace
+    from qtrace.importing.onnx import from_onnx
     from qtrace.inspection.comparison import compare
     from qtrace.inspection.explanation import explain
     from qtrace.preparation.passes.convert import convert
@@ -42,6 +43,7 @@ __all__ = [
     "export",
     "fakequant",
     "finetune",
+    "from_onnx",
     "graph",
     "load",
     "load_recipe",
@@ -70,6 +72,7 @@ _HOME = {
     "explain": "inspection.explanation",
     "export": "export",
     "finetune": "finetuning",
+    "from_onnx": "importing.onnx",
     "load": "graph.files.serialize",
     "load_recipe": "config.recipe",
     "param_groups": "qat",

@@ -31,6 +31,10 @@ class UnsafeFileError(QtraceError):
     """A model file asks for something that is not on the allow-list."""
 
 
+class ImportingError(QtraceError):
+    """A file of another framework cannot become a traced module."""
+
+
 class ExportError(QtraceError):
     """A graph cannot be expressed in the chosen format."""
 

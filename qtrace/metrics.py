@@ -8,14 +8,21 @@ signal to quantization noise ratio of a reference f and the values q in its plac
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from qtrace.errors import QtraceError
 
-__all__ = ["ErrorSums", "comparable", "decibels", "finite_or_none", "sqnr_db"]
+__all__ = ["ErrorSums", "add_fields", "comparable", "decibels", "finite_or_none", "sqnr_db"]
+
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_Sums = TypeVar("_Sums", bound="DataclassInstance")
 
 
 def decibels(signal: float, noise: float) -> float:
@@ -34,6 +41,12 @@ def decibels(signal: float, noise: float) -> float:
 def finite_or_none(ratio: float) -> float | None:
     """Returns `ratio` as reports store it: None where it is infinite."""
     return ratio if math.isfinite(ratio) else None
+
+
+def add_fields(cls: type[_Sums], sums: Iterable[_Sums]) -> _Sums:
+    """Returns the dataclass ``cls`` of sums whose fields are those of ``sums`` added up."""
+    parts = list(sums)
+    return cls(**{field.name: sum(getattr(part, field.name) for part in parts) for field in fields(cls)})
 
 
 def comparable(reference: np.ndarray, test: np.ndarray) -> bool:
@@ -114,8 +127,7 @@ class ErrorSums:
 
     def __add__(self, other: ErrorSums) -> ErrorSums:
         """Merges two sums; commutative, and associative up to the rounding of float64."""
-        names = [field.name for field in fields(ErrorSums)]
-        return ErrorSums(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        return add_fields(ErrorSums, (self, other))
 
     @property
     def sqnr_db(self) -> float:

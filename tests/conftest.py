@@ -2,18 +2,36 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from qtrace.config import recipe
 from qtrace.process import engine
 
 # Before anything else loads MegEngine: a thread of it would take a quarter of a core from the tests.
 engine.quiet()
 
-# No deadline: a loaded machine is not a bug. What needs more examples says so; `make fuzz` has many.
-settings.register_profile("qtrace", deadline=None, max_examples=50)
+# No deadline: a loaded machine is not a bug. The same examples in every run, so that a change is judged by
+# what it changed; `make fuzz` draws others, and many.
+settings.register_profile("qtrace", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("qtrace")
+
+
+# What takes minutes goes first, so that no worker is left alone with it at the end.
+LONG = ("test_detector_demo.py", "test_benchmarks.py", "test_demo.py", "test_docs.py", "qat", "zoo", "export")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sorts the tests by the places of their files in `LONG`; `make test-slow` keeps that order."""
+    here = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        name = item.path.relative_to(here).parts[0] if item.path.is_relative_to(here) else ""
+        return LONG.index(name) if name in LONG else len(LONG)
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,3 +51,14 @@ def synchronous() -> Iterator[None]:
     level, mge.config.async_level = mge.config.async_level, 0
     yield
     mge.config.async_level = level
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plain_default() -> Iterator[None]:
+    """Lets `prepare` without a config quantize everything that can run on integers, and learn nothing.
+
+    Most tests are about sites, and quick; tests/test_default.py is about the default that users meet.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "DEFAULT_RECIPE", "onnxruntime")
+        yield

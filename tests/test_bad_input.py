@@ -147,7 +147,7 @@ ARGUMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "factory raises": ("KeyError: 'weights'", ("trace", f"{CODE}:broken", "--shape", "1", *NEW)),
     "factory exits": ("raised SystemExit: done", ("trace", f"{CODE}:leaves", "--shape", "1", *NEW)),
     "ONNX to trace": (
-        "model.onnx is an ONNX file.*write a function",
+        "model.onnx is an ONNX file: `qtrace import model.onnx",
         ("trace", "model.onnx", "--shape", "1", *NEW),
     ),
     "weights to trace": ("det.pkl holds weights", ("trace", "det.pkl", "--shape", "1", *NEW)),
@@ -472,7 +472,8 @@ MODELS = {
     "protocol.mge": "its first bytes are not quite those",
     "list.mge": "holds a list",
     "x.npz": "zip archive",
-    "model.onnx": "not a saved model",
+    "text.onnx": "not an ONNX model",
+    "cut.onnx": "not an ONNX model|not a valid ONNX model",
 }
 TAKERS = {
     "finetune": lambda name: finetune(model=name),
@@ -494,9 +495,13 @@ def test_models(name: str, command: str, place: Path) -> None:
 
 
 STAGES = {
-    "float to export": (("export", "float.mge", "-o", "new.onnx"), ""),
+    "float to a document": (("export", "float.mge", "-o", "new.dot"), "is a plain traced module: prepare"),
     "prepared to export": (("export", "prepared.mge", "-o", "new.onnx"), ""),
-    "float to verify": (("verify", "model.onnx", "-m", "float.mge", "-d", "x.npz"), ""),
+    "float to verify": (
+        ("verify", "model.onnx", "-m", "float.mge", "-d", "x.npz"),
+        "from a quantized module",
+    ),
+    "prepared to verify": (("verify", "model.onnx", "-m", "prepared.mge", "-d", "x.npz"), "not converted"),
     "prepared to calibrate": (calibrate(model="prepared.mge"), "prepared or converted already"),
     "float to finetune": (finetune(model="float.mge"), "not a prepared module"),
     "converted to finetune": (finetune(model="quantized.mge"), "converted, not prepared"),
@@ -505,7 +510,7 @@ STAGES = {
     "float to compare": (("compare", "float.mge", "-d", "good"), "float.mge is traced, not quantized"),
     "float to verify with images": (
         ("verify", "model.onnx", "-m", "float.mge", "-d", "good"),
-        "not a converted module",
+        "a recipe with the key `preprocess` is needed",
     ),
 }
 

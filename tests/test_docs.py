@@ -11,10 +11,18 @@ from typing import Any
 
 import pytest
 
+from qtrace.config import recipe
+
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r'^```python(?: title="(?P<file>[\w.]+)")?\n(?P<code>.*?)^```', re.DOTALL | re.MULTILINE)
 PAGES = [p for p in sorted((ROOT / "docs").rglob("*.md")) if BLOCK.search(p.read_text(encoding="utf-8"))]
 LENGTH = 100
+
+
+@pytest.fixture(autouse=True)
+def default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages run with the default that users meet, unlike the other tests."""
+    monkeypatch.setattr(recipe, "DEFAULT_RECIPE", "int8")
 
 
 def _run(text: str, name: str, folder: Path) -> dict[str, Any]:

@@ -16,11 +16,10 @@ import megengine.functional as F
 import megengine.module as M
 import numpy as np
 import pytest
-from megengine.quantization import quantize_qat
 
 import qtrace
 from qtrace.data import open_data
-from qtrace.errors import CalibrationError, ConfigError, GraphError, QtraceError, TraceError
+from qtrace.errors import CalibrationError, ConfigError, GraphError, QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.storage import files
 from tests import faulty
@@ -232,18 +231,6 @@ def test_set_phase_takes_a_module_that_holds_prepared_ones(traced: TracedModule)
         qtrace.set_phase(Holder(M.Linear(2, 2)), "float")
     with pytest.raises(GraphError, match="converted, not prepared"):
         qtrace.set_phase(Holder(qtrace.convert(prepared)), "float")
-
-
-def test_megengines_own_quantized_modules_are_refused() -> None:
-    module = quantize_qat(net(lambda self, x: self.conv(x), conv=M.ConvBn2d(3, 4, 3)))
-    with pytest.raises(TraceError, match=r"conv is a qat\.ConvBn2d of MegEngine's own quantization"):
-        qtrace.trace(module, X)
-    from megengine.traced_module import trace_module
-
-    module.eval()
-    traced = trace_module(module, mge.Tensor(X))
-    with pytest.raises(GraphError, match="give the float model, from before quantize_qat"):
-        qtrace.prepare(traced)
 
 
 def test_a_model_with_end_points_is_refused(traced: TracedModule) -> None:

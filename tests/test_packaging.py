@@ -28,8 +28,10 @@ def _locked() -> dict[str, str]:
 
 def _requirements() -> list[Requirement]:
     project = PYPROJECT["project"]
-    # What the tests run with; Ray is tried by hand (tests/calibration/test_ray.py says how).
-    extras = {name: list_ for name, list_ in project["optional-dependencies"].items() if name != "ray"}
+    # What the tests run with; Ray is tried by hand (tests/calibration/test_ray.py says how), torch where it
+    # is installed.
+    known = project["optional-dependencies"].items()
+    extras = {name: requirements for name, requirements in known if name not in ("ray", "torch")}
     groups = [project["dependencies"], *extras.values()]
     return [req for group in groups for req in map(Requirement, group) if req.name != "qtrace"]
 

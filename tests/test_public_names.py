@@ -31,6 +31,7 @@ NAMES |= {
     "explain",
     "export",
     "finetune",
+    "from_onnx",
     "load",
     "load_recipe",
     "param_groups",

@@ -19,7 +19,7 @@ __all__ = ["add_target", "run"]
 CHECK = "W8A8 PTQ"
 MARGIN, MAX_LOSS = 1.0, 0.3
 
-# The command line's default; a detector has the rules of its family, and the default's algorithms.
+# The default without its placement; a detector has the rules of its family, and the default's algorithms.
 RECIPE = "int8"
 RECIPES = {"detector": Path(__file__).parent.parent.parent / "examples/detector/recipe.yaml"}
 
@@ -33,7 +33,7 @@ OPENVINO = {
 
 def recipe(name: str) -> dict[str, Any]:
     """Returns the recipe of a network as plain data."""
-    default = qtrace.load_recipe(RECIPE).to_dict()
+    default = {**qtrace.load_recipe(RECIPE).to_dict(), "placement": "everything"}
     if name not in RECIPES:
         return default
     return {**qtrace.load_recipe(RECIPES[name]).to_dict(), "ptq": default["ptq"]}

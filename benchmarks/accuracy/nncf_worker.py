@@ -1,14 +1,17 @@
 """Quantizes a float ONNX file with NNCF. Stands alone: it runs in an interpreter of its own.
 
-python nncf_worker.py FLOAT.onnx CALIBRATION.npy BATCH OUT_FOLDER
+python nncf_worker.py FLOAT.onnx CALIBRATION.npy BATCH OUT_FOLDER [METHOD...]
 
-writes a file for each of METHODS. What fails is told in a .txt of that name instead.
+writes a file for each of the methods, all of METHODS by default, and its seconds beside it. What fails is
+told in a .txt of that name instead.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,19 +38,22 @@ METHODS = {
 FAULTY = "ConvAddActivationFusion"
 
 
-def main(model: str, inputs: str, batch: int, out: str) -> None:
+def main(model: str, inputs: str, batch: int, out: str, names: Sequence[str] = ()) -> None:
     engine.rt = SimpleNamespace(
         SessionOptions=onnxruntime.SessionOptions,
         InferenceSession=functools.partial(onnxruntime.InferenceSession, disabled_optimizers=[FAULTY]),
     )
     images = np.load(inputs)
-    for name, method in METHODS.items():
+    for name in names or METHODS:
+        started = time.perf_counter()
         try:
-            quantized = quantize(model, images, batch, *method)
+            quantized = quantize(model, images, batch, *METHODS[name])
         except Exception as error:  # the other methods may do
             reason = f"{type(error).__name__}: {error}"
             (Path(out) / f"{name}.txt").write_text(reason, encoding="utf-8")
         else:
+            seconds = time.perf_counter() - started
+            (Path(out) / f"{name}.seconds").write_text(str(seconds), encoding="utf-8")
             onnx.save(quantized, str(Path(out) / f"{name}.onnx"))
 
 
@@ -72,5 +78,5 @@ def quantize(
 
 
 if __name__ == "__main__":
-    model, inputs, batch, out = sys.argv[1:]
-    main(model, inputs, int(batch), out)
+    model, inputs, batch, out, *names = sys.argv[1:]
+    main(model, inputs, int(batch), out, names)

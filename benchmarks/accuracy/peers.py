@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-__all__ = ["Peer", "adapt_for_nncf", "quantize_by_tools"]
+__all__ = ["Peer", "adapt_for_nncf", "quantize_by_nncf", "quantize_by_onnxruntime", "quantize_by_tools"]
 
 BATCH = 50
+METHODS = ("MinMax", "Entropy", "Percentile")
 _WORKER = Path(__file__).parent / "nncf_worker.py"
+_ONNXRUNTIME_WORKER = Path(__file__).parent / "onnxruntime_worker.py"
+_LONGEST_REASON = 120  # characters
 _NNCF = {
     "fast": "NNCF, fast bias correction",
     "full": "NNCF, full bias correction",
@@ -32,11 +34,13 @@ class Peer:
         name: the tool and its method.
         file: the quantized file; None where there is none.
         reason: why there is none.
+        seconds: the time that quantizing took, without the start of the interpreter; None if unknown.
     """
 
     name: str
     file: Path | None
     reason: str = ""
+    seconds: float | None = None
 
 
 def quantize_by_tools(
@@ -56,54 +60,41 @@ def quantize_by_tools(
 
 
 def _onnxruntime(model: Path, calibration: np.ndarray, folder: Path) -> Iterator[Peer]:
-    """onnxruntime.quantization in its usual setting for CPU: QDQ, uint8, int8 weights per channel."""
-    import onnx
-    from onnxruntime.quantization import (
-        CalibrationDataReader,
-        CalibrationMethod,
-        QuantFormat,
-        QuantType,
-        quant_pre_process,
-        quantize_static,
-    )
+    for method in METHODS:
+        yield quantize_by_onnxruntime(model, calibration, method, folder)
 
-    name = onnx.load(str(model)).graph.input[0].name
 
-    class Reader(CalibrationDataReader):
-        """Hands out the inputs one by one."""
+def quantize_by_onnxruntime(model: Path, calibration: np.ndarray, method: str, folder: Path) -> Peer:
+    """Quantizes a file by onnxruntime.quantization in an interpreter of its own.
 
-        def __init__(self) -> None:
-            self.rest = iter(calibration)
+    Args:
+        model: the float ONNX file, of opset 13 or later.
+        calibration: inputs, N x ....
+        method: one of METHODS.
+        folder: the folder for the files.
+    """
+    file, inputs = folder / f"onnxruntime_{method}.onnx", folder / "calibration.npy"
+    file.unlink(missing_ok=True)
+    np.save(inputs, calibration)
+    command = [sys.executable, str(_ONNXRUNTIME_WORKER), str(model), str(inputs), method, str(file)]
+    failure = _run(command)
+    title = f"onnxruntime.quantization, {method}"
+    return Peer(title, None, failure) if not file.exists() else Peer(title, file, seconds=_seconds(file))
 
-        def get_next(self) -> dict[str, np.ndarray] | None:
-            image = next(self.rest, None)
-            return None if image is None else {name: image[None]}
 
-    prepared = folder / "prepared.onnx"
-    quant_pre_process(str(model), str(prepared), skip_symbolic_shape=True)
+def _run(command: list[str]) -> str:
+    """Runs a worker; returns the last line that it wrote, which says why if it failed."""
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    messages = process.stderr.strip().splitlines()
+    if process.returncode < 0:
+        return f"killed by signal {-process.returncode}, as when memory runs out"
+    return (messages[-1] if messages else f"exit code {process.returncode}")[:_LONGEST_REASON]
 
-    def quantize(method: str, file: Path) -> None:
-        with redirect_stdout(sys.stderr):
-            quantize_static(
-                str(prepared),
-                str(file),
-                Reader(),
-                quant_format=QuantFormat.QDQ,
-                per_channel=True,
-                activation_type=QuantType.QUInt8,
-                weight_type=QuantType.QInt8,
-                calibrate_method=getattr(CalibrationMethod, method),
-            )
 
-    for method in ("MinMax", "Entropy", "Percentile"):
-        file = folder / f"onnxruntime_{method}.onnx"
-        title = f"onnxruntime.quantization, {method}"
-        try:
-            quantize(method, file)
-        except Exception as error:  # a fault of another tool is a row of the table, not the end of the run
-            yield Peer(title, None, f"{type(error).__name__}: {error}".splitlines()[0][:120])
-        else:
-            yield Peer(title, file)
+def _seconds(file: Path) -> float | None:
+    """Reads the seconds that a worker wrote beside its file."""
+    written = file.with_suffix(".seconds")
+    return float(written.read_text(encoding="utf-8")) if written.exists() else None
 
 
 def adapt_for_nncf(model: Path, file: Path) -> Path:
@@ -146,16 +137,38 @@ def adapt_for_nncf(model: Path, file: Path) -> Path:
 
 
 def _nncf(model: Path, calibration: np.ndarray, folder: Path, python: str) -> Iterator[Peer]:
+    yield from quantize_by_nncf(model, calibration, folder, python)
+
+
+def quantize_by_nncf(
+    model: Path,
+    calibration: np.ndarray,
+    folder: Path,
+    python: str,
+    *,
+    kinds: Sequence[str] = tuple(_NNCF),
+    batch: int = BATCH,
+) -> Iterator[Peer]:
+    """Quantizes a file by NNCF in its interpreter.
+
+    Args:
+        model: the float ONNX file.
+        calibration: inputs, N x ....
+        folder: the folder for the files.
+        python: an interpreter that can import NNCF.
+        kinds: the methods of the worker.
+        batch: inputs in a batch.
+    """
     inputs = folder / "calibration.npy"
     np.save(inputs, calibration)
+    for kind in kinds:
+        (folder / f"{kind}.onnx").unlink(missing_ok=True)
     suited = adapt_for_nncf(model, folder / "for_nncf.onnx")
-    command = [python, str(_WORKER), str(suited), str(inputs), str(BATCH), str(folder)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    messages = process.stderr.strip().splitlines()
-    failed = messages[-1] if messages else f"exit code {process.returncode}"
-    for kind, title in _NNCF.items():
+    failed = _run([python, str(_WORKER), str(suited), str(inputs), str(batch), str(folder), *kinds])
+    for kind in kinds:
         file, reason = folder / f"{kind}.onnx", folder / f"{kind}.txt"
         if file.exists():
-            yield Peer(title, file)
+            yield Peer(_NNCF[kind], file, seconds=_seconds(file))
         else:
-            yield Peer(title, None, (reason.read_text(encoding="utf-8") if reason.exists() else failed)[:120])
+            text = reason.read_text(encoding="utf-8") if reason.exists() else failed
+            yield Peer(_NNCF[kind], None, text[:_LONGEST_REASON])

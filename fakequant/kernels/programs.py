@@ -20,7 +20,7 @@ from megengine.core.tensor.utils import subgraph_fn
 from qtrace.numerics import SMALLEST_SCALE
 from qtrace.scheme import QScheme
 
-__all__ = ["Levels", "Programs", "of_magnitude", "programs"]
+__all__ = ["MARGIN_SHARE", "Levels", "Programs", "of_magnitude", "programs"]
 
 # Adding 1.5 * 2**23 leaves a float32 no fraction bits: the FPU rounds half to even. Three passes of
 # 0.35 ms for 1.6 M values instead of 6.5 ms for F.round. The upper clip must be between the addition
@@ -29,7 +29,7 @@ __all__ = ["Levels", "Programs", "of_magnitude", "programs"]
 _ROUNDING_OFFSET = 12582912.0
 # Values beyond the ends by this share of the range count as inside. It exceeds the rounding error of `_line`
 # in float32, so that the ends themselves are inside.
-_MARGIN_SHARE = 2.0**-20
+MARGIN_SHARE = 2.0**-20
 
 Program = Callable[..., Sequence[Tensor]]
 
@@ -161,7 +161,7 @@ class _ProgramBuilder:
         It masks by vectorised float kernels: comparisons, casts and abs are ten times slower on CPU.
         """
         low, high, fixed = self.levels.qmin, self.levels.qmax, self.levels.zero
-        slope = 6.0 / ((high - low) * (1.0 + 2.0 * _MARGIN_SHARE))
+        slope = 6.0 / ((high - low) * (1.0 + 2.0 * MARGIN_SHARE))
         middle = 3.0 - slope * (low + high) / 2
         if fixed is None:
             offset = f(_FMA, zero, c(slope), c(middle))

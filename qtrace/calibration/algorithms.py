@@ -13,6 +13,7 @@ from megengine import Tensor
 from qtrace.config.algorithm import Named, algorithms, check_imported
 from qtrace.errors import CalibrationError
 from qtrace.graph.flatten import flatten
+from qtrace.graph.stepping import SegmentEngine
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.float_stage import named_report
 from qtrace.preparation.model import QuantizedModel
@@ -59,6 +60,7 @@ def run_calibrated(
     batches: Batches,
     progress: bool = False,
     checkpoint: Checkpoint | None = None,
+    engine: SegmentEngine | None = None,
 ) -> None:
     """Runs the algorithms of the calibrated stage and writes their reports into the record.
 
@@ -68,18 +70,21 @@ def run_calibrated(
         batches: the calibration data.
         progress: whether to show progress bars.
         checkpoint: the storage of learned blocks; None to store none.
+        engine: computes the values of layers where it can; None for MegEngine.
     """
     if not selected:
         return
     reference = flatten(model.module)
     switch_phase("float", model.view(reference))
     reference.eval()
-    outputs = CalibrationOutputs(model, reference, batches)
+    outputs = CalibrationOutputs(model, reference, batches, engine)
     reports, before = [], outputs.ratios()
     for name, algorithm in selected:
         assert isinstance(algorithm, CalibratedAlgorithm)
         subset = batches.spread(algorithm.samples)
-        report = algorithm.apply(CalibratedTask(model.module, reference, subset, progress, checkpoint))
+        report = algorithm.apply(
+            CalibratedTask(model.module, reference, subset, progress, checkpoint, engine)
+        )
         after = outputs.ratios() if report.changed else before
         report = dataclasses.replace(report, outputs=output_errors(before, after), measured=outputs.measured)
         before = after

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from megengine import Tensor
 
 from qtrace.calibration.algorithms import calibrated_algorithms, restoring, run_calibrated
 from qtrace.calibration.base import check_sites
+from qtrace.calibration.choice import Chosen, choose_segments
 from qtrace.calibration.collecting import CollectOptions, collect, observe_parameters
 from qtrace.calibration.distributed import Collective, common_statistics, current
 from qtrace.calibration.statistics import Statistics
-from qtrace.data.batches import evaluating
+from qtrace.data.batches import check_batches, evaluating
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.fakequant.following.bias import BIAS_LIMIT
 from qtrace.graph.dataflow import evaluate_fixed
+from qtrace.graph.stepping import SegmentEngine
 from qtrace.graph.types import TracedModule
 from qtrace.numerics import SMALLEST_SCALE
 from qtrace.preparation.model import QuantizedModel
@@ -45,65 +46,84 @@ def calibrate(
     engine: str = "auto",
     statistics: Statistics | None = None,
     state: str | Path | None = None,
+    threads: int | None = None,
 ) -> TracedModule:
     """Runs ``batches`` through the graph, observes every site and sets its quantization parameters.
 
-    An earlier calibration is replaced. Algorithms of the config's ``ptq`` that need data (`bias_correction`
-    ...) run at the end and read the batches again; ``explain`` shows their reports. The batches run in eval
-    mode, and training flags are restored. The module ends in the phase ``quantize``; on an error or an
-    interruption it is left as it was.
+    An earlier calibration is replaced; scales that the model brings from MegEngine's own quantization are
+    kept. Algorithms of the config's ``ptq`` that need data (`bias_correction` ...) run at the end and read
+    the batches again; ``explain`` shows their reports. The batches run in eval mode, and training flags are
+    restored. The module ends in the phase ``quantize``; on an error or an interruption it is left as it was.
 
     Args:
         prepared: a module made by ``qtrace.prepare``; it is calibrated in place.
-        batches: Tensors or arrays, or tuples (positional) or dicts (keyword) of them. An iterator is refused
-            if an algorithm reads the data again.
+        batches: Tensors or arrays, or tuples (positional) or dicts (keyword) of them; no iterator if an
+            algorithm reads the data again.
         max_batches: the most batches to run; None for all.
         progress: whether to show a progress bar with the remaining time on stderr.
-        engine: the engine that computes the activations: ``megengine``, ``onnxruntime``, or ``auto`` for the
-            fastest that applies (docs/guides/calibration.md). The logger ``qtrace`` gets the choice (INFO).
+        engine: computes the activations, also for ``gptq`` and ``bias_correction``: ``megengine``,
+            ``onnxruntime``, or ``auto`` for the fastest that applies (docs/guides/calibration.md). The logger
+            ``qtrace`` gets the choice (INFO).
         statistics: statistics of the batches that were collected elsewhere, so that the batches need not run;
-            ``max_batches`` and ``engine`` are then ignored.
+            ``max_batches`` is then ignored, and ``engine`` is that of the algorithms.
         state: a folder, created if missing, in which algorithms that learn (``adaround``, ``reconstruct``)
-            save each block. An interrupted calibration that is called again goes on after these blocks, to
-            the same result. Files of another model, other data or options are ignored.
+            save each block. An interrupted calibration goes on after these blocks, to the same result. Files
+            of another model, other data or options are ignored.
+        threads: number of threads of onnxruntime; None for all cores.
 
     Returns:
         ``prepared``.
 
     Raises:
-        CalibrationError: when the graph has no site, there is no batch, the batch does not fit the model, the
-            engine cannot run it, or a value is NaN or infinite; it names site and batch.
+        CalibrationError: when the graph has no site, there is no batch, a batch does not fit the model or the
+            engine, or a value is NaN or infinite; it names site and batch.
         ConfigError: for an unknown engine.
     """
     model = QuantizedModel(prepared, "prepared")
-    _check_arguments(batches, max_batches)
+    _check_arguments(batches, max_batches=max_batches, threads=threads)
     check_sites(model)
-    algorithms = calibrated_algorithms(model, batches)
+    algorithms, checkpoint = calibrated_algorithms(model, batches), _checkpoint(state)
+    chosen: str | Chosen = engine
     if statistics is None:
-        options = CollectOptions(engine, _count(batches, max_batches), progress=progress)
-        statistics = _collect(model, itertools.islice(batches, max_batches), options, current())
-    if not statistics.batches:
-        raise CalibrationError("calibration data has no batches: give at least one.")
-    statistics = observe_parameters(model, statistics)
+        options = CollectOptions(engine, _count(batches, max_batches), threads, progress)
+        statistics, chosen = _collect(model, itertools.islice(batches, max_batches), options, current())
+    statistics = _with_parameters(model, statistics)
     with _undone_on_failure(model), evaluating(prepared):
         _apply(model, statistics)
         count = len(statistics.batches)  # of all ranks
         data = Batches(batches, prepared, min(_count(batches, max_batches) or count, count))
-        run_calibrated(model, algorithms, data, progress, _checkpoint(state))
         if algorithms:
+            segments = _segments(model, chosen, data, threads)
+            run_calibrated(model, algorithms, data, progress, checkpoint, segments)
             _fit_biases(model.view(prepared))  # learned scales may have become smaller
     return prepared
 
 
+def _with_parameters(model: QuantizedModel, statistics: Statistics) -> Statistics:
+    """Returns the statistics with the values of the parameters; refuses statistics of no batch."""
+    if not statistics.batches:
+        raise CalibrationError("calibration data has no batches: give at least one.")
+    return observe_parameters(model, statistics)
+
+
+def _segments(
+    model: QuantizedModel, chosen: str | Chosen, data: Batches, threads: int | None
+) -> SegmentEngine | None:
+    """Chooses the engine of the algorithms."""
+    first = next(iter(data)) if chosen == "auto" else None
+    return choose_segments(model, chosen, len(data), threads, first)
+
+
 def _collect(
     prepared: QuantizedModel, batches: Iterable[Any], options: CollectOptions, ranks: Collective | None
-) -> Statistics:
-    """Collects the statistics of the batches of all ranks."""
+) -> tuple[Statistics, str | Chosen]:
+    """Collects the statistics of the batches of all ranks; returns the engine of this rank, too."""
     first, step = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     outcome: Statistics | QtraceError
+    chosen = options.engine
     try:
         collected = collect(prepared, zip(itertools.count(first, step), batches), options)
-        outcome = collected.statistics
+        outcome, chosen = collected.statistics, collected.chosen
         if outcome.batches:
             _LOG.info(f"engine {collected.chosen.name}: {collected.chosen.reason}")
     except QtraceError as error:
@@ -112,8 +132,8 @@ def _collect(
         outcome = error
     if ranks is None:
         assert isinstance(outcome, Statistics)
-        return outcome
-    return common_statistics(prepared, outcome, ranks)
+        return outcome, chosen
+    return common_statistics(prepared, outcome, ranks), chosen
 
 
 @contextmanager
@@ -145,10 +165,11 @@ def _checkpoint(state: str | Path | None) -> Checkpoint | None:
 
 
 def _apply(prepared: QuantizedModel, statistics: Statistics) -> None:
-    """Sets the quantization parameters of all groups from their statistics."""
+    """Sets the parameters of all groups from their statistics; those that the model brings are kept."""
     sites = prepared.fake_quants
     observers = {name: statistics.observers[name] for name in sites}
-    parameters = {name: o.qparams() for name, o in observers.items() if not o.empty}
+    observed = (name for name, observer in observers.items() if not observer.empty)
+    parameters = {name: observers[name].qparams() for name in observed if name not in prepared.record.native}
     for name, fq in sites.items():
         fq.observer = observers[name]
         if name in parameters:
@@ -162,14 +183,12 @@ def _count(batches: Iterable[Any], limit: int | None) -> int | None:
     return total if limit is None else limit if total is None else min(limit, total)
 
 
-def _check_arguments(batches: Any, max_batches: Any) -> None:
-    whole = isinstance(max_batches, int) and not isinstance(max_batches, bool) and max_batches > 0
-    if max_batches is not None and not whole:
-        raise CalibrationError(f"max_batches is {max_batches!r}: give a whole number above 0, or None.")
-    if isinstance(batches, (Tensor, np.ndarray, Mapping, str)) or not isinstance(batches, Iterable):
-        raise CalibrationError(
-            f"batches is one {type(batches).__name__}: give an iterable of batches, such as a list of arrays."
-        )
+def _check_arguments(batches: Any, **counts: Any) -> None:
+    for name, count in counts.items():
+        whole = isinstance(count, int) and not isinstance(count, bool) and count > 0
+        if count is not None and not whole:
+            raise CalibrationError(f"{name} is {count!r}: give a whole number above 0, or None.")
+    check_batches(batches)
 
 
 def _fit_biases(prepared: QuantizedModel) -> None:

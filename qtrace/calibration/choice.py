@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +13,15 @@ import numpy as np
 from qtrace.calibration.base import Arguments, Engine, EngineError, Observe, Watched
 from qtrace.calibration.megengine import MegEngine
 from qtrace.calibration.onnxruntime import OnnxRuntime
-from qtrace.data.batches import first_samples
+from qtrace.calibration.segments import OnnxSegments
+from qtrace.data.batches import count_samples, first_samples
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.stepping import SegmentEngine
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.preparation.model import QuantizedModel
 
-__all__ = ["ENGINES", "Chosen", "choose"]
+__all__ = ["ENGINES", "Chosen", "ExplainedEngine", "choose", "choose_segments"]
 
 ENGINES = ("auto", "megengine", "onnxruntime")
 
@@ -43,18 +47,20 @@ class Chosen:
         reason: why this engine was chosen, as a clause.
         verified: the shapes of inputs at which the engine agreed with MegEngine.
         compared: whether the engine is compared with MegEngine at other shapes.
+        everywhere: whether the engine ran all batches.
     """
 
     name: str
     reason: str
     verified: tuple[Signature, ...] = ()
     compared: bool = True
+    everywhere: bool = True
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Chosen:
         """Reverses ``dataclasses.asdict``, also after JSON."""
         verified = tuple(tuple(tuple(shape) for shape in shapes) for shapes in data["verified"])
-        return cls(data["name"], data["reason"], verified, data["compared"])
+        return cls(data["name"], data["reason"], verified, data["compared"], data.get("everywhere", True))
 
 
 def choose(
@@ -63,11 +69,12 @@ def choose(
     requested: str | Chosen,
     batches: int | None = None,
     threads: int | None = None,
-) -> _ExplainedEngine:
+    first: Arguments | None = None,
+) -> ExplainedEngine:
     """Chooses an engine for a prepared graph.
 
-    ``auto`` depends on the graph and the number of batches alone, never on a clock. So every run of the same
-    calibration, in any number of processes, uses the same engine.
+    ``auto`` depends on the graph, the number of batches and the shapes of the first one, never on a clock. So
+    every run of the same calibration, in any number of processes, uses the same engine.
 
     Args:
         prepared: a module made by ``qtrace.prepare``.
@@ -75,6 +82,7 @@ def choose(
         requested: one of `ENGINES`; or an earlier choice for the same graph, which is not compared again.
         batches: number of batches; None if unknown.
         threads: number of threads, if the engine lets one set it; None for all cores.
+        first: the arguments of the first batch; None to assume the shapes of the trace.
 
     Raises:
         ConfigError: for an unknown engine.
@@ -87,7 +95,7 @@ def choose(
         raise ConfigError(f"unknown engine {name!r}: choose one of {', '.join(ENGINES)}.")
     if name == "megengine":
         return _FixedEngine(megengine, chosen or Chosen(name, "as asked"))
-    if name == "auto" and (reason := _reason_against_export(prepared, batches)):
+    if name == "auto" and (reason := _reason_against_export(prepared, batches, first)):
         return _FixedEngine(megengine, Chosen("megengine", reason))
     try:
         fast = OnnxRuntime(prepared.module, tuple(watched.nodes), threads)
@@ -104,7 +112,40 @@ def choose(
     return _ComparedEngine(prepared.module, megengine, fast, chosen, watched.unobserved)
 
 
-class _ExplainedEngine(Engine):
+def choose_segments(
+    prepared: QuantizedModel,
+    chosen: str | Chosen,
+    batches: int | None = None,
+    threads: int | None = None,
+    first: Arguments | None = None,
+) -> SegmentEngine | None:
+    """Chooses the engine of algorithms that change a graph layer by layer.
+
+    Args:
+        prepared: the view of a prepared module.
+        chosen: the engine that collected the statistics, or one of `ENGINES` if none did.
+        batches: number of batches; None if unknown.
+        threads: number of threads of onnxruntime; None for all cores.
+        first: the arguments of the first batch; None to assume the shapes of the trace.
+
+    Returns:
+        onnxruntime, which leaves to MegEngine what it cannot compute; None where MegEngine computes all.
+
+    Raises:
+        ConfigError: for an unknown engine.
+    """
+    name = chosen.name if isinstance(chosen, Chosen) else chosen
+    if name not in ENGINES:
+        raise ConfigError(f"unknown engine {name!r}: choose one of {', '.join(ENGINES)}.")
+    if name == "auto" and not _reason_against_export(prepared, batches, first):
+        name = "onnxruntime"
+    everywhere = not isinstance(chosen, Chosen) or chosen.everywhere
+    if name != "onnxruntime" or not everywhere or importlib.util.find_spec("onnxruntime") is None:
+        return None
+    return OnnxSegments(prepared, threads)
+
+
+class ExplainedEngine(Engine):
     """An engine that gives the reason for its choice."""
 
     @property
@@ -113,7 +154,7 @@ class _ExplainedEngine(Engine):
         raise NotImplementedError
 
 
-class _FixedEngine(_ExplainedEngine):
+class _FixedEngine(ExplainedEngine):
     def __init__(self, engine: Engine, chosen: Chosen) -> None:
         self._engine, self._chosen = engine, chosen
 
@@ -134,7 +175,7 @@ class _FixedEngine(_ExplainedEngine):
             ) from error
 
 
-class _ComparedEngine(_ExplainedEngine):
+class _ComparedEngine(ExplainedEngine):
     """Compares the fast engine with MegEngine at each new shape of inputs, and runs it where they agree."""
 
     def __init__(
@@ -171,7 +212,7 @@ class _ComparedEngine(_ExplainedEngine):
         others = sorted({reason for reason in self._reasons.values() if reason})
         if others:
             reason += f"; MegEngine runs batches of some other shapes: {others[0]}"
-        return Chosen(self._fast.name, reason, verified)
+        return Chosen(self._fast.name, reason, verified, everywhere=not others)
 
     @property
     def _refusal(self) -> str:
@@ -257,6 +298,14 @@ def _traced_samples(prepared: TracedModule) -> set[int]:
     return {node.shape[0] for node in prepared.graph.inputs if isinstance(node, TensorNode) and node.shape}
 
 
+def _growth(prepared: TracedModule, arguments: Arguments) -> float:
+    """Returns the size of a batch as a multiple of the traced one; the work is assumed to grow with it."""
+    args, kwargs = arguments
+    _, (_, *tensors) = Interpreter(prepared).bind(args, kwargs)
+    traced = (math.prod(node.shape or ()) for node in prepared.graph.inputs if isinstance(node, TensorNode))
+    return sum(math.prod(tensor.shape) for tensor in tensors) / max(1, sum(traced))
+
+
 def _difference(first: np.ndarray, second: np.ndarray) -> float:
     """Returns the largest difference relative to the largest magnitude; inf if they cannot be compared."""
     if first.shape != second.shape:
@@ -271,12 +320,15 @@ def _difference(first: np.ndarray, second: np.ndarray) -> float:
     return difference / magnitude if magnitude else 0.0
 
 
-def _reason_against_export(prepared: QuantizedModel, batches: int | None) -> str:
+def _reason_against_export(prepared: QuantizedModel, batches: int | None, first: Arguments | None) -> str:
     """Returns why an export would take longer than it saves, or ""."""
-    samples = min(_traced_samples(prepared.module), default=0)
+    if first is None:
+        samples, growth = min(_traced_samples(prepared.module), default=0), 1.0
+    else:
+        samples, growth = count_samples(first), _growth(prepared.module, first)
     if batches == 1 and samples <= _compared_samples(prepared.module):
         return "there is one batch, on all of which the engines would be compared"
     macs = sum(note.macs for note in prepared.annotation.notes)
-    if macs * (_ASSUMED_BATCHES if batches is None else batches) < _MIN_MACS_FOR_EXPORT:
+    if macs * growth * (_ASSUMED_BATCHES if batches is None else batches) < _MIN_MACS_FOR_EXPORT:
         return "there is so little to compute that an export would take longer"
     return ""

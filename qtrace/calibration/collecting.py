@@ -9,12 +9,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from qtrace.calibration.base import Watched, watched
-from qtrace.calibration.choice import Chosen, choose
+from qtrace.calibration.base import Arguments, Watched, watched
+from qtrace.calibration.choice import Chosen, ExplainedEngine, choose
 from qtrace.calibration.nonfinite import refuse_nonfinite_output
 from qtrace.calibration.observing import Observing
 from qtrace.calibration.statistics import Statistics, fresh, no_statistics
-from qtrace.data.batches import as_arguments, evaluating
+from qtrace.data.batches import as_arguments, evaluating, refuse_nan
 from qtrace.errors import CalibrationError
 from qtrace.graph.source_lines import name_with_line
 from qtrace.graph.types import TracedModule
@@ -89,7 +89,6 @@ def collect(
     module, observed = model.module, watched(model)
     start = start or no_statistics(model)
     with in_phase(module, "float"), evaluating(module):
-        engine = choose(model, observed, options.engine, options.batches, options.threads)
         sites = {name: fq.site for name, fq in model.fake_quants.items()}
         silent = not options.progress
         bar = tqdm(
@@ -100,17 +99,27 @@ def collect(
             unit="batch",
             disable=silent,
         )
+        engine = None
         observing = Observing(start, observed, sites, _places(module, observed))
         with bar:
             for index, batch in bar:
                 arguments = as_arguments(batch, module, index)
+                engine = engine or _choose(model, observed, options, arguments)
                 observing.begin(index, batch)
                 engine.run(arguments, index, observing.observe)
                 for name in observing.nonfinite:
                     refuse_nonfinite_output(module, arguments, index, model.nodes[name])
+                refuse_nan(arguments, index)  # a ReLU may have made numbers of it
                 observing.commit()
                 after(Collected(observing.statistics, engine.chosen))
+        engine = engine or _choose(model, observed, options)
         return Collected(observing.statistics, engine.chosen)
+
+
+def _choose(
+    model: QuantizedModel, observed: Watched, options: CollectOptions, first: Arguments | None = None
+) -> ExplainedEngine:
+    return choose(model, observed, options.engine, options.batches, options.threads, first)
 
 
 def _places(prepared: TracedModule, observed: Watched) -> dict[str, str]:

@@ -16,7 +16,7 @@ from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 
-__all__ = ["OnnxRuntime"]
+__all__ = ["OnnxRuntime", "open_session", "reason_line"]
 
 # A constant, not a share of the free memory: the outputs of the model decide what onnxruntime fuses, and
 # thereby the last bits of the values.
@@ -72,7 +72,7 @@ class OnnxRuntime:
             try:
                 values = session.run(names, feeds)[::-1] if session is not None else []
             except Exception as error:  # onnxruntime's own exceptions derive from nothing else
-                raise EngineError(f"onnxruntime refuses the batch: {_line(error)}") from error
+                raise EngineError(f"onnxruntime refuses the batch: {reason_line(error)}") from error
             for node in part:
                 source = self._model.input_nodes.get(node)
                 observe(node, feeds[source] if source is not None else values.pop())
@@ -104,7 +104,7 @@ class OnnxRuntime:
             return None
         if part not in self._sessions:
             data = self._model.data if part == self._nodes else _with_outputs(self._model.data, outputs)
-            self._sessions[part] = _open(data, self._threads)
+            self._sessions[part] = open_session(data, self._threads)
         return self._sessions[part]
 
 
@@ -118,7 +118,17 @@ def _with_outputs(data: bytes, names: set[str]) -> bytes:
     return model.SerializeToString()
 
 
-def _open(data: bytes, threads: int | None) -> Any:
+def open_session(data: bytes, threads: int | None, fused_integers: bool = True) -> Any:
+    """Opens a model in onnxruntime.
+
+    Args:
+        data: the ONNX file.
+        threads: number of threads; None for all cores.
+        fused_integers: whether ops between roundings may run on integers, with other last bits than in float.
+
+    Raises:
+        EngineError: when onnxruntime refuses the model.
+    """
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -127,12 +137,15 @@ def _open(data: bytes, threads: int | None) -> Any:
     # Its threads would spin between two runs and take the cores from the observers.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.set_denormal_as_zero", "1")  # as MegEngine does
+    if not fused_integers:
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
     try:
         return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise EngineError(f"onnxruntime refuses the graph: {_line(error)}") from error
+        raise EngineError(f"onnxruntime refuses the graph: {reason_line(error)}") from error
 
 
-def _line(error: BaseException) -> str:
+def reason_line(error: BaseException) -> str:
+    """Returns the text of an error of onnxruntime as a clause of one line."""
     text = " ".join(str(error).split())
     return text[:300].rstrip(".")

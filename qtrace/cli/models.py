@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,10 @@ __all__ = [
     "check_size",
     "check_stage",
     "is_factory",
+    "is_onnx",
+    "load_float",
     "load_model",
+    "needs_example",
     "note_skipped",
     "open_source",
     "preprocessing",
@@ -37,14 +41,56 @@ def is_factory(model: str) -> bool:
     return is_object_name(model) and not Path(model).exists()
 
 
-def load_model(model: str, allow: tuple[str, ...]) -> Any:
-    """Loads a saved model."""
-    import qtrace
+def needs_example(model: str) -> bool:
+    """Whether MODEL becomes a graph with the help of the data: a factory, or an ONNX file with open sizes."""
+    if is_onnx(model):
+        from qtrace.importing.onnx import open_inputs
 
+        return bool(open_inputs(model))
+    return is_factory(model)
+
+
+def is_onnx(model: str) -> bool:
+    """Whether MODEL is the name of an ONNX file."""
+    return Path(model).suffix.lower() == ".onnx"
+
+
+def load_model(model: str, allow: tuple[str, ...]) -> Any:
+    """Loads a saved model, or imports an ONNX file."""
+    import qtrace
+    from qtrace.data import import_object, is_installed
+
+    if is_onnx(model):
+        return qtrace.from_onnx(model)
     check_model(model)
     if is_factory(model):
         raise click.UsageError(f"{model} is code; this command takes a file that qtrace wrote.")
+    for name in allow:  # a backend is named by the model's record alone, and is imported by nobody else
+        if is_installed(name.partition(":")[0]):
+            import_object(name)
     return qtrace.load(model, allow=allow)
+
+
+def load_float(name: str | None, allow: tuple[str, ...], quantized: Any) -> Any:
+    """Loads the float network of a quantized model, whose shapes an ONNX file with open sizes takes.
+
+    Args:
+        name: the file; None for no network.
+        allow: the user's own classes that the file may name.
+        quantized: the quantized model.
+    """
+    import qtrace
+    from qtrace.graph.interface import read_interface
+    from qtrace.graph.signature import list_inputs
+    from qtrace.importing.onnx import open_inputs
+
+    if name is None or not is_onnx(name):
+        return None if name is None else load_model(name, allow)
+    interface = read_interface(quantized)
+    traced = zip(interface.inputs if interface else (), list_inputs(quantized), strict=False)
+    known = {info.name: shape for info, (_, shape) in traced}
+    shapes = {key: known[key] for key in open_inputs(name) if key in known}
+    return qtrace.from_onnx(name, shapes)
 
 
 def preprocessing(model: Any, recipe: str | None, allow_code: bool = False) -> Any:
@@ -154,18 +200,45 @@ def trace_factory(
     data: DataSource | None = None,
     method: str = "forward",
     check: bool = True,
+    allow_branch: Sequence[str] = (),
 ) -> Any:
-    """Calls the factory and traces what it returns, on random inputs or on the first batch."""
+    """Calls the factory and traces what it returns, on random inputs or on the first batch.
+
+    An ONNX file is imported with the shapes of the first batch.
+    """
     import qtrace
 
+    if is_onnx(name) and data is not None:
+        return qtrace.from_onnx(name, _open_shapes(name, next(iter(data))))
     module = _build_module(name)
     if shapes:
         example = _random_inputs(shapes)
     elif data is not None:
         example = _by_position(module, method, next(iter(data)), data.source)
     else:
-        raise click.UsageError("the model must be traced: give --shape or --data.")
-    return qtrace.trace(module, *example, method=method, check=check)
+        option = "--shape or --data" if _has_option("data") else "--shape, such as --shape 1x3x224x224"
+        raise click.UsageError(f"{name} must be traced: give {option}.")
+    return qtrace.trace(module, *example, method=method, check=check, allow_branch=allow_branch)
+
+
+def _has_option(name: str) -> bool:
+    context = click.get_current_context(silent=True)
+    return context is None or any(parameter.name == name for parameter in context.command.params)
+
+
+def _open_shapes(name: str, batch: Batch) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the inputs that an ONNX file leaves open, of one sample of a batch."""
+    from qtrace.importing.onnx import open_inputs
+
+    shapes = {}
+    for index, (key, declared) in enumerate(open_inputs(name).items()):
+        array = batch.get(key) if isinstance(batch, dict) else batch[index] if index < len(batch) else None
+        if array is None:
+            raise click.UsageError(f"the data have no input {key!r}: import {name} with --shape first.")
+        own = (1, *array.shape[1:])
+        sizes = own if declared is None or len(declared) != len(own) else declared
+        shapes[key] = tuple(a if n is None else n for n, a in zip(sizes, own, strict=True))
+    return shapes
 
 
 def _build_module(name: str) -> Any:

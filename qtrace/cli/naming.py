@@ -9,7 +9,6 @@ import click
 __all__ = ["check_factory", "check_model"]
 
 _FORMATS = {
-    ".onnx": "an ONNX file",
     ".tflite": "a TFLite file",
     ".param": "an ncnn net",
     ".caffemodel": "a Caffe file",
@@ -57,6 +56,8 @@ def _model_file(name: str) -> str:
     code = "write a function that builds the Module, and name it as pkg.mod:function"
     if suffix == ".mge":
         return f"{name} is a file that was traced already: go on with `qtrace calibrate {name}`."
+    if suffix == ".onnx":
+        return f"{name} is an ONNX file: `qtrace import {name} -o float.mge` makes a traced model of it."
     if suffix in _FORMATS:
         return f"{name} is {_FORMATS[suffix]}, and a MegEngine Module is traced: {code}."
     if suffix in _WEIGHTS:

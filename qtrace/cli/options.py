@@ -14,6 +14,7 @@ from qtrace import plugins
 from qtrace.cli.console import Console
 
 __all__ = [
+    "NamedShapeType",
     "ShapeType",
     "allow",
     "allow_code",
@@ -21,6 +22,8 @@ __all__ = [
     "data",
     "example",
     "file_or_folder",
+    "importable",
+    "input_shapes",
     "output",
     "progress",
     "recipe",
@@ -47,6 +50,21 @@ class ShapeType(click.ParamType):
         return shape
 
 
+class NamedShapeType(click.ParamType):
+    """Converts ``x=1x3x48x320`` to a name and a tuple of integers."""
+
+    name = "input=shape"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parses one named shape."""
+        if isinstance(value, tuple):
+            return value
+        name, equals, shape = str(value).rpartition("=")
+        if not equals or not name:
+            self.fail(f"{value!r} is not an input and its shape, such as x=1x3x48x320.", param, ctx)
+        return name, ShapeType().convert(shape, param, ctx)
+
+
 class _Seconds(click.FloatRange):
     """A number of seconds; refuses NaN, which passes every bound."""
 
@@ -66,8 +84,8 @@ def _all(*options: Callable[..., Any]) -> Callable[..., Any]:
     return lambda function: functools.reduce(lambda f, option: option(f), reversed(options), function)
 
 
-def _importable(_: click.Context, __: click.Parameter, value: Any) -> Any:
-    """Lets the user's own code be imported from the current folder, as factories are."""
+def importable(_: click.Context, __: click.Parameter, value: Any) -> Any:
+    """Lets the user's own code be imported from the current folder, as factories are; a callback of click."""
     if value:
         plugins.search_current_folder()
     return value
@@ -77,14 +95,14 @@ allow = click.option(
     "--allow",
     metavar="PKG.MOD:NAME",
     multiple=True,
-    callback=_importable,
+    callback=importable,
     help="Also accept this class of your own in a model file. Repeatable; only for files that you trust.",
 )
 
 allow_code = click.option(
     "--allow-code",
     is_flag=True,
-    callback=_importable,
+    callback=importable,
     help="Let a recipe name code of its own (pkg.mod:Class), which is run; only for recipes that you trust.",
 )
 
@@ -110,6 +128,23 @@ example = click.option(
     type=ShapeType(),
     multiple=True,
     help="Shape of a random float32 input, such as 1x3x224x224. Repeat it for more inputs.",
+)
+
+
+def _named_shapes(_: click.Context, __: click.Parameter, value: Any) -> dict[str, tuple[int, ...]]:
+    """Returns input -> shape; refuses an input that is named twice."""
+    if len(dict(value)) < len(value):
+        raise click.UsageError("--shape names an input twice.")
+    return dict(value)
+
+
+input_shapes = click.option(
+    "--shape",
+    "shapes",
+    type=NamedShapeType(),
+    multiple=True,
+    callback=_named_shapes,
+    help="Shape of an input whose sizes the file leaves open, such as x=1x3x48x320. Repeat it for more.",
 )
 
 

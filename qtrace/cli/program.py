@@ -14,14 +14,18 @@ from typing import Any, NoReturn
 import click
 
 from qtrace.cli import INTERRUPTED, help
+from qtrace.cli.commands.bench import bench
 from qtrace.cli.commands.bisect import bisect
 from qtrace.cli.commands.calibrate import calibrate
 from qtrace.cli.commands.compare import compare
 from qtrace.cli.commands.explain import explain
 from qtrace.cli.commands.export import export
 from qtrace.cli.commands.finetune import finetune
+from qtrace.cli.commands.import_onnx import import_onnx
+from qtrace.cli.commands.inspect import inspect
 from qtrace.cli.commands.recipes import recipes
 from qtrace.cli.commands.sensitivity import sensitivity
+from qtrace.cli.commands.split import split
 from qtrace.cli.commands.trace import trace
 from qtrace.cli.commands.verify import verify
 from qtrace.errors import QtraceError, Terminated
@@ -74,7 +78,22 @@ def group() -> None:
     """
 
 
-_COMMANDS = (trace, calibrate, finetune, explain, export, verify, bisect, compare, sensitivity, recipes)
+_COMMANDS = (
+    trace,
+    import_onnx,
+    inspect,
+    split,
+    calibrate,
+    finetune,
+    explain,
+    export,
+    verify,
+    bisect,
+    bench,
+    compare,
+    sensitivity,
+    recipes,
+)
 for _command in _COMMANDS:
     group.add_command(_command)
 

@@ -4,7 +4,8 @@ All are frozen and hashable, refuse unknown keys, and raise `ConfigError`: one s
 """
 
 from qtrace.config.qconfig import Bn, Expect, Preprocess, Qat, QConfig, Region
-from qtrace.config.rule import Match, Observers, Rule, SchemePatch, Spec, Subgraph
+from qtrace.config.rule import Match, Observers, Rule, SchemePatch, Subgraph
+from qtrace.config.spec import Spec
 
 __all__ = [
     "Bn",

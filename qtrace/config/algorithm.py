@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from qtrace import plugins
 from qtrace.config.qconfig import QConfig
-from qtrace.config.rule import Spec
+from qtrace.config.spec import Spec
 from qtrace.errors import ConfigError, QtraceError
 from qtrace.plugins.options import OptionModel, check_options
 
@@ -27,12 +27,14 @@ class Algorithm(OptionModel, abc.ABC):
         after: names of algorithms that precede this one if both are listed.
         instead_of: names of algorithms that cannot be listed together with this one.
         reason: the reason of `after` and `instead_of`, as the end of a sentence.
+        reads_samples: whether it reads the samples of ``prepare``.
     """
 
     stage: ClassVar[Literal["float", "calibrated"]]
     after: ClassVar[tuple[str, ...]] = ()
     instead_of: ClassVar[tuple[str, ...]] = ()
     reason: ClassVar[str] = ""
+    reads_samples: ClassVar[bool] = False
 
     @abc.abstractmethod
     def apply(self, task: Any) -> Any:

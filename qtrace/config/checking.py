@@ -9,7 +9,7 @@ from qtrace import plugins
 from qtrace.config import backends
 from qtrace.config.algorithm import algorithms, prefix_errors
 from qtrace.config.qconfig import QConfig
-from qtrace.config.rule import Spec
+from qtrace.config.spec import Spec
 from qtrace.errors import ConfigError
 from qtrace.plugins.options import check_options
 from qtrace.scheme import QScheme

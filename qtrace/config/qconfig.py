@@ -8,15 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
-from qtrace.config.rule import (
-    AlgorithmSpec,
-    FakeQuantSpec,
-    Observers,
-    Rule,
-    SchemePatch,
-    Spec,
-    known_backend,
-)
+from qtrace.config.rule import Observers, Placement, Rule, SchemePatch, known_backend
+from qtrace.config.spec import AlgorithmSpec, FakeQuantSpec, Spec
 from qtrace.plugins.options import Bool, Float, Int, OptionModel, Text, Texts, show
 
 __all__ = ["Bn", "Expect", "Preprocess", "QConfig", "Qat", "Region"]
@@ -52,8 +45,13 @@ class Preprocess(OptionModel):
         channels: the model's order of channels; images are decoded as bgr.
         scale: factor for the pixels; ``0.00392156862745098`` (1/255) if mean and std assume pixels up to 1.
         resize: ``stretch`` resizes to height and width; ``center_crop`` keeps the aspect: it resizes the
-            image until it just covers height and width divided by ``crop_fraction``, and cuts out the middle.
+            image until it just covers height and width divided by ``crop_fraction``, and cuts out the middle;
+            ``letterbox`` keeps the aspect, too: it resizes the image until it just fits in, and fills up the
+            rest.
         crop_fraction: for ``center_crop``; 0.875 is 224 of 256.
+        fill: for ``letterbox``, the value of the pixels that are filled up, 0 to 255.
+        fill_at: for ``letterbox``, where they are: on both sides, ``around`` the image, or at its ``end``, to
+            the right and below, as YOLOX has it.
         interpolation: the interpolation of resizing, as in OpenCV.
 
     Example:
@@ -67,6 +65,15 @@ class Preprocess(OptionModel):
         crop_fraction: 0.875
         interpolation: linear
         ```
+
+        ```yaml
+        size: [3, 416, 416]
+        mean: [0, 0, 0]
+        std: [1, 1, 1]
+        resize: letterbox
+        fill: 114
+        fill_at: end
+        ```
     """
 
     size: Annotated[tuple[Int, ...], AfterValidator(_positive)]
@@ -74,8 +81,10 @@ class Preprocess(OptionModel):
     std: Annotated[tuple[Float, ...], AfterValidator(_positive)]
     channels: Literal["bgr", "rgb"] = "bgr"
     scale: Annotated[Float, Field(gt=0)] = 1.0
-    resize: Literal["stretch", "center_crop"] = "stretch"
+    resize: Literal["stretch", "center_crop", "letterbox"] = "stretch"
     crop_fraction: Annotated[Float, Field(gt=0, le=1)] = 0.875
+    fill: Annotated[Int, Field(ge=0, le=255)] = 114
+    fill_at: Literal["around", "end"] = "around"
     interpolation: Literal["nearest", "linear", "cubic", "area"] = "linear"
 
     @model_validator(mode="after")
@@ -88,8 +97,13 @@ class Preprocess(OptionModel):
             count = len(getattr(self, name))
             if count != self.size[0]:
                 raise ValueError(f"{name} has {count} numbers for {self.size[0]} channels.")
-        if "crop_fraction" in self.model_fields_set and self.resize != "center_crop":
-            raise ValueError(f"crop_fraction has no effect with resize: {self.resize}.")
+        for name, resize in (
+            ("crop_fraction", "center_crop"),
+            ("fill", "letterbox"),
+            ("fill_at", "letterbox"),
+        ):
+            if name in self.model_fields_set and self.resize != resize:
+                raise ValueError(f"{name} has no effect with resize: {self.resize}.")
         return self
 
 
@@ -175,7 +189,7 @@ class Region(OptionModel):
 
 
 class QConfig(OptionModel):
-    """The settings of a quantization. Without arguments: int8 for onnxruntime.
+    """The settings of a quantization. Without arguments: the recipe ``int8``, for onnxruntime.
 
     Nested values may be given as plain data: ``QConfig(observers={"activation": "mse"}, fakequant="lsq")``.
 
@@ -190,6 +204,8 @@ class QConfig(OptionModel):
         fakequant: the fake quant that is inserted.
         rules: changes for some ops; a later rule wins, and one that matches nothing is an error in `prepare`.
         region: the part of the graph that is quantized; None for all of it.
+        placement: which ops run on integers where the backend has measured times: ``everything`` that can,
+            the ``fastest`` choice, or the ``balanced`` one, which weighs time against noise at the outputs.
         ptq: algorithms applied after training, with their options, in order; None for fuse_bn.
         qat: settings of the training.
         expect: the accuracy that the result must reach.
@@ -206,6 +222,7 @@ class QConfig(OptionModel):
         fakequant: lsq
         rules: [{match: {position: first}, weight: {bits: 8}}]
         region: {outputs: head}
+        placement: balanced
         ptq: [fuse_bn, bias_correction]
         qat: {epochs: 10}
         expect: {metric: top1, max_drop: 0.5}
@@ -225,6 +242,7 @@ class QConfig(OptionModel):
     fakequant: FakeQuantSpec | None = None
     rules: Annotated[tuple[Rule, ...], BeforeValidator(_none_as_list)] = ()
     region: Region | None = None
+    placement: Placement | None = None
     ptq: tuple[AlgorithmSpec, ...] | None = None
     qat: Qat | None = None
     expect: Expect | None = None
@@ -253,6 +271,11 @@ class QConfig(OptionModel):
         return self.fakequant or trained or Spec(name="fixed")
 
     @property
+    def effective_placement(self) -> Placement:
+        """The placement of ops that no rule changes; ``everything`` unless given."""
+        return self.placement or "everything"
+
+    @property
     def ptq_entries(self) -> tuple[tuple[int, Spec], ...]:
         """The algorithms with their indices in ``ptq``, without fuse_bn if ``qat.bn.fold`` is false."""
         listed = (Spec(name="fuse_bn"),) if self.ptq is None else self.ptq
@@ -275,6 +298,14 @@ class QConfig(OptionModel):
         """
         *leading, option = keys
         return self.place(*(f"{key}.{option}" for key in leading), *leading)
+
+    def without_placement(self) -> QConfig:
+        """Returns a copy of the config that quantizes everything that can run on integers."""
+        rules = tuple(rule.model_copy(update={"placement": None}) for rule in self.rules)
+        placed = (new.with_origin(rule.origin) for new, rule in zip(rules, self.rules, strict=True))
+        config = self.model_copy(update={"placement": None, "rules": tuple(placed)})
+        config._places = dict(self._places)
+        return config
 
     def with_region(self, region: Region, places: Mapping[str, str]) -> QConfig:
         """Returns a copy of the config with another region.

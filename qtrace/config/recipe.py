@@ -21,15 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.config import QConfig
-from qtrace.config.rule import specs
+from qtrace.config.spec import specs
 from qtrace.config.tree import Tree, dump, merge, read
 from qtrace.config.written import Entry, entries, render
 from qtrace.errors import ConfigError
 
 __all__ = [
+    "DEFAULT_RECIPE",
     "SCHEMA",
     "Resolved",
     "as_qconfig",
+    "config_or_default",
     "dump_recipe",
     "load_recipe",
     "recipe_names",
@@ -37,6 +39,8 @@ __all__ = [
 ]
 
 SCHEMA = "qtrace/1"
+# The recipe of `prepare(traced)` and of `qtrace calibrate` without one.
+DEFAULT_RECIPE = "int8"
 
 _HOME = Path(__file__).parent.parent / "recipes"
 _SUFFIXES = (".yaml", ".yml")
@@ -152,13 +156,13 @@ def _line(sentence: str) -> str:
 
 
 def _named_code(config: QConfig, tree: Tree) -> list[str]:
-    """Writes a sentence for each class of the user that a recipe names."""
+    """Writes a sentence for each class of the user, and for the user's backend, that a recipe names."""
     sentences = []
-    for loc, spec in specs(config):
-        if ":" in spec.name:
+    for loc, name in (*((loc, spec.name) for loc, spec in specs(config)), (("backend",), config.backend)):
+        if ":" in name:
             prefix, path = tree.place(loc)
             sentences.append(
-                f"{prefix}{path} names code, {spec.name!r}, which would be run: if you trust this recipe, "
+                f"{prefix}{path} names code, {name!r}, which would be run: if you trust this recipe, "
                 "allow it with --allow-code, in Python with load_recipe(..., allow_code=True)."
             )
     return sentences
@@ -186,6 +190,18 @@ def as_qconfig(obj: QConfig | str | Path | Mapping[str, Any]) -> QConfig:
     if isinstance(obj, Mapping):
         return QConfig.model_validate(dict(obj))
     raise ConfigError(f"expected a QConfig, a mapping, or a recipe's name or path, not {type(obj).__name__}.")
+
+
+def config_or_default(obj: QConfig | str | Path | Mapping[str, Any] | None) -> QConfig:
+    """Does what `as_qconfig` does; None, and a config or mapping that says nothing, mean the default recipe.
+
+    Raises:
+        ConfigError: as `as_qconfig`.
+    """
+    config = None if obj is None else as_qconfig(obj)
+    if config is None or (not isinstance(obj, (str, Path)) and not config.model_fields_set):
+        return load_recipe(DEFAULT_RECIPE)
+    return config
 
 
 def recipe_names() -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from qtrace.data.arrays import ArraySource
 from qtrace.data.base import Batch, DataSource, SizedSource
 from qtrace.data.images import ImageSource
-from qtrace.data.loader import blame, import_object, is_object_name, open_loader
+from qtrace.data.loader import blame, import_object, is_installed, is_object_name, open_loader
 from qtrace.errors import DataError
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ __all__ = [
     "SizedSource",
     "blame",
     "import_object",
+    "is_installed",
     "is_object_name",
     "open_data",
 ]

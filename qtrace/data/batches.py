@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,8 +14,17 @@ from qtrace.graph.failures import short
 from qtrace.graph.signature import argument_names, has_traced_structure, list_inputs
 from qtrace.graph.types import TracedModule
 
-__all__ = ["as_arguments", "evaluating", "first_samples", "refuse_nan", "translate_errors"]
+__all__ = [
+    "as_arguments",
+    "check_batches",
+    "count_samples",
+    "evaluating",
+    "first_samples",
+    "refuse_nan",
+    "translate_errors",
+]
 
+_INT32 = np.iinfo(np.int32)
 _SHOWN_ITEMS = 3  # of a list in a batch, in a message
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -46,6 +55,22 @@ def as_arguments(batch: Any, model: TracedModule, index: int = 0) -> _Arguments:
         f"batch {index} gives {_describe_batch(*candidates[-1])}, but the model takes "
         f"{_describe_inputs(batch, list_inputs(model))}."
     )
+
+
+def check_batches(batches: Any, name: str = "batches") -> None:
+    """Refuses one batch where several are expected, whose first axis would be taken for that of batches.
+
+    Args:
+        batches: the argument of a function.
+        name: the name of the argument.
+
+    Raises:
+        CalibrationError: when ``batches`` is no iterable of batches.
+    """
+    if isinstance(batches, (Tensor, np.ndarray, Mapping, str)) or not isinstance(batches, Iterable):
+        raise CalibrationError(
+            f"{name} is one {type(batches).__name__}: give an iterable of batches, such as a list of arrays."
+        )
 
 
 def refuse_nan(arguments: _Arguments, index: int) -> None:
@@ -88,6 +113,13 @@ def first_samples(arguments: _Arguments, count: int) -> _Arguments | None:
 
     samples = _map_values(arguments, cut)
     return samples if len(sizes) == 1 and sizes.pop() > count else None
+
+
+def count_samples(arguments: _Arguments) -> int:
+    """Returns the length of the first axis of the first tensor that has one; 1 without one."""
+    args, kwargs = arguments
+    shapes = (tuple(getattr(value, "shape", ())) for value in (*args, *kwargs.values()))
+    return next((int(shape[0]) for shape in shapes if shape), 1)
 
 
 @contextmanager
@@ -142,7 +174,22 @@ def _tensor(value: Any, index: int) -> Any:
         raise CalibrationError(f"batch {index} is ragged: every array needs one shape.") from error
     if array.dtype == object or array.dtype.kind not in "fiub":
         raise CalibrationError(f"batch {index} holds {array.dtype} values: give arrays of numbers.")
-    return Tensor(array.astype(np.float32) if array.dtype.kind == "f" else array)
+    if array.dtype.kind == "f":
+        return Tensor(array.astype(np.float32))
+    if array.dtype.kind in "iu" and array.dtype.itemsize >= _INT32.dtype.itemsize:
+        return Tensor(_as_int32(array, index))
+    return Tensor(array)
+
+
+def _as_int32(array: np.ndarray, index: int) -> np.ndarray:
+    """Converts integers to int32, as which MegEngine carries them; refuses those that it cannot hold."""
+    for value in (int(array.min()), int(array.max())) if array.size else ():
+        if not _INT32.min <= value <= _INT32.max:
+            raise CalibrationError(
+                f"batch {index} holds the integer {value}, and MegEngine computes with 32 bits: give "
+                f"integers from {_INT32.min} to {_INT32.max}."
+            )
+    return array.astype(np.int32)
 
 
 def _describe_inputs(batch: Any, inputs: list[tuple[str, tuple[int, ...]]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import itertools
 import os
 import re
@@ -17,7 +18,7 @@ from qtrace import plugins
 from qtrace.data.base import Batch, DataSource, SizedSource, to_input
 from qtrace.errors import DataError, QtraceError, Terminated
 
-__all__ = ["blame", "import_object", "is_object_name", "open_loader"]
+__all__ = ["blame", "import_object", "is_installed", "is_object_name", "open_loader"]
 
 _END = object()
 _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -26,6 +27,14 @@ _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 def is_object_name(text: str) -> bool:
     """Whether a text has the form ``pkg.mod:name``."""
     return _NAME.fullmatch(text) is not None
+
+
+def is_installed(module: str) -> bool:
+    """Whether there is a module of this dotted name, without running it; its parent packages run."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # of a parent package
+        return False
 
 
 def import_object(name: str) -> Any:

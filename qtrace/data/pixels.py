@@ -134,18 +134,35 @@ def fit(image: np.ndarray, preprocess: Preprocess) -> np.ndarray:
 
     _, height, width = preprocess.size
     target = height, width
+    ratios = height / image.shape[0], width / image.shape[1]
     if preprocess.resize == "center_crop":
-        fraction = preprocess.crop_fraction
-        ratio = max(height / image.shape[0], width / image.shape[1]) / fraction
+        ratio = max(ratios) / preprocess.crop_fraction
         target = max(height, round(image.shape[0] * ratio)), max(width, round(image.shape[1] * ratio))
+    elif preprocess.resize == "letterbox":
+        ratio = min(ratios)
+        target = (
+            min(height, max(1, round(image.shape[0] * ratio))),
+            min(width, max(1, round(image.shape[1] * ratio))),
+        )
     if target != image.shape[:2]:
         channels = image.shape[2]
         interpolation = getattr(cv2, f"INTER_{preprocess.interpolation.upper()}")
         image = cv2.resize(image, target[::-1], interpolation=interpolation)
         image = image.reshape(*target, channels)  # OpenCV drops a single channel
-    top, left = (target[0] - height) // 2, (target[1] - width) // 2
+    if preprocess.resize == "letterbox":
+        image = _fill_up(image, preprocess)
+    top, left = (image.shape[0] - height) // 2, (image.shape[1] - width) // 2
     image = image[top : top + height, left : left + width]
     return image[..., ::-1] if preprocess.channels == "rgb" else image
+
+
+def _fill_up(image: np.ndarray, preprocess: Preprocess) -> np.ndarray:
+    """Adds pixels to an image until it has the recipe's height and width."""
+    _, height, width = preprocess.size
+    rows, columns = height - image.shape[0], width - image.shape[1]
+    top, left = (rows // 2, columns // 2) if preprocess.fill_at == "around" else (0, 0)
+    around = ((top, rows - top), (left, columns - left), (0, 0))
+    return np.pad(image, around, constant_values=preprocess.fill)
 
 
 def normalize(batch: np.ndarray, preprocess: Preprocess) -> np.ndarray:

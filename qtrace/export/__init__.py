@@ -3,13 +3,18 @@
 A format defines ``serialize(converted, **options) -> bytes`` or, if it consists of several files,
 ``files(converted, path, **options) -> dict[Path, bytes]``; ``converted`` is a `ConvertedGraph`.
 ``COMPANIONS`` are the suffixes of files that are written beside the named one.
-``RUNS_GRAPH = True`` says that the format reads no recorded shapes.
+``RUNS_GRAPH = True`` says that the format reads no recorded shapes. ``FLOAT_OPTIONS`` says that the format
+writes plain traced modules, too, in float: ``converted`` is a `PlainGraph` then. It lists the options that
+apply there. ``HAS_COMPOSITES = True`` says that it has forms for attention, channel shuffle and the other
+composites that `qtrace.preparation.passes.compose.write_pieces` writes in pieces for other formats.
+
+A format of your own is ``pkg.mod:NAME``, a function ``serialize`` or an object with such attributes, or an
+entry point in the group ``qtrace.formats``, which may name a module.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import pkgutil
 import sys
@@ -17,11 +22,15 @@ import types
 from pathlib import Path
 from typing import Any
 
+from qtrace import plugins
 from qtrace.errors import ExportError
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.located import locate_by_name
+from qtrace.export.converted.plain_graph import PlainGraph, is_plain
+from qtrace.export.format import Format
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs, node_path, op_label
+from qtrace.plugins.installed import FORMATS, installed, refuse_clashes
 from qtrace.process.thread import on_engine_thread
 from qtrace.storage.files import kind_of, problem, replacing
 
@@ -29,25 +38,37 @@ __all__ = ["export", "formats"]
 
 
 # Modules that several formats use.
-_NOT_FORMATS = ("converted", "layer_net", "parameters")
+_NOT_FORMATS = ("converted", "example", "format", "layer_net", "parameters")
 
 
 def formats() -> tuple[str, ...]:
-    """Returns the names of all formats, sorted."""
-    return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in _NOT_FORMATS))
+    """Returns the names of all formats, sorted: qtrace's own and those of installed packages.
+
+    Raises:
+        ConfigError: when an installed package takes the name of another format.
+    """
+    own = _packaged()
+    refuse_clashes(FORMATS, own)
+    return tuple(sorted((*own, *installed(FORMATS))))
+
+
+def _packaged() -> tuple[str, ...]:
+    return tuple(m.name for m in pkgutil.iter_modules(__path__) if m.name not in _NOT_FORMATS)
 
 
 @on_engine_thread
 def export(
     converted: TracedModule, path: str | os.PathLike[str], format: str | None = None, **options: Any
 ) -> Path:
-    """Writes a converted module for a runtime. All files appear, or none.
+    """Writes a converted module, or a plain traced one in float, for a runtime. All files appear, or none.
 
     Args:
-        converted: a module made by ``qtrace.convert``.
+        converted: a module made by ``qtrace.convert``; or a traced module that was not prepared, which needs
+            no calibration: ``onnx``, ``tflite``, ``ncnn`` and ``caffe`` write it in float.
         path: the file to write; an existing one is replaced. If a format consists of several files, the
             others are written beside it.
-        format: the name of the format; None takes it from the suffix of ``path``.
+        format: the name of the format, or ``pkg.mod:NAME`` of your own; None takes it from the suffix of
+            ``path``.
         **options: the options of the format.
 
     Returns:
@@ -56,25 +77,25 @@ def export(
     Raises:
         ExportError: for an unknown format or option, a path that cannot be written, or a graph that has no
             such form; the message has the node, its op and its source line.
-        GraphError: when the module is not converted.
+        GraphError: when the module is prepared and not converted, or no traced module.
+        ConfigError: when a format of your own cannot be imported, or has no function that writes.
     """
     if wrong := problem(path):
         raise ExportError(wrong)
     target = Path(path)
-    module = _format_module(target, format)
-    graph = ConvertedGraph(converted)
+    chosen = _find_format(target, format)
+    if plain := is_plain(converted):
+        _check_float_format(chosen, converted)
+    graph = PlainGraph(converted, pieces=not chosen.has_composites) if plain else ConvertedGraph(converted)
     if not target.parent.is_dir():
         raise ExportError(f"{target.parent} is not a folder: make it first.")
-    _check_options(module, options)
+    _check_options(chosen, options, plain)
     try:
-        if not getattr(module, "RUNS_GRAPH", False):
-            _check_shapes(converted)
-        if hasattr(module, "files"):
-            contents = module.files(graph, target, **options)
-        else:
-            contents = {target: module.serialize(graph, **options)}
+        if not chosen.runs_graph:
+            _check_shapes(graph.module)
+        contents = chosen.write(graph, target, options)
     except ExportError as error:
-        raise locate_by_name(error, converted) from error
+        raise locate_by_name(error, graph.module) from error
     try:
         _write(contents)
     except OSError as error:
@@ -95,15 +116,28 @@ def _check_shapes(converted: TracedModule) -> None:
                 )
 
 
-def _check_options(module: Any, options: dict[str, Any]) -> None:
-    parameters = inspect.signature(getattr(module, "files", None) or module.serialize).parameters
-    known = [n for n in parameters if n not in ("converted", "path")]
+def _check_float_format(chosen: Format, traced: TracedModule) -> None:
+    """Refuses a format that has no form for a plain traced module."""
+    if chosen.writes_float:
+        return
+    subject = traced.graph.name or "the module"
+    names = [name for name in formats() if _load_format(name).writes_float]
+    raise ExportError(
+        f"format {chosen.name} writes quantized modules, and {subject} is a plain traced module: prepare, "
+        "calibrate and convert it first, or write it in float in format "
+        f"{' or '.join([', '.join(names[:-1]), names[-1]])}."
+    )
+
+
+def _check_options(chosen: Format, options: dict[str, Any], plain: bool) -> None:
+    allowed = chosen.float_options if plain else chosen.options
     for option in options:
-        if option not in known:
-            name = module.__name__.rpartition(".")[2]
-            raise ExportError(
-                f"format {name} has no option {option!r}; it knows: {', '.join(known) or 'none'}."
-            )
+        if option in allowed:
+            continue
+        where = " for a plain traced module" if option in chosen.options else ""
+        raise ExportError(
+            f"format {chosen.name} has no option {option!r}{where}; it knows: {', '.join(allowed) or 'none'}."
+        )
 
 
 def _write(contents: dict[Path, bytes]) -> None:
@@ -116,30 +150,39 @@ def _write(contents: dict[Path, bytes]) -> None:
             file.write(data)
 
 
-def _format_module(path: Path, name: str | None) -> Any:
-    modules = {f: f"{__name__}.{f}" for f in formats()}
-    if name is None:
-        for module in modules.values():
-            format_module = importlib.import_module(module)
-            if path.suffix in format_module.SUFFIXES:
-                return format_module
-            if path.suffix in getattr(format_module, "COMPANIONS", ()):
-                raise ExportError(
-                    f"{path.name} would be what is written beside the model: "
-                    f"name the model, {path.with_suffix(format_module.SUFFIXES[0]).name}."
-                )
-        if path.suffix == ".mge":
+def _find_format(path: Path, name: str | None) -> Format:
+    """Returns the format that a user named, or that has the suffix of `path`."""
+    if name is not None:
+        return _load_format(name)
+    for known in formats():
+        chosen = _load_format(known)
+        if path.suffix in chosen.suffixes:
+            return chosen
+        if path.suffix in chosen.companions:
             raise ExportError(
-                f"{path.name} could be a model to work on, which qtrace.save writes, or a dump for "
-                "MegEngine's runtime: name format='megengine' for the dump."
+                f"{path.name} would be what is written beside the model: "
+                f"name the model, {path.with_suffix(chosen.suffixes[0]).name}."
             )
+    if path.suffix == ".mge":
         raise ExportError(
-            f"no format has the suffix {path.suffix!r} of {path.name}: "
-            f"name one with format= ({', '.join(modules)})."
+            f"{path.name} could be a model to work on, which qtrace.save writes, or a dump for "
+            "MegEngine's runtime: name format='megengine' for the dump."
         )
-    if name not in modules:
-        raise ExportError(f"unknown format {name!r}; known: {', '.join(modules)}.")
-    return importlib.import_module(modules[name])
+    raise ExportError(
+        f"no format has the suffix {path.suffix!r} of {path.name}: "
+        f"name one with format= ({', '.join(formats())})."
+    )
+
+
+def _load_format(name: str) -> Format:
+    """Returns the format called `name`, of qtrace, of an installed package, or of the user."""
+    if name in _packaged():
+        return Format(name, importlib.import_module(f"{__name__}.{name}"))
+    if name not in formats() and not plugins.OWN_CLASS.fullmatch(name):
+        raise ExportError(
+            f"unknown format {name!r}; known: {', '.join(formats())}, or your own as 'pkg.mod:NAME'."
+        )
+    return Format(name, plugins.load_object(FORMATS, name, object))
 
 
 class _Callable(types.ModuleType):

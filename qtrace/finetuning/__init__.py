@@ -68,8 +68,8 @@ def finetune(
             ``ptq`` has changed the weights.
         checkpoint: a file for the state, written every ``settings.checkpoint_every`` steps and removed at the
             end; None for no checkpoint.
-        resume: whether to go on from ``checkpoint`` if it exists. On one machine, the result is that of an
-            uninterrupted run, bit for bit.
+        resume: whether to go on from ``checkpoint`` if it exists, which either engine may have written. With
+            one engine and on one machine, the result is that of an uninterrupted run, bit for bit.
         progress: whether to show a progress bar on stderr.
 
     Returns:
@@ -81,8 +81,8 @@ def finetune(
             model.
         ConfigError: when the settings name no node of the graph, no parameter can learn, or the model names
             user code in a module that is not imported.
-        TrainingError: when the loss is not finite, the teacher is missing or another network, or the
-            checkpoint belongs to another run.
+        TrainingError: when the loss is not finite, the teacher is missing or another network, the checkpoint
+            belongs to another run, or the engine torch is requested and cannot run the graph.
     """
     settings = settings or Settings()
     pace, model = Pace(settings.max_minutes), QuantizedModel(prepared, "prepared")

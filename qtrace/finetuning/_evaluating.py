@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from qtrace.finetuning._data import Samples
-from qtrace.finetuning._twins import Compared, Twins
+from qtrace.finetuning._engines import LearningEngine
+from qtrace.finetuning._twins import Compared
 from qtrace.graph.types import TracedModule
 from qtrace.metrics import ErrorSums
 from qtrace.preparation.phases import in_phase
@@ -58,12 +59,14 @@ class _Noise:
         return self.sums.noise / max(self.sums.values, 1) / power
 
 
-def evaluate(model: TracedModule, twins: Twins, compared: Compared, samples: Samples, size: int) -> Figures:
+def evaluate(
+    model: TracedModule, engine: LearningEngine, compared: Compared, samples: Samples, size: int
+) -> Figures:
     """Compares the outputs of both graphs in the phase ``quantize``, as the model is deployed.
 
     Args:
         model: the prepared graph, in eval mode.
-        twins: the quantized graph and the float graph.
+        engine: runs the quantized graph and the float graph.
         compared: the outputs and the mean squares by which errors are divided.
         samples: the samples to run both graphs on.
         size: samples in a batch.
@@ -72,13 +75,12 @@ def evaluate(model: TracedModule, twins: Twins, compared: Compared, samples: Sam
     blocks = {} if outputs else {name: _Noise() for name in compared.blocks}
     with in_phase(model, "quantize"):
         for batch in samples.in_order(size):
-            tensors = batch.tensors()
-            references, reference_blocks = twins.run_teacher(tensors)
-            values, value_blocks = twins.run_student(tensors)
+            references, reference_blocks = engine.run_teacher(batch)
+            values, value_blocks = engine.run_student(batch)
             for index, noise in outputs.items():
-                noise.add(references[index].numpy(), values[index].numpy(), index in compared.classes)
+                noise.add(references[index], values[index], index in compared.classes)
             for name, noise in blocks.items():
-                noise.add(reference_blocks[name].numpy(), value_blocks[name].numpy(), False)
+                noise.add(reference_blocks[name], value_blocks[name], False)
     powers: Mapping[Any, float] = compared.outputs if outputs else compared.blocks
     errors = [noise.relative_to(powers[key]) for key, noise in (*outputs.items(), *blocks.items())]
     error = float(np.mean(errors))

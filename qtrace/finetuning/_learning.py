@@ -26,10 +26,11 @@ class Learner:
     Args:
         prepared: the prepared graph.
         settings: learning rates, clipping and the average of the weights.
+        adam: the class that computes the steps of a parameter.
     """
 
-    def __init__(self, prepared: QuantizedModel, settings: Settings) -> None:
-        self.settings, model = settings, prepared.module
+    def __init__(self, prepared: QuantizedModel, settings: Settings, adam: type[Adam] = Adam) -> None:
+        self.settings, self.adam, model = settings, adam, prepared.module
         ranges = {id(p) for p in scales(model)}
         units = Units(prepared)
         names = {id(p): name for name, p in model.named_parameters()}
@@ -46,7 +47,7 @@ class Learner:
                 self.parameters.append(parameter)
                 self.names.append(names.get(id(parameter), "a parameter"))
                 self.units.append(unit)
-                self.steppers.append(Adam(value, (group["lr"] * unit).astype(np.float32)))
+                self.steppers.append(adam(value, (group["lr"] * unit).astype(np.float32)))
         self.ranges = len(ranges)
         self.averages = [s.value.copy() for s in self.steppers] if settings.weight_average else []
         self._is_range = [id(p) in ranges for p in self.parameters]
@@ -67,9 +68,7 @@ class Learner:
         """
         squares = []
         for name, gradient, unit in zip(self.names, gradients, self.units, strict=True):
-            squares.append(
-                0.0 if gradient is None else float(np.sum(np.square(gradient * unit, dtype=np.float64)))
-            )
+            squares.append(0.0 if gradient is None else self.adam.square_sum(gradient * unit))
             if not np.isfinite(squares[-1]):
                 raise TrainingError(f"the gradient of {name} is NaN or infinite")
         norm = float(np.sqrt(sum(squares)))
@@ -101,7 +100,7 @@ class Learner:
     def rewind(self) -> None:
         """Restarts Adam and the averages at the current values of the parameters."""
         pairs = zip(self.parameters, self.steppers, strict=True)
-        self.steppers = [Adam(parameter.numpy().copy(), stepper.lr) for parameter, stepper in pairs]
+        self.steppers = [self.adam(parameter.numpy().copy(), stepper.lr) for parameter, stepper in pairs]
         self.averages = [s.value.copy() for s in self.steppers] if self.averages else []
 
     def state_dict(self) -> dict[str, np.ndarray]:

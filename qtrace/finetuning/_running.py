@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from megengine import Tensor
-from megengine.jit import trace
 from tqdm import tqdm
 
 from qtrace.calibration.nonfinite import nonfinite_origins
 from qtrace.errors import TrainingError
+from qtrace.finetuning._choice import choose_engine
 from qtrace.finetuning._data import Batch, Data, unpack
+from qtrace.finetuning._engines import MegEngineEngine
 from qtrace.finetuning._evaluating import BestState, Figures, evaluate
 from qtrace.finetuning._learning import Learner
 from qtrace.finetuning._pacing import Pace, format_seconds
 from qtrace.finetuning._retreating import Retreats
-from qtrace.finetuning._twins import PARTS, Compared, Twins, choose_compared
+from qtrace.finetuning._twins import PARTS, Compared, choose_compared
 from qtrace.finetuning._watching import Watch
 from qtrace.finetuning.report import FineTuned, compare_outputs
 from qtrace.finetuning.settings import Settings
@@ -42,7 +42,7 @@ _MAX_EVALUATIONS = 20
 _MIN_EVALUATION_INTERVAL = 5  # steps
 
 # Settings that a resumed run may change.
-_CHANGEABLE = ("checkpoint_every", "memory", "max_minutes")
+_CHANGEABLE = ("checkpoint_every", "memory", "max_minutes", "engine")
 
 
 class TuningRun:
@@ -74,24 +74,26 @@ class TuningRun:
         model, samples, unseen = prepared.module, data.learned, data.unseen
         self.model, self.data, self.settings = model, data, settings
         self.samples, self.unseen = samples, unseen
-        self.jit = settings.jit
-        if self.jit is None:
-            self.jit = samples.joined and settings.steps >= _MIN_TRACED_STEPS
+        jit = settings.jit
+        if jit is None:
+            jit = samples.joined and settings.steps >= _MIN_TRACED_STEPS
         options = dataclasses.asdict(settings).items()
-        identity = {key: value for key, value in options if key not in _CHANGEABLE} | {"jit": self.jit}
+        identity = {key: value for key, value in options if key not in _CHANGEABLE} | {"jit": jit}
         hashes = [graph_hash(model), graph_hash(teacher), samples.identity, unseen.identity]
         self.identity = json.dumps([identity, *hashes], sort_keys=True, default=list)
-        self.twins = Twins(model, teacher, samples.form, blocks)
+        self.teacher = teacher
+        chosen = choose_engine(settings.engine, model, teacher, samples, blocks, jit)
+        self.engine, self.engine_reason = chosen
         first = min(_POWER_BATCHES, math.ceil(samples.count / settings.batch_size))
         drawn = [samples.draw(step, settings.batch_size, settings.seed) for step in range(first)]
-        self.compared: Compared = choose_compared(self.twins, blocks, drawn)
-        self.learner = Learner(prepared, settings)
+        self.compared: Compared = choose_compared(self.engine, blocks, drawn)
+        self.learner = Learner(prepared, settings, self.engine.adam)
         self.watch = Watch(model, settings)
         self.curves: list[list[float]] = []
         self.resumed: int | None = None
         self.stopped = ""
-        self._captured: Any = None
-        self._present: list[int] = []
+        if isinstance(self.engine, MegEngineEngine):
+            self.engine.unchanged = lambda: self.watch.unchanged()
         self._step_seconds = 0.0  # of the latest step
         self._evaluation_seconds = 0.0  # of the latest evaluation
         self.start = self.evaluate()
@@ -169,7 +171,7 @@ class TuningRun:
     def evaluate(self) -> Figures:
         """Compares the outputs of both graphs on the held-back data."""
         start, size = self.pace.seconds, 4 * self.settings.batch_size
-        figures = evaluate(self.model, self.twins, self.compared, self.unseen, size)
+        figures = evaluate(self.model, self.engine, self.compared, self.unseen, size)
         self._evaluation_seconds = self.pace.seconds - start
         return figures
 
@@ -198,14 +200,14 @@ class TuningRun:
         self.best.restore()
         self.learner.rewind()
         if self.watch.rewind(self.best.best.step):
-            self._captured = None
+            self.engine.forget()
 
     def _has_time(self, evaluations: int) -> bool:
         """Whether another step, ``evaluations`` and the evaluation for the report fit into the time."""
         return self.pace.has(self._step_seconds + (evaluations + 1) * self._evaluation_seconds)
 
     def _loss(self, batch: Batch) -> float:
-        return self.twins.loss(batch.tensors(), self.compared, self.settings)[0].item()
+        return self.engine.loss(batch, self.compared, self.settings)
 
     def _step(self, step: int) -> None:
         start, batch = self.pace.seconds, self._batch(step)
@@ -221,7 +223,7 @@ class TuningRun:
             raise TrainingError(self._describe_nonfinite(str(error), step, batch)) from None
         self.curves.append(losses)
         if any(frozen.sort == "statistics" for frozen in self.watch.update(step + 1)):
-            self._captured = None  # a frozen BatchNorm computes something else
+            self.engine.forget()  # a frozen BatchNorm computes something else
         self._step_seconds = self.pace.seconds - start
 
     def _batch(self, step: int) -> Batch:
@@ -229,38 +231,14 @@ class TuningRun:
 
     def _gradients(self, batch: Batch) -> list[np.ndarray | None]:
         """Computes the loss, its parts and the gradients as arrays."""
-        batch = batch.tensors()
-        if not self.jit:
-            return [None if value is None else value.numpy() for value in self._compute(batch)]
-        if self._captured is None:
-            self._capture(batch)
-        result: list[np.ndarray | None] = [None] * (1 + len(PARTS) + len(self.learner.parameters))
-        for index, value in zip(self._present, self._captured(*batch.leaves), strict=True):
-            result[index] = value.numpy()
-        return result
-
-    def _compute(self, batch: Batch) -> list[Any]:
-        return self.twins.gradients(batch, self.compared, self.settings, self.learner.parameters)
-
-    def _capture(self, batch: Batch) -> None:
-        """Traces a step and discards its first calls, since compiled calls may differ from them in a bit."""
-
-        def compute(*inputs: Tensor) -> tuple[Tensor, ...]:
-            results = self._compute(Batch(batch.number, inputs))
-            self._present[:] = [i for i, value in enumerate(results) if value is not None]
-            return tuple(results[i] for i in self._present)
-
-        self._captured = trace(compute, symbolic=False)
-        with self.watch.unchanged():
-            for _ in range(2):
-                self._captured(*batch.leaves)
+        return self.engine.gradients(batch, self.compared, self.settings, self.learner.parameters)
 
     def _time_step(self) -> None:
         """Times a step whose gradients are discarded."""
         self.watch.start()
         batch = self._batch(len(self.curves))
         with self.watch.unchanged():
-            if self.jit:
+            if self.engine.jit:
                 self._gradients(batch)
             start = self.pace.seconds
             self._gradients(batch)
@@ -270,7 +248,7 @@ class TuningRun:
         """Describes values that are not finite, with the first node that holds one."""
         place = "all values of both graphs are finite"
         arguments = unpack(self.samples.form, list(batch.tensors().leaves))
-        for graph, name in ((self.model, "quantized"), (self.twins.teacher.traced, "float")):
+        for graph, name in ((self.model, "quantized"), (self.teacher, "float")):
             origin = next(filter(None, nonfinite_origins(graph, arguments).values()), None)
             if origin is not None:
                 first = origin.outputs[0].name
@@ -308,7 +286,9 @@ class TuningRun:
             frozen=frozen,
             moving=len(self.watch.all) - len(frozen),
             resumed=self.resumed,
-            jit=bool(self.jit),
+            engine=self.engine.name,
+            engine_reason=self.engine_reason,
+            jit=self.engine.jit,
         )
 
     # -- checkpoints --------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import megengine.functional as F
 import numpy as np
@@ -21,10 +21,13 @@ from qtrace.graph.types import Node, TracedModule
 from qtrace.numerics import SMALLEST_NORMAL
 from qtrace.verification.runs import leaves as outputs_in
 
-__all__ = ["PARTS", "Compared", "Twins", "choose_compared"]
+__all__ = ["PARTS", "Compared", "Twins", "Values", "choose_compared"]
 
 PARTS = ("outputs", "classes", "blocks")
 """The terms of the loss: error of outputs, divergence of class probabilities, error of block outputs."""
+
+Values = tuple[list[np.ndarray], dict[str, np.ndarray]]
+"""The outputs of a graph, and the values of the named nodes."""
 
 
 class _NodeRecorder(Interpreter):
@@ -67,6 +70,16 @@ class Compared:
     classes: tuple[int, ...]
     blocks: dict[str, float]
     left: tuple[str, ...]
+
+
+class Engine(Protocol):
+    """Runs the quantized graph and the float graph on a batch of arrays."""
+
+    def run_teacher(self, batch: Batch) -> Values:
+        """Returns the outputs and block outputs of the float graph."""
+
+    def run_student(self, batch: Batch) -> Values:
+        """Returns the outputs and block outputs of the quantized graph."""
 
 
 class Twins:
@@ -131,11 +144,11 @@ def _divergence(logits: Tensor, reference: Tensor, temperature: float) -> Tensor
     return (F.exp(log_p) * (log_p - log_q)).sum(1).mean() * temperature**2
 
 
-def choose_compared(twins: Twins, blocks: Sequence[str], batches: Sequence[Batch]) -> Compared:
+def choose_compared(engine: Engine, blocks: Sequence[str], batches: Sequence[Batch]) -> Compared:
     """Chooses the outputs that can be compared, and measures mean squares of outputs and blocks in float.
 
     Args:
-        twins: the quantized graph and the float graph.
+        engine: runs the quantized graph and the float graph.
         blocks: names of the nodes whose values are compared.
         batches: the batches to measure the mean squares on.
 
@@ -146,23 +159,22 @@ def choose_compared(twins: Twins, blocks: Sequence[str], batches: Sequence[Batch
     left: dict[int, str] = {}
     flat: set[int] = set()
     for batch in batches:
-        tensors = batch.tensors()
-        references, inside = twins.run_teacher(tensors)
-        values, _ = twins.run_student(tensors)
+        references, inside = engine.run_teacher(batch)
+        values, _ = engine.run_student(batch)
         if len(references) != len(values):
             raise TrainingError(
                 f"the float network has {len(references)} outputs, the quantized one {len(values)}."
             )
         for index, (reference, value) in enumerate(zip(references, values, strict=True)):
-            if np.dtype(reference.dtype).kind != "f":
-                left[index] = f"output {index} holds {np.dtype(reference.dtype)}"
-            elif tuple(reference.shape) != tuple(value.shape):
+            if reference.dtype.kind != "f":
+                left[index] = f"output {index} holds {reference.dtype}"
+            elif reference.shape != value.shape:
                 left[index] = f"output {index} is a selection, of another size in the quantized graph"
-            elif reference.ndim == 2 and int(reference.shape[1]) > 1:
+            elif reference.ndim == 2 and reference.shape[1] > 1:
                 flat.add(index)
         for key, value in (*enumerate(references), *inside.items()):
             if key not in left:
-                array = value.numpy().astype(np.float64)
+                array = value.astype(np.float64)
                 total = sums.setdefault(key, [0.0, 0.0])
                 total[0] += float(np.sum(array * array))
                 total[1] += array.size

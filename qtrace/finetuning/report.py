@@ -68,6 +68,8 @@ class FineTuned:
         frozen: the ranges and statistics that were frozen up to ``best_step``.
         moving: number of ranges and statistics that were not frozen then; they took their averages.
         resumed: the step at which an interrupted run went on; None if it was not interrupted.
+        engine: the engine of the steps, ``megengine`` or ``torch``.
+        engine_reason: why this engine was chosen, as a clause.
         jit: whether steps ran under ``jit.trace``.
     """
 
@@ -91,6 +93,8 @@ class FineTuned:
     frozen: tuple[Frozen, ...]
     moving: int
     resumed: int | None
+    engine: str
+    engine_reason: str
     jit: bool
 
     @property
@@ -128,6 +132,7 @@ class FineTuned:
         """Formats the report for a terminal."""
         count = f"{self.parameters - self.ranges} parameters and {self.ranges} of ranges"
         lines = [*self._verdict(), f"learned: {count}, from {self.samples} samples in {len(self.loss)} steps"]
+        lines.append(f"engine: {self.engine}, {self.engine_reason}")
         if self.ranges == 0:
             lines.append("ranges stay as calibrated: prepare with fakequant: lsq for ranges that learn")
         if self.left_out:

@@ -9,7 +9,9 @@ from typing import Any
 
 from qtrace.errors import ConfigError
 
-__all__ = ["Settings"]
+__all__ = ["ENGINES", "Settings"]
+
+ENGINES = ("auto", "megengine", "torch")
 
 _MINIMA = {
     "steps": 1,
@@ -61,7 +63,11 @@ class Settings:
         seed: seed of the order of the data.
         checkpoint_every: steps between checkpoints.
         memory: the most bytes of data in memory; further batches are not used.
-        jit: whether a step runs under ``jit.trace``; None to decide by the number of steps.
+        jit: whether a step runs under ``jit.trace``; None to decide by the number of steps. Only
+            the engine ``megengine`` traces.
+        engine: what computes the steps. ``torch`` computes them by PyTorch and needs the extra
+            ``torch``; ``megengine`` runs every graph; ``auto`` takes torch if it is installed and every op of
+            the graph has a form in torch.
     """
 
     steps: int = 500
@@ -86,6 +92,7 @@ class Settings:
     checkpoint_every: int = 100
     memory: int = 2**31
     jit: bool | None = None
+    engine: str = "auto"
 
     def __post_init__(self) -> None:
         """Refuses numbers that are out of range."""
@@ -104,6 +111,8 @@ class Settings:
                 raise ConfigError(f"finetune: {name} is {value!r}: give a number {bound}.")
             if name in _SHARES and value >= 1:
                 raise ConfigError(f"finetune: {name} is {value!r}: give a share from 0 to less than 1.")
+        if self.engine not in ENGINES:
+            raise ConfigError(f"finetune: engine is {self.engine!r}: choose one of {', '.join(ENGINES)}.")
         if isinstance(self.blocks, str):
             raise ConfigError(f"finetune: blocks is {self.blocks!r}: give a list of names of nodes.")
 

@@ -1,4 +1,4 @@
-"""Gradients that MegEngine computes slowly on CPU, by other kernels of its own."""
+"""Gradients that MegEngine computes slowly on CPU, computed by its faster kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two gradients of a 2-d convolution, each by the kernels that MegEngine has fast on CPU.
+"""The two gradients of a 2-d convolution, computed by kernels of MegEngine that are fast on CPU.
 
 With stride s, dilation d, places p of the window and its taps t::
 
@@ -27,23 +27,23 @@ from megengine.core.ops import builtin
 
 __all__ = ["Geometry", "to_input", "to_weight"]
 
-# Windows are taken of so many images that they fill 16 MB: more are read again from memory, fewer cost a
-# call more often; and what is needed does not grow with the batch.
-_ROOM = 1 << 22
+# The windows of one product fill at most 16 MB, whatever the batch: larger products read memory twice,
+# smaller ones cost more calls.
+_WINDOW_NUMBERS = 1 << 22
 
-# A product of a matrix with fewer numbers than this takes less time than its call.
-TINY = 2048
+# The product of a matrix with fewer numbers takes less time than its call.
+_TINY_PRODUCT_NUMBERS = 2048
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How the windows of a convolution lie; pairs are (vertical, horizontal).
+    """The geometry of a convolution's windows; pairs are (vertical, horizontal).
 
     Attributes:
-        stride: from one window to the next.
+        stride: the step between windows.
         padding: rows and columns of zeros at each side of the input.
-        dilation: from one tap of a window to the next.
-        groups: into how many groups the channels are divided.
+        dilation: the step between the taps of a window.
+        groups: the number of groups of channels.
     """
 
     stride: tuple[int, int]
@@ -53,13 +53,13 @@ class Geometry:
 
 
 def to_weight(x: Tensor, dy: Tensor, shape: tuple[int, ...], geometry: Geometry) -> Tensor:
-    """The gradient of the weight.
+    """Computes the gradient of the weight.
 
     Args:
         x: the input, (N, C, H, W) float32.
         dy: the gradient of the output, (N, K, OH, OW) float32.
-        shape: of the weight: (K, C, KH, KW), or (G, K/G, C/G, KH, KW).
-        geometry: of the convolution.
+        shape: the shape of the weight: (K, C, KH, KW) or (G, K/G, C/G, KH, KW).
+        geometry: the geometry of the convolution.
 
     Returns:
         A float32 tensor of shape ``shape``.
@@ -69,7 +69,7 @@ def to_weight(x: Tensor, dy: Tensor, shape: tuple[int, ...], geometry: Geometry)
         windows = F.sliding_window(x, shape[-2:], geometry.padding, geometry.stride, geometry.dilation)
         return _one_product(dy, windows.transpose(1, 4, 5, 0, 2, 3), shape, geometry.groups).reshape(shape)
     images, channels = x.shape[:2]
-    step = max(1, _ROOM // (channels * shape[-2] * shape[-1] * dy.shape[2] * dy.shape[3]))
+    step = max(1, _WINDOW_NUMBERS // (channels * shape[-2] * shape[-1] * dy.shape[2] * dy.shape[3]))
     if step >= images:
         return _product(x, dy, shape, geometry).reshape(shape)
     total = _product(x[:step], dy[:step], shape, geometry)
@@ -79,7 +79,7 @@ def to_weight(x: Tensor, dy: Tensor, shape: tuple[int, ...], geometry: Geometry)
 
 
 def _product(x: Tensor, dy: Tensor, shape: tuple[int, ...], geometry: Geometry) -> Tensor:
-    """The gradient of the weight as (G, K/G, C/G * KH * KW)."""
+    """Computes the gradient of the weight as (G, K/G, C/G * KH * KW)."""
     high, wide = shape[-2:]
     images, filters, *places = dy.shape
     groups = geometry.groups
@@ -89,27 +89,27 @@ def _product(x: Tensor, dy: Tensor, shape: tuple[int, ...], geometry: Geometry) 
     area = places[0] * places[1]
     # A product for each image and group and their sum, or one over all images, for which the factors must be
     # brought into another order: it pays where the products outgrow their factors, or are tiny.
-    if area < filters // groups or math.prod(shape[-3:]) * area < TINY:
+    if area < filters // groups or math.prod(shape[-3:]) * area < _TINY_PRODUCT_NUMBERS:
         return _one_product(dy, windows.transpose(1, 2, 3, 0, 4, 5), shape, groups)
     rows = windows.reshape(images, groups, -1, area)
     return F.matmul(dy.reshape(images, groups, -1, area), rows, transpose_b=True).sum(axis=0)
 
 
 def _one_product(dy: Tensor, windows: Tensor, shape: tuple[int, ...], groups: int) -> Tensor:
-    """As `_product`, over all images and places at once; ``windows`` is (C, KH, KW, N, OH, OW)."""
+    """Computes `_product` by one product over all images; ``windows`` is (C, KH, KW, N, OH, OW)."""
     columns = windows.reshape(groups, math.prod(shape[-3:]), -1)
     filters = dy.transpose(1, 0, 2, 3).reshape(groups, shape[-4], -1)
     return F.matmul(filters, columns, transpose_b=True)
 
 
 def to_input(x: Tensor, weight: Tensor, dy: Tensor, geometry: Geometry) -> Tensor:
-    """The gradient of the input.
+    """Computes the gradient of the input.
 
     Args:
         x: the input, (N, C, H, W) float32; only its shape is read.
-        weight: (K, C, KH, KW), or (G, K/G, C/G, KH, KW), float32.
+        weight: the weight, (K, C, KH, KW) or (G, K/G, C/G, KH, KW), float32.
         dy: the gradient of the output, (N, K, OH, OW) float32.
-        geometry: of the convolution.
+        geometry: the geometry of the convolution.
 
     Returns:
         A float32 tensor of the shape of ``x``.

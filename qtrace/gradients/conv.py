@@ -16,20 +16,21 @@ from qtrace.gradients._kernels import Geometry, to_input, to_weight
 
 __all__ = ["conv2d", "plain"]
 
-# Below so many multiplications MegEngine's own gradient is done before ours has been called. With groups and
-# a stride, where MegEngine's two gradients are alike in speed, five times as many.
-LEAST_WORK = 200_000
+# With fewer multiplications MegEngine's own gradient is faster. The bound is five times as
+# high for convolutions with both groups and a stride.
+MIN_MULTIPLICATIONS = 200_000
 
-# Physical devices whose kernels were measured; CUDA has fast ones of its own.
+# Devices whose kernels were measured; CUDA's own kernels are fast.
 CPUS = ("cpu", "multithread")
 
 
 class _Conv2d(Function):
-    """One call of a convolution without bias; ``F.conv2d`` forward, ours backward."""
+    """One call of a convolution without bias; ``F.conv2d`` forward, qtrace's kernels backward."""
 
-    def __init__(self, geometry: Geometry, compute_mode: str, to_input: bool) -> None:
+    def __init__(self, geometry: Geometry, compute_mode: str, to_input: bool, to_weight: bool) -> None:
         super().__init__()
-        self.geometry, self.compute_mode, self.to_input = geometry, compute_mode, to_input
+        self.geometry, self.compute_mode = geometry, compute_mode
+        self.to_input, self.to_weight = to_input, to_weight
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         self.saved = (x, weight)
@@ -37,10 +38,10 @@ class _Conv2d(Function):
         mode = self.compute_mode
         return F.conv2d(x, weight, None, g.stride, g.padding, g.dilation, g.groups, compute_mode=mode)
 
-    def backward(self, dy: Tensor) -> tuple[Tensor | None, Tensor]:
+    def backward(self, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = self.saved
         dx = to_input(x, weight, dy, self.geometry) if self.to_input else None
-        return dx, to_weight(x, dy, weight._tuple_shape, self.geometry)
+        return dx, to_weight(x, dy, weight._tuple_shape, self.geometry) if self.to_weight else None
 
 
 def conv2d(
@@ -56,43 +57,46 @@ def conv2d(
 ) -> Tensor:
     """``megengine.functional.conv2d``: the same arguments, the same bits, and faster gradients on CPU.
 
-    The gradients differ from MegEngine's only by the order of summation. They are computed here where the
-    weight wants one, on a CPU, in float32, from 200,000 multiplications on (a million with both groups and
-    a stride); everywhere else this is ``F.conv2d`` itself. They work under ``jit.trace``. They have no
-    gradients themselves.
+    The gradients differ from MegEngine's only by the order of summation. They are used on a CPU, in float32,
+    from 200,000 multiplications on (a million with both groups and a stride), if the weight needs a gradient,
+    or if only the input of a convolution with groups and without a stride does; otherwise this is
+    ``F.conv2d`` itself. They work under ``jit.trace``. They have no gradients themselves.
 
     Args:
-        inp: (N, C, H, W).
-        weight: (K, C, KH, KW), or (G, K/G, C/G, KH, KW) with groups.
-        bias: broadcastable to the output, or None.
-        stride: from one window to the next.
-        padding: zeros at each side.
-        dilation: from one tap of a window to the next.
-        groups: into how many groups the channels are divided.
-        conv_mode: as in MegEngine.
-        compute_mode: as in MegEngine.
+        inp: the input, (N, C, H, W).
+        weight: the weight, (K, C, KH, KW), or (G, K/G, C/G, KH, KW) with groups.
+        bias: a tensor that broadcasts to the output, or None.
+        stride: the step between windows.
+        padding: rows and columns of zeros at each side.
+        dilation: the step between the taps of a window.
+        groups: the number of groups of channels.
+        conv_mode: the argument ``conv_mode`` of ``F.conv2d``.
+        compute_mode: the argument ``compute_mode`` of ``F.conv2d``.
 
     Returns:
         The output, (N, K, OH, OW).
     """
     geometry = Geometry(_pair(stride), _pair(padding), _pair(dilation), groups)
-    if not _ours(inp, weight, geometry):
+    if not _uses_own_gradients(inp, weight, geometry):
         return F.conv2d(inp, weight, bias, stride, padding, dilation, groups, conv_mode, compute_mode)
-    out = _Conv2d(geometry, compute_mode, get_grad_key((inp,)) is not None)(inp, weight)
+    wanted = (get_grad_key((value,)) is not None for value in (inp, weight))
+    out = _Conv2d(geometry, compute_mode, *wanted)(inp, weight)
     if bias is not None:
         out += bias
     return out
 
 
 def plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that ``function`` computes: MegEngine's for one with gradients of its own, else itself."""
+    """Returns ``F.conv2d`` for `conv2d`, and every other function as it is."""
     return F.conv2d if function is conv2d else function
 
 
-def _ours(x: Any, weight: Any, geometry: Geometry) -> bool:
-    """Whether the gradients are ours to compute."""
-    # The input's gradient alone is MegEngine's own in most cases, and no slower in the others than it was.
-    if get_grad_key((weight,)) is None or amp.enabled:
+def _uses_own_gradients(x: Any, weight: Any, geometry: Geometry) -> bool:
+    """Returns whether qtrace's kernels compute the gradients of the call."""
+    if amp.enabled or get_grad_key((x, weight)) is None:
+        return False
+    # The input's gradient alone is MegEngine's own except with groups and without a stride.
+    if get_grad_key((weight,)) is None and (geometry.groups == 1 or geometry.stride != (1, 1)):
         return False
     if x.dtype != np.float32 or weight.dtype != np.float32:
         return False
@@ -100,10 +104,11 @@ def _ours(x: Any, weight: Any, geometry: Geometry) -> bool:
         return False
     # One multiplication for each weight and place. Under jit.trace the shape is that of the first call.
     places = math.prod(x._tuple_shape) / (x._tuple_shape[1] * math.prod(geometry.stride))
-    least = LEAST_WORK if geometry.groups == 1 or geometry.stride == (1, 1) else 5 * LEAST_WORK
-    return bool(places * math.prod(weight._tuple_shape) >= least)
+    strided_groups = geometry.groups > 1 and geometry.stride != (1, 1)
+    minimum = (5 if strided_groups else 1) * MIN_MULTIPLICATIONS
+    return bool(places * math.prod(weight._tuple_shape) >= minimum)
 
 
 def _pair(value: Any) -> tuple[int, int]:
-    """An int or a pair as a pair."""
+    """Returns an int or a pair as a pair."""
     return (int(value[0]), int(value[1])) if isinstance(value, (tuple, list)) else (int(value), int(value))

@@ -18,7 +18,7 @@ __all__ = ["fast_gradients"]
 
 @contextmanager
 def fast_gradients(model: M.Module) -> Iterator[None]:
-    """Within the block, the ``Conv2d`` layers of ``model`` have the gradients of `conv2d`.
+    """Gives the ``Conv2d`` layers of ``model`` the gradients of `conv2d` within the block.
 
     For the training of float networks on CPU; prepared graphs need no block. What the layers compute stays
     the same. Layers with a ``calc_conv`` of their own, and calls of functions, are left as they are.
@@ -38,7 +38,7 @@ def fast_gradients(model: M.Module) -> Iterator[None]:
 
 
 def _calc_conv(layer: Any, inp: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What ``Conv2d.calc_conv`` does."""
+    """Replaces ``Conv2d.calc_conv``: the same computation by `conv2d`."""
     padding = layer.padding
     if layer.padding_mode != "zeros":
         inp, padding = F.nn.pad(inp, layer.get_pad_witdth(), layer.padding_mode), 0

@@ -2,41 +2,72 @@
 
 from __future__ import annotations
 
-from qtrace.graph.edit import GraphEditor, add_submodule, delete_attribute, set_parameter
+from qtrace.graph.builder import GraphBuilder
+from qtrace.graph.composites import compose
+from qtrace.graph.dot import dot
+from qtrace.graph.edit import GraphEditor
 from qtrace.graph.files.serialize import load, save
+from qtrace.graph.find import find
 from qtrace.graph.flatten import flatten
-from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.function_rule import AnyNumber, function_rule
+from qtrace.graph.interpreter import Interpreter, locate_failure
 from qtrace.graph.lint import LintProblem, check, lint
+from qtrace.graph.module_tree import add_submodule, delete_attribute, set_parameter
+from qtrace.graph.msc import MSCGraph, MSCNode, MSCTensor, from_msc
+from qtrace.graph.parts import Composition, split
+from qtrace.graph.passes import FoldConstants, MergeCommonSubexpressions, RemoveDeadCode, run_passes
 from qtrace.graph.pattern import Anything, Const, Mismatch, Op, Param, PatternMatch, match
+from qtrace.graph.propagate import propagate_shapes, set_input_shapes
 from qtrace.graph.rewrite import RewriteRule, RuleResult, apply_rules
 from qtrace.graph.table import format_table, table
 from qtrace.graph.tracing.trace import trace
+from qtrace.graph.transformer import Transformer
 from qtrace.graph.walk import exprs, users
 
 __all__ = [
+    "AnyNumber",
     "Anything",
+    "Composition",
     "Const",
+    "FoldConstants",
+    "GraphBuilder",
     "GraphEditor",
     "Interpreter",
     "LintProblem",
+    "MSCGraph",
+    "MSCNode",
+    "MSCTensor",
+    "MergeCommonSubexpressions",
     "Mismatch",
     "Op",
     "Param",
     "PatternMatch",
+    "RemoveDeadCode",
     "RewriteRule",
     "RuleResult",
+    "Transformer",
     "add_submodule",
     "apply_rules",
     "check",
+    "compose",
     "delete_attribute",
+    "dot",
     "exprs",
+    "find",
     "flatten",
     "format_table",
+    "from_msc",
+    "function_rule",
     "lint",
     "load",
+    "locate_failure",
     "match",
+    "propagate_shapes",
+    "run_passes",
     "save",
+    "set_input_shapes",
     "set_parameter",
+    "split",
     "table",
     "trace",
     "users",

@@ -8,22 +8,21 @@ None ("unknown"): exporters refuse such a node, while a shape of another call wo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import megengine as mge
 import numpy as np
-from megengine.core._imperative_rt.core2 import Tensor as RawTensor
 from megengine.traced_module import TracedModule
 from megengine.traced_module.expr import Apply, CallFunction, CallMethod, Constant, Expr, GetAttr, Input
 from megengine.traced_module.node import Node, TensorNode
 
+from qtrace.graph.engine import quiet_engine
 from qtrace.graph.interpreter import interpret
-from qtrace.graph.walk import get_module, reads_shape
+from qtrace.graph.walk import get_module, reads_shape, updates_inputs
 
-__all__ = ["Call", "needs_own_shapes", "record_shapes"]
+__all__ = ["Call", "needs_own_shapes", "record_shapes", "zeros_show_shapes"]
 
 # Ops whose number of results depends on the values of their inputs.
 _SIZED_BY_VALUES = {"cond_take", "nms", "non_zero", "CondTake", "NMSKeep", "NonZero"}
@@ -92,27 +91,12 @@ def record_shapes(traced: TracedModule, calls: Sequence[Call]) -> None:
     """
     if not calls:
         return
-    with _quiet_engine(traced):
+    with quiet_engine(traced):
         for call in calls:
             _ZeroRun(traced, traced.graph._exprs[call.start : call.stop]).run()
             for node, recorded in zip(call.outputs, call.recorded, strict=True):
                 if isinstance(node, TensorNode) and isinstance(recorded, TensorNode):
                     node._shape, node._dtype = recorded._shape, recorded._dtype
-
-
-@contextmanager
-def _quiet_engine(traced: TracedModule) -> Iterator[None]:
-    """Makes kernels raise their errors at once, and keeps modules from updating their statistics."""
-    training = [m for m in traced.modules() if m.training]
-    level, mge.config.async_level = mge.config.async_level, 0
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        mge.config.async_level = level
-        for module in training:
-            module.training = True
 
 
 class _ZeroRun:
@@ -153,7 +137,8 @@ class _ZeroRun:
         if any(value is None for value in inputs):
             return unknown
         known = [value for value in inputs if value is not None]
-        if not _shows_shapes(expr, known):
+        zeros = [value.value for value in known if not value.exact]
+        if updates_inputs(expr) or not zeros_show_shapes(expr, zeros):
             return unknown
         try:
             results = interpret(expr, [value.value for value in known]) or ()
@@ -208,17 +193,19 @@ def _zeros(shape: tuple[int, ...], dtype: Any) -> mge.Tensor:
     return mge.Tensor(np.zeros(shape, np.float32)).astype(dtype)
 
 
-def _shows_shapes(expr: Expr, inputs: Sequence[_KnownValue]) -> bool:
-    """Returns whether zeros for the activations give the results of ``expr`` their true shapes."""
+def zeros_show_shapes(expr: Expr, zeros: Sequence[Any]) -> bool:
+    """Returns whether zeros in the place of the activations give the results of ``expr`` their true shapes.
+
+    Args:
+        expr: a call.
+        zeros: the activations that ``expr`` reads: Tensors, or other objects with a dtype.
+    """
     name = _name(expr)
-    if _updates_inputs(expr):
-        return False
-    zeros = [value for value in inputs if not value.exact]
     if name in _SIZED_BY_VALUES and zeros:
         return False
     if name in _ELEMENTWISE or _is_operator(expr):
         return True
-    return reads_shape(expr) or not any(_holds_integers(value.value) for value in zeros)
+    return reads_shape(expr) or not any(_holds_integers(value) for value in zeros)
 
 
 def _name(expr: Expr) -> str:
@@ -229,20 +216,13 @@ def _name(expr: Expr) -> str:
     return str(expr.method) if isinstance(expr, CallMethod) else ""
 
 
-def _updates_inputs(expr: Expr) -> bool:
-    """Returns whether ``expr`` is a BatchNorm in training, which writes into its running statistics."""
-    if isinstance(expr, CallFunction) and expr.func.__name__ in ("batch_norm", "sync_batch_norm"):
-        return bool(expr.kwargs.get("training", False))
-    return isinstance(expr, Apply) and str(getattr(expr.opdef, "fwd_mode", "")).endswith("TRAINING")
-
-
 def _is_operator(expr: Expr) -> bool:
     """Returns whether ``expr`` is an operator of Python between values, such as ``x < y``."""
     return isinstance(expr, CallMethod) and expr.method.startswith("__") and expr.method not in _NO_OPERATORS
 
 
 def _holds_integers(value: Any) -> bool:
-    return isinstance(value, RawTensor) and np.dtype(value.dtype).kind in "iub"
+    return hasattr(value, "dtype") and np.dtype(value.dtype).kind in "iub"
 
 
 def _is_integer(node: Node) -> bool:

@@ -6,41 +6,53 @@ zeros (an observer would record them) and re-index the whole graph at each inser
 
 from __future__ import annotations
 
-import functools
-import inspect
+import copy
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
+from megengine import Tensor
 from megengine.module import Module
 from megengine.traced_module import TracedModule
 from megengine.traced_module.expr import CallFunction, CallMethod, Expr, GetAttr, Input
 from megengine.traced_module.node import ModuleNode, Node, TensorNode
-from megengine.traced_module.pytree import tree_flatten
+from megengine.traced_module.pytree import TreeDef
 from megengine.traced_module.traced_module import _is_builtin_name
 from megengine.traced_module.utils import _convert_kwargs_to_args
 
 from qtrace.errors import GraphError
-from qtrace.graph.source_lines import copy_line
+from qtrace.graph.arguments import argument_spec, set_arguments, signature
+from qtrace.graph.endpoints import EndpointEdits
+from qtrace.graph.finish import write_order
+from qtrace.graph.inference import TensorType, TypeInference, recorded_type
+from qtrace.graph.renewal import renew_behind, same_type, type_of_value, write_type
+from qtrace.graph.snapshot import Snapshot
+from qtrace.graph.source_lines import copy_line, name_with_line
+from qtrace.graph.walk import op_label
 
-__all__ = [
-    "GraphEditor",
-    "add_submodule",
-    "delete_attribute",
-    "exchange_function",
-    "finish",
-    "set_parameter",
-]
+__all__ = ["RECORD_ATTRIBUTE", "GraphEditor"]
+
+# The attribute in which a prepared or converted module carries its quantization record.
+RECORD_ATTRIBUTE = "qtrace_record"
 
 
-class GraphEditor:
+class GraphEditor(EndpointEdits):
     """Collects edits of a flat ``TracedModule`` and writes them when the ``with`` block ends.
 
-    An exception inside of the block restores the graph.
-
     New exprs are placed after the expr named by ``after`` (in the order of the calls). Users are rewired at
-    once. The end of the block rebuilds the expr list, drops dead exprs and renews ids.
+    once. The end of the block rebuilds the expr list, drops dead exprs and renews ids. It also renews the
+    shapes and dtypes behind the edits, attributes of layers included (``traced.conv.stride = 2``).
+
+    An exception inside of the block, and an edit after which an op cannot run, restore the graph and the
+    attributes of its modules. Values that were written into a Tensor stay.
+
+    The graph of a prepared or converted module is not edited, since its record of quantized sites would not
+    fit it any more. Its parameters may be set.
+
+    Args:
+        traced: a flat traced module.
+        renews_record: whether the caller renews the record of a prepared or converted module.
 
     Example:
         >>> with GraphEditor(traced) as ed:
@@ -48,32 +60,39 @@ class GraphEditor:
         ...     ed.replace_uses(node, new)
     """
 
-    def __init__(self, traced: TracedModule) -> None:
-        self.traced = traced
-        self.graph = traced.graph
+    def __init__(self, traced: TracedModule, renews_record: bool = False) -> None:
+        super().__init__(traced)
+        self._may_edit = renews_record or getattr(traced, RECORD_ATTRIBUTE, None) is None
         self._after: dict[Expr, list[Expr]] = {}
         self._front: list[Expr] = []
         self._removed: set[Expr] = set()
         self._attrs: dict[str, Node] = {}
         self._in_front: set[Expr] = set()
         self._suffix: dict[str, int] = {}
+        self._before: Snapshot | None = None
+        self._inference: TypeInference | None = None
+        self._changed: frozenset[Module] = frozenset()
+        self._retyped = False
+        self._edited: set[Expr] = set()
+        self._rewired: dict[Expr, list[tuple[Node, TensorType | None]]] = {}
         for expr in self.graph._exprs:
             if isinstance(expr, GetAttr) and expr.inputs[0] is self.graph._inputs[0]:
                 self._attrs.setdefault(expr.name, expr.outputs[0])
 
     def __enter__(self) -> GraphEditor:
-        self._before = _Snapshot(self.graph)
+        self._before = Snapshot(self.traced)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        assert self._before is not None
         if kind is not None:
             self._before.restore()
             return
         try:
             self.commit()
-        except GraphError:
+        except BaseException:
             self._before.restore()
             raise
 
@@ -114,49 +133,135 @@ class GraphEditor:
         func: Callable[..., Any],
         *args: Any,
         after: Expr,
-        like: TensorNode,
+        like: TensorNode | None = None,
         name: str | None = None,
         **kwargs: Any,
-    ) -> TensorNode:
-        """Adds ``func(*args, **kwargs)`` after ``after``; its one output has shape and dtype of ``like``."""
+    ) -> Any:
+        """Adds ``func(*args, **kwargs)`` after the expr ``after``.
+
+        Args:
+            func: a function of MegEngine's, or one that its tracer knows.
+            *args: nodes and constants.
+            after: the expr behind which the call stands.
+            like: a node with the shape and dtype of the one result; None infers them from the arguments.
+            name: the name of the result; a suffix is added to one that is taken.
+            **kwargs: nodes and constants.
+
+        Returns:
+            The node of the result, or the tuple or list of nodes that the function returns.
+
+        Raises:
+            GraphError: when the function does not take these arguments, or cannot run on their shapes.
+        """
         expr = CallFunction(func)
-        args, kwargs = _convert_kwargs_to_args(_argspec(func), args, kwargs)
-        self._set_arguments(expr, args, kwargs)
+        try:
+            args, kwargs = _convert_kwargs_to_args(argument_spec(func), args, kwargs)
+        except (TypeError, ValueError, AssertionError) as error:
+            raise GraphError(f"{op_label(expr)} does not take these arguments: {error}.") from error
+        set_arguments(expr, args, kwargs)
         return self._place(expr, after, like, name or f"{func.__name__}_out", f"[func_{func.__name__}]")
 
     def call_module(
-        self, path: str, *args: Any, after: Expr, like: TensorNode, name: str | None = None
-    ) -> TensorNode:
-        """Adds a call of the submodule at ``path`` after ``after``; its output is shaped as ``like``."""
+        self, path: str, *args: Any, after: Expr, like: TensorNode | None = None, name: str | None = None
+    ) -> Any:
+        """Adds a call of the submodule at ``path`` after ``after``; the rest is as for `call_function`.
+
+        Raises:
+            GraphError: when there is no such module, or it cannot run on the shapes of the arguments.
+        """
         callee = self.get_attr(path)
         expr = CallMethod(callee)
-        callee.users.remove(expr)  # `_set_arguments` adds it again
-        self._set_arguments(expr, (callee, *args), {})
+        callee.users.remove(expr)  # `set_arguments` adds it again
+        set_arguments(expr, (callee, *args), {})
         return self._place(expr, after, like, name or f"{path.replace('.', '_')}_out", f"{path}.[out]")
 
-    @staticmethod
-    def _set_arguments(expr: Expr, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves, expr.arg_def = tree_flatten((tuple(args), kwargs))
-        expr.inputs, expr.const_val = [], []
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, Node):
-                expr.inputs.append(leaf)
-                leaf.users.append(expr)
-            else:
-                expr.const_val.append((index, leaf))
+    def call_method(
+        self,
+        method: str,
+        x: TensorNode,
+        *args: Any,
+        after: Expr,
+        like: TensorNode | None = None,
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Adds ``x.method(*args, **kwargs)`` after ``after``; the rest is as for `call_function`.
 
-    def _place(self, expr: Expr, after: Expr, like: TensorNode, name: str, qualname: str) -> TensorNode:
-        node = TensorNode(expr, "", f"{self.graph._qualname}.{qualname}", like.shape, like.dtype)
-        node._device = like.device
-        expr.return_val = node
+        Raises:
+            GraphError: when a Tensor has no such method, or it cannot run on the shapes of the arguments.
+        """
+        if not callable(getattr(Tensor, method, None)):
+            raise GraphError(f"a Tensor has no method {method!r}.")
+        expr = CallMethod(x, method)
+        x.users.remove(expr)  # `set_arguments` adds it again
+        set_arguments(expr, (x, *args), kwargs)
+        return self._place(expr, after, like, name or f"{method.strip('_')}_out", f"[method_{method}]")
+
+    def copy_expr(self, source: Expr, inputs: Sequence[Node], after: Expr) -> list[TensorNode]:
+        """Adds a copy of ``source``, an expr of another graph, that reads ``inputs``; returns its outputs."""
+        expr = copy.copy(source)
+        expr.inputs, expr.const_val = list(inputs), copy.copy(source.const_val)
+        for node in inputs:
+            node.users.append(expr)
+        expr.outputs = [copy.copy(node) for node in source.outputs]
+        for node in expr.outputs:
+            node.expr, node.users, node.actual_node = expr, [], []
+            node._qualname = f"{self.graph._qualname}.[{node._name}]"
+            node._name = self._unique(node._name, node)
         copy_line(after, expr)
-        node._name = self._unique(name, node)
+        self._insert(expr, after)
+        return list(expr.outputs)
+
+    def _place(self, expr: Expr, after: Expr, like: TensorNode | None, name: str, qualname: str) -> Any:
+        copy_line(after, expr)
+        kinds, structure = self._infer(expr, name) if like is None else ([recorded_type(like)], None)
+        nodes: list[TensorNode] = []
+        for kind in kinds:
+            node = TensorNode(expr, "", f"{self.graph._qualname}.{qualname}")
+            node._device = Tensor(0.0).device if like is None else like.device
+            write_type(node, kind)
+            node._name = self._unique(name, node)
+            nodes.append(node)
+        expr.return_val = nodes[0] if structure is None else structure.unflatten(nodes)
+        self._insert(expr, after)
+        return expr.return_val
+
+    def _infer(self, expr: Expr, name: str) -> tuple[list[TensorType | None], TreeDef | None]:
+        """Returns the types of the results of a new expr, and their structure."""
+        inference = self._current_inference()
+        try:
+            values, structure = inference.call(expr, [inference.value(node) for node in expr.inputs])
+            kinds = [type_of_value(value) for value in values or ()]
+            if not kinds or None in kinds:
+                raise GraphError(
+                    f"{name}: the shape that {op_label(expr)} gives depends on values, so the edit must say "
+                    "it: name a node of this shape in `like`."
+                )
+        except GraphError:
+            for node in expr.inputs:
+                node.users = [user for user in node.users if user is not expr]
+            raise
+        return kinds, structure
+
+    def _current_inference(self) -> TypeInference:
+        """Returns an inference that sees the edits so far; it is kept until one changes a recorded type."""
+        changed = frozenset() if self._before is None else self._before.changed_modules()
+        if self._inference is None or changed != self._changed:
+            anew = bool(changed) or self._retyped
+            self._inference, self._changed = TypeInference(self.traced, anew), changed
+        return self._inference
+
+    def _retype(self) -> None:
+        """Notes that an edit may have changed types that nodes record until the edits are written."""
+        self._retyped, self._inference = True, None
+
+    def _insert(self, expr: Expr, after: Expr) -> None:
+        self._edited.add(expr)
         if isinstance(after, Input) or after in self._in_front:
             self._front.append(expr)
             self._in_front.add(expr)
         else:
             self._after.setdefault(after, []).append(expr)
-        return node
 
     def _unique(self, name: str, node: Node) -> str:
         # MegEngine's own search starts at suffix 1 each time: quadratic for a thousand equal names.
@@ -183,8 +288,16 @@ class GraphEditor:
             new: the node to read; its own expr is never rewired.
             users: the exprs to rewire; None for all users of ``old``.
             outputs: whether graph outputs are replaced too (only when ``users`` is None).
+
+        Raises:
+            GraphError: when one of both is no node.
         """
+        for node in (old, new):
+            if not isinstance(node, Node):
+                raise GraphError(f"replace_uses takes two nodes of the graph, not {type(node).__name__}.")
         chosen = None if users is None else set(users)
+        if not same_type(recorded_type(old), recorded_type(new)) or self._retyped:
+            self._retype()
         remaining: list[Expr] = []
         moved: dict[Expr, None] = {}  # each once, in order
         for expr in old.users:
@@ -196,6 +309,7 @@ class GraphEditor:
         old.users = remaining
         for expr in moved:
             expr.inputs = [new if n is old else n for n in expr.inputs]
+            self._rewired.setdefault(expr, []).append((new, recorded_type(old)))
         if users is None and outputs:
             self.graph._outputs[:] = [new if n is old else n for n in self.graph._outputs]
 
@@ -215,24 +329,53 @@ class GraphEditor:
         names[node._name] = node
 
     def set_argument(self, expr: CallFunction, name: str, value: Any) -> None:
-        """Sets one argument of a function call by its parameter name."""
+        """Sets one argument of a function call by its parameter name.
+
+        Raises:
+            GraphError: when ``expr`` calls no function, or its function has no such argument.
+        """
+        label = op_label(expr)
+        if not isinstance(expr, CallFunction):
+            raise GraphError(
+                f"{name_with_line(expr, label)} calls no function: for a layer set the attribute of its "
+                "module, and replace the call of a method by one of a function."
+            )
+        parameters = signature(expr.func).parameters
+        if name not in parameters:
+            raise GraphError(
+                f"{name_with_line(expr, label)} has no argument {name!r}; it takes {', '.join(parameters)}."
+            )
         bound = signature(expr.func).bind(*expr.args, **expr.kwargs)
         bound.apply_defaults()
         bound.arguments[name] = value
         for node in expr.inputs:
             node.users = [u for u in node.users if u is not expr]
-        self._set_arguments(expr, bound.args, bound.kwargs)
+        set_arguments(expr, bound.args, bound.kwargs)
+        self._edited.add(expr)
+        self._retype()
 
     def remove(self, expr: Expr) -> None:
         """Drops ``expr``, whose outputs must be unused when the edits are written."""
         self._removed.add(expr)
 
+    def _check_record(self) -> None:
+        before = self._before
+        changed = bool(self._edited or self._rewired or self._removed)
+        changed = changed or (before is not None and before.has_other_endpoints())
+        if changed and not self._may_edit:
+            raise GraphError(
+                f"{self.graph._name} is prepared or converted, and its record of quantized sites would not "
+                "fit the edited graph: edit the float module and prepare that."
+            )
+
     def commit(self) -> None:
-        """Writes the collected edits.
+        """Writes the collected edits, and renews the shapes and dtypes behind them.
 
         Raises:
-            GraphError: when an expr was removed whose output is still used.
+            GraphError: when an expr was removed whose output is still used, or an op cannot run.
         """
+        self._check_record()
+        edited = self._edited | (set() if self._before is None else self._before.changed_calls())
         order: list[Expr] = []
         for start in (*self._front, *(e for e in self.graph._exprs if e not in self._in_front)):
             stack = [start]
@@ -242,132 +385,5 @@ class GraphEditor:
                 stack.extend(reversed(self._after.pop(expr, ())))
         if self._after:
             raise GraphError("an edit was placed behind an expr that is not in this graph.")
-        self._check_order(order)
-        self.graph._exprs = [e for e in order if e not in self._removed]
-        for expr in order:
-            if expr in self._removed:
-                self._unlink(expr)
-        finish(self.traced)
-
-    def _check_order(self, order: list[Expr]) -> None:
-        """Refuses a node that is read before it is produced: dropping dead exprs would lose its producer."""
-        unproduced = {n for e in order for n in e.outputs}
-        for expr in order:
-            node = next((n for n in expr.inputs if n in unproduced), None)
-            if node is not None and expr not in self._removed:
-                raise GraphError(f"{expr} reads {node._name}, which is produced later: move it up.")
-            unproduced.difference_update(n for n in expr.outputs)
-
-    def _unlink(self, expr: Expr) -> None:
-        outputs = set(self.graph._outputs)
-        for node in expr.outputs:
-            readers = [u for u in node.users if u not in self._removed]
-            if readers or node in outputs:
-                raise GraphError(
-                    f"{node._name} cannot be removed: it is still used by {readers or 'the outputs'}."
-                )
-            self.graph._namespace.unassociate_name_with_obj(node)
-        for node in expr.inputs:
-            node.users = [u for u in node.users if u is not expr]
-
-
-class _Snapshot:
-    """A copy of all that an editor changes before it commits: users, inputs, arguments, outputs, names."""
-
-    def __init__(self, graph: Any) -> None:
-        self.graph = graph
-        self.outputs = list(graph._outputs)
-        self.names = dict(graph._namespace._used_names)
-        self.order = list(graph._exprs)
-        self.exprs = [(e, list(e.inputs), e.const_val, e.arg_def) for e in graph._exprs]
-        nodes = [*graph._inputs, *(n for e in graph._exprs for n in e.outputs)]
-        self.nodes = [(n, list(n.users), n._name, n._qualname) for n in nodes]
-
-    def restore(self) -> None:
-        """Restores the graph, its exprs and its nodes."""
-        self.graph._outputs[:] = self.outputs
-        self.graph._namespace._used_names = self.names
-        self.graph._exprs = self.order
-        for expr, inputs, const_val, arg_def in self.exprs:
-            expr.inputs, expr.const_val, expr.arg_def = inputs, const_val, arg_def
-        for node, users, name, qualname in self.nodes:
-            node.users, node._name, node._qualname = users, name, qualname
-
-
-@functools.lru_cache(maxsize=256)
-def signature(func: Callable[..., Any]) -> inspect.Signature:
-    """Returns the cached signature of a MegEngine function, which `inspect` takes a millisecond to find."""
-    return inspect.signature(inspect.unwrap(func))
-
-
-@functools.lru_cache(maxsize=256)
-def _argspec(func: Callable[..., Any]) -> inspect.FullArgSpec:
-    return inspect.getfullargspec(inspect.unwrap(func))
-
-
-def finish(traced: TracedModule) -> None:
-    """Drops dead exprs and renews users, back references and ids, in time linear in the exprs."""
-    graph = traced.graph
-    live = set(graph._outputs)
-    live_exprs: list[Expr] = []
-    for expr in reversed(graph._exprs):
-        if expr._disable_remove or not expr.outputs or any(n in live for n in expr.outputs):
-            live_exprs.append(expr)
-            live.update(n for n in expr.inputs)
-        else:
-            for node in expr.outputs:
-                graph._namespace.used_names[node._name] = None
-    live_exprs.reverse()
-    graph._exprs = live_exprs
-    users: dict[Node, list[Expr]] = {}
-    for expr in live_exprs:
-        for node in expr.inputs:
-            users.setdefault(node, []).append(expr)
-    for node in (*graph._inputs, *(n for e in live_exprs for n in e.outputs)):
-        node.users = users.get(node, [])
-    traced._update_ref()
-    graph._reset_ids()
-
-
-def exchange_function(traced: TracedModule, old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    """Replaces the function ``old`` by ``new``, which takes the same arguments, in every call."""
-    for expr in traced.graph._exprs:
-        if isinstance(expr, CallFunction) and expr.func is old:
-            expr.func = new
-
-
-def add_submodule(traced: TracedModule, path: str, module: Module) -> None:
-    """Adds ``module`` at the dotted ``path``; the parent must exist and the name must be free.
-
-    Raises:
-        GraphError: when the name is used already or the parent is missing.
-    """
-    parent, name = _parent(traced, path)
-    if getattr(parent, name, None) is not None:
-        raise GraphError(f"the module has an attribute {path!r} already: choose another name.")
-    setattr(parent, name, module)
-
-
-def set_parameter(traced: TracedModule, path: str, value: Any) -> None:
-    """Sets the attribute at the dotted ``path`` to a Parameter, a Tensor or None."""
-    parent, name = _parent(traced, path)
-    setattr(parent, name, value)
-
-
-def delete_attribute(traced: TracedModule, path: str) -> None:
-    """Deletes the submodule or tensor at the dotted ``path``, and the parents that are empty afterwards."""
-    parent, name = _parent(traced, path)
-    delattr(parent, name)
-    parent_path = path.rpartition(".")[0]
-    if parent_path and not any(True for _ in parent._flatten(recursive=False)):
-        delete_attribute(traced, parent_path)
-
-
-def _parent(traced: TracedModule, path: str) -> tuple[Module, str]:
-    *parts, name = path.split(".")
-    parent: Any = traced
-    for part in parts:
-        parent = getattr(parent, part, None)
-        if not isinstance(parent, Module):
-            raise GraphError(f"the module has no submodule {part!r} on the way to {path!r}.")
-    return parent, name
+        write_order(self.traced, order, self._removed)
+        renew_behind(self.traced, edited, self._rewired)

@@ -10,13 +10,13 @@ import copy
 from typing import Any
 
 from megengine.traced_module import TracedModule
-from megengine.traced_module.expr import CallMethod, Constant, Expr, GetAttr, is_call_module
+from megengine.traced_module.expr import Constant, Expr, GetAttr
 from megengine.traced_module.node import Node, TensorNode
 from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.graph._shapes import Call, needs_own_shapes, record_shapes
-from qtrace.graph.edit import finish
-from qtrace.graph.walk import get_module
+from qtrace.graph.finish import finish
+from qtrace.graph.walk import called_graph, get_module
 
 __all__ = ["flatten"]
 
@@ -146,12 +146,8 @@ class _Emitter:
     @staticmethod
     def _inner_graph(expr: Expr, objects: dict[Node, Any]) -> InternalGraph | None:
         """Returns the source's graph to inline at ``expr``, since the copied tree has no graphs."""
-        if not (isinstance(expr, CallMethod) and is_call_module(expr)):
-            return None
-        source = expr.inputs[0].owner
-        if isinstance(source, TracedModule) and not source.is_qat and expr.inputs[0] in objects:
-            return source.argdef_graph_map[expr.arg_def]
-        return None
+        graph = called_graph(expr)
+        return graph if graph is not None and expr.inputs[0] in objects else None
 
     def attr(self, node: Node, path: str) -> Node:
         """Returns the node of the flat graph for the attribute at ``path``; there is one per path."""

@@ -17,11 +17,18 @@ from megengine.traced_module.traced_module import InternalGraph
 from megengine.traced_module.utils import _convert_kwargs_to_args
 
 from qtrace.errors import GraphError
+from qtrace.fakequant.base import FakeQuant
+from qtrace.fakequant.following.bias import BiasQuant
+from qtrace.graph.engine import quiet_engine
+from qtrace.graph.op_failure import describe_failure
+from qtrace.graph.walk import called_graph, owner, updates_inputs
 
-__all__ = ["Interpreter", "interpret", "last_uses"]
+__all__ = ["IN_PLACE", "Interpreter", "interpret", "last_uses", "locate_failure"]
 
+# What MegEngine raises where an op does not take its inputs.
+_ENGINE_ERRORS = (AssertionError, RuntimeError, TypeError, ValueError)
 _ARITHMETIC = "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor"
-_IN_PLACE = {f"__i{name}__": f"__{name}__" for name in _ARITHMETIC.split()}
+IN_PLACE = {f"__i{name}__": f"__{name}__" for name in _ARITHMETIC.split()}
 
 
 class Interpreter:
@@ -71,12 +78,20 @@ class Interpreter:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph on the arguments of the module's forward, and returns the result of forward.
 
+        The message of an error of MegEngine's has the node of the op that failed and its source line.
+
         Raises:
             GraphError: when the arguments do not have the structure that was traced.
         """
         arg_def, inputs = self.bind(args, kwargs)
         graph = self.traced.argdef_graph_map[arg_def]
-        values = self._execute(graph, inputs, None)
+        try:
+            values = self._execute(graph, inputs, None)
+        except _ENGINE_ERRORS as error:
+            problem = locate_failure(self.traced, *args, **kwargs)
+            if problem:
+                error.args = (problem,)
+            raise
         outputs = [values[node] for node in graph._outputs]
         return self.traced.argdef_outdef_map[arg_def].unflatten(outputs)
 
@@ -156,12 +171,63 @@ def interpret(expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
     """
     if not isinstance(expr, CallMethod) or not isinstance(inputs[0], RawTensor):
         return expr.interpret(*inputs)
-    if expr.method in _IN_PLACE:
+    if expr.method in IN_PLACE:
         (first, *others), kwargs = expr.unflatten_args(inputs)
-        return (getattr(first, _IN_PLACE[expr.method])(*others, **kwargs),)
+        return (getattr(first, IN_PLACE[expr.method])(*others, **kwargs),)
     if expr.method == "__setitem__":
         return expr.interpret(F.copy(inputs[0]), *inputs[1:])
     return expr.interpret(*inputs)
+
+
+def locate_failure(traced: TracedModule, *args: Any, **kwargs: Any) -> str:
+    """Runs ``traced`` op by op; returns a sentence about the first op that fails, "" if none does.
+
+    MegEngine reports an error of a kernel some ops later; here one op is computed at a time. Modules do not
+    update their statistics.
+
+    Args:
+        traced: a traced module, flat or hierarchical.
+        *args: arguments of its forward, with Tensors.
+        **kwargs: keyword arguments of its forward.
+
+    Raises:
+        GraphError: when the arguments do not have the structure that was traced.
+    """
+    run = _OneByOne(traced)
+    arg_def, inputs = run.bind(args, kwargs)
+    with quiet_engine(traced):
+        try:
+            run.run_all(traced.argdef_graph_map[arg_def], inputs)
+        except _OpFailure as failure:
+            return str(failure)
+    return ""
+
+
+class _OpFailure(Exception):
+    """An op of the graph failed; the message describes it."""
+
+
+class _OneByOne(Interpreter):
+    """Runs a graph and the graphs of its submodules; an op that fails is a `_OpFailure`."""
+
+    def run_all(self, graph: InternalGraph, inputs: list[Any]) -> list[Any]:
+        """Runs ``graph`` and returns the values of its outputs."""
+        values = self._execute(graph, inputs, None)
+        return [values[node] for node in graph._outputs]
+
+    def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
+        """Computes ``expr``; a fake quant passes its input, since it may collect statistics."""
+        graph = called_graph(expr)
+        if graph is not None:
+            return self.run_all(graph, list(inputs))
+        if isinstance(owner(expr), (FakeQuant, BiasQuant)):
+            return (inputs[1],)
+        if updates_inputs(expr):
+            inputs = [F.copy(v) if isinstance(v, RawTensor) else v for v in inputs]
+        try:
+            return interpret(expr, inputs)
+        except _ENGINE_ERRORS as error:
+            raise _OpFailure(describe_failure(expr, inputs, error)) from error
 
 
 def _signature(arg_def: TreeDef) -> str:

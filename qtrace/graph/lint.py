@@ -1,8 +1,9 @@
 """Lint: finds problems of a traced graph by reading it, without running the model.
 
-A *fault* makes the graph compute something else or fail: a node that is read before it is produced, a wrong
-list of users. A *leftover* only costs memory: a dead expr, a module that no expr reaches. A user's own model
-may have leftovers (a head that its forward does not return), so ``check`` allows them.
+A *fault* makes the graph compute something else or fail, or makes an export wrong: a node that is read before
+it is produced, a wrong list of users, a recorded shape that is not true any more. A *leftover* only costs
+memory: a dead expr, a module that no expr reaches. A user's own model may have leftovers (a head that its
+forward does not return), so ``check`` allows them.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from typing import Any
 from megengine.core._imperative_rt.core2 import Tensor as RawTensor
 from megengine.module import Module
 from megengine.traced_module import TracedModule
-from megengine.traced_module.expr import CallMethod, Constant, Expr, GetAttr, is_call_module
+from megengine.traced_module.expr import CallFunction, CallMethod, Constant, Expr, GetAttr, is_call_module
 from megengine.traced_module.node import ModuleNode, Node, TensorNode
-from megengine.traced_module.pytree import TreeDef
+from megengine.traced_module.pytree import TreeDef, _is_leaf
 from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.errors import GraphError
+from qtrace.graph.arguments import signature
+from qtrace.graph.renewal import find_false_types
 from qtrace.graph.walk import op_label
+from qtrace.process.thread import on_engine_thread
 
 __all__ = ["LEFTOVERS", "LintProblem", "check", "lint"]
 
@@ -50,17 +54,18 @@ class LintProblem:
         return f"{self.where}: {self.message} [{self.code}]"
 
 
-def check(traced: TracedModule, leftovers: bool = False) -> None:
+def check(traced: TracedModule, leftovers: bool = False, types: bool = True) -> None:
     """Raises an error if ``traced`` has a fault.
 
     Args:
         traced: a traced module, flat or hierarchical.
         leftovers: whether dead exprs and stale modules are errors too.
+        types: whether to infer shapes and dtypes, and compare them with the recorded ones.
 
     Raises:
         GraphError: with the first few problems.
     """
-    problems = [p for p in lint(traced) if leftovers or p.code not in LEFTOVERS]
+    problems = [p for p in lint(traced, types) if leftovers or p.code not in LEFTOVERS]
     if not problems:
         return
     lines = [f"the graph has {len(problems)} problem{'s' if len(problems) > 1 else ''}:"]
@@ -72,11 +77,14 @@ def check(traced: TracedModule, leftovers: bool = False) -> None:
     raise GraphError("\n".join(lines))
 
 
-def lint(traced: TracedModule) -> list[LintProblem]:
+@on_engine_thread
+def lint(traced: TracedModule, types: bool = True) -> list[LintProblem]:
     """Finds the problems of the graph of ``traced``, of the graphs it calls, and leftovers in the tree.
 
     Args:
         traced: a traced module, flat or hierarchical; it is not changed and not run.
+        types: whether to infer shapes and dtypes, and compare them with the recorded ones. A graph with
+            another fault is not inferred.
 
     Returns:
         The problems in graph order; an empty list when there are none.
@@ -96,7 +104,7 @@ def lint(traced: TracedModule) -> list[LintProblem]:
         if id(graph) not in visited:
             visited.add(id(graph))
             linter = _GraphLinter(module, graph, path, module.argdef_outdef_map.get(arg_def), reached)
-            problems += linter.run()
+            problems += linter.run(types)
             pending += reversed(linter.calls)
     return problems + list(_find_stale(traced, "", reached, set()))
 
@@ -120,7 +128,7 @@ class _GraphLinter:
         self.objects: dict[Node, tuple[Any, str]] = {graph._inputs[0]: (module, path)}
         self.nodes: dict[Node, Node] = {}
 
-    def run(self) -> list[LintProblem]:
+    def run(self, types: bool) -> list[LintProblem]:
         """Runs all checks and returns the problems of the graph."""
         self._check_order()
         self._check_outputs()
@@ -129,6 +137,10 @@ class _GraphLinter:
         for expr in self.graph._exprs:
             self._check_arguments(expr)
             self._resolve(expr)
+        if types and not self.problems:
+            for expr, text in find_false_types(self.module, self.graph):
+                code = "stale-shape" if text.startswith("records") else "cannot-run"
+                self._report(code, _location(expr), text)
         self._check_dead()
         return self.problems
 
@@ -228,6 +240,12 @@ class _GraphLinter:
             elif positions != sorted(set(positions)) or any(not 0 <= i < expected for i in positions):
                 text = f"has its constants at the impossible places {positions}"
                 self._report("wrong-arguments", _location(expr), text)
+        for value in _constants(expr):
+            if isinstance(value, Node) or not _is_leaf(value):
+                text = f"has a constant of type {type(value).__name__}, which no traced module can hold"
+                self._report("wrong-constant", _location(expr), text)
+        if isinstance(expr, CallFunction) and (error := _misfit(expr)):
+            self._report("wrong-arguments", _location(expr), f"calls {op_label(expr)}: {error}")
         if expr.out_def is not None and expr.out_def.num_leaves != len(expr.outputs):
             text = f"has {len(expr.outputs)} outputs, but its call returns {expr.out_def.num_leaves}"
             self._report("wrong-outputs", _location(expr), text)
@@ -312,6 +330,23 @@ def _find_stale(module: Module, path: str, reached: set[int], visited: set[int])
 def _is_holder(module: Module) -> bool:
     """Returns whether a module only holds other modules and computes nothing itself."""
     return isinstance(module, TracedModule) or getattr(module, "only_holds", False)
+
+
+def _constants(expr: Expr) -> list[Any]:
+    return [value for _, value in expr.const_val or ()]
+
+
+def _misfit(expr: CallFunction) -> str:
+    """Returns why the function of ``expr`` does not take its arguments by their names; "" if it does."""
+    try:
+        parameters = signature(expr.func)
+    except (TypeError, ValueError):  # built in: it has no signature
+        return ""
+    try:
+        parameters.bind(*expr.args, **expr.kwargs)
+    except (TypeError, AssertionError) as error:
+        return str(error)
+    return ""
 
 
 def _name(node: Node) -> str:

@@ -1,7 +1,7 @@
 """Patterns over a traced graph, and the reasons why they do not match. ``rewrite.py`` applies them.
 
-A pattern is a small tree of ``Op`` with ``Anything``, ``Const`` and ``Param`` at its leaves. It is matched
-with the exprs that compute a node, from the output towards the inputs:
+A pattern is a small tree of ``Op`` with ``Anything``, ``Const`` and ``Param`` at its leaves, matched from the
+output towards the inputs:
 
     >>> conv = Op(M.Conv2d, Anything("x"), name="conv")
     >>> pattern = Op(F.relu, Op(M.BatchNorm2d, conv, name="bn"))
@@ -14,7 +14,6 @@ An object or a name that occurs twice in a pattern must be the same node both ti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,9 @@ from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.errors import GraphError
 from qtrace.gradients import plain
-from qtrace.graph.edit import signature
+from qtrace.graph.arguments import signature
+from qtrace.graph.matches import UNSET, Mismatch, PartialMatch, PatternMatch
+from qtrace.graph.operations import CanonicalOp, canonical_arguments
 from qtrace.graph.types import (
     CallFunction,
     CallMethod,
@@ -36,28 +37,32 @@ from qtrace.graph.types import (
     TensorNode,
     is_call_module,
 )
-from qtrace.graph.walk import op_label, owner, users
+from qtrace.graph.walk import op_label, output_index, owner, users
 
 __all__ = [
+    "UNSET",
     "Anything",
+    "Compound",
     "Const",
     "Matcher",
     "Mismatch",
     "Op",
     "Param",
+    "PartialMatch",
     "Pattern",
     "PatternMatch",
     "match",
+    "show",
 ]
 
-_UNSET = object()
-
-Target = type[Module] | Callable[..., Any] | str
+Target = type[Module] | Callable[..., Any] | str | CanonicalOp
 Condition = Callable[[Expr], "str | bool | None"]
 
 
 class Pattern:
     """A condition on a node or on a constant argument. ``name`` binds the node or argument in the match."""
+
+    shared = False
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name
@@ -67,6 +72,10 @@ class Pattern:
         """Identity of the pattern: patterns with equal keys stand for the same value."""
         return self.name if self.name is not None else id(self)
 
+    def mismatch(self, value: Any) -> str | None:
+        """Returns why ``value``, a node or a constant argument, does not match; None if it matches."""
+        return None
+
 
 class Anything(Pattern):
     """Any node, or any constant argument."""
@@ -75,13 +84,41 @@ class Anything(Pattern):
 class Const(Pattern):
     """A constant Python argument; it must equal ``value`` if there is one."""
 
-    def __init__(self, value: Any = _UNSET, name: str | None = None) -> None:
+    def __init__(self, value: Any = UNSET, name: str | None = None) -> None:
         super().__init__(name)
         self.value = value
+
+    def mismatch(self, value: Any) -> str | None:
+        """Returns why ``value`` is not the constant."""
+        if isinstance(value, Node):
+            return "is computed, expected a constant argument"
+        if self.value is not UNSET and not _equal(self.value, value):
+            return f"is an argument that must be {self.value!r}"
+        return None
 
 
 class Param(Pattern):
     """A parameter or buffer that the graph reads. Other exprs may read it as well."""
+
+    def mismatch(self, value: Any) -> str | None:
+        """Returns why ``value`` is not a parameter."""
+        if not isinstance(value, TensorNode):
+            return "is a constant argument, expected a parameter"
+        if not isinstance(value.expr, GetAttr):
+            return f"produced by {op_label(value.expr)}, expected a parameter"
+        return None
+
+
+class Compound(Pattern):
+    """A pattern that matches its parts itself; ``algebra.py`` has those of sums and products."""
+
+    def roots(self) -> frozenset[str] | None:
+        """Returns the kinds of operations that may end a match; None if any call may."""
+        return None
+
+    def matches(self, matcher: Matcher, value: Any, state: PartialMatch) -> Iterator[PartialMatch]:
+        """Yields the ways in which ``value`` matches; says ``matcher.fail`` where it does not."""
+        raise NotImplementedError
 
 
 class Op(Pattern):
@@ -89,12 +126,15 @@ class Op(Pattern):
 
     Args:
         target: a module class (exactly this one, since a subclass may compute something else), a function,
-            the name of a Tensor method, a tuple of these for any of them, or None for every call.
+            the name of a Tensor method, a `CanonicalOp`, a tuple of these for any of them, or None for every
+            call.
         *inputs: patterns of the leading arguments without a called module; lists and tuples are opened.
-            Every tensor argument needs a pattern. A call without patterns may have any arguments.
+            Every tensor argument needs a pattern. A call without patterns may have any arguments. For a
+            `CanonicalOp` these are the patterns of all its arguments, in the order of its function.
         name: binds the call's output in the match.
         commutative: whether the two inputs may be in either order.
         shared: whether exprs outside of the match may use the output.
+        output: the index of the output that the pattern stands for; None for any.
         args: arguments by parameter name, or attributes of a called module, and the values they must have.
         when: another condition on the expr: returns None or True if it holds, else False or the reason.
     """
@@ -106,6 +146,7 @@ class Op(Pattern):
         name: str | None = None,
         commutative: bool = False,
         shared: bool = False,
+        output: int | None = None,
         args: Mapping[str, Any] | None = None,
         when: Condition | None = None,
     ) -> None:
@@ -116,54 +157,13 @@ class Op(Pattern):
         self.inputs = inputs
         self.commutative = commutative
         self.shared = shared
+        self.output = output
         self.args = dict(args or {})
         self.when = when
+        self.is_canonical = self.targets is not None and isinstance(self.targets[0], CanonicalOp)
 
 
-@dataclass(frozen=True)
-class PatternMatch:
-    """The node, calls and arguments that a pattern matches.
-
-    Attributes:
-        node: the node that was matched.
-        exprs: the matched calls; the first one produces ``node``.
-        bound: the named nodes and constants.
-    """
-
-    node: TensorNode
-    exprs: tuple[Expr, ...]
-    bound: Mapping[str, Any]
-
-    def __getitem__(self, name: str) -> Any:
-        return self.bound[name]
-
-    def expr(self, name: str) -> Expr:
-        """Returns the expr that produces the node bound to ``name``."""
-        return self.bound[name].expr
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """The reason why a pattern does not match; false as a condition, unlike a match.
-
-    Attributes:
-        where: the node or expr that does not match, in the attempt with the most matched calls.
-        reason: why it does not match, as a clause.
-        matched: number of calls that matched before.
-    """
-
-    where: str
-    reason: str
-    matched: int
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.reason}"
-
-
-def match(pattern: Op, node: Node) -> PatternMatch | Mismatch:
+def match(pattern: Pattern, node: Node) -> PatternMatch | Mismatch:
     """Matches ``pattern`` with the expr that produces ``node`` and with the exprs before it.
 
     A node inside of the match must not be a graph output or be used outside unless it is ``shared``.
@@ -174,17 +174,6 @@ def match(pattern: Op, node: Node) -> PatternMatch | Mismatch:
     if node.top_graph is None:
         raise GraphError(f"{node.name} does not belong to a graph.")
     return Matcher(node.top_graph).match(pattern, node)
-
-
-@dataclass(frozen=True)
-class _PartialMatch:
-    """An immutable partial match, so that another order of inputs can start from it again."""
-
-    bound: tuple[tuple[Pattern, Any], ...] = ()
-    exprs: tuple[Expr, ...] = ()
-
-    def value(self, pattern: Pattern) -> Any:
-        return next((v for p, v in self.bound if p.key == pattern.key), _UNSET)
 
 
 class Matcher:
@@ -202,66 +191,76 @@ class Matcher:
         self.graph, self.rewritten, self.dead = graph, rewritten, dead
         self.best: Mismatch | None = None  # of the attempt with the most matched calls
 
-    def match(self, pattern: Op, node: Node) -> PatternMatch | Mismatch:
-        """Returns the match of ``pattern`` at ``node``, or the reason why there is none."""
-        for state in self._match_value(pattern, node, _PartialMatch()):
+    def match(self, pattern: Pattern, node: Node) -> PatternMatch | Mismatch:
+        """Returns the first match of ``pattern`` at ``node``, or the reason why there is none."""
+        first = next(self.matches(pattern, node), None)
+        assert first is not None or self.best is not None
+        return first or self.best  # type: ignore[return-value]
+
+    def matches(self, pattern: Pattern, node: Node) -> Iterator[PatternMatch]:
+        """Yields every match of ``pattern`` at ``node``; afterwards ``best`` is why others are none."""
+        for state in self.match_value(pattern, node, PartialMatch()):
             problem = self._used_outside(node, state)
             if problem is None:
                 named = {p.name: v for p, v in state.bound if p.name is not None}
-                return PatternMatch(node, state.exprs, named)
-            self._fail(*problem, state)
-        assert self.best is not None
-        return self.best
+                yield PatternMatch(node, state.exprs, named)
+            else:
+                self.fail(*problem, state)
 
-    def _fail(self, where: str, reason: str, state: _PartialMatch) -> None:
+    def fail(self, where: str, reason: str, state: PartialMatch) -> None:
+        """Notes why the match at ``where`` fails; the attempt with the most matched calls counts."""
         if self.best is None or len(state.exprs) > self.best.matched:
             self.best = Mismatch(where, reason, len(state.exprs))
 
-    def _match_value(self, pattern: Pattern, value: Any, state: _PartialMatch) -> Iterator[_PartialMatch]:
+    def match_value(self, pattern: Pattern, value: Any, state: PartialMatch) -> Iterator[PartialMatch]:
         """Yields the ways in which ``value`` matches ``pattern``."""
         bound = state.value(pattern)
-        if bound is not _UNSET:
+        if bound is not UNSET:
             if _equal(bound, value):
                 yield state
             else:
-                self._fail(_show(value), f"differs from {_show(bound)}, but must be the same", state)
+                self.fail(show(value), f"differs from {show(bound)}, but must be the same", state)
+        elif isinstance(pattern, Compound):
+            yield from pattern.matches(self, value, state)
         elif isinstance(pattern, Op):
             yield from self._match_call(pattern, value, state)
         else:
-            reason = _leaf_mismatch(pattern, value)
+            reason = pattern.mismatch(value)
             if reason is None:
-                yield _PartialMatch((*state.bound, (pattern, value)), state.exprs)
+                yield state.bind(pattern, value)
             else:
-                self._fail(_show(value), reason, state)
+                self.fail(show(value), reason, state)
 
-    def _match_call(self, pattern: Op, value: Any, state: _PartialMatch) -> Iterator[_PartialMatch]:
+    def _match_call(self, pattern: Op, value: Any, state: PartialMatch) -> Iterator[PartialMatch]:
         expr = value.expr if isinstance(value, Node) else None
         reason = _call_mismatch(pattern, expr)
         if reason is None and expr in self.rewritten:
             reason = f"{op_label(expr)} was rewritten already"
-        leaves = [] if reason is not None else _leaves(expr)
+        if reason is None and pattern.output not in (None, output_index(value)):
+            reason = f"is another output of {op_label(expr)} than the pattern needs"
+        leaves = [] if reason is not None else _leaves(pattern, expr)
         if reason is None and pattern.inputs:
             reason = _count_mismatch(pattern, leaves)
         if reason is not None:
-            self._fail(_show(value), reason, state)
+            self.fail(show(value), reason, state)
             return
-        inner = _PartialMatch((*state.bound, (pattern, value)), (*state.exprs, expr))
+        inner = state.bind(pattern, value, expr)
         yield from self._match_values(pattern.inputs, leaves, inner)
         if pattern.commutative:
             yield from self._match_values(pattern.inputs, [leaves[1], leaves[0]], inner)
 
     def _match_values(
-        self, patterns: Sequence[Pattern], values: Sequence[Any], state: _PartialMatch
-    ) -> Iterator[_PartialMatch]:
+        self, patterns: Sequence[Pattern], values: Sequence[Any], state: PartialMatch
+    ) -> Iterator[PartialMatch]:
         if not patterns:
             yield state
             return
-        for inner in self._match_value(patterns[0], values[0], state):
+        for inner in self.match_value(patterns[0], values[0], state):
             yield from self._match_values(patterns[1:], values[1:], inner)
 
-    def _used_outside(self, root: Node, state: _PartialMatch) -> tuple[str, str] | None:
+    def _used_outside(self, root: Node, state: PartialMatch) -> tuple[str, str] | None:
         inside = set(state.exprs)
-        shared = {v.expr for p, v in state.bound if isinstance(p, Op) and p.shared}
+        shared = {v.expr for p, v in state.bound if p.shared}
         condition = "the pattern needs it to be used only inside"
         for expr in state.exprs:
             if expr is root.expr or expr in shared:
@@ -271,23 +270,9 @@ class Matcher:
                     return node.name, f"is a graph output; {condition}"
                 readers = [u for u in users(node) if u not in self.dead]
                 if any(u not in inside for u in readers):
-                    names = ", ".join(_show(u.outputs[0]) if u.outputs else op_label(u) for u in readers)
+                    names = ", ".join(show(u.outputs[0]) if u.outputs else op_label(u) for u in readers)
                     return node.name, f"has {len(readers)} users ({names}); {condition}"
         return None
-
-
-def _leaf_mismatch(pattern: Pattern, value: Any) -> str | None:
-    if isinstance(pattern, Const):
-        if isinstance(value, Node):
-            return "is computed, expected a constant argument"
-        if pattern.value is not _UNSET and not _equal(pattern.value, value):
-            return f"is an argument that must be {pattern.value!r}"
-    if isinstance(pattern, Param):
-        if not isinstance(value, TensorNode):
-            return "is a constant argument, expected a parameter"
-        if not isinstance(value.expr, GetAttr):
-            return f"produced by {op_label(value.expr)}, expected a parameter"
-    return None
 
 
 def _call_mismatch(pattern: Op, expr: Expr | None) -> str | None:
@@ -303,10 +288,10 @@ def _call_mismatch(pattern: Op, expr: Expr | None) -> str | None:
         return f"produced by {op_label(expr)}, expected {expected}"
     for key, expected_value in pattern.args.items():
         actual = _argument(expr, key)
-        if actual is _UNSET:
+        if actual is UNSET:
             return f"{op_label(expr)} has no argument {key}"
         if not _equal(actual, expected_value):
-            return f"argument {key} of {op_label(expr)} is {_show(actual)}, expected {_show(expected_value)}"
+            return f"argument {key} of {op_label(expr)} is {show(actual)}, expected {show(expected_value)}"
     verdict = True if pattern.when is None else pattern.when(expr)
     if verdict is None or verdict is True:
         return None
@@ -314,6 +299,8 @@ def _call_mismatch(pattern: Op, expr: Expr | None) -> str | None:
 
 
 def _is_target(expr: Expr, target: Target) -> bool:
+    if isinstance(target, CanonicalOp):
+        return target.is_called_by(expr)
     if isinstance(target, str):
         return isinstance(expr, CallMethod) and not is_call_module(expr) and expr.method == target
     if isinstance(target, type):
@@ -322,6 +309,8 @@ def _is_target(expr: Expr, target: Target) -> bool:
 
 
 def _target_text(target: Target) -> str:
+    if isinstance(target, CanonicalOp):
+        return target.text
     if isinstance(target, str):
         return f"Tensor.{target}"
     if isinstance(target, type):
@@ -334,20 +323,22 @@ def _argument(expr: Expr, key: str) -> Any:
     """Returns the argument with the name ``key``, or the attribute of the called module."""
     module = owner(expr)
     if module is not None:
-        attribute = getattr(module, key, _UNSET)
-        if attribute is not _UNSET:
+        attribute = getattr(module, key, UNSET)
+        if attribute is not UNSET:
             return attribute
     try:
         called = type(module).forward if module is not None else expr._get_func()
         bound = signature(called).bind(*expr.args, **expr.kwargs)
     except (TypeError, ValueError, AttributeError, NotImplementedError):  # built in, or an Apply
-        return _UNSET
+        return UNSET
     bound.apply_defaults()
-    return bound.arguments.get(key, _UNSET)
+    return bound.arguments.get(key, UNSET)
 
 
-def _leaves(expr: Expr) -> list[Any]:
+def _leaves(pattern: Op, expr: Expr) -> list[Any]:
     """Returns nodes and constants of the arguments in order, without a called module; opens containers."""
+    if pattern.is_canonical:
+        return canonical_arguments(expr)
     leaves = list(expr.inputs)
     for index, value in expr.const_val or ():
         leaves.insert(index, value)
@@ -356,7 +347,7 @@ def _leaves(expr: Expr) -> list[Any]:
 
 def _count_mismatch(pattern: Op, leaves: list[Any]) -> str | None:
     expected = len(pattern.inputs)
-    if len(leaves) < expected:
+    if len(leaves) < expected or (pattern.is_canonical and len(leaves) > expected):
         return f"has {len(leaves)} arguments, the pattern has {expected}"
     if any(isinstance(leaf, Node) for leaf in leaves[expected:]):
         count = sum(isinstance(leaf, Node) for leaf in leaves)
@@ -374,5 +365,6 @@ def _equal(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
+    """Returns the name of a node, or the text of a constant."""
     return str(value.name) if isinstance(value, Node) else repr(value)

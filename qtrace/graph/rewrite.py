@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megengine.traced_module import TracedModule
 from megengine.traced_module.expr import Expr
@@ -12,16 +14,25 @@ from megengine.traced_module.node import Node
 
 from qtrace.errors import GraphError
 from qtrace.graph.edit import GraphEditor
-from qtrace.graph.pattern import Matcher, Mismatch, Op, PatternMatch
+from qtrace.graph.operations import possible_kinds
+from qtrace.graph.pattern import Compound, Matcher, Pattern, PatternMatch
 from qtrace.graph.walk import exprs
 
 __all__ = ["RewriteRule", "RuleResult", "apply_rules"]
 
 
-class RewriteRule(ABC):
-    """A pattern, a condition on its match, and the replacement of the match."""
+_MOST_READINGS = 32  # ways to match one node that are checked
 
-    pattern: Op
+
+class RewriteRule(ABC):
+    """A pattern, a condition on its match, and the replacement of the match.
+
+    A sweep runs in graph order. It runs against it if ``from_outputs`` is set: then the larger of two matches
+    wins.
+    """
+
+    pattern: Pattern
+    from_outputs: bool = False
 
     @property
     def name(self) -> str:
@@ -51,12 +62,16 @@ class RuleResult:
         where: the name of the node at which the pattern was matched.
         applied: whether the match was rewritten.
         reason: why it was not rewritten; "" if it was.
+        partial: whether only the last calls of the pattern were matched.
+        pieces: the names of the matched calls' outputs; empty for a partial match.
     """
 
     rule: str
     where: str
     applied: bool
     reason: str = ""
+    partial: bool = field(default=False, compare=False)
+    pieces: frozenset[str] = field(default=frozenset(), compare=False)
 
 
 def apply_rules(
@@ -89,23 +104,49 @@ def _sweep(
     results: list[RuleResult] = []
     rewritten: set[Expr] = set()
     dead: set[Expr] = set()
-    with make_editor(traced) as editor:
-        for expr in exprs(traced):
-            if expr in rewritten or not expr.outputs:
+    order = _candidates(traced, rule)[:: -1 if rule.from_outputs else 1]
+    index = getattr(rule.pattern, "output", None) or 0
+    with contextlib.ExitStack() as stack:
+        editor: GraphEditor | None = None  # opened by the first match: it costs time linear in the graph
+        for expr in order:
+            if expr in rewritten or len(expr.outputs) <= index:
                 continue
-            name = str(expr.outputs[0].name)
-            matched = Matcher(traced.graph, rewritten, dead).match(rule.pattern, expr.outputs[0])
-            if isinstance(matched, Mismatch):
-                if matched.matched:
-                    results.append(RuleResult(rule.name, name, False, str(matched)))
+            node = expr.outputs[index]
+            name = str(node.name)
+            matcher = Matcher(traced.graph, rewritten, dead)
+            match, reason = _first_match(rule, matcher, node)
+            if match is None:
+                if matcher.best is not None and matcher.best.matched:
+                    results.append(RuleResult(rule.name, name, False, str(matcher.best), partial=True))
                 continue
-            reason = rule.check(matched)
+            pieces = frozenset(str(node.name) for e in match.exprs for node in e.outputs)
             if reason is None:
-                _rewrite(traced, rule, matched, editor)
-                rewritten.update(matched.exprs)
-                _add_dead(traced, matched.exprs, dead)
-            results.append(RuleResult(rule.name, name, reason is None, reason or ""))
-    return results
+                editor = editor or stack.enter_context(make_editor(traced))
+                _rewrite(traced, rule, match, editor)
+                rewritten.update(match.exprs)
+                _add_dead(traced, match.exprs, dead)
+            results.append(RuleResult(rule.name, name, reason is None, reason or "", pieces=pieces))
+    return results[:: -1 if rule.from_outputs else 1]
+
+
+def _candidates(traced: TracedModule, rule: RewriteRule) -> list[Expr]:
+    """Lists the exprs at which the pattern of ``rule`` may end, in the order of the graph."""
+    roots = rule.pattern.roots() if isinstance(rule.pattern, Compound) else None
+    if roots is None:
+        return exprs(traced)
+    return [expr for expr in exprs(traced) if not roots.isdisjoint(possible_kinds(expr))]
+
+
+def _first_match(rule: RewriteRule, matcher: Matcher, node: Node) -> tuple[PatternMatch | None, str | None]:
+    """Returns the first match that passes the rule's check, else the first match and why it does not pass."""
+    refused: tuple[PatternMatch | None, str | None] = (None, None)
+    for match in itertools.islice(matcher.matches(rule.pattern, node), _MOST_READINGS):
+        reason = rule.check(match)
+        if reason is None:
+            return match, None
+        if refused[0] is None:
+            refused = match, reason
+    return refused
 
 
 def _rewrite(traced: TracedModule, rule: RewriteRule, match: PatternMatch, editor: GraphEditor) -> None:

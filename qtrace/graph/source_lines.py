@@ -16,11 +16,20 @@ from megengine.module import Module
 from megengine.traced_module.expr import Expr
 from megengine.traced_module.traced_module import InternalGraph
 
-__all__ = ["attach_lines", "copy_line", "detach_lines", "name_with_line", "recorded_lines", "source_line"]
+__all__ = [
+    "attach_lines",
+    "copy_line",
+    "detach_lines",
+    "name_with_line",
+    "recorded_lines",
+    "shown_path",
+    "source_line",
+]
 
 _ATTRIBUTE = "_qtrace_line"  # of an expr, in memory
 _SAVED = "_qtrace_lines"  # of a module, in a file: JSON, since exprs lose attributes there
 _SKIPPED = (str(Path(__file__).parent) + os.sep, str(Path(megengine.__file__).parent) + os.sep, "<")
+_TRACE = str(Path(__file__).parent / "tracing" / "trace.py")
 _MAX_LENGTH = 1000  # of one line's text in a file
 
 
@@ -30,10 +39,8 @@ def source_line(expr: Expr) -> str:
 
 
 def copy_line(old: Expr, new: Expr) -> None:
-    """Gives ``new``, which replaces ``old`` or belongs to it, the line of ``old``."""
-    line = source_line(old)
-    if line:
-        setattr(new, _ATTRIBUTE, line)
+    """Gives ``new``, which replaces ``old`` or belongs to it, the line of ``old``, if it has one."""
+    setattr(new, _ATTRIBUTE, source_line(old))
 
 
 def name_with_line(expr: Expr, label: str) -> str:
@@ -62,11 +69,13 @@ def recorded_lines() -> Iterator[None]:
 
 def _user_line(frame: FrameType | None) -> str:
     while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+        if frame.f_code.co_filename == _TRACE:
+            return ""  # the layer that is traced is MegEngine's own: behind this frame is the call of `trace`
         frame = frame.f_back
-    return "" if frame is None else f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return "" if frame is None else f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-def _shown(file: str) -> str:
+def shown_path(file: str) -> str:
     """Returns ``file`` relative to its folder in ``sys.path``, so that saved files contain no home folder."""
     file = file if file.startswith("<") else os.path.abspath(file)
     roots = [os.path.abspath(p) + os.sep for p in sys.path]

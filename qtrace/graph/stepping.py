@@ -3,19 +3,51 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
+import numpy as np
+from megengine import Tensor
 from megengine.traced_module import TracedModule
 from megengine.traced_module.expr import Expr
-from megengine.traced_module.node import ModuleNode, Node
+from megengine.traced_module.node import ModuleNode, Node, TensorNode
 
 from qtrace.errors import GraphError
 from qtrace.graph.dataflow import fixed_nodes
 from qtrace.graph.interpreter import Interpreter, interpret, last_uses
 from qtrace.graph.ordering import order_together
 
-__all__ = ["Stepper"]
+__all__ = ["SegmentEngine", "Stepper", "as_array"]
+
+
+class SegmentEngine(Protocol):
+    """Computes neighbouring exprs of a graph at once, faster than MegEngine one by one."""
+
+    def compute(
+        self,
+        traced: TracedModule,
+        exprs: Sequence[Expr],
+        fixed: Mapping[Node, np.ndarray],
+        batches: Sequence[Mapping[TensorNode, np.ndarray]],
+        outputs: Sequence[TensorNode],
+    ) -> list[list[np.ndarray]] | None:
+        """Computes nodes for every batch.
+
+        Args:
+            traced: a flat traced module.
+            exprs: exprs of its graph, in the order of computation.
+            fixed: node that the exprs read -> its value, where it depends on parameters alone.
+            batches: for each batch, node that the exprs read from outside -> its value.
+            outputs: nodes that the exprs compute.
+
+        Returns:
+            The values of ``outputs`` for each batch; None if this engine cannot compute them.
+        """
+
+
+def as_array(value: Any) -> np.ndarray:
+    """Returns a Tensor's value, or an array as it is."""
+    return value if isinstance(value, np.ndarray) else np.asarray(value.numpy())
 
 
 class Stepper:
@@ -29,6 +61,8 @@ class Stepper:
         batches: pairs of positional and keyword arguments; all batches are in memory at once.
         together: groups of exprs whose members are computed directly after each other. The graph's order
             changes as far as necessary.
+        engine: computes what lies between two exprs at once, where it can; values are then arrays. None for
+            MegEngine, expr by expr, with Tensors as values.
 
     Attributes:
         count: the number of batches.
@@ -42,8 +76,9 @@ class Stepper:
         traced: TracedModule,
         batches: Iterable[tuple[tuple[Any, ...], dict[str, Any]]],
         together: Sequence[Sequence[Expr]] = (),
+        engine: SegmentEngine | None = None,
     ) -> None:
-        self.traced, self.graph = traced, traced.graph
+        self.traced, self.graph, self._engine = traced, traced.graph, engine
         steps = order_together(self.graph._exprs, together)
         if steps is None:
             raise GraphError("exprs that are to be computed side by side need the results of one another.")
@@ -63,8 +98,13 @@ class Stepper:
             self._values.append(dict(zip(self.graph._inputs, inputs, strict=True)))
         self.count = len(self._values)
 
-    def advance(self, expr: Expr) -> None:
+    def advance(self, expr: Expr, known: Sequence[Mapping[Node, Any]] = ()) -> None:
         """Computes everything before ``expr``.
+
+        Args:
+            expr: an expr of the graph.
+            known: for each batch, values that another stepper has computed; an engine does not compute them
+                again.
 
         Raises:
             GraphError: when ``expr`` was passed already, or is not in the graph.
@@ -72,18 +112,74 @@ class Stepper:
         goal = self._order.get(expr, -1)
         if goal < self._at:
             raise GraphError(f"{expr} lies behind: a stepper goes forward only.")
-        for step in self._steps[self._at : goal]:
-            if step in self._fixed:
-                continue
-            for batch, values in enumerate(self._values):
-                results = self._ahead.pop((step, batch), None) or self._run(step, values)
-                values.update((n, v) for n, v in zip(step.outputs, results, strict=True))
-                for key in self._frees[step]:
-                    if key not in self._modules:
-                        values.pop(key, None)
+        self._advance_to(goal, known)
+
+    def finish(self, batch: int = 0) -> list[Any]:
+        """Computes the whole graph and returns the values of its outputs for a batch."""
+        self._advance_to(len(self._steps), ())
+        return [self._get(node, self._values[batch]) for node in self.graph._outputs]
+
+    def alive(self, batch: int) -> Mapping[Node, Any]:
+        """Returns the values that are alive for a batch."""
+        return self._values[batch]
+
+    def _advance_to(self, goal: int, known: Sequence[Mapping[Node, Any]]) -> None:
+        steps = [step for step in self._steps[self._at : goal] if step not in self._fixed]
+        if not self._advance_at_once(steps, known):
+            for step in steps:
+                self._advance_one(step)
         if goal > self._at:
             self._ahead.clear()
         self._at = goal
+
+    def _advance_one(self, step: Expr) -> None:
+        for batch, values in enumerate(self._values):
+            results = self._ahead.pop((step, batch), None) or self._run(step, values)
+            values.update((n, v) for n, v in zip(step.outputs, results, strict=True))
+            self._free(step, values)
+
+    def _advance_at_once(self, steps: list[Expr], known: Sequence[Mapping[Node, Any]]) -> bool:
+        """Computes steps by the engine; returns False if MegEngine must compute them."""
+        if self._engine is None:
+            return False
+        while steps and all((steps[0], batch) in self._ahead for batch in range(self.count)):
+            self._advance_one(steps.pop(0))
+        freed = {node for step in steps for node in self._frees[step]}
+        kept = [node for step in steps for node in step.outputs if node not in freed]
+        own = {node for step in steps for node in step.outputs}
+        for values, given in zip(self._values, known, strict=False):
+            values.update((node, value) for node, value in given.items() if node in own)
+        provided = {node for node in own if known and node in known[0]}
+        missing = [node for node in kept if node not in provided]
+        needed = _needed_steps(steps, missing, provided)
+        computed = self._compute_at_once(needed, missing, range(self.count))
+        if computed is None:
+            return False
+        for values, results in zip(self._values, computed, strict=True):
+            for step in steps:
+                self._free(step, values)
+            values.update(zip(missing, results, strict=True))
+        return True
+
+    def _compute_at_once(
+        self, steps: Sequence[Expr], nodes: Sequence[Node], batches: Sequence[int]
+    ) -> list[list[np.ndarray]] | None:
+        """Computes ``nodes`` of ``batches`` by the engine; None if it cannot."""
+        if self._engine is None or not all(isinstance(node, TensorNode) for node in nodes):
+            return None
+        if not nodes:
+            return [[] for _ in batches]
+        own = {node for step in steps for node in step.outputs}
+        read = [n for n in dict.fromkeys(_inputs(steps)) if n not in own]
+        fixed = {n: as_array(self._get(n, self._values[0])) for n in read if n.expr in self._fixed}
+        outside = [n for n in read if n not in fixed]
+        inputs = [{n: as_array(self._values[i][n]) for n in outside} for i in batches]
+        return self._engine.compute(self.traced, steps, fixed, inputs, list(nodes))
+
+    def _free(self, step: Expr, values: dict[Node, Any]) -> None:
+        for key in self._frees[step]:
+            if key not in self._modules:
+                values.pop(key, None)
 
     def value(self, node: Node, batch: int) -> Any:
         """Returns the value of a node that is alive, or that depends on parameters alone.
@@ -94,14 +190,24 @@ class Stepper:
         """
         return self._get(node, self._values[batch])
 
-    def outputs(self, expr: Expr, batch: int) -> list[Any]:
+    def outputs(self, expr: Expr, batch: int, along: Sequence[int] = ()) -> list[Any]:
         """Returns the outputs of ``expr``, the next one or one of its group, for a batch.
 
         They are computed once, until parameters change.
+
+        Args:
+            expr: the expr.
+            batch: the index of the batch.
+            along: indices of batches whose outputs are read next, which an engine computes with it.
         """
         key = expr, batch
         if key not in self._ahead:
-            self._ahead[key] = self._run(expr, self._values[batch])
+            missing = [i for i in dict.fromkeys((batch, *along)) if (expr, i) not in self._ahead]
+            computed = self._compute_at_once([expr], expr.outputs, missing)
+            if computed is None:
+                self._ahead[key] = self._run(expr, self._values[batch])
+            else:
+                self._ahead.update(((expr, i), r) for i, r in zip(missing, computed, strict=True))
         return list(self._ahead[key])
 
     def compute(self, exprs: Iterable[Expr], nodes: Iterable[Node], batch: int) -> list[Any]:
@@ -124,7 +230,8 @@ class Stepper:
         self._ahead.clear()
 
     def _run(self, expr: Expr, values: dict[Node, Any]) -> Any:
-        results = interpret(expr, [self._get(n, values) for n in expr.inputs])
+        inputs = [self._get(n, values) for n in expr.inputs]
+        results = interpret(expr, [Tensor(v) if isinstance(v, np.ndarray) else v for v in inputs])
         return () if results is None else results
 
     def _get(self, node: Node, values: dict[Node, Any]) -> Any:
@@ -137,3 +244,18 @@ class Stepper:
             results = self._run(expr, values)
             self._known.update((n, v) for n, v in zip(expr.outputs, results, strict=True))
         return self._known[node]
+
+
+def _inputs(steps: Iterable[Expr]) -> Iterator[TensorNode]:
+    """Yields the tensors that exprs read, also those that other exprs among them compute."""
+    return (node for step in steps for node in step.inputs if isinstance(node, TensorNode))
+
+
+def _needed_steps(steps: Sequence[Expr], nodes: Iterable[Node], known: set[Node]) -> list[Expr]:
+    """Selects the steps that ``nodes`` depend on where the values of ``known`` are given."""
+    wanted, needed = set(nodes), []
+    for step in reversed(steps):
+        if any(node in wanted for node in step.outputs):
+            needed.append(step)
+            wanted.update(node for node in step.inputs if node not in known)
+    return needed[::-1]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from megengine.module import Module
+from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.gradients import plain
 from qtrace.graph.types import (
@@ -24,14 +25,18 @@ from qtrace.graph.types import (
 )
 
 __all__ = [
+    "called_graph",
     "exprs",
     "get_module",
     "is_float_tensor",
     "module_path",
     "node_path",
     "op_label",
+    "output_index",
     "owner",
     "reads_shape",
+    "shape_of",
+    "updates_inputs",
     "users",
 ]
 
@@ -49,6 +54,12 @@ def users(node: Node) -> Iterator[Expr]:
 def is_float_tensor(node: Node) -> bool:
     """Returns whether ``node`` is a float32 tensor: only such nodes may be quantized."""
     return isinstance(node, TensorNode) and node.dtype is not None and np.dtype(node.dtype) == np.float32
+
+
+def shape_of(node: Node) -> tuple[int, ...]:
+    """Returns the traced shape of ``node``; () if it has none."""
+    shape = getattr(node, "shape", None)
+    return () if shape is None else tuple(int(n) for n in shape)
 
 
 def owner(expr: Expr) -> Module | None:
@@ -99,6 +110,11 @@ def module_path(expr: Expr) -> str:
     return ""
 
 
+def output_index(node: Node) -> int:
+    """Returns the position of ``node`` among the outputs of the expr that produces it."""
+    return [output is node for output in node.expr.outputs].index(True)
+
+
 def get_module(traced: Module, path: str) -> Any:
     """Returns the attribute at the dotted ``path`` below ``traced``.
 
@@ -119,3 +135,18 @@ def tensor_inputs(expr: Expr) -> list[TensorNode]:
 def reads_shape(expr: Expr) -> bool:
     """Returns whether ``expr`` reads the shape of its input, or part of it, and none of its values."""
     return isinstance(expr, Apply) and type(expr.opdef).__name__ == "GetVarShape"
+
+
+def updates_inputs(expr: Expr) -> bool:
+    """Returns whether ``expr`` is a BatchNorm in training, which writes into its running statistics."""
+    if isinstance(expr, CallFunction) and expr.func.__name__ in ("batch_norm", "sync_batch_norm"):
+        return bool(expr.kwargs.get("training", False))
+    return isinstance(expr, Apply) and str(getattr(expr.opdef, "fwd_mode", "")).endswith("TRAINING")
+
+
+def called_graph(expr: Expr) -> InternalGraph | None:
+    """Returns the graph of the traced submodule that ``expr`` calls; None if it calls anything else."""
+    module = owner(expr)
+    if isinstance(module, TracedModule) and not module.is_qat:
+        return module.argdef_graph_map[expr.arg_def]
+    return None

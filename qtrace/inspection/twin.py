@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from qtrace.config import QConfig
 from qtrace.config.algorithm import algorithms, check_imported
-from qtrace.config.rule import specs
+from qtrace.config.spec import specs
 from qtrace.errors import ConfigError, GraphError
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule
@@ -77,7 +77,7 @@ def float_twin(model: QuantizedModel, given: TracedModule | None = None) -> Trac
         twin = QuantizedModel(flatten(given), "prepared")
     else:
         check_imported(spec for _, spec in specs(model.config))
-        twin = QuantizedModel(prepare(given, model.config), "prepared")
+        twin = QuantizedModel(prepare(given, model.config.without_placement()), "prepared")
     switch_phase("float", twin)
     twin.module.eval()
     return twin.module

@@ -1,6 +1,8 @@
 """Op rules: one family a file, each with a tuple ``RULES``.
 
-The files are found by name (sorted), never by import order; two rules for one target are an error.
+The files are found by name (sorted), never by import order; two rules for one target are an error. A rule of
+your own is the attribute ``qtrace_rule`` of its function or module class, or an entry point in the group
+``qtrace.op_rules`` that names an `OpRule` or a tuple of them.
 """
 
 from __future__ import annotations
@@ -11,23 +13,31 @@ import pkgutil
 from dataclasses import replace
 from typing import Any
 
+from qtrace.errors import ConfigError
 from qtrace.gradients import plain
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, is_call_module
 from qtrace.ops._infinity import INFINITE, meets_infinity
 from qtrace.ops.arguments import UnreadableError
 from qtrace.ops.base import OpCall, OpRule, Reading, Role
+from qtrace.plugins import load_installed
+from qtrace.plugins.installed import OP_RULES
 
 __all__ = ["OpCall", "OpRule", "Role", "kinds", "read", "rules", "target_key", "unsupported"]
 
-_SHARED_MODULES = ("_infinity", "arguments", "base")  # modules that the families import
+_SHARED_MODULES = ("_infinity", "arguments", "base", "macs")  # modules that the families import
 
 
 @functools.cache
 def rules() -> tuple[OpRule, ...]:
-    """Returns every rule, in the order of the files' names."""
+    """Returns every rule, in the order of the files' names; those of installed packages are the last.
+
+    Raises:
+        ConfigError: when a rule of an installed package cannot be imported, or is no `OpRule`.
+    """
     names = sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in _SHARED_MODULES)
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
-    return tuple(rule for module in modules for rule in module.RULES)
+    own = tuple(rule for module in modules for rule in module.RULES)
+    return (*own, *load_installed(OP_RULES, OpRule))
 
 
 @functools.cache
@@ -36,7 +46,11 @@ def _rules_by_target() -> dict[tuple[str, Any], OpRule]:
     for rule in rules():
         for target in rule.targets:
             if target in table:
-                raise RuntimeError(f"two op rules for {target}: {table[target].kind} and {rule.kind}")
+                name, other = getattr(target.callee, "__name__", target.callee), table[target]
+                raise ConfigError(
+                    f"two op rules read {name}: {other.kind} ({other.source}) and {rule.kind} "
+                    f"({rule.source}); keep one."
+                )
             table[target] = rule
     return table
 
@@ -77,7 +91,24 @@ def _read(expr: Expr) -> tuple[OpRule | None, Reading | str]:
 
 def _find_rule(expr: Expr) -> OpRule | None:
     key = target_key(expr)
-    return None if key is None else _rules_by_target().get(key)
+    if key is None:
+        return None
+    rule = _rules_by_target().get(key)
+    return _own_rule(key[1]) if rule is None else rule
+
+
+def _own_rule(callee: Any) -> OpRule | None:
+    """Returns the rule that a function or module class of the user's carries; None without one.
+
+    Raises:
+        ConfigError: when its attribute is no rule.
+    """
+    rule = getattr(callee, "qtrace_rule", None)
+    if rule is not None and not isinstance(rule, OpRule):
+        raise ConfigError(
+            f"{callee.__qualname__}.qtrace_rule is of type {type(rule).__name__}: set an OpRule."
+        )
+    return rule
 
 
 def _without_infinity(expr: Expr, rule: OpRule, reading: Reading) -> Reading:

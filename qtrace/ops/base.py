@@ -90,10 +90,12 @@ class OpRule:
 
     @property
     def source(self) -> str:
-        """File and line of the reader, for ``explain``."""
-        code = inspect.unwrap(self.read).__code__
-        name = code.co_filename.replace("\\", "/").rpartition("/ops/")[2]
-        return f"qtrace/ops/{name}:{code.co_firstlineno}"
+        """File and line of the reader, for ``explain``; for a rule of the user's, its module and line."""
+        read = inspect.unwrap(self.read)
+        line, path = read.__code__.co_firstlineno, read.__code__.co_filename.replace("\\", "/")
+        if read.__module__.startswith("qtrace.ops."):
+            return f"qtrace/ops/{path.rpartition('/ops/')[2]}:{line}"
+        return f"{read.__module__}:{line}"
 
 
 def op_rule(

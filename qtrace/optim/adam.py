@@ -27,3 +27,8 @@ class Adam:
         first = self.first / (1.0 - 0.9**self.steps)
         second = self.second / (1.0 - 0.999**self.steps)
         self.value -= self.lr * factor * first / (np.sqrt(second) + 1e-8)
+
+    @staticmethod
+    def square_sum(values: np.ndarray) -> float:
+        """Returns the sum of squares, summed in float64."""
+        return float(np.sum(np.square(values, dtype=np.float64)))

@@ -1,7 +1,8 @@
-"""Plugins: classes by name, without a registry; the name is that of a file in the plugin folder.
+"""Plugins: classes and objects by name, without a registry; the name is that of a file in the plugin folder.
 
 ``minmax`` names the one class in ``__all__`` of ``qtrace.observers.minmax``; ``pkg.mod:Class`` names a
-user's class. The folder is read at every call, so that a new file is known at once.
+user's class; and a name may be an entry point of an installed package. The folder is read at every call, so
+that a new file is known at once.
 """
 
 from __future__ import annotations
@@ -12,20 +13,47 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import reduce
 from typing import Any
 
 from qtrace.errors import ConfigError, Terminated
+from qtrace.plugins.installed import installed, refuse_clashes
 
-__all__ = ["OWN_CLASS", "attribute", "exported", "known", "name_of", "resolve", "search_current_folder"]
+__all__ = [
+    "OWN_CLASS",
+    "attribute",
+    "exported",
+    "known",
+    "load_installed",
+    "load_object",
+    "name_of",
+    "packaged",
+    "resolve",
+    "search_current_folder",
+]
 
 OWN_CLASS = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*(\.[^\W\d]\w*)*)")
 """The name of a user's class, ``pkg.mod:Class``."""
 
 
 def known(package: str) -> tuple[str, ...]:
-    """Lists the plugins of a package: its modules except ``base``, ``_private`` ones and packages.
+    """Lists the names of all plugins of a kind, sorted: qtrace's own and those of installed packages.
+
+    Args:
+        package: the dotted name of the plugin package, such as ``qtrace.observers``; it is the group of entry
+            points, too.
+
+    Raises:
+        ConfigError: when an installed package takes the name of another plugin.
+    """
+    own = packaged(package)
+    refuse_clashes(package, own)
+    return tuple(sorted((*own, *installed(package))))
+
+
+def packaged(package: str) -> tuple[str, ...]:
+    """Lists qtrace's own plugins of a package: its modules except ``base``, ``_private`` ones and packages.
 
     Args:
         package: the dotted name of the plugin package, such as ``qtrace.observers``.
@@ -52,9 +80,14 @@ def resolve(package: str, name: str, base: type) -> type:
     """
     own = OWN_CLASS.fullmatch(name) if isinstance(name, str) else None
     if own:
-        cls = _user_class(own["module"], own["name"], base)
+        cls = _import(own["module"], own["name"], f"a subclass of {base.__name__}")
     elif name in (names := known(package)):
-        cls = _only_class(f"{package}.{name}")
+        value = installed(package).get(name)
+        cls = (
+            _import_value(value, f"a subclass of {base.__name__}")
+            if value
+            else _only_class(f"{package}.{name}")
+        )
     else:
         raise ConfigError(
             f"{package} has no {name!r}: choose one of {', '.join(names) or '(none)'}, or name your own as "
@@ -63,8 +96,64 @@ def resolve(package: str, name: str, base: type) -> type:
     if not (inspect.isclass(cls) and issubclass(cls, base)):
         raise ConfigError(f"{package}: {name!r} is not a subclass of {base.__module__}.{base.__qualname__}.")
     if inspect.isabstract(cls):
-        raise ConfigError(f"{package}: {name!r} is abstract: name a class that implements all methods.")
+        missing = sorted(cls.__abstractmethods__)  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"{package}: {name!r} is abstract: it has to implement {' and '.join(missing)}, as "
+            f"{base.__module__}.{base.__qualname__} describes."
+        )
     return cls
+
+
+def load_object(group: str, name: str, kind: type, own: Collection[str] = ()) -> Any:
+    """Returns the object of a plugin that is no class: a backend, a runtime, a tuple of rules.
+
+    Args:
+        group: the group of entry points, such as ``qtrace.backends``.
+        name: ``pkg.mod:NAME``, or the name of an entry point.
+        kind: the class of the object.
+        own: the names of qtrace's own plugins, for the message.
+
+    Raises:
+        ConfigError: when the name is unknown (the known ones are listed), its module cannot be imported, or
+            the object is of another class.
+    """
+    value = name if OWN_CLASS.fullmatch(name) else installed(group).get(name)
+    if value is None:
+        noun, names = group.rpartition(".")[2].removesuffix("s").replace("_", " "), (*own, *installed(group))
+        raise ConfigError(
+            f"unknown {noun} {name!r}; known: {', '.join(sorted(names))}, or your own as 'pkg.mod:NAME'."
+        )
+    plugin = _import_value(value, f"an object of {kind.__name__}")
+    if not isinstance(plugin, kind):
+        raise ConfigError(
+            f"{value!r} is of type {type(plugin).__name__}: define it as an object of "
+            f"{kind.__module__}.{kind.__qualname__}."
+        )
+    return plugin
+
+
+def load_installed(group: str, kind: type) -> tuple[Any, ...]:
+    """Returns the objects that installed packages declare in a group, by the names of their entry points.
+
+    Args:
+        group: the group of entry points, such as ``qtrace.op_rules``.
+        kind: the class of the objects; an entry point may name a tuple of them.
+
+    Raises:
+        ConfigError: when a module cannot be imported, or an object is of another class.
+    """
+    found: list[Any] = []
+    for value in installed(group).values():
+        plugin = _import_value(value, f"an object of {kind.__name__}")
+        several = plugin if isinstance(plugin, tuple) else (plugin,)
+        if wrong := [item for item in several if not isinstance(item, kind)]:
+            raise ConfigError(
+                f"{value!r}, which an installed package declares in {group}, is of type "
+                f"{type(wrong[0]).__name__}: define it as an object of "
+                f"{kind.__module__}.{kind.__qualname__}, or as a tuple of such."
+            )
+        found += several
+    return tuple(found)
 
 
 def name_of(cls: type) -> str:
@@ -82,7 +171,7 @@ def exported(package: str, others: Mapping[str, str]) -> dict[str, str]:
         package: the dotted name of the plugin package, such as ``qtrace.observers``.
         others: the other public names and their dotted modules.
     """
-    classes = {name: f"{package}.{file}" for file in known(package) for name in _all(f"{package}.{file}")}
+    classes = {name: f"{package}.{file}" for file in packaged(package) for name in _all(f"{package}.{file}")}
     return {**others, **classes}
 
 
@@ -101,7 +190,7 @@ def attribute(package: str, name: str, others: Mapping[str, str]) -> Any:
         return sorted(exported(package, others))
     if name in others:
         return getattr(importlib.import_module(others[name]), name)
-    if name == "base" or name in known(package):
+    if name == "base" or name in packaged(package):
         return importlib.import_module(f"{package}.{name}")
     # Python looks up private names by itself, which must not import the plugins.
     names = {} if name.startswith("_") else exported(package, others)
@@ -118,23 +207,28 @@ def search_current_folder() -> None:
         sys.path.insert(0, folder)
 
 
-def _user_class(module: str, name: str, base: type) -> Any:
-    """Returns the object `name` of a user's module."""
+def _import_value(value: str, definition: str) -> Any:
+    """Returns what an entry point or ``pkg.mod:NAME`` names; an entry point may name a module."""
+    module, _, name = value.partition(":")
+    return _import(module.strip(), name.strip(), definition)
+
+
+def _import(module: str, name: str, definition: str) -> Any:
+    """Returns the object `name` of a user's module; `definition` says what it has to be."""
+    spelled = f"{module}:{name}" if name else module
     try:
         imported = importlib.import_module(module)
     except Terminated:
         raise
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise ConfigError(
-            f"'{module}:{name}': importing {module} failed with {type(error).__name__}: {error}. Is it on "
+            f"'{spelled}': importing {module} failed with {type(error).__name__}: {error}. Is it on "
             "PYTHONPATH?"
         ) from error
     try:
-        return reduce(getattr, name.split("."), imported)
+        return reduce(getattr, name.split("."), imported) if name else imported
     except AttributeError:
-        raise ConfigError(
-            f"'{module}:{name}': {module} has no {name}: define it there as a subclass of {base.__name__}."
-        ) from None
+        raise ConfigError(f"'{spelled}': {module} has no {name}: define it there as {definition}.") from None
 
 
 def _only_class(module: str) -> Any:

@@ -11,7 +11,18 @@ from megengine.module import Identity
 
 from qtrace.scheme import QScheme
 
-__all__ = ["Annotation", "ExprNote", "Fold", "Plan", "Site", "Sort", "free_name", "site_name", "value_name"]
+__all__ = [
+    "Annotation",
+    "ExprNote",
+    "Fold",
+    "PlacementNote",
+    "Plan",
+    "Site",
+    "Sort",
+    "free_name",
+    "site_name",
+    "value_name",
+]
 
 Sort = Literal["activation", "weight", "bias"]
 _ROUNDED = "_q"
@@ -135,8 +146,8 @@ class ExprNote:
         ranks: the numbers of these rules in the config.
         causes: codes of everything that keeps the expr in float; `reason` states the first: "unread" (no rule
             reads it), "region" (it lies outside), "rule" (of the config), "role" (it is kept in float on
-            purpose), "dtype" (values other than float32), "kernel" (the backend has none), "idle" (a move
-            between floats).
+            purpose), "dtype" (values other than float32), "kernel" (the backend has none), "placement" (it
+            gains too little on integers), "idle" (a move between floats).
         reason: why the expr stays float, or a remark about how it is computed.
         macs: number of multiply-accumulates at the traced shapes.
         island: the number of the float island that the expr belongs to; 0 for none. An island is a
@@ -167,6 +178,31 @@ class ExprNote:
 
 
 @dataclass(frozen=True)
+class PlacementNote:
+    """The prediction behind a placement.
+
+    Attributes:
+        mode: "balanced" or "fastest"; "everything" where no op gains time by integers.
+        table: name of the measured times.
+        milliseconds: predicted time of the graph, one thread.
+        float_milliseconds: predicted time of the graph in float.
+        sqnr: predicted SQNR at the outputs in dB; None if noise was not counted.
+        synthetic: whether the noise was measured on generated inputs.
+        times: name of an op -> its predicted milliseconds in float and on integers; None without a kernel.
+        reasons: name of an op -> why it runs as it does.
+    """
+
+    mode: str
+    table: str
+    milliseconds: float
+    float_milliseconds: float
+    sqnr: float | None = None
+    synthetic: bool = False
+    times: dict[str, tuple[float, float | None]] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Annotation:
     """All decisions for one graph.
 
@@ -180,6 +216,7 @@ class Annotation:
         inputs: the names of the graph's input tensors.
         outputs: the names of the graph's output tensors.
         factors: node name -> factor of its group's scale, for nodes of `carried` with another scale.
+        placement: the predicted time and noise by which ops were left in float; None without a placement.
     """
 
     backend: str
@@ -191,6 +228,7 @@ class Annotation:
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     factors: dict[str, float] = field(default_factory=dict)
+    placement: PlacementNote | None = None
 
     def moved(self) -> dict[str, str]:
         """Returns `carried` without the outputs of no-ops: the nodes that an export writes anew."""
@@ -199,7 +237,10 @@ class Annotation:
 
     def to_json(self) -> str:
         """Returns the annotation as a JSON document."""
-        return json.dumps(self, default=vars, sort_keys=True)  # asdict would copy every value first
+        data = dict(vars(self))
+        if self.placement is None:  # as in annotations of before there were placements, whose hashes stay
+            del data["placement"]
+        return json.dumps(data, default=vars, sort_keys=True)  # asdict would copy every value first
 
     @classmethod
     def from_json(cls, text: str) -> Annotation:
@@ -215,6 +256,7 @@ class Annotation:
             inputs=tuple(data["inputs"]),
             outputs=tuple(data["outputs"]),
             factors=data["factors"],
+            placement=None if (placement := data.get("placement")) is None else PlacementNote(**placement),
         )
 
 

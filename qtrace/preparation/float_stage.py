@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from qtrace.config.algorithm import Algorithm, algorithms
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.passes.base import Left
 
-__all__ = ["FloatTask", "Report", "SiteNoise", "change_float", "named_report"]
+__all__ = ["FloatTask", "Report", "SiteNoise", "change_float", "named_report", "reads_samples"]
 
 
 @dataclass(frozen=True)
@@ -76,19 +76,33 @@ class FloatTask:
         config: the config.
         norms: output node of a layer -> mean and standard deviation of its channels, each (C,) float64, from
             the BatchNorm that ``fuse_bn`` folded into the layer.
+        samples: arguments of calls with a few images, for algorithms that declare ``reads_samples``.
     """
 
     model: TracedModule
     config: QConfig
     norms: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    samples: Sequence[Any] = ()
 
 
-def change_float(model: TracedModule, config: QConfig) -> tuple[dict[str, Any], ...]:
+def reads_samples(config: QConfig) -> bool:
+    """Returns whether an algorithm of the float stage reads samples."""
+    return any(algorithm.reads_samples for _, algorithm in algorithms(config))
+
+
+def change_float(
+    model: TracedModule, config: QConfig, samples: Sequence[Any] = ()
+) -> tuple[dict[str, Any], ...]:
     """Runs the algorithms of the float stage on a flat, expanded graph; returns their reports.
 
     Algorithms of the calibrated stage prepare the graph for what they will do after calibration.
+
+    Args:
+        model: the graph; it is changed in place.
+        config: the config.
+        samples: arguments of calls with a few images.
     """
-    task = FloatTask(model, config)
+    task = FloatTask(model, config, samples=samples)
     reports = []
     for name, algorithm in algorithms(config):
         if algorithm.stage == "calibrated":

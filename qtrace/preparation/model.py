@@ -197,6 +197,8 @@ class QuantizedModel:
         """
         # No two sites of a node share a group, whatever the nodes of the rounded values are called.
         decisions = {(site.group, site.node): site for site in self.annotation.sites}
+        if not decisions:
+            return ()
         sites: dict[tuple[str, str], QuantizedSite] = {}
         rounded: dict[Node, QuantizedSite] = {}
         try:

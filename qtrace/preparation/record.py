@@ -1,26 +1,32 @@
-"""The quantization record that a prepared or converted module carries, and its fake quants."""
+"""The quantization record that a prepared or converted module carries, and its fake quants.
+
+MegEngine saves plain attributes of a TracedModule; JSON keeps the record free of classes.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from megengine import Tensor
 from megengine.module import Module
 
-from qtrace.errors import GraphError
+from qtrace.errors import ConfigError, GraphError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
+from qtrace.graph.edit import RECORD_ATTRIBUTE
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.passes.insert import CONTAINER
 from qtrace.storage.hashing import hash_arrays
 
 __all__ = [
+    "NativeScale",
     "Record",
     "fake_quants",
     "followers",
@@ -28,11 +34,22 @@ __all__ = [
     "hash_tensors",
     "is_quantized",
     "read_record",
+    "remove_record",
     "write_record",
 ]
 
-# MegEngine saves plain attributes of a TracedModule; JSON keeps the record free of classes.
-_ATTRIBUTE = "qtrace_record"
+
+@dataclass(frozen=True)
+class NativeScale:
+    """A scale that a model brought from MegEngine's own quantization.
+
+    Attributes:
+        origin: the tensor and its layer, such as ``the result of stem (qat.ConvBnRelu2d)``.
+        scale: the scale that the group of sites began with.
+    """
+
+    origin: str
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,9 @@ class Record:
         qconfig: the config as plain data.
         log: one line for each change of a pass, and for each candidate that a pass left unchanged.
         ptq: the reports of the post-training algorithms that have run, as plain data.
+        native: group -> the scale that the model brought for it.
+        native_notes: a line for each scale of the model that was changed or is not used, and for each
+            algorithm that did not run because of them.
     """
 
     stage: str
@@ -52,6 +72,8 @@ class Record:
     qconfig: dict[str, Any]
     log: tuple[str, ...]
     ptq: tuple[dict[str, Any], ...] = ()
+    native: Mapping[str, NativeScale] = field(default_factory=dict)
+    native_notes: tuple[str, ...] = ()
 
 
 def write_record(model: TracedModule, record: Record) -> None:
@@ -63,7 +85,16 @@ def write_record(model: TracedModule, record: Record) -> None:
         "log": list(record.log),
         "ptq": list(record.ptq),
     }
-    setattr(model, _ATTRIBUTE, json.dumps(document, sort_keys=True))
+    if record.native or record.native_notes:  # other records stay as they were, and their hashes too
+        document["native"] = {group: vars(scale) for group, scale in record.native.items()}
+        document["native_notes"] = list(record.native_notes)
+    setattr(model, RECORD_ATTRIBUTE, json.dumps(document, sort_keys=True))
+
+
+def remove_record(model: TracedModule) -> None:
+    """Removes the record and the fake quants of a graph that no longer calls them: it becomes a plain one."""
+    delattr(model, RECORD_ATTRIBUTE)
+    delattr(model, CONTAINER)
 
 
 def read_record(model: Module, stage: str | None = None) -> Record:
@@ -75,8 +106,9 @@ def read_record(model: Module, stage: str | None = None) -> Record:
 
     Raises:
         GraphError: when the module is not at that stage, or its record is damaged.
+        ConfigError: when its backend lies in a module of the user's that is not imported.
     """
-    text = getattr(model, _ATTRIBUTE, None)
+    text = getattr(model, RECORD_ATTRIBUTE, None)
     if not isinstance(model, TracedModule) or text is None:
         raise GraphError(
             f"{type(model).__name__} is not a {stage or 'prepared'} module: "
@@ -88,6 +120,7 @@ def read_record(model: Module, stage: str | None = None) -> Record:
         raise GraphError(
             f"the quantization record of the model is damaged ({type(error).__name__}): make the model again."
         ) from error
+    _check_backend(record.annotation.backend)
     if stage is not None and record.stage != stage:
         todo = (
             "call qtrace.convert on it first, or give the file quantized.mge"
@@ -98,6 +131,16 @@ def read_record(model: Module, stage: str | None = None) -> Record:
     return record
 
 
+def _check_backend(name: str) -> None:
+    """Refuses a backend in a user's module that nobody has imported: a file may name any module."""
+    module, own, _ = name.partition(":")
+    if own and module not in sys.modules:
+        raise ConfigError(
+            f"the model was made for the backend {name!r} of your own: import {module} first, on the command "
+            f"line with --allow {name}, if you trust it."
+        )
+
+
 def _parse(text: str) -> Record:
     """Parses the text that `write_record` attached; the text comes from a file and may be anything."""
     data = json.loads(text)
@@ -105,7 +148,10 @@ def _parse(text: str) -> Record:
     log, ptq = tuple(data["log"]), tuple(data.get("ptq", ()))
     if data["stage"] not in ("prepared", "converted") or not isinstance(data["qconfig"], dict):
         raise ValueError
-    return Record(data["stage"], annotation, data["qconfig"], log, ptq)
+    brought = data.get("native", {}).items()
+    native = {str(g): NativeScale(str(s["origin"]), float(s["scale"])) for g, s in brought}
+    notes = tuple(str(note) for note in data.get("native_notes", ()))
+    return Record(data["stage"], annotation, data["qconfig"], log, ptq, native, notes)
 
 
 def graph_hash(model: TracedModule) -> str:
@@ -114,7 +160,7 @@ def graph_hash(model: TracedModule) -> str:
     A copy or a reloaded module has the same hash; another calibration gives another hash.
     """
     # Not by state_dict, whose time is quadratic in the number of modules.
-    return hash_tensors(getattr(model, _ATTRIBUTE, ""), model.named_tensors())
+    return hash_tensors(getattr(model, RECORD_ATTRIBUTE, ""), model.named_tensors())
 
 
 def hash_tensors(text: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -125,7 +171,7 @@ def hash_tensors(text: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 def is_quantized(model: Module) -> bool:
     """Returns whether ``model`` was made by ``prepare`` or ``convert``."""
-    return getattr(model, _ATTRIBUTE, None) is not None
+    return getattr(model, RECORD_ATTRIBUTE, None) is not None
 
 
 def fake_quants(model: TracedModule) -> Iterator[FakeQuant]:

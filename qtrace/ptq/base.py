@@ -14,6 +14,7 @@ from pydantic import Field
 from qtrace.config.algorithm import Algorithm
 from qtrace.data.batches import as_arguments
 from qtrace.errors import CalibrationError
+from qtrace.graph.stepping import SegmentEngine
 from qtrace.graph.types import TracedModule
 from qtrace.metrics import ErrorSums, finite_or_none
 from qtrace.plugins.options import Int
@@ -89,6 +90,8 @@ class CalibratedTask:
         batches: the calibration data.
         progress: whether to show progress bars.
         checkpoint: the storage of finished blocks, for an interrupted run; None to store none.
+        engine: computes the inputs and outputs of layers faster than MegEngine, where it can; None for
+            MegEngine.
     """
 
     model: TracedModule
@@ -96,6 +99,7 @@ class CalibratedTask:
     batches: Batches
     progress: bool = False
     checkpoint: Checkpoint | None = None
+    engine: SegmentEngine | None = None
 
 
 class FloatAlgorithm(Algorithm):

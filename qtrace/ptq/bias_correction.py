@@ -5,7 +5,8 @@ shift on to the next. Subtracting it from the bias removes it exactly (Nagel et 
 Quantization Through Weight Equalization and Bias Correction", section 4.2 and appendix D: the empirical
 form). Layers are corrected in graph order, each on inputs from the quantized and corrected layers before it.
 A layer that is called several times, as the head of a detector is for each level, has one bias: it takes the
-mean over all calls.
+mean over all calls. A part of the batches is held back and decides for each layer whether its correction
+stays, see `qtrace.ptq.layers.held_back`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import ClassVar
 
 from tqdm import tqdm
 
-from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Left, Noise, Report, SiteNoise
-from qtrace.ptq.layers.biases import add_biases, move_bias
-from qtrace.ptq.layers.quantized import LayerTwins, QuantizedLayer, mean_error, quantized_layers
+from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Left, Report, SiteNoise
+from qtrace.ptq.layers.biases import add_biases, correct_bias
+from qtrace.ptq.layers.held_back import layer_errors, summed
+from qtrace.ptq.layers.quantized import LayerTwins, quantized_layers
 
 __all__ = ["BiasCorrection"]
 
@@ -32,29 +34,24 @@ class BiasCorrection(CalibratedAlgorithm):
 
     def apply(self, task: CalibratedTask) -> Report:
         quantized, left = quantized_layers(task.model, shared=True)
-        twins = LayerTwins(task, quantized)
+        twins = LayerTwins(task, quantized, fast=True)
         changed, errors = [], []
         for layer in tqdm(quantized, desc="bias_correction", unit="layer", disable=not task.progress):
             if layer.bias is None:
                 left.append(Left(layer.title, "it has no bias"))
                 continue
-            error, largest = _correct(task, twins, layer)
-            errors.append(error)
-            changed.append(f"{layer.title}: bias moved by {largest:.3g} at most")
+            twins.advance(layer.call.expr)
+            before = layer_errors(twins, layer)
+            largest, held = correct_bias(twins, layer, before)
+            if largest is None:
+                left.append(Left(layer.title, f"its bias stays: {held}"))
+                after = before
+            else:
+                moved = f"{layer.title}: bias moved by {largest:.3g} at most"
+                changed.append(f"{moved}; {held}" if held else moved)
+                after = layer_errors(twins, layer)
+            ratios = (sums.decibels(sums.noise()) for sums in (summed(before), summed(after)))
+            errors.append(SiteNoise(layer.name, *ratios))
         if not quantized and not left:
             left.append(Left("", "no layer has quantized weights"))
         return Report(tuple(changed), tuple(left), tuple(errors))
-
-
-def _correct(task: CalibratedTask, twins: LayerTwins, layer: QuantizedLayer) -> tuple[SiteNoise, float]:
-    """Corrects one layer; returns its error and the largest correction."""
-    twins.advance(layer.call.expr)
-    before, after = Noise(layer.name), Noise(layer.name)
-    pairs = list(twins.results(layer))
-    for reference, value in pairs:
-        before.add(reference, value)
-    largest = move_bias(task.model, layer, mean_error(pairs, layer.axis))
-    twins.quantized.changed()
-    for reference, value in twins.results(layer):
-        after.add(reference, value)
-    return SiteNoise(layer.name, before.decibels, after.decibels), largest

@@ -4,9 +4,9 @@ Where ``f(s * x) = s * f(x)``, the channels of a tensor between two layers may b
 divided by s, the layer behind multiplied. With ``s = sqrt(r1 / r2)`` of the ranges of their weights, every
 channel uses the same share of a common range in both (Nagel et al. 2019, "Data-Free Quantization Through
 Weight Equalization and Bias Correction", section 4.1). Tensors that are added belong together and are scaled
-together. A bias that lifts nearly all values of a channel above 0 is handed on to the next layer (section
-4.1.3): with ``c = max(0, mean - 3 * deviation)`` as BatchNorm knew them, ``relu(y) = relu(y - c) + c`` for
-all but one value in a thousand.
+together. A bias that lifts nearly all values of a channel above 0 is absorbed by the next layer (section
+4.1.3): with ``c = max(0, mean - 3 * deviation)`` of the BatchNorm's statistics, ``relu(y)`` is
+``relu(y - c) + c`` for all but one value in a thousand.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Equalize(FloatAlgorithm):
     Attributes:
         relu6: "keep" leaves tensors behind a ReLU6 alone; "relu" replaces every ReLU6 by ReLU, which changes
             what the float model computes where it clips.
-        absorb: hand on high biases, where BatchNorm left its statistics.
-        iterations: how often at most all groups are gone through.
+        absorb: absorb high biases behind BatchNorms whose statistics are known.
+        iterations: the most passes over all groups.
         tolerance: stop once no scale changes by more than this share.
     """
 
@@ -57,21 +57,21 @@ class Equalize(FloatAlgorithm):
         ratios = outputs.ratios()
         changed = _relu_for_relu6(task) if self.relu6 == "relu" else []
         groups = channel_groups(task.model)
-        wanted = [g for g in groups if not g.reason]
+        scalable = [g for g in groups if not g.reason]
         left = [Left(f"{g.name} ({g.describe()})", g.reason) for g in groups if g.reason]
         if not groups:
             left.append(Left("", "no two layers follow each other"))
         parameters = Parameters(task.model)
-        calls = {c.out.name: c for g in wanted for c in (*g.writers, *g.readers)}
+        calls = {c.out.name: c for g in scalable for c in (*g.writers, *g.readers)}
         before = _errors(parameters, calls, sites)
-        spread = {g.name: np.ones(g.channels) for g in wanted}
+        spread = {g.name: np.ones(g.channels) for g in scalable}
         for _ in range(self.iterations):
-            steps = [equalize_group(parameters, g, spread) for g in wanted]
+            steps = [equalize_group(parameters, g, spread) for g in scalable]
             if max(steps, default=0.0) <= self.tolerance:
                 break
-        changed += [f"{g.name} ({g.describe()}): {_describe_factor(spread[g.name])}" for g in wanted]
+        changed += [f"{g.name} ({g.describe()}): {_describe_factor(spread[g.name])}" for g in scalable]
         if self.absorb:
-            absorbed, not_absorbed = _absorb(parameters, wanted, task.norms, spread)
+            absorbed, not_absorbed = _absorb(parameters, scalable, task.norms, spread)
             changed, left = changed + absorbed, left + not_absorbed
         parameters.store()
         after = _errors(parameters, calls, sites)
@@ -81,9 +81,9 @@ class Equalize(FloatAlgorithm):
 
 
 def weight_sites(task: FloatTask) -> dict[str, Site]:
-    """Weight node -> how the config quantizes it."""
-    found = annotate(task.model, task.config).sites
-    return {s.node: s for s in reversed(found) if s.sort == "weight"}
+    """Returns the site of each quantized weight by the name of its node."""
+    sites = annotate(task.model, task.config).sites
+    return {s.node: s for s in reversed(sites) if s.sort == "weight"}
 
 
 def equalize_group(parameters: Parameters, group: ChannelGroup, spread: dict[str, np.ndarray]) -> float:
@@ -97,7 +97,7 @@ def equalize_group(parameters: Parameters, group: ChannelGroup, spread: dict[str
 def _errors(
     parameters: Parameters, calls: dict[str, OpCall], sites: dict[str, Site]
 ) -> dict[str, float | None]:
-    """Weight -> its error in dB, for the layers whose weights are quantized."""
+    """Returns the error of each quantized weight in dB by the name of its node."""
     weights = {c.weight.name: c for c in calls.values() if c.weight is not None and c.weight.name in sites}
     return {name: site_sqnr(parameters, call, sites[name]) for name, call in weights.items()}
 
@@ -133,13 +133,13 @@ def _absorb(
     norms: dict[str, tuple[np.ndarray, np.ndarray]],
     spread: dict[str, np.ndarray],
 ) -> tuple[list[str], list[Left]]:
-    """Hands high biases on to the layers behind; returns what was done, and what was not with the reason."""
+    """Absorbs high biases into the next layers; returns a line a group, and what was left."""
     changed, left = [], []
     for group in groups:
-        known = [norms.get(c.out.name) for c in group.writers]
-        if len(known) != 1 or known[0] is None:
+        statistics = [norms.get(c.out.name) for c in group.writers]
+        if len(statistics) != 1 or statistics[0] is None:
             continue
-        mean, deviation = (v / spread[group.name] for v in known[0])
+        mean, deviation = (v / spread[group.name] for v in statistics[0])
         high = np.maximum(0.0, mean - 3.0 * deviation)
         if not high.any():
             continue
@@ -149,7 +149,7 @@ def _absorb(
             continue
         parameters.add_to_bias(group.writers[0], -high)
         for call in group.readers:
-            parameters.add_to_bias(call, _handed_on(parameters.weight(call), call, high))
+            parameters.add_to_bias(call, _constant_output(parameters.weight(call), call, high))
         changed.append(
             f"{group.name}: {np.count_nonzero(high)} high biases handed on, {high.max():.3g} at most"
         )
@@ -172,12 +172,12 @@ def _why_not_absorbed(group: ChannelGroup) -> str | None:
     return None
 
 
-def _handed_on(weight: np.ndarray, call: OpCall, high: np.ndarray) -> np.ndarray:
-    """What a layer computes of a constant input ``high`` (C,)."""
+def _constant_output(weight: np.ndarray, call: OpCall, high: np.ndarray) -> np.ndarray:
+    """Returns the outputs of a layer without bias for an input of ``high`` (C,) everywhere."""
     if call.kind == "linear":
         return np.asarray(weight @ high)
     plain = 3 if call.kind == "conv1d" else 4
     summed = weight.reshape(*weight.shape[: -(plain - 2)], -1).sum(axis=-1)
     grouped = summed if weight.ndim > plain else summed[None]
-    found = np.einsum("goi,gi->go", grouped, high.reshape(grouped.shape[0], -1))
-    return np.asarray(found.reshape(-1))
+    outputs = np.einsum("goi,gi->go", grouped, high.reshape(grouped.shape[0], -1))
+    return np.asarray(outputs.reshape(-1))

@@ -1,17 +1,28 @@
-"""Folds BatchNorm into the layer before it; see `qtrace.preparation.passes.fuse_bn`."""
+"""Folds BatchNorm, and stored scales and shifts, into the layer before them.
+
+See `qtrace.preparation.passes.fuse_bn` and `qtrace.preparation.passes.fuse_scale`.
+"""
 
 from __future__ import annotations
 
+from qtrace.preparation.passes.base import PassResult
 from qtrace.preparation.passes.fuse_bn import fuse_bn
+from qtrace.preparation.passes.fuse_scale import fuse_scale
 from qtrace.ptq.base import FloatAlgorithm, FloatTask, Report, report_of
 
 __all__ = ["FuseBn"]
 
 
 class FuseBn(FloatAlgorithm):
-    """Folds every BatchNorm that directly follows a layer (Jacob et al. 2018, section 3.2)."""
+    """Folds every BatchNorm that directly follows a layer (Jacob et al. 2018, section 3.2).
+
+    A stored scale and shift behind a layer, such as PP-LCNetV3's LearnableAffineBlock, is folded, too.
+    """
 
     def apply(self, task: FloatTask) -> Report:
-        result = fuse_bn(task.model)
-        task.norms.update(result.norms)
-        return report_of(result, "the graph has no BatchNorm")
+        norms = fuse_bn(task.model)
+        task.norms.update(norms.norms)
+        scales = fuse_scale(task.model, task.norms)
+        task.norms.update(scales.norms)
+        both = PassResult((*norms.changed, *scales.changed), (*norms.left, *scales.left))
+        return report_of(both, "the graph has no BatchNorm")

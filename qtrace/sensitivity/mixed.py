@@ -132,7 +132,7 @@ def mixed_precision(
             does not have.
         CalibrationError: when no set of layers reaches the goal, or there are no batches.
     """
-    base = as_qconfig(QConfig() if qconfig is None else qconfig)
+    base = as_qconfig("onnxruntime" if qconfig is None else qconfig).without_placement()
     calibration = list(batches)
     measured = calibration if evaluation is None else list(evaluation)
     trial = _Trial(traced, base, Raise.parse(raise_to), calibration, measured, choose(metric, own))

@@ -25,6 +25,7 @@ from qtrace.verification.crosscheck import Disagreement, cross_check
 from qtrace.verification.report import CrossCheck, VerifyReport
 from qtrace.verification.runs import BatchRun, File, OpByOp
 from qtrace.verification.runtimes import get as get_runtime
+from qtrace.verification.runtimes.base import Runtime
 
 __all__ = ["Difference", "bisect"]
 
@@ -117,7 +118,7 @@ def bisect(
     converted: TracedModule,
     batches: Iterable[Any],
     *,
-    runtime: str | None = None,
+    runtime: str | Runtime | None = None,
     max_lsb: int = 1,
     min_equal: float = 0.999,
     min_sqnr_db: float = 35.0,
@@ -131,7 +132,8 @@ def bisect(
         path: a file written by ``qtrace.export`` from ``converted``.
         converted: the converted module.
         batches: inputs as for ``qtrace.calibrate``.
-        runtime: the name of the runtime; None for the one that the file is meant for.
+        runtime: the name of the runtime, or a `Runtime`, such as `dumped_tensors` returns; None for the one
+            that the file is meant for.
         max_lsb: largest difference allowed at any site.
         min_equal: smallest share of equal integers allowed in a batch; below it, the first op whose own share
             is clearly lower is named, even if it differs by ``max_lsb`` at most.
@@ -149,8 +151,9 @@ def bisect(
     inputs = list(batches)
     if not inputs:
         raise CalibrationError("bisect has no batches: give at least one.")
-    chosen, unequal = get_runtime(Path(path), runtime), None
-    for stage, optimize in (("plain", False), ("optimized", True)):
+    chosen = runtime if isinstance(runtime, Runtime) else get_runtime(Path(path), runtime)
+    unequal = None
+    for stage, optimize in (("plain", False), ("optimized", True))[: 2 if chosen.optimizes else 1]:
         file = File(Path(path), model, chosen.open(Path(path), optimize))
         with evaluating(converted):
             for run in file.run(

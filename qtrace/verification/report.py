@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-from qtrace.errors import ExportError
-from qtrace.graph.table import format_table
+from qtrace.errors import ExportError, GraphError
 from qtrace.metrics import ErrorSums, finite_or_none, sqnr_db
+from qtrace.verification.closeness import Closeness
+from qtrace.verification.remarks import remarks
 from qtrace.verification.runtimes.base import Kernels
 from qtrace.verification.selections import Shape, describe_rows
+from qtrace.verification.summary import format_sites, summarize
 
 __all__ = ["CrossCheck", "DifferenceTally", "VerifyReport"]
 
 _MODES = ("op_by_op", "end_to_end", "deployed")
-_SHOWN_STEPS = 6
 
 
 @dataclass
@@ -48,6 +50,14 @@ class DifferenceTally:
         for step, count in zip(*np.unique(nonzero, return_counts=True), strict=True):
             self.histogram[int(step)] = self.histogram.get(int(step), 0) + int(count)
         return worst
+
+    def merge(self, other: DifferenceTally) -> None:
+        """Adds the counts of ``other``."""
+        self.values += other.values
+        self.equal += other.equal
+        self.worst = max(self.worst, other.worst)
+        for step, count in other.histogram.items():
+            self.histogram[step] = self.histogram.get(step, 0) + count
 
 
 @dataclass(frozen=True)
@@ -87,13 +97,19 @@ class VerifyReport:
         path: the file.
         max_lsb: largest difference allowed op by op.
         min_equal: smallest share of equal values allowed op by op.
-        min_sqnr_db: smallest ratio allowed at the outputs, in dB.
+        min_sqnr_db: smallest ratio allowed at each output computed from the runtime's own integers, in dB.
         sites: mode -> node -> tally.
         outputs: mode -> output -> its noise; "op_by_op" starts at the runtime's own integers, so it shows
             whether both sides compute alike what follows the last site, in float.
         kernels: which ops the runtime computes on integers when it is deployed; None where that is unknown.
         cross_check: the first node that differs by more than is allowed, op by op, and the second evaluation
             that says which side is wrong there; None where no node does.
+        end_to_end_db: smallest ratio of the runtime's outputs to the graph's allowed end to end, in dB; None
+            for none: then both are compared to float.
+        float_source: what computes the float outputs, in words; "" where there are none.
+        closeness: mode -> output -> the distances of graph and runtime to float.
+        optimized: node -> tally, op by op with all optimizations; of the batches in which the outputs of the
+            optimized form are so far from the graph's that ties could hide a wrong kernel.
         selections: node or output with a number of rows that depends on values -> the op that selects them.
         unequal: mode -> site or output -> its shapes in graph and runtime, for each batch that is not
             compared because such an op selects other rows, or the same rows in another order.
@@ -107,6 +123,10 @@ class VerifyReport:
     outputs: dict[str, dict[str, ErrorSums]] = field(default_factory=dict)
     kernels: Kernels | None = None
     cross_check: tuple[str, CrossCheck] | None = None
+    end_to_end_db: float | None = None
+    float_source: str = ""
+    closeness: dict[str, dict[str, Closeness]] = field(default_factory=dict)
+    optimized: dict[str, DifferenceTally] = field(default_factory=dict)
     selections: Mapping[str, str] = field(default_factory=dict)
     unequal: dict[str, dict[str, list[tuple[Shape, Shape]]]] = field(default_factory=dict)
 
@@ -134,7 +154,7 @@ class VerifyReport:
             mode: the comparison.
             names: the names of the outputs.
             graph: the graph's outputs.
-            runtime: the runtime's outputs.
+            runtime: the runtime's outputs; None for one that a device has not dumped.
             selected: outputs whose rows depend on values; below the limit they are not compared, since both
                 sides may have selected other rows.
 
@@ -148,12 +168,36 @@ class VerifyReport:
             )
         noises = self.outputs.setdefault(mode, {})
         for name, a, b in zip(names, graph, runtime, strict=True):
-            if not self.compares(mode, f"output {name}", a, b):
+            if b is None or not self.compares(mode, f"output {name}", a, b):
                 continue
             if name in selected and sqnr_db(a, b) < self.min_sqnr_db:
                 self.note_rows(mode, f"output {name}", a, b)
             else:
                 noises.setdefault(name, ErrorSums()).add(a, b, classes=True)
+
+    def add_closeness(
+        self,
+        mode: str,
+        names: Sequence[str],
+        exact: Sequence[np.ndarray],
+        graph: Sequence[np.ndarray],
+        runtime: Sequence[np.ndarray],
+    ) -> None:
+        """Adds the outputs of one batch beside float's; leaves out those whose rows depend on values.
+
+        Raises:
+            GraphError: when an output has another shape in the float network.
+        """
+        sums = self.closeness.setdefault(mode, {})
+        for name, f, a, b in zip(names, exact, graph, runtime, strict=True):
+            if b is None or name in self.selections:
+                continue
+            if f.shape != a.shape:
+                raise GraphError(
+                    f"output {name} has shape {f.shape} in the float network and {a.shape} in the graph: "
+                    "give the network that was quantized."
+                )
+            sums.setdefault(name, Closeness()).add(f, a, b)
 
     def compares(self, mode: str, tensor: str, graph: np.ndarray, runtime: np.ndarray) -> bool:
         """Returns whether values can be compared; records numbers of rows that depend on values.
@@ -230,82 +274,61 @@ class VerifyReport:
             problems.append(
                 f"{self.equal_share():.4%} of the integers are equal, {self.min_equal:.4%} needed"
             )
+        origin = ", from the runtime's own integers," if self.sites["op_by_op"] else ""
         problems += [
-            f"output {name}, from the runtime's own integers, has {noise.sqnr_db:.1f} dB, "
-            f"{self.min_sqnr_db:.1f} dB needed"
+            f"output {name}{origin} has {noise.sqnr_db:.1f} dB, {self.min_sqnr_db:.1f} dB needed"
             for name, noise in self.outputs.get("op_by_op", {}).items()
             if noise.sqnr_db < self.min_sqnr_db
         ]
-        problems += [
-            f"outputs ({mode}) have {self.sqnr_db(mode):.1f} dB, {self.min_sqnr_db:.1f} dB needed"
-            for mode in self.outputs
-            if mode != "op_by_op" and self.sqnr_db(mode) < self.min_sqnr_db
-        ]
+        for mode in self.end_modes():
+            problems += self._mode_problems(mode)
         for tensor, shapes in itertools.islice(self.unequal.get("op_by_op", {}).items(), 1):
             problems.append(f"{describe_rows(tensor, shapes)}, from the same integers: it cannot be compared")
-        if (worst := self._optimization_lsb()) is not None:
+        if (worst := self.optimization_lsb()) is not None:
             problems.append(
                 "sites (deployed) differ by {1} LSB, by {0} LSB without optimizations".format(*worst)
             )
         return problems
 
-    def table(self, max_width: int = 140) -> str:
-        """Returns a text table: a row for each site, then the totals."""
-        headers = ("site", "values", "equal", "worst LSB", "end to end", "deployed")
-        rows = []
-        for node, tally in self.sites["op_by_op"].items():
-            others = [self.sites[m].get(node) for m in _MODES[1:]]
-            cells = ["" if t is None else f"{t.equal / t.values:.2%} / {t.worst}" for t in others]
-            rows.append(
-                (node, str(tally.values), f"{tally.equal / tally.values:.3%}", str(tally.worst), *cells)
+    def _mode_problems(self, mode: str) -> list[str]:
+        """Lists what is wrong with the outputs of one comparison from end to end."""
+        problems = []
+        limit, ratio = self.end_to_end_db, self.sqnr_db(mode)
+        if limit is not None and ratio < limit:
+            problems.append(f"outputs ({mode}) have {ratio:.1f} dB, {limit:.1f} dB needed")
+        elif math.isinf(self._total(mode).noise):
+            problems.append(f"outputs ({mode}) are not finite on one side")
+        wrong = {n: t for n, t in self.optimized.items() if mode == "deployed" and t.worst > self.max_lsb}
+        for node, tally in itertools.islice(wrong.items(), 1):
+            problems.append(
+                f"site {node} differs by {tally.worst} LSB with the runtime's optimizations, {self.max_lsb} "
+                "allowed"
             )
-        return f"{format_table(headers, rows, max_width=max_width)}\n{self.summary()}"
+        for name, closeness in self.closeness.get(mode, {}).items():
+            problems += [f"output {name} ({mode}) {problem}" for problem in closeness.problems()]
+        return problems
+
+    def failing_modes(self) -> list[str]:
+        """Returns the comparisons from end to end whose outputs make the file fail."""
+        return [mode for mode in self.end_modes() if self._mode_problems(mode)]
+
+    def end_modes(self) -> list[str]:
+        """Returns the comparisons from end to end: "reference" without optimizations, and "deployed"."""
+        return [mode for mode in self.outputs if mode != "op_by_op"]
+
+    def table(self, max_width: int = 140) -> str:
+        """Returns a text table: a row for each site, then the totals; the totals of a float file alone."""
+        return format_sites(self, max_width)
 
     def summary(self) -> str:
         """Returns the totals and the verdict, in a few lines."""
-        ratios = ", ".join(self._ratio(mode) for mode in self.outputs if mode != "op_by_op")
-        lines = [
-            f"op by op: worst {self.worst_lsb()} LSB, {self.equal_share():.4%} equal "
-            f"over {len(self.sites['op_by_op'])} sites{self._differences()}",
-            f"outputs: {ratios}; same prediction {self.agreement():.2%}",
-            *(self.kernels.describe() if self.kernels is not None else ()),
-            "passed" if self.passed else "FAILED: " + "; ".join(self.problems()),
-            *self.remarks(),
-        ]
-        return "\n".join(lines)
+        return summarize(self)
 
     def remarks(self) -> list[str]:
         """Says what the problems mean, which side is wrong and what to do, a sentence each."""
-        if self.passed:
-            return self._row_remarks()
-        if self.cross_check is not None:
-            node, check = self.cross_check
-            return [f"at {node}, {check.sentence()}"]
-        floats = self.outputs.get("op_by_op", {}).values()
-        if self.worst_lsb() > self.max_lsb or any(noise.sqnr_db < self.min_sqnr_db for noise in floats):
-            return []
-        if self.unequal and self._optimization_lsb() is None:
-            return self._row_remarks()
-        within = f"no op differs from the graph by more than {self.max_lsb} LSB"
-        if self.equal_share() < self.min_equal:
-            return [f"{within}, but many do: bisect names the first op that rounds in another way"]
-        weak = [m for m in self.outputs if m != "op_by_op" and self.sqnr_db(m) < self.min_sqnr_db]
-        if weak == ["deployed"] or self.unequal:
-            return [
-                f"no op is wrong with the runtime's optimizations off: {within}",
-                "only the optimized form falls short of the limit: bisect compares that op by op, too",
-            ]
-        if any(not np.isfinite(self.sqnr_db(mode)) for mode in weak):
-            return [f"{within}: an output is not finite on one side, from end to end only"]
-        return [
-            f"no op is wrong: {within} when both read the same integers",
-            "the outputs differ because from end to end single LSBs (ties, the order of sums) add up, and "
-            "later layers amplify them; this is no fault of the file",
-            "what to do: measure the accuracy of the task with the file, and where it holds, call "
-            f"qtrace.verify with a smaller min_sqnr_db, such as {self._next_limit():g}",
-        ]
+        return remarks(self)
 
-    def _optimization_lsb(self) -> tuple[int, int] | None:
+    def optimization_lsb(self) -> tuple[int, int] | None:
         """Returns the largest differences before selections, plain and optimized, if the latter is larger.
 
         Outputs that are not compared cannot show that an optimization of the runtime is wrong.
@@ -315,51 +338,6 @@ class VerifyReport:
             for mode in _MODES[1:]
         )
         return (plain, fused) if "deployed" in self.unequal and fused > plain + self.max_lsb else None
-
-    def _row_remarks(self) -> list[str]:
-        """Says what it means that graph and runtime select different rows, a sentence each."""
-        if not self.unequal:
-            return []
-        mode, tensors = next((m, self.unequal[m]) for m in (*_MODES, "reference") if m in self.unequal)
-        tensor, shapes = next(iter(tensors.items()))
-        origin = self.selections[tensor.partition(" ")[2]]
-        others = f", so have {len(tensors) - 1} more behind it" if len(tensors) > 1 else ""
-        within = f"no op that was compared differs by more than {self.max_lsb} LSB op by op"
-        remedy = (
-            "what to do: measure the accuracy of the task with the file; the layers before the selection can "
-            "be verified alone (qtrace.prepare with outputs=)"
-        )
-        if mode == "op_by_op":
-            cause = "both read the same integers, but decide values next to a threshold, or ties, otherwise"
-        else:
-            sites = self.sites["end_to_end"].items()
-            first = next((f", first {n} by {t.worst} LSB" for n, t in sites if t.equal < t.values), "")
-            cause = f"from end to end integers differ{first}, and one LSB moves values over a threshold"
-            remedy = f"this is no fault of the file; {remedy}"
-        return [
-            f"{describe_rows(tensor, shapes)}{others}: its rows depend on values, which {origin} selects",
-            f"{within}; {cause}; these rows are not compared",
-            remedy,
-        ]
-
-    def _next_limit(self) -> float:
-        """Returns the highest multiple of 5 dB that the outputs reach."""
-        lowest = min(self.sqnr_db(mode) for mode in self.outputs if mode != "op_by_op")
-        return 5.0 * float(np.floor(lowest / 5.0)) if np.isfinite(lowest) else 0.0
-
-    def _ratio(self, mode: str) -> str:
-        if not self.outputs[mode]:
-            return f"{mode} not compared"
-        total, (name, weakest) = self.sqnr_db(mode), self.weakest_output(mode)
-        lowest = f" ({name} alone {weakest:.1f})" if f"{weakest:.1f}" != f"{total:.1f}" else ""
-        return f"{mode} {total:.1f} dB{lowest}"
-
-    def _differences(self) -> str:
-        """Lists the most frequent differences."""
-        steps = sorted(self.histogram().items(), key=lambda item: -item[1])
-        shown = ", ".join(f"{step:+d} LSB x {count}" for step, count in steps[:_SHOWN_STEPS])
-        more = f" and {len(steps) - _SHOWN_STEPS} more" if len(steps) > _SHOWN_STEPS else ""
-        return f" ({shown}{more})" if steps else ""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain data."""
@@ -377,8 +355,11 @@ class VerifyReport:
                 for m, noises in self.outputs.items()
             },
             "agreement": self.agreement(),
+            "to_float": {m: {n: c.to_dict() for n, c in sums.items()} for m, sums in self.closeness.items()},
+            "float_source": self.float_source,
             "unequal_rows": self.unequal,
             "kernels": None if self.kernels is None else asdict(self.kernels),
             "cross_check": self.cross_check and {"node": self.cross_check[0], **asdict(self.cross_check[1])},
+            "optimized": {node: vars(tally) for node, tally in self.optimized.items()},
             "sites": {m: {k: vars(t) for k, t in self.sites[m].items()} for m in _MODES},
         }

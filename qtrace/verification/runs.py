@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,17 @@ from qtrace.verification.report import VerifyReport
 from qtrace.verification.runtimes.base import RuntimeRun, Session
 from qtrace.verification.selections import find_selections, selects
 
-__all__ = ["BatchRun", "EndToEnd", "File", "OpByOp", "leaves", "output_names"]
+__all__ = [
+    "BatchRun",
+    "EndToEnd",
+    "File",
+    "GraphRun",
+    "OpByOp",
+    "activations",
+    "integer_qparams",
+    "leaves",
+    "output_names",
+]
 
 
 @dataclass
@@ -113,7 +123,7 @@ class File:
         nodes, selected = self.model.module.graph.outputs, run.single.selected_outputs(self.output_names)
         values = zip(self.output_names, nodes, run.outputs, run.runtime.outputs, strict=True)
         for name, node, graph, runtime in values:
-            if name in selected or graph.shape != runtime.shape:
+            if runtime is None or name in selected or graph.shape != runtime.shape:
                 continue
             if sqnr_db(graph, runtime) < min_sqnr_db:
                 return Disagreement(node.name, graph, runtime)
@@ -129,16 +139,16 @@ def _integer_names(converted: QuantizedModel, path: Path, session: Session) -> d
         ExportError: when the file lacks a site, or says that it was exported from another graph.
     """
     known = set(session.integer_names)
-    computed = {n: s.name for n, s in _activations(converted).items() if not s.static}
+    computed = {n: s.name for n, s in activations(converted).items() if not s.static}
     needed = {node.name for node in needed_nodes(converted.module)}
     missing = sorted({site for name, site in computed.items() if name in needed} - known)
-    if missing:
+    if missing and not getattr(session, "partial", False):
         raise ExportError(f"{path} is not an export of this module: it has no integers of {missing[0]!r}.")
     exported = getattr(session, "graph_hash", "")  # of formats that store it
     if exported and exported != graph_hash(converted.module):
+        other = "another calibration or" if computed else "a quantized module or one with"
         raise ExportError(
-            f"{path} is not an export of this module: it comes from another calibration or other weights; "
-            "export it again."
+            f"{path} is not an export of this module: it comes from {other} other weights; export it again."
         )
     moved = {name: name for name in converted.annotation.moved()}
     return {name: site for name, site in {**computed, **moved}.items() if site in known}
@@ -150,14 +160,14 @@ def output_names(converted: QuantizedModel) -> list[str]:
     return [f"{n}_{c}" if (c := names[:i].count(n) + 1) > 1 else n for i, n in enumerate(names)]
 
 
-def _activations(converted: QuantizedModel) -> dict[str, QuantizedSite]:
+def activations(converted: QuantizedModel) -> dict[str, QuantizedSite]:
     """Maps the name of each node that holds a rounded activation to its site."""
     return {name: site for name, site in converted.rounded.items() if site.sort == "activation"}
 
 
-def _integer_qparams(converted: QuantizedModel) -> dict[str, QParams]:
+def integer_qparams(converted: QuantizedModel) -> dict[str, QParams]:
     """Maps the name of each node that holds dequantized integers to their parameters."""
-    sites = _activations(converted).items()
+    sites = activations(converted).items()
     return {**{name: site.qparams for name, site in sites}, **converted.carried_qparams()}
 
 
@@ -176,7 +186,7 @@ class OpByOp(Interpreter):
     def __init__(self, file: File, integers: dict[str, np.ndarray], report: VerifyReport) -> None:
         super().__init__(file.model.module)
         self.names, self.integers, self.report = file.names, integers, report
-        self.qparams = _integer_qparams(file.model)
+        self.qparams = integer_qparams(file.model)
         self.values = RuntimeValues(self.names, integers, self.qparams)
         self.disagreement: Disagreement | None = None
         self._selected: set[Node] = set()  # computed from a selection, up to the next site
@@ -215,12 +225,17 @@ class OpByOp(Interpreter):
             self.disagreement = both
 
 
-class EndToEnd(Interpreter):
-    """Runs the graph alone and keeps its inputs, its outputs and the integers of every site."""
+class GraphRun(Interpreter):
+    """Runs the graph alone and keeps its inputs, its outputs and the integers of nodes.
 
-    def __init__(self, file: File) -> None:
-        super().__init__(file.model.module)
-        self.names, self.qparams = file.names, _integer_qparams(file.model)
+    Args:
+        model: the converted graph.
+        nodes: names of nodes that hold dequantized integers.
+    """
+
+    def __init__(self, model: QuantizedModel, nodes: Collection[str]) -> None:
+        super().__init__(model.module)
+        self.nodes, self.qparams = nodes, integer_qparams(model)
         self.integers: dict[str, np.ndarray] = {}
         self.inputs: list[np.ndarray] = []
         self.outputs: list[np.ndarray] = []
@@ -229,7 +244,7 @@ class EndToEnd(Interpreter):
         """Keeps the values of graph inputs and the integers of sites."""
         if isinstance(node.expr, Input) and isinstance(node, TensorNode):
             self.inputs.append(value.numpy())
-        if node.name in self.names:
+        if node.name in self.nodes:
             self.integers[node.name] = quantize(value.numpy(), self.qparams[node.name])
         return value
 
@@ -237,12 +252,37 @@ class EndToEnd(Interpreter):
         """Runs the graph on the arguments of one call."""
         self.outputs = [t.numpy() for t in leaves(self.run(*args, **kwargs))]
 
-    def tally(self, run: RuntimeRun, mode: str, report: VerifyReport, output_names: list[str]) -> None:
-        """Adds the differences between the runtime's values in `run` and the graph's to `report`."""
+
+class EndToEnd(GraphRun):
+    """Runs the graph alone, to compare it with a run of the runtime."""
+
+    def __init__(self, file: File) -> None:
+        super().__init__(file.model, file.names)
+        self.names = file.names
+
+    def tally(
+        self,
+        run: RuntimeRun,
+        mode: str,
+        report: VerifyReport,
+        output_names: list[str],
+        exact: Sequence[np.ndarray] = (),
+    ) -> None:
+        """Adds the differences between the runtime's values in `run` and the graph's to `report`.
+
+        Args:
+            run: the run of the runtime.
+            mode: "end_to_end" or "deployed".
+            report: the report.
+            output_names: the names of the outputs.
+            exact: the outputs of the float network, if both sides are compared to them.
+        """
         for node, integers in self.integers.items():
             report.add(mode, node, integers, run.integers[self.names[node]])
         name = "reference" if mode == "end_to_end" else mode
         report.add_outputs(name, output_names, self.outputs, run.outputs, report.selections)
+        if exact:
+            report.add_closeness(name, output_names, exact, self.outputs, run.outputs)
 
 
 def leaves(value: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from scripts.site import docstrings
 
-__all__ = ["example", "field_text", "models", "page", "settings"]
+__all__ = ["examples", "field_text", "models", "page", "settings"]
 
 _HEAD = """# Config and recipe keys
 
@@ -77,11 +77,12 @@ def settings() -> Iterator[tuple[type[BaseModel], str, FieldInfo]]:
             yield model, field.alias or name, field
 
 
-def example(model: type[BaseModel]) -> dict[str, Any]:
-    """Returns the keys and values in the Example section of a model's docstring; {} without one."""
+def examples(model: type[BaseModel]) -> list[dict[str, Any]]:
+    """Returns the keys and values of each YAML block in the Example section of a model's docstring."""
     texts = [s.text for s in docstrings.parse(model.__doc__) if s.title == "Example"]
-    fenced = re.search(r"```yaml\n(.*?)```", texts[0], re.DOTALL) if texts else None
-    return yaml.safe_load(fenced[1]) if fenced else {}
+    return [
+        yaml.safe_load(block) for text in texts for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    ]
 
 
 def page() -> str:
@@ -92,14 +93,15 @@ def page() -> str:
 def _model(model: type[BaseModel]) -> str:
     sections = docstrings.parse(model.__doc__)
     texts = {item.name: item.text for s in sections if s.title == "Attributes" for item in s.items}
-    examples, prose = example(model), [s.text for s in sections if not s.title]
+    values = {key: value for block in reversed(examples(model)) for key, value in block.items()}
+    prose = [s.text for s in sections if not s.title]
     title = _titles()[model]
     parts = [f"## {title} {{#{model.__name__}}}", *prose]
     for name, field in model.model_fields.items():
         key = field.alias or name
         facts = [field_text(field), _default(field)]
-        if key in examples:
-            facts.append(f"example: `{key}: {_flow(examples[key])}`")
+        if key in values:
+            facts.append(f"example: `{key}: {_flow(values[key])}`")
         parts.append(f"`{key}` {{#{model.__name__}.{key}}}\n:   {texts.get(name, '')}")
         parts.append(f"    *{'; '.join(fact for fact in facts if fact)}*")
     return "\n\n".join(parts)

@@ -19,7 +19,7 @@ warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
 
 from mkdocs.structure.files import File  # noqa: E402
 
-from scripts.site import api, cli, config, errors, ops, plugins, project, recipes  # noqa: E402
+from scripts.site import api, cli, composites, config, errors, ops, plugins, project, recipes  # noqa: E402
 
 _MARK = re.compile(r"^<!-- generated: (\w+)\.(\w+) -->$", re.MULTILINE)
 _cache: dict[str, str] = {}
@@ -31,6 +31,7 @@ def generated() -> dict[str, str]:
         _cache.update({f"reference/api/{path}": text for path, text in api.pages().items()})
         _cache.update(project.root_pages())
         _cache["reference/cli.md"] = cli.page()
+        _cache["reference/composites.md"] = composites.page()
         _cache["reference/config.md"] = config.page()
         _cache["reference/errors.md"] = errors.page()
         _cache["reference/ops.md"] = ops.page()

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
+from benchmarks.deployed import checks
+from benchmarks.deployed import rows as deployed_rows
+from benchmarks.deployed import runtimes as other_runtimes
 from benchmarks.limits import limit
 from scripts.stored import RESULTS, ExportRow, FamilyRow, load, measured_when, table
 
-__all__ = ["accuracy", "calibration", "demo", "detector_demo", "exports", "families", "figures", "speed"]
+__all__ = [
+    "accuracy",
+    "calibration",
+    "demo",
+    "deployed",
+    "deployed_checks",
+    "detector_demo",
+    "exports",
+    "families",
+    "figures",
+    "onnx_kinds",
+    "onnx_ops",
+    "onnx_shares",
+    "runtimes",
+    "speed",
+]
 
 _VERDICT = {True: "met", False: "**missed**", None: ""}
 
@@ -147,6 +166,44 @@ def detector_demo() -> str:
     return f"{table_text}\n\n{_duration(stored)}"
 
 
+def deployed() -> str:
+    """One table for each network of the benchmark of deployed networks, with the machine."""
+    file = RESULTS / deployed_rows.RESULTS.name
+    machine = json.loads(file.read_text(encoding="utf-8"))["machine"]
+    by_net: dict[str, list[deployed_rows.Row]] = {}
+    for row in deployed_rows.read(file):
+        by_net.setdefault(row.net, []).append(row)
+    parts = [f"{machine['cores']} cores of {machine['cpu']}, {machine['date']}."]
+    for net, rows in by_net.items():
+        cells = [deployed_rows.cells(row) for row in rows]
+        used = [i for i in range(1, len(deployed_rows.HEADERS)) if any(row[i] for row in cells)]
+        header = tuple(deployed_rows.HEADERS[i] for i in used)
+        parts.append(f"### {net[0].upper()}{net[1:]}")
+        parts.append(_rows(header, [tuple(row[i] for i in used) for row in cells]))
+        if loads := [row.load for row in rows if row.load is not None]:
+            parts.append(f"Load average before each row: {min(loads):g} to {max(loads):g}.")
+        if net in deployed_rows.TRAINED and any(row.variant in deployed_rows.POINTS for row in rows):
+            parts.append(f"![Speed and SQNR of the files of the {net}](../assets/deployed/{net}.png)")
+    return "\n\n".join(parts)
+
+
+def deployed_checks() -> str:
+    """The targets of the benchmark of deployed networks, with what was measured."""
+    verdicts = {checks.MET: "met", checks.MISSED: "**missed**", checks.UNKNOWN: "not measured"}
+    results = checks.check(deployed_rows.read(RESULTS / deployed_rows.RESULTS.name))
+    rows = [(c.name, c.target, c.measured, verdicts[c.verdict]) for c in results]
+    return _rows(("check", "target", "measured", ""), rows)
+
+
+def runtimes() -> str:
+    """The table of files in OpenVINO and LiteRT, with the machine."""
+    file = RESULTS / other_runtimes.RESULTS.name
+    machine = json.loads(file.read_text(encoding="utf-8"))["machine"]
+    rows = [other_runtimes.cells(row) for row in other_runtimes.read(file)]
+    head = f"{machine['cores']} cores of {machine['cpu']}, {machine['date']}."
+    return f"{head}\n\n{_rows(other_runtimes.HEADERS, rows)}"
+
+
 def calibration() -> str:
     """The table of times of a calibration pass, in MegEngine and in onnxruntime."""
     timed = {row["name"]: row for group in _stored("latest.json").values() for row in group["rows"]}
@@ -195,3 +252,61 @@ def figures() -> str:
     timed = {row["name"]: row for group in _stored("latest.json").values() for row in group["rows"]}
     rows += [(title, _spread(timed[name]).replace(" x ", " ")) for name, title in _FIGURES.items()]
     return _rows(("what", "measured"), rows)
+
+
+def onnx_kinds() -> str:
+    """The number of ONNX's conformance tests by kind and verdict."""
+    stored = _stored("onnx.json")
+    rows = []
+    for kind, ops in sorted(stored["kinds"].items(), key=lambda item: _KINDS.index(item[0])):
+        equal, refused, wrong = (sum(_count(op, verdict) for op in ops.values()) for verdict in _VERDICTS)
+        rows.append((kind, str(equal + refused + wrong), str(equal), str(refused), str(wrong)))
+    heading = _rows(("tests", "number", "equal", "refused", "wrong"), rows)
+    return f"{heading}\n\nTests of onnx {stored['onnx']}, measured {stored['measured']}."
+
+
+def onnx_shares() -> str:
+    """The share of MACs on integers of the light networks."""
+    rows = [
+        (f"`{name.removeprefix('light_')}`", f"`{share['recipe']}`", f"{100 * share['integers']:.1f} %")
+        for name, share in _stored("onnx.json")["shares"].items()
+    ]
+    return _rows(("network", "recipe", "MACs on integers"), rows)
+
+
+_KINDS = ("node", "pytorch-operator", "pytorch-converted", "simple", "light")
+_LONGEST_REASON = 72  # characters of a reason in the table of ONNX ops
+_VERDICTS = (("equal",), ("refused",), ("wrong", "crashed"))
+
+
+def _count(op: dict[str, Any], verdicts: tuple[str, ...]) -> int:
+    cases: list[Any] = []
+    for verdict in verdicts:
+        group = op.get(verdict, [])
+        cases += group if isinstance(group, list) else [case for part in group.values() for case in part]
+    return len(cases)
+
+
+def onnx_ops() -> str:
+    """The node tests by op: how many are equal, and why the others are refused."""
+    rows = []
+    for name, op in _stored("onnx.json")["kinds"]["node"].items():
+        total = sum(_count(op, verdicts) for verdicts in _VERDICTS)
+        reasons = sorted(op.get("refused", {}).items(), key=lambda item: -len(item[1]))
+        text = "; ".join(f"{_shortened(reason, name)} ({len(cases)})" for reason, cases in reasons[:2])
+        others = sum(len(cases) for _, cases in reasons[2:])
+        more = f"; other reasons ({others})" if others else ""
+        rows.append((f"`{name}`", f"{len(op['equal'])} of {total}", f"{text}{more}"))
+    return _rows(("op", "equal", "refused, number of tests"), rows)
+
+
+_COMMON = re.compile(
+    r"^(a node has|\d+ nodes have) no equal in a traced graph: |: convert the network to .*$|\.$"
+)
+
+
+def _shortened(reason: str, op: str) -> str:
+    """Returns a reason without what all of them say, for a cell of a table."""
+    text = _COMMON.sub("", _COMMON.sub("", reason)).removeprefix(f"{op} ")
+    text = text.replace("|", "/").replace("<", "&lt;").replace("*", "")
+    return text if len(text) <= _LONGEST_REASON else f"{text[: _LONGEST_REASON - 3].rstrip()}..."

@@ -53,12 +53,13 @@ def find(name: str) -> Any:
 
 
 def room(name: str) -> ModuleType:
-    """The package whose last name is ``name``.
+    """The package whose last name is ``name``; a room of this name goes before packages inside of rooms.
 
     Raises:
         LookupError: when there is none, or several.
     """
     packages = [m for m in modules() if m.rpartition(".")[2] == name and Path(_search_path(m)[0]).is_dir()]
+    packages = [m for m in packages if m.count(".") == 1] or packages
     if len(packages) != 1:
         raise LookupError(f"packages called {name}: {', '.join(packages) or 'none'}; one was expected.")
     return importlib.import_module(packages[0])

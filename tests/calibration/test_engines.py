@@ -138,6 +138,23 @@ def test_auto_stays_with_megengine_for_little_work() -> None:
     assert _auto(_prepared(Chain(1, 3)), [_X, _X]).name == "megengine"
 
 
+def test_auto_counts_the_samples_of_the_batches_not_those_of_the_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepared = _prepared(Chain(1, 3), _X[:1])
+    macs = sum(note.macs for note in QuantizedModel(prepared).annotation.notes)
+    monkeypatch.setattr(choice, "_MIN_MACS_FOR_EXPORT", 8 * macs)
+    assert _auto(prepared, [_X[:3], _X[:3]]).name == "megengine"
+    assert _auto(prepared, [_X, _X]).name == "onnxruntime"
+    assert _auto(prepared, [np.concatenate([_X, _X])]).name == "onnxruntime"  # eight samples in one batch
+    wide = images(1, 3, 32, 32)  # four times the pixels: enough, but the export has the size of the trace
+    assert "so little" not in _auto(prepared, [wide, wide]).reason
+
+
+def test_auto_without_a_batch_is_a_choice_for_the_shapes_of_the_trace() -> None:
+    assert _auto(_prepared(Chain(1, 3)), []).name == "megengine"
+
+
 def _missing(*_: Any) -> None:
     raise EngineError("the package onnxruntime is not installed")
 
@@ -286,6 +303,18 @@ def test_a_value_that_is_not_finite_is_told_with_site_and_batch(engine: str) -> 
     prepared = _prepared(net(lambda self, x: self.c(x / F.mean(x)), c=M.Conv2d(3, 4, 1)))
     with pytest.raises(CalibrationError, match="site .*, batch 1: it holds NaN"):
         qtrace.calibrate(prepared, [_X, _X * 0], progress=False, engine=engine)
+    assert {fq.phase for fq in fake_quants(prepared)} == {"float"}
+
+
+@pytest.mark.parametrize("engine", ["megengine", "onnxruntime"])
+def test_a_nan_in_the_data_is_refused_where_no_site_sees_it(engine: str) -> None:
+    module = net(lambda self, x: self.c(F.where(x > 0, x, F.zeros_like(x))), c=M.Conv2d(3, 4, 1))
+    rule = {"match": {"op": "where"}, "quantize": False}
+    prepared = _prepared(module, qconfig=qtrace.QConfig(backend="onnxruntime", rules=[rule]))
+    spoiled = _X.copy()
+    spoiled[2, 1, 0, 0] = np.nan
+    with pytest.raises(CalibrationError, match="batch 1 holds NaN"):
+        qtrace.calibrate(prepared, [_X, spoiled], progress=False, engine=engine)
     assert {fq.phase for fq in fake_quants(prepared)} == {"float"}
 
 

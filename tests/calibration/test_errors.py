@@ -22,10 +22,11 @@ def _prepared() -> TracedModule:
     return qtrace.prepare(qtrace.trace(M.Sequential(M.Conv2d(3, 4, 1)), _X))
 
 
+@pytest.mark.parametrize("name", ["max_batches", "threads"])
 @pytest.mark.parametrize("limit", [0, -1, 1.5, True, "2"])
-def test_max_batches_is_a_positive_whole_number(limit: Any) -> None:
-    with pytest.raises(CalibrationError, match="max_batches is"):
-        qtrace.calibrate(_prepared(), [_X], max_batches=limit, progress=False)
+def test_max_batches_and_threads_are_positive_whole_numbers(name: str, limit: Any) -> None:
+    with pytest.raises(CalibrationError, match=f"{name} is"):
+        qtrace.calibrate(_prepared(), [_X], progress=False, **{name: limit})
 
 
 @pytest.mark.parametrize("batches", [None, 3, _X, {"x": _X}, "abc"], ids=lambda b: type(b).__name__)

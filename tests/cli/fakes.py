@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 
 import qtrace
+from qtrace.cli.verdicts import Outcome
 from qtrace.errors import ConfigError, DataError
 
 COMMANDS = ("trace", "calibrate", "explain", "export", "verify")
@@ -62,6 +63,22 @@ class Table:
         return {"rows": [np.float32(0.5)], "ratio": float("inf"), "passed": self.passed}
 
 
+class NoJudging:
+    """Judges nothing, as the models are no graphs."""
+
+    def __init__(self, command, console, **judged):
+        self.judged = judged
+
+    def hold_back(self, source, qconfig, reading):
+        pass
+
+    def keep_float(self, prepared):
+        pass
+
+    def conclude(self, prepared, source, batches):
+        return Outcome()
+
+
 class Fakes:
     """Stands in for the library: models are text files."""
 
@@ -73,10 +90,16 @@ class Fakes:
             monkeypatch.setitem(vars(qtrace), name, getattr(self, name))  # setattr would load the real one
         monkeypatch.setattr("qtrace.cli.commands.calibrate._sites", lambda prepared: [{"site": "x"}])
         monkeypatch.setattr("qtrace.cli.commands.calibrate._collect", self.collect)
+        monkeypatch.setattr("qtrace.cli.commands.calibrate.note_graph", lambda *args: {})
+        monkeypatch.setattr("qtrace.cli.commands.calibrate.Judging", NoJudging)
+        monkeypatch.setattr("qtrace.cli.commands.export.note_file", lambda *args: {})
+        for command in ("export", "trace"):
+            ends = {"inputs": [], "outputs": []}
+            monkeypatch.setattr(f"qtrace.cli.commands.{command}.note_ends", lambda *args, ends=ends: ends)
         monkeypatch.setattr("qtrace.cli.models.check_stage", lambda *args: None)
         monkeypatch.setattr("qtrace.cli.models.check_size", lambda *args: None)
 
-    def trace(self, module, *example, method="forward", check=True):
+    def trace(self, module, *example, method="forward", check=True, allow_branch=()):
         self.calls["trace"] = ([array.shape for array in example], check)
         return "traced"
 
@@ -94,19 +117,22 @@ class Fakes:
             raise ConfigError(f"there is no recipe {name!r}:\nchoose good.")
         return SimpleNamespace(preprocess=None)
 
-    def prepare(self, traced, qconfig):
+    def prepare(self, traced, qconfig, samples=None):
         return f"{traced} prepared"
 
     def collect(self, prepared, source, where, folder, console, how):
         self.calls["collect"] = ([batch[0].shape for batch in source], how["engine"])
         if self.fail:
             raise self.fail
-        chosen = SimpleNamespace(name="megengine", reason="as asked")
+        chosen = SimpleNamespace(name="megengine", reason="as asked", everywhere=True)
         statistics = SimpleNamespace(batches=dict.fromkeys(range(source.given)))
         collected = SimpleNamespace(statistics=statistics, chosen=chosen)
         return SimpleNamespace(collected=collected, skipped=tuple(source.skipped))
 
-    def calibrate(self, prepared, batches, progress=True, statistics=None, state=None):
+    def calibrate(
+        self, prepared, batches, progress=True, engine="auto", statistics=None, state=None, threads=None
+    ):
+        assert engine == "megengine"  # the one that collected the statistics
         self.calls["calibrate"] = (len(statistics.batches), progress)
 
     def convert(self, prepared):
@@ -123,8 +149,8 @@ class Fakes:
             raise self.fail
         Path(path).with_suffix(".bin").write_text("weights")
 
-    def verify(self, path, model, batches, runtime=None):
-        self.calls["verify"] = (path, model, len(list(batches)))
+    def verify(self, path, model, batches, float_model=None, runtime=None):
+        self.calls["verify"] = (path, model, len(list(batches)), float_model)
         return Table(self.passed)
 
 

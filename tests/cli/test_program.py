@@ -107,11 +107,11 @@ def poison(*_):
     mge.Tensor(np.zeros(4, "float32"))[mge.Tensor(np.array([9], "int32"))]
 qtrace.load = lambda path, allow=(): "model"
 qtrace.load_recipe = lambda name, allow_code=False: None
-qtrace.prepare = lambda traced, qconfig: "prepared"
+qtrace.prepare = lambda traced, qconfig, samples: "prepared"
 class Result:
     class collected:
         class statistics: batches = {0: 0}
-        class chosen: name, reason = "megengine", "as asked"
+        class chosen: name, reason, everywhere = "megengine", "as asked", True
     skipped = ()
 def collect(*_):
     {"pause": pause, "poison": poison}.get(sys.argv[1], lambda: None)()
@@ -129,6 +129,14 @@ class Table:
 qtrace.explain = lambda model, qconfig=None, allow_code=False: Table()
 qtrace.verify = lambda path, model, batches, **options: Table()
 command._sites = lambda prepared: []
+command.note_graph = lambda *args: {}
+from qtrace.cli.verdicts import Outcome
+class NoJudging:
+    def __init__(self, command, console, **judged): pass
+    def hold_back(self, source, qconfig, reading): pass
+    def keep_float(self, prepared): pass
+    def conclude(self, prepared, source, batches): return Outcome()
+command.Judging = NoJudging
 main(sys.argv[2:])
 """
 

@@ -396,7 +396,7 @@ MISTAKES = [
         "unknown key 'optoins' in fakequant; did you mean 'options'?",
     ),
     ({"ptq": ["fuse"]}, "ptq[0]: unknown algorithm 'fuse'; did you mean 'fuse_bn'?"),
-    ({"ptq": ["hessian"]}, "ptq[0]: unknown algorithm 'hessian'; known: adaround, bias_correction, "),
+    ({"ptq": ["hessian"]}, "ptq[0]: unknown algorithm 'hessian'; known: absorb, adaround, bias_correction, "),
     ({"ptq": "fuse_bn"}, "ptq must be a list, not 'fuse_bn'."),
     ({"qat": {"epochs": 0}}, "qat.epochs must be greater than 0, not 0."),
     ({"qat": {"lr": "1e-4"}}, "qat.lr must be a number, not '1e-4'."),
@@ -444,11 +444,11 @@ def test_every_mistake_has_a_line():
         "weight.bits must be at most 16, not 99.",
         "weight.signed must be true or false, not 1.",
         "rules[0]: the rule changes nothing: give it one of quantize, activation, weight, output, "
-        "quantize_output, observers, fakequant, share.",
+        "quantize_output, observers, fakequant, share, placement.",
         "unknown key 'qq' in rules[1]; known: match, quantize, activation, weight, output, quantize_output, "
-        "observers, fakequant, share, backends, optional.",
+        "observers, fakequant, share, placement, backends, optional.",
         "unknown key 'zzz'; known: name, description, backend, preprocess, activation, weight, observers, "
-        "fakequant, rules, region, ptq, qat, expect.",
+        "fakequant, rules, region, placement, ptq, qat, expect.",
     ]
 
 

@@ -12,8 +12,15 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qtrace.config import QConfig, Spec
-from qtrace.config.recipe import as_qconfig, dump_recipe, load_recipe, recipe_names, resolve_recipe
+from qtrace.config import QConfig, Spec, recipe
+from qtrace.config.recipe import (
+    as_qconfig,
+    config_or_default,
+    dump_recipe,
+    load_recipe,
+    recipe_names,
+    resolve_recipe,
+)
 from qtrace.errors import ConfigError, QtraceError
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -237,7 +244,7 @@ MISTAKES = [
     ("qat: {fakequant: lsq}\nfakequant: fixed", "my.yaml:1: fakequant is 'fixed' but qat.fakequant is 'lsq'"),
     (
         "ptq: [fuse_bn,\n      hessian]",
-        "my.yaml:3: ptq[1]: unknown algorithm 'hessian'; known: adaround, bias_correction, ",
+        "my.yaml:3: ptq[1]: unknown algorithm 'hessian'; known: absorb, adaround, bias_correction, ",
     ),
     ("imports: resnet", "my.yaml:2: imports must be a list of recipe names and paths."),
     ("imports: [onnxruntime, 3]", "my.yaml:2: imports[1] must be a recipe's name or path."),
@@ -665,3 +672,12 @@ def test_imports_are_relative():
     absolute = str(Path("shared/base.yaml").resolve())
     (sentence,) = _mistakes(f"imports: [{absolute}]\n")
     assert sentence.startswith("my.yaml:2: imports[0] is the absolute path")
+
+
+def test_what_says_nothing_is_the_default_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe, "DEFAULT_RECIPE", "int8")
+    default = load_recipe("int8")
+    assert all(config_or_default(said) == default for said in (None, QConfig(), {}))
+    explicit = QConfig(backend="onnxruntime")
+    assert config_or_default(explicit) is explicit
+    assert config_or_default("onnxruntime") == load_recipe("onnxruntime")

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from megengine import Tensor
 
-from qtrace.data.batches import first_samples
+import qtrace
+from qtrace.data.batches import as_arguments, first_samples
+from qtrace.errors import CalibrationError
+from tests.nets import net
 
 
 def _tensor(*shape: int) -> Tensor:
@@ -36,3 +39,18 @@ def test_the_first_samples_of_every_tensor_of_a_batch() -> None:
 )
 def test_no_samples_where_they_are_not_told_apart(arguments: Any) -> None:
     assert first_samples(arguments, 2) is None
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32, np.uint64])
+def test_integers_of_32_bits_are_taken_and_larger_ones_refused(dtype: Any) -> None:
+    module = net(lambda self, x: x + 1)
+    traced = qtrace.trace(module, Tensor(np.zeros(2, np.int32)), check=False)
+    values = np.array([0, 2**31 - 1], dtype)
+    ((taken,), _) = as_arguments(values, traced)
+    np.testing.assert_array_equal(taken.numpy(), values)
+    if dtype is not np.int32:
+        with pytest.raises(CalibrationError, match="batch 3 holds the integer 2147483648, and MegEngine"):
+            as_arguments(np.array([0, 2**31], dtype), traced, 3)
+    if dtype is np.int64:
+        with pytest.raises(CalibrationError, match="holds the integer -2147483649, "):
+            as_arguments(np.array([0, -(2**31) - 1], dtype), traced)

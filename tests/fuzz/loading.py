@@ -1,4 +1,6 @@
-"""Loads model files, each in a process of its own with limits: ``python -m tests.fuzz.loading``.
+"""Loads files in processes of their own with limits: ``python -m tests.fuzz.loading``.
+
+A ``.onnx`` file is imported, every other one is a saved model.
 
 Reads the path of a file from each line of stdin and writes a line: "loaded", "refused: ..." with the
 sentence, or "finding: ..." for everything that a file may not do. MegEngine is loaded once; it has run
@@ -71,7 +73,7 @@ def load_one(path: str, threads: int) -> str:
     """Loads one file, and does with it what shows a graph that is not whole."""
     stage = "load"
     try:
-        model = qtrace.load(path)
+        model = qtrace.from_onnx(path) if path.endswith(".onnx") else qtrace.load(path)
         stage = "repr"
         str(model.graph), repr(model)
         stage = "explain"

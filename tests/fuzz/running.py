@@ -20,6 +20,7 @@ from tests.fuzz import (
     merging,
     models,
     numbers,
+    onnx_files,
     pictures,
     recipes,
 )
@@ -30,6 +31,7 @@ TARGETS: dict[str, Callable[[st.DataObject, Path], None]] = {
     "recipes": recipes.check,
     "models": models.check,
     "edited": edited.check,
+    "onnx": onnx_files.check,
     "arrays": arrays.check,
     "pictures": pictures.check,
     "checkpoints": checkpoints.check,

@@ -11,5 +11,5 @@ from qtrace.gradients import conv
 def _small_ones_too() -> Iterator[None]:
     """Our kernels for tiny convolutions, too, which native ones would compute."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conv, "LEAST_WORK", 0)
+        patch.setattr(conv, "MIN_MULTIPLICATIONS", 0)
         yield

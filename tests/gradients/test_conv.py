@@ -93,7 +93,7 @@ def test_gradients_of_any_geometry(groups, sizes, image, kernel, stride, padding
     w = _random(*shape, seed=1)
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_kernels, "_ROOM", room)  # 1: an image at a time
+        patch.setattr(_kernels, "_WINDOW_NUMBERS", room)  # 1: an image at a time
         got = _run(conv2d, (x, w), None, **options)
     _assert_same(got, _run(F.conv2d, (x, w), None, **options))
 
@@ -177,13 +177,27 @@ def test_only_gradients_that_are_wanted_are_computed(calls):
     assert calls == []
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+def test_the_input_of_a_fixed_weight_with_groups(stride, calls):
+    x, w = Parameter(_random(2, 8, 9, 9)), Tensor(_random(8, 1, 1, 3, 3))
+    gradients = []
+    for function in (conv2d, F.conv2d):
+        x.grad = None
+        with GradManager().attach([x]) as manager:
+            y = function(x, w, None, stride, 1, 1, 8)
+            manager.backward(y, Tensor(_random(*y.shape, seed=9)))
+        gradients.append(x.grad.numpy())
+    assert calls == ["to_input"] * (stride == 1)
+    assert np.abs(gradients[0] - gradients[1]).max() <= 1e-5 * np.abs(gradients[1]).max()
+
+
 def test_megengine_computes_what_is_small_or_not_on_a_cpu(calls, monkeypatch):
     values = (_random(2, 3, 8, 8), _random(4, 3, 3, 3))
     with monkeypatch.context() as patch:
         patch.setattr(conv, "CPUS", ("nothing",))
         got = _run(conv2d, values, None)
     with monkeypatch.context() as patch:
-        patch.setattr(conv, "LEAST_WORK", 200_000)
+        patch.setattr(conv, "MIN_MULTIPLICATIONS", 200_000)
         _assert_same(_run(conv2d, values, None), got)
     assert calls == []
 

@@ -7,6 +7,7 @@ import megengine.module as M
 import numpy as np
 import pytest
 from megengine.autodiff import Function
+from megengine.core._imperative_rt.core2 import Tensor as RawTensor
 from megengine.core._imperative_rt.core2 import is_tracing_module
 from megengine.core._trace_option import use_symbolic_shape
 from megengine.traced_module import tm_config
@@ -20,6 +21,11 @@ RNG = np.random.default_rng(7)
 ROWS = RNG.standard_normal((2, 4)).astype("float32")
 IMAGE = RNG.standard_normal((2, 3, 8, 8)).astype("float32")
 GLOBAL = mge.Tensor(np.full(4, 2, "float32"))
+
+
+def peek(tensor: mge.Tensor) -> np.ndarray:
+    """The value of a tensor, read past the methods that `trace` watches."""
+    return RawTensor.numpy(tensor)
 
 
 def parameter() -> mge.Parameter:

@@ -16,8 +16,8 @@ from tests.nets import images, net
 
 def _static(module: M.Module) -> set[str]:
     traced = flatten(qtrace.trace(module, images(2, 4, 8, 8), check=False))
-    found = static_nodes(traced)
-    return {n.name for e in exprs(traced) for n in e.outputs if n in found}
+    static = static_nodes(traced)
+    return {n.name for e in exprs(traced) for n in e.outputs if n in static}
 
 
 def _anchors(self: M.Module, x: mge.Tensor) -> mge.Tensor:

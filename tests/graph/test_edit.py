@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from qtrace.errors import GraphError
-from qtrace.graph.edit import GraphEditor, add_submodule, delete_attribute
+from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import flatten
 from qtrace.graph.lint import lint
+from qtrace.graph.module_tree import add_submodule, delete_attribute
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import megengine as mge
 import megengine.functional as F
 import megengine.module as M
@@ -52,8 +50,8 @@ def test_flat_copy_equals_the_source_and_megengines_flatten(name: str) -> None:
     traced = tm.trace_module(make(), x)
     flat, native = flatten(traced), traced.flatten()
     assert lint(flat) == []
-    for mine, theirs in zip(_leaves(flat(x)), _leaves(traced(x)), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    for output, expected in zip(_leaves(flat(x)), _leaves(traced(x)), strict=True):
+        np.testing.assert_array_equal(output, expected)
     assert len(flat.graph._exprs) == len(native.graph._exprs)
     assert list(flat.state_dict()) == list(native.state_dict())
     assert {n for n, _ in flat.named_parameters()} == {n for n, _ in traced.named_parameters()}
@@ -83,10 +81,8 @@ def test_tied_parameters_stay_tied() -> None:
 def test_long_chains_flatten_without_recursion() -> None:
     x = mge.Tensor(np.zeros((1, 1, 2, 2), np.float32))
     traced = tm.trace_module(randomize(Chain(250, 1)), x)
-    started = time.perf_counter()
     flat = flatten(traced)
     assert len(flat.graph._exprs) == 2 * 3 * 250
-    assert time.perf_counter() - started < 60  # a hang guard, not a benchmark
 
 
 class _Up(M.Module):
@@ -133,8 +129,8 @@ def test_a_shape_that_depends_on_values_is_that_of_no_other_call() -> None:
     def forward(self, x):
         y = self.conv(x)
         mask = y > 0
-        taken = F.cond_take(mask, y)[0]
-        return F.where(mask, y, y * 0.5) + F.exp(taken * 2).sum()
+        selected = F.cond_take(mask, y)[0]
+        return F.where(mask, y, y * 0.5) + F.exp(selected * 2).sum()
 
     def twice(self, x):
         return self.block(x), self.block(F.max_pool2d(x, 2))

@@ -14,9 +14,11 @@ from megengine.autodiff import GradManager
 from megengine.traced_module.node import TensorNode
 from megengine.traced_module.pytree import tree_flatten
 
+import qtrace
 from qtrace.errors import GraphError
 from qtrace.graph.edit import GraphEditor
-from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.flatten import flatten
+from qtrace.graph.interpreter import Interpreter, locate_failure
 from tests.graph.samples import (
     IMAGE,
     MODELS,
@@ -32,9 +34,9 @@ from tests.graph.samples import (
 
 
 def assert_same(left, right):
-    (mine, structure), (theirs, expected) = (tree_flatten(v) for v in (left, right))
+    (left_leaves, structure), (right_leaves, expected) = (tree_flatten(v) for v in (left, right))
     assert structure == expected
-    for a, b in zip(mine, theirs, strict=True):
+    for a, b in zip(left_leaves, right_leaves, strict=True):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
@@ -253,20 +255,20 @@ def _in_place(x):
 def test_ops_in_place_leave_the_values_before_them() -> None:
     """Calibration keeps the value of a node until the next one is under way."""
     traced = function(_in_place)
-    kept = {}
+    values = {}
 
     class Keeper(Interpreter):
         def on_node(self, node, value):
-            kept[node.name] = value
+            values[node.name] = value
             return value
 
     assert_same(Keeper(traced).run(mge.Tensor(IMAGE)), traced(mge.Tensor(IMAGE)))
     x = IMAGE
-    np.testing.assert_array_equal(kept["mul_out"].numpy(), x * 2)
+    np.testing.assert_array_equal(values["mul_out"].numpy(), x * 2)
     added = x * 2 + x
-    np.testing.assert_array_equal(kept["iadd_out"].numpy(), added)
+    np.testing.assert_array_equal(values["iadd_out"].numpy(), added)
     added[:, :1] = x[:, 1:2]
-    np.testing.assert_array_equal(kept["setitem_out"].numpy(), added)
+    np.testing.assert_array_equal(values["setitem_out"].numpy(), added)
 
 
 def test_ops_in_place_pass_gradients_on() -> None:
@@ -278,3 +280,39 @@ def test_ops_in_place_pass_gradients_on() -> None:
             manager.backward((run(x) * mge.Tensor(np.cos(IMAGE))).sum())
         gradients.append(x.grad.numpy())
     np.testing.assert_array_equal(*gradients)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_an_error_names_the_op_and_its_source_line(flat):
+    class Inner(M.Module):
+        def forward(self, x):
+            return F.matmul(x, F.ones((6, 3)))
+
+    class Outer(M.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x):
+            return self.inner(F.relu(x)) + 1
+
+    traced = qtrace.trace(Outer(), IMAGE)
+    if flat:
+        traced = flatten(traced)
+    wrong = mge.Tensor(IMAGE[..., :5])
+    place = (
+        r"\w+_out \(F.matmul, .*test_interpreter.py:\d+\) fails on .* \(2, 4, 6, 5\) float32.*: RuntimeError"
+    )
+    with pytest.raises(RuntimeError, match=place):
+        Interpreter(traced).run(wrong)
+    assert "F.matmul" in locate_failure(traced, wrong)
+    assert locate_failure(traced, mge.Tensor(IMAGE)) == ""
+
+
+def test_an_error_of_a_hook_stays_as_it_is():
+    class Refuse(Interpreter):
+        def on_node(self, node, value):
+            raise ValueError("the hook")
+
+    with pytest.raises(ValueError, match="^the hook$"):
+        Refuse(traced_model(Residual)).run(mge.Tensor(IMAGE))

@@ -41,13 +41,13 @@ def _graph(reads: list[list[int]], silent: tuple[int, ...] = ()) -> list[Any]:
 
 def _reach(reads: list[list[int]], unit: dict[int, int]) -> dict[int, set[int]]:
     """What each unit needs, through others too."""
-    found: dict[int, set[int]] = {one: set() for one in unit.values()}
+    needed: dict[int, set[int]] = {unit_index: set() for unit_index in unit.values()}
     for i, read in enumerate(reads):
-        found[unit[i]].update(unit[j] for j in read)
-    for _ in found:
-        for one in found:
-            found[one] = found[one].union(*(found[other] for other in found[one]))
-    return found
+        needed[unit[i]].update(unit[j] for j in read)
+    for _ in needed:
+        for unit_index in needed:
+            needed[unit_index] = needed[unit_index].union(*(needed[other] for other in needed[unit_index]))
+    return needed
 
 
 @given(st.data())
@@ -59,14 +59,14 @@ def test_it_is_an_order_whenever_there_is_one(data: st.DataObject) -> None:
     colours = data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))
     groups = [[i for i in range(size) if colours[i] == c] for c in (1, 2, 3)]  # 0 is in no group
     steps = _graph(reads)
-    found = order_together(steps, [[steps[i] for i in group] for group in groups if group])
+    order = order_together(steps, [[steps[i] for i in group] for group in groups if group])
     unit = {i: group[0] for group in groups for i in group}
     unit = {i: unit.get(i, i) for i in range(size)}
     possible = all(one not in needed for one, needed in _reach(reads, unit).items())
-    assert (found is not None) == possible
-    if found is None:
+    assert (order is not None) == possible
+    if order is None:
         return
-    place = {id(step): i for i, step in enumerate(found)}
+    place = {id(step): i for i, step in enumerate(order)}
     assert sorted(place.values()) == list(range(size))
     for i, read in enumerate(reads):
         assert all(place[id(steps[j])] < place[id(steps[i])] for j in read)
@@ -78,8 +78,8 @@ def test_it_is_an_order_whenever_there_is_one(data: st.DataObject) -> None:
 def test_the_order_stays_as_far_as_it_can() -> None:
     steps = _graph([[], [0], [], [2], [1, 3], []])
     assert order_together(steps, []) == steps
-    found = order_together(steps, [[steps[1], steps[3]]])
-    assert found == [steps[i] for i in (0, 2, 1, 3, 4, 5)]
+    order = order_together(steps, [[steps[1], steps[3]]])
+    assert order == [steps[i] for i in (0, 2, 1, 3, 4, 5)]
 
 
 def test_nothing_passes_an_expr_without_outputs() -> None:

@@ -16,13 +16,13 @@ BN = Op(M.BatchNorm2d, CONV, name="bn")
 CONV_BN_RELU = Op(F.relu, BN, name="relu")
 
 
-def found(pattern, traced, name=None):
+def assert_matches(pattern, traced, name=None):
     result = match(pattern, node(traced, name) if name else traced.graph.outputs[0])
     assert isinstance(result, PatternMatch), result
     return result
 
 
-def why(pattern, traced, name=None):
+def mismatch_text(pattern, traced, name=None):
     result = match(pattern, node(traced, name) if name else traced.graph.outputs[0])
     assert isinstance(result, Mismatch)
     assert not result
@@ -31,7 +31,7 @@ def why(pattern, traced, name=None):
 
 def test_conv_bn_relu():
     traced = traced_model(ConvBnRelu)
-    result = found(CONV_BN_RELU, traced)
+    result = assert_matches(CONV_BN_RELU, traced)
     assert result
     assert result["x"] is node(traced, "x")
     assert result["relu"] is result.node is node(traced, "relu_out")
@@ -54,11 +54,11 @@ class Shared(M.Module):
 
 def test_a_node_inside_has_no_other_user():
     traced = traced_model(Shared)
-    assert why(Op(F.relu, CONV), traced, "relu_out") == (
+    assert mismatch_text(Op(F.relu, CONV), traced, "relu_out") == (
         "conv_out: has 2 users (relu_out, sigmoid_out); the pattern needs it to be used only inside"
     )
-    found(Op(F.relu, Op(M.Conv2d, shared=True)), traced, "relu_out")
-    found(Op("__add__", Op(F.relu, CONV), Op(F.sigmoid, CONV)), traced)
+    assert_matches(Op(F.relu, Op(M.Conv2d, shared=True)), traced, "relu_out")
+    assert_matches(Op("__add__", Op(F.relu, CONV), Op(F.sigmoid, CONV)), traced)
 
 
 def test_a_node_inside_is_no_graph_output():
@@ -67,10 +67,10 @@ def test_a_node_inside_is_no_graph_output():
         return F.sigmoid(y), y
 
     traced = function(forward)
-    assert why(Op(F.sigmoid, Op(F.relu)), traced) == (
+    assert mismatch_text(Op(F.sigmoid, Op(F.relu)), traced) == (
         "relu_out: is a graph output; the pattern needs it to be used only inside"
     )
-    found(Op(F.sigmoid, Op(F.relu, shared=True)), traced)
+    assert_matches(Op(F.sigmoid, Op(F.relu, shared=True)), traced)
 
 
 @pytest.mark.parametrize(
@@ -93,35 +93,37 @@ def test_a_node_inside_is_no_graph_output():
     ],
 )
 def test_why_not(pattern, text):
-    assert text in why(pattern, traced_model(ConvBnRelu))
+    assert text in mismatch_text(pattern, traced_model(ConvBnRelu))
 
 
 def test_subclasses_are_not_meant():
     class Special(M.Conv2d):
         pass
 
-    assert "expected Special" in why(Op(F.relu, Op(M.BatchNorm2d, Op(Special))), traced_model(ConvBnRelu))
+    assert "expected Special" in mismatch_text(
+        Op(F.relu, Op(M.BatchNorm2d, Op(Special))), traced_model(ConvBnRelu)
+    )
 
 
 def test_conditions_that_hold():
     traced = traced_model(ConvBnRelu)
-    found(Op(F.relu, when=lambda e: None), traced)
-    found(Op(F.relu, when=lambda e: True), traced)
-    found(Op(None, when=lambda e: e.outputs[0].name == "relu_out"), traced)
+    assert_matches(Op(F.relu, when=lambda e: None), traced)
+    assert_matches(Op(F.relu, when=lambda e: True), traced)
+    assert_matches(Op(None, when=lambda e: e.outputs[0].name == "relu_out"), traced)
 
 
 def test_arguments_of_functions_and_methods():
     traced = function(lambda x: F.concat([x, x], axis=1).reshape(2, -1).mean(axis=1))
     name = {e.outputs[0].name.split("_")[0]: e.outputs[0].name for e in traced.graph.exprs(False)}
-    found(Op(F.concat, Anything("a"), Anything("a"), args={"axis": 1}), traced, name["concat"])
-    assert "argument axis of F.concat is 1, expected 0" in why(
+    assert_matches(Op(F.concat, Anything("a"), Anything("a"), args={"axis": 1}), traced, name["concat"])
+    assert "argument axis of F.concat is 1, expected 0" in mismatch_text(
         Op(F.concat, args={"axis": 0}), traced, name["concat"]
     )
-    found(Op("reshape", Anything(), Const(2), Const(-1)), traced, name["reshape"])
-    assert why(Op("reshape", Anything(), Const(3), Const()), traced, name["reshape"]) == (
+    assert_matches(Op("reshape", Anything(), Const(2), Const(-1)), traced, name["reshape"])
+    assert mismatch_text(Op("reshape", Anything(), Const(3), Const()), traced, name["reshape"]) == (
         "2: is an argument that must be 3"
     )
-    assert "has 2 tensor arguments, the pattern has 1" in why(
+    assert "has 2 tensor arguments, the pattern has 1" in mismatch_text(
         Op(F.concat, Anything()), traced, name["concat"]
     )
 
@@ -129,9 +131,9 @@ def test_arguments_of_functions_and_methods():
 def test_constants():
     traced = function(lambda x: (1 + x) * 2)
     plus = Op(("__add__", "__radd__"), Anything("x"), Const(name="c"), commutative=True)
-    result = found(Op("__mul__", plus, Const(2)), traced)
+    result = assert_matches(Op("__mul__", plus, Const(2)), traced)
     assert (result["c"], result["x"]) == (1, node(traced, "x"))
-    assert "expected a call" in why(Op("__mul__", plus, Op(None)), traced)
+    assert "expected a call" in mismatch_text(Op("__mul__", plus, Op(None)), traced)
 
 
 def test_commutative_inputs_stand_in_either_order():
@@ -143,28 +145,28 @@ def test_commutative_inputs_stand_in_either_order():
 
     strict = Op("__mul__", Anything("x"), Op(F.sigmoid, Anything("x")))
     free = Op("__mul__", Anything("x"), Op(F.sigmoid, Anything("x")), commutative=True)
-    found(strict, function(swish2))
-    assert why(strict, function(swish)) == "x: is a graph input, expected F.sigmoid"
+    assert_matches(strict, function(swish2))
+    assert mismatch_text(strict, function(swish)) == "x: is a graph input, expected F.sigmoid"
     for forward in (swish, swish2):
         traced = function(forward)
-        assert found(free, traced)["x"] is node(traced, "x")
+        assert assert_matches(free, traced)["x"] is node(traced, "x")
 
 
 def test_goes_back_when_an_order_fails_later():
     # Either sigmoid fits the first input; only one of the two orders makes the last input fit as well.
     traced = function(lambda x: (F.sigmoid(F.relu(x)) + F.sigmoid(x)) * x)
     either = Op("__add__", Op(F.sigmoid, Anything("a")), Op(F.sigmoid, Anything("b")), commutative=True)
-    result = found(Op("__mul__", either, Anything("a")), traced)
+    result = assert_matches(Op("__mul__", either, Anything("a")), traced)
     assert (result["a"].name, result["b"].name) == ("x", "relu_out")
-    result = found(Op("__mul__", either, Anything("b")), traced)
+    result = assert_matches(Op("__mul__", either, Anything("b")), traced)
     assert (result["a"].name, result["b"].name) == ("relu_out", "x")
 
 
 def test_one_name_is_one_node():
     traced = function(lambda x: F.relu(x) + F.sigmoid(x))
     same = Anything()
-    found(Op("__add__", Op(F.relu, same), Op(F.sigmoid, same)), traced)
-    assert why(Op("__add__", Anything("a"), Anything("a")), traced) == (
+    assert_matches(Op("__add__", Op(F.relu, same), Op(F.sigmoid, same)), traced)
+    assert mismatch_text(Op("__add__", Anything("a"), Anything("a")), traced) == (
         "sigmoid_out: differs from relu_out, but must be the same"
     )
 
@@ -174,8 +176,8 @@ def test_one_op_object_is_one_expr():
     pattern = Op("__add__", base, Op(F.sigmoid, base))
     once = function(lambda x: (lambda y: y + F.sigmoid(y))(F.relu(x)))
     twice = function(lambda x: F.relu(x) + F.sigmoid(F.relu(x)))
-    assert len(found(pattern, once).exprs) == 3
-    assert "differs from" in why(pattern, twice)
+    assert len(assert_matches(pattern, once).exprs) == 3
+    assert "differs from" in mismatch_text(pattern, twice)
 
 
 def test_parameters():
@@ -187,15 +189,17 @@ def test_parameters():
         def forward(self, x):
             return x * self.gain
 
-    result = found(Op("__mul__", Anything("x"), Param("gain")), traced_model(Scaled))
+    result = assert_matches(Op("__mul__", Anything("x"), Param("gain")), traced_model(Scaled))
     assert result.expr("gain").name == "gain"
     two = function(lambda x: x * 2)
-    assert "2: is a constant argument, expected a parameter" in why(Op("__mul__", Anything(), Param()), two)
+    assert "2: is a constant argument, expected a parameter" in mismatch_text(
+        Op("__mul__", Anything(), Param()), two
+    )
 
 
 def test_a_getattr_is_no_call():
     traced = traced_model(ConvBnRelu)
-    assert why(Op(None), traced, "conv") == "conv: is a getattr, expected a call"
+    assert mismatch_text(Op(None), traced, "conv") == "conv: is a getattr, expected a call"
 
 
 def test_the_attempt_that_came_furthest_is_told():
@@ -215,7 +219,7 @@ def test_a_long_pattern_on_a_long_chain():
     pattern = Anything("x")
     for _ in range(100):
         pattern = Op(F.relu, pattern)
-    assert found(pattern, chain(120))["x"].name == "relu_out_19"
+    assert assert_matches(pattern, chain(120))["x"].name == "relu_out_19"
 
 
 def test_a_node_without_a_graph_is_refused():

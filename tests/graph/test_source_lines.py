@@ -45,15 +45,15 @@ def _number(part: str) -> int:
 
 def _lines(traced: TracedModule) -> dict[str, int]:
     """Output of each op -> its line; every line is one of this file."""
-    found = {}
+    lines = {}
     for expr in traced.graph._exprs:
         line = source_line(expr)
         if line:
             file, _, number = line.rpartition(":")
             assert file.endswith("tests/graph/test_source_lines.py")
             assert not file.startswith("/")
-            found[expr.outputs[0].name] = int(number)
-    return found
+            lines[expr.outputs[0].name] = int(number)
+    return lines
 
 
 @pytest.fixture(scope="module")

@@ -34,16 +34,16 @@ def _stepper() -> Stepper:
 
 
 def _values(stepper: Stepper, batch: int) -> dict[str, np.ndarray]:
-    found = {}
+    values = {}
 
     class Keep(Interpreter):
         def on_node(self, node: Any, value: Any) -> Any:
             if isinstance(node, TensorNode):
-                found[node.name] = value.numpy()
+                values[node.name] = value.numpy()
             return value
 
     Keep(stepper.traced).run(mge.Tensor(BATCHES[batch]))
-    return found
+    return values
 
 
 def test_every_step_has_the_values_of_a_whole_run() -> None:
@@ -90,8 +90,8 @@ def test_it_goes_forward_only() -> None:
 
 def test_a_fork_goes_on_by_itself() -> None:
     stepper = _stepper()
-    found = {e.outputs[0].name: e for e in exprs(stepper.traced)}
-    first, last = found["a_out"], found["b_out"]
+    exprs_by_name = {e.outputs[0].name: e for e in exprs(stepper.traced)}
+    first, last = exprs_by_name["a_out"], exprs_by_name["b_out"]
     stepper.advance(first)
     ahead = stepper.fork()
     ahead.advance(last)

@@ -80,7 +80,7 @@ def test_what_the_record_says_is_on_the_view(calibrated: TracedModule) -> None:
     model = QuantizedModel(calibrated, "prepared")
     converted = QuantizedModel(qtrace.convert(calibrated))
     assert (model.stage, converted.stage) == ("prepared", "converted")
-    assert model.config == qtrace.QConfig()
+    assert model.config == qtrace.load_recipe("onnxruntime")
     assert model.log == converted.log
     assert any("Conv2d" in line or "conv" in line for line in model.log)
     assert sum(map(len, model.groups.values())) == len(model.sites)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.errors import ConfigError
+from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.types import TracedModule
 from qtrace.scheme import QScheme
 
@@ -20,6 +20,27 @@ _X = np.random.RandomState(0).randn(2, 3, 8, 8).astype("float32")
 @pytest.fixture(scope="module")
 def traced() -> TracedModule:
     return qtrace.trace(M.Conv2d(3, 4, 3), _X)
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        (_X, "samples is one ndarray: give an iterable of batches"),
+        (4, "samples is one int: give an iterable of batches"),
+        ([_X[:, :2]], r"batch 0 gives 1 input of shape \(2, 2, 8, 8\), which does not fit the model"),
+        ([_X, (_X, _X)], "batch 1 gives 2 inputs"),
+        ([_X, _X * np.nan], "batch 1 holds NaN"),
+    ],
+    ids=["array", "number", "channels", "inputs", "nan"],
+)
+@pytest.mark.parametrize("ptq", [(), ("smooth",)])
+def test_samples_that_do_not_fit_are_named(
+    traced: TracedModule, samples: Any, message: str, ptq: tuple[str, ...]
+) -> None:
+    placement = "everything" if ptq else "balanced"
+    config = qtrace.QConfig(backend="onnxruntime", placement=placement, ptq=ptq)
+    with pytest.raises(CalibrationError, match=message):
+        qtrace.prepare(traced, config, samples=samples)
 
 
 # The body, which begins in line 2, and the sentence.

@@ -23,17 +23,17 @@ def _calibrated(module: M.Module, batches: list[np.ndarray], *ptq: Any, bits: in
 
 
 def _values(model: Any, batches: list[np.ndarray], names: list[str]) -> dict[str, np.ndarray]:
-    found: dict[str, list[np.ndarray]] = {n: [] for n in names}
+    values: dict[str, list[np.ndarray]] = {n: [] for n in names}
 
     class Keep(Interpreter):
         def on_node(self, node: Any, value: Any) -> Any:
-            if node.name in found:
-                found[node.name].append(value.numpy())
+            if node.name in values:
+                values[node.name].append(value.numpy())
             return value
 
     for batch in batches:
         Keep(model).run(mge.Tensor(batch))
-    return {n: np.concatenate(v).astype(np.float64) for n, v in found.items()}
+    return {n: np.concatenate(v).astype(np.float64) for n, v in values.items()}
 
 
 def test_no_channel_has_a_mean_error_on_the_calibration_data() -> None:
@@ -45,12 +45,12 @@ def test_no_channel_has_a_mean_error_on_the_calibration_data() -> None:
     names = [e["site"] for e in report["errors"]]
     assert len(names) == 7
     qtrace.set_phase(plain, "float")
-    want = _values(plain, batches, names)
-    got = _values(prepared, batches, names)
+    expected = _values(plain, batches, names)
+    actual = _values(prepared, batches, names)
     for name in names:
-        axes = (0, 2, 3) if want[name].ndim == 4 else (0,)
-        error = np.abs((want[name] - got[name]).mean(axis=axes)).max()
-        assert error < 1e-3 * np.abs(want[name]).max(), name  # an int32 step of the bias
+        axes = (0, 2, 3) if expected[name].ndim == 4 else (0,)
+        error = np.abs((expected[name] - actual[name]).mean(axis=axes)).max()
+        assert error < 1e-3 * np.abs(expected[name]).max(), name  # an int32 step of the bias
     assert all(e["after"] >= e["before"] for e in report["errors"])
 
 
@@ -60,12 +60,12 @@ def test_the_report_has_the_error_of_the_outputs_on_calibration_data() -> None:
     prepared = _calibrated(module, batches, "fuse_bn", "bias_correction")
     (output,) = read_record(prepared).ptq[-1]["outputs"]
     assert read_record(prepared).ptq[-1]["measured"] == "8 samples of the calibration data"
-    want = {}
+    expected = {}
     for key, model in (("before", plain), ("after", prepared)):
-        want[key] = _values(model, batches, [model.graph.outputs[0].name]).popitem()[1]
+        expected[key] = _values(model, batches, [model.graph.outputs[0].name]).popitem()[1]
     qtrace.set_phase(plain, "float")
     exact = _values(plain, batches, [plain.graph.outputs[0].name]).popitem()[1]
-    for key, value in want.items():
+    for key, value in expected.items():
         ratio = 10 * np.log10(np.sum(exact**2) / np.sum((value - exact) ** 2))
         assert abs(output[key] - ratio) < 1e-3
     assert output["after"] > output["before"]

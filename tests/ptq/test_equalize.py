@@ -89,9 +89,9 @@ def test_the_float_output_is_kept_and_weights_lose_less(name: str) -> None:
     module, x = randomize(build()), images(*shape)
     for i, layer in enumerate(m for m in module.modules() if isinstance(m, (M.Conv2d, M.Linear))):
         _stretched(layer, 0, 0.05, 2.0, seed=i)
-    want = module(mge.Tensor(x)).numpy()
+    expected = module(mge.Tensor(x)).numpy()
     prepared = _prepared(module, x, "fuse_bn", {"equalize": {"absorb": False}})
-    assert np.abs(prepared(mge.Tensor(x)).numpy() - want).max() <= 1e-5 * np.abs(want).max()
+    assert np.abs(prepared(mge.Tensor(x)).numpy() - expected).max() <= 1e-5 * np.abs(expected).max()
     errors = _report(prepared, "equalize")["errors"]
     gains = [e["after"] - e["before"] for e in errors]
     assert errors
@@ -125,8 +125,8 @@ def test_a_dead_channel_keeps_its_scale() -> None:
 
 def test_relu6_is_kept_or_replaced_as_asked() -> None:
     module, x = randomize(MobileNetV2(0.25, blocks=(1, 2, 1))), images(1, 3, 32, 32)
-    kept = _report(_prepared(module, x, "fuse_bn", "equalize"), "equalize")
-    assert any("relu6" in line and "does not scale" in line for line in left_lines(kept))
+    kept_report = _report(_prepared(module, x, "fuse_bn", "equalize"), "equalize")
+    assert any("relu6" in line and "does not scale" in line for line in left_lines(kept_report))
     prepared = _prepared(module, x, "fuse_bn", {"equalize": {"relu6": "relu", "absorb": False}})
     report = _report(prepared, "equalize")
     assert any("ReLU6 replaced by ReLU" in line for line in report["changed"])
@@ -148,12 +148,12 @@ def _high(padding: int) -> M.Module:
 
 def test_a_high_bias_is_handed_on_where_nothing_clips() -> None:
     module, x = _high(0), 0.2 * images(2, 4, 8, 8)
-    want = module(mge.Tensor(x)).numpy()
+    expected = module(mge.Tensor(x)).numpy()
     prepared = _prepared(module, x, "fuse_bn", "equalize")
     report = _report(prepared, "equalize")
     assert any("3 high biases handed on" in line for line in report["changed"])
-    got = prepared(mge.Tensor(x)).numpy()
-    assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
+    output = prepared(mge.Tensor(x)).numpy()
+    assert np.abs(output - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 def test_a_high_bias_stays_before_padding() -> None:

@@ -85,8 +85,8 @@ def test_nearest_knows_a_zero_point() -> None:
     scheme = SCHEME.replace(signed=False, symmetric=False, narrow=False)
     qparams = QParams(scheme, np.array([0.5, 0.25], np.float32), np.array([2, 5], np.int32))
     rows = np.random.RandomState(0).randn(2, 30)
-    have = nearest(rows, qparams.scale[:, None].astype(np.float64), qparams.zero_point[:, None], qparams)
-    np.testing.assert_allclose(have, fake_quantize(rows, qparams))
+    actual = nearest(rows, qparams.scale[:, None].astype(np.float64), qparams.zero_point[:, None], qparams)
+    np.testing.assert_allclose(actual, fake_quantize(rows, qparams))
 
 
 @pytest.mark.parametrize(
@@ -104,17 +104,22 @@ def test_moments_are_those_of_a_convolution(groups: int, kernel: Any, settings: 
     out = conv(mge.Tensor(x)).numpy()
     missed = random.randn(*out.shape).astype(np.float32)
     weight = conv.weight.numpy()
-    (found,) = moments(x, out + missed, _call_of(conv, x), weight, places=1000)
+    (statistics,) = moments(x, out + missed, _call_of(conv, x), weight, places=1000)
     rows = weight.astype(np.float64).reshape(groups, 4 // groups, -1)
-    assert found.count == out.size // 4
-    power = np.einsum("god,gde,goe->go", rows, found.square, rows).reshape(-1)
+    assert statistics.count == out.size // 4
+    power = np.einsum("god,gde,goe->go", rows, statistics.square, rows).reshape(-1)
     np.testing.assert_allclose(power, (out**2).sum(axis=(0, 2, 3)), rtol=1e-4)
     np.testing.assert_allclose(
-        np.einsum("god,gd->go", rows, found.read).reshape(-1), out.sum(axis=(0, 2, 3)), rtol=1e-4, atol=1e-4
+        np.einsum("god,gd->go", rows, statistics.read).reshape(-1),
+        out.sum(axis=(0, 2, 3)),
+        rtol=1e-4,
+        atol=1e-4,
     )
-    product = np.einsum("god,gdo->go", rows, found.cross).reshape(-1)
+    product = np.einsum("god,gdo->go", rows, statistics.cross).reshape(-1)
     np.testing.assert_allclose(product, (out * missed).sum(axis=(0, 2, 3)), rtol=1e-3, atol=1e-3)
-    np.testing.assert_allclose(found.missed.reshape(-1), missed.sum(axis=(0, 2, 3)), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(
+        statistics.missed.reshape(-1), missed.sum(axis=(0, 2, 3)), rtol=1e-3, atol=1e-3
+    )
 
 
 def _call_of(conv: M.Module, x: np.ndarray) -> OpCall:
@@ -125,14 +130,14 @@ def _call_of(conv: M.Module, x: np.ndarray) -> OpCall:
 def test_places_are_spread_over_the_map(monkeypatch: pytest.MonkeyPatch) -> None:
     conv = M.Conv2d(2, 3, 1, bias=False)
     x = np.random.RandomState(0).randn(3, 2, 4, 4).astype(np.float32)
-    want = np.zeros((3, 3, 4, 4), np.float32)
+    expected = np.zeros((3, 3, 4, 4), np.float32)
     call, weight = _call_of(conv, x), conv.weight.numpy()
-    (found,) = moments(x, want, call, weight, places=4)
-    kept = x.reshape(3, 2, 16)[:, :, ::4].astype(np.float64)
-    np.testing.assert_allclose(found.square[0], np.einsum("ncp,ndp->cd", kept, kept), rtol=1e-5)
+    (statistics,) = moments(x, expected, call, weight, places=4)
+    chosen = x.reshape(3, 2, 16)[:, :, ::4].astype(np.float64)
+    np.testing.assert_allclose(statistics.square[0], np.einsum("ncp,ndp->cd", chosen, chosen), rtol=1e-5)
     monkeypatch.setattr(second_order, "_PRODUCT_ROWS", 5)  # the samples one by one
-    (again,) = moments(x, want, call, weight, places=4)
-    np.testing.assert_allclose(again.square, found.square, rtol=1e-5)
+    (again,) = moments(x, expected, call, weight, places=4)
+    np.testing.assert_allclose(again.square, statistics.square, rtol=1e-5)
 
 
 def test_parts_of_a_wide_layer_have_moments_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +146,11 @@ def test_parts_of_a_wide_layer_have_moments_of_their_own(monkeypatch: pytest.Mon
     prepared = qtrace.prepare(qtrace.trace(linear, x, check=False), {"backend": "generic"})
     call = next(c for e in exprs(prepared) if (c := ops.read(e)) is not None and c.kind == "linear")
     monkeypatch.setattr(second_order, "MAX_JOINT_INPUTS", 4)
-    found = moments(x, np.zeros((2, 4, 3), np.float32), call, linear.weight.numpy(), places=1)
+    statistics = moments(x, np.zeros((2, 4, 3), np.float32), call, linear.weight.numpy(), places=1)
     whole = x.reshape(-1, 7).T @ x.reshape(-1, 7)
-    assert [m.cross.shape for m in found] == [(1, 4, 0), (1, 3, 0)]
-    np.testing.assert_allclose(found[0].square[0], whole[:4, :4], rtol=1e-5)
-    np.testing.assert_allclose(found[1].square[0], whole[4:, 4:], rtol=1e-5)
+    assert [m.cross.shape for m in statistics] == [(1, 4, 0), (1, 3, 0)]
+    np.testing.assert_allclose(statistics[0].square[0], whole[:4, :4], rtol=1e-5)
+    np.testing.assert_allclose(statistics[1].square[0], whole[4:, 4:], rtol=1e-5)
 
 
 def _calibrated(*ptq: Any) -> Any:
@@ -162,14 +167,14 @@ def _calibrated(*ptq: Any) -> Any:
 
 
 def test_layers_gain_and_weights_lie_on_their_grids() -> None:
-    plain, found = _calibrated(), _calibrated("gptq")
-    report = read_record(found).ptq[-1]
+    plain, learned = _calibrated(), _calibrated("gptq")
+    report = read_record(learned).ptq[-1]
     assert [e["site"] for e in report["errors"]] == ["a_out", "b_out", "d_out"]
     assert all(e["after"] >= e["before"] for e in report["errors"])
     assert report["errors"][0]["after"] > report["errors"][0]["before"] + 1.0
     assert "c_out: weights of conv_transpose2d are rounded to nearest" in left_lines(report)
     for name in "abd":
-        quant, weight = getattr(found.qsites, f"{name}_weight"), getattr(found, name).weight
+        quant, weight = getattr(learned.qsites, f"{name}_weight"), getattr(learned, name).weight
         if f"{name}_out" not in " ".join(left_lines(report)):
             np.testing.assert_allclose(quant(weight).numpy(), weight.numpy(), atol=1e-6)
         before = getattr(plain.qsites, f"{name}_weight").qparams().scale

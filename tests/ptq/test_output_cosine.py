@@ -35,14 +35,14 @@ def _first_layer(prepared: Any, scale: np.ndarray) -> np.ndarray:
     scheme = prepared.qsites.a_weight.scheme
     s = scale.reshape(-1, 1, 1, 1)
     rounded = np.clip(np.rint(weight / s), scheme.qmin, scheme.qmax) * s
-    given = prepared.qsites.x(mge.Tensor(x))
+    rounded_input = prepared.qsites.x(mge.Tensor(x))
 
     def outputs(values: Any, kernel: np.ndarray) -> np.ndarray:
         y = F.conv2d(values, mge.Tensor(kernel.astype(np.float32)), mge.Tensor(bias), padding=1).numpy()
         return np.moveaxis(y.astype(np.float64), 1, 0).reshape(bias.size, -1)
 
-    want, have = outputs(mge.Tensor(x), weight), outputs(given, rounded)
-    return (want * have).sum(1) / np.sqrt((want**2).sum(1) * (have**2).sum(1))
+    expected, actual = outputs(mge.Tensor(x), weight), outputs(rounded_input, rounded)
+    return (expected * actual).sum(1) / np.sqrt((expected**2).sum(1) * (actual**2).sum(1))
 
 
 @pytest.mark.parametrize("axis", [0, None])
@@ -58,10 +58,10 @@ def test_the_cosine_of_layers_rises(axis: int | None) -> None:
 
     def cosine(model: Any) -> float:
         qtrace.set_phase(model, "quantize")
-        got = np.concatenate([model(mge.Tensor(b)).numpy().ravel() for b in BATCHES]).astype(np.float64)
+        output = np.concatenate([model(mge.Tensor(b)).numpy().ravel() for b in BATCHES]).astype(np.float64)
         qtrace.set_phase(model, "float")
-        want = np.concatenate([model(mge.Tensor(b)).numpy().ravel() for b in BATCHES]).astype(np.float64)
-        return float(got @ want / np.sqrt((got @ got) * (want @ want)))
+        expected = np.concatenate([model(mge.Tensor(b)).numpy().ravel() for b in BATCHES]).astype(np.float64)
+        return float(output @ expected / np.sqrt((output @ output) * (expected @ expected)))
 
     assert cosine(searched) > cosine(plain)
 

@@ -26,10 +26,10 @@ def _module(activation: Any) -> M.Module:
 
 def _report(module: M.Module, axis: int | None, *ptq: Any) -> tuple[dict[str, Any], float]:
     x = images(2, 4, 9, 9)
-    want = module(mge.Tensor(x)).numpy()
+    expected = module(mge.Tensor(x)).numpy()
     traced = qtrace.trace(module, x, check=False)
     prepared = qtrace.prepare(traced, QConfig(weight={"axis": axis}, ptq=ptq))
-    error = np.abs(prepared(mge.Tensor(x)).numpy() - want).max() / np.abs(want).max()
+    error = np.abs(prepared(mge.Tensor(x)).numpy() - expected).max() / np.abs(expected).max()
     return read_record(prepared).ptq[-1], float(error)
 
 

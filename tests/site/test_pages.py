@@ -70,9 +70,11 @@ def test_every_command_and_option_is_on_its_page() -> None:
 def test_every_config_key_has_a_meaning_a_type_and_a_valid_example() -> None:
     text, anchors = REFERENCE["reference/config.md"], _anchors("reference/config.md")
     for model in config.models():
-        example = config.example(model)
-        model.model_validate(example)
-        assert set(example) == {key for owner, key, _ in config.settings() if owner is model}, model
+        examples = config.examples(model)
+        for example in examples:
+            model.model_validate(example)
+        keys = {key for example in examples for key in example}
+        assert keys == {key for owner, key, _ in config.settings() if owner is model}, model
     for model, key, field in config.settings():
         assert f"{model.__name__}.{key}" in anchors
         entry = text.split(f"{{#{model.__name__}.{key}}}\n:   ")[1]
@@ -86,7 +88,7 @@ def test_types_are_words() -> None:
     texts = {key: config.field_text(field) for _, key, field in config.settings()}
     assert texts["bits"] == "whole number, at least 2 and at most 16"
     assert texts["op"] == "text, or a list of texts"
-    assert texts["resize"] == "one of `stretch`, `center_crop`"
+    assert texts["resize"] == "one of `stretch`, `center_crop`, `letterbox`"
     assert texts["fakequant"].startswith("a [fake quant]")
     assert not any("typing" in text or "class '" in text for text in texts.values())
     assert qtrace.QConfig in config.models()
@@ -178,7 +180,17 @@ def test_every_op_and_recipe_is_on_its_page() -> None:
     assert "`M.Softmax`, `F.softmax`" in row
 
 
-@pytest.mark.parametrize("name", ["config", "errors"])
+def test_every_composite_has_its_formula_and_its_source() -> None:
+    text, anchors = REFERENCE["reference/composites.md"], _anchors("reference/composites.md")
+    rules = source.find("composite_rules")()
+    assert {type(rule).__name__ for rule in rules} == anchors
+    for rule in rules:
+        section = text.split(f"{{#{type(rule).__name__}}}")[1].split("\n## ")[0]
+        assert re.search(r"Sources?: |exporters? |written |write ", section), rule.title
+        assert rule.formula.split(";")[0] in text
+
+
+@pytest.mark.parametrize("name", ["config", "errors", "composites"])
 def test_python_on_the_written_pages_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", REFERENCE[f"reference/{name}.md"], re.DOTALL | re.MULTILINE)
     assert blocks
@@ -204,7 +216,11 @@ def test_the_drawing_names_every_stage_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["accuracy", "calibration", "demo", "detector_demo", "exports", "families", "figures", "speed"]
+    "name",
+    [
+        *("accuracy", "calibration", "demo", "detector_demo", "exports", "families", "figures"),
+        *("onnx_kinds", "onnx_ops", "onnx_shares", "speed"),
+    ],
 )
 def test_measured_tables_are_whole(name: str) -> None:
     tables = getattr(measured, name)()

@@ -1,4 +1,4 @@
-"""Every family's recipe on the zoo's networks of that family, for targets that differ."""
+"""Every family's recipe on a network of that family, for targets that differ."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from qtrace.preparation.prepare import plan
 from tests.zoo.catalog import CNN
 from tests.zoo.detectors.entries import DETECTORS
 from tests.zoo.parts import pictures
+from tests.zoo.quick import one_of_each
 from tests.zoo.shares import LAYERS
 from tests.zoo.transformers.entries import TRANSFORMERS
 
@@ -30,6 +31,7 @@ ENTRIES: tuple[Any, ...] = (*CNN, *DETECTORS, *TRANSFORMERS)
 TARGETS_BY_SHORT_NAME = {"onnxruntime", "megengine"}
 ALIKE = {"resnet18", "resnet50", "efficientnet_b0", "efficientnet_b1", "efficientnet_b2", "w4a4_lsq"}
 ALIKE |= {"int8", "w4a4_reconstruct", "w4a8_adaround"}
+CASES = one_of_each([entry for entry in ENTRIES if not entry.plain])
 SLOW = {"freeanchor"}  # RetinaNet's network and recipe with another loss
 
 
@@ -39,11 +41,15 @@ def test_every_family_has_a_network_that_the_quick_tests_run() -> None:
     assert {entry.recipe for entry in ENTRIES if not entry.plain and not entry.slow} == families - SLOW
 
 
+def test_every_family_is_tried_on_every_target() -> None:
+    assert {entry.recipe for entry in CASES} == {entry.recipe for entry in ENTRIES if not entry.plain}
+
+
 def test_only_families_without_a_recipe_are_plain() -> None:
     assert not {entry.family for entry in ENTRIES if entry.plain} & set(recipe_names())
 
 
-@pytest.fixture(scope="module", params=[e for e in ENTRIES if not e.plain], ids=lambda entry: entry.name)
+@pytest.fixture(scope="module", params=CASES, ids=lambda entry: entry.name)
 def case(request: pytest.FixtureRequest) -> Iterator[tuple[TracedModule, str]]:
     entry = request.param
     level = mge.config.async_level

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from qtrace.cli import dumps as dumped_tensors
 from qtrace.cli import help, models, options
 from qtrace.cli.console import Console
 
@@ -21,9 +22,12 @@ __all__ = ["bisect"]
 @click.option(
     "--runtime",
     metavar="NAME",
-    help="The runtime, such as openvino for an .onnx; by default the one that the file is meant for.",
+    callback=options.importable,
+    help="The runtime, such as openvino for an .onnx, or pkg.mod:NAME of your own; by default the one that "
+    "the file is meant for.",
 )
 @click.option("--max-lsb", metavar="N", default=1, show_default=True, help="Ignore differences up to this.")
+@dumped_tensors.options
 @options.data(required=True)
 @options.recipe()
 @options.allow
@@ -33,6 +37,7 @@ def bisect(
     file: str,
     model: str,
     runtime: str | None,
+    dumps: dumped_tensors.Dumps | None,
     max_lsb: int,
     data: str,
     batch_size: int,
@@ -46,7 +51,7 @@ def bisect(
     """Find the first op whose integers differ from the runtime's, and show the difference.
 
     The exit code is 1 if there is such an op. Images and raw pixels are preprocessed by --recipe, or
-    else by MODEL's own recipe.
+    else by MODEL's own recipe. With --dumped, FILE is not run: the tensors of a device are compared.
     """
     with console.work():
         import qtrace
@@ -59,7 +64,13 @@ def bisect(
             data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
         )
         with console.bar(source, "bisect") as batches:
-            difference = qtrace.bisect(file, loaded, batches, runtime=runtime, max_lsb=max_lsb)
+            difference = qtrace.bisect(
+                file,
+                loaded,
+                batches,
+                runtime=runtime if dumps is None else dumps.runtime(loaded),
+                max_lsb=max_lsb,
+            )
         text = (
             f"no site differs by more than {max_lsb} LSB, and no output"
             if difference is None

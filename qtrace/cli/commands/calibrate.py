@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,10 @@ import click
 
 from qtrace.cli import help, models, options
 from qtrace.cli.console import Console
+from qtrace.cli.figures import note_graph
 from qtrace.cli.outputs import resumable_folder
+from qtrace.cli.verdicts import CURE, Judging, judging
+from qtrace.errors import QtraceError
 
 if TYPE_CHECKING:
     from qtrace.calibration.running import Result
@@ -29,6 +33,7 @@ FILES = ("prepared.mge", "quantized.mge", "report.json", "explain.txt")
 @options.data(required=True)
 @options.recipe("int8")
 @click.option("--out", "-o", type=options.file_or_folder(), required=True, help="The folder to write.")
+@judging
 @options.collecting
 @click.option("--resume", is_flag=True, help="Go on where an interrupted calibration stopped.")
 @click.option("--force", is_flag=True, help="Replace the output folder of an earlier calibration.")
@@ -48,8 +53,9 @@ def calibrate(
     resume: bool,
     force: bool,
     allow: tuple[str, ...],
+    judged: dict[str, Any],
     console: Console,
-) -> None:
+) -> int:
     """Quantize a model with calibration data.
 
     MODEL is a file from `qtrace trace`, or pkg.mod:factory, which is traced on the first batch. The folder
@@ -60,12 +66,16 @@ def calibrate(
     In an .npz, arrays called y, label(s) or target(s) are left out; a single other array is the first input,
     several are inputs by name. A folder of images is read with its subfolders, as the recipe's preprocess
     says.
+
+    The end is a verdict: good, check or broken, the worst layers with the cause of each, and the command to
+    run next. It is measured on --evaluation, or on batches that are held back if there are 8 or more.
     """
+    judge = Judging(click.get_current_context().params, console, **judged)
     with console.work():
         import qtrace
 
         qconfig = qtrace.load_recipe(recipe, allow_code=allow_code)
-        traced = None if models.is_factory(model) else models.load_model(model, allow)
+        traced = None if models.needs_example(model) else models.load_model(model, allow)
         if traced is not None:
             models.check_size(traced, model, qconfig, data)
         reading: dict[str, Any] = {
@@ -74,20 +84,37 @@ def calibrate(
             "skip_bad": skip_bad,
         }
         source = models.open_source(data, console, qconfig=qconfig, **reading)
-        work = resumable_folder(out, names=FILES, force=force, resume=resume, note=console.note)
+        judge.hold_back(source, qconfig, reading)
+        work = resumable_folder(out, names=(*FILES, CURE), force=force, resume=resume, note=console.note)
         with work as (folder, checkpoints):
             if traced is None:
                 traced = models.trace_factory(model, data=source)
-            prepared = qtrace.prepare(traced, qconfig)
+            prepared = qtrace.prepare(traced, qconfig, samples=_samples(source))
             console.note(f"calibrating on {data}")
             settings = {**collecting, "allow": allow}
             result = _collect(prepared, source, {"source": data, **reading}, checkpoints, console, settings)
-            collection = _finish(prepared, source, result, checkpoints, console)
+            judge.keep_float(prepared)
+            collection = _finish(prepared, source, result, checkpoints, console, settings["threads"])
             summary = {"model": model, "data": data, "recipe": recipe, **collection}
             write_folder(folder, prepared, summary)
+        facts = note_graph(prepared, console)
+        outcome = judge.conclude(prepared, source, collection["batches"])
     models.note_skipped(source, console)
     files = [str(out / name) for name in FILES]
-    console.result("\n".join(files), {**summary, "files": files})
+    outcome.note(console)
+    console.result("\n".join(files), {**summary, **facts, **outcome.summary, "files": files})
+    return 0 if outcome.passed else 1
+
+
+def _samples(source: DataSource) -> Iterator[Any]:
+    """Yields the batches of ``source`` up to one that cannot be read, of which the calibration tells."""
+    batches = iter(source)
+    while True:
+        try:
+            batch = next(batches)
+        except (StopIteration, QtraceError):
+            return
+        yield batch
 
 
 def _collect(
@@ -124,7 +151,7 @@ def _collect(
 
 
 def _finish(
-    prepared: Any, source: DataSource, result: Result, folder: Path, console: Console
+    prepared: Any, source: DataSource, result: Result, folder: Path, console: Console, threads: int | None
 ) -> dict[str, Any]:
     """Sets the ranges of ``prepared`` from the statistics in ``result``, and runs the recipe's algorithms.
 
@@ -135,7 +162,16 @@ def _finish(
 
     chosen, statistics = result.collected.chosen, result.collected.statistics
     console.note(f"engine {chosen.name}: {chosen.reason}")
-    qtrace.calibrate(prepared, source, progress=console.progress, statistics=statistics, state=folder)
+    engine = chosen.name if chosen.everywhere else "megengine"
+    qtrace.calibrate(
+        prepared,
+        source,
+        progress=console.progress,
+        engine=engine,
+        statistics=statistics,
+        state=folder,
+        threads=threads,
+    )
     for line in qtrace.explain(prepared).algorithms():
         console.note(line)
     source.skipped[:] = result.skipped
@@ -174,10 +210,11 @@ def write_folder(folder: Path, prepared: Any, summary: dict[str, Any]) -> None:
 
 def _sites(prepared: Any) -> list[dict[str, Any]]:
     """Lists all sites with scheme, scale and zero point, which are null at a site that saw no data."""
-    from qtrace.preparation.record import fake_quants
+    from qtrace.preparation.record import fake_quants, read_record
 
-    sites = []
+    native, sites = read_record(prepared).native, []
     for site in fake_quants(prepared):
         numbers = site.qparams().to_dict() if site.calibrated else {"scale": None, "zero_point": None}
-        sites.append({"site": site.site, "scheme": site.scheme.to_dict(), **numbers})
+        own = {"native": native[site.site].origin} if site.site in native else {}
+        sites.append({"site": site.site, "scheme": site.scheme.to_dict(), **numbers, **own})
     return sites

@@ -11,6 +11,7 @@ from qtrace.cli import help, models, options
 from qtrace.cli.commands.explain import on_terminal
 from qtrace.cli.console import Console
 from qtrace.cli.outputs import output_file
+from qtrace.cli.verdicts import judge_comparison, text_of
 
 __all__ = ["compare"]
 
@@ -74,9 +75,10 @@ def compare(
         source = models.open_source(
             data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
         )
-        network = models.load_model(float_model, allow) if float_model else None
+        network = models.load_float(float_model, allow, loaded)
         with console.bar(source, "compare") as batches:
             comparison = qtrace.compare(loaded, batches, float_model=network)
+        diagnosis = judge_comparison(loaded, network, source, console)
         if html is not None:
             page = comparison.html()
             with output_file(html) as partial:
@@ -84,4 +86,5 @@ def compare(
     models.note_skipped(source, console)
     if html is not None:
         console.note(f"{html} is written: open it in a browser.")
-    console.result(comparison.table(width, sort), comparison.to_dict())
+    judged = {} if diagnosis is None else {"diagnosis": diagnosis.to_dict()}
+    console.result(text_of(diagnosis) + comparison.table(width, sort), {**judged, **comparison.to_dict()})

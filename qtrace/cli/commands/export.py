@@ -9,6 +9,8 @@ import click
 
 from qtrace.cli import help, models, options
 from qtrace.cli.console import Console
+from qtrace.cli.ends import note_ends
+from qtrace.cli.figures import note_file
 from qtrace.cli.outputs import output_file
 
 __all__ = ["export"]
@@ -23,6 +25,11 @@ def _pairs(_: click.Context, __: click.Parameter, pairs: tuple[str, ...]) -> dic
             raise click.BadParameter(f"{pair!r} is not of the form NAME=VALUE, such as packed=true.")
         values[name.replace("-", "_")] = _value(pair, text)
     return values
+
+
+def _names(_: click.Context, __: click.Parameter, text: str | None) -> list[str] | None:
+    """Parses names with commas between them."""
+    return None if text is None else [name.strip() for name in text.split(",")]
 
 
 def _value(pair: str, text: str) -> Any:
@@ -42,13 +49,21 @@ def _value(pair: str, text: str) -> Any:
     example="""
     qtrace export resnet18-int8/quantized.mge -o resnet18.onnx
     qtrace export resnet18-int8/quantized.mge -o resnet18.onnx -f onnx_float -O params=aimet-2.0.0
+    qtrace export resnet18.mge -o resnet18-float.onnx
     """,
 )
-@click.argument("quantized")
+@click.argument("model")
 @click.option(
     "--out", "-o", type=options.file_or_folder(), required=True, help="The file to write, or replace."
 )
-@click.option("--format", "-f", "file_format", metavar="F", help="The format, if the suffix does not say it.")
+@click.option(
+    "--format",
+    "-f",
+    "file_format",
+    metavar="F",
+    callback=options.importable,
+    help="The format, if the suffix does not say it, or pkg.mod:NAME of your own.",
+)
 @click.option(
     "--option",
     "-O",
@@ -64,28 +79,110 @@ def _value(pair: str, text: str) -> Any:
     multiple=True,
     help="Keep this kind of op in float where the format cannot express it on integers. Repeatable.",
 )
+@click.option(
+    "--input-names", metavar="A,B", callback=_names, help="Names for all inputs of an .onnx file, in order."
+)
+@click.option(
+    "--output-names", metavar="A,B", callback=_names, help="Names for all outputs of an .onnx file, in order."
+)
+@click.option(
+    "--embed-preprocess",
+    is_flag=True,
+    help="The .onnx file takes pixels, uint8 N x H x W x C, and normalizes them as the recipe says.",
+)
+@click.option("--example", is_flag=True, help="Also write a script that runs the file, beside --out.")
+@click.option(
+    "--test-vectors",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Also write inputs and expected integers of N samples of --data, beside --out in NAME.vectors.",
+)
+@options.data(required=False, batch_size=1)
+@options.recipe()
 @options.allow
 @options.output
 def export(
-    quantized: str,
+    model: str,
     out: Path,
     file_format: str | None,
     settings: dict[str, Any],
     allow_float: tuple[str, ...],
+    input_names: list[str] | None,
+    output_names: list[str] | None,
+    embed_preprocess: bool,
+    example: bool,
+    test_vectors: int | None,
+    data: str | None,
+    batch_size: int,
+    max_batches: int | None,
+    skip_bad: bool,
+    recipe: str | None,
+    allow_code: bool,
     allow: tuple[str, ...],
     console: Console,
 ) -> None:
-    """Write a quantized model for a runtime.
+    """Write a model for a runtime.
 
-    QUANTIZED is the quantized.mge of `qtrace calibrate`. A format of several files puts the others beside
-    --out.
+    MODEL is the quantized.mge of `qtrace calibrate`, or a float.mge of `qtrace trace`, which is written in
+    float. A format of several files puts the others beside --out. In the end the command notes the size, the
+    multiply-accumulates and, for a runtime with a cost table, the predicted time beside that in float.
+    --test-vectors is for firmware: what a device must compute, as raw files and as .npz, with an index.
     """
+    if (test_vectors is None) != (data is None):
+        raise click.UsageError("--test-vectors and --data belong together: give both, or none.")
+    if example and out.suffix not in (".onnx", ".tflite"):
+        raise click.UsageError(f"--example writes scripts for .onnx and .tflite files, not for {out.name}.")
     with console.work():
         import qtrace
 
-        model = models.load_model(quantized, allow)
-        if allow_float:
-            settings = {**settings, "allow_float": allow_float}
+        loaded = models.load_model(model, allow)
+        chosen = {
+            "allow_float": allow_float,
+            "input_names": input_names,
+            "output_names": output_names,
+            "preprocess": embed_preprocess,
+        }
+        settings = {**settings, **{name: value for name, value in chosen.items() if value}}
         with output_file(out) as partial:
-            qtrace.export(model, str(partial), format=file_format, **settings)
-    console.result(str(out), {"file": str(out)})
+            qtrace.export(loaded, str(partial), format=file_format, **settings)
+        facts = note_file(loaded, out, console)
+        ends = note_ends(loaded, out, console)
+        if example:
+            facts["example"] = _write_example(loaded, out, ends["inputs"], embed_preprocess)
+        facts.update(ends)
+        if test_vectors is not None and data is not None:
+            qconfig = models.preprocessing(loaded, recipe, allow_code)
+            models.check_size(loaded, model, qconfig, data)
+            source = models.open_source(
+                data,
+                console,
+                qconfig=qconfig,
+                batch_size=batch_size,
+                max_batches=max_batches,
+                skip_bad=skip_bad,
+            )
+            facts["vectors"] = str(_write_vectors(loaded, out, source, test_vectors))
+            console.note(f"{facts['vectors']}: {test_vectors} test vectors")
+    console.result(str(out), {"file": str(out), **facts})
+
+
+def _write_example(loaded: Any, out: Path, inputs: list[dict[str, Any]], embedded: bool) -> str:
+    """Writes the script that runs the file ``out``."""
+    from qtrace.export.example import write_example
+    from qtrace.preparation.model import QuantizedModel
+    from qtrace.preparation.record import is_quantized
+
+    preprocess = QuantizedModel(loaded).config.preprocess if is_quantized(loaded) else None
+    ends = [(end["name"], end["dtype"], end["shape"]) for end in inputs]
+    script, text = write_example(out, ends, preprocess, embedded)
+    with output_file(script) as partial:
+        Path(partial).write_text(text, encoding="utf-8")
+    return str(script)
+
+
+def _write_vectors(loaded: Any, out: Path, source: Any, count: int) -> Path:
+    """Writes the test vectors beside the file ``out``."""
+    from qtrace.verification.device import write_vectors
+
+    models.check_stage(loaded, str(out), "converted")
+    return write_vectors(loaded, out.with_name(f"{out.stem}.vectors"), source, count)

@@ -51,6 +51,13 @@ _CHECKPOINT = "finetune.part.npz"
     multiple=True,
     help="Compare this node instead of those found by structure. Repeatable.",
 )
+@click.option(
+    "--engine",
+    type=click.Choice(["auto", "megengine", "torch"]),
+    default="auto",
+    show_default=True,
+    help="What computes the steps; torch needs the extra `torch`.",
+)
 @click.option("--teacher", metavar="F", help="The float network, if `ptq` algorithms changed the weights.")
 @click.option(
     "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the order of the data."
@@ -92,8 +99,7 @@ def finetune(
 
         settings = _settings(arguments, batch_size)
         prepared = models.load_model(model, arguments["allow"])
-        teacher_file = arguments["teacher"]
-        teacher = models.load_model(teacher_file, arguments["allow"]) if teacher_file else None
+        teacher = models.load_float(arguments["teacher"], arguments["allow"], prepared)
         models.check_stage(prepared, model, "prepared")
         qconfig = models.preprocessing(prepared, arguments["recipe"])
         models.check_size(prepared, model, qconfig, data)
@@ -125,7 +131,7 @@ def _settings(arguments: dict[str, Any], batch_size: int) -> Any:
     """Builds the settings of the run; options that are None keep their default."""
     from qtrace.finetuning import Settings
 
-    fields = {name: arguments[name] for name in ("steps", "lr", "range_lr", "freeze_below", "seed")}
+    fields = {name: arguments[name] for name in ("steps", "lr", "range_lr", "freeze_below", "seed", "engine")}
     fields |= {
         "blocks": arguments["blocks"] or None,
         "checkpoint_every": arguments["checkpoint_steps"],

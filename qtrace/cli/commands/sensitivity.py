@@ -108,7 +108,7 @@ def sensitivity(
             raise ConfigError("--patch is written by a search: give --at-least, --max-drop or --budget, too.")
         if arguments["raise_to"] != "float" and goal is None:
             raise ConfigError("--raise is for a search: give --at-least, --max-drop or --budget, too.")
-        traced = None if models.is_factory(model) else models.load_model(model, allow)
+        traced = None if models.needs_example(model) else models.load_model(model, allow)
         if traced is not None:
             models.check_size(traced, model, qconfig, data)
         source = models.open_source(data, console, qconfig=qconfig, **sizes)

@@ -8,6 +8,7 @@ import click
 
 from qtrace.cli import help, models, options
 from qtrace.cli.console import Console
+from qtrace.cli.ends import note_ends
 from qtrace.cli.outputs import output_file
 
 __all__ = ["trace"]
@@ -34,6 +35,13 @@ __all__ = ["trace"]
     help="Trace this method, such as one that stops before boxes are decoded.",
 )
 @click.option("--no-check", is_flag=True, help="Do not compare the trace with the module on other inputs.")
+@click.option(
+    "--allow-branch",
+    "branches",
+    metavar="FILE:LINE",
+    multiple=True,
+    help="Keep what a value of the data is for the example on this line of forward; several times for more.",
+)
 @options.output
 def trace(
     factory: str,
@@ -44,6 +52,7 @@ def trace(
     out: Path,
     method: str,
     no_check: bool,
+    branches: tuple[str, ...],
     console: Console,
 ) -> None:
     """Trace a module into a file.
@@ -64,7 +73,13 @@ def trace(
             )
         with output_file(out) as partial:
             traced = models.trace_factory(
-                factory, shapes=shapes, data=source, method=method, check=not no_check
+                factory,
+                shapes=shapes,
+                data=source,
+                method=method,
+                check=not no_check,
+                allow_branch=branches,
             )
             qtrace.save(traced, partial)
-    console.result(str(out), {"model": str(out)})
+        ends = note_ends(traced, out, console)
+    console.result(str(out), {"model": str(out), **ends})

@@ -23,6 +23,7 @@ class Limits:
         narrow: whether the lowest integer may be left out; kernels saturate at it.
         wide: whether the lowest integer may be used.
         symmetric_bits: widths at which no zero point is allowed.
+        only_power_of_two: whether scales must be powers of two, as the kernels shift instead of multiplying.
     """
 
     bits: tuple[int, ...]
@@ -33,6 +34,7 @@ class Limits:
     narrow: bool = True
     wide: bool = True
     symmetric_bits: tuple[int, ...] = ()
+    only_power_of_two: bool = False
 
     def problem(self, scheme: QScheme) -> str | None:
         """Explains why ``scheme`` cannot run; None if it can."""
@@ -48,6 +50,8 @@ class Limits:
             return f"affine schemes of {scheme.bits} bits (it runs symmetric ones)"
         if self.signed is not None and scheme.signed != self.signed:
             return f"{'signed' if scheme.signed else 'unsigned'} integers"
+        if self.only_power_of_two and not scheme.power_of_two:
+            return "scales that are no powers of two (it shifts instead of multiplying)"
         if scheme.narrow and not self.narrow:
             return "narrow ranges (it saturates at the lowest integer)"
         if not scheme.narrow and not self.wide:
@@ -74,6 +78,8 @@ class Backend:
         any_rounding: whether schemes may round otherwise than the default ones.
         float_kernels: the ops among ``ops`` that the runtime computes in float between rounded tensors, with
             the same resulting integers.
+        float_results: the ops whose integer kernels write floats at no cost, where no function follows.
+        cost_table: name of the measured times of its runtime; "" if there are none.
     """
 
     name: str
@@ -87,6 +93,8 @@ class Backend:
     scales_freely: bool = False
     any_rounding: bool = False
     float_kernels: frozenset[str] = frozenset()
+    float_results: frozenset[str] = frozenset()
+    cost_table: str = ""
 
     @property
     def rounding(self) -> str:

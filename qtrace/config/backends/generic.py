@@ -11,7 +11,7 @@ _HEADS = (
     "conv1d conv2d conv3d conv_transpose2d conv_transpose3d linear matmul add sub mul div neg abs maximum "
     "minimum sum mean avg_pool2d adaptive_avg_pool2d interpolate batch_norm"
 )
-_OTHERS = "concat stack leaky_relu prelu sigmoid silu hswish hsigmoid tanh"
+_OTHERS = "concat stack leaky_relu prelu sigmoid silu hswish hsigmoid hard_sigmoid mish tanh"
 _ANY = Limits(bits=tuple(range(2, 17)), per_channel=True, affine=True, affine_per_channel=True)
 
 BACKEND = Backend(

@@ -22,4 +22,6 @@ BACKEND = Backend(
         "activation": Limits(bits=(8,), per_channel=False, affine=False, signed=True, wide=False),
         "weight": Limits(bits=(8,), per_channel=True, affine=False, signed=True, wide=False),
     },
+    float_results=frozenset({"conv2d", "linear"}),
+    cost_table="ncnn",
 )

@@ -13,9 +13,9 @@ _HEADS = (
     "adaptive_avg_pool2d mean concat stack setitem where interpolate batch_norm"
 )
 _JOINS = ("concat", "stack", "setitem", "where")
-_UNARY = "relu relu6 clip leaky_relu prelu sigmoid silu hswish hsigmoid tanh neg abs"
+_UNARY = "relu relu6 clip leaky_relu prelu sigmoid silu hswish hsigmoid hard_sigmoid mish tanh neg abs"
 # Without an integer kernel in onnxruntime 1.23: measured, as tests/config/backends/test_onnxruntime.py does.
-_IN_FLOAT = "conv_transpose2d sub div mean interpolate silu hswish hsigmoid tanh"
+_IN_FLOAT = "conv_transpose2d sub div mean interpolate silu hswish hsigmoid hard_sigmoid mish tanh"
 
 BACKEND = Backend(
     name="onnxruntime",
@@ -33,4 +33,6 @@ BACKEND = Backend(
         "weight": Limits(bits=(2, 3, 4, 5, 6, 7, 8, 16), per_channel=True, affine=True),
     },
     float_kernels=frozenset(_IN_FLOAT.split()),
+    float_results=frozenset({"linear", "matmul"}),
+    cost_table="onnxruntime",
 )

@@ -9,7 +9,7 @@ precision hint f32, where it is at most one step off.
 from qtrace.config.backends.base import Backend, Limits
 from qtrace.scheme import QScheme
 
-_FUNCTIONS = "relu relu6 clip leaky_relu prelu sigmoid silu hswish hsigmoid tanh"
+_FUNCTIONS = "relu relu6 clip leaky_relu prelu sigmoid silu hswish hsigmoid hard_sigmoid mish tanh"
 _HEADS = (
     "conv1d conv2d conv_transpose2d linear matmul add sub mul avg_pool2d adaptive_avg_pool2d mean "
     "interpolate batch_norm"
@@ -28,4 +28,6 @@ BACKEND = Backend(
         # Weights of fewer bits fit into int8.
         "weight": Limits(bits=(2, 3, 4, 5, 6, 7, 8), per_channel=True, affine=False, signed=True),
     },
+    float_results=frozenset({"conv1d", "conv2d", "linear"}),
+    cost_table="openvino",
 )

@@ -31,4 +31,5 @@ BACKEND = Backend(
         ),
         "weight": Limits(bits=(8,), per_channel=True, affine=False, signed=True, wide=False),
     },
+    cost_table="litert",
 )

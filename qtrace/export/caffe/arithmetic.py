@@ -128,11 +128,13 @@ def _with_parameter(w: CaffeWriter, call: OpCall, values: list[np.ndarray | None
     value = next(v for v in values if v is not None)
     x, shape = call.inputs[0] if values[0] is None else call.inputs[-1], tuple(call.out.shape)
     channels = int(shape[1]) if len(shape) > 1 else 0
+    if value.size == 1 and value.ndim <= len(shape):
+        value = np.full((1, channels, *(1,) * (len(shape) - 2)), value.reshape(()))
     full = (1,) * (len(shape) - value.ndim) + value.shape
     if call.kind not in ("add", "mul") or full != (1, channels, *(1,) * (len(shape) - 2)):
         raise ExportError(
             "Caffe adds and multiplies by a stored number for each channel only: give it the shape "
-            "(1, C, 1, 1)"
+            "(1, C, 1, 1), or let a layer absorb it (ptq: [fuse_bn, absorb])"
         )
     ones, flat = np.ones(channels, np.float32), value.reshape(-1)
     blobs = [ones, flat] if call.kind == "add" else [flat]

@@ -21,8 +21,9 @@ from qtrace.export.parameters.sites import Names, ParameterLayer, site_table
 from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.walk import is_float_tensor, op_label
 
-__all__ = ["COMPANIONS", "SUFFIXES", "files"]
+__all__ = ["COMPANIONS", "FLOAT_OPTIONS", "SUFFIXES", "files"]
 
+FLOAT_OPTIONS: tuple[str, ...] = ()
 SUFFIXES = (".prototxt",)
 COMPANIONS = (".caffemodel",)
 

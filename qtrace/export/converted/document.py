@@ -81,12 +81,21 @@ class DocumentOp:
 
 @dataclass(frozen=True)
 class Graph:
-    """All ops in order, with ops of kind ``input`` and ``constant``, and the outputs of the graph."""
+    """A graph as plain data.
+
+    Attributes:
+        name: the name of the graph.
+        backend: the backend that it was prepared for.
+        ops: all ops in order, with ops of kind ``input`` and ``constant``.
+        outputs: the outputs of the graph.
+        parameters: name of a weight or constant -> its value, where it is stored and not computed.
+    """
 
     name: str
     backend: str
     ops: tuple[DocumentOp, ...]
     outputs: tuple[Value, ...]
+    parameters: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def read_graph(converted: ConvertedGraph) -> Graph:
@@ -101,6 +110,7 @@ class _DocumentReader:
         self.results = {s.node: s for s in self.converted.sites if s.decision.consumers is None}
         self.producers: dict[Node, tuple[str, int]] = {}
         self.constants: set[Node] = set()
+        self.parameters: dict[str, np.ndarray] = {}
 
     def graph(self) -> Graph:
         """Returns the graph."""
@@ -112,7 +122,8 @@ class _DocumentReader:
             document_ops += self._op(op.expr, op.call)
         outputs = tuple(self._value(n) for n in converted.outputs)
         name = converted.module.graph.name or "qtrace"
-        return Graph(name, converted.annotation.backend, tuple(document_ops), outputs)
+        backend = converted.annotation.backend
+        return Graph(name, backend, tuple(document_ops), outputs, self.parameters)
 
     def _op(self, expr: Expr, call: OpCall | None) -> Iterator[DocumentOp]:
         """Yields the op of an expr, after the constants that it is the first to read."""
@@ -125,7 +136,7 @@ class _DocumentReader:
             if isinstance(source.expr, (GetAttr, Constant)) and source not in self.constants:
                 self.constants.add(source)
                 self.producers[source] = (source.name, 0)
-                value = self._value(source)
+                value = self._parameter(source)
                 yield DocumentOp(source.name, "constant", "constant", (), (value,), {"const": value})
         name = expr.outputs[0].name
         self.producers.update((n, (name, i)) for i, n in enumerate(expr.outputs))
@@ -135,9 +146,18 @@ class _DocumentReader:
             op_label(expr),
             tuple(self._value(n) for n in read),
             tuple(self._result(n) for n in expr.outputs),
-            {key: self._value(n) for key, n in weights.items() if n is not None},
+            {key: self._parameter(n) for key, n in weights.items() if n is not None},
             {} if call is None else {k: v for k, v in call.attrs.items() if _plain(v)},
         )
+
+    def _parameter(self, node: Node) -> Value:
+        """Returns a weight or constant, and keeps its values."""
+        site = self.converted.site_of(node)
+        source = node if site is None else site.node
+        value = self._value(node)
+        if source in self.converted.values:
+            self.parameters[value.name] = self.converted.values[source]
+        return value
 
     def _result(self, node: Node) -> Value:
         site = self.results.get(node)

@@ -11,17 +11,19 @@ import numpy as np
 from megengine import Parameter
 
 from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.export.converted.plain_graph import PlainGraph
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import LAYERS, BnFold
-from qtrace.graph.edit import GraphEditor, set_parameter
+from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import flatten
+from qtrace.graph.module_tree import set_parameter
 from qtrace.graph.types import GetAttr, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.record import Record, write_record
 
-__all__ = ["bare_graph", "float_graph"]
+__all__ = ["bare_graph", "float_graph", "float_module"]
 
 
 def bare_graph(prepared: TracedModule) -> ConvertedGraph:
@@ -37,7 +39,7 @@ def bare_graph(prepared: TracedModule) -> ConvertedGraph:
     """
     model = QuantizedModel(prepared, "prepared")
     flat = flatten(prepared)
-    with GraphEditor(flat) as editor:
+    with GraphEditor(flat, renews_record=True) as editor:
         _drop_fake_quants(editor)
         for expr in exprs(flat):
             module = owner(expr)
@@ -59,14 +61,14 @@ def float_graph(graph: ConvertedGraph) -> ConvertedGraph:
     bits, and their readers would use the lowest integer.
 
     Args:
-        graph: the converted graph; it is not changed.
+        graph: the converted graph; it is not changed. A plain graph is returned as it is.
 
     Returns:
         A flat graph that counts as converted, with no sites.
     """
-    flat = flatten(graph.module)
-    with GraphEditor(flat) as editor:
-        _drop_fake_quants(editor)
+    if isinstance(graph, PlainGraph):
+        return graph
+    flat = float_module(graph)
     paths = {e.outputs[0].name: e.name for e in exprs(flat) if isinstance(e, GetAttr)}
     for site in graph.sites:
         path = paths.get(site.node.name, "")
@@ -74,6 +76,14 @@ def float_graph(graph: ConvertedGraph) -> ConvertedGraph:
             clipped = _clipped(get_module(flat, path).numpy(), site.fake_quant)
             set_parameter(flat, path, Parameter(clipped))
     return _without_sites(flat, graph.model.record)
+
+
+def float_module(graph: ConvertedGraph) -> TracedModule:
+    """Copies the module of a converted graph without its fake quants; the nodes keep their names."""
+    flat = flatten(graph.module)
+    with GraphEditor(flat, renews_record=True) as editor:
+        _drop_fake_quants(editor)
+    return flat
 
 
 def _drop_fake_quants(editor: GraphEditor) -> None:

@@ -22,9 +22,14 @@ from qtrace.graph.walk import op_label, owner
 __all__ = ["shapes_of"]
 
 
-def shapes_of(model: TracedModule) -> dict[Node, tuple[int, ...]]:
-    """Returns node -> shape for inputs of the traced shapes."""
-    return _ShapeRecorder(model).run_on_zeros()
+def shapes_of(model: TracedModule, more: int = 0) -> dict[Node, tuple[int, ...]]:
+    """Returns node -> shape for inputs of the traced shapes.
+
+    Args:
+        model: the traced module.
+        more: by how much the first axis of every input is longer than traced.
+    """
+    return _ShapeRecorder(model).run_on_zeros(more)
 
 
 class _ShapeRecorder(Interpreter):
@@ -50,10 +55,12 @@ class _ShapeRecorder(Interpreter):
             self.shapes[node] = tuple(int(n) for n in value.shape)
         return value
 
-    def run_on_zeros(self) -> dict[Node, tuple[int, ...]]:
-        """Runs the graph on zeros and returns its shapes."""
+    def run_on_zeros(self, more: int = 0) -> dict[Node, tuple[int, ...]]:
+        """Runs the graph on zeros, with ``more`` added to the first axes, and returns its shapes."""
         module, *nodes = self.traced.graph.inputs
-        zeros = [mge.Tensor(np.zeros(n.shape, np.dtype(n.dtype))) for n in nodes]
+        shapes = [tuple(int(size) for size in n.shape) for n in nodes]
+        shapes = [(s[0] + more, *s[1:]) if s else s for s in shapes]
+        zeros = [mge.Tensor(np.zeros(s, np.dtype(n.dtype))) for s, n in zip(shapes, nodes, strict=True)]
         assert not isinstance(module, TensorNode)
         level, mge.config.async_level = mge.config.async_level, 0  # an error must come where it is caught
         try:

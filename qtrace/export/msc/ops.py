@@ -6,7 +6,7 @@ from typing import Any
 
 from qtrace.export.converted.document import DocumentOp, Value
 
-__all__ = ["attributes", "optype", "output_layout", "weight_layout"]
+__all__ = ["attributes", "optype", "output_layout", "weight_layout", "weight_shape"]
 
 _IN_NN = (
     "conv1d conv2d conv3d relu prelu silu gelu softmax batch_norm layer_norm group_norm max_pool2d "
@@ -71,6 +71,7 @@ def attributes(op: DocumentOp) -> dict[str, str]:
         texts["data_layout" if "weight" in op.weights else "layout"] = "NCHW"
         if "weight" in op.weights:
             texts["kernel_layout"] = weight_layout(op.kind, op.weights["weight"])
+            texts["out_layout"], texts["out_dtype"] = "NCHW", op.outputs[0].dtype
     return texts
 
 
@@ -81,13 +82,19 @@ def _text(value: Any) -> str:
 
 
 def weight_layout(kind: str, value: Value) -> str:
-    """Returns the layout of a layer's weight; G is the axis of groups."""
+    """Returns the layout of a layer's weight, whose axis of groups was merged by `weight_shape`."""
     if kind == "linear":
         return "OI"
     spatial = {"conv1d": "W", "conv3d": "DHW"}.get(kind, "HW")
     front = "IO" if kind.startswith("conv_transpose") else "OI"
-    layout = f"{front}{spatial}"
-    return f"G{layout}" if len(value.shape) == len(layout) + 1 else layout
+    return f"{front}{spatial}"
+
+
+def weight_shape(kind: str, value: Value) -> tuple[int, ...]:
+    """Returns the shape of a layer's weight without an axis of groups: that of channels has all groups."""
+    shape = value.shape
+    grouped = kind.startswith("conv") and len(shape) == len(weight_layout(kind, value)) + 1
+    return (shape[0] * shape[1], *shape[2:]) if grouped else shape
 
 
 def output_layout(op: DocumentOp, value: Value, inputs: list[str]) -> str:

@@ -1,5 +1,5 @@
-"""ncnn: an int8 net, ``.param`` and ``.bin``."""
+"""ncnn: an int8 or float net, ``.param`` and ``.bin``."""
 
-from qtrace.export.ncnn.exporter import COMPANIONS, SUFFIXES, files
+from qtrace.export.ncnn.exporter import COMPANIONS, FLOAT_OPTIONS, SUFFIXES, files
 
-__all__ = ["COMPANIONS", "SUFFIXES", "files"]
+__all__ = ["COMPANIONS", "FLOAT_OPTIONS", "SUFFIXES", "files"]

@@ -27,8 +27,9 @@ from qtrace.numerics import dequantize
 from qtrace.preparation.model import QuantizedSite
 from qtrace.scheme import QScheme
 
-__all__ = ["COMPANIONS", "SUFFIXES", "files"]
+__all__ = ["COMPANIONS", "FLOAT_OPTIONS", "SUFFIXES", "files"]
 
+FLOAT_OPTIONS: tuple[str, ...] = ()
 SUFFIXES = (".param",)
 COMPANIONS = (".bin",)
 

@@ -47,7 +47,13 @@ def activations(prepared: TracedModule, nodes: Sequence[str]) -> Activations:
     from qtrace.export.onnx.exporter import OnnxExporter
 
     class ActivationExporter(OnnxExporter):
-        """Writes no metadata: hashing the graph takes as long as the rest of the export."""
+        """Writes a model that is fed with the tensors of the graph and is never stored.
+
+        It has no metadata, since hashing the graph takes as long as the rest of the export.
+        """
+
+        def _interface(self) -> None:
+            return None
 
         def _metadata(self, own: str) -> dict[str, str]:
             return {}

@@ -23,6 +23,27 @@ def _binary(op: str) -> Emitter:
     return emit
 
 
+def _with_number(op: str) -> Emitter:
+    """Emits a sum or product; a stored number becomes an integer where integers come out.
+
+    Runtimes have integer kernels for two tensors of integers only. The number is the integer 1, or -1, times
+    a scale, so that nothing is rounded.
+    """
+
+    def emit(w: OnnxWriter, call: OpCall) -> None:
+        operands = call.attrs["operands"]
+        names = [operand(w, v, call.out.dtype) for v in operands]
+        if call.out in w.rounded and "scalar" in call.attrs:
+            (place,) = (i for i, v in enumerate(operands) if not isinstance(v, TensorNode))
+            names[place] = w.integer_number(float(call.attrs["scalar"]), names[1 - place]) or names[place]
+        # onnxruntime folds a factor into the convolution before it only as the second operand.
+        if not isinstance(operands[0], TensorNode) or w.value(operands[0]) is not None:
+            names.reverse()
+        w.emit(op, names, call.out)
+
+    return emit
+
+
 def _floor_div(w: OnnxWriter, call: OpCall) -> None:
     """Writes a division rounded to minus infinity: ONNX rounds that of integers towards zero."""
     left, right = (operand(w, v, call.out.dtype) for v in call.attrs["operands"])
@@ -175,9 +196,9 @@ def _logaddexp(w: OnnxWriter, call: OpCall) -> None:
 
 
 ARITHMETIC: dict[str, Emitter] = {
-    "add": _binary("Add"),
+    "add": _with_number("Add"),
     "sub": _binary("Sub"),
-    "mul": _binary("Mul"),
+    "mul": _with_number("Mul"),
     "div": _binary("Div"),
     "maximum": _binary("Max"),
     "minimum": _binary("Min"),

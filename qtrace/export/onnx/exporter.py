@@ -21,18 +21,24 @@ from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import float_kinds, only_floats_read
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import located, site_expr
+from qtrace.export.converted.plain_graph import PlainGraph
 from qtrace.export.onnx import external_data
 from qtrace.export.onnx.kernels import softmax_overflows
-from qtrace.graph.types import Expr, TensorNode
+from qtrace.graph.interface import Interface, read_interface
+from qtrace.graph.types import Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label
 from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedSite
 from qtrace.preparation.record import graph_hash
 from qtrace.scheme import QParams
 
-__all__ = ["SUFFIXES", "OnnxExporter", "check", "files"]
+__all__ = ["FLOAT_OPTIONS", "HAS_COMPOSITES", "SUFFIXES", "OnnxExporter", "check", "files"]
 
 SUFFIXES = (".onnx",)
+FLOAT_OPTIONS = ("external", "opset", "input_names", "output_names")
+HAS_COMPOSITES = True
+
+_CLAMPS = ("relu", "relu6", "clip")  # the kinds that are part of the rounding behind them
 
 
 def files(
@@ -41,11 +47,15 @@ def files(
     packed: bool = False,
     external: bool | None = None,
     allow_float: Iterable[str] = (),
+    opset: int | None = None,
+    input_names: Iterable[str] | None = None,
+    output_names: Iterable[str] | None = None,
+    preprocess: bool = False,
 ) -> dict[Path, bytes]:
-    """Returns the converted module as an ONNX file and, if it is large, a file with its tensors.
+    """Returns a module as an ONNX file and, if it is large, a file with its tensors.
 
     Args:
-        converted: the graph of a converted module.
+        converted: the graph of a converted module, or of a plain one, which is written in float.
         path: the path of the model; the file of its tensors has that name with ``.data`` behind it.
         packed: whether weights of 4 bits and less are stored two in a byte, which needs opset 21. Otherwise
             they are int8 values of a small range, for which runtimes have integer kernels.
@@ -53,15 +63,25 @@ def files(
             one file holds.
         allow_float: kinds of layers, such as ``conv2d``, whose weights and biases are stored as floats (those
             that the graph rounded to), so that runtimes compute the layer in float.
+        opset: the opset of the file, from 13 to 21; None for the lowest that its ops and types need. In a
+            float file, LayerNorm is one node from opset 17 on, and GroupNorm from 21 on.
+        input_names: names for all inputs of the file, in order; None for those of the traced arguments.
+        output_names: names for all outputs of the file, in order; None for those of the nodes.
+        preprocess: whether the file takes uint8 pixels (N, H, W, C) and normalizes them itself, as the recipe
+            says; images are resized before.
 
     Raises:
-        ExportError: when a node has no ONNX form or rounds in another way than ONNX, naming it, an option is
-            neither true nor false, or onnx is not installed.
+        ExportError: when a node has no ONNX form or rounds in another way than ONNX, naming it, an option has
+            no such value, or onnx is not installed.
     """
-    for name, value in (("packed", packed), ("external", external)):
+    for name, value in (("packed", packed), ("external", external), ("preprocess", preprocess)):
         if not (isinstance(value, bool) or (name == "external" and value is None)):
             raise ExportError(f"{name}={value!r} is no choice of the ONNX export: choose true or false.")
-    model = OnnxExporter(converted, packed, float_kinds(allow_float)).run()
+    if opset is not None and (type(opset) is not int or not 13 <= opset <= 21):
+        raise ExportError(f"opset={opset!r} is no choice of the ONNX export: choose one from 13 to 21.")
+    exporter = OnnxExporter(converted, packed, float_kinds(allow_float), opset)
+    exporter.end_names, exporter.preprocess = (input_names, output_names), preprocess
+    model = exporter.run()
     check(model)
     size = sum(len(t.raw_data) for t in model.graph.initializer)
     if external or (external is None and size >= external_data.LIMIT):
@@ -90,29 +110,40 @@ def check(model: Any) -> None:
 
 
 class OnnxExporter:
-    """Writes a converted graph into one ONNX model.
+    """Writes a graph into one ONNX model.
 
     Args:
-        converted: the graph of a converted module.
+        converted: the graph of a converted module, or of a plain one.
         packed: whether weights of 4 bits and less are stored two in a byte.
         floats: kinds of layers whose weights and biases are stored as floats.
+        opset: the opset of the file; None for the lowest that it needs.
 
     Raises:
         ExportError: when onnx is not installed.
     """
 
     def __init__(
-        self, converted: ConvertedGraph, packed: bool = False, floats: frozenset[str] = frozenset()
+        self,
+        converted: ConvertedGraph,
+        packed: bool = False,
+        floats: frozenset[str] = frozenset(),
+        opset: int | None = None,
     ) -> None:
         if importlib.util.find_spec("onnx") is None:
             raise ExportError("ONNX export needs the package onnx: run pip install 'qtrace[onnx]'.")
         from qtrace.export.onnx.moves import MOVES
+        from qtrace.export.onnx.naming import ModuleNames, OutputNames
         from qtrace.export.onnx.ops import EMITTERS
+        from qtrace.export.onnx.opset import HIGHEST
         from qtrace.export.onnx.writer import OnnxWriter
 
         self.graph, self.floats = converted, floats
+        self.end_names: tuple[Iterable[str] | None, Iterable[str] | None] = (None, None)
+        self.preprocess = False
         self.emitters = {**EMITTERS, **MOVES}
-        self.writer = OnnxWriter(packed)
+        plain = isinstance(converted, PlainGraph)
+        naming = ModuleNames(converted) if isinstance(converted, PlainGraph) else OutputNames()
+        self.writer = OnnxWriter(packed, naming, opset, (opset or HIGHEST) if plain else 0)
 
     def run(self) -> Any:
         """Returns the model."""
@@ -120,6 +151,7 @@ class OnnxExporter:
         inputs = self.graph.inputs
         self.writer.names.update(inputs)
         self.writer.values.update(self.graph.values)
+        self.writer.rounded = self._rounded_results()
         for step in self.graph.steps:
             self.emit(step)
         first = next(iter(inputs), None)
@@ -128,16 +160,63 @@ class OnnxExporter:
         used_names = set(inputs.values())
         outputs = [self._value_info(n, self._name_output(n, used_names), batch) for n in self.graph.outputs]
         own, name = version("qtrace"), self.graph.module.graph.name or "qtrace"
-        return self.writer.model(name, infos, outputs, self._metadata(own), own)
+        metadata = {**self._metadata(own), **self._finish_ends(infos, outputs)}
+        return self.writer.model(name, infos, outputs, metadata, own)
+
+    def _finish_ends(self, infos: list[Any], outputs: list[Any]) -> dict[str, str]:
+        """Gives inputs and outputs the names and types of the interface; returns metadata on them."""
+        from qtrace.export.onnx.ends import PREPROCESS, add_preprocessing, choose_names
+        from qtrace.export.onnx.interface import restore_interface
+
+        ends = [list(zip(self.graph.inputs, (i.name for i in infos), strict=True))]
+        ends.append(list(zip(self.graph.outputs, (o.name for o in outputs), strict=True)))
+        interface = choose_names(self._interface(), ends[0], ends[1], self.end_names)
+        if interface is not None:
+            restore_interface(self.writer, interface, infos, outputs)
+        if not self.preprocess:
+            return {}
+        shape = tuple(next(iter(self.graph.inputs)).shape)
+        return {PREPROCESS: add_preprocessing(self.writer, infos, self.graph.model.config.preprocess, shape)}
+
+    def _rounded_results(self) -> frozenset[Node]:
+        """Returns the results of ops that are rounded at once, or after a clamp that runtimes fuse."""
+        sites = (s for s in self.graph.sites if s.sort == "activation" and not s.decision.static)
+        rounded = {site.source for site in sites}
+        for step in reversed(self.graph.steps):
+            call = step.call if isinstance(step, ConvertedOp) else None
+            if call is not None and call.kind in _CLAMPS and call.out in rounded:
+                source = call.inputs[0]
+                if len(source.users) == 1 and source not in self.graph.outputs:
+                    rounded.add(source)
+        return frozenset(rounded)
+
+    def _interface(self) -> Interface | None:
+        """Returns the interface that the file gets; None for the names and types of the graph."""
+        return read_interface(self.graph.module)
 
     def _metadata(self, own: str) -> dict[str, str]:
         """Returns the origin of the file, for the model's metadata properties."""
+        if isinstance(self.graph, PlainGraph):
+            return {
+                "qtrace.version": own,
+                "qtrace.stage": "float",
+                "qtrace.graph": graph_hash(self.graph.module),
+            }
         return {
             "qtrace.version": own,
             "qtrace.backend": self.graph.annotation.backend,
             "qtrace.recipe": json.dumps(self.graph.model.record.qconfig, sort_keys=True),
             "qtrace.graph": graph_hash(self.graph.module),
+            "qtrace.parameters": json.dumps(self._parameter_paths(), sort_keys=True),
         }
+
+    def _parameter_paths(self) -> dict[str, str]:
+        """Returns initializer -> path of its parameter, by which an importer names the modules."""
+        nodes = {node: node.name for node in self.graph.values if isinstance(node.expr, GetAttr)}
+        nodes.update({site.node: f"{site.name}_int" for site in self.graph.sites if site.node in nodes})
+        written = self.writer.initializers
+        paths = {name: node.expr.name for node, name in nodes.items()}
+        return {name: path for name, path in {**self.writer.paths, **paths}.items() if name in written}
 
     def _check_rounding(self) -> None:
         """Refuses sites that ONNX rounds in another way than the graph; parameters are stored rounded."""
@@ -173,6 +252,7 @@ class OnnxExporter:
             self._emit_op(step)
 
     def _emit_op(self, op: ConvertedOp) -> None:
+        self.writer.naming.enter(op.expr)
         with located(op.expr):
             self._emit_call(op.expr, op.call)
         for node in op.expr.outputs:

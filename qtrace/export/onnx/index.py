@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.onnx.types import Emitter, array, cast, int64, operand, rank, scalar_int64
+from qtrace.export.onnx.types import (
+    Emitter,
+    array,
+    cast,
+    int64,
+    operand,
+    parameter_source,
+    rank,
+    scalar_int64,
+)
 from qtrace.export.onnx.writer import OnnxWriter
 from qtrace.graph.traced_sizes import traced_value
 from qtrace.graph.types import TensorNode
@@ -332,7 +341,7 @@ def _embedding(w: OnnxWriter, call: OpCall) -> None:
     if isinstance(table, TensorNode):
         name = w.name(table)
     else:
-        name = w.constant(f"{call.out.name}_weight", array(table))
+        name = w.parameter(parameter_source(call, "weight"), f"{call.out.name}_weight", array(table))
     w.emit("Gather", [name, int64(w, call.attrs["index"])], call.out, axis=0)
 
 

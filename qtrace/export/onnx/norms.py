@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.onnx.types import Emitter, array, axes_of, operand, unary
+from qtrace.export.onnx.opset import OPSETS
+from qtrace.export.onnx.types import Emitter, array, axes_of, operand, parameter_source, unary
 from qtrace.export.onnx.writer import OnnxWriter
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import get_module, owner
@@ -36,7 +37,12 @@ def _batch_norm(w: OnnxWriter, call: OpCall) -> None:
         np.full(size, d, np.float32) if v is None else v.reshape(-1)
         for v, d in zip(values, defaults, strict=True)
     ]
-    inputs = [w.constant(f"{call.out.name}_{n}", v) for n, v in zip(names, flat, strict=True)]
+    inputs = [
+        w.constant(f"{call.out.name}_{n}", stored)
+        if value is None
+        else w.parameter(parameter_source(call, n), f"{call.out.name}_{n}", stored)
+        for n, value, stored in zip(names, values, flat, strict=True)
+    ]
     w.emit("BatchNormalization", [w.name(call.inputs[0]), *inputs], call.out, epsilon=call.attrs["eps"])
 
 
@@ -108,7 +114,29 @@ def _factor(w: OnnxWriter, call: OpCall, name: str, shape: Sequence[int]) -> str
     fixed = w.value(value) if isinstance(value, TensorNode) else array(value)
     if fixed is None:
         return w.node("Reshape", [operand(w, value, np.float32), w.ints(shape)], w.fresh(call.out.name))
-    return w.constant(f"{call.out.name}_{name}", fixed.reshape(shape).astype(np.float32))
+    stored = fixed.reshape(shape).astype(np.float32)
+    return w.parameter(parameter_source(call, name), f"{call.out.name}_{name}", stored)
+
+
+def _emit_whole(w: OnnxWriter, call: OpCall, op: str, shape: Sequence[int], **attributes: Any) -> bool:
+    """Writes a norm as one node of type ``op``; False where the file's opset has none.
+
+    Args:
+        w: the writer.
+        call: the norm.
+        op: the ONNX op, whose weight and bias have ``shape``.
+        shape: the shape of weight and bias.
+        **attributes: the attributes of the op without epsilon.
+    """
+    if w.whole_norms < OPSETS.get(op, 1):
+        return False
+    parts = [
+        _factor(w, call, name, shape)
+        or w.constant(f"{call.out.name}_{name}", np.full(shape, default, np.float32))
+        for name, default in (("weight", 1.0), ("bias", 0.0))
+    ]
+    w.emit(op, [w.name(call.inputs[0]), *parts], call.out, epsilon=call.attrs["eps"], **attributes)
+    return True
 
 
 def _finish(w: OnnxWriter, call: OpCall, name: str, shape: Sequence[int]) -> None:
@@ -129,6 +157,8 @@ def _layer_norm(w: OnnxWriter, call: OpCall) -> None:
     else:
         count = int(call.attrs["normalized_dim"])
     axes = list(range(len(shape) - count, len(shape)))
+    if _emit_whole(w, call, "LayerNormalization", shape[-count:], axis=-count):
+        return
     x = _standardized(w, w.name(call.inputs[0]), axes, call.attrs["eps"], call.out.name)
     _finish(w, call, x, shape[-count:])
 
@@ -144,6 +174,8 @@ def _group_norm(w: OnnxWriter, call: OpCall) -> None:
     """Joins the channels of a group in one axis, standardizes each group, and restores the shape."""
     shape = [int(n) for n in call.inputs[0].shape]
     groups = call.attrs.get("num_groups", call.attrs.get("group"))
+    if _emit_whole(w, call, "GroupNormalization", shape[1:2], num_groups=int(groups)):
+        return
     source, base = w.name(call.inputs[0]), call.out.name
     whole = w.node("Shape", [source], w.fresh(base))
     split = w.node("Reshape", [source, w.ints([0, int(groups), -1])], w.fresh(base))
@@ -155,6 +187,8 @@ def _group_norm(w: OnnxWriter, call: OpCall) -> None:
 def _instance_norm(w: OnnxWriter, call: OpCall) -> None:
     shape = [int(n) for n in call.inputs[0].shape]
     axes = list(range(2, len(shape)))
+    if _emit_whole(w, call, "InstanceNormalization", shape[1:2]):
+        return
     x = _standardized(w, w.name(call.inputs[0]), axes, call.attrs["eps"], call.out.name)
     _finish(w, call, x, [1, shape[1], *[1] * (len(shape) - 2)])
 

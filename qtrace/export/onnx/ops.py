@@ -9,6 +9,7 @@ import numpy as np
 from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export.onnx.arithmetic import ARITHMETIC
+from qtrace.export.onnx.composites import COMPOSITES
 from qtrace.export.onnx.index import INDEXING
 from qtrace.export.onnx.norms import NORMS
 from qtrace.export.onnx.reductions import REDUCTIONS
@@ -55,7 +56,7 @@ def _weight(w: OnnxWriter, call: OpCall) -> str:
     if value is not None:  # a layer that stays in float
         laid = weight_layout(call, value)[0]
         same = laid.shape == value.shape and np.array_equal(laid, value)
-        return w.name(node) if same else w.constant(f"{node.name}_{call.kind}", laid)
+        return w.name(node) if same else w.parameter(node, f"{node.name}_{call.kind}", laid)
     if node in w.laid_out:
         return w.name(node)
     shape = [int(n) for n in node.shape]
@@ -90,7 +91,7 @@ def _flat(w: OnnxWriter, bias: TensorNode) -> str:
     """Returns the tensor of a bias as a vector; a quantized bias is stored as a vector."""
     value = w.value(bias)
     if value is not None and value.ndim > 1:
-        return w.constant(f"{bias.name}_flat", value.reshape(-1))
+        return w.parameter(bias, f"{bias.name}_flat", value.reshape(-1))
     return w.name(bias)
 
 
@@ -209,6 +210,7 @@ _SIXTH = {"alpha": 1.0 / 6.0, "beta": 0.5}
 EMITTERS: dict[str, Emitter] = {
     **ARITHMETIC,
     **NORMS,
+    **COMPOSITES,
     **REDUCTIONS,
     **INDEXING,
     **SHAPES,

@@ -7,12 +7,19 @@ from collections.abc import Iterable
 import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-__all__ = ["at_opset", "versions"]
+from qtrace.errors import ExportError
 
-# Runtimes fuse opset 13 best. Opset 21 added integers of 4 and 16 bits, opset 16 ops that
-# read between pixels (RoiAlign without widening small regions).
-_USUAL, _SAMPLING, _WIDE = (13, 8), (16, 8), (21, 10)
-_SAMPLERS = ("GridSample", "RoiAlign")
+__all__ = ["HIGHEST", "LOWEST", "OPSETS", "at_opset", "versions"]
+
+# Runtimes fuse opset 13 best. Opset 21 added integers of 4 and 16 bits.
+LOWEST, HIGHEST = 13, 21
+
+# Op -> the first opset that has it in the form that qtrace writes: RoiAlign does not widen small regions,
+# GroupNormalization has a weight for each channel.
+OPSETS = {"GridSample": 16, "RoiAlign": 16, "LayerNormalization": 17, "GroupNormalization": 21}
+
+# Opset -> the first IR version that has it.
+_IR_VERSIONS = {**dict.fromkeys(range(LOWEST, 19), 8), 19: 9, 20: 9, 21: 10}
 _WIDE_TYPES = (TensorProto.INT4, TensorProto.UINT4, TensorProto.INT16, TensorProto.UINT16)
 
 # Reductions whose axes became an input at opset 18; those of ReduceSum did at 13.
@@ -21,14 +28,29 @@ _REDUCTIONS = tuple(
 )
 
 
-def versions(stored: Iterable[TensorProto], nodes: Iterable[NodeProto] = ()) -> tuple[int, int]:
-    """Returns the opset and the IR version that a model with these initializers and nodes needs.
+def versions(
+    stored: Iterable[TensorProto], nodes: Iterable[NodeProto] = (), opset: int | None = None
+) -> tuple[int, int]:
+    """Returns the opset and the IR version of a model with these initializers and nodes.
 
     Every QuantizeLinear has a zero point, whose type is that of its result.
+
+    Args:
+        stored: the initializers.
+        nodes: the nodes.
+        opset: the opset that the user asks for; None for the lowest that the model needs.
+
+    Raises:
+        ExportError: when the model needs a higher opset than ``opset``, naming what needs it.
     """
+    needs = {node.op_type: OPSETS.get(node.op_type, LOWEST) for node in nodes}
     if any(t.data_type in _WIDE_TYPES for t in stored):
-        return _WIDE
-    return _SAMPLING if any(n.op_type in _SAMPLERS for n in nodes) else _USUAL
+        needs["integers of 4 or 16 bits"] = HIGHEST
+    reason = max(needs, key=lambda name: needs[name], default="")
+    needed = needs.get(reason, LOWEST)
+    if opset is not None and opset < needed:
+        raise ExportError(f"opset={opset} has no {reason}: leave the option out, or choose {needed}.")
+    return opset or needed, _IR_VERSIONS[opset or needed]
 
 
 def at_opset(nodes: list[NodeProto], opset: int) -> tuple[list[NodeProto], list[TensorProto]]:
@@ -38,6 +60,8 @@ def at_opset(nodes: list[NodeProto], opset: int) -> tuple[list[NodeProto], list[
     changed: list[NodeProto] = []
     added: dict[str, TensorProto] = {}
     for node in nodes:
+        if node.op_type == "GridSample" and opset >= 20:
+            node = _renamed_mode(node)
         axes = next((list(a.ints) for a in node.attribute if a.name == "axes"), None)
         if node.op_type not in _REDUCTIONS or axes is None:
             changed.append(node)
@@ -50,3 +74,11 @@ def at_opset(nodes: list[NodeProto], opset: int) -> tuple[list[NodeProto], list[
             helper.make_node(node.op_type, inputs, list(node.output), name=node.name, **attributes)
         )
     return changed, list(added.values())
+
+
+def _renamed_mode(node: NodeProto) -> NodeProto:
+    """Returns a GridSample with the name that opset 20 gave its mode."""
+    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    if attributes.get("mode", b"bilinear") == b"bilinear":
+        attributes["mode"] = "linear"
+    return helper.make_node(node.op_type, list(node.input), list(node.output), name=node.name, **attributes)

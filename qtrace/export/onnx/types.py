@@ -14,7 +14,7 @@ from onnx import helper
 
 from qtrace.errors import ExportError
 from qtrace.export.onnx.writer import OnnxWriter
-from qtrace.graph.types import TensorNode
+from qtrace.graph.types import GetAttr, TensorNode
 from qtrace.ops import OpCall
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "is_float",
     "number",
     "operand",
+    "parameter_source",
     "rank",
     "scalar_int64",
     "shape_vector",
@@ -87,6 +88,15 @@ def operand(w: OnnxWriter, value: Any, dtype: Any) -> str:
     return w.name(value) if same else cast(w, w.name(value), dtype)
 
 
+def parameter_source(call: OpCall, name: str) -> TensorNode | str:
+    """Returns the node of the parameter ``name`` of an op, or its path where the op is a module."""
+    value = call.attrs.get(name)
+    if isinstance(value, TensorNode):
+        return value
+    attribute = call.expr.inputs[0].expr
+    return f"{attribute.name}.{name}" if isinstance(attribute, GetAttr) else call.out
+
+
 def emit_as(w: OnnxWriter, op: str, inputs: Sequence[str], node: TensorNode, **attributes: Any) -> None:
     """Adds a node whose result has another type in ONNX than ``node``, and converts the result."""
     result = w.node(op, inputs, w.fresh(node.name), **attributes)
@@ -106,7 +116,7 @@ def emit_several(
     w: OnnxWriter, op: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any
 ) -> None:
     """Adds a node with several outputs."""
-    name = f"{outputs[0]}_{op}"
+    name = w.naming.node(op, outputs[0])
     w.nodes.append(helper.make_node(op, list(inputs), list(outputs), name=name, **attributes))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,9 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from qtrace.errors import ExportError
+from qtrace.export.onnx.naming import OutputNames
 from qtrace.export.onnx.opset import at_opset, versions
-from qtrace.graph.types import Node, TensorNode
+from qtrace.graph.types import GetAttr, Node, TensorNode
 from qtrace.scheme import QParams, QScheme
 
 __all__ = ["OnnxWriter", "integer_type"]
@@ -36,10 +37,24 @@ def integer_type(scheme: QScheme, packed: bool = False) -> Any:
 
 
 class OnnxWriter:
-    """Collects one ONNX graph. Tensors have the names of the nodes of the traced graph."""
+    """Collects one ONNX graph. Tensors have the names of the nodes of the traced graph.
 
-    def __init__(self, packed: bool = False) -> None:
-        self.packed = packed
+    Args:
+        packed: whether integers of 4 bits and less are stored two in a byte.
+        naming: the names of nodes and parameters.
+        opset: the opset of the file; None for the lowest that its nodes and tensors need.
+        whole_norms: normalizations are single nodes if an opset up to this one has them, else pieces.
+    """
+
+    def __init__(
+        self,
+        packed: bool = False,
+        naming: OutputNames | None = None,
+        opset: int | None = None,
+        whole_norms: int = 0,
+    ) -> None:
+        self.packed, self.naming = packed, naming or OutputNames()
+        self.opset, self.whole_norms = opset, whole_norms
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: dict[str, onnx.TensorProto] = {}
         self.names: dict[Node, str] = {}
@@ -47,11 +62,14 @@ class OnnxWriter:
         self.laid_out: set[Node] = set()  # weights whose integers are stored in ONNX's layout
         self.counter = 0
         self.integers: dict[str, str] = {}  # a dequantized tensor -> its integers
+        self.kinds: dict[str, Any] = {}  # a dequantized tensor -> the type of its integers
+        self.rounded: frozenset[Node] = frozenset()  # the results of ops that are rounded
+        self.paths: dict[str, str] = {}  # an initializer -> the path of its parameter
 
     def name(self, node: Node) -> str:
         """Returns the ONNX tensor of ``node``; parameters are written when they are first read."""
         if node not in self.names:
-            self.names[node] = self.constant(node.name, self.values[node])
+            self.names[node] = self.parameter(node, node.name, self.values[node])
         return self.names[node]
 
     def value(self, node: Node) -> np.ndarray | None:
@@ -64,9 +82,50 @@ class OnnxWriter:
             self.initializers[name] = numpy_helper.from_array(np.array(value, order="C"), name)
         return name
 
+    def parameter(self, source: Node | str, name: str, value: np.ndarray) -> str:
+        """Adds the value of a parameter (once if all readers store it alike) and returns its name.
+
+        Args:
+            source: the node of the parameter, or its path in the module.
+            name: the name in this form, unless the parameter has a name of its own in the file.
+            value: the value in the form that the op reads.
+        """
+        own = self.naming.initializer(source)
+        if own is None:
+            if isinstance(source, str):
+                self.paths[name] = source
+            elif isinstance(source.expr, GetAttr):
+                self.paths[name] = source.expr.name
+            return self.constant(name, value)
+        stored = self.initializers.get(own)
+        if stored is None or np.array_equal(numpy_helper.to_array(stored), value):
+            return self.constant(own, value)
+        return self.constant(name, value)
+
     def scalar(self, value: float) -> str:
         """Adds a float constant."""
         return self.constant(f"const_{value!r}", np.array(value, np.float32))
+
+    def integer_number(self, value: float, other: str) -> str | None:
+        """Adds the integer 1 or -1 with a scale, of the type of another tensor's integers.
+
+        Args:
+            value: the number that they make.
+            other: a dequantized tensor.
+
+        Returns:
+            The dequantized number; None if ``other`` holds no 8-bit integers, or no scale makes the number.
+        """
+        kind, scale = self.kinds.get(other), np.abs(np.float32(value))
+        if kind not in (np.int8, np.uint8) or not np.finfo(np.float32).tiny <= scale < np.inf:
+            return None
+        name = f"const_{np.dtype(kind).name}_{value!r}"
+        if f"{name}_scale" not in self.initializers:
+            sign = (1, 0) if value > 0 else (0, 1)
+            parts = zip(("int", "scale", "zero_point"), (kind(sign[0]), scale, kind(sign[1])), strict=True)
+            integer, factor, zero = (self.constant(f"{name}_{part}", number) for part, number in parts)
+            self.node("DequantizeLinear", [integer, factor, zero], name)
+        return name
 
     def ints(self, values: Sequence[int]) -> str:
         """Adds an int64 vector constant."""
@@ -79,7 +138,8 @@ class OnnxWriter:
 
     def node(self, op: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
         """Adds a node with one output and returns the output's name."""
-        self.nodes.append(helper.make_node(op, list(inputs), [output], name=f"{output}_{op}", **attributes))
+        name = self.naming.node(op, output)
+        self.nodes.append(helper.make_node(op, list(inputs), [output], name=name, **attributes))
         return output
 
     def emit(self, op: str, inputs: Sequence[str], node: TensorNode, **attributes: Any) -> None:
@@ -111,12 +171,18 @@ class OnnxWriter:
         """Renames a computed tensor; another computed tensor of that name gets a suffix."""
         if old == new:
             return
-        swap = {new: self._free(f"{new}_float", fixed), old: new}
+        self.rename({new: self._free(f"{new}_float", fixed), old: new})
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Renames tensors, all at once: old name -> new name."""
         for node in self.nodes:
             for field in (node.input, node.output):
                 for index, name in enumerate(field):
-                    field[index] = swap.get(name, name)
-        self.names = {key: swap.get(name, name) for key, name in self.names.items()}
+                    field[index] = names.get(name, name)
+        self.names = {key: names.get(name, name) for key, name in self.names.items()}
+        for old in [name for name in self.initializers if name in names]:
+            self.initializers[old].name = names[old]
+        self.initializers = {tensor.name: tensor for tensor in self.initializers.values()}
 
     def quantize_dequantize(
         self, source: str, base: str, output: str, qparams: QParams, axis: int = 0
@@ -137,6 +203,7 @@ class OnnxWriter:
         extra = {"axis": axis} if qparams.scale.ndim else {}
         self.node("QuantizeLinear", [source, scale, zero], integers, **extra)
         self.integers[output] = integers
+        self.kinds[output] = kind
         return self.node("DequantizeLinear", [integers, scale, zero], output, **extra)
 
     def _clip(self, source: str, base: str, qparams: QParams) -> str:
@@ -158,6 +225,7 @@ class OnnxWriter:
             return None
         scale, zero = self._parameters(base, qparams, integer_type(qparams.scheme))
         self.integers[output] = integers
+        self.kinds[output] = self.kinds.get(source)
         return self.node("DequantizeLinear", [integers, scale, zero], output)
 
     def dequantize(self, base: str, integers: np.ndarray, qparams: QParams, axis: int, output: str) -> str:
@@ -176,10 +244,12 @@ class OnnxWriter:
     def model(
         self, name: str, inputs: list[Any], outputs: list[Any], metadata: dict[str, str], version: str
     ) -> onnx.ModelProto:
-        """Returns the model, without initializers that no node reads."""
+        """Returns the model, without dequantized tensors and initializers that no node reads."""
+        used = {i for n in self.nodes for i in n.input}.union(value.name for value in outputs)
+        self.nodes = [n for n in self.nodes if n.op_type != "DequantizeLinear" or used.intersection(n.output)]
         read = {i for n in self.nodes for i in n.input}
         initializers = [t for n, t in self.initializers.items() if n in read]
-        opset, ir_version = versions(initializers, self.nodes)
+        opset, ir_version = versions(initializers, self.nodes, self.opset)
         nodes, more = at_opset(self.nodes, opset)
         graph = helper.make_graph(nodes, name, inputs, outputs, [*initializers, *more])
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])

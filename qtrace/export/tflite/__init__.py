@@ -17,8 +17,9 @@ from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import float_kinds
 from qtrace.export.converted.graph import ConvertedGraph
 
-__all__ = ["SUFFIXES", "serialize"]
+__all__ = ["FLOAT_OPTIONS", "SUFFIXES", "serialize"]
 
+FLOAT_OPTIONS: tuple[str, ...] = ()
 SUFFIXES = (".tflite",)
 
 _CHOICES = {"io": ("float32", "int8"), "functions": ("float", "table", "native")}

@@ -73,6 +73,16 @@ def _hsigmoid(c: _Chain) -> None:
     c.op("MUL", gate, c.number(1.0 / 6.0), last=True, kind="MulOptions")
 
 
+def _hard_sigmoid(c: _Chain) -> None:
+    line = c.op("MUL", c.x, c.number(c.call.attrs["slope"]), kind="MulOptions")
+    rising = c.op("MAXIMUM", c.plus(line, c.call.attrs["offset"]), c.number(0.0))
+    c.op("MINIMUM", rising, c.number(1.0), last=True)
+
+
+def _mish(c: _Chain) -> None:
+    c.op("MUL", c.x, c.op("TANH", c.softplus(c.x)), last=True, kind="MulOptions")
+
+
 def _prelu(b: Builder, op: FusedOp) -> None:
     """Writes a slope for the tensor or for each channel along axis 1."""
     c, slope = _Chain(b, op), _slope(b, op.call)
@@ -97,6 +107,9 @@ FLOAT_FUNCTIONS: dict[str, Emitter] = {
     "tanh": _single_operator("TANH"),
     "hswish": _single_operator("HARD_SWISH"),
     "gelu": _single_operator("GELU", "GeluOptions"),
+    "gelu_tanh": _chained(lambda c: c.op("GELU", c.x, last=True, kind="GeluOptions", approximate=True)),
+    "hard_sigmoid": _chained(_hard_sigmoid),
+    "mish": _chained(_mish),
     "silu": _chained(lambda c: c.op("MUL", c.x, c.op("LOGISTIC", c.x), last=True, kind="MulOptions")),
     "hsigmoid": _chained(_hsigmoid),
     "leaky_relu": _prelu,

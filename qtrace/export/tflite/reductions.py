@@ -193,6 +193,40 @@ def _group_norm(b: Builder, op: FusedOp) -> None:
     _put_affine(b, call, normal, order, (-1, *[1] * (len(order) - 2)))
 
 
+def _by_length(b: Builder, op: FusedOp) -> None:
+    """Divides by the root of the sum or the mean of squares along one axis."""
+    call, (x, order) = op.call, b.floats(b.get(op.call.inputs[0])).parts
+    norm, axis = call.attrs.get("ord"), call.attrs["axis"]
+    if norm not in (None, 2) or not isinstance(axis, int):
+        raise ExportError(
+            f"{call.out.name}: a normalization by a norm of order {norm} over the axis {axis} has no TFLite "
+            "form: use order 2 and one axis"
+        )
+    place = order.index(axis % len(order))
+    small = [1 if i == place else n for i, n in enumerate(x.shape)]
+
+    def add(code: str, inputs: list[FileTensor], shape: Any, kind: str = "", **options: Any) -> FileTensor:
+        return b.writer.add(code, inputs, f"{call.out.name}_{code.lower()}", shape, kind=kind, **options)
+
+    eps = float(call.attrs["eps"])
+    squares, axes = add("SQUARE", [x], x.shape), b.writer.ints([place])
+    if call.kind == "rms_norm":
+        mean = add("MEAN", [squares, axes], small, "ReducerOptions", keepDims=True)
+        number = b.writer.constant("epsilon", np.array(eps, np.float32))
+        total = add("ADD", [mean, number], small, "AddOptions")
+    else:
+        length = add("SUM", [squares, axes], small, "ReducerOptions", keepDims=True)
+        number = b.writer.constant("epsilon", np.array(eps * eps, np.float32))
+        total = add("MAXIMUM", [length, number], small)
+    result = add("MUL", [x, add("RSQRT", [total], small)], x.shape, "MulOptions")
+    weight = None if call.attrs.get("weight") is None else _parameter(b, call.attrs["weight"])
+    if weight is not None:
+        wide = weight.reshape((1,) * (len(order) - weight.ndim) + weight.shape).transpose(order)
+        factor = b.writer.constant(f"{call.out.name}_weight", wide.astype(np.float32))
+        result = add("MUL", [result, factor], x.shape, "MulOptions")
+    b.put(call.out, result, order)
+
+
 INTEGER_REDUCTIONS: dict[str, Emitter] = {"mean": _reduced("MEAN"), "sum": _reduced("SUM")}
 MOVING_REDUCTIONS: dict[str, Emitter] = {"max": _extreme("REDUCE_MAX"), "min": _extreme("REDUCE_MIN")}
 FLOAT_REDUCTIONS: dict[str, Emitter] = {
@@ -206,4 +240,5 @@ FLOAT_REDUCTIONS: dict[str, Emitter] = {
     "layer_norm": _layer_norm,
     "group_norm": _group_norm,
     "instance_norm": _group_norm,
+    **dict.fromkeys(("normalize", "rms_norm"), _by_length),
 }

@@ -232,8 +232,16 @@ TENSOR_METHODS = frozenset(
 )
 """What a CallMethod may call on a tensor; on the class Tensor it is ``__new__``, on a module ``__call__``."""
 
-QTRACE_FUNCTIONS = frozenset({"qtrace.gradients.conv:conv2d"})
-"""Functions of qtrace that a CallFunction of a prepared model names."""
+QTRACE_FUNCTIONS = _names(
+    {
+        "qtrace.gradients.conv": "conv2d",
+        "qtrace.graph.functions": """
+            channel_shuffle erf gelu_tanh hard_sigmoid mish rms_norm scale_and_shift
+            scaled_dot_product_attention space_to_depth
+        """,
+    }
+)
+"""Functions of qtrace that a CallFunction may name."""
 
 QTRACE_CLASSES = frozenset(
     {

@@ -79,14 +79,14 @@ def dtype_class(*args: Any) -> type:
 
 
 def start_array(*args: Any) -> Pending:
-    """What numpy writes to begin an array: an empty one of class ndarray."""
+    """Reads the begin of a pickled array: an empty array of class ndarray."""
     if len(args) != 3 or args[0] is not np.ndarray or type(args[2]) is not bytes:
         raise RefusedError("it begins a numpy array that is no plain ndarray")
     return Pending(make_array)
 
 
 def make_array(_: None, state: Any) -> np.ndarray:
-    """The array with this version, shape, dtype, order and bytes."""
+    """Builds the array of the pickled ``state``: version, shape, dtype, order and bytes."""
     if type(state) is not tuple or len(state) != 5 or state[0] != 1 or type(state[4]) is not bytes:
         raise RefusedError("a numpy array in it has a state that numpy never writes")
     _version, shape, dtype, fortran, raw = state

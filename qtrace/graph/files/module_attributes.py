@@ -60,17 +60,17 @@ def _instance(description: str, *kinds: type) -> _Kind:
     return _Kind(description, lambda value: isinstance(value, kinds))
 
 
-def _integer(description: str, least: int) -> _Kind:
+def _integer(description: str, minimum: int) -> _Kind:
     def fits(value: Any) -> bool:
-        return isinstance(value, (int, np.integer)) and bool(least <= value <= _LARGEST)
+        return isinstance(value, (int, np.integer)) and bool(minimum <= value <= _LARGEST)
 
     return _Kind(description, fits)
 
 
-def _number(description: str, least: float = -_LARGEST_FLOAT, most: float = _LARGEST_FLOAT) -> _Kind:
+def _number(description: str, minimum: float = -_LARGEST_FLOAT, maximum: float = _LARGEST_FLOAT) -> _Kind:
     def fits(value: Any) -> bool:
         real = isinstance(value, (int, float, np.integer, np.floating))
-        return real and not math.isnan(value) and bool(least <= value <= most)
+        return real and not math.isnan(value) and bool(minimum <= value <= maximum)
 
     return _Kind(description, fits)
 
@@ -100,7 +100,7 @@ _NONE, _TEXT = _instance("None", type(None)), _instance("a string", str)
 _FLAG = _instance("True or False", bool, np.bool_, int)
 _COUNT, _SIZE = _integer("a positive integer", 1), _integer("an integer of at least 0", 0)
 _INTEGER = _integer("an integer", -_LARGEST)
-_NUMBER, _POSITIVE = _number("a number"), _number("a number of at least 0", least=0)
+_NUMBER, _POSITIVE = _number("a number"), _number("a number of at least 0", minimum=0)
 _TENSOR, _MODULE = _instance("a Tensor", Tensor), _instance("a module", M.Module)
 _QUANTIZED = _instance("a quantized dtype", QuantDtypeMeta)
 
@@ -249,7 +249,7 @@ def check_attributes(module: M.Module, path: str) -> None:
         RefusedError: naming the module and the attribute.
     """
     cls = type(module)
-    what = f"its module {shown(path)}, a {cls.__name__},"
+    owner = f"its module {shown(path)}, a {cls.__name__},"
     if isinstance(module, (FakeQuant, BiasQuant, BnFold)):
         kinds = _FAKE_QUANT if isinstance(module, FakeQuant) else _FOLLOWERS[type(module)]
     elif cls.__module__.startswith("megengine."):
@@ -260,17 +260,30 @@ def check_attributes(module: M.Module, path: str) -> None:
         value = getattr(module, name, kind)
         if value is kind:
             if name not in _OPTIONAL | _REMOVABLE:
-                raise RefusedError(f"{what} has no {name}")
+                raise RefusedError(f"{owner} has no {name}")
         elif not kind.fits(value):
-            raise RefusedError(f"{what} has the {name} {shown(value)}: it must be {kind.description}")
+            raise RefusedError(f"{owner} has the {name} {shown(value)}: it must be {kind.description}")
     for base in cls.__mro__:
         for flag, names in _NEEDS.get(base, {}).items():
             if getattr(module, flag) and any(getattr(module, name) is None for name in names):
-                raise RefusedError(f"{what} has {flag} without {' and '.join(names)}")
+                raise RefusedError(f"{owner} has {flag} without {' and '.join(names)}")
+    if isinstance(module, FakeQuant):
+        _check_counts(module, owner)
     axes = next((_AXES[base] for base in cls.__mro__ if base in _AXES), None)
     if axes is not None and not isinstance(module, M.LocalConv2d):
-        have, need = module.weight.ndim, axes + (module.groups > 1)
-        if have != need:
+        rank, axes = module.weight.ndim, axes + (module.groups > 1)
+        if rank != axes:
             raise RefusedError(
-                f"{what} has a weight of {have} axes: with groups={module.groups} it must be one of {need}"
+                f"{owner} has a weight of {rank} axes: with groups={module.groups} it must be one of {axes}"
+            )
+
+
+def _check_counts(module: FakeQuant, owner: str) -> None:
+    """Refuses scales and zero points whose number is not that of the fake quant's shape."""
+    count = math.prod(module.shape)
+    for name in ("scale", "zero_point"):
+        shape = tuple(int(n) for n in getattr(module, name).shape)
+        if math.prod(shape) != count:
+            raise RefusedError(
+                f"{owner} has a {name} of the shape {shape} for the shape {tuple(module.shape)}"
             )

@@ -12,7 +12,7 @@ from qtrace.errors import SchemeError
 from qtrace.graph.files.arrays import Pending
 from qtrace.graph.files.module_attributes import check_attributes
 from qtrace.graph.files.names import DEPTH, DamagedError, Ref, RefusedError, shown
-from qtrace.graph.files.nesting import DICTS, weigh
+from qtrace.graph.files.nesting import CONTAINERS, DICTS, weigh
 from qtrace.graph.files.rules import Rules
 from qtrace.scheme import QParams, QScheme
 
@@ -40,6 +40,14 @@ def check_modules(model: TracedModule, rules: Rules) -> None:
             pass
     except Exception as error:
         raise DamagedError(f"its modules cannot be listed ({type(error).__name__})") from None
+
+
+def _check_graph_map(name: str, value: Any) -> None:
+    """Refuses containers where graphs belong, which MegEngine would open at each occurrence."""
+    if value is None:  # of the class
+        return
+    if type(value) not in DICTS or any(type(item) in CONTAINERS for item in value.values()):
+        raise RefusedError(f"a TracedModule in it has something other than graphs in its {name}")
 
 
 class _ModuleWalk:
@@ -91,7 +99,9 @@ class _ModuleWalk:
         for name, value in getattr(owner, "__dict__", {}).items():
             if not name.isprintable():
                 raise RefusedError(f"a {type(owner).__name__} in it has an attribute called {shown(name)}")
-            if not (name in _GRAPHS and type(owner) is TracedModule):
+            if name in _GRAPHS and type(owner) is TracedModule:
+                _check_graph_map(name, value)
+            else:
                 weigh(value, self._rules.budget, leaf)
         if isinstance(owner, Module):
             check_attributes(owner, path or type(owner).__name__)

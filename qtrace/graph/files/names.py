@@ -193,7 +193,7 @@ def resolve(key: str) -> Any:
     return target
 
 
-def _pair(pair: object, what: str) -> str:
+def _pair(pair: object, title: str) -> str:
     if type(pair) is not tuple or len(pair) != 2 or type(pair[0]) is not str or type(pair[1]) is not str:
-        raise RefusedError(f"{what} in it is not a pair of module and name but {shown(pair)}")
+        raise RefusedError(f"{title} in it is not a pair of module and name but {shown(pair)}")
     return allowlist.current(f"{pair[0]}:{pair[1]}")

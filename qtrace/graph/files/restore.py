@@ -82,20 +82,20 @@ def _update_refs(
         inputs = len(graph._inputs)
         # The structure of each call's arguments is hashed, which costs several steps.
         budget.work(4 + 8 * (len(graph._exprs) + inputs) + (inputs * inputs // 64 if actual else 0))
-        here = weakref.ref(graph)
+        graph_reference = weakref.ref(graph)
         if caller is not None:
             graph._top_graph = weakref.ref(caller)
         for node in graph._inputs + graph._outputs:
-            node.expr._top_graph = node._top_graph = here
+            node.expr._top_graph = node._top_graph = graph_reference
         graph._inputs[0]._owner = weakref.ref(module)
         for index, node in enumerate(graph._inputs):
             node.actual_node = list(actual[index]) if actual else []
         owners: dict[int, Any] = {id(graph._inputs[0]): module}
         next_calls: dict[int, dict[TreeDef, list[list[Any]]]] = {}
         for expr in graph._exprs:
-            expr._top_graph = here
+            expr._top_graph = graph_reference
             for node in expr.inputs + expr.outputs:
-                node._top_graph = here
+                node._top_graph = graph_reference
             _follow(expr, owners, next_calls)
         for owner in list(owners.values()):
             if owner is not module and isinstance(owner, TracedModule):
@@ -145,20 +145,20 @@ def _apply_loaders(expr: Expr) -> None:
 
 
 def _insert_missing(graph: InternalGraph) -> None:
-    """Puts exprs that a loader has made before the first expr that reads them."""
+    """Inserts exprs that a loader created before the first expr that reads them."""
     present = set(map(id, graph._exprs))
-    todo, done = graph._exprs[::-1], []
-    while todo:
-        expr = todo[-1]
+    pending, ordered = graph._exprs[::-1], []
+    while pending:
+        expr = pending[-1]
         missing = []
         for node in expr.inputs:
             if id(node.expr) not in present and not isinstance(node.expr, Input):
                 missing.append(node.expr)
                 present.add(id(node.expr))
-        todo.extend(missing)
+        pending.extend(missing)
         if not missing:
-            done.append(todo.pop())
-    graph._exprs[:] = done
+            ordered.append(pending.pop())
+    graph._exprs[:] = ordered
 
 
 def _fix_users(graph: InternalGraph) -> None:

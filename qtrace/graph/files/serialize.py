@@ -37,7 +37,7 @@ from qtrace.graph.source_lines import attach_lines, detach_lines
 from qtrace.process.thread import on_engine_thread
 from qtrace.storage.files import kind_of, problem, replacing
 
-__all__ = ["load", "save"]
+__all__ = ["dump", "load", "save"]
 
 BIG = 64 << 20
 
@@ -65,7 +65,7 @@ def save(module: TracedModule, path: str | os.PathLike[str]) -> None:
         if kind := kind_of(target):
             raise DataError(f"{path} is {kind}: name a file.")
         with replacing(target) as (file,), sealing(file) as body:
-            _dump(module, body)
+            dump(module, body)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
 
@@ -130,8 +130,16 @@ def _finish(model: TracedModule, rules: Rules) -> None:
     detach_lines(model)
 
 
-def _dump(module: TracedModule, file: Any) -> None:
-    """Pickles as ``megengine.save`` does, then takes away the notes that MegEngine leaves on modules."""
+def dump(module: TracedModule, file: Any) -> None:
+    """Pickles as ``megengine.save`` does, then takes away the notes that MegEngine leaves on modules.
+
+    Args:
+        module: the module; it is not changed.
+        file: a file open for writing.
+
+    Raises:
+        GraphError: when ``module`` holds something that cannot be saved.
+    """
     try:
         attach_lines(module)
         with max_recursion_limit():  # the pickler recurses along the graph

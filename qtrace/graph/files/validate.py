@@ -120,9 +120,9 @@ class Validator:
                 raise RefusedError(f"a graph in it is called {shown(value)}")
         used = space.__dict__.get("_used_names")
         _check_type("namespace", used, (dict,))
-        for name, thing in used.items():
-            if not _is_name(name) or not (thing is None or type(thing) in (*NODES, InternalGraph)):
-                raise RefusedError(f"the namespace of a graph in it has {shown(name)} for {shown(thing)}")
+        for name, value in used.items():
+            if not _is_name(name) or not (value is None or type(value) in (*NODES, InternalGraph)):
+                raise RefusedError(f"the namespace of a graph in it has {shown(name)} for {shown(value)}")
 
     def _check_input(self, node: Any, present: set[int], exprs: set[int]) -> None:
         expr = node.__dict__.get("expr") if type(node) in NODES else None
@@ -179,10 +179,10 @@ class Validator:
             raise RefusedError(f"an {type(expr).__name__} in it is called {shown(name)}")
 
     def _check_call(self, expr: Any) -> None:
-        """The arguments of a call: constants and nodes, and the structure that holds them."""
-        fields, what = expr.__dict__, f"a {type(expr).__name__}"
+        """Checks the arguments of a call: constants, nodes, and the structure that holds them."""
+        fields, title = expr.__dict__, f"a {type(expr).__name__}"
         constants = fields.get("const_val")
-        _check_type(f"constants of {what}", constants, (list,))
+        _check_type(f"constants of {title}", constants, (list,))
         total = len(constants) + len(expr.inputs)
         self._budget.work(total * total // 64)  # MegEngine searches and inserts into lists
         last = -1
@@ -193,14 +193,14 @@ class Validator:
                 or type(pair[0]) is not int
                 or not last < pair[0] < total
             ):
-                raise RefusedError(f"{what} in it has the constant {shown(pair)}")
+                raise RefusedError(f"{title} in it has the constant {shown(pair)}")
             last = pair[0]
             self._trees.check_constant(pair[1])
         arguments = fields.get("arg_def")
-        self._check_structure(f"arguments of {what}", arguments, [*expr.inputs, *constants])
+        self._check_structure(f"arguments of {title}", arguments, [*expr.inputs, *constants])
         _check_signature(arguments)
         if fields.get("out_def") is not None:
-            self._check_outputs(f"outputs of {what}", expr.out_def, expr.outputs)
+            self._check_outputs(f"outputs of {title}", expr.out_def, expr.outputs)
         if type(expr) is CallMethod:
             first = expr.inputs[0] if expr.inputs else None
             if (expr.__dict__.get("method") == "__call__") != (type(first) is ModuleNode):
@@ -212,7 +212,7 @@ class Validator:
             args = expr.args
         except Exception:  # a leaf of another type than its value, a dict with a list for a key
             raise RefusedError(
-                f"the arguments of {what} in it do not have the structure that it says"
+                f"the arguments of {title} in it do not have the structure that it says"
             ) from None
         if type(expr) is CallMethod and not args:
             raise RefusedError(f"it calls the method {shown(expr.method)} of nothing")
@@ -220,21 +220,21 @@ class Validator:
             old = (expr.func.__module__, expr.func.__qualname__) in FUNCTIONAL_LOADER
             self._budget.work(total * total if old else 0)
 
-    def _check_structure(self, what: str, tree: Any, leaves: list[Any]) -> None:
+    def _check_structure(self, title: str, tree: Any, leaves: list[Any]) -> None:
         if type(tree) not in (TreeDef, LeafDef):
-            raise RefusedError(f"the structure of the {what} in it is {shown(tree)}")
+            raise RefusedError(f"the structure of the {title} in it is {shown(tree)}")
         self._budget.work(self._trees.size(tree))
         if tree.num_leaves != len(leaves):
             raise RefusedError(
-                f"the {what} in it are {len(leaves)}, but {tree.num_leaves} in their structure"
+                f"the {title} in it are {len(leaves)}, but {tree.num_leaves} in their structure"
             )
 
-    def _check_outputs(self, what: str, tree: Any, nodes: list[Any]) -> None:
-        self._check_structure(what, tree, nodes)
+    def _check_outputs(self, title: str, tree: Any, nodes: list[Any]) -> None:
+        self._check_structure(title, tree, nodes)
         try:
             tree.unflatten(nodes)
         except Exception:  # a leaf of another type than its node
-            raise RefusedError(f"the {what} in it do not have the structure that it says") from None
+            raise RefusedError(f"the {title} in it do not have the structure that it says") from None
 
     def _add_node(self, node: Any, present: set[int], exprs: set[int]) -> None:
         if id(node) in present:

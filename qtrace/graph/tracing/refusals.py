@@ -12,14 +12,14 @@ __all__ = ["moved_outputs", "native_quantization"]
 
 
 def native_quantization(module: Module) -> str:
-    """Returns why a module that ``megengine.quantization`` changed is refused; "" for an unchanged one."""
+    """Returns why a graph with layers of ``megengine.quantization`` is refused; "" for any other."""
     for path, part in module.named_modules():
         if isinstance(part, (QATModule, QuantizedModule)):
             room = "qat" if isinstance(part, QATModule) else "quantized"
             return (
-                f"{path or 'the model'} is a {room}.{type(part).__name__} of MegEngine's own quantization, "
-                "whose ranges are not taken over: give the float model, from before quantize_qat or "
-                "quantize, with the trained weights in it."
+                f"{path or 'the model'} is a {room}.{type(part).__name__} of MegEngine's own quantization: "
+                "call qtrace.trace on the model first, which puts float layers in the place of these and "
+                "keeps their scales for prepare."
             )
     return ""
 

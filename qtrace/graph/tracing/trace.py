@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import megengine as mge
@@ -12,17 +14,19 @@ from megengine.traced_module import TracedModule, trace_module
 
 from qtrace.errors import QtraceWarning, TraceError
 from qtrace.graph import failures
-from qtrace.graph.tracing import diff, example_inputs, hazards
+from qtrace.graph.native import lower, write_ranges
+from qtrace.graph.tracing import diff, example_inputs, hazards, reads
 from qtrace.graph.tracing.copies import Copy, describe_places, find_copies, insert_copies, report_copies
 from qtrace.graph.tracing.nonfinite import nonfinite_results
 from qtrace.graph.tracing.recording import NONE_IS_DROPPED, check_kernels, holds_none, recording, without_none
-from qtrace.graph.tracing.refusals import native_quantization
 from qtrace.graph.tracing.returned import key_order, restore_key_order
 from qtrace.graph.tracing.running import check_signature, copy_module, engine_for_tracing
 from qtrace.graph.tracing.source_names import restore_names
 from qtrace.process.thread import on_engine_thread
 
 __all__ = ["trace"]
+
+_log = logging.getLogger("qtrace")
 
 _BAKED = (
     "A Python value was fixed while tracing (a branch or loop on a value, .item(), .numpy(), int() of a "
@@ -31,12 +35,21 @@ _BAKED = (
 
 
 @on_engine_thread
-def trace(module: Module, *example: Any, method: str = "forward", check: bool = True) -> TracedModule:
+def trace(
+    module: Module,
+    *example: Any,
+    method: str = "forward",
+    check: bool = True,
+    allow_branch: Sequence[str] = (),
+) -> TracedModule:
     """Traces ``module`` in eval mode and reports what the trace would lose or get wrong.
 
     The module stays as it is, training flags included, and the result shares nothing with it. Where a kernel
     of MegEngine's would compute wrong values from a view, the trace copies the view first; the logger
     ``qtrace`` says where.
+
+    Where MegEngine's ``quantize_qat`` or ``quantize`` changed the module, the trace has float layers, and
+    brings the scales that they were trained with: `prepare` gives them to its sites.
 
     Args:
         module: the model, one layer of MegEngine's own if need be; a ``TracedModule`` is copied and put in
@@ -46,6 +59,9 @@ def trace(module: Module, *example: Any, method: str = "forward", check: bool = 
             boxes are decoded. It may call ``self.forward``.
         check: whether to compare module and trace on two other inputs: other values, and another batch size
             where the module itself accepts one. Costs about five forwards.
+        allow_branch: lines of ``forward``, as ``FILE:LINE``, that may read a value of the data as a Python
+            value, such as in ``if x.max() > 1``: the trace keeps what it is for the example. Where one does,
+            ``check`` compares on the example only.
 
     Returns:
         The trace, in eval mode. Where forward returns None among tensors, it returns the tensors alone.
@@ -62,32 +78,35 @@ def trace(module: Module, *example: Any, method: str = "forward", check: bool = 
             f"only a megengine.module.Module can be traced, not {type(module).__name__}: call it in the "
             "forward of a Module and trace that."
         )
-    problem = native_quantization(module)
-    if problem:
-        raise TraceError(f"{type(module).__name__} cannot be traced: {problem}")
+    module, ranges = lower(module)
     if isinstance(module, TracedModule):
         copied = copy.deepcopy(module)
         copied.eval()
+        if ranges is not None:
+            write_ranges(copied, ranges)
         return copied
     args = example_inputs.to_tensors(example)
     check_signature(module, method, args)
-    traced, notes = _traced(module, args, method, check)
+    reads.check_allowed(allow_branch)
+    traced, notes = _traced(module, args, method, check, tuple(allow_branch))
+    if ranges is not None:
+        write_ranges(traced, ranges)
     for note in notes:
         warnings.warn(note, QtraceWarning, stacklevel=2)
     return traced
 
 
 def _traced(
-    module: Module, args: tuple[Any, ...], method: str, check: bool
+    module: Module, args: tuple[Any, ...], method: str, check: bool, allow_branch: tuple[str, ...]
 ) -> tuple[TracedModule, list[str]]:
     try:
         with engine_for_tracing(async_level=1):
-            return _Tracing(module, args, method).run(check)
+            return _Tracing(module, args, method, allow_branch).run(check)
     except TraceError:
         pass
     # F.arange and F.linspace race when several are queued, so a verdict counts only without a queue.
     with engine_for_tracing(async_level=0):
-        return _Tracing(module, args, method).run(check)
+        return _Tracing(module, args, method, allow_branch).run(check)
 
 
 class _ForwardError(Exception):
@@ -97,8 +116,12 @@ class _ForwardError(Exception):
 class _Tracing:
     """One call of ``trace``: the source, a private copy of it in eval mode, and the examples."""
 
-    def __init__(self, source: Module, args: tuple[Any, ...], method: str) -> None:
+    def __init__(
+        self, source: Module, args: tuple[Any, ...], method: str, allow_branch: tuple[str, ...]
+    ) -> None:
         self.source = source
+        self.allow_branch = allow_branch
+        self.reads: list[reads.PythonRead] = []
         self.method = method
         self.name = type(source).__name__
         self.args = args
@@ -126,14 +149,17 @@ class _Tracing:
 
     def run(self, check: bool) -> tuple[TracedModule, list[str]]:
         """Returns the trace, and warnings for its user."""
-        inputs, expected = self.first_run(check)
+        inputs, expected = self.first_run(check and not self.allow_branch)
         traced = self.trace(self.args)
+        reads.refuse_reads(self.name, self.reads, self.allow_branch)
+        for note in reads.describe_notes(self.reads):
+            _log.info("%s: %s.", self.name, note)
         self.copies = find_copies(traced)
         self.check_parameters(traced, inputs, expected)
         if check:
             self.compare(traced, inputs, expected)
             batch = example_inputs.batch_size(self.args)
-            for extra in (1, 0) if batch else (0,):
+            for extra in () if any(r.of_data for r in self.reads) else (1, 0) if batch else (0,):
                 other = example_inputs.vary(self.args, high=True, extra=extra)
                 try:
                     # Where shapes may not fit, one op at a time: a kernel after a failed one can crash.
@@ -150,6 +176,7 @@ class _Tracing:
             problem = _run_and_compare(traced, inputs, expected)
             report_copies(self.name, describe_places(self.copies), problem)
         notes = [NONE_IS_DROPPED] if self.drops_none else []
+        notes += reads.describe_unused(self.reads, self.allow_branch)
         notes += nonfinite_results(traced, example_inputs.fresh(self.args)) if check else []
         return traced, [f"{self.name}: {note}" for note in notes]
 
@@ -211,7 +238,7 @@ class _Tracing:
     def trace(self, args: tuple[Any, ...]) -> TracedModule:
         inputs = example_inputs.fresh(args)
         try:
-            with recording():
+            with recording(), reads.watch_reads() as self.reads:
                 traced = trace_module(self.module, *inputs)
         except Exception as error:
             try:

@@ -8,7 +8,7 @@ from typing import Any
 from megengine.traced_module.expr import Apply, CallFunction, CallMethod, Expr, is_call_module
 from megengine.traced_module.node import Node, TensorNode
 
-from qtrace.graph.edit import signature
+from qtrace.graph.arguments import signature
 
 __all__ = [
     "broadcasts_first_axes",

@@ -1,4 +1,4 @@
-"""The plots of the page, as SVG text. Colours are told apart by everyone who cannot tell red from green."""
+"""The plots of the page, as SVG text. The colours differ for readers who cannot tell red from green."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-_MOST_NAMES = 60
-_BEST_DB = 100.0  # what is better is drawn so: infinity has no place on an axis
+_MAX_LABELS = 60
+_BEST_DB = 100.0  # larger ratios are drawn at this height: infinity has no place on an axis
 
 
 def waterfall(sites: Sequence[SiteComparison]) -> str:
-    """The ratios of the table along the graph: of the error that arises at each site, and of the whole."""
+    """Plots the ratios of the table in graph order: own error, inherited error and whole error."""
     return _svg((11.0, 5.2), "waterfall", lambda axes: _draw_waterfall(axes, sites))
 
 
@@ -47,13 +47,13 @@ def _draw_waterfall(axes: Axes, sites: Sequence[SiteComparison]) -> None:
     drawn = np.concatenate([whole, own])
     floor = float(drawn.min(initial=0.0))
     axes.bar(place, own - floor, bottom=floor, color=OWN, width=0.8, label="own: the error that arises here")
-    seen = inherited < _BEST_DB
-    axes.plot(place[seen], inherited[seen], ".", color=INHERITED, label="inherited: the errors before")
+    finite = inherited < _BEST_DB
+    axes.plot(place[finite], inherited[finite], ".", color=INHERITED, label="inherited: the errors before")
     axes.step(place, whole, where="mid", color=WHOLE, linewidth=1.6, label="SQNR: the whole error")
     axes.set_ylabel("signal to error, dB (higher is better)")
     axes.set_ylim(floor, float(drawn.max(initial=floor + 1.0)) + 3.0)
     axes.margins(x=0.01)
-    every = max(1, -(-len(sites) // _MOST_NAMES))
+    every = max(1, -(-len(sites) // _MAX_LABELS))
     axes.set_xticks(place[::every], [site.site for site in sites[::every]], rotation=90, fontsize=7)
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)

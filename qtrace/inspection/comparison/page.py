@@ -10,19 +10,19 @@ from qtrace.inspection.comparison.report import Comparison, db, origin
 
 __all__ = ["render"]
 
-_WORST = 10
+_WORST_SITES = 10
 _TEMPLATE = "page.html.j2"
 
 
 def render(comparison: Comparison) -> str:
-    """The page as text.
+    """Renders the page as text.
 
     Raises:
         QtraceError: when the extra ``report`` is not installed.
     """
     try:
         import jinja2
-        import matplotlib  # noqa: F401 - told here, not in the middle of the work
+        import matplotlib  # noqa: F401 - a missing extra is reported before the work begins
     except ImportError as error:
         raise QtraceError(
             f"the page needs {error.name}, which is not installed: pip install 'qtrace[report]'."
@@ -30,7 +30,7 @@ def render(comparison: Comparison) -> str:
     activations = [s for s in comparison.sites if s.sort == "activation" and not s.unmeasured]
     worst = [
         (site, _plots.distribution(site, comparison.histograms[site.site]))
-        for site in comparison.worst(_WORST)
+        for site in comparison.worst(_WORST_SITES)
     ]
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     text = resources.files("qtrace.inspection.comparison").joinpath(_TEMPLATE).read_text("utf-8")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from qtrace.config import QConfig
-from qtrace.config.recipe import as_qconfig, resolve_recipe
+from qtrace.config.recipe import config_or_default, resolve_recipe
 from qtrace.graph.garbage import paused_collector
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import _numbers
@@ -40,6 +40,8 @@ class Explanation:
         numbers: group -> its parameters, if calibrated; None for a model that is not prepared.
         comments: the comment above each rule of the recipe; empty without a recipe.
         ptq: the reports of the post-training algorithms, for a prepared or converted model.
+        native: group -> the layer of MegEngine's own quantization that its scale comes from.
+        native_notes: a line for each scale of the model that was changed or is not used.
     """
 
     annotation: Annotation
@@ -47,6 +49,8 @@ class Explanation:
     numbers: Mapping[str, QParams] | None = None
     comments: tuple[str, ...] = ()
     ptq: tuple[dict[str, Any], ...] = ()
+    native: Mapping[str, str] = field(default_factory=dict)
+    native_notes: tuple[str, ...] = ()
 
     @cached_property
     def _index(self) -> Index:
@@ -74,7 +78,17 @@ class Explanation:
             max_width: the largest width in characters; None for no limit.
         """
         algorithms = ["", "Post-training algorithms:", *self.algorithms()] if self.ptq else []
-        return "\n".join([self._summary.text(max_width), *algorithms])
+        return "\n".join([self._summary.text(max_width), *self._native(), *algorithms])
+
+    def _native(self) -> list[str]:
+        """Says how many scales are the model's own, and which were changed or are not used."""
+        groups = {site.group for site in self.annotation.sites if site.sort != "bias"}
+        if not self.native and not self.native_notes:
+            return []
+        others = sorted(groups - set(self.native))
+        rest = f"; calibrated from data: {', '.join(others)}" if self.native and others else ""
+        count = f"{len(self.native)} of {len(groups)} scales{rest}"
+        return ["", f"From the model's own quantization: {count}.", *(f"  {n}" for n in self.native_notes)]
 
     def algorithms(self) -> list[str]:
         """Lists what each post-training algorithm changed, what it left and why, and the errors."""
@@ -89,7 +103,7 @@ class Explanation:
         Raises:
             GraphError: when nothing matches; the message lists the nearest names.
         """
-        return Explainer(self._index, self.qconfig, self.numbers, self.comments).explain(name)
+        return Explainer(self._index, self.qconfig, self.numbers, self.comments, self.native).explain(name)
 
     def dot(self, *, every: bool = False) -> str:
         """Returns the graph for Graphviz: ops coloured by state, sites as diamonds.
@@ -108,7 +122,10 @@ class Explanation:
         numbers = self.numbers or {}
         for site, plain in zip(self.annotation.sites, data["sites"], strict=True):
             plain["qparams"] = _numbers.of_site(numbers, site)
-        return {"summary": self._summary.to_dict(), "ptq": list(self.ptq), **data}
+            if site.group in self.native:
+                plain["native"] = self.native[site.group]
+        own = {"native_notes": list(self.native_notes)} if self.native_notes else {}
+        return {"summary": self._summary.to_dict(), "ptq": list(self.ptq), **own, **data}
 
 
 def explain(
@@ -128,13 +145,21 @@ def explain(
     if is_quantized(model):
         view = QuantizedModel(model)
         config = view.config.with_origin("the config", view.annotation.origins)
-        return Explanation(view.annotation, config, _numbers.numbers(view), ptq=view.ptq)
+        record = view.record
+        return Explanation(
+            view.annotation,
+            config,
+            _numbers.numbers(view),
+            ptq=view.ptq,
+            native=_numbers.describe_native(view),
+            native_notes=record.native_notes,
+        )
     comments: tuple[str, ...] = ()
     if isinstance(qconfig, (str, Path)):
         recipe = resolve_recipe(qconfig, allow_code=allow_code)
         config = recipe.config
         comments = tuple(" ".join(e.comment) for e in recipe.entries if e.keys == ("rules",))
     else:
-        config = as_qconfig(QConfig() if qconfig is None else qconfig)
+        config = config_or_default(qconfig)
     with paused_collector():
         return Explanation(plan(model, config), config, comments=comments)

@@ -11,12 +11,21 @@ from qtrace.preparation.annotation import Site
 from qtrace.preparation.model import QuantizedModel
 from qtrace.scheme import QParams
 
-__all__ = ["describe", "describe_bias", "numbers", "of_site"]
+__all__ = ["describe", "describe_bias", "describe_native", "numbers", "of_site"]
 
 
 def numbers(model: QuantizedModel) -> dict[str, QParams]:
     """Group -> its parameters, for every group of ``model`` that has been calibrated."""
     return {fq.site: fq.qparams() for fq in model.fake_quants.values() if fq.calibrated}
+
+
+def describe_native(model: QuantizedModel) -> dict[str, str]:
+    """Group -> the layer of MegEngine's own quantization that its scale comes from, in words."""
+    scales, native = numbers(model), {}
+    for group, own in model.record.native.items():
+        trained = group in scales and bool(np.any(scales[group].scale != np.float32(own.scale)))
+        native[group] = own.origin + (f", whose scale {own.scale:.4g} was trained on" if trained else "")
+    return native
 
 
 def _range(qparams: QParams) -> tuple[np.ndarray, np.ndarray]:

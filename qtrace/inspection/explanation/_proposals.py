@@ -76,7 +76,10 @@ class Proposals:
         if "region" in first.causes:
             region = self._wider(notes)
             lines.append(f"set region: {dump(region, flow=True).strip()}")
-        if {"role", "kernel"} & set(first.causes):
+        if "placement" in first.causes:
+            match = self._match(notes) if len(notes) == 1 else {"op": first.kind}
+            rule = {"match": match, "placement": "everything"}
+        elif {"role", "kernel"} & set(first.causes):
             rule = self._rule(notes)
         elif "rule" in first.causes and self._is_packaged(first):
             rule = self._overruling(notes)
@@ -116,15 +119,19 @@ class Proposals:
 
     def _rule(self, notes: Sequence[ExprNote]) -> dict[str, Any]:
         """Returns the rule that quantizes around ``notes``; 16 bits where 8 would cost what float keeps."""
-        kind = notes[0].kind
-        match: dict[str, Any] = {"op": kind}
-        if len(notes) != self._count[kind]:  # others of this kind are quantized, or stay float on purpose
-            match["name"] = [n.name for n in notes] if len(notes) > 1 else notes[0].name
-        rule: dict[str, Any] = {"match": match, "quantize": True}
+        rule: dict[str, Any] = {"match": self._match(notes), "quantize": True}
         limits = self.backend.limits.get("activation")
         if "role" in notes[0].causes and limits is not None and 16 in limits.bits:
             rule["activation"] = {"bits": 16}
         return rule
+
+    def _match(self, notes: Sequence[ExprNote]) -> dict[str, Any]:
+        """Returns the conditions that ``notes``, ops of one kind, meet and no others."""
+        kind = notes[0].kind
+        if len(notes) == self._count[kind]:
+            return {"op": kind}
+        # Others of this kind are quantized, or stay float on purpose.
+        return {"op": kind, "name": [n.name for n in notes] if len(notes) > 1 else notes[0].name}
 
     @cached_property
     def _count(self) -> dict[str, int]:

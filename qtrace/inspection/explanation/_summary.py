@@ -10,7 +10,7 @@ from typing import Any
 
 from qtrace.inspection.explanation._index import Index, shorten_list
 from qtrace.inspection.explanation._proposals import Proposal, Proposals
-from qtrace.preparation.annotation import ExprNote
+from qtrace.preparation.annotation import ExprNote, PlacementNote
 
 __all__ = ["Floats", "Summary"]
 
@@ -40,6 +40,8 @@ class Floats:
     @property
     def reason(self) -> str:
         """Why they stay float."""
+        if self.notes[0].causes[:1] == ("placement",) and len(self.notes) > 1:
+            return "integers would gain too little time there, or add too much noise (--why says it of each)"
         return self.notes[0].reason
 
     @property
@@ -146,12 +148,15 @@ class Summary:
     def _key(self, note: ExprNote) -> object:
         if note.causes == ("idle",):
             return note.causes
+        if note.causes == ("placement",):
+            return note.causes, note.kind
         if note.causes in (("rule",), ("region",), ("region", "rule")):  # one change for ops of any kind
             return note.causes, note.reason, self.proposals.silencing(note)
         return note.causes, note.reason, note.kind or note.op
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the summary as plain data."""
+        placement = self.index.annotation.placement
         return {
             "backend": self.index.annotation.backend,
             "ops": self.ops,
@@ -162,6 +167,7 @@ class Summary:
             "requantized": list(self.requantized),
             "shared": self.shared,
             "floats": [f.to_dict() for f in self.floats],
+            **({} if placement is None else {"placement": _placement_data(placement)}),
         }
 
     # -- as text ------------------------------------------------------------------------------------
@@ -191,6 +197,10 @@ class Summary:
             "MACs": self._shares() or "none",
             "sites": sites or "none",
         }
+        if (placement := self.index.annotation.placement) is not None:
+            figures["placement"] = _predicted(placement)
+        elif reason := self._unplaced():
+            figures["placement"] = reason
         if self.requantized:
             sites = "site" if len(self.requantized) == 1 else "sites"
             on = f"on values that are quantized already ({shorten_list(self.requantized)})"
@@ -202,6 +212,18 @@ class Summary:
             kinds_text = ", ".join(f"{n} x {kinds}".replace(" ", _TIGHT) for kinds, n in self.islands.items())
             figures["float islands"] = f"{sum(self.islands.values())} between integers: {kinds_text}"
         return figures
+
+    def _unplaced(self) -> str:
+        """Says why a placement that the config asks for has no effect; "" if it asks for none."""
+        config, backend = self.proposals.qconfig, self.proposals.backend
+        asked = {config.effective_placement, *(rule.placement for rule in config.rules)}
+        modes = " and ".join(mode for mode in ("balanced", "fastest") if mode in asked)
+        if not modes or backend.cost_table:
+            return ""
+        return (
+            f"{modes} has no effect: backend {backend.name} has no measured times, so all ops that can are "
+            "quantized"
+        )
 
     def _meaning(self) -> str:
         """Says what "on integers" means, and how many ops the runtime has no integer kernel for."""
@@ -238,6 +260,26 @@ class Summary:
                 _wrap(f"    {'note' if floats.proposal else 'so'}: {floats.remark}", width, "         ")
             )
         return "\n".join(lines)
+
+
+def _predicted(placement: PlacementNote) -> str:
+    """Says what time and noise a placement predicts."""
+    faster = placement.float_milliseconds / max(placement.milliseconds, 1e-9)
+    text = (
+        f"{placement.mode}: {placement.milliseconds:.3g} ms predicted, {placement.float_milliseconds:.3g} ms "
+        f"in float ({faster:.2f}x), in one thread by cost table {placement.table}"
+    )
+    if placement.mode == "everything":
+        text += "; no op gains time by integers, so all that can are quantized for their size"
+    if placement.sqnr is None:
+        return text
+    data = "generated inputs" if placement.synthetic else "the given samples"
+    return f"{text}; {placement.sqnr:.1f} dB at the outputs by the noise of each rounding on {data}"
+
+
+def _placement_data(placement: PlacementNote) -> dict[str, Any]:
+    """Returns the prediction for the whole graph as plain data."""
+    return {key: value for key, value in vars(placement).items() if key not in ("times", "reasons")}
 
 
 def _wrap(line: str, width: int | None, indent: str) -> str:

@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -81,12 +81,14 @@ class Explainer:
         qconfig: the config of the annotation.
         numbers: group -> its parameters, if calibrated; None for a graph that is not prepared.
         comments: the comment above each rule of the recipe; empty if unknown.
+        native: group -> the layer of MegEngine's own quantization that its scale comes from.
     """
 
     index: Index
     qconfig: QConfig
     numbers: Mapping[str, QParams] | None
     comments: tuple[str, ...] = ()
+    native: Mapping[str, str] = field(default_factory=dict)
 
     def explain(self, name: str) -> list[NodeExplanation]:
         """Explains every op, site or input that ``name`` matches.
@@ -149,6 +151,11 @@ class Explainer:
             yield f"Op rule {note.rule} reads it; its role is {note.role}: {_ROLES[note.role]}."
         else:
             yield "No op rule reads it, so nothing is known of how it treats integers."
+        placement = self.index.annotation.placement
+        if placement is not None and note.name in placement.times:
+            in_float, on_integers = placement.times[note.name]
+            other = "no kernel" if on_integers is None else f"{on_integers:.3g} ms"
+            yield f"Predicted time: {in_float:.3g} ms in float, {other} on integers."
         if note.macs:
             yield f"It takes {note.macs:,} multiplications with accumulation (MACs) at the traced shapes."
 
@@ -176,6 +183,9 @@ class Explainer:
             yield from self._why_float(note)
         else:
             yield f"It is never quantized: {note.reason or 'it holds no float32 values of the data'}."
+        placement = self.index.annotation.placement
+        if note.state == "int" and placement is not None and note.name in placement.reasons:
+            yield f"By {placement.reasons[note.name]}."
         if note.reason and note.state in ("int", "fused", "carried"):
             yield f"{note.reason[0].upper()}{note.reason[1:]}."
 
@@ -261,7 +271,8 @@ class Explainer:
         if self.numbers is None:
             return ""
         qparams = self.numbers.get(group)
-        return f"; {_numbers.describe(qparams)}" if qparams is not None else "; not calibrated"
+        own = f", from the model's own quantization ({self.native[group]})" if group in self.native else ""
+        return f"; {_numbers.describe(qparams)}{own}" if qparams is not None else "; not calibrated"
 
     def _parameters(self, note: ExprNote) -> Iterator[str]:
         if note.weight:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from qtrace.config import QConfig, Rule, Spec
 from qtrace.config.backends import Backend
 from qtrace.config.checking import check_plugin, check_scheme
+from qtrace.config.rule import Placement
 from qtrace.errors import ConfigError
 from qtrace.graph.types import Expr, TracedModule
 from qtrace.ops import OpCall
@@ -31,6 +32,7 @@ class Choice:
         output: scheme of the op's result; None if the config gives none.
         quantize_output: False leaves the op's result in float.
         share: whether the calls of one module share their sites.
+        placement: which ops run on integers: "everything", "balanced" or "fastest".
         rules: origins of the rules that matched, in order.
         ranks: positions of these rules in the config.
     """
@@ -44,6 +46,7 @@ class Choice:
     output: QScheme | None = None
     quantize_output: bool = True
     share: bool = False
+    placement: Placement = "everything"
     rules: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     decided: str = ""
@@ -95,7 +98,15 @@ def choose(
 
 def _check_effect(rule: Rule, matched: list[OpCall]) -> None:
     """Refuses a rule about weights alone when nothing that it matches has one."""
-    content = (rule.quantize, rule.quantize_output, rule.activation, rule.output, rule.fakequant, rule.share)
+    content = (
+        rule.quantize,
+        rule.quantize_output,
+        rule.activation,
+        rule.output,
+        rule.fakequant,
+        rule.share,
+        rule.placement,
+    )
     if rule.observers is not None and rule.observers.activation is not None:
         return
     about_weights = all(value is None for value in content)
@@ -120,6 +131,7 @@ def _default_choice(qconfig: QConfig, backend: Backend) -> Choice:
         qconfig.activation_observer,
         qconfig.weight_observer,
         qconfig.effective_fakequant,
+        placement=qconfig.effective_placement,
     )
 
 
@@ -147,6 +159,7 @@ def _apply(old: Choice, rule: Rule, backend: Backend) -> Choice:
         output=output,
         quantize_output=old.quantize_output if rule.quantize_output is None else rule.quantize_output,
         share=old.share if rule.share is None else rule.share,
+        placement=rule.placement or old.placement,
         rules=(*old.rules, rule.origin),
         decided=old.decided if rule.quantize is None else rule.origin,
     )

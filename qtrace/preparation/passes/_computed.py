@@ -16,7 +16,8 @@ from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes
-from qtrace.graph.edit import GraphEditor, delete_attribute, set_parameter
+from qtrace.graph.edit import GraphEditor
+from qtrace.graph.module_tree import delete_attribute, set_parameter
 from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, owner
 from qtrace.ops import Role
@@ -43,7 +44,7 @@ def write_computed(model: TracedModule, annotation: Annotation) -> Annotation:
     if not computed:
         return annotation
     values, names = evaluate_fixed(model, computed), {node.name for node in computed}
-    with GraphEditor(model) as editor:
+    with GraphEditor(model, renews_record=True) as editor:
         for node in computed:
             path = free_name(node.name, dir(model))
             set_parameter(model, path, Parameter(values[node].numpy()))

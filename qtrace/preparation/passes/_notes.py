@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from qtrace.graph.types import Constant, Expr, GetAttr
 from qtrace.graph.walk import is_float_tensor, module_path, op_label, tensor_inputs
 from qtrace.ops import OpCall, Role
+from qtrace.ops.macs import count_macs
 from qtrace.preparation.annotation import ExprNote, Site
 from qtrace.preparation.passes._chains import Chain, Chains, output_choice
 from qtrace.preparation.passes._sites import Placement
@@ -60,7 +60,7 @@ def write_notes(
             ranks=view.choices[expr].ranks if call else (),
             causes=_causes(view, expr, state),
             reason=_reason(view, chains, placement, expr, state),
-            macs=_macs(call) if call else 0,
+            macs=count_macs(call) if call else 0,
             island=islands.get(expr, 0),
         )
         notes.append(note)
@@ -80,7 +80,7 @@ def _state(view: View, chains: Chains, placement: Placement, expr: Expr) -> str:
         return "carried"
     call = view.calls.get(expr)
     reads_shapes = call is not None and call.role is Role.SHAPE
-    floats = any(is_float_tensor(node) and node not in view.static for node in expr.outputs)
+    floats = any(map(view.is_data, expr.outputs))
     return "float" if floats and not reads_shapes else "shape"
 
 
@@ -105,7 +105,7 @@ def _connected_floats(view: View, states: Mapping[Expr, str], start: Expr) -> tu
     part, borders, stack = {start}, set(), [start]
     while stack:
         expr = stack.pop()
-        before = [n.expr for n in expr.inputs if is_float_tensor(n) and n not in view.static]
+        before = [n.expr for n in expr.inputs if view.is_data(n)]
         behind = [u for n in expr.outputs if is_float_tensor(n) for u in n.users]
         for side, neighbours in (("in", before), ("out", behind)):
             for other in neighbours:
@@ -178,21 +178,3 @@ def _unrounded(view: View, placement: Placement, chain: Chain, expr: Expr) -> st
     if view.must_not_vanish(chain.output):
         return "its result stays float: a logarithm, root or quotient of it must not meet a rounded zero"
     return "its readers ask for different parameters: each rounds the result for itself"
-
-
-def _macs(call: OpCall) -> int:
-    """Counts the multiply-accumulates of `call` at its traced shapes."""
-    if call.out.shape is None:
-        return 0
-    out = math.prod(int(n) for n in call.out.shape)
-    if call.weight is not None and call.kind in ("conv1d", "conv2d", "conv3d", "conv_transpose2d", "linear"):
-        weight = math.prod(int(n) for n in call.weight.shape)
-        if call.kind == "conv_transpose2d":
-            values, channels = math.prod(int(n) for n in call.inputs[0].shape), int(call.inputs[0].shape[1])
-        else:
-            values, channels = out, math.prod(int(call.weight.shape[a]) for a in call.channel_axes)
-        return values * weight // max(channels, 1)
-    if call.kind == "matmul" and call.inputs[0].shape:
-        axis = -2 if call.attrs.get("transpose_a") else -1
-        return out * int(call.inputs[0].shape[axis])
-    return 0

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from qtrace import ops
-from qtrace.config import Spec
+from qtrace.config import QConfig, Spec, backends
 from qtrace.config.backends import Backend
 from qtrace.errors import ConfigError
-from qtrace.graph.dataflow import fixed_nodes
+from qtrace.graph.dataflow import fixed_nodes, static_nodes
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor
 from qtrace.ops import OpCall, Role
 from qtrace.preparation.annotation import Plan
-from qtrace.preparation.passes._choices import Choice
+from qtrace.preparation.passes._choices import Choice, choose
+from qtrace.preparation.passes._region import find_region
 from qtrace.scheme import QScheme
 
-__all__ = ["INT_ROLES", "STATIC", "Cause", "View", "distinct", "plan_of"]
+__all__ = ["INT_ROLES", "STATIC", "Cause", "View", "distinct", "plan_of", "read_view"]
 
 STATIC = "it is computed from shapes and constants alone"
 
@@ -52,6 +53,7 @@ class View:
         backend: the description of the target.
         region: the exprs in the config's region; None for all.
         static: the nodes whose values depend on no input of the graph.
+        placed: expr that the placement keeps in float -> why.
     """
 
     traced: TracedModule
@@ -60,6 +62,7 @@ class View:
     backend: Backend
     region: set[Expr] | None
     static: set[Node]
+    placed: Mapping[Expr, str] = field(default_factory=dict)
 
     @cached_property
     def order(self) -> list[Expr]:
@@ -75,6 +78,10 @@ class View:
     def outputs(self) -> set[Node]:
         """The graph's outputs."""
         return set(self.traced.graph.outputs)
+
+    def is_data(self, node: Node) -> bool:
+        """Returns whether ``node`` holds floats that depend on an input of the graph."""
+        return is_float_tensor(node) and node not in self.static
 
     @cached_property
     def float_causes(self) -> dict[Expr, list[Cause]]:
@@ -94,7 +101,9 @@ class View:
         if self.region is not None and expr not in self.region:
             causes.append(Cause("region", "it lies outside of the region"))
         choice = self.choices[expr]
-        if choice.quantize is False:
+        if expr in self.placed:
+            causes.append(Cause("placement", self.placed[expr]))
+        elif choice.quantize is False:
             causes.append(Cause("rule", f"{choice.decided} says quantize: false"))
         if call.role is Role.FLOAT and not choice.quantize:
             causes.append(Cause("role", call.reason))
@@ -117,7 +126,7 @@ class View:
 
     @cached_property
     def scaling(self) -> dict[Expr, float]:
-        """Expr -> the power of two, for multiplications that only change the scale of their input."""
+        """Expr -> the factor, for multiplications that only change the scale of their input."""
         trains_norms = any(c.role is Role.NORM for c in self.calls.values())
         if not self.backend.scales_freely or trains_norms:
             return {}
@@ -125,7 +134,12 @@ class View:
         return {expr: factor for expr, factor in factors.items() if factor is not None}
 
     def _factor(self, expr: Expr) -> float | None:
-        """Returns the power of two by which ``expr`` multiplies, which keeps float32 values exact."""
+        """Returns the factor by which ``expr`` multiplies if a change of the scale does the same.
+
+        A power of two keeps float32 values exact. By others the file is off by a part in 10^7 before it
+        rounds, which changes integers where many values lie half-way between two, as in a sum of tensors
+        with equal scales, but not in a product with another tensor.
+        """
         call = self.calls.get(expr)
         if call is None or call.kind not in ("mul", "div") or "scalar" not in call.attrs:
             return None
@@ -133,9 +147,18 @@ class View:
         has_rule = choice.output is not None or not choice.quantize_output or choice.activation.per_channel
         if has_rule or (call.kind == "div" and call.attrs["side"] != "right"):
             return None
-        if not 2.0**-16 <= scalar <= 2.0**16 or math.frexp(scalar)[0] != 0.5:
+        if not 2.0**-16 <= scalar <= 2.0**16:
+            return None
+        if math.frexp(scalar)[0] != 0.5 and not self._is_factor(call.out):
             return None
         return 1.0 / scalar if call.kind == "div" else float(scalar)
+
+    def _is_factor(self, node: TensorNode) -> bool:
+        """Returns whether all that reads ``node`` are products with other tensors."""
+        readers = [self.calls.get(user) for user in node.users]
+        return node not in self.outputs and all(
+            call is not None and call.kind == "mul" and len(set(call.inputs)) == 2 for call in readers
+        )
 
     def on_integers(self, expr: Expr) -> bool:
         """Returns whether ``expr`` (the head of its chain) computes on quantized inputs."""
@@ -195,6 +218,28 @@ class View:
         """Returns whether only ``readers`` and shape arithmetic read ``node``."""
         others = [u for u in node.users if u not in readers]
         return node not in self.outputs and not any(is_float_tensor(n) for u in others for n in u.outputs)
+
+
+def read_view(
+    traced: TracedModule,
+    qconfig: QConfig,
+    choices: Mapping[Expr, Choice] | None = None,
+    placed: Mapping[Expr, str] | None = None,
+) -> View:
+    """Reads the exprs of ``traced``.
+
+    Args:
+        traced: a flat, expanded graph.
+        qconfig: the config.
+        choices: expr -> its choice; None to choose by the rules of the config.
+        placed: expr that the placement keeps in float -> why.
+    """
+    backend = backends.get(qconfig.backend)
+    calls = {e: c for e in exprs(traced) if (c := ops.read(e)) is not None}
+    if choices is None:
+        choices = choose(traced, calls, qconfig, backend)
+    region = None if qconfig.region is None else find_region(traced, qconfig.region, qconfig.place)
+    return View(traced, calls, choices, backend, region, static_nodes(traced), placed or {})
 
 
 def plan_of(scheme: QScheme, observer: Spec, fakequant: Spec) -> Plan:

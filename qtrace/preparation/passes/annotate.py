@@ -8,30 +8,27 @@ moves. *Ties*: which sites share parameters. *Weights* and *biases* follow their
 
 from __future__ import annotations
 
-from qtrace import ops
-from qtrace.config import QConfig, backends
-from qtrace.graph.dataflow import static_nodes
+from qtrace.config import QConfig
 from qtrace.graph.types import TensorNode, TracedModule
-from qtrace.graph.walk import exprs
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.passes._chains import find_chains
-from qtrace.preparation.passes._choices import choose
 from qtrace.preparation.passes._notes import write_notes
 from qtrace.preparation.passes._parameters import find_folds, place_biases, place_weights
-from qtrace.preparation.passes._region import find_region
 from qtrace.preparation.passes._sites import place_sites, tie_sites
-from qtrace.preparation.passes._view import View
+from qtrace.preparation.passes._view import read_view
 from qtrace.preparation.passes._wants import propagate_wants
+from qtrace.preparation.passes.place import Placing
 
 __all__ = ["annotate"]
 
 
-def annotate(traced: TracedModule, qconfig: QConfig) -> Annotation:
+def annotate(traced: TracedModule, qconfig: QConfig, placing: Placing | None = None) -> Annotation:
     """Decides what ``prepare`` will insert into ``traced``.
 
     Args:
         traced: a flat, expanded graph; it is only read.
         qconfig: the config; its backend says which ops run on integers.
+        placing: the ops that stay float, and the choices for all; None to let the config choose.
 
     Returns:
         A note for every op and the list of sites; equal for equal graphs and configs.
@@ -39,7 +36,7 @@ def annotate(traced: TracedModule, qconfig: QConfig) -> Annotation:
     Raises:
         ConfigError: for rules that match nothing or ask for what the backend cannot run.
     """
-    view = _view(traced, qconfig)
+    view = read_view(traced, qconfig) if placing is None else placing.view(traced, qconfig)
     chains = find_chains(view)
     wants = propagate_wants(view, chains)
     placement = tie_sites(view, chains, place_sites(view, chains, wants))
@@ -56,13 +53,5 @@ def annotate(traced: TracedModule, qconfig: QConfig) -> Annotation:
         inputs=tuple(n.name for n in traced.graph.inputs if isinstance(n, TensorNode)),
         outputs=tuple(n.name for n in traced.graph.outputs if isinstance(n, TensorNode)),
         factors={node.name: factor for node, factor in placement.factors.items()},
+        placement=None if placing is None else placing.note,
     )
-
-
-def _view(traced: TracedModule, qconfig: QConfig) -> View:
-    """Reads the exprs of ``traced`` and chooses for each by the rules of ``qconfig``."""
-    backend = backends.get(qconfig.backend)
-    calls = {e: c for e in exprs(traced) if (c := ops.read(e)) is not None}
-    choices = choose(traced, calls, qconfig, backend)
-    region = None if qconfig.region is None else find_region(traced, qconfig.region, qconfig.place)
-    return View(traced, calls, choices, backend, region, static_nodes(traced))

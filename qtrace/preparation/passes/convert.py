@@ -17,8 +17,10 @@ from qtrace.fakequant.fixed import FixedFakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import LAYERS
 from qtrace.gradients import conv2d, plain
-from qtrace.graph.edit import GraphEditor, delete_attribute, exchange_function, set_parameter
+from qtrace.graph.edit import GraphEditor
+from qtrace.graph.finish import exchange_function
 from qtrace.graph.flatten import flatten
+from qtrace.graph.module_tree import delete_attribute, set_parameter
 from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.preparation.annotation import Annotation, Fold, Site, value_name
@@ -113,7 +115,7 @@ def _write_folds(model: TracedModule, annotation: Annotation) -> Annotation:
     container = getattr(model, CONTAINER)
     calls = {e.outputs[0].name: e for e in exprs(model) if e.outputs}
     sites = {s.name: s for s in annotation.sites}
-    with GraphEditor(model) as editor:
+    with GraphEditor(model, renews_record=True) as editor:
         for fold in annotation.folds:
             sites.update((s.name, s) for s in _write_fold(editor, container, fold, calls[fold.norm], sites))
     for fold in annotation.folds:

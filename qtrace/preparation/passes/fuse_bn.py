@@ -15,13 +15,14 @@ import numpy as np
 from megengine import Parameter
 
 from qtrace import ops
-from qtrace.graph.edit import GraphEditor, delete_attribute, set_parameter
+from qtrace.graph.edit import GraphEditor
+from qtrace.graph.module_tree import delete_attribute, set_parameter
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner, users
 from qtrace.ops import OpCall
 from qtrace.preparation.passes.base import Left, PassResult
 
-__all__ = ["affine", "bias_shape", "drop_dead_norms", "free_bias", "fuse_bn"]
+__all__ = ["Affine", "affine", "bias_shape", "drop_dead_norms", "fold_affine", "free_bias", "fuse_bn"]
 
 _BIAS_SHAPES = {  # -1 stands for the channels
     "conv1d": (1, -1, 1),
@@ -32,14 +33,20 @@ _BIAS_SHAPES = {  # -1 stands for the channels
 
 
 @dataclass(frozen=True)
-class _Affine:
-    """The per-channel map ``y * gain + shift`` that a BatchNorm computes, shape (C,), float64.
+class Affine:
+    """The per-channel map ``y * gain + shift`` of a layer's result, (C,), float64."""
+
+    gain: np.ndarray
+    shift: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Norm(Affine):
+    """The map that a BatchNorm computes.
 
     ``mean`` and ``deviation`` are the channels' mean and standard deviation of its result in training.
     """
 
-    gain: np.ndarray
-    shift: np.ndarray
     identity: tuple[Any, ...]
     mean: np.ndarray
     deviation: np.ndarray
@@ -124,7 +131,7 @@ def _identity(bn: OpCall) -> tuple[Any, ...]:
     return tuple(None if n is None else n for n in _statistics(bn))
 
 
-def affine(traced: TracedModule, bn: OpCall) -> _Affine:
+def affine(traced: TracedModule, bn: OpCall) -> _Norm:
     """Computes the per-channel map of a BatchNorm in evaluation."""
     module = owner(bn.expr)
     if module is not None:
@@ -140,23 +147,37 @@ def affine(traced: TracedModule, bn: OpCall) -> _Affine:
     if beta is not None:
         offset = offset + beta.numpy().astype(np.float64).reshape(-1)
     gain = scale / np.sqrt(v + bn.attrs["eps"])
-    return _Affine(gain, offset - m * gain, _identity(bn), offset, np.abs(scale))
+    return _Norm(gain, offset - m * gain, _identity(bn), offset, np.abs(scale))
 
 
 def _fold(
-    traced: TracedModule, editor: GraphEditor, layer: OpCall, norm: _Affine, folded: set[tuple[Node, Any]]
+    traced: TracedModule, editor: GraphEditor, layer: OpCall, norm: _Norm, folded: set[tuple[Node, Any]]
 ) -> None:
+    """Folds a BatchNorm into a layer; of layers that share weight and norm the first changes the weight."""
+    assert layer.weight is not None
+    key = (layer.weight, norm.identity)
+    fold_affine(traced, editor, layer, None if key in folded else norm)
+    folded.add(key)
+
+
+def fold_affine(traced: TracedModule, editor: GraphEditor, layer: OpCall, outer: Affine | None) -> None:
+    """Changes weight and bias of ``layer`` so that it gives what ``outer`` makes of its result.
+
+    Args:
+        traced: the module of the parameters.
+        editor: its editor.
+        layer: a layer with parameters.
+        outer: the map; None if weight and bias were changed already, at another call of the layer.
+    """
     assert layer.weight is not None
     path = layer.weight.expr.name
     bias_path = layer.bias.expr.name if layer.bias is not None else free_bias(traced, path)
-    key = (layer.weight, norm.identity)
-    if key not in folded:
-        folded.add(key)
+    if outer is not None:
         weight = get_module(traced, path).numpy().astype(np.float64)
         shape = tuple(n if i in layer.channel_axes else 1 for i, n in enumerate(weight.shape))
-        set_parameter(traced, path, Parameter((weight * norm.gain.reshape(shape)).astype(np.float32)))
+        set_parameter(traced, path, Parameter((weight * outer.gain.reshape(shape)).astype(np.float32)))
         old = get_module(traced, bias_path).numpy() if layer.bias is not None else np.zeros(1, np.float32)
-        bias = old.astype(np.float64).reshape(-1) * norm.gain + norm.shift
+        bias = old.astype(np.float64).reshape(-1) * outer.gain + outer.shift
         form = _BIAS_SHAPES[layer.kind]
         set_parameter(traced, bias_path, Parameter(bias.astype(np.float32).reshape(form)))
     if layer.bias is None:
@@ -176,8 +197,8 @@ def free_bias(traced: TracedModule, weight_path: str) -> str:
     return f"{weight_path}_bias" if exists or name != "weight" else beside
 
 
-def drop_dead_norms(traced: TracedModule, calls: Iterable[OpCall]) -> None:
-    """Deletes the BatchNorms among ``calls``, and their statistics, that no expr reads any more."""
+def drop_dead_norms(traced: TracedModule, calls: Iterable[OpCall]) -> set[str]:
+    """Deletes the BatchNorms among ``calls`` and their statistics that no expr reads; returns their paths."""
     used = [e.name for e in exprs(traced) if isinstance(e, GetAttr)]
     alive = {name.rsplit(".", i)[0] for name in used for i in range(name.count(".") + 1)}
     dead: set[str] = set()
@@ -189,6 +210,7 @@ def drop_dead_norms(traced: TracedModule, calls: Iterable[OpCall]) -> None:
         dead.update(n.expr.name for n in _statistics(call) if n is not None and isinstance(n.expr, GetAttr))
     for path in sorted(dead - alive):
         delete_attribute(traced, path)
+    return dead - alive
 
 
 def _module_path(expr: Expr) -> str | None:

@@ -14,7 +14,8 @@ from qtrace.fakequant.base import FakeQuant, builtin
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.gradients import conv2d
-from qtrace.graph.edit import GraphEditor, exchange_function
+from qtrace.graph.edit import GraphEditor
+from qtrace.graph.finish import exchange_function
 from qtrace.graph.types import Expr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.observers.base import Observer

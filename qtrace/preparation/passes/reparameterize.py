@@ -14,7 +14,8 @@ import numpy as np
 from megengine import Parameter
 
 from qtrace import ops
-from qtrace.graph.edit import GraphEditor, delete_attribute, set_parameter
+from qtrace.graph.edit import GraphEditor
+from qtrace.graph.module_tree import delete_attribute, set_parameter
 from qtrace.graph.types import GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.ops import OpCall

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from megengine import Parameter
 
 from qtrace import ops
 from qtrace.fakequant.following.bias import BIAS_LIMIT, BiasQuant
-from qtrace.graph.edit import GraphEditor, set_parameter
+from qtrace.graph.edit import GraphEditor
+from qtrace.graph.module_tree import set_parameter
 from qtrace.graph.ordering import order_together
 from qtrace.graph.types import GetAttr, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner, users
 from qtrace.ops import OpCall
 from qtrace.preparation.passes.fuse_bn import bias_shape, free_bias
-from qtrace.ptq.layers.quantized import LAYERS, QuantizedLayer, calls_by_weight, write
+from qtrace.ptq.layers.held_back import OutputErrors, gain_text, held_back, summed
+from qtrace.ptq.layers.quantized import LAYERS, LayerTwins, QuantizedLayer, calls_by_weight, write
 
-__all__ = ["add_biases", "move_bias"]
+__all__ = ["add_biases", "correct_bias", "move_bias"]
 
 
 def add_biases(model: TracedModule) -> None:
@@ -45,6 +49,32 @@ def _can_have_bias(model: TracedModule, calls: list[OpCall]) -> bool:
     if set(users(calls[0].weight)) != set(group):
         return False
     return len(group) == 1 or order_together(exprs(model), [group]) is not None
+
+
+def correct_bias(
+    twins: LayerTwins, layer: QuantizedLayer, errors: Mapping[int, OutputErrors]
+) -> tuple[float | None, str]:
+    """Adds the mean error of each channel to the bias, unless that raises the error on held-back batches.
+
+    Args:
+        twins: both graphs, before the layer.
+        layer: a layer with a bias.
+        errors: the errors of the layer's output in each batch.
+
+    Returns:
+        The largest change of the bias (None if it stays), and a clause on the held-back batches or "".
+    """
+    held, text = held_back(twins.count), ""
+    if held:
+        fitted = summed(errors, [number for number in errors if number not in held])
+        tried = summed(errors, held)
+        before, after = tried.noise(), tried.noise(fitted.mean)
+        text = gain_text(before, after, held)
+        if not after < before:
+            return None, text
+    largest = move_bias(twins.quantized.traced, layer, summed(errors).mean)
+    twins.quantized.changed()
+    return largest, text
 
 
 def move_bias(model: TracedModule, layer: QuantizedLayer, shift: np.ndarray) -> float:

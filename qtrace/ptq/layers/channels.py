@@ -1,4 +1,4 @@
-"""Which tensors of a float graph must be scaled together, channel by channel, and by whom they are read.
+"""Groups of tensors in a float graph whose channels must be scaled together, with their layers.
 
 Where ``f(s * x) = s * f(x)`` for every s > 0, the channels of a tensor may be scaled if every layer that
 writes it scales its output channels, and every layer that reads it its input channels, the other way. Tensors
@@ -16,10 +16,10 @@ from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, op_label, users
 from qtrace.ops import OpCall
 
-__all__ = ["ChannelGroup", "channel_groups", "input_axes"]
+__all__ = ["LAYERS", "THROUGH", "ChannelGroup", "channel_groups", "input_axes"]
 
 # Positively homogeneous, channel by channel; interpolation and pooling are weighted means or maxima.
-_THROUGH = {
+THROUGH = {
     *(
         "relu",
         "leaky_relu",
@@ -31,7 +31,7 @@ _THROUGH = {
     ),
     *("identity", "dropout", "interpolate", "neg", "abs"),
 }
-_LAYERS = ("conv1d", "conv2d", "conv_transpose2d", "linear")
+LAYERS = ("conv1d", "conv2d", "conv_transpose2d", "linear")
 
 
 @dataclass
@@ -39,12 +39,12 @@ class ChannelGroup:
     """Tensors whose channels are scaled together.
 
     Attributes:
-        name: the first of them.
-        channels: how many channels they have.
-        writers: the layers that give them.
-        readers: the layers that read them.
-        through: the kinds of the other ops between them.
-        reason: why they cannot be scaled; "" when they can.
+        name: the name of the first tensor.
+        channels: the number of channels of each tensor.
+        writers: the layers that compute the tensors.
+        readers: the layers that read the tensors.
+        through: the other ops between the tensors.
+        reason: why the channels cannot be scaled; "" if they can.
     """
 
     name: str
@@ -55,13 +55,13 @@ class ChannelGroup:
     reason: str = ""
 
     def describe(self) -> str:
-        """Its layers, such as ``conv1 -> conv2``."""
-        names = ([c.out.name for c in calls] for calls in (self.writers, self.readers))
-        return " -> ".join(" + ".join(found) for found in names)
+        """Names the layers of the group, such as ``conv1 -> conv2``."""
+        sides = ([c.out.name for c in calls] for calls in (self.writers, self.readers))
+        return " -> ".join(" + ".join(names) for names in sides)
 
 
 def input_axes(call: OpCall) -> tuple[int, ...]:
-    """The axes of a layer's weight that count its input channels."""
+    """Returns the axes of a layer's weight that count its input channels."""
     assert call.weight is not None
     rank, transposed = len(call.weight.shape), call.kind == "conv_transpose2d"
     plain = 2 if call.kind == "linear" else 3 if call.kind == "conv1d" else 4
@@ -71,21 +71,21 @@ def input_axes(call: OpCall) -> tuple[int, ...]:
 
 
 def channel_groups(model: TracedModule, every: bool = False) -> list[ChannelGroup]:
-    """The groups of a flat, expanded float graph, in graph order.
+    """Finds the groups of a flat, expanded float graph, in graph order.
 
     Args:
         model: the graph.
-        every: also those without a layer that writes them and a layer that reads them.
+        every: whether to include groups without a writer or without a reader.
     """
-    groups = _Finder(model).groups()
+    groups = _GroupFinder(model).groups()
     return groups if every else [g for g in groups if g.writers and g.readers]
 
 
-class _Finder:
+class _GroupFinder:
     def __init__(self, model: TracedModule) -> None:
         self.model = model
         self.static = static_nodes(model)
-        self.parent: dict[Node, int] = {}
+        self.parent: dict[Node, Node] = {}
         self.reasons: dict[Node, str] = {}
         self.writers: dict[Node, list[OpCall]] = {}
         self.readers: dict[Node, list[OpCall]] = {}
@@ -101,20 +101,20 @@ class _Finder:
             self._visit(expr)
         for node in self.model.graph.outputs:
             self._block(node, "it leaves the model")
-        found: dict[Node, ChannelGroup] = {}
+        groups: dict[Node, ChannelGroup] = {}
         for key, node in self.nodes.items():
             root = self._root(key)
-            if root not in found:
-                found[root] = ChannelGroup(node.name, _channels(node))
+            if root not in groups:
+                groups[root] = ChannelGroup(node.name, _channels(node))
         for calls, name in ((self.writers, "writers"), (self.readers, "readers")):
-            for key, several in calls.items():
-                getattr(found[self._root(key)], name).extend(several)
+            for key, layers in calls.items():
+                getattr(groups[self._root(key)], name).extend(layers)
         for key, call in self.through:
-            found[self._root(key)].through.append(call)
+            groups[self._root(key)].through.append(call)
         for key, reason in self.reasons.items():
-            if self._root(key) in found and not found[self._root(key)].reason:
-                found[self._root(key)].reason = reason
-        return list(found.values())
+            if self._root(key) in groups and not groups[self._root(key)].reason:
+                groups[self._root(key)].reason = reason
+        return list(groups.values())
 
     def _visit(self, expr: Expr) -> None:
         call = ops.read(expr)
@@ -122,7 +122,7 @@ class _Finder:
             label = op_label(expr)
             for node in _floats(expr):
                 self._block(node, f"{label} reads or gives it")
-        elif call.kind in _LAYERS:
+        elif call.kind in LAYERS:
             self._layer(call)
         elif self._scales(call):
             ends = (*call.inputs, *call.outputs)
@@ -147,10 +147,10 @@ class _Finder:
                 self._block(node, f"{call.out.name}: {reason}")
 
     def _scales(self, call: OpCall) -> bool:
-        """Whether scaling the channels of what ``call`` reads scales those of what it gives."""
+        """Returns whether scaling the input channels of ``call`` scales its output channels."""
         source, out = call.inputs[0], call.out
         alike = _channels(source) == _channels(out) > 0
-        if call.kind in _THROUGH:
+        if call.kind in THROUGH:
             return alike
         if call.kind in ("add", "sub"):
             pair = len(call.inputs) == 2 and "scalar" not in call.attrs
@@ -162,8 +162,8 @@ class _Finder:
         if call.kind in ("mean", "sum", "max"):
             return alike and tuple(source.shape[:2]) == tuple(out.shape[:2]) and _spatial(call)
         if call.kind in ("flatten", "reshape", "squeeze"):
-            one = all(int(n) == 1 for n in (*source.shape[2:], *out.shape[2:]))
-            return alike and one and int(source.shape[0]) == int(out.shape[0])
+            single = all(int(n) == 1 for n in (*source.shape[2:], *out.shape[2:]))
+            return alike and single and int(source.shape[0]) == int(out.shape[0])
         return False
 
     # -- sets of nodes --------------------------------------------------------------------------------
@@ -173,17 +173,17 @@ class _Finder:
             self.parent[node] = node
             self.nodes[node] = node
 
-    def _root(self, key: int) -> int:
+    def _root(self, key: Node) -> Node:
         root = key
         while self.parent[root] != root:
             root = self.parent[root]
         self.parent[key] = root
         return root
 
-    def _unite(self, one: Node, other: Node) -> None:
-        self._add(one)
-        self._add(other)
-        self.parent[self._root(other)] = self._root(one)
+    def _unite(self, first: Node, second: Node) -> None:
+        self._add(first)
+        self._add(second)
+        self.parent[self._root(second)] = self._root(first)
 
     def _block(self, node: Node, reason: str) -> None:
         if isinstance(node, TensorNode) and is_float_tensor(node):
@@ -196,7 +196,7 @@ def _channels(node: TensorNode) -> int:
 
 
 def _spatial(call: OpCall) -> bool:
-    """Whether a reduction is over axes behind the channels."""
+    """Returns whether a reduction is over axes behind the channels."""
     axis = call.attrs.get("axis")
     rank = len(call.inputs[0].shape)
     return axis is not None and all(int(a) % rank >= 2 for a in axis)
@@ -207,7 +207,7 @@ def _floats(expr: Expr) -> Iterator[TensorNode]:
 
 
 def _why_not_layer(call: OpCall) -> str | None:
-    """Why the parameters of a layer cannot be changed for its own sake."""
+    """Returns why the parameters of a layer cannot be changed; None if they can."""
     assert call.weight is not None
     for node in (call.weight, call.bias):
         if node is not None and not isinstance(node.expr, GetAttr):

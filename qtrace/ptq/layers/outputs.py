@@ -15,6 +15,7 @@ from megengine import Tensor
 from qtrace.data.batches import evaluating, first_samples
 from qtrace.errors import QtraceError
 from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.stepping import SegmentEngine, Stepper, as_array
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.metrics import comparable, finite_or_none, sqnr_db
 from qtrace.preparation.annotation import Site
@@ -104,22 +105,32 @@ class CalibrationOutputs:
         model: the calibrated graph, in the phase ``quantize`` and in eval mode.
         reference: the float graph.
         batches: the calibration data.
+        engine: computes the graphs where it can; None for MegEngine.
     """
 
-    def __init__(self, model: QuantizedModel, reference: TracedModule, batches: Batches) -> None:
+    def __init__(
+        self,
+        model: QuantizedModel,
+        reference: TracedModule,
+        batches: Batches,
+        engine: SegmentEngine | None = None,
+    ) -> None:
         arguments = next(iter(batches.spread(_MAX_SAMPLES)))
-        arguments = first_samples(arguments, _MAX_SAMPLES) or arguments
-        self.model = model.module
-        self.inputs = Interpreter(self.model).bind(*arguments)[1][1:]
-        self.exact = _Outputs(reference).compute(self.inputs)
+        self.arguments = first_samples(arguments, _MAX_SAMPLES) or arguments
+        self.model, self.engine = model.module, engine
+        first = Interpreter(self.model).bind(*self.arguments)[1][1]
+        self.exact = self._compute(reference)
         self.names = [model.unrounded_name(node) for node in self.model.graph.outputs]
-        first = self.inputs[0]
         count = int(first.shape[0]) if first.ndim else 1
         self.measured = f"{count} sample{'' if count == 1 else 's'} of the calibration data"
 
     def ratios(self) -> Ratios:
         """Returns output -> SQNR in dB, None without an error."""
-        return _ratios(self.names, self.exact, _Outputs(self.model).compute(self.inputs))
+        return _ratios(self.names, self.exact, self._compute(self.model))
+
+    def _compute(self, model: TracedModule) -> list[np.ndarray]:
+        outputs = Stepper(model, [self.arguments], engine=self.engine).finish()
+        return [as_array(value) for value in outputs]
 
 
 def _ratios(names: list[str], exact: list[np.ndarray], rounded: list[np.ndarray]) -> Ratios:

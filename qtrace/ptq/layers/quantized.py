@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from megengine import Parameter, Tensor
@@ -15,7 +15,7 @@ from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.graph.ordering import order_together
-from qtrace.graph.stepping import Stepper
+from qtrace.graph.stepping import Stepper, as_array
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner, users
 from qtrace.ops import OpCall
@@ -27,7 +27,6 @@ __all__ = [
     "LayerTwins",
     "QuantizedLayer",
     "calls_by_weight",
-    "mean_error",
     "per_channel",
     "quantized_layers",
     "write",
@@ -187,36 +186,48 @@ def per_channel(value: np.ndarray, axis: int) -> np.ndarray:
     return np.moveaxis(value, axis, 0).reshape(value.shape[axis], -1)
 
 
-def mean_error(pairs: Iterable[tuple[np.ndarray, np.ndarray]], axis: int) -> np.ndarray:
-    """Computes the mean of ``reference - value`` in each channel, float64 (C,).
-
-    Args:
-        pairs: references and values.
-        axis: the axis that counts channels.
-    """
-    total, count = np.zeros(1), 0
-    for reference, value in pairs:
-        rows = per_channel(reference.astype(np.float64) - value, axis)
-        total, count = total + rows.sum(axis=1), count + rows.shape[1]
-    return total / count
-
-
 class LayerTwins:
     """The quantized graph and the float graph, computed side by side, expr by expr.
 
     Args:
         task: the model, the reference and the batches to run both on.
         layers: the layers whose calls are computed together.
+        fast: whether the engine of the task computes what it can; values are then arrays.
     """
 
-    def __init__(self, task: CalibratedTask, layers: Iterable[QuantizedLayer] = ()) -> None:
+    def __init__(
+        self, task: CalibratedTask, layers: Iterable[QuantizedLayer] = (), fast: bool = False
+    ) -> None:
         self._twin = {n.name: e for e in exprs(task.reference) for n in e.outputs}
         self._nodes = {n.name: n for n in task.reference.graph.inputs}
         self._nodes.update((n.name, n) for e in self._twin.values() for n in e.outputs)
         groups = _call_groups(layers)
-        self.quantized = Stepper(task.model, task.batches, groups)
-        self.float = Stepper(task.reference, task.batches, [[self.twin(e) for e in g] for g in groups])
+        engine = task.engine if fast else None
+        twin_groups = [[self.twin(e) for e in g] for g in groups]
+        self.quantized = Stepper(task.model, task.batches, groups, engine)
+        self.float = Stepper(task.reference, task.batches, twin_groups, engine)
         self.count = self.quantized.count
+        self._unrounded = self._unrounded_nodes(task) if engine is not None else {}
+
+    def _unrounded_nodes(self, task: CalibratedTask) -> dict[Node, list[Node]]:
+        """Maps each node that no rounding and no changed parameter precedes to nodes with its value.
+
+        These are its node of the float graph, and that behind its fake quant, which rounds nothing there.
+        """
+        unrounded: dict[Node, list[Node]] = {n: [self.node(n)] for n in task.model.graph.inputs[1:]}
+        for expr in exprs(task.model):
+            if isinstance(expr, GetAttr):
+                path = expr.name
+                same = isinstance(expr.outputs[0], TensorNode) and np.array_equal(
+                    *(get_module(model, path).numpy() for model in (task.model, task.reference))
+                )
+            else:
+                same = all(n in unrounded for n in expr.inputs)
+            if same:
+                unrounded.update((n, [self.node(n)]) for n in expr.outputs)
+            elif isinstance(owner(expr), FakeQuant) and expr.args[1] in unrounded:
+                unrounded[expr.args[1]].append(self.node(expr.outputs[0]))
+        return unrounded
 
     def twin(self, expr: Expr) -> Expr:
         """Returns the expr of the float graph whose output has the same name."""
@@ -227,9 +238,14 @@ class LayerTwins:
         return self._nodes[node.name]
 
     def advance(self, expr: Expr) -> None:
-        """Computes both graphs up to ``expr``."""
-        self.quantized.advance(expr)
+        """Computes both graphs up to ``expr``; what nothing rounded precedes is the same in both."""
         self.float.advance(self.twin(expr))
+        known: list[dict[Node, Any]] = []
+        for batch in range(self.count if self._unrounded else 0):
+            alive = self.float.alive(batch)
+            pairs = ((node, twin) for node, twins in self._unrounded.items() for twin in twins)
+            known.append({node: alive[twin] for node, twin in pairs if twin in alive})
+        self.quantized.advance(expr, known)
 
     def fork(self, expr: Expr) -> LayerTwins:
         """Advances to ``expr`` and returns an independent pair of graphs at the same expr."""
@@ -238,11 +254,19 @@ class LayerTwins:
         twins.quantized, twins.float = self.quantized.fork(), self.float.fork()
         return twins
 
-    def outputs(self, expr: Expr) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields the output of ``expr`` in the float and in the quantized graph, for every batch."""
-        for batch in range(self.count):
-            reference = self.float.outputs(self.twin(expr), batch)[0].numpy()
-            yield reference, self.quantized.outputs(expr, batch)[0].numpy()
+    def outputs(
+        self, expr: Expr, batches: Sequence[int] | None = None
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields the output of ``expr`` in the float and in the quantized graph, batch by batch.
+
+        Args:
+            expr: the next expr, or one of its group.
+            batches: the numbers of the batches; None for all.
+        """
+        numbers = range(self.count) if batches is None else batches
+        for batch in numbers:
+            reference = as_array(self.float.outputs(self.twin(expr), batch, numbers)[0])
+            yield reference, as_array(self.quantized.outputs(expr, batch, numbers)[0])
 
     def results(self, layer: QuantizedLayer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields the `outputs` of each call of a layer, call by call."""
@@ -251,5 +275,4 @@ class LayerTwins:
 
     def read(self, node: TensorNode, batch: int) -> np.ndarray:
         """Returns the value of a node of the quantized graph."""
-        value: np.ndarray = self.quantized.value(node, batch).numpy()
-        return value
+        return as_array(self.quantized.value(node, batch))

@@ -34,33 +34,43 @@ class Parameters:
         return self._values[path]
 
     def weight(self, call: OpCall) -> np.ndarray:
-        """The weight of a layer, in its own shape."""
+        """Returns the weight of a layer in the shape that the model has."""
         assert call.weight is not None
         return self[call.weight.expr.name]
 
     def ranges(self, call: OpCall, outputs: bool) -> np.ndarray:
-        """The largest magnitude of the weights of each output or input channel, shape (C,)."""
+        """Returns the largest magnitude of the weights of each output or input channel, shape (C,)."""
         weight = np.abs(self.weight(call))
         axes = call.channel_axes if outputs else input_axes(call)
         rest = tuple(a for a in range(weight.ndim) if a not in axes)
-        found: np.ndarray = weight.max(axis=rest).reshape(-1)
-        return found
+        ranges: np.ndarray = weight.max(axis=rest).reshape(-1)
+        return ranges
 
     def scale(self, group: ChannelGroup, factor: np.ndarray) -> None:
-        """Divides the channels of a group of tensors by ``factor`` (C,), computing the same in the end."""
+        """Divides the channels of a group by ``factor`` (C,); the outputs of the model stay the same."""
         for call in group.writers:
             self._multiply(call, 1.0 / factor, call.channel_axes)
             if call.bias is not None:
-                path = call.bias.expr.name
-                self._values[path] = (self[path].reshape(-1) / factor).reshape(self[path].shape)
+                self.divide(call.bias.expr.name, factor)
         for call in group.readers:
             self._multiply(call, factor, input_axes(call))
 
+    def multiplied(self, call: OpCall, factor: np.ndarray) -> np.ndarray:
+        """Returns the weight of a layer whose input channels are multiplied by ``factor`` (C,)."""
+        return self._product(call, factor, input_axes(call))
+
+    def divide(self, path: str, divisor: np.ndarray) -> None:
+        """Divides the parameter at ``path`` by ``divisor`` (C,)."""
+        self._values[path] = (self[path].reshape(-1) / divisor).reshape(self[path].shape)
+
     def _multiply(self, call: OpCall, factor: np.ndarray, axes: tuple[int, ...]) -> None:
+        assert call.weight is not None
+        self._values[call.weight.expr.name] = self._product(call, factor, axes)
+
+    def _product(self, call: OpCall, factor: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
         weight = self.weight(call)
         shape = tuple(n if i in axes else 1 for i, n in enumerate(weight.shape))
-        assert call.weight is not None
-        self._values[call.weight.expr.name] = weight * factor.reshape(shape)
+        return weight * factor.reshape(shape)
 
     def add_to_bias(self, call: OpCall, shift: np.ndarray) -> None:
         """Adds ``shift`` (C,) to the bias of a layer that has one."""
@@ -75,7 +85,7 @@ class Parameters:
 
 
 def factors(parameters: Parameters, group: ChannelGroup) -> np.ndarray:
-    """What to divide the channels of a group by, so that writers and readers use their ranges alike.
+    """Returns the divisors of a group's channels that make writers and readers use their ranges alike.
 
     For one writer and one reader with ranges r1 and r2 this is ``sqrt(r1 / r2)``, after which both ranges are
     ``sqrt(r1 * r2)`` (Nagel et al. 2019, section 4.1 and appendix A). Of several layers on one side, each
@@ -95,28 +105,28 @@ def factors(parameters: Parameters, group: ChannelGroup) -> np.ndarray:
 
 
 def precision(ranges: np.ndarray) -> np.ndarray:
-    """How many bits each channel loses under one scale for all: ``log2(max(r) / r)``; used channels only."""
+    """Returns the bits that each used channel loses under one scale for all: ``log2(max(r) / r)``."""
     used = ranges[alive(ranges)]
     return np.log2(used.max() / used) if used.size else np.zeros(1)
 
 
 def weight_sqnr(weight: np.ndarray, scheme: QScheme, axes: tuple[int, ...]) -> float | None:
-    """The signal to noise ratio in dB of a weight that is rounded over its whole range; None if exact.
+    """Returns the SQNR in dB of a weight that is rounded over its whole range; None if it is exact.
 
     Args:
-        weight: in its own shape.
-        scheme: how it is quantized.
+        weight: the weight in the shape that the model has.
+        scheme: the scheme of the weight.
         axes: the axes that count channels with a scale each; () for one scale.
     """
     return finite_or_none(sqnr_db(weight, rounded_weight(weight, scheme, axes)))
 
 
 def rounded_weight(weight: np.ndarray, scheme: QScheme, axes: tuple[int, ...]) -> np.ndarray:
-    """A weight that is rounded over its whole range, in its own shape.
+    """Rounds a weight over its whole range.
 
     Args:
         weight: the weight.
-        scheme: how it is quantized.
+        scheme: the scheme of the weight.
         axes: the axes that count channels with a scale each; () for one scale.
     """
     moved = np.moveaxis(weight, axes, range(len(axes))) if axes else weight
@@ -130,6 +140,6 @@ def rounded_weight(weight: np.ndarray, scheme: QScheme, axes: tuple[int, ...]) -
 
 
 def site_sqnr(parameters: Parameters, call: OpCall, site: Site) -> float | None:
-    """`weight_sqnr` of a layer under the plan of its weight's site."""
+    """Returns the `weight_sqnr` of a layer under the plan of its weight's site."""
     assert site.plan is not None
     return weight_sqnr(parameters.weight(call), site.plan.scheme, site.channel_axes)

@@ -1,4 +1,4 @@
-"""A block that is learned: its data from both graphs, its computation with weights and scales of its own."""
+"""The data of a learned block from both graphs, and its computation with trial weights and scales."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from qtrace.scheme import QParams
 
 __all__ = ["BlockData", "BlockRun"]
 
-# From a value that is rounded to the mask of what stays so: 1, and 0 for what is not rounded.
+# From a tensor that is about to be rounded to its mask: 1 where it is rounded, 0 where it stays float.
 Masks = Callable[[Tensor], Tensor]
 
 
 class BlockData:
-    """What a block reads and should give, for all images or, where their shapes differ, by batch."""
+    """The inputs and float outputs of a block: of all images, or by batch where their shapes differ."""
 
     def __init__(self, twins: LayerTwins, block: Block) -> None:
         twins.advance(block.exprs[0])
@@ -41,25 +41,25 @@ class BlockData:
 
     @staticmethod
     def _part(twins: LayerTwins, block: Block, batch: int) -> list[np.ndarray]:
-        """A batch: the entries in the quantized graph and in the float one, and the exits in that."""
+        """Returns a batch: its entries in the quantized and in the float graph, and its float exits."""
         rounded = [twins.read(n, batch) for n in block.entries]
         exact = [twins.float.value(twins.node(n), batch).numpy() for n in block.entries]
         twin = [twins.twin(e) for e in block.exprs]
-        want = twins.float.compute(twin, [twins.node(n) for n in block.exits], batch)
-        return [*rounded, *exact, *(v.numpy() for v in want)]
+        exits = twins.float.compute(twin, [twins.node(n) for n in block.exits], batch)
+        return [*rounded, *exact, *(v.numpy() for v in exits)]
 
     def _joined(self) -> list[np.ndarray] | None:
-        """Everything along the axis of images, if the arrays are that alike."""
-        one = self.parts[0]
-        images = one[0].shape[0] if one[0].ndim else 0
+        """Joins all parts along the axis of images; None if their shapes do not allow it."""
+        first = self.parts[0]
+        images = first[0].shape[0] if first[0].ndim else 0
         for part in self.parts:
-            same = all(a.shape[1:] == b.shape[1:] for a, b in zip(part, one, strict=True))
+            same = all(a.shape[1:] == b.shape[1:] for a, b in zip(part, first, strict=True))
             if not same or any(a.ndim == 0 or a.shape[0] != part[0].shape[0] for a in part):
                 return None
         return [np.concatenate(arrays) for arrays in zip(*self.parts, strict=True)] if images else None
 
     def draw(self, rng: np.random.Generator, size: int) -> list[np.ndarray]:
-        """Some images, or one of the batches."""
+        """Draws ``size`` images, or a whole batch where the images are not joined."""
         if self.whole is None:
             return self.parts[int(rng.integers(len(self.parts)))]
         chosen = rng.integers(len(self.whole[0]), size=min(size, len(self.whole[0])))
@@ -100,8 +100,8 @@ class BlockRun:
     Args:
         task: the model and the data.
         twins: both graphs.
-        block: what is computed.
-        floats: path of a weight -> its values before anything was rounded.
+        block: the block to compute.
+        floats: float values of each weight by its path.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class BlockRun:
         self.scales = {id(m): (m, Parameter(m.effective_scale().numpy())) for m in _own_scales(task, block)}
 
     def forward(self, entries: Sequence[Tensor], masks: Masks | None = None) -> list[Tensor]:
-        """The exits of the block for the values of its entries; without ``masks``, everything is rounded."""
+        """Computes the block's exits from its ``entries``; without ``masks``, everything is rounded."""
         weights = {state.key: state.parameter for state in self.layers}
         values: dict[Node, Any] = dict(zip(self.block.entries, entries, strict=True))
         for expr in self.block.exprs:
@@ -121,8 +121,8 @@ class BlockRun:
             if isinstance(module, FakeQuant):
                 results = [self._round(module, inputs[1], masks)]
             else:
-                found = interpret(expr, inputs)
-                results = [] if found is None else list(found)
+                outputs = interpret(expr, inputs)
+                results = [] if outputs is None else list(outputs)
             values.update((n, v) for n, v in zip(expr.outputs, results, strict=True))
         return [values[n] for n in self.block.exits]
 
@@ -132,38 +132,38 @@ class BlockRun:
         return values[node] if node in values else self.twins.quantized.value(node, 0)
 
     def _round(self, module: FakeQuant, x: Tensor, masks: Masks | None) -> Tensor:
-        known = self.scales.get(id(module))
-        scale = module.signed_scale() if known is None else known[1]
+        learned = self.scales.get(id(module))
+        scale = module.signed_scale() if learned is None else learned[1]
         zero, levels = module.effective_zero_point(), Levels.of(module.scheme)
-        learn = None if known is None else Learn()
+        learn = None if learned is None else Learn()
         y = quant_dequant(module.shaped(x), scale, zero, levels, module.shape, learn)
         return y if masks is None else x + (y - x) * masks(x)
 
     def noise(self, data: BlockData, weights: list[np.ndarray]) -> Noise:
-        """The error of the block's outputs with these weights, on all data."""
+        """Measures the error of the block's outputs with ``weights`` on all data."""
         for state, weight in zip(self.layers, weights, strict=True):
             state.parameter._reset(Parameter(weight))
-        found = Noise(self.block.name)
+        noise = Noise(self.block.name)
         for part in data.parts:
             exits = self.forward([Tensor(v) for v in part[: data.entries]])
-            for want, have in zip(part[2 * data.entries :], exits, strict=True):
-                found.add(want, have.numpy())
-        return found
+            for reference, output in zip(part[2 * data.entries :], exits, strict=True):
+                noise.add(reference, output.numpy())
+        return noise
 
     def state(self) -> list[np.ndarray]:
-        """The weights and all scales that the result depends on."""
+        """Returns all weights, roundings and scales that the learned result depends on."""
         rounded = [a for s in self.layers for a in (s.rounding.v, s.rounding.low, s.start)]
         quants = [state.layer.quant for state in self.layers]
         quants += [m for e in self.block.exprs if isinstance(m := owner(e), FakeQuant)]
         return [*rounded, *(t.numpy() for q in quants for t in (q.scale, q.zero_point))]
 
     def set_scales(self, values: list[np.ndarray]) -> None:
-        """Gives the learned scales these values."""
+        """Sets the learned scales to ``values``."""
         for (_, scale), value in zip(self.scales.values(), values, strict=True):
             scale._reset(Parameter(value))
 
     def store_scales(self) -> None:
-        """Gives the fake quants the scales that were learned."""
+        """Stores the learned scales in their fake quants."""
         for module, scale in self.scales.values():
             value = np.maximum(np.abs(scale.numpy()), SMALLEST_SCALE).reshape((-1,) if module.shape else ())
             zero = module.effective_zero_point().numpy().reshape(value.shape).astype(np.int32)
@@ -171,7 +171,7 @@ class BlockRun:
 
 
 def _own_scales(task: CalibratedTask, block: Block) -> list[FakeQuant]:
-    """The fake quants of activations that are called in the block and nowhere else."""
+    """Returns the fake quants of activations that are called in the block and nowhere else."""
     calls: dict[int, int] = {}
     for expr in exprs(task.model):
         module = owner(expr)

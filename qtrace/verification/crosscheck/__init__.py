@@ -20,10 +20,10 @@ from qtrace.graph.failures import short
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.graph.walk import op_label, owner
 from qtrace.numerics import quantize
+from qtrace.process.onnxruntime import onnxruntime_errors
 from qtrace.scheme import QParams
 from qtrace.verification.crosscheck._segment import Arguments, Recording, RuntimeValues, Segment, Split
 from qtrace.verification.report import CrossCheck
-from qtrace.verification.runtimes.onnxruntime import onnxruntime_errors
 
 __all__ = ["Disagreement", "RuntimeValues", "cross_check"]
 

@@ -1,22 +1,31 @@
-"""Runtimes, one a file: each runs exported files and returns their integers; the file name is its name."""
+"""Runtimes, one a file: each runs exported files and returns their integers; the file name is its name.
+
+A runtime of your own is ``pkg.mod:NAME``, or an entry point in the group ``qtrace.runtimes``.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import pkgutil
 from pathlib import Path
 
+from qtrace import plugins
 from qtrace.errors import ExportError
+from qtrace.plugins.installed import RUNTIMES, installed, refuse_clashes
 from qtrace.verification.runtimes.base import Runtime
 
 __all__ = ["Runtime", "get", "known"]
 
 
 def known() -> tuple[str, ...]:
-    """Returns the names of all runtimes, sorted."""
-    names = (m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
-    return tuple(sorted(name for name in names if name != "base"))
+    """Returns the names of all runtimes, sorted: qtrace's own and those of installed packages.
+
+    Raises:
+        ConfigError: when an installed package takes the name of another runtime.
+    """
+    own = plugins.packaged(__name__)
+    refuse_clashes(RUNTIMES, own)
+    return tuple(sorted((*own, *installed(RUNTIMES))))
 
 
 def get(path: Path, name: str | None = None) -> Runtime:
@@ -24,28 +33,39 @@ def get(path: Path, name: str | None = None) -> Runtime:
 
     Raises:
         ExportError: when no runtime runs the file, or its package is not installed.
+        ConfigError: when the runtime is the user's own and cannot be imported, or is no `Runtime`.
     """
-    if name is not None and name not in known():
-        raise ExportError(f"unknown runtime {name!r}; known: {', '.join(known())}.")
-    modules = [importlib.import_module(f"{__name__}.{n}") for n in ([name] if name else known())]
-    fitting: list[Runtime] = [m.RUNTIME for m in modules if path.suffix in m.RUNTIME.suffixes]
+    runtimes = [_load(n) for n in ([name] if name else known())]
+    fitting = [runtime for runtime in runtimes if path.suffix in runtime.suffixes]
     if not fitting:
-        for module in modules:
-            if path.suffix in module.RUNTIME.companions:
-                model = path.with_suffix(module.RUNTIME.suffixes[0]).name
+        for runtime in runtimes:
+            if path.suffix in runtime.companions:
+                model = path.with_suffix(runtime.suffixes[0]).name
                 raise ExportError(f"{path.name} holds weights: name the model that belongs to it, {model}.")
         subject = f"{name} does not run" if name else "no runtime runs"
         raise ExportError(f"{subject} files like {path.name or path}; known: {_describe_known()}.")
     # ONNX files are written for onnxruntime; other runtimes that read them are asked for by name.
     runtime = sorted(fitting, key=lambda r: not r.default)[0]
     if importlib.util.find_spec(runtime.package) is None:
+        package = f"'qtrace[{runtime.extra}]'" if runtime.extra else runtime.package
         raise ExportError(
-            f"verification in {runtime.name} needs the package {runtime.package}: "
-            f"run pip install 'qtrace[{runtime.extra}]'."
+            f"verification in {runtime.name} needs the package {runtime.package}: run pip install {package}."
         )
     return runtime
 
 
+def _load(name: str) -> Runtime:
+    if name in plugins.packaged(__name__):
+        own: Runtime = importlib.import_module(f"{__name__}.{name}").RUNTIME
+        return own
+    if name not in known() and not plugins.OWN_CLASS.fullmatch(name):
+        raise ExportError(
+            f"unknown runtime {name!r}; known: {', '.join(known())}, or your own as 'pkg.mod:NAME'."
+        )
+    runtime: Runtime = plugins.load_object(RUNTIMES, name, Runtime)
+    return runtime
+
+
 def _describe_known() -> str:
-    runtimes = (importlib.import_module(f"{__name__}.{n}").RUNTIME for n in known())
-    return ", ".join(f"{r.name} ({' '.join(r.suffixes)})" for r in runtimes)
+    runtimes = ((name, _load(name)) for name in known())
+    return ", ".join(f"{name} ({' '.join(runtime.suffixes)})" for name, runtime in runtimes)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from qtrace.errors import ExportError
 from qtrace.verification.runtimes.base import check_size
 
-__all__ = ["Exposed", "with_integer_outputs"]
+__all__ = ["Exposed", "as_declared", "with_integer_outputs"]
 
 # A protobuf file holds 2 GiB; 16 MiB of it are left for what is not a tensor.
 _MAX_TENSOR_BYTES = 2**31 - 2**24
@@ -19,6 +23,9 @@ _MAX_TENSOR_BYTES = 2**31 - 2**24
 # ONNX's number of a type of 4 bits -> that of the type of 8 bits with the same sign.
 _WIDER = {22: 3, 21: 2}  # int4 -> int8, uint4 -> uint8
 _SUFFIX = "_as_8_bits"
+
+# Types of inputs that MegEngine carries as int32.
+_CARRIED_AS_INT32 = ("int64", "uint32", "uint64")
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,8 @@ class Exposed:
         tensors: the name of the integer tensor of each site; these outputs follow the model's own.
         folder: the folder of the external tensors that ``data`` refers to; None without such tensors.
         graph_hash: the hash of the exported graph; "" where the file does not store it.
+        deployed: the serialized model without the integers as outputs if it is not the file as it is, because
+            it is verified without the preprocessing in the file; else b"".
     """
 
     data: bytes
@@ -40,6 +49,18 @@ class Exposed:
     tensors: list[str]
     folder: Path | None = None
     graph_hash: str = ""
+    deployed: bytes = b""
+
+
+def as_declared(inputs: Sequence[np.ndarray], types: Sequence[str]) -> list[np.ndarray]:
+    """Converts the int32 tensors of a graph to the integer types that the inputs of a file declare.
+
+    Args:
+        inputs: one array for each input.
+        types: the type of each input of the file, such as ``int64``.
+    """
+    pairs = zip(inputs, types, strict=True)
+    return [v.astype(t) if v.dtype == np.int32 and t in _CARRIED_AS_INT32 else v for v, t in pairs]
 
 
 def with_integer_outputs(path: Path) -> Exposed:
@@ -53,6 +74,8 @@ def with_integer_outputs(path: Path) -> Exposed:
     import onnx
     from google.protobuf.message import DecodeError
 
+    from qtrace.export.onnx.ends import without_preprocessing
+
     check_size(path, "ONNX")
     try:
         model = onnx.load(str(path), load_external_data=False)
@@ -61,6 +84,7 @@ def with_integer_outputs(path: Path) -> Exposed:
     if not model.graph.node and not model.graph.output:
         raise ExportError(f"{path} is not an ONNX file: it has no graph.")
     folder = _load_tensors(model, path)
+    deployed = model.SerializeToString() if without_preprocessing(model) else b""
     outputs = [o.name for o in model.graph.output]
     integers: list[str] = []
     tensors: list[str] = []
@@ -68,7 +92,9 @@ def with_integer_outputs(path: Path) -> Exposed:
     for node in model.graph.node:
         if node.op_type == "QuantizeLinear":
             name = node.output[0]
-            integers.append(name.removesuffix("_int"))
+            # Other tools name the integers otherwise: their site has the name of the tensor that is rounded.
+            site = name if name.endswith("_int") else re.sub(r"\W", "_", node.input[0])
+            integers.append(site.removesuffix("_int"))
             kind = stored.get(node.input[2]) if len(node.input) > 2 else None
             if kind is None:
                 raise ExportError(
@@ -83,7 +109,7 @@ def with_integer_outputs(path: Path) -> Exposed:
             tensors.append(name)
     facts = {p.key: p.value for p in model.metadata_props}
     data = model.SerializeToString()
-    return Exposed(data, outputs, integers, tensors, folder, facts.get("qtrace.graph", ""))
+    return Exposed(data, outputs, integers, tensors, folder, facts.get("qtrace.graph", ""), deployed)
 
 
 def _load_tensors(model: Any, path: Path) -> Path | None:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.errors import ExportError
+from qtrace.process.onnxruntime import onnxruntime_errors
 from qtrace.verification.runtimes.base import Kernels
 
-__all__ = ["kernels", "onnxruntime_errors"]
+__all__ = ["kernels"]
 
 # The ops that compute. Ops that only move values run on any type.
 _COMPUTING = (
@@ -53,14 +54,6 @@ def kernels(path: Path) -> Kernels:
         else:
             floats.append((node.output[0], node.op_type, _explain_float(node, producers, readers)))
     return Kernels(tuple(names), tuple(floats))
-
-
-def onnxruntime_errors() -> tuple[type[Exception], ...]:
-    """Returns the exceptions that onnxruntime raises; its own have no base class but `Exception`."""
-    from onnxruntime.capi import onnxruntime_pybind11_state as state
-
-    own = (t for t in vars(state).values() if isinstance(t, type) and issubclass(t, Exception))
-    return (*own, RuntimeError, ValueError)
 
 
 def _optimize(path: Path) -> Any:

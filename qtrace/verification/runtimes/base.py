@@ -42,7 +42,8 @@ class RuntimeRun:
     """The values that a runtime computed for one batch.
 
     Attributes:
-        outputs: the model's outputs, in the order and layout of the graph's.
+        outputs: the model's outputs, in the order and layout of the graph's; None for one that a device has
+            not dumped.
         integers: name of a site, or of a node that carries integers -> its integers, in the graph's layout.
     """
 
@@ -77,7 +78,7 @@ class Kernels:
 
 
 class Session(Protocol):
-    """A loaded file."""
+    """A loaded file; with an attribute ``partial`` that is true, sites may be missing."""
 
     @property
     def integer_names(self) -> Sequence[str]:
@@ -101,7 +102,7 @@ class Runtime:
     Attributes:
         name: the name that users give to ``verify``.
         package: the Python package of the runtime.
-        extra: the extra of qtrace that installs the package.
+        extra: the extra of qtrace that installs the package; "" for a runtime of the user's.
         suffixes: the suffixes of the files that the runtime runs.
         open: loads a file: with every optimization that a user would deploy (True), or so that each op
             computes on its own (False).
@@ -109,6 +110,7 @@ class Runtime:
             kernels.
         default: whether the runtime is used for its suffixes when the user names none.
         companions: suffixes of the files of weights that stand beside a model file.
+        optimizes: whether files can also run with optimizations; dumped tensors are as they are.
     """
 
     name: str
@@ -119,3 +121,4 @@ class Runtime:
     kernels: Callable[[Path], Kernels] | None = None
     default: bool = True
     companions: tuple[str, ...] = ()
+    optimizes: bool = True

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.verification.runtimes._onnx import with_integer_outputs
-from qtrace.verification.runtimes._onnx_kernels import kernels, onnxruntime_errors
+from qtrace.process.onnxruntime import onnxruntime_errors
+from qtrace.verification.runtimes._onnx import as_declared, with_integer_outputs
+from qtrace.verification.runtimes._onnx_kernels import kernels
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
-__all__ = ["RUNTIME", "onnxruntime_errors"]
+__all__ = ["RUNTIME"]
 
 
 class OnnxSession:
@@ -40,18 +41,22 @@ class OnnxSession:
         try:
             self.session = ort.InferenceSession(model.data, options, providers=providers)
             self.deployed = (
-                ort.InferenceSession(str(path), options, providers=providers) if optimize else None
+                ort.InferenceSession(model.deployed or str(path), options, providers=providers)
+                if optimize
+                else None
             )
         except onnxruntime_errors() as error:
             raise ExportError(f"onnxruntime cannot run {path}: {error}") from error
-        self.input_names = [i.name for i in self.session.get_inputs()]
+        inputs = self.session.get_inputs()
+        self.input_names = [i.name for i in inputs]
+        self.input_types = [i.type[len("tensor(") : -1] for i in inputs]
 
     def run(self, inputs: list[np.ndarray]) -> RuntimeRun:
         """Runs the model; see `Session`."""
         if len(inputs) != len(self.input_names):
             raise ExportError(f"the model takes {len(self.input_names)} inputs, not {len(inputs)}.")
         names = [*self.output_names, *self.tensor_names]
-        feeds = dict(zip(self.input_names, inputs, strict=True))
+        feeds = dict(zip(self.input_names, as_declared(inputs, self.input_types), strict=True))
         try:
             values = self.session.run(names, feeds)
             outputs = None if self.deployed is None else self.deployed.run(self.output_names, feeds)

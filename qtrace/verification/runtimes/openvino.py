@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.verification.runtimes._onnx import with_integer_outputs
+from qtrace.verification.runtimes._onnx import as_declared, with_integer_outputs
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
 __all__ = ["RUNTIME"]
@@ -44,7 +44,9 @@ class OpenvinoSession:
         try:
             self.compiled = core.compile_model(core.read_model(model.data), "CPU", settings)
             self.deployed = (
-                core.compile_model(core.read_model(str(path)), "CPU", settings) if optimize else None
+                core.compile_model(core.read_model(model.deployed or str(path)), "CPU", settings)
+                if optimize
+                else None
             )
         except RuntimeError as error:  # OpenVINO raises no other type
             raise ExportError(f"OpenVINO cannot run {path}: {error}") from error
@@ -53,6 +55,7 @@ class OpenvinoSession:
         """Runs the model; see `Session`."""
         if len(inputs) != len(self.compiled.inputs):
             raise ExportError(f"the model takes {len(self.compiled.inputs)} inputs, not {len(inputs)}.")
+        inputs = as_declared(inputs, [str(i.element_type.to_dtype()) for i in self.compiled.inputs])
         try:
             results = self.compiled(inputs)
             deployed = None if self.deployed is None else self.deployed(inputs)

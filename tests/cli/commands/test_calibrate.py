@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from pathlib import Path
@@ -273,3 +274,34 @@ def umask():
     value = os.umask(0)
     os.umask(value)
     return value
+
+
+NATIVE = """
+import megengine.module as M
+from tests.native_nets import trained
+
+def factory():
+    return trained(M.Sequential(M.QuantStub(), M.ConvBnRelu2d(3, 4, 3)))
+"""
+
+
+def test_a_model_of_megengines_own_quantization_keeps_its_scales(run, here, monkeypatch):
+    import megengine as mge
+    from megengine.traced_module import trace_module
+
+    (here.path / f"native_{here.module}.py").write_text(NATIVE)
+    monkeypatch.syspath_prepend(str(here.path))
+    images = np.ones((2, 3, 6, 6), np.float32)
+    np.save("images.npy", images)
+    module = importlib.import_module(f"native_{here.module}")
+    mge.save(trace_module(module.factory(), mge.Tensor(images)), "traced.mge")
+    reports = []
+    for model in (f"native_{here.module}:factory", "traced.mge"):
+        result = run("calibrate", model, "-d", "images.npy", "-r", "onnxruntime", "-o", "o", "--force")
+        assert result.code == 0, result.err
+        reports.append(json.loads(Path("o/report.json").read_text())["sites"])
+        assert "From the model's own quantization: 3 of 3 scales." in Path("o/explain.txt").read_text()
+    origins = [{site["site"]: site["native"] for site in sites} for sites in reports]
+    assert "the weight of 1 (qat.ConvBnRelu2d)" in origins[0].values()
+    assert sorted(origins[0].values()) == sorted(origins[1].values())
+    assert sorted(site["scale"] for site in reports[0]) == sorted(site["scale"] for site in reports[1])

@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 
 from qtrace.errors import QtraceError
@@ -13,7 +15,7 @@ from qtrace.errors import QtraceError
 
 def test_export(run, here, fakes):
     result = run("export", "float.mge", "-o", "new/net.param", "--json")
-    assert json.loads(result.out) == {"file": "new/net.param"}
+    assert json.loads(result.out) == {"file": "new/net.param", "inputs": [], "outputs": []}
     assert sorted(os.listdir("new")) == ["net.bin", "net.param"]
 
 
@@ -62,3 +64,31 @@ def test_export_takes_no_code(run, here, fakes):
     result = run("export", f"{here.module}:Net", "-o", "net.onnx")
     assert result.code == 2
     assert "takes a file" in result.err
+
+
+def test_a_traced_model_is_written_in_float_and_verified(run, here):
+    np.save("x.npy", np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32))
+    assert run("trace", f"{here.module}:factory", "--shape", "2x4", "-o", "plain.mge").code == 0
+    result = run("export", "plain.mge", "-o", "net.onnx", "-O", "opset=17")
+    assert (result.code, result.out) == (0, "net.onnx\n")
+    model = onnx.load("net.onnx")
+    assert [node.name for node in model.graph.node] == ["/fc/Gemm"]
+    assert {t.name for t in model.graph.initializer} == {"fc.weight", "fc.bias"}
+    assert model.opset_import[0].version == 17
+    result = run("verify", "net.onnx", "--model", "plain.mge", "--data", "x.npy")
+    assert result.code == 0, result.err
+    assert "a float file: its outputs are compared" in result.out
+
+
+def test_a_format_of_quantized_models_refuses_a_traced_one(run, here):
+    assert run("trace", f"{here.module}:factory", "--shape", "2x4", "-o", "plain.mge").code == 0
+    result = run("export", "plain.mge", "-o", "net.dot")
+    assert result.code == 2
+    text = " ".join(result.err.split())
+    assert "format dot writes quantized modules, and Net is a plain traced module: prepare, calibrate" in text
+    assert not Path("net.dot").exists()
+
+
+def test_help_says_which_models_it_takes(run):
+    text = " ".join(run("export", "--help").out.split())
+    assert "or a float.mge of `qtrace trace`, which is written in float" in text

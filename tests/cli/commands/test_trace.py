@@ -88,8 +88,28 @@ def test_a_trace_that_copies_views_warns_only_if_the_module_itself_is_wrong(run,
     )
     command = ("trace", "box_decoder:Net", "-o", "net.mge", *quiet)
     right = run(*command, "--shape", "1x10x6", "--no-check")
-    assert (right.code, right.out, right.err) == (0, "net.mge\n", "")
+    ends = "" if quiet else "inputs: x float32 1x10x6\noutputs: mul_out float32 1x10x2\n"
+    assert (right.code, right.out, right.err) == (0, "net.mge\n", ends)
     wrong = run(*command, "--shape", "2x10x6")
     assert (wrong.code, wrong.out) == (0, "net.mge\n")
     assert wrong.err.startswith("warning: Net: MegEngine's kernels on CPU can take a view")
-    assert wrong.err.count("\n") == 1
+    assert wrong.err.count("\n") == (1 if quiet else 3)
+
+
+def test_a_branch_by_a_value_is_refused_unless_its_line_is_allowed(run, here):
+    Path("rescaled.py").write_text(
+        "import megengine.module as M\n"
+        "class Net(M.Module):\n"
+        "    def forward(self, x):\n"
+        "        if x.max() > 100:\n"
+        "            x = x / 100\n"
+        "        return x + 1\n"
+    )
+    command = ("trace", "rescaled:Net", "--shape", "2x4", "-o", "net.mge")
+    refused = run(*command)
+    assert refused.code == 2
+    assert "rescaled.py:4 reads " in refused.err
+    assert "(--allow-branch rescaled.py:4)" in refused.err
+    assert not Path("net.mge").exists()
+    assert run(*command, "--allow-branch", "rescaled.py:4").code == 0
+    assert Path("net.mge").exists()

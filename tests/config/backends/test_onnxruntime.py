@@ -6,12 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import megengine as mge
 import megengine.functional as F
 import megengine.module as M
 import pytest
 
 import qtrace
 from qtrace.config import backends
+from qtrace.graph import functions
 from qtrace.verification.runtimes import get as get_runtime
 from tests.nets import images, net
 
@@ -63,6 +65,8 @@ OPS: dict[str, Callable[[Any, Any], Any]] = {
     "silu": lambda self, y: F.silu(y),
     "hswish": lambda self, y: F.hswish(y),
     "hsigmoid": lambda self, y: F.hsigmoid(y),
+    "hard_sigmoid": lambda self, y: functions.hard_sigmoid(y),
+    "mish": lambda self, y: functions.mish(y),
     "tanh": lambda self, y: F.tanh(y),
     "add": lambda self, y: y + self.b(y),
     "mul": lambda self, y: y * self.b(y),
@@ -78,7 +82,8 @@ def test_explain_predicts_which_ops_onnxruntime_computes_in_float(kind: str, tmp
     def forward(self: M.Module, x: Any) -> Any:
         return F.max_pool2d(OPS[kind](self, self.a(x)), 1)
 
-    module = net(forward, a=M.Conv2d(4, 4, 3), b=M.Conv2d(4, 4, 1), up=M.ConvTranspose2d(4, 4, 2, 2))
+    layers = {"a": M.Conv2d(4, 4, 3), "b": M.Conv2d(4, 4, 1), "up": M.ConvTranspose2d(4, 4, 2, 2)}
+    module = net(forward, **layers, scale=mge.Parameter([0.7]), shift=mge.Parameter([0.1]))
     x = images(2, 4, 8, 8)
     recipe = {"rules": [{"match": {"op": kind}, "quantize": True}]}
     prepared = qtrace.prepare(qtrace.trace(module, x, check=False), recipe)

@@ -32,7 +32,7 @@ def resnet() -> TracedModule:
 
 def _msc(converted: TracedModule, folder: Path) -> dict[str, Any]:
     path = qtrace.export(converted, folder / "g.json", format="msc")
-    assert sorted(p.name for p in folder.iterdir()) == ["g.json", "g.prototxt"]
+    assert sorted(p.name for p in folder.iterdir()) == ["g.json", "g.npz", "g.prototxt"]
     return json.loads(path.read_text())
 
 
@@ -96,7 +96,7 @@ def test_shared_layers_constants_and_transposed_layouts(tmp_path: Path) -> None:
     nodes = {n["name"]: n for n in _msc(_converted(module, x), tmp_path)["nodes"]}
     convs = [n for n in nodes.values() if n["optype"] == "msc.conv2d_bias"]
     assert [n["shared_ref"] for n in convs] == ["", convs[0]["name"]]
-    assert convs[0]["weights"]["weight"]["layout"] == "GOIHW"
+    assert convs[0]["weights"]["weight"]["layout"] == "OIHW"
     (transpose,) = (n for n in nodes.values() if n["optype"] == "permute_dims")
     assert transpose["outputs"][0]["layout"] == "NHWC"
 

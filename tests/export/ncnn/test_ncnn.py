@@ -15,6 +15,7 @@ import pytest
 import qtrace
 from qtrace import QConfig
 from qtrace.errors import ExportError
+from qtrace.graph import functions
 from qtrace.graph.types import TracedModule
 from tests.nets import MobileNetV2, ResNet, images, net, randomize
 
@@ -111,6 +112,9 @@ OPS: dict[str, M.Module] = {
     "tanh": _after(F.tanh),
     "silu": _after(F.silu),
     "hswish": _after(F.hswish),
+    "hard_sigmoid": _after(functions.hard_sigmoid),
+    "mish": _after(functions.mish),
+    "gelu_tanh": _after(functions.gelu_tanh),
     "hsigmoid": _after(F.hsigmoid),
     "exp_abs_neg": _after(lambda y: F.exp(-F.abs(y))),
     "numbers": _after(lambda y: 2.0 - (y * 0.4 + 1.5) / 3.0),

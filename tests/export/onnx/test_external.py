@@ -83,7 +83,8 @@ def test_the_metadata_says_where_the_file_comes_from(converted: TracedModule, tm
     path = qtrace.export(converted, tmp_path / "m.onnx")
     model = onnx.load(path)
     facts = {p.key: p.value for p in model.metadata_props}
-    assert set(facts) == {"qtrace.version", "qtrace.backend", "qtrace.recipe", "qtrace.graph"}
+    keys = ("version", "backend", "recipe", "graph", "parameters")
+    assert set(facts) == {f"qtrace.{key}" for key in keys}
     assert facts["qtrace.version"] == qtrace.__version__ == model.producer_version
     assert facts["qtrace.backend"] == "onnxruntime"
     assert qtrace.QConfig(**json.loads(facts["qtrace.recipe"])).backend == "onnxruntime"

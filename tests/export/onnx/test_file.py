@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import megengine.functional as F
 import megengine.module as M
@@ -146,7 +147,9 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="not a folder"):
         qtrace.export(converted, tmp_path / "nowhere" / "m.onnx")
     with pytest.raises(GraphError, match="not a converted"):
-        qtrace.export(qtrace.trace(module, x), tmp_path / "m.onnx")
+        qtrace.export(module, tmp_path / "m.onnx")
+    with pytest.raises(GraphError, match="is prepared, not converted"):
+        qtrace.export(qtrace.prepare(qtrace.trace(module, x)), tmp_path / "m.onnx")
     for option in ("packed", "external"):
         with pytest.raises(ExportError, match=f"{option}='no way' is no choice.*true or false"):
             qtrace.export(converted, tmp_path / "m.onnx", **{option: "no way"})
@@ -253,3 +256,27 @@ def test_computed_steps_and_float16_name_the_node(
     with pytest.raises(ExportError, match=message):
         qtrace.export(_converted(module, x), tmp_path / "m.onnx")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("opset", [17, 18, 21])
+def test_a_higher_opset_holds_the_same_integers(opset: int, tmp_path: Path) -> None:
+    x = images(2, 4, 8, 8)
+
+    def forward(self: Any, x: Any) -> Any:
+        return self.fc(self.norm(F.mean(F.relu(self.c(x)), (2, 3))))
+
+    converted = _converted(net(forward, c=M.Conv2d(4, 4, 3), norm=M.LayerNorm(4), fc=M.Linear(4, 3)), x)
+    path = qtrace.export(converted, tmp_path / "m.onnx", opset=opset)
+    assert onnx.load(path).opset_import[0].version == opset
+    report = qtrace.verify(path, converted, [x])
+    assert report.passed
+    assert report.worst_lsb() == 0
+
+
+def test_an_opset_that_lacks_the_types_is_refused(tmp_path: Path) -> None:
+    x = images(2, 4, 8, 8)
+    module = net(lambda self, x: F.relu(self.c(x)), c=M.Conv2d(4, 4, 3))
+    converted = _converted(module, x, weight={"bits": 4})
+    with pytest.raises(ExportError, match="opset=20 has no integers of 4 or 16 bits: .* choose 21"):
+        qtrace.export(converted, tmp_path / "m.onnx", packed=True, opset=20)
+    assert qtrace.export(converted, tmp_path / "m.onnx", packed=True, opset=21).exists()

@@ -14,6 +14,7 @@ import pytest
 import qtrace
 from qtrace import QConfig
 from qtrace.config.backends.tflite import BACKEND
+from qtrace.graph import functions
 from qtrace.graph.types import TracedModule
 from tests.export.tflite.files import facts, kinds
 from tests.nets import images, net
@@ -149,6 +150,27 @@ CASES: dict[str, tuple[M.Module, str]] = {
     "tanh": (_between(F.tanh), "CONV_2D DEQUANTIZE TANH QUANTIZE CONV_2D"),
     "hswish": (_between(F.hswish), "CONV_2D DEQUANTIZE HARD_SWISH QUANTIZE CONV_2D"),
     "hsigmoid": (_between(F.hsigmoid), "CONV_2D DEQUANTIZE ADD RELU6 MUL QUANTIZE CONV_2D"),
+    "hard_sigmoid": (
+        _between(lambda y: functions.hard_sigmoid(y)),
+        "CONV_2D DEQUANTIZE MUL ADD MAXIMUM MINIMUM QUANTIZE CONV_2D",
+    ),
+    "mish": (_between(lambda y: functions.mish(y)), None),
+    "gelu_tanh": (
+        _between(lambda y: functions.gelu_tanh(y)),
+        "CONV_2D DEQUANTIZE GELU QUANTIZE CONV_2D",
+    ),
+    "normalize": (_between(lambda y: F.normalize(y, 2, 1)), None),
+    "normalize_rows": (_between(lambda y: F.normalize(y, axis=3, eps=1e-6)), None),
+    "rms_norm": (_between(lambda y: functions.rms_norm(y, None, 1)), None),
+    "rms_norm_weight": (
+        net(
+            lambda self, x: self.b(functions.rms_norm(self.a(x), self.weight)),
+            a=_conv(),
+            b=_conv(6, 4),
+            weight=mge.Parameter(images(1, 1, 1, 8)[0, 0, 0]),
+        ),
+        None,
+    ),
     "silu": (_between(F.silu), "CONV_2D DEQUANTIZE LOGISTIC MUL QUANTIZE CONV_2D"),
     "leaky_relu": (
         _between(lambda y: F.leaky_relu(y, 0.1)),

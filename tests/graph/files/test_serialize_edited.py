@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import pickle
+import struct
 
 import megengine as mge
 import megengine.functional as F
@@ -181,9 +182,9 @@ def test_nested_modules_have_a_limit(tmp_path):
     traced.extra = module
     path = tmp_path / "nested.mge"
     write(traced, path)
-    said = verdict(path)
-    assert said.startswith("refused")
-    assert "nests modules more than 100 levels deep" in said
+    message = verdict(path)
+    assert message.startswith("refused")
+    assert "nests modules more than 100 levels deep" in message
 
 
 def test_shared_modules_are_visited_as_often_as_the_file_is_long(tmp_path):
@@ -212,9 +213,25 @@ def test_shared_modules_are_visited_as_often_as_the_file_is_long(tmp_path):
     assert leaf is not level
     path = tmp_path / "shared.mge"
     write(level, path)
-    said = verdict(path)
-    assert said.startswith("refused")
-    assert "far more work" in said
+    message = verdict(path)
+    assert message.startswith("refused")
+    assert "far more work" in message
+
+
+@pytest.mark.parametrize("name", ["argdef_graph_map", "argdef_outdef_map"])
+def test_shared_pairs_in_the_place_of_graphs_are_not_opened(tmp_path, name):
+    """MegEngine opens containers in attributes of modules however often they share a part: 2**30 times."""
+    traced = tm.trace_module(net(lambda self, x: F.relu(x)), mge.Tensor(np.ones((1, 2), np.float32)))
+    (key,) = getattr(traced, name)
+    getattr(traced, name)[key] = "mark"
+    # Each tuple holds the one before twice: it is kept under a number and read back.
+    pairs = b"".join(b"r%sj%s\x86" % (struct.pack("<I", n), struct.pack("<I", n)) for n in range(9000, 9030))
+    mark = b"X\x04\0\0\0mark"
+    path = tmp_path / "pairs.mge"
+    path.write_bytes(pickle.dumps(traced, 3).replace(mark, b"]" + pairs))
+    message = verdict(path)
+    assert message.startswith("refused")
+    assert f"something other than graphs in its {name}" in message
 
 
 def test_a_call_has_a_graph_for_its_arguments(tmp_path):
@@ -250,6 +267,7 @@ QUANTIZATION = {
     "bits": (lambda quant: setattr(quant, "scheme", scheme_of_many_bits()), "a QScheme in it is not one"),
     "scale": (lambda quant: setattr(quant, "scale", "large"), "has the scale large: it must be a Tensor"),
     "phase": (lambda quant: setattr(quant, "phase", "sleep"), "has the phase sleep: it must be one of"),
+    "shape": (lambda quant: setattr(quant, "shape", (7,)), "has a scale of the shape"),
     "no scheme": (lambda quant: delattr(quant, "scheme"), ", has no scheme"),
 }
 

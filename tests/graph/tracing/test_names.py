@@ -103,24 +103,26 @@ def test_dicts_come_back_in_the_order_of_the_source(tmp_path: Path) -> None:
     model = net(lambda self, x: _nested(self.conv(x)), conv=M.Conv2d(3, 2, 1))
     x = images(2, 3, 4, 4)
     traced = qtrace.trace(model, x)
-    want = model(mge.Tensor(x))
+    expected = model(mge.Tensor(x))
     qtrace.save(traced, tmp_path / "t.mge")
     prepared = qtrace.prepare(traced)
     for module in (traced, qtrace.load(tmp_path / "t.mge"), prepared):
-        got = module(mge.Tensor(x))
-        assert _keys(got) == _keys(want)
-        np.testing.assert_array_equal(got["early"][1]["b"].numpy(), want["early"][1]["b"].numpy())
-        np.testing.assert_array_equal(got["middle"][0]["z"]["p"].numpy(), want["middle"][0]["z"]["p"].numpy())
+        output = module(mge.Tensor(x))
+        assert _keys(output) == _keys(expected)
+        np.testing.assert_array_equal(output["early"][1]["b"].numpy(), expected["early"][1]["b"].numpy())
+        np.testing.assert_array_equal(
+            output["middle"][0]["z"]["p"].numpy(), expected["middle"][0]["z"]["p"].numpy()
+        )
 
 
 def test_a_dict_of_a_submodule_keeps_its_meaning() -> None:
     inner = net(lambda self, x: {"b": self.conv(x), "a": x}, conv=M.Conv2d(3, 3, 1))
     model = net(lambda self, x: {"y": self.inner(x)["b"], "x": self.inner(x)["a"]}, inner=inner)
     x = images(1, 3, 4, 4)
-    got, want = qtrace.trace(model, x)(mge.Tensor(x)), model(mge.Tensor(x))
-    assert list(got) == ["y", "x"]
-    for key in got:
-        np.testing.assert_array_equal(got[key].numpy(), want[key].numpy())
+    output, expected = qtrace.trace(model, x)(mge.Tensor(x)), model(mge.Tensor(x))
+    assert list(output) == ["y", "x"]
+    for key in output:
+        np.testing.assert_array_equal(output[key].numpy(), expected[key].numpy())
 
 
 class Frozen(M.BatchNorm2d):

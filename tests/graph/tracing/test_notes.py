@@ -59,15 +59,15 @@ def test_none_is_left_out_of_the_result(kind: str, tmp_path: Path) -> None:
         result = model(mge.Tensor(TOKENS))
         if kind == "tuple":
             assert isinstance(result, tuple)
-            (found,) = result
+            (value,) = result
         elif kind == "list":
-            found, (other,) = result
+            value, (other,) = result
             np.testing.assert_allclose(other.numpy(), y + 1, rtol=1e-6)
         else:
             assert list(result) == ["second", "last"]
-            found = result["second"]
+            value = result["second"]
             np.testing.assert_allclose(result["last"]["kept"].numpy(), y * 2, rtol=1e-6)
-        np.testing.assert_allclose(found.numpy(), y, rtol=1e-6)
+        np.testing.assert_allclose(value.numpy(), y, rtol=1e-6)
 
 
 def test_a_submodule_that_returns_none_is_traced_without_a_word() -> None:
@@ -125,12 +125,12 @@ def test_attention_is_traced_in_parts(case: str, bias: bool, monkeypatch: pytest
     # MegEngine writes boolean masks by y[mask] = number, which gives garbage where ops are queued.
     monkeypatch.setattr(mge.config, "async_level", 0)
     layer = _attention(bias=bias)
-    given = {k: mge.Tensor(v) if isinstance(v, np.ndarray) else v for k, v in CALLS[case].items()}
-    module = net(lambda self, x: [v for v in self.layer(x, x, x, **given) if v is not None], layer=layer)
+    arguments = {k: mge.Tensor(v) if isinstance(v, np.ndarray) else v for k, v in CALLS[case].items()}
+    module = net(lambda self, x: [v for v in self.layer(x, x, x, **arguments) if v is not None], layer=layer)
     layer.io_weight_bias._reset(_attention(bias=bias).io_weight_bias)
     traced, x = qtrace.trace(module, TOKENS), mge.Tensor(TOKENS)
-    for found, wanted in zip(flatten(traced)(x), module(x), strict=True):
-        np.testing.assert_allclose(found.numpy(), wanted.numpy(), rtol=1e-4, atol=1e-6)
+    for output, expected in zip(flatten(traced)(x), module(x), strict=True):
+        np.testing.assert_allclose(output.numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
     assert [n for n, _ in traced.named_parameters()] == ["layer.io_weight_bias"]
 
 

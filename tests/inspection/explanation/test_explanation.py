@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import megengine as mge
@@ -17,6 +16,7 @@ from qtrace.config import QConfig
 from qtrace.inspection.explanation import Explanation
 from qtrace.preparation.annotation import Annotation, ExprNote, Plan, Site
 from qtrace.scheme import QScheme
+from tests.growth import assert_linear, calls_of
 from tests.nets import ResNet, images, net, randomize
 
 X = images(2, 4, 8, 8)
@@ -230,17 +230,12 @@ def _long(count: int) -> Explanation:
     return Explanation(Annotation("onnxruntime", tuple(notes), tuple(sites), inputs=("n-1",)), QConfig())
 
 
-def test_time_grows_with_the_graph_and_not_with_its_square() -> None:
-    def seconds(count: int) -> float:
-        explanation = _long(count)
-        start = time.process_time()
+def test_work_grows_with_the_graph_and_not_with_its_square() -> None:
+    def explain_all(explanation: Explanation) -> None:
         explanation.table(120)
         explanation.to_dict()
         explanation.dot()
         explanation.why("n7*")
-        return time.process_time() - start
 
-    seconds(100)
-    few = min(seconds(500) for _ in range(3))
-    many = min(seconds(2000) for _ in range(2))
-    assert many / few < 8  # 4 if linear, 16 if quadratic
+    explain_all(_long(10))
+    assert_linear({count: calls_of(lambda n=count: explain_all(_long(n))) for count in (200, 800)})

@@ -93,7 +93,8 @@ def _params() -> list[Any]:
 @pytest.mark.parametrize("case", _params())
 def test_the_summary_is_as_reviewed_and_every_proposal_holds(case: Case) -> None:
     traced = case.trace()
-    explanation = qtrace.explain(traced, qtrace.load_recipe(case.recipe))
+    # Times and noise, by which a placement chooses, differ a little between machines.
+    explanation = qtrace.explain(traced, qtrace.load_recipe(case.recipe).without_placement())
     _compare(case, explanation)
     assert unkept(traced, explanation) == []
 

@@ -282,7 +282,10 @@ def test_any_graph_of_ops_prepares_and_computes_the_same_in_float(ops: list[str]
     module = net(forward, **{f"c{i}": _conv() for i in range(len(ops))})
     traced = qtrace.trace(module, X, check=False)
     prepared = qtrace.prepare(traced)
-    np.testing.assert_array_equal(prepared(mge.Tensor(X)).numpy(), traced(mge.Tensor(X)).numpy())
+    # A composite in one op rounds float32 in another order; without one the bits are equal.
+    tolerance = 1e-5 if "mul" in ops else 0.0
+    expected = traced(mge.Tensor(X)).numpy()
+    np.testing.assert_allclose(prepared(mge.Tensor(X)).numpy(), expected, rtol=tolerance, atol=tolerance)
     if not list(fake_quants(prepared)):
         with pytest.raises(CalibrationError, match="has no site"):
             qtrace.calibrate(prepared, [X], progress=False)

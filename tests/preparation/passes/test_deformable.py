@@ -58,10 +58,15 @@ def _difference(one: M.Module, other: M.Module, x: np.ndarray, y: np.ndarray) ->
 
 @pytest.mark.parametrize("reach", [1.0, 10.0, 100.0])
 def test_folding_changes_no_more_than_the_last_bit_of_the_input(reach: float) -> None:
+    """Folding rounds each weight once more; the rest is how the kernels of a machine sum."""
     head = _head(reach)
     prepared = qtrace.prepare(qtrace.trace(head, X))
-    own = max(_difference(head, head, X, np.nextafter(X, np.float32(end))) for end in (-99, 99))
-    assert _difference(head, prepared, X, X) <= 4 * own
+    rng = np.random.default_rng(0)
+    moved = [
+        np.nextafter(X, np.where(rng.random(X.shape) < 0.5, -99, 99).astype(np.float32)) for _ in range(6)
+    ]
+    own = max(_difference(head, head, X, x) for x in moved)
+    assert _difference(head, prepared, X, X) <= 20 * own
 
 
 def test_the_difference_grows_with_the_reach() -> None:

@@ -246,6 +246,16 @@ def test_notes_tell_what_is_read_and_asked_for() -> None:
     assert [_note(annotation, n).asks for n in ("relu_out", "flatten_out", "b_out")] == ["", asked, asked]
 
 
+def test_other_factors_change_the_scale_only_in_front_of_products() -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        y = F.relu(self.a(x))
+        return (y * 0.3) * self.b(x) + (y * 0.7)
+
+    prepared = qtrace.prepare(qtrace.trace(net(forward, a=_conv(), b=_conv()), X))
+    states = [note.state for note in qtrace.explain(prepared).annotation.notes if note.kind == "mul"]
+    assert states == ["carried", "int", "int"]
+
+
 def test_a_multiplication_by_a_power_of_two_changes_the_scale_only(tmp_path: Path) -> None:
     def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
         y = F.relu(self.a(x))

@@ -69,8 +69,8 @@ def test_what_does_not_scale_is_left_with_the_reason(name: str) -> None:
     )
     expand(flat)
     assert [g for g in channel_groups(flat) if not g.reason] == []
-    told = {node.reason for node in channel_groups(flat, every=True)}
-    assert any(reason in text for text in told), told
+    reasons = {node.reason for node in channel_groups(flat, every=True)}
+    assert any(reason in text for text in reasons), reasons
 
 
 def test_what_leaves_the_model_and_a_shared_layer_stay() -> None:

@@ -40,10 +40,10 @@ def _least_squares(read: np.ndarray, missed: np.ndarray, damping: float) -> np.n
 @pytest.mark.parametrize("damping", [1.0, 0.01])
 def test_it_is_damped_least_squares_in_each_group(damping: float) -> None:
     read, missed, _ = _values(40, noise=0.5)
-    found = ridge(SecondMoments.of(read, missed), damping)
+    solution = ridge(SecondMoments.of(read, missed), damping)
     for group in range(2):
         np.testing.assert_allclose(
-            found[group], _least_squares(read[group], missed[group], damping), rtol=1e-8
+            solution[group], _least_squares(read[group], missed[group], damping), rtol=1e-8
         )
 
 
@@ -107,7 +107,7 @@ def test_inputs_that_never_change_are_no_reason_to_change_anything() -> None:
     np.testing.assert_array_equal(correction(nothing, nothing)[0], 0)
 
 
-BATCHES = [images(4, 4, 8, 8, seed=s) for s in range(4)]
+BATCHES = [np.concatenate([images(4, 4, 8, 8, seed=s + i) for i in range(2)]) for s in (0, 2)]
 OTHERS = [images(4, 4, 8, 8, seed=100 + s) for s in range(4)]
 
 
@@ -140,29 +140,29 @@ def _noise(module: M.Module, model: Any) -> float:
 def test_errors_of_inputs_are_made_up_for_on_other_data_too() -> None:
     module = _module()
     plain = qtrace.calibrate(_prepared(module, "gptq", "bias_correction"), BATCHES, progress=False)
-    found = _prepared(module, {"gptq": {"refit": True}}, "bias_correction")
-    qtrace.calibrate(found, BATCHES, progress=False)
-    assert _noise(module, found) < 0.95 * _noise(module, plain)
-    report = read_record(found).ptq[0]
+    refitted = _prepared(module, {"gptq": {"refit": True}}, "bias_correction")
+    qtrace.calibrate(refitted, BATCHES, progress=False)
+    assert _noise(module, refitted) < 0.95 * _noise(module, plain)
+    report = read_record(refitted).ptq[0]
     assert report["options"]["refit"] is True
-    told = {line.partition(":")[0]: line for line in report["changed"]}
-    assert told.keys() == {"a_out", "b_out", "c_out", "d_out"}
-    assert "fitted to what is read with damping" in told["b_out"]
+    lines = {line.partition(":")[0]: line for line in report["changed"]}
+    assert lines.keys() == {"a_out", "b_out", "c_out", "d_out"}
+    assert "fitted to what is read with damping" in lines["b_out"]
     assert all("fitted" not in line for line in read_record(plain).ptq[0]["changed"])
     assert all(e["after"] >= e["before"] for e in report["errors"])
     for name in "abcd":  # the weights of those that were changed lie on their grids
-        quant, weight = getattr(found.qsites, f"{name}_weight"), getattr(found, name).weight
-        if "nearest is better" not in told[f"{name}_out"]:
+        quant, weight = getattr(refitted.qsites, f"{name}_weight"), getattr(refitted, name).weight
+        if "nearest is better" not in lines[f"{name}_out"]:
             np.testing.assert_allclose(quant(weight).numpy(), weight.numpy(), atol=1e-6)
 
 
 def test_the_biases_take_the_means_without_bias_correction() -> None:
     module = _module()
-    found = qtrace.calibrate(_prepared(module, {"gptq": {"refit": True}}), BATCHES, progress=False)
-    qtrace.set_phase(found, "quantize")
-    pairs = [(module(mge.Tensor(x)).numpy(), found(mge.Tensor(x)).numpy()) for x in BATCHES]
-    shift = np.mean([(want - have).mean(axis=0) for want, have in pairs], axis=0)
-    assert np.abs(shift).max() < 1e-3 * max(np.abs(want).max() for want, _ in pairs)
+    refitted = qtrace.calibrate(_prepared(module, {"gptq": {"refit": True}}), BATCHES, progress=False)
+    qtrace.set_phase(refitted, "quantize")
+    pairs = [(module(mge.Tensor(x)).numpy(), refitted(mge.Tensor(x)).numpy()) for x in BATCHES]
+    shift = np.mean([(expected - actual).mean(axis=0) for expected, actual in pairs], axis=0)
+    assert np.abs(shift).max() < 1e-3 * max(np.abs(expected).max() for expected, _ in pairs)
 
 
 def test_one_sample_and_layers_in_parts_are_rounded_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,9 +180,9 @@ def test_one_sample_and_layers_in_parts_are_rounded_as_they_are(monkeypatch: pyt
 def test_a_shared_weight_is_left() -> None:
     module = net(lambda self, x: self.a(F.relu(self.a(x))), a=M.Conv2d(4, 4, 3, padding=1))
     before = module.a.weight.numpy().copy()
-    found = qtrace.calibrate(_prepared(module, {"gptq": {"refit": True}}), BATCHES, progress=False)
-    assert all("shared" in line for line in left_lines(read_record(found).ptq[0]))
-    np.testing.assert_array_equal(found.a.weight.numpy(), before)
+    refitted = qtrace.calibrate(_prepared(module, {"gptq": {"refit": True}}), BATCHES, progress=False)
+    assert all("shared" in line for line in left_lines(read_record(refitted).ptq[0]))
+    np.testing.assert_array_equal(refitted.a.weight.numpy(), before)
 
 
 @pytest.mark.parametrize("how", ["interrupted", "not finite"])
@@ -192,11 +192,11 @@ def test_a_run_that_ends_early_leaves_the_model_as_it_was(monkeypatch: pytest.Mo
         module.d.bias._reset(mge.Parameter(np.full(5, np.nan, np.float32)))
     prepared = _prepared(module, {"gptq": {"refit": True}})
     before = {n: t.numpy().copy() for n, t in prepared.named_tensors()}
-    done = []
+    calls = []
 
     def third_fails(first: SecondMoments, second: SecondMoments) -> Any:
-        done.append(1)
-        if len(done) == 3:
+        calls.append(1)
+        if len(calls) == 3:
             raise KeyboardInterrupt
         return correction(first, second)
 
@@ -217,12 +217,12 @@ def test_layers_whose_weights_are_left_and_those_without_a_bias_give_their_means
         a=M.ConvTranspose2d(4, 6, 2, stride=2),
         b=M.Conv2d(6, 5, 3, bias=False),
     )
-    found = qtrace.calibrate(_prepared(module, {"gptq": {"refit": True}}), BATCHES, progress=False)
-    report = read_record(found).ptq[0]
+    refitted = qtrace.calibrate(_prepared(module, {"gptq": {"refit": True}}), BATCHES, progress=False)
+    report = read_record(refitted).ptq[0]
     assert "a_out: its bias takes the mean error" in report["changed"]
     assert "a_out: weights of conv_transpose2d are rounded to nearest" in left_lines(report)
-    assert np.abs(found.b.bias.numpy()).max() > 0
-    qtrace.set_phase(found, "quantize")
-    pairs = [(module(mge.Tensor(x)).numpy(), found(mge.Tensor(x)).numpy()) for x in BATCHES]
-    shift = np.mean([(want - have).mean(axis=(0, 2, 3)) for want, have in pairs], axis=0)
-    assert np.abs(shift).max() < 1e-3 * max(np.abs(want).max() for want, _ in pairs)
+    assert np.abs(refitted.b.bias.numpy()).max() > 0
+    qtrace.set_phase(refitted, "quantize")
+    pairs = [(module(mge.Tensor(x)).numpy(), refitted(mge.Tensor(x)).numpy()) for x in BATCHES]
+    shift = np.mean([(expected - actual).mean(axis=(0, 2, 3)) for expected, actual in pairs], axis=0)
+    assert np.abs(shift).max() < 1e-3 * max(np.abs(expected).max() for expected, _ in pairs)

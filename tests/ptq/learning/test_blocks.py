@@ -48,10 +48,10 @@ def test_inverted_bottlenecks_with_a_way_around_are_blocks() -> None:
 
 def test_a_block_that_is_too_large_is_taken_layer_by_layer_in_order() -> None:
     model = _prepared(ResNet(width=4, blocks=(1, 1)), 1, 3, 32, 32)
-    found, _ = quantized_layers(model)
-    blocks = structural_blocks(model, found, 2)
+    layers, _ = quantized_layers(model)
+    blocks = structural_blocks(model, layers, 2)
     assert [len(b.layers) for b in blocks] == [1, 2, 1, 1, 1, 1]
-    assert [b.layers[0].name for b in single_layers(model, found)] == [layer.name for layer in found]
+    assert [b.layers[0].name for b in single_layers(model, layers)] == [layer.name for layer in layers]
 
 
 def test_several_outputs_are_the_exits_of_the_last_block() -> None:

@@ -73,15 +73,15 @@ def test_the_error_falls_and_the_integers_are_those_that_convert_writes(name: st
         exact = floats / qparams.scale.reshape(-1, 1, 1, 1)
         assert np.abs(integers - np.clip(exact, -4, 3)).max() < 1  # up or down, never further
         turned += int(np.sum(integers != nearest))
-    told = [line for line in report["changed"] if "rounded the other way" in line]
-    assert sum(int(line.split(": ")[1].split()[0]) for line in told) == turned
+    lines = [line for line in report["changed"] if "rounded the other way" in line]
+    assert sum(int(line.split(": ")[1].split()[0]) for line in lines) == turned
 
 
 def test_reconstruct_learns_scales_of_activations_unless_told_not_to() -> None:
     options = {"iterations": 20, "lr": 0.2, "batch": 8}
     plain, learned = _calibrated(), _calibrated({"reconstruct": {**options, "scale_lr": 0.01}})
-    kept = _calibrated({"reconstruct": {**options, "scale_lr": 0.0}})
-    scales = [float(m.qsites.relu_out.qparams().scale) for m in (plain, learned, kept)]
+    fixed = _calibrated({"reconstruct": {**options, "scale_lr": 0.0}})
+    scales = [float(m.qsites.relu_out.qparams().scale) for m in (plain, learned, fixed)]
     assert scales[0] == scales[2] != scales[1]
     assert scales[1] == pytest.approx(scales[0], rel=0.3)
 
@@ -95,11 +95,11 @@ def test_a_block_starts_from_what_its_layers_learned_alone(warm: bool, monkeypat
     )
     descend, begun = blockwise.descend, []
 
-    def seen(run: Any, *args: Any) -> None:
+    def record(run: Any, *args: Any) -> None:
         begun.append((run.block.name, [state.rounding.up() for state in run.layers]))
         descend(run, *args)
 
-    monkeypatch.setattr(blockwise, "descend", seen)
+    monkeypatch.setattr(blockwise, "descend", record)
     report = _report(_calibrated({"reconstruct": {**QUICK, "warm": warm}}, module=randomize(module, seed=5)))
     layers = ["relu_out", "b_out"] if warm else []
     assert [name for name, _ in begun] == [*layers, report["errors"][0]["site"]]

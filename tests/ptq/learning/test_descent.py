@@ -51,25 +51,25 @@ def _run() -> tuple[BlockRun, BlockData]:
     reference = flatten(model)
     set_phase(reference, "float")
     task = CalibratedTask(model, reference, Batches(data, model, len(data)))
-    found, _ = quantized_layers(model)
-    (block,) = structural_blocks(model, found, 12)
+    layers, _ = quantized_layers(model)
+    (block,) = structural_blocks(model, layers, 12)
     twins = LayerTwins(task)
-    floats = {layer.weight: mge.Tensor(getattr(model, layer.weight[0]).weight).numpy() for layer in found}
+    floats = {layer.weight: mge.Tensor(getattr(model, layer.weight[0]).weight).numpy() for layer in layers}
     return BlockRun(task, twins, block, floats), BlockData(twins, block)
 
 
 def test_compiled_steps_learn_what_eager_ones_learn(monkeypatch: Any) -> None:
-    found = []
+    results = []
     with queueless():
         for first in (20, 100):
             monkeypatch.setattr(descent, "_MIN_TRACED_STEPS", first)
             run, data = _run()
             start = [state.rounding.v.copy() for state in run.layers]
             descend(run, data, SETTINGS, 0.01)
-            found.append([s.rounding.v for s in run.layers] + [s.numpy() for _, s in run.scales.values()])
+            results.append([s.rounding.v for s in run.layers] + [s.numpy() for _, s in run.scales.values()])
             assert all(np.abs(s.rounding.v - v).max() > 0.1 for s, v in zip(run.layers, start, strict=True))
-    assert len(found[0]) == 5  # two weights and three scales
-    for compiled, eager in zip(*found, strict=True):
+    assert len(results[0]) == 5  # two weights and three scales
+    for compiled, eager in zip(*results, strict=True):
         np.testing.assert_allclose(compiled, eager, rtol=1e-3, atol=1e-3)
 
 

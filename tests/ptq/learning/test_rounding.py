@@ -28,8 +28,8 @@ def test_at_first_the_soft_weight_is_the_weight() -> None:
 def test_h_is_the_rectified_sigmoid() -> None:
     soft = _soft()
     soft.v[0, :3] = (-9.0, 0.0, 9.0)
-    want = np.clip(1.2 / (1 + np.exp(-soft.v)) - 0.1, 0, 1)
-    np.testing.assert_allclose(soft.up(), want)
+    expected = np.clip(1.2 / (1 + np.exp(-soft.v)) - 0.1, 0, 1)
+    np.testing.assert_allclose(soft.up(), expected)
     assert (soft.up()[0, 0], soft.up()[0, 2]) == (0.0, 1.0)
 
 
@@ -41,8 +41,8 @@ def test_the_gradient_is_that_of_finite_differences(strength: float) -> None:
     def loss() -> float:
         return float(np.sum((soft.soft() - target) ** 2)) + strength * soft.regulariser(beta)
 
-    found = soft.gradient(2 * (soft.soft() - target), beta, strength)
-    numeric = np.zeros_like(found)
+    gradient = soft.gradient(2 * (soft.soft() - target), beta, strength)
+    numeric = np.zeros_like(gradient)
     for index in np.ndindex(*soft.v.shape):
         old = soft.v[index]
         soft.v[index] = old + 1e-6
@@ -50,7 +50,7 @@ def test_the_gradient_is_that_of_finite_differences(strength: float) -> None:
         soft.v[index] = old - 1e-6
         numeric[index] = (high - loss()) / 2e-6
         soft.v[index] = old
-    np.testing.assert_allclose(found, numeric, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(gradient, numeric, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,104 @@
+"""What is measured of a file: noise, speed beside float, predicted time, and parity with its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import qtrace
+from benchmarks.timing import Spread, take_turns
+from qtrace.benchmarking.costs import CostTable
+from qtrace.benchmarking.onnx_ops import read_graph
+from qtrace.benchmarking.prediction import predict
+from qtrace.benchmarking.sessions import open_session
+from qtrace.metrics import ErrorSums
+
+__all__ = ["File", "faster", "judge_parity", "measure_noise", "measure_speed", "predict_milliseconds"]
+
+ROUNDS = 15
+_WARM_UP = 3
+_BATCH = 4
+_VERIFIED = 2  # samples
+
+
+class File:
+    """An ONNX file in onnxruntime, with all optimizations, on one thread and on two."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.sessions: dict[int, Any] = {}
+
+    def run(self, batch: np.ndarray, threads: int = 1) -> list[np.ndarray]:
+        """Returns all outputs."""
+        if threads not in self.sessions:
+            self.sessions[threads] = open_session(str(self.path), threads)
+        session = self.sessions[threads]
+        return session.run(None, {session.get_inputs()[0].name: batch})
+
+    __call__ = run
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The speed of a file.
+
+    Attributes:
+        ratio: time of float / time of the file: median, smallest and largest.
+        milliseconds: median time of a run.
+    """
+
+    ratio: tuple[float, float, float]
+    milliseconds: float
+
+
+def measure_speed(exact: File, file: File, sample: np.ndarray, threads: int) -> Speed:
+    """Times a file beside float, in turns."""
+    sides = {
+        "float": lambda: exact.run(sample, threads),
+        "file": lambda: file.run(sample, threads),
+    }
+    samples = take_turns(sides, ROUNDS, warm_up=_WARM_UP)
+    return Speed(_triple(samples.ratio("float", "file")), samples.seconds("file", 1e-3).median)
+
+
+def faster(files: Sequence[File], sample: np.ndarray) -> File:
+    """Returns the fastest of some files, on one thread."""
+    sides = {str(i): (lambda file=file: file.run(sample)) for i, file in enumerate(files)}
+    samples = take_turns(sides, ROUNDS, warm_up=_WARM_UP)
+    return files[int(min(sides, key=lambda side: samples.seconds(side).median))]
+
+
+def measure_noise(exact: File, file: File, test: np.ndarray) -> float:
+    """Returns the SQNR of all outputs, in dB."""
+    sums = ErrorSums()
+    for start in range(0, len(test), _BATCH):
+        batch = test[start : start + _BATCH]
+        for reference, output in zip(exact.run(batch), file.run(batch), strict=True):
+            sums.add(reference, output)
+    return float(sums.sqnr_db)
+
+
+def predict_milliseconds(file: Path, sample: np.ndarray) -> float:
+    """Predicts the time of a run by the packaged cost table."""
+    import onnx
+
+    name = onnx.load(str(file), load_external_data=False).graph.input[0].name
+    graph = read_graph(file, {name: sample.shape})
+    return 1e3 * predict(graph, CostTable.load("onnxruntime")).seconds
+
+
+def judge_parity(file: Path, converted: Any, test: np.ndarray) -> tuple[int, float]:
+    """Returns the worst LSB and the share of equal integers, op by op, without optimizations."""
+    report = qtrace.verify(file, converted, [test[:_VERIFIED]], optimized=False)
+    tallies = report.sites["op_by_op"].values()
+    values = sum(tally.values for tally in tallies)
+    equal = sum(tally.equal for tally in tallies)
+    return max((tally.worst for tally in tallies), default=0), equal / values if values else 1.0
+
+
+def _triple(spread: Spread) -> tuple[float, float, float]:
+    return spread.median, spread.low, spread.high

@@ -1,0 +1,12 @@
+"""Cost tables: the seconds that an op takes in a runtime, by its shapes and its form, from measured points.
+
+A table holds what ``qtrace bench --kernels`` measured on one processor. Its times are used to compare forms
+of one op, and to predict the time of a whole network before it is exported.
+"""
+
+from __future__ import annotations
+
+from qtrace.benchmarking.costs.shape import FLOAT, FORMS, INTEGER, LOOKUP, OpShape
+from qtrace.benchmarking.costs.table import CostTable, Machine, Measurement
+
+__all__ = ["FLOAT", "FORMS", "INTEGER", "LOOKUP", "CostTable", "Machine", "Measurement", "OpShape"]

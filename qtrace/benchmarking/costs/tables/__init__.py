@@ -1,0 +1,1 @@
+"""The packaged cost tables, one a runtime, written by ``qtrace bench --kernels``."""

@@ -1,0 +1,117 @@
+"""Where onnxruntime changes the layout of a tensor between kernels.
+
+Float convolutions run in blocks of channels, integer convolutions with the channels last. A few ops follow
+the layout of what they read, all others want the plain layout of ONNX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from qtrace.benchmarking.costs import FLOAT, INTEGER, LOOKUP
+from qtrace.benchmarking.onnx_ops import OnnxGraph, OnnxNode
+
+__all__ = ["PLAIN_MAX_POOL", "LayoutChanges", "leads_to_conv"]
+
+PLAIN, BLOCKED, LAST = "plain", "blocked", "channels last"
+
+_STEM = 8  # fewer channels than this are read in the plain layout by float convolutions
+_BLOCKED = "MaxPool AveragePool GlobalAveragePool Add Mul Concat Relu Sigmoid Tanh Resize BatchNormalization"
+_INTO_CONV = ("LeakyRelu", "HardSigmoid")
+_SENSITIVE = (
+    "Reshape Flatten Squeeze Unsqueeze MatMul Gemm Softmax ConvTranspose LayerNormalization Transpose"
+)
+
+Change = tuple[tuple[int, ...], str]
+
+# The kind of max pooling on integers in the plain layout, which has a slow kernel.
+PLAIN_MAX_POOL = "max_pool2d, plain"
+
+
+def leads_to_conv(graph: OnnxGraph, node: OnnxNode, forms: Mapping[OnnxNode, str]) -> bool:
+    """Whether an integer convolution reads a result, through ops that take any layout.
+
+    onnxruntime then keeps the channels last on the way.
+
+    Args:
+        graph: the file.
+        node: the node that gives the result.
+        forms: node -> the form that it is computed in.
+    """
+    ahead, seen = [node], {node}
+    while ahead:
+        for reader in (r for name in ahead.pop().outputs for r in graph.readers.get(name, ())):
+            if reader.op == "Conv" and forms.get(reader) == INTEGER:
+                return True
+            if reader not in seen and reader.op not in _SENSITIVE.split():
+                seen.add(reader)
+                ahead.append(reader)
+    return False
+
+
+class LayoutChanges:
+    """Follows the layout of every tensor through a graph, node by node."""
+
+    def __init__(self, graph: OnnxGraph) -> None:
+        self._graph = graph
+        self._layouts = {name: {PLAIN} for name in graph.inputs}
+
+    def enter(self, node: OnnxNode, form: str, gated: bool = False) -> Iterator[Change]:
+        """Yields the changes in front of a node, as the shape and the form of a ``reorder``.
+
+        Args:
+            node: the next node of the graph.
+            form: the form that it is computed in.
+            gated: whether it is the end of x * sigmoid(x), which has no kernel for blocks.
+        """
+        sources = [self._layouts.get(name, {PLAIN}) for name in node.data]
+        layout = PLAIN if gated else self._layout(node, form, sources)
+        for name, has in zip(node.data, sources, strict=True):
+            shape = self._graph.shapes.get(name, ())
+            needed = PLAIN if self._is_stem(node, layout, shape) else layout
+            if needed not in has and len(shape) == 4:
+                has.add(needed)
+                yield from _changes(has, shape, needed)
+        for name in node.outputs:
+            self._layouts[name] = {layout}
+
+    def leave(self) -> Iterator[Change]:
+        """Yields the changes in front of the outputs of the graph."""
+        for name in self._graph.outputs:
+            has, shape = self._layouts.get(name, {PLAIN}), self._graph.shapes.get(name, ())
+            if PLAIN not in has and len(shape) == 4:
+                yield from _changes(has, shape, PLAIN)
+
+    @staticmethod
+    def _is_stem(node: OnnxNode, layout: str, shape: tuple[int, ...]) -> bool:
+        return node.op == "Conv" and layout == BLOCKED and len(shape) == 4 and shape[1] < _STEM
+
+    def _layout(self, node: OnnxNode, form: str, sources: list[set[str]]) -> str:
+        if node.op == "Conv":
+            return LAST if form in (INTEGER, LOOKUP) else BLOCKED
+        has = set().union(*sources) if sources else {PLAIN}
+        if node.op in _SENSITIVE.split() or not has - {PLAIN}:
+            return PLAIN
+        if LAST in has:
+            return LAST
+        return BLOCKED if form == "fused" or self._stays_blocked(node, sources) else PLAIN
+
+    def _stays_blocked(self, node: OnnxNode, sources: list[set[str]]) -> bool:
+        """Whether a float op has a kernel for blocks: if all that it reads is in blocks of one shape."""
+        if node.op in _INTO_CONV:
+            producer = self._graph.producers.get(node.data[0])
+            return (
+                producer is not None and producer.op == "Conv" and len(self._graph.readers[node.data[0]]) == 1
+            )
+        if node.op not in _BLOCKED.split() or not all(BLOCKED in has for has in sources):
+            return False
+        shapes = {self._graph.shapes.get(name) for name in node.data}
+        return node.op not in ("Add", "Mul") or (len(shapes) == 1 and not node.stored)
+
+
+def _changes(has: set[str], shape: tuple[int, ...], needed: str) -> Iterator[Change]:
+    """Yields one change for each step between the layouts that a tensor has and the one that is needed."""
+    if LAST in has or needed == LAST:
+        yield shape, INTEGER
+    if (BLOCKED in has and needed == PLAIN) or needed == BLOCKED or (BLOCKED in has and needed == LAST):
+        yield shape, FLOAT

@@ -1,0 +1,244 @@
+"""An ONNX file as the ops of a cost table: kinds, shapes, and which tensors are integers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from qtrace.benchmarking.costs import OpShape
+from qtrace.errors import ExportError
+
+__all__ = ["OnnxGraph", "OnnxNode", "read_graph"]
+
+KINDS = {
+    "Add": "add",
+    "AveragePool": "avg_pool2d",
+    "BatchNormalization": "scale_and_shift",
+    "Clip": "clip",
+    "Concat": "concat",
+    "Conv": "conv2d",
+    "ConvTranspose": "conv_transpose2d",
+    "Div": "div",
+    "Elu": "exp",
+    "Erf": "exp",
+    "Exp": "exp",
+    "Gemm": "linear",
+    "GlobalAveragePool": "adaptive_avg_pool2d",
+    "HardSigmoid": "hsigmoid",
+    "HardSwish": "hswish",
+    "LayerNormalization": "layer_norm",
+    "LeakyRelu": "leaky_relu",
+    "Log": "exp",
+    "LogSoftmax": "softmax",
+    "MatMul": "matmul",
+    "Max": "maximum",
+    "MaxPool": "max_pool2d",
+    "Min": "minimum",
+    "Mul": "mul",
+    "PRelu": "leaky_relu",
+    "Pow": "pow",
+    "ReduceMax": "mean",
+    "ReduceMean": "mean",
+    "ReduceSum": "mean",
+    "Relu": "relu",
+    "Resize": "interpolate",
+    "Sigmoid": "sigmoid",
+    "Softmax": "softmax",
+    "Softplus": "exp",
+    "Sqrt": "relu",
+    "Sub": "sub",
+    "Tanh": "tanh",
+    "Transpose": "transpose",
+    **dict.fromkeys(("Abs", "Neg", "Floor", "Ceil", "Round", "Sign"), "relu"),
+    **dict.fromkeys(("Flatten", "Reshape", "Squeeze", "Unsqueeze"), "reshape"),
+    **dict.fromkeys(("DepthToSpace", "SpaceToDepth"), "transpose"),
+    **dict.fromkeys(("Expand", "Gather", "Pad", "Slice", "Split", "Tile", "Where"), "split"),
+}
+"""ONNX op -> the kind of a cost table that computes the same."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class OnnxNode:
+    """A node that computes floats, QuantizeLinear or DequantizeLinear.
+
+    Attributes:
+        name: the name of its first output.
+        op: its ONNX op.
+        data: the computed tensors that it reads.
+        stored: the shapes of the stored tensors that it reads, dequantized ones included.
+        outputs: its outputs.
+        stored_first: whether its first operand is stored.
+        rounded: whether the stored tensors are integers that a DequantizeLinear reads.
+        attributes: its attributes.
+    """
+
+    name: str
+    op: str
+    data: tuple[str, ...]
+    stored: tuple[Shape, ...]
+    outputs: tuple[str, ...]
+    stored_first: bool = False
+    rounded: bool = True
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+
+class OnnxGraph:
+    """The nodes of a file that take time.
+
+    Args:
+        nodes: the nodes, in order.
+        shapes: tensor -> shape.
+        inputs: the names of the inputs.
+        outputs: the names of the outputs.
+    """
+
+    def __init__(
+        self,
+        nodes: list[OnnxNode],
+        shapes: Mapping[str, Shape],
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+    ) -> None:
+        self.nodes, self.shapes, self.inputs, self.outputs = nodes, shapes, inputs, outputs
+
+    @cached_property
+    def producers(self) -> dict[str, OnnxNode]:
+        """Tensor -> the node that computes it."""
+        return {name: node for node in self.nodes for name in node.outputs}
+
+    @cached_property
+    def readers(self) -> dict[str, list[OnnxNode]]:
+        """Tensor -> the nodes that read it."""
+        readers: dict[str, list[OnnxNode]] = {}
+        for node in self.nodes:
+            for name in dict.fromkeys(node.data):
+                readers.setdefault(name, []).append(node)
+        return readers
+
+    def without_roundings(self) -> OnnxGraph:
+        """Returns the graph without QuantizeLinear and DequantizeLinear; their readers read their data."""
+        sources: dict[str, str] = {}
+        nodes = []
+        for node in self.nodes:
+            data = tuple(sources.get(name, name) for name in node.data)
+            if node.op in ("QuantizeLinear", "DequantizeLinear"):
+                sources.update(dict.fromkeys(node.outputs, data[0]))
+            else:
+                nodes.append(replace(node, data=data))
+        outputs = tuple(sources.get(name, name) for name in self.outputs)
+        return OnnxGraph(nodes, self.shapes, self.inputs, outputs)
+
+    def op_shape(self, node: OnnxNode) -> OpShape | None:
+        """Returns the shapes of a node; None if its kind or a shape is unknown."""
+        kind = KINDS.get(node.op)
+        names = (*node.data, *node.outputs)
+        if kind is None or any(name not in self.shapes for name in names):
+            return None
+        inputs = tuple(self.shapes[name] for name in node.data)
+        outputs = tuple(self.shapes[name] for name in node.outputs)
+        stride = tuple(node.attributes.get("strides", ()))
+        if kind in ("conv2d", "conv_transpose2d") and node.stored:
+            groups = node.attributes.get("group", 1)
+            return OpShape(kind, inputs, outputs, weight=node.stored[0], stride=stride, groups=groups)
+        if kind in ("linear", "matmul"):
+            weight = node.stored[0] if node.stored else ()
+            return OpShape("linear" if weight else "matmul", inputs, outputs, weight=weight)
+        if kind in ("max_pool2d", "avg_pool2d"):
+            return OpShape(
+                kind, inputs, outputs, weight=tuple(node.attributes["kernel_shape"]), stride=stride
+            )
+        if kind == "interpolate" and node.attributes.get("mode") != "nearest":
+            kind = "interpolate, bilinear"
+        stored = bool(node.stored) and node.op in ("Add", "Sub", "Mul", "Div", "Pow", "Max", "Min")
+        return OpShape(kind, (*inputs, *node.stored[:1]) if stored else inputs, outputs, stored=stored)
+
+
+def read_graph(path: Path, shapes: Mapping[str, Shape] | None = None) -> OnnxGraph:
+    """Reads the nodes of an ONNX file that take time.
+
+    Args:
+        path: the file.
+        shapes: input -> shape, for inputs whose sizes the file leaves open; 1 for other open sizes.
+
+    Raises:
+        ExportError: when the file is no ONNX file.
+    """
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except (DecodeError, OSError) as error:
+        raise ExportError(f"{path} is not an ONNX file, or not all of one: {error}.") from error
+    if not model.graph.node:
+        raise ExportError(f"{path} is not an ONNX file: it has no graph.")
+    _fix_inputs(model, shapes or {})
+    try:
+        model = onnx.shape_inference.infer_shapes(model, data_prop=True)
+    except (onnx.shape_inference.InferenceError, ValueError) as error:
+        raise ExportError(
+            f"the shapes of {path} cannot be inferred: {str(error).splitlines()[0]}."
+        ) from error
+    return _graph(model)
+
+
+def _fix_inputs(model: Any, shapes: Mapping[str, Shape]) -> None:
+    for info in model.graph.input:
+        sizes = shapes.get(info.name)
+        for axis, dim in enumerate(info.type.tensor_type.shape.dim):
+            if sizes is not None and axis < len(sizes):
+                dim.dim_value = sizes[axis]
+            elif not dim.dim_value:
+                dim.dim_value = 1
+    for info in (*model.graph.output, *model.graph.value_info):
+        info.type.tensor_type.ClearField("shape")
+
+
+def _graph(model: Any) -> OnnxGraph:
+    from onnx import helper
+
+    graph = model.graph
+    stored = {t.name: tuple(t.dims) for t in graph.initializer}
+    infos = (*graph.input, *graph.output, *graph.value_info)
+    shapes = {i.name: shape for i in infos if (shape := _known_shape(i.type.tensor_type)) is not None}
+    kinds = {i.name: i.type.tensor_type.elem_type for i in infos}
+    nodes, rounded = [], set()
+    for node in graph.node:
+        outputs = tuple(name for name in node.output if name)
+        if node.op_type == "Constant":
+            stored[outputs[0]] = tuple(node.attribute[0].t.dims)
+        elif node.op_type == "DequantizeLinear" and node.input[0] in stored:
+            stored[outputs[0]] = stored[node.input[0]]
+            rounded.add(outputs[0])
+        elif kinds.get(outputs[0]) in _TIMED:
+            quantizes = node.op_type in ("QuantizeLinear", "DequantizeLinear")
+            names = [n for n in (node.input[:1] if quantizes else node.input) if n]
+            data = tuple(n for n in names if n not in stored and kinds.get(n) in _TIMED)
+            constants = tuple(stored[n] for n in names if n in stored)
+            integers = all(n in rounded for n in names if n in stored)
+            attributes = {a.name: _plain(helper.get_attribute_value(a)) for a in node.attribute}
+            first = bool(names) and names[0] in stored
+            nodes.append(
+                OnnxNode(outputs[0], node.op_type, data, constants, outputs, first, integers, attributes)
+            )
+    inputs = tuple(i.name for i in graph.input if i.name not in stored)
+    return OnnxGraph(nodes, shapes, inputs, tuple(o.name for o in graph.output))
+
+
+def _known_shape(kind: Any) -> Shape | None:
+    """Returns the shape of a tensor; None if a size of it is unknown."""
+    if not kind.HasField("shape") or not all(dim.HasField("dim_value") for dim in kind.shape.dim):
+        return None
+    return tuple(dim.dim_value for dim in kind.shape.dim)
+
+
+_TIMED = (1, 2, 3)  # float32, uint8, int8: shape arithmetic takes no time
+
+
+def _plain(value: Any) -> Any:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,197 @@
+"""Times the ops of a cost table in OpenVINO, by its own profile.
+
+OpenVINO joins ops as it compiles a network. What it joins elementwise ops with depends on their neighbours,
+so those on integers stand between convolutions. An op that became part of a convolution costs what this
+convolution takes longer than the others.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from qtrace.benchmarking import written
+from qtrace.benchmarking.cases import Build, Case, Slot, alone, between_convs, boundaries, conv, conv_branches
+from qtrace.benchmarking.costs import FLOAT, INTEGER, Measurement, OpShape
+from qtrace.benchmarking.grid_small import small_grid
+from qtrace.benchmarking.net import Net
+
+__all__ = ["NodeTime", "cases_of", "measure", "run_profiled"]
+
+_OPTIONS = {
+    "INFERENCE_PRECISION_HINT": "f32",
+    "PERFORMANCE_HINT": "LATENCY",
+    "INFERENCE_NUM_THREADS": "1",
+    "PERF_COUNT": "YES",
+}
+_LEAST_RUNS, _MOST_RUNS, _SECONDS_PER_CASE = 20, 300, 0.06
+_HALF = 0.5e-6  # the profile rounds down to microseconds
+_LEAST_SECONDS = 3e-7
+_NOT_RUN = ("Input", "Output", "Parameter", "Result", "Const", "Constant")
+_CONVS = ("Convolution", "GroupConvolution", "Deconvolution")
+_BINARY = {"add": "Add", "mul": "Mul", "sub": "Sub", "div": "Div"}
+# Functions that OpenVINO computes in float wherever they stand, also between integers.
+_FUNCTIONS = tuple(written.UNARY)
+
+
+@dataclass(frozen=True)
+class NodeTime:
+    """A node of a compiled network.
+
+    Attributes:
+        names: the names of the ops of the file that it computes.
+        kind: its type in OpenVINO.
+        kernel: the name of its kernel, which ends with the type that it computes in.
+        seconds: the mean time of a run.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    kernel: str
+    seconds: float
+
+
+def cases_of() -> list[Case]:
+    """Returns the networks that are timed: one for each op and form that OpenVINO may have."""
+    return [case for op, form in small_grid() for case in _case(op, form)]
+
+
+def measure(
+    cases: Sequence[Case], progress: Callable[[int], None] = lambda _: None
+) -> tuple[list[Measurement], float]:
+    """Returns the times of the ops that run in the form that their case wants, and those of a run besides.
+
+    Args:
+        cases: the networks to time.
+        progress: called with the number of networks that were timed since the last call.
+    """
+    times: dict[tuple[OpShape, str], list[float]] = {}
+    for case in cases:
+        nodes, _ = run_profiled(case.model, case.inputs)
+        for slot in case.slots:
+            if (seconds := _seconds(slot, nodes)) is not None:
+                times.setdefault((slot.op, slot.form), []).append(seconds)
+        progress(1)
+    net = Net()
+    shape = net.input((1, 16))
+    nodes, whole = run_profiled(net.serialize(net.node("Sigmoid", [shape])), net.inputs)
+    per_run = max(whole - sum(node.seconds for node in nodes), 0.0)
+    return [Measurement(op, form, statistics.median(all)) for (op, form), all in times.items()], per_run
+
+
+def run_profiled(model: bytes, inputs: dict[str, tuple[int, ...]]) -> tuple[list[NodeTime], float]:
+    """Runs a network and returns its nodes, and the least time of a whole run.
+
+    Args:
+        model: the serialized ONNX network.
+        inputs: input -> shape.
+    """
+    import openvino
+
+    core = openvino.Core()
+    compiled = core.compile_model(core.read_model(model), "CPU", _OPTIONS)
+    request = compiled.create_infer_request()
+    random = np.random.default_rng(0)
+    for name, shape in inputs.items():
+        request.set_tensor(name, openvino.Tensor(random.normal(size=shape).astype(np.float32)))
+    whole, spent = np.inf, 0.0
+    for number in range(_MOST_RUNS):
+        if number >= _LEAST_RUNS and spent > _SECONDS_PER_CASE:
+            break
+        start = time.perf_counter()
+        request.infer()
+        seconds = time.perf_counter() - start
+        whole, spent = min(whole, seconds), spent + seconds
+    names = {node.get_friendly_name(): _names(node) for node in compiled.get_runtime_model().get_ops()}
+    return [
+        NodeTime(
+            names.get(each.node_name) or (each.node_name,),
+            each.node_type,
+            each.exec_type,
+            each.real_time.total_seconds() + _HALF,
+        )
+        for each in request.profiling_info
+        if each.node_type not in _NOT_RUN  # the profile calls less than a microsecond not run
+    ], float(whole)
+
+
+def _names(node: Any) -> tuple[str, ...]:
+    info = dict(node.get_rt_info().items())
+    names = info.get("originalLayersNames")
+    return () if names is None else tuple(name for name in str(names.value).split(",") if name)
+
+
+def _seconds(slot: Slot, nodes: Sequence[NodeTime]) -> float | None:
+    """Returns the time of a slot; None if OpenVINO does not compute it in the form of the slot."""
+    if slot.op.kind in ("quantize", "dequantize"):
+        return _rounding(slot.op.kind, nodes)
+    own = [node for node in nodes if any(name.startswith(slot.prefix) for name in node.names)]
+    if not own:
+        return None
+    integer = any(node.kernel.endswith(("_I8", "_U8", "_i8", "_u8")) for node in own)
+    if integer != (slot.form != FLOAT):
+        return None
+    if slot.op.kind.startswith("conv"):
+        return sum(node.seconds for node in own)
+    joined = [node for node in own if node.kind in _CONVS]
+    plain = [n.seconds for n in nodes if n.kind in _CONVS and n not in own]
+    surplus = [node.seconds - statistics.median(plain) for node in joined] if plain else []
+    alone = [node.seconds for node in own if node not in joined]
+    return max(sum((*surplus, *alone)), _LEAST_SECONDS)
+
+
+def _rounding(kind: str, nodes: Sequence[NodeTime]) -> float:
+    """Returns the time of a change of type between convolutions, of which a kernel may do a part."""
+    ends = "_f32_u8_" if kind == "quantize" else "_u8_f32_"
+    own = [node.seconds for node in nodes if node.kind == "Reorder" and ends in node.names[0]]
+    return statistics.median(own) if own else _LEAST_SECONDS
+
+
+def _case(op: OpShape, form: str) -> Iterator[Case]:
+    """Yields the network of an op; none for a form that OpenVINO does not have."""
+    shape = op.inputs[0]
+    if op.kind == "conv2d":
+        inputs, outputs, side, kernel = shape[1], op.outputs[0][1], op.outputs[0][2], op.weight[-1]
+        if op.stride == (1, 1):
+            yield conv(form, inputs, outputs, kernel, side, op.groups)
+        else:
+            yield conv_branches(form, inputs, outputs, kernel, side, op.groups, op.stride[0])
+    elif op.kind == "quantize":
+        yield boundaries(shape[1], shape[2])
+    elif (build := _build(op)) is not None and not (form == INTEGER and op.kind in _FUNCTIONS):
+        between = form == INTEGER and len(shape) == 4 and op.kind not in ("reshape", "transpose")
+        yield (between_convs if between else alone)(op, form, build, zero=0 if between else 128)
+
+
+def _build(op: OpShape) -> Build | None:
+    """Returns what writes an op; None for one that is not measured here."""
+    if op.kind in written.UNARY:
+        return written.UNARY[op.kind]
+    if op.kind in _BINARY:
+        name = _BINARY[op.kind]
+        return written.with_stored(name, op.inputs[1]) if op.stored else written.node(name)
+    if op.kind in ("max_pool2d", "avg_pool2d"):
+        name = "MaxPool" if op.kind == "max_pool2d" else "AveragePool"
+        return written.pool(name, op.weight[0], op.stride[0])
+    if op.kind == "linear":
+        return written.linear(op.weight[1], op.weight[0], True)
+    if op.kind == "conv_transpose2d":
+        return written.conv_transpose(op.weight[0], op.weight[1], op.weight[2])
+    simple = {
+        "matmul": written.node("MatMul"),
+        "softmax": written.node("Softmax", axis=2),
+        "adaptive_avg_pool2d": written.node("GlobalAveragePool"),
+        "mean": written.node("ReduceMean", axes=[2, 3], keepdims=1),
+        "concat": written.node("Concat", axis=1),
+        "interpolate": written.resize("nearest"),
+        "interpolate, bilinear": written.resize("linear"),
+        "transpose": written.node("Transpose", perm=[0, 2, 3, 1]),
+        "reshape": written.reshape(op.outputs[0]),
+        "split": written.first_half(op.outputs[0][1] if len(op.outputs[0]) > 1 else 1),
+    }
+    return simple.get(op.kind)

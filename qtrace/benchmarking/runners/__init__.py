@@ -1,0 +1,57 @@
+"""Runners, one a runtime: each loads a file with all optimizations, and runs it on the same inputs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from qtrace.benchmarking.runners.base import Load, Runner, Settings
+from qtrace.errors import ExportError
+
+__all__ = ["Load", "Runner", "Settings", "known", "open_file"]
+
+
+def known() -> tuple[str, ...]:
+    """Returns the names of all runtimes whose files can be timed, sorted."""
+    return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base"))
+
+
+def open_file(path: Path, runtime: str | None = None, settings: Settings | None = None) -> Runner:
+    """Loads a file in its runtime.
+
+    Args:
+        path: the file.
+        runtime: the name of the runtime; None for the first one that runs such files.
+        settings: threads and shapes.
+
+    Raises:
+        ExportError: when the file is missing, no runtime runs it, or the runtime is not installed.
+    """
+    if runtime is not None and runtime not in known():
+        raise ExportError(f"files cannot be timed in {runtime!r}; known: {', '.join(known())}.")
+    loads = {name: _load(name) for name in ([runtime] if runtime else known())}
+    fitting = [load for load in loads.values() if path.suffix in load.suffixes]
+    if not fitting:
+        subject = f"{runtime} does not run" if runtime else "no runtime here runs"
+        raise ExportError(f"{subject} files like {path.name}; known: {_describe(loads)}.")
+    if not path.is_file():
+        raise ExportError(f"{path} does not exist: export the module first.")
+    load = sorted(fitting, key=lambda each: not each.default)[0]
+    if importlib.util.find_spec(load.package) is None:
+        raise ExportError(
+            f"to time {path.name} in {load.name}, the package {load.package} is needed: "
+            f"run pip install 'qtrace[{load.extra}]'."
+        )
+    return load.open(path, settings or Settings())
+
+
+def _load(name: str) -> Load:
+    load: Load = importlib.import_module(f"{__name__}.{name}").LOAD
+    return load
+
+
+def _describe(loads: Mapping[str, Load]) -> str:
+    return ", ".join(f"{load.name} ({' '.join(load.suffixes)})" for load in loads.values())

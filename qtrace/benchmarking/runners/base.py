@@ -1,0 +1,101 @@
+"""The interface of a runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+import numpy as np
+
+from qtrace.errors import ExportError
+
+__all__ = ["Load", "Runner", "Settings", "fixed_shape", "random_values"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a file is run.
+
+    Attributes:
+        threads: the number of threads.
+        batch: the size of the first axis of inputs that leave it open.
+        shapes: input -> shape, for inputs that leave other sizes open.
+    """
+
+    threads: int = 1
+    batch: int = 1
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
+
+
+class Runner(Protocol):
+    """A loaded file with inputs."""
+
+    @property
+    def samples(self) -> int:
+        """The number of samples of a run."""
+
+    def run(self) -> None:
+        """Runs the file once."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """A runtime that files are timed in.
+
+    Attributes:
+        name: the name of the runtime.
+        package: its Python package.
+        extra: the extra of qtrace that installs the package.
+        suffixes: the suffixes of its files.
+        open: loads a file.
+        default: whether the runtime is used for its suffixes when the user names none.
+    """
+
+    name: str
+    package: str
+    extra: str
+    suffixes: tuple[str, ...]
+    open: Callable[[Path, Settings], Runner]
+    default: bool = True
+
+
+def fixed_shape(name: str, sizes: Sequence[object], settings: Settings) -> tuple[int, ...]:
+    """Returns the shape of an input whose open sizes the settings fill.
+
+    Args:
+        name: the input.
+        sizes: its sizes in the file; what is no positive number is open.
+        settings: the batch size for an open first axis, and the shapes that the user gives.
+
+    Raises:
+        ExportError: when a shape contradicts the file, or an axis stays open.
+    """
+    override = settings.shapes.get(name)
+    shown = "x".join(str(size) if _is_size(size) else "?" for size in sizes)
+    if override is not None:
+        pairs = zip(sizes, override, strict=False)
+        if len(override) != len(sizes) or any(_is_size(own) and own != size for own, size in pairs):
+            raise ExportError(f"input {name!r} is {shown} in the file, not {'x'.join(map(str, override))}.")
+        return override
+    first = sizes[0] if sizes else 1
+    if settings.batch != 1 and _is_size(first) and first != settings.batch:
+        raise ExportError(f"input {name!r} has a fixed batch of {first}: it cannot be {settings.batch}.")
+    shape = [first if _is_size(first) else settings.batch, *sizes[1:]] if sizes else []
+    if not all(_is_size(size) for size in shape):
+        raise ExportError(f"input {name!r} is {shown}: give its shape, as in --shape {name}=1x3x224x224.")
+    return tuple(int(str(size)) for size in shape)
+
+
+def random_values(shape: Sequence[int], kind: np.dtype) -> np.ndarray:
+    """Returns the same random values each time: normal floats, small integers."""
+    random = np.random.default_rng(0)
+    if kind.kind == "f":
+        return random.normal(size=tuple(shape)).astype(kind)
+    return random.integers(0, 2, tuple(shape)).astype(kind)
+
+
+def _is_size(size: object) -> bool:
+    return isinstance(size, int) and size > 0

@@ -1,0 +1,71 @@
+"""Times ONNX files in onnxruntime on CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from qtrace.benchmarking.runners.base import Load, Settings, fixed_shape, random_values
+from qtrace.benchmarking.sessions import NodeRun, ProfiledSession, open_session
+from qtrace.errors import ExportError
+
+__all__ = ["LOAD", "OnnxRunner"]
+
+_TYPES = {"float": "float32", "double": "float64", "float16": "float16"}
+
+
+class OnnxRunner:
+    """A session with inputs.
+
+    Attributes:
+        samples: the number of samples of a run.
+        shapes: input -> shape.
+    """
+
+    def __init__(self, path: Path, settings: Settings) -> None:
+        self._path, self._threads = path, settings.threads
+        self._session = open_session(str(path), settings.threads)
+        self._feeds = {}
+        for info in self._session.get_inputs():
+            name = info.type.removeprefix("tensor(").removesuffix(")")
+            try:
+                kind = np.dtype(_TYPES.get(name, name))
+            except TypeError:
+                raise ExportError(
+                    f"input {info.name!r} of {path} has type {info.type}: only tensors of numbers "
+                    "can be filled."
+                ) from None
+            self._feeds[info.name] = random_values(fixed_shape(info.name, info.shape, settings), kind)
+        self.shapes = {name: value.shape for name, value in self._feeds.items()}
+        self.samples = next((shape[0] for shape in self.shapes.values() if shape), 1)
+        self._run_first()
+
+    def run(self) -> None:
+        """Runs the file once."""
+        self._session.run(None, self._feeds)
+
+    def profile(self, runs: int) -> list[list[NodeRun]]:
+        """Returns the nodes of some runs in a session of its own, by onnxruntime's profile."""
+        profiled = ProfiledSession(str(self._path), self._threads)
+        for _ in range(runs + 1):
+            profiled.run(self._feeds)
+        return profiled.finish()[1:]
+
+    def _run_first(self) -> None:
+        """Runs the file for the first time.
+
+        Raises:
+            ExportError: when onnxruntime refuses the shapes.
+        """
+        from qtrace.process.onnxruntime import onnxruntime_errors
+
+        try:
+            self.run()
+        except onnxruntime_errors() as error:
+            raise ExportError(
+                f"onnxruntime cannot run {self._path} on {self.shapes}: {' '.join(str(error).split())[:300]}"
+            ) from error
+
+
+LOAD = Load("onnxruntime", "onnxruntime", "onnx", (".onnx",), OnnxRunner)

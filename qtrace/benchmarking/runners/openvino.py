@@ -1,0 +1,47 @@
+"""Times ONNX files in OpenVINO on CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from qtrace.benchmarking.runners.base import Load, Settings, fixed_shape, random_values
+from qtrace.errors import ExportError
+
+__all__ = ["LOAD"]
+
+
+class OpenvinoRunner:
+    """A compiled model with inputs."""
+
+    def __init__(self, path: Path, settings: Settings) -> None:
+        import openvino
+
+        options = {
+            "INFERENCE_PRECISION_HINT": "f32",
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_NUM_THREADS": str(settings.threads),
+        }
+        try:
+            core = openvino.Core()
+            model = core.read_model(str(path))
+            shapes = {}
+            for each in model.inputs:
+                name = each.get_any_name()
+                sizes = [d.get_length() if d.is_static else None for d in each.partial_shape]
+                shapes[name] = fixed_shape(name, sizes, settings)
+            model.reshape({name: list(shape) for name, shape in shapes.items()})
+            self._request = core.compile_model(model, "CPU", options).create_infer_request()
+        except RuntimeError as error:  # OpenVINO raises no other type
+            raise ExportError(f"OpenVINO cannot run {path}: {' '.join(str(error).split())[:300]}") from error
+        kinds = {each.get_any_name(): np.dtype(each.element_type.to_dtype()) for each in model.inputs}
+        self._feeds = {name: random_values(shape, kinds[name]) for name, shape in shapes.items()}
+        self.samples = next((shape[0] for shape in shapes.values() if shape), 1)
+
+    def run(self) -> None:
+        """Runs the file once."""
+        self._request.infer(self._feeds)
+
+
+LOAD = Load("openvino", "openvino", "openvino", (".onnx",), OpenvinoRunner, default=False)

@@ -1,0 +1,87 @@
+"""Runs segments of a prepared graph in onnxruntime for algorithms that change its layers one by one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from qtrace.calibration.base import EngineError
+from qtrace.calibration.onnxruntime import open_session, reason_line
+from qtrace.errors import ExportError
+from qtrace.export.onnx.prepared_segment import PreparedSegments
+from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
+from qtrace.preparation.model import QuantizedModel
+
+__all__ = ["OnnxSegments"]
+
+_LOG = logging.getLogger("qtrace")
+
+
+class OnnxSegments:
+    """Computes segments of prepared graphs in onnxruntime; see `qtrace.graph.stepping.SegmentEngine`.
+
+    Every segment is written with the parameters that the graph has at that moment. A segment that has no ONNX
+    form is left to MegEngine, and the logger ``qtrace`` gets the reason (INFO), once.
+
+    Args:
+        model: the view of a prepared module, with the record of every graph that is computed.
+        threads: number of threads; None for all cores.
+    """
+
+    def __init__(self, model: QuantizedModel, threads: int | None = None) -> None:
+        self._model, self._threads = model, threads
+        self._writers: dict[TracedModule, PreparedSegments] = {}
+        self._refused: set[Node] = set()
+
+    def compute(
+        self,
+        traced: TracedModule,
+        exprs: Sequence[Expr],
+        fixed: Mapping[Node, np.ndarray],
+        batches: Sequence[Mapping[TensorNode, np.ndarray]],
+        outputs: Sequence[TensorNode],
+    ) -> list[list[np.ndarray]] | None:
+        """Computes ``outputs`` for every batch; None where MegEngine must compute them."""
+        if any(node in self._refused for node in outputs):
+            return None
+        try:
+            return self._compute(traced, exprs, fixed, batches, outputs)
+        except (EngineError, ExportError) as error:
+            _LOG.info(f"MegEngine computes up to {outputs[-1].name}: {error}")
+            self._refused.update(outputs)
+            return None
+
+    def _compute(
+        self,
+        traced: TracedModule,
+        exprs: Sequence[Expr],
+        fixed: Mapping[Node, np.ndarray],
+        batches: Sequence[Mapping[TensorNode, np.ndarray]],
+        outputs: Sequence[TensorNode],
+    ) -> list[list[np.ndarray]]:
+        if traced not in self._writers:
+            self._writers[traced] = PreparedSegments(self._model.view(traced))
+        inputs = {node: (value.dtype, _shape(node, batches)) for node, value in batches[0].items()}
+        data, names, results = self._writers[traced].model(exprs, inputs, fixed, outputs)
+        session = open_session(data, self._threads, fused_integers=False)
+        computed = []
+        for values in batches:
+            feeds = {
+                name: np.ascontiguousarray(values[node]) for name, node in zip(names, inputs, strict=True)
+            }
+            try:
+                computed.append(session.run(results, feeds))
+            except Exception as error:  # onnxruntime's own exceptions derive from nothing else
+                raise EngineError(f"onnxruntime refuses a batch: {reason_line(error)}") from error
+        return computed
+
+
+def _shape(node: TensorNode, batches: Sequence[Mapping[TensorNode, np.ndarray]]) -> list[Any]:
+    """Returns the shape of a node in all batches, with None for each length that varies."""
+    shapes = {values[node].shape for values in batches}
+    if len({len(shape) for shape in shapes}) > 1:
+        raise EngineError(f"{node.name} has another number of axes in each batch")
+    return [lengths[0] if len(set(lengths)) == 1 else None for lengths in zip(*shapes, strict=True)]

@@ -1,0 +1,152 @@
+"""The command ``qtrace bench``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from qtrace.cli import help, options
+from qtrace.cli.console import Console
+from qtrace.cli.outputs import output_file
+from qtrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from qtrace.benchmarking.costs import CostTable
+
+__all__ = ["bench"]
+
+_PACKAGED = "packaged"
+
+
+@click.command(cls=help.Command, example="qtrace bench float.onnx int8.onnx --by-op")
+@click.argument("files", metavar="FILE...", nargs=-1, type=options.file_or_folder())
+@click.option("--kernels", is_flag=True, help="Measure a cost table of the runtime's kernels, without files.")
+@click.option(
+    "--runtime",
+    metavar="NAME",
+    help="The runtime, such as openvino for an .onnx; by default the one that the file is meant for.",
+)
+@click.option("--threads", type=click.IntRange(1), help="Threads of the runtime; default: 1.")
+@click.option(
+    "--batch", type=click.IntRange(1), help="Samples of a run, if the file leaves them open; default: 1."
+)
+@options.input_shapes
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0, 3600),
+    help="How long to run each file, in seconds; at least 9 runs are made; default: 3.",
+)
+@click.option(
+    "--by-op", is_flag=True, help="Show which nodes the time goes to, by onnxruntime's own profile."
+)
+@click.option(
+    "--predict",
+    metavar="TABLE",
+    is_flag=False,
+    flag_value=_PACKAGED,
+    help="Predict the times, too; without TABLE, a file of --kernels, by the packaged cost table.",
+)
+@click.option(
+    "--out", "-o", type=options.file_or_folder(), help="With --kernels: the file to write, or replace."
+)
+@options.progress
+@options.output
+def bench(
+    files: tuple[Path, ...],
+    kernels: bool,
+    runtime: str | None,
+    threads: int | None,
+    batch: int | None,
+    shapes: dict[str, tuple[int, ...]],
+    seconds: float | None,
+    by_op: bool,
+    predict: str | None,
+    out: Path | None,
+    console: Console,
+) -> None:
+    """Measure how fast exported files run on this machine.
+
+    Several files take turns, and the speed of each is given against the first one. A file that is slower says
+    what its time goes to. With --kernels the command measures single ops over a grid of shapes and writes a
+    cost table, which takes some minutes.
+    """
+    of_files = threads or batch or shapes or seconds or by_op or predict
+    if kernels:
+        if files or of_files:
+            raise click.UsageError("--kernels takes no files, and of the options --runtime and -o only.")
+        if out is None:
+            raise click.UsageError("--kernels needs -o: the file to write.")
+        _bench_kernels(runtime or "onnxruntime", out, console)
+        return
+    if not files:
+        raise click.UsageError("name the files to run, or --kernels.")
+    if out is not None:
+        raise click.UsageError("-o belongs to --kernels.")
+    with console.work():
+        from tqdm import tqdm
+
+        from qtrace.benchmarking.files import bench_files, show
+        from qtrace.benchmarking.runners import Settings
+
+        table = None if predict is None else _table(predict)
+        settings = Settings(threads or 1, batch or 1, shapes)
+        with tqdm(desc="bench", unit="round", disable=not console.progress) as bar:
+            reports = bench_files(
+                files,
+                runtime=runtime,
+                settings=settings,
+                seconds=3.0 if seconds is None else seconds,
+                by_op=by_op,
+                table=table,
+                tick=lambda: _advance(bar),
+            )
+        text = show(reports, by_op)
+    if table is not None:
+        _note_differences(table, settings.threads, console)
+    console.result(text, {"threads": settings.threads, "files": [report.to_dict() for report in reports]})
+
+
+def _advance(bar: Any) -> None:
+    bar.update(1)
+
+
+def _table(name: str) -> CostTable:
+    from qtrace.benchmarking.costs import CostTable
+
+    table = CostTable.load("onnxruntime") if name == _PACKAGED else CostTable.read(Path(name))
+    if table.machine.runtime != "onnxruntime":
+        raise ConfigError(
+            f"{name} has the times of {table.machine.runtime}: files are predicted for onnxruntime only. "
+            "Leave TABLE out, or give one of `qtrace bench --kernels`."
+        )
+    return table
+
+
+def _note_differences(table: CostTable, threads: int, console: Console) -> None:
+    from qtrace.benchmarking.machine import describe_machine, differences
+
+    here = describe_machine(table.machine.runtime, "onnxruntime", threads)
+    if sentences := differences(table.machine, here):
+        console.warn(f"the cost table was measured elsewhere: {'; '.join(sentences)}.")
+
+
+def _bench_kernels(runtime: str, out: Path, console: Console) -> None:
+    with console.work():
+        from tqdm import tqdm
+
+        from qtrace.benchmarking.tables import measure_table
+
+        with (
+            output_file(out) as partial,
+            tqdm(desc="bench", unit="case", disable=not console.progress) as bar,
+        ):
+
+            def advance(count: int, whole: int) -> None:
+                bar.total = whole
+                bar.update(count)
+
+            table = measure_table(runtime, advance)
+            partial.write_text(table.to_json(), encoding="utf-8")
+    console.result(str(out), {"table": str(out), "measurements": len(table.measurements)})

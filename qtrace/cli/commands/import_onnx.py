@@ -1,0 +1,55 @@
+"""The command ``qtrace import``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from qtrace.cli import help, options
+from qtrace.cli.console import Console
+from qtrace.cli.ends import note_ends
+from qtrace.cli.outputs import output_file
+
+__all__ = ["import_onnx"]
+
+
+@click.command(
+    "import",
+    cls=help.Command,
+    example="qtrace import recogniser.onnx --shape x=1x3x48x320 -o recogniser.mge",
+)
+@click.argument("network", metavar="FILE.onnx")
+@options.input_shapes
+@click.option(
+    "--batch",
+    metavar="INPUT:AXIS",
+    default="auto",
+    show_default=True,
+    help="The axis whose size stays free, such as x:0; `none` fixes every axis. By default the first axis of "
+    "the first input, if the file leaves it open.",
+)
+@click.option(
+    "--out", "-o", type=options.file_or_folder(), required=True, help="The file to write, or replace."
+)
+@options.output
+def import_onnx(
+    network: str,
+    shapes: dict[str, tuple[int, ...]],
+    batch: str,
+    out: Path,
+    console: Console,
+) -> None:
+    """Make a traced model of an ONNX file.
+
+    Layers with stored weights become modules named as in the file, so that they can be trained and named in
+    recipes. A node without an equal in MegEngine is refused by name. Nothing in the file runs.
+    """
+    with console.work():
+        import qtrace
+
+        with output_file(out) as partial:
+            traced = qtrace.from_onnx(network, shapes, batch=None if batch == "none" else batch)
+            qtrace.save(traced, partial)
+        ends = note_ends(traced, out, console)
+    console.result(str(out), {"model": str(out), **ends})

@@ -1,0 +1,111 @@
+"""The last lines of ``qtrace calibrate`` and ``qtrace export``: size, MACs and predicted time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qtrace.cli.console import Console
+from qtrace.errors import ExportError
+
+if TYPE_CHECKING:
+    from qtrace.preparation.figures import Figures
+
+__all__ = ["note_file", "note_graph"]
+
+_FLOAT_RUNTIME = "onnxruntime"  # runs the .onnx files of plain modules
+_MEBIBYTE = 2**20
+
+
+def note_graph(model: Any, console: Console) -> dict[str, Any]:
+    """Notes the size, the MACs and the predicted time of a calibrated graph; warns if float is faster.
+
+    Args:
+        model: a prepared or converted module.
+        console: prints the notes.
+
+    Returns:
+        The figures, for JSON.
+    """
+    from qtrace.benchmarking.files import NO_SLOWER
+    from qtrace.preparation.figures import read_figures
+
+    figures = read_figures(model)
+    size = f"parameters {_megabytes(figures.bytes)}, {_megabytes(figures.float_bytes)} in float"
+    facts = {"parameter_bytes": figures.bytes, "float_parameter_bytes": figures.float_bytes, **_macs(figures)}
+    placement = figures.placement
+    if placement is None:
+        console.note(f"{size}; {_show_macs(figures)}")
+        return facts
+    seconds, in_float = placement.milliseconds / 1e3, placement.float_milliseconds / 1e3
+    console.note(f"{size}; {_show_macs(figures)}; {_show_times(seconds, in_float, placement.table)}")
+    if seconds * NO_SLOWER > in_float:
+        console.warn(
+            f"the graph is predicted to be slower than float in {placement.table}: no op gains time by "
+            "integers. `qtrace explain --why NODE` says it of each op."
+        )
+    return {**facts, "predicted_seconds": seconds, "predicted_float_seconds": in_float}
+
+
+def note_file(model: Any, path: Path, console: Console) -> dict[str, Any]:
+    """Notes the size, the MACs and the predicted time of an exported file; warns if float is faster.
+
+    Args:
+        model: the exported module.
+        path: the file.
+        console: prints the notes.
+
+    Returns:
+        The figures, for JSON.
+    """
+    from qtrace.benchmarking.costs import CostTable
+    from qtrace.benchmarking.files import NO_SLOWER, list_shares
+    from qtrace.benchmarking.latency import file_size
+    from qtrace.benchmarking.onnx_ops import read_graph
+    from qtrace.benchmarking.prediction import predict, predict_float
+    from qtrace.config import backends
+    from qtrace.preparation.figures import read_figures
+
+    figures, size = read_figures(model), file_size(path)
+    text, facts = f"size {_megabytes(size)}; {_show_macs(figures)}", {"bytes": size, **_macs(figures)}
+    table = backends.get(figures.backend or _FLOAT_RUNTIME).cost_table if path.suffix == ".onnx" else ""
+    table = table if table == _FLOAT_RUNTIME else ""  # files are predicted for onnxruntime only
+    try:
+        graph = read_graph(path) if table else None
+    except ExportError:  # onnx cannot infer the shapes of every file that runs
+        graph = None
+    if graph is None:
+        console.note(text)
+        return facts
+    costs = CostTable.load(table)
+    prediction, in_float = predict(graph, costs), predict_float(graph, costs).seconds
+    console.note(f"{text}; {_show_times(prediction.seconds, in_float, table)}")
+    if prediction.seconds * NO_SLOWER > in_float:
+        console.warn(
+            f"{path.name} is predicted to be slower than float in {table}: of its time, "
+            f"{list_shares(prediction.by_sort())}. `placement: fastest` in the recipe leaves in "
+            "float what gains no time."
+        )
+    return {**facts, "predicted_seconds": prediction.seconds, "predicted_float_seconds": in_float}
+
+
+def _macs(figures: Figures) -> dict[str, Any]:
+    return {"macs": figures.macs, "integer_macs": figures.integer_macs}
+
+
+def _show_macs(figures: Figures) -> str:
+    text = f"{figures.macs / 1e6:.4g} million MACs"
+    if not figures.backend or not figures.macs:
+        return text
+    return f"{text}, {figures.integer_macs / figures.macs:.0%} of them on integers"
+
+
+def _show_times(seconds: float, in_float: float, table: str) -> str:
+    text = f"predicted {seconds * 1e3:.3g} ms"
+    if seconds != in_float:
+        text += f", {in_float * 1e3:.3g} ms in float ({in_float / seconds:.2f}x)"
+    return f"{text}, in one thread by cost table {table}"
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / _MEBIBYTE:.3g} MB"

@@ -1,0 +1,149 @@
+"""The ends of an ONNX file: names that the user chose, and preprocessing as nodes of the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
+
+from qtrace.errors import ExportError
+from qtrace.export.onnx.writer import OnnxWriter
+from qtrace.graph.interface import Interface, TensorInfo
+from qtrace.graph.types import TensorNode
+
+__all__ = ["PREPROCESS", "add_preprocessing", "choose_names", "without_preprocessing"]
+
+PREPROCESS = "qtrace.preprocess"
+"""The metadata property of files with preprocessing: the name of the tensor that it computes."""
+
+_PREFIX = "qtrace_preprocess"
+
+
+def choose_names(
+    interface: Interface | None,
+    inputs: Sequence[tuple[TensorNode, str]],
+    outputs: Sequence[tuple[TensorNode, str]],
+    names: tuple[Iterable[str] | None, Iterable[str] | None],
+) -> Interface | None:
+    """Returns the interface of a file with the names that the user chose.
+
+    Args:
+        interface: the interface of the graph; None for the names and types of the nodes.
+        inputs: the inputs of the graph, each with its name in the file.
+        outputs: the outputs of the graph, each with its name in the file.
+        names: the chosen names of all inputs and of all outputs, in order; None for those that there are.
+
+    Raises:
+        ExportError: for another number of names, or names that are no text or not unique.
+    """
+    if names == (None, None):
+        return interface
+    sides = []
+    stored = (None, None) if interface is None else (interface.inputs, interface.outputs)
+    for option, ends, known, chosen in zip(
+        ("input_names", "output_names"), (inputs, outputs), stored, names, strict=True
+    ):
+        tensors = known or tuple(TensorInfo(name, np.dtype(node.dtype).name) for node, name in ends)
+        if chosen is not None:
+            tensors = _renamed(option, tensors, [chosen] if isinstance(chosen, str) else list(chosen))
+        sides.append(tensors)
+    return Interface(*sides)
+
+
+def _renamed(option: str, tensors: Sequence[TensorInfo], names: Sequence[Any]) -> tuple[TensorInfo, ...]:
+    have = ", ".join(tensor.name for tensor in tensors)
+    if len(names) != len(tensors):
+        raise ExportError(
+            f"{option} has {len(names)} names for {len(tensors)} tensors: give one for each of {have}, in "
+            "order."
+        )
+    if wrong := [name for name in names if not isinstance(name, str) or not name]:
+        raise ExportError(f"{option} names tensors by text, not by {wrong[0]!r}: give their names.")
+    if len(set(names)) < len(names):
+        raise ExportError(f"{option} gives two tensors one name: {', '.join(names)}.")
+    return tuple(TensorInfo(name, t.dtype) for name, t in zip(names, tensors, strict=True))
+
+
+def add_preprocessing(
+    writer: OnnxWriter, inputs: list[ValueInfoProto], preprocess: Any, channels_first: tuple[int, ...]
+) -> str:
+    """Makes the one input of a model uint8 pixels (N, H, W, C), which the file itself normalizes.
+
+    The nodes compute ``pixel * (scale / std) - mean / std`` and move the channels to the front. Resizing and
+    the order of channels stay the caller's: the document string of the input says which.
+
+    Args:
+        writer: the writer of the model, which is complete.
+        inputs: the inputs of the model; the first one is changed.
+        preprocess: the `Preprocess` of the recipe; None if it has none.
+        channels_first: the shape of the input, (N, C, H, W).
+
+    Returns:
+        The name of the tensor that the nodes compute.
+
+    Raises:
+        ExportError: when the recipe has no preprocessing, or the model another input than one image.
+    """
+    if preprocess is None:
+        raise ExportError(
+            "preprocess=true needs means and scale: add preprocess: {size, mean, std} to the recipe, and "
+            "prepare the module with it."
+        )
+    if len(inputs) != 1 or tuple(channels_first[1:]) != tuple(preprocess.size):
+        shapes = "x".join(map(str, channels_first))
+        raise ExportError(
+            f"preprocess=true needs a model with one image as its input: the recipe says "
+            f"{list(preprocess.size)}, and the model has {len(inputs)} inputs, the first of shape {shapes}."
+        )
+    info, channels = inputs[0], preprocess.size[0]
+    inner = f"{info.name}_normalized"
+    writer.rename({info.name: inner})
+    std = np.broadcast_to(np.asarray(preprocess.std, np.float64), channels)
+    factor = (preprocess.scale / std).astype(np.float32)
+    offset = (-np.broadcast_to(np.asarray(preprocess.mean, np.float64), channels) / std).astype(np.float32)
+    names = [f"{_PREFIX}_{part}" for part in ("float", "scaled", "shifted")]
+    factors = [writer.constant(f"{_PREFIX}_{n}", v) for n, v in (("factor", factor), ("offset", offset))]
+    nodes = [
+        _node("Cast", [info.name], names[0], to=TensorProto.FLOAT),
+        _node("Mul", [names[0], factors[0]], names[1]),
+        _node("Add", [names[1], factors[1]], names[2]),
+        _node("Transpose", [names[2]], inner, perm=[0, 3, 1, 2]),
+    ]
+    writer.nodes[:0] = nodes
+    tensor = info.type.tensor_type
+    dims = list(tensor.shape.dim)
+    order = [dims[0], dims[2], dims[3], dims[1]]
+    shape = [d.dim_param or d.dim_value for d in order]
+    inputs[0] = helper.make_tensor_value_info(
+        info.name,
+        TensorProto.UINT8,
+        shape,
+        doc_string=f"pixels 0 to 255, N x H x W x C, channels {preprocess.channels}, resized before",
+    )
+    return inner
+
+
+def _node(op: str, inputs: list[str], output: str, **attributes: Any) -> NodeProto:
+    return helper.make_node(op, inputs, [output], name=f"{_PREFIX}/{op}", **attributes)
+
+
+def without_preprocessing(model: ModelProto) -> bool:
+    """Removes the preprocessing of a file, so that its input is what the graph reads.
+
+    Returns:
+        Whether there was any.
+    """
+    facts = {fact.key: fact.value for fact in model.metadata_props}
+    inner = facts.get(PREPROCESS, "")
+    own = [node for node in model.graph.node if node.name.startswith(f"{_PREFIX}/")]
+    if not inner or len(model.graph.input) != 1 or not any(inner in node.output for node in own):
+        return False
+    for node in own:
+        model.graph.node.remove(node)
+    dims = list(model.graph.input[0].type.tensor_type.shape.dim)
+    shape = [d.dim_param or d.dim_value for d in (dims[0], dims[3], dims[1], dims[2])]
+    del model.graph.input[:]
+    model.graph.input.append(helper.make_tensor_value_info(inner, TensorProto.FLOAT, shape))
+    return True

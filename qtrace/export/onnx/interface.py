@@ -1,0 +1,88 @@
+"""Restores the names and types of the inputs and outputs of a graph that was imported from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from onnx import NodeProto, ValueInfoProto, helper
+
+from qtrace.export.onnx.writer import OnnxWriter
+from qtrace.graph.interface import Interface, TensorInfo
+
+__all__ = ["restore_interface"]
+
+
+def restore_interface(
+    writer: OnnxWriter,
+    interface: Interface,
+    inputs: Sequence[ValueInfoProto],
+    outputs: Sequence[ValueInfoProto],
+) -> None:
+    """Gives the inputs and outputs of a model the names and types of the file that it was imported from.
+
+    A tensor inside that has one of these names is renamed. A type that MegEngine carries in another, such as
+    int64, is converted behind the input and before the output; float16 stays float32, with a note.
+
+    Args:
+        writer: the writer of the model, which is complete; its tensors are renamed.
+        interface: the interface of the graph.
+        inputs: the inputs of the model, in the order of the interface; they are changed.
+        outputs: the outputs of the model, in the order of the interface; they are changed.
+    """
+    given = {tensor.name for tensor in interface.inputs}
+    # ONNX gives every tensor one name: an output that has the name of an input gets another one.
+    results = [_without(tensor, given) for tensor in interface.outputs]
+    ends = [*zip(inputs, interface.inputs, strict=True), *zip(outputs, results, strict=True)]
+    names = {info.name: tensor.name for info, tensor in ends if not _converts(tensor)}
+    taken = {tensor.name for _, tensor in ends}
+    used = taken | set(_tensors(writer, inputs))
+    for name in dict.fromkeys(_tensors(writer, inputs)):
+        if name in taken and name not in names:
+            names[name] = _free(f"{name}_inner", used)
+            used.add(names[name])
+    writer.rename(names)
+    casts = [_cast(names.get(i.name, i.name), t) for i, t in zip(inputs, interface.inputs, strict=True)]
+    writer.nodes[:0] = [node for node in casts if node is not None]
+    for info, tensor in zip(outputs, results, strict=True):
+        if _converts(tensor):
+            inner = names.get(info.name, info.name)
+            writer.nodes.append(_node(inner, tensor.name, tensor.exported_dtype))
+    for info, tensor in ends:
+        _declare(info, tensor)
+
+
+def _without(tensor: TensorInfo, names: set[str]) -> TensorInfo:
+    name = tensor.name
+    return TensorInfo(_free(f"{name}_output", names), tensor.dtype) if name in names else tensor
+
+
+def _converts(tensor: TensorInfo) -> bool:
+    """Whether the file's type is not that of the node that carries the tensor."""
+    return tensor.exported_dtype != tensor.carried_dtype
+
+
+def _tensors(writer: OnnxWriter, inputs: Sequence[ValueInfoProto]) -> Iterator[str]:
+    yield from (info.name for info in inputs)
+    yield from writer.initializers
+    yield from (name for node in writer.nodes for name in node.output if name)
+
+
+def _free(base: str, used: set[str]) -> str:
+    return next(n for n in (base, *(f"{base}_{i}" for i in range(1, len(used) + 1))) if n not in used)
+
+
+def _cast(inner: str, tensor: TensorInfo) -> NodeProto | None:
+    return _node(tensor.name, inner, tensor.carried_dtype) if _converts(tensor) else None
+
+
+def _node(source: str, output: str, dtype: str) -> NodeProto:
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    return helper.make_node("Cast", [source], [output], name=f"{output}_Cast", to=kind)
+
+
+def _declare(info: ValueInfoProto, tensor: TensorInfo) -> None:
+    info.name = tensor.name
+    info.type.tensor_type.elem_type = helper.np_dtype_to_tensor_dtype(np.dtype(tensor.exported_dtype))
+    if tensor.dtype != tensor.exported_dtype:
+        info.doc_string = f"{tensor.dtype} in the file that the model was imported from"

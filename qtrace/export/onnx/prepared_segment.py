@@ -1,0 +1,147 @@
+"""An ONNX model of a part of a prepared graph, as the graph computes it in its current phase."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from qtrace.errors import ExportError
+from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
+from qtrace.export.onnx.exporter import OnnxExporter
+from qtrace.fakequant.base import FakeQuant
+from qtrace.graph.types import Expr, Node, TensorNode
+from qtrace.graph.walk import owner
+from qtrace.preparation.model import QuantizedModel
+from qtrace.scheme import QParams
+
+__all__ = ["PreparedSegments"]
+
+
+class PreparedSegments:
+    """Writes parts of a prepared graph as ONNX models in floats, in which fake quants are ops that round.
+
+    Args:
+        model: the view of a flat prepared module; it is not changed.
+
+    Raises:
+        ExportError: when the package onnx is missing.
+    """
+
+    def __init__(self, model: QuantizedModel) -> None:
+        if importlib.util.find_spec("onnx") is None:
+            raise ExportError("the package onnx is not installed: run pip install 'qtrace[onnx]'.")
+        # Without sites, fake quants are steps like any op.
+        annotation = dataclasses.replace(model.annotation, sites=(), carried={}, factors={}, folds=())
+        record = dataclasses.replace(model.record, stage="converted", annotation=annotation)
+        self._graph = ConvertedGraph(QuantizedModel(model.module, record=record))
+        self._steps = {step.expr: step for step in self._graph.steps}
+
+    def model(
+        self,
+        exprs: Sequence[Expr],
+        inputs: Mapping[TensorNode, tuple[Any, Sequence[int | None]]],
+        values: Mapping[Node, np.ndarray],
+        outputs: Sequence[TensorNode],
+    ) -> tuple[bytes, list[str], list[str]]:
+        """Writes some exprs as a model.
+
+        Args:
+            exprs: exprs of the graph, in the order of computation.
+            inputs: node that is read from outside -> its type and its shape, with None for a length that
+                varies.
+            values: node -> the value of a parameter, of a constant, or of what is computed from these alone.
+            outputs: nodes that the exprs compute.
+
+        Returns:
+            The serialized model and the names of its inputs and outputs, in the order of the arguments.
+
+        Raises:
+            ExportError: when an expr has no ONNX form.
+        """
+        from onnx import TensorProto, helper
+
+        exporter = OnnxExporter(self._graph)
+        writer = exporter.writer
+        names = [f"given_{index}" for index in range(len(inputs))]
+        infos = [
+            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape)
+            for name, (dtype, shape) in zip(names, inputs.values(), strict=True)
+        ]
+        writer.names.update(zip(inputs, names, strict=True))
+        writer.values.update(values)
+        for expr in exprs:
+            module, step = owner(expr), self._steps.get(expr)
+            if isinstance(module, FakeQuant):
+                _emit_rounding(exporter, module, expr)
+            elif isinstance(step, ConvertedOp):
+                exporter.emit(step)
+            else:
+                raise ExportError(
+                    f"{expr} computes no tensor, which no ONNX model expresses: use engine megengine."
+                )
+        results, tensors = [], []
+        for index, node in enumerate(outputs):
+            kind = helper.np_dtype_to_tensor_dtype(np.dtype(node.dtype))
+            results.append(writer.node("Identity", [writer.name(node)], f"result_{index}"))
+            tensors.append(helper.make_tensor_value_info(results[-1], kind or TensorProto.FLOAT, None))
+        model = writer.model("segment", infos, tensors, {}, "")
+        try:
+            return model.SerializeToString(), names, results
+        except ValueError as error:
+            raise ExportError("the model is larger than 2 GiB: use engine megengine.") from error
+
+
+def _emit_rounding(exporter: OnnxExporter, module: FakeQuant, expr: Expr) -> None:
+    """Writes the call of a fake quant: nothing in the phase ``float``, else its formula."""
+    writer, (_, source), (out,) = exporter.writer, expr.args, expr.outputs
+    name = writer.name(source)
+    if module.phase == "float":
+        writer.names[out] = name
+        return
+    if module.phase != "quantize" or module.transforms:
+        raise ExportError(f"site {module.site}: its fake quant transforms values: use engine megengine.")
+    qparams = module.qparams()
+    if qparams.scheme.rounding == "half_even" and _fills_its_type(qparams):
+        writer.names[out] = writer.quantize_dequantize(name, out.name, out.name, qparams)
+        return
+    scale, zero = (
+        np.asarray(part, np.float32).reshape(module.shape) for part in (qparams.scale, qparams.zero_point)
+    )
+    writer.names[out] = _emit_formula(exporter, name, out.name, qparams, (scale, zero))
+
+
+def _fills_its_type(qparams: QParams) -> bool:
+    """Whether QuantizeLinear saturates at the ends of the scheme, which has one scale."""
+    scheme = qparams.scheme
+    full = (scheme.qmin, scheme.qmax) == ((-128, 127) if scheme.signed else (0, 255))
+    return full and not qparams.scale.ndim
+
+
+def _emit_formula(
+    exporter: OnnxExporter,
+    source: str,
+    base: str,
+    qparams: QParams,
+    parameters: tuple[np.ndarray, np.ndarray],
+) -> str:
+    """Writes ``clip(round(x / s), qmin - z, qmax - z) * s`` and returns its result."""
+    writer, scheme, (scale, zero) = exporter.writer, qparams.scheme, parameters
+    step = writer.constant(f"{base}_scale", scale)
+    low = writer.constant(f"{base}_low", (scheme.qmin - zero).astype(np.float32))
+    high = writer.constant(f"{base}_high", (scheme.qmax - zero).astype(np.float32))
+    value = writer.node("Div", [source, step], writer.fresh(base))
+    if scheme.rounding == "half_even":
+        value = writer.node("Round", [value], writer.fresh(base))
+    else:  # the integer next to the magnitude, with the sign
+        sign = writer.node("Sign", [value], writer.fresh(base))
+        value = writer.node("Abs", [value], writer.fresh(base))
+        value = writer.node("Add", [value, writer.scalar(0.5)], writer.fresh(base))
+        value = writer.node("Floor", [value], writer.fresh(base))
+        value = writer.node("Mul", [value, sign], writer.fresh(base))
+    value = writer.node("Max", [value, low], writer.fresh(base))
+    value = writer.node("Min", [value, high], writer.fresh(base))
+    return writer.node("Mul", [value, step], writer.fresh(base))

@@ -1,0 +1,83 @@
+"""A plain traced module in float, for MegEngine without qtrace: its nodes carry the quantization parameters.
+
+``megengine.load`` reads the file in a process without qtrace. The graph has no fake quants: it computes the
+float network with the converted graph's weights. Each node that is rounded has ``qparams``, MegEngine's own
+``QParams``: mode, dtype, scale and zero point, of shape ``()`` or ``(channels,)``. Activations, weights,
+biases (``qint32``) and the nodes that carry integers through moves have them.
+
+Its usual suffix is ``.mge``, like that of ``qtrace.save``, so this format has to be named:
+``format="traced"``.
+"""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+from megengine import Tensor
+
+from qtrace.export.converted.float_graph import float_module
+from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.graph.edit import GraphEditor
+from qtrace.graph.files.serialize import dump
+from qtrace.graph.function_trace import trace_function
+from qtrace.graph.types import CallFunction, Expr, TensorNode, TracedModule
+from qtrace.graph.walk import exprs
+from qtrace.ops.arguments import arguments
+from qtrace.preparation.record import remove_record
+
+__all__ = ["RUNS_GRAPH", "SUFFIXES", "serialize"]
+
+# Chosen by name: .mge stands for a model that qtrace.save wrote.
+SUFFIXES: tuple[str, ...] = ()
+RUNS_GRAPH = True
+
+
+def serialize(converted: ConvertedGraph) -> bytes:
+    """Returns the file.
+
+    Args:
+        converted: the graph of a converted module.
+
+    Raises:
+        ExportError: when the graph holds a module or a function that only qtrace has.
+    """
+    plain = float_module(converted)
+    remove_record(plain)
+    write_functions(plain)
+    stream = io.BytesIO()
+    dump(plain, stream)
+    return stream.getvalue()
+
+
+def write_functions(flat: TracedModule) -> None:
+    """Replaces the calls of qtrace's own functions by the calls of MegEngine's functions that they make.
+
+    Args:
+        flat: a flat traced module; it is edited in place.
+    """
+    with GraphEditor(flat) as editor:
+        for expr in exprs(flat):
+            if isinstance(expr, CallFunction) and expr.func.__module__.partition(".")[0] == "qtrace":
+                written = _written(editor, expr)
+                written.qparams = expr.outputs[0].qparams
+                editor.replace_expr(expr, written)
+
+
+def _written(editor: GraphEditor, expr: Expr) -> TensorNode:
+    """Writes the calls that the function of ``expr`` makes after it; returns the node of the result."""
+    values = list(arguments(expr).values())
+    examples = [_zeros(v) if isinstance(v, TensorNode) else v for v in values]
+    # The tracer sees a function of qtrace under its name only: called as an object, it shows its own calls.
+    trace = trace_function(expr.func, examples, expr.func.__name__)
+    nodes = {node: values[index] for index, node in trace.inputs.items()}
+    after = expr
+    for call in trace.exprs:
+        copies = editor.copy_expr(call, [nodes[n] for n in call.inputs], after=after)
+        nodes.update(zip(call.outputs, copies, strict=True))
+        after = copies[0].expr
+    return nodes[trace.output]
+
+
+def _zeros(node: TensorNode) -> Tensor:
+    return Tensor(np.zeros(tuple(int(n) for n in node.shape), np.dtype(node.dtype)))

@@ -1,0 +1,396 @@
+"""Builds a traced graph from nothing: the way in for networks that are not written in MegEngine."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from megengine import Parameter, Tensor
+from megengine.core._imperative_rt.core2 import Tensor as RawTensor
+from megengine.core._imperative_rt.core2 import apply
+from megengine.core.ops.builtin import GetVarShape
+from megengine.module import Module
+from megengine.traced_module import TracedModule
+from megengine.traced_module.expr import Apply, CallFunction, CallMethod, Constant, Expr, GetAttr, Input
+from megengine.traced_module.node import ModuleNode, Node, TensorNode
+from megengine.traced_module.pytree import tree_flatten
+from megengine.traced_module.traced_module import InternalGraph, _is_builtin_name
+from megengine.traced_module.utils import _convert_kwargs_to_args
+
+from qtrace.errors import GraphError
+from qtrace.graph import failures
+from qtrace.graph.arguments import argument_spec, set_arguments
+from qtrace.graph.finish import finish
+from qtrace.graph.tracing.copies import find_copies, insert_copies
+from qtrace.graph.tracing.running import engine_for_tracing
+from qtrace.graph.walk import op_label
+
+__all__ = ["GraphBuilder"]
+
+_MAX_RANK = 7  # of MegEngine's tensors
+
+
+class GraphBuilder:
+    """Builds a flat `TracedModule` op by op.
+
+    Each op runs once on zeros of its inputs' shapes, so that every node knows its shape and dtype, and an op
+    that MegEngine refuses fails where it is added. Constants and integer parameters run with their values. If
+    an input has a free batch axis, each op runs a second time with one sample more (see `shapes`).
+
+    Example:
+        >>> builder = GraphBuilder("Net")
+        >>> x = builder.input("x", (1, 3, 32, 32))
+        >>> y = builder.call_module("stem.conv", M.Conv2d(3, 8, 3), x)
+        >>> net = builder.finish(builder.call_function(F.relu, y, name="features"))
+
+    Args:
+        name: the name of the graph.
+    """
+
+    def __init__(self, name: str = "Net") -> None:
+        self.traced = _new_module()
+        self.graph = InternalGraph(name, name)
+        self._name = name
+        self._suffix: dict[str, int] = {}
+        self._attributes: dict[str, Node] = {}
+        self._shapes: dict[Node, tuple[tuple[int, ...], ...]] = {}
+        # Values that do not depend on those of the inputs, one a probe: parameters, modules, sizes.
+        self._values: dict[Node, tuple[Any, ...]] = {}
+        self._probes = 1
+        self._self = self._new_input(ModuleNode, "self", name)
+        self._self.module_type = TracedModule
+        self._values[self._self] = (self.traced,)
+
+    def input(
+        self, name: str, shape: Sequence[int], dtype: Any = np.float32, batch_axis: int | None = None
+    ) -> TensorNode:
+        """Adds an input of the graph; all inputs come before the first op.
+
+        Args:
+            name: the name of the node and of the argument of ``forward``.
+            shape: the shape that the graph records.
+            dtype: float32, int32, bool or another dtype of MegEngine's.
+            batch_axis: an axis whose size may differ when the graph runs; None if all are fixed.
+
+        Raises:
+            GraphError: when an op was added already, or MegEngine has no such tensor.
+        """
+        if self.graph._exprs:
+            raise GraphError(f"input {name}: add all inputs before the first op.")
+        if len(shape) > _MAX_RANK:
+            raise GraphError(f"input {name} has {len(shape)} axes, but MegEngine's tensors have at most 7.")
+        node = self._new_input(TensorNode, name, f"{self._name}.[{name}]")
+        first = tuple(int(n) for n in shape)
+        shapes = [first]
+        if batch_axis is not None:
+            more = list(first)
+            more[batch_axis] += 1
+            shapes.append(tuple(more))
+            self._probes = 2
+        self._record(node, tuple(shapes), np.dtype(dtype))
+        return node
+
+    def _new_input(self, kind: type[Node], name: str, qualname: str) -> Any:
+        expr = Input(kind, name, qualname)
+        (node,) = expr.outputs
+        node._name = self._unique(name, node)
+        self.graph._inputs.append(node)
+        return node
+
+    def shapes(self, node: TensorNode) -> tuple[tuple[int, ...], ...]:
+        """Returns the shape of ``node`` as recorded, and with one sample more if a batch axis is free.
+
+        Args:
+            node: a node of this graph.
+        """
+        shapes = self._shapes[node]
+        return shapes if len(shapes) == self._probes else shapes * self._probes
+
+    def parameter(self, path: str, value: np.ndarray, trainable: bool = True) -> TensorNode:
+        """Adds a tensor to the module at the dotted ``path``, and reads it.
+
+        Args:
+            path: the path; containers on the way are made.
+            value: the values.
+            trainable: whether it is a Parameter.
+
+        Raises:
+            GraphError: when the path is used already.
+        """
+        tensor = Parameter(value) if trainable else Tensor(value)
+        self._attach(path, tensor)
+        return self._attribute(path)
+
+    def attribute(self, path: str) -> Node:
+        """Returns the node that reads the tensor or module at ``path``.
+
+        Raises:
+            GraphError: when there is none.
+        """
+        return self._attribute(path)
+
+    def call_function(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        name: str | Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Adds ``function(*args, **kwargs)``; nodes stand for tensors in the arguments.
+
+        Args:
+            function: a function of MegEngine's, or one that its tracer knows.
+            *args: nodes and constants.
+            name: the name of the output, or one name an output; a suffix is added to one that is taken.
+            **kwargs: nodes and constants.
+
+        Returns:
+            The node of the result, or a tuple or list of nodes as the function returns them.
+
+        Raises:
+            GraphError: when the function fails on these shapes.
+        """
+        expr = CallFunction(function)
+        args, kwargs = _convert_kwargs_to_args(argument_spec(function), args, kwargs)
+        set_arguments(expr, args, kwargs)
+        return self._add(expr, name or f"{function.__name__}_out", f"[func_{function.__name__}]")
+
+    def call_method(
+        self, method: str, *args: Any, name: str | Sequence[str] | None = None, **kwargs: Any
+    ) -> Any:
+        """Adds a call of a Tensor's method; ``args[0]`` is the node of the tensor. See `call_function`.
+
+        Raises:
+            GraphError: when the method fails on these shapes.
+        """
+        expr = CallMethod(args[0], method)
+        args[0].users.remove(expr)  # `set_arguments` adds it again
+        set_arguments(expr, args, kwargs)
+        return self._add(expr, name or f"{method.strip('_')}_out", f"[method_{method.strip('_')}]")
+
+    def call_kernel(self, opdef: Any, *args: Any, name: str | Sequence[str] | None = None) -> Any:
+        """Adds a call of a kernel of MegEngine's, such as ``GetVarShape``. See `call_function`.
+
+        Returns:
+            The node of its result, or a tuple of nodes if it has several.
+
+        Raises:
+            GraphError: when the kernel fails on these shapes.
+        """
+        expr = Apply(opdef)
+        expr.inputs = list(args)
+        for node in args:
+            node.users.append(expr)
+        return self._add(expr, name or f"{type(opdef).__name__.lower()}_out", "[]")
+
+    def constant(self, value: Tensor, name: str | None = None) -> TensorNode:
+        """Adds a constant of the graph, which is no attribute of the module."""
+        expr = Constant(value)
+        node = expr.outputs[0]
+        node._name = self._unique(name or "const", node)
+        node._qualname = f"{self._name}.[{node._name}]"
+        self._values[node] = (value,)
+        self._record(node, (tuple(int(n) for n in value.shape),), value.dtype, value.device)
+        self.graph._exprs.append(expr)
+        return node
+
+    def swap_names(self, first: TensorNode, second: TensorNode) -> None:
+        """Gives each of two nodes the name of the other."""
+        used = self.graph._namespace.used_names
+        first._name, second._name = second._name, first._name
+        used[first._name], used[second._name] = first, second
+
+    def size(self, node: TensorNode, axis: int, name: str | None = None) -> TensorNode:
+        """Adds the size of an axis, read when the graph runs, as an int32 tensor without axes.
+
+        Args:
+            node: the tensor.
+            axis: the axis.
+            name: the name of the size.
+        """
+        shape = self.call_kernel(GetVarShape(), node, name=f"{node._name}_shape")
+        return self.call_method("__getitem__", shape, axis, name=name or f"{node._name}_size_{axis}")
+
+    def add_module(self, path: str, module: Module) -> ModuleNode:
+        """Adds a module of MegEngine's own at the dotted ``path``, in eval mode.
+
+        Args:
+            path: the path; containers on the way are made.
+            module: the module, which may be called several times.
+
+        Raises:
+            GraphError: when the path is used already.
+        """
+        module.eval()
+        self._attach(path, module)
+        return self._attribute(path)
+
+    def call_module(
+        self,
+        path: str,
+        module: Module | None,
+        *args: Any,
+        name: str | Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Adds a call of the module at ``path``, which is added first unless ``module`` is None.
+
+        Raises:
+            GraphError: when the path is used already, or the module fails on these shapes.
+        """
+        callee = self._attribute(path) if module is None else self.add_module(path, module)
+        expr = CallMethod(callee)
+        callee.users.remove(expr)
+        set_arguments(expr, (callee, *args), kwargs)
+        return self._add(expr, name or f"{path.replace('.', '_')}_out", f"{path}.[out]")
+
+    def finish(self, outputs: Any) -> TracedModule:
+        """Returns the module, in eval mode; the builder must not be used any more.
+
+        Where a kernel of MegEngine's would compute wrong values from a view, the view is copied first.
+
+        Args:
+            outputs: what forward returns: a node, or tuples, lists and dicts of nodes.
+
+        Raises:
+            GraphError: when an output is no node of this graph.
+        """
+        try:
+            leaves, out_def = tree_flatten(outputs, is_leaf=lambda leaf: isinstance(leaf, Node))
+        except AssertionError:  # MegEngine knows no such structure
+            raise GraphError(f"{outputs!r} is not a node of this graph: return nodes only.") from None
+        for leaf in leaves:
+            if not isinstance(leaf, Node) or leaf not in self._shapes:
+                raise GraphError(f"{leaf} is not a node of this graph: return nodes only.")
+        self.graph._outputs[:] = leaves
+        inputs = self.graph._inputs
+        names = [node._name for node in inputs]
+        _, arg_def = tree_flatten(((self.traced, *(Tensor(0.0) for _ in inputs[1:])), {}))
+        self.traced.argdef_graph_map = {arg_def: self.graph}
+        self.traced.argdef_outdef_map = {arg_def: out_def}
+        self.traced.argspec = inspect.FullArgSpec(names, None, None, None, [], None, {})
+        finish(self.traced)
+        copies = find_copies(self.traced)
+        insert_copies(self.traced, copies)
+        self.traced.eval()
+        return self.traced
+
+    def _add(self, expr: Expr, name: str | Sequence[str], qualname: str) -> Any:
+        """Appends ``expr``, with nodes for what it returns on zeros."""
+        results = [self._run(expr, probe) for probe in range(self._runs(expr))]
+        leaves, out_def = tree_flatten(results[0])
+        others = [tree_flatten(result)[0] for result in results]
+        for leaf in leaves:
+            if not isinstance(leaf, RawTensor):
+                raise GraphError(f"{name} returns a {type(leaf).__name__}: only tensors can be nodes.")
+        nodes: list[TensorNode] = []
+        for index, leaf in enumerate(leaves):
+            node = TensorNode(expr, "", f"{self._name}.{qualname}")
+            chosen = name if isinstance(name, str) else name[min(index, len(name) - 1)]
+            node._name = self._unique(chosen, node)
+            shapes = tuple(tuple(int(n) for n in other[index].shape) for other in others)
+            self._record(node, shapes, leaf.dtype, leaf.device)
+            if isinstance(expr, Apply) or all(n in self._values for n in expr.inputs):
+                self._values[node] = tuple(other[index] for other in others)
+            nodes.append(node)
+        expr.return_val = out_def.unflatten(nodes)
+        self.graph._exprs.append(expr)
+        return expr.return_val
+
+    def _runs(self, expr: Expr) -> int:
+        counts = (max(len(self._shapes.get(n, ())), len(self._values.get(n, ()))) for n in expr.inputs)
+        return max(counts, default=1)
+
+    def _run(self, expr: Expr, probe: int) -> Any:
+        """Runs ``expr`` on zeros; the shapes are those of ``probe``."""
+        values = [self._value(node, probe) for node in expr.inputs]
+        try:
+            with engine_for_tracing(async_level=0):
+                if isinstance(expr, Apply):
+                    results = apply(expr.opdef, *values)
+                    return results[0] if len(results) == 1 else tuple(results)
+                args, kwargs = expr.unflatten_args(values)
+                if isinstance(expr, CallFunction):
+                    return expr.func(*args, **kwargs)
+                return getattr(args[0], expr.method)(*args[1:], **kwargs)
+        except Exception as error:  # MegEngine's kernels raise errors of many classes
+            pairs = zip(expr.inputs, values, strict=True)
+            shapes = ", ".join(f"{n._name} {tuple(v.shape)}" for n, v in pairs if isinstance(v, RawTensor))
+            more = " with one sample more" if probe else ""
+            raise GraphError(
+                f"{op_label(expr)} fails on {shapes or 'its arguments'}{more}: {failures.short(error)}"
+            ) from error
+
+    def _value(self, node: Node, probe: int) -> Any:
+        if node in self._values:
+            known = self._values[node]
+            return known[min(probe, len(known) - 1)]
+        shapes = self._shapes[node]
+        return _zeros(shapes[min(probe, len(shapes) - 1)], node.dtype)
+
+    def _record(
+        self, node: TensorNode, shapes: tuple[tuple[int, ...], ...], dtype: Any, device: Any = None
+    ) -> None:
+        self._shapes[node] = shapes if len(set(shapes)) > 1 else shapes[:1]
+        node._shape, node._dtype = shapes[0], dtype
+        node._device = Tensor(0.0).device if device is None else device
+
+    def _attribute(self, path: str) -> Any:
+        if path in self._attributes:
+            return self._attributes[path]
+        value: Any = self.traced
+        for part in path.split("."):
+            value = getattr(value, part, None)
+        if value is None:
+            raise GraphError(f"the module has no attribute {path!r}: add it before the graph refers to it.")
+        kind = ModuleNode if isinstance(value, Module) else TensorNode
+        expr = GetAttr(self._self, kind, path, "")
+        node = expr.outputs[0]
+        node._name = self._unique(path, node)
+        node._qualname = f"{self._name}.{path}"
+        self._values[node] = (value,)
+        if kind is ModuleNode:
+            node.module_type = type(value)
+        else:
+            self._record(node, (tuple(int(n) for n in value.shape),), value.dtype, value.device)
+        self.graph._exprs.append(expr)
+        self._attributes[path] = node
+        return node
+
+    def _attach(self, path: str, value: Tensor | Module) -> None:
+        *parents, name = path.split(".")
+        module = self.traced
+        for part in parents:
+            child = getattr(module, part, None)
+            if child is None:
+                child = _new_module()
+                setattr(module, part, child)
+            if not isinstance(child, TracedModule):
+                raise GraphError(f"{path}: {part!r} is no container; choose another path.")
+            module = child
+        if getattr(module, name, None) is not None:
+            raise GraphError(f"the module has an attribute {path!r} already: choose another name.")
+        setattr(module, name, value)
+
+    def _unique(self, name: str, node: Node | None = None) -> str:
+        base = re.sub(r"\W+", "_", name) or "value"
+        base = f"_{base}" if base[0].isdigit() else base
+        used = self.graph._namespace.used_names
+        count, candidate = self._suffix.get(base, 0), base
+        while used.get(candidate) is not None or _is_builtin_name(candidate):
+            count += 1
+            candidate = f"{base}_{count}"
+        self._suffix[base] = count
+        used[candidate] = node
+        return candidate
+
+
+def _new_module() -> TracedModule:
+    return TracedModule(False, {}, {})
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any) -> Tensor:
+    return Tensor(np.zeros(shape, np.dtype(dtype)))

@@ -1,0 +1,83 @@
+"""Writes a new list of exprs into a graph, and renews what MegEngine keeps beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megengine.traced_module import TracedModule
+from megengine.traced_module.expr import CallFunction, Expr
+from megengine.traced_module.node import Node
+
+from qtrace.errors import GraphError
+
+__all__ = ["exchange_function", "finish", "write_order"]
+
+
+def write_order(traced: TracedModule, order: Sequence[Expr], removed: set[Expr]) -> None:
+    """Makes ``order`` without ``removed`` the exprs of a flat graph, and drops dead ones.
+
+    Raises:
+        GraphError: when an expr reads a node that is produced later, or a removed one's output is used.
+    """
+    graph = traced.graph
+    _check_order(order, removed)
+    graph._exprs = [expr for expr in order if expr not in removed]
+    for expr in order:
+        if expr in removed:
+            _unlink(graph, expr, removed)
+    finish(traced)
+
+
+def _check_order(order: Sequence[Expr], removed: set[Expr]) -> None:
+    """Refuses a node that is read before it is produced: dropping dead exprs would lose its producer."""
+    unproduced = {n for e in order for n in e.outputs}
+    for expr in order:
+        node = next((n for n in expr.inputs if n in unproduced), None)
+        if node is not None and expr not in removed:
+            raise GraphError(f"{expr} reads {node._name}, which is produced later: move it up.")
+        unproduced.difference_update(n for n in expr.outputs)
+
+
+def _unlink(graph: Any, expr: Expr, removed: set[Expr]) -> None:
+    outputs = set(graph._outputs)
+    for node in expr.outputs:
+        readers = [u for u in node.users if u not in removed]
+        if readers or node in outputs:
+            raise GraphError(
+                f"{node._name} cannot be removed: it is still used by {readers or 'the outputs'}."
+            )
+        graph._namespace.unassociate_name_with_obj(node)
+    for node in expr.inputs:
+        node.users = [u for u in node.users if u is not expr]
+
+
+def finish(traced: TracedModule) -> None:
+    """Drops dead exprs and renews users, back references and ids, in time linear in the exprs."""
+    graph = traced.graph
+    live = set(graph._outputs)
+    live_exprs: list[Expr] = []
+    for expr in reversed(graph._exprs):
+        if expr._disable_remove or not expr.outputs or any(n in live for n in expr.outputs):
+            live_exprs.append(expr)
+            live.update(n for n in expr.inputs)
+        else:
+            for node in expr.outputs:
+                graph._namespace.used_names[node._name] = None
+    live_exprs.reverse()
+    graph._exprs = live_exprs
+    users: dict[Node, list[Expr]] = {}
+    for expr in live_exprs:
+        for node in expr.inputs:
+            users.setdefault(node, []).append(expr)
+    for node in (*graph._inputs, *(n for e in live_exprs for n in e.outputs)):
+        node.users = users.get(node, [])
+    traced._update_ref()
+    graph._reset_ids()
+
+
+def exchange_function(traced: TracedModule, old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """Replaces the function ``old`` by ``new``, which takes the same arguments, in every call."""
+    for expr in traced.graph._exprs:
+        if isinstance(expr, CallFunction) and expr.func is old:
+            expr.func = new

@@ -1,0 +1,278 @@
+"""Rules written as two Python functions: the calls to look for, and the calls to put in their place.
+
+Both functions are traced. The calls of the first one become a pattern of operations, in which every spelling
+of an operation matches; the second one is traced again for the shapes of each match.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from megengine import Tensor
+from megengine.traced_module.node import Node, TensorNode
+
+from qtrace.errors import GraphError
+from qtrace.graph.edit import GraphEditor
+from qtrace.graph.function_trace import AnyNumber, FunctionTrace, marker_of, trace_function
+from qtrace.graph.operations import canonical_call
+from qtrace.graph.pattern import Const, Op, Pattern, PatternMatch
+from qtrace.graph.rewrite import RewriteRule
+from qtrace.graph.source_lines import name_with_line
+from qtrace.graph.walk import op_label, output_index
+from qtrace.process.thread import on_engine_thread
+
+__all__ = ["AnyNumber", "function_rule"]
+
+_EXAMPLE_SHAPE = (2, 4, 4, 4)
+
+Check = Callable[[PatternMatch], "str | None"]
+
+
+@on_engine_thread
+def function_rule(
+    pattern: Callable[..., Any],
+    replacement: Callable[..., Any],
+    *,
+    example: Sequence[Any] | None = None,
+    check: Check | None = None,
+    name: str | None = None,
+) -> RewriteRule:
+    """Builds a rule for `apply_rules` from a pattern and a replacement that are written as functions.
+
+    The parameters of ``pattern`` are wildcards: each stands for any tensor of the graph, the same one
+    wherever the parameter occurs, or for any Python number where its example is an `AnyNumber`. Numbers that
+    the function writes itself must be equal. All spellings of an operation match: ``x + y`` and
+    ``F.add(y, x)``; ``x.reshape(2, -1)`` and ``F.reshape(x, (2, -1))``. No call inside of a match may be
+    used outside of it.
+
+    Example:
+        >>> rule = function_rule(lambda x: x * F.sigmoid(x), lambda x: F.silu(x), name="silu")
+        >>> [result.where for result in apply_rules(flat, [rule]) if result.applied]
+        ['mul_out', 'mul_out_1']
+
+    Args:
+        pattern: a function of tensors that returns one tensor; it calls functions of
+            ``megengine.functional`` and methods of tensors, no modules.
+        replacement: a function of the same parameters that returns one tensor of the same shape and dtype.
+            It is called with tensors of the shapes of each match, and with the match's numbers.
+        example: a Tensor, a numpy array or an `AnyNumber` for each parameter, on which ``pattern`` runs;
+            None for float32 tensors of shape (2, 4, 4, 4).
+        check: takes a match, with tensors and numbers under the names of the parameters, and returns None
+            if the rule applies, else the reason why not.
+        name: name of the rule in results; None for the name of ``pattern``.
+
+    Raises:
+        GraphError: when a function cannot be traced, ``pattern`` is more than operations on its parameters,
+            or the results of the two functions differ in shape or dtype.
+    """
+    title = name or str(getattr(pattern, "__name__", type(pattern).__name__))
+    names = _parameter_names(pattern, title)
+    if len(_parameter_names(replacement, title)) != len(names):
+        raise GraphError(
+            f"rule {title}: the replacement takes other parameters than the pattern ({', '.join(names)}): "
+            "give it the same ones."
+        )
+    values = _example_values(names, example, title)
+    trace = trace_function(pattern, values, f"rule {title}: the pattern")
+    tree = _PatternBuilder(trace, names, title).build()
+    rule = _FunctionRule(title, tree, names, replacement, check)
+    written = trace_function(replacement, values, f"rule {title}: the replacement")
+    problem = _difference(written.output, trace.output)
+    if problem is not None:
+        raise GraphError(f"rule {title}: on the example, {problem}.")
+    return rule
+
+
+def _parameter_names(function: Callable[..., Any], title: str) -> list[str]:
+    """Returns the names of the parameters, all of which can be given by position."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        parameters = None
+    if parameters is None or any(p.kind not in kinds for p in parameters):
+        raise GraphError(
+            f"rule {title}: the parameters of {function!r} are not known or cannot be given by position: "
+            "write it as a function of named parameters, without * and **."
+        )
+    return [p.name for p in parameters]
+
+
+def _example_values(names: Sequence[str], example: Sequence[Any] | None, title: str) -> list[Any]:
+    if example is None:
+        example = [np.zeros(_EXAMPLE_SHAPE, np.float32) for _ in names]
+    if len(example) != len(names):
+        raise GraphError(
+            f"rule {title}: the pattern takes {len(names)} parameters ({', '.join(names)}), but there are "
+            f"{len(example)} examples: give one for each."
+        )
+    for parameter, value in zip(names, example, strict=True):
+        if not isinstance(value, (Tensor, np.ndarray, AnyNumber)):
+            raise GraphError(
+                f"rule {title}: the example of {parameter} is a {type(value).__name__}: give a Tensor, a "
+                "numpy array, or AnyNumber for a Python number."
+            )
+    return [Tensor(v) if isinstance(v, np.ndarray) else v for v in example]
+
+
+class _AnyTensor(Pattern):
+    """Any tensor of the graph, parameters included."""
+
+    def mismatch(self, value: Any) -> str | None:
+        """Returns why ``value`` is not a tensor."""
+        return None if isinstance(value, TensorNode) else "is a constant argument, expected a tensor"
+
+
+class _Number(Const):
+    """Any Python number."""
+
+    def mismatch(self, value: Any) -> str | None:
+        """Returns why ``value`` is not a number."""
+        reason = super().mismatch(value)
+        if reason is None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            reason = "is an argument that must be a number"
+        return reason
+
+
+class _PatternBuilder:
+    """Builds the tree of operations that computes the result of a traced function."""
+
+    def __init__(self, trace: FunctionTrace, names: Sequence[str], title: str) -> None:
+        self.trace, self.title = trace, title
+        self.leaves: dict[Node, Pattern] = {}
+        self.numbers: dict[str, _Number] = {}
+        self.calls: dict[Node, Op] = {}
+        self.names = list(names)
+        for index, node in trace.inputs.items():
+            self.leaves[node] = _AnyTensor(names[index])
+        self.used: set[str] = set()
+
+    def build(self) -> Op:
+        output = self.trace.output
+        if output in self.leaves:
+            raise self._error(f"the pattern returns its parameter {self.leaves[output].name} as it is")
+        tree = self._pattern(output)
+        assert isinstance(tree, Op)
+        missing = [name for name in self.names if name not in self.used]
+        if missing:
+            raise self._error(
+                f"no call of the pattern reads {', '.join(missing)}: a number must be passed on as it is, "
+                "not be computed with"
+            )
+        return tree
+
+    def _pattern(self, value: Any) -> Pattern:
+        if not isinstance(value, Node):
+            return self._constant(value)
+        if value in self.leaves:
+            leaf = self.leaves[value]
+            self.used.add(str(leaf.name))
+            return leaf
+        if value not in self.calls:
+            self.calls[value] = self._call(value)
+        return self.calls[value]
+
+    def _constant(self, value: Any) -> Pattern:
+        index = marker_of(value)
+        if index is None:
+            return Const(value)
+        name = self.names[index]
+        self.used.add(name)
+        return self.numbers.setdefault(name, _Number(name=name))
+
+    def _call(self, node: Node) -> Op:
+        expr = node.expr
+        call = canonical_call(expr)
+        if call is None:
+            raise self._error(
+                f"{name_with_line(expr, op_label(expr))}: the pattern reads a tensor that is neither a "
+                "parameter nor computed by functions: make it a parameter"
+            )
+        inputs = [self._pattern(value) for value in call.arguments]
+        return Op(
+            call.op,
+            *inputs,
+            commutative=call.op.commutative and len(inputs) == 2,
+            output=output_index(node) if len(expr.outputs) > 1 else None,
+        )
+
+    def _error(self, problem: str) -> GraphError:
+        return GraphError(f"rule {self.title}: {problem}.")
+
+
+class _FunctionRule(RewriteRule):
+    """Replaces the calls of a traced pattern by the calls of a function."""
+
+    def __init__(
+        self,
+        title: str,
+        pattern: Op,
+        names: Sequence[str],
+        replacement: Callable[..., Any],
+        check: Check | None,
+    ) -> None:
+        self._title, self.pattern, self._names = title, pattern, tuple(names)
+        self._replacement, self._check = replacement, check
+        self._traces: dict[Any, FunctionTrace | str] = {}
+
+    @property
+    def name(self) -> str:
+        """Name of the rule in reports."""
+        return self._title
+
+    def check(self, match: PatternMatch) -> str | None:
+        """Returns why the match is left: the user's reason, or a replacement of another shape."""
+        reason = None if self._check is None else self._check(match)
+        if reason is not None:
+            return reason
+        unknown = [n for n in self._names if getattr(match[n], "shape", ()) is None]
+        if unknown or match.node.shape is None:
+            return f"the shape of {', '.join(unknown) or match.node.name} is not known"
+        trace = self._trace(match)
+        return trace if isinstance(trace, str) else _difference(trace.output, match.node)
+
+    def rewrite(self, match: PatternMatch, editor: GraphEditor) -> Mapping[Node, Node]:
+        """Writes the replacement's calls."""
+        trace = self._trace(match)
+        assert isinstance(trace, FunctionTrace)
+        nodes: dict[Node, Node] = {node: match[self._names[i]] for i, node in trace.inputs.items()}
+        for expr in trace.exprs:
+            copies = editor.copy_expr(expr, [nodes[n] for n in expr.inputs], after=match.exprs[0])
+            nodes.update(zip(expr.outputs, copies, strict=True))
+        return {match.node: nodes[trace.output]}
+
+    def _trace(self, match: PatternMatch) -> FunctionTrace | str:
+        """Traces the replacement for the shapes and numbers of ``match``, once for equal ones."""
+        values = [match[name] for name in self._names]
+        key = tuple(
+            (tuple(int(n) for n in v.shape), np.dtype(v.dtype).str)
+            if isinstance(v, TensorNode)
+            else (type(v), v)
+            for v in values
+        )
+        if key not in self._traces:
+            self._traces[key] = self._trace_at(values)
+        return self._traces[key]
+
+    def _trace_at(self, values: Sequence[Any]) -> FunctionTrace | str:
+        try:
+            arguments = [_zeros(v) if isinstance(v, TensorNode) else v for v in values]
+            return trace_function(self._replacement, arguments, "the replacement")
+        except GraphError as error:
+            return str(error).rstrip(".")
+
+
+def _zeros(node: TensorNode) -> Tensor:
+    return Tensor(np.zeros(tuple(int(n) for n in node.shape), np.dtype(node.dtype)))
+
+
+def _difference(written: TensorNode, replaced: TensorNode) -> str | None:
+    """Returns how the replacement's result differs from what it replaces; None if it does not."""
+    sizes = [tuple(int(n) for n in node.shape) for node in (written, replaced)]
+    types = [np.dtype(node.dtype).name for node in (written, replaced)]
+    if sizes[0] == sizes[1] and types[0] == types[1]:
+        return None
+    return f"the replacement gives {sizes[0]} {types[0]}, the pattern {sizes[1]} {types[1]}"

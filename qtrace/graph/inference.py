@@ -1,0 +1,310 @@
+"""Infers shapes and dtypes of a graph's tensors from those of its inputs, without running its kernels.
+
+MegEngine's computing graph deduces the shape of a variable from its op. Each expr is therefore called on
+variables of the types of its inputs. Three kinds of ops are computed instead: those on sizes, whose values
+decide shapes; those whose deduction accepts impossible arguments, such as a reshape, most of which only move
+data; and those on scalars, which a computing graph does not tell from vectors of one value.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import megengine as mge
+import megengine.functional as F
+import numpy as np
+from megengine.core._imperative_rt.core2 import Tensor as RawTensor
+from megengine.core._imperative_rt.core2 import apply
+from megengine.core._imperative_rt.utils import Logger
+from megengine.module import Module
+from megengine.traced_module import TracedModule
+from megengine.traced_module.expr import Apply, CallFunction, CallMethod, Constant, Expr, GetAttr
+from megengine.traced_module.node import Node, TensorNode
+from megengine.traced_module.pytree import TreeDef, tree_flatten
+from megengine.utils.network import Network
+from megengine.utils.network_node import VarNode
+
+from qtrace.errors import GraphError
+from qtrace.fakequant.base import FakeQuant
+from qtrace.fakequant.following.bias import BiasQuant
+from qtrace.fakequant.following.bn_fold import BnFold
+from qtrace.gradients import plain
+from qtrace.graph._shapes import zeros_show_shapes
+from qtrace.graph.engine import quiet_engine
+from qtrace.graph.op_failure import describe_failure
+from qtrace.graph.walk import called_graph, get_module, owner, reads_shape, updates_inputs
+
+__all__ = ["OpError", "TensorType", "TypeInference", "recorded_type"]
+
+# Stored float tensors up to this size count by their values, larger ones by their type.
+_LARGEST_VALUE = 64
+# Functions, methods and layers whose arguments the deduction of shapes does not check.
+_COMPUTED = {
+    *(
+        "reshape",
+        "flatten",
+        "Reshape",
+        "__getitem__",
+        "split",
+        "Split",
+        "broadcast_to",
+        "Broadcast",
+        "expand_dims",
+    ),
+    *("squeeze", "layer_norm", "group_norm", "instance_norm", "general_norm", "LayerNorm", "GroupNorm"),
+    *("InstanceNorm", "GeneralNorm"),
+}
+# Layers whose forward in eval mode changes none of their attributes.
+_STATELESS = tuple(
+    f"megengine.module.{name}"
+    for name in (
+        *("activation", "adaptive_pooling", "batch_matmul_activation", "batchnorm", "concat", "conv"),
+        *("deformable", "dropout", "elemwise", "embedding", "identity", "linear", "lrn", "multiheadattn"),
+        *("normalization", "padding", "pixel_shuffle", "pooling", "rnn", "sequential", "sliding_window"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """Shape and dtype of a tensor whose values are not known.
+
+    Attributes:
+        shape: the shape.
+        dtype: a dtype of MegEngine's.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+class OpError(GraphError):
+    """An op cannot run on tensors of the types that it reads."""
+
+
+def recorded_type(node: Node) -> TensorType | None:
+    """Returns the type that ``node`` records; None for a module, and where the shape is unknown."""
+    if not isinstance(node, TensorNode) or node._shape is None or node._dtype is None:
+        return None
+    return TensorType(tuple(int(n) for n in node._shape), node._dtype)
+
+
+class TypeInference:
+    """Infers the values of nodes as far as they decide shapes.
+
+    The value of a node is a Module, a Tensor where every input of the graph gives these values, a
+    `TensorType`, or None where values of the inputs decide the shape.
+
+    Args:
+        traced: a traced module; it is not changed.
+        anew: whether `value` infers the types of all nodes, since the recorded ones may not be true.
+
+    Attributes:
+        values: the values of the nodes so far; `value` adds to them.
+    """
+
+    def __init__(self, traced: TracedModule, anew: bool = False) -> None:
+        self.traced = traced
+        self.anew = anew
+        self.values: dict[Node, Any] = {}
+        self._network = Network()
+
+    def value(self, node: Node) -> Any:
+        """Returns the value of ``node``, from what the nodes before it record.
+
+        Raises:
+            OpError: when an op on which ``node`` depends, such as one on sizes, cannot run.
+        """
+        pending = [node]
+        while pending:
+            current = pending[-1]
+            expr = current.expr
+            if current in self.values:
+                pending.pop()
+            elif current is self.traced.graph._inputs[0]:
+                self.values[current] = self.traced
+            elif isinstance(expr, Constant) or (expr.inputs and self._is_inferred(current)):
+                missing = [n for n in expr.inputs if n not in self.values]
+                pending.extend(missing)
+                if not missing:
+                    results = self.results(expr, [self.values[n] for n in expr.inputs])
+                    for output, result in zip(expr.outputs, results, strict=True):
+                        self.values[output] = (
+                            recorded_type(output) if result is None and self.anew else result
+                        )
+            else:
+                self.values[current] = recorded_type(current)
+        return self.values[node]
+
+    def _is_inferred(self, node: Node) -> bool:
+        return self.anew or isinstance(node.expr, GetAttr) or _is_integer(node)
+
+    def results(self, expr: Expr, inputs: Sequence[Any]) -> list[Any]:
+        """Returns the values of the outputs of ``expr`` for the values of its inputs.
+
+        Raises:
+            OpError: when the op cannot run, or has another number of results.
+        """
+        leaves = self.call(expr, inputs)[0]
+        if leaves is None:
+            return [None] * len(expr.outputs)
+        if len(leaves) != len(expr.outputs):
+            error = ValueError(f"it has {len(leaves)} results, and the graph {len(expr.outputs)} nodes")
+            raise OpError(describe_failure(expr, inputs, error))
+        return leaves
+
+    def call(self, expr: Expr, inputs: Sequence[Any]) -> tuple[list[Any] | None, TreeDef | None]:
+        """Returns the values of the results of ``expr`` and their structure; None where they are unknown.
+
+        Raises:
+            OpError: when the op cannot run.
+        """
+        if isinstance(expr, Constant):
+            return [_stored(expr.value)], None
+        if any(value is None for value in inputs) or _is_random(expr):
+            return None, None
+        if isinstance(expr, GetAttr):
+            return [_stored(get_module(inputs[0], expr.name))], None
+        if isinstance(owner(expr), (FakeQuant, BiasQuant)):
+            return [inputs[1]], None
+        if isinstance(owner(expr), BnFold):  # it updates statistics of its own
+            return None, None
+        graph = called_graph(expr)
+        if graph is not None:
+            return self.run_graph(graph, list(inputs)), None
+        if expr.outputs and isinstance(expr, CallMethod) and expr.method == "__setitem__":
+            return [inputs[0]], None
+        try:
+            return self._deduced(expr, inputs)
+        except Exception as error:  # MegEngine's errors have no class of their own
+            raise OpError(describe_failure(expr, inputs, error)) from error
+
+    def run_graph(self, graph: Any, inputs: list[Any]) -> list[Any]:
+        """Returns the values of the outputs of ``graph``, of a submodule, for the values of its inputs."""
+        values: dict[Node, Any] = dict(zip(graph._inputs, inputs, strict=True))
+        for expr in graph._exprs:
+            results = self.results(expr, [values[n] for n in expr.inputs])
+            values.update(zip(expr.outputs, results, strict=True))
+        return [values[node] for node in graph._outputs]
+
+    def _deduced(self, expr: Expr, inputs: Sequence[Any]) -> tuple[list[Any] | None, TreeDef | None]:
+        types = [value for value in inputs if isinstance(value, TensorType)]
+        if types and not reads_shape(expr) and _op_name(expr) not in _COMPUTED and all(map(_is_plain, types)):
+            try:
+                with _silent_log():
+                    leaves, structure = _call(expr, [self._variable(value) for value in inputs])
+                values = [_deduced_value(leaf) for leaf in leaves]
+                if all(value is None or value.shape != (1,) for value in values):
+                    return values, structure
+            except Exception:  # an op that takes Tensors only, or one that cannot run: zeros show which
+                pass
+        inexact = [v for v in inputs if isinstance(v, TensorType)]
+        if not zeros_show_shapes(expr, inexact):
+            return None, None
+        leaves, structure = _call(expr, [_zeros(v) if isinstance(v, TensorType) else v for v in inputs])
+        exact = not types or reads_shape(expr)
+        return [_stored(leaf) if exact else _type_of(leaf) for leaf in leaves], structure
+
+    def _variable(self, value: Any) -> Any:
+        if not isinstance(value, TensorType):
+            return value
+        return self._network.make_input_node(value.shape, np.dtype(value.dtype), name="")
+
+
+def _call(expr: Expr, values: Sequence[Any]) -> tuple[list[Any], TreeDef]:
+    """Calls the op of ``expr``; returns the leaves and the structure of its result."""
+    module = owner(expr)
+    level, mge.config.async_level = mge.config.async_level, 0
+    try:
+        if isinstance(expr, Apply):
+            result: Any = tuple(apply(expr.opdef, *values))
+        elif module is not None:
+            if not type(module).__module__.startswith(_STATELESS):  # its forward may change its attributes
+                values = [copy.deepcopy(v) if isinstance(v, Module) else v for v in values]
+            with quiet_engine(values[0]):
+                args, kwargs = expr.unflatten_args(values)
+                result = args[0](*args[1:], **kwargs)
+        else:
+            if updates_inputs(expr):
+                values = [F.copy(v) if isinstance(v, RawTensor) else v for v in values]
+            args, kwargs = expr.unflatten_args(values)
+            bound = isinstance(expr, CallMethod) and not isinstance(args[0], type)  # Tensor.__new__ is not
+            result = _callee(expr, args)(*args[bound:], **kwargs)
+            if isinstance(expr, CallMethod) and expr.method == "__setitem__":
+                result = args[0]
+    finally:
+        mge.config.async_level = level
+    leaves, structure = tree_flatten(result, is_leaf=lambda leaf: isinstance(leaf, (RawTensor, VarNode)))
+    return list(leaves), structure
+
+
+def _callee(expr: Expr, args: Sequence[Any]) -> Callable[..., Any]:
+    function: Callable[..., Any]
+    function = plain(expr.func) if isinstance(expr, CallFunction) else getattr(args[0], expr.method)
+    return function
+
+
+def _deduced_value(leaf: Any) -> Any:
+    if isinstance(leaf, VarNode):
+        shape = leaf.shape
+        return None if shape is None else TensorType(tuple(int(n) for n in shape), leaf.dtype)
+    return _stored(leaf)
+
+
+def _stored(value: Any) -> Any:
+    """Returns the value of a stored tensor or module; a large float tensor counts by its type."""
+    if not isinstance(value, RawTensor):
+        return value if isinstance(value, Module) else None
+    small = int(np.prod(value.shape)) <= _LARGEST_VALUE
+    return value if small or np.dtype(value.dtype).kind in "iub" else _type_of(value)
+
+
+def _type_of(value: Any) -> TensorType | None:
+    if not isinstance(value, RawTensor):
+        return None
+    return TensorType(tuple(int(n) for n in value.shape), value.dtype)
+
+
+def _zeros(kind: TensorType) -> mge.Tensor:
+    dtype = np.dtype(kind.dtype)
+    if _is_plain(kind) and dtype == np.float32:
+        return F.broadcast_to(mge.Tensor(np.float32(0)), kind.shape)  # takes no memory
+    if dtype.metadata is None:
+        return mge.Tensor(np.zeros(kind.shape, dtype))
+    return mge.Tensor(np.zeros(kind.shape, np.float32)).astype(kind.dtype)
+
+
+def _is_plain(kind: TensorType) -> bool:
+    """Returns whether a variable of a computing graph can stand for a tensor of this type."""
+    return 0 not in kind.shape and len(kind.shape) > 0 and np.dtype(kind.dtype).metadata is None
+
+
+def _is_random(expr: Expr) -> bool:
+    return isinstance(expr, Apply) and type(expr.opdef).__name__.endswith("RNG")
+
+
+def _is_integer(node: Node) -> bool:
+    return isinstance(node, TensorNode) and node._dtype is not None and np.dtype(node._dtype).kind in "iub"
+
+
+def _op_name(expr: Expr) -> str:
+    module = owner(expr)
+    if module is not None:
+        return type(module).__name__
+    if isinstance(expr, CallFunction):
+        return str(expr.func.__name__)
+    return type(expr.opdef).__name__ if isinstance(expr, Apply) else str(expr.method)
+
+
+@contextmanager
+def _silent_log() -> Iterator[None]:
+    """Drops the warnings with which MegEngine comments on some variables of a computing graph."""
+    level = Logger.set_log_level(Logger.LogLevel.Error)
+    try:
+        yield
+    finally:
+        Logger.set_log_level(level)

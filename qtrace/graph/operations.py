@@ -1,0 +1,327 @@
+"""Reads an expr as the operation that it computes, whichever spelling its call has.
+
+``x + 3``, ``F.add(x, 3)``, ``x.__iadd__(3)`` and the kernel ADD call one function, `F.add`; so do
+``x.reshape(2, -1)`` and ``F.reshape(x, (2, -1))`` call `F.reshape`. Patterns of calls ask
+`canonical_call` for that function and its arguments; patterns of formulas ask `read_operation` for a kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+from megengine import Parameter, Tensor
+
+from qtrace.gradients import plain
+from qtrace.graph import functions
+from qtrace.graph.arguments import signature
+from qtrace.graph.types import (
+    Apply,
+    CallFunction,
+    CallMethod,
+    Constant,
+    Expr,
+    GetAttr,
+    Node,
+    TensorNode,
+    is_call_module,
+)
+from qtrace.graph.walk import get_module, op_label, owner
+
+__all__ = [
+    "CanonicalCall",
+    "CanonicalOp",
+    "Operation",
+    "canonical_arguments",
+    "canonical_call",
+    "is_stored",
+    "numbers_of",
+    "possible_kinds",
+    "read_operation",
+    "stored_number",
+]
+
+_BINARY = {
+    **{"add": F.add, "sub": F.sub, "mul": F.mul, "truediv": F.div, "floordiv": F.floor_div},
+    **{"mod": F.mod, "pow": F.pow, "matmul": F.matmul},
+}
+_REVERSED = {f"__r{name}__": function for name, function in _BINARY.items()}
+# Method of a tensor -> the function that computes the same from the same arguments.
+_METHODS: dict[str, Callable[..., Any]] = {
+    **{f"__{name}__": function for name, function in _BINARY.items()},
+    **{f"__i{name}__": function for name, function in _BINARY.items()},
+    **_REVERSED,
+    **{"__neg__": F.neg, "__abs__": F.abs, "__floor__": F.floor, "__ceil__": F.ceil, "__round__": F.round},
+    **{"__lt__": F.less, "__le__": F.less_equal, "__gt__": F.greater, "__ge__": F.greater_equal},
+    **{"__eq__": F.equal, "__ne__": F.not_equal},
+    **{"reshape": F.reshape, "transpose": F.transpose, "_broadcast": F.broadcast_to, "flatten": F.flatten},
+    **{"sum": F.sum, "mean": F.mean, "prod": F.prod, "max": F.max, "min": F.min, "var": F.var},
+}
+_WITH_OPEN_TUPLE = ("reshape", "transpose", "_broadcast")  # x.reshape(2, -1) is F.reshape(x, (2, -1))
+_COMMUTATIVE = (F.add, F.mul, F.maximum, F.minimum, F.equal, F.not_equal)
+# Function, or method that no function equals -> kind of the operation.
+_KINDS: dict[Any, str] = {
+    **{F.add: "add", F.sub: "sub", F.mul: "mul", F.div: "div", F.pow: "pow", F.matmul: "matmul"},
+    **{F.maximum: "maximum", F.minimum: "minimum", F.neg: "neg", F.square: "square", F.sqrt: "sqrt"},
+    **{F.exp: "exp", F.log: "log", F.log1p: "log1p", F.abs: "abs", F.clip: "clip", functions.erf: "erf"},
+    **{F.relu: "relu", F.relu6: "relu6", F.sigmoid: "sigmoid", F.hsigmoid: "hsigmoid", F.tanh: "tanh"},
+    **{F.softplus: "softplus", F.softmax: "softmax", functions.hard_sigmoid: "hard_sigmoid"},
+    **{F.mean: "mean", F.sum: "sum", F.max: "max", F.norm: "norm", F.var: "var", F.concat: "concat"},
+    **{F.reshape: "reshape", F.transpose: "transpose", F.swapaxes: "swapaxes", F.squeeze: "squeeze"},
+    **{F.broadcast_to: "broadcast_to", F.nn.instance_norm: "instance_norm", "__getitem__": "getitem"},
+}
+_MODULES: dict[type[M.Module], str] = {
+    M.ReLU: "relu",
+    M.Sigmoid: "sigmoid",
+    M.Softmax: "softmax",
+    M.InstanceNorm: "instance_norm",
+}
+# Elementwise kernel -> the function that computes the same.
+_KERNELS: dict[str, Callable[..., Any]] = {
+    **{"NEGATE": F.neg, "TRUE_DIV": F.div, "MAX": F.maximum, "MIN": F.minimum, "ERF": functions.erf},
+    **{"ADD": F.add, "SUB": F.sub, "MUL": F.mul, "POW": F.pow, "SQUARE": F.square, "SQRT": F.sqrt},
+    **{"EXP": F.exp, "LOG": F.log, "LOG1P": F.log1p, "ABS": F.abs, "TANH": F.tanh, "RELU": F.relu},
+    **{"RELU6": F.relu6, "SIGMOID": F.sigmoid, "HSIGMOID": F.hsigmoid, "SOFTPLUS": F.softplus},
+}
+# Number of leading arguments that are operands, where it is not 1.
+_OPERANDS = {
+    **dict.fromkeys(("add", "sub", "mul", "div", "pow", "matmul", "maximum", "minimum"), 2),
+    "clip": 3,
+}
+_COMMUTATIVE_KINDS = ("add", "mul", "maximum", "minimum")
+# Kind of a call -> the kinds of the operations as which it may be read, where these are others.
+_READINGS = {"relu6": ("clip",), "clip": ("clip", "maximum", "minimum"), "swapaxes": ("transpose",)}
+
+
+@dataclass(frozen=True)
+class CanonicalOp:
+    """A function, method or kernel; equal for all spellings of its call.
+
+    Attributes:
+        key: the function, or the name of a Tensor method or kernel that no function equals.
+        text: the operation as source code has it, for messages.
+    """
+
+    key: Any
+    text: str
+
+    @property
+    def commutative(self) -> bool:
+        """Whether both orders of the two operands give the same."""
+        return any(self.key is function for function in _COMMUTATIVE)
+
+    def is_called_by(self, expr: Expr) -> bool:
+        """Returns whether ``expr`` calls the operation in any spelling."""
+        call = canonical_call(expr)
+        return call is not None and call.op == self
+
+
+@dataclass(frozen=True)
+class CanonicalCall:
+    """A call of an operation.
+
+    Attributes:
+        op: the operation.
+        values: the arguments in the order of the operation's function, defaults included: by parameter name,
+            or by position if there is no signature.
+    """
+
+    op: CanonicalOp
+    values: Mapping[str, Any]
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The nodes and constants of the arguments in order, with containers and slices opened."""
+        return _open(*self.values.values())
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation.
+
+    Attributes:
+        kind: name of the operation.
+        operands: nodes and numbers in the order of the operation; a reversed operator is turned round.
+        settings: the other arguments by the names that MegEngine's function gives them.
+    """
+
+    kind: str
+    operands: tuple[Any, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def canonical_call(expr: Expr) -> CanonicalCall | None:
+    """Reads ``expr`` as a call of an operation; None for a call of a module and for what is no call."""
+    if isinstance(expr, Apply):
+        args, kwargs = tuple(expr.inputs), {}
+    elif isinstance(expr, CallFunction) or (isinstance(expr, CallMethod) and not is_call_module(expr)):
+        args, kwargs = expr.args, expr.kwargs
+    else:
+        return None
+    called = _called(expr)
+    if isinstance(expr, CallMethod):
+        if expr.method in _REVERSED:
+            args = args[::-1]
+        elif expr.method in _WITH_OPEN_TUPLE:
+            sizes = args[1:]
+            is_tuple = len(sizes) == 1 and not isinstance(sizes[0], (int, TensorNode))
+            args = (args[0], sizes[0] if is_tuple else sizes)
+    if not isinstance(called, str):
+        text = op_label(expr) if isinstance(expr, CallFunction) else f"F.{called.__name__}"
+        return CanonicalCall(CanonicalOp(called, text), _bind(called, args, kwargs))
+    if isinstance(expr, Apply):
+        op = CanonicalOp((called, _properties(expr.opdef)), called)
+    else:
+        # The structure is part of the operation: x[:] and x[None, None, None] have equal constants.
+        op = CanonicalOp((called, str(_structure(args))), f"Tensor.{called}")
+    return CanonicalCall(op, _by_position(args, kwargs))
+
+
+def _called(expr: Expr) -> Any:
+    """Returns the function that ``expr`` calls, or the name of a method or kernel that no function equals."""
+    if isinstance(expr, Apply):
+        return _KERNELS.get(str(expr.opdef), type(expr.opdef).__name__)
+    if isinstance(expr, CallFunction):
+        return plain(expr.func)
+    return _METHODS.get(expr.method, expr.method)
+
+
+def _bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
+    try:
+        bound = signature(function).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # built in: it has no signature
+        return _by_position(args, kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**{str(i): value for i, value in enumerate(args)}, **dict(sorted(kwargs.items()))}
+
+
+def canonical_arguments(expr: Expr) -> list[Any]:
+    """Returns the arguments of ``expr``, a call of an operation, as `CanonicalCall` has them."""
+    call = canonical_call(expr)
+    return [] if call is None else list(call.arguments)
+
+
+def _open(*values: Any) -> tuple[Any, ...]:
+    """Returns the nodes and constants in nested containers and slices, in order."""
+    leaves: list[Any] = []
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            leaves += _open(*value)
+        elif isinstance(value, dict):
+            leaves += _open(*(v for _, v in sorted(value.items())))
+        elif isinstance(value, slice):
+            leaves += [value.start, value.stop, value.step]
+        else:
+            leaves.append(value)
+    return tuple(leaves)
+
+
+def _structure(value: Any) -> Any:
+    """Returns nested containers without their leaves."""
+    if isinstance(value, (tuple, list)):
+        return [_structure(v) for v in value]
+    return type(value).__name__ if isinstance(value, slice) else "value"
+
+
+def _properties(opdef: Any) -> str:
+    """Returns the attributes of a kernel as text; they compare equal for equal kernels."""
+    names = (name for name in dir(opdef) if not name.startswith("_") and name not in ("scope", "name"))
+    values = {name: getattr(opdef, name) for name in names}
+    return str({name: str(value) for name, value in values.items() if not callable(value)})
+
+
+def possible_kinds(expr: Expr) -> tuple[str, ...]:
+    """Returns the kinds of operations as which `read_operation` may read ``expr``, without its arguments."""
+    kind = _kind(expr)
+    return () if kind is None else _READINGS.get(kind, (kind,))
+
+
+def _kind(expr: Expr) -> str | None:
+    if not isinstance(expr, (Apply, CallFunction, CallMethod)):
+        return None
+    module = owner(expr)
+    return _KINDS.get(_called(expr)) if module is None else _MODULES.get(type(module))
+
+
+def read_operation(value: Any) -> Operation | None:
+    """Reads the expr that produces ``value``; None for a number, and for an op that is not in the tables."""
+    expr = value.expr if isinstance(value, TensorNode) else None
+    kind = None if expr is None else _kind(expr)
+    if expr is None or kind is None:
+        return None
+    module = owner(expr)
+    if module is not None:
+        return Operation(kind, tuple(expr.args[1:]), vars(module))
+    call = canonical_call(expr)
+    assert call is not None
+    settings = dict(call.values)
+    operands = tuple(settings.pop(name) for name in list(settings)[: _OPERANDS.get(kind, 1)])
+    if kind == "concat":
+        return (
+            Operation(kind, tuple(operands[0]), settings) if isinstance(operands[0], (tuple, list)) else None
+        )
+    if kind == "swapaxes":
+        order = list(range(len(operands[0].shape)))
+        one, other = settings["axis1"], settings["axis2"]
+        order[one], order[other] = order[other], order[one]
+        return Operation("transpose", operands, {"pattern": tuple(order)})
+    if kind == "clip" and None in operands:
+        x, lower, upper = operands
+        kind, operands = ("minimum", (x, upper)) if lower is None else ("maximum", (x, lower))
+    return _ordered(Operation(kind, operands, settings))
+
+
+def _ordered(operation: Operation) -> Operation:
+    """Moves the constant operand of a commutative operation behind the other."""
+    if operation.kind == "relu6":
+        return Operation("clip", (*operation.operands, 0.0, 6.0))
+    if operation.kind in _COMMUTATIVE_KINDS and stored_number(operation.operands[0]) is not None:
+        return Operation(operation.kind, operation.operands[::-1], operation.settings)
+    return operation
+
+
+def is_stored(value: Any) -> bool:
+    """Returns whether ``value`` is a node that holds a parameter, a buffer or a constant of the trace."""
+    return isinstance(value, TensorNode) and isinstance(value.expr, (GetAttr, Constant))
+
+
+def numbers_of(value: Any) -> np.ndarray | None:
+    """Returns the array of a number or a stored tensor; None for a computed node and for other arguments."""
+    if is_stored(value):
+        expr = value.expr
+        value = get_module(expr.inputs[0].owner, expr.name) if isinstance(expr, GetAttr) else expr.value
+    if isinstance(value, Tensor):
+        return value.numpy()
+    if isinstance(value, (bool, Node)) or not isinstance(value, (int, float, np.ndarray, np.number)):
+        return None
+    return np.asarray(value)
+
+
+def stored_number(value: Any) -> float | None:
+    """Returns the number that ``value`` is: a number, or a stored tensor with one entry.
+
+    A Parameter of 1 or 0 is no constant: these are values with which training of a factor or a summand
+    begins, and a rewrite would end its training.
+    """
+    if is_stored(value) and int(np.prod([int(n) for n in value.shape or ()])) != 1:
+        return None
+    array = numbers_of(value)
+    if array is None or array.size != 1 or array.dtype.kind not in "iuf":
+        return None
+    number = float(array.reshape(()))
+    if number in (0.0, 1.0) and _is_parameter(value):
+        return None
+    return number
+
+
+def _is_parameter(value: Any) -> bool:
+    expr = getattr(value, "expr", None)
+    return isinstance(expr, GetAttr) and isinstance(get_module(expr.inputs[0].owner, expr.name), Parameter)

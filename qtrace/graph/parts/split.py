@@ -1,0 +1,110 @@
+"""Cuts a graph behind named nodes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from megengine.traced_module import TracedModule
+from megengine.traced_module.expr import Expr, Input
+from megengine.traced_module.node import Node, TensorNode
+
+from qtrace.errors import GraphError
+from qtrace.graph.parts.build import build_parts, copyable_exprs, flat_copy
+from qtrace.graph.parts.composition import Composition
+from qtrace.graph.walk import exprs
+
+__all__ = ["split"]
+
+
+def split(traced: TracedModule, at: Sequence[str | Sequence[str]]) -> Composition:
+    """Splits a graph into modules that compute together what it computes, bit for bit.
+
+    Each cut ends a part: the part consists of all ops that the named nodes depend on and that no earlier part
+    has. The last part has the rest. Other tensors that are read behind the cut, such as those of a skip
+    connection, are passed on by their names, too. What depends on parameters and on sizes of
+    tensors alone is computed in each part that reads it.
+
+    Example:
+        >>> backbone, head = split(detector, at=[("c3_out", "c4_out", "c5_out")])
+        >>> qtrace.export(qtrace.convert(qtrace.calibrate(qtrace.prepare(backbone.module), data)), "b.onnx")
+
+    Args:
+        traced: a float graph, flat or hierarchical; it is not changed and shares nothing with the parts.
+        at: the cuts in the order of the graph; each is the name of a node, as `qtrace.graph.table` shows it
+            for the flat graph, or several names that are cut together.
+
+    Returns:
+        The parts, one more than cuts; calling it composes them.
+
+    Raises:
+        GraphError: when a name is no node of the flat graph, when a part would be empty, or when ``traced``
+            is prepared or converted.
+    """
+    flat = flat_copy(traced, "split")
+    cuts = _read_cuts(at)
+    nodes = {n._name: n for n in flat.graph._inputs}
+    nodes.update((n._name, n) for e in exprs(flat) for n in e.outputs)
+    copyable = copyable_exprs(flat)
+    home: dict[Expr, int] = {}
+    for index, names in enumerate(cuts):
+        ends = [_find_node(name, nodes, copyable) for name in names]
+        own = _ancestors(ends, home)
+        if own.isdisjoint(set(exprs(flat)) - copyable):
+            raise GraphError(
+                f"nothing is between the cut at {', '.join(cuts[index - 1])} and that at {', '.join(names)}: "
+                "list the cuts in the order of the graph, each once."
+            )
+        home.update(dict.fromkeys((e for e in own if e not in copyable), index))
+    rest = [e for e in exprs(flat) if e not in home and e not in copyable]
+    if not rest:
+        raise GraphError(f"nothing is behind the cut at {', '.join(cuts[-1])}: cut before the outputs.")
+    home.update(dict.fromkeys(rest, len(cuts)))
+    return build_parts(flat, home, [None] * (len(cuts) + 1))
+
+
+def _read_cuts(at: Sequence[str | Sequence[str]]) -> list[tuple[str, ...]]:
+    """Returns each cut as a tuple of names."""
+    if isinstance(at, str):
+        raise GraphError(f"split takes a list of cuts: at=[{at!r}].")
+    cuts = [tuple(cut) if isinstance(cut, (tuple, list)) else (cut,) for cut in at]
+    if not cuts or not all(cut and all(isinstance(name, str) for name in cut) for cut in cuts):
+        raise GraphError("split takes at least one cut; each is the name of a node, or a tuple of names.")
+    return cuts
+
+
+def _find_node(name: str, nodes: dict[str, Node], copyable: set[Expr]) -> Node:
+    """Returns the node ``name``, behind which a graph can be cut.
+
+    Raises:
+        GraphError: when there is no such node, or no op of a part computes it.
+    """
+    node = nodes.get(name)
+    if node is None:
+        near = difflib.get_close_matches(name, nodes, n=3)
+        hint = (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else "qtrace.graph.table(flatten(traced)) lists them."
+        )
+        raise GraphError(f"the flat graph has no node {name!r}: {hint}")
+    if isinstance(node.expr, Input):
+        raise GraphError(f"{name} is an input of the graph: nothing is before it; cut behind an op.")
+    if node.expr in copyable or not isinstance(node, TensorNode):
+        raise GraphError(
+            f"{name} depends on parameters, constants and sizes alone, so each part computes it itself: "
+            "cut behind an op that depends on the values of the inputs."
+        )
+    return node
+
+
+def _ancestors(ends: Sequence[Node], taken: dict[Expr, int]) -> set[Expr]:
+    """Returns the exprs that ``ends`` depend on and that are not taken."""
+    result: set[Expr] = set()
+    stack = list(ends)
+    while stack:
+        expr = stack.pop().expr
+        if expr not in result and expr not in taken and not isinstance(expr, Input):
+            result.add(expr)
+            stack.extend(expr.inputs)
+    return result

@@ -1,0 +1,173 @@
+"""Renews the shapes and dtypes that nodes record, and finds those that are not true any more.
+
+A recorded shape is true where its op gives this shape for the shapes that its inputs record. The editor
+renews the nodes behind an edit when it commits. A change of a layer's attribute, such as its stride, passes
+no editor: `prepare` and the exporters renew the whole graph, and `lint` reports the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from megengine.core._imperative_rt.core2 import Tensor as RawTensor
+from megengine.traced_module import TracedModule
+from megengine.traced_module.expr import Expr
+from megengine.traced_module.node import Node, TensorNode
+from megengine.traced_module.traced_module import InternalGraph
+
+from qtrace.graph.inference import OpError, TensorType, TypeInference, recorded_type
+from qtrace.graph.walk import called_graph
+from qtrace.process.thread import on_engine_thread
+
+__all__ = ["find_false_types", "renew_all", "renew_behind", "same_type", "type_of_value", "write_type"]
+
+
+@on_engine_thread
+def renew_all(traced: TracedModule) -> None:
+    """Renews shape and dtype of every node of ``traced`` from those that its graph's inputs record.
+
+    A shape that depends on values stays as it is recorded, unless an op before it gives another shape now:
+    then it becomes None ("unknown").
+
+    Args:
+        traced: a traced module, flat or hierarchical; its nodes are changed in place.
+
+    Raises:
+        GraphError: when an op cannot run on the shapes of its inputs; no node changes then.
+    """
+    for graph in traced.argdef_graph_map.values():
+        run = _Renewal(traced)
+        run.run_top(graph)
+        for node, kind in run.new.items():
+            write_type(node, kind)
+
+
+class _Renewal(TypeInference):
+    """Infers the types of all nodes of a graph and of the graphs that it calls, each at its first call."""
+
+    def __init__(self, traced: TracedModule) -> None:
+        super().__init__(traced)
+        self.new: dict[TensorNode, TensorType | None] = {}
+
+    def run_top(self, graph: InternalGraph) -> None:
+        """Infers the types of all nodes of ``graph`` from those that its inputs record."""
+        self.run_graph(graph, [self.traced, *(recorded_type(node) for node in graph._inputs[1:])])
+
+    def run_graph(self, graph: InternalGraph, inputs: list[Any]) -> list[Any]:
+        """Infers the types of all nodes of ``graph``; returns the values of its outputs."""
+        values: dict[Node, Any] = dict(zip(graph._inputs, inputs, strict=True))
+        changed: set[Node] = set()
+        for node in graph._inputs:
+            self._keep(node, values[node], changed)
+        for expr in graph._exprs:
+            results = self.results(expr, [values[n] for n in expr.inputs])
+            stale = any(n in changed for n in expr.inputs)
+            for node, result in zip(expr.outputs, results, strict=True):
+                if result is None and not stale:
+                    result = recorded_type(node)
+                values[node] = result
+                self._keep(node, result, changed)
+        return [values[node] for node in graph._outputs]
+
+    def _keep(self, node: Node, value: Any, changed: set[Node]) -> None:
+        if isinstance(node, TensorNode):
+            kind = type_of_value(value)
+            if not same_type(kind, recorded_type(node)):
+                changed.add(node)
+            self.new.setdefault(node, kind)
+
+
+def renew_behind(traced: TracedModule, edited: Container[Expr], rewired: Mapping[Expr, Any]) -> None:
+    """Renews the nodes of a flat graph behind its edited exprs, as far as their types change.
+
+    Args:
+        traced: a flat traced module, whose edits are written.
+        edited: the exprs that are new or have other arguments.
+        rewired: the exprs that read another node than before -> pairs of the node and the old node's type.
+
+    Raises:
+        GraphError: when an op cannot run on the types of its inputs.
+    """
+    inference = TypeInference(traced)
+    changed: set[Node] = set()
+    for expr in traced.graph._exprs:
+        stale = expr in edited or any(node in changed for node in expr.inputs)
+        if not stale and any(not same_type(recorded_type(n), old) for n, old in rewired.get(expr, ())):
+            stale = True
+        if not stale:
+            continue
+        results = inference.results(expr, [inference.value(node) for node in expr.inputs])
+        for node, result in zip(expr.outputs, results, strict=True):
+            if not isinstance(node, TensorNode):
+                continue
+            if result is None and expr in edited and not any(n in changed for n in expr.inputs):
+                result = recorded_type(node)  # as the edit says
+            kind = type_of_value(result)
+            # The values of sizes may change where their number does not.
+            if not same_type(kind, recorded_type(node)) or isinstance(result, RawTensor):
+                changed.add(node)
+            write_type(node, kind)
+            inference.values[node] = result
+
+
+def find_false_types(module: TracedModule, graph: InternalGraph) -> Iterator[tuple[Expr, str]]:
+    """Yields the exprs of ``graph`` whose recorded result is not what they give, with a clause about each.
+
+    Every expr is taken with the recorded types of its inputs, so that one change is one problem.
+    """
+    inference = _RecordedCalls(module)
+    inference.values[graph._inputs[0]] = module
+    for expr in graph._exprs:
+        try:
+            results = inference.results(expr, [inference.value(node) for node in expr.inputs])
+        except OpError as error:
+            yield expr, f"cannot run: {error}"
+            results = [None] * len(expr.outputs)
+        for node, result in zip(expr.outputs, results, strict=True):
+            kind, recorded = type_of_value(result), recorded_type(node)
+            if kind is not None and recorded is not None and not same_type(kind, recorded):
+                yield expr, f"records {_show(recorded)}, but its op gives {_show(kind)}"
+                result = recorded
+            inference.values[node] = recorded if result is None else result
+
+
+class _RecordedCalls(TypeInference):
+    """Takes the result of a submodule that is called with the types of its graph's inputs from its graph."""
+
+    def call(self, expr: Expr, inputs: Any) -> Any:
+        """Returns the values of the results of ``expr``; see `TypeInference.call`."""
+        graph = called_graph(expr)
+        if graph is not None:
+            kinds = [type_of_value(value) for value in inputs[1:]]
+            recorded = [recorded_type(node) for node in graph._inputs[1:]]
+            if all(same_type(a, b) for a, b in zip(kinds, recorded, strict=True)):
+                return [recorded_type(node) for node in graph._outputs], None
+        return super().call(expr, inputs)
+
+
+def type_of_value(value: Any) -> TensorType | None:
+    """Returns the type of a value that `TypeInference` gives; None for a module and an unknown value."""
+    if isinstance(value, RawTensor):
+        return TensorType(tuple(int(n) for n in value.shape), value.dtype)
+    return value if isinstance(value, TensorType) else None
+
+
+def same_type(a: TensorType | None, b: TensorType | None) -> bool:
+    """Returns whether two types are the same; quantized dtypes count by what stores them."""
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and np.dtype(a.dtype) == np.dtype(b.dtype)
+
+
+def write_type(node: TensorNode, kind: TensorType | None) -> None:
+    """Records ``kind`` at ``node``; None records an unknown shape."""
+    if kind is None:
+        node._shape = None
+    else:
+        node._shape, node._dtype = kind.shape, kind.dtype
+
+
+def _show(kind: TensorType) -> str:
+    return f"{kind.shape} {np.dtype(kind.dtype).name}"

@@ -1,0 +1,1 @@
+"""Ways in for networks of other frameworks: each format is a package that builds a traced module."""

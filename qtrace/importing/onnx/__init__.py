@@ -1,0 +1,180 @@
+"""ONNX in: a network in an ONNX file becomes a traced module, a quantized one a prepared module.
+
+The stages: `reading` checks the file, `model` turns it into frozen data, `importer` walks its nodes in order.
+A node whose inputs are all stored is folded (`evaluation`); a size that is read from a shape is computed for
+two batches, so that the batch axis stays free; every other node is lowered by the table of `ops`, or written
+as the nodes of its function body (`expansion`); a node without an equal is collected, so that one error names
+them all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from qtrace.errors import GraphError, ImportingError
+from qtrace.graph.builder import GraphBuilder
+from qtrace.graph.composites import compose
+from qtrace.graph.interface import Interface, TensorInfo, write_interface
+from qtrace.graph.types import TracedModule
+from qtrace.importing.onnx.importer import Importer, Scope
+from qtrace.importing.onnx.inputs import InputShape, resolve_inputs
+from qtrace.importing.onnx.linear_bias import join_biases
+from qtrace.importing.onnx.model import Graph, read_graph
+from qtrace.importing.onnx.naming import node_name
+from qtrace.importing.onnx.quantization.operators import with_pairs
+from qtrace.importing.onnx.reading import load_model, stored_tensors
+from qtrace.importing.onnx.scales import drop_unread, find_scales_and_shifts
+from qtrace.importing.onnx.values import Computed, Quantized, Stored, Value
+from qtrace.preparation.passes.given import quantize_given
+from qtrace.process.thread import on_engine_thread
+
+__all__ = ["from_onnx", "open_inputs"]
+
+_SHOWN_PROBLEMS = 30
+
+
+@on_engine_thread
+def from_onnx(
+    path: str | os.PathLike[str],
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    *,
+    batch: str | None = "auto",
+) -> TracedModule:
+    """Reads a network from an ONNX file, as a flat traced module in eval mode.
+
+    A quantized file (QuantizeLinear and DequantizeLinear, or ops such as QLinearConv) becomes a prepared and
+    calibrated module with the sites, scales, zero points and integers of the file, as `prepare` and
+    `calibrate` would have made it; `convert`, `verify`, `compare` and `finetune` take it.
+
+    Layers with stored weights become modules with parameters, in a tree that follows the names in the file.
+    Ops that an exporter wrote in pieces become one call (`qtrace.graph.compose`). int64 is carried as int32,
+    float16 as float32. Nothing in the file runs.
+
+    Args:
+        path: the file; external data lie in its folder.
+        shapes: the shape of each input whose axes the file leaves open, by the input's name.
+        batch: the axis whose size stays free, as ``input:axis`` such as ``"x:0"``; inputs whose axis has the
+            same name in the file share it. "auto" is the first axis of the first input if the file leaves
+            it open. None fixes every axis.
+
+    Returns:
+        The module, prepared and calibrated if the file is quantized. It takes the file's inputs in their
+        order, and returns one tensor or a tuple of them.
+
+    Raises:
+        ImportingError: when the file is missing, damaged or hostile, when an input lacks its shape, or when
+            nodes have no equal in MegEngine; the message names all of them.
+    """
+    file = Path(path)
+    model = load_model(file)
+    opsets = {"" if o.domain == "ai.onnx" else o.domain: int(o.version) for o in model.opset_import}
+    try:
+        graph = read_graph(model.graph, opsets, stored_tensors(model.graph, file.parent))
+        inputs = resolve_inputs(graph, shapes, batch)
+        graph = join_biases(with_pairs(graph, opsets))
+        return _build(graph, inputs, opsets, file, _parameter_paths(model))
+    except (ImportingError, GraphError) as error:
+        raise ImportingError(f"{file}: {error}") from error.__cause__
+
+
+def open_inputs(path: str | os.PathLike[str]) -> dict[str, tuple[int | None, ...] | None]:
+    """Lists the inputs of an ONNX file whose shapes the file leaves open.
+
+    Returns:
+        Name -> its sizes with None for each open one; None if the number of axes is open.
+
+    Raises:
+        ImportingError: when the file is missing, damaged or hostile.
+    """
+    file = Path(path)
+    model = load_model(file)
+    opsets = {"" if o.domain == "ai.onnx" else o.domain: int(o.version) for o in model.opset_import}
+    inputs = read_graph(model.graph, opsets, {t.name: _EMPTY for t in model.graph.initializer}).inputs
+    shapes = {
+        value.name: None
+        if value.sizes is None
+        else tuple(n if isinstance(n, int) and n > 0 else None for n in value.sizes)
+        for value in inputs
+    }
+    return {name: sizes for name, sizes in shapes.items() if sizes is None or None in sizes}
+
+
+_EMPTY = np.zeros(0, np.float32)
+
+
+def _build(
+    graph: Graph,
+    inputs: Sequence[InputShape],
+    opsets: Mapping[str, int],
+    file: Path,
+    paths: Mapping[str, str],
+) -> TracedModule:
+    builder = GraphBuilder(node_name(graph.name or file.stem))
+    values: dict[str, Value] = {}
+    batch, source = 1, None
+    for item in inputs:
+        node = builder.input(item.name, item.shape, item.carried, item.batch_axis)
+        values[item.name] = Computed(node, item.dtype)
+        if item.batch_axis is not None and source is None:
+            batch, source = item.shape[item.batch_axis], (node, item.batch_axis)
+    importer = Importer(builder, opsets, file.parent, batch, source)
+    importer.layers.paths.update(paths)
+    importer.layers.learnable = find_scales_and_shifts(graph)
+    if unknown := importer.unknown_ops(graph):
+        _refuse(unknown)
+    results = importer.run(graph, Scope(values))
+    if importer.problems:
+        _refuse(importer.problems)
+    outputs = [_output(importer, name, value) for name, value in zip(graph.outputs, results, strict=True)]
+    traced = builder.finish(tuple(outputs) if len(outputs) > 1 else outputs[0])
+    compose(traced)
+    drop_unread(traced, importer.layers.kept)
+    write_interface(traced, _interface(graph, inputs, results))
+    if importer.layers.roundings or importer.layers.parameters:
+        return quantize_given(traced, importer.layers.parameters)
+    return traced
+
+
+def _parameter_paths(model: onnx.ModelProto) -> dict[str, str]:
+    """Returns name of stored integers -> path of their parameter, which files of qtrace have."""
+    text = next((p.value for p in model.metadata_props if p.key == "qtrace.parameters"), "{}")
+    try:
+        paths = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    pairs = paths.items() if isinstance(paths, dict) else ()
+    return {str(name): path for name, path in pairs if isinstance(path, str)}
+
+
+def _output(importer: Importer, name: str, value: Value) -> object:
+    if isinstance(value, Computed):
+        return value.node
+    if isinstance(value, Stored):
+        return importer.layers.tensor(value)
+    if isinstance(value, Quantized):
+        raise ImportingError(f"output {name!r} is integers: end the file with a DequantizeLinear.")
+    raise ImportingError(f"output {name!r} depends on the batch alone: fix the batch (batch=None).")
+
+
+def _interface(graph: Graph, inputs: Sequence[InputShape], results: Sequence[Value]) -> Interface:
+    dtypes: list[np.dtype] = []
+    for value, declared in zip(results, graph.output_dtypes, strict=True):
+        computed = value.array.dtype if isinstance(value, Stored) else getattr(value, "dtype", None)
+        dtypes.append(declared or computed or np.dtype(np.float32))
+    return Interface(
+        tuple(TensorInfo(item.name, item.dtype.name) for item in inputs),
+        tuple(TensorInfo(name, dtype.name) for name, dtype in zip(graph.outputs, dtypes, strict=True)),
+    )
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    shown = "; ".join(problems[:_SHOWN_PROBLEMS])
+    more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
+    count = f"{len(problems)} nodes have" if len(problems) > 1 else "a node has"
+    raise ImportingError(f"{count} no equal in a traced graph: {shown}{more}.")

@@ -1,0 +1,77 @@
+"""``If`` and ``Loop`` whose conditions are constants: the branch that is taken, the loop written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import megengine.functional as F
+import numpy as np
+
+from qtrace.importing.onnx.layers import Refusal
+from qtrace.importing.onnx.model import OnnxNode
+from qtrace.importing.onnx.values import Computed, Refused, Stored, Value
+
+if TYPE_CHECKING:
+    from qtrace.importing.onnx.importer import Importer, Scope
+
+__all__ = ["HANDLERS"]
+
+_MAX_ITERATIONS = 1000  # of a loop that is written out
+
+
+def _branch(importer: Importer, node: OnnxNode, values: Sequence[Value | None], scope: Scope) -> list[Value]:
+    condition = _constant(values[0], "branches on a value that depends on the input")
+    body = importer.subgraph(node.attributes["then_branch" if bool(condition) else "else_branch"])
+    return importer.run(body, scope.inner({}))
+
+
+def _loop(importer: Importer, node: OnnxNode, values: Sequence[Value | None], scope: Scope) -> list[Value]:
+    count, condition, *carried = values
+    trips = None if count is None else int(_constant(count, "runs as often as a value says"))
+    going = condition is None or bool(_constant(condition, "runs while a value says so"))
+    body = importer.subgraph(node.attributes["body"])
+    if len(body.inputs) != len(values) or not len(body.outputs) - 1 == len(node.outputs) >= len(carried):
+        raise Refusal("has other numbers of inputs or outputs than its body")
+    collected: list[list[Value]] = [[] for _ in body.outputs[1 + len(carried) :]]
+    iteration = 0
+    state: list[Value] = [value for value in carried if value is not None]
+    while going and (trips is None or iteration < trips):
+        if iteration == _MAX_ITERATIONS:
+            raise Refusal(f"runs more than {_MAX_ITERATIONS} times")
+        counters = [Stored(np.array(iteration, np.int64), ""), Stored(np.array(True), "")]
+        names = [value.name for value in body.inputs]
+        results = importer.run(body, scope.inner(dict(zip(names, [*counters, *state], strict=True))))
+        if any(isinstance(result, Refused) for result in results):
+            return [Refused() for _ in node.outputs]
+        going = bool(_constant(results[0], "runs while a value says so"))
+        state = results[1 : 1 + len(carried)]
+        for items, result in zip(collected, results[1 + len(carried) :], strict=True):
+            items.append(result)
+        iteration += 1
+    outputs = zip(collected, node.outputs[len(carried) :], strict=True)
+    return [*state, *(_stacked(importer, items, name) for items, name in outputs)]
+
+
+def _stacked(importer: Importer, items: Sequence[Value], name: str) -> Value:
+    if not items:
+        raise Refusal("never runs, but gives results of its iterations")
+    if all(isinstance(item, Stored) for item in items):
+        return Stored(np.stack([item.array for item in items if isinstance(item, Stored)]), name)
+    nodes: list[Any] = []
+    for item in items:
+        if not isinstance(item, (Computed, Stored)):
+            raise Refusal("collects sizes that depend on the batch: fix the batch")
+        nodes.append(item.node if isinstance(item, Computed) else importer.layers.tensor(item))
+    dtype = next(item.dtype for item in items if isinstance(item, Computed))
+    return Computed(importer.builder.call_function(F.stack, nodes, axis=0, name=name), dtype)
+
+
+def _constant(value: Value | None, reason: str) -> Any:
+    if not isinstance(value, Stored) or value.array.size != 1:
+        raise Refusal(f"{reason}: a traced graph cannot branch")
+    return value.array.reshape(()).item()
+
+
+Handler = Callable[["Importer", OnnxNode, Sequence["Value | None"], "Scope"], "list[Value]"]
+HANDLERS: dict[str, Handler] = {"If": _branch, "Loop": _loop}

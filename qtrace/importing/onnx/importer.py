@@ -1,0 +1,270 @@
+"""Walks an ONNX graph and adds its nodes to a traced graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import megengine.functional as F
+import numpy as np
+import onnx
+
+from qtrace.errors import GraphError, ImportingError
+from qtrace.graph.builder import GraphBuilder
+from qtrace.graph.types import TensorNode
+from qtrace.importing.onnx import control_flow, quantization
+from qtrace.importing.onnx.call import Call, Lowering
+from qtrace.importing.onnx.evaluation import CannotEvaluate, evaluate, infer_shapes
+from qtrace.importing.onnx.expansion import expand, has_body
+from qtrace.importing.onnx.layers import Layers, Refusal
+from qtrace.importing.onnx.model import Graph, OnnxNode, read_graph
+from qtrace.importing.onnx.ops import LOWERINGS
+from qtrace.importing.onnx.reading import MAX_ELEMENTS, array_of, stored_tensors
+from qtrace.importing.onnx.values import Computed, Refused, Sizes, Stored, Value
+
+__all__ = ["Importer", "Scope"]
+
+
+class Scope:
+    """The values that a graph sees: its own, and those of the graph around it.
+
+    Args:
+        values: the values of its inputs and initializers by name.
+        outer: the scope around it, for the body of a control flow node.
+    """
+
+    def __init__(self, values: dict[str, Value], outer: Scope | None = None) -> None:
+        self.values = values
+        self.outer = outer
+
+    def __getitem__(self, name: str) -> Value:
+        if name in self.values:
+            return self.values[name]
+        if self.outer is None:
+            raise ImportingError(f"{name!r} is read before a node computes it: the file is damaged.")
+        return self.outer[name]
+
+    def inner(self, values: dict[str, Value]) -> Scope:
+        """Returns the scope of a body inside of this graph."""
+        return Scope(values, self)
+
+
+class Importer:
+    """Adds the nodes of a graph to a builder, and collects the nodes that have no equal.
+
+    Args:
+        builder: the graph to build.
+        opsets: the versions of the domains that the model imports.
+        folder: the folder of the file.
+        batch: the recorded batch; 1 if none is free.
+        source: the input whose axis is the batch, and that axis.
+    """
+
+    def __init__(
+        self,
+        builder: GraphBuilder,
+        opsets: Mapping[str, int],
+        folder: Path,
+        batch: int,
+        source: tuple[TensorNode, int] | None,
+    ) -> None:
+        self.builder = builder
+        self.opsets = opsets
+        self.folder = folder
+        self.layers = Layers(builder, batch, source)
+        self.problems: list[str] = []
+
+    def subgraph(self, proto: onnx.GraphProto) -> Graph:
+        """Reads the body of a control flow node."""
+        return read_graph(proto, self.opsets, stored_tensors(proto, self.folder), body=True)
+
+    def run(self, graph: Graph, scope: Scope) -> list[Value]:
+        """Adds all nodes of ``graph``; returns what its outputs stand for.
+
+        Raises:
+            ImportingError: when the graph is damaged.
+        """
+        for name, array in graph.stored.items():
+            path = self.layers.paths.get(name, name)
+            scope.values.setdefault(name, Stored(array, path, learned=array.dtype.kind == "f"))
+        for node in graph.nodes:
+            self.add(node, scope)
+        return [scope[name] for name in graph.outputs]
+
+    def unknown_ops(self, graph: Graph) -> list[str]:
+        """Returns the nodes of ops that qtrace cannot express, before anything is computed."""
+        known = {("", op) for op in (*control_flow.HANDLERS, "Constant", "Shape", "Size")}
+        known |= LOWERINGS.keys() | quantization.PAIRS
+        data = {value.name for value in graph.inputs}  # names of values that depend on those of the inputs
+        unknown = []
+        for node in graph.nodes:
+            if (node.domain, node.op) in (("", "Shape"), ("", "Size")):
+                continue
+            if any(name in data for name in node.inputs) or node.op in control_flow.HANDLERS or node.domain:
+                data.update(node.outputs)
+                if (node.domain, node.op) not in known and not has_body(node):
+                    unknown.append(node.label)
+        return unknown
+
+    def add(self, node: OnnxNode, scope: Scope) -> None:
+        """Adds one node, or folds it; a node that has no equal becomes a problem."""
+        values = [scope[name] if name else None for name in node.inputs]
+        try:
+            results = self._results(node, values, scope)
+        except Refusal as refusal:
+            self.problems.append(f"{node.label} {refusal}")
+            results = [Refused() for _ in node.outputs]
+        except GraphError as error:
+            self.problems.append(f"{node.label}: {error}")
+            results = [Refused() for _ in node.outputs]
+        for name, result in zip(node.outputs, results, strict=False):
+            if name:
+                scope.values[name] = result
+
+    def _results(self, node: OnnxNode, values: Sequence[Value | None], scope: Scope) -> Sequence[Value]:
+        if any(isinstance(value, Refused) for value in values):
+            return [Refused() for _ in node.outputs]
+        if node.op == "Constant" and not node.domain:
+            return [Stored(self._constant(node), node.outputs[0])]
+        if not node.domain and node.op in control_flow.HANDLERS:
+            return control_flow.HANDLERS[node.op](self, node, values, scope)
+        if not node.domain and node.op in ("Shape", "Size"):
+            return self._read_shape(node, values)
+        if (node.domain, node.op) in quantization.PAIRS:
+            return [quantization.lower_pair(node, values, self.layers)]
+        if all(value is None or isinstance(value, (Stored, Sizes)) for value in values):
+            folded = quantization.follow_stored(node, values, self._fold(node, values), self.layers)
+            # Numbers whose count depends on the batch: only MegEngine's own op gives them for every batch.
+            if (node.domain, node.op) not in LOWERINGS or not any(_is_expanded(value) for value in folded):
+                return folded
+        floats, moved = quantization.unwrap(node, values)
+        return quantization.wrap(self._lower(node, floats), moved)
+
+    def _constant(self, node: OnnxNode) -> np.ndarray:
+        ((name, value),) = node.attributes.items() if len(node.attributes) == 1 else ((None, None),)
+        if name == "value" and isinstance(value, onnx.TensorProto):
+            return array_of(value, self.folder)
+        if name in ("value_float", "value_floats"):
+            return np.array(value, np.float32)
+        if name in ("value_int", "value_ints"):
+            return np.array(value, np.int64)
+        raise Refusal("holds text, a sparse tensor or nothing")
+
+    def _read_shape(self, node: OnnxNode, values: Sequence[Value | None]) -> Sequence[Value]:
+        call = Call(node, values, self.layers)
+        arrays = []
+        for shape in call.shapes(0):
+            chosen = shape[slice(call.attribute("start", 0), call.attribute("end", None))]
+            arrays.append(np.array(chosen if node.op == "Shape" else math.prod(shape), np.int64))
+        return [_sizes(arrays, node.outputs[0])]
+
+    def _fold(self, node: OnnxNode, values: Sequence[Value | None]) -> Sequence[Value]:
+        probes = 2 if any(isinstance(value, Sizes) for value in values) else 1
+        runs = []
+        for probe in range(probes):
+            arrays = [_array(value, probe) for value in values]
+            try:
+                runs.append(evaluate(node, arrays, self.opsets))
+            except CannotEvaluate as reason:
+                raise Refusal(str(reason)) from reason
+        return [
+            _sizes(results, name)
+            for name, results in zip(node.outputs, zip(*runs, strict=True), strict=False)
+        ]
+
+    def _lower(self, node: OnnxNode, values: Sequence[Value | None]) -> Sequence[Value]:
+        lowering = LOWERINGS.get((node.domain, node.op))
+        try:
+            if lowering is None:
+                raise Refusal("has no equal in MegEngine that qtrace knows")
+            return self._lowered(lowering, node, values)
+        except Refusal as refusal:  # a form of the op that qtrace writes as ONNX defines it
+            try:
+                results = self._expanded(node, values)
+            except Refusal as inner:
+                raise (inner if lowering is None else refusal) from inner
+            if results is None:
+                raise
+            return results
+
+    def _expanded(self, node: OnnxNode, values: Sequence[Value | None]) -> Sequence[Value] | None:
+        """Adds the nodes of the op's body; returns None if ONNX defines none."""
+        call = Call(node, values, self.layers)
+        types = [(call.dtype(i), call.shape(i)) if call.has(i) else None for i in range(len(values))]
+        body = expand(node, types, self.opsets.get("", 1)) if not node.domain else None
+        if body is None:
+            return None
+        parts = read_graph(body.graph, body.opsets, {}, body=True).nodes
+        scope = Scope({name: value for name, i in body.inputs.items() if (value := values[i]) is not None})
+        opsets, self.opsets = self.opsets, body.opsets
+        try:
+            for part in parts:
+                try:
+                    results = self._results(part, [scope[n] if n else None for n in part.inputs], scope)
+                except Refusal as refusal:
+                    raise Refusal(f"is computed by {part.op}, which {refusal}") from refusal
+                scope.values.update((n, r) for n, r in zip(part.outputs, results, strict=False) if n)
+        finally:
+            self.opsets = opsets
+        return [scope[name] if name else Refused() for name in body.outputs]
+
+    def _lowered(self, lowering: Lowering, node: OnnxNode, values: Sequence[Value | None]) -> Sequence[Value]:
+        call = Call(node, values, self.layers)
+        inferred = self._check(node, call)
+        results = lowering(call)
+        if unread := call.unread_attributes():
+            raise Refusal(f"has the attribute {unread[0]!r}, which qtrace does not know")
+        results = results if isinstance(results, (tuple, list)) else [results]
+        if sum(1 for name in node.outputs if name) > len(results):
+            raise Refusal(f"gives {len(node.outputs)} results, of which qtrace computes {len(results)}")
+        named = zip(node.outputs, results, strict=False)
+        return [self._computed(name, result, inferred) for name, result in named]
+
+    def _computed(self, name: str, result: Any, inferred: Mapping[str, Any]) -> Value:
+        """Returns the value of a result, whose shape must be the one that ONNX infers."""
+        if not isinstance(result, TensorNode):
+            return result
+        dtype, shape = inferred.get(name, (np.dtype(result.dtype), None))
+        if shape == () and tuple(result.shape) == (1,):  # MegEngine compares scalars to a vector
+            result = self.builder.call_function(F.squeeze, result, 0, name=name)
+        if shape is not None and shape != tuple(result.shape):
+            raise Refusal(
+                f"would have the shape {tuple(result.shape)} in MegEngine, not {shape}: please report it"
+            )
+        return Computed(result, dtype)
+
+    def _check(self, node: OnnxNode, call: Call) -> dict[str, Any]:
+        """Infers dtype and shape of each output, where ONNX can; refuses one that is too large."""
+        inputs = {
+            name: (call.dtype(i), call.shape(i)) for i, name in enumerate(node.inputs) if name and call.has(i)
+        }
+        stored = {n: v.array for n, v in zip(node.inputs, call.values, strict=True) if isinstance(v, Stored)}
+        try:
+            inferred = infer_shapes(node, inputs, stored, self.opsets)
+        except CannotEvaluate as reason:
+            raise Refusal(str(reason)) from reason
+        for _, shape in inferred.values():
+            if shape is not None and math.prod(shape) > MAX_ELEMENTS:
+                raise Refusal(f"would compute a tensor of the shape {list(shape)}, which no memory holds")
+        return inferred
+
+
+def _is_expanded(value: Value) -> bool:
+    return isinstance(value, Sizes) and len({array.shape for array in value.arrays}) > 1
+
+
+def _array(value: Value | None, probe: int) -> np.ndarray | None:
+    """Returns the numbers of a stored value, or of sizes for the batch of ``probe``."""
+    if isinstance(value, Sizes):
+        return value.arrays[probe]
+    return value.array if isinstance(value, Stored) else None
+
+
+def _sizes(arrays: Sequence[np.ndarray], name: str) -> Value:
+    """Returns stored numbers if all runs agree, sizes that depend on the batch otherwise."""
+    first = arrays[0]
+    if all(np.array_equal(first, other) for other in arrays[1:]):
+        return Stored(first, name)
+    return Sizes(tuple(arrays))

@@ -1,0 +1,158 @@
+"""Shapes of the inputs: what the file declares, what the user says, and the axis that stays free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from qtrace.errors import ImportingError
+from qtrace.importing.onnx.model import DYNAMIC, Graph, GraphInput
+from qtrace.importing.onnx.reading import MAX_ELEMENTS
+
+__all__ = ["InputShape", "resolve_inputs"]
+
+_MAX_RANK = 7  # of MegEngine's tensors
+_CARRIED = {
+    **{name: name for name in ("float32", "int32", "int16", "int8", "uint8", "bool")},
+    **{"int64": "int32", "uint32": "int32", "uint64": "int32", "float16": "float32"},
+}
+
+
+@dataclass(frozen=True)
+class InputShape:
+    """An input with all sizes known.
+
+    Attributes:
+        name: the name in the file.
+        dtype: the dtype in the file.
+        shape: the recorded shape.
+        batch_axis: the axis whose size stays free; None if there is none.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    batch_axis: int | None
+
+    @property
+    def carried(self) -> np.dtype[Any]:
+        """The dtype of the node that carries the input."""
+        return np.dtype(_CARRIED[self.dtype.name])
+
+
+def resolve_inputs(
+    graph: Graph, shapes: Mapping[str, Sequence[int]] | None, batch: str | None
+) -> tuple[InputShape, ...]:
+    """Finds the shape of every input.
+
+    Args:
+        graph: the graph of the file.
+        shapes: the user's shapes by input name.
+        batch: see `qtrace.from_onnx`.
+
+    Raises:
+        ImportingError: when an input is unknown, lacks a shape, or has a type that MegEngine has not.
+    """
+    user_shapes = dict(shapes or {})
+    names = [value.name for value in graph.inputs]
+    for name in user_shapes:
+        if name not in names:
+            raise ImportingError(f"there is no input {name!r}; the inputs are {', '.join(map(repr, names))}.")
+    for value in graph.inputs:
+        if value.dtype.name not in _CARRIED:
+            raise ImportingError(
+                f"input {value.name!r} is {value.dtype.name}, which MegEngine does not compute: "
+                "convert the network to float32 first."
+            )
+    free = _free_axis(graph, batch)
+    open_inputs = [
+        f"{value.name!r} {_declared(value)}"
+        for value in graph.inputs
+        if value.name not in user_shapes and not _is_complete(value, free)
+    ]
+    if open_inputs:
+        raise ImportingError(
+            f"the file leaves sizes of {', '.join(open_inputs)} open: give the shape of each with "
+            "shapes={'name': (1, 3, ...)}, or --shape name=1x3x... on the command line."
+        )
+    return tuple(_resolve(value, user_shapes.get(value.name), free) for value in graph.inputs)
+
+
+def _free_axis(graph: Graph, batch: str | None) -> tuple[str, int, str] | None:
+    """Returns input, axis and the axis' name in the file ("" if it has none) of the free batch axis."""
+    if batch is None or not graph.inputs:
+        return None
+    if batch == "auto":
+        first = graph.inputs[0]
+        size = first.sizes[0] if first.sizes else 1
+        open_size = isinstance(size, str) or size == DYNAMIC
+        return (first.name, 0, size if isinstance(size, str) else "") if open_size else None
+    name, _, axis = batch.rpartition(":")
+    value = next((v for v in graph.inputs if v.name == name), None)
+    if value is None or not axis.isdigit() or (value.sizes is not None and int(axis) >= len(value.sizes)):
+        example = graph.inputs[0].name
+        raise ImportingError(f"batch={batch!r} names no axis of an input: write it as {example + ':0'!r}.")
+    size = value.sizes[int(axis)] if value.sizes is not None else DYNAMIC
+    return name, int(axis), size if isinstance(size, str) else ""
+
+
+def _batch_axis(value: GraphInput, free: tuple[str, int, str] | None) -> int | None:
+    if free is None:
+        return None
+    name, axis, symbol = free
+    if value.name == name:
+        return axis
+    if symbol and value.sizes is not None and symbol in value.sizes:
+        return value.sizes.index(symbol)
+    return None
+
+
+def _is_complete(value: GraphInput, free: tuple[str, int, str] | None) -> bool:
+    axis = _batch_axis(value, free)
+    return value.sizes is not None and all(
+        i == axis or (isinstance(size, int) and size > 0) for i, size in enumerate(value.sizes)
+    )
+
+
+def _declared(value: GraphInput) -> str:
+    if value.sizes is None:
+        return "(no rank)"
+    return "[" + ", ".join("?" if size in (DYNAMIC, 0) else str(size) for size in value.sizes) + "]"
+
+
+def _resolve(
+    value: GraphInput, user_shape: Sequence[int] | None, free: tuple[str, int, str] | None
+) -> InputShape:
+    axis = _batch_axis(value, free)
+    if user_shape is None:
+        sizes = value.sizes or ()
+        shape = tuple(size if isinstance(size, int) and size > 0 else 1 for size in sizes)
+    else:
+        shape = tuple(int(n) for n in user_shape)
+        _check_given(value, shape, axis)
+    if len(shape) > _MAX_RANK:
+        raise ImportingError(
+            f"input {value.name!r} has {len(shape)} axes; MegEngine's tensors have at most 7."
+        )
+    if any(n < 1 for n in shape) or math.prod(shape) > MAX_ELEMENTS:
+        raise ImportingError(
+            f"input {value.name!r} cannot have the shape {list(shape)}: sizes are 1 or more."
+        )
+    return InputShape(value.name, value.dtype, shape, axis)
+
+
+def _check_given(value: GraphInput, shape: tuple[int, ...], batch_axis: int | None) -> None:
+    if value.sizes is None:
+        return
+    fits = len(shape) == len(value.sizes) and all(
+        i == batch_axis or not isinstance(size, int) or size in (DYNAMIC, 0, n)
+        for i, (size, n) in enumerate(zip(value.sizes, shape, strict=True))
+    )
+    if not fits:
+        raise ImportingError(
+            f"input {value.name!r} cannot have the shape {list(shape)}: the file declares {_declared(value)}."
+        )

@@ -1,0 +1,199 @@
+"""The parts of an ONNX model that the importer reads, as frozen data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+
+from qtrace.errors import ImportingError
+
+__all__ = ["DYNAMIC", "Graph", "GraphInput", "OnnxNode", "read_graph", "read_version"]
+
+DYNAMIC = -1  # the size of an axis that the file leaves open
+_DEFAULT_DOMAINS = ("", "ai.onnx")
+_LATEST_OPSET = 23  # later definitions of an op are refused, since their meaning may differ
+# Ops whose definitions since then, up to opset 28, differ by the types that they take alone.
+_UNCHANGED = {
+    *(
+        "Cast",
+        "CastLike",
+        "Celu",
+        "Compress",
+        "Constant",
+        "ConstantOfShape",
+        "DepthToSpace",
+        "Einsum",
+        "Flatten",
+    ),
+    *(
+        "Identity",
+        "If",
+        "Loop",
+        "Mod",
+        "OneHot",
+        "Pad",
+        "Range",
+        "ReduceLogSum",
+        "ReduceLogSumExp",
+        "Reshape",
+    ),
+    *("ReverseSequence", "Scan", "Shape", "Size", "SpaceToDepth", "Squeeze", "TopK", "Transpose", "Unique"),
+    *("Unsqueeze", "QuantizeLinear", "DequantizeLinear"),
+}
+
+
+@dataclass(frozen=True)
+class OnnxNode:
+    """A node of a file.
+
+    Attributes:
+        op: the kind, such as ``Conv``.
+        domain: "" for ONNX's own ops.
+        name: the name in the file, or that of the first output.
+        inputs: names of values; "" for an optional input that is left out.
+        outputs: names of values; "" for an output that is left out.
+        attributes: Python values, arrays, and `onnx.GraphProto` for bodies.
+        version: the opset in which the op got the definition that the file means.
+        proto: the node as stored.
+    """
+
+    op: str
+    domain: str
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, Any]
+    version: int
+    proto: onnx.NodeProto = field(repr=False, compare=False)
+
+    @property
+    def label(self) -> str:
+        """The kind and the name for messages."""
+        kind = f"{self.domain}.{self.op}" if self.domain else self.op
+        return f"{kind} {self.name!r}"
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """An input of a graph.
+
+    Attributes:
+        name: the name in the file.
+        dtype: the numpy dtype that the file declares; void for an input of a body that declares none.
+        sizes: one an axis: a number, the name of an open axis, or `DYNAMIC`; None if the rank is open.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    sizes: tuple[int | str, ...] | None
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph or the body of a control flow node.
+
+    Attributes:
+        name: the name in the file.
+        nodes: in an order in which each can be computed.
+        inputs: without initializers.
+        outputs: names of values.
+        output_dtypes: the numpy dtype of each output as declared; None where the file is silent.
+        stored: initializers by name.
+    """
+
+    name: str
+    nodes: tuple[OnnxNode, ...]
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[str, ...]
+    output_dtypes: tuple[np.dtype[Any] | None, ...]
+    stored: Mapping[str, np.ndarray]
+
+
+def read_graph(
+    proto: onnx.GraphProto, opsets: Mapping[str, int], stored: Mapping[str, np.ndarray], body: bool = False
+) -> Graph:
+    """Reads the nodes, inputs and outputs of a graph.
+
+    Args:
+        proto: the graph, or the body of a node.
+        opsets: the version of each domain that the model imports.
+        stored: its initializers by name.
+        body: whether it is the body of a node, whose inputs need no type.
+
+    Raises:
+        ImportingError: when an op of ONNX's own is unknown or newer than qtrace, with all such nodes.
+    """
+    nodes, problems = [], []
+    for index, node in enumerate(proto.node):
+        name = node.name or next((o for o in node.output if o), f"node {index}")
+        domain = "" if node.domain in _DEFAULT_DOMAINS else node.domain
+        version = read_version(node.op_type, domain, opsets.get(domain, 1))
+        if version is None:
+            problems.append(f"{node.op_type} {name!r}")
+            continue
+        attributes = {a.name: _attribute(a) for a in node.attribute}
+        nodes.append(
+            OnnxNode(
+                node.op_type, domain, name, tuple(node.input), tuple(node.output), attributes, version, node
+            )
+        )
+    if problems:
+        raise ImportingError(
+            f"opset {opsets.get('', 1)} has no such op, or qtrace does not know its definition there "
+            f"(it knows opsets up to {_LATEST_OPSET}): {', '.join(problems)}."
+        )
+    inputs = tuple(_input(value, body) for value in proto.input if value.name not in stored)
+    outputs = tuple(value.name for value in proto.output)
+    dtypes = tuple(_dtype(value.type.tensor_type.elem_type) for value in proto.output)
+    return Graph(proto.name, tuple(nodes), inputs, outputs, dtypes, stored)
+
+
+def read_version(op: str, domain: str, opset: int) -> int | None:
+    """Returns the opset that defined the op as a model of ``opset`` means it; None if there is none."""
+    if domain:
+        return opset
+    try:
+        version = int(onnx.defs.get_schema(op, max_inclusive_version=opset, domain=domain).since_version)
+    except onnx.defs.SchemaError:
+        return None
+    return version if version <= _LATEST_OPSET or op in _UNCHANGED else None
+
+
+def _attribute(attribute: onnx.AttributeProto) -> Any:
+    value = onnx.helper.get_attribute_value(attribute)
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if attribute.type == onnx.AttributeProto.STRINGS:
+        return [item.decode("utf-8", "replace") for item in value]
+    if attribute.type in (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS):
+        return list(value)
+    return value
+
+
+def _input(value: onnx.ValueInfoProto, body: bool) -> GraphInput:
+    tensor = value.type.tensor_type
+    dtype = _dtype(tensor.elem_type)
+    if dtype is None and body:
+        return GraphInput(value.name, np.dtype(np.void), None)
+    if dtype is None:
+        kind = value.type.WhichOneof("value") or "nothing"
+        raise ImportingError(f"input {value.name!r} is declared as {kind}, not as a tensor of numbers.")
+    if not tensor.HasField("shape"):
+        return GraphInput(value.name, dtype, None)
+    sizes: list[int | str] = []
+    for axis in tensor.shape.dim:
+        sizes.append(axis.dim_param or (int(axis.dim_value) if axis.HasField("dim_value") else DYNAMIC))
+    return GraphInput(value.name, dtype, tuple(sizes))
+
+
+def _dtype(kind: int) -> np.dtype[Any] | None:
+    """Returns the numpy dtype of an ONNX element type; None for strings, unknown and undefined ones."""
+    try:
+        dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind))
+    except (KeyError, ValueError, TypeError):
+        return None
+    return None if dtype.kind in "OSU" else dtype

@@ -1,0 +1,199 @@
+"""Elementwise arithmetic and functions of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import megengine.functional as F
+
+from qtrace.graph.types import TensorNode
+from qtrace.importing.onnx.call import Call, Lowering
+from qtrace.importing.onnx.ops.activation import unary
+from qtrace.importing.onnx.values import Stored
+
+__all__ = ["LOWERINGS"]
+
+_INTEGERS = "iu"
+
+
+def binary(function: Callable[..., Any], integers: bool = True) -> Lowering:
+    """Returns the lowering of a function of two tensors that broadcast.
+
+    Args:
+        function: MegEngine's function.
+        integers: whether it is exact for integers, too.
+    """
+
+    def lower(call: Call) -> Any:
+        _check_integers(call, integers)
+        return call.function(function, *_operands(call))
+
+    return lower
+
+
+def _check_integers(call: Call, allowed: bool) -> None:
+    dtype = call.dtype(0)
+    if dtype.kind in _INTEGERS and (not allowed or dtype.itemsize < 4 or dtype.kind == "u"):
+        call.refuse(f"computes with {dtype.name}, which MegEngine would compute otherwise")
+
+
+def _operands(call: Call) -> tuple[Any, Any]:
+    left, right = call.operand(0), call.operand(1)
+    if call.version < 7 and call.attribute("broadcast", 0):
+        axis, missing = call.attribute("axis", None), call.rank(0) - call.rank(1)
+        behind = 0 if axis is None else missing - call.axis(axis, call.rank(0))
+        if behind and isinstance(right, TensorNode):  # the axes of the second begin at ``axis`` of the first
+            right = call.function(F.reshape, right, (*call.shape(1), *[1] * behind))
+    if isinstance(left, float) and isinstance(right, float):
+        left = call.tensor(0)
+    return left, right
+
+
+def _div(call: Call) -> Any:
+    if call.dtype(0).kind not in _INTEGERS:
+        return call.function(F.div, *_operands(call))
+    _check_integers(call, True)
+    _check_divisor(call)
+    # Integers are divided towards zero; MegEngine's floor_div rounds down.
+    left, right = call.tensor(0), call.tensor(1)
+    quotient = call.function(F.floor_div, call.function(F.abs, left), call.function(F.abs, right))
+    signs = call.function(F.mul, call.function(F.sign, left), call.function(F.sign, right))
+    return call.function(F.mul, quotient, signs)
+
+
+def _check_divisor(call: Call) -> None:
+    """Refuses a divisor that may be 0: MegEngine's integer kernels would end the process."""
+    value = call.values[1]
+    if not isinstance(value, Stored) or not value.array.all():
+        call.refuse("divides by integers that may be 0, at which MegEngine ends the process")
+
+
+def _pow(call: Call) -> Any:
+    if call.dtype(0).kind != "f":
+        call.refuse(f"computes powers of {call.dtype(0).name}, which MegEngine computes in float32")
+    exponent = call.values[1]
+    array = getattr(exponent, "array", None)
+    if array is not None and array.size == 1 and array.ndim <= call.rank(0):
+        value = float(array.reshape(()))
+        if value == 2.0:
+            return call.function(F.square, call.tensor(0))
+        if value == 0.5:
+            return call.function(F.sqrt, call.tensor(0))
+        return call.function(F.pow, call.tensor(0), value)
+    if call.dtype(1).kind != "f":
+        return call.function(F.pow, call.tensor(0), call.method("astype", call.tensor(1), "float32"))
+    return call.function(F.pow, call.tensor(0), call.tensor(1))
+
+
+def _neg(call: Call) -> Any:
+    _check_integers(call, True)
+    return call.function(F.neg, call.tensor(0))
+
+
+def _keep_integers(function: Callable[..., Any]) -> Lowering:
+    def lower(call: Call) -> Any:
+        _check_integers(call, True)
+        return call.function(function, call.tensor(0))
+
+    return lower
+
+
+def _reciprocal(call: Call) -> Any:
+    return call.function(F.div, 1.0, call.tensor(0))
+
+
+def _fold(function: Callable[..., Any]) -> Lowering:
+    """Returns the lowering of an op of any number of tensors."""
+
+    def lower(call: Call) -> Any:
+        _check_integers(call, True)
+        if len(call.values) == 1:
+            return call.tensor(0)
+        result = call.tensor(0)
+        for index in range(1, len(call.values)):
+            result = call.function(function, result, call.operand(index))
+        return result
+
+    return lower
+
+
+def _mean(call: Call) -> Any:
+    total = _fold(F.add)(call)
+    return call.function(F.mul, total, 1.0 / len(call.values)) if len(call.values) > 1 else total
+
+
+def _mod(call: Call) -> Any:
+    if call.attribute("fmod", 0):
+        return _fmod(call)
+    if call.dtype(0).kind not in _INTEGERS:
+        call.refuse("computes the remainder of floats without fmod, which ONNX does not define")
+    _check_integers(call, True)
+    _check_divisor(call)
+    # MegEngine's remainder has the sign of the first number; ONNX's has that of the second.
+    left, right = call.tensor(0), call.tensor(1)
+    rest = call.function(F.mod, left, right)
+    return call.function(F.mod, call.function(F.add, rest, right), right)
+
+
+def _fmod(call: Call) -> Any:
+    """Computes C's remainder, which has the sign of the dividend."""
+    if call.dtype(0).kind in _INTEGERS:
+        _check_integers(call, True)
+        _check_divisor(call)
+    left, right = call.tensor(0), call.tensor(1)
+    rest = call.function(F.mod, call.function(F.abs, left), call.function(F.abs, right))
+    return call.function(F.mul, rest, call.function(F.sign, left))
+
+
+def _round(call: Call) -> Any:
+    """Rounds half to even; MegEngine's kernel rounds half away from zero."""
+    if call.dtype(0).kind != "f":
+        call.refuse(f"rounds {call.dtype(0).name}")
+    x = call.tensor(0)
+    below = call.function(F.floor, x)
+    rest = call.function(F.sub, x, below)
+    above = call.function(F.add, below, 1.0)
+    even = call.function(F.mul, call.function(F.floor, call.function(F.mul, above, 0.5)), 2.0)
+    nearest = call.function(F.where, call.function(F.less, rest, 0.5), below, above)
+    return call.function(F.where, call.function(F.equal, rest, 0.5), even, nearest)
+
+
+LOWERINGS: dict[str, Lowering] = {
+    "Add": binary(F.add),
+    "Sub": binary(F.sub),
+    "Mul": binary(F.mul),
+    "Div": _div,
+    "Pow": _pow,
+    "Neg": _neg,
+    "Abs": _keep_integers(F.abs),
+    "Sign": _keep_integers(F.sign),
+    "Reciprocal": _reciprocal,
+    "Min": _fold(F.minimum),
+    "Max": _fold(F.maximum),
+    "Sum": _fold(F.add),
+    "Mean": _mean,
+    "Mod": _mod,
+    "Round": _round,
+    **{
+        name: unary(function)
+        for name, function in {
+            "Sqrt": F.sqrt,
+            "Exp": F.exp,
+            "Log": F.log,
+            "Floor": F.floor,
+            "Ceil": F.ceil,
+            "Sin": F.sin,
+            "Cos": F.cos,
+            "Tan": F.tan,
+            "Asin": F.asin,
+            "Acos": F.acos,
+            "Atan": F.atan,
+            "Sinh": F.sinh,
+            "Cosh": F.cosh,
+            "Asinh": F.asinh,
+            "Acosh": F.acosh,
+            "Atanh": F.atanh,
+        }.items()
+    },
+}

@@ -1,0 +1,164 @@
+"""Convolutions, plain and transposed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import megengine.functional as F
+import megengine.module as M
+
+from qtrace.importing.onnx.call import Call, Lowering
+from qtrace.importing.onnx.ops.windows import Window, pad, read_window
+from qtrace.importing.onnx.values import Stored
+
+__all__ = ["LOWERINGS"]
+
+_MODULES = {1: M.Conv1d, 2: M.Conv2d, 3: M.Conv3d}
+_FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_TRANSPOSED_FUNCTIONS = {2: F.conv_transpose2d, 3: F.conv_transpose3d}
+_TRANSPOSED = {2: M.ConvTranspose2d, 3: M.ConvTranspose3d}
+
+
+def _conv(call: Call) -> Any:
+    shape = call.shape(1)
+    window = read_window(call, call.ints("kernel_shape", None) or list(shape[2:]))
+    groups, count = call.attribute("group", 1), len(window.kernel)
+    _check(call, window, count, _MODULES)
+    if shape[1] * groups != call.shape(0)[1] or shape[0] % groups:
+        call.refuse(f"has a weight {list(shape)} that does not fit its input and {groups} groups")
+    x, padding = call.tensor(0), window.before
+    if not window.symmetric:
+        x, padding = pad(call, x, window.before, window.after), (0,) * count
+    options = {"stride": window.stride, "padding": padding, "dilation": window.dilation}
+    weight, bias = call.values[1], call.values[2] if call.has(2) else None
+    if isinstance(weight, Stored) and (bias is None or isinstance(bias, Stored)):
+        sizes: dict[str, Any] = {"kernel_size": window.kernel, **options}
+        sizes = {key: value[0] if count == 1 else value for key, value in sizes.items()}
+        module = _MODULES[count](call.shape(0)[1], shape[0], groups=groups, bias=bias is not None, **sizes)
+        return call.module(module, _stored(weight, bias), x)
+    axes = [1, shape[0], *[1] * count]
+    flat = None if bias is None else call.function(F.reshape, call.tensor(2), axes, name=f"{call.name}_bias")
+    filters = call.tensor(1)
+    if groups > 1:
+        grouped = (groups, shape[0] // groups, *shape[1:])
+        filters = call.function(F.reshape, filters, grouped, name=f"{call.name}_weight")
+    arguments: dict[str, Any] = {k: v[0] if count == 1 else v for k, v in options.items()}
+    return call.function(_FUNCTIONS[count], x, filters, flat, groups=groups, **arguments)
+
+
+def _stored(weight: Stored, bias: Stored | None) -> dict[str, Stored]:
+    return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+
+
+def _check(call: Call, window: Window, count: int, kinds: Any) -> None:
+    if count not in kinds:
+        call.refuse(f"moves along {count} axes; MegEngine has {' and '.join(map(str, kinds))}")
+    if call.dtype(0).kind != "f" or len(window.kernel) != call.rank(0) - 2:
+        call.refuse("has an input of another type or number of axes than its kernel")
+    if window.kernel != call.shape(1)[2:]:
+        call.refuse("has a kernel_shape that is not that of its weight")
+
+
+def _conv_transpose(call: Call) -> Any:
+    shape = call.shape(1)
+    kernel = call.ints("kernel_shape", None) or list(shape[2:])
+    groups, count = call.attribute("group", 1), len(kernel)
+    output_shape = call.ints("output_shape", None)
+    window, extra = _transposed_window(call, kernel, output_shape)
+    _check(call, window, count, (1, *_TRANSPOSED))
+    if groups > 1 and any(extra):  # MegEngine has no such kernel: less is cut off the end instead
+        after = tuple(a - e for a, e in zip(window.after, extra, strict=True))
+        if min(after) < 0:
+            call.refuse("has groups, and more output_padding than pads, for which MegEngine has no kernel")
+        window, extra = replace(window, after=after), (0,) * count
+    if count == 1:
+        return _signal_transpose(call, window, extra, groups)
+    channels = shape[1] * groups
+    # MegEngine's output_padding must be below the stride: the whole result is cut instead.
+    options: dict[str, Any] = {
+        "stride": window.stride,
+        "padding": _common(window),
+        "dilation": window.dilation,
+    }
+    options.update(output_padding=extra, groups=groups)
+    weight, bias = call.values[1], call.values[2] if call.has(2) else None
+    if isinstance(weight, Stored) and (bias is None or isinstance(bias, Stored)):
+        module = _TRANSPOSED[count](shape[0], channels, window.kernel, bias=bias is not None, **options)
+        result = call.module(module, _stored(weight, bias), call.tensor(0))
+    else:
+        filters = call.tensor(1)
+        if groups > 1:
+            grouped = (groups, shape[0] // groups, *shape[1:])
+            filters = call.function(F.reshape, filters, grouped, name=f"{call.name}_weight")
+        flat = None if bias is None else call.function(F.reshape, call.tensor(2), (1, channels, *[1] * count))
+        result = call.function(_TRANSPOSED_FUNCTIONS[count], call.tensor(0), filters, flat, **options)
+    common = _common(window)
+    cuts = [
+        slice(b - c, (c - a) or None) for b, a, c in zip(window.before, window.after, common, strict=True)
+    ]
+    if all(cut == slice(0, None) for cut in cuts):
+        return result
+    return call.method("__getitem__", result, (slice(None), slice(None), *cuts))
+
+
+def _signal_transpose(call: Call, window: Window, extra: tuple[int, ...], groups: int) -> Any:
+    """Transposes a convolution along one axis, as an image of one column."""
+    inputs, outputs, size = call.shape(1)
+    weight, bias = call.values[1], call.values[2] if call.has(2) else None
+    options: dict[str, Any] = {"stride": (window.stride[0], 1), "dilation": (window.dilation[0], 1)}
+    options.update(padding=(_common(window)[0], 0), output_padding=(extra[0], 0), groups=groups)
+    image = call.function(F.expand_dims, call.tensor(0), -1, name=f"{call.name}_image")
+    if isinstance(weight, Stored) and (bias is None or isinstance(bias, Stored)):
+        sizes = (inputs, outputs * groups, (size, 1))
+        module = M.ConvTranspose2d(*sizes, bias=bias is not None, **options)
+        result = call.module(module, _stored(weight, bias), image, name=f"{call.name}_column")
+    else:
+        form = (inputs, outputs, size, 1) if groups == 1 else (groups, inputs // groups, outputs, size, 1)
+        filters = call.function(F.reshape, call.tensor(1), form, name=f"{call.name}_weight")
+        flat = None if bias is None else call.function(F.reshape, call.tensor(2), (1, outputs * groups, 1, 1))
+        result = call.function(
+            F.conv_transpose2d, image, filters, flat, name=f"{call.name}_column", **options
+        )
+    common = _common(window)[0]
+    cut = slice(window.before[0] - common, (common - window.after[0]) or None)
+    if cut != slice(0, None):
+        result = call.method("__getitem__", result, (slice(None), slice(None), cut), name=f"{call.name}_cut")
+    return call.function(F.squeeze, result, -1)
+
+
+def _common(window: Window) -> tuple[int, ...]:
+    return tuple(min(b, a) for b, a in zip(window.before, window.after, strict=True))
+
+
+def _transposed_window(
+    call: Call, kernel: list[int], output_shape: list[int] | None
+) -> tuple[Window, tuple[int, ...]]:
+    """Returns the window and the output padding of a transposed convolution."""
+    count = len(kernel)
+    extra = call.ints("output_padding", [0] * count)
+    automatic = call.attribute("auto_pad", "NOTSET")
+    if output_shape is None and automatic in ("NOTSET", "VALID"):
+        window = read_window(call, kernel)
+        return window, tuple(extra)
+    stride, dilation = call.ints("strides", [1] * count), call.ints("dilations", [1] * count)
+    call.ints("pads", None)
+    sizes = call.shape(0)[2:]
+    target = output_shape[-count:] if output_shape else [n * s for n, s in zip(sizes, stride, strict=True)]
+    full = [
+        s * (n - 1) + e + (k - 1) * d + 1
+        for n, s, e, k, d in zip(sizes, stride, extra, kernel, dilation, strict=True)
+    ]
+    totals = [f - w for f, w in zip(full, target, strict=True)]
+    if any(total < 0 for total in totals):
+        call.refuse("has an output_shape that is larger than its result")
+    halves = [t // 2 for t in totals]
+    rest = [t - h for t, h in zip(totals, halves, strict=True)]
+    before, after = (halves, rest) if automatic == "SAME_UPPER" else (rest, halves)
+    return (
+        Window(tuple(kernel), tuple(stride), tuple(dilation), tuple(before), tuple(after)),
+        tuple(extra),
+    )
+
+
+LOWERINGS: dict[str, Lowering] = {"Conv": _conv, "ConvTranspose": _conv_transpose}

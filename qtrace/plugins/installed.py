@@ -1,0 +1,68 @@
+"""Plugins that other packages declare: an entry point in the group of its kind, such as ``qtrace.backends``.
+
+A package's ``pyproject.toml`` names them: with ``mynpu = "mynpu.target:BACKEND"`` in the table
+``[project.entry-points."qtrace.backends"]``, ``mynpu`` is a name like those of qtrace's own files. Nothing is
+imported before a name is used.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping
+from importlib import metadata
+from types import MappingProxyType
+
+from qtrace.errors import ConfigError
+
+__all__ = ["BACKENDS", "COMPOSITES", "FORMATS", "OP_RULES", "RUNTIMES", "installed", "refuse_clashes"]
+
+BACKENDS = "qtrace.backends"
+COMPOSITES = "qtrace.composites"
+FORMATS = "qtrace.formats"
+OP_RULES = "qtrace.op_rules"
+RUNTIMES = "qtrace.runtimes"
+
+
+@functools.cache
+def installed(group: str) -> Mapping[str, str]:
+    """Lists the plugins of one kind that installed packages declare: name -> ``pkg.mod:NAME``, by name.
+
+    Args:
+        group: the group of entry points: one of the constants of this module, or ``qtrace.observers``,
+            ``qtrace.fakequant`` or ``qtrace.ptq``.
+
+    Raises:
+        ConfigError: when two packages declare one name.
+    """
+    plugins: dict[str, metadata.EntryPoint] = {}
+    for entry in sorted(metadata.entry_points(group=group), key=lambda e: (e.name, e.value)):
+        other = plugins.setdefault(entry.name, entry)
+        if other.value != entry.value:
+            raise ConfigError(
+                f"two installed packages declare {entry.name!r} in {group}, as {_origin(other)} and as "
+                f"{_origin(entry)}: uninstall one, or name the plugin as 'pkg.mod:NAME'."
+            )
+    return MappingProxyType({name: entry.value for name, entry in plugins.items()})
+
+
+def refuse_clashes(group: str, own: Collection[str]) -> None:
+    """Refuses an installed plugin with the name of one of qtrace's own.
+
+    Args:
+        group: the group of entry points.
+        own: the names of qtrace's own plugins of the kind.
+
+    Raises:
+        ConfigError: when there is one.
+    """
+    for name, value in installed(group).items():
+        if name in own:
+            raise ConfigError(
+                f"an installed package declares {name!r} in {group}, as {value}: qtrace itself has one of "
+                "that name, so name this one as 'pkg.mod:NAME', or rename its entry point."
+            )
+
+
+def _origin(entry: metadata.EntryPoint) -> str:
+    package = f" of {entry.dist.name}" if entry.dist is not None else ""
+    return f"{entry.value}{package}"

@@ -1,0 +1,31 @@
+"""One form for every call of a layer: functions of parameters in one flat graph."""
+
+from __future__ import annotations
+
+from qtrace.errors import GraphError
+from qtrace.graph.flatten import flatten
+from qtrace.graph.types import TracedModule
+from qtrace.preparation.passes.expand import expand
+from qtrace.preparation.record import is_quantized
+
+__all__ = ["normalize"]
+
+
+def normalize(traced: TracedModule) -> TracedModule:
+    """Returns a flat copy in which each layer is a function of its weight and bias.
+
+    `qtrace.ops.read` reads every expr of it in one form, whichever spelling the model has: ``M.Conv2d`` and
+    ``F.conv2d`` are ``conv2d`` with a weight; ``M.ReLU``, ``F.relu`` and the kernel ``RELU`` are ``relu``.
+
+    Args:
+        traced: a traced module; it is not changed.
+
+    Raises:
+        GraphError: when ``traced`` is not a traced module.
+    """
+    if not isinstance(traced, TracedModule):
+        raise GraphError(f"normalize takes a TracedModule, not a {type(traced).__name__}.")
+    flat = flatten(traced)
+    if not is_quantized(traced):
+        expand(flat)
+    return flat

@@ -1,0 +1,218 @@
+"""The costs of a graph under its config: the time of each op and tensor, for `place`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from qtrace.benchmarking.costs import FLOAT, INTEGER, LOOKUP, CostTable, OpShape
+from qtrace.graph.types import Expr, Node, TensorNode
+from qtrace.graph.walk import shape_of, tensor_inputs
+from qtrace.ops import OpCall
+from qtrace.preparation.passes._chains import Chains
+from qtrace.preparation.passes._choices import Choice
+from qtrace.preparation.passes._pieces import PIECES
+from qtrace.preparation.passes._pools import PoolTimes, time_pools
+from qtrace.preparation.passes._view import View
+from qtrace.preparation.placement.layouts import FloatLayouts
+from qtrace.preparation.placement.problem import Layouts, Problem, Tensor, Unit
+from qtrace.preparation.placement.shapes import op_shape
+
+__all__ = ["add_pools", "build_problem", "has_pieces"]
+
+
+def has_pieces(view: View, call: OpCall) -> bool:
+    """Returns whether ``call`` is written in pieces if it runs on integers."""
+    choice = view.choices[call.expr]
+    return call.kind in PIECES and choice.placement != "everything" and not choice.quantize
+
+
+def build_problem(view: View, chains: Chains, table: CostTable) -> Problem:
+    """Returns the times of every op and tensor of the graph, without noise.
+
+    A tensor that is only moved, such as by a transposition, is one with the tensor that it came from.
+    """
+    builder = _Builder(view, chains, table)
+    units = tuple(builder.unit(expr) for expr in builder.names)
+    return add_pools(Problem(units, tuple(builder.tensors())), builder.pools)
+
+
+def add_pools(problem: Problem, pools: Mapping[str, PoolTimes]) -> Problem:
+    """Adds the times of max pooling to the ops and tensors around it.
+
+    A pooling runs on integers if the op before it does, or if all behind it do. With one op behind it, half
+    of what integers lose is a cost of each of the two ops on integers, and half one of a change between them.
+
+    Args:
+        problem: the units and tensors of a graph.
+        pools: name of a tensor -> the times of the poolings between it and its readers.
+    """
+    units, tensors = {unit.name: unit for unit in problem.units}, []
+    for tensor in problem.tensors:
+        times = pools.get(tensor.name)
+        if times is None:
+            tensors.append(tensor)
+            continue
+        first = units.get(tensor.producer) or units.get(next(iter(tensor.readers), ""))
+        if first is not None:
+            units[first.name] = _slower(first, times.float_seconds, times.float_seconds)
+        before, behind = units.get(tensor.producer), dict.fromkeys(tensor.readers)
+        if times.loss > 0 and len(behind) == 1 and not tensor.leaves:
+            half, after = times.loss / 2, units[next(iter(behind))]
+            if before is not None:
+                units[before.name] = _slower(units[before.name], 0.0, half)
+            units[after.name] = _slower(units[after.name], 0.0, half)
+            tensor = replace(
+                tensor,
+                quantize_seconds=tensor.quantize_seconds + half,
+                dequantize_seconds=tensor.dequantize_seconds + half / (1 + len(tensor.double_readers)),
+            )
+        elif before is not None:
+            units[before.name] = _slower(units[before.name], 0.0, times.loss)
+        tensors.append(tensor)
+    return Problem(tuple(units.values()), tuple(tensors))
+
+
+def _slower(unit: Unit, in_float: float, on_integers: float) -> Unit:
+    """Returns ``unit`` with more seconds."""
+    integer = None if unit.integer_seconds is None else unit.integer_seconds + on_integers
+    return replace(unit, float_seconds=unit.float_seconds + in_float, integer_seconds=integer)
+
+
+class _Builder:
+    """Builds the units and tensors of a graph.
+
+    Attributes:
+        names: the first expr of each unit -> the name of the unit.
+        sources: node -> the node that its value came from by moves alone.
+        pools: name of such a node -> the times of the poolings among the moves.
+    """
+
+    def __init__(self, view: View, chains: Chains, table: CostTable) -> None:
+        self.view, self.chains, self.table = view, chains, table
+        self.names: dict[Expr, str] = {}
+        self.sources: dict[Node, Node] = {}
+        self.pools: dict[str, PoolTimes] = {}
+        for expr in view.order:
+            if view.carries(expr):
+                source = self._source(view.calls[expr].inputs[0])
+                self.sources.update(dict.fromkeys(expr.outputs, source))
+                if (times := time_pools(view, expr, table)) != PoolTimes():
+                    self.pools[source.name] = self.pools.get(source.name, PoolTimes()) + times
+            elif (expr not in chains or chains[expr].head is expr) and self._moves_floats(expr):
+                self.names[expr] = expr.outputs[0].name
+
+    def _source(self, node: Node) -> Node:
+        return self.sources.get(node, node)
+
+    def _moves_floats(self, expr: Expr) -> bool:
+        return any(map(self.view.is_data, expr.outputs)) or any(map(self.view.is_data, expr.inputs))
+
+    def unit(self, expr: Expr) -> Unit:
+        """Returns the unit of ``expr``, the head of a chain or an op that stays float."""
+        name, call, chain = self.names[expr], self.view.calls.get(expr), self.chains.get(expr)
+        shape = None if call is None else op_shape(call)
+        float_seconds = self._seconds(shape, FLOAT, expr)
+        if chain is None or shape is None or call is None:
+            return Unit(name, float_seconds, None)
+        choice = self.view.choices[expr]
+        integer = self._integer_seconds(call, shape)
+        label = None
+        if choice.quantize or choice.placement == "everything" or not self._is_ordinary(choice):
+            label, integer = True, float_seconds if integer is None else integer
+        free = call.kind in self.view.backend.float_results and len(chain.exprs) == 1
+        writes_floats = choice.output is None and (free or not choice.quantize_output)
+        factor = 0.0 if choice.placement == "fastest" else 1.0
+        return Unit(
+            name,
+            float_seconds,
+            integer,
+            label=label,
+            float_result=writes_floats,
+            noise_weight=factor,
+            inner_roundings=len(PIECES[call.kind].kernels) - 1 if has_pieces(self.view, call) else 0,
+        )
+
+    def _integer_seconds(self, call: OpCall, shape: OpShape) -> float | None:
+        if has_pieces(self.view, call):
+            parts = [self._kernel(replace(shape, **changes)) for changes in PIECES[call.kind].kernels]
+            return None if None in parts else sum(part for part in parts if part is not None)
+        if call.kind in self.view.backend.float_kernels:
+            return None
+        return self._kernel(shape)
+
+    def _kernel(self, shape: OpShape) -> float | None:
+        """Returns the time of an integer kernel, which may be a look-up."""
+        if len(shape.inputs) == 1 and shape.kind in ("add", "mul") and not shape.stored:
+            shape = replace(shape, inputs=shape.inputs * 2)
+        seconds = self.table.seconds(shape, INTEGER)
+        return self.table.seconds(shape, LOOKUP) if seconds is None else seconds
+
+    def _seconds(self, shape: OpShape | None, form: str, expr: Expr) -> float:
+        """Returns the time of an op; that of a pass over its results if the table does not know the kind."""
+        seconds = None if shape is None else self.table.seconds(shape, form)
+        if seconds is not None:
+            return seconds
+        return math.fsum(self._change("dequantize", n) for n in expr.outputs if self.view.is_data(n))
+
+    def _change(self, kind: str, node: Node, form: str = FLOAT) -> float:
+        shape = shape_of(node)
+        if kind == "reorder" and len(shape) != 4:
+            return 0.0
+        return self.table.seconds(OpShape(kind, (shape,), (shape,)), form) or 0.0
+
+    def _is_ordinary(self, choice: Choice) -> bool:
+        """Returns whether the times of the table, which are those of 8 bits, hold for ``choice``."""
+        return choice.activation.bits == 8 and choice.weight.bits <= 8 and choice.output is None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields the values that ops or the graph's inputs give, each with its readers."""
+        view = self.view
+        readers: dict[Node, dict[Expr, str]] = {}
+        for expr, name in self.names.items():
+            for node in self._inputs(expr):
+                readers.setdefault(self._source(node), {})[expr] = name
+        producers: dict[Node, str] = {}
+        for expr, name in self.names.items():
+            producers.update(dict.fromkeys(self._results(expr), name))
+        outputs = {self._source(node) for node in view.outputs}
+        inputs = [node for node in view.traced.graph.inputs if self.view.is_data(node)]
+        layouts = self._follow_layouts()
+        for node in (*inputs, *producers):
+            exprs = readers.get(node, {})
+            yield Tensor(
+                node.name,
+                producers.get(node, ""),
+                tuple(exprs.values()),
+                self._change("quantize", node),
+                self._change("dequantize", node),
+                leaves=node in outputs,
+                layouts=Layouts(
+                    node in layouts,
+                    frozenset(exprs[expr] for expr in layouts.block_readers.intersection(exprs)),
+                    self._change("reorder", node, FLOAT),
+                    self._change("reorder", node, INTEGER),
+                ),
+                double_readers=frozenset(exprs[e] for e in layouts.double_readers.intersection(exprs)),
+            )
+
+    def _follow_layouts(self) -> FloatLayouts:
+        """Follows the layouts of a runtime whose table says what a change of layout takes."""
+        layouts = FloatLayouts()
+        shape = ((1, 16, 8, 8),)
+        if self.table.seconds(OpShape("reorder", shape, shape), FLOAT) is None:
+            return layouts
+        for expr in self.names:
+            if expr in self.view.calls:
+                inputs = [self._source(node) for node in self._inputs(expr)]
+                layouts.add(self.view.calls[expr], inputs, self._results(expr))
+        return layouts
+
+    def _results(self, expr: Expr) -> list[Node]:
+        nodes = self.chains[expr].tail.outputs if expr in self.chains else expr.outputs
+        return [node for node in nodes if self.view.is_data(node)]
+
+    def _inputs(self, expr: Expr) -> list[TensorNode]:
+        nodes = self.view.calls[expr].inputs if expr in self.chains else tensor_inputs(expr)
+        return [node for node in dict.fromkeys(nodes) if self.view.is_data(node)]

@@ -1,0 +1,1 @@
+"""Constant products and sums that become part of the layers around them."""

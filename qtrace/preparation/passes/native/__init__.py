@@ -1,0 +1,23 @@
+"""Gives the sites of a graph the scales that its model brings from MegEngine's own quantization.
+
+`locating` finds the nodes and parameters that these scales belong to, `fitting` writes a scale on the
+integers of the target, and `giving` chooses the scale of each group of sites.
+"""
+
+from qtrace.preparation.passes.native.giving import Given, give_ranges, set_ranges
+from qtrace.preparation.passes.native.locating import (
+    Located,
+    locate,
+    without_changed_layers,
+    without_refitting,
+)
+
+__all__ = [
+    "Given",
+    "Located",
+    "give_ranges",
+    "locate",
+    "set_ranges",
+    "without_changed_layers",
+    "without_refitting",
+]

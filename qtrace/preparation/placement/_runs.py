@@ -1,0 +1,245 @@
+"""The runs of a graph that measure noise: ranges, rounding errors, probes by gradients, and real rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import megengine.functional as F
+import numpy as np
+from megengine import Tensor
+from megengine.core.autodiff.grad import Grad
+
+from qtrace.errors import SchemeError
+from qtrace.gradients import conv2d
+from qtrace.graph.interpreter import Interpreter, interpret
+from qtrace.graph.types import CallFunction, Expr, Node, TracedModule
+from qtrace.numerics import choose
+from qtrace.preparation.placement._sites import Sites
+from qtrace.scheme import QParams, QScheme
+
+__all__ = ["Probe", "RoundedRun", "RoundingErrors", "Statistics", "Totals"]
+
+
+class _Run(Interpreter):
+    """Runs a graph on the values of its inputs.
+
+    Attributes:
+        ends: the nodes at which noise is measured -> their values in the last run.
+    """
+
+    def __init__(self, model: TracedModule, sites: Sites) -> None:
+        super().__init__(model)
+        self.sites = sites
+        self.ends: dict[Node, Any] = {}
+
+    def execute(self, inputs: Sequence[Any]) -> None:
+        """Runs the graph once."""
+        self.ends.clear()
+        self._execute(self.traced.graph, list(inputs), None)
+
+    def on_node(self, node: Node, value: Any) -> Any:
+        """Keeps the values of ends."""
+        if node in self.sites.ends:
+            self.ends[node] = value
+        return value
+
+
+class Statistics(_Run):
+    """Collects the ranges of values, and the power of each end.
+
+    Attributes:
+        ranges: node -> smallest and largest value.
+        powers: end -> sum of its squares.
+    """
+
+    def __init__(self, model: TracedModule, sites: Sites) -> None:
+        super().__init__(model, sites)
+        self.ranges: dict[Node, tuple[float, float]] = {}
+        self.powers: dict[Node, float] = {}
+
+    def on_node(self, node: Node, value: Any) -> Any:
+        """Updates the statistics of ``node``."""
+        if node in self.sites.values and value.size:
+            exact = value.numpy()
+            low, high = float(exact.min()), float(exact.max())
+            known = self.ranges.get(node, (low, high))
+            self.ranges[node] = (float(np.minimum(known[0], low)), float(np.maximum(known[1], high)))
+        if node in self.sites.ends:
+            power = float(np.square(value.numpy(), dtype=np.float64).sum())
+            self.powers[node] = self.powers.get(node, 0.0) + power
+        return value
+
+    def live_powers(self) -> dict[Node, float]:
+        """Returns the powers of the ends that are neither 0 everywhere nor infinite."""
+        return {node: power for node, power in self.powers.items() if 0 < power < math.inf}
+
+    def qparams(self, scheme: QScheme) -> dict[Node, QParams]:
+        """Returns the parameters of each node whose range a scheme can cover."""
+        covered = {}
+        for node, (low, high) in self.ranges.items():
+            try:
+                covered[node] = choose(low, high, scheme.replace(axis=None))
+            except SchemeError:  # a range that is not finite, or too wide
+                continue
+        return covered
+
+
+class RoundingErrors(_Run):
+    """Computes the rounding errors of values, and the errors of layers' results by their rounded weights.
+
+    Attributes:
+        values: node -> error.
+        weights: output node of a layer -> error.
+    """
+
+    def __init__(self, model: TracedModule, sites: Sites, qparams: Mapping[Node, QParams]) -> None:
+        super().__init__(model, sites)
+        self.qparams = qparams
+        self.values: dict[Node, np.ndarray] = {}
+        self.weights: dict[Node, np.ndarray] = {}
+
+    def on_node(self, node: Node, value: Any) -> Any:
+        """Rounds the value of ``node``."""
+        if node in self.qparams:
+            self.values[node] = _rounding_error(value.numpy(), self.qparams[node])
+        return super().on_node(node, value)
+
+    def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
+        """Computes a layer with its rounded weight, too."""
+        results = interpret(expr, inputs)
+        if expr in self.sites.weights and results:
+            node, rounded = self.sites.weights[expr]
+            others = [rounded if n is node else v for n, v in zip(expr.inputs, inputs, strict=True)]
+            changed = interpret(expr, others)
+            assert changed is not None
+            self.weights[expr.outputs[0]] = changed[0].numpy() - results[0].numpy()
+        return results
+
+
+def _rounding_error(exact: np.ndarray, qparams: QParams) -> np.ndarray:
+    """Computes rounded minus exact values in few passes; ties go to even, which changes no power."""
+    scheme, scale, zero_point = qparams.scheme, qparams.scale, int(qparams.zero_point)
+    error = np.divide(exact, scale, out=np.empty_like(exact))
+    np.rint(error, out=error)
+    np.clip(error, scheme.qmin - zero_point, scheme.qmax - zero_point, out=error)
+    error *= scale
+    error -= exact
+    return error
+
+
+@dataclass
+class Totals:
+    """Sums over batches and probes of the squared products of gradients and errors.
+
+    Attributes:
+        whole: node -> sum over samples of the squares of whole products.
+        channels: node -> sum over samples and channels of the squares of each channel's products.
+    """
+
+    whole: dict[Node, float] = field(default_factory=dict)
+    channels: dict[Node, float] = field(default_factory=dict)
+
+    def add(self, node: Node, gradient: np.ndarray, error: np.ndarray) -> None:
+        """Adds the products of one node in one probe of one batch."""
+        samples, channels = (*gradient.shape[:2], 1, 1)[:2]
+        rows = (samples * channels, -1)
+        products = np.einsum("ij,ij->i", gradient.reshape(rows), error.reshape(rows)).astype(np.float64)
+        sums = products.reshape(samples, channels).sum(axis=1)
+        self.channels[node] = self.channels.get(node, 0.0) + float(products @ products)
+        self.whole[node] = self.whole.get(node, 0.0) + float(sums @ sums)
+
+    def powers(self) -> dict[Node, float]:
+        """Returns the geometric mean of both sums of each node where they are finite."""
+        means = {node: math.sqrt(self.whole[node] * self.channels[node]) for node in self.whole}
+        return {node: mean for node, mean in means.items() if math.isfinite(mean)}
+
+
+class Probe(_Run):
+    """Runs the graph with one random vector at the ends, and adds the products with its gradients to totals.
+
+    Args:
+        model: the graph.
+        sites: what is measured.
+        errors: the rounding errors of the batch.
+        powers: the powers of the ends to measure at, in all batches.
+        rng: the generator of the random vector.
+        totals: the sums for values and for weights.
+    """
+
+    def __init__(
+        self,
+        model: TracedModule,
+        sites: Sites,
+        errors: RoundingErrors,
+        powers: Mapping[Node, float],
+        rng: np.random.Generator,
+        totals: tuple[Totals, Totals],
+    ) -> None:
+        super().__init__(model, sites)
+        self.errors, self.powers, self.rng = errors, powers, rng
+        self.sums = tuple(zip(totals, (errors.values, errors.weights), strict=True))
+        self.tape: Grad | None = None
+
+    def execute(self, inputs: Sequence[Any]) -> None:
+        """Runs the graph forwards and backwards."""
+        with Grad() as self.tape:
+            super().execute(inputs)
+            # A backward pass calls nothing for the tensors that it begins at: it begins at copies.
+            ends = {node: F.copy(self.ends[node]) for node in self.powers}
+            self.tape(list(ends.values()), [self._draw(node, value) for node, value in ends.items()])
+
+    def on_node(self, node: Node, value: Any) -> Any:
+        """Attaches a callback for the gradient of ``node``."""
+        if any(node in errors for _, errors in self.sums):
+            value = F.copy(value)  # two nodes may share a tensor, and the graph's inputs are the caller's
+            assert self.tape is not None
+            self.tape.wrt(value, callback=lambda gradient: self._take(node, gradient))
+        return super().on_node(node, value)
+
+    def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
+        """Computes ``expr``; convolutions by a function with faster gradients."""
+        if isinstance(expr, CallFunction) and expr.func is F.conv2d:
+            args, kwargs = expr.unflatten_args(inputs)
+            return (conv2d(*args, **kwargs),)
+        return interpret(expr, inputs)
+
+    def _draw(self, node: Node, value: Any) -> Tensor:
+        """Draws signs, which give the estimate less variance than numbers of a normal distribution."""
+        size = np.float32(1.0 / math.sqrt(self.powers[node]))
+        return Tensor(np.where(self.rng.random(value.shape, np.float32) < 0.5, -size, size))
+
+    def _take(self, node: Node, gradient: Any) -> None:
+        array = gradient.numpy()
+        for total, errors in self.sums:
+            if node in errors:
+                total.add(node, array, errors[node])
+
+
+class RoundedRun(_Run):
+    """Runs the graph with an error added to the value of one node, and measures its noise at the ends."""
+
+    def __init__(self, model: TracedModule, sites: Sites, node: Node, error: np.ndarray) -> None:
+        super().__init__(model, sites)
+        self.node, self.error = node, error
+
+    def on_node(self, node: Node, value: Any) -> Any:
+        """Adds the error."""
+        return super().on_node(node, value + Tensor(self.error) if node is self.node else value)
+
+    def noise(self, exact: Mapping[Node, Any], powers: Mapping[Node, float]) -> float:
+        """Returns the sum over the ends of their noise relative to their power; infinite for other rows.
+
+        Args:
+            exact: the values of the ends without the error.
+            powers: the powers of the ends to measure at, in all batches.
+        """
+        total = 0.0
+        for node, power in powers.items():
+            changed, reference = self.ends[node].numpy(), exact[node].numpy()
+            if changed.shape != reference.shape:
+                return math.inf
+            total += float(np.square(changed.astype(np.float64) - reference).sum()) / power
+        return total

@@ -1,0 +1,103 @@
+"""The values and weights whose rounding is measured, and the nodes at which its noise is measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from megengine import Tensor
+
+from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes, static_nodes
+from qtrace.graph.types import Expr, Input, Node, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, is_float_tensor, reads_shape, tensor_inputs
+from qtrace.numerics import choose, fake_quantize
+from qtrace.ops import OpCall
+from qtrace.scheme import QScheme
+
+__all__ = ["Sites", "find_sites"]
+
+
+@dataclass(frozen=True)
+class Sites:
+    """What is measured.
+
+    Attributes:
+        values: the nodes whose values are rounded.
+        weights: expr of a layer -> the node of its weight and the rounded weight.
+        ends: the nodes at which noise is measured.
+    """
+
+    values: frozenset[Node]
+    weights: Mapping[Expr, tuple[Node, Tensor]]
+    ends: tuple[Node, ...]
+
+
+def find_sites(
+    model: TracedModule, calls: Mapping[Expr, OpCall], scheme: QScheme, names: Container[str] | None = None
+) -> Sites:
+    """Finds what can be measured.
+
+    Args:
+        model: a flat, expanded float graph.
+        calls: expr -> the `OpCall` that it is read as.
+        scheme: the scheme of weights.
+        names: the names of the nodes whose values, and of the layers' results whose weights are rounded;
+            None for all.
+    """
+    fixed = fixed_nodes(model)
+    layers = {e: c.weight for e, c in calls.items() if c.weight is not None and c.weight in fixed}
+    exact = evaluate_fixed(model, layers.values())
+    weights = {}
+    for expr, node in layers.items():
+        if names is not None and expr.outputs[0].name not in names:
+            continue
+        rounded = _round_weight(exact[node].numpy(), calls[expr].channel_axes, scheme)
+        if rounded is not None and is_float_tensor(expr.outputs[0]):
+            weights[expr] = (node, Tensor(rounded))
+    operands = {node for call in calls.values() for node in call.inputs}
+    nodes = [*model.graph.inputs, *(node for expr in exprs(model) for node in expr.outputs)]
+    values = {n for n in nodes if is_float_tensor(n) and (n not in fixed or n in operands)}
+    if names is not None:
+        values = {node for node in values if node.name in names}
+    return Sites(frozenset(values), weights, _find_ends(model))
+
+
+def _find_ends(model: TracedModule) -> tuple[Node, ...]:
+    """Returns the float outputs, and for outputs of integers the float values that they are computed from."""
+    static = static_nodes(model)
+    ends: dict[Node, None] = {}
+    visited: set[Node] = set()
+    waiting = list(model.graph.outputs)
+    while waiting:
+        node = waiting.pop(0)
+        if node in visited or node in static or not isinstance(node, TensorNode):
+            continue
+        visited.add(node)
+        if is_float_tensor(node):
+            ends[node] = None
+        elif not isinstance(node.expr, Input) and not reads_shape(node.expr):
+            waiting += tensor_inputs(node.expr)
+    return tuple(ends)
+
+
+def _round_weight(weight: np.ndarray, axes: tuple[int, ...], scheme: QScheme) -> np.ndarray | None:
+    """Rounds a weight; returns None for one that has no values or is not finite.
+
+    Args:
+        weight: the weight.
+        axes: the axes that count its channels; none if they are unknown.
+        scheme: the scheme; per channel if it has an axis.
+    """
+    if not weight.size or not np.isfinite(weight).all():
+        return None
+    if scheme.axis is None or not axes:
+        flat, scheme = weight.reshape(1, -1), scheme.replace(axis=None)
+        qparams = choose(flat.min(), flat.max(), scheme)
+        return fake_quantize(weight, qparams)
+    moved = np.moveaxis(weight, axes, range(len(axes)))
+    flat = moved.reshape(math.prod(moved.shape[: len(axes)]), -1)
+    qparams = choose(flat.min(axis=1), flat.max(axis=1), scheme.replace(axis=0))
+    rounded = fake_quantize(flat, qparams).reshape(moved.shape)
+    return np.ascontiguousarray(np.moveaxis(rounded, range(len(axes)), axes))

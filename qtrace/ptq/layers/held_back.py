@@ -1,0 +1,136 @@
+"""A part of the calibration data that is held back and decides for each layer whether a correction stays.
+
+A correction that is fitted to a few dozen images also fits what only these have. So every fourth batch is
+held back: a correction is fitted to the others first, and stays only if it lowers the error of the layer's
+output on the batches held back. Then it is fitted again, to all batches. Of fewer than four batches none is
+held back, and the batches that a correction is fitted to decide. The damping of `qtrace.ptq.layers.refit` is
+one number; it comes from all batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from qtrace.errors import CalibrationError
+from qtrace.metrics import finite_or_none
+from qtrace.ptq.layers.quantized import LayerTwins, QuantizedLayer, per_channel
+
+__all__ = ["OutputErrors", "gain_text", "held_back", "layer_errors", "summed"]
+
+_HELD_EVERY = 4
+_SMALLEST_CHANGE = 0.01  # dB, in a report
+
+
+def held_back(count: int) -> tuple[int, ...]:
+    """Returns the numbers of the batches that are held back, of ``count`` batches."""
+    return tuple(range(_HELD_EVERY - 1, count, _HELD_EVERY))
+
+
+@dataclass(frozen=True)
+class OutputErrors:
+    """Sums over the errors of a layer's output, reference minus value, in float64.
+
+    Attributes:
+        count: number of values of each channel.
+        total: the sum of the errors of each channel, (C,).
+        square: the sum of the squared errors of all channels.
+        signal: the sum of the squared references.
+    """
+
+    count: int
+    total: np.ndarray
+    square: float
+    signal: float
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[np.ndarray, np.ndarray]], layer: QuantizedLayer) -> OutputErrors:
+        """Sums the errors of pairs of reference and value.
+
+        Raises:
+            CalibrationError: when a value is not finite.
+        """
+        count, total, square, signal = 0, np.zeros(1), 0.0, 0.0
+        for reference, value in pairs:
+            error = reference - value
+            rows = per_channel(error, layer.axis)
+            count, total = count + rows.shape[1], total + rows.sum(axis=1, dtype=np.float64)
+            square += _squared(error)
+            signal += _squared(reference)
+        if not np.isfinite(square + signal):
+            raise CalibrationError(
+                f"{layer.name} has values that are NaN or infinite: the model is left as it was; look at the "
+                "calibration data and at the layers before this one."
+            )
+        return cls(count, total, square, signal)
+
+    def __add__(self, other: OutputErrors) -> OutputErrors:
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return OutputErrors(*(first + second for first, second in pairs))
+
+    @property
+    def mean(self) -> np.ndarray:
+        """The mean error of each channel, (C,)."""
+        return self.total / max(self.count, 1)
+
+    def noise(self, shift: np.ndarray | float = 0.0) -> float:
+        """Returns the sum of the squared errors after ``shift`` (C,) is added to the values."""
+        shifts = np.broadcast_to(shift, self.total.shape)
+        return max(float(self.square - 2 * (shifts @ self.total) + self.count * (shifts @ shifts)), 0.0)
+
+    @property
+    def centered_noise(self) -> float:
+        """The sum of the squared errors without the mean of each channel."""
+        return self.noise(self.mean)
+
+    def decibels(self, noise: float) -> float | None:
+        """Returns the ratio of the references to ``noise`` in dB; None without noise or signal."""
+        with np.errstate(divide="ignore"):
+            return finite_or_none(float(10 * np.log10(np.float64(self.signal) / noise))) if noise else None
+
+
+def _squared(values: np.ndarray) -> float:
+    """Sums the squares of float32 values, row by row in float32 and the rows in float64."""
+    rows = values.reshape(values.shape[0], -1) if values.ndim else values.reshape(1, 1)
+    return float(np.einsum("ij,ij->i", rows, rows).sum(dtype=np.float64))
+
+
+def layer_errors(
+    twins: LayerTwins, layer: QuantizedLayer, batches: Sequence[int] | None = None
+) -> dict[int, OutputErrors]:
+    """Computes the errors of a layer's output over all of its calls: batch -> sums.
+
+    Args:
+        twins: both graphs, before the layer.
+        layer: the layer.
+        batches: the numbers of the batches; None for all.
+    """
+    numbers = range(twins.count) if batches is None else batches
+    errors: dict[int, OutputErrors] = {}
+    for call in layer.calls:
+        for number, pair in zip(numbers, twins.outputs(call.expr, numbers), strict=True):
+            sums = OutputErrors.of([pair], layer)
+            errors[number] = errors[number] + sums if number in errors else sums
+    return errors
+
+
+def summed(errors: Mapping[int, OutputErrors], batches: Iterable[int] | None = None) -> OutputErrors:
+    """Adds the errors of ``batches``; of all if None."""
+    first, *others = [errors[number] for number in (errors if batches is None else batches)]
+    return sum(others, first)
+
+
+def gain_text(before: float, after: float, held: Sequence[int]) -> str:
+    """Describes how an error changes on the batches held back, as a clause; "" if none is held back."""
+    if not held:
+        return ""
+    plural = "" if len(held) == 1 else "es"
+    if not before or not after:
+        return f"on {len(held)} held-back batch{plural} the error goes from {before:.3g} to {after:.3g}"
+    change = 10 * np.log10(before / after)
+    if abs(change) < _SMALLEST_CHANGE:
+        return f"on {len(held)} held-back batch{plural} the error changes by less than {_SMALLEST_CHANGE} dB"
+    verb = "falls" if change > 0 else "rises"
+    return f"on {len(held)} held-back batch{plural} the error {verb} by {abs(change):.2f} dB"

@@ -1,0 +1,258 @@
+"""From a bad number to its cure: a verdict on a quantized graph, the causes of its noise, and a recipe.
+
+A run of the float graph measures each channel of each site: its range, its power and its own rounding error.
+What follows a site cannot blame it for errors from before it, as its own error is measured on float values.
+If the outputs are worse than good, the sites whose channels lose most are rounded alone, one run each, and
+ranked by the noise at the outputs: an error that the network hides, or one that is inherited, ranks low.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from qtrace.data.batches import as_arguments, count_samples
+from qtrace.graph.types import TracedModule
+from qtrace.metrics import comparable
+from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.phases import in_phase
+from qtrace.process.thread import on_engine_thread
+from qtrace.sensitivity.diagnosis.causes import Cause, find_cause, observes_too_little
+from qtrace.sensitivity.diagnosis.cures import Cure, cure_recipe, find_cure
+from qtrace.sensitivity.diagnosis.evidence import SiteEvidence
+from qtrace.sensitivity.diagnosis.inputs import OTHER_DATA, InputStatistics, compare_inputs, measure_inputs
+from qtrace.sensitivity.diagnosis.measuring import measure_output_noise, measure_sites
+from qtrace.sensitivity.diagnosis.verdict import Verdict, judge
+from qtrace.sensitivity.metrics import agreement, choose, sqnr
+from qtrace.sensitivity.simulation import Simulation, outputs_of
+
+__all__ = [
+    "Calibrated",
+    "Cause",
+    "Cure",
+    "Diagnosis",
+    "InputStatistics",
+    "SiteEvidence",
+    "Verdict",
+    "diagnose",
+    "measure_inputs",
+]
+
+_SUSPECTS = 8
+_CAUSES = 3
+_MANY_SAMPLES = 64
+_LEAST_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What is known about the calibration.
+
+    Attributes:
+        samples: the number of samples; None if unknown.
+        inputs: the distribution of their inputs.
+    """
+
+    samples: int | None = None
+    inputs: tuple[InputStatistics, ...] = ()
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A verdict with its causes.
+
+    Attributes:
+        verdict: the verdict.
+        causes: the causes, those of the data first, then by their noise at the outputs.
+        cures: the cure of each cause; None where there is none.
+        sites: the evidence of every site, for figures.
+    """
+
+    verdict: Verdict
+    causes: tuple[Cause, ...]
+    cures: tuple[Cure | None, ...]
+    sites: tuple[SiteEvidence, ...]
+
+    def lines(self) -> list[str]:
+        """Returns the verdict and the worst sites with their causes, a line each."""
+        lines = [self.verdict.line()]
+        for cause in self.causes:
+            share = "" if cause.share is None else f" ({cause.share:.0%} of the noise)"
+            place = f" at {cause.site}" if cause.site else ""
+            lines.append(f"  {cause.name}{place}{share}: {cause.text}")
+        return lines
+
+    @property
+    def bad_data(self) -> bool:
+        """Whether the first cause lies in the calibration data."""
+        return bool(self.cures) and self.cures[0] is not None and self.cures[0].data
+
+    def recipe(self, importing: str | None = None) -> str:
+        """Returns the recipe that cures the causes; "" for a good verdict, or if no recipe does.
+
+        Args:
+            importing: the recipe to change, as the new file names it; None for the lines to add to it.
+        """
+        return "" if self.verdict.word == "good" else cure_recipe(self.causes, self.cures, importing)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the diagnosis as plain data."""
+        return asdict(self)
+
+
+@on_engine_thread
+def diagnose(
+    model: TracedModule,
+    batches: Sequence[Any],
+    *,
+    twin: TracedModule | None = None,
+    calibrated: Calibrated | None = None,
+    metric: Callable[[TracedModule], float] | None = None,
+    measured_on: str = "samples",
+    at_least: float | None = None,
+) -> Diagnosis:
+    """Judges a quantized graph and finds the causes of its noise.
+
+    Args:
+        model: a calibrated module, prepared or converted; it is not changed.
+        batches: a few small batches that were not used to calibrate.
+        twin: the float network with the graph's nodes; None for the graph itself in float.
+        calibrated: what is known about the calibration.
+        metric: the user's metric, which gets a graph and returns a number; more is better.
+        measured_on: what the batches are, in words.
+        at_least: the limit for the metric, or for the SQNR in dB.
+
+    Raises:
+        CalibrationError: when the module is not calibrated, or there are no batches.
+    """
+    view = QuantizedModel(model)
+    simulation = Simulation(view, batches, twin=twin)
+    known = calibrated or Calibrated()
+    values = _metric_values(view, simulation.batches, twin, metric)
+    verdict = _judge(view, simulation, values, measured_on, at_least)
+    evidence = measure_sites(view, twin or model, simulation.batches)
+    if verdict.word != "good":
+        evidence = measure_output_noise(simulation, evidence, _suspects(evidence))
+    causes = _rank(evidence, known, simulation.batches)
+    if verdict.word == "good" and any(cause.name in OTHER_DATA for cause in causes):
+        verdict = replace(
+            verdict, word="check"
+        )  # on the data of calibration, the outputs on the whole are not known
+    cures = tuple(find_cure(cause, view.config, view.annotation) for cause in causes)
+    return Diagnosis(verdict, causes, cures, tuple(evidence))
+
+
+def _metric_values(
+    view: QuantizedModel,
+    batches: Sequence[Any],
+    twin: TracedModule | None,
+    metric: Callable[[TracedModule], float] | None,
+) -> tuple[float, float] | None:
+    """Returns the user's metric of the quantized graph and of the float graph; None without a metric."""
+    if metric is None:
+        return None
+    simulation = Simulation(view, batches[:1], own=choose("sqnr", metric)[2], twin=twin)
+    return simulation.value(), simulation.in_float()
+
+
+def _judge(
+    view: QuantizedModel,
+    simulation: Simulation,
+    values: tuple[float, float] | None,
+    measured_on: str,
+    at_least: float | None,
+) -> Verdict:
+    with in_phase(view.module, "quantize"):
+        outputs = outputs_of(view.module, simulation.batches)
+    decibels = sqnr(simulation.reference, outputs)
+    first = simulation.reference[0][0]
+    classes = first.ndim == 2 and first.shape[1] > 1 and comparable(first, outputs[0][0])
+    same = agreement(simulation.reference, outputs) / 100.0 if classes else None
+    samples = sum(count_samples(as_arguments(b, view.module, i)) for i, b in enumerate(simulation.batches))
+    quantized, in_float = values or (None, None)
+    word = judge(decibels, quantized, in_float)
+    return Verdict(word, decibels, same, quantized, in_float, samples, measured_on, at_least)
+
+
+def _suspects(evidence: Sequence[SiteEvidence]) -> list[str]:
+    """Returns the groups whose channels lose most, those of activations and of weights by turns."""
+    groups: list[str] = []
+    for sort in ("activation", "weight"):
+        sites = sorted((e for e in evidence if e.sort == sort), key=lambda e: -e.channels.mean_relative_noise)
+        groups += list(dict.fromkeys(e.group for e in sites))[: _SUSPECTS // 2]
+    return groups
+
+
+def _rank(evidence: Sequence[SiteEvidence], known: Calibrated, batches: Sequence[Any]) -> tuple[Cause, ...]:
+    """Returns the worst sites with their causes, a cause in the data first."""
+    data = compare_inputs(known.inputs, measure_inputs(batches))
+    causes = [] if data is None else [data]
+    measured = [e for e in evidence if e.output_noise is not None]
+    total = sum(_finite(e.output_noise) for e in measured)
+    if total <= 0:
+        measured = sorted(evidence, key=lambda e: -e.channels.mean_relative_noise)
+    noise = _by_root(measured)
+    groups: set[str] = set()
+    for site in sorted(measured, key=lambda e: -noise.get(e.site, 0.0)):
+        share = noise.get(site.site, 0.0) / total if total > 0 else None
+        if site.group in groups or site.site not in noise or (share is not None and share < _LEAST_SHARE):
+            continue
+        cause = find_cause(site) or Cause("rounding", site.site, site.op, _describe_rounding(site))
+        groups.add(site.group)
+        causes.append(replace(cause, share=share))
+    few = None if data is not None else _few_samples(evidence, known, causes)
+    return tuple(([few] if few else []) + causes)[:_CAUSES]
+
+
+def _by_root(measured: Sequence[SiteEvidence]) -> dict[str, float]:
+    """Maps the site of each root to its noise at the outputs.
+
+    Weights that read channels of unlike ranges have unlike sizes themselves: their noise counts for the
+    activation that they read, if that shows the cause.
+    """
+    noise = {site.site: _finite(site.output_noise) for site in measured}
+    roots = {reader: e.site for e in measured if _is_unlike(e) for reader, _ in e.readers}
+    for site in measured:
+        cause = find_cause(site) if site.sort == "weight" and site.op in roots else None
+        if cause is not None and cause.name == "unlike-input-weights":
+            noise[roots[site.op]] += noise.pop(site.site)
+    return noise
+
+
+def _is_unlike(site: SiteEvidence) -> bool:
+    cause = find_cause(site) if site.sort == "activation" else None
+    return cause is not None and cause.name in ("outlier-channels", "unlike-channels", "unlike-branches")
+
+
+def _finite(noise: float | None) -> float:
+    return 0.0 if noise is None or math.isnan(noise) else min(noise, 1e30)
+
+
+def _describe_rounding(site: SiteEvidence) -> str:
+    lost = site.channels.mean_relative_noise
+    level = f"{-10 * math.log10(lost):.0f} dB in the mean channel" if lost > 0 else "no error of its own"
+    return f"rounding to {site.scheme} in the range {site.lo:.3g} to {site.hi:.3g}, {level}"
+
+
+def _few_samples(
+    evidence: Sequence[SiteEvidence], known: Calibrated, causes: Sequence[Cause]
+) -> Cause | None:
+    """Returns the cause if the values of many sites leave the range that few samples showed."""
+    activations = [e for e in evidence if e.sort == "activation" and e.observed is not None]
+    beyond = [e for e in activations if observes_too_little(e)]
+    named = bool(causes) and causes[0].name == "unseen-values"
+    if not beyond or not (named or len(beyond) * 3 >= len(activations)):
+        return None
+    if known.samples is not None and known.samples > _MANY_SAMPLES:
+        return None
+    count = "few" if known.samples is None else str(known.samples)
+    worst = max(beyond, key=lambda e: e.beyond_observed)
+    return Cause(
+        "too-few-samples",
+        "",
+        "",
+        f"at {len(beyond)} of {len(activations)} sites, values leave the range that {count} calibration "
+        f"samples showed, at {worst.site} by {worst.beyond_observed:.0%} of it",
+    )

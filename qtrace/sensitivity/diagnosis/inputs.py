@@ -1,0 +1,148 @@
+"""Recognises calibration data that is prepared otherwise than the data of evaluation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from qtrace.sensitivity.diagnosis.causes import Cause
+
+__all__ = ["OTHER_DATA", "InputStatistics", "compare_inputs", "measure_inputs"]
+
+OTHER_DATA = ("channel-order", "normalization")
+"""The names of the causes that `compare_inputs` gives."""
+
+_LEAST_SAMPLES = 8
+_STANDARD_ERRORS = 5.0
+_UNLIKE_SCALE = 1.5
+_UNLIKE_MEAN = 0.5  # of the standard deviation
+_MAX_PERMUTED = 4
+
+
+@dataclass(frozen=True)
+class InputStatistics:
+    """The distribution of one input of the model over some samples.
+
+    Attributes:
+        name: the number or the name of the input.
+        samples: the number of samples.
+        mean, deviation: of each channel.
+        standard_error: of the mean of each channel, from the spread of the samples' means.
+        low, high: the smallest and the largest value.
+    """
+
+    name: str
+    samples: int
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+    standard_error: tuple[float, ...]
+    low: float
+    high: float
+
+
+def measure_inputs(batches: Iterable[Any]) -> tuple[InputStatistics, ...]:
+    """Measures the float inputs of batches, which are a tuple of arrays or a dict of arrays by name."""
+    values: dict[str, list[np.ndarray]] = {}
+    for batch in batches:
+        if isinstance(batch, Mapping):
+            items = [(str(key), value) for key, value in batch.items()]
+        else:
+            inputs = batch if isinstance(batch, tuple | list) else (batch,)
+            items = [(str(index), value) for index, value in enumerate(inputs)]
+        for name, value in items:
+            array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+            if array.dtype.kind == "f" and array.ndim >= 2 and array.size:
+                values.setdefault(name, []).append(array)
+    return tuple(_measure(name, arrays) for name, arrays in values.items())
+
+
+def _measure(name: str, arrays: list[np.ndarray]) -> InputStatistics:
+    means, squares = [], []
+    for array in arrays:
+        rows = array.reshape(*array.shape[:2], -1).astype(np.float64)
+        means.append(rows.mean(axis=2))
+        squares.append(np.square(rows).mean(axis=2))
+    mean, square = np.concatenate(means), np.concatenate(squares)
+    deviation = np.sqrt(np.maximum(square.mean(axis=0) - np.square(mean.mean(axis=0)), 0.0))
+    error = mean.std(axis=0) / np.sqrt(len(mean))
+    columns = [tuple(map(float, column)) for column in (mean.mean(axis=0), deviation, error)]
+    low, high = min(float(a.min()) for a in arrays), max(float(a.max()) for a in arrays)
+    return InputStatistics(name, len(mean), columns[0], columns[1], columns[2], low, high)
+
+
+def compare_inputs(
+    calibration: tuple[InputStatistics, ...], evaluation: tuple[InputStatistics, ...]
+) -> Cause | None:
+    """Returns the cause if the data of calibration is prepared otherwise; None if both look alike.
+
+    Nothing is said about fewer than 8 samples, whose means may differ by chance.
+    """
+    others = {statistics.name: statistics for statistics in evaluation}
+    for ours in calibration:
+        theirs = others.get(ours.name)
+        if theirs is None or len(ours.mean) != len(theirs.mean):
+            continue
+        if min(ours.samples, theirs.samples) < _LEAST_SAMPLES:
+            continue
+        cause = _other_order(ours, theirs) or _other_normalization(ours, theirs)
+        if cause is not None:
+            return cause
+    return None
+
+
+def _errors(ours: InputStatistics, theirs: InputStatistics) -> np.ndarray:
+    """Returns the standard errors of the differences of the means."""
+    both = np.square([ours.standard_error, theirs.standard_error]).sum(axis=0)
+    floor = 1e-3 * np.maximum(np.asarray(theirs.deviation), 1e-12)
+    return np.maximum(np.sqrt(both), floor)
+
+
+def _other_order(ours: InputStatistics, theirs: InputStatistics) -> Cause | None:
+    channels = len(ours.mean)
+    if not 2 <= channels <= _MAX_PERMUTED:
+        return None
+    errors = float(np.max(_errors(ours, theirs)))
+
+    def distance(order: tuple[int, ...]) -> float:
+        means = np.asarray(ours.mean) - np.asarray(theirs.mean)[list(order)]
+        spreads = np.asarray(ours.deviation) - np.asarray(theirs.deviation)[list(order)]
+        return float(np.max(np.hypot(means, spreads))) / errors
+
+    identity = tuple(range(channels))
+    best = min(itertools.permutations(identity), key=distance)
+    if best == identity or distance(identity) < _STANDARD_ERRORS or distance(best) > distance(identity) / 3:
+        return None
+    order = ", ".join(map(str, best))
+    reversed_ = best == identity[::-1] and channels == 3
+    name = "RGB and BGR are swapped" if reversed_ else "the channels are in another order"
+    text = (
+        f"{name}: channels {', '.join(map(str, identity))} of the calibration data look like channels "
+        f"{order} of the evaluation data (means {_list(ours.mean)} and {_list(theirs.mean)})"
+    )
+    return Cause("channel-order", "", "", text, details=(("order", best),))
+
+
+def _other_normalization(ours: InputStatistics, theirs: InputStatistics) -> Cause | None:
+    errors = _errors(ours, theirs)
+    means = np.asarray(ours.mean) - np.asarray(theirs.mean)
+    spreads = np.maximum(np.asarray([ours.deviation, theirs.deviation]), 1e-12)
+    ratios = spreads[0] / spreads[1]
+    scaled = max(float(np.median(ratios)), 1.0 / float(np.median(ratios))) > _UNLIKE_SCALE
+    moved = np.abs(means) > np.maximum(_STANDARD_ERRORS * errors, _UNLIKE_MEAN * spreads[1])
+    if not (scaled or moved.any()):
+        return None
+    pixels = " (raw pixels?)" if ours.high > 100 and ours.low >= 0 else ""
+    text = (
+        f"another normalization: the calibration data has means {_list(ours.mean)} and deviations "
+        f"{_list(ours.deviation)}{pixels}, the evaluation data {_list(theirs.mean)} and "
+        f"{_list(theirs.deviation)}"
+    )
+    return Cause("normalization", "", "", text)
+
+
+def _list(values: Iterable[float]) -> str:
+    return "/".join(f"{value:.3g}" for value in list(values)[:_MAX_PERMUTED])

@@ -1,0 +1,313 @@
+"""Measures the evidence of a diagnosis: one run in float, one quantized, and one for each suspect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from qtrace import ops
+from qtrace.data.batches import as_arguments, evaluating, translate_errors
+from qtrace.graph.dataflow import evaluate_fixed
+from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.types import Node, TensorNode, TracedModule
+from qtrace.graph.walk import exprs
+from qtrace.numerics import fake_quantize
+from qtrace.ops import OpCall
+from qtrace.preparation.annotation import ExprNote
+from qtrace.preparation.model import QuantizedModel, QuantizedSite
+from qtrace.preparation.phases import in_phase
+from qtrace.ptq.layers.channels import LAYERS, input_axes
+from qtrace.scheme import QParams
+from qtrace.sensitivity.diagnosis.evidence import Branch, Channels, SiteEvidence, join_channels
+from qtrace.sensitivity.simulation import Simulation
+
+__all__ = ["measure_output_noise", "measure_sites"]
+
+_JOINS = ("concat", "stack")
+
+
+def measure_sites(model: QuantizedModel, twin: TracedModule, batches: Sequence[Any]) -> list[SiteEvidence]:
+    """Measures every site of activations and weights on what the float graph computes.
+
+    Args:
+        model: the view of a calibrated module.
+        twin: the float network with the graph's nodes, or the module itself.
+        batches: a few small batches.
+
+    Returns:
+        The evidence of each site, in the order of the sites.
+    """
+    rounded = [
+        site for site in model.rounded.values() if site.sort != "bias" and not site.qparams.scheme.bits > 16
+    ]
+    moving = {site.node.name: site for site in rounded if not site.static}
+    calls = _layers(model)
+    run = _ChannelRun(twin, moving, {call.inputs[0].name: call for call in calls.values()})
+    with in_phase(twin, "float"), evaluating(twin):
+        for index, batch in enumerate(batches):
+            args, kwargs = as_arguments(batch, twin, index)
+            with translate_errors(twin, (args, kwargs), index):
+                run.run(*args, **kwargs)
+    weights = _WeightMeasurement(model, twin, calls, run.powers())
+    notes = {name: note for note in model.annotation.notes for name in note.gives}
+    measured: dict[str, SiteEvidence] = {}
+    for site in rounded:
+        if site.name in run.parts:
+            measured[site.name] = _activation(model, site, join_channels(run.parts[site.name]), notes)
+        elif site.name in calls and site.static:
+            measured[site.name] = weights.measure(site)
+    return [_with_branches(model, evidence, measured, notes) for evidence in measured.values()]
+
+
+def measure_output_noise(
+    simulation: Simulation, evidence: Sequence[SiteEvidence], groups: Sequence[str]
+) -> list[SiteEvidence]:
+    """Measures what rounding each of ``groups`` alone costs at the outputs, by a run of the graph for each.
+
+    Args:
+        simulation: the graph on the evaluation data.
+        evidence: all sites.
+        groups: the groups to measure.
+
+    Returns:
+        The evidence, with the noise of the measured groups.
+    """
+    noise = {group: float(10 ** (-simulation.only_group(group) / 10)) for group in groups}
+    return [replace(e, output_noise=noise[e.group]) if e.group in noise else e for e in evidence]
+
+
+class _ChannelRun(Interpreter):
+    """Measures the channels of every site while the graph runs in float; keeps no value."""
+
+    def __init__(self, twin: TracedModule, sites: dict[str, QuantizedSite], read: dict[str, OpCall]) -> None:
+        super().__init__(twin)
+        self.sites, self.read = sites, read
+        self.parts: dict[str, list[Channels]] = {}
+        self.squares: dict[str, list[np.ndarray]] = {}
+
+    def on_node(self, node: Node, value: Any) -> Any:
+        if isinstance(node, TensorNode) and (node.name in self.sites or node.name in self.read):
+            exact = value.numpy()
+            if exact.size and exact.dtype.kind == "f":
+                self._measure(node.name, exact)
+        return value
+
+    def _measure(self, name: str, exact: np.ndarray) -> None:
+        if name in self.sites:
+            site = self.sites[name]
+            self.parts.setdefault(site.name, []).append(_channels(exact, site.qparams, _observed(site)))
+        if name in self.read:
+            rows = _rows(exact, -1 if self.read[name].kind == "linear" else 1)
+            self.squares.setdefault(name, []).append(np.mean(np.square(rows, dtype=np.float64), axis=1))
+
+    def powers(self) -> dict[str, np.ndarray]:
+        """Returns the power of each input channel of each layer, by the name of the input's node."""
+        return {name: np.mean(parts, axis=0) for name, parts in self.squares.items()}
+
+
+def _rows(value: np.ndarray, axis: int) -> np.ndarray:
+    if value.ndim < 2:
+        return value.reshape(1, -1)
+    return np.moveaxis(value, axis, 0).reshape(value.shape[axis], -1)
+
+
+def _ends(qparams: QParams) -> tuple[np.ndarray, np.ndarray]:
+    scheme, zero_point = qparams.scheme, qparams.zero_point.astype(np.float64)
+    return (scheme.qmin - zero_point) * qparams.scale, (scheme.qmax - zero_point) * qparams.scale
+
+
+def _channels(exact: np.ndarray, qparams: QParams, observed: tuple[float, float] | None) -> Channels:
+    """Computes the figures of the channels of an activation; the last axis of three counts channels."""
+    axis = qparams.scheme.axis if qparams.scheme.per_channel else -1 if exact.ndim == 3 else 1
+    error = _rows(fake_quantize(exact, qparams) - exact, axis or 0)
+    rows = _rows(exact, axis or 0)
+    lo, hi = (np.reshape(end, (-1, 1)) for end in _ends(qparams))
+    outside = (rows < lo) | (rows > hi)
+    noise = np.square(error, dtype=np.float64)
+    excess = np.zeros_like(rows) if observed is None else rows - np.clip(rows, *observed)
+    power, unseen = (np.square(part, dtype=np.float64) for part in (rows, excess))
+    return _as_channels(rows, power, noise, np.where(outside, noise, 0.0), unseen)
+
+
+def _as_channels(rows: np.ndarray, *parts: np.ndarray) -> Channels:
+    """Builds the figures of channels from their values, and their powers and noises value by value."""
+    columns = (rows.min(axis=1), rows.max(axis=1), *(part.mean(axis=1) for part in parts))
+    return Channels(*(tuple(map(float, column)) for column in columns))
+
+
+def _activation(
+    model: QuantizedModel, site: QuantizedSite, channels: Channels, notes: dict[str, ExprNote]
+) -> SiteEvidence:
+    note = notes.get(site.node.name)
+    lo, hi = _ends(site.qparams)
+    names = {site.node.name, "" if site.value is None else site.value.name}
+    readers = [
+        (n.name, n.kind)
+        for n in model.annotation.notes
+        if names & set(n.reads) or site.group in n.inputs
+        if site.decision.consumers is None or n.name in site.decision.consumers
+    ]
+    return SiteEvidence(
+        site.name,
+        site.sort,
+        "" if note is None else note.kind,
+        "" if note is None else note.name,
+        site.group,
+        site.qparams.scheme.describe(),
+        site.qparams.scheme.bits,
+        site.qparams.scheme.per_channel,
+        _observer_name(site),
+        float(np.min(lo)),
+        float(np.max(hi)),
+        _observed(site),
+        channels,
+        readers=tuple(readers),
+    )
+
+
+def _observer_name(site: QuantizedSite) -> str:
+    return "" if site.plan is None else site.plan.observer
+
+
+def _observed(site: QuantizedSite) -> tuple[float, float] | None:
+    """Returns the range that the site's observer saw; None if it holds none."""
+    observer = getattr(site.fake_quant, "observer", None)
+    state = {} if observer is None else observer.state_dict()
+    if "lo" not in state or "hi" not in state:
+        return None
+    return float(np.min(state["lo"])), float(np.max(state["hi"]))
+
+
+def _with_branches(
+    model: QuantizedModel,
+    evidence: SiteEvidence,
+    known: dict[str, SiteEvidence],
+    notes: dict[str, ExprNote],
+) -> SiteEvidence:
+    """Adds the inputs of a concatenation, or the sites that share the range, as branches."""
+    if evidence.sort != "activation":
+        return evidence
+    members = [known[s.name] for s in model.groups[evidence.group] if s.name in known]
+    note = notes.get(evidence.site)
+    if len(members) > 1:
+        branches = [
+            Branch(m.site, float(m.channels.magnitudes.max()), m.channels.mean_relative_noise)
+            for m in members
+        ]
+    elif evidence.kind in _JOINS and note is not None:
+        branches = _joined(model, evidence, note)
+    else:
+        return evidence
+    return replace(evidence, branches=tuple(branches))
+
+
+def _joined(model: QuantizedModel, evidence: SiteEvidence, note: ExprNote) -> list[Branch]:
+    """Splits the channels of a concatenation by its inputs; gives none where it is along another axis."""
+    nodes = [model.nodes[name] for name in note.reads if name in model.nodes]
+    widths = [int(node.shape[1]) if node.shape is not None and len(node.shape) > 1 else 0 for node in nodes]
+    magnitudes, noise = evidence.channels.magnitudes, evidence.channels.relative_noise
+    if sum(widths) != len(magnitudes) or not all(widths):
+        return []
+    ends = np.cumsum([0, *widths])
+    return [
+        Branch(node.name, float(magnitudes[a:b].max()), float(noise[a:b].mean()))
+        for node, a, b in zip(nodes, ends[:-1], ends[1:], strict=True)
+    ]
+
+
+def _layers(model: QuantizedModel) -> dict[str, OpCall]:
+    """Maps the name of each weight's site to the first layer that reads it."""
+    calls: dict[str, OpCall] = {}
+    for expr in exprs(model.module):
+        call = ops.read(expr)
+        if call is None or call.kind not in LAYERS or call.weight is None:
+            continue
+        site = model.rounded.get(call.weight.name)
+        if site is not None:
+            calls.setdefault(site.name, call)
+    return calls
+
+
+class _WeightMeasurement:
+    """Measures the rounding errors of weights, weighted by the power of the inputs that they multiply."""
+
+    def __init__(
+        self,
+        model: QuantizedModel,
+        twin: TracedModule,
+        calls: dict[str, OpCall],
+        powers: dict[str, np.ndarray],
+    ) -> None:
+        self.calls, self.powers = calls, powers
+        sites = [site for site in model.rounded.values() if site.name in calls]
+        names = {site.node.name for site in sites}
+        nodes = {n.name: n for expr in exprs(twin) for n in expr.outputs if n.name in names}
+        own = evaluate_fixed(model.module, (site.node for site in sites))
+        exact = evaluate_fixed(twin, nodes.values())
+        self.stored = {site.name: own[site.node].numpy() for site in sites}
+        self.exact = {s.name: exact[nodes[s.node.name]].numpy() for s in sites if s.node.name in nodes}
+
+    def measure(self, site: QuantizedSite) -> SiteEvidence:
+        """Returns the evidence of a weight."""
+        call, stored = self.calls[site.name], self.stored[site.name]
+        exact = self.exact.get(site.name, stored)
+        outputs, inputs = call.channel_axes, input_axes(call)
+        power = self._input_power(call, exact, inputs)
+        error = self._dequantized(site, stored) - exact
+        lo, hi = _ends(site.qparams)
+        signal, noise = (np.square(part, dtype=np.float64) * power for part in (exact, error))
+        none = np.zeros_like(noise)
+        channels, by_input = (
+            _as_channels(*(_by_axes(part, axes) for part in (exact, signal, noise, none, none)))
+            for axes in (outputs, inputs)
+        )
+        dead = np.broadcast_to(power, exact.shape) <= 0.0
+        count = int(np.sum(power <= 0.0))
+        at_dead, at_live = (_by_axes(np.abs(exact) * mask, outputs).max(axis=1) for mask in (dead, ~dead))
+        return SiteEvidence(
+            site.name,
+            site.sort,
+            call.kind,
+            call.out.name,
+            site.group,
+            site.qparams.scheme.describe(),
+            site.qparams.scheme.bits,
+            site.qparams.scheme.per_channel,
+            _observer_name(site),
+            float(np.min(lo)),
+            float(np.max(hi)),
+            (float(exact.min()), float(exact.max())),
+            channels,
+            readers=((call.out.name, call.kind),),
+            inputs=by_input,
+            dead_inputs=count,
+            dead_magnitude=float(np.median(at_dead)),
+            live_magnitude=float(np.median(at_live)),
+        )
+
+    def _input_power(self, call: OpCall, weight: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+        """Returns the power of the inputs in a shape that multiplies the weight; 1 where it is not known."""
+        power = self.powers.get(call.inputs[0].name)
+        shape = [n if i in axes else 1 for i, n in enumerate(weight.shape)]
+        if power is None or power.size != int(np.prod(shape)):
+            return np.ones([1] * weight.ndim)
+        return power.reshape(shape)
+
+    @staticmethod
+    def _dequantized(site: QuantizedSite, stored: np.ndarray) -> np.ndarray:
+        fake_quant, qparams = site.fake_quant, site.qparams
+        if not qparams.scheme.per_channel:
+            return fake_quantize(stored, qparams)
+        axes = fake_quant.counted_axes
+        moved = np.moveaxis(stored, axes, range(len(axes)))
+        rows = moved.reshape(int(np.prod(moved.shape[: len(axes)])), -1)
+        flat = QParams(qparams.scheme.replace(axis=0), qparams.scale, qparams.zero_point)
+        return np.moveaxis(fake_quantize(rows, flat).reshape(moved.shape), range(len(axes)), axes)
+
+
+def _by_axes(value: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    moved = np.moveaxis(value, axes, range(len(axes)))
+    return moved.reshape(int(np.prod(moved.shape[: len(axes)])), -1)

@@ -1,0 +1,73 @@
+"""The outputs of the float network, to which graph and runtime are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+
+from qtrace.data.batches import evaluating, translate_errors
+from qtrace.errors import GraphError
+from qtrace.graph.types import TracedModule
+from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.phases import in_phase
+from qtrace.preparation.record import is_quantized
+from qtrace.verification.runs import leaves
+
+__all__ = ["FloatOutputs"]
+
+
+class FloatOutputs:
+    """Computes the outputs of the float network.
+
+    Args:
+        model: the converted graph.
+        network: the network as traced, or prepared; None for the graph itself without its roundings. Its
+            weights are those of the network unless an algorithm or training changed them.
+
+    Attributes:
+        source: what computes the outputs, in words.
+
+    Raises:
+        GraphError: when ``network`` is not a traced module.
+    """
+
+    def __init__(self, model: QuantizedModel, network: TracedModule | None) -> None:
+        if network is not None and not isinstance(network, TracedModule):
+            raise GraphError(f"the float network is a {type(network).__name__}: give the traced module.")
+        self.model = model
+        self.network = model.module if network is None else network
+        self.source = "the graph without its roundings" if network is None else "the float network"
+
+    @contextmanager
+    def _in_float(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.network is not self.model.module:
+                stack.enter_context(evaluating(self.network))
+            if is_quantized(self.network):
+                stack.enter_context(in_phase(self.network, "float"))
+            yield
+
+    def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> list[np.ndarray]:
+        """Returns the outputs for the arguments of one call, in the order of the graph's outputs.
+
+        Args:
+            args: positional arguments.
+            kwargs: keyword arguments.
+            number: the number of the batch, for messages.
+
+        Raises:
+            CalibrationError: when the batch does not fit the network.
+            GraphError: when the network has another number of outputs than the graph.
+        """
+        with self._in_float(), translate_errors(self.network, (args, kwargs), number):
+            outputs = [t.numpy() for t in leaves(self.network(*args, **kwargs))]
+        expected = len(self.model.module.graph.outputs)
+        if len(outputs) != expected:
+            raise GraphError(
+                f"the float network has {len(outputs)} outputs and the graph {expected}: give the network "
+                "that was quantized."
+            )
+        return outputs

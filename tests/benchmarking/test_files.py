@@ -1,0 +1,227 @@
+"""Files side by side: turns, figures, profile and reasons."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from qtrace.benchmarking import files, memory
+from qtrace.benchmarking.costs import CostTable
+from qtrace.benchmarking.files import FileReport, bench_files, show
+from qtrace.benchmarking.latency import Latency, file_size, take_turns
+from qtrace.benchmarking.memory import peak_memory
+from qtrace.benchmarking.profile import read_profile
+from qtrace.benchmarking.runners import Settings, known, open_file
+from qtrace.errors import ExportError
+from tests.benchmarking.nets import write
+from tests.benchmarking.test_profile import RUN
+
+
+@pytest.fixture
+def pair(tmp_path):
+    return [write(tmp_path / f"{name}.onnx", "gated", name == "int8") for name in ("float", "int8")]
+
+
+@pytest.fixture
+def _no_process(monkeypatch):
+    monkeypatch.setattr(files, "peak_memory", lambda *_: 3 * 2**20)
+
+
+class Logged:
+    """A runner that notes its runs."""
+
+    samples = 4
+
+    def __init__(self, name, log, seconds=0.0):
+        self.name, self.log, self.seconds = name, log, seconds
+
+    def run(self):
+        self.log.append(self.name)
+        time.sleep(self.seconds)
+
+
+def test_files_take_turns_forwards_and_backwards():
+    log, ticks = [], []
+    latencies = take_turns([Logged("a", log), Logged("b", log)], 0.0, lambda: ticks.append(1))
+    assert "".join(log) == "ab" + "abba" * 4 + "ab"
+    assert [latency.runs for latency in latencies] == [9, 9]
+    assert len(ticks) == 9
+
+
+def test_the_ratio_is_the_speed_against_the_first_file():
+    first, second = take_turns([Logged("a", [], 0.004), Logged("b", [], 0.001)], 0.0)
+    assert first.ratio == 1
+    assert second.ratio > 1.5
+    assert second.minimum <= second.low <= second.median <= second.high
+    assert second.throughput == pytest.approx(4 / second.median)
+
+
+@pytest.mark.usefixtures("_no_process")
+def test_two_files(pair):
+    reports = bench_files(pair, seconds=0, by_op=True, table=CostTable.load("onnxruntime"))
+    facts = json.loads(json.dumps([report.to_dict() for report in reports]))
+    assert [entry["size"] for entry in facts] == [path.stat().st_size for path in pair]
+    assert all(entry["predicted_seconds"] > 0 for entry in facts)
+    assert "Q/DQ" in facts[1]["profile"]["by_sort"]
+    assert "Q/DQ" not in facts[0]["profile"]["by_sort"]
+    text = show(reports, True)
+    assert "predicted" in text.splitlines()[0]
+    assert text.count("by onnxruntime's profile") == 2
+
+
+def _report(ratio, profile=None):
+    latency = Latency(1e-3, 1e-3, 1e-3, 1e-3, 9, 1000.0, ratio)
+    return FileReport(Path("int8.onnx"), 2**20, None, latency, profile)
+
+
+def test_a_slower_file_says_where_its_time_goes():
+    slow = _report(0.5, read_profile([RUN]))
+    assert slow.to_dict()["reason"] == (
+        "int8.onnx is slower than the first file: of its time, 20% in Q/DQ, 20% in float kernels, "
+        "10% in layout changes, 50% in integer kernels."
+    )
+    assert slow.reason() in show([slow], False)
+    assert _report(0.5).reason() == "int8.onnx is slower than the first file."
+
+
+def test_a_file_that_is_as_fast_says_nothing():
+    same = _report(0.99, read_profile([RUN]))
+    assert (same.slower, same.to_dict()["reason"]) == (False, "")
+    assert "slower" not in show([same], False)
+
+
+@pytest.mark.usefixtures("_no_process")
+def test_the_profile_of_another_runtime_is_refused(pair):
+    with pytest.raises(ExportError, match="without a profile: leave out --by-op"):
+        bench_files(pair, runtime="openvino", seconds=0, by_op=True)
+
+
+def test_what_the_process_of_its_own_prints(pair, capsys):
+    order = {"path": str(pair[0]), "runtime": None, "threads": 1, "batch": 1, "shapes": {}}
+    memory.measure(json.dumps(order))
+    assert int(capsys.readouterr().out) >= 0
+
+
+@pytest.mark.slow
+def test_memory_grows_with_the_file(pair):
+    assert peak_memory(pair[0], None, Settings()) > 0
+
+
+def test_memory_of_a_file_that_does_not_load_is_unknown(monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    assert peak_memory(tmp_path / "none.onnx", None, Settings()) is None
+
+
+def test_size_counts_the_weights_beside_a_file(tmp_path):
+    (tmp_path / "net.onnx").write_bytes(b"12")
+    (tmp_path / "net.onnx.data").write_bytes(b"345")
+    (tmp_path / "net.bin").write_bytes(b"6")
+    (tmp_path / "net.param").write_bytes(b"78")
+    assert file_size(tmp_path / "net.onnx") == 5
+    assert file_size(tmp_path / "net.param") == 3
+
+
+# -- runners --------------------------------------------------------------------------------------------
+
+
+def _open_batch(path):
+    """A network whose input leaves batch and width open."""
+    import onnx
+
+    model = onnx.load(str(write(path, "plain", False)))
+    dims = model.graph.input[0].type.tensor_type.shape.dim
+    dims[0].dim_param, dims[3].dim_param = "N", "W"
+    onnx.save(model, str(path))
+    return path
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_open_sizes_are_given_by_the_user(tmp_path, runtime):
+    path = _open_batch(tmp_path / "net.onnx")
+    shapes = {"input0": (3, 16, 8, 5)}
+    runner = open_file(path, runtime, Settings(shapes=shapes))
+    assert runner.samples == 3
+    runner.run()
+    with pytest.raises(
+        ExportError, match=r"input 'input0' is \?x16x8x\?: give its shape, as in --shape input0="
+    ):
+        open_file(path, runtime, Settings(batch=2))
+
+
+def test_tflite_files(tmp_path):
+    import megengine.module as M
+    import numpy as np
+
+    import qtrace
+
+    traced = qtrace.trace(M.Conv2d(3, 4, 3), np.zeros((1, 3, 6, 6), np.float32), check=False)
+    path = tmp_path / "net.tflite"
+    qtrace.export(qtrace.convert(_calibrated(traced)), path)
+    runner = open_file(path)
+    runner.run()
+    assert runner.samples == 1
+
+
+def _calibrated(traced):
+    import numpy as np
+
+    import qtrace
+
+    prepared = qtrace.prepare(traced, qtrace.load_recipe("backend/tflite"))
+    qtrace.calibrate(prepared, [np.zeros((1, 3, 6, 6), np.float32) + 1], progress=False)
+    return prepared
+
+
+def test_inputs_that_are_no_numbers(tmp_path):
+    from onnx import TensorProto, helper
+
+    infos = [helper.make_tensor_value_info(name, TensorProto.STRING, [1]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "net", infos[:1], infos[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 16)], ir_version=8)
+    path = tmp_path / "net.onnx"
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(ExportError, match=r"has type tensor\(string\): only tensors of numbers"):
+        open_file(path)
+
+
+def test_shapes_that_the_file_does_not_take(pair):
+    with pytest.raises(ExportError, match="is 1x16x8x8 in the file, not 1x16x8x9"):
+        open_file(pair[0], None, Settings(shapes={"input0": (1, 16, 8, 9)}))
+    with pytest.raises(ExportError, match="has a fixed batch of 1: it cannot be 2"):
+        open_file(pair[0], None, Settings(batch=2))
+
+
+@pytest.mark.parametrize(
+    ("name", "runtime", "message"),
+    [
+        ("net.onnx", "tpu", "cannot be timed in 'tpu'; known: litert, onnxruntime, openvino"),
+        ("net.onnx", "litert", "litert does not run files like net.onnx; known: litert"),
+        ("net.param", None, "no runtime here runs files like net.param"),
+        ("net.onnx", None, "does not exist: export the module first"),
+    ],
+)
+def test_files_that_cannot_be_run(tmp_path, name, runtime, message):
+    with pytest.raises(ExportError, match=message):
+        open_file(tmp_path / name, runtime)
+
+
+@pytest.mark.parametrize(
+    ("name", "runtime"), [("x.onnx", "onnxruntime"), ("x.onnx", "openvino"), ("x.tflite", None)]
+)
+def test_damaged_files_are_one_sentence(tmp_path, name, runtime):
+    (tmp_path / name).write_bytes(b"no model")
+    with pytest.raises(ExportError, match="cannot run"):
+        open_file(tmp_path / name, runtime)
+
+
+def test_a_missing_package_names_the_extra(pair, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ExportError, match=r"pip install 'qtrace\[onnx\]'"):
+        open_file(pair[0])
+
+
+def test_known_runtimes():
+    assert known() == ("litert", "onnxruntime", "openvino")

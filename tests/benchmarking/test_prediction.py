@@ -1,0 +1,74 @@
+"""A prediction counts the nodes that onnxruntime runs: kernels, roundings and changes of layout."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from qtrace.benchmarking.costs import FLOAT, INTEGER, CostTable
+from qtrace.benchmarking.onnx_ops import read_graph
+from qtrace.benchmarking.prediction import predict
+from qtrace.benchmarking.runners import Settings, open_file
+from qtrace.errors import ExportError
+from tests.benchmarking.nets import NETS, write
+
+TABLE = CostTable.load("onnxruntime")
+
+
+def _run(path):
+    """The ops that onnxruntime runs, as the kinds of a prediction."""
+    kinds = Counter()
+    for node in open_file(path, None, Settings()).profile(1)[0]:
+        if node.op == "Transpose":
+            kinds["reorder", INTEGER] += 1
+        elif node.op.startswith("Reorder"):
+            kinds["reorder", FLOAT] += 1
+        elif node.op in ("QuantizeLinear", "DequantizeLinear"):
+            kinds[node.op.removesuffix("Linear").lower(), FLOAT] += 1
+        else:
+            kinds["op", INTEGER if node.inputs[0][0] == "uint8" else FLOAT] += 1
+    return kinds
+
+
+def _predicted(path):
+    kinds = Counter()
+    for op in predict(read_graph(path), TABLE).ops:
+        if op.form != "fused":
+            form = FLOAT if op.form == FLOAT else INTEGER
+            kinds[op.kind if op.kind in ("reorder", "quantize", "dequantize") else "op", form] += 1
+    return kinds
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("integer", [False, True], ids=["float", "integer"])
+def test_predicted_nodes_are_those_that_run(tmp_path, name, integer):
+    path = write(tmp_path / "net.onnx", name, integer)
+    assert _predicted(path) == _run(path)
+
+
+def test_the_time_is_the_sum_of_ops_and_run(tmp_path):
+    prediction = predict(read_graph(write(tmp_path / "net.onnx", "plain", True)), TABLE)
+    assert prediction.seconds == pytest.approx(sum(op.seconds for op in prediction.ops) + TABLE.per_run)
+    convs = sum(op.seconds for op in prediction.ops if op.kind == "conv2d")
+    assert prediction.share(["conv2d"]) == pytest.approx(convs / prediction.seconds)
+    assert prediction.unknown == ()
+
+
+def test_an_op_without_a_kind_is_named(tmp_path):
+    from qtrace.benchmarking.net import Net
+
+    net = Net()
+    x = net.input((1, 4))
+    path = tmp_path / "net.onnx"
+    path.write_bytes(net.serialize(net.node("Selu", [x])))
+    prediction = predict(read_graph(path), TABLE)
+    assert prediction.unknown == ("Selu",)
+    assert prediction.seconds == TABLE.per_run
+
+
+def test_another_file_is_one_sentence(tmp_path):
+    path = tmp_path / "net.onnx"
+    path.write_bytes(b"\x08\xff nonsense")
+    with pytest.raises(ExportError, match="is not an ONNX file"):
+        read_graph(path)

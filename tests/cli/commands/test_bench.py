@@ -1,0 +1,85 @@
+"""``qtrace bench``: files side by side, and cost tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qtrace.benchmarking import files, tables
+from qtrace.benchmarking.cases import conv
+from qtrace.benchmarking.costs import FLOAT, CostTable
+from tests.benchmarking.nets import write
+
+
+@pytest.fixture
+def pair(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(files, "peak_memory", lambda *_: None)
+    return [write(tmp_path / f"{name}.onnx", "plain", name == "int8") for name in ("float", "int8")]
+
+
+def test_a_table_of_all_files(run, pair):
+    result = run("bench", *pair, "--seconds", 0)
+    assert (result.code, result.err) == (0, "")
+    head, *lines = result.out.splitlines()
+    assert head.split()[:3] == ["min", "ms", "median"]
+    assert [line.split()[0] for line in lines[:2]] == ["float.onnx", "int8.onnx"]
+
+
+def test_json_has_all_figures(run, pair):
+    result = run("bench", *pair, "--seconds", 0, "--by-op", "--predict", "--threads", 2, "--json")
+    data = json.loads(result.out)
+    assert data["threads"] == 2
+    assert "warning: the cost table was measured elsewhere: " in result.err
+    assert "threads 1, here 2." in result.err
+    assert [entry["file"] for entry in data["files"]] == [str(path) for path in pair]
+    assert data["files"][0]["latency"]["runs"] == 9
+    assert data["files"][1]["profile"]["nodes"][0]["name"]
+    assert data["files"][1]["predicted_seconds"] > 0
+
+
+def test_shapes_and_batches(run, pair):
+    result = run("bench", pair[0], "--shape", "input0=1x16x8x9")
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("error: input 'input0' is 1x16x8x8 in the file")
+    assert "fixed batch of 1" in run("bench", pair[0], "--batch", 3).err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--threads", 1], "name the files to run, or --kernels"),
+        (["x.onnx", "-o", "table.json"], "-o belongs to --kernels"),
+        (["--kernels"], "--kernels needs -o"),
+        (["x.onnx", "--kernels", "-o", "t.json"], "--kernels takes no files"),
+        (["--kernels", "-o", "t.json", "--by-op"], "--kernels takes no files"),
+        (["x.onnx", "--shape", "x=1", "--shape", "x=2"], "--shape names an input twice"),
+        (["none.onnx"], "none.onnx does not exist"),
+        (["x.onnx", "--predict", "none.json"], "none.json cannot be read"),
+        (["--kernels", "--runtime", "tpu", "-o", "t.json"], "supported: onnxruntime"),
+    ],
+)
+def test_mistakes(run, pair, arguments, message):
+    result = run("bench", *arguments)
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
+
+
+def test_kernels_write_a_table_that_predicts(run, pair, monkeypatch):
+    monkeypatch.setattr(tables, "conv_cases", lambda: [conv(FLOAT, 16, 16, 1, 4)])
+    monkeypatch.setattr(tables, "other_cases", lambda: [])
+    result = run("bench", "--kernels", "-o", "table.json", "--json", "--progress")
+    assert json.loads(result.out) == {"table": "table.json", "measurements": 1}
+    assert "2/2" in result.err
+    assert CostTable.read(pair[0].parent / "table.json").forms("conv2d") == (FLOAT,)
+    result = run("bench", pair[0], "--seconds", 0, "--predict", "table.json", "--json")
+    assert json.loads(result.out)["files"][0]["predicted_seconds"] > 0
+
+
+def test_a_table_of_another_runtime_predicts_nothing(run, pair):
+    table = Path(tables.__file__).parent / "costs" / "tables" / "openvino.json"
+    result = run("bench", *map(str, pair), "--predict", str(table))
+    assert (result.code != 0, result.out) == (True, "")
+    assert "has the times of openvino" in " ".join(result.err.split())

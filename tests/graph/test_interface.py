@@ -1,0 +1,115 @@
+"""The interface of the file that a traced module was imported from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace.errors import GraphError
+from qtrace.graph.flatten import flatten
+from qtrace.graph.interface import Interface, TensorInfo, read_interface, write_interface
+from qtrace.graph.types import TracedModule
+
+
+class _Rows(M.Module):
+    """Selects rows of a table and gives their projection and their numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = M.Embedding(5, 4)
+        self.head = M.Linear(4, 3)
+
+    def forward(self, ids: mge.Tensor, x: mge.Tensor) -> tuple[mge.Tensor, mge.Tensor]:
+        y = self.head(self.embedding(ids) + x)
+        return y, F.argmax(y, axis=1)
+
+
+INTERFACE = Interface(
+    (TensorInfo("ids:0", "int64"), TensorInfo("x/in", "float16")),
+    (TensorInfo("logits", "float32"), TensorInfo("label", "int64")),
+)
+
+
+@pytest.fixture
+def traced() -> TracedModule:
+    ids = mge.tensor(np.array([0, 1], np.int32))
+    return qtrace.trace(_Rows(), ids, mge.tensor(np.zeros((2, 4), np.float32)))
+
+
+def test_json_comes_back_and_is_the_documented_form() -> None:
+    assert Interface.from_json(INTERFACE.to_json()) == INTERFACE
+    document = '{"inputs": [{"name": "x", "dtype": "int64"}], "outputs": [{"name": "y", "dtype": "bool"}]}'
+    read = Interface.from_json(document)
+    assert read == Interface((TensorInfo("x", "int64"),), (TensorInfo("y", "bool"),))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "carried", "exported"),
+    [("int64", "int32", "int64"), ("float16", "float32", "float32"), ("uint8", "uint8", "uint8")],
+)
+def test_types_in_the_graph_and_in_exports(dtype: str, carried: str, exported: str) -> None:
+    tensor = TensorInfo("x", dtype)
+    assert (tensor.carried_dtype, tensor.exported_dtype) == (carried, exported)
+
+
+def test_a_module_without_the_attribute_has_no_interface(traced: TracedModule) -> None:
+    assert read_interface(traced) is None
+
+
+def test_the_interface_survives_every_stage(traced: TracedModule, tmp_path: Path) -> None:
+    write_interface(traced, INTERFACE)
+    assert read_interface(traced) == INTERFACE
+    assert read_interface(flatten(traced)) == INTERFACE
+    prepared = qtrace.prepare(traced)
+    assert read_interface(prepared) == INTERFACE
+    x = np.ones((2, 4), np.float32)
+    converted = qtrace.convert(qtrace.calibrate(prepared, [(np.array([0, 1], np.int32), x)]))
+    assert read_interface(converted) == INTERFACE
+    qtrace.save(converted, tmp_path / "net.mge")
+    assert read_interface(qtrace.load(tmp_path / "net.mge")) == INTERFACE
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "7", '{"inputs": [], "outputs": 1}', "[" * 100_000])
+def test_damaged_text_is_refused(traced: TracedModule, text: str) -> None:
+    traced.onnx_interface = text
+    with pytest.raises(GraphError, match=r"the interface that the model carries is damaged \(\w+\): import"):
+        read_interface(traced)
+
+
+@pytest.mark.parametrize("item", ['{"name": "x"}', '"x"', '{"name": "x", "dtype": "int64", "more": 1}'])
+def test_damaged_tensors_are_refused(item: str) -> None:
+    with pytest.raises(GraphError, match="is damaged"):
+        Interface.from_json(f'{{"inputs": [{item}], "outputs": []}}')
+
+
+def test_impossible_tensors_are_refused() -> None:
+    with pytest.raises(GraphError, match="tensor 'x' of an interface has type 'float64'; known: bool, "):
+        TensorInfo("x", "float64")
+    with pytest.raises(GraphError, match="not ''"):
+        TensorInfo("", "int64")
+    with pytest.raises(GraphError, match=r"tensor 'x\\ud800' of an interface has a name that UTF-8 cannot"):
+        Interface.from_json('{"inputs": [{"name": "x\\ud800", "dtype": "int64"}], "outputs": []}')
+    with pytest.raises(GraphError, match="not 3"):
+        TensorInfo(3, "int64")  # type: ignore[arg-type]
+    with pytest.raises(GraphError, match="has type 7"):
+        Interface.from_json('{"inputs": [{"name": "x", "dtype": 7}], "outputs": []}')
+    with pytest.raises(GraphError, match="two inputs of an interface are called 'x'"):
+        Interface((TensorInfo("x", "int64"), TensorInfo("x", "bool")), ())
+
+
+def test_an_interface_of_another_graph_is_refused(traced: TracedModule) -> None:
+    ids, x = INTERFACE.inputs
+    with pytest.raises(GraphError, match="has 1 inputs and the graph 2: import the file again"):
+        write_interface(traced, Interface((ids,), INTERFACE.outputs))
+    with pytest.raises(GraphError, match="input 'x/in' is float16 in the interface .*node ids .*is int32"):
+        write_interface(traced, Interface((x, ids), INTERFACE.outputs))
+    assert read_interface(traced) is None
+    traced.onnx_interface = Interface(INTERFACE.inputs, (ids, ids)[:1]).to_json()
+    with pytest.raises(GraphError, match="has 1 outputs and the graph 2"):
+        read_interface(traced)

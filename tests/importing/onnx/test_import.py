@@ -1,0 +1,360 @@
+"""`qtrace.from_onnx`: the graph equals the file, keeps its structure, and says what it cannot."""
+
+from __future__ import annotations
+
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper, numpy_helper
+
+import qtrace
+from qtrace.errors import ImportingError
+from qtrace.graph import lint
+from qtrace.graph.interface import read_interface
+from tests.importing.onnx.networks import conv_bn, model, node, save, weights
+
+
+def run_file(path, feeds):
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return session.run(None, feeds)
+
+
+def run_graph(net, *arrays):
+    result = net(*(mge.Tensor(a.astype(np.int32) if a.dtype == np.int64 else a) for a in arrays))
+    return [t.numpy() for t in (result if isinstance(result, (tuple, list)) else [result])]
+
+
+def check_equal(path, net, feeds, tolerance=1e-5):
+    expected = run_file(path, feeds)
+    for wanted, got in zip(expected, run_graph(net, *feeds.values()), strict=True):
+        assert wanted.shape == got.shape
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance * max(np.abs(wanted).max(), 1e-30))
+
+
+def test_layers_are_modules_in_a_tree_named_as_in_the_file(tmp_path):
+    path = save(conv_bn(), tmp_path)
+    net = qtrace.from_onnx(path)
+    modules = {name: type(m) for name, m in net.named_modules() if name}
+    assert modules["backbone.stage1.conv"] is M.Conv2d
+    assert modules["backbone.stage1.bn"] is M.BatchNorm2d
+    assert modules["backbone.stage2.conv"] is M.Conv2d
+    assert modules["head.fc"] is M.Linear
+    assert not lint(net)
+    check_equal(path, net, {"image": weights(1, 3, 8, 8)})
+    check_equal(path, net, {"image": weights(3, 3, 8, 8)})
+
+
+def test_an_import_is_saved_loaded_and_quantized(tmp_path):
+    path = save(conv_bn(), tmp_path)
+    net = qtrace.from_onnx(path)
+    qtrace.save(net, tmp_path / "float.mge")
+    loaded = qtrace.load(tmp_path / "float.mge")
+    x = weights(2, 3, 8, 8)
+    np.testing.assert_allclose(run_graph(net, x)[0], run_graph(loaded, x)[0], rtol=1e-6)
+    prepared = qtrace.prepare(loaded)
+    qtrace.set_phase(prepared, "float")
+    np.testing.assert_allclose(run_graph(prepared, x)[0], run_graph(loaded, x)[0], rtol=1e-4)
+    qtrace.calibrate(prepared, [weights(2, 3, 8, 8, seed=i) for i in range(3)])
+    exported = qtrace.export(qtrace.convert(prepared), tmp_path / "int8.onnx")
+    assert qtrace.verify(exported, qtrace.convert(prepared), [x]).passed
+    session = onnxruntime.InferenceSession(str(exported))
+    assert [i.name for i in session.get_inputs()] == ["image"]
+    assert [o.name for o in session.get_outputs()] == ["scores"]
+
+
+def test_every_parameter_has_a_finite_gradient(tmp_path):
+    net = qtrace.from_onnx(save(conv_bn(), tmp_path))
+    manager = mge.autodiff.GradManager().attach(net.parameters())
+    with manager:
+        manager.backward(F.mean(net(mge.Tensor(weights(2, 3, 8, 8))) ** 2))
+    for name, parameter in net.named_parameters():
+        assert np.isfinite(parameter.grad.numpy()).all(), name
+        assert np.abs(parameter.grad.numpy()).max() > 0, name
+
+
+def test_two_nodes_of_one_weight_call_one_module(tmp_path):
+    nodes = [node("Conv", "x conv.weight", "a"), node("Conv", "a conv.weight", "y")]
+    proto = model(nodes, {"x": [1, 2, 8, 8]}, stored={"conv.weight": weights(2, 2, 3, 3)})
+    net = qtrace.from_onnx(save(proto, tmp_path))
+    assert [name for name, _ in net.named_parameters()] == ["conv.weight"]
+    check_equal(save(proto, tmp_path), net, {"x": weights(1, 2, 8, 8)})
+
+
+def test_sizes_from_shapes_keep_the_batch_free(tmp_path):
+    """As PyTorch writes `x.view(x.size(0), 4, -1).permute(0, 2, 1)`, with a token for each sample."""
+    nodes = [
+        node("Shape", "x", "s"),
+        node("Gather", "s zero", "n", axis=0),
+        node("Unsqueeze", "n axis", "n1"),
+        node("Concat", "n1 rest", "target", axis=0),
+        node("Reshape", "x target", "r"),
+        node("Concat", "n1 token_shape", "expanded", axis=0),
+        node("Expand", "token expanded", "t"),
+        node("Concat", "t r", "y", axis=1),
+    ]
+    stored = {
+        "zero": np.array(0),
+        "axis": np.array([0]),
+        "rest": np.array([4, 6]),
+        "token_shape": np.array([1, 6]),
+        "token": weights(1, 1, 6),
+    }
+    path = save(model(nodes, {"x": ["n", 2, 3, 4]}, stored=stored), tmp_path)
+    net = qtrace.from_onnx(path)
+    for batch in (1, 2, 5):
+        check_equal(path, net, {"x": weights(batch, 2, 3, 4)})
+
+
+def test_a_fixed_batch_folds_every_size(tmp_path):
+    nodes = [node("Shape", "x", "s"), node("Cast", "s", "f", to=1), node("ReduceProd", "f", "p", keepdims=0),
+             node("Div", "x p", "y")]  # fmt: skip
+    path = save(model(nodes, {"x": ["n", 4]}), tmp_path)
+    net = qtrace.from_onnx(path, {"x": (3, 4)}, batch=None)
+    check_equal(path, net, {"x": weights(3, 4)})
+    with pytest.raises(ImportingError, match=r"Div 'y' computes with 'p', which depends on the batch"):
+        qtrace.from_onnx(path)
+
+
+def test_another_axis_may_be_the_batch(tmp_path):
+    path = save(model([node("Transpose", "x", "y", perm=[1, 0])], {"x": [4, "n"]}), tmp_path)
+    net = qtrace.from_onnx(path, batch="x:1")
+    check_equal(path, net, {"x": weights(4, 7)})
+
+
+def test_int64_is_carried_as_int32_and_kept_in_the_interface(tmp_path):
+    nodes = [node("Add", "i one", "j"), node("Cast", "j", "f", to=1), node("Mul", "f f", "y")]
+    proto = model(
+        nodes, {"i": [1, 4]}, ["j", "y"], {"one": np.array([1])}, dtypes={"i": np.int64, "j": np.int64}
+    )
+    path = save(proto, tmp_path)
+    net = qtrace.from_onnx(path)
+    check_equal(path, net, {"i": np.array([[1, -2, 3, 4]])})
+    interface = read_interface(net)
+    assert [(t.name, t.dtype) for t in (*interface.inputs, *interface.outputs)] == [
+        ("i", "int64"), ("j", "int64"), ("y", "float32"),
+    ]  # fmt: skip
+    exported = qtrace.export(net, tmp_path / "again.onnx")
+    assert np.array_equal(run_file(exported, {"i": np.array([[5, 6, 7, 8]])})[0], [[6, 7, 8, 9]])
+
+
+def test_numbers_beyond_int32_are_refused_by_name(tmp_path):
+    types = {"i": np.int64, "y": np.int64}
+    proto = model([node("Add", "i big", "y")], {"i": [2]}, stored={"big": np.array([2**40])}, dtypes=types)
+    with pytest.raises(ImportingError, match=r"Add 'y' reads 'big', whose numbers exceed int32"):
+        qtrace.from_onnx(save(proto, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"), [(np.float64, "input 'x' is float64, which MegEngine does not compute")]
+)
+def test_types_that_megengine_has_not_are_refused(tmp_path, dtype, message):
+    proto = model([node("Relu", "x", "y")], {"x": [2]}, dtypes={"x": dtype, "y": dtype})
+    with pytest.raises(ImportingError, match=message):
+        qtrace.from_onnx(save(proto, tmp_path))
+
+
+def test_float16_is_computed_as_float32(tmp_path):
+    stored = {"conv.weight": weights(2, 2, 1, 1).astype(np.float16)}
+    types = {"x": np.float16, "y": np.float16}
+    path = save(
+        model([node("Conv", "x conv.weight", "y")], {"x": [1, 2, 4, 4]}, stored=stored, dtypes=types),
+        tmp_path,
+    )
+    net = qtrace.from_onnx(path)
+    x = weights(1, 2, 4, 4).astype(np.float16)
+    np.testing.assert_allclose(
+        run_graph(net, x.astype(np.float32))[0], run_file(path, {"x": x})[0], atol=5e-3
+    )
+    assert read_interface(net).inputs[0].dtype == "float16"
+
+
+def test_all_nodes_without_an_equal_are_named_at_once(tmp_path):
+    nodes = [
+        node("NonMaxSuppression", "b s", "n", name="nms"),
+        node("Unique", "x", "u", name="unique"),
+        node("Relu", "x", "y"),
+    ]
+    proto = model(nodes, {"x": [4], "b": [1, 4, 4], "s": [1, 1, 4]}, ["n", "u", "y"], dtypes={"n": np.int64})
+    with pytest.raises(ImportingError) as caught:
+        qtrace.from_onnx(save(proto, tmp_path))
+    assert "2 nodes have no equal" in str(caught.value)
+    assert "NonMaxSuppression 'nms'" in str(caught.value)
+    assert "Unique 'unique'" in str(caught.value)
+
+
+def test_attributes_without_an_equal_are_named_at_once(tmp_path):
+    nodes = [
+        node("MaxPool", "x", "a", name="dilated", kernel_shape=[2, 2], dilations=[2, 2]),
+        node("Resize", "x _ scales", "b", name="cubic", mode="cubic"),
+        node("Relu", "a", "y"),
+    ]
+    stored = {"scales": np.array([1, 1, 2, 2], np.float32)}
+    proto = model(nodes, {"x": [1, 1, 8, 8]}, ["y", "b"], stored)
+    with pytest.raises(ImportingError) as caught:
+        qtrace.from_onnx(save(proto, tmp_path))
+    assert "MaxPool 'dilated' has dilations" in str(caught.value)
+    assert "Resize 'cubic' resizes in the mode 'cubic'" in str(caught.value)
+
+
+def branch(op):
+    output = helper.make_tensor_value_info(f"{op}_out", 1, None)
+    return helper.make_graph([node(op, "x", f"{op}_out")], op, [], [output])
+
+
+def test_a_branch_on_a_constant_is_taken(tmp_path):
+    branches = {"then_branch": branch("Relu"), "else_branch": branch("Neg")}
+    nodes = [
+        node("Shape", "x", "s"),
+        node("Size", "s", "rank"),
+        node("Equal", "rank two", "flat"),
+        node("If", "flat", "y", **branches),
+    ]
+    path = save(model(nodes, {"x": [2, 3]}, stored={"two": np.array(2)}), tmp_path)
+    check_equal(path, qtrace.from_onnx(path), {"x": weights(2, 3)})
+    nodes = [
+        node("ReduceMax", "x", "m", keepdims=0),
+        node("Cast", "m", "flag", to=9),
+        node("If", "flag", "y", name="choice", **branches),
+    ]
+    path = save(model(nodes, {"x": [2, 3]}), tmp_path)
+    with pytest.raises(ImportingError, match=r"If 'choice' branches on a value that depends on the input"):
+        qtrace.from_onnx(path)
+
+
+def test_a_loop_of_constant_length_is_written_out(tmp_path):
+    value = helper.make_tensor_value_info
+    body = helper.make_graph(
+        [node("Add", "state step", "next"), node("Identity", "going", "still"), node("Relu", "next", "kept")],
+        "body",
+        [value("i", 7, []), value("going", 9, []), value("state", 1, [2])],
+        [value("still", 9, []), value("next", 1, [2]), value("kept", 1, [2])],
+    )
+    nodes = [node("Loop", "count going x", "last all", body=body)]
+    stored = {"count": np.array(3), "going": np.array(True), "step": weights(2)}
+    path = save(model(nodes, {"x": [2]}, ["last", "all"], stored), tmp_path)
+    check_equal(path, qtrace.from_onnx(path), {"x": weights(2, seed=4)})
+
+
+def test_functions_of_the_file_are_inlined(tmp_path):
+    function = helper.make_function(
+        "local", "Twice", ["a"], ["b"], [node("Add", "a a", "b")], [helper.make_opsetid("", 17)]
+    )
+    call = helper.make_node("Twice", ["x"], ["y"], domain="local")
+    path = save(model([call], {"x": [3]}, functions=[function]), tmp_path)
+    check_equal(path, qtrace.from_onnx(path), {"x": weights(3)})
+
+
+def test_external_data_are_read_from_the_folder(tmp_path):
+    proto = model([node("MatMul", "x fc.weight", "y")], {"x": [1, 64]}, stored={"fc.weight": weights(64, 64)})
+    onnx.save_model(
+        proto, str(tmp_path / "net.onnx"), save_as_external_data=True, location="net.bin", size_threshold=0
+    )
+    net = qtrace.from_onnx(tmp_path / "net.onnx")
+    check_equal(tmp_path / "net.onnx", net, {"x": weights(1, 64)})
+    (tmp_path / "net.bin").write_bytes(b"short")
+    with pytest.raises(ImportingError, match=r"fc\.weight: 'net\.bin' has no 16384 bytes at 0"):
+        qtrace.from_onnx(tmp_path / "net.onnx")
+    (tmp_path / "net.bin").unlink()
+    with pytest.raises(ImportingError, match=r"fc\.weight: 'net\.bin' is missing"):
+        qtrace.from_onnx(tmp_path / "net.onnx")
+
+
+@pytest.mark.parametrize("location", ["../secret.bin", "/etc/passwd", "a/../../secret.bin", "link.bin"])
+def test_external_data_outside_of_the_folder_are_refused(tmp_path, location):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "secret.bin").write_bytes(bytes(16))
+    (folder / "link.bin").symlink_to(tmp_path / "secret.bin")
+    proto = model([node("Add", "x w", "y")], {"x": [4]}, stored={"w": weights(4)})
+    tensor = proto.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    for key, value in (("location", location), ("offset", "0"), ("length", "16")):
+        tensor.external_data.add(key=key, value=value)
+    with pytest.raises(ImportingError, match="outside of the model's folder"):
+        qtrace.from_onnx(save(proto, folder))
+
+
+def huge_dims(proto):
+    proto.graph.initializer[0].dims[:] = [2**40]
+
+
+def negative_dims(proto):
+    proto.graph.initializer[0].dims[:] = [-4]
+
+
+def cyclic(proto):
+    proto.graph.node[0].input[0] = "y"
+
+
+def unknown_op(proto):
+    proto.graph.node[0].op_type = "Nothing"
+
+
+def other_type(proto):
+    proto.graph.initializer[0].data_type = 999
+
+
+def two_outputs(proto):
+    proto.graph.node.add().CopyFrom(proto.graph.node[0])
+
+
+def old(proto):
+    proto.opset_import[0].version = 3
+
+
+def large_result(proto):
+    proto.graph.node.insert(0, node("Expand", "w big", "huge"))
+    proto.graph.node[1].input[1] = "huge"
+    proto.graph.initializer.add().CopyFrom(numpy_helper.from_array(np.array([10**6, 10**6, 4]), "big"))
+
+
+@pytest.mark.parametrize(
+    "edit", [huge_dims, negative_dims, cyclic, unknown_op, other_type, two_outputs, old, large_result]
+)
+def test_hostile_files_are_refused_in_a_sentence(tmp_path, edit):
+    proto = model([node("Add", "x w", "y")], {"x": [4]}, stored={"w": weights(4)})
+    edit(proto)
+    with pytest.raises(ImportingError) as caught:
+        qtrace.from_onnx(save(proto, tmp_path))
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_wrong_names_and_shapes_are_refused(tmp_path):
+    path = save(model([node("Relu", "x", "y")], {"x": ["n", 3, "h", "w"]}), tmp_path)
+    with pytest.raises(ImportingError, match=r"leaves sizes of 'x' \[n, 3, h, w\] open"):
+        qtrace.from_onnx(path)
+    with pytest.raises(ImportingError, match=r"there is no input 'z'; the inputs are 'x'"):
+        qtrace.from_onnx(path, {"z": (1, 3, 4, 4)})
+    with pytest.raises(
+        ImportingError, match=r"cannot have the shape \[1, 4, 4, 4\]: the file declares \[n, 3, h, w\]"
+    ):
+        qtrace.from_onnx(path, {"x": (1, 4, 4, 4)})
+    with pytest.raises(ImportingError, match=r"batch='q:0' names no axis of an input: write it as 'x:0'"):
+        qtrace.from_onnx(path, {"x": (1, 3, 4, 4)}, batch="q:0")
+    with pytest.raises(ImportingError, match="is not a file"):
+        qtrace.from_onnx(tmp_path / "missing.onnx")
+    (tmp_path / "text.onnx").write_text("no model")
+    with pytest.raises(ImportingError, match="is not an ONNX model|not a valid ONNX model|has no graph"):
+        qtrace.from_onnx(tmp_path / "text.onnx")
+
+
+@pytest.mark.parametrize("order", ["product bias", "bias product"])
+def test_a_product_and_a_sum_are_one_linear_layer(tmp_path, order):
+    stored = {"fc.weight": weights(4, 3), "fc.bias": weights(3)}
+    inputs = order.replace("bias", "fc.bias")
+    nodes = [node("MatMul", "x fc.weight", "product"), node("Add", inputs, "y")]
+    path = save(model(nodes, {"x": [2, 5, 4]}, stored=stored), tmp_path)
+    net = qtrace.from_onnx(path)
+    assert type(net.fc) is M.Linear
+    assert sorted(name for name, _ in net.named_parameters()) == ["fc.bias", "fc.weight"]
+    check_equal(path, net, {"x": weights(2, 5, 4)})
+    shared = save(
+        model([*nodes, node("Relu", "product", "z")], {"x": [2, 5, 4]}, ["y", "z"], stored), tmp_path
+    )
+    check_equal(shared, qtrace.from_onnx(shared), {"x": weights(2, 5, 4)})

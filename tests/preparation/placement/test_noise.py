@@ -1,0 +1,280 @@
+"""Noise at the outputs by rounding one value or weight: held to real rounding in float64, and its edges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+from numpy.lib.stride_tricks import sliding_window_view
+
+from qtrace import ops
+from qtrace.config import backends
+from qtrace.data.batches import as_arguments
+from qtrace.graph.flatten import flatten
+from qtrace.graph.tracing.trace import trace
+from qtrace.graph.walk import exprs
+from qtrace.numerics import choose, fake_quantize
+from qtrace.preparation.passes.expand import expand
+from qtrace.preparation.placement.noise import Noise, measure_noise
+from qtrace.scheme import QScheme
+from tests.nets import images, net
+
+BACKEND = backends.get("onnxruntime")
+
+
+def _measure(
+    module: M.Module,
+    batches: list[Any] | None,
+    example: Any = None,
+    weight: QScheme = BACKEND.weight,
+    **options: Any,
+) -> tuple[Noise, Any]:
+    example = batches[0] if example is None and batches else example
+    inputs = example if isinstance(example, tuple) else (example,)
+    flat = flatten(trace(module, *inputs, check=False))
+    expand(flat)
+    calls = {e: c for e in exprs(flat) if (c := ops.read(e)) is not None}
+    samples = None if batches is None else [as_arguments(b, flat) for b in batches]
+    return measure_noise(flat, calls, BACKEND.activation, weight, samples, **options), flat
+
+
+def _forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+    y = self.b(F.silu(self.a(x)))
+    return self.c(F.tanh(y) + y)
+
+
+def _small_net() -> M.Module:
+    return net(
+        _forward,
+        a=M.Conv2d(3, 8, 3, padding=1),
+        b=M.Conv2d(8, 8, 3, padding=1, groups=8),
+        c=M.Conv2d(8, 4, 1),
+    )
+
+
+def _conv(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, pad: int) -> np.ndarray:
+    padded = np.pad(x, ((0, 0), (0, 0), (pad, pad), (pad, pad)))
+    windows = sliding_window_view(padded, weight.shape[-2:], axis=(2, 3))
+    form = "nchwij,ocij->nohw" if weight.ndim == 4 else "nchwij,cij->nchw"
+    kernel = weight if weight.ndim == 4 else weight[:, 0, 0]
+    return np.einsum(form, windows, kernel) + bias.reshape(1, -1, 1, 1)
+
+
+def _numpy_forward(
+    w: Mapping[str, np.ndarray], x: np.ndarray, change: Callable[[str, np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """The small net in float64; ``change`` replaces the value of a node."""
+    x = change("x", x.astype(np.float64))
+    y = change("a_out", _conv(x, w["a.weight"], w["a.bias"], 1))
+    y = change("silu_out", y / (1 + np.exp(-y)))
+    y = change("b_out", _conv(y, w["b.weight"], w["b.bias"], 1))
+    z = change("add_out", change("tanh_out", np.tanh(y)) + y)
+    return change("c_out", _conv(z, w["c.weight"], w["c.bias"], 0))
+
+
+def _round(value: np.ndarray) -> np.ndarray:
+    return fake_quantize(value, choose(value.min(), value.max(), BACKEND.activation))
+
+
+def _decibels(value: float) -> float:
+    return 10 * float(np.log10(value))
+
+
+def test_equals_the_noise_of_real_rounding() -> None:
+    module = _small_net()
+    x = images(24, 3, 8, 8, seed=3)
+    noise, _ = _measure(module, [x[:12], x[12:]], probes=8)
+    weights = {n: p.numpy().astype(np.float64) for n, p in module.named_parameters()}
+    exact = _numpy_forward(weights, x, lambda _, v: v)
+    power = np.square(exact).sum()
+    assert noise.samples == 24
+    assert not noise.synthetic
+    assert set(noise.values) == {"x", "a_out", "silu_out", "b_out", "tanh_out", "add_out", "c_out"}
+    for name, measured in noise.values.items():
+        rounded = _numpy_forward(weights, x, lambda n, v, name=name: _round(v) if n == name else v)
+        assert _decibels(measured) == pytest.approx(
+            _decibels(np.square(rounded - exact).sum() / power), abs=1.5
+        )
+    assert set(noise.weights) == {"a_out", "b_out", "c_out"}
+    for name, measured in noise.weights.items():
+        weight = weights[f"{name[0]}.weight"]
+        flat = weight.reshape(8 if name != "c_out" else 4, -1)
+        qparams = choose(flat.min(1), flat.max(1), BACKEND.weight)
+        changed = {**weights, f"{name[0]}.weight": fake_quantize(flat, qparams).reshape(weight.shape)}
+        rounded = _numpy_forward(changed, x, lambda _, v: v)
+        assert _decibels(measured) == pytest.approx(
+            _decibels(np.square(rounded - exact).sum() / power), abs=1.5
+        )
+
+
+def test_a_seed_determines_the_result() -> None:
+    module, x = _small_net(), images(2, 3, 8, 8)
+    first, second, other = (_measure(module, [x], seed=seed, probes=6)[0] for seed in (0, 0, 1))
+    assert first == second
+    assert first.values != other.values
+    assert _decibels(first.values["x"]) == pytest.approx(_decibels(other.values["x"]), abs=4)
+
+
+def test_unlike_channels_amplify_the_noise_of_the_layer_before_them() -> None:
+    """The channels of the first result differ by 100; the depthwise layer brings them to one size."""
+    module = net(
+        lambda self, x: self.b(self.a(x)),
+        a=M.Conv2d(4, 4, 1, bias=False),
+        b=M.Conv2d(4, 4, 3, padding=1, groups=4, bias=False),
+    )
+    sizes = np.array([100.0, 1.0, 1.0, 1.0], np.float32)
+    module.a.weight._reset(mge.Parameter(np.diag(sizes).reshape(4, 4, 1, 1)))
+    module.b.weight._reset(mge.Parameter(module.b.weight.numpy() / sizes.reshape(4, 1, 1, 1, 1)))
+    noise, _ = _measure(module, [images(4, 4, 8, 8)])
+    assert _decibels(noise.values["a_out"]) > _decibels(noise.values["b_out"]) + 20
+    assert _decibels(noise.values["a_out"]) > _decibels(noise.values["x"]) + 20
+
+
+def test_outputs_weigh_alike_whatever_their_size() -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> dict[str, mge.Tensor]:
+        return {"large": self.a(x) * 1e4, "small": self.b(x)}
+
+    parts = {"a": M.Conv2d(3, 4, 1), "b": M.Conv2d(3, 4, 1)}
+    noise, _ = _measure(net(forward, **parts), [images(8, 3, 8, 8)])
+    assert _decibels(noise.values["a_out"]) == pytest.approx(_decibels(noise.values["b_out"]), abs=3)
+    alone, _ = _measure(net(lambda self, x: self.b(x), **parts), [images(8, 3, 8, 8)])
+    # One of two outputs is disturbed: half of what it is where there is no other.
+    assert noise.values["b_out"] == pytest.approx(alone.values["b_out"] / 2, rel=0.3)
+
+
+def test_each_call_of_a_shared_layer_has_its_own_noise() -> None:
+    module = net(lambda self, x: self.a(F.relu(self.a(x)) * 0.1), a=M.Conv2d(4, 4, 3, padding=1))
+    noise, flat = _measure(module, [images(4, 4, 8, 8)])
+    calls = [e.outputs[0].name for e in exprs(flat) if (c := ops.read(e)) and c.kind == "conv2d"]
+    assert len(calls) == 2
+    assert set(noise.weights) == set(calls)
+    assert noise.weights[calls[0]] != noise.weights[calls[1]]
+
+
+def test_integers_have_no_noise_and_what_decides_them_has() -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> tuple[mge.Tensor, ...]:
+        y = F.flatten(self.a(x), 1)
+        values, places = F.topk(y, 3, descending=True)
+        return values, places, F.argmax(self.fc(y), axis=1), x.shape[0]
+
+    module = net(forward, a=M.Conv2d(3, 2, 1), fc=M.Linear(128, 5))
+    noise, flat = _measure(module, [images(2, 3, 8, 8)])
+    assert {"x", "a_out", "fc_out"} <= set(noise.values)
+    integers = {n.name for n in flat.graph.outputs if np.dtype(n.dtype).kind != "f"}
+    assert len(integers) == 3
+    assert not integers & set(noise.values)
+    assert set(noise.weights) == {"a_out", "fc_out"}
+
+
+def test_float_constants_are_values_and_biases_are_not() -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        return self.a(x) + self.table
+
+    table = mge.Parameter(np.linspace(-3, 1, 4 * 8 * 8).reshape(1, 4, 8, 8).astype(np.float32))
+    module, x = net(forward, a=M.Conv2d(3, 4, 1), table=table), images(4, 3, 8, 8)
+    noise, flat = _measure(module, [x], probes=40)
+    (table_name,) = set(noise.values) - {"x", "a_out", *(n.name for n in flat.graph.outputs)}
+    assert "table" in table_name
+    exact = table.numpy().astype(np.float64)
+    power = np.square(flat(mge.Tensor(x)).numpy().astype(np.float64)).sum()
+    expected = 4 * np.square(_round(exact) - exact).sum() / power
+    assert _decibels(noise.values[table_name]) == pytest.approx(_decibels(expected), abs=1.5)
+
+
+def test_an_end_of_zeros_and_values_without_limit_are_left_out() -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> tuple[mge.Tensor, mge.Tensor]:
+        y = self.a(x)
+        masked = F.where(x[:, :1] > 0, x[:, :1], mge.Tensor(-np.inf))
+        return F.softmax(masked.reshape(len(x), -1), axis=1) + F.mean(y), y * 0.0
+
+    noise, _ = _measure(net(forward, a=M.Conv2d(3, 4, 1)), [images(2, 3, 8, 8)])
+    assert "a_out" in noise.values
+    assert all(np.isfinite(v) for v in noise.values.values())
+    assert not [name for name in noise.values if name.startswith("where")]
+
+
+def test_without_samples_inputs_are_random_images_of_the_traced_shapes() -> None:
+    def forward(self: M.Module, x: mge.Tensor, index: mge.Tensor) -> mge.Tensor:
+        return F.flatten(self.a(x), 1).mean(axis=1) + self.table(index).mean(axis=1)
+
+    module = net(forward, a=M.Conv2d(3, 4, 3), table=M.Embedding(6, 4))
+    example = (images(1, 3, 16, 16), np.array([3], np.int32))
+    noise, _ = _measure(module, None, example)
+    assert noise.synthetic
+    assert noise.samples == 2
+    assert noise.values["a_out"] > 0
+    assert noise == _measure(module, None, example)[0]
+    inside, _ = _measure(module, [example])
+    assert set(inside.values) == set(noise.values)
+
+
+def test_the_largest_are_measured_by_real_rounding() -> None:
+    """Steps of the first value lead from one side of the steep sigmoid to the other: no gradient shows it."""
+    module = net(lambda self, x: F.sigmoid(2000 * self.a(x)), a=M.Conv2d(3, 4, 1))
+    x = images(6, 3, 8, 8, seed=5)
+    estimate, _ = _measure(module, [x[:3], x[3:]])
+    noise, _ = _measure(module, [x[:3], x[3:]], exact=3)
+    largest = sorted(estimate.values, key=lambda name: -estimate.values[name])[:3]
+    assert "a_out" in largest
+    assert {n: v for n, v in noise.values.items() if n not in largest} == {
+        n: v for n, v in estimate.values.items() if n not in largest
+    }
+    weight, bias = (p.numpy().astype(np.float64) for p in (module.a.weight, module.a.bias))
+    value = _conv(x.astype(np.float64), weight, bias, 0)
+    with np.errstate(over="ignore"):
+        exact, rounded = (1 / (1 + np.exp(-2000 * v)) for v in (value, _round(value)))
+    expected = np.square(rounded - exact).sum() / np.square(exact).sum()
+    assert noise.values["a_out"] == pytest.approx(expected, rel=0.02)
+    assert estimate.values["a_out"] != pytest.approx(expected, rel=0.5)
+
+
+def _take(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+    y = self.a(x)
+    return F.cond_take(y > 0.0, y)[0]
+
+
+@pytest.mark.parametrize("forward", [lambda self, x: F.log(F.abs(self.a(x))), _take])
+def test_real_rounding_without_a_finite_noise_leaves_the_estimate(forward: Any) -> None:
+    module, x = net(forward, a=M.Conv2d(3, 4, 1)), images(4, 3, 8, 8)
+    estimate, again = (_measure(module, [x], exact=exact)[0].values for exact in (0, 8))
+    assert again["a_out"] == estimate["a_out"]
+    assert all(np.isfinite(v) for v in again.values())
+
+
+def test_weights_are_rounded_by_their_scheme() -> None:
+    """The second layer brings the channels of the first to one size."""
+    parts = {"a": M.Conv2d(3, 4, 1), "b": M.Conv2d(4, 4, 1, groups=4, bias=False)}
+    module, x = net(lambda self, x: self.b(self.a(x)), **parts), images(4, 3, 8, 8)
+    scale = np.array([1000.0, 1.0, 1.0, 1.0], np.float32).reshape(-1, 1, 1, 1)
+    module.a.weight._reset(mge.Parameter(module.a.weight.numpy() * scale))
+    module.b.weight._reset(mge.Parameter(1 / scale[..., None]))
+    by_channel, by_tensor = (
+        _measure(module, [x], weight=BACKEND.weight.replace(axis=axis))[0].weights["a_out"]
+        for axis in (0, None)
+    )
+    assert _decibels(by_tensor) > _decibels(by_channel) + 20
+    module.b.weight._reset(mge.Parameter(np.full((4, 1, 1, 1, 1), np.inf, np.float32)))
+    assert _measure(module, [x])[0].weights == {}
+
+
+def test_a_graph_without_a_live_output_has_no_noise() -> None:
+    noise, _ = _measure(
+        net(lambda self, x: self.a(x) * 0.0, a=M.Conv2d(3, 4, 1)), [images(1, 3, 8, 8)], exact=3
+    )
+    assert (noise.values, noise.weights) == ({}, {})
+
+
+def test_leaves_the_model_and_the_inputs_as_they_were() -> None:
+    module, x = _small_net(), mge.Tensor(images(2, 3, 8, 8))
+    level = mge.config.async_level
+    noise, flat = _measure(module, [x])
+    flat.train()
+    assert noise.values
+    assert x.grad is None
+    assert all(p.grad is None for p in flat.parameters())
+    assert mge.config.async_level == level

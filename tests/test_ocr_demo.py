@@ -1,0 +1,94 @@
+"""The parts of the OCR demo: rendering, decoding, metrics. The demo itself needs trained networks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from examples.ocr import decoding, demo, lines, metric, package, pages
+
+
+def test_lines_are_the_same_every_time_and_parts_differ():
+    first, again = lines.load("test", 4), lines.load("test", 2)
+    for a, b in zip(first, again, strict=False):
+        assert a.text == b.text
+        np.testing.assert_array_equal(a.pixels, b.pixels)
+    assert {line.text for line in first}.isdisjoint(line.text for line in lines.load("calibration", 4))
+
+
+def test_a_line_fills_its_width_and_the_network_reads_zero_behind_it():
+    drawn = lines.load("test", 30)
+    short = next(line for line in drawn if line.width < lines.WIDTH)
+    batch = lines.normalize([short])
+    assert batch.shape == (1, 3, lines.HEIGHT, lines.WIDTH)
+    assert not batch[0, :, :, short.width :].any()
+    assert batch[0, :, :, : short.width].std() > 0.1
+    assert all(0 < len(line.text) <= 22 for line in drawn)
+
+
+def test_pages_are_the_same_every_time():
+    np.testing.assert_array_equal(pages.load("test", 2)[1], pages.draw("test", 1))
+    assert pages.normalize(pages.load("test", 2)).shape == (2, 3, pages.SIZE, pages.SIZE)
+    assert (pages.draw("test", 0) != pages.draw("calibration", 0)).any()
+
+
+def test_decoding_merges_repetitions_but_not_across_a_blank():
+    classes = [1, 1, 0, 1, 2, 2, 3, 0]
+    probabilities = np.eye(4, dtype=np.float32)[classes][None]
+    assert decoding.decode(probabilities, ["", "a", "b", " "]) == ["aab"]
+
+
+def test_decoding_refuses_other_characters():
+    with pytest.raises(ValueError, match="3 classes, and its metadata 2"):
+        decoding.decode(np.zeros((1, 2, 3)), ["", "a"])
+
+
+def test_characters_come_from_the_metadata(tmp_path: Path):
+    model = onnx.ModelProto()
+    model.metadata_props.add(key="character", value="x\ny")
+    onnx.save(model, str(tmp_path / "net.onnx"))
+    assert decoding.read_characters(tmp_path / "net.onnx") == ["", "x", "y", " "]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "edits"), [("", "abc", 3), ("abc", "abc", 0), ("kitten", "sitting", 3), ("ab", "ba", 2)]
+)
+def test_edit_distance(a: str, b: str, edits: int):
+    assert metric.edit_distance(a, b) == metric.edit_distance(b, a) == edits
+
+
+def test_rates_count_lines_and_characters():
+    read, truth = ["abcd", "ab"], ["abcd", "abcdef"]
+    assert metric.line_accuracy(read, truth) == 50
+    assert metric.character_error_rate(read, truth) == 40
+
+
+def test_iou_averages_pages_and_an_empty_page_that_stays_empty_is_right():
+    reference = np.zeros((2, 1, 2, 2))
+    reference[0, 0, 0] = 1
+    maps = reference.copy()
+    maps[0, 0, 0, 1] = 0
+    assert metric.text_iou(maps, reference) == 0.75
+
+
+def test_missing_networks_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OCR_MODELS", str(tmp_path))
+    with pytest.raises(package.MissingModelsError, match=package.RECOGNISER):
+        package.models_folder()
+
+
+def _row(name: str, accuracy: float, iou: float, worst: int | None) -> demo.Row:
+    return demo.Row(name, accuracy, 1.0, iou, 1.0, 1.0, worst)
+
+
+def test_missed_targets_name_what_is_too_low():
+    rows = [_row("float", 97, 1, None), _row("int8", 94.5, 0.96, 1), _row("tuned", 96, 0.9, 2)]
+    missed = demo.missed_targets(rows)
+    assert [text.split(" is ")[0].split(" by ")[0] for text in missed] == [
+        "line accuracy of int8",
+        "IoU of int8, fine-tuned",
+        "int8, fine-tuned differs",
+    ]

@@ -1,0 +1,238 @@
+"""Plugins of other packages: found by entry points of real installed metadata, and by ``pkg.mod:NAME``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+from megengine.traced_module import wrap
+
+import qtrace
+from qtrace import ops, plugins
+from qtrace.config import backends
+from qtrace.errors import ConfigError, ExportError
+from qtrace.export import formats
+from qtrace.graph import composites, exprs
+from qtrace.observers.base import Observer
+from qtrace.ops import OpRule, Role
+from qtrace.ops.arguments import activation
+from qtrace.ops.base import op_rule, typed
+from qtrace.plugins.installed import installed
+from qtrace.verification import runtimes
+from tests.nets import images, net
+
+MODULE = """
+from qtrace.config.backends.base import Backend, Limits
+from qtrace.observers.minmax import MinMax
+from qtrace.scheme import QScheme
+from qtrace.verification.runtimes.base import Runtime
+
+SUFFIXES = (".chip",)
+_LIMITS = Limits(bits=(8,), per_channel=False, affine=False, only_power_of_two=True)
+_SCHEME = QScheme(signed=True, symmetric=True, power_of_two=True)
+_BOTH = {"activation": _LIMITS, "weight": _LIMITS}
+BACKEND = Backend("chip", _SCHEME, _SCHEME, frozenset({"conv2d"}), {}, False, _BOTH)
+RUNTIME = Runtime("chip", package="numpy", extra="", suffixes=SUFFIXES, open=None)
+NUMBER = 3
+
+
+class Range(MinMax):
+    pass
+
+
+def serialize(converted, note=""):
+    return f"{len(converted.ops)} ops {note}".encode()
+"""
+X = images(1, 3, 6, 6)
+
+
+@pytest.fixture
+def chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """A module `chip_target`; gives a function that installs packages which declare entry points."""
+    (tmp_path / "chip_target.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    caches = (installed, ops.rules, ops._rules_by_target, composites.composite_rules)
+
+    def install(package: str = "chip", **groups: str) -> None:
+        info = tmp_path / f"{package}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        lines = [f"[qtrace.{group}]\n{entry}\n" for group, entry in groups.items()]
+        (info / "entry_points.txt").write_text("\n".join(lines))
+        for cache in caches:
+            cache.cache_clear()
+
+    for cache in caches:
+        cache.cache_clear()
+    yield install
+    sys.modules.pop("chip_target", None)
+    for cache in caches:
+        cache.cache_clear()
+
+
+def _conv() -> M.Module:
+    return net(lambda self, x: self.conv(x), conv=M.Conv2d(3, 4, 3))
+
+
+def _quantized(config: dict) -> qtrace.graph.types.TracedModule:
+    prepared = qtrace.prepare(qtrace.trace(_conv(), X), config)
+    return qtrace.convert(qtrace.calibrate(prepared, [X], progress=False))
+
+
+def test_a_backend_by_its_name_and_by_its_entry_point(chip):
+    model = _quantized({"backend": "chip_target:BACKEND"})
+    assert "chip_target:BACKEND" in qtrace.explain(model).summary()
+    chip(backends="chip = chip_target:BACKEND")
+    assert "chip" in backends.known()
+    scales = [
+        site.qparams.scale
+        for site in qtrace.preparation.model.QuantizedModel(_quantized({"backend": "chip"})).sites
+        if site.plan
+    ]
+    assert scales
+    assert all((np.frexp(scale)[0] == 0.5).all() for scale in scales)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"backend": "chip_target:NUMBER"}, "'chip_target:NUMBER' is of type int: define it as an object of"),
+        ({"backend": "chip_target:NONE"}, "chip_target has no NONE: define it there as an object of Backend"),
+        ({"backend": "nowhere:X"}, "importing nowhere failed with ModuleNotFoundError"),
+        ({"backend": "not a name:"}, "'not a name:' is not of the form pkg.mod:NAME"),
+        ({"backend": "chip"}, "unknown backend 'chip'"),
+        (
+            {"backend": "chip_target:BACKEND", "weight": {"power_of_two": False}},
+            "scales that are no powers of two",
+        ),
+    ],
+)
+def test_a_wrong_backend_is_one_sentence(chip, config, message):
+    with pytest.raises(ConfigError, match=message):
+        qtrace.prepare(qtrace.trace(_conv(), X), config)
+
+
+def test_a_recipe_that_names_a_backend_of_code_needs_leave(chip, tmp_path):
+    recipe = tmp_path / "npu.yaml"
+    recipe.write_text("schema: qtrace/1\nbackend: chip_target:BACKEND\n")
+    with pytest.raises(ConfigError, match=r"npu.yaml:2: backend names code, 'chip_target:BACKEND'"):
+        qtrace.load_recipe(recipe)
+    assert "chip_target" not in sys.modules
+    assert qtrace.load_recipe(recipe, allow_code=True).backend == "chip_target:BACKEND"
+
+
+def test_a_model_file_does_not_import_the_backend_that_it_names(chip, tmp_path):
+    qtrace.save(_quantized({"backend": "chip_target:BACKEND"}), tmp_path / "model.mge")
+    del sys.modules["chip_target"]
+    loaded = qtrace.load(tmp_path / "model.mge")
+    with pytest.raises(ConfigError, match="import chip_target first"):
+        qtrace.explain(loaded)
+    assert "chip_target" not in sys.modules
+    import chip_target  # noqa: F401
+
+    assert "chip_target:BACKEND" in qtrace.explain(loaded).summary()
+
+
+def test_a_format_by_its_name_by_its_entry_point_and_by_its_suffix(chip, tmp_path):
+    model = _quantized({"backend": "onnxruntime"})
+    named = qtrace.export(model, tmp_path / "a.bin", format="chip_target:serialize", note="here")
+    assert named.read_bytes() == b"1 ops here"
+    with pytest.raises(ExportError, match="no format has the suffix '.chip'"):
+        qtrace.export(model, tmp_path / "b.chip")
+    chip(formats="chip = chip_target")
+    assert "chip" in formats()
+    assert qtrace.export(model, tmp_path / "b.chip").read_bytes() == b"1 ops "
+    with pytest.raises(ExportError, match="format chip has no option 'noise'; it knows: note"):
+        qtrace.export(model, tmp_path / "b.chip", noise=1)
+    with pytest.raises(ConfigError, match="'chip_target:NUMBER' is of type int, without serialize or files"):
+        qtrace.export(model, tmp_path / "c.bin", format="chip_target:NUMBER")
+
+
+def test_a_runtime_by_its_name_and_by_its_entry_point(chip):
+    assert runtimes.get(Path("a.chip"), "chip_target:RUNTIME").name == "chip"
+    with pytest.raises(ExportError, match="unknown runtime 'chip'"):
+        runtimes.get(Path("a.chip"), "chip")
+    chip(runtimes="chip = chip_target:RUNTIME")
+    assert runtimes.get(Path("a.chip"), "chip") is runtimes.get(Path("a.chip"))
+
+
+def test_an_observer_by_its_entry_point(chip):
+    chip(observers="chip_range = chip_target:Range")
+    assert "chip_range" in plugins.known("qtrace.observers")
+    assert plugins.resolve("qtrace.observers", "chip_range", Observer).__name__ == "Range"
+    assert _quantized({"observers": {"activation": "chip_range"}}) is not None
+
+
+def test_names_that_clash_are_refused(chip):
+    chip(backends="onnxruntime = chip_target:BACKEND")
+    with pytest.raises(ConfigError, match="declares 'onnxruntime' in qtrace.backends.*qtrace itself has one"):
+        backends.get("onnxruntime")
+
+
+def test_two_packages_with_one_name_are_refused(chip):
+    chip("one", backends="chip = chip_target:BACKEND")
+    chip("two", backends="chip = chip_target:NUMBER")
+    with pytest.raises(ConfigError, match="two installed packages declare 'chip'.* of one and as .* of two"):
+        backends.known()
+
+
+@wrap
+def _swap(x):
+    return F.concat([x[:, 1:], x[:, :1]], axis=1)
+
+
+def _swap_rule() -> OpRule:
+    return op_rule("swap", Role.FLOAT, lambda expr: typed(expr, (activation(expr),)), _swap, reason="a swap")
+
+
+def test_an_op_that_carries_its_rule(monkeypatch):
+    traced = qtrace.trace(net(lambda self, x: _swap(self.conv(x)), conv=M.Conv2d(3, 4, 3)), X)
+    call = next(e for e in exprs(traced) if getattr(e, "func", None) is _swap)
+    assert ops.unsupported(call) == "no rule for this op"
+    monkeypatch.setattr(_swap, "qtrace_rule", _swap_rule(), raising=False)
+    assert ops.read(call).kind == "swap"
+    assert ops.read(call).rule.startswith("tests.test_plugins_installed:")
+    assert "a swap" in str(qtrace.explain(qtrace.prepare(traced)))
+    monkeypatch.setattr(_swap, "qtrace_rule", "swap")
+    with pytest.raises(ConfigError, match="_swap.qtrace_rule is of type str: set an OpRule"):
+        ops.read(call)
+
+
+RULES = (_swap_rule(),)
+
+
+def test_op_rules_and_composites_by_entry_points(chip):
+    chip(op_rules=f"swap = {__name__}:RULES", composites="silu = qtrace.graph.composites.silu:RULES")
+    assert "swap" in ops.kinds()
+    silu = composites.silu.RULES
+    assert composites.composite_rules()[: len(silu)] == silu
+
+
+def test_an_op_rule_that_is_none_is_refused(chip):
+    chip(op_rules="number = chip_target:NUMBER")
+    with pytest.raises(
+        ConfigError,
+        match="'chip_target:NUMBER', which an installed package declares in qtrace.op_rules, is of type int",
+    ):
+        ops.rules()
+
+
+def test_a_rule_for_an_op_that_has_one_is_refused(chip):
+    chip(op_rules="conv = qtrace.ops.conv:RULES")
+    with pytest.raises(ConfigError, match=r"two op rules read conv1d: conv1d \(qtrace/ops/conv.py:\d+\)"):
+        qtrace.prepare(qtrace.trace(_conv(), X))
+
+
+def test_an_abstract_class_is_told_what_it_lacks(chip, tmp_path):
+    (tmp_path / "chip_half.py").write_text(
+        "from qtrace.observers.base import Observer\nclass Half(Observer): pass\n"
+    )
+    with pytest.raises(
+        ConfigError, match="is abstract: it has to implement _choose_range and .*Observer describes"
+    ):
+        plugins.resolve("qtrace.observers", "chip_half:Half", Observer)

@@ -52,6 +52,14 @@ def _rules(index: Index, note: ExprNote) -> str:
     return ",".join(dict.fromkeys(os.path.basename(origin) for origin in note.matched))
 
 
+def _milliseconds(index: Index, note: ExprNote) -> str:
+    """Returns the predicted times in float and on integers, with "-" where there is no kernel; "" unknown."""
+    placement = index.annotation.placement
+    if placement is None or note.name not in placement.times:
+        return ""
+    return " / ".join("-" if time is None else f"{time:.3g}" for time in placement.times[note.name])
+
+
 def _op_rule(index: Index, note: ExprNote) -> str:
     return note.rule.removeprefix("qtrace/ops/")
 
@@ -63,6 +71,7 @@ _COLUMNS = (
     _Column("state", lambda index, note: note.state, 7),
     _Column("scheme", _scheme, 12),
     _Column("weight", lambda index, note: index.scheme(note.weight), 12),
+    _Column("ms float / int", _milliseconds, 14),
     _Column("group", _group, 12),
     _Column("fused with", _fused, 12),
     _Column("config rules", _rules, 12),
@@ -70,7 +79,17 @@ _COLUMNS = (
     _Column("op rule", _op_rule, 14),
 )
 # Which go first when not all fit.
-_SPARED = ("op rule", "role", "weight", "group", "fused with", "config rules", "reason", "scheme")
+_SPARED = (
+    "op rule",
+    "role",
+    "ms float / int",
+    "weight",
+    "group",
+    "fused with",
+    "config rules",
+    "reason",
+    "scheme",
+)
 
 
 def op_table(index: Index, width: int | None, every: bool, colour: bool) -> str:

@@ -137,6 +137,21 @@ def test_the_table_has_a_row_for_each_op_and_says_what_it_hides() -> None:
     assert "pointwise.py:" in rows["exp_out"] or "arithmetic.py:" in rows["exp_out"]
 
 
+def test_the_table_has_the_predicted_times_of_a_placement() -> None:
+    module = net(lambda self, x: F.exp(F.relu(self.a(x))), a=_conv())
+    explanation = _explain(module, placement="fastest", backend="onnxruntime")
+    placement = explanation.annotation.placement
+    assert placement is not None
+    lines = explanation.table(None).splitlines()
+    at = lines[0].index("ms float / int")
+    rows = {line.split()[0]: line[at:].split("  ")[0] for line in lines[2:] if line}
+    in_float, on_integers = placement.times["a_out"]
+    assert on_integers is not None
+    assert rows["a_out"] == f"{in_float:.3g} / {on_integers:.3g}"
+    assert rows["exp_out"].endswith("/ -")  # onnxruntime computes exp in float
+    assert "ms float" not in _explain(module).table(None)
+
+
 def test_a_result_that_stays_float_and_one_inside_of_a_kernel() -> None:
     module = net(lambda self, x: self.b(F.relu(self.a(x))), a=_conv(), b=_conv())
     text = _explain(module, [{"match": {"name": "b"}, "quantize_output": False}]).table(None)

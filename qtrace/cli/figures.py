@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtrace.cli.console import Console
-from qtrace.errors import ExportError
+from qtrace.errors import ConfigError, ExportError
 
 if TYPE_CHECKING:
+    from qtrace.benchmarking.costs import CostTable
     from qtrace.preparation.figures import Figures
 
 __all__ = ["note_file", "note_graph"]
@@ -58,26 +59,23 @@ def note_file(model: Any, path: Path, console: Console) -> dict[str, Any]:
     Returns:
         The figures, for JSON.
     """
-    from qtrace.benchmarking.costs import CostTable
     from qtrace.benchmarking.files import NO_SLOWER, list_shares
     from qtrace.benchmarking.latency import file_size
     from qtrace.benchmarking.onnx_ops import read_graph
     from qtrace.benchmarking.prediction import predict, predict_float
-    from qtrace.config import backends
     from qtrace.preparation.figures import read_figures
 
     figures, size = read_figures(model), file_size(path)
     text, facts = f"size {_megabytes(size)}; {_show_macs(figures)}", {"bytes": size, **_macs(figures)}
-    table = backends.get(figures.backend or _FLOAT_RUNTIME).cost_table if path.suffix == ".onnx" else ""
-    table = table if table == _FLOAT_RUNTIME else ""  # files are predicted for onnxruntime only
+    costs = _read_costs(figures) if path.suffix == ".onnx" else None
     try:
-        graph = read_graph(path) if table else None
+        graph = None if costs is None else read_graph(path)
     except ExportError:  # onnx cannot infer the shapes of every file that runs
         graph = None
-    if graph is None:
+    if costs is None or graph is None:
         console.note(text)
         return facts
-    costs = CostTable.load(table)
+    table = Path(figures.cost_table).name if figures.cost_table else costs.machine.runtime
     prediction, in_float = predict(graph, costs), predict_float(graph, costs).seconds
     console.note(f"{text}; {_show_times(prediction.seconds, in_float, table)}")
     if prediction.seconds * NO_SLOWER > in_float:
@@ -87,6 +85,24 @@ def note_file(model: Any, path: Path, console: Console) -> dict[str, Any]:
             "float what gains no time."
         )
     return {**facts, "predicted_seconds": prediction.seconds, "predicted_float_seconds": in_float}
+
+
+def _read_costs(figures: Figures) -> CostTable | None:
+    """Returns the table that a graph was placed by, else the packaged one; None for other runtimes.
+
+    Files are predicted for onnxruntime only.
+    """
+    from qtrace.benchmarking.costs import CostTable
+    from qtrace.config import backends
+
+    if figures.cost_table:
+        try:
+            table = CostTable.read(Path(figures.cost_table))
+        except ConfigError:  # the model file has come without it
+            return None
+        return table if table.machine.runtime == _FLOAT_RUNTIME else None
+    runtime = backends.get(figures.backend or _FLOAT_RUNTIME).cost_table
+    return CostTable.load(runtime) if runtime == _FLOAT_RUNTIME else None
 
 
 def _macs(figures: Figures) -> dict[str, Any]:

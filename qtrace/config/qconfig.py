@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
@@ -206,6 +207,8 @@ class QConfig(OptionModel):
         region: the part of the graph that is quantized; None for all of it.
         placement: which ops run on integers where the backend has measured times: ``everything`` that can,
             the ``fastest`` choice, or the ``balanced`` one, which weighs time against noise at the outputs.
+        cost_table: the file of times that ``placement`` goes by, of ``qtrace bench --kernels`` on the device;
+            its path is relative to the recipe. None for the packaged table of the backend.
         ptq: algorithms applied after training, with their options, in order; None for fuse_bn.
         qat: settings of the training.
         expect: the accuracy that the result must reach.
@@ -223,6 +226,7 @@ class QConfig(OptionModel):
         rules: [{match: {position: first}, weight: {bits: 8}}]
         region: {outputs: head}
         placement: balanced
+        cost_table: device.json
         ptq: [fuse_bn, bias_correction]
         qat: {epochs: 10}
         expect: {metric: top1, max_drop: 0.5}
@@ -243,6 +247,7 @@ class QConfig(OptionModel):
     rules: Annotated[tuple[Rule, ...], BeforeValidator(_none_as_list)] = ()
     region: Region | None = None
     placement: Placement | None = None
+    cost_table: Text | None = None
     ptq: tuple[AlgorithmSpec, ...] | None = None
     qat: Qat | None = None
     expect: Expect | None = None
@@ -303,7 +308,8 @@ class QConfig(OptionModel):
         """Returns a copy of the config that quantizes everything that can run on integers."""
         rules = tuple(rule.model_copy(update={"placement": None}) for rule in self.rules)
         placed = (new.with_origin(rule.origin) for new, rule in zip(rules, self.rules, strict=True))
-        config = self.model_copy(update={"placement": None, "rules": tuple(placed)})
+        changes = {"placement": None, "cost_table": None, "rules": tuple(placed)}
+        config = self.model_copy(update=changes)
         config._places = dict(self._places)
         return config
 
@@ -321,7 +327,7 @@ class QConfig(OptionModel):
     def with_origin(
         self, origin: str, rules: Iterable[str], places: Mapping[str, str] | None = None
     ) -> QConfig:
-        """Returns a copy of the config with the places of a file.
+        """Returns a copy of the config with the places of a file; its paths no longer depend on the file.
 
         Args:
             origin: the file.
@@ -329,7 +335,11 @@ class QConfig(OptionModel):
             places: ``FILE:LINE`` by dotted key, for `place`.
         """
         placed = tuple(rule.with_origin(place) for rule, place in zip(self.rules, rules, strict=True))
-        config = self.model_copy(update={"rules": placed} if placed else {})
+        changes: dict[str, Any] = {"rules": placed} if placed else {}
+        if self.cost_table is not None and "cost_table" in (places or {}):
+            file = (places or {})["cost_table"].rpartition(":")[0]
+            changes["cost_table"] = os.path.abspath(os.path.join(os.path.dirname(file), self.cost_table))
+        config = self.model_copy(update=changes)
         config._origin, config._places = origin, dict(places or {})
         return config
 
@@ -356,6 +366,15 @@ class QConfig(OptionModel):
             raise ValueError(
                 f"fakequant is {self.fakequant.to_dict()!r} but qat.fakequant is {trained.to_dict()!r}: give "
                 "one of them."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _costs_of_a_choice(self) -> QConfig:
+        placements = {self.effective_placement, *(rule.placement or "everything" for rule in self.rules)}
+        if self.cost_table is not None and placements == {"everything"}:
+            raise ValueError(
+                "cost_table has no effect, as everything is quantized: set placement to balanced or fastest."
             )
         return self
 

@@ -64,6 +64,7 @@ _REPORTED_KEYS = (
     "fakequant",
     "qat.fakequant",
     "region",
+    "cost_table",
 )
 
 

@@ -31,6 +31,7 @@ class Figures:
         integer_macs: the number of those on integers.
         placement: the predicted time; None for a graph without a placement.
         backend: the name of the backend; "" for a plain traced module.
+        cost_table: the file of times that the config names; "" for the packaged one.
     """
 
     bytes: int
@@ -39,6 +40,7 @@ class Figures:
     integer_macs: int
     placement: PlacementNote | None = None
     backend: str = ""
+    cost_table: str = ""
 
 
 def read_figures(model: TracedModule) -> Figures:
@@ -62,4 +64,5 @@ def read_figures(model: TracedModule) -> Figures:
         integer_macs=sum(note.macs for note in notes if note.state == "int"),
         placement=quantized.annotation.placement,
         backend=quantized.annotation.backend,
+        cost_table=quantized.config.cost_table or "",
     )

@@ -218,11 +218,11 @@ class Summary:
         config, backend = self.proposals.qconfig, self.proposals.backend
         asked = {config.effective_placement, *(rule.placement for rule in config.rules)}
         modes = " and ".join(mode for mode in ("balanced", "fastest") if mode in asked)
-        if not modes or backend.cost_table:
+        if not modes or backend.cost_table or config.cost_table:
             return ""
         return (
             f"{modes} has no effect: backend {backend.name} has no measured times, so all ops that can are "
-            "quantized"
+            "quantized; a `cost_table` of your device would have an effect"
         )
 
     def _meaning(self) -> str:

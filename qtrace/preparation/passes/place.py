@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from qtrace.benchmarking.costs import CostTable
 from qtrace.config import QConfig, backends
+from qtrace.config.backends.base import Backend
+from qtrace.errors import ConfigError
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.types import Expr, TracedModule
 from qtrace.ops import OpCall
@@ -71,12 +74,14 @@ def place(
     """
     placements = {qconfig.effective_placement, *(rule.placement or "everything" for rule in qconfig.rules)}
     backend = backends.get(qconfig.backend)
-    if placements == {"everything"} or not backend.cost_table:
+    table_name = qconfig.cost_table or backend.cost_table
+    if placements == {"everything"} or not table_name:
         return None
+    table = _read_table(qconfig, backend)
     view = read_view(traced, qconfig)
     chains = find_chains(view)
     noise = None
-    problem = build_problem(view, chains, CostTable.load(backend.cost_table))
+    problem = build_problem(view, chains, table)
     if "balanced" in placements:
         schemes = backend.activation, backend.weight
         names = _find_candidates(problem)
@@ -88,10 +93,32 @@ def place(
     if not any(point.labels.values()):
         point, mode = _everything(problem), "everything"
     explainer = _Explainer(problem, point, mode)
-    note = _write_note(explainer, backend.cost_table, noise)
+    note = _write_note(explainer, Path(table_name).name, noise)
     if mode == "everything":
         return Placing(view.choices, {}, (), note)
     return _execute(view, chains, explainer, note)
+
+
+def _read_table(qconfig: QConfig, backend: Backend) -> CostTable:
+    """Reads the table of the config, else the packaged one of the backend.
+
+    Raises:
+        ConfigError: when the file cannot be read, or holds the times of another runtime.
+    """
+    if qconfig.cost_table is None:
+        return CostTable.load(backend.cost_table)
+    place = f"{qconfig.place('cost_table')}: "
+    try:
+        table = CostTable.read(Path(qconfig.cost_table))
+    except ConfigError as error:
+        raise ConfigError(f"{place}{error}") from error
+    runtime = table.machine.runtime
+    if backend.cost_table and runtime != backend.cost_table:
+        raise ConfigError(
+            f"{place}cost_table {qconfig.cost_table} has times of {runtime}, but backend {backend.name} runs "
+            f"in {backend.cost_table}: measure with `qtrace bench --kernels --runtime {backend.cost_table}`."
+        )
+    return table
 
 
 def _find_candidates(problem: Problem) -> set[str]:

@@ -69,7 +69,7 @@ def _trained(bits: int) -> tuple[TracedModule, list[np.ndarray], list[np.ndarray
 @pytest.mark.slow
 def test_eight_bits_keep_to_their_minimum_and_gain() -> None:
     prepared, inputs, unseen = _trained(8)
-    settings = Settings(steps=12, jit=False)
+    settings = Settings(steps=48, jit=False)  # near a minimum a dozen steps gain on some processors only
     report = qtrace.finetune(prepared, inputs, settings, evaluation=unseen, progress=False)
     same, _, _ = _trained(8)
     resting = replace(settings, lr=1e-9)  # the losses of the same batches without learning

@@ -14,6 +14,7 @@ from qtrace.benchmarking.net import MIDDLE
 __all__ = ["other_cases"]
 
 _MAPS = ((16, 4), (32, 12), (64, 28), (64, 80), (64, 144))  # channels and side
+_PAGES = ((16, 32), (64, 32), (64, 64), (64, 128))  # whose channels are pages of memory
 _LOOKUPS = ("sigmoid", "leaky_relu", "silu")
 _BOTH = (FLOAT, INTEGER)
 
@@ -30,6 +31,8 @@ def other_cases() -> Iterator[Case]:
         yield from _moves(shape)
         yield from _pools(shape)
         yield from _joins(shape)
+    for channels, side in _PAGES:
+        yield boundaries(channels, side)
     yield from _rows()
     yield from _products()
     yield from _transposed()

@@ -8,6 +8,7 @@ import pytest
 from qtrace.benchmarking import kernels, tables, written
 from qtrace.benchmarking.cases import alone, between_convs, boundaries, conv, conv_branches
 from qtrace.benchmarking.costs import FLOAT, INTEGER, LOOKUP, CostTable, OpShape
+from qtrace.benchmarking.costs.families import families
 from qtrace.benchmarking.grid_convs import conv_cases
 from qtrace.benchmarking.grid_others import other_cases
 from qtrace.benchmarking.kernels import measure_cases, measure_run
@@ -74,6 +75,8 @@ def test_every_case_of_the_grid_is_a_network_of_its_kind(monkeypatch):
     assert (
         set(written.UNARY) | {"conv2d", "conv_transpose2d", "linear", "matmul", "softmax", "concat"} <= kinds
     )
+    ops = [slot.op for case in other_cases() for slot in case.slots if slot.op.kind == "reorder"]
+    assert {family.name for op in ops for family in families(op)} == {"", "whole pages"}
     assert {"quantize", "dequantize", "reorder", "mean", "interpolate", "layer_norm", "max_pool2d"} <= kinds
 
 

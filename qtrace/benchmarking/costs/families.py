@@ -15,6 +15,7 @@ from qtrace.benchmarking.costs.shape import OpShape, numel
 __all__ = ["ALIKE", "ALIKE_IN_FLOAT", "Family", "families"]
 
 _BLOCK = 16  # channels in a vector register of AVX-512, and in a block of integer kernels
+_PAGE = 1024  # floats: addresses that are pages apart share a line of the nearest cache
 _STEM = 8  # fewer input channels than this have kernels that read the image as it is
 _CONVS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
 _TRANSPOSED = {"conv_transpose2d": 2, "conv_transpose3d": 3}
@@ -85,11 +86,21 @@ def families(op: OpShape) -> tuple[Family, ...]:
     elif op.kind.startswith(("max_pool2d", "avg_pool2d")):
         window = numel(op.weight) if op.weight else _window(op)
         candidates = [Family("", (_elements(op.outputs), window))]
+    elif op.kind == "reorder":
+        candidates = _reorder(op)
     elif op.kind in ("concat", "stack"):
         candidates = [Family("", (_elements(op.outputs), len(op.inputs)))]
     else:
         candidates = [Family("", (max(_elements(op.inputs), _elements(op.outputs)),))]
     return tuple(Family(f.name, tuple(max(float(c), 1.0) for c in f.at)) for f in candidates)
+
+
+def _reorder(op: OpShape) -> list[Family]:
+    """Coordinates: elements. Channels that are whole pages apart fall into the same lines of the cache."""
+    size = numel(op.outputs[0])
+    plane = numel(op.outputs[0][2:])
+    plain = Family("", (size,))
+    return [Family("whole pages", (size,)), plain] if plane % _PAGE == 0 else [plain]
 
 
 def _elements(shapes: tuple[tuple[int, ...], ...]) -> int:

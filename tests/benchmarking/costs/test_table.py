@@ -55,6 +55,17 @@ def test_time_grows_with_channels_and_pixels():
             assert times == sorted(times)
 
 
+def test_changes_of_layout_of_whole_pages_are_points_of_their_own():
+    shapes = (1, 64, 30, 30), (1, 64, 32, 32), (1, 64, 33, 33)
+    ops = [OpShape("reorder", (shape,), (shape,)) for shape in shapes]
+    points = [Measurement(op, FLOAT, seconds) for op, seconds in zip(ops, (9e-6, 4e-5, 1e-5), strict=True)]
+    table = CostTable(MACHINE, points)
+    for point in points:
+        assert table.seconds(point.op, FLOAT) == pytest.approx(point.seconds)
+    without = CostTable(MACHINE, [points[0], points[2]])
+    assert 9e-6 < without.seconds(ops[1], FLOAT) < 1e-5
+
+
 def test_time_between_points_is_between_theirs():
     low, middle, high = (TABLE.seconds(conv(64, 64, side), FLOAT) for side in (16, 32, 64))
     assert low < middle < high

@@ -41,6 +41,7 @@ def analyze(
     own: Callable[[TracedModule], float] | None = None,
     groups: bool = False,
     float_model: TracedModule | None = None,
+    engine: str = "auto",
 ) -> Ranking:
     """Measures what each layer costs by itself.
 
@@ -53,16 +54,17 @@ def analyze(
         groups: whether to measure each group of sites by itself, too.
         float_model: the network as traced, or prepared from it; None for the graph itself in float, which is
             another network where an algorithm of ``ptq`` has changed weights in ``calibrate``.
+        engine: what runs the graph, as for ``qtrace.calibrate``; ``own`` always runs it in MegEngine.
 
     Raises:
         CalibrationError: when the module is not calibrated, or there are no batches.
-        ConfigError: for an unknown metric, one that returns no finite number, or a `DetectionLoss` with
-            outputs that the graph does not have.
+        ConfigError: for an unknown engine or metric, a metric that returns no finite number, or a
+            `DetectionLoss` with outputs that the graph does not have.
     """
     name, compares, asks = choose(metric, own)
     model = QuantizedModel(prepared, "prepared")
     twin = None if float_model is None else float_twin(model, float_model)
     note = "" if twin is not None else describe_changed_weights(model, "give that, too (float_model=).")
     network = None if float_model is None or is_quantized(float_model) else float_model
-    simulation = Simulation(model, batches, compares, asks, twin, network)
+    simulation = Simulation(model, batches, compares, asks, twin, network, engine=engine)
     return replace(rank(simulation, name, groups), note=note)

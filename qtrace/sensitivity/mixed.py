@@ -185,7 +185,11 @@ class _Trial:
         if any(fake_quants(prepared)):  # none where all layers are raised to float
             calibrate(prepared, self.calibration, progress=False)
         sides = self.how.sides()
-        return Simulation(prepared, self.measured, self.compares, self.own, twin, self.traced, **sides)
+        return Simulation(
+            *(prepared, self.measured, self.compares, self.own, twin, self.traced),
+            weights=sides["weights"],
+            activations=sides["activations"],
+        )
 
     def _layers(self, names: Iterable[str]) -> tuple[RaisableLayer, ...]:
         known = {layer.name: layer for layer in self.first.layers}

@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from qtrace.data.batches import as_arguments, evaluating, translate_errors
+from qtrace.calibration.choice import choose_segments
+from qtrace.data.batches import as_arguments, evaluating
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
@@ -18,9 +17,9 @@ from qtrace.sensitivity.detection import DetectionLoss, Parts
 from qtrace.sensitivity.layers import RaisableLayer, active_groups, find_layers
 from qtrace.sensitivity.metrics import Metric, Outputs, sqnr
 from qtrace.sensitivity.restored import FloatValues
-from qtrace.verification.runs import leaves
+from qtrace.sensitivity.running import outputs_of
 
-__all__ = ["Answer", "Simulation", "outputs_of"]
+__all__ = ["Answer", "Simulation"]
 
 
 _SAME_DB = 80.0  # folding, and another order of sums, leave a higher SQNR
@@ -55,10 +54,11 @@ class Simulation:
         network: the network as traced, whose outputs are the reference where they are not the twin's: where
             ``equalize`` has made a ReLU of a ReLU6, say.
         weights, activations: whether raising a layer puts its weight, and what it reads and gives, in float.
+        engine: what runs the graph, as for ``qtrace.calibrate``: ``auto``, ``megengine`` or ``onnxruntime``.
 
     Raises:
         CalibrationError: when the module is not calibrated, or there are no batches.
-        ConfigError: for a `DetectionLoss` with outputs that the graph does not have.
+        ConfigError: for an unknown engine, and a `DetectionLoss` with outputs that the graph does not have.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Simulation:
         *,
         weights: bool = True,
         activations: bool = True,
+        engine: str = "auto",
     ) -> None:
         self._model = QuantizedModel.of(prepared, "prepared")
         self.prepared, self.own = self._model.module, own
@@ -86,11 +87,13 @@ class Simulation:
         self.batches = list(batches)
         if not self.batches:
             raise CalibrationError("there are no batches to measure on: give at least one.")
+        first = as_arguments(self.batches[0], self.prepared, 0)
+        self._engine = choose_segments(self._model, engine, len(self.batches), None, first)
         self._folds = {f"{fold.layer}_bn": fold.layer for fold in annotation.folds}
         twin = self.prepared if twin is None else twin
         self._values = FloatValues(self.prepared, twin, annotation, self.layers)
         with in_phase(twin, "float"):
-            self.reference = outputs_of(twin, self.batches)
+            self.reference = outputs_of(twin, self.batches, self._engine)
         if network is not None:
             outputs = outputs_of(network, self.batches)
             if sqnr(outputs, self.reference) < _SAME_DB:
@@ -160,19 +163,8 @@ class Simulation:
     def _outputs(self, active: Collection[str], raised: Collection[str]) -> Outputs:
         with in_phase(self.prepared, "float"), self._values.of(raised):
             self._activate(active, raised)
-            return outputs_of(self.prepared, self.batches)
+            return outputs_of(self.prepared, self.batches, self._engine)
 
     def _activate(self, active: Collection[str], raised: Collection[str]) -> None:
         for name in (*active, *(name for name, layer in self._folds.items() if layer not in raised)):
             self._model.rounding(name).phase = "quantize"
-
-
-def outputs_of(model: TracedModule, batches: Iterable[Any]) -> list[list[np.ndarray]]:
-    """Returns the outputs of a graph for each batch, in eval mode and in its present phases."""
-    outputs = []
-    with evaluating(model):
-        for index, batch in enumerate(batches):
-            args, kwargs = as_arguments(batch, model, index)
-            with translate_errors(model, (args, kwargs), index):
-                outputs.append([t.numpy() for t in leaves(model(*args, **kwargs))])
-    return outputs

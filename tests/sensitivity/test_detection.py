@@ -18,7 +18,8 @@ from qtrace import cli
 from qtrace.errors import ConfigError
 from qtrace.graph.types import TracedModule
 from qtrace.sensitivity import DetectionLoss, Goal, Level, analyze, mixed_precision
-from qtrace.sensitivity.simulation import Simulation, outputs_of
+from qtrace.sensitivity.running import outputs_of
+from qtrace.sensitivity.simulation import Simulation
 from tests.nets import net
 
 W4 = {"backend": "generic", "weight": {"bits": 4}, "activation": {"bits": 6}}

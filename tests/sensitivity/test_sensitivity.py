@@ -15,7 +15,8 @@ import pytest
 
 import qtrace
 from qtrace import cli
-from qtrace.errors import CalibrationError, ConfigError
+from qtrace.calibration.segments import OnnxSegments
+from qtrace.errors import CalibrationError, ConfigError, ExportError
 from qtrace.graph.types import TracedModule
 from qtrace.metrics import sqnr_db
 from qtrace.sensitivity import Budget, Goal, analyze, mixed_precision, searching
@@ -375,3 +376,35 @@ def test_a_network_that_equalize_has_changed_is_still_the_reference() -> None:
     assert found.outputs[0].sqnr_db == pytest.approx(truth, abs=1e-3)
     alone = qtrace.compare(prepared, [x])
     assert abs(alone.outputs[0].sqnr_db - truth) > 1  # a ReLU against a ReLU6 is no error of rounding
+
+
+def test_a_fast_engine_finds_what_megengine_does(
+    traced: TracedModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = qtrace.calibrate(qtrace.prepare(traced, W4), _data(0), progress=False)
+    slow = analyze(prepared, _data(1), groups=True, engine="megengine")
+    runs = []
+    compute = OnnxSegments._compute
+    monkeypatch.setattr(OnnxSegments, "_compute", lambda *args: runs.append(1) or compute(*args))
+    fast = analyze(prepared, _data(1), groups=True, engine="onnxruntime")
+    assert len(runs) == 2 + 2 * len(fast.layers) + len(fast.groups)  # the float graph and the whole one, too
+    for ours, theirs in zip((*fast.layers, *fast.groups), (*slow.layers, *slow.groups), strict=True):
+        assert ours.only == pytest.approx(theirs.only, abs=0.05)
+    assert [row.without for row in fast.layers] == pytest.approx(
+        [row.without for row in slow.layers], abs=0.05
+    )
+
+
+def test_what_the_fast_engine_cannot_compute_is_left_to_megengine(
+    traced: TracedModule, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise ExportError("this op has no ONNX form")
+
+    monkeypatch.setattr(OnnxSegments, "_compute", refuse)
+    caplog.set_level("INFO", "qtrace")
+    prepared = qtrace.calibrate(qtrace.prepare(traced, W4), _data(0), progress=False)
+    caplog.clear()
+    ranking = analyze(prepared, _data(1), engine="onnxruntime")
+    assert ranking == analyze(prepared, _data(1), engine="megengine")
+    assert [r.getMessage() for r in caplog.records if "has no ONNX form" in r.getMessage()] != []

@@ -26,7 +26,8 @@ from qtrace.sensitivity.diagnosis.inputs import OTHER_DATA, InputStatistics, com
 from qtrace.sensitivity.diagnosis.measuring import measure_output_noise, measure_sites
 from qtrace.sensitivity.diagnosis.verdict import Verdict, judge
 from qtrace.sensitivity.metrics import agreement, choose, sqnr
-from qtrace.sensitivity.simulation import Simulation, outputs_of
+from qtrace.sensitivity.running import outputs_of
+from qtrace.sensitivity.simulation import Simulation
 
 __all__ = [
     "Calibrated",

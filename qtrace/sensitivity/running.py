@@ -1,0 +1,74 @@
+"""Runs a graph on some batches: at once by a fast engine where there is one, else by MegEngine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from qtrace.data.batches import as_arguments, evaluating, translate_errors
+from qtrace.graph.stepping import SegmentEngine, Stepper, as_array
+from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
+from qtrace.sensitivity.metrics import Outputs
+from qtrace.verification.runs import leaves
+
+__all__ = ["outputs_of"]
+
+
+def outputs_of(model: TracedModule, batches: Iterable[Any], engine: SegmentEngine | None = None) -> Outputs:
+    """Returns the outputs of a graph for each batch, in eval mode and in its present phases.
+
+    Args:
+        model: the graph; a flat one if there is an engine.
+        batches: inputs as for ``qtrace.calibrate``.
+        engine: computes the whole graph where it can, with the parameters and phases of this moment.
+
+    Raises:
+        CalibrationError: when a batch does not fit the graph.
+    """
+    batches = list(batches)
+    with evaluating(model):
+        if engine is not None:
+            arguments = [as_arguments(batch, model, index) for index, batch in enumerate(batches)]
+            try:
+                stepper = Stepper(model, arguments, engine=_Whole(engine))
+                return [[as_array(value) for value in stepper.finish(i)] for i in range(stepper.count)]
+            except _RefusedError:
+                pass
+        return [_run(model, batch, index) for index, batch in enumerate(batches)]
+
+
+def _run(model: TracedModule, batch: Any, index: int) -> list[np.ndarray]:
+    args, kwargs = as_arguments(batch, model, index)
+    with translate_errors(model, (args, kwargs), index):
+        return [tensor.numpy() for tensor in leaves(model(*args, **kwargs))]
+
+
+class _RefusedError(Exception):
+    """The engine leaves the graph to MegEngine."""
+
+
+class _Whole:
+    """An engine that computes a graph as a whole or not at all."""
+
+    def __init__(self, engine: SegmentEngine) -> None:
+        self._engine = engine
+
+    def compute(
+        self,
+        traced: TracedModule,
+        exprs: Sequence[Expr],
+        fixed: Mapping[Node, np.ndarray],
+        batches: Sequence[Mapping[TensorNode, np.ndarray]],
+        outputs: Sequence[TensorNode],
+    ) -> list[list[np.ndarray]]:
+        """Does what the engine does; see `SegmentEngine`.
+
+        Raises:
+            _RefusedError: when the engine cannot.
+        """
+        results = self._engine.compute(traced, exprs, fixed, batches, outputs)
+        if results is None:
+            raise _RefusedError
+        return results

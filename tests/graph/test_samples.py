@@ -15,7 +15,7 @@ import pytest
 import qtrace
 from qtrace.errors import GraphError
 from qtrace.graph import check_samples
-from qtrace.graph.tracing import trace as tracing
+from qtrace.graph.tracing import session
 from qtrace.graph.types import TracedModule
 from tests.nets import images, net
 from tests.zoo.catalog import CNN
@@ -49,7 +49,7 @@ def decode(self: Any, x: Any) -> Any:
 
 @pytest.fixture
 def _without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "find_copies", lambda traced: [])
+    monkeypatch.setattr(session, "find_copies", lambda traced: [])
 
 
 @pytest.mark.usefixtures("_without_copies")

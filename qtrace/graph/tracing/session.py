@@ -136,8 +136,7 @@ class Tracing:
             calls = ", ".join(f"{name} in {_place(path)}" for name, path in functions.items())
             raise TraceError(
                 f"{self.name} calls a custom autodiff Function, whose gradient a trace loses: {calls}. Put "
-                "the call in a module of its own and register its class with "
-                "megengine.traced_module.register_as_builtin."
+                "the call in a module of its own and give its class to trace in leaves=[...]."
             )
 
     def _check_state(self) -> None:

@@ -15,6 +15,7 @@ from qtrace.graph.native import lower, write_ranges
 from qtrace.graph.tracing import reads
 from qtrace.graph.tracing.example_inputs import Arguments, to_tensors
 from qtrace.graph.tracing.function_module import as_module
+from qtrace.graph.tracing.leaves import check_leaves, describe_unused_leaves, keep_leaves
 from qtrace.graph.tracing.running import check_signature, engine_for_tracing
 from qtrace.graph.tracing.session import Tracing
 from qtrace.process.thread import on_engine_thread
@@ -29,6 +30,7 @@ def trace(
     method: str = "forward",
     check: bool = True,
     allow_branch: Sequence[str] = (),
+    leaves: Sequence[type[Module] | Callable[..., Any]] = (),
     **keywords: Any,
 ) -> TracedModule:
     """Traces ``module`` in eval mode and reports what the trace would lose or get wrong.
@@ -53,6 +55,10 @@ def trace(
         allow_branch: lines of ``forward``, as ``FILE:LINE``, that may read a value of the data as a Python
             value, such as in ``if x.max() > 1``: the trace keeps what it is for the example. Where one does,
             ``check`` compares on the example only.
+        leaves: module classes and functions of your own that stay one call each, such as ``[MyOp]``. A class
+            means its own instances, not those of a subclass; a function stands at the top level of a file.
+            An `OpRule` as their attribute ``qtrace_rule`` says how they are quantized, and `load` needs them
+            in ``allow``.
         **keywords: inputs of ``forward`` by name, such as ``mask=mask``. An input with the name of one of the
             options above is given by position.
 
@@ -60,7 +66,8 @@ def trace(
         The trace, in eval mode. Where forward returns None among tensors, it returns the tensors alone.
 
     Warns:
-        QtraceWarning: when None is omitted, or an op gives NaN or infinity for finite inputs on the example.
+        QtraceWarning: when None is omitted, a leaf is never called, or an op gives NaN or infinity for finite
+            inputs on the example.
 
     Raises:
         TraceError: when the module cannot be traced faithfully; the message names the submodule, parameter
@@ -80,7 +87,10 @@ def trace(
     )
     check_signature(source, method, *inputs)
     reads.check_allowed(allow_branch)
-    traced, notes = _traced(source, inputs, method, check, tuple(allow_branch))
+    check_leaves(leaves)
+    with keep_leaves(leaves):
+        traced, notes = _traced(source, inputs, method, check, tuple(allow_branch))
+    notes += [f"{type(source).__name__}: {note}" for note in describe_unused_leaves(traced, leaves)]
     if ranges is not None:
         write_ranges(traced, ranges)
     for note in notes:

@@ -12,7 +12,7 @@ from megengine.traced_module.pytree import tree_flatten
 
 from qtrace.errors import TraceError
 
-__all__ = ["Arguments", "batch_size", "fresh", "to_tensors", "vary"]
+__all__ = ["Arguments", "batch_size", "describe", "fresh", "other_example", "to_tensors", "vary"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # by position and by name
 
@@ -52,6 +52,31 @@ def _convert(value: Any) -> Any:
         result.update((k, _convert(v)) for k, v in value.items())
         return result
     return value
+
+
+def other_example(value: Any, index: int) -> Arguments:
+    """Converts an entry of ``also``: a tuple of inputs, a dict of inputs by name, or the one input.
+
+    Raises:
+        TraceError: when an input is of a type that MegEngine's tracer does not know.
+    """
+    args, kwargs = (
+        (value, {}) if type(value) is tuple else ((), value) if type(value) is dict else ((value,), {})
+    )
+    titles = [f"{i} of also[{index}]" for i in range(len(args))]
+    names = [f"{name} of also[{index}]" for name in kwargs]
+    named = to_tensors([*kwargs.values()], names)
+    return to_tensors(args, titles), dict(zip(kwargs, named, strict=True))
+
+
+def describe(args: Arguments) -> str:
+    """Returns the shapes of the inputs, such as ``2x3x8x8, mask 2x8``."""
+    shapes = [("", value) for value in args[0]] + [(f"{name} ", value) for name, value in args[1].items()]
+    return ", ".join(
+        prefix + " and ".join("x".join(map(str, t._tuple_shape)) or "scalar" for t in _tensors(value))
+        for prefix, value in shapes
+        if _tensors(value)
+    )
 
 
 def fresh(args: Arguments) -> Arguments:

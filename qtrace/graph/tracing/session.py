@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import megengine as mge
 from megengine.module import Module
 from megengine.traced_module import TracedModule, trace_module
 
-from qtrace.errors import TraceError
+from qtrace.errors import GraphError, TraceError
 from qtrace.graph import failures
+from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.tracing import diff, example_inputs, hazards, reads
 from qtrace.graph.tracing.copies import Copy, describe_places, find_copies, insert_copies, report_copies
 from qtrace.graph.tracing.example_inputs import Arguments
@@ -43,10 +45,18 @@ class Tracing:
         inputs: the example, positional and keyword arguments of ``method``.
         method: the name of the method to trace.
         allow_branch: the lines that may read a value of the data.
+        also: other examples that the trace must serve.
     """
 
-    def __init__(self, source: Module, inputs: Arguments, method: str, allow_branch: tuple[str, ...]) -> None:
-        self.source = source
+    def __init__(
+        self,
+        source: Module,
+        inputs: Arguments,
+        method: str,
+        allow_branch: tuple[str, ...],
+        also: Sequence[Arguments] = (),
+    ) -> None:
+        self.source, self.also = source, also
         self.allow_branch = allow_branch
         self.reads: list[reads.PythonRead] = []
         self.method = method
@@ -97,6 +107,8 @@ class Tracing:
                 self._compare(traced, other, expected, batch if extra else None)
                 inputs = other
                 break
+        for index, other in enumerate(self.also):
+            inputs, expected = other, self._also_agrees(traced, index, other)
         traced.eval()
         if self.copies:
             insert_copies(traced, self.copies)
@@ -106,6 +118,26 @@ class Tracing:
         notes += reads.describe_unused(self.reads, self.allow_branch)
         notes += nonfinite_results(traced, *example_inputs.fresh(self.inputs)) if check else []
         return traced, [f"{self.name}: {note}" for note in notes]
+
+    def _also_agrees(self, traced: TracedModule, index: int, inputs: Arguments) -> list[Any]:
+        """Returns the module's result on another example, which the trace must serve."""
+        title = f"also[{index}] ({example_inputs.describe(inputs)})"
+        args, kwargs = example_inputs.fresh(inputs)
+        try:
+            Interpreter(traced).bind(args, kwargs)
+        except GraphError as error:
+            raise TraceError(
+                f"{self.name}: {title} has another structure than the example, and a graph has one: trace it "
+                f"by itself ({error})"
+            ) from error
+        try:
+            with engine_for_tracing(async_level=0):
+                expected = self._results(inputs)
+        except _ForwardError as error:
+            cause = error.__cause__ or error
+            raise TraceError(f"{self.name} itself fails on {title}: {failures.short(cause)}") from cause
+        self._compare(traced, inputs, expected, title=title)
+        return expected
 
     def _first_run(self, check: bool) -> tuple[Arguments, list[Any]]:
         """Runs the copy once, on other values if it accepts them; refuses Functions and changed state."""
@@ -217,7 +249,12 @@ class Tracing:
                 parameter._reset(value)
 
     def _compare(
-        self, traced: TracedModule, inputs: Arguments, expected: list[Any], batch: int | None = None
+        self,
+        traced: TracedModule,
+        inputs: Arguments,
+        expected: list[Any],
+        batch: int | None = None,
+        title: str = "",
     ) -> None:
         """Raises a `TraceError` if ``traced`` differs from the module.
 
@@ -226,6 +263,7 @@ class Tracing:
             inputs: inputs of both.
             expected: the module's result on ``inputs``.
             batch: the example's batch size; None if ``inputs`` have the same.
+            title: the name of the inputs if the user gave them.
         """
         problem = _run_and_compare(traced, inputs, expected)
         if problem is None or self._is_kernels_fault(traced, inputs):
@@ -243,7 +281,7 @@ class Tracing:
             kind = f"of another batch size ({batch + 1} instead of {batch})"
             remedy = f" If every batch will have {batch}, trace with check=False (--no-check)."
         raise TraceError(
-            f"{self.name}: the trace is wrong on an input {kind}: {problem}; "
+            f"{self.name}: the trace is wrong on {title or f'an input {kind}'}: {problem}; "
             f"{self._locate_difference(traced, inputs)}{remedy}"
         )
 

@@ -13,7 +13,7 @@ from megengine.traced_module import TracedModule
 from qtrace.errors import QtraceWarning, TraceError
 from qtrace.graph.native import lower, write_ranges
 from qtrace.graph.tracing import reads
-from qtrace.graph.tracing.example_inputs import Arguments, to_tensors
+from qtrace.graph.tracing.example_inputs import other_example, to_tensors
 from qtrace.graph.tracing.function_module import as_module
 from qtrace.graph.tracing.leaves import check_leaves, describe_unused_leaves, keep_leaves
 from qtrace.graph.tracing.running import check_signature, engine_for_tracing
@@ -31,6 +31,7 @@ def trace(
     check: bool = True,
     allow_branch: Sequence[str] = (),
     leaves: Sequence[type[Module] | Callable[..., Any]] = (),
+    also: Sequence[Any] = (),
     **keywords: Any,
 ) -> TracedModule:
     """Traces ``module`` in eval mode and reports what the trace would lose or get wrong.
@@ -59,6 +60,8 @@ def trace(
             means its own instances, not those of a subclass; a function stands at the top level of a file.
             An `OpRule` as their attribute ``qtrace_rule`` says how they are quantized, and `load` needs them
             in ``allow``.
+        also: other examples that the same graph must serve, such as other sizes of images: each a tuple of
+            inputs, a dict of inputs by name, or the one input. The trace is compared with the module on each.
         **keywords: inputs of ``forward`` by name, such as ``mask=mask``. An input with the name of one of the
             options above is given by position.
 
@@ -70,8 +73,8 @@ def trace(
             inputs on the example.
 
     Raises:
-        TraceError: when the module cannot be traced faithfully; the message names the submodule, parameter
-            or expr.
+        TraceError: when the module cannot be traced faithfully, or one graph cannot serve all examples; the
+            message names the submodule, parameter or expr.
     """
     source, method = as_module(module, method)
     source, ranges = lower(source)
@@ -88,8 +91,11 @@ def trace(
     check_signature(source, method, *inputs)
     reads.check_allowed(allow_branch)
     check_leaves(leaves)
+    others = [other_example(value, index) for index, value in enumerate(also)]
+    for other in others:
+        check_signature(source, method, *other)
     with keep_leaves(leaves):
-        traced, notes = _traced(source, inputs, method, check, tuple(allow_branch))
+        traced, notes = _traced(check, source, inputs, method, tuple(allow_branch), others)
     notes += [f"{type(source).__name__}: {note}" for note in describe_unused_leaves(traced, leaves)]
     if ranges is not None:
         write_ranges(traced, ranges)
@@ -98,14 +104,13 @@ def trace(
     return traced
 
 
-def _traced(
-    module: Module, inputs: Arguments, method: str, check: bool, allow_branch: tuple[str, ...]
-) -> tuple[TracedModule, list[str]]:
+def _traced(check: bool, *arguments: Any) -> tuple[TracedModule, list[str]]:
+    """Traces with `Tracing(*arguments)`."""
     try:
         with engine_for_tracing(async_level=1):
-            return Tracing(module, inputs, method, allow_branch).run(check)
+            return Tracing(*arguments).run(check)
     except TraceError:
         pass
     # F.arange and F.linspace race when several are queued, so a verdict counts only without a queue.
     with engine_for_tracing(async_level=0):
-        return Tracing(module, inputs, method, allow_branch).run(check)
+        return Tracing(*arguments).run(check)

@@ -11,6 +11,7 @@ from megengine.module import Module
 from megengine.traced_module import TracedModule
 
 from qtrace.errors import QtraceWarning, TraceError
+from qtrace.graph.located_graph import name_failures
 from qtrace.graph.native import lower, write_ranges
 from qtrace.graph.tracing import reads
 from qtrace.graph.tracing.example_inputs import other_example, to_tensors
@@ -83,6 +84,7 @@ def trace(
         copied.eval()
         if ranges is not None:
             write_ranges(copied, ranges)
+        name_failures(copied)
         return copied
     inputs = (
         to_tensors(example),
@@ -99,6 +101,7 @@ def trace(
     notes += [f"{type(source).__name__}: {note}" for note in describe_unused_leaves(traced, leaves)]
     if ranges is not None:
         write_ranges(traced, ranges)
+    name_failures(traced)
     for note in notes:
         warnings.warn(note, QtraceWarning, stacklevel=2)
     return traced

@@ -94,6 +94,16 @@ def test_leaves_are_one_call_each(tmp_path: Path) -> None:
         qtrace.load(path, allow=own[1:])
 
 
+class Named(M.ReLU):
+    """Computes what its base computes, but has a name of its own."""
+
+
+def test_a_subclass_of_a_layer_of_megengine_may_be_a_leaf() -> None:
+    model = net(lambda self, x: self.act(x), act=Named())
+    assert _labels(qtrace.trace(model, ROWS)) == ["ReLU"]
+    assert _labels(qtrace.trace(model, ROWS, leaves=[Named])) == ["Named"]
+
+
 def test_only_the_trace_that_names_them_keeps_them() -> None:
     types, functions = set(module_tracer._opaque_types), list(Patcher._builtin_functions)
     plain = net(lambda self, x: F.relu(self.gain(x)) if self is None else self.gain(x), gain=Rounded())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import operator
+from collections.abc import Iterator
 from typing import Any
 
 from megengine.module import Module
@@ -40,7 +42,7 @@ class Snapshot:
         values = [v for attributes in self._dicts for v in attributes.values()]
         self._lists = [v for v in values if type(v) is list]
         self._dicts += [v for v in values if type(v) is dict]
-        self._state = self._read_state()
+        self._read()
         self._changed: frozenset[Module] = frozenset()
 
     def restore(self) -> None:
@@ -70,18 +72,27 @@ class Snapshot:
         An edit asks once for each op that it inserts, so modules are compared one by one only if an
         attribute was set since the last time.
         """
-        state = self._read_state()
-        if state != self._state:
-            self._state = state
+        if not self._is_as_read():
+            self._read()
             self._changed = frozenset(m for m, old in self.modules.items() if _differ(vars(m), old))
         return self._changed
 
-    def _read_state(self) -> tuple[list[Any], ...]:
-        """Returns names and identities of all attributes; no identity recurs, as old values are kept."""
-        parts = [*self._dicts, *self._lists]
-        values = itertools.chain.from_iterable((*map(dict.values, self._dicts), *self._lists))
-        names = itertools.chain.from_iterable(self._dicts)
-        return [*map(len, parts)], [*names], [*map(id, values)]
+    def _read(self) -> None:
+        """Notes all attributes of all modules, and the items of the containers among them."""
+        self._sizes = [*map(len, (*self._dicts, *self._lists))]
+        self._keys = [*itertools.chain.from_iterable(self._dicts)]
+        self._values = [*self._iterate_values()]
+
+    def _iterate_values(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable((*map(dict.values, self._dicts), *self._lists))
+
+    def _is_as_read(self) -> bool:
+        """Returns whether no attribute was set since `_read`; written without a loop of Python's."""
+        return (
+            self._sizes == [*map(len, (*self._dicts, *self._lists))]
+            and self._keys == [*itertools.chain.from_iterable(self._dicts)]
+            and all(map(operator.is_, self._iterate_values(), self._values))
+        )
 
     def changed_calls(self) -> set[Expr]:
         """Returns the exprs that call a module, or read a tensor of one, whose attributes have changed."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from qtrace.scheme import QScheme
+
+if TYPE_CHECKING:  # an op rule loads MegEngine, which a config does not need
+    from qtrace.ops import OpCall
 
 __all__ = ["Backend", "Limits"]
 
@@ -80,6 +84,12 @@ class Backend:
             the same resulting integers.
         float_results: the ops whose integer kernels write floats at no cost, where no function follows.
         cost_table: name of the measured times of its runtime; "" if there are none.
+        biases: how a layer adds its bias: as an int32 at the scale of the accumulator, or as a float.
+        added_unrounded: the layers whose result a sum behind them adds before it is rounded, in one kernel.
+        rounds_for_readers: whether a result is rounded only if an op on integers reads it.
+        slower: the reason why an op of `ops` is no faster on integers, "" if it is. The second argument says
+            whether no other layer computes before the op. Such an op stays in float unless a rule says
+            ``quantize: true``.
     """
 
     name: str
@@ -95,6 +105,10 @@ class Backend:
     float_kernels: frozenset[str] = frozenset()
     float_results: frozenset[str] = frozenset()
     cost_table: str = ""
+    biases: Literal["int32", "float"] = "int32"
+    added_unrounded: frozenset[str] = frozenset()
+    rounds_for_readers: bool = False
+    slower: Callable[[OpCall, bool], str] | None = None
 
     @property
     def rounding(self) -> str:

@@ -45,6 +45,8 @@ def place_biases(
 ) -> list[Site]:
     """Places a site at the bias of every layer whose input has one scale and whose BatchNorm is not kept."""
     sites: list[Site] = []
+    if view.backend.biases == "float":
+        return sites
     rounded: set[Node] = set()
     used_names = {*placement.sites, *(site.name for site in weights.values())}
     for expr in view.order:
@@ -81,6 +83,7 @@ def find_folds(
                 f"site {weight.name}: with its BatchNorm {norm} kept in training, the scales of the folded "
                 "weights are no powers of two: set qat: {bn: {fold: true}}, or power_of_two: false there."
             )
-        group = placement.group_read(layer, view.calls[layer].inputs[0])
+        rounds_bias = view.backend.biases != "float"
+        group = placement.group_read(layer, view.calls[layer].inputs[0]) if rounds_bias else ""
         folds.append(Fold(layer.outputs[0].name, norm, weight.name, group))
     return tuple(folds)

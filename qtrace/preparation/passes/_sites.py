@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from qtrace.graph.types import Constant, Expr, GetAttr, Node
+from qtrace.graph.types import Constant, Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import module_path
 from qtrace.ops import Role
 from qtrace.preparation.annotation import Plan, Site, free_name
-from qtrace.preparation.passes._chains import Chain, Chains, output_choice, output_plan
+from qtrace.preparation.passes._chains import Chain, Chains, find_summands, output_choice, output_plan
 from qtrace.preparation.passes._view import View, distinct
 from qtrace.preparation.passes._wants import Wants
 
@@ -58,7 +58,7 @@ def place_sites(view: View, chains: Chains, wants: Wants) -> Placement:
     Returns:
         The placement with a group of its own for each site.
     """
-    placer = _Placer(view, wants)
+    placer = _Placer(view, wants, set(find_summands(view, chains).values()))
     for node in view.traced.graph.inputs:
         placer.place_before_readers(node, None)
     for expr in view.order:
@@ -76,8 +76,8 @@ def place_sites(view: View, chains: Chains, wants: Wants) -> Placement:
 class _Placer:
     """Adds the sites of one op at a time to ``placement``."""
 
-    def __init__(self, view: View, wants: Wants) -> None:
-        self.view, self.wants = view, wants
+    def __init__(self, view: View, wants: Wants, summands: set[TensorNode]) -> None:
+        self.view, self.wants, self.summands = view, wants, summands
         self.placement = Placement()
 
     def place_move(self, expr: Expr) -> None:
@@ -102,7 +102,8 @@ class _Placer:
             return
         plans = distinct(want.plan for want in self.wants.get(node, ()))
         unrounded = not output_choice(view, chain).quantize_output
-        unrounded |= len(plans) > 1 or view.must_not_vanish(node)
+        unrounded |= len(plans) > 1 or view.must_not_vanish(node) or node in self.summands
+        unrounded |= view.backend.rounds_for_readers and not plans
         if unrounded and not fixed:
             self.place_before_readers(node, None)
             return

@@ -111,7 +111,25 @@ class View:
             causes.append(Cause("dtype", "its values are not float32"))
         elif call.role in (*INT_ROLES, Role.FLOAT) and call.kind not in self.backend.ops:
             causes += self._without_kernel(call, choice, bool(causes))
+        elif self.backend.slower is not None and not choice.quantize and call.role in INT_ROLES:
+            reason = self.backend.slower(call, expr in self._first)
+            causes += [Cause("speed", reason)] if reason else []
         return causes
+
+    @cached_property
+    def _first(self) -> set[Expr]:
+        """The layers and products before which there is no other."""
+        computed: set[Node] = set()  # nodes that depend on a layer
+        first = set()
+        for expr in self.order:
+            behind = not computed.isdisjoint(expr.inputs)
+            call = self.calls.get(expr)
+            if call is not None and call.role is Role.COMPUTE and not behind:
+                first.add(expr)
+                behind = True
+            if behind:
+                computed.update(expr.outputs)
+        return first
 
     def _without_kernel(self, call: OpCall, choice: Choice, already_float: bool) -> list[Cause]:
         """Returns the cause that the backend has no kernel, unless it rounds around the float op instead."""

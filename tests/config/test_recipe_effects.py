@@ -186,6 +186,11 @@ def test_a_detector_computes_on_integers_and_decodes_in_float(planned: Any, fami
         bits = _site(annotation, name).plan.scheme.bits if note.output else None
         assert bits == _LAST.get(target)
     tail = [n for n in annotation.notes if n.kind in ("exp", "mul", "sigmoid", "concat", "reshape")]
+    pieces = {
+        n.name for n in tail if set(n.reads) & {"body_out", "down_out"}
+    }  # of SiLU, on targets without it
+    assert len(pieces) in (0, 4)
+    tail = [n for n in tail if n.name not in pieces]
     assert {n.state for n in tail} <= {"float", "carried"}
     assert {n.state for n in tail if n.kind != "reshape"} == {"float"}
 

@@ -75,7 +75,7 @@ CASES: dict[str, Planted] = {
     "uint8 weight": Planted("tensorrt", "symmetric-weights", "conv2", planted.unsigned_weight, same=True),
     "weight with a zero point": Planted("tensorrt", "symmetric-weights", "conv2", planted.shifted_weight),
     "float weight": Planted(
-        "tensorrt", "quantized-weights", "conv2", planted.float_weight("conv2"), same=True
+        "tensorrt", "quantized-weights", "conv1", planted.float_weight("conv1"), same=True
     ),
     "rounded summand": Planted("tensorrt", "unrounded-summands", "sum", planted.rounded_summand, same=True),
     "rounded before a function": Planted(

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _FUNCTIONS = "relu relu6 clip leaky_relu prelu sigmoid silu hswish hsigmoid tanh"
 _CONVS = "conv2d conv_transpose2d"
-# The ops that TensorRT's own tool quantizes. Functions, resizing and other elementwise ops gain nothing by
-# themselves: they run in float in the kernel before them.
+# The ops that TensorRT's own tool quantizes, but for Clip, which is part of the kernel before it. Functions,
+# resizing and other elementwise ops gain nothing by themselves: they run in float, in the kernel before them.
 _HEADS = f"{_CONVS} linear matmul add mul avg_pool2d adaptive_avg_pool2d batch_norm"
 
 # The fewest channels, columns and inner sizes for which integer kernels pay; others run padded to them.
@@ -62,7 +62,7 @@ BACKEND = Backend(
     activation=QScheme(bits=8, signed=True, symmetric=True, rounding="half_even"),
     # Activations use -128, weights do not.
     weight=QScheme(bits=8, signed=True, symmetric=True, narrow=True, axis=0, rounding="half_even"),
-    ops=frozenset(f"{_HEADS} relu6 clip concat stack".split()),
+    ops=frozenset(f"{_HEADS} concat stack".split()),
     fused=dict.fromkeys(_HEADS.split(), frozenset(_FUNCTIONS.split())),
     ties_concat=True,
     rounds_around_float=True,
@@ -72,6 +72,7 @@ BACKEND = Backend(
         "weight": Limits(bits=(2, 3, 4, 5, 6, 7, 8), per_channel=True, affine=False, signed=True),
     },
     biases="float",
+    device="an NVIDIA GPU with TensorRT",
     added_unrounded=frozenset(_CONVS.split()),
     rounds_for_readers=True,
     slower=_slower,

@@ -28,4 +28,5 @@ BACKEND = Backend(
         # Weights of fewer bits fit into int8.
         "weight": Limits(bits=(2, 3, 4, 5, 6, 7, 8), per_channel=True, affine=False, signed=True),
     },
+    device="an NVIDIA GPU with TensorRT",
 )

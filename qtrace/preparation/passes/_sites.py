@@ -101,14 +101,17 @@ class _Placer:
             self.place_before_readers(node, own)
             return
         plans = distinct(want.plan for want in self.wants.get(node, ()))
+        one_width = call.kind in view.backend.one_width
         unrounded = not output_choice(view, chain).quantize_output
-        unrounded |= len(plans) > 1 or view.must_not_vanish(node) or node in self.summands
+        unrounded |= view.must_not_vanish(node) or node in self.summands
+        unrounded |= len(plans) > 1 and not one_width
         unrounded |= view.backend.rounds_for_readers and not plans
         if unrounded and not fixed:
             self.place_before_readers(node, None)
             return
         # A result with a scheme of its own is rounded once where readers want that scheme: by their observer.
         fitting = [p for p in plans if not fixed or p.scheme == own.scheme]
+        fitting = [p for p in fitting if not one_width or fixed or p.scheme.bits == own.scheme.bits]
         plan = fitting[0] if fitting else own
         self.placement.groups[node] = self._add(node, node.name, None, plan)
         self.place_before_readers(node, plan)

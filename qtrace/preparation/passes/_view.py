@@ -225,6 +225,8 @@ class View:
         """Returns the plan of a layer's weight, and the axes that count its channels."""
         choice = self.choices[call.expr]
         scheme, axes = choice.weight, call.channel_axes
+        if call.kind in self.backend.weights_per_tensor:
+            scheme = scheme.replace(axis=None)
         if not scheme.per_channel or (call.kind == "conv_transpose2d" and len(axes) > 1):
             # Runtimes have no per-channel scales for grouped transposed convolutions.
             scheme, axes = scheme.replace(axis=None), ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qtrace.benchmarking.costs import CostTable
@@ -43,13 +43,15 @@ class Placing:
         choices: expr -> the choice for it.
         reasons: expr that stays float -> why.
         pieces: activation functions that become ops with integer kernels of their own.
-        note: the prediction, for the annotation.
+        note: the prediction, for the annotation; None without one.
+        forms: kind of function -> the name of its pieces, where that is not the kind.
     """
 
     choices: Mapping[Expr, Choice]
     reasons: Mapping[Expr, str]
     pieces: tuple[OpCall, ...]
-    note: PlacementNote
+    note: PlacementNote | None
+    forms: Mapping[str, str] = field(default_factory=dict)
 
     def view(self, traced: TracedModule, qconfig: QConfig) -> View:
         """Returns the graph under the config and the placement."""
@@ -61,8 +63,9 @@ def place(
 ) -> Placing | None:
     """Chooses the ops that stay float; None if the config asks for no choice or no times are known.
 
-    If no op gains by integers, all that can are quantized: the file is smaller at least, and the note says
-    that it is slower.
+    Functions that the backend always has in pieces are part of the result without a choice, too. If no op
+    gains by integers, all that can are quantized: the file is smaller at least, and the note says that it is
+    slower.
 
     Args:
         traced: a flat, expanded graph; it is only read.
@@ -72,7 +75,7 @@ def place(
     placements = {qconfig.effective_placement, *(rule.placement or "everything" for rule in qconfig.rules)}
     backend = backends.get(qconfig.backend)
     if placements == {"everything"} or not backend.cost_table:
-        return None
+        return _place_pieces(traced, qconfig, backend.pieces) if backend.pieces else None
     view = read_view(traced, qconfig)
     chains = find_chains(view)
     noise = None
@@ -92,6 +95,14 @@ def place(
     if mode == "everything":
         return Placing(view.choices, {}, (), note)
     return _execute(view, chains, explainer, note)
+
+
+def _place_pieces(traced: TracedModule, qconfig: QConfig, forms: Mapping[str, str]) -> Placing | None:
+    """Writes the functions in pieces that the backend has no kernels for; None where there are none."""
+    view = read_view(traced, qconfig)
+    integer = [view.calls[expr] for expr in view.order if view.on_integers(expr)]
+    pieces = tuple(call for call in integer if call.kind in forms)
+    return Placing(view.choices, {}, pieces, None, forms) if pieces else None
 
 
 def _find_candidates(problem: Problem) -> set[str]:
@@ -139,7 +150,8 @@ def write_activations(traced: TracedModule, placing: Placing) -> tuple[Placing, 
     with GraphEditor(traced) as editor:
         for call in placing.pieces:
             writer = PiecesWriter(editor, call.expr)
-            editor.replace_expr(call.expr, PIECES[call.kind].write(writer, *call.inputs))
+            pieces = PIECES[placing.forms.get(call.kind, call.kind)]
+            editor.replace_expr(call.expr, pieces.write(writer, *call.inputs))
             choices.update(dict.fromkeys(writer.exprs, choices[call.expr]))
     changed = tuple(f"{call.out.name}: {call.kind} in pieces with integer kernels" for call in placing.pieces)
     return replace(placing, choices=choices), PassResult(changed)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import megengine.module as M
 import onnx
 import pytest
 
+import qtrace
+from tests.nets import images, net
 from tests.verification.planted import FORMS, build
 
 
@@ -79,3 +82,17 @@ def test_what_cannot_be_checked_is_one_sentence(run, here, file, target, said):
     assert result.code == 2
     assert said in result.err
     assert len(result.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"), [("tensorrt", "an NVIDIA GPU with TensorRT"), ("onnxruntime", "")]
+)
+def test_export_says_what_was_not_run_on_the_device(run, here, backend, device):
+    x = images(2, 3, 8, 8)
+    module = net(lambda self, x: self.conv(x), conv=M.Conv2d(3, 16, 3))
+    prepared = qtrace.prepare(qtrace.trace(module, x[:1], check=False), {"backend": backend})
+    qtrace.save(qtrace.convert(qtrace.calibrate(prepared, [x], progress=False)), "q.mge")
+    result = run("export", "q.mge", "-o", "net.onnx", "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out).get("device", "") == (f"not run on the device, {device}" if device else "")
+    assert (f"qtrace check net.onnx --target {backend}" in result.err) == bool(device)

@@ -97,7 +97,8 @@ def unrounded_functions(source: str) -> Rule:
             unrounded, integers = operand.quantize.node.input[0], operand.quantize.node.output[0]
             layer = graph.producers.get(unrounded)
             alone = all(graph.only_reader(n) is not None for n in (operand.name, integers, unrounded))
-            if layer is None or layer.op_type not in (*_CONVS, "Gemm", "MatMul", "Add") or not alone:
+            kinds = (*_CONVS, "Gemm", "MatMul", "Add")
+            if layer is None or layer.op_type not in kinds or not alone or not _is_quantized(graph, layer):
                 continue
 
             def repair(node: NodeProto = node, name: str = unrounded) -> None:
@@ -159,18 +160,26 @@ def _share(graph: QdqGraph, node: NodeProto) -> None:
 
 
 def both_inputs_quantized(source: str, *kinds: str) -> Rule:
-    """An elementwise op with one quantized input has both quantized."""
+    """An elementwise op whose result is rounded has two quantized inputs, or none."""
 
     def find(graph: QdqGraph) -> Violations:
         for node in graph.nodes(*kinds):
             operands = [graph.operand(node, index) for index in range(2)]
             floats = [o for o in operands if o is not None and o.dequantize is None]
-            if len(floats) != 1 or _adds_bias(graph, node):
+            if len(floats) != 1 or _adds_bias(graph, node) or not _is_rounded(graph, node.output[0]):
                 continue
             what = f"one input is quantized, and {floats[0].name} is float"
             yield Violation(node, what, "quantize both inputs, or none")
 
     return Rule("both-inputs", source, find)
+
+
+def _is_rounded(graph: QdqGraph, name: str) -> bool:
+    """Whether only QuantizeLinear nodes read a tensor, behind a clamp."""
+    readers = [reader for reader, _ in graph.readers.get(name, [])]
+    if len(readers) == 1 and readers[0].op_type in ("Relu", "Clip"):
+        return _is_rounded(graph, readers[0].output[0])
+    return bool(readers) and all(reader.op_type == "QuantizeLinear" for reader in readers)
 
 
 def _adds_bias(graph: QdqGraph, node: NodeProto) -> bool:

@@ -7,7 +7,7 @@ from onnx import NodeProto, TensorProto
 
 from qtrace.verification.contracts.base import Rule, Violation, Violations
 from qtrace.verification.contracts.grids import symmetric, type_name
-from qtrace.verification.contracts.qdq_graph import Operand, QdqGraph, channel_axis
+from qtrace.verification.contracts.qdq_graph import LAYERS, Operand, QdqGraph, channel_axis
 
 __all__ = ["quantized_weights", "symmetric_weights", "weight_axis", "weight_bits", "weights_per_tensor"]
 
@@ -67,7 +67,9 @@ def weights_per_tensor(source: str, *kinds: str) -> Rule:
 
 
 def quantized_weights(source: str, per_tensor: tuple[str, ...] = ()) -> Rule:
-    """The weight of a layer on integers is quantized, too.
+    """The weight of a layer is quantized if its input is quantized for nothing but such layers.
+
+    A float layer may read what others read as integers.
 
     Args:
         source: the document.
@@ -78,6 +80,9 @@ def quantized_weights(source: str, per_tensor: tuple[str, ...] = ()) -> Rule:
         for node, data, weight in graph.layers():
             if data.dequantize is None or weight.dequantize is not None:
                 continue
+            readers = graph.readers.get(data.name, [])
+            if any(not _is_half_quantized(graph, reader) for reader, _ in readers):
+                continue
 
             def repair(node: NodeProto = node) -> None:
                 _requantize(graph, node, node.op_type not in per_tensor)
@@ -85,6 +90,12 @@ def quantized_weights(source: str, per_tensor: tuple[str, ...] = ()) -> Rule:
             yield Violation(node, "its input is quantized and its weight is float", "quantize both", repair)
 
     return Rule("quantized-weights", source, find)
+
+
+def _is_half_quantized(graph: QdqGraph, node: NodeProto) -> bool:
+    """Whether a node is a layer with quantized input and a float weight."""
+    weight = graph.operand(node, 1) if node.op_type in LAYERS else None
+    return weight is not None and weight.dequantize is None and weight.values is not None
 
 
 def symmetric_weights(source: str, unsigned: bool = False) -> Rule:

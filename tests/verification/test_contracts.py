@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from qtrace.errors import ExportError
 from qtrace.verification.contracts import ContractReport, check_contract, fix_contract
-from qtrace.verification.contracts.qdq_graph import LAYERS, QdqGraph
+from qtrace.verification.contracts.qdq_graph import LAYERS, QUANTIZERS, QdqGraph
 from qtrace.verification.contracts.targets import known
 from tests.verification import planted
 from tests.verification.planted import FORMS, Edit, build, other_domain, regrid
@@ -290,3 +291,50 @@ def test_files_that_are_none_of_a_kind_are_refused(tmp_path: Path) -> None:
     path.write_bytes(b"text")
     with pytest.raises(ExportError, match="is not an ONNX file"):
         check_contract(path, "qnn")
+
+
+def _damage(model: onnx.ModelProto, rng: random.Random) -> None:
+    node, tensor = rng.choice(model.graph.node), rng.choice(model.graph.initializer)
+    names = [*(t.name for t in model.graph.initializer), *(n.output[0] for n in model.graph.node), "", "none"]
+    choice = rng.randrange(7)
+    if choice == 0 and node.input:
+        node.input[rng.randrange(len(node.input))] = rng.choice(names)
+    elif choice == 1 and node.input:
+        del node.input[rng.randrange(len(node.input))]
+    elif choice == 2:
+        node.op_type = rng.choice(["Conv", "Add", *QUANTIZERS, "Concat", "Mul", "Tanh"])
+    elif choice == 3:
+        tensor.data_type = rng.choice([1, 2, 3, 5, 6, 7, 16, 22, 99])
+    elif choice == 4:
+        tensor.raw_data = tensor.raw_data[: rng.randrange(len(tensor.raw_data) + 1)]
+    elif choice == 5:
+        del tensor.dims[:]
+        tensor.dims.extend(rng.choice([0, 1, 2, 16]) for _ in range(rng.randrange(4)))
+    else:
+        node.attribute.append(onnx.helper.make_attribute("axis", rng.choice([-9, -1, 0, 1, 77])))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_damaged_file_is_checked_or_refused(seed: int, tmp_path: Path) -> None:
+    """No other error than ours; edits of a random file never end it."""
+    rng, outcomes = random.Random(seed), set()
+    for _ in range(15):
+        model = build(FORMS[rng.choice(list(FORMS))])
+        for _ in range(rng.randint(1, 3)):
+            _damage(model, rng)
+        path = _write(model, tmp_path)
+        for target in known():
+            try:
+                fix_contract(path, target)
+                outcomes.add("checked")
+            except ExportError:
+                outcomes.add("refused")
+    assert outcomes == {"checked", "refused"}
+
+
+def test_nodes_out_of_order_are_refused(tmp_path: Path) -> None:
+    model = build(FORMS["qnn"])
+    node = planted.node(model, "sum")
+    node.input[0] = "b"
+    with pytest.raises(ExportError, match=r"Add sum reads b before it is computed: sort the nodes"):
+        check_contract(_write(model, tmp_path), "qnn")

@@ -11,7 +11,7 @@ import onnx
 from qtrace.errors import ExportError
 from qtrace.verification.contracts.base import Contract, FloatOp, Rule, Violation
 from qtrace.verification.contracts.prediction import predict_floats
-from qtrace.verification.contracts.qdq_graph import QdqGraph
+from qtrace.verification.contracts.qdq_graph import FUNCTIONS, QUANTIZERS, QdqGraph, label
 from qtrace.verification.contracts.report import ContractReport, Finding
 from qtrace.verification.runtimes import get as get_runtime
 
@@ -19,6 +19,13 @@ __all__ = ["check_model", "fix_model"]
 
 # A repair may reveal what a rule of before it forbids; none reveals more than a few.
 _PASSES = 10
+
+# Op -> the number of its inputs that rules read.
+_INPUTS = {
+    **dict.fromkeys(("Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "Sub", "Mul", "Div"), 2),
+    **dict.fromkeys((*QUANTIZERS, "LayerNormalization"), 2),
+    **dict.fromkeys((*FUNCTIONS, "BatchNormalization", "Concat"), 1),
+}
 
 
 def check_model(model: Any, contract: Contract, path: Path, fixed: tuple[str, ...] = ()) -> ContractReport:
@@ -34,6 +41,7 @@ def check_model(model: Any, contract: Contract, path: Path, fixed: tuple[str, ..
         ExportError: when nothing in it is quantized.
     """
     graph = QdqGraph(model)
+    _check_form(graph, path)
     if not any(True for _ in graph.quantizers()) and not any(
         n.op_type.startswith("QLinear") for n in graph.nodes()
     ):
@@ -59,6 +67,27 @@ def check_model(model: Any, contract: Contract, path: Path, fixed: tuple[str, ..
     return ContractReport(contract.name, contract.title, tuple(findings), tuple(floats), measured, fixed)
 
 
+def _check_form(graph: QdqGraph, path: Path) -> None:
+    """Refuses a graph whose nodes are not whole or not in order, as rules and ONNX expect them.
+
+    Raises:
+        ExportError: naming the node.
+    """
+    ready: set[str] = set()
+    for node in graph.nodes():
+        if not isinstance(node.op_type, str):
+            raise ExportError(f"{path} has a node whose type is no text: the file is damaged.")
+        count = _INPUTS.get(node.op_type, 0)
+        if len(node.input) < count or not all(node.input[:count]) or not any(node.output):
+            raise ExportError(f"{path}: {label(node)} lacks an input or an output: the file is damaged.")
+        for name in node.input:
+            if name in graph.producers and name not in ready:
+                raise ExportError(
+                    f"{path}: {label(node)} reads {name} before it is computed: sort the nodes of the file."
+                )
+        ready.update(node.output)
+
+
 def _violations(graph: QdqGraph, contract: Contract) -> list[tuple[Rule, Violation]]:
     return [(rule, violation) for rule in contract.rules for violation in rule.find(graph)]
 
@@ -81,6 +110,7 @@ def fix_model(model: Any, contract: Contract, path: Path) -> tuple[str, ...]:
         ExportError: when the result is no valid ONNX, because the file was not.
     """
     graph = QdqGraph(model)
+    _check_form(graph, path)
     fixed: dict[str, None] = {}
     for _ in range(_PASSES):
         count = len(fixed)
@@ -96,6 +126,6 @@ def fix_model(model: Any, contract: Contract, path: Path) -> tuple[str, ...]:
     try:
         onnx.checker.check_model(model)
     except onnx.checker.ValidationError as error:
-        line = str(error).strip().splitlines()[0]
+        line = next(iter(str(error).strip().splitlines()), "its form")
         raise ExportError(f"{path} makes no valid ONNX model when it is repaired: {line}") from error
     return tuple(fixed)

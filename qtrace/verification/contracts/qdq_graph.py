@@ -13,9 +13,23 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from qtrace.errors import ExportError
 from qtrace.verification.contracts.grids import Grid
 
-__all__ = ["LAYERS", "QUANTIZERS", "Operand", "QdqGraph", "Quantizer", "attribute", "channel_axis", "label"]
+__all__ = [
+    "FUNCTIONS",
+    "LAYERS",
+    "QUANTIZERS",
+    "Operand",
+    "QdqGraph",
+    "Quantizer",
+    "attribute",
+    "channel_axis",
+    "label",
+]
 
 QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
+
+_GATES = ("Sigmoid", "HardSigmoid", "HardSwish", "Tanh")
+FUNCTIONS = ("Relu", "Clip", "LeakyRelu", "PRelu", "Elu", "Mish", *_GATES)
+"""Activation functions of one input."""
 
 LAYERS = {"Conv": 2, "ConvTranspose": 2, "Gemm": 2, "MatMul": None}
 """Op with a weight as its second input -> the position of its bias; None without one."""
@@ -76,6 +90,8 @@ class Quantizer:
             return None
         zero_point = np.zeros(self.scale.shape, np.int64) if self.zero_point is None else self.zero_point
         if zero_point.size not in (1, self.scale.size) or self.type not in Grid.BOUNDS:
+            return None
+        if not self.scale.size or not (np.isfinite(self.scale).all() and (self.scale > 0).all()):
             return None
         zero_point = np.broadcast_to(zero_point.reshape(-1), self.scale.size).reshape(self.scale.shape)
         return Grid(self.scale.astype(np.float64), zero_point.astype(np.int64), self.type, self.axis)
@@ -140,7 +156,7 @@ class QdqGraph:
         tensor = self.stored.get(name)
         try:
             return None if tensor is None else np.asarray(numpy_helper.to_array(tensor))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise ExportError(f"tensor {name} of the file is damaged: write the file again.") from error
 
     def type_of(self, name: str) -> int:
@@ -206,7 +222,9 @@ class QdqGraph:
         """Yields each layer with its input and its weight; products of two computed tensors are none."""
         for node in self.nodes(*LAYERS):
             data, weight = self.operand(node, 0), self.operand(node, 1)
-            if data is not None and weight is not None and weight.values is not None:
+            if data is None or weight is None or weight.values is None:
+                continue
+            if -weight.values.ndim <= channel_axis(node) < weight.values.ndim:
                 yield node, data, weight
 
     def only_reader(self, name: str) -> NodeProto | None:

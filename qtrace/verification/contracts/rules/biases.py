@@ -49,7 +49,11 @@ def int32_biases(source: str) -> Rule:
     def find(graph: QdqGraph) -> Violations:
         for node, index, data, weight, bias in _biases(graph):
             wanted = _wanted(data, weight)
-            if wanted is None or (bias.dequantize is not None and bias.dequantize.type == TensorProto.INT32):
+            if (
+                wanted is None
+                or not _fits(wanted, bias)
+                or (bias.dequantize is not None and bias.dequantize.type == TensorProto.INT32)
+            ):
                 continue
             kind = "float" if bias.dequantize is None else type_name(bias.dequantize.type)
             repair = _at(graph, node, index, bias)
@@ -66,7 +70,12 @@ def accumulator_biases(source: str) -> Rule:
     def find(graph: QdqGraph) -> Violations:
         for node, index, data, weight, bias in _biases(graph):
             wanted = _wanted(data, weight)
-            if wanted is None or bias.dequantize is None or bias.dequantize.type != TensorProto.INT32:
+            if (
+                wanted is None
+                or not _fits(wanted, bias)
+                or bias.dequantize is None
+                or bias.dequantize.type != TensorProto.INT32
+            ):
                 continue
             grid, zero_point = bias.dequantize.grid, bias.dequantize.zero_point
             if grid is None:
@@ -83,6 +92,11 @@ def accumulator_biases(source: str) -> Rule:
             yield Violation(node, what, cure, _at(graph, node, index, bias))
 
     return Rule("accumulator-biases", source, find)
+
+
+def _fits(grid: Grid, bias: Operand) -> bool:
+    """Whether ``grid`` has a scale for each value of a bias, or one for all."""
+    return bias.values is not None and grid.fits(bias.values)
 
 
 def _wanted(data: Operand, weight: Operand) -> Grid | None:

@@ -9,7 +9,7 @@ from onnx import NodeProto, TensorProto
 
 from qtrace.verification.contracts.base import Rule, Violation, Violations
 from qtrace.verification.contracts.grids import Grid, type_name
-from qtrace.verification.contracts.qdq_graph import Operand, QdqGraph, label
+from qtrace.verification.contracts.qdq_graph import FUNCTIONS, Operand, QdqGraph, label
 from qtrace.verification.contracts.rules.parameters import covering
 
 __all__ = [
@@ -23,8 +23,6 @@ __all__ = [
 ]
 
 _CONVS = ("Conv", "ConvTranspose")
-_SIGMOIDS = ("Sigmoid", "HardSigmoid")
-_FUNCTIONS = ("Relu", "Clip", "LeakyRelu", "PRelu", "HardSwish", "Tanh", "Elu", "Mish", *_SIGMOIDS)
 _BITS: dict[int, int] = {
     TensorProto.INT8: 8,
     TensorProto.UINT8: 8,
@@ -39,11 +37,11 @@ def _layer_before(graph: QdqGraph, name: str) -> NodeProto | None:
     while node is not None and node.op_type not in _CONVS:
         if node.op_type == "Mul":  # a function times its own input, as SiLU has it
             factors = [graph.producers.get(i) for i in node.input]
-            gates = [f for f in factors if f is not None and f.op_type in _SIGMOIDS]
+            gates = [f for f in factors if f is not None and f.op_type in ("Sigmoid", "HardSigmoid")]
             if len(gates) != 1 or gates[0].input[0] not in node.input:
                 return None
             node = graph.producers.get(gates[0].input[0])
-        elif node.op_type in (*_FUNCTIONS, "BatchNormalization"):
+        elif node.op_type in (*FUNCTIONS, "BatchNormalization"):
             node = graph.producers.get(node.input[0])
         else:
             return None
@@ -90,7 +88,7 @@ def unrounded_functions(source: str) -> Rule:
     """Nothing is rounded between a layer and the function behind it."""
 
     def find(graph: QdqGraph) -> Violations:
-        for node in graph.nodes(*_FUNCTIONS):
+        for node in graph.nodes(*FUNCTIONS):
             operand = graph.operand(node, 0)
             if operand is None or operand.quantize is None:
                 continue
@@ -212,7 +210,7 @@ def equal_widths(source: str) -> Rule:
     def find(graph: QdqGraph) -> Violations:
         for node in graph.nodes(*_CONVS):
             data, follower = graph.operand(node, 0), graph.only_reader(node.output[0])
-            while follower is not None and follower.op_type in _FUNCTIONS:
+            while follower is not None and follower.op_type in FUNCTIONS:
                 follower = graph.only_reader(follower.output[0])
             if data is None or data.dequantize is None or follower is None:
                 continue

@@ -68,7 +68,7 @@ def note_device(model: Any, path: Path, console: Console) -> dict[str, Any]:
     if not backend.device:
         return {}
     note = f"not run on the device, {backend.device}"
-    contract = path.suffix == ".onnx" and backend.name in ("qnn", "ryzenai", "tensorrt")
+    contract = path.suffix == ".onnx" and backend.name in ("qnn", "ryzenai", "ryzenai_xint8", "tensorrt")
     advice = f"; `qtrace check {path} --target {backend.name}` checks the file's form" if contract else ""
     console.note(f"{path}: {note}{advice}")
     return {"device": note}

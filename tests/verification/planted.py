@@ -25,6 +25,7 @@ class Form:
         int32_bias: whether biases are int32; else they are floats.
         rounds_summand: whether the result of a convolution is rounded before a sum.
         opset: the opset.
+        powers_of_two: whether scales are powers of two and biases int8.
     """
 
     target: str
@@ -34,6 +35,7 @@ class Form:
     int32_bias: bool = True
     rounds_summand: bool = True
     opset: int = 17
+    powers_of_two: bool = False
 
 
 FORMS = {
@@ -42,6 +44,7 @@ FORMS = {
     "qnn_a16": Form("qnn", np.uint16, 30000, 0.05 / 256, opset=21),
     "ryzenai": Form("ryzenai"),
     "ryzenai_a16w8": Form("ryzenai", np.int16, 0, 0.05 / 256, opset=21),
+    "ryzenai_xint8": Form("ryzenai_xint8", scale=1 / 16, powers_of_two=True),
     "onnxruntime": Form("onnxruntime", np.uint8, 120),
 }
 FIXED = {"s": (1 / 65536, 0), "t": (1 / 32768, 32768)}  # results of sigmoid and tanh in uint16
@@ -80,6 +83,8 @@ class Writer:
         values = self.rng.normal(size=shape).astype(np.float32) / np.sqrt(shape[1])
         others = None if axis is None else tuple(i for i in range(len(shape)) if i != axis)
         scale = (np.abs(values).max(others) / 127).astype(np.float32)
+        if self.form.powers_of_two:
+            scale = np.exp2(np.ceil(np.log2(scale))).astype(np.float32)
         spread = scale if axis is None else scale.reshape([-1 if i == axis else 1 for i in range(len(shape))])
         self.stored[f"{name}_w"] = np.rint(values / spread).astype(np.int8)
         self._dequantized(f"{name}_w", scale, np.zeros(scale.shape, np.int8), axis)
@@ -93,6 +98,9 @@ class Writer:
         if not self.form.int32_bias:
             self.stored[f"{name}_b"] = values
             return f"{name}_b"
+        if self.form.powers_of_two:
+            self.stored[f"{name}_b"] = np.rint(values * 16).astype(np.int8)
+            return self._dequantized(f"{name}_b", np.float32(1 / 16), np.int8(0), None)
         scale = (np.float32(self.form.scale) * weight_scale).astype(np.float32)
         self.stored[f"{name}_b"] = np.rint(values / scale).astype(np.int32)
         return self._dequantized(
@@ -396,3 +404,7 @@ def norm_bias(model: onnx.ModelProto) -> None:
 
 def tiny_range(model: onnx.ModelProto) -> None:
     store(model, "p_scale", np.float32(1e-7))
+
+
+def odd_weight_scale(model: onnx.ModelProto) -> None:
+    store(model, "g_w_scale", value(model, "g_w_scale") * np.float32(0.7))

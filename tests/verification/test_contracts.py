@@ -108,6 +108,13 @@ CASES: dict[str, Planted] = {
     "types of a sum in A16W8": Planted(
         "ryzenai_a16w8", "equal-types", "sum", regrid("conv2", np.int8, 0, 256), fixed=False
     ),
+    "scale that is no power of two": Planted(
+        "ryzenai_xint8", "power-of-two-scales", "a_q", regrid("a", np.int8, 0, 0.75), same=True
+    ),
+    "weight's scale that is no power of two": Planted(
+        "ryzenai_xint8", "power-of-two-scales", "g_w_dq", planted.odd_weight_scale
+    ),
+    "float bias in XINT8": Planted("ryzenai_xint8", "int8-biases", "conv1", planted.float_bias, same=True),
     # onnxruntime
     "bias's scale": Planted("onnxruntime", "accumulator-biases", "conv1", planted.bias_scale),
     "bias with a zero point": Planted(
@@ -285,7 +292,7 @@ def test_files_that_are_none_of_a_kind_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="has no QuantizeLinear and no DequantizeLinear: name a quantized"):
         check_contract(path, "qnn")
     with pytest.raises(
-        ExportError, match="no contract of a target 'qn'; known: onnxruntime, qnn, ryzenai, t"
+        ExportError, match="no contract of a target 'qn'; known: onnxruntime, qnn, ryzenai, ryzenai_xint8, t"
     ):
         check_contract(path, "qn")
     path.write_bytes(b"text")

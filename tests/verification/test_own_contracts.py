@@ -82,8 +82,10 @@ TARGETS = {
     "qnn_a16": "qnn",
     "ryzenai": "ryzenai",
     "ryzenai_a16w8": "ryzenai",
+    "ryzenai_xint8": "ryzenai_xint8",
 }
-QUICK = {("residual", "tensorrt"), ("residual", "qnn"), ("detector head", "qnn"), ("residual", "ryzenai")}
+QUICK = {("residual", target) for target in ("tensorrt", "qnn", "ryzenai", "ryzenai_xint8")}
+QUICK |= {("detector head", "qnn")}
 CASES = [
     pytest.param(name, target, marks=[] if (name, target) in QUICK else [pytest.mark.slow])
     for name in NETWORKS
@@ -110,6 +112,21 @@ def test_an_export_keeps_the_contract_and_computes_what_the_graph_does(
     verified = qtrace.verify(path, converted, [X], optimized=False)
     assert verified.passed
     assert verified.worst_lsb() <= 1
+
+
+def test_every_scale_is_a_power_of_two_and_biases_are_int8_in_xint8(tmp_path: Path) -> None:
+    path = qtrace.export(_converted(_resnet(), "backend/ryzenai_xint8"), tmp_path / "m.onnx")
+    model = onnx.load(str(path))
+    stored = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    producers = {name: node for node in model.graph.node for name in node.output}
+    quantizers = [n for n in model.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    scales = [float(stored[node.input[1]]) for node in quantizers]
+    assert len(scales) >= 40
+    assert all(np.frexp(scale)[0] == 0.5 for scale in scales)
+    for node in (n for n in model.graph.node if n.op_type in ("Conv", "Gemm")):
+        bias = stored[producers[node.input[2]].input[0]]
+        assert bias.dtype == np.int8
+        assert bias.ndim == 1
 
 
 def _gated() -> M.Module:

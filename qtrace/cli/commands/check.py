@@ -26,7 +26,7 @@ __all__ = ["check"]
     "-t",
     metavar="NAME",
     required=True,
-    help="The target: onnxruntime, qnn, ryzenai or tensorrt.",
+    help="The target: onnxruntime, qnn, ryzenai, ryzenai_xint8 or tensorrt.",
 )
 @click.option("--fix", is_flag=True, help="Write a copy to -o in which all that is mechanical is repaired.")
 @click.option("--out", "-o", type=options.file_or_folder(), help="With --fix: the file to write, or replace.")

@@ -84,7 +84,8 @@ class Backend:
             the same resulting integers.
         float_results: the ops whose integer kernels write floats at no cost, where no function follows.
         cost_table: name of the measured times of its runtime; "" if there are none.
-        biases: how a layer adds its bias: as an int32 at the scale of the accumulator, or as a float.
+        biases: how a layer adds its bias: as an int32 at the scale of the accumulator, as a float, or rounded
+            by a scheme of its own.
         added_unrounded: the layers whose result a sum behind them adds before it is rounded, in one kernel.
         rounds_for_readers: whether a result is rounded only if an op on integers reads it.
         weights_per_tensor: the ops whose weight has one scale, whatever the scheme says.
@@ -114,7 +115,7 @@ class Backend:
     float_kernels: frozenset[str] = frozenset()
     float_results: frozenset[str] = frozenset()
     cost_table: str = ""
-    biases: Literal["int32", "float"] = "int32"
+    biases: Literal["int32", "float"] | QScheme = "int32"
     added_unrounded: frozenset[str] = frozenset()
     rounds_for_readers: bool = False
     weights_per_tensor: frozenset[str] = frozenset()

@@ -55,6 +55,8 @@ CASES: list[tuple[str, str, dict[str, Any], str | None]] = [
     ("ryzenai", "activation", {"symmetric": False}, "affine schemes"),
     ("ryzenai", "activation", {"signed": False}, "unsigned integers"),
     ("ryzenai", "weight", {"bits": 4}, "4 bits (it runs 8)"),
+    ("ryzenai_xint8", "weight", {"power_of_two": False}, "scales that are no powers of two"),
+    ("ryzenai_xint8", "weight", {"axis": 0}, "per-channel scales"),
     ("generic", "activation", {"bits": 3, "axis": 1, "rounding": "half_away"}, None),
     ("generic", "activation", {"bits": 13, "signed": True, "narrow": True}, None),
     ("generic", "weight", {"bits": 2, "symmetric": False, "power_of_two": True}, None),
@@ -121,6 +123,7 @@ def test_only_where_a_concatenation_is_a_copy_it_ties() -> None:
     assert {name for name in NAMES if backends.get(name).ties_concat} == {
         "megengine",
         "ryzenai",
+        "ryzenai_xint8",
         "tensorrt",
         "tensorrt_10",
         "tflite",

@@ -11,7 +11,7 @@ from qtrace.verification.contracts.base import Rule, Violation, Violations
 from qtrace.verification.contracts.grids import Grid, bias_grid, symmetric, type_name
 from qtrace.verification.contracts.qdq_graph import LAYERS, Operand, QdqGraph
 
-__all__ = ["accumulator_biases", "float_biases", "int32_biases", "norm_biases"]
+__all__ = ["accumulator_biases", "float_biases", "int8_biases", "int32_biases", "norm_biases"]
 
 
 def _biases(graph: QdqGraph) -> list[tuple[NodeProto, int, Operand, Operand, Operand]]:
@@ -62,6 +62,26 @@ def int32_biases(source: str) -> Rule:
             )
 
     return Rule("int32-biases", source, find)
+
+
+def int8_biases(source: str) -> Rule:
+    """The biases of layers on integers are symmetric int8 with one scale."""
+
+    def find(graph: QdqGraph) -> Violations:
+        for node, index, data, _, bias in _biases(graph):
+            if data.dequantize is None or (
+                bias.dequantize is not None and bias.dequantize.type == TensorProto.INT8
+            ):
+                continue
+
+            def repair(node: NodeProto = node, index: int = index, bias: Operand = bias) -> None:
+                assert bias.values is not None
+                graph.set_stored(node, index, bias.values, symmetric(bias.values, TensorProto.INT8, None))
+
+            kind = "float" if bias.dequantize is None else type_name(bias.dequantize.type)
+            yield Violation(node, f"its bias is {kind}", "store it as int8 with one scale", repair)
+
+    return Rule("int8-biases", source, find)
 
 
 def accumulator_biases(source: str) -> Rule:

@@ -19,6 +19,7 @@ __all__ = [
     "no_needless_axis",
     "one_scale_per_activation",
     "positive_scales",
+    "power_of_two_scales",
     "smallest_range",
 ]
 
@@ -147,6 +148,41 @@ def covering(low: float, high: float, like: Grid) -> Grid:
     scale = np.float64(np.float32((high - low) / (highest - lowest)))
     zero_point = np.clip(np.rint(lowest - low / scale), lowest, highest)
     return Grid(np.array(scale), np.array(int(zero_point)), like.type)
+
+
+def power_of_two_scales(source: str) -> Rule:
+    """Scales are powers of two. Others become the next larger one, so that nothing clips."""
+
+    def find(graph: QdqGraph) -> Violations:
+        for quantizer in graph.quantizers():
+            grid, node = quantizer.grid, quantizer.node
+            if grid is None or (np.frexp(grid.scale)[0] == 0.5).all():
+                continue
+            producer = graph.producers.get(node.input[0])
+            if producer is not None and producer.op_type == "QuantizeLinear":
+                continue  # its QuantizeLinear stands for both
+            nodes, value = graph.partners(quantizer), graph.value(node.input[0])
+            what = f"its scale {float(grid.scale.flat[0]):.4g} is no power of two"
+            stored = node.op_type == "DequantizeLinear"
+            able = nodes is not None and (not stored or (value is not None and grid.fits(value)))
+
+            def repair(
+                node: NodeProto = node,
+                nodes: list[NodeProto] | None = nodes,
+                grid: Grid = grid,
+                integers: np.ndarray | None = value if stored else None,
+            ) -> None:
+                assert nodes is not None
+                scale = np.exp2(np.ceil(np.log2(grid.scale)))
+                wanted = Grid(scale, grid.zero_point, grid.type, grid.axis)
+                if integers is not None:
+                    rounded = wanted.stored(wanted.quantize(grid.dequantize(integers)))
+                    node.input[0] = graph.store(node.input[0], rounded)
+                graph.set_grid(nodes, wanted)
+
+            yield Violation(node, what, "use the next larger power of two", repair if able else None)
+
+    return Rule("power-of-two-scales", source, find)
 
 
 def smallest_range(source: str, smallest: float) -> Rule:

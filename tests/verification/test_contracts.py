@@ -11,14 +11,18 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 
+import qtrace
 from qtrace.errors import ExportError
 from qtrace.verification.contracts import ContractReport, check_contract, fix_contract
 from qtrace.verification.contracts.qdq_graph import LAYERS, QUANTIZERS, QdqGraph
 from qtrace.verification.contracts.targets import known
+from tests.nets import ResNet, images, randomize
 from tests.verification import planted
 from tests.verification.planted import FORMS, Edit, build, other_domain, regrid
 
+PICTURES = [images(2, 3, 32, 32), images(2, 3, 32, 32) * np.float32(0.9)]
 SAMPLES = [np.random.default_rng(seed).normal(size=(1, 8, 6, 6)).astype(np.float32) * 2 for seed in range(3)]
 
 
@@ -270,6 +274,36 @@ def test_the_prediction_for_onnxruntime_is_what_it_does(tmp_path: Path) -> None:
     }
     measured = {op.node for op in report.floats if op.op in counted}
     assert predicted == measured
+
+
+class _Reader(CalibrationDataReader):
+    """The samples, once, for onnxruntime's own quantizer."""
+
+    def __init__(self) -> None:
+        self._samples = iter(PICTURES)
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        sample = next(self._samples, None)
+        return None if sample is None else {"x": sample}
+
+
+@pytest.mark.parametrize("kind", [QuantType.QUInt8, QuantType.QInt8], ids=lambda kind: kind.name)
+def test_files_of_onnxruntimes_quantizer_are_checked_and_repaired(kind: QuantType, tmp_path: Path) -> None:
+    """It leaves out each Relu whose result is rounded to integers that begin at 0; a repair writes it."""
+    traced = qtrace.trace(randomize(ResNet(16, (1, 1))), PICTURES[0][:1], check=False)
+    source, path = str(qtrace.export(traced, tmp_path / "float.onnx")), tmp_path / "theirs.onnx"
+    quantize_static(source, str(path), _Reader(), activation_type=kind, weight_type=QuantType.QInt8)
+    assert check_contract(path, "onnxruntime").findings == ()
+    assert check_contract(path, "qnn").findings == ()
+    for target in ("tensorrt", "ryzenai", "ryzenai_xint8"):
+        assert not check_contract(path, target).passed
+        data, report = fix_contract(path, target)
+        assert report.findings == ()
+        (theirs, ours) = (
+            ort.InferenceSession(file, providers=["CPUExecutionProvider"]).run(None, {"x": PICTURES[0]})[0]
+            for file in (path.read_bytes(), data)
+        )
+        assert np.square(theirs - ours).sum() < 3e-3 * np.square(theirs).sum()
 
 
 def _no_rounding(model: onnx.ModelProto) -> None:

@@ -31,6 +31,9 @@ _GATES = ("Sigmoid", "HardSigmoid", "HardSwish", "Tanh")
 FUNCTIONS = ("Relu", "Clip", "LeakyRelu", "PRelu", "Elu", "Mish", *_GATES)
 """Activation functions of one input."""
 
+_KEEPS_SIGN = ("MaxPool", "AveragePool", "GlobalAveragePool", "Flatten", "Reshape", "Transpose")
+_NOT_NEGATIVE = ("Relu", "Sigmoid", "HardSigmoid", "Softmax", "Abs")
+
 LAYERS = {"Conv": 2, "ConvTranspose": 2, "Gemm": 2, "MatMul": None}
 """Op with a weight as its second input -> the position of its bias; None without one."""
 
@@ -260,7 +263,12 @@ class QdqGraph:
         return name
 
     def set_grid(self, nodes: list[NodeProto], grid: Grid) -> None:
-        """Gives quantizers the scale, zero point, type and axis of ``grid``."""
+        """Gives quantizers the scale, zero point, type and axis of ``grid``.
+
+        Tools leave a Relu out whose result is rounded to integers that begin at 0. If those of ``grid`` begin
+        below, the Relu is written.
+        """
+        self._keep_clamp(nodes[0], grid)
         scale = self.store(nodes[0].input[1], grid.scale.astype(np.float32))
         zero_point = self.store(f"{nodes[0].input[1]}_zero_point", grid.stored(grid.zero_point))
         for node in nodes:
@@ -272,6 +280,20 @@ class QdqGraph:
             if grid.scale.ndim:
                 node.attribute.append(helper.make_attribute("axis", grid.axis))
         self.refresh()
+
+    def _keep_clamp(self, node: NodeProto, grid: Grid) -> None:
+        """Writes a Relu before ``node`` if only the integers of ``grid`` stand for negative values."""
+        before = self.quantizer(node).grid if node.op_type == "QuantizeLinear" else None
+        if before is None or before.ends[0].min() < 0 or grid.ends[0].min() >= 0:
+            return
+        source = self.producers.get(node.input[0])
+        while source is not None and source.op_type in (*_KEEPS_SIGN, *QUANTIZERS):
+            source = self.producers.get(source.input[0])
+        if source is not None and source.op_type in _NOT_NEGATIVE:
+            return
+        output = f"{node.output[0]}_clamped"
+        self.add(helper.make_node("Relu", [node.input[0]], [output], name=output))
+        self.connect(node, 0, output)
 
     def set_stored(self, node: NodeProto, index: int, values: np.ndarray, grid: Grid) -> None:
         """Makes the operand of a layer the integers of ``values`` on ``grid``, behind a DequantizeLinear."""

@@ -24,6 +24,7 @@ from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.graph.stepping import SegmentEngine
 from qtrace.graph.types import TracedModule
 from qtrace.numerics import SMALLEST_SCALE
+from qtrace.preparation.limits import limit_ranges
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import switch_phase
 from qtrace.process.thread import on_engine_thread
@@ -179,6 +180,7 @@ def _apply(prepared: QuantizedModel, statistics: Statistics) -> None:
         fq.observer = observers[name]
         if name in parameters:
             fq.set_qparams(parameters[name])
+    limit_ranges(prepared)
     _fit_biases(prepared)
     switch_phase("quantize", prepared)
 

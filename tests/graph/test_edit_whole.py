@@ -303,9 +303,24 @@ def test_finds_exprs_of_every_kind_of_graph() -> None:
 CHANGES = ("relu", "conv", "pool", "split", "flip", "output", "scale", "remove")
 
 
+_CHANGE = st.tuples(st.sampled_from(CHANGES), st.integers(0, 50))
+
+
 @settings(max_examples=15, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.sampled_from(CHANGES), st.integers(0, 50)), max_size=6))
+@given(st.lists(_CHANGE, max_size=6))
 def test_random_edits_give_the_predicted_outputs_and_shapes(changes: list[tuple[str, int]]) -> None:
+    _check_edits(changes)
+
+
+@pytest.mark.slow
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(st.lists(_CHANGE, min_size=50, max_size=50))
+def test_long_sequences_of_random_edits(changes: list[tuple[str, int]]) -> None:
+    _check_edits(changes)
+
+
+def _check_edits(changes: list[tuple[str, int]]) -> None:
+    """Edits a graph and checks outputs, lint and shapes."""
     traced = copy.deepcopy(FLAT)
     for kind, choice in changes:
         traced_nodes = [n for e in exprs(traced) for n in e.outputs if getattr(n, "shape", None) is not None]

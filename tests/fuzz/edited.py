@@ -160,7 +160,7 @@ class _Pickler(pickle.Pickler):
             state = dict(value.__dict__)
         state = self._replaced.get(id(value), state)
         self.states[id(value)] = (value, state)
-        return copyreg.__newobj__, (type(value),), state
+        return copyreg.__newobj__, (value.__class__,), state  # not type(): see located_graph.py
 
 
 def _pickled(model: Any, replaced: dict[int, Any]) -> tuple[bytes, dict[int, tuple[Any, Any]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -13,6 +14,8 @@ from qtrace.errors import Terminated
 from qtrace.process import engine
 
 __all__ = ["main"]
+
+_POLL_SECONDS = 0.2
 
 
 def main() -> NoReturn:
@@ -29,6 +32,9 @@ def main() -> NoReturn:
     from qtrace.calibration.jobs import WorkerJob, run_job
     from qtrace.errors import QtraceError
 
+    # A signal that wakes a stopped process may reach another thread: it does not interrupt this one.
+    while not select.select([sys.stdin], [], [], _POLL_SECONDS)[0]:
+        pass
     line = sys.stdin.readline()
     if not line:
         sys.exit(0)

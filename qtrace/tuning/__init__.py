@@ -8,7 +8,7 @@ killed search goes on and ends with the recipe that it would have found.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ def tune(
     metric: Metric | None = None,
     evaluation: Callable[[], Iterable[Any]] | None = None,
     about: dict[str, Any] | None = None,
+    reasons: Mapping[str, str] | None = None,
     force: bool = False,
     note: Callable[[str], None] = lambda text: None,
 ) -> Tuning:
@@ -56,6 +57,7 @@ def tune(
             the SQNR of the outputs against the float network.
         evaluation: called once at the end for batches that the search does not see, for the report.
         about: all else that tells this search from another one, such as the names of model and data.
+        reasons: key of ``qconfig``, or ``rules[2]`` -> why it has that value, for the best recipe's comments.
         force: whether to drop the trials of an earlier search in the folder.
         note: called with a line for each trial and on resumption.
 
@@ -87,6 +89,7 @@ def tune(
         unit = "dB" if metric is None else getattr(metric, "__name__", "metric")
         search(judge, parts, recipe, settings, log, lambda trial: note(_describe(trial, unit)))
         tuning = _conclude(log.trials, len(parts) - 1, settings, unit, noise=metric is None)
+        tuning = replace(tuning, reasons=reasons or {})
         if evaluation is not None and tuning.best is not None:
             tuning = _evaluate(tuning, Judge(traced), parts[-1], list(evaluation()))
         _write(path, tuning, note)
@@ -105,7 +108,9 @@ def _check_limits(settings: Settings, qconfig: QConfig) -> None:
 
 
 def _describe(trial: Trial, unit: str) -> str:
-    what = "; ".join(trial.changes.values()) or trial.recipe.get("name") or trial.origin
+    what = "; ".join(trial.changes.values())
+    if trial.origin in ("packaged", "recipe"):
+        what = trial.recipe.get("name") or "as given"
     if trial.value is None:
         return f"trial {trial.number}, {trial.origin}: {what}: left out: {trial.problem}"
     time = "" if trial.milliseconds is None else f", {trial.milliseconds:.4g} ms"

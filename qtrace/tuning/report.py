@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ class Tuning:
         runner_up: the second best, None if there is none.
         certainty: how sure it is that ``best`` is better than ``runner_up``; None where it is not known.
         evaluation: best, second, first -> SQNR in dB of that recipe on the data of --evaluation.
+        reasons: key of the first recipe, or ``rules[2]`` -> why it has that value, as far as that is known.
     """
 
     trials: tuple[Trial, ...]
@@ -46,6 +47,7 @@ class Tuning:
     runner_up: Trial | None = None
     certainty: Certainty | None = None
     evaluation: dict[str, float] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def front(self) -> list[Trial]:
@@ -164,19 +166,17 @@ class _Reasons:
     def of_key(self, key: str) -> str:
         """Returns the reason for the value of ``key``."""
         trial = next((trial for trial in self.line if key in trial.changes), None)
-        return self._begun() if trial is None else self._because(trial, trial.changes[key])
+        return self._begun(key) if trial is None else self._because(trial, trial.changes[key])
 
     def of_rule(self, rule: Any) -> str:
         """Returns the reason for a rule."""
         having = [trial for trial in self.line if rule in trial.recipe.get("rules", ())]
         first = having[-1]
         place = f"rules[{first.recipe['rules'].index(rule)}]"
-        return self._because(first, first.changes[place]) if place in first.changes else self._begun()
+        return self._because(first, first.changes[place]) if place in first.changes else self._begun(place)
 
-    def _begun(self) -> str:
-        root = self.line[-1]
-        packaged = root.origin == "packaged"
-        return f"as in the packaged recipe {root.recipe.get('name', '')}" if packaged else _BEGUN
+    def _begun(self, key: str) -> str:
+        return " ".join(self.tuning.reasons.get(key, "").split()) or _BEGUN
 
     def _because(self, trial: Trial, text: str) -> str:
         before = None if trial.parent is None else self.tuning.trials[trial.parent]

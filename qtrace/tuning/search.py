@@ -210,8 +210,10 @@ class _Search:
         judged = Judged(None, (), None, 0)
         try:
             config = QConfig.model_validate(suggestion.recipe)
-            # The first trial is diagnosed whatever it costs.
-            judged = self.judge.judge(config, part, limits.exceeded_by if number else None)
+            # The first trial is diagnosed whatever it costs. Limits that the user has not given are those of
+            # the choice: the first recipes show what more time or size would bring.
+            strict = number and (self.settings.limits is not None or suggestion.origin == "search")
+            judged = self.judge.judge(config, part, limits.exceeded_by if strict else None)
             problem = judged.problem
         except (ConfigError, GraphError, CalibrationError) as error:
             if number == 0:

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from qtrace.config import QConfig, backends
-from qtrace.config.recipe import load_recipe
+from qtrace.config.recipe import load_recipe, resolve_recipe
 from qtrace.sensitivity.diagnosis import Diagnosis
 from qtrace.tuning.trials import Layer, Suggestion, Trial
 
-__all__ = ["as_recipe", "first_suggestions", "mutate", "suggest_cures"]
+__all__ = ["as_recipe", "comments_of", "first_suggestions", "mutate", "suggest_cures"]
 
 _ACTIVATION_OBSERVERS: tuple[Any, ...] = (
     "mse",
@@ -48,6 +48,24 @@ def as_recipe(config: QConfig) -> dict[str, Any]:
     """Returns a config as plain data that is the same after a round trip through JSON."""
     data: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
     return data
+
+
+def comments_of(recipe: str, *, allow_code: bool = False) -> dict[str, str]:
+    """Returns the comments above the keys of a recipe and above its rules, which are ``rules[0]`` and so on.
+
+    Args:
+        recipe: the recipe's name or file.
+        allow_code: as for `load_recipe`.
+    """
+    comments: dict[str, str] = {}
+    rules = 0
+    for entry in resolve_recipe(recipe, allow_code=allow_code).entries:
+        key = entry.keys[0]
+        if entry.keys == ("rules",):
+            key, rules = f"rules[{rules}]", rules + 1
+        if entry.comment and key not in comments:
+            comments[key] = " ".join(entry.comment)
+    return comments
 
 
 def suggest_cures(recipe: dict[str, Any], diagnosis: Diagnosis) -> tuple[Suggestion, ...]:
@@ -87,7 +105,12 @@ def first_suggestions(first: Trial) -> Iterator[Suggestion]:
                 recipe = {**first.recipe, "placement": placement}
                 yield Suggestion(recipe, "placement", {"placement": reason}, 0)
     for name in _PACKAGED:
-        yield Suggestion(_packaged(name, first.recipe), "packaged", {}, None)
+        recipe = _packaged(name, first.recipe)
+        comments = comments_of(name)
+        keys = [key for key in _SETTINGS_OF_PACKAGED if key in recipe and key != "rules"]
+        keys += [f"rules[{index}]" for index in range(len(recipe.get("rules", ())))]
+        why = {key: f"recipe {name}: {comments.get(key, 'as it is there')}" for key in keys}
+        yield Suggestion(recipe, "packaged", why, None)
 
 
 def _packaged(name: str, base: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,14 @@ from qtrace.cli.commands.tune import tune
 from qtrace.storage.lock import locked
 from tests.tuning.test_search import data, small
 
-RECIPE = "schema: qtrace/1\nbackend: generic\nobservers: {activation: minmax, weight: minmax}\n"
+RECIPE = """schema: qtrace/1
+# The device of the factory.
+backend: generic
+observers: {activation: minmax, weight: minmax}
+rules:
+  # Scores stay exact.
+  - {match: {op: linear, position: last}, quantize_output: false, optional: true}
+"""
 
 
 @pytest.fixture
@@ -48,6 +55,12 @@ def test_a_search_writes_its_files_and_goes_on(place: Path, capsys: pytest.Captu
     assert names == ["best.yaml", "search.json", "trials.jsonl", "tune.html", "tune.json"]
     assert "<svg" in Path("best/tune.html").read_text()
     assert qtrace.load_recipe("best/best.yaml").backend == "generic"
+    text = Path("best/best.yaml").read_text()
+    assert "# trial 1, recipe int8: Weights of a layer are fitted" in text
+    assert run(capsys, "--trials", "1", "-o", "first")[0] == 0
+    text = Path("first/best.yaml").read_text()
+    assert "# The device of the factory.\nbackend: generic" in text
+    assert "  # Scores stay exact.\n  - " in text
     code, out, err = run(capsys, "--trials", "5", "--json", "-o", "best")
     assert code == 0
     assert "going on after 4 trials" in err

@@ -25,6 +25,7 @@ from qtrace.tuning.folder import BEST, SEARCH, TRIALS
 from qtrace.tuning.search import propose, split
 from qtrace.tuning.trials import Trial, TrialLog, digest_of
 from tests.nets import net
+from tests.sensitivity.diagnosis import planted
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,7 +48,7 @@ def start() -> QConfig:
     return QConfig(backend="generic", observers={"activation": "minmax", "weight": "minmax"})
 
 
-def run(folder: Path, trials: int = 8, **options) -> object:
+def run(folder: Path, trials: int | None = 8, **options) -> object:
     batches = data()
     settings = Settings(trials=trials, **options)
     return tune(qtrace.trace(small(), batches[0]), start(), batches, folder, settings)
@@ -141,6 +142,12 @@ def test_no_result_is_beyond_a_limit_and_refused_trials_are_not_judged(whole, tm
     assert "no recipe of 3 trials is within the limits" in none.table()
 
 
+def test_the_budget_counts_the_trials_of_earlier_runs(tmp_path: Path) -> None:
+    assert len(run(tmp_path / "b", trials=None, seconds=1e-6).trials) == 1
+    assert len(run(tmp_path / "b", trials=None, seconds=1e-6).trials) == 1
+    assert len(run(tmp_path / "b", trials=2, seconds=1e6).trials) == 2
+
+
 def test_a_limit_on_time_needs_measured_times(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="backend generic has no measured times"):
         run(tmp_path / "b", limits=Limits(milliseconds=1.0))
@@ -216,6 +223,40 @@ def test_the_better_half_of_a_rung_is_promoted() -> None:
     done += [Trial(**{**trial(6, 1, 9.0).__dict__})]
     assert propose(done, recipe, Settings(), 3).suggestion.origin == "search"
     assert propose(done, recipe, Settings(), 3) == propose(list(done), recipe, Settings(), 3)
+
+
+def test_the_cure_of_an_outlier_channel_is_tried_first_and_wins(tmp_path: Path) -> None:
+    network, x = planted.build("plain"), planted.images(32)
+    planted.plant_outlier(network)
+    batches = [x[i : i + 4] for i in range(0, 32, 4)]
+    traced = qtrace.trace(network, batches[0])
+    result = tune(traced, qtrace.load_recipe("onnxruntime"), batches, tmp_path / "b", Settings(trials=2))
+    assert result.trials[1].origin == "diagnosis"
+    assert result.best.number == 1
+    assert result.best.value > result.trials[0].value + 10
+    text = (tmp_path / "b" / BEST).read_text().splitlines()
+    line = next(i for i, text in enumerate(text) if text.startswith("ptq: [fuse_bn, equalize]"))
+    assert "trial 1, outlier-channels at " in text[line - 1]
+    assert " dB" in text[line - 1]
+    assert result.certainty.low > 0
+    assert result.table().count("sure:") == 1
+
+
+def test_by_default_the_choice_is_no_dearer_than_the_first_recipe(tmp_path: Path) -> None:
+    x = planted.images(32)
+    batches = [x[i : i + 4] for i in range(0, 32, 4)]
+    traced = qtrace.trace(planted.build("plain"), batches[0])
+    result = tune(traced, qtrace.load_recipe("onnxruntime"), batches, tmp_path / "b", Settings(trials=6))
+    first = result.trials[0]
+    assert first.milliseconds > 0
+    placements = [trial.recipe["placement"] for trial in result.trials if trial.origin == "placement"]
+    assert placements == ["balanced", "fastest"]
+    assert result.best.milliseconds <= first.milliseconds
+    assert result.best.bytes <= first.bytes
+    # What costs more is judged and shown.
+    dearer = [t for t in result.trials if t.bytes > first.bytes and t.origin != "search"]
+    assert dearer
+    assert all(trial.value is not None for trial in dearer)
 
 
 CODE = """

@@ -109,6 +109,7 @@ def tune(
     with console.work():
         import qtrace
         from qtrace.tuning import tune as run
+        from qtrace.tuning.space import comments_of
 
         qconfig = qtrace.load_recipe(recipe, allow_code=allow_code)
         reading: dict[str, Any] = {"batch_size": batch_size, "max_batches": max_batches, "skip_bad": skip_bad}
@@ -126,6 +127,7 @@ def tune(
             metric=function,
             evaluation=unseen,
             about=about,
+            reasons=comments_of(recipe, allow_code=allow_code),
             force=force,
             note=console.note,
         )

@@ -50,13 +50,13 @@ test: $(STAMP) ## Run the tests, without the slow ones
 test-slow: $(STAMP) ## Run the slow tests only
 	$(PY) -m pytest -m slow -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# torch is large, and its wheels of the package index bring CUDA's libraries; one engine of `finetune` needs it.
+# torch is large, and its wheels of the package index bring CUDA's libraries; engines of what learns need it.
 $(VENV)/.installed-torch: $(STAMP)
 	$(PY) -I -m pip install -c constraints.txt -e '.[torch]'
 	@touch $@
 
-test-torch: $(VENV)/.installed-torch ## Install torch and test the engine of `finetune` that needs it
-	$(PY) -m pytest tests/finetuning $(ARGS)
+test-torch: $(VENV)/.installed-torch ## Install torch and test what learns by it
+	$(PY) -m pytest tests/finetuning tests/ptq/learning $(ARGS)
 
 # Counting lines takes a third more time: CPython 3.10 has no cheap way.
 coverage: $(STAMP) ## Run the tests without the slow ones, and fail if they reach fewer than 95 % of the lines

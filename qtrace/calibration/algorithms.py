@@ -20,6 +20,7 @@ from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import switch_phase
 from qtrace.ptq.base import Batches, CalibratedAlgorithm, CalibratedTask, Left
 from qtrace.ptq.layers.outputs import CalibrationOutputs, output_errors
+from qtrace.ptq.learning.descent import LearningEngine
 from qtrace.storage.checkpoints import Checkpoint
 
 __all__ = ["calibrated_algorithms", "restoring", "run_calibrated"]
@@ -61,6 +62,7 @@ def run_calibrated(
     progress: bool = False,
     checkpoint: Checkpoint | None = None,
     engine: SegmentEngine | None = None,
+    learning: LearningEngine | None = None,
 ) -> None:
     """Runs the algorithms of the calibrated stage and writes their reports into the record.
 
@@ -71,6 +73,7 @@ def run_calibrated(
         progress: whether to show progress bars.
         checkpoint: the storage of learned blocks; None to store none.
         engine: computes the values of layers where it can; None for MegEngine.
+        learning: computes the steps of what is learned where it can; None for MegEngine.
     """
     if not selected:
         return
@@ -83,7 +86,7 @@ def run_calibrated(
         assert isinstance(algorithm, CalibratedAlgorithm)
         subset = batches.spread(algorithm.samples)
         report = algorithm.apply(
-            CalibratedTask(model.module, reference, subset, progress, checkpoint, engine)
+            CalibratedTask(model.module, reference, subset, progress, checkpoint, engine, learning)
         )
         after = outputs.ratios() if report.changed else before
         report = dataclasses.replace(report, outputs=output_errors(before, after), measured=outputs.measured)

@@ -24,10 +24,12 @@ from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.graph.stepping import SegmentEngine
 from qtrace.graph.types import TracedModule
 from qtrace.numerics import SMALLEST_SCALE
+from qtrace.preparation.limits import limit_ranges
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import switch_phase
 from qtrace.process.thread import on_engine_thread
 from qtrace.ptq.base import Batches
+from qtrace.ptq.learning.choice import choose_learning
 from qtrace.scheme import QParams
 from qtrace.storage.checkpoints import Checkpoint
 
@@ -47,6 +49,7 @@ def calibrate(
     statistics: Statistics | None = None,
     state: str | Path | None = None,
     threads: int | None = None,
+    learning_engine: str = "auto",
 ) -> TracedModule:
     """Runs ``batches`` through the graph, observes every site and sets its quantization parameters.
 
@@ -70,6 +73,8 @@ def calibrate(
             save each block. An interrupted calibration goes on after these blocks, to the same result. Files
             of another model, other data or options are ignored.
         threads: number of threads of onnxruntime; None for all cores.
+        learning_engine: computes the steps of ``adaround`` and ``reconstruct``: ``megengine``, ``torch`` (the
+            extra ``torch``), or ``auto`` for torch where it is installed and agrees with MegEngine.
 
     Returns:
         ``prepared``.
@@ -83,6 +88,7 @@ def calibrate(
     _check_arguments(batches, max_batches=max_batches, threads=threads)
     check_sites(model)
     algorithms, checkpoint = calibrated_algorithms(model, batches), _checkpoint(state)
+    learning = choose_learning(prepared, learning_engine) if algorithms else None
     chosen: str | Chosen = engine
     if statistics is None:
         options = CollectOptions(engine, _count(batches, max_batches), threads, progress)
@@ -94,7 +100,7 @@ def calibrate(
         data = Batches(batches, prepared, min(_count(batches, max_batches) or count, count))
         if algorithms:
             segments = _segments(model, chosen, data, threads)
-            run_calibrated(model, algorithms, data, progress, checkpoint, segments)
+            run_calibrated(model, algorithms, data, progress, checkpoint, segments, learning)
             _fit_biases(model.view(prepared))  # learned scales may have become smaller
     return prepared
 
@@ -174,6 +180,7 @@ def _apply(prepared: QuantizedModel, statistics: Statistics) -> None:
         fq.observer = observers[name]
         if name in parameters:
             fq.set_qparams(parameters[name])
+    limit_ranges(prepared)
     _fit_biases(prepared)
     switch_phase("quantize", prepared)
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from qtrace.benchmarking.costs import CostTable
     from qtrace.preparation.figures import Figures
 
-__all__ = ["note_file", "note_graph"]
+__all__ = ["note_device", "note_file", "note_graph"]
 
 _FLOAT_RUNTIME = "onnxruntime"  # runs the .onnx files of plain modules
 _MEBIBYTE = 2**20
@@ -46,6 +46,33 @@ def note_graph(model: Any, console: Console) -> dict[str, Any]:
             "integers. `qtrace explain --why NODE` says it of each op."
         )
     return {**facts, "predicted_seconds": seconds, "predicted_float_seconds": in_float}
+
+
+def note_device(model: Any, path: Path, console: Console) -> dict[str, Any]:
+    """Notes that a file was not run on its device, for a target whose runtime is not here.
+
+    Args:
+        model: the exported module.
+        path: the file.
+        console: prints the note.
+
+    Returns:
+        The note, for JSON; nothing for targets whose runtime is here, and for plain modules.
+    """
+    from qtrace.config import backends
+    from qtrace.preparation.model import QuantizedModel
+    from qtrace.preparation.record import is_quantized
+
+    if not is_quantized(model):
+        return {}
+    backend = backends.get(QuantizedModel(model).annotation.backend)
+    if not backend.device:
+        return {}
+    note = f"not run on the device, {backend.device}"
+    contract = path.suffix == ".onnx" and backend.name in ("qnn", "ryzenai", "ryzenai_xint8", "tensorrt")
+    advice = f"; `qtrace check {path} --target {backend.name}` checks the file's form" if contract else ""
+    console.note(f"{path}: {note}{advice}")
+    return {"device": note}
 
 
 def note_file(model: Any, path: Path, console: Console) -> dict[str, Any]:

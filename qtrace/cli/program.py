@@ -17,6 +17,7 @@ from qtrace.cli import INTERRUPTED, help
 from qtrace.cli.commands.bench import bench
 from qtrace.cli.commands.bisect import bisect
 from qtrace.cli.commands.calibrate import calibrate
+from qtrace.cli.commands.check import check
 from qtrace.cli.commands.compare import compare
 from qtrace.cli.commands.explain import explain
 from qtrace.cli.commands.export import export
@@ -90,6 +91,7 @@ _COMMANDS = (
     export,
     verify,
     bisect,
+    check,
     bench,
     compare,
     sensitivity,

@@ -15,7 +15,7 @@ from qtrace.finetuning._twins import Twins
 from qtrace.graph.types import TracedModule
 
 if TYPE_CHECKING:
-    from qtrace.finetuning.torch.engine import TorchEngine
+    from qtrace.finetuning._torch import TorchEngine
 
 __all__ = ["choose_engine"]
 
@@ -70,8 +70,8 @@ def choose_engine(
 def _torch(student: TracedModule, teacher: TracedModule, form: Any, blocks: Sequence[str]) -> TorchEngine:
     if importlib.util.find_spec("torch") is None:
         raise _RefusedError("it is not installed (pip install 'qtrace[torch]')")
-    from qtrace.finetuning.torch.engine import TorchEngine
-    from qtrace.finetuning.torch.graph import UnsupportedError
+    from qtrace.finetuning._torch import TorchEngine
+    from qtrace.ptq.torch.graph import UnsupportedError
 
     try:
         return TorchEngine(student, teacher, form, blocks)
@@ -89,7 +89,7 @@ def _first_samples(samples: Samples) -> Batch:
 
 def _compare(torch: TorchEngine, megengine: LearningEngine, batch: Batch) -> None:
     """Refuses torch if a node of the float graph has other values than in MegEngine."""
-    from qtrace.finetuning.torch.graph import UnsupportedError
+    from qtrace.ptq.torch.graph import UnsupportedError
 
     outputs, blocks = megengine.run_teacher(batch)
     try:

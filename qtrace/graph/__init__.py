@@ -19,6 +19,7 @@ from qtrace.graph.passes import FoldConstants, MergeCommonSubexpressions, Remove
 from qtrace.graph.pattern import Anything, Const, Mismatch, Op, Param, PatternMatch, match
 from qtrace.graph.propagate import propagate_shapes, set_input_shapes
 from qtrace.graph.rewrite import RewriteRule, RuleResult, apply_rules
+from qtrace.graph.samples import SampleDifference, SamplesReport, check_samples
 from qtrace.graph.table import format_table, table
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.transformer import Transformer
@@ -45,10 +46,13 @@ __all__ = [
     "RemoveDeadCode",
     "RewriteRule",
     "RuleResult",
+    "SampleDifference",
+    "SamplesReport",
     "Transformer",
     "add_submodule",
     "apply_rules",
     "check",
+    "check_samples",
     "compose",
     "delete_attribute",
     "dot",

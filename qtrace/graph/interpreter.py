@@ -23,10 +23,18 @@ from qtrace.graph.engine import quiet_engine
 from qtrace.graph.op_failure import describe_failure
 from qtrace.graph.walk import called_graph, owner, updates_inputs
 
-__all__ = ["IN_PLACE", "Interpreter", "interpret", "last_uses", "locate_failure"]
+__all__ = [
+    "ENGINE_ERRORS",
+    "IN_PLACE",
+    "Interpreter",
+    "interpret",
+    "last_uses",
+    "locate_failure",
+    "locate_failure_of",
+]
 
 # What MegEngine raises where an op does not take its inputs.
-_ENGINE_ERRORS = (AssertionError, RuntimeError, TypeError, ValueError)
+ENGINE_ERRORS = (AssertionError, RuntimeError, TypeError, ValueError)
 _ARITHMETIC = "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor"
 IN_PLACE = {f"__i{name}__": f"__{name}__" for name in _ARITHMETIC.split()}
 
@@ -87,7 +95,7 @@ class Interpreter:
         graph = self.traced.argdef_graph_map[arg_def]
         try:
             values = self._execute(graph, inputs, None)
-        except _ENGINE_ERRORS as error:
+        except ENGINE_ERRORS as error:
             problem = locate_failure(self.traced, *args, **kwargs)
             if problem:
                 error.args = (problem,)
@@ -193,11 +201,16 @@ def locate_failure(traced: TracedModule, *args: Any, **kwargs: Any) -> str:
     Raises:
         GraphError: when the arguments do not have the structure that was traced.
     """
-    run = _OneByOne(traced)
-    arg_def, inputs = run.bind(args, kwargs)
+    arg_def, inputs = Interpreter(traced).bind(args, kwargs)
+    return locate_failure_of(traced.argdef_graph_map[arg_def], inputs)
+
+
+def locate_failure_of(graph: InternalGraph, inputs: Sequence[Any]) -> str:
+    """Does what `locate_failure` does for a graph and the values of its inputs, the first one its module."""
+    traced = inputs[0]
     with quiet_engine(traced):
         try:
-            run.run_all(traced.argdef_graph_map[arg_def], inputs)
+            _OneByOne(traced).run_all(graph, list(inputs))
         except _OpFailure as failure:
             return str(failure)
     return ""
@@ -226,7 +239,7 @@ class _OneByOne(Interpreter):
             inputs = [F.copy(v) if isinstance(v, RawTensor) else v for v in inputs]
         try:
             return interpret(expr, inputs)
-        except _ENGINE_ERRORS as error:
+        except ENGINE_ERRORS as error:
             raise _OpFailure(describe_failure(expr, inputs, error)) from error
 
 

@@ -52,7 +52,7 @@ def propagate_shapes(traced: TracedModule, *inputs: Any) -> None:
         return
     run = _ShapeRun(traced)
     # Copies: the graph may return or write into its inputs.
-    args = example_inputs.fresh(example_inputs.to_tensors(inputs))
+    args, _ = example_inputs.fresh((example_inputs.to_tensors(inputs), {}))
     with quiet_engine(traced):
         run.run(*args)
     for node, (shape, dtype) in run.recorded.items():

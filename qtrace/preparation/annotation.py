@@ -146,7 +146,8 @@ class ExprNote:
         ranks: the numbers of these rules in the config.
         causes: codes of everything that keeps the expr in float; `reason` states the first: "unread" (no rule
             reads it), "region" (it lies outside), "rule" (of the config), "role" (it is kept in float on
-            purpose), "dtype" (values other than float32), "kernel" (the backend has none), "placement" (it
+            purpose), "dtype" (values other than float32), "kernel" (the backend has none), "speed" (it is no
+            faster on integers, the backend says), "placement" (it
             gains too little on integers), "idle" (a move between floats).
         reason: why the expr stays float, or a remark about how it is computed.
         macs: number of multiply-accumulates at the traced shapes.

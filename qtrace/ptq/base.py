@@ -92,6 +92,8 @@ class CalibratedTask:
         checkpoint: the storage of finished blocks, for an interrupted run; None to store none.
         engine: computes the inputs and outputs of layers faster than MegEngine, where it can; None for
             MegEngine.
+        learning: computes the steps of what is learned faster than MegEngine, where it can (a
+            `qtrace.ptq.learning.descent.LearningEngine`); None for MegEngine.
     """
 
     model: TracedModule
@@ -100,6 +102,7 @@ class CalibratedTask:
     progress: bool = False
     checkpoint: Checkpoint | None = None
     engine: SegmentEngine | None = None
+    learning: Any = None
 
 
 class FloatAlgorithm(Algorithm):

@@ -25,7 +25,7 @@ qtrace verify model.onnx --model int8/quantized.mge --data images/ --recipe resn
 | exit code | meaning |
 | --- | --- |
 | 0 | success |
-| 1 | a check failed: `verify`, `bisect` or `recipes check` found a difference or a mistake |
+| 1 | a check failed: `verify`, `bisect`, `check` or `recipes check` found a difference or a mistake |
 | 2 | a mistake in what was given; one sentence on stderr says which |
 | 70 | a fault in qtrace itself |
 | 130 | interrupted; no result was written |

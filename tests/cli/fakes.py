@@ -130,9 +130,18 @@ class Fakes:
         return SimpleNamespace(collected=collected, skipped=tuple(source.skipped))
 
     def calibrate(
-        self, prepared, batches, progress=True, engine="auto", statistics=None, state=None, threads=None
+        self,
+        prepared,
+        batches,
+        progress=True,
+        engine="auto",
+        learning_engine="auto",
+        statistics=None,
+        state=None,
+        threads=None,
     ):
         assert engine == "megengine"  # the one that collected the statistics
+        assert learning_engine == "auto"
         self.calls["calibrate"] = (len(statistics.batches), progress)
 
     def convert(self, prepared):

@@ -21,7 +21,8 @@ from tests.nets import MobileNetV2, ResNet, images, net
 
 X = images(2, 4, 8, 8)
 TARGETS = tuple(name for name in recipe_names() if name.startswith("backend/"))
-PER_CHANNEL = tuple(name for name in TARGETS if name != "backend/megengine")
+_PER_TENSOR = ("backend/megengine", "backend/ryzenai_xint8")
+PER_CHANNEL = tuple(name for name in TARGETS if name not in _PER_TENSOR)
 
 
 def _conv(outside: int = 4, **options: Any) -> M.Conv2d:
@@ -174,7 +175,8 @@ _LAST = {
 }
 
 
-@pytest.mark.parametrize("target", TARGETS)
+# Convolutions of four channels, which the backend tensorrt leaves in float, say nothing about its recipes.
+@pytest.mark.parametrize("target", [name for name in TARGETS if name != "backend/tensorrt"])
 @pytest.mark.parametrize("family", ["yolox", "retinanet", "detr"])
 def test_a_detector_computes_on_integers_and_decodes_in_float(planned: Any, family: str, target: str) -> None:
     annotation = planned(_trace(_detector()), target, family)
@@ -185,6 +187,11 @@ def test_a_detector_computes_on_integers_and_decodes_in_float(planned: Any, fami
         bits = _site(annotation, name).plan.scheme.bits if note.output else None
         assert bits == _LAST.get(target)
     tail = [n for n in annotation.notes if n.kind in ("exp", "mul", "sigmoid", "concat", "reshape")]
+    pieces = {
+        n.name for n in tail if set(n.reads) & {"body_out", "down_out"}
+    }  # of SiLU, on targets without it
+    assert len(pieces) in (0, 4)
+    tail = [n for n in tail if n.name not in pieces]
     assert {n.state for n in tail} <= {"float", "carried"}
     assert {n.state for n in tail if n.kind != "reshape"} == {"float"}
 
@@ -250,7 +257,7 @@ def test_between_the_products_of_a_transformer_all_is_float(planned: Any, family
         assert _note(annotation, name).output
 
 
-@pytest.mark.parametrize("target", ["backend/onnxruntime", "backend/snpe", "backend/tensorrt"])
+@pytest.mark.parametrize("target", ["backend/onnxruntime", "backend/snpe", "backend/tensorrt_10"])
 def test_tokens_and_neighbours_are_joined_in_float(planned: Any, target: str) -> None:
     def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
         x = F.transpose(F.flatten(self.patches(x), 2), (0, 2, 1))
@@ -376,7 +383,7 @@ def test_a_new_family_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for folder in ("backend", "common"):
         (tmp_path / folder).mkdir()
     packaged = Path(qtrace.__file__).parent / "recipes"
-    for name in ("backend/tensorrt", "common/imagenet", "common/depthwise"):
+    for name in ("backend/tensorrt_10", "common/imagenet", "common/depthwise"):
         (tmp_path / f"{name}.yaml").write_text((packaged / f"{name}.yaml").read_text())
     (tmp_path / "mynet.yaml").write_text(
         "schema: qtrace/1\n"
@@ -390,10 +397,10 @@ def test_a_new_family_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("qtrace.config.recipe._HOME", tmp_path)
     assert "mynet" in recipe_names()
     assert load_recipe("mynet").rules[-1].origin == "qtrace/recipes/mynet.yaml:6"
-    (tmp_path / "use.yaml").write_text("schema: qtrace/1\nimports: [backend/tensorrt, mynet]\n")
+    (tmp_path / "use.yaml").write_text("schema: qtrace/1\nimports: [backend/tensorrt_10, mynet]\n")
     annotation = plan(
         _trace(MobileNetV2(0.25, blocks=(1, 2, 1)), images(1, 3, 32, 32)), tmp_path / "use.yaml"
     )
-    assert annotation.backend == "tensorrt"
+    assert annotation.backend == "tensorrt_10"
     sums = {note.inputs for note in annotation.notes if note.kind == "add"}
     assert {_site(annotation, group).plan.observer for groups in sums for group in groups} == {"minmax"}

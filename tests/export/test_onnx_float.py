@@ -65,8 +65,9 @@ CASES = {
     "aimet-1.0.0": "onnxruntime",
     "aimet-2.0.0": "onnxruntime",
     "mqbench-snpe": "backend/snpe",
-    "mqbench-tensorrt": "backend/tensorrt",
-    "tensorrt": "backend/tensorrt",
+    "mqbench-tensorrt": "backend/tensorrt_10",
+    "tensorrt": "backend/tensorrt_10",
+    "tensorrt-10": "backend/tensorrt_10",
     "mgeconvert": "backend/megengine",
 }
 
@@ -84,13 +85,13 @@ def test_every_name_is_a_tensor_of_the_model(params: str, tmp_path: Path) -> Non
     activations = {s.node for s in annotation.sites if s.sort == "activation"} | set(annotation.carried)
     assert len(activations) > 5
     assert activations <= set(names)
-    if params not in ("tensorrt", "mqbench-tensorrt"):
+    if params not in ("tensorrt", "tensorrt-10", "mqbench-tensorrt"):
         assert {s.node for s in annotation.sites if s.sort == "weight"} <= set(names)
 
 
 def _read(params: str, text: str) -> dict[str, list[Any]]:
     """Tensor -> bits, scales, zero points in the unsigned convention, and the axis (None: not said)."""
-    if params == "tensorrt":
+    if params in ("tensorrt", "tensorrt-10"):
         header, *lines = text.splitlines()
         assert header == "TRT-8503-EntropyCalibration2"
         pairs = (line.split(": ") for line in lines)
@@ -255,12 +256,12 @@ def test_clipped_weights_have_the_same_integers_in_the_full_range(tmp_path: Path
 INT8 = {"signed": True, "symmetric": True}
 REFUSED = {
     "affine in a cache": (
-        "tensorrt",
+        "tensorrt-10",
         {},
         r"site x is uint8 affine, but .* cache .*: prepare with backend ten",
     ),
     "4-bit weights in a cache": (
-        "tensorrt",
+        "tensorrt-10",
         {"activation": INT8, "weight": {"bits": 4}},
         r"site c_weight is int4 .* 8 bits only: use 8 bits there, or export format onnx",
     ),
@@ -270,7 +271,7 @@ REFUSED = {
         r"site c_weight is int8 sym .*each channel a scale: set axis: 0",
     ),
     "scales that a cache cannot tell": (
-        "tensorrt",
+        "tensorrt-10",
         {"activation": INT8, "weight": {"power_of_two": True}},
         r"site c_weight .*largest magnitude: use the observer minmax",
     ),
@@ -315,7 +316,7 @@ def test_a_tensor_with_two_schemes_is_refused(tmp_path: Path) -> None:
     ("recipe", "params"),
     [
         *(("backend/onnxruntime", p) for p in (*AIMET, "mqbench-snpe")),
-        *(("backend/tensorrt", p) for p in ("tensorrt", "mqbench-tensorrt")),
+        *(("backend/tensorrt_10", p) for p in ("tensorrt-10", "mqbench-tensorrt")),
         ("backend/ncnn", "ncnn"),
         ("backend/megengine", "mgeconvert"),
     ],
@@ -342,6 +343,20 @@ def test_a_tensor_that_is_also_read_in_float_is_refused(tmp_path: Path) -> None:
     module = net(lambda self, x: self.a(x) + F.exp(x), a=M.Conv2d(4, 4, 3, padding=1))
     with pytest.raises(ExportError, match=r"site x.* rounds x for exp_out too, which reads it in float"):
         _export(_converted(module, x), tmp_path, "aimet-2.0.0")
+
+
+def test_the_old_name_of_the_cache_writes_it_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    converted = _small(backend="tensorrt_10")
+    files = []
+    for params in ("tensorrt-10", "tensorrt"):
+        caplog.clear()
+        (tmp_path / params).mkdir()
+        _export(converted, tmp_path / params, params)
+        files.append((tmp_path / params / "m.cache").read_text())
+        assert ("export format onnx" in caplog.text) == (params == "tensorrt")
+    assert files[0] == files[1]
 
 
 def test_unknown_kinds_and_options(tmp_path: Path) -> None:

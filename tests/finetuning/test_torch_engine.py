@@ -71,7 +71,7 @@ def _config(**more: Any) -> dict[str, Any]:
 
 def _step(prepared: TracedModule, engine: str, blocks: tuple[str, ...] = ()) -> tuple[list[Any], list[str]]:
     """Loss, parts and gradients of a step, and the names of the parameters."""
-    from qtrace.finetuning.torch.engine import TorchEngine
+    from qtrace.finetuning._torch import TorchEngine
 
     teacher = float_twin(QuantizedModel(prepared, "prepared"), None)
     batch, form = Batch(0, _data(1, 5)), ((0,), {})
@@ -153,7 +153,7 @@ def test_a_batchnorm_that_trains_is_computed_and_moves_its_statistics() -> None:
 
 
 def test_an_unfolded_batchnorm_is_folded_in_evaluation_as_by_megengine() -> None:
-    from qtrace.finetuning.torch.graph import TorchGraph
+    from qtrace.ptq.torch.graph import TorchGraph
 
     prepared, x = _folding(bn={"fold": False}), mge.Tensor(_data(1, 5)[0])
     with evaluating(prepared), in_phase(prepared, "quantize"):
@@ -290,7 +290,7 @@ def test_a_mode_without_a_form_is_noticed_before_the_first_step() -> None:
 
 
 def test_float_values_that_differ_from_megengines_refuse_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qtrace.finetuning.torch import graph
+    from qtrace.ptq.torch import graph
 
     monkeypatch.setitem(graph._FORMS, "relu", lambda x: x.clamp_min(0.1))
     report = _run("auto")[1]
@@ -300,15 +300,15 @@ def test_float_values_that_differ_from_megengines_refuse_torch(monkeypatch: pyte
 
 def test_a_fake_quant_of_ones_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from qtrace.fakequant.lsq import LSQFakeQuant
-    from qtrace.finetuning.torch import graph
+    from qtrace.ptq.torch import graph
 
     monkeypatch.setattr(graph, "MODULES", tuple(set(graph.MODULES) - {LSQFakeQuant}))
     assert "is a fake quant of your own" in _run("auto")[1].engine_reason
 
 
 def test_adam_of_torch_takes_the_steps_of_numpys() -> None:
-    from qtrace.finetuning.torch.adam import TorchAdam
     from qtrace.optim.adam import Adam
+    from qtrace.ptq.torch.adam import TorchAdam
 
     rng = np.random.default_rng(0)
     start, lr = rng.normal(size=(5, 7)).astype(np.float32), rng.uniform(0.1, 1, (5, 1)).astype(np.float32)

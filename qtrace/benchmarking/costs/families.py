@@ -68,8 +68,11 @@ class Family:
 def families(op: OpShape) -> tuple[Family, ...]:
     """Returns the families that give the time of an op, the most exact one first.
 
-    All families of an op have the same number of coordinates.
+    All families of an op have the same number of coordinates. A convolution whose shapes are none of one has
+    no family: a graph may say anything of them.
     """
+    if op.weight and op.kind in (*_CONVS, *_TRANSPOSED) and not _is_layer(op):
+        return ()
     if op.kind in _CONVS and op.weight:
         candidates = _conv(op, _CONVS[op.kind])
     elif op.kind in _TRANSPOSED and op.weight:
@@ -101,6 +104,11 @@ def _reorder(op: OpShape) -> list[Family]:
     plane = numel(op.outputs[0][2:])
     plain = Family("", (size,))
     return [Family("whole pages", (size,)), plain] if plane % _PAGE == 0 else [plain]
+
+
+def _is_layer(op: OpShape) -> bool:
+    """Whether the shapes of a convolution have samples and channels, and groups divide these."""
+    return op.groups > 0 and all(len(shape) > 1 for shape in (*op.inputs[:1], *op.outputs[:1], op.weight))
 
 
 def _elements(shapes: tuple[tuple[int, ...], ...]) -> int:

@@ -169,6 +169,8 @@ def _read_measurement(entry: dict[str, Any]) -> Measurement:
     op = OpShape.from_dict(entry)
     if not op.inputs or not op.outputs:
         raise ValueError(f"{op.kind} without inputs or outputs")
+    if not families(op):
+        raise ValueError(f"{op.kind} of shapes that it cannot have")
     return Measurement(op, entry["form"], _positive(entry["seconds"]))
 
 

@@ -35,6 +35,13 @@ FILES = ("prepared.mge", "quantized.mge", "report.json", "explain.txt")
 @click.option("--out", "-o", type=options.file_or_folder(), required=True, help="The folder to write.")
 @judging
 @options.collecting
+@click.option(
+    "--learning-engine",
+    type=click.Choice(["auto", "megengine", "torch"]),
+    default="auto",
+    show_default=True,
+    help="The engine that learns roundings (adaround, reconstruct); auto takes torch where it applies.",
+)
 @click.option("--resume", is_flag=True, help="Go on where an interrupted calibration stopped.")
 @click.option("--force", is_flag=True, help="Replace the output folder of an earlier calibration.")
 @options.allow
@@ -50,6 +57,7 @@ def calibrate(
     allow_code: bool,
     out: Path,
     collecting: dict[str, Any],
+    learning_engine: str,
     resume: bool,
     force: bool,
     allow: tuple[str, ...],
@@ -94,7 +102,8 @@ def calibrate(
             settings = {**collecting, "allow": allow}
             result = _collect(prepared, source, {"source": data, **reading}, checkpoints, console, settings)
             judge.keep_float(prepared)
-            collection = _finish(prepared, source, result, checkpoints, console, settings["threads"])
+            engines = {"threads": settings["threads"], "learning_engine": learning_engine}
+            collection = _finish(prepared, source, result, checkpoints, console, engines)
             summary = {"model": model, "data": data, "recipe": recipe, **collection}
             write_folder(folder, prepared, summary)
         facts = note_graph(prepared, console)
@@ -151,7 +160,7 @@ def _collect(
 
 
 def _finish(
-    prepared: Any, source: DataSource, result: Result, folder: Path, console: Console, threads: int | None
+    prepared: Any, source: DataSource, result: Result, folder: Path, console: Console, engines: dict[str, Any]
 ) -> dict[str, Any]:
     """Sets the ranges of ``prepared`` from the statistics in ``result``, and runs the recipe's algorithms.
 
@@ -170,7 +179,7 @@ def _finish(
         engine=engine,
         statistics=statistics,
         state=folder,
-        threads=threads,
+        **engines,
     )
     for line in qtrace.explain(prepared).algorithms():
         console.note(line)

@@ -10,7 +10,7 @@ import click
 from qtrace.cli import help, models, options
 from qtrace.cli.console import Console
 from qtrace.cli.ends import note_ends
-from qtrace.cli.figures import note_file
+from qtrace.cli.figures import note_device, note_file
 from qtrace.cli.outputs import output_file
 
 __all__ = ["export"]
@@ -145,7 +145,7 @@ def export(
         settings = {**settings, **{name: value for name, value in chosen.items() if value}}
         with output_file(out) as partial:
             qtrace.export(loaded, str(partial), format=file_format, **settings)
-        facts = note_file(loaded, out, console)
+        facts = {**note_file(loaded, out, console), **note_device(loaded, out, console)}
         ends = note_ends(loaded, out, console)
         if example:
             facts["example"] = _write_example(loaded, out, ends["inputs"], embed_preprocess)

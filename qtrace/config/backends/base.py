@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from qtrace.scheme import QScheme
+
+if TYPE_CHECKING:  # an op rule loads MegEngine, which a config does not need
+    from qtrace.ops import OpCall
 
 __all__ = ["Backend", "Limits"]
 
@@ -80,6 +84,22 @@ class Backend:
             the same resulting integers.
         float_results: the ops whose integer kernels write floats at no cost, where no function follows.
         cost_table: name of the measured times of its runtime; "" if there are none.
+        biases: how a layer adds its bias: as an int32 at the scale of the accumulator, as a float, or rounded
+            by a scheme of its own.
+        added_unrounded: the layers whose result a sum behind them adds before it is rounded, in one kernel.
+        rounds_for_readers: whether a result is rounded only if an op on integers reads it.
+        weights_per_tensor: the ops whose weight has one scale, whatever the scheme says.
+        one_width: the ops whose input and result have equally many bits: a reader that wants another number
+            rounds the result again.
+        pieces: activation function -> the ops that make it, by their name among the pieces of `place`, where
+            the target has no kernel of its own and rounds between them.
+        fixed_results: op kind -> bits -> the ends of the range that its result has at these bits.
+        smallest_range: the smallest range of an activation; smaller ones are widened.
+        device: what the target runs on, if no runtime of `qtrace.verification` is that of the device and
+            nothing was run there; else "".
+        slower: the reason why an op of `ops` is no faster on integers, "" if it is. The second argument says
+            whether no other layer computes before the op. Such an op stays in float unless a rule says
+            ``quantize: true``.
     """
 
     name: str
@@ -95,6 +115,16 @@ class Backend:
     float_kernels: frozenset[str] = frozenset()
     float_results: frozenset[str] = frozenset()
     cost_table: str = ""
+    biases: Literal["int32", "float"] | QScheme = "int32"
+    added_unrounded: frozenset[str] = frozenset()
+    rounds_for_readers: bool = False
+    weights_per_tensor: frozenset[str] = frozenset()
+    one_width: frozenset[str] = frozenset()
+    pieces: Mapping[str, str] = field(default_factory=dict)
+    fixed_results: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
+    smallest_range: float = 0.0
+    device: str = ""
+    slower: Callable[[OpCall, bool], str] | None = None
 
     @property
     def rounding(self) -> str:

@@ -2,9 +2,11 @@
 
 Activations are unsigned and affine, of 8 or 16 bits (those stay exact enough for box regression); weights
 are symmetric int8, or int4, with a scale per channel, or affine with one scale per tensor. Every tensor has
-parameters of its own, the result of a concatenation too. SiLU is a sigmoid and a product there; the rounding
-between the two is not simulated. Half to even is the rounding of its quantization tools; the processor's own
-was not measured.
+parameters of its own, the result of a concatenation too. A convolution reads and gives equally many bits, and
+what reads its result in others rounds it again. Sigmoid and tanh of 16 bits have fixed ranges, the weight of
+a fully connected layer has one scale, and no range is smaller than 1e-4. SiLU is a sigmoid and a product
+there, with a rounding between the two. Half to even is the rounding of its quantization tools;
+the processor's own was not measured.
 """
 
 from qtrace.config.backends.base import Backend, Limits
@@ -29,4 +31,16 @@ BACKEND = Backend(
         "activation": Limits(bits=(8, 16), per_channel=False, affine=True, signed=False, narrow=False),
         "weight": Limits(bits=(4, 8), per_channel=True, affine=True),
     },
+    device="the Hexagon tensor processor",
+    # A fully connected layer may be a MatMul in the file, whose weight has one scale.
+    weights_per_tensor=frozenset({"linear"}),
+    # A product with a gate: the rounding of the gate is simulated, too.
+    pieces={"silu": "silu", "hswish": "gated_hswish"},
+    one_width=frozenset({"conv2d", "conv_transpose2d"}),
+    # Scales 1/65536 and 1/32768, with zero points 0 and 32768.
+    fixed_results={
+        "sigmoid": {16: (0.0, 65535 / 65536)},
+        "tanh": {16: (-1.0, 32767 / 32768)},
+    },
+    smallest_range=1e-4,
 )

@@ -316,12 +316,19 @@ class OnnxExporter:
                 self._emit_weight(site, value)
             elif value is not None:
                 axis = site.qparams.scheme.axis or 0
-                parts = (site.name, site.integers(value), site.qparams, axis, site.value.name)
+                integers = site.integers(value)
+                integers = integers.reshape(-1) if self._is_bias(site) else integers
+                parts = (site.name, integers, site.qparams, axis, site.value.name)
                 self.writer.names[site.value] = self.writer.dequantize(*parts)
             else:
                 self._emit_computed(site)
         except ExportError as error:
             raise ExportError(f"site {site.name}: {error}.") from error
+
+    def _is_bias(self, site: QuantizedSite) -> bool:
+        """Whether layers read the value as their bias, which ONNX has as a vector."""
+        calls = (self.graph.call(user) for user in site.consumers)
+        return any(call is not None and call.bias is site.value for call in calls)
 
     def _emit_computed(self, site: QuantizedSite) -> None:
         w, axes = self.writer, site.decision.channel_axes

@@ -114,14 +114,19 @@ class OnnxWriter:
             other: a dequantized tensor.
 
         Returns:
-            The dequantized number; None if ``other`` holds no 8-bit integers, or no scale makes the number.
+            The dequantized number; None if ``other`` holds no integers of 8 or 16 bits, or no scale makes the
+            number. Signed integers have the zero point 0, which symmetric targets require.
         """
         kind, scale = self.kinds.get(other), np.abs(np.float32(value))
-        if kind not in (np.int8, np.uint8) or not np.finfo(np.float32).tiny <= scale < np.inf:
+        if (
+            kind not in (np.int8, np.uint8, np.int16, np.uint16)
+            or not np.finfo(np.float32).tiny <= scale < np.inf
+        ):
             return None
         name = f"const_{np.dtype(kind).name}_{value!r}"
         if f"{name}_scale" not in self.initializers:
-            sign = (1, 0) if value > 0 else (0, 1)
+            negative = (-1, 0) if np.issubdtype(kind, np.signedinteger) else (0, 1)
+            sign = (1, 0) if value > 0 else negative
             parts = zip(("int", "scale", "zero_point"), (kind(sign[0]), scale, kind(sign[1])), strict=True)
             integer, factor, zero = (self.constant(f"{name}_{part}", number) for part, number in parts)
             self.node("DequantizeLinear", [integer, factor, zero], name)

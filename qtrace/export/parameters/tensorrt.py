@@ -1,11 +1,15 @@
 """TensorRT's calibration cache: a line for each activation, the bits of its scale in hexadecimal.
 
+TensorRT reads it up to release 10. Release 11 has no calibration and takes scales from QuantizeLinear nodes
+alone, which the format ``onnx`` writes.
+
 It has no weights: TensorRT takes the scale of each output channel from its largest magnitude. A weight
 that was quantized with other scales is refused, since TensorRT would not use them.
 """
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Sequence
 
@@ -16,8 +20,9 @@ from qtrace.export.parameters.sites import Row
 
 __all__ = ["KINDS", "check_tensorrt"]
 
+_log = logging.getLogger("qtrace")
 _TITLE = "a TensorRT calibration cache"
-_INSTEAD = "or export format onnx, whose QuantizeLinear nodes TensorRT reads as well"
+_INSTEAD = "or export format onnx, whose QuantizeLinear nodes TensorRT reads from release 8 on"
 
 
 def check_tensorrt(rows: Sequence[Row], title: str) -> None:
@@ -34,7 +39,7 @@ def check_tensorrt(rows: Sequence[Row], title: str) -> None:
         if scheme.bits != 8:
             raise refuse(row, title, "knows 8 bits only", f"use 8 bits there, {_INSTEAD}")
         if not scheme.symmetric or not scheme.signed:
-            change = f"prepare with backend tensorrt, {_INSTEAD}"
+            change = f"prepare with backend tensorrt_10, {_INSTEAD}"
             raise refuse(row, title, "knows signed symmetric integers only", change)
         if row.sort == "weight":
             _check_weight(row, title)
@@ -65,4 +70,15 @@ def _write(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-KINDS = {"tensorrt": ParameterFile(_TITLE, ".cache", _write)}
+def _write_renamed(rows: Sequence[Row]) -> str:
+    _log.warning(
+        "params=tensorrt is now called tensorrt-10, the last release that reads a calibration cache: for "
+        "release 11 prepare with backend tensorrt and export format onnx."
+    )
+    return _write(rows)
+
+
+KINDS = {
+    "tensorrt-10": ParameterFile(_TITLE, ".cache", _write),
+    "tensorrt": ParameterFile(_TITLE, ".cache", _write_renamed),
+}

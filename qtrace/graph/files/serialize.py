@@ -33,6 +33,7 @@ from qtrace.graph.files.seal import check, sealing
 from qtrace.graph.files.unpickle import Machine
 from qtrace.graph.files.validate import Validator
 from qtrace.graph.garbage import paused_collector
+from qtrace.graph.located_graph import name_failures
 from qtrace.graph.source_lines import attach_lines, detach_lines
 from qtrace.process.thread import on_engine_thread
 from qtrace.storage.files import kind_of, problem, replacing
@@ -128,6 +129,7 @@ def _finish(model: TracedModule, rules: Rules) -> None:
     for traced in rules.traced:
         check_calls(traced, rules.budget)
     detach_lines(model)
+    name_failures(model)
 
 
 def dump(module: TracedModule, file: Any) -> None:

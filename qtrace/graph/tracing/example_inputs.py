@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,19 @@ from megengine.traced_module.pytree import tree_flatten
 
 from qtrace.errors import TraceError
 
-__all__ = ["batch_size", "fresh", "to_tensors", "vary"]
+__all__ = ["Arguments", "batch_size", "describe", "fresh", "other_example", "to_tensors", "vary"]
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # by position and by name
 
 _SEED = 20130  # fixed: tracing the same model twice gives the same verdict
 
 
-def to_tensors(example: tuple[Any, ...]) -> tuple[Any, ...]:
+def to_tensors(example: Sequence[Any], names: Sequence[str] = ()) -> tuple[Any, ...]:
     """Converts the numpy arrays of the examples to Tensors, in their containers.
+
+    Args:
+        example: the examples.
+        names: the names of the examples for messages; their numbers if empty.
 
     Raises:
         TraceError: when an example is of a type that MegEngine's tracer does not know.
@@ -30,8 +36,8 @@ def to_tensors(example: tuple[Any, ...]) -> tuple[Any, ...]:
             tree_flatten(converted[-1])
         except (AssertionError, TypeError, ValueError, RuntimeError) as error:
             raise TraceError(
-                f"example {index} ({type(value).__name__}) cannot be an input: give Tensors, numpy arrays, "
-                f"or dicts, lists and tuples of them ({error})."
+                f"example {names[index] if names else index} ({type(value).__name__}) cannot be an input: "
+                f"give Tensors, numpy arrays, or dicts, lists and tuples of them ({error})."
             ) from error
     return tuple(converted)
 
@@ -48,12 +54,37 @@ def _convert(value: Any) -> Any:
     return value
 
 
-def fresh(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def other_example(value: Any, index: int) -> Arguments:
+    """Converts an entry of ``also``: a tuple of inputs, a dict of inputs by name, or the one input.
+
+    Raises:
+        TraceError: when an input is of a type that MegEngine's tracer does not know.
+    """
+    args, kwargs = (
+        (value, {}) if type(value) is tuple else ((), value) if type(value) is dict else ((value,), {})
+    )
+    titles = [f"{i} of also[{index}]" for i in range(len(args))]
+    names = [f"{name} of also[{index}]" for name in kwargs]
+    named = to_tensors([*kwargs.values()], names)
+    return to_tensors(args, titles), dict(zip(kwargs, named, strict=True))
+
+
+def describe(args: Arguments) -> str:
+    """Returns the shapes of the inputs, such as ``2x3x8x8, mask 2x8``."""
+    shapes = [("", value) for value in args[0]] + [(f"{name} ", value) for name, value in args[1].items()]
+    return ", ".join(
+        prefix + " and ".join("x".join(map(str, t._tuple_shape)) or "scalar" for t in _tensors(value))
+        for prefix, value in shapes
+        if _tensors(value)
+    )
+
+
+def fresh(args: Arguments) -> Arguments:
     """Copies the inputs for one run: a forward may write into its inputs."""
     return _map_tensors(lambda t: copy.deepcopy(t), args)
 
 
-def batch_size(args: tuple[Any, ...]) -> int | None:
+def batch_size(args: Arguments) -> int | None:
     """Returns the leading dimension of the first tensor that has one."""
     for tensor in _tensors(args):
         if tensor.ndim:
@@ -61,7 +92,7 @@ def batch_size(args: tuple[Any, ...]) -> int | None:
     return None
 
 
-def vary(args: tuple[Any, ...], high: bool, extra: int = 0) -> tuple[Any, ...]:
+def vary(args: Arguments, high: bool, extra: int = 0) -> Arguments:
     """Generates inputs like ``args`` with other values, inside the range of the example's values.
 
     Args:
@@ -121,7 +152,7 @@ def _tensors(args: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, Tensor)]
 
 
-def _map_tensors(fn: Callable[[Tensor], Tensor], args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _map_tensors(fn: Callable[[Tensor], Tensor], args: Arguments) -> Arguments:
     leaves, definition = tree_flatten(args)
     mapped = definition.unflatten([fn(v) if isinstance(v, Tensor) else v for v in leaves])
-    return tuple(mapped)
+    return tuple(mapped[0]), dict(mapped[1])

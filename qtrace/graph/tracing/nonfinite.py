@@ -30,19 +30,20 @@ _OTHER_REMEDY = (
 )
 
 
-def nonfinite_results(traced: TracedModule, args: tuple[Any, ...]) -> list[str]:
+def nonfinite_results(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """Runs ``traced`` once and checks every value.
 
     Args:
         traced: a traced module.
-        args: inputs of the traced module.
+        args: inputs of the traced module by position.
+        kwargs: inputs by name.
 
     Returns:
         A sentence that names the first op with a NaN or infinite result from finite inputs, its line, and
         the remedy; empty if there is no such op.
     """
     search = _NonfiniteSearch(flatten(traced))
-    search.run(*args)
+    search.run(*args, **kwargs)
     expr = search.origin
     if expr is None:
         return []

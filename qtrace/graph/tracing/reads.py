@@ -16,6 +16,7 @@ from typing import Any
 
 import megengine
 from megengine import Tensor
+from megengine.core._imperative_rt.core2 import is_tracing_module
 from megengine.traced_module.expr import CallFunction, Input
 from megengine.traced_module.node import Node, NodeMixin, TensorNode
 from megengine.traced_module.traced_module import TracedModuleBuilder
@@ -82,7 +83,9 @@ def watch_reads() -> Iterator[list[PythonRead]]:
     def watched(original: Callable[..., Any], how: str) -> Callable[..., Any]:
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             node = NodeMixin.get(tensor, None)
-            line = _user_line(sys._getframe(1)) if node is not None else ""
+            # A call that stays one op is computed anew with its Python code: nothing in it is fixed.
+            watching = node is not None and is_tracing_module()
+            line = _user_line(sys._getframe(1)) if watching else ""
             if line:
                 of_data = _is_of_data(node, known, passed)
                 note(PythonRead(line, how, f"{node.name} ({op_label(node.expr)})", of_data))
@@ -104,7 +107,7 @@ def watch_reads() -> Iterator[list[PythonRead]]:
         setattr(Tensor, name, watched(getattr(Tensor, name), how))
     TracedModuleBuilder.__getattribute__ = attribute
     try:
-        with _record_arguments(passed):
+        with _record_arguments(passed), _trace_later_calls():
             yield collected
     finally:
         TracedModuleBuilder.__getattribute__ = get_attribute
@@ -135,6 +138,36 @@ def _record_arguments(passed: dict[Node, Node]) -> Iterator[None]:
         yield
     finally:
         NodeMixin.wrap = own
+
+
+@contextmanager
+def _trace_later_calls() -> Iterator[None]:
+    """Makes the tracer trace every call of a submodule, where it would only run those after the first.
+
+    What a later call reads is watched then, such as an argument that was a constant in the first call. The
+    graph of the first call is kept.
+    """
+    own = TracedModuleBuilder.__call__
+
+    def call(builder: Any, *args: Any, **kwargs: Any) -> Any:
+        graphs = builder._argdef_graph_map
+        if builder._is_builtin or not graphs:
+            return own(builder, *args, **kwargs)
+        builder._argdef_graph_map = {}
+        try:
+            return own(builder, *args, **kwargs)
+        finally:
+            builder._argdef_graph_map = {**graphs, **_without(builder._argdef_graph_map, graphs)}
+
+    TracedModuleBuilder.__call__ = call
+    try:
+        yield
+    finally:
+        TracedModuleBuilder.__call__ = own
+
+
+def _without(new: dict[Any, Any], known: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in new.items() if key not in known}
 
 
 def _user_line(frame: FrameType | None) -> str:

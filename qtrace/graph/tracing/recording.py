@@ -26,6 +26,7 @@ __all__ = ["NONE_IS_DROPPED", "check_kernels", "holds_none", "recording", "witho
 
 NONE_IS_DROPPED = "forward returns None among tensors: the trace returns the tensors alone."
 _KNOWN_COMPILED = ("Where",)  # `expand` writes it as a function
+_CALL = TracedModuleBuilder.__call__.__code__  # `watch_reads` replaces the method while it watches
 
 
 def without_none(result: Any) -> Any:
@@ -53,7 +54,7 @@ def recording() -> Iterator[None]:
 
     def flatten_results(values: Any, *args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1)
-        of_module = caller.f_code is TracedModuleBuilder.__call__.__code__ and "is_leaf" in kwargs
+        of_module = caller.f_code is _CALL and "is_leaf" in kwargs
         if of_module and not caller.f_locals["self"]._is_builtin:
             values = without_none(values)
         return flatten(values, *args, **kwargs)

@@ -23,8 +23,8 @@ from qtrace.graph.tracing.subclasses import use_builtin_classes
 __all__ = ["check_signature", "copy_module", "engine_for_tracing"]
 
 
-def check_signature(module: Module, method: str, args: tuple[Any, ...]) -> None:
-    """Raises a `TraceError` if ``method`` of ``module`` is missing or cannot be called with ``args``."""
+def check_signature(module: Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises a `TraceError` if ``module`` has no ``method``, or cannot call it with these arguments."""
     name = type(module).__name__
     called = getattr(type(module), method, None)
     if not callable(called):
@@ -33,13 +33,17 @@ def check_signature(module: Module, method: str, args: tuple[Any, ...]) -> None:
         raise TraceError(f"{name} has no method {method!r}{hint}")
     signature = inspect.signature(getattr(module, method))
     try:
-        signature.bind(*args)
+        signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TraceError(
             f"{name}.{method}{signature} cannot be called with "
-            f"{len(args)} example(s) by position ({error}); give the missing ones, and wrap a {method} that "
-            "takes keywords only in a module that takes them by position."
+            f"{len(args)} example(s) by position{_by_name(kwargs)} ({error}); give all that it needs, by "
+            "position or by name."
         ) from error
+
+
+def _by_name(kwargs: dict[str, Any]) -> str:
+    return f" and {', '.join(kwargs)} by name" if kwargs else ""
 
 
 @contextmanager

@@ -40,6 +40,8 @@ def use_builtin_classes(root: Module) -> None:
         root: a private copy of the user's module; its own class stays.
     """
     for module in root.modules():
+        if module_tracer.is_builtin(module):  # a leaf of the user's own, or a layer of MegEngine's
+            continue
         base = _builtin_base(type(module))
         if module is not root and base is not None and not (_is_hooked(module) or _is_patched(module, base)):
             module.__class__ = base

@@ -79,7 +79,7 @@ class Proposals:
         if "placement" in first.causes:
             match = self._match(notes) if len(notes) == 1 else {"op": first.kind}
             rule = {"match": match, "placement": "everything"}
-        elif {"role", "kernel"} & set(first.causes):
+        elif {"role", "kernel", "speed"} & set(first.causes):
             rule = self._rule(notes)
         elif "rule" in first.causes and self._is_packaged(first):
             rule = self._overruling(notes)

@@ -372,6 +372,7 @@ _CAUSES = {
     "role": "it is kept in float on purpose",
     "dtype": "its values are not float32",
     "kernel": "the backend has no integer kernel for it",
+    "speed": "it is no faster on integers",
 }
 
 

@@ -13,7 +13,7 @@ from qtrace.preparation.annotation import Plan
 from qtrace.preparation.passes._choices import Choice
 from qtrace.preparation.passes._view import View, plan_of
 
-__all__ = ["Chain", "Chains", "find_chains", "output_choice", "output_plan"]
+__all__ = ["Chain", "Chains", "find_chains", "find_summands", "output_choice", "output_plan"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,39 @@ def _folds(view: View, layer: OpCall, norm: OpCall) -> bool:
     plan, axes = view.weight_plan(layer)
     unshared = len(layer.weight.users) == 1 and isinstance(layer.weight.expr, GetAttr)
     return unshared and bool(axes) and plan.scheme.symmetric and plan.scheme.signed
+
+
+def find_summands(view: View, chains: Chains) -> dict[Expr, TensorNode]:
+    """Finds the results that a sum adds before they are rounded, in the kernel of the layer before it.
+
+    Of two such layers, the kernel of the one that the sum names first has the sum.
+
+    Returns:
+        sum -> the input that it reads unrounded.
+    """
+    summands: dict[Expr, TensorNode] = {}
+    if not view.backend.added_unrounded:
+        return summands
+    by_output = {chain.output: chain for chain in chains.values()}
+    for expr, chain in chains.items():
+        call = view.calls[expr]
+        if chain.head is not expr or call.kind != "add" or len(set(call.inputs)) != 2:
+            continue
+        for node in call.inputs:
+            source = by_output.get(node)
+            if source is not None and _is_added_unrounded(view, source, call):
+                summands[expr] = node
+                break
+    return summands
+
+
+def _is_added_unrounded(view: View, chain: Chain, total: OpCall) -> bool:
+    """Returns whether ``total``, of two inputs of one shape, may add the result of ``chain`` unrounded."""
+    node = chain.output
+    alone = len(node.users) == 1 and node not in view.outputs
+    same = len({tuple(n.shape or ()) for n in total.inputs}) == 1
+    able = view.calls[chain.head].kind in view.backend.added_unrounded
+    return alone and same and able and output_choice(view, chain).output is None
 
 
 def output_choice(view: View, chain: Chain) -> Choice:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from qtrace.graph.types import Constant, Expr, GetAttr
+from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode
 from qtrace.graph.walk import is_float_tensor, module_path, op_label, tensor_inputs
 from qtrace.ops import OpCall, Role
 from qtrace.ops.macs import count_macs
 from qtrace.preparation.annotation import ExprNote, Site
-from qtrace.preparation.passes._chains import Chain, Chains, output_choice
+from qtrace.preparation.passes._chains import Chain, Chains, find_summands, output_choice
 from qtrace.preparation.passes._sites import Placement
 from qtrace.preparation.passes._view import STATIC, View
 from qtrace.preparation.passes._wants import Wants
@@ -35,6 +35,7 @@ def write_notes(
     """
     states = _find_states(view, chains, placement)
     islands = _number_islands(view, states)
+    unrounded = _find_unrounded(view, chains, wants)
     plans = {want.reader: want.plan for node in wants for want in wants[node] if not want.partial}
     notes = []
     for expr, state in states.items():
@@ -59,12 +60,23 @@ def write_notes(
             matched=view.choices[expr].rules if call else (),
             ranks=view.choices[expr].ranks if call else (),
             causes=_causes(view, expr, state),
-            reason=_reason(view, chains, placement, expr, state),
+            reason=_reason(view, chains, placement, expr, state, unrounded),
             macs=count_macs(call) if call else 0,
             island=islands.get(expr, 0),
         )
         notes.append(note)
     return tuple(notes)
+
+
+def _find_unrounded(view: View, chains: Chains, wants: Wants) -> dict[TensorNode, str]:
+    """Maps the results that the backend leaves in float, whatever a config says, to the reason."""
+    reasons = {}
+    if view.backend.rounds_for_readers:
+        unread = (chain.output for chain in chains.values() if chain.output not in wants)
+        reasons.update(dict.fromkeys(unread, "no op on integers reads it"))
+    for total, node in find_summands(view, chains).items():
+        reasons[node] = f"{total.outputs[0].name} adds it in the same kernel"
+    return reasons
 
 
 def _find_states(view: View, chains: Chains, placement: Placement) -> dict[Expr, str]:
@@ -133,12 +145,28 @@ def _causes(view: View, expr: Expr, state: str) -> tuple[str, ...]:
     return tuple(cause.code for cause in view.float_causes.get(expr, ())) or ("idle",)
 
 
-def _reason(view: View, chains: Chains, placement: Placement, expr: Expr, state: str) -> str:
-    """Explains the state of the op, and which of its arguments are read as the traced sizes."""
+def _reason(
+    view: View,
+    chains: Chains,
+    placement: Placement,
+    expr: Expr,
+    state: str,
+    unrounded: Mapping[TensorNode, str],
+) -> str:
+    """Explains the state of the op, and which of its arguments are read as the traced sizes.
+
+    Args:
+        view: the graph under its config.
+        chains: expr -> the chain that it belongs to.
+        placement: the activation sites, and the nodes that hold integers.
+        expr: the op.
+        state: its state.
+        unrounded: result that the backend leaves in float -> why.
+    """
     call = view.calls.get(expr)
     if state in ("int", "fused"):
         chain = chains[expr]
-        reason = _without_effect(view, chain, expr) or _unrounded(view, placement, chain, expr)
+        reason = _without_effect(view, chain, expr) or _unrounded(view, placement, chain, expr, unrounded)
     elif state == "carried":
         reason = ""
         if expr in view.scaling:
@@ -169,7 +197,9 @@ def _without_effect(view: View, chain: Chain, expr: Expr) -> str:
     return f"{choice.rules[-1]} changes its result only: what it reads is not rounded inside of the kernel"
 
 
-def _unrounded(view: View, placement: Placement, chain: Chain, expr: Expr) -> str:
+def _unrounded(
+    view: View, placement: Placement, chain: Chain, expr: Expr, unrounded: Mapping[TensorNode, str]
+) -> str:
     """Explains why the result of ``chain`` stays float; "" if it is rounded or ``expr`` is not the tail."""
     if chain.tail is not expr or chain.output in placement.groups:
         return ""
@@ -177,4 +207,6 @@ def _unrounded(view: View, placement: Placement, chain: Chain, expr: Expr) -> st
         return "its result stays float: the config says quantize_output: false"
     if view.must_not_vanish(chain.output):
         return "its result stays float: a logarithm, root or quotient of it must not meet a rounded zero"
+    if chain.output in unrounded:
+        return f"its result stays float: {unrounded[chain.output]}"
     return "its readers ask for different parameters: each rounds the result for itself"

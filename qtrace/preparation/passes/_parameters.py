@@ -11,7 +11,8 @@ from qtrace.graph.walk import is_float_tensor
 from qtrace.preparation.annotation import Fold, Plan, Site, free_name
 from qtrace.preparation.passes._chains import Chains
 from qtrace.preparation.passes._sites import Placement
-from qtrace.preparation.passes._view import View, distinct
+from qtrace.preparation.passes._view import View, distinct, plan_of
+from qtrace.scheme import QScheme
 
 __all__ = ["find_folds", "place_biases", "place_weights"]
 
@@ -45,6 +46,8 @@ def place_biases(
 ) -> list[Site]:
     """Places a site at the bias of every layer whose input has one scale and whose BatchNorm is not kept."""
     sites: list[Site] = []
+    if view.backend.biases == "float":
+        return sites
     rounded: set[Node] = set()
     used_names = {*placement.sites, *(site.name for site in weights.values())}
     for expr in view.order:
@@ -57,6 +60,11 @@ def place_biases(
         name = free_name(f"{node.name}__{reader}" if node in rounded else node.name, used_names)
         rounded.add(node)
         used_names.add(name)
+        if isinstance(view.backend.biases, QScheme):
+            choice = view.choices[expr]
+            plan = plan_of(view.backend.biases, choice.weight_observer, choice.fakequant)
+            sites.append(Site(name, "activation", node.name, (reader,), name, plan, (), node in view.fixed))
+            continue
         factor = placement.factor_read(expr, call.inputs[0])
         site = Site(name, "bias", node.name, (reader,), name, None, static=node in view.fixed)
         sites.append(replace(site, activation=group, weight=weights[expr].name, factor=factor))
@@ -81,6 +89,7 @@ def find_folds(
                 f"site {weight.name}: with its BatchNorm {norm} kept in training, the scales of the folded "
                 "weights are no powers of two: set qat: {bn: {fold: true}}, or power_of_two: false there."
             )
-        group = placement.group_read(layer, view.calls[layer].inputs[0])
+        rounds_bias = view.backend.biases == "int32"
+        group = placement.group_read(layer, view.calls[layer].inputs[0]) if rounds_bias else ""
         folds.append(Fold(layer.outputs[0].name, norm, weight.name, group))
     return tuple(folds)

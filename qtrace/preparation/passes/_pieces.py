@@ -75,10 +75,15 @@ def _hswish(pieces: PiecesWriter, x: TensorNode) -> TensorNode:
     return pieces.call(F.mul, x, pieces.call(F.mul, factor, 1 / 6))
 
 
+def _gated_hswish(pieces: PiecesWriter, x: TensorNode) -> TensorNode:
+    return pieces.call(F.mul, x, pieces.call(F.hsigmoid, x))
+
+
 PIECES = {
     "silu": Pieces(_silu, ({"kind": "sigmoid"}, {"kind": "mul"})),
     "hswish": Pieces(
         _hswish,
         ({"kind": "add", "stored": True}, {"kind": "mul"}),
     ),
+    "gated_hswish": Pieces(_gated_hswish, ({"kind": "hsigmoid"}, {"kind": "mul"})),
 }

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from qtrace.graph.types import Constant, Expr, GetAttr, Node
+from qtrace.graph.types import Constant, Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import module_path
 from qtrace.ops import Role
 from qtrace.preparation.annotation import Plan, Site, free_name
-from qtrace.preparation.passes._chains import Chain, Chains, output_choice, output_plan
+from qtrace.preparation.passes._chains import Chain, Chains, find_summands, output_choice, output_plan
 from qtrace.preparation.passes._view import View, distinct
 from qtrace.preparation.passes._wants import Wants
 
@@ -58,7 +58,7 @@ def place_sites(view: View, chains: Chains, wants: Wants) -> Placement:
     Returns:
         The placement with a group of its own for each site.
     """
-    placer = _Placer(view, wants)
+    placer = _Placer(view, wants, set(find_summands(view, chains).values()))
     for node in view.traced.graph.inputs:
         placer.place_before_readers(node, None)
     for expr in view.order:
@@ -76,8 +76,8 @@ def place_sites(view: View, chains: Chains, wants: Wants) -> Placement:
 class _Placer:
     """Adds the sites of one op at a time to ``placement``."""
 
-    def __init__(self, view: View, wants: Wants) -> None:
-        self.view, self.wants = view, wants
+    def __init__(self, view: View, wants: Wants, summands: set[TensorNode]) -> None:
+        self.view, self.wants, self.summands = view, wants, summands
         self.placement = Placement()
 
     def place_move(self, expr: Expr) -> None:
@@ -101,13 +101,17 @@ class _Placer:
             self.place_before_readers(node, own)
             return
         plans = distinct(want.plan for want in self.wants.get(node, ()))
+        one_width = call.kind in view.backend.one_width
         unrounded = not output_choice(view, chain).quantize_output
-        unrounded |= len(plans) > 1 or view.must_not_vanish(node)
+        unrounded |= view.must_not_vanish(node) or node in self.summands
+        unrounded |= len(plans) > 1 and not one_width
+        unrounded |= view.backend.rounds_for_readers and not plans
         if unrounded and not fixed:
             self.place_before_readers(node, None)
             return
         # A result with a scheme of its own is rounded once where readers want that scheme: by their observer.
         fitting = [p for p in plans if not fixed or p.scheme == own.scheme]
+        fitting = [p for p in fitting if not one_width or fixed or p.scheme.bits == own.scheme.bits]
         plan = fitting[0] if fitting else own
         self.placement.groups[node] = self._add(node, node.name, None, plan)
         self.place_before_readers(node, plan)

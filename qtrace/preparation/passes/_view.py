@@ -111,7 +111,25 @@ class View:
             causes.append(Cause("dtype", "its values are not float32"))
         elif call.role in (*INT_ROLES, Role.FLOAT) and call.kind not in self.backend.ops:
             causes += self._without_kernel(call, choice, bool(causes))
+        elif self.backend.slower is not None and not choice.quantize and call.role in INT_ROLES:
+            reason = self.backend.slower(call, expr in self._first)
+            causes += [Cause("speed", reason)] if reason else []
         return causes
+
+    @cached_property
+    def _first(self) -> set[Expr]:
+        """The layers and products before which there is no other."""
+        computed: set[Node] = set()  # nodes that depend on a layer
+        first = set()
+        for expr in self.order:
+            behind = not computed.isdisjoint(expr.inputs)
+            call = self.calls.get(expr)
+            if call is not None and call.role is Role.COMPUTE and not behind:
+                first.add(expr)
+                behind = True
+            if behind:
+                computed.update(expr.outputs)
+        return first
 
     def _without_kernel(self, call: OpCall, choice: Choice, already_float: bool) -> list[Cause]:
         """Returns the cause that the backend has no kernel, unless it rounds around the float op instead."""
@@ -207,6 +225,8 @@ class View:
         """Returns the plan of a layer's weight, and the axes that count its channels."""
         choice = self.choices[call.expr]
         scheme, axes = choice.weight, call.channel_axes
+        if call.kind in self.backend.weights_per_tensor:
+            scheme = scheme.replace(axis=None)
         if not scheme.per_channel or (call.kind == "conv_transpose2d" and len(axes) > 1):
             # Runtimes have no per-channel scales for grouped transposed convolutions.
             scheme, axes = scheme.replace(axis=None), ()

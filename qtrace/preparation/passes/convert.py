@@ -24,6 +24,7 @@ from qtrace.graph.module_tree import delete_attribute, set_parameter
 from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.preparation.annotation import Annotation, Fold, Site, value_name
+from qtrace.preparation.limits import limit_ranges
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes._computed import write_computed
 from qtrace.preparation.passes.insert import CONTAINER
@@ -39,7 +40,8 @@ def convert(prepared: TracedModule) -> TracedModule:
     """Returns a frozen copy of a calibrated module, ready to export.
 
     The copy has no observers and no learned ranges. It computes exactly what ``prepared`` computes in the
-    phase ``quantize``. Weights and biases that are computed from parameters alone are parameters of the copy.
+    phase ``quantize``; a range that the target fixes is as fixed, whatever training has made of it. Weights
+    and biases that are computed from parameters alone are parameters of the copy.
     Every site's node, and every node that carries its integers, has ``qparams``.
 
     Args:
@@ -63,6 +65,7 @@ def convert(prepared: TracedModule) -> TracedModule:
     _write_transforms(view)
     for name, fq in view.fake_quants.items():
         setattr(container, name, _freeze(fq))
+    limit_ranges(view)
     for module in view.followers:
         module.phase = "quantize"
     annotation = _write_folds(model, annotation)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,15 @@ class Placing:
         choices: expr -> the choice for it.
         reasons: expr that stays float -> why.
         pieces: activation functions that become ops with integer kernels of their own.
-        note: the prediction, for the annotation.
+        note: the prediction, for the annotation; None without one.
+        forms: kind of function -> the name of its pieces, where that is not the kind.
     """
 
     choices: Mapping[Expr, Choice]
     reasons: Mapping[Expr, str]
     pieces: tuple[OpCall, ...]
-    note: PlacementNote
+    note: PlacementNote | None
+    forms: Mapping[str, str] = field(default_factory=dict)
 
     def view(self, traced: TracedModule, qconfig: QConfig) -> View:
         """Returns the graph under the config and the placement."""
@@ -64,8 +66,9 @@ def place(
 ) -> Placing | None:
     """Chooses the ops that stay float; None if the config asks for no choice or no times are known.
 
-    If no op gains by integers, all that can are quantized: the file is smaller at least, and the note says
-    that it is slower.
+    Functions that the backend always has in pieces are part of the result without a choice, too. If no op
+    gains by integers, all that can are quantized: the file is smaller at least, and the note says that it is
+    slower.
 
     Args:
         traced: a flat, expanded graph; it is only read.
@@ -76,7 +79,7 @@ def place(
     backend = backends.get(qconfig.backend)
     table_name = qconfig.cost_table or backend.cost_table
     if placements == {"everything"} or not table_name:
-        return None
+        return _place_pieces(traced, qconfig, backend.pieces) if backend.pieces else None
     table = _read_table(qconfig, backend)
     view = read_view(traced, qconfig)
     chains = find_chains(view)
@@ -103,11 +106,14 @@ def _read_table(qconfig: QConfig, backend: Backend) -> CostTable:
     """Reads the table of the config, else the packaged one of the backend.
 
     Raises:
-        ConfigError: when the file cannot be read, or holds the times of another runtime.
+        ConfigError: when the file cannot be read, holds the times of another runtime, or the backend has no
+            choice.
     """
     if qconfig.cost_table is None:
         return CostTable.load(backend.cost_table)
     place = f"{qconfig.place('cost_table')}: "
+    if backend.pieces:
+        raise ConfigError(f"{place}backend {backend.name} fixes the form of each op: leave cost_table out.")
     try:
         table = CostTable.read(Path(qconfig.cost_table))
     except ConfigError as error:
@@ -119,6 +125,14 @@ def _read_table(qconfig: QConfig, backend: Backend) -> CostTable:
             f"in {backend.cost_table}: measure with `qtrace bench --kernels --runtime {backend.cost_table}`."
         )
     return table
+
+
+def _place_pieces(traced: TracedModule, qconfig: QConfig, forms: Mapping[str, str]) -> Placing | None:
+    """Writes the functions in pieces that the backend has no kernels for; None where there are none."""
+    view = read_view(traced, qconfig)
+    integer = [view.calls[expr] for expr in view.order if view.on_integers(expr)]
+    pieces = tuple(call for call in integer if call.kind in forms)
+    return Placing(view.choices, {}, pieces, None, forms) if pieces else None
 
 
 def _find_candidates(problem: Problem) -> set[str]:
@@ -166,7 +180,8 @@ def write_activations(traced: TracedModule, placing: Placing) -> tuple[Placing, 
     with GraphEditor(traced) as editor:
         for call in placing.pieces:
             writer = PiecesWriter(editor, call.expr)
-            editor.replace_expr(call.expr, PIECES[call.kind].write(writer, *call.inputs))
+            pieces = PIECES[placing.forms.get(call.kind, call.kind)]
+            editor.replace_expr(call.expr, pieces.write(writer, *call.inputs))
             choices.update(dict.fromkeys(writer.exprs, choices[call.expr]))
     changed = tuple(f"{call.out.name}: {call.kind} in pieces with integer kernels" for call in placing.pieces)
     return replace(placing, choices=choices), PassResult(changed)

@@ -23,6 +23,7 @@ import numpy as np
 from megengine import Tensor
 
 from qtrace.data.batches import count_samples, evaluating, translate_errors
+from qtrace.errors import GraphError
 from qtrace.graph.engine import quiet_engine
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
@@ -168,6 +169,11 @@ def _synthetic(node: TensorNode, rng: np.random.Generator) -> Tensor:
     Field 1987, "Relations between the statistics of natural images and the response properties of cortical
     cells", finds this spectrum. Integers are 0, a valid index of any table.
     """
+    if node.shape is None or node.dtype is None:
+        raise GraphError(
+            f"input {node.name} has no recorded shape or type, so no values can be made to measure noise: "
+            "give images by prepare(samples=), or set placement to fastest or everything."
+        )
     shape, dtype = tuple(int(n) for n in node.shape), np.dtype(node.dtype)
     if dtype.kind != "f":
         return Tensor(np.zeros(shape, dtype))

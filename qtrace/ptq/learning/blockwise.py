@@ -104,7 +104,7 @@ def _learn_weights(
         if stored is not None:
             run.set_scales([stored[f"scale{i}"] for i in range(len(run.scales))])
             return [stored[f"weight{i}"] for i in range(len(run.layers))]
-    descend(run, data, settings, before.noise / data.values)
+    descend(run, data, settings, before.noise / data.values, task.learning)
     weights = [state.rounding.hard() for state in run.layers]
     if checkpoint is not None:
         arrays = {f"weight{i}": w for i, w in enumerate(weights)}

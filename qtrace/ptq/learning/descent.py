@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import megengine.functional as F
 import numpy as np
@@ -19,7 +19,19 @@ from qtrace.optim.adam import Adam
 from qtrace.ptq.learning.block_run import BlockData, BlockRun
 from qtrace.ptq.learning.rounding import anneal
 
-__all__ = ["DescentSettings", "Gradients", "descend"]
+__all__ = [
+    "DescentSettings",
+    "Gradients",
+    "LearningEngine",
+    "StepGradients",
+    "descend",
+    "draw_mask",
+    "draw_step",
+]
+
+StepGradients = Callable[[np.random.Generator, float], tuple[float, list[np.ndarray]]]
+"""Draws images and masks, the latter with the share of values to leave unrounded; returns the loss and the
+gradient of every parameter."""
 
 _MIN_TRACED_STEPS = 20  # capturing and compiling a step takes as long as some eager steps
 
@@ -58,7 +70,35 @@ class DescentSettings:
         return min(0.1, 20.0 / self.iterations) if self.lr is None else self.lr
 
 
-def descend(run: BlockRun, data: BlockData, settings: DescentSettings, unit: float) -> None:
+class LearningEngine(Protocol):
+    """Computes the steps of a block faster than MegEngine."""
+
+    def gradients(
+        self,
+        run: BlockRun,
+        data: BlockData,
+        settings: DescentSettings,
+        parameters: Sequence[Parameter],
+        unit: float,
+    ) -> StepGradients | None:
+        """Returns the function that computes a step; None where MegEngine must do so.
+
+        Args:
+            run: the block with its parameters.
+            data: the inputs of the block and the references of its outputs.
+            settings: the settings of the descent.
+            parameters: the parameters whose gradients are computed.
+            unit: the mean squared error that counts as 1.
+        """
+
+
+def descend(
+    run: BlockRun,
+    data: BlockData,
+    settings: DescentSettings,
+    unit: float,
+    engine: LearningEngine | None = None,
+) -> None:
     """Optimizes the roundings and scales of ``run`` by Adam for `DescentSettings.iterations` steps.
 
     Args:
@@ -66,6 +106,7 @@ def descend(run: BlockRun, data: BlockData, settings: DescentSettings, unit: flo
         data: the inputs of the block and the references of its outputs.
         settings: iterations, learning rates and regularizer.
         unit: the mean squared error that counts as 1.
+        engine: computes the steps where it can; None for MegEngine.
 
     Raises:
         CalibrationError: when the loss is not a number; it names the block.
@@ -76,7 +117,9 @@ def descend(run: BlockRun, data: BlockData, settings: DescentSettings, unit: flo
     learned = [scale for _, scale in run.scales.values()] if settings.scale_lr else []
     values = [scale.numpy().copy() for scale in learned]
     steppers = [Adam(v, settings.scale_lr * v.copy()) for v in values]
-    gradients = Gradients(run, data, settings, [*weights, *learned], unit)
+    parameters = [*weights, *learned]
+    fast = None if engine is None else engine.gradients(run, data, settings, parameters, unit)
+    gradients = fast or Gradients(run, data, settings, parameters, unit)
     strength = settings.strength / sum(state.nearest.size for state in run.layers)
     for step in range(settings.iterations):
         progress = step / settings.iterations
@@ -97,40 +140,64 @@ def descend(run: BlockRun, data: BlockData, settings: DescentSettings, unit: flo
             scale._reset(Parameter(adam.value))
 
 
+def draw_step(
+    data: BlockData, settings: DescentSettings, rng: np.random.Generator, drop: float
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Draws the entries of a block for a step, of which the share ``drop`` is exact, and the references."""
+    drawn, n = data.draw(rng, settings.batch), data.entries
+    entries, references = drawn[:n], drawn[2 * n :]
+    if settings.drop:
+        entries = [
+            np.where(rng.random(r.shape, np.float32) < drop, e, r)
+            for r, e in zip(entries, drawn[n : 2 * n], strict=True)
+        ]
+    return entries, references
+
+
+def draw_mask(rng: np.random.Generator, shape: Sequence[int], drop: float) -> np.ndarray:
+    """Draws a mask: 0 for the share ``drop`` of values, which stay unrounded, else 1."""
+    return (rng.random(tuple(int(n) for n in shape), np.float32) >= drop).astype(np.float32)
+
+
 class Gradients:
-    """Computes loss and gradients of one step, under ``jit.trace`` if all steps have the same shapes."""
+    """Computes loss and gradients of one step, under ``jit.trace`` if all steps have the same shapes.
+
+    Args:
+        run: the block with its parameters.
+        data: the inputs of the block and the references of its outputs.
+        settings: the settings of the descent.
+        parameters: the parameters whose gradients are computed.
+        unit: the mean squared error that counts as 1.
+        traced: whether the steps may run under ``jit.trace``.
+    """
 
     def __init__(
         self,
         run: BlockRun,
         data: BlockData,
         settings: DescentSettings,
-        parameters: list[Parameter],
+        parameters: Sequence[Parameter],
         unit: float,
+        traced: bool = True,
     ) -> None:
         self.run, self.data, self.settings = run, data, settings
-        self.parameters, self.unit = parameters, unit
+        self.parameters, self.unit = list(parameters), unit
         self.shapes: list[tuple[int, ...]] = []
         self.traced: Any = None
-        if data.whole is not None and settings.iterations >= _MIN_TRACED_STEPS:
+        if traced and data.whole is not None and settings.iterations >= _MIN_TRACED_STEPS:
             self.traced = trace(self._compute, symbolic=False)
             drawn = data.draw(np.random.default_rng(0), settings.batch)[: data.entries]
             run.forward([Tensor(value) for value in drawn], self._record_shape)
 
     def __call__(self, rng: np.random.Generator, drop: float) -> tuple[float, list[np.ndarray]]:
         """Draws images and masks; returns the loss and the gradient of every parameter."""
-        drawn, n = self.data.draw(rng, self.settings.batch), self.data.entries
-        entries, references = drawn[:n], drawn[2 * n :]
-        if self.settings.drop:
-            entries = [
-                np.where(rng.random(r.shape, np.float32) < drop, e, r)
-                for r, e in zip(entries, drawn[n : 2 * n], strict=True)
-            ]
+        entries, references = draw_step(self.data, self.settings, rng, drop)
         tensors = [Tensor(value) for value in (*entries, *references)]
         if self.traced is None:
-            loss, *gradients = self._compute(*tensors, draw=lambda x: _mask(rng, tuple(x.shape), drop))
+            loss, *gradients = self._compute(*tensors, draw=lambda x: Tensor(draw_mask(rng, x.shape, drop)))
         else:
-            masks = [_mask(rng, shape, drop) for shape in self.shapes] if self.settings.drop else []
+            shapes = self.shapes if self.settings.drop else []
+            masks = [Tensor(draw_mask(rng, shape, drop)) for shape in shapes]
             loss, *gradients = self.traced(*tensors, *masks)
         return float(loss.numpy()), [gradient.numpy() for gradient in gradients]
 
@@ -158,8 +225,3 @@ class Gradients:
     def _record_shape(self, x: Tensor) -> Tensor:
         self.shapes.append(tuple(int(n) for n in x.shape))
         return Tensor(1.0)
-
-
-def _mask(rng: np.random.Generator, shape: Sequence[int], drop: float) -> Tensor:
-    """Draws a mask: 0 for the share ``drop`` of values, which stay unrounded, else 1."""
-    return Tensor((rng.random(tuple(int(n) for n in shape), np.float32) >= drop).astype(np.float32))

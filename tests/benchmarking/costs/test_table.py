@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from qtrace.benchmarking.costs import FLOAT, INTEGER, LOOKUP, CostTable, Machine, Measurement, OpShape
+from qtrace.benchmarking.costs.families import families
 from qtrace.config import backends
 from qtrace.errors import ConfigError
 
@@ -64,6 +65,20 @@ def test_changes_of_layout_of_whole_pages_are_points_of_their_own():
         assert table.seconds(point.op, FLOAT) == pytest.approx(point.seconds)
     without = CostTable(MACHINE, [points[0], points[2]])
     assert 9e-6 < without.seconds(ops[1], FLOAT) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        OpShape("conv2d", ((),), ((),), weight=(4, 4, 3, 3)),
+        OpShape("conv2d", ((1, 4, 8, 8),), ((4,),), weight=(4, 4, 3, 3)),
+        OpShape("conv2d", ((1, 4, 8, 8),), ((1, 4, 8, 8),), weight=(4, 4, 3, 3), groups=0),
+        OpShape("conv_transpose2d", ((8,),), ((1, 4, 8, 8),), weight=(4, 4, 2, 2)),
+    ],
+)
+def test_shapes_that_are_none_of_a_layer_have_no_time(op):
+    assert families(op) == ()
+    assert TABLE.seconds(op, FLOAT) is None
 
 
 def test_time_between_points_is_between_theirs():

@@ -9,6 +9,7 @@ from typing import Any
 
 import megengine.functional as F
 import megengine.module as M
+import numpy as np
 import pytest
 
 import qtrace
@@ -85,3 +86,26 @@ def test_a_factory_without_a_shape_is_told_the_option_that_this_command_has(insp
     result = inspect("nets:conv")
     assert result.code == 2
     assert "nets:conv must be traced: give --shape, such as --shape 1x3x224x224." in result.err
+
+
+@pytest.mark.parametrize("model", ["float.mge", "prepared.mge", "float.onnx"])
+def test_a_batch_is_compared_with_its_samples(inspect: Any, folder: Path, model: str) -> None:
+    np.save(folder / "images.npy", images(6, 3, 8, 8))
+    result = inspect(model, "--samples", "images.npy")
+    assert result.code == 0, result.err
+    assert result.out.rstrip().endswith("A batch of 4 gives what its samples give one by one.")
+
+
+def test_the_op_that_combines_samples_is_named(inspect: Any, folder: Path) -> None:
+    np.save(folder / "images.npy", images(6, 3, 8, 8))
+    traced = qtrace.trace(net(lambda self, x: x - F.mean(x, axis=0, keepdims=True)), images(2, 3, 8, 8))
+    qtrace.save(traced, folder / "centred.mge")
+    result = inspect("centred.mge", "--samples", "images.npy")
+    assert result.code == 1
+    assert "first, mean_out (F.mean, tests/cli/commands/test_inspect.py:" in result.out
+    difference = json.loads(inspect("centred.mge", "--samples", "images.npy", "--json").out)["samples"]
+    assert difference["difference"]["kind"] == "samples"
+    np.save(folder / "one.npy", images(1, 3, 8, 8))
+    result = inspect("centred.mge", "--samples", "one.npy")
+    assert result.code == 2
+    assert "give at least two along the first axis" in result.err

@@ -51,6 +51,12 @@ CASES: list[tuple[str, str, dict[str, Any], str | None]] = [
     ("qnn", "weight", {"signed": False, "symmetric": False, "narrow": False, "axis": None}, None),
     ("qnn", "weight", {"symmetric": False}, "per-channel scales with a zero point each"),
     ("qnn", "weight", {"bits": 16}, "16 bits (it runs 4, 8)"),
+    ("ryzenai", "activation", {"bits": 16}, None),
+    ("ryzenai", "activation", {"symmetric": False}, "affine schemes"),
+    ("ryzenai", "activation", {"signed": False}, "unsigned integers"),
+    ("ryzenai", "weight", {"bits": 4}, "4 bits (it runs 8)"),
+    ("ryzenai_xint8", "weight", {"power_of_two": False}, "scales that are no powers of two"),
+    ("ryzenai_xint8", "weight", {"axis": 0}, "per-channel scales"),
     ("generic", "activation", {"bits": 3, "axis": 1, "rounding": "half_away"}, None),
     ("generic", "activation", {"bits": 13, "signed": True, "narrow": True}, None),
     ("generic", "weight", {"bits": 2, "symmetric": False, "power_of_two": True}, None),
@@ -96,7 +102,7 @@ def test_says_what_it_is(name: str) -> None:
     assert len(text) > 80
 
 
-@pytest.mark.parametrize("name", ["tensorrt", "ncnn"])
+@pytest.mark.parametrize("name", ["tensorrt", "ncnn", "ryzenai"])
 def test_symmetric_scales_are_the_largest_magnitude_by_127(name: str) -> None:
     params = choose(-3.0, 12.7, backends.get(name).activation)
     assert params.scale == np.float32(0.1)
@@ -114,4 +120,11 @@ def test_ends_and_ties(name: str, lowest: int, ties: int) -> None:
 
 
 def test_only_where_a_concatenation_is_a_copy_it_ties() -> None:
-    assert {name for name in NAMES if backends.get(name).ties_concat} == {"megengine", "tensorrt", "tflite"}
+    assert {name for name in NAMES if backends.get(name).ties_concat} == {
+        "megengine",
+        "ryzenai",
+        "ryzenai_xint8",
+        "tensorrt",
+        "tensorrt_10",
+        "tflite",
+    }

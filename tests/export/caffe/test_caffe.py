@@ -118,7 +118,7 @@ def test_only_sizes_that_differ_say_how_they_are_rounded(tmp_path: Path) -> None
 
 
 RECIPES = {
-    "tensorrt": "backend/tensorrt",
+    "tensorrt-10": "backend/tensorrt_10",
     "mqbench-snpe": "backend/qnn",
     "aimet-0.6.1": "backend/qnn",
     "mgeconvert": "backend/megengine",
@@ -131,7 +131,7 @@ def test_names_of_parameter_files_are_blobs_and_layers(params: str, tmp_path: Pa
     converted = _converted(randomize(ResNet(4, (1, 1, 1, 1))), x, RECIPES[params])
     qtrace.export(converted, tmp_path / "m.prototxt", params=params)
     (path,) = (p for p in tmp_path.iterdir() if p.suffix not in (".prototxt", ".caffemodel"))
-    if params == "tensorrt":
+    if params == "tensorrt-10":
         names = {line.split(":")[0] for line in path.read_text().splitlines()[1:]}
     else:
         data = json.loads(path.read_text())
@@ -143,7 +143,7 @@ def test_names_of_parameter_files_are_blobs_and_layers(params: str, tmp_path: Pa
         line.split('"')[1] for line in (tmp_path / "m.prototxt").read_text().splitlines() if "top:" in line
     }
     parameters = {n for n in names if n.endswith((".weight", ".bias"))}
-    assert {n.rpartition(".")[0] for n in parameters} == (set() if params == "tensorrt" else weights)
+    assert {n.rpartition(".")[0] for n in parameters} == (set() if params == "tensorrt-10" else weights)
     assert names - parameters <= blobs
     assert len(names - parameters) > 10
 

@@ -81,7 +81,7 @@ SCHEMAS: dict[str, Any] = {
         }
     },
 }
-TARGETS = {"mqbench-tensorrt": "backend/tensorrt", "mgeconvert": "backend/megengine"}
+TARGETS = {"mqbench-tensorrt": "backend/tensorrt_10", "mgeconvert": "backend/megengine"}
 
 
 def _problems(value: Any, schema: Any, location: str = "$") -> list[str]:
@@ -184,8 +184,8 @@ def test_an_ncnn_table_has_the_numbers_of_every_layer(tmp_path: Path) -> None:
 
 
 def test_a_tensorrt_cache_is_the_header_and_a_big_endian_float_for_each_tensor(tmp_path: Path) -> None:
-    converted = _converted(randomize(ResNet(4, (1, 1))), images(2, 3, 16, 16), "backend/tensorrt")
-    header, *lines = _text(converted, "tensorrt", tmp_path).splitlines()
+    converted = _converted(randomize(ResNet(4, (1, 1))), images(2, 3, 16, 16), "backend/tensorrt_10")
+    header, *lines = _text(converted, "tensorrt-10", tmp_path).splitlines()
     assert re.fullmatch(r"TRT-\d{4}-EntropyCalibration2", header)
     assert all(re.fullmatch(r"\S+: [0-9a-f]{8}", line) for line in lines)
     scales = {n: struct.unpack(">f", bytes.fromhex(v))[0] for n, v in (line.split(": ") for line in lines)}

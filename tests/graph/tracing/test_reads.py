@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from megengine.traced_module.node import NodeMixin
 
 import qtrace
 from qtrace.errors import QtraceWarning, TraceError
+from qtrace.graph.tracing import reads
 from tests.graph.planted import ROWS, holder, net
 
 ROWS_OF_NAMES = [F.relu, F.sigmoid, F.tanh]
@@ -86,9 +89,52 @@ def filtered(self: Any, x: Any) -> Any:
     return F.stack(parts)
 
 
+def between(self: Any, x: Any) -> Any:
+    return x * 2 if -9 < x.mean() < 9 else x
+
+
+def either(self: Any, x: Any) -> Any:
+    return x * 2 if x.min() > 0 or x.max() > 1 else x
+
+
+def looped(self: Any, x: Any) -> Any:
+    for _ in range(int(F.abs(x).sum())):
+        x = F.relu(x)
+    return x
+
+
+def looked_up(self: Any, x: Any) -> Any:
+    return {True: F.relu, False: F.tanh}[bool(F.max(x) > 0)](x)
+
+
+def clipped(self: Any, x: Any) -> Any:
+    return x - float(np.percentile(x.numpy(), 90))
+
+
+def ufunc(self: Any, x: Any) -> Any:
+    return x * mge.Tensor(np.exp(x))  # asarray
+
+
+def cut(self: Any, x: Any) -> Any:
+    return x[:, : int(F.argmax(x[0])) + 1]
+
+
+def any_of(self: Any, x: Any) -> Any:
+    return F.relu(x) if any(part > 2 for part in x[0]) else x
+
+
+def root(self: Any, x: Any) -> Any:
+    return x / math.sqrt(float(F.sum(x * x)))
+
+
+def compared(self: Any, x: Any) -> Any:
+    return F.relu(x) if F.sum(x) == 0 else x
+
+
 FORWARDS = (
     *(rescaled, halved, checked, scaled, counted, shifted, listed, array, as_array, chosen, repeated),
-    *(combined, negated, filtered),
+    *(combined, negated, filtered, between, either, looped, looked_up, clipped, ufunc, cut, any_of, root),
+    compared,
 )
 
 
@@ -96,7 +142,20 @@ def _line(forward: Callable[..., Any], text: str = "") -> str:
     """The line of a forward that reads a value."""
     first = forward.__code__.co_firstlineno
     lines = Path(__file__).read_text().splitlines()[first : first + 3]
-    keys = ("if ", "while ", "assert ", "float(", "int(", ".item", ".tolist", "numpy", "asarray", "argmax")
+    keys = (
+        "if ",
+        "range(",
+        "bool(",
+        "while ",
+        "assert ",
+        "float(",
+        "int(",
+        ".item",
+        ".tolist",
+        "numpy",
+        "asarray",
+        "argmax",
+    )
     return f"test_reads.py:{first + 1 + next(i for i, s in enumerate(lines) if any(k in s for k in keys))}"
 
 
@@ -175,6 +234,53 @@ def test_what_a_submodule_is_given_is_no_data_unless_it_derives_from_data(given:
     model = net(lambda self, x: self.inner(x, GIVEN[given](self, x)), inner=inner, buffer=buffer)
     traced = qtrace.trace(model, ROWS, check=False)
     np.testing.assert_array_equal(traced(mge.Tensor(ROWS)).numpy(), model(mge.Tensor(ROWS)).numpy())
+
+
+@pytest.mark.parametrize("calls", [2, 3])
+def test_a_later_call_of_a_submodule_is_watched(calls: int) -> None:
+    """The first call of a submodule is given a constant, or takes the path that reads nothing."""
+    inner: Any = net(lambda self, x, other: x * 2 if other.sum() > 0.5 else x)
+    inner = net(lambda self, x, other: self.inner(x, other), inner=inner)
+
+    def given(self: Any, x: Any) -> Any:
+        for _ in range(calls - 1):
+            x = self.inner(x, self.buffer)
+        return self.inner(x, x)
+
+    buffer = mge.Tensor(np.ones((1, 4), "float32"))
+    line = f"tests/graph/tracing/test_reads.py:{inner.inner.forward.__code__.co_firstlineno}"
+    with pytest.raises(TraceError, match=f"uses values of its data as Python values.*{line} reads"):
+        qtrace.trace(net(given, inner=inner, buffer=buffer), ROWS, check=False)
+
+    def by_state(self: Any, x: Any) -> Any:
+        self.count[0] += 1
+        return x * 2 if self.count[0] % calls == 0 and x.sum() > 0.5 else x
+
+    counting = net(by_state, count=[0])
+    with pytest.raises(TraceError, match=f"test_reads.py:{by_state.__code__.co_firstlineno + 2} reads"):
+        qtrace.trace(
+            net(lambda self, x: self.m(self.m(self.m(x))) if calls == 3 else self.m(self.m(x)), m=counting),
+            ROWS,
+            check=False,
+        )
+
+
+def test_tracing_a_later_call_changes_neither_graphs_nor_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = net(lambda self, x, size: self.fc(F.relu(x)) + size[0] * 0, fc=M.Linear(4, 4))
+    outer = net(lambda self, x: self.inner(self.inner(x, x.shape), x.shape), inner=inner)
+    model = net(lambda self, x: self.outer(self.outer(x)), outer=outer)
+
+    def graphs() -> list[str]:
+        traced = qtrace.trace(model, ROWS)
+        np.testing.assert_array_equal(traced(x).numpy(), model(x).numpy())
+        parts = (traced, traced.outer, traced.outer.inner)
+        return [str(graph) for part in parts for graph in part.argdef_graph_map.values()]
+
+    x = mge.Tensor(ROWS)
+    watched = graphs()
+    monkeypatch.setattr(reads, "_trace_later_calls", contextlib.nullcontext)
+    assert watched == graphs()
+    assert len(watched) == 3
 
 
 @pytest.mark.parametrize("give", [lambda x: x, lambda x: F.argmax(x), lambda x: F.argmax(x, axis=1)])

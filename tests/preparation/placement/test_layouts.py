@@ -15,11 +15,13 @@ import qtrace
 from qtrace.benchmarking.costs import CostTable
 from qtrace.benchmarking.onnx_ops import read_graph
 from qtrace.benchmarking.prediction import predict, predict_float
+from qtrace.errors import GraphError
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.normalize import normalize
 from qtrace.preparation.passes._chains import find_chains
 from qtrace.preparation.passes._problem import build_problem
 from qtrace.preparation.passes._view import read_view
+from qtrace.preparation.placement.layouts import FloatLayouts
 from qtrace.preparation.placement.problem import Problem, Tensor
 from tests.nets import MobileNetV2, ResNet, images, net, randomize
 
@@ -109,3 +111,18 @@ def test_the_placement_and_the_file_have_the_same_predicted_time(
     in_float, as_chosen = (1e3 * f(graph, table).seconds for f in (predict_float, predict))
     assert note.float_milliseconds == pytest.approx(in_float, rel=0.1)
     assert note.milliseconds == pytest.approx(as_chosen, rel=0.1)
+
+
+def test_inputs_without_a_shape_are_told_and_end_in_no_traceback() -> None:
+    traced = qtrace.trace(randomize(net(lambda self, x: self.a(x), a=_conv())), X, check=False)
+    (given,) = (node for node in traced.graph.inputs if node.name == "x")
+    flat = normalize(traced)
+    (call,) = read_view(flat, qtrace.QConfig()).calls.values()
+    call.inputs[0].shape = ()
+    layouts = FloatLayouts()
+    layouts.add(call, call.inputs, [call.out])
+    assert call.out in layouts
+    assert call.expr not in layouts.block_readers
+    given.shape = None
+    with pytest.raises(GraphError, match=r"input x has no recorded shape or type, .*: give images"):
+        qtrace.explain(traced, {"placement": "balanced"})

@@ -37,7 +37,7 @@ SETTINGS = DescentSettings(
 )
 
 
-def _run() -> tuple[BlockRun, BlockData]:
+def _run(activation_bits: int = 4) -> tuple[BlockRun, BlockData]:
     """A block of two layers around which an input goes, with its data."""
     module = net(
         lambda self, x: F.relu(x + self.b(F.relu(self.a(x)))),
@@ -45,7 +45,7 @@ def _run() -> tuple[BlockRun, BlockData]:
         b=M.Conv2d(4, 4, 1),
     )
     data = [images(8, 4, 5, 5, seed=1)]
-    config = QConfig(backend="generic", weight={"bits": 3}, activation={"bits": 4})
+    config = QConfig(backend="generic", weight={"bits": 3}, activation={"bits": activation_bits})
     model = qtrace.prepare(qtrace.trace(randomize(module, seed=2), data[0][:1], check=False), config)
     qtrace.calibrate(model, data, progress=False)
     reference = flatten(model)

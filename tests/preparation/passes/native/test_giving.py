@@ -24,7 +24,7 @@ from tests.native_nets import ASYMMETRIC, MobileNet, ResNet, differences, images
 from tests.nets import net
 
 X = images(7)
-TARGETS = ("megengine", "onnxruntime", "tflite", "openvino", "tensorrt", "qnn", "generic")
+TARGETS = ("megengine", "onnxruntime", "tflite", "openvino", "tensorrt_10", "qnn", "generic")
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from qtrace.finetuning._data import Batch, unpack
 from qtrace.finetuning._engines import LearningEngine
 from qtrace.finetuning._twins import Compared, Values
 from qtrace.finetuning.settings import Settings
-from qtrace.finetuning.torch.adam import TorchAdam
-from qtrace.finetuning.torch.graph import TorchGraph
 from qtrace.graph.types import TracedModule
+from qtrace.ptq.torch.adam import TorchAdam
+from qtrace.ptq.torch.graph import TorchGraph
 
 __all__ = ["TorchEngine"]
 

@@ -15,12 +15,12 @@ from megengine.module.batchnorm import _BatchNorm
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
-from qtrace.finetuning.torch import elementwise, layers
-from qtrace.finetuning.torch.fake_quants import MODULES, bias_quant, bn_fold, fake_quant
 from qtrace.graph.interpreter import Interpreter, interpret
 from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Node, TracedModule
 from qtrace.graph.walk import exprs, op_label, owner
 from qtrace.ops import OpCall, Role, read, unsupported
+from qtrace.ptq.torch import elementwise, layers
+from qtrace.ptq.torch.fake_quants import MODULES, bias_quant, bn_fold, fake_quant
 
 __all__ = ["TorchGraph", "UnsupportedError"]
 
@@ -84,6 +84,11 @@ class TorchGraph(Interpreter):
             return self._computes[id(expr)](inputs)
         except NotImplementedError as error:
             raise UnsupportedError(f"{_label(expr)} {error}, which has no form in torch") from None
+
+    def constant(self, value: Any) -> Any:
+        """Returns the tensor of torch for a Tensor of MegEngine or an array, without a gradient."""
+        array = value if isinstance(value, np.ndarray) else value.numpy()
+        return torch.from_numpy(np.array(array))
 
     def on_node(self, node: Node, value: Any) -> Any:
         """Makes a tensor of torch of a Tensor of MegEngine, and records named values."""

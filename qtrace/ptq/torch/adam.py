@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from qtrace.finetuning.torch.rounding import row_slices
 from qtrace.optim.adam import Adam
+from qtrace.ptq.torch.rounding import row_slices
 
 __all__ = ["TorchAdam"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as TF
 
-from qtrace.finetuning.torch.layers import moved
-from qtrace.finetuning.torch.rounding import absolute, clip, larger, smaller
+from qtrace.ptq.torch.layers import moved
+from qtrace.ptq.torch.rounding import absolute, clip, larger, smaller
 
 __all__ = ["FORMS"]
 

@@ -20,8 +20,9 @@ from qtrace.fakequant.lsq import LSQFakeQuant
 from qtrace.fakequant.lsq_plus import LSQPlusFakeQuant
 from qtrace.fakequant.pact import PACTFakeQuant
 from qtrace.fakequant.tqt import TQTFakeQuant
-from qtrace.finetuning.torch.layers import LAYERS, batch_norm
-from qtrace.finetuning.torch.rounding import (
+from qtrace.numerics import SMALLEST_NORMAL, SMALLEST_SCALE, SMALLEST_SHARE
+from qtrace.ptq.torch.layers import LAYERS, batch_norm
+from qtrace.ptq.torch.rounding import (
     absolute,
     clip,
     larger,
@@ -31,9 +32,8 @@ from qtrace.finetuning.torch.rounding import (
     smaller,
     straight_through,
 )
-from qtrace.numerics import SMALLEST_NORMAL, SMALLEST_SCALE, SMALLEST_SHARE
 
-__all__ = ["MODULES", "Leaf", "bias_quant", "bn_fold", "fake_quant"]
+__all__ = ["MODULES", "Leaf", "bias_quant", "bn_fold", "fake_quant", "shaped", "stored_parameters"]
 
 Leaf = Callable[[Any], Any]
 """Gives the tensor of torch for a Tensor of the MegEngine module."""
@@ -103,7 +103,13 @@ _DERIVED: dict[type, Callable[[Any, Leaf], tuple[Any, Any]]] = {
 }
 
 
-def _shaped(fake: Any, x: Any, leaf: Leaf) -> Any:
+def stored_parameters(fake: FakeQuant, leaf: Leaf) -> tuple[Any, Any]:
+    """Returns the scale and the zero point that ``fake`` rounds with."""
+    scale, zero_point = _DERIVED[type(fake)](fake, leaf)
+    return scale, zero_point
+
+
+def shaped(fake: Any, x: Any, leaf: Leaf) -> Any:
     """Returns what is rounded: ``x``, or the transformed weight of DoReFa."""
     if not fake.transforms:
         return x
@@ -127,7 +133,7 @@ def fake_quant(fake: FakeQuant, leaf: Leaf, x: Any) -> Any:
     if fake.phase in ("float", "observe"):
         return x
     scale, zero_point = _DERIVED[type(fake)](fake, leaf)
-    return quant_dequant(_shaped(fake, x, leaf), scale, zero_point, Levels.of(fake.scheme), fake.learning)
+    return quant_dequant(shaped(fake, x, leaf), scale, zero_point, Levels.of(fake.scheme), fake.learning)
 
 
 def _effective_scale(fake: FakeQuant, leaf: Leaf) -> Any:
@@ -184,7 +190,7 @@ def _fold(
     if source is not None:
         smallest = absolute(shift) / (_effective_scale(source, leaf) * BIAS_LIMIT)
         scale = larger(scale, smallest.reshape(weight_quant.shape))
-    return _shaped(weight_quant, weight, leaf) * gain, shift.reshape(module.bias_shape), scale
+    return shaped(weight_quant, weight, leaf) * gain, shift.reshape(module.bias_shape), scale
 
 
 MODULES: tuple[type, ...] = (*_DERIVED, BiasQuant, BnFold)

@@ -1,0 +1,53 @@
+"""The command ``qtrace check``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from qtrace.cli import help, options
+from qtrace.cli.console import Console
+from qtrace.cli.outputs import output_file
+
+__all__ = ["check"]
+
+
+@click.command(
+    cls=help.Command,
+    example="""
+    qtrace check model.onnx --target tensorrt
+    qtrace check model.onnx --target qnn --fix -o model-qnn.onnx
+    """,
+)
+@click.argument("file", type=options.file_or_folder())
+@click.option(
+    "--target",
+    "-t",
+    metavar="NAME",
+    required=True,
+    help="The target: onnxruntime, qnn, ryzenai, ryzenai_xint8 or tensorrt.",
+)
+@click.option("--fix", is_flag=True, help="Write a copy to -o in which all that is mechanical is repaired.")
+@click.option("--out", "-o", type=options.file_or_folder(), help="With --fix: the file to write, or replace.")
+@options.output
+def check(file: Path, target: str, fix: bool, out: Path | None, console: Console) -> int:
+    """Check whether a quantized ONNX file keeps the contract of a target.
+
+    FILE has QuantizeLinear and DequantizeLinear nodes, and may be of any tool. The command names each node
+    that breaks a rule, the rule with its source and the cure, and the ops that will compute in float. The
+    exit code is 1 if a rule is broken. Nothing is run on the target's device.
+    """
+    if fix != (out is not None):
+        raise click.UsageError("--fix and -o belong together: give both, or none.")
+    with console.work():
+        from qtrace.verification.contracts import check_contract, fix_contract
+
+        if out is None:
+            report = check_contract(file, target)
+        else:
+            data, report = fix_contract(file, target)
+            with output_file(out) as partial:
+                Path(partial).write_bytes(data)
+    console.result(report.text(), report.to_dict())
+    return 0 if report.passed else 1

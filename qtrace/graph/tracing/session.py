@@ -1,0 +1,343 @@
+"""One trace of a module and its checks: anything that it would lose or compute wrong is an error."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import megengine as mge
+from megengine.module import Module
+from megengine.traced_module import TracedModule, trace_module
+
+from qtrace.errors import GraphError, TraceError
+from qtrace.graph import failures
+from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.tracing import diff, example_inputs, hazards, reads
+from qtrace.graph.tracing.copies import Copy, describe_places, find_copies, insert_copies, report_copies
+from qtrace.graph.tracing.example_inputs import Arguments
+from qtrace.graph.tracing.nonfinite import nonfinite_results
+from qtrace.graph.tracing.recording import NONE_IS_DROPPED, check_kernels, holds_none, recording, without_none
+from qtrace.graph.tracing.returned import key_order, restore_key_order
+from qtrace.graph.tracing.running import copy_module, engine_for_tracing
+from qtrace.graph.tracing.source_names import restore_names
+
+__all__ = ["Tracing"]
+
+_log = logging.getLogger("qtrace")
+
+_BAKED = (
+    "A Python value was fixed while tracing (a branch or loop on a value, .item(), .numpy(), int() of a "
+    "shape): compute it with tensor operations, or take it out of forward."
+)
+
+
+class _ForwardError(Exception):
+    """The module's own forward failed; the cause is its exception."""
+
+
+class Tracing:
+    """One call of ``trace``: the source, a private copy of it in eval mode, and the examples.
+
+    Args:
+        source: the module; it is not changed.
+        inputs: the example, positional and keyword arguments of ``method``.
+        method: the name of the method to trace.
+        allow_branch: the lines that may read a value of the data.
+        also: other examples that the trace must serve.
+    """
+
+    def __init__(
+        self,
+        source: Module,
+        inputs: Arguments,
+        method: str,
+        allow_branch: tuple[str, ...],
+        also: Sequence[Arguments] = (),
+    ) -> None:
+        self.source, self.also = source, also
+        self.allow_branch = allow_branch
+        self.reads: list[reads.PythonRead] = []
+        self.method = method
+        self.name = type(source).__name__
+        self.inputs = inputs
+        self.module = copy_module(source, method)
+        self.order: Any = None
+        self.drops_none = False
+        self.copies: list[Copy] = []
+
+    def _results(self, inputs: Arguments) -> list[Any]:
+        """Runs the copy on ``inputs`` and returns the leaves of its result.
+
+        Raises:
+            _ForwardError: when the copy fails on the inputs.
+        """
+        args, kwargs = example_inputs.fresh(inputs)
+        try:
+            result = self.module(*args, **kwargs)
+            mge._full_sync()  # raises the errors of kernels
+        except Exception as error:
+            raise _ForwardError from error
+        self.drops_none = holds_none(result)
+        result = without_none(result)
+        self.order = key_order(result)
+        return diff.values(result)
+
+    def run(self, check: bool) -> tuple[TracedModule, list[str]]:
+        """Returns the trace, and warnings for its user."""
+        inputs, expected = self._first_run(check and not self.allow_branch)
+        traced = self._trace(self.inputs)
+        reads.refuse_reads(self.name, self.reads, self.allow_branch)
+        for note in reads.describe_notes(self.reads):
+            _log.info("%s: %s.", self.name, note)
+        self.copies = find_copies(traced)
+        self._check_parameters(traced, inputs, expected)
+        if check:
+            self._compare(traced, inputs, expected)
+            batch = example_inputs.batch_size(self.inputs)
+            for extra in () if any(r.of_data for r in self.reads) else (1, 0) if batch else (0,):
+                other = example_inputs.vary(self.inputs, high=True, extra=extra)
+                try:
+                    # Where shapes may not fit, one op at a time: a kernel after a failed one can crash.
+                    with engine_for_tracing(async_level=0):
+                        expected = self._results(other)
+                except _ForwardError:  # nothing to compare
+                    continue
+                self._compare(traced, other, expected, batch if extra else None)
+                inputs = other
+                break
+        for index, other in enumerate(self.also):
+            inputs, expected = other, self._also_agrees(traced, index, other)
+        traced.eval()
+        if self.copies:
+            insert_copies(traced, self.copies)
+            problem = _run_and_compare(traced, inputs, expected)
+            report_copies(self.name, describe_places(self.copies), problem)
+        notes = [NONE_IS_DROPPED] if self.drops_none else []
+        notes += reads.describe_unused(self.reads, self.allow_branch)
+        notes += nonfinite_results(traced, *example_inputs.fresh(self.inputs)) if check else []
+        return traced, [f"{self.name}: {note}" for note in notes]
+
+    def _also_agrees(self, traced: TracedModule, index: int, inputs: Arguments) -> list[Any]:
+        """Returns the module's result on another example, which the trace must serve."""
+        title = f"also[{index}] ({example_inputs.describe(inputs)})"
+        args, kwargs = example_inputs.fresh(inputs)
+        try:
+            Interpreter(traced).bind(args, kwargs)
+        except GraphError as error:
+            raise TraceError(
+                f"{self.name}: {title} has another structure than the example, and a graph has one: trace it "
+                f"by itself ({error})"
+            ) from error
+        try:
+            with engine_for_tracing(async_level=0):
+                expected = self._results(inputs)
+        except _ForwardError as error:
+            cause = error.__cause__ or error
+            raise TraceError(f"{self.name} itself fails on {title}: {failures.short(cause)}") from cause
+        self._compare(traced, inputs, expected, title=title)
+        return expected
+
+    def _first_run(self, check: bool) -> tuple[Arguments, list[Any]]:
+        """Runs the copy once, on other values if it accepts them; refuses Functions and changed state."""
+        candidates = [example_inputs.vary(self.inputs, high=False), self.inputs] if check else [self.inputs]
+        failure: BaseException | None = None
+        for inputs in candidates:
+            if failure is not None:
+                self.module = copy_module(self.source, self.method)
+            try:
+                with hazards.watch_functions(self.module) as functions:
+                    expected = self._results(inputs)
+                break
+            except _ForwardError as error:
+                failure = error.__cause__
+        else:
+            assert failure is not None
+            line = failures.user_line(failure)
+            raise TraceError(
+                f"{self.name} itself fails on the example{f' ({line})' if line else ''}, before any tracing: "
+                f"{failures.short(failure)}"
+            ) from failure
+        self._check_functions(functions)
+        self._check_state()
+        return inputs, expected
+
+    def _check_functions(self, functions: dict[str, str]) -> None:
+        if functions:
+            calls = ", ".join(f"{name} in {_place(path)}" for name, path in functions.items())
+            raise TraceError(
+                f"{self.name} calls a custom autodiff Function, whose gradient a trace loses: {calls}. Put "
+                "the call in a module of its own and give its class to trace in leaves=[...]."
+            )
+
+    def _check_state(self) -> None:
+        changed = hazards.changed_state(self.source, self.module)
+        if not changed:
+            return
+        # Filled once and kept whatever the values are: a cache, which a trace may compute anew.
+        before = copy.deepcopy(self.module)
+        try:
+            self._results(example_inputs.vary(self.inputs, high=True))
+            again = hazards.changed_state(before, self.module)
+        except _ForwardError:
+            again = changed
+        if again or any(isinstance(t, mge.Parameter) for t in changed.values()):
+            named = [path for path in changed if path in again] or list(changed)
+            places = [hazards.with_place(self.module, path) for path in named[:5]]
+            more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+            raise TraceError(
+                f"{self.name}.forward updates its own state in eval mode, which a trace drops: "
+                f"{', '.join(places)}{more}. Use a local variable for a value that only forward needs; else "
+                "return the new value as an output, or update it outside of forward."
+            )
+        self.module = copy_module(self.source, self.method)
+
+    def _trace(self, inputs: Arguments) -> TracedModule:
+        args, kwargs = example_inputs.fresh(inputs)
+        try:
+            with recording(), reads.watch_reads() as self.reads:
+                traced = trace_module(self.module, *args, **kwargs)
+        except Exception as error:
+            try:
+                raise failures.explain(error, self.module, self.name) from error
+            finally:
+                failures.clean_up(error)
+        check_kernels(traced, self.name)
+        restore_names(self.module, traced)
+        restore_key_order(traced, self.order)
+        return traced
+
+    def _check_parameters(self, traced: TracedModule, inputs: Arguments, expected: list[Any]) -> None:
+        lost = hazards.lost_parameters(self.module, traced)
+        if lost:
+            raise TraceError(
+                f"{self.name} keeps parameters where a trace cannot see them, so they became constants: "
+                f"{_names(lost)}. Assign a Parameter as an attribute of its module, and keep modules in "
+                "plain lists or as attributes (no tuples inside)."
+            )
+        read = hazards.read_parameters(traced)
+        absent = {n: p for n, p in self.module.named_parameters() if id(p) not in read}
+        used = self._used_parameters(absent, inputs, expected)
+        if used:
+            raise TraceError(
+                f"{self.name} uses a parameter as a Python or numpy value, which a trace fixes: "
+                f"{_names(used)}. Use the Tensor itself in forward (no .numpy(), .item() or float())."
+            )
+
+    def _used_parameters(
+        self, absent: dict[str, mge.Parameter], inputs: Arguments, expected: list[Any]
+    ) -> list[str]:
+        """Returns the parameters of ``absent`` that change the output: all at once first, then one by one."""
+        names = list(absent) if absent and self._depends_on(list(absent.values()), inputs, expected) else []
+        if names and self._depends_on([], inputs, expected):  # random anyway: that is another hazard
+            return []
+        if len(names) > 1:
+            names = [n for n in names if self._depends_on([absent[n]], inputs, expected)] or names
+        return names
+
+    def _depends_on(self, parameters: list[mge.Parameter], inputs: Arguments, expected: list[Any]) -> bool:
+        saved = [mge.Tensor(p.numpy(), dtype=p.dtype, device=p.device) for p in parameters]
+        try:
+            for parameter in parameters:
+                parameter._reset(parameter * 1.25 + 0.125)
+            return diff.output_mismatch(expected, self._results(inputs)) is not None
+        except (_ForwardError, RuntimeError, TypeError):  # the forward refuses the changed values
+            return False
+        finally:
+            for parameter, value in zip(parameters, saved, strict=True):
+                parameter._reset(value)
+
+    def _compare(
+        self,
+        traced: TracedModule,
+        inputs: Arguments,
+        expected: list[Any],
+        batch: int | None = None,
+        title: str = "",
+    ) -> None:
+        """Raises a `TraceError` if ``traced`` differs from the module.
+
+        Args:
+            traced: the trace.
+            inputs: inputs of both.
+            expected: the module's result on ``inputs``.
+            batch: the example's batch size; None if ``inputs`` have the same.
+            title: the name of the inputs if the user gave them.
+        """
+        problem = _run_and_compare(traced, inputs, expected)
+        if problem is None or self._is_kernels_fault(traced, inputs):
+            return
+        # More than once: a small number of random values can agree by chance.
+        if any(diff.output_mismatch(expected, self._results(inputs)) for _ in range(3)):
+            draws = ", ".join(diff.describe(e) for e in diff.random_exprs(traced)[:3])
+            raise TraceError(
+                f"{self.name} is not deterministic in eval mode: two runs on the same input differ; "
+                f"{f'random: {draws}' if draws else 'it may keep a count in a Python attribute'}. Switch "
+                "this off when not self.training."
+            )
+        kind, remedy = "with other values of the same shape", ""
+        if batch is not None and self._same_batch_agrees(traced):
+            kind = f"of another batch size ({batch + 1} instead of {batch})"
+            remedy = f" If every batch will have {batch}, trace with check=False (--no-check)."
+        raise TraceError(
+            f"{self.name}: the trace is wrong on {title or f'an input {kind}'}: {problem}; "
+            f"{self._locate_difference(traced, inputs)}{remedy}"
+        )
+
+    def _is_kernels_fault(self, traced: TracedModule, inputs: Arguments) -> bool:
+        """Returns whether module and trace run the same steps, some of which kernels compute wrong.
+
+        Such a kernel reads memory behind a view, so that two runs may differ. Asynchronous execution can
+        cause wrong values as well, so the result is False until `trace` has tried without it.
+        """
+        if not self.copies or mge.config.async_level > 0 or hazards.hooked_modules(self.module):
+            return False
+        try:
+            return diff.first_difference(traced, self._trace(inputs)) is None
+        except TraceError:
+            return False
+
+    def _same_batch_agrees(self, traced: TracedModule) -> bool:
+        same = example_inputs.vary(self.inputs, high=True)
+        try:
+            return _run_and_compare(traced, same, self._results(same)) is None
+        except _ForwardError:  # the module takes only the other one: then the batch is not to blame
+            return False
+
+    def _locate_difference(self, traced: TracedModule, inputs: Arguments) -> str:
+        """Describes the first expr at which a trace on ``inputs`` differs, with advice."""
+        try:
+            difference = diff.first_difference(traced, self._trace(inputs))
+        except TraceError as error:
+            return f"tracing on that input fails too ({error}). {_BAKED}"
+        if difference is not None:
+            return f"{difference}. {_BAKED}"
+        hooked = hazards.hooked_modules(self.module)
+        if hooked:
+            return (
+                f"a trace does not run forward hooks, such as those of {_names(hooked)}: use forward itself."
+            )
+        return (
+            "both graphs have the same steps, so the difference hides in a value that forward keeps outside "
+            "of tensors and attributes, or in a write into a shared tensor."
+        )
+
+
+def _run_and_compare(traced: TracedModule, inputs: Arguments, expected: list[Any]) -> str | None:
+    try:
+        args, kwargs = example_inputs.fresh(inputs)
+        results = diff.values(traced(*args, **kwargs))
+    except Exception as error:
+        return f"it fails with {failures.short(error)}"
+    return diff.output_mismatch(expected, results)
+
+
+def _place(path: str) -> str:
+    return f"submodule {path!r}" if path else "its own forward"
+
+
+def _names(names: Any, limit: int = 5) -> str:
+    listed = [str(n) for n in names]
+    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
+    return ", ".join(repr(n) for n in listed[:limit]) + more

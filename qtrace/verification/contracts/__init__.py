@@ -1,0 +1,62 @@
+"""Contracts: what a target expects of a quantized ONNX file, checked without the target.
+
+A contract is a list of rules, each with the document that states it. The file may be of any tool.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qtrace.errors import ExportError
+from qtrace.verification.contracts.report import ContractReport
+from qtrace.verification.onnx_file import load_onnx
+
+__all__ = ["ContractReport", "check_contract", "fix_contract"]
+
+
+def check_contract(path: Path, target: str) -> ContractReport:
+    """Checks an ONNX file against the contract of a target.
+
+    Args:
+        path: the file.
+        target: the name of the target, such as ``tensorrt``.
+
+    Raises:
+        ExportError: when the file cannot be read, has no quantized op, or the target has no contract.
+    """
+    return _checked(path, target)[0]
+
+
+def fix_contract(path: Path, target: str) -> tuple[bytes, ContractReport]:
+    """Repairs what is mechanical in an ONNX file, and checks the result.
+
+    Args:
+        path: the file, which is only read.
+        target: the name of the target.
+
+    Returns:
+        The repaired file, and the report on it, which has what was repaired.
+
+    Raises:
+        ExportError: for what `check_contract` refuses, or when the result is no valid ONNX.
+    """
+    report, data = _checked(path, target, fixing=True)
+    return data, report
+
+
+def _checked(path: Path, target: str, fixing: bool = False) -> tuple[ContractReport, bytes]:
+    """Reads a file, repairs it if asked to, and reports on what is left."""
+    if path.suffix != ".onnx":
+        raise ExportError(f"{path} is not an ONNX file by its name: contracts are for files like model.onnx.")
+    model, folder = load_onnx(path)
+    if folder is not None:
+        raise ExportError(
+            f"{path} has more than 2 GiB of tensors, which a check cannot load: check a part of it."
+        )
+    # Below this, all modules need the package onnx, which `load_onnx` has looked for.
+    from qtrace.verification.contracts.checking import check_model, fix_model
+    from qtrace.verification.contracts.targets import get
+
+    contract = get(target)
+    fixed = fix_model(model, contract, path) if fixing else ()
+    return check_model(model, contract, path, fixed), model.SerializeToString() if fixing else b""

@@ -1,0 +1,82 @@
+"""Predicts which ops of a file a target computes in float."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from onnx import NodeProto
+
+from qtrace.verification.contracts.base import Contract, FloatOp
+from qtrace.verification.contracts.qdq_graph import QUANTIZERS, QdqGraph
+
+__all__ = ["predict_floats"]
+
+# Ops that move values or compute shapes: they run on what they get.
+_MOVES = (
+    "Reshape Transpose Flatten Squeeze Unsqueeze Slice Split Gather GatherElements GatherND Pad Expand Tile "
+    "Identity Cast Shape Constant ConstantOfShape Range Concat Where Equal Less Greater Not And Or NonZero "
+    "MaxPool DepthToSpace SpaceToDepth Size Dropout ScatterElements ScatterND Compress OneHot Floor"
+)
+
+
+def predict_floats(graph: QdqGraph, contract: Contract, broken: Mapping[str, str]) -> list[FloatOp]:
+    """Lists the ops that compute in float, in the order of the graph.
+
+    Args:
+        graph: the graph.
+        contract: the contract of the target.
+        broken: first output of a node that breaks a rule -> the name of the rule.
+    """
+    floats = []
+    for node in graph.nodes():
+        if node.op_type in (*QUANTIZERS, *_MOVES.split()) or not node.output:
+            continue
+        if not any(name not in graph.stored for name in node.input if name):
+            continue  # it is computed from constants
+        reason = broken.get(node.output[0]) or _reason(graph, contract, node)
+        if reason:
+            floats.append(FloatOp(node.name or node.output[0], node.op_type, reason))
+    return floats
+
+
+def _reason(graph: QdqGraph, contract: Contract, node: NodeProto) -> str:
+    """Explains why a node computes in float; "" if it does not, or is part of the kernel before it."""
+    if node.op_type in contract.fused and _reads_kernel(graph, contract, node):
+        return ""
+    if node.op_type not in contract.ops:
+        return f"{contract.title} computes {node.op_type} in float"
+    count = (
+        2 if node.op_type in ("Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "Sub", "Mul", "Div") else 1
+    )
+    operands = [graph.operand(node, index) for index in range(count)]
+    floats = [o.name for o in operands if o is not None and o.dequantize is None]
+    if floats:
+        return f"it reads {floats[0]} in float"
+    if node.op_type in contract.rounds_results and not _is_rounded(graph, contract, node):
+        return "its result is not rounded"
+    return ""
+
+
+def _reads_kernel(graph: QdqGraph, contract: Contract, node: NodeProto) -> bool:
+    """Whether a node directly follows an op on integers, or another one in the kernel of such an op."""
+    for name in node.input:
+        producer = graph.producers.get(name)
+        if producer is None or producer.op_type in QUANTIZERS:
+            continue
+        first = graph.operand(producer, 0)
+        if producer.op_type in contract.ops and first is not None and first.dequantize is not None:
+            return True
+        if producer.op_type in contract.fused and _reads_kernel(graph, contract, producer):
+            return True
+    return False
+
+
+def _is_rounded(graph: QdqGraph, contract: Contract, node: NodeProto) -> bool:
+    """Whether all that reads the result, behind the functions of its kernel, are QuantizeLinear nodes."""
+    name = node.output[0]
+    readers = [reader for reader, _ in graph.readers.get(name, [])]
+    if not readers or name in graph.outputs:
+        return False
+    if len(readers) == 1 and readers[0].op_type in contract.fused:
+        return _is_rounded(graph, contract, readers[0])
+    return all(reader.op_type == "QuantizeLinear" for reader in readers)

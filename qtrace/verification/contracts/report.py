@@ -1,0 +1,93 @@
+"""What a check has found: the violations of a contract, and the ops that run in float."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from qtrace.verification.contracts.base import FloatOp
+
+__all__ = ["ContractReport", "Finding"]
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A violation, as plain data.
+
+    Attributes:
+        rule: the name of the rule.
+        source: the document that states the rule.
+        node: the name of the node, or its first output; "" for the file as a whole.
+        text: the violation and its cure as a sentence.
+        fixable: whether a repair is mechanical.
+    """
+
+    rule: str
+    source: str
+    node: str
+    text: str
+    fixable: bool
+
+
+@dataclass(frozen=True)
+class ContractReport:
+    """The result of a check of one file.
+
+    Attributes:
+        target: the name of the target.
+        title: the target in words.
+        findings: the violations, rule by rule.
+        floats: the ops that compute in float.
+        measured: the runtime that told `floats`; "" if they are predicted.
+        fixed: the sentences of the violations that were repaired before.
+    """
+
+    target: str
+    title: str
+    findings: tuple[Finding, ...]
+    floats: tuple[FloatOp, ...]
+    measured: str = ""
+    fixed: tuple[str, ...] = field(default=())
+
+    @property
+    def passed(self) -> bool:
+        """Whether the file keeps the contract."""
+        return not self.findings
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as plain data."""
+        return {
+            "target": self.target,
+            "passed": self.passed,
+            "violations": [vars(finding) for finding in self.findings],
+            "float": [op.to_dict() for op in self.floats],
+            "float_by": self.measured or "prediction",
+            "fixed": list(self.fixed),
+            "device": "" if self.measured else "not run on the device",
+        }
+
+    def text(self) -> str:
+        """Returns the report in lines."""
+        lines = [f"fixed: {sentence}" for sentence in self.fixed]
+        rules = dict.fromkeys((finding.rule, finding.source) for finding in self.findings)
+        for rule, source in rules:
+            found = [finding for finding in self.findings if finding.rule == rule]
+            lines.append(f"{rule} ({source}):")
+            lines += [f"  {f.text}{' [--fix]' if f.fixable else ''}" for f in found[:_SHOWN]]
+            if len(found) > _SHOWN:
+                lines.append(f"  and {len(found) - _SHOWN} more")
+        how = f"in float, as {self.measured} loads the file" if self.measured else "in float, predicted"
+        if self.floats:
+            lines.append(f"{how}:")
+            lines += [f"  {op.op} {op.node}: {op.reason}" for op in self.floats[:_SHOWN]]
+            if len(self.floats) > _SHOWN:
+                lines.append(f"  and {len(self.floats) - _SHOWN} more")
+        else:
+            lines.append(f"{how}: no op")
+        count = len(self.findings)
+        verdict = "keeps" if not count else f"breaks at {count} {'places' if count > 1 else 'place'}"
+        where = f"run in {self.measured}" if self.measured else "not run on the device"
+        lines.append(f"{verdict} the contract of {self.target} ({self.title}); {where}")
+        return "\n".join(lines)

@@ -28,6 +28,7 @@ from qtrace.cli.commands.recipes import recipes
 from qtrace.cli.commands.sensitivity import sensitivity
 from qtrace.cli.commands.split import split
 from qtrace.cli.commands.trace import trace
+from qtrace.cli.commands.tune import tune
 from qtrace.cli.commands.verify import verify
 from qtrace.errors import QtraceError, Terminated
 
@@ -94,6 +95,7 @@ _COMMANDS = (
     bench,
     compare,
     sensitivity,
+    tune,
     recipes,
 )
 for _command in _COMMANDS:

@@ -14,7 +14,7 @@ from megengine.jit import trace
 from qtrace.finetuning._data import Batch
 from qtrace.finetuning._twins import PARTS, Compared, Twins, Values
 from qtrace.finetuning.settings import Settings
-from qtrace.optim.adam import Adam
+from qtrace.gradients.adam import Adam
 
 __all__ = ["LearningEngine", "MegEngineEngine"]
 

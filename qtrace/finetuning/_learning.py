@@ -13,7 +13,7 @@ from qtrace.errors import TrainingError
 from qtrace.fakequant.base import scales
 from qtrace.finetuning._units import Units
 from qtrace.finetuning.settings import Settings
-from qtrace.optim.adam import Adam
+from qtrace.gradients.adam import Adam
 from qtrace.preparation.model import QuantizedModel
 from qtrace.qat import param_groups
 

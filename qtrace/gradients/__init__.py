@@ -1,4 +1,7 @@
-"""Gradients that MegEngine computes slowly on CPU, computed by its faster kernels."""
+"""Gradients that MegEngine computes slowly on CPU, computed by its faster kernels.
+
+`qtrace.gradients.adam` takes steps on numpy arrays, whose state a checkpoint can store.
+"""
 
 from __future__ import annotations
 

@@ -307,7 +307,7 @@ def test_a_fake_quant_of_ones_own_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_adam_of_torch_takes_the_steps_of_numpys() -> None:
-    from qtrace.optim.adam import Adam
+    from qtrace.gradients.adam import Adam
     from qtrace.ptq.torch.adam import TorchAdam
 
     rng = np.random.default_rng(0)

@@ -15,7 +15,7 @@ from megengine.autodiff import GradManager
 from megengine.jit import trace
 
 from qtrace.errors import CalibrationError
-from qtrace.optim.adam import Adam
+from qtrace.gradients.adam import Adam
 from qtrace.ptq.learning.block_run import BlockData, BlockRun
 from qtrace.ptq.learning.rounding import anneal
 

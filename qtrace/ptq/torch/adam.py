@@ -1,11 +1,11 @@
-"""Adam of ``qtrace.optim`` by torch's kernels, which use all cores, on the same numpy arrays."""
+"""Adam of ``qtrace.gradients`` by torch's kernels, which use all cores, on the same numpy arrays."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from qtrace.optim.adam import Adam
+from qtrace.gradients.adam import Adam
 from qtrace.ptq.torch.rounding import row_slices
 
 __all__ = ["TorchAdam"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from qtrace.gradients.adam import Adam
 from qtrace.numerics import dequantize, fake_quantize, quantize
-from qtrace.optim.adam import Adam
 from qtrace.ptq.learning.rounding import SoftRounding, anneal
 from qtrace.scheme import QParams, QScheme
 

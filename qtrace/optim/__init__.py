@@ -1,1 +1,0 @@
-"""Optimizers on numpy arrays, whose state a checkpoint can store."""

@@ -1,0 +1,185 @@
+"""Trials and their log: one JSON line for each trial, written so that a killed search loses none.
+
+A line is appended by one write, followed by an fsync. A line that a killed process has left unfinished is the
+last one; it is cut off before the next line is written, and its trial is run again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from qtrace.errors import QtraceError
+
+__all__ = ["Layer", "Suggestion", "Trial", "TrialLog", "digest_of"]
+
+_UNRELATED = ("name", "description")  # keys of a recipe that change nothing
+
+
+def digest_of(recipe: Mapping[str, Any]) -> str:
+    """Returns a hash of a recipe's settings, without its name and description."""
+    settings = {key: value for key, value in recipe.items() if key not in _UNRELATED}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A recipe to try.
+
+    Attributes:
+        recipe: the recipe as plain data.
+        origin: where it comes from: ``recipe``, ``diagnosis``, ``packaged``, ``placement`` or ``search``.
+        changes: key of the recipe -> why it differs from the parent's; ``rules[3]`` for a rule.
+        parent: the number of the trial that it changes; None if it changes none.
+    """
+
+    recipe: dict[str, Any]
+    origin: str
+    changes: dict[str, str] = field(default_factory=dict)
+    parent: int | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer whose bits a search may change.
+
+    Attributes:
+        name: the output node of its first op.
+        nodes: the nodes that a rule names.
+        weight_bits: bits of its weight, 32 for none.
+        activation_bits: bits of what it reads.
+        noise: the noise at the outputs if this layer alone is rounded, relative to the signal.
+    """
+
+    name: str
+    nodes: tuple[str, ...]
+    weight_bits: int
+    activation_bits: int
+    noise: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One recipe, prepared, calibrated and judged; a line of ``trials.jsonl``.
+
+    Attributes:
+        number: the number of its line, from 0.
+        recipe, origin, changes, parent: as for `Suggestion`.
+        digest: `digest_of` the recipe.
+        rung: how much of the data it used, from 0 up.
+        value: the metric, more is better; None if the recipe was not judged.
+        samples: the noise of each held-back sample relative to the signal, or the values of the user's metric
+            for each sample; empty if the metric is one number.
+        milliseconds: the predicted time; None without measured times of the backend.
+        bytes: the size of the parameters.
+        seconds: how long the trial took.
+        problem: why the recipe was not judged, or "".
+        layers: the layers of the first trial's graph.
+        suggestions: recipes that the first trial's diagnosis suggests.
+    """
+
+    number: int
+    recipe: dict[str, Any]
+    origin: str
+    changes: dict[str, str]
+    parent: int | None
+    digest: str
+    rung: int
+    value: float | None
+    samples: tuple[float, ...] = ()
+    milliseconds: float | None = None
+    bytes: int = 0
+    seconds: float = 0.0
+    problem: str = ""
+    layers: tuple[Layer, ...] = ()
+    suggestions: tuple[Suggestion, ...] = ()
+
+    def to_json(self) -> str:
+        """Returns the trial as one line, without the line's end."""
+        return json.dumps(asdict(self), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> Trial:
+        """Reads `to_json`.
+
+        Raises:
+            ValueError: when the line is no trial.
+        """
+        data = json.loads(line)
+        if not isinstance(data, dict) or set(data) != {f.name for f in fields(cls)}:
+            raise ValueError("the line has other keys than a trial.")
+        try:
+            layers = tuple(Layer(**{**item, "nodes": tuple(item["nodes"])}) for item in data["layers"])
+            suggestions = tuple(Suggestion(**item) for item in data["suggestions"])
+            samples = tuple(map(float, data["samples"]))
+        except (TypeError, KeyError) as error:
+            raise ValueError(str(error)) from error
+        return cls(**{**data, "layers": layers, "suggestions": suggestions, "samples": samples})
+
+
+class TrialLog:
+    """The file of all trials of a search.
+
+    Args:
+        path: the file; it is made with the first trial.
+        note: called with a message when an unfinished line is ignored.
+
+    Attributes:
+        trials: all trials, in the order of their numbers.
+
+    Raises:
+        QtraceError: when the file cannot be read, or has a line before its last one that is no trial.
+    """
+
+    def __init__(self, path: Path, note: Callable[[str], None] = lambda text: None) -> None:
+        self._path = path
+        self.trials: list[Trial] = []
+        try:
+            data = path.read_bytes() if path.exists() else b""
+        except OSError as error:
+            raise QtraceError(f"{path} cannot be read: {error.strerror}.") from error
+        self._end = 0
+        lines = data.splitlines(keepends=True)
+        for index, line in enumerate(lines):
+            try:
+                if not line.endswith(b"\n"):
+                    raise ValueError("the line does not end.")
+                trial = Trial.from_json(line.decode("utf-8"))
+                if trial.number != index:
+                    raise ValueError(f"the trial has number {trial.number}.")
+            except ValueError as error:
+                if index < len(lines) - 1:
+                    raise QtraceError(
+                        f"{path}:{index + 1}: this is no trial ({error}): repair the line, or begin anew "
+                        "with --force."
+                    ) from error
+                note(f"{path}:{index + 1}: the last line is unfinished and ignored; its trial runs again")
+                break
+            self.trials.append(trial)
+            self._end += len(line)
+
+    def append(self, trial: Trial) -> None:
+        """Appends a trial; it is on the disk when the method returns.
+
+        Raises:
+            QtraceError: when the file cannot be written.
+        """
+        line = f"{trial.to_json()}\n".encode()
+        try:
+            handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                os.ftruncate(handle, self._end)  # an unfinished line
+                if os.pwrite(handle, line, self._end) != len(line):
+                    raise OSError(28, "there is no space left")
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise QtraceError(f"{self._path} cannot be written: {error.strerror}.") from error
+        self._end += len(line)
+        self.trials.append(trial)

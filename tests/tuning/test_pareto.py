@@ -1,0 +1,92 @@
+"""The Pareto front against brute force, and the bootstrap against numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from qtrace.sensitivity.metrics import sqnr
+from qtrace.tuning.judge import sample_noise, value_of_noise
+from qtrace.tuning.pareto import Limits, certainty, pareto, rank
+from qtrace.tuning.trials import Trial
+
+
+def trial(number: int, value: float | None, time: float | None = None, size: int = 0, samples=()) -> Trial:
+    return Trial(number, {}, "search", {}, 0, str(number), 0, value, tuple(samples), time, size)
+
+
+def beats(a: Trial, b: Trial) -> bool:
+    first = (a.value, -(a.milliseconds or 0.0), -a.bytes)
+    second = (b.value, -(b.milliseconds or 0.0), -b.bytes)
+    return all(x >= y for x, y in zip(first, second, strict=True)) and first != second
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_front_is_what_no_other_trial_beats(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    drawn = [(int(rng.integers(6)), float(rng.integers(5)), int(rng.integers(4))) for _ in range(30)]
+    trials = [trial(i, *numbers) for i, numbers in enumerate(drawn)]
+    expected = {t.number for t in trials if not any(beats(other, t) for other in trials)}
+    # Of equal trials the first one stays.
+    same = {drawn[n]: min(m for m in expected if drawn[m] == drawn[n]) for n in expected}
+    front = pareto([*trials, trial(99, None, 0.0, 0)])
+    assert {t.number for t in front} == set(same.values())
+    assert [(t.milliseconds, t.bytes) for t in front] == sorted((t.milliseconds, t.bytes) for t in front)
+
+
+def test_equal_values_are_ranked_by_cost() -> None:
+    trials = [trial(0, 1.0, 2.0), trial(1, 1.0, 1.0, 5), trial(2, 1.0, 1.0, 4), trial(3, 2.0, 9.0)]
+    assert [t.number for t in rank(trials)] == [3, 2, 1, 0]
+
+
+def test_limits() -> None:
+    limits = Limits(2.0, 100)
+    assert limits.exceeded_by(2.0, 100) == ""
+    assert limits.exceeded_by(2.1, 100) == "2.1 ms, more than 2"
+    assert limits.exceeded_by(None, 101) == "101 bytes, more than 100"
+    assert Limits().exceeded_by(1e9, 10**9) == ""
+
+
+@pytest.mark.parametrize("noise", [True, False])
+def test_the_interval_is_that_of_a_plain_bootstrap(noise: bool) -> None:
+    rng = np.random.default_rng(1)
+    base = rng.exponential(size=60)
+    a, b = base * rng.uniform(0.7, 1.1, 60), base
+    sure = certainty(trial(0, 1.0, samples=a), trial(1, 0.0, samples=b), noise=noise, seed=4)
+
+    def difference(places: np.ndarray) -> float:
+        if noise:
+            return float(-10 * np.log10(a[places].sum()) + 10 * np.log10(b[places].sum()))
+        return float(a[places].mean() - b[places].mean())
+
+    other = np.random.default_rng(77)
+    draws = [difference(other.integers(0, 60, 60)) for _ in range(20000)]
+    low, high = np.quantile(draws, (0.025, 0.975))
+    assert sure is not None
+    assert sure.difference == pytest.approx(difference(np.arange(60)))
+    width = high - low
+    assert abs(sure.low - low) < 0.08 * width
+    assert abs(sure.high - high) < 0.08 * width
+    assert sure.probability == pytest.approx(np.mean(np.array(draws) > 0), abs=0.03)
+    again = certainty(trial(0, 1.0, samples=a), trial(1, 0.0, samples=b), noise=noise, seed=4)
+    assert sure == again
+
+
+def test_there_is_no_interval_without_samples_of_both() -> None:
+    one, many = trial(0, 1.0, samples=[1.0]), trial(1, 1.0, samples=[1.0, 2.0])
+    for pair in ((one, one), (one, many), (trial(2, 1.0), trial(3, 1.0))):
+        assert certainty(*pair, noise=False, seed=0) is None
+
+
+def test_the_noise_of_samples_adds_up_to_the_sqnr() -> None:
+    rng = np.random.default_rng(0)
+    reference = [[rng.normal(size=(n, 3)), rng.normal(size=(n, 2, 2)) * 50] for n in (4, 4, 2)]
+    outputs = [[v + 0.1 * rng.normal(size=v.shape) * np.abs(v).max() for v in batch] for batch in reference]
+    noise = sample_noise(reference, outputs, [4, 4, 2])
+    assert len(noise) == 10
+    assert value_of_noise(noise) == pytest.approx(sqnr(reference, outputs))
+    assert value_of_noise(sample_noise(reference, reference, [4, 4, 2])) > 300
+    rows = [[np.ones((5, 2))], [np.ones((3, 2))]]  # as many as a detector finds
+    assert len(sample_noise(rows, rows, [4, 4])) == 2
+    broken = [[np.where(v > 0, np.nan, v) for v in batch] for batch in reference]
+    assert value_of_noise(sample_noise(reference, broken, [4, 4, 2])) < -200

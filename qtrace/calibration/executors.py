@@ -60,6 +60,7 @@ class Processes:
     def __init__(self, count: int) -> None:
         self._count = count
         self._workers: list[subprocess.Popen[str]] = []
+        self._ending = False
 
     def __enter__(self) -> Processes:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
@@ -125,7 +126,7 @@ class Processes:
             if "batch" in event:
                 count += 1
                 on_batch(event["batch"])
-            else:
+            elif not self._ending:  # an import that is interrupted raises errors of its own
                 failures[index] = getattr(qtrace.errors, event["kind"], QtraceError)(event["error"])
         code = worker.wait()
         if code and index not in failures:
@@ -137,6 +138,7 @@ class Processes:
 
     def _terminate(self) -> None:
         """Asks all workers to end; one that was stopped (SIGSTOP) must go on to receive the signal."""
+        self._ending = True
         for worker in self._workers:
             if worker.poll() is None:
                 worker.terminate()

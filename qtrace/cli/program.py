@@ -19,6 +19,7 @@ from qtrace.cli.commands.bisect import bisect
 from qtrace.cli.commands.calibrate import calibrate
 from qtrace.cli.commands.check import check
 from qtrace.cli.commands.compare import compare
+from qtrace.cli.commands.diff import diff
 from qtrace.cli.commands.explain import explain
 from qtrace.cli.commands.export import export
 from qtrace.cli.commands.finetune import finetune
@@ -94,6 +95,7 @@ _COMMANDS = (
     check,
     bench,
     compare,
+    diff,
     sensitivity,
     tune,
     recipes,

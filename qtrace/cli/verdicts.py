@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import os
 import shlex
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
     from qtrace.data import DataSource
     from qtrace.sensitivity.diagnosis import Diagnosis
 
-__all__ = ["CURE", "Judging", "Outcome", "judge_comparison", "judging", "text_of"]
+__all__ = ["CURE", "VERDICT", "Judging", "Outcome", "judge_comparison", "judging", "text_of"]
 
 CURE = "cure.yaml"
 """The recipe that cures what the verdict found, in the folder of `qtrace calibrate`."""
+VERDICT = "verdict.json"
+"""The verdict, its causes and the figures, in the same folder."""
 
 _BATCHES = 2
 _SAMPLES = 8  # of a batch
@@ -90,6 +93,13 @@ class Outcome:
             return {}
         causes = [_finite(asdict(cause)) for cause in self.diagnosis.causes]
         return {"verdict": _finite(asdict(self.diagnosis.verdict)), "causes": causes, "next": self.command}
+
+    def write(self, folder: Path, figures: dict[str, Any]) -> None:
+        """Writes the verdict with its causes and ``figures`` into a folder, if there is one."""
+        if self.diagnosis is not None:
+            with output_file(folder / VERDICT) as partial:
+                text = json.dumps({**self.summary, "figures": figures}, indent=2, allow_nan=False)
+                partial.write_text(text + "\n", encoding="utf-8")
 
     def note(self, console: Console) -> None:
         """Notes the verdict, the causes and the next command."""

@@ -13,7 +13,7 @@ from qtrace.cli import help, models, options
 from qtrace.cli.console import Console
 from qtrace.cli.figures import note_graph
 from qtrace.cli.outputs import resumable_folder
-from qtrace.cli.verdicts import CURE, Judging, judging
+from qtrace.cli.verdicts import CURE, VERDICT, Judging, judging
 from qtrace.errors import QtraceError
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ def calibrate(
 
     MODEL is a file from `qtrace trace`, or pkg.mod:factory, which is traced on the first batch. The folder
     --out appears whole or not at all. It holds prepared.mge (to be trained further), quantized.mge (to be
-    exported), report.json (scheme, scale and zero point of every site) and explain.txt (why each op is
-    quantized or not).
+    exported), report.json (scheme, scale and zero point of every site), explain.txt (why each op is quantized
+    or not) and verdict.json.
 
     In an .npz, arrays called y, label(s) or target(s) are left out; a single other array is the first input,
     several are inputs by name. A folder of images is read with its subfolders, as the recipe's preprocess
@@ -93,7 +93,9 @@ def calibrate(
         }
         source = models.open_source(data, console, qconfig=qconfig, **reading)
         judge.hold_back(source, qconfig, reading)
-        work = resumable_folder(out, names=(*FILES, CURE), force=force, resume=resume, note=console.note)
+        work = resumable_folder(
+            out, names=(*FILES, CURE, VERDICT), force=force, resume=resume, note=console.note
+        )
         with work as (folder, checkpoints):
             if traced is None:
                 traced = models.trace_factory(model, data=source)
@@ -108,6 +110,7 @@ def calibrate(
             write_folder(folder, prepared, summary)
         facts = note_graph(prepared, console)
         outcome = judge.conclude(prepared, source, collection["batches"])
+        outcome.write(out, facts)
     models.note_skipped(source, console)
     files = [str(out / name) for name in FILES]
     outcome.note(console)

@@ -14,6 +14,7 @@ import pytest
 import qtrace
 from qtrace.cli import outputs
 from qtrace.cli.commands.calibrate import FILES
+from qtrace.cli.verdicts import VERDICT
 from qtrace.errors import QtraceError
 from tests.cli.fakes import calibrate_arguments
 
@@ -225,7 +226,7 @@ def test_what_algorithms_did_is_told_and_written(run, here):
     assert [r["algorithm"] for r in reports] == ["fuse_bn", "adaround", "bias_correction"]
     assert reports[1]["options"] == {"iterations": 3}
     assert "Post-training algorithms:" in Path("out/explain.txt").read_text()
-    assert sorted(os.listdir("out")) == sorted(FILES)
+    assert sorted(os.listdir("out")) == sorted((*FILES, VERDICT))
 
 
 def test_an_interrupted_calibration_is_resumed_and_a_second_one_is_refused(run, here):
@@ -265,7 +266,7 @@ def test_an_interrupted_calibration_is_resumed_and_a_second_one_is_refused(run, 
     assert resumed.code == 0, resumed.err
     assert "3 batches were observed before" in resumed.err
     assert json.loads(resumed.out)["batches"] == 5
-    assert sorted(os.listdir("out")) == sorted(FILES)
+    assert sorted(os.listdir("out")) == sorted((*FILES, VERDICT))
     assert Path("out/report.json").read_bytes() == Path("whole/report.json").read_bytes()
     assert not [name for name in here.names() if name.startswith(".")]
 

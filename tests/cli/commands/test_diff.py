@@ -1,0 +1,108 @@
+"""qtrace diff of folders, models and recipes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace import cli
+from tests.nets import images, net
+
+FIRST = "schema: qtrace/1\nbackend: generic\nobservers: {activation: minmax}\n"
+SECOND = FIRST.replace("minmax", "{percentile: {percentile: 90}}")
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> SimpleNamespace:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(args))
+    captured = capsys.readouterr()
+    return SimpleNamespace(code=caught.value.code, out=captured.out, err=captured.err)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("diff")
+    x = images(16, 3, 8, 8)
+    forward = lambda self, x: F.relu(self.conv(x))  # noqa: E731
+    qtrace.save(qtrace.trace(net(forward, conv=M.Conv2d(3, 4, 3, padding=1)), x[:2]), home / "float.mge")
+    np.save(home / "x.npy", x)
+    for name, text in (("first", FIRST), ("second", SECOND)):
+        (home / f"{name}.yaml").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        for name in ("first", "second"):
+            words = ["calibrate", "float.mge", "-d", "x.npy", "-r", f"{name}.yaml", "-o", name]
+            with pytest.raises(SystemExit) as caught:
+                cli.main([*words, "--batch-size", "2", "--quiet"])
+            assert caught.value.code == 0
+    return home
+
+
+@pytest.fixture(autouse=True)
+def there(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+
+
+def test_two_folders_with_the_figures_of_their_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(capsys, "diff", "first", "second")
+    assert result.code == 0
+    assert result.out.startswith("A: first\nB: second\n")
+    assert "observers.activation" in result.out
+    assert "scales that moved" in result.out
+    assert "output SQNR in dB" in result.out
+    data = json.loads(run(capsys, "diff", "first", "second", "--json").out)
+    sqnr = next(f for f in data["figures"] if f["name"] == "output SQNR in dB")
+    verdict = json.loads(Path("first/verdict.json").read_text())
+    assert sqnr["first"] == verdict["verdict"]["sqnr_db"]
+    assert verdict["figures"]["macs"] > 0
+    assert sqnr["first"] > sqnr["second"]  # a tenth of the values is clipped
+    assert data["same"] is False
+
+
+def test_the_exit_code_tells_a_difference_only_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "diff", "first", "second", "--exit-code").code == 1
+    same = run(capsys, "diff", "first/prepared.mge", "first/quantized.mge", "--exit-code")
+    assert same.code == 0
+    assert "are the same" in same.out
+
+
+def test_two_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(capsys, "diff", "first.yaml", "second.yaml")
+    assert result.code == 0
+    assert "observers.activation" in result.out
+    assert run(capsys, "diff", "int8", "int8", "--exit-code").code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("first", "first.yaml"), "first.yaml is a recipe and first a model"),
+        (("first", "nowhere"), "nowhere"),
+        (("first", "float.mge"), "float.mge"),
+        (("first", "."), ". has no quantized.mge"),
+        (("first.yaml", "missing.yaml"), "missing.yaml"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], words: tuple[str, str], problem: str) -> None:
+    result = run(capsys, "diff", *words)
+    assert result.code == 2
+    assert problem in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_damaged_verdict_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree("first", "damaged", dirs_exist_ok=True)
+    for text in ("{", "[]", '{"verdict": 3}'):
+        Path("damaged/verdict.json").write_text(text)
+        result: Any = run(capsys, "diff", "first", "damaged")
+        assert result.code == 2
+        assert "damaged/verdict.json cannot be read" in result.err

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -251,6 +252,16 @@ def test_a_worker_that_dies_is_told(prepared: TracedModule, data: Source, tmp_pa
         job = WorkerJob("m", (), data, 0, 1, (), running.Chosen("megengine", ""), None, "p", "i")
         with pytest.raises(QtraceError, match="worker 0 was ended by signal 9 after 0 batches"):
             executor.run([job], lambda number: None)
+
+
+def test_what_a_worker_says_after_it_was_told_to_end_is_no_cause() -> None:
+    executor, failures = Processes(2), {1: QtraceError("the cause")}
+    executor._terminate()
+    said = SimpleNamespace(
+        stdout=['{"error": "initialization failed", "kind": "GraphError"}'], wait=lambda: 2
+    )
+    executor._follow(0, said, print, failures)
+    assert {index: str(error) for index, error in failures.items()} == {1: "the cause"}
 
 
 def test_a_worker_that_was_stopped_ends_at_once() -> None:

@@ -22,6 +22,7 @@ from qtrace.errors import ConfigError, QtraceError
 if TYPE_CHECKING:
     from qtrace.data import DataSource
     from qtrace.sensitivity.diagnosis import Diagnosis
+    from qtrace.sensitivity.diagnosis.verdict import Verdict
 
 __all__ = ["CURE", "VERDICT", "Judging", "Outcome", "judge_comparison", "judging", "text_of"]
 
@@ -85,6 +86,11 @@ class Outcome:
     def passed(self) -> bool:
         """Whether the user's limit is reached, if there is one."""
         return self.diagnosis is None or self.diagnosis.verdict.passed
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The verdict; None if the graph could not be judged."""
+        return None if self.diagnosis is None else self.diagnosis.verdict
 
     @property
     def summary(self) -> dict[str, Any]:

@@ -152,21 +152,38 @@ class Qat(OptionModel):
 
 
 class Expect(OptionModel):
-    """The accuracy that the quantized model must reach.
+    """What the quantized model must reach; `calibrate`, `export` and `bench` check it.
 
     Attributes:
         metric: name of the metric, such as ``top1``.
         max_drop: the largest drop below the float model, in the metric's unit.
+        min_sqnr: the least SQNR of the outputs against the float model, in dB.
+        max_megabytes: the largest size of the parameters, or of the exported file; a MB is 2**20 bytes.
+        max_milliseconds: the longest time of one run, predicted or measured.
 
     Example:
         ```yaml
         metric: top1
         max_drop: 0.5
+        min_sqnr: 20
+        max_megabytes: 4
+        max_milliseconds: 2.5
         ```
     """
 
-    metric: Text
-    max_drop: Annotated[Float, Field(ge=0)]
+    metric: Text | None = None
+    max_drop: Annotated[Float, Field(ge=0)] | None = None
+    min_sqnr: Float | None = None
+    max_megabytes: Annotated[Float, Field(gt=0)] | None = None
+    max_milliseconds: Annotated[Float, Field(gt=0)] | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Expect:
+        if (self.metric is None) != (self.max_drop is None):
+            raise ValueError("metric and max_drop belong together: give both, or none of them.")
+        if all(value is None for value in vars(self).values()):
+            raise ValueError(f"it has no limit: give {', '.join(type(self).model_fields)}.")
+        return self
 
 
 class Region(OptionModel):
@@ -211,7 +228,7 @@ class QConfig(OptionModel):
             its path is relative to the recipe. None for the packaged table of the backend.
         ptq: algorithms applied after training, with their options, in order; None for fuse_bn.
         qat: settings of the training.
-        expect: the accuracy that the result must reach.
+        expect: the accuracy, size and time that the result must reach.
 
     Example:
         ```yaml

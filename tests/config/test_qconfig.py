@@ -90,7 +90,14 @@ CONFIGS = _optional(
     rules=st.lists(_RULES, max_size=4),
     ptq=st.sampled_from([[], ["fuse_bn"]]),
     qat=_QATS,
-    expect=st.fixed_dictionaries({"metric": _WORDS, "max_drop": st.floats(0, 100)}),
+    expect=st.fixed_dictionaries(
+        {"metric": _WORDS, "max_drop": st.floats(0, 100)},
+        optional={
+            "min_sqnr": st.floats(-10, 100),
+            "max_megabytes": st.floats(0.01, 100),
+            "max_milliseconds": st.floats(0.01, 100),
+        },
+    ),
 )
 
 
@@ -404,7 +411,11 @@ MISTAKES = [
     ({"qat": {"lr": float("inf")}}, "qat.lr must be a finite number, not inf."),
     ({"qat": {"bn": {"fold": "on"}}}, "qat.bn.fold must be true or false, not 'on'."),
     ({"qat": {"bn": {"freeze_after": 1.5}}}, "qat.bn.freeze_after must be at most 1.0, not 1.5."),
-    ({"expect": {"metric": "top1"}}, "'max_drop' is missing in expect."),
+    ({"expect": {"metric": "top1"}}, "expect: metric and max_drop belong together: give both"),
+    ({"expect": {"max_drop": 1}}, "expect: metric and max_drop belong together: give both"),
+    ({"expect": {}}, "expect: it has no limit: give metric, max_drop, min_sqnr, max_megabytes, max_millisec"),
+    ({"expect": {"max_megabytes": 0}}, "expect.max_megabytes must be greater than 0.0, not 0."),
+    ({"expect": {"max_ms": 1}}, "unknown key 'max_ms' in expect"),
     ({"expect": {"metric": "top1", "max_drop": -1}}, "expect.max_drop must be at least 0.0, not -1."),
     (
         {"preprocess": {**IMAGE, "size": [3, 8]}},

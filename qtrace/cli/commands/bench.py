@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,11 +10,14 @@ import click
 
 from qtrace.cli import help, options
 from qtrace.cli.console import Console
+from qtrace.cli.gates import check_file, note_checks
 from qtrace.cli.outputs import output_file
 from qtrace.errors import ConfigError
 
 if TYPE_CHECKING:
     from qtrace.benchmarking.costs import CostTable
+    from qtrace.benchmarking.files import FileReport
+    from qtrace.inspection.expectations import Expectations
 
 __all__ = ["bench"]
 
@@ -51,6 +55,7 @@ _PACKAGED = "packaged"
 @click.option(
     "--out", "-o", type=options.file_or_folder(), help="With --kernels: the file to write, or replace."
 )
+@options.recipe()
 @options.progress
 @options.output
 def bench(
@@ -64,22 +69,25 @@ def bench(
     by_op: bool,
     predict: str | None,
     out: Path | None,
+    recipe: str | None,
+    allow_code: bool,
     console: Console,
-) -> None:
+) -> int:
     """Measure how fast exported files run on this machine.
 
     Several files take turns, and the speed of each is given against the first one. A file that is slower says
-    what its time goes to. With --kernels the command measures single ops over a grid of shapes and writes a
-    cost table, which takes some minutes.
+    what its time goes to. With --recipe, the exit code is 1 if a file behind the first one, or a single file,
+    is larger or slower than the recipe's `expect` allows. With --kernels the command measures single ops over
+    a grid of shapes and writes a cost table, which takes some minutes.
     """
-    of_files = threads or batch or shapes or seconds or by_op or predict
+    of_files = threads or batch or shapes or seconds or by_op or predict or recipe
     if kernels:
         if files or of_files:
             raise click.UsageError("--kernels takes no files, and of the options --runtime and -o only.")
         if out is None:
             raise click.UsageError("--kernels needs -o: the file to write.")
         _bench_kernels(runtime or "onnxruntime", out, console)
-        return
+        return 0
     if not files:
         raise click.UsageError("name the files to run, or --kernels.")
     if out is not None:
@@ -90,6 +98,7 @@ def bench(
         from qtrace.benchmarking.files import bench_files, show
         from qtrace.benchmarking.runners import Settings
 
+        config = None if recipe is None else _expecting(recipe, allow_code)
         table = None if predict is None else _table(predict)
         settings = Settings(threads or 1, batch or 1, shapes)
         with tqdm(desc="bench", unit="round", disable=not console.progress) as bar:
@@ -105,7 +114,29 @@ def bench(
         text = show(reports, by_op)
     if table is not None:
         _note_differences(table, settings.threads, console)
-    console.result(text, {"threads": settings.threads, "files": [report.to_dict() for report in reports]})
+    checks = _check(config, reports)
+    result = {"threads": settings.threads, "files": [report.to_dict() for report in reports]}
+    console.result(text, {**result, **note_checks(console, *checks)})
+    return 0 if all(check.passed for check in checks) else 1
+
+
+def _expecting(recipe: str, allow_code: bool) -> Any:
+    """Loads a recipe that has an ``expect``."""
+    import qtrace
+
+    config = qtrace.load_recipe(recipe, allow_code=allow_code)
+    if config.expect is None:
+        raise ConfigError(
+            f"{recipe} expects nothing that could be checked: add expect with max_megabytes or "
+            "max_milliseconds, or leave --recipe out."
+        )
+    return config
+
+
+def _check(config: Any, reports: Sequence[FileReport]) -> list[Expectations]:
+    """Checks the files behind the first one, which the others are compared with, or a single file."""
+    judged = reports[1:] or reports
+    return [check_file(config, r.path.name, r.size, r.latency.median, measured=True) for r in judged]
 
 
 def _advance(bar: Any) -> None:

@@ -12,6 +12,7 @@ import click
 from qtrace.cli import help, models, options
 from qtrace.cli.console import Console
 from qtrace.cli.figures import note_graph
+from qtrace.cli.gates import check_graph, note_checks
 from qtrace.cli.outputs import resumable_folder
 from qtrace.cli.verdicts import CURE, VERDICT, Judging, judging
 from qtrace.errors import QtraceError
@@ -76,7 +77,8 @@ def calibrate(
     says.
 
     The end is a verdict: good, check or broken, the worst layers with the cause of each, and the command to
-    run next. It is measured on --evaluation, or on batches that are held back if there are 8 or more.
+    run next. It is measured on --evaluation, or on batches that are held back if there are 8 or more. The
+    exit code is 1 if a limit of the recipe's `expect` is broken.
     """
     judge = Judging(click.get_current_context().params, console, **judged)
     with console.work():
@@ -111,11 +113,13 @@ def calibrate(
         facts = note_graph(prepared, console)
         outcome = judge.conclude(prepared, source, collection["batches"])
         outcome.write(out, facts)
+        checks = check_graph(qconfig, outcome.verdict, judged["metric"], facts)
     models.note_skipped(source, console)
     files = [str(out / name) for name in FILES]
     outcome.note(console)
+    facts.update(note_checks(console, checks))
     console.result("\n".join(files), {**summary, **facts, **outcome.summary, "files": files})
-    return 0 if outcome.passed else 1
+    return 0 if outcome.passed and checks.passed else 1
 
 
 def _samples(source: DataSource) -> Iterator[Any]:

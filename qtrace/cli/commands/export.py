@@ -11,6 +11,7 @@ from qtrace.cli import help, models, options
 from qtrace.cli.console import Console
 from qtrace.cli.ends import note_ends
 from qtrace.cli.figures import note_device, note_file
+from qtrace.cli.gates import check_file, note_checks
 from qtrace.cli.outputs import output_file
 
 __all__ = ["export"]
@@ -120,12 +121,14 @@ def export(
     allow_code: bool,
     allow: tuple[str, ...],
     console: Console,
-) -> None:
+) -> int:
     """Write a model for a runtime.
 
     MODEL is the quantized.mge of `qtrace calibrate`, or a float.mge of `qtrace trace`, which is written in
     float. A format of several files puts the others beside --out. In the end the command notes the size, the
-    multiply-accumulates and, for a runtime with a cost table, the predicted time beside that in float.
+    multiply-accumulates and, for a runtime with a cost table, the predicted time beside that in float. The
+    exit code is 1 if size or time are above the limits of the recipe's `expect`; the file is written all the
+    same.
     --test-vectors is for firmware: what a device must compute, as raw files and as .npz, with an index.
     """
     if (test_vectors is None) != (data is None):
@@ -163,7 +166,11 @@ def export(
             )
             facts["vectors"] = str(_write_vectors(loaded, out, source, test_vectors))
             console.note(f"{facts['vectors']}: {test_vectors} test vectors")
+    config = models.preprocessing(loaded, None)
+    checks = check_file(config, out.name, facts.get("bytes"), facts.get("predicted_seconds"), measured=False)
+    facts.update(note_checks(console, checks))
     console.result(str(out), {"file": str(out), **facts})
+    return 0 if checks.passed else 1
 
 
 def _write_example(loaded: Any, out: Path, inputs: list[dict[str, Any]], embedded: bool) -> str:

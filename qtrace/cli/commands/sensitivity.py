@@ -151,9 +151,11 @@ def _goal(arguments: dict[str, Any], qconfig: Any) -> Any:
         return Budget(arguments["unit"], arguments["budget"])
     if goals:
         return Goal(arguments["at_least"], arguments["max_drop"])
-    expected = qconfig.expect
-    if expected is not None and expected.metric == arguments["metric"].rpartition(":")[2].rpartition(".")[2]:
+    expected, metric = qconfig.expect, arguments["metric"]
+    if expected is not None and expected.metric == metric.rpartition(":")[2].rpartition(".")[2]:
         return Goal(max_drop=expected.max_drop)
+    if expected is not None and expected.min_sqnr is not None and metric == "sqnr":
+        return Goal(at_least=expected.min_sqnr)
     return None
 
 

@@ -47,7 +47,7 @@ def check_graph(
         expect,
         sqnr=float("nan") if verdict is None else verdict.sqnr_db,
         drop=drop,
-        size=figures["parameter_bytes"],
+        size=figures.get("parameter_bytes"),
         seconds=seconds,
         sources=sources,
     )

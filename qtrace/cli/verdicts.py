@@ -103,8 +103,10 @@ class Outcome:
     def write(self, folder: Path, figures: dict[str, Any]) -> None:
         """Writes the verdict with its causes and ``figures`` into a folder, if there is one."""
         if self.diagnosis is not None:
+            # The command to run next has the folder's name, and equal runs write equal files.
+            facts = {key: value for key, value in self.summary.items() if key != "next"}
             with output_file(folder / VERDICT) as partial:
-                text = json.dumps({**self.summary, "figures": figures}, indent=2, allow_nan=False)
+                text = json.dumps({**facts, "figures": figures}, indent=2, allow_nan=False)
                 partial.write_text(text + "\n", encoding="utf-8")
 
     def note(self, console: Console) -> None:

@@ -115,7 +115,7 @@ class Fakes:
     def load_recipe(self, name, allow_code=False):
         if name != "good":
             raise ConfigError(f"there is no recipe {name!r}:\nchoose good.")
-        return SimpleNamespace(preprocess=None)
+        return SimpleNamespace(preprocess=None, expect=None)
 
     def prepare(self, traced, qconfig, samples=None):
         return f"{traced} prepared"

@@ -92,7 +92,7 @@ class TestProcess:
     """Exit codes and streams of a real process, with MegEngine's own behaviour."""
 
     FAKES = """
-import signal, sys, time, pathlib
+import signal, sys, time, pathlib, types
 signal.signal(signal.SIGINT, signal.default_int_handler)  # the background jobs of a shell ignore it
 import qtrace
 from qtrace.cli import main
@@ -106,7 +106,7 @@ def poison(*_):
     import megengine as mge, numpy as np
     mge.Tensor(np.zeros(4, "float32"))[mge.Tensor(np.array([9], "int32"))]
 qtrace.load = lambda path, allow=(): "model"
-qtrace.load_recipe = lambda name, allow_code=False: None
+qtrace.load_recipe = lambda name, allow_code=False: types.SimpleNamespace(preprocess=None, expect=None)
 qtrace.prepare = lambda traced, qconfig, samples: "prepared"
 class Result:
     class collected:

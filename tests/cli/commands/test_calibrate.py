@@ -79,7 +79,9 @@ def test_factory_is_traced_on_the_first_batch_and_prints_go_to_stderr(run, here,
 def test_skipped_images_are_reported(run, here, fakes, monkeypatch):
     how = SimpleNamespace(size=(3, 2, 2), mean=(0.0,) * 3, std=(1.0,) * 3, channels="bgr", scale=1.0)
     how.resize, how.interpolation = "stretch", "linear"
-    monkeypatch.setitem(vars(qtrace), "load_recipe", lambda name, allow_code: SimpleNamespace(preprocess=how))
+    monkeypatch.setitem(
+        vars(qtrace), "load_recipe", lambda name, allow_code: SimpleNamespace(preprocess=how, expect=None)
+    )
     os.mkdir("images")
     Path("images/a.ppm").write_bytes(b"P6 2 2 255\n" + bytes(12))
     Path("images/b.png").write_bytes(b"nonsense")

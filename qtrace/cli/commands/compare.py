@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,7 +14,13 @@ from qtrace.cli.console import Console
 from qtrace.cli.outputs import output_file
 from qtrace.cli.verdicts import judge_comparison, text_of
 
+if TYPE_CHECKING:
+    from qtrace.inspection.comparison.report import ChannelRanges
+    from qtrace.sensitivity.diagnosis import Diagnosis
+
 __all__ = ["compare"]
+
+_DRAWN = 10  # sites whose channels are drawn
 
 
 @click.command(
@@ -80,7 +87,7 @@ def compare(
             comparison = qtrace.compare(loaded, batches, float_model=network)
         diagnosis = judge_comparison(loaded, network, source, console)
         if html is not None:
-            page = comparison.html()
+            page = comparison.html(*_findings(diagnosis))
             with output_file(html) as partial:
                 partial.write_text(page, encoding="utf-8")
     models.note_skipped(source, console)
@@ -88,3 +95,28 @@ def compare(
         console.note(f"{html} is written: open it in a browser.")
     judged = {} if diagnosis is None else {"diagnosis": diagnosis.to_dict()}
     console.result(text_of(diagnosis) + comparison.table(width, sort), {**judged, **comparison.to_dict()})
+
+
+def _findings(diagnosis: Diagnosis | None) -> tuple[list[str], list[ChannelRanges]]:
+    """Returns the lines of a diagnosis, and the channels of the sites of its causes and of the worst ones."""
+    from qtrace.inspection.comparison.report import ChannelRanges
+
+    if diagnosis is None:
+        return [], []
+    remarks = {cause.site: f"{cause.name}: {cause.text}" for cause in diagnosis.causes if cause.site}
+    measured = {e.site: e for e in diagnosis.sites}
+    worst = sorted(measured.values(), key=lambda e: -e.channels.mean_relative_noise)
+    names = list(dict.fromkeys((*(n for n in remarks if n in measured), *(e.site for e in worst))))[:_DRAWN]
+    chosen = (measured[name] for name in names)
+    return diagnosis.lines(), [
+        ChannelRanges(
+            site=e.site,
+            low=e.channels.low,
+            high=e.channels.high,
+            noise=tuple(map(float, e.channels.relative_noise)),
+            lo=e.lo,
+            hi=e.hi,
+            remark=remarks.get(e.site, ""),
+        )
+        for e in chosen
+    ]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import html
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qtrace.inspection.comparison.report import SiteComparison
+from qtrace.inspection.comparison.report import ChannelRanges, SiteComparison, db
 from qtrace.inspection.comparison.tally import Histogram
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["OWN", "RANGE", "WHOLE", "distribution", "waterfall"]
+__all__ = ["OWN", "RANGE", "WHOLE", "channels", "distribution", "waterfall"]
 
 WHOLE, OWN, INHERITED, RANGE = "#1b3a5c", "#e69f00", "#56a3d9", "#009e73"
 _STYLE = {
@@ -25,12 +26,42 @@ _STYLE = {
     "axes.spines.right": False,
 }
 _MAX_LABELS = 60
+_MAX_TITLES = 512  # of channels; more would make the page slow
+_NEARLY_CLEAR = 0.001  # an area without any colour gets no pointer
 _BEST_DB = 100.0  # larger ratios are drawn at this height: infinity has no place on an axis
 
 
 def waterfall(sites: Sequence[SiteComparison]) -> str:
     """Plots the ratios of the table in graph order: own error, inherited error and whole error."""
-    return _svg((11.0, 5.2), "waterfall", lambda axes: _draw_waterfall(axes, sites))
+    titles = [f"{s.site}: SQNR {db(s.sqnr_db)} dB, own {db(s.own_db)} dB ({s.scheme})" for s in sites]
+
+    def draw(axes: Axes) -> None:
+        _draw_waterfall(axes, sites)
+        _draw_areas(axes, "site", len(sites))
+
+    return _svg((11.0, 5.2), "waterfall", draw, {f"site-{i}": title for i, title in enumerate(titles)})
+
+
+def channels(ranges: ChannelRanges, number: int) -> str:
+    """Plots the range of each channel of a site, and the range of the site's integers.
+
+    Args:
+        ranges: the ranges.
+        number: another one for each plot of a page.
+    """
+    count = min(len(ranges.low), _MAX_TITLES)
+    columns = zip(ranges.low[:count], ranges.high, ranges.noise, strict=False)
+    titles = [
+        f"channel {i}: {low:.4g} to {high:.4g}, noise {noise:.2%} of its power"
+        for i, (low, high, noise) in enumerate(columns)
+    ]
+
+    def draw(axes: Axes) -> None:
+        _draw_channels(axes, ranges)
+        _draw_areas(axes, f"channel-{number}", count)
+
+    named = {f"channel-{number}-{i}": title for i, title in enumerate(titles)}
+    return _svg((5.2, 2.6), f"channels {number}", draw, named)
 
 
 def distribution(site: SiteComparison, histogram: Histogram) -> str:
@@ -74,7 +105,33 @@ def _draw_distribution(axes: Axes, histogram: Histogram) -> None:
     axes.legend(loc="upper right", fontsize=7, framealpha=0.9)
 
 
-def _svg(size: tuple[float, float], name: str, draw: Callable[[Axes], None]) -> str:
+def _draw_channels(axes: Axes, ranges: ChannelRanges) -> None:
+    place = np.arange(len(ranges.low))
+    low, high = np.array(ranges.low), np.array(ranges.high)
+    axes.axhspan(ranges.lo, ranges.hi, color=RANGE, alpha=0.15, label="range of the integers", linewidth=0)
+    axes.bar(place, high - low, bottom=low, color=WHOLE, width=0.8, linewidth=0, label="range of a channel")
+    axes.set_xlabel("channel")
+    axes.set_ylabel("value")
+    axes.margins(x=0.01)
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, fontsize=7, frameon=False)
+
+
+def _draw_areas(axes: Axes, name: str, count: int) -> None:
+    """Covers each column of a plot with an area as high as the plot, that can have a title."""
+    low, high = axes.get_ylim()
+    for i in range(count):
+        [area] = axes.bar(i, high - low, bottom=low, width=1.0, color=WHOLE, alpha=_NEARLY_CLEAR, linewidth=0)
+        area.set_gid(f"{name}-{i}")
+    axes.set_ylim(low, high)
+
+
+def _svg(
+    size: tuple[float, float],
+    name: str,
+    draw: Callable[[Axes], None],
+    titles: Mapping[str, str] | None = None,
+) -> str:
+    """Returns a plot as SVG; ``titles`` are shown when the pointer is on the element with that id."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -85,4 +142,6 @@ def _svg(size: tuple[float, float], name: str, draw: Callable[[Axes], None]) -> 
         draw(figure.add_subplot())
         figure.savefig(stream, format="svg", metadata={"Date": None})
     text = stream.getvalue()
+    for key, title in (titles or {}).items():
+        text = text.replace(f'<g id="{key}">', f'<g id="{key}"><title>{html.escape(title)}</title>', 1)
     return text[text.index("<svg") :]  # without the prolog, which has no place inside a page

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import resources
 
 from qtrace.errors import QtraceError
 from qtrace.inspection.comparison import _plots
-from qtrace.inspection.comparison.report import Comparison, db, origin
+from qtrace.inspection.comparison.report import ChannelRanges, Comparison, db, origin
 
 __all__ = ["render"]
 
@@ -14,8 +15,15 @@ _WORST_SITES = 10
 _TEMPLATE = "page.html.j2"
 
 
-def render(comparison: Comparison) -> str:
+def render(
+    comparison: Comparison, findings: Sequence[str] = (), channels: Sequence[ChannelRanges] = ()
+) -> str:
     """Renders the page as text.
+
+    Args:
+        comparison: the comparison.
+        findings: lines for the top of the page.
+        channels: sites whose channels are drawn.
 
     Raises:
         QtraceError: when the extra ``report`` is not installed.
@@ -35,6 +43,13 @@ def render(comparison: Comparison) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     text = resources.files("qtrace.inspection.comparison").joinpath(_TEMPLATE).read_text("utf-8")
     waterfall = _plots.waterfall(activations)
+    drawn = [(ranges, _plots.channels(ranges, number)) for number, ranges in enumerate(channels)]
     return environment.from_string(text).render(
-        c=comparison, db=db, origin=origin, waterfall=waterfall, worst=worst
+        c=comparison,
+        db=db,
+        origin=origin,
+        waterfall=waterfall,
+        worst=worst,
+        findings=findings,
+        channels=drawn,
     )

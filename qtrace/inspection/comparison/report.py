@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,10 +11,31 @@ from qtrace.errors import ConfigError
 from qtrace.graph.table import format_table
 from qtrace.inspection.comparison.tally import Histogram
 
-__all__ = ["Comparison", "GroupCost", "OutputComparison", "SiteComparison"]
+__all__ = ["ChannelRanges", "Comparison", "GroupCost", "OutputComparison", "SiteComparison"]
 
 # Column of the table -> whether the smallest comes first.
 _ORDERS = {"graph": None, "sqnr": "sqnr_db", "own": "own_db", "cosine": "cosine", "clipped": "clipped"}
+
+
+@dataclass(frozen=True)
+class ChannelRanges:
+    """The ranges of the channels of a site, for the page.
+
+    Attributes:
+        site: the name of the site.
+        low, high: the smallest and the largest value of each channel.
+        noise: the rounding error of each channel relative to its power.
+        lo, hi: the smallest and the largest value that the site's integers stand for.
+        remark: what is wrong with the site, in words; "" if nothing is known.
+    """
+
+    site: str
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    noise: tuple[float, ...]
+    lo: float
+    hi: float
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -184,15 +206,19 @@ class Comparison:
         """Returns the comparison as plain data."""
         return asdict(self)
 
-    def html(self) -> str:
+    def html(self, findings: Sequence[str] = (), channels: Sequence[ChannelRanges] = ()) -> str:
         """Returns the page with plots as one self-contained HTML file.
+
+        Args:
+            findings: lines for the top of the page, such as those of a diagnosis.
+            channels: sites whose channels are drawn, in the order of the page.
 
         Raises:
             QtraceError: when the extra ``report`` is not installed.
         """
         from qtrace.inspection.comparison.page import render
 
-        return render(self)
+        return render(self, findings, channels)
 
 
 def db(value: float) -> str:

@@ -140,15 +140,16 @@ def _outlier_channels(evidence: SiteEvidence) -> Cause | None:
         "outlier-channels",
         f"channel{plural} {names} of {len(magnitudes)} reach{'' if plural else 'es'} "
         f"{magnitudes[order[0]]:.3g}, {magnitudes[order[0]] / middle:.0f} times the median channel; one "
-        f"scale leaves the others {_levels(middle, evidence)} levels{_amplified(evidence)}",
+        f"scale leaves the others {_levels(middle, evidence)}{_amplified(evidence)}",
         tuple(int(c) for c in order),
     )
 
 
-def _levels(magnitude: float, evidence: SiteEvidence) -> int:
-    """Returns how many integers a channel of some magnitude uses."""
+def _levels(magnitude: float, evidence: SiteEvidence) -> str:
+    """Returns how many integers a channel of some magnitude uses, in words."""
     width = evidence.hi - evidence.lo
-    return int(magnitude / width * 2**evidence.bits) + 1 if width > 0 else 1
+    count = int(magnitude / width * 2**evidence.bits) + 1 if width > 0 else 1
+    return f"{count} level{'s' if count > 1 else ''}"
 
 
 def _amplified(evidence: SiteEvidence) -> str:

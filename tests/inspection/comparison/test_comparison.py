@@ -301,23 +301,65 @@ def _chromium() -> str:
     return found
 
 
+def _browse(address: str, folder: Path, *options: str) -> str:
+    """What headless Chromium prints of a page."""
+    switches = (
+        "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
+    )
+    switches += " --disable-component-update --disable-quic --hide-scrollbars --window-size=1200,1400"
+    command = [_chromium(), *switches.split(), f"--user-data-dir={folder / 'profile'}", *options, address]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+def test_a_browser_finds_sites_by_name(written: Any, found: Comparison, tmp_path: Path) -> None:
+    def rows(address: str) -> dict[str, bool]:
+        dom = _browse(address, tmp_path, "--dump-dom")
+        found = re.findall(r'<tr data-site="(\S+) [^"]*"( hidden="")?>', dom)
+        assert found
+        return {name: not hidden for name, hidden in found}
+
+    page = written.page.as_uri()
+    whole = rows(page)
+    assert set(whole) == {site.site for site in found.sites}
+    assert all(whole.values())
+    searched = rows(f"{page}#search=second")
+    assert {name for name, shown in searched.items() if shown} == {n for n in whole if "second" in n}
+    assert 0 < sum(searched.values()) < len(searched)
+    dom = _browse(f"{page}#search=second", tmp_path, "--dump-dom")
+    assert f"{sum(searched.values())} of {len(found.sites)} sites" in dom
+    figures = re.findall(r'<figure class="(?:distribution|channels)" data-site="([^"]+)"( hidden="")?>', dom)
+    assert figures
+    assert all(("second" in name) != bool(hidden) for name, hidden in figures)
+
+
+def test_a_browser_shows_labels_channels_and_the_verdict(
+    written: Any, found: Comparison, tmp_path: Path
+) -> None:
+    dom = _browse(written.page.as_uri(), tmp_path, "--dump-dom")
+    for site in found.sites:
+        if site.sort == "activation":
+            assert f"<title>{site.site}: SQNR " in dom, "a bar says its site under the pointer"
+    assert '<pre id="findings">verdict: ' in dom
+    document = json.loads(written.out)
+    channels = {e["site"]: e["channels"] for e in document["diagnosis"]["sites"]}
+    plots = re.findall(r'<figure class="channels" data-site="([^"]+)"[^>]*>(.*?)</figure>', dom, re.DOTALL)
+    assert len(plots) == min(10, len(channels))
+    for name, plot in plots:
+        titles = re.findall(r"<title>channel (\d+): (\S+) to (\S+), noise", plot)
+        assert [int(number) for number, *_ in titles] == list(range(len(channels[name]["low"])))
+        for number, low, high in titles:
+            assert float(low) == pytest.approx(channels[name]["low"][int(number)], rel=1e-3)
+            assert float(high) == pytest.approx(channels[name]["high"][int(number)], rel=1e-3)
+
+
 def test_a_browser_draws_the_plots_without_a_network(written: Any, found: Comparison, tmp_path: Path) -> None:
     page, picture = written.page, tmp_path / "page.png"
     text = page.read_text("utf-8")
     links = re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?(?!#)([^"')\s>]+)""", text)
     assert not [link for link in links if not link.startswith(("#", "data:"))]
-    options = (
-        "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
-    )
-    options += " --disable-component-update --disable-quic --hide-scrollbars --window-size=1200,1400"
-    base = [_chromium(), *options.split(), f"--user-data-dir={tmp_path / 'profile'}"]
-    subprocess.run(
-        [*base, f"--screenshot={picture}", page.as_uri()], check=True, capture_output=True, timeout=120
-    )
-    dom = subprocess.run(
-        [*base, "--dump-dom", page.as_uri()], check=True, capture_output=True, text=True, timeout=120
-    ).stdout
-    plots = dom.count('<figure class="distribution"><svg')
+    _browse(page.as_uri(), tmp_path, f"--screenshot={picture}")
+    dom = _browse(page.as_uri(), tmp_path, "--dump-dom")
+    plots = len(re.findall('<figure class="distribution" data-site="[^"]+"><svg', dom))
     assert plots == min(10, len(found.histograms))
     assert dom.count('<figure id="waterfall"><svg') == 1
     pixels = np.asarray(Image.open(picture).convert("RGB")).astype(int)

@@ -220,6 +220,7 @@ class Judging:
                 metric=None if self.metric is None else _metric(self.metric),
                 measured_on=self.measured_on,
                 at_least=self.at_least,
+                progress=self.console.progress,
             )
         except QtraceError as error:
             if self.at_least is not None:
@@ -290,7 +291,7 @@ def judge_comparison(model: Any, network: Any, source: DataSource, console: Cons
     batches = _few(source)
     try:
         twin = None if network is None else float_twin(QuantizedModel(model), network)
-        return diagnose(model, batches, twin=twin)
+        return diagnose(model, batches, twin=twin, progress=console.progress)
     except QtraceError as error:
         console.warn(f"there is no verdict: {error}")
         return None

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from tqdm import tqdm
+
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import describe_changed_weights, float_twin
 from qtrace.preparation.model import QuantizedModel
@@ -17,7 +19,7 @@ from qtrace.preparation.record import is_quantized
 from qtrace.sensitivity.detection import DetectionLoss, Level
 from qtrace.sensitivity.metrics import Metric, choose
 from qtrace.sensitivity.mixed import MixedPrecision, mixed_precision
-from qtrace.sensitivity.ranking import Ranking, rank
+from qtrace.sensitivity.ranking import Ranking, count_runs, rank
 from qtrace.sensitivity.searching import Budget, Goal
 from qtrace.sensitivity.simulation import Simulation
 
@@ -42,6 +44,7 @@ def analyze(
     groups: bool = False,
     float_model: TracedModule | None = None,
     engine: str = "auto",
+    progress: bool = True,
 ) -> Ranking:
     """Measures what each layer costs by itself.
 
@@ -55,6 +58,7 @@ def analyze(
         float_model: the network as traced, or prepared from it; None for the graph itself in float, which is
             another network where an algorithm of ``ptq`` has changed weights in ``calibrate``.
         engine: what runs the graph, as for ``qtrace.calibrate``; ``own`` always runs it in MegEngine.
+        progress: whether to show a progress bar on stderr.
 
     Raises:
         CalibrationError: when the module is not calibrated, or there are no batches.
@@ -66,5 +70,7 @@ def analyze(
     twin = None if float_model is None else float_twin(model, float_model)
     note = "" if twin is not None else describe_changed_weights(model, "give that, too (float_model=).")
     network = None if float_model is None or is_quantized(float_model) else float_model
-    simulation = Simulation(model, batches, compares, asks, twin, network, engine=engine)
-    return replace(rank(simulation, name, groups), note=note)
+    with tqdm(desc="sensitivity", unit="run", disable=not progress) as bar:
+        simulation = Simulation(model, batches, compares, asks, twin, network, engine=engine, ran=bar.update)
+        bar.total = count_runs(simulation, groups)
+        return replace(rank(simulation, name, groups), note=note)

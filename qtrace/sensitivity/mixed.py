@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from qtrace.calibration.calibrate import calibrate
 from qtrace.config import QConfig
@@ -111,6 +113,7 @@ def mixed_precision(
     metric: str | Metric = "sqnr",
     own: Own | None = None,
     raise_to: str = "float",
+    progress: bool = True,
 ) -> MixedPrecision:
     """Finds the fewest layers to raise for a goal, or the best ones within a budget.
 
@@ -126,6 +129,7 @@ def mixed_precision(
         evaluation: the batches to measure on; ``batches`` when None.
         metric, own: as for `analyze`.
         raise_to: ``float``, or bits such as ``a16`` or ``w8a8``.
+        progress: whether to show the number of measurements on stderr.
 
     Raises:
         ConfigError: for a goal or a budget that cannot be, or a `DetectionLoss` with outputs that the graph
@@ -135,8 +139,10 @@ def mixed_precision(
     base = as_qconfig("onnxruntime" if qconfig is None else qconfig).without_placement()
     calibration = list(batches)
     measured = calibration if evaluation is None else list(evaluation)
-    trial = _Trial(traced, base, Raise.parse(raise_to), calibration, measured, choose(metric, own))
-    result = trial.spend(goal) if isinstance(goal, Budget) else trial.reach(goal)
+    how, chosen = Raise.parse(raise_to), choose(metric, own)
+    with tqdm(desc="sensitivity", unit="run", disable=not progress) as bar:
+        trial = _Trial(traced, base, how, calibration, measured, chosen, bar.update)
+        result = trial.spend(goal) if isinstance(goal, Budget) else trial.reach(goal)
     origin = str(qconfig) if isinstance(qconfig, (str, Path)) else base.name or base.backend
     return result.importing(origin)
 
@@ -152,9 +158,10 @@ class _Trial:
         calibration: list[Any],
         measured: list[Any],
         metric: tuple[str, Metric, Own | None],
+        ran: Callable[[], object],
     ) -> None:
         self.traced, self.base, self.how = traced, base, how
-        self.calibration, self.measured = calibration, measured
+        self.calibration, self.measured, self.ran = calibration, measured, ran
         self.name, self.compares, self.own = metric
         self.first = self._simulation(base)
         self.in_float = self.first.in_float()
@@ -189,6 +196,7 @@ class _Trial:
             *(prepared, self.measured, self.compares, self.own, twin, self.traced),
             weights=sides["weights"],
             activations=sides["activations"],
+            ran=self.ran,
         )
 
     def _layers(self, names: Iterable[str]) -> tuple[RaisableLayer, ...]:

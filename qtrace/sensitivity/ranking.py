@@ -10,7 +10,7 @@ from qtrace.sensitivity.detection import Parts
 from qtrace.sensitivity.layers import RaisableLayer
 from qtrace.sensitivity.simulation import Simulation
 
-__all__ = ["GroupRow", "LayerRow", "Ranking", "rank"]
+__all__ = ["GroupRow", "LayerRow", "Ranking", "count_runs", "rank"]
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,7 @@ def rank(simulation: Simulation, metric: str, groups: bool = False) -> Ranking:
         groups: whether to measure the groups of sites, too.
     """
     rows = tuple(_row(simulation, layer) for layer in simulation.layers)
-    names: dict[str, None] = {}
-    if groups:
-        for layer in simulation.layers:
-            names.update(dict.fromkeys([*sorted(layer.reads), layer.weight, *sorted(layer.gives)]))
-        names.pop("", None)
+    names = _groups(simulation) if groups else ()
     group_rows = tuple(GroupRow(name, simulation.only_group(name)) for name in names)
     quantized = simulation.answer()
     return Ranking(metric, quantized.value, rows, group_rows, quantized.parts)
@@ -132,3 +128,17 @@ def rank(simulation: Simulation, metric: str, groups: bool = False) -> Ranking:
 def _row(simulation: Simulation, layer: RaisableLayer) -> LayerRow:
     only = simulation.only(layer)
     return LayerRow(layer, only.value, simulation.value([layer.name]), only.parts)
+
+
+def count_runs(simulation: Simulation, groups: bool = False) -> int:
+    """Returns how often `rank` measures."""
+    return 2 * len(simulation.layers) + 1 + (len(_groups(simulation)) if groups else 0)
+
+
+def _groups(simulation: Simulation) -> tuple[str, ...]:
+    """Lists the groups of all sites that layers read and give, in graph order."""
+    names: dict[str, None] = {}
+    for layer in simulation.layers:
+        names.update(dict.fromkeys([*sorted(layer.reads), layer.weight, *sorted(layer.gives)]))
+    names.pop("", None)
+    return tuple(names)

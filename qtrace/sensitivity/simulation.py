@@ -55,6 +55,7 @@ class Simulation:
             ``equalize`` has made a ReLU of a ReLU6, say.
         weights, activations: whether raising a layer puts its weight, and what it reads and gives, in float.
         engine: what runs the graph, as for ``qtrace.calibrate``: ``auto``, ``megengine`` or ``onnxruntime``.
+        ran: called after each measurement, to show progress.
 
     Raises:
         CalibrationError: when the module is not calibrated, or there are no batches.
@@ -73,9 +74,10 @@ class Simulation:
         weights: bool = True,
         activations: bool = True,
         engine: str = "auto",
+        ran: Callable[[], object] = lambda: None,
     ) -> None:
         self._model = QuantizedModel.of(prepared, "prepared")
-        self.prepared, self.own = self._model.module, own
+        self.prepared, self.own, self._ran = self._model.module, own, ran
         self.weights, self.activations, self.network = weights, activations, network
         self.metric = metric.of(self._model) if isinstance(metric, DetectionLoss) else metric or sqnr
         annotation = self._model.annotation
@@ -153,7 +155,9 @@ class Simulation:
         if self.own is not None:
             with in_phase(self.prepared, "float"), evaluating(self.prepared), self._values.of(raised):
                 self._activate(active, raised)
-                return Answer(self.own(self.prepared))
+                answer = Answer(self.own(self.prepared))
+            self._ran()
+            return answer
         outputs = self._outputs(active, raised)
         if not isinstance(self.metric, DetectionLoss):
             return Answer(self.metric(self.reference, outputs))
@@ -163,7 +167,9 @@ class Simulation:
     def _outputs(self, active: Collection[str], raised: Collection[str]) -> Outputs:
         with in_phase(self.prepared, "float"), self._values.of(raised):
             self._activate(active, raised)
-            return outputs_of(self.prepared, self.batches, self._engine)
+            outputs = outputs_of(self.prepared, self.batches, self._engine)
+        self._ran()
+        return outputs
 
     def _activate(self, active: Collection[str], raised: Collection[str]) -> None:
         for name in (*active, *(name for name, layer in self._folds.items() if layer not in raised)):

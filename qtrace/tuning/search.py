@@ -241,7 +241,7 @@ class _Search:
         """Adds the cures of the first trial's graph, and its layers with their noise."""
         batches = [_shortened(batch) for batch in part.held_back[:_DIAGNOSED_BATCHES]]
         try:
-            diagnosis = diagnose(judged.model, batches, twin=judged.twin)
+            diagnosis = diagnose(judged.model, batches, twin=judged.twin, progress=False)
             simulation = Simulation(QuantizedModel(judged.model, "prepared"), batches, twin=judged.twin)
         except QtraceError:  # outputs that cannot be compared: the search goes without
             return trial

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,6 +115,29 @@ def test_analyze_ranks_the_planted_layer_first(prepared: TracedModule) -> None:
     assert table.splitlines()[2].split()[0] == coarse.by_cost()[0].layer.name
     assert f"sqnr with everything quantized: {coarse.quantized:.4g}" in table
     assert coarse.to_dict()["layers"][0]["layer"] == coarse.layers[0].layer.name
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_the_progress_ends_at_its_total(
+    prepared: TracedModule, capsys: pytest.CaptureFixture[str], groups: bool
+) -> None:
+    analyze(prepared, _data(1), groups=groups)
+    last = capsys.readouterr().err.split("\r")[-1]
+    done, total = re.findall(r"(\d+)/(\d+)", last)[0]
+    assert last.startswith("sensitivity: 100%")
+    assert done == total
+    assert int(total) > 8
+    analyze(prepared, _data(1), groups=groups, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_search_shows_how_often_it_has_measured(
+    traced: TracedModule, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = qtrace.QConfig(**W4)
+    for progress, shown in ((True, True), (False, False)):
+        mixed_precision(traced, base, _data(0), goal=Goal(at_least=15.0), progress=progress)
+        assert ("sensitivity: " in capsys.readouterr().err) == shown
 
 
 def test_fewest_layers_reach_the_goal_for_real(traced: TracedModule) -> None:

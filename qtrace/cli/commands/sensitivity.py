@@ -124,11 +124,25 @@ def sensitivity(
                 metric["metric"] = loss.of(prepared)  # before the calibration, which may take long
             qtrace.calibrate(prepared, calibration, progress=console.progress)
             groups = arguments["groups"]
-            result: Any = analyze(prepared, evaluation, groups=groups, float_model=traced, **metric)
+            result: Any = analyze(
+                prepared,
+                evaluation,
+                groups=groups,
+                float_model=traced,
+                progress=console.progress,
+                **metric,
+            )
         else:
             raise_to = arguments["raise_to"]
             result = mixed_precision(
-                traced, qconfig, calibration, goal=goal, evaluation=evaluation, raise_to=raise_to, **metric
+                traced,
+                qconfig,
+                calibration,
+                goal=goal,
+                evaluation=evaluation,
+                raise_to=raise_to,
+                progress=console.progress,
+                **metric,
             ).importing(_importable(recipe or "onnxruntime", patch))
         if patch is not None:
             with output_file(patch) as partial:

@@ -113,6 +113,7 @@ def diagnose(
     metric: Callable[[TracedModule], float] | None = None,
     measured_on: str = "samples",
     at_least: float | None = None,
+    progress: bool = True,
 ) -> Diagnosis:
     """Judges a quantized graph and finds the causes of its noise.
 
@@ -124,6 +125,7 @@ def diagnose(
         metric: the user's metric, which gets a graph and returns a number; more is better.
         measured_on: what the batches are, in words.
         at_least: the limit for the metric, or for the SQNR in dB.
+        progress: whether to show a progress bar on stderr while suspects are measured.
 
     Raises:
         CalibrationError: when the module is not calibrated, or there are no batches.
@@ -135,7 +137,7 @@ def diagnose(
     verdict = _judge(view, simulation, values, measured_on, at_least)
     evidence = measure_sites(view, twin or model, simulation.batches)
     if verdict.word != "good":
-        evidence = measure_output_noise(simulation, evidence, _suspects(evidence))
+        evidence = measure_output_noise(simulation, evidence, _suspects(evidence), progress=progress)
     causes = _rank(evidence, known, simulation.batches)
     if verdict.word == "good" and any(cause.name in OTHER_DATA for cause in causes):
         verdict = replace(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from qtrace import ops
 from qtrace.data.batches import as_arguments, evaluating, translate_errors
@@ -63,7 +64,7 @@ def measure_sites(model: QuantizedModel, twin: TracedModule, batches: Sequence[A
 
 
 def measure_output_noise(
-    simulation: Simulation, evidence: Sequence[SiteEvidence], groups: Sequence[str]
+    simulation: Simulation, evidence: Sequence[SiteEvidence], groups: Sequence[str], progress: bool = False
 ) -> list[SiteEvidence]:
     """Measures what rounding each of ``groups`` alone costs at the outputs, by a run of the graph for each.
 
@@ -71,11 +72,13 @@ def measure_output_noise(
         simulation: the graph on the evaluation data.
         evidence: all sites.
         groups: the groups to measure.
+        progress: whether to show a progress bar on stderr.
 
     Returns:
         The evidence, with the noise of the measured groups.
     """
-    noise = {group: float(10 ** (-simulation.only_group(group) / 10)) for group in groups}
+    bar = tqdm(groups, desc="verdict", unit="site", disable=not progress)
+    noise = {group: float(10 ** (-simulation.only_group(group) / 10)) for group in bar}
     return [replace(e, output_noise=noise[e.group]) if e.group in noise else e for e in evidence]
 
 

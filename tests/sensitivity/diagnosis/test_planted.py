@@ -179,3 +179,9 @@ def test_batches_are_held_back_if_there_are_enough(folder):
     report = calibrate(command.replace("calibration.npy", "few.npy"))
     assert report["batches"] == 2
     assert report["verdict"]["measured_on"].startswith("samples of the calibration data")
+
+
+def test_the_verdict_shows_its_progress(folder):
+    command = plant("plain", "outlier-channels")
+    assert "verdict: 100%" in run(f"{command} --progress")[2]
+    assert "verdict: 100%" not in run(f"{command} --force --quiet")[2]

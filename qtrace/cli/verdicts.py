@@ -16,7 +16,6 @@ import click
 
 from qtrace.cli import models
 from qtrace.cli.console import Console
-from qtrace.cli.outputs import output_file
 from qtrace.errors import ConfigError, QtraceError
 
 if TYPE_CHECKING:
@@ -77,10 +76,12 @@ class Outcome:
     Attributes:
         diagnosis: the diagnosis; None if the graph could not be judged.
         command: the command to run next.
+        cure: the recipe that removes the causes; "" for none.
     """
 
     diagnosis: Diagnosis | None = None
     command: str = ""
+    cure: str = ""
 
     @property
     def passed(self) -> bool:
@@ -101,13 +102,15 @@ class Outcome:
         return {"verdict": _finite(asdict(self.diagnosis.verdict)), "causes": causes, "next": self.command}
 
     def write(self, folder: Path, figures: dict[str, Any]) -> None:
-        """Writes the verdict with its causes and ``figures`` into a folder, if there is one."""
-        if self.diagnosis is not None:
-            # The command to run next has the folder's name, and equal runs write equal files.
-            facts = {key: value for key, value in self.summary.items() if key != "next"}
-            with output_file(folder / VERDICT) as partial:
-                text = json.dumps({**facts, "figures": figures}, indent=2, allow_nan=False)
-                partial.write_text(text + "\n", encoding="utf-8")
+        """Writes the verdict with its causes and ``figures``, and the cure, into an unfinished folder."""
+        if self.diagnosis is None:
+            return
+        # The command to run next has the folder's name, and equal runs write equal files.
+        facts = {key: value for key, value in self.summary.items() if key != "next"}
+        text = json.dumps({**facts, "figures": figures}, indent=2, allow_nan=False)
+        (folder / VERDICT).write_text(text + "\n", encoding="utf-8")
+        if self.cure:
+            (folder / CURE).write_text(self.cure, encoding="utf-8")
 
     def note(self, console: Console) -> None:
         """Notes the verdict, the causes and the next command."""
@@ -196,7 +199,7 @@ class Judging:
             self.twin = float_twin(view)
 
     def conclude(self, prepared: Any, source: DataSource, batches: int) -> Outcome:
-        """Judges the calibrated graph, and writes the cure into the output folder.
+        """Judges the calibrated graph.
 
         Args:
             prepared: the calibrated graph.
@@ -227,11 +230,8 @@ class Judging:
                 raise
             self.console.warn(f"there is no verdict: {error}")
             return Outcome()
-        recipe = diagnosis.recipe(self._importable())
-        if recipe:
-            with output_file(Path(self.command["out"]) / CURE) as partial:
-                partial.write_text(recipe, encoding="utf-8")
-        return Outcome(diagnosis, self.next_command(diagnosis, QuantizedModel(prepared).annotation.backend))
+        command = self.next_command(diagnosis, QuantizedModel(prepared).annotation.backend)
+        return Outcome(diagnosis, command, diagnosis.recipe(self._importable()))
 
     def next_command(self, diagnosis: Diagnosis, backend: str) -> str:
         """Returns the command to run next."""

@@ -110,9 +110,9 @@ def calibrate(
             collection = _finish(prepared, source, result, checkpoints, console, engines)
             summary = {"model": model, "data": data, "recipe": recipe, **collection}
             write_folder(folder, prepared, summary)
-        facts = note_graph(prepared, console)
-        outcome = judge.conclude(prepared, source, collection["batches"])
-        outcome.write(out, facts)
+            facts = note_graph(prepared, console)
+            outcome = judge.conclude(prepared, source, collection["batches"])
+            outcome.write(folder, facts)
         checks = check_graph(qconfig, outcome.verdict, judged["metric"], facts)
     models.note_skipped(source, console)
     files = [str(out / name) for name in FILES]

@@ -92,7 +92,7 @@ def test_megengine_reads_outputs_and_grids_without_qtrace(tmp_path: Path) -> Non
     converted = _converted(module, x)
     arrays, facts = _read(qtrace.export(converted, tmp_path / "model.mge", format="traced"), x)
     expected = module(Tensor(x)).numpy()
-    np.testing.assert_allclose(arrays["output"], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(arrays["output"], expected, rtol=1e-4, atol=2e-4)
     for site in QuantizedModel(converted).sites:
         scale = site.bias_scale if site.sort == "bias" else site.qparams.scale
         np.testing.assert_array_equal(arrays[f"scale/{site.node.name}"].reshape(-1), scale.reshape(-1))

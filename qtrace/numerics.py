@@ -29,6 +29,7 @@ __all__ = [
     "quantize_bias",
     "round_half_away",
     "round_half_even",
+    "round_half_up",
     "round_to",
 ]
 
@@ -59,9 +60,24 @@ def round_half_away(x: Any) -> np.ndarray:
     return np.asarray(whole + np.copysign(tie_or_more.astype(whole.dtype), x))
 
 
+def round_half_up(x: Any) -> np.ndarray:
+    """Rounds to the nearest integer, ties to the larger one; float in, the same float type out.
+
+    A fraction that becomes 1 in floating point, that of a tiny negative number, counts as 1.
+    """
+    x = np.asarray(x)
+    whole = np.floor(x)
+    with np.errstate(invalid="ignore"):  # inf - inf: the comparison says False, inf stays
+        tie_or_more = x - whole >= 0.5
+    return np.asarray(whole + tie_or_more.astype(whole.dtype))
+
+
+_ROUNDINGS = {"half_even": round_half_even, "half_away": round_half_away, "half_up": round_half_up}
+
+
 def round_to(x: Any, rounding: Rounding) -> np.ndarray:
     """Rounds floats of any shape to integers in the manner of `QScheme.rounding`."""
-    return round_half_even(x) if rounding == "half_even" else round_half_away(x)
+    return _ROUNDINGS[rounding](x)
 
 
 def expand(param: np.ndarray, axis: int | None, ndim: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from qtrace.errors import SchemeError
 
 __all__ = ["QParams", "QScheme", "Rounding"]
 
-Rounding = Literal["half_even", "half_away"]
+Rounding = Literal["half_even", "half_away", "half_up"]
 
 _ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 _FLAGS = ("signed", "symmetric", "narrow", "power_of_two")
@@ -32,7 +32,8 @@ class QScheme:
         axis: the axis of the channels that have a scale each (negative counts from the end), or None for
             one scale per tensor.
         power_of_two: scales are powers of two (targets that shift instead of multiplying).
-        rounding: the rule for ties: to the even neighbour (ONNX, TFLite) or away from zero (MegEngine, ncnn).
+        rounding: the rule for ties: to the even neighbour (ONNX, TFLite), away from zero (MegEngine, ncnn),
+            or up (ESP32-S3).
 
     Raises:
         SchemeError: when a value is not allowed.
@@ -106,8 +107,8 @@ class QScheme:
             words.append("narrow")
         if self.power_of_two:
             words.append("pow2")
-        if self.rounding == "half_away":
-            words.append("half-away")
+        if self.rounding != "half_even":
+            words.append(self.rounding.replace("_", "-"))
         return " ".join(words)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import decimal
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -24,6 +25,7 @@ from qtrace.numerics import (
     quantize,
     round_half_away,
     round_half_even,
+    round_half_up,
     round_to,
 )
 from qtrace.scheme import QParams, QScheme
@@ -37,7 +39,7 @@ SCHEMES = st.builds(
     symmetric=st.booleans(),
     narrow=st.booleans(),
     power_of_two=st.booleans(),
-    rounding=st.sampled_from(["half_even", "half_away"]),
+    rounding=st.sampled_from(["half_even", "half_away", "half_up"]),
 )
 
 
@@ -51,6 +53,8 @@ def test_rounding_agrees_with_decimal_arithmetic(dtype, x):
     value = np.array([x], dtype)
     assert round_half_even(value)[0] == _decimal_round(float(value[0]), decimal.ROUND_HALF_EVEN)
     assert round_half_away(value)[0] == _decimal_round(float(value[0]), decimal.ROUND_HALF_UP)
+    assert round_half_up(value)[0] == math.floor(Fraction(float(value[0])) + Fraction(1, 2))
+    assert round_half_up(value).dtype == dtype
     assert round_half_even(value).dtype == round_half_away(value).dtype == dtype
 
 
@@ -59,6 +63,10 @@ def test_rounding_at_the_edges():
     values = np.array([below_half, -below_half, 8388609, 8388607.5, np.inf, -np.inf], np.float32)
     assert round_half_away(values).tolist() == [0, 0, 8388609, 8388608, np.inf, -np.inf]
     assert np.isnan(round_half_away(np.float32("nan")))
+    assert round_half_up(values).tolist() == [0, 0, 8388609, 8388608, np.inf, -np.inf]
+    assert np.isnan(round_half_up(np.float32("nan")))
+    assert round_half_up(np.float32([-1e-30, -0.50000006, -1.5])).tolist() == [0, -1, -1]
+    assert round_to(np.array([0.5, 1.5, -0.5, -2.5]), "half_up").tolist() == [1, 2, 0, -2]
     assert round_to(np.array([0.5, 1.5, -0.5, -2.5]), "half_even").tolist() == [0, 2, 0, -2]
     assert round_to(np.array([0.5, 1.5, -0.5, -2.5]), "half_away").tolist() == [1, 2, -1, -3]
 

@@ -20,7 +20,7 @@ SCHEMES = st.builds(
     narrow=st.booleans(),
     axis=st.none() | st.integers(-4, 4),
     power_of_two=st.booleans(),
-    rounding=st.sampled_from(["half_even", "half_away"]),
+    rounding=st.sampled_from(["half_even", "half_away", "half_up"]),
 )
 SCALES = st.floats(width=32, min_value=0, exclude_min=True, allow_infinity=False)
 

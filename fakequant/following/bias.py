@@ -59,7 +59,7 @@ class BiasQuant(Module):
         scale, shape = self._product(activation, weight)
         # Ties may go either way, as the exporter writes the integers. They go away from zero, since the fast
         # rounding half to even fails beyond 2**22.
-        levels = Levels(-BIAS_QMAX, BIAS_QMAX, half_even=False, zero=0, min_scale=SMALLEST_NORMAL)
+        levels = Levels(-BIAS_QMAX, BIAS_QMAX, rounding="half_away", zero=0, min_scale=SMALLEST_NORMAL)
         return quant_dequant(bias, scale, None, levels, shape)
 
     def _product(self, activation: Tensor, weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:

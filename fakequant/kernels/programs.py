@@ -18,7 +18,7 @@ from megengine.core.ops.builtin import Elemwise
 from megengine.core.tensor.utils import subgraph_fn
 
 from qtrace.numerics import SMALLEST_SCALE
-from qtrace.scheme import QScheme
+from qtrace.scheme import QScheme, Rounding
 
 __all__ = ["MARGIN_SHARE", "Levels", "Programs", "of_magnitude", "programs"]
 
@@ -41,14 +41,14 @@ class Levels:
     Attributes:
         qmin: the smallest integer.
         qmax: the largest integer.
-        half_even: round ties to even (True) or away from zero (False).
+        rounding: the rule for ties, as in `QScheme.rounding`.
         zero: the zero point of all channels if the scheme fixes it, else None.
         min_scale: the smallest scale that is applied.
     """
 
     qmin: int
     qmax: int
-    half_even: bool = True
+    rounding: Rounding = "half_even"
     zero: int | None = None
     min_scale: float = SMALLEST_SCALE
 
@@ -56,7 +56,7 @@ class Levels:
     def of(cls, scheme: QScheme) -> Levels:
         """Returns the integer levels of ``scheme``."""
         zero = scheme.symmetric_zero_point if scheme.symmetric else None
-        return cls(scheme.qmin, scheme.qmax, scheme.rounding == "half_even", zero)
+        return cls(scheme.qmin, scheme.qmax, scheme.rounding, zero)
 
 
 @dataclass(frozen=True)
@@ -126,13 +126,18 @@ class _ProgramBuilder:
         scale = _magnitude(scale, self.levels.min_scale, f, c)
         low, high = self._bound(self.levels.qmin, zero, f, c), self.levels.qmax
         above = f(_MAX, f(_DIV, x, scale), low)
-        if self.levels.half_even:
+        if self.levels.rounding == "half_even":
             below = f(
                 _MIN, f(_ADD, above, c(_ROUNDING_OFFSET)), self._bound(high + _ROUNDING_OFFSET, zero, f, c)
             )
             q = f(_SUB, below, c(_ROUNDING_OFFSET))
-        else:
+        elif self.levels.rounding == "half_away":
             q = f(_MIN, f(_ROUND, above), self._bound(high, zero, f, c))
+        else:  # the fraction of a tiny negative number is 1 in float32
+            inside = f(_MIN, above, self._bound(high, zero, f, c))
+            whole = f(_FLOOR, inside)
+            fraction = f(_SUB, inside, whole)
+            q = f(_ADD, whole, f(_MIN, f(_FLOOR, f(_ADD, fraction, fraction)), c(1.0)))
         return (f(_MUL, q, scale),), (False,)
 
     def pass_inside(self, inputs: Any, f: Any, c: Any) -> Any:
@@ -173,5 +178,6 @@ class _ProgramBuilder:
 
 
 _ADD, _SUB, _MUL, _DIV = (Elemwise(mode=mode) for mode in ("ADD", "SUB", "MUL", "TRUE_DIV"))
-_MAX, _MIN, _ABS, _ROUND = (Elemwise(mode=mode) for mode in ("MAX", "MIN", "ABS", "ROUND"))
+_MAX, _MIN, _ABS = (Elemwise(mode=mode) for mode in ("MAX", "MIN", "ABS"))
+_ROUND, _FLOOR = Elemwise(mode="ROUND"), Elemwise(mode="FLOOR")
 _FMA, _PASS = Elemwise(mode="FUSE_MUL_ADD3"), Elemwise(mode="RELU6_GRAD")

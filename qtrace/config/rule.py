@@ -73,7 +73,7 @@ class SchemePatch(OptionModel):
     narrow: Bool | None = None
     axis: Int | None = None
     power_of_two: Bool | None = None
-    rounding: Literal["half_even", "half_away"] | None = None
+    rounding: Literal["half_even", "half_away", "half_up"] | None = None
 
     @model_validator(mode="before")
     @classmethod

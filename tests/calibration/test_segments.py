@@ -75,7 +75,13 @@ def _integers(prepared: Any) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("backend", "bits", "stem_in_float"),
-    [("onnxruntime", 8, False), ("onnxruntime", 8, True), ("generic", 4, False), ("megengine", 8, False)],
+    [
+        ("onnxruntime", 8, False),
+        ("onnxruntime", 8, True),
+        ("generic", 4, False),
+        ("megengine", 8, False),
+        ("esp_dl_s3", 8, False),
+    ],
 )
 def test_the_integers_are_those_of_megengine(
     monkeypatch: pytest.MonkeyPatch,

@@ -49,7 +49,7 @@ _PATCHES = _optional(
     narrow=st.booleans(),
     axis=st.one_of(st.none(), st.integers(-4, 4)),
     power_of_two=st.booleans(),
-    rounding=st.sampled_from(["half_even", "half_away"]),
+    rounding=st.sampled_from(["half_even", "half_away", "half_up"]),
 )
 _OBSERVERS = _optional(activation=_specs("mse", "minmax"), weight=_specs("percentile", "moving_average"))
 _FAKEQUANTS = _specs("fixed", "lsq")
@@ -360,7 +360,10 @@ MISTAKES = [
     ({"weight": {"bits": 4.0}}, "weight.bits must be a whole number, not 4.0."),
     ({"weight": {"bits": 1}}, "weight.bits must be at least 2, not 1."),
     ({"weight": {"signed": "true"}}, "weight.signed must be true or false, not 'true'."),
-    ({"weight": {"rounding": "up"}}, "weight.rounding must be 'half_even' or 'half_away', not 'up'."),
+    (
+        {"weight": {"rounding": "up"}},
+        "weight.rounding must be 'half_even', 'half_away' or 'half_up', not 'up'.",
+    ),
     (
         {"observers": {"activation": "msee"}},
         "observers.activation: unknown observer 'msee'; did you mean 'mse'?",

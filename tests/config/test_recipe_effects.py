@@ -172,6 +172,8 @@ _LAST = {
     "backend/snpe": 16,
     "backend/tflite": 8,
     "backend/megengine": 8,
+    "backend/esp_dl": 8,
+    "backend/esp_dl_s3": 8,
 }
 
 

@@ -119,6 +119,8 @@ KINDS: dict[str, dict[str, Any]] = {
         weight={"bits": 8, "power_of_two": True},
         activation={"bits": 8, "power_of_two": True},
     ),
+    "lsq, ties away": _config(activation={"bits": 8, "rounding": "half_away"}),
+    "lsq, ties up": _config(activation={"bits": 8, "rounding": "half_up"}),
     "lsq, 4 bits": _config(weight={"bits": 4}, activation={"bits": 8}),
 }
 

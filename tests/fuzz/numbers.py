@@ -21,8 +21,11 @@ VALUES = st.one_of(FINITE, st.sampled_from([0.0, -0.0, 1e-45, 1e-38, -1e-38, LAR
 @st.composite
 def _schemes(draw: st.DrawFn) -> QScheme:
     flags = {name: draw(st.booleans()) for name in ("signed", "symmetric", "narrow", "power_of_two")}
+    roundings = ("half_even", "half_away", "half_up")
     return QScheme(
-        bits=draw(st.integers(2, 16)), rounding=draw(st.sampled_from(("half_even", "half_away"))), **flags
+        bits=draw(st.integers(2, 16)),
+        rounding=draw(st.sampled_from(roundings)),
+        **flags,
     )
 
 
@@ -33,7 +36,7 @@ def _nearest(value: Fraction, rounding: str) -> int:
         return below + (rest > Fraction(1, 2))
     if rounding == "half_even":
         return below + below % 2
-    return below + (value > 0)
+    return below + (value > 0 or rounding == "half_up")
 
 
 def _check_ranges(params: QParams, lo: float, hi: float) -> None:

@@ -114,6 +114,20 @@ def test_an_export_keeps_the_contract_and_computes_what_the_graph_does(
     assert verified.worst_lsb() <= 1
 
 
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow]) for name in NETWORKS])
+def test_a_file_for_esp_dl_computes_what_the_graph_does_with_powers_of_two(name: str, tmp_path: Path) -> None:
+    network = NETWORKS[name]
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"schema: qtrace/1\nimports: [backend/esp_dl, {network.family}]\n")
+    converted = _converted(network.build(), recipe)
+    sites = [site for site in QuantizedModel(converted).sites if site.sort != "bias"]
+    assert len(sites) >= 10
+    assert all((np.frexp(site.qparams.scale)[0] == 0.5).all() for site in sites)
+    verified = qtrace.verify(qtrace.export(converted, tmp_path / "m.onnx"), converted, [X], optimized=False)
+    assert verified.passed
+    assert verified.worst_lsb() <= 1
+
+
 def test_every_scale_is_a_power_of_two_and_biases_are_int8_in_xint8(tmp_path: Path) -> None:
     path = qtrace.export(_converted(_resnet(), "backend/ryzenai_xint8"), tmp_path / "m.onnx")
     model = onnx.load(str(path))

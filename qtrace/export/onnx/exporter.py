@@ -223,8 +223,9 @@ class OnnxExporter:
         annotation = self.graph.annotation
         for site in annotation.sites:
             if site.plan is not None and not site.static and site.plan.scheme.rounding != "half_even":
+                ties = site.plan.scheme.rounding.replace("_", " ").replace("away", "away from zero")
                 raise ExportError(
-                    f"site {site.name} rounds half away from zero, as backend {annotation.backend} "
+                    f"site {site.name} rounds {ties}, as backend {annotation.backend} "
                     "does, but ONNX rounds half to even: prepare the module with backend onnxruntime."
                 )
 

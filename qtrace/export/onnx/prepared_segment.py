@@ -136,6 +136,13 @@ def _emit_formula(
     value = writer.node("Div", [source, step], writer.fresh(base))
     if scheme.rounding == "half_even":
         value = writer.node("Round", [value], writer.fresh(base))
+    elif scheme.rounding == "half_up":  # as the fake quant does
+        whole = writer.node("Floor", [value], writer.fresh(base))
+        fraction = writer.node("Sub", [value, whole], writer.fresh(base))
+        twice = writer.node("Add", [fraction, fraction], writer.fresh(base))
+        step_up = writer.node("Floor", [twice], writer.fresh(base))
+        step_up = writer.node("Min", [step_up, writer.scalar(1.0)], writer.fresh(base))
+        value = writer.node("Add", [whole, step_up], writer.fresh(base))
     else:  # the integer next to the magnitude, with the sign
         sign = writer.node("Sign", [value], writer.fresh(base))
         value = writer.node("Abs", [value], writer.fresh(base))

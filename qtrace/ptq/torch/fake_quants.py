@@ -38,7 +38,7 @@ __all__ = ["MODULES", "Leaf", "bias_quant", "bn_fold", "fake_quant", "shaped", "
 Leaf = Callable[[Any], Any]
 """Gives the tensor of torch for a Tensor of the MegEngine module."""
 
-_BIAS_LEVELS = Levels(-BIAS_QMAX, BIAS_QMAX, half_even=False, zero=0, min_scale=SMALLEST_NORMAL)
+_BIAS_LEVELS = Levels(-BIAS_QMAX, BIAS_QMAX, rounding="half_away", zero=0, min_scale=SMALLEST_NORMAL)
 
 
 def _stored(fake: Any, leaf: Leaf) -> tuple[Any, Any]:

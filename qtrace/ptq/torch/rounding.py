@@ -66,6 +66,12 @@ def round_away(x: Any) -> Any:
     return whole + torch.where((x - whole).abs() >= 0.5, x.sign(), 0.0)
 
 
+def round_up(x: Any) -> Any:
+    """Rounds to the nearest integer, ties to the larger one; exact for every float32."""
+    whole = x.floor()
+    return whole + (x - whole >= 0.5).to(x.dtype)
+
+
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, step: Any) -> Any:
@@ -111,7 +117,7 @@ class _Grid:
         zero: Any = zero_point if levels.zero is None else levels.zero
         self.low, self.high = levels.qmin - zero, levels.qmax - zero
         self.margin = (levels.qmax - levels.qmin) * MARGIN_SHARE
-        self.half_even = levels.half_even
+        self.rounding = levels.rounding
         if scale.numel() == 1 and isinstance(self.low, torch.Tensor):
             self.low, self.high = self.low.item(), self.high.item()
 
@@ -128,10 +134,10 @@ class _Grid:
     def round(self, x: Any, y: Any) -> None:
         """Writes ``clip(round(x / size), low, high) * size`` to ``y``."""
         torch.div(x, self.size, out=y).clamp_(self.low, self.high)
-        if self.half_even:
+        if self.rounding == "half_even":
             y.round_()
         else:
-            y.copy_(round_away(y))
+            y.copy_(round_away(y) if self.rounding == "half_away" else round_up(y))
         y.mul_(self.size)
 
     def pass_inside(self, grad: Any, x: Any) -> Any:

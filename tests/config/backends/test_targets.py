@@ -57,6 +57,11 @@ CASES: list[tuple[str, str, dict[str, Any], str | None]] = [
     ("ryzenai", "weight", {"bits": 4}, "4 bits (it runs 8)"),
     ("ryzenai_xint8", "weight", {"power_of_two": False}, "scales that are no powers of two"),
     ("ryzenai_xint8", "weight", {"axis": 0}, "per-channel scales"),
+    ("esp_dl", "activation", {"power_of_two": False}, "scales that are no powers of two"),
+    ("esp_dl", "activation", {"bits": 16}, "16 bits (it runs 8)"),
+    ("esp_dl", "activation", {"rounding": "half_up"}, "half_up rounding (it rounds half_even)"),
+    ("esp_dl", "weight", {"axis": 0}, None),
+    ("esp_dl_s3", "activation", {"rounding": "half_even"}, "half_even rounding (it rounds half_up)"),
     ("generic", "activation", {"bits": 3, "axis": 1, "rounding": "half_away"}, None),
     ("generic", "activation", {"bits": 13, "signed": True, "narrow": True}, None),
     ("generic", "weight", {"bits": 2, "symmetric": False, "power_of_two": True}, None),
@@ -111,7 +116,14 @@ def test_symmetric_scales_are_the_largest_magnitude_by_127(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "lowest", "ties"),
-    [("tensorrt", -128, 2), ("tflite", -128, 2), ("ncnn", -127, 3), ("megengine", -128, 3)],
+    [
+        ("tensorrt", -128, 2),
+        ("tflite", -128, 2),
+        ("ncnn", -127, 3),
+        ("megengine", -128, 3),
+        ("esp_dl", -128, 2),
+        ("esp_dl_s3", -128, 3),
+    ],
 )
 def test_ends_and_ties(name: str, lowest: int, ties: int) -> None:
     scheme = backends.get(name).activation.replace(symmetric=True)
@@ -121,6 +133,8 @@ def test_ends_and_ties(name: str, lowest: int, ties: int) -> None:
 
 def test_only_where_a_concatenation_is_a_copy_it_ties() -> None:
     assert {name for name in NAMES if backends.get(name).ties_concat} == {
+        "esp_dl",
+        "esp_dl_s3",
         "megengine",
         "ryzenai",
         "ryzenai_xint8",

@@ -231,12 +231,16 @@ def test_inputs_are_named_like_the_arguments(tmp_path: Path) -> None:
 # -- what ONNX cannot compute --------------------------------------------------------------------------
 
 
-def test_another_rounding_than_onnx_has_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "ties"), [("megengine", "half away from zero"), ("esp_dl_s3", "half up")]
+)
+def test_another_rounding_than_onnx_has_is_refused(tmp_path: Path, backend: str, ties: str) -> None:
     x, module = images(2, 4, 8, 8), net(lambda self, x: self.c(x), c=_conv())
-    with pytest.raises(ExportError, match=r"site x .*backend megengine.*half to even.*backend onnxruntime"):
-        qtrace.export(_converted(module, x, backend="megengine"), tmp_path / "m.onnx")
+    message = f"site x rounds {ties}, as backend {backend} does, but ONNX rounds half to even.*onnxruntime"
+    with pytest.raises(ExportError, match=message):
+        qtrace.export(_converted(module, x, backend=backend), tmp_path / "m.onnx")
     assert list(tmp_path.iterdir()) == []
-    floats = _converted(module, x, backend="megengine", rules=[{"match": {}, "quantize": False}])
+    floats = _converted(module, x, backend=backend, rules=[{"match": {}, "quantize": False}])
     report = qtrace.verify(qtrace.export(floats, tmp_path / "m.onnx"), floats, [x])
     assert report.passed
 

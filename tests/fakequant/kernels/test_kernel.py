@@ -11,6 +11,9 @@ from megengine.autodiff import GradManager
 from megengine.jit import trace
 
 from qtrace.fakequant.kernels.kernel import Learn, Levels, quant_dequant
+from qtrace.scheme import Rounding
+
+ROUNDINGS: tuple[Rounding, ...] = ("half_even", "half_away", "half_up")
 
 CASES = [
     # qmin, qmax, zero point, channel axis
@@ -35,12 +38,14 @@ def _parameters(zero: int, axis: int | None, shape: tuple[int, ...]) -> tuple[np
 
 
 def _reference(
-    x: np.ndarray, s: np.ndarray, z: np.ndarray, qmin: int, qmax: int, even: bool
+    x: np.ndarray, s: np.ndarray, z: np.ndarray, qmin: int, qmax: int, rounding: Rounding
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Forward, dy/dx and dy/ds in float64, from the float32 quotient that a runtime rounds."""
     v = (x / s).astype(np.float64)
-    rounded = np.rint(v) if even else np.sign(v) * np.floor(np.abs(v) + 0.5)
-    q = np.clip(rounded, qmin - z, qmax - z).astype(np.float64)
+    away, up = np.sign(v) * np.floor(np.abs(v) + 0.5), np.floor(v + 0.5)
+    q = np.clip(
+        {"half_even": np.rint(v), "half_away": away, "half_up": up}[rounding], qmin - z, qmax - z
+    ).astype(np.float64)
     inside = (v >= qmin - z) & (v <= qmax - z)
     return q * s.astype(np.float64), inside.astype(np.float64), np.where(inside, q - v, q)
 
@@ -52,20 +57,20 @@ def _data(shape: tuple[int, ...]) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize(("qmin", "qmax", "zero", "axis"), CASES)
 @pytest.mark.parametrize("jit", [None, "static", "symbolic"])
 def test_forward_and_gradients(
-    qmin: int, qmax: int, zero: int, axis: int | None, even: bool, jit: str | None
+    qmin: int, qmax: int, zero: int, axis: int | None, rounding: Rounding, jit: str | None
 ) -> None:
     x = _data((6, 5, 7))
     s, z = _parameters(zero, axis, x.shape)
     upstream = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
-    y_ref, dx_ref, ds_ref = _reference(x, s, z, qmin, qmax, even)
+    y_ref, dx_ref, ds_ref = _reference(x, s, z, qmin, qmax, rounding)
     xt, st, zt, ut = mge.Parameter(x), mge.Parameter(s), mge.Tensor(z), mge.Tensor(upstream)
     manager = GradManager().attach([xt, st])
     gain = 0.37
-    levels = Levels(qmin, qmax, even, None if np.ptp(z) else zero)
+    levels = Levels(qmin, qmax, rounding, None if np.ptp(z) else zero)
 
     def step() -> mge.Tensor:
         with manager:
@@ -105,13 +110,17 @@ def test_scale_gradient_matches_finite_differences_where_values_clip() -> None:
 
 
 def test_ties_round_as_asked_under_jit_at_its_default_level() -> None:
-    x = mge.Tensor(np.array([0.5, 1.5, 2.5, -0.5, -1.5, -2.5], np.float32))
+    edges = [np.nextafter(np.float32(0.5), np.float32(0)), -1e-30]
+    x = mge.Tensor(np.array([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, *edges], np.float32))
     one, zero = mge.Tensor(np.float32(1)), mge.Tensor(np.float32(0))
-    want = {True: [0, 2, 2, 0, -2, -2], False: [1, 2, 3, -1, -2, -3]}
-    for even, integers in want.items():
-        run = trace(
-            lambda v, even=even: quant_dequant(v, one, zero, Levels(-128, 127, even), ()), symbolic=True
-        )
+    want: dict[Rounding, list[int]] = {
+        "half_even": [0, 2, 2, 0, -2, -2, 0, 0],
+        "half_away": [1, 2, 3, -1, -2, -3, 0, 0],
+        "half_up": [1, 2, 3, 0, -1, -2, 0, 0],
+    }
+    for rounding, integers in want.items():
+        levels = Levels(-128, 127, rounding)
+        run = trace(lambda v, levels=levels: quant_dequant(v, one, zero, levels, ()), symbolic=True)
         for _ in range(3):
             y = run(x)
         np.testing.assert_array_equal(y.numpy(), integers)
@@ -161,7 +170,7 @@ def test_scale_gradient_of_any_shape(shape: tuple[int, ...]) -> None:
     with GradManager().attach([scale]) as manager:
         y = quant_dequant(mge.Tensor(x), scale, mge.Tensor(np.zeros_like(s)), Levels(-8, 7), shape, Learn())
         manager.backward(y, mge.Tensor(upstream))
-    slope = upstream * _reference(x, s, np.zeros_like(s), -8, 7, True)[2]
+    slope = upstream * _reference(x, s, np.zeros_like(s), -8, 7, "half_even")[2]
     want = slope.sum(tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True)
     np.testing.assert_allclose(scale.grad.numpy(), want, rtol=1e-4, atol=1e-4)
 
@@ -175,7 +184,7 @@ def test_half_precision_is_rounded_as_float32(axis: int | None) -> None:
         y = quant_dequant(x, scale, zero, Levels(-8, 7), s.shape, Learn())
         manager.backward(y.sum())
     assert y.dtype == np.float32
-    want, slope, _ = _reference(half.astype(np.float32), s, z, -8, 7, True)
+    want, slope, _ = _reference(half.astype(np.float32), s, z, -8, 7, "half_even")
     np.testing.assert_allclose(y.numpy(), want, rtol=1e-6)
     np.testing.assert_array_equal(x.grad.numpy(), slope)
     assert x.grad.dtype == np.float16

@@ -132,7 +132,7 @@ def test_any_support_gives_convex_parts(data: st.DataObject) -> None:
 def test_what_cannot_be_partitioned_is_refused() -> None:
     module = net(lambda self, x: F.relu(self.conv(x)), conv=M.Conv2d(4, 4, 1))
     traced = qtrace.trace(module, images(1, 4, 3, 3), check=False)
-    with pytest.raises(ConfigError, match="unknown backend 'ncn'; known: generic"):
+    with pytest.raises(ConfigError, match="unknown backend 'ncn'; known: esp_dl"):
         partition(traced, "ncn")
     with pytest.raises(GraphError, match="partition takes a TracedModule"):
         partition(module, "ncnn")

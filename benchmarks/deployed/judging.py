@@ -104,13 +104,14 @@ def measure_noise(exact: File, file: File, test: np.ndarray) -> float:
     return float(sums.sqnr_db)
 
 
-def predict_milliseconds(file: Path, sample: np.ndarray) -> float:
-    """Predicts the time of a run by the packaged cost table."""
+def predict_milliseconds(file: Path, sample: np.ndarray, cost_table: Path | None) -> float:
+    """Predicts the time of a run by a cost table; None for the packaged one."""
     import onnx
 
     name = onnx.load(str(file), load_external_data=False).graph.input[0].name
     graph = read_graph(file, {name: sample.shape})
-    return 1e3 * predict(graph, CostTable.load("onnxruntime")).seconds
+    table = CostTable.load("onnxruntime") if cost_table is None else CostTable.read(cost_table)
+    return 1e3 * predict(graph, table).seconds
 
 
 def judge_parity(file: Path, converted: Any, test: np.ndarray) -> tuple[int, float]:

@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.deployed import checks
 from benchmarks.deployed import rows as deployed_rows
 from benchmarks.deployed import runtimes as other_runtimes
+from benchmarks.deployed import tuning as searches
 from benchmarks.limits import limit
 from scripts.stored import RESULTS, ExportRow, FamilyRow, load, measured_when, table
 
@@ -27,6 +28,7 @@ __all__ = [
     "onnx_shares",
     "runtimes",
     "speed",
+    "tuned",
 ]
 
 _VERDICT = {True: "met", False: "**missed**", None: ""}
@@ -202,6 +204,16 @@ def runtimes() -> str:
     rows = [other_runtimes.cells(row) for row in other_runtimes.read(file)]
     head = f"{machine['cores']} cores of {machine['cpu']}, {machine['date']}."
     return f"{head}\n\n{_rows(other_runtimes.HEADERS, rows)}"
+
+
+def tuned() -> str:
+    """The table of searches, beside what was measured of recipes by hand, with the machine."""
+    file = RESULTS / searches.RESULTS.name
+    machine = json.loads(file.read_text(encoding="utf-8"))["machine"]
+    measured = deployed_rows.read(RESULTS / deployed_rows.RESULTS.name)
+    rows = [searches.cells(row, measured) for row in searches.read(file)]
+    head = f"{machine['cores']} cores of {machine['cpu']}, {machine['date']}."
+    return f"{head}\n\n{_rows(searches.HEADERS, rows)}"
 
 
 def calibration() -> str:

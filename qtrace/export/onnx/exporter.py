@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from qtrace import ops
+from qtrace.config import backends
 from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import float_kinds, only_floats_read
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
@@ -39,6 +40,7 @@ SUFFIXES = (".onnx",)
 FLOAT_OPTIONS = ("external", "opset", "input_names", "output_names", "nms")
 HAS_COMPOSITES = True
 
+_ARITHMETIC = frozenset(("add", "sub", "mul", "div"))
 _CLAMPS = ("relu", "relu6", "clip")  # the kinds that are part of the rounding behind them
 
 
@@ -158,6 +160,8 @@ class OnnxExporter:
         self.writer.names.update(inputs)
         self.writer.values.update(self.graph.values)
         self.writer.rounded = self._rounded_results()
+        if self.graph.annotation.backend:
+            self.writer.number_kinds |= _ARITHMETIC & backends.get(self.graph.annotation.backend).ops
         for step in self.graph.steps:
             self.emit(step)
         first = next(iter(inputs), None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 
 import megengine.functional as F
@@ -15,8 +17,10 @@ import pytest
 import qtrace
 from qtrace.errors import ExportError
 from qtrace.export.detections import Suppression
+from qtrace.export.example import write_example
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.record import is_quantized
 from tests.nets import net
 
 RANDOM = np.random.default_rng(0)
@@ -114,6 +118,8 @@ CASES = {
 
 
 def _names(model: TracedModule) -> list[str]:
+    if not is_quantized(model):
+        return [node.name for node in model.graph.outputs]
     return [QuantizedModel(model).unrounded_name(node) for node in model.graph.outputs]
 
 
@@ -174,6 +180,18 @@ def test_tflite(case, stage, tmp_path):
     np.testing.assert_array_equal(values["detection_classes"][:count], scores[kept].argmax(1))
     if stage == "int8":
         assert qtrace.verify(path, model, [x]).passed
+
+
+def test_the_script_beside_a_file_that_finds_no_boxes_runs(tmp_path):
+    traced, _, x = _detector(_whole, batch=1)
+    path = qtrace.export(traced, tmp_path / "m.onnx", nms={"boxes": _names(traced)[0], "score": 9})
+    np.save(tmp_path / "x.npy", x)
+    script, text = write_example(path, [("x", "float32", x.shape)])
+    script.write_text(text)
+    command = [sys.executable, script.name, "x.npy"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("largest at nowhere") == 4
 
 
 MISTAKES = [

@@ -146,7 +146,7 @@ def test_times_of_calibration_are_compared_with_those_of_peers() -> None:
 @pytest.mark.parametrize(("predicted", "verdict"), [(1.14, checks.MET), (0.84, checks.MISSED)])
 def test_predictions_may_be_off_by_15_percent(predicted: float, verdict: str) -> None:
     row = dataclasses.replace(NEW, milliseconds=1.0, predicted=predicted)
-    assert _verdicts([row])["detector: predicted time against measured, balanced"] == verdict
+    assert _verdicts([row])["detector: predicted time against measured, balanced, packaged times"] == verdict
 
 
 def test_parity_is_that_of_the_worst_file() -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from qtrace import ops
-from qtrace.config import backends
 from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import float_kinds, only_floats_read
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
@@ -160,8 +159,8 @@ class OnnxExporter:
         self.writer.names.update(inputs)
         self.writer.values.update(self.graph.values)
         self.writer.rounded = self._rounded_results()
-        if self.graph.annotation.backend:
-            self.writer.number_kinds |= _ARITHMETIC & backends.get(self.graph.annotation.backend).ops
+        on_integers = {note.kind for note in self.graph.annotation.notes if note.state == "int"}
+        self.writer.number_kinds |= _ARITHMETIC & on_integers
         for step in self.graph.steps:
             self.emit(step)
         first = next(iter(inputs), None)

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.accuracy import peers
 from benchmarks.deployed import __main__ as program
 from benchmarks.deployed import checks, frontier, networks
-from benchmarks.deployed.rows import PEERS, POINTS, TIMED, TRAINED_NETS, Row, merged, read, table
+from benchmarks.deployed.rows import OWN_TIMES, PEERS, POINTS, TIMED, TRAINED_NETS, Row, merged, read, table
 from qtrace.preparation.placement.frontier import Point
 from qtrace.preparation.placement.problem import Energy
 
@@ -146,7 +146,7 @@ def test_times_of_calibration_are_compared_with_those_of_peers() -> None:
 @pytest.mark.parametrize(("predicted", "verdict"), [(1.14, checks.MET), (0.84, checks.MISSED)])
 def test_predictions_may_be_off_by_15_percent(predicted: float, verdict: str) -> None:
     row = dataclasses.replace(NEW, milliseconds=1.0, predicted=predicted)
-    assert _verdicts([row])["detector: predicted time against measured, balanced"] == verdict
+    assert _verdicts([row])["detector: predicted time against measured, balanced, packaged times"] == verdict
 
 
 def test_parity_is_that_of_the_worst_file() -> None:
@@ -209,7 +209,7 @@ def test_the_seconds_of_a_worker_are_read(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_rows_are_kept_one_by_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
 
-    def measure(name: str, variants: list[str], nncf: str | None, keep: object) -> None:
+    def measure(name: str, variants: list[str], tools: object, keep: object) -> None:
         asked.append((name, tuple(variants)))
         for variant in variants:
             keep(Row(name, variant, 10.0, 0.9, 0.8, 1.0))  # type: ignore[operator]
@@ -221,6 +221,16 @@ def test_rows_are_kept_one_by_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert program.main([*options, "--only", "balanced", "--only", "fastest", "--missing"]) == 1
     assert asked == [("classifier", ("balanced",)), ("classifier", ("fastest",))]
     assert [row.variant for row in read(file)] == ["balanced", "fastest"]
+
+
+def test_placements_by_own_times_need_a_table_and_their_predictions_count() -> None:
+    assert set(OWN_TIMES) <= set(networks.variants_of("ResNet-18 96"))
+    packaged = Row("detector", "balanced", 20.0, 1.4, milliseconds=10.0, predicted=20.0)
+    own = Row("detector", "balanced, own times", 20.0, 1.4, milliseconds=10.0, predicted=11.0)
+    name = "detector: predicted time against measured, balanced"
+    for rows, verdict in (([packaged], checks.MISSED), ([packaged, own], checks.MET)):
+        (found,) = [c for c in checks.check(rows) if c.name.startswith(name)]
+        assert found.verdict == verdict
 
 
 def test_every_network_has_variants() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import deployed
-from benchmarks.deployed import runtimes
+from benchmarks.deployed import runtimes, tuning
 from scripts import demos, onnx_coverage, stored
 from scripts.site import measured
 
@@ -29,7 +29,7 @@ def test_an_unknown_demo_is_refused_with_the_known_ones(capsys: pytest.CaptureFi
 def test_every_stored_file_is_one_of_a_demo_or_of_a_benchmark() -> None:
     names = {file for _, file in demos.DEMOS.values()}
     names |= {stored.FamilyRow.FILE, stored.ExportRow.FILE, onnx_coverage.FILE.name, deployed.RESULTS.name}
-    names |= {"accuracy.json", "latest.json", runtimes.RESULTS.name}
+    names |= {"accuracy.json", "latest.json", runtimes.RESULTS.name, tuning.RESULTS.name}
     assert {path.name for path in stored.RESULTS.iterdir()} == names
 
 

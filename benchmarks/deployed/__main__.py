@@ -27,6 +27,7 @@ from benchmarks.deployed.judging import File  # noqa: E402
 from benchmarks.deployed.rows import (  # noqa: E402
     FLOAT,
     NNCF,
+    OWN_TIMES,
     PEERS,
     RESULTS,
     TIMED,
@@ -43,13 +44,26 @@ from benchmarks.deployed.rows import (  # noqa: E402
 PICTURES = Path(__file__).parent.parent.parent / "docs" / "assets" / "deployed"
 
 
-def measure(name: str, variants: Sequence[str], nncf: str | None, keep: Callable[[Row], None]) -> None:
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    """What some variants need.
+
+    Attributes:
+        nncf: an interpreter that has NNCF; None for none.
+        cost_table: the times of this machine; None for none.
+    """
+
+    nncf: str | None = None
+    cost_table: Path | None = None
+
+
+def measure(name: str, variants: Sequence[str], tools: Tools, keep: Callable[[Row], None]) -> None:
     """Quantizes a network by ``variants`` and measures the files.
 
     Args:
         name: the network.
         variants: the variants to measure.
-        nncf: an interpreter that has NNCF; None for none.
+        tools: what some variants need.
         keep: gets each row as soon as it is measured.
     """
     network = networks.load(name)
@@ -60,19 +74,19 @@ def measure(name: str, variants: Sequence[str], nncf: str | None, keep: Callable
         for variant in variants:
             print(f"{name}: {variant}", file=sys.stderr, flush=True)
             load = machine.load()
-            row = _measure_variant(network, exported, exact, variant, Path(folder), nncf)
+            row = _measure_variant(network, exported, exact, variant, Path(folder), tools)
             keep(dataclasses.replace(row, load=load))
 
 
 def _measure_variant(
-    network: networks.Network, exported: File, exact: File, variant: str, folder: Path, nncf: str | None
+    network: networks.Network, exported: File, exact: File, variant: str, folder: Path, tools: Tools
 ) -> Row:
     """Measures one file."""
     row = Row(network.name, variant)
     if variant == FLOAT:
         return _judge(row, network, exact, exact)
     if variant in PEERS:
-        peer = quantizing.quantize_by_peer(network, exported.path, variant, folder, nncf)
+        peer = quantizing.quantize_by_peer(network, exported.path, variant, folder, tools.nncf)
         if peer.file is None:
             return dataclasses.replace(row, reason=peer.reason)
         try:
@@ -80,13 +94,16 @@ def _measure_variant(
         except qtrace.QtraceError as error:
             return dataclasses.replace(row, reason=f"its file does not run: {error}")
         return row
-    made = quantizing.quantize(network, variant, folder / "int8.onnx")
+    own = tools.cost_table if variant in OWN_TIMES else None
+    made = quantizing.quantize(network, variant, folder / "int8.onnx", own)
     worst, equal = judging.judge_parity(made.file, made.converted, network.test)
     row = dataclasses.replace(row, seconds=made.seconds, mode=made.mode, worst_lsb=worst, equal=equal)
-    return _judge(row, network, exact, File(made.file))
+    return _judge(row, network, exact, File(made.file), own)
 
 
-def _judge(row: Row, network: networks.Network, exact: File, file: File) -> Row:
+def _judge(
+    row: Row, network: networks.Network, exact: File, file: File, cost_table: Path | None = None
+) -> Row:
     """Adds to a row what is measured of any file."""
     sample = network.test[:1]
     one, two = (judging.measure_speed(exact, file, sample, threads) for threads in (1, 2))
@@ -98,8 +115,10 @@ def _judge(row: Row, network: networks.Network, exact: File, file: File) -> Row:
         high=one.ratio[2],
         two_threads=two.ratio,
         milliseconds=one.milliseconds,
-        # The table prices what qtrace writes; other tools store no shapes for it to read.
-        predicted=None if row.variant in PEERS else judging.predict_milliseconds(file.path, sample),
+        # A table prices what qtrace writes; other tools store no shapes for it to read.
+        predicted=None
+        if row.variant in PEERS
+        else judging.predict_milliseconds(file.path, sample, cost_table),
         metrics=network.metrics(file, exact),
     )
 
@@ -112,6 +131,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--missing", action="store_true", help="measure only what is not stored")
     parser.add_argument(
         "--nncf", metavar="PYTHON", help="an interpreter that has NNCF; its rows are left out otherwise"
+    )
+    parser.add_argument(
+        "--cost-table",
+        metavar="FILE",
+        type=Path,
+        help="times of this machine, by qtrace bench --kernels -o FILE; without it, no rows of own times",
     )
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the rows are kept")
     parser.add_argument("--pictures", type=Path, default=PICTURES, help="the folder for the pictures")
@@ -134,8 +159,9 @@ def main(arguments: list[str] | None = None) -> int:
             stored = {row.variant for row in rows if row.net == name} if options.missing else set()
             chosen = [v for v in networks.variants_of(name) if not options.only or v in options.only]
             chosen = [v for v in chosen if options.nncf or v not in NNCF]
+            chosen = [v for v in chosen if options.cost_table or v not in OWN_TIMES]
             if wanted := [v for v in chosen if v not in stored]:
-                measure(name, wanted, options.nncf, keep)
+                measure(name, wanted, Tools(options.nncf, options.cost_table), keep)
         options.pictures.mkdir(parents=True, exist_ok=True)
         for name in TRAINED:
             frontier.draw(name, rows, options.pictures / f"{name}.png")

@@ -65,14 +65,9 @@ def draw(net: str, rows: Iterable[Row], file: Path) -> Path | None:
     axes.plot([r.speed for r in points], [r.sqnr for r in points], "o", color="tab:blue", label="qtrace")
     peers = [r for r in measured if r.variant in PEERS]
     axes.plot([r.speed for r in peers], [r.sqnr for r in peers], "s", color="tab:red", label="other tools")
-    for row in (*(r for r in points if r.variant in PLACEMENTS), *peers):
-        axes.annotate(
-            row.variant,
-            (row.speed or 0.0, row.sqnr or 0.0),
-            textcoords="offset points",
-            xytext=(5, 5),
-            fontsize=7,
-        )
+    axes.margins(x=0.18, y=0.1)
+    for text, speed, sqnr in _labels([*(r for r in points if r.variant in PLACEMENTS), *peers]):
+        axes.annotate(text, (speed, sqnr), textcoords="offset points", xytext=(6, 4), fontsize=7)
     axes.axvline(1.0, color="grey", linewidth=0.8)
     axes.set_xlabel("speed against float, one thread")
     axes.set_ylabel("SQNR of the outputs, dB")
@@ -81,3 +76,22 @@ def draw(net: str, rows: Iterable[Row], file: Path) -> Path | None:
     figure.tight_layout()
     figure.savefig(file, dpi=110, metadata={"Software": None})
     return file
+
+
+def _labels(rows: Sequence[Row]) -> list[tuple[str, float, float]]:
+    """Returns texts with their places; rows that stand close to each other have one text, a line each."""
+    places = [(r.variant, r.speed or 0.0, r.sqnr or 0.0) for r in rows]
+    spans = [max(p[i] for p in places) - min(p[i] for p in places) or 1.0 for i in (1, 2)]
+    labels: list[tuple[str, float, float]] = []
+    for name, speed, sqnr in sorted(places, key=lambda place: -place[2]):
+        near = [n for n, (_, x, y) in enumerate(labels) if _near((x - speed, y - sqnr), spans)]
+        if near:
+            text, x, y = labels[near[0]]
+            labels[near[0]] = (f"{name}\n{text}", x, y)  # upwards, where there is room
+        else:
+            labels.append((name, speed, sqnr))
+    return labels
+
+
+def _near(apart: tuple[float, float], spans: Sequence[float]) -> bool:
+    return all(abs(distance) <= 0.05 * span for distance, span in zip(apart, spans, strict=True))

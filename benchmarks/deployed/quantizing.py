@@ -13,7 +13,7 @@ import qtrace
 from benchmarks.accuracy.peers import Peer, quantize_by_nncf, quantize_by_onnxruntime
 from benchmarks.deployed.frontier import SHARES, choose_between
 from benchmarks.deployed.networks import Network
-from benchmarks.deployed.rows import MINMAX, NNCF, ONNXRUNTIME, PLACEMENTS, POINTS
+from benchmarks.deployed.rows import MINMAX, NNCF, ONNXRUNTIME, OWN_TIMES, PLACEMENTS, POINTS
 from qtrace.preparation.model import QuantizedModel
 
 __all__ = ["Made", "config_of", "quantize", "quantize_by_peer"]
@@ -39,22 +39,30 @@ class Made:
     mode: str
 
 
-def config_of(network: Network, variant: str) -> dict[str, Any]:
-    """Returns the config of a variant: the default recipe, or `minmax` where outputs mean nothing."""
+def config_of(network: Network, variant: str, cost_table: Path | None = None) -> dict[str, Any]:
+    """Returns the config of a variant: the default recipe, or `minmax` where outputs mean nothing.
+
+    Args:
+        network: the network.
+        variant: the variant.
+        cost_table: the times of this machine, for the variants that are placed by them.
+    """
     config = qtrace.load_recipe("int8").to_dict()
     if variant == MINMAX or not network.trained:
         config = {"placement": "balanced", "observers": {"activation": "minmax", "weight": "minmax"}}
     if variant in PLACEMENTS:
         config["placement"] = variant
+    if variant in OWN_TIMES:
+        config.update(placement=OWN_TIMES[variant], cost_table=str(cost_table))
     return config
 
 
-def quantize(network: Network, variant: str, file: Path) -> Made:
-    """Writes ``file`` by one of qtrace's variants."""
+def quantize(network: Network, variant: str, file: Path, cost_table: Path | None = None) -> Made:
+    """Writes ``file`` by one of qtrace's variants; see `config_of`."""
     batches = [network.calibration[i : i + 1] for i in range(len(network.calibration))]
     with choose_between(SHARES[variant]) if variant in POINTS else nullcontext():
         started = time.perf_counter()
-        prepared = qtrace.prepare(network.traced, config_of(network, variant), samples=batches)
+        prepared = qtrace.prepare(network.traced, config_of(network, variant, cost_table), samples=batches)
         qtrace.calibrate(prepared, batches, progress=False)
         seconds = time.perf_counter() - started
     converted = qtrace.convert(prepared)

@@ -13,6 +13,7 @@ from qtrace.graph.table import format_table
 __all__ = [
     "NNCF",
     "ONNXRUNTIME",
+    "OWN_TIMES",
     "PEERS",
     "PLACEMENTS",
     "POINTS",
@@ -59,8 +60,10 @@ POINTS = tuple(f"point {number}" for number in range(1, 6))
 ONNXRUNTIME = {f"onnxruntime.quantization {m}": m for m in ("MinMax", "Percentile", "Entropy")}
 NNCF = {"NNCF, fast bias correction": "fast", "NNCF, full bias correction": "full"}
 PEERS = (*ONNXRUNTIME, *NNCF)
-VARIANTS = (FLOAT, *PLACEMENTS, MINMAX, *POINTS, *PEERS)
-VARIANTS_TIMED = (FLOAT, "balanced", "fastest", "onnxruntime.quantization MinMax")
+OWN_TIMES = {f"{placement}, own times": placement for placement in ("balanced", "fastest")}
+"""Placements by the times of the machine that runs the benchmark, not by the packaged ones."""
+VARIANTS = (FLOAT, *PLACEMENTS, MINMAX, *POINTS, *OWN_TIMES, *PEERS)
+VARIANTS_TIMED = (FLOAT, "balanced", "fastest", *OWN_TIMES, "onnxruntime.quantization MinMax")
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Row:
         seconds: time to quantize: `prepare` and `calibrate`, or the whole of the peer.
         two_threads: median, smallest and largest ratio on two threads.
         milliseconds: median time of a run on one thread.
-        predicted: the time that the packaged cost table predicts, in milliseconds.
+        predicted: the time that the cost table by which it was placed predicts, in milliseconds.
         worst_lsb: largest difference of an integer between graph and file, op by op, without optimizations;
             None for files that are not of qtrace.
         equal: share of equal integers, op by op.

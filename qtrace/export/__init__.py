@@ -38,7 +38,7 @@ __all__ = ["export", "formats"]
 
 
 # Modules that several formats use.
-_NOT_FORMATS = ("converted", "example", "format", "layer_net", "parameters")
+_NOT_FORMATS = ("converted", "detections", "example", "format", "layer_net", "parameters")
 
 
 def formats() -> tuple[str, ...]:

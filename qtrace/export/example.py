@@ -33,7 +33,7 @@ _RUNS = {
     ".onnx": """session = onnxruntime.InferenceSession("{file}")
 outputs = session.run(None, {{{feeds}}})
 for info, value in zip(session.get_outputs(), outputs):
-    place = np.unravel_index(value.argmax(), value.shape)
+    place = np.unravel_index(value.argmax(), value.shape) if value.size else "nowhere"
     print(info.name, value.dtype, value.shape, "largest at", place)
 """,
     ".tflite": """interpreter = Interpreter("{file}")
@@ -45,7 +45,7 @@ for detail, value in zip(interpreter.get_input_details(), [{values}]):
 interpreter.invoke()
 for detail in interpreter.get_output_details():
     value = interpreter.get_tensor(detail["index"])
-    place = np.unravel_index(value.argmax(), value.shape)
+    place = np.unravel_index(value.argmax(), value.shape) if value.size else "nowhere"
     print(detail["name"], value.dtype, value.shape, "largest at", place)
 """,
 }

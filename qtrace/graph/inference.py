@@ -9,7 +9,7 @@ data; and those on scalars, which a computing graph does not tell from vectors o
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,7 @@ from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.gradients import plain
 from qtrace.graph._shapes import zeros_show_shapes
 from qtrace.graph.engine import quiet_engine
+from qtrace.graph.equality import freeze
 from qtrace.graph.op_failure import describe_failure
 from qtrace.graph.walk import called_graph, get_module, owner, reads_shape, updates_inputs
 
@@ -112,6 +113,7 @@ class TypeInference:
         self.anew = anew
         self.values: dict[Node, Any] = {}
         self._network = Network()
+        self._known: dict[Hashable, tuple[list[Any] | None, TreeDef | None]] = {}
 
     def value(self, node: Node) -> Any:
         """Returns the value of ``node``, from what the nodes before it record.
@@ -178,10 +180,16 @@ class TypeInference:
             return self.run_graph(graph, list(inputs)), None
         if expr.outputs and isinstance(expr, CallMethod) and expr.method == "__setitem__":
             return [inputs[0]], None
+        key = _call_key(expr, inputs)
+        if key is not None and key in self._known:
+            return self._known[key]
         try:
-            return self._deduced(expr, inputs)
+            deduced = self._deduced(expr, inputs)
         except Exception as error:  # MegEngine's errors have no class of their own
             raise OpError(describe_failure(expr, inputs, error)) from error
+        if key is not None:
+            self._known[key] = deduced
+        return deduced
 
     def run_graph(self, graph: Any, inputs: list[Any]) -> list[Any]:
         """Returns the values of the outputs of ``graph``, of a submodule, for the values of its inputs."""
@@ -240,6 +248,27 @@ def _call(expr: Expr, values: Sequence[Any]) -> tuple[list[Any], TreeDef]:
         mge.config.async_level = level
     leaves, structure = tree_flatten(result, is_leaf=lambda leaf: isinstance(leaf, (RawTensor, VarNode)))
     return list(leaves), structure
+
+
+def _call_key(expr: Expr, inputs: Sequence[Any]) -> Hashable | None:
+    """Returns a key that calls share whose results have equal types; None for one that is deduced by itself.
+
+    Only MegEngine's functions and methods on types have one: layers and stored values differ from call to
+    call, and a function of the user's own may have a state.
+    """
+    if not isinstance(expr, (CallFunction, CallMethod)):
+        return None
+    if not inputs or not all(isinstance(value, TensorType) and _is_plain(value) for value in inputs):
+        return None
+    op = plain(expr.func) if isinstance(expr, CallFunction) else str(expr.method)
+    if isinstance(expr, CallFunction) and not str(op.__module__).startswith("megengine."):
+        return None
+    places = {node: place for place, node in enumerate(expr.inputs)}
+    types = tuple((value.shape, np.dtype(value.dtype).name) for value in inputs)
+    try:
+        return op, types, freeze((expr.args, expr.kwargs), places.__getitem__)
+    except (AssertionError, TypeError):  # a damaged graph, or an argument without a value to compare
+        return None
 
 
 def _callee(expr: Expr, args: Sequence[Any]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ killed search goes on and ends with the recipe that it would have found.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from qtrace.errors import ConfigError, QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.record import hash_tensors
 from qtrace.tuning.folder import BEST, PAGE, SUMMARY, TRIALS, search_folder, write_text
-from qtrace.tuning.judge import Judge, Metric
+from qtrace.tuning.judge import Judge, Metric, Part
 from qtrace.tuning.pareto import Limits, certainty
+from qtrace.tuning.pool import Here, Pool, Processes, RayTasks, Subject
 from qtrace.tuning.report import Tuning, recipe_text, render_page
 from qtrace.tuning.search import Settings, find_limits, judged_in_full, search, split
 from qtrace.tuning.space import as_recipe
@@ -40,6 +41,9 @@ def tune(
     about: dict[str, Any] | None = None,
     reasons: Mapping[str, str] | None = None,
     force: bool = False,
+    workers: int = 1,
+    ray: str | None = None,
+    allow: Sequence[str] = (),
     note: Callable[[str], None] = lambda text: None,
 ) -> Tuning:
     """Searches for the best recipe, and writes it with every trial into a folder.
@@ -59,6 +63,11 @@ def tune(
         about: all else that tells this search from another one, such as the names of model and data.
         reasons: key of ``qconfig``, or ``rules[2]`` -> why it has that value, for the best recipe's comments.
         force: whether to drop the trials of an earlier search in the folder.
+        workers: how many trials are judged at the same time, in processes of their own from two on. The
+            search depends on the number: trials at the same time do not know each other's results.
+            ``metric`` has to be a function of a module then.
+        ray: the address of a Ray cluster for the trials, "" for a local one; None for none.
+        allow: the user's classes that the network may contain, for the other processes.
         note: called with a line for each trial and on resumption.
 
     Returns:
@@ -87,13 +96,25 @@ def tune(
             note(f"going on after {len(log.trials)} trials in {path}")
         judge = Judge(traced, metric)
         unit = "dB" if metric is None else getattr(metric, "__name__", "metric")
-        search(judge, parts, recipe, settings, log, lambda trial: note(_describe(trial, unit)))
+        pool = _find_pool(judge, parts, allow, workers, ray)
+        search(judge, parts, recipe, settings, log, lambda trial: note(_describe(trial, unit)), pool)
         tuning = _conclude(log.trials, len(parts) - 1, settings, unit, noise=metric is None)
         tuning = replace(tuning, reasons=reasons or {})
         if evaluation is not None and tuning.best is not None:
             tuning = _evaluate(tuning, Judge(traced), parts[-1], list(evaluation()))
         _write(path, tuning, note)
     return tuning
+
+
+def _find_pool(
+    judge: Judge, parts: Sequence[Part], allow: Sequence[str], workers: int, ray: str | None
+) -> Pool:
+    """Returns who judges the trials."""
+    if ray is not None:
+        return RayTasks(Subject.of(judge, parts, allow, 1), workers, ray)
+    if workers == 1:
+        return Here(judge, parts)
+    return Processes(Subject.of(judge, parts, allow, workers), workers)
 
 
 def _check_limits(settings: Settings, qconfig: QConfig) -> None:

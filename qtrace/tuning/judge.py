@@ -108,10 +108,12 @@ class Judge:
     Attributes:
         traced: the network as traced.
         metric: the user's metric; None for the SQNR of the outputs.
+        threads: threads of onnxruntime; None for all cores.
     """
 
     traced: TracedModule
     metric: Metric | None = None
+    threads: int | None = None
     _references: dict[int, Any] = field(default_factory=dict)
 
     def judge(
@@ -135,7 +137,7 @@ class Judge:
         if problem:
             return Judged(None, (), milliseconds, size, problem)
         twin = flatten(model) if late_algorithms(config) else None
-        calibrate(model, part.calibration, progress=False)
+        calibrate(model, part.calibration, progress=False, threads=self.threads)
         value, samples = self.measure(model, part.held_back)
         return Judged(value, samples, milliseconds, size, "", model, twin)
 
@@ -153,7 +155,7 @@ class Judge:
             with in_phase(model, "quantize"), evaluating(model):
                 return read_metric(self.metric, self.metric(model))
         first = as_arguments(batches[0], model, 0)
-        engine = choose_segments(QuantizedModel(model), "auto", len(batches), None, first)
+        engine = choose_segments(QuantizedModel(model), "auto", len(batches), self.threads, first)
         with in_phase(model, "quantize"):
             outputs = outputs_of(model, batches, engine)
         noise = sample_noise(self._reference(batches), outputs, self._counts(batches))

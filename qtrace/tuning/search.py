@@ -3,7 +3,8 @@
 The next trial depends on the seed and the finished trials only, never on a clock, so that a search that was
 killed goes on as if it had not been. Trials of the search begin on a quarter of the data; the better half of
 those on one rung is judged again on the next one, which has twice the data, up to all of it (Li et al. 2020,
-"A System for Massively Parallel Hyperparameter Tuning", algorithm 2, with one worker).
+"A System for Massively Parallel Hyperparameter Tuning", algorithm 2). Trials that are judged at the same time
+are proposed from the same finished ones.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from qtrace.sensitivity.diagnosis import diagnose
 from qtrace.sensitivity.simulation import Simulation
 from qtrace.tuning.judge import Judge, Judged, Part
 from qtrace.tuning.pareto import Limits, rank
-from qtrace.tuning.space import first_suggestions, mutate, suggest_cures
+from qtrace.tuning.pool import Here, Pool, Task
+from qtrace.tuning.space import first_suggestions, mutate, suggest_cures, suggest_float_tail
 from qtrace.tuning.trials import Layer, Suggestion, Trial, TrialLog, digest_of
 
 __all__ = ["Settings", "find_limits", "judged_in_full", "propose", "search", "split"]
@@ -104,6 +106,7 @@ def propose(
     settings: Settings,
     rungs: int,
     fits: Callable[[dict[str, Any]], bool] = lambda recipe: True,
+    pending: Sequence[Proposal] = (),
 ) -> Proposal | None:
     """Returns the next trial; None if the search finds no recipe that is new.
 
@@ -113,15 +116,16 @@ def propose(
         settings: the settings of the search.
         rungs: the number of rungs.
         fits: whether a recipe is within the limits, as far as that is known without calibrating it.
+        pending: the trials behind the finished ones that are not judged yet.
     """
     top = rungs - 1
     if not trials:
         return Proposal(Suggestion(recipe, "recipe"), top)
-    known = {trial.digest for trial in trials}
+    known = {trial.digest for trial in trials} | {digest_of(p.suggestion.recipe) for p in pending}
     for suggestion in first_suggestions(trials[0]):
         if digest_of(suggestion.recipe) not in known:
             return Proposal(suggestion, top)
-    promoted = _promote(trials, top)
+    promoted = _promote(trials, top, pending)
     if promoted is not None:
         same = Suggestion(promoted.recipe, promoted.origin, promoted.changes, promoted.parent)
         return Proposal(same, promoted.rung + 1)
@@ -132,7 +136,7 @@ def propose(
         return None
     rung = 0 if within else top  # the first recipe within the limits is a result
     narrow = settings.limits is not None and settings.limits.bytes is not None
-    rng = np.random.default_rng([settings.seed, len(trials)])
+    rng = np.random.default_rng([settings.seed, len(trials) + len(pending)])
     too_dear = []
     for _ in range(_TRIES):
         place = min(int(rng.geometric(0.5)) - 1, _ELITE - 1, len(parents) - 1)
@@ -148,10 +152,11 @@ def propose(
     return too_dear[0] if too_dear else None
 
 
-def _promote(trials: Sequence[Trial], top: int) -> Trial | None:
+def _promote(trials: Sequence[Trial], top: int, pending: Sequence[Proposal]) -> Trial | None:
     """Returns a trial of the better half of its rung that the next rung has not judged, the highest first."""
     for rung in reversed(range(top)):
         above = {trial.digest for trial in trials if trial.rung > rung}
+        above |= {digest_of(p.suggestion.recipe) for p in pending if p.rung > rung}
         ranked = rank([trial for trial in trials if trial.rung == rung])
         for trial in ranked[: len(ranked) // 2]:
             if trial.digest not in above:
@@ -164,7 +169,7 @@ class _Search:
     """One run of a search.
 
     Attributes:
-        judge: judges recipes.
+        judge: judges recipes in this process.
         parts: the data of each rung.
         settings: the settings.
         log: the trials.
@@ -177,16 +182,55 @@ class _Search:
     log: TrialLog
     finished: Callable[[Trial], None]
 
-    def run(self, recipe: dict[str, Any]) -> None:
+    def run(self, recipe: dict[str, Any], pool: Pool) -> None:
         """Runs trials until the number or the time is spent, or nothing new is found."""
+        if not self.log.trials:
+            self._run_first(recipe)
         while not self._spent():
             started = time.monotonic()
-            proposal = propose(self.log.trials, recipe, self.settings, len(self.parts), self._fits)
-            if proposal is None:
+            done = len(self.log.trials)
+            proposals = self._propose(recipe, pool.count)
+            if not proposals:
                 return
-            trial = replace(self._try(proposal), seconds=time.monotonic() - started)
-            self.log.append(trial)
-            self.finished(trial)
+            results = pool.run([self._task(proposal) for proposal in proposals])
+            for number, (proposal, judged) in enumerate(zip(proposals, results, strict=True), done):
+                now = time.monotonic()  # of trials at the same time, each counts what it adds
+                self._keep(replace(_trial(number, proposal, judged), seconds=now - started))
+                started = now
+
+    def _run_first(self, recipe: dict[str, Any]) -> None:
+        """Judges and diagnoses the user's recipe, whatever it costs; its faults are raised."""
+        started = time.monotonic()
+        top = len(self.parts) - 1
+        proposal = Proposal(Suggestion(recipe, "recipe"), top)
+        judged = self.judge.judge(QConfig.model_validate(recipe), self.parts[top])
+        trial = _trial(0, proposal, judged)
+        if judged.model is not None:
+            trial = self._diagnose(trial, judged, self.parts[top])
+        self._keep(replace(trial, seconds=time.monotonic() - started))
+
+    def _propose(self, recipe: dict[str, Any], count: int) -> list[Proposal]:
+        """Returns the trials that are judged at the same time, without those that were judged before.
+
+        They come from the trials before all of them, so that a search that was killed among them proposes the
+        same again.
+        """
+        done = len(self.log.trials)
+        before = self.log.trials[: 1 + (done - 1) // count * count]
+        end = len(before) + count
+        if self.settings.trials is not None:
+            end = min(end, self.settings.trials)
+        proposals: list[Proposal] = []
+        while len(before) + len(proposals) < end:
+            new = propose(before, recipe, self.settings, len(self.parts), self._fits, proposals)
+            if new is None:
+                break
+            proposals.append(new)
+        return proposals[done - len(before) :]
+
+    def _keep(self, trial: Trial) -> None:
+        self.log.append(trial)
+        self.finished(trial)
 
     def _fits(self, recipe: dict[str, Any]) -> bool:
         """Whether a recipe is within the limits; a wrong one is, so that its trial tells what is wrong."""
@@ -201,41 +245,14 @@ class _Search:
         done = self.log.trials
         if count is not None and len(done) >= count:
             return True
-        return seconds is not None and bool(done) and sum(trial.seconds for trial in done) >= seconds
+        return seconds is not None and sum(trial.seconds for trial in done) >= seconds
 
-    def _try(self, proposal: Proposal) -> Trial:
-        number, suggestion = len(self.log.trials), proposal.suggestion
-        limits = find_limits(self.settings, self.log.trials)
-        part = self.parts[proposal.rung]
-        judged = Judged(None, (), None, 0)
-        try:
-            config = QConfig.model_validate(suggestion.recipe)
-            # The first trial is diagnosed whatever it costs. Limits that the user has not given are those of
-            # the choice: the first recipes show what more time or size would bring.
-            strict = number and (self.settings.limits is not None or suggestion.origin == "search")
-            judged = self.judge.judge(config, part, limits.exceeded_by if strict else None)
-            problem = judged.problem
-        except (ConfigError, GraphError, CalibrationError) as error:
-            if number == 0:
-                raise  # the user's recipe or data are wrong
-            problem = " ".join(str(error).split())
-        trial = Trial(
-            number,
-            suggestion.recipe,
-            suggestion.origin,
-            suggestion.changes,
-            suggestion.parent,
-            digest_of(suggestion.recipe),
-            proposal.rung,
-            judged.value,
-            judged.samples,
-            judged.milliseconds,
-            judged.bytes,
-            problem=problem,
-        )
-        if number == 0 and judged.model is not None:
-            trial = self._diagnose(trial, judged, part)
-        return trial
+    def _task(self, proposal: Proposal) -> Task:
+        # Limits that the user has not given are those of the choice: the first recipes show what more time or
+        # size would bring.
+        strict = self.settings.limits is not None or proposal.suggestion.origin == "search"
+        limits = find_limits(self.settings, self.log.trials) if strict else None
+        return Task(proposal.suggestion.recipe, proposal.rung, limits)
 
     def _diagnose(self, trial: Trial, judged: Judged, part: Part) -> Trial:
         """Adds the cures of the first trial's graph, and its layers with their noise."""
@@ -255,7 +272,26 @@ class _Search:
             )
             for layer in simulation.layers
         )
-        return replace(trial, layers=layers, suggestions=suggest_cures(trial.recipe, diagnosis))
+        tail = suggest_float_tail(self.judge.traced, trial.recipe)
+        return replace(trial, layers=layers, suggestions=(*suggest_cures(trial.recipe, diagnosis), *tail))
+
+
+def _trial(number: int, proposal: Proposal, judged: Judged) -> Trial:
+    suggestion = proposal.suggestion
+    return Trial(
+        number,
+        suggestion.recipe,
+        suggestion.origin,
+        suggestion.changes,
+        suggestion.parent,
+        digest_of(suggestion.recipe),
+        proposal.rung,
+        judged.value,
+        judged.samples,
+        judged.milliseconds,
+        judged.bytes,
+        problem=judged.problem,
+    )
 
 
 def _shortened(batch: Any) -> Any:
@@ -274,6 +310,7 @@ def search(
     settings: Settings,
     log: TrialLog,
     finished: Callable[[Trial], None] = lambda trial: None,
+    pool: Pool | None = None,
 ) -> None:
     """Runs trials until the number or the time of ``settings`` is spent.
 
@@ -284,8 +321,10 @@ def search(
         settings: the settings.
         log: the finished trials, to which new ones are appended.
         finished: called with each new trial.
+        pool: judges all trials but the first; None for ``judge``.
 
     Raises:
         QtraceError: when the user's recipe or data do not fit the network.
     """
-    _Search(judge, parts, settings, log, finished).run(recipe)
+    with pool or Here(judge, parts) as entered:
+        _Search(judge, parts, settings, log, finished).run(recipe, entered)

@@ -15,10 +15,12 @@ import numpy as np
 
 from qtrace.config import QConfig, backends
 from qtrace.config.recipe import load_recipe, resolve_recipe
+from qtrace.graph.types import TracedModule
+from qtrace.preparation.prepare import plan
 from qtrace.sensitivity.diagnosis import Diagnosis
 from qtrace.tuning.trials import Layer, Suggestion, Trial
 
-__all__ = ["as_recipe", "comments_of", "first_suggestions", "mutate", "suggest_cures"]
+__all__ = ["as_recipe", "comments_of", "first_suggestions", "mutate", "suggest_cures", "suggest_float_tail"]
 
 _ACTIVATION_OBSERVERS: tuple[Any, ...] = (
     "mse",
@@ -41,6 +43,7 @@ _PTQ: tuple[tuple[Any, ...], ...] = (
 _PLACEMENTS = ("everything", "balanced", "fastest")
 _PACKAGED = ("int8", "onnxruntime")
 _SETTINGS_OF_PACKAGED = ("observers", "rules", "ptq", "placement")
+_FLOAT_TAIL = {"match": {"position": "tail"}, "quantize": False, "optional": True}
 _TRIES = 2  # of one sort of change, if its first outcome changes nothing
 
 
@@ -88,6 +91,25 @@ def suggest_cures(recipe: dict[str, Any], diagnosis: Diagnosis) -> tuple[Suggest
                 changes[f"rules[{len(new['rules']) - 1}]"] = reason
         suggestions.append(Suggestion(json.loads(json.dumps(new)), "diagnosis", changes, 0))
     return tuple(suggestions)
+
+
+def suggest_float_tail(traced: TracedModule, recipe: dict[str, Any]) -> tuple[Suggestion, ...]:
+    """Returns the recipe with everything behind the last layers in float, if something there is rounded.
+
+    Detectors turn their maps into boxes there: exp, means of distributions, strides beside offsets of a
+    fraction. It is found by the structure of the graph, whatever the names of its parts.
+    """
+    new = {**recipe, "rules": [*recipe.get("rules", ()), _FLOAT_TAIL]}
+    before, after = (plan(traced, QConfig.model_validate(r)).sites for r in (recipe, new))
+    if len(after) >= len(before):
+        return ()
+    reason = (
+        f"the decoding behind the last layers, {len(before) - len(after)} roundings: values of unlike sizes "
+        "share a scale there, and it is little of the arithmetic"
+    )
+    return (
+        Suggestion(json.loads(json.dumps(new)), "structure", {f"rules[{len(new['rules']) - 1}]": reason}, 0),
+    )
 
 
 def first_suggestions(first: Trial) -> Iterator[Suggestion]:

@@ -33,7 +33,8 @@ class Suggestion:
 
     Attributes:
         recipe: the recipe as plain data.
-        origin: where it comes from: ``recipe``, ``diagnosis``, ``packaged``, ``placement`` or ``search``.
+        origin: where it comes from: ``recipe``, ``diagnosis``, ``structure``, ``packaged``, ``placement`` or
+            ``search``.
         changes: key of the recipe -> why it differs from the parent's; ``rules[3]`` for a rule.
         parent: the number of the trial that it changes; None if it changes none.
     """
@@ -77,7 +78,7 @@ class Trial:
             for each sample; empty if the metric is one number.
         milliseconds: the predicted time; None without measured times of the backend.
         bytes: the size of the parameters.
-        seconds: how long the trial took.
+        seconds: what the trial added to the time of the search.
         problem: why the recipe was not judged, or "".
         layers: the layers of the first trial's graph.
         suggestions: recipes that the first trial's diagnosis suggests.

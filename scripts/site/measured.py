@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.deployed import checks
 from benchmarks.deployed import rows as deployed_rows
 from benchmarks.deployed import runtimes as other_runtimes
+from benchmarks.deployed import tuning as searches
 from benchmarks.limits import limit
 from scripts.stored import RESULTS, ExportRow, FamilyRow, load, measured_when, table
 
@@ -27,6 +28,7 @@ __all__ = [
     "onnx_shares",
     "runtimes",
     "speed",
+    "tuned",
 ]
 
 _VERDICT = {True: "met", False: "**missed**", None: ""}
@@ -204,6 +206,16 @@ def runtimes() -> str:
     return f"{head}\n\n{_rows(other_runtimes.HEADERS, rows)}"
 
 
+def tuned() -> str:
+    """The table of searches, beside what was measured of recipes by hand, with the machine."""
+    file = RESULTS / searches.RESULTS.name
+    machine = json.loads(file.read_text(encoding="utf-8"))["machine"]
+    measured = deployed_rows.read(RESULTS / deployed_rows.RESULTS.name)
+    rows = [searches.cells(row, measured) for row in searches.read(file)]
+    head = f"{machine['cores']} cores of {machine['cpu']}, {machine['date']}."
+    return f"{head}\n\n{_rows(searches.HEADERS, rows)}"
+
+
 def calibration() -> str:
     """The table of times of a calibration pass, in MegEngine and in onnxruntime."""
     timed = {row["name"]: row for group in _stored("latest.json").values() for row in group["rows"]}
@@ -225,6 +237,10 @@ _FIGURES = {
     ),
     "prepare, chain of 3200 layers": "time to prepare a graph of 3,200 layers",
 }
+_DEPLOYED = (
+    ("recogniser", "PP-OCRv4 text recogniser, int8: speed against float, SQNR"),
+    ("detector", "PP-OCRv4 text detector, int8: speed against float, SQNR"),
+)
 _ACCURACY = (
     ("W8A8 PTQ", "mobilenet", "qtrace, recipe int8", "accuracy, MobileNetV2-like, int8 PTQ"),
     ("W8A8 PTQ", "detector", "qtrace, recipe of its family, ptq of int8", "mAP, FPN detector, int8 PTQ"),
@@ -240,6 +256,7 @@ def figures() -> str:
         (measured_row,) = [r for r in stored if (r["check"], r["net"], r["method"]) == (check, net, method)]
         exact = measured_row["metric"] + measured_row["loss"]
         rows.append((title, f"{measured_row['metric']:.1f} % (float: {exact:.1f} %)"))
+    rows += [_beside_others(net, title) for net, title in _DEPLOYED]
     exported = load(ExportRow)
     equal = min(row.compared["onnxruntime"][1] for row in exported)
     worst = max(row.compared["onnxruntime"][0] for row in exported)
@@ -252,6 +269,20 @@ def figures() -> str:
     timed = {row["name"]: row for group in _stored("latest.json").values() for row in group["rows"]}
     rows += [(title, _spread(timed[name]).replace(" x ", " ")) for name, title in _FIGURES.items()]
     return _rows(("what", "measured"), rows)
+
+
+def _beside_others(net: str, title: str) -> tuple[str, str]:
+    """Speed against float and SQNR of the default recipe, and of the best file of each other tool."""
+    measured = [row for row in deployed_rows.read(RESULTS / deployed_rows.RESULTS.name) if row.net == net]
+    texts = []
+    for name, variants in (
+        ("", ("balanced",)),
+        ("onnxruntime.quantization", deployed_rows.ONNXRUNTIME),
+        ("NNCF", deployed_rows.NNCF),
+    ):
+        best = max((row for row in measured if row.variant in variants), key=lambda row: row.sqnr or 0.0)
+        texts.append(f"{name} {best.speed:.2f}x, {best.sqnr:.1f} dB".strip())
+    return title, f"{texts[0]} ({'; '.join(texts[1:])})"
 
 
 def onnx_kinds() -> str:

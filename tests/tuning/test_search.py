@@ -25,6 +25,7 @@ from qtrace.tuning.folder import BEST, SEARCH, TRIALS
 from qtrace.tuning.search import propose, split
 from qtrace.tuning.trials import Trial, TrialLog, digest_of
 from tests.nets import net
+from tests.preparation.passes.test_rules import by_conv, distributions
 from tests.sensitivity.diagnosis import planted
 
 ROOT = Path(__file__).parents[2]
@@ -48,10 +49,11 @@ def start() -> QConfig:
     return QConfig(backend="generic", observers={"activation": "minmax", "weight": "minmax"})
 
 
-def run(folder: Path, trials: int | None = 8, **options) -> object:
+def run(folder: Path, trials: int | None = 8, workers: int = 1, **options) -> object:
     batches = data()
     settings = Settings(trials=trials, **options)
-    return tune(qtrace.trace(small(), batches[0]), start(), batches, folder, settings)
+    traced = qtrace.trace(small(), batches[0])
+    return tune(traced, start(), batches, folder, settings, workers=workers)
 
 
 def told(trials) -> list[tuple]:
@@ -264,14 +266,14 @@ import sys
 from pathlib import Path
 from tests.tuning.test_search import run
 print("ready", flush=True)
-run(Path(sys.argv[1]), trials=int(sys.argv[2]))
+run(Path(sys.argv[1]), trials=int(sys.argv[2]), workers=int(sys.argv[3]))
 """
 
 
-def kill_and_resume(folder: Path, kills: int, trials: int, longest: float) -> list[Trial]:
+def kill_and_resume(folder: Path, kills: int, trials: int, workers: int, longest: float) -> list[Trial]:
     """Kills a search at random instants, each time after some seconds, and lets the last run end."""
     rng = random.Random(3)
-    command = [sys.executable, "-W", "ignore", "-c", CODE, str(folder), str(trials)]
+    command = [sys.executable, "-W", "ignore", "-c", CODE, str(folder), str(trials), str(workers)]
     lines: list[str] = []
     for kill in range(kills + 1):
         process = subprocess.Popen(
@@ -295,15 +297,33 @@ def kill_and_resume(folder: Path, kills: int, trials: int, longest: float) -> li
 
 
 @pytest.mark.parametrize(
-    ("kills", "trials", "longest"),
-    [(3, 8, 0.8), pytest.param(20, 30, 0.4, marks=pytest.mark.slow)],
+    ("kills", "trials", "workers", "longest"),
+    [
+        (3, 8, 1, 0.8),
+        pytest.param(20, 30, 1, 0.4, marks=pytest.mark.slow),
+        pytest.param(4, 9, 3, 6.0, marks=pytest.mark.slow),
+    ],
 )
 def test_a_search_that_is_killed_ends_with_the_same_recipe(
-    tmp_path: Path, kills: int, trials: int, longest: float
+    tmp_path: Path, kills: int, trials: int, workers: int, longest: float
 ) -> None:
-    expected = run(tmp_path / "whole", trials=trials)
-    trials_after = kill_and_resume(tmp_path / "killed", kills, trials, longest)
+    expected = run(tmp_path / "whole", trials=trials, workers=workers)
+    trials_after = kill_and_resume(tmp_path / "killed", kills, trials, workers, longest)
     assert told(trials_after) == told(expected.trials)
     assert (tmp_path / "killed" / BEST).read_text() == (tmp_path / "whole" / BEST).read_text()
     summary = json.loads((tmp_path / "killed" / "tune.json").read_text())
     assert summary["trials"] == trials
+
+
+def test_the_decoding_of_a_detector_is_found_by_its_structure(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    batches = [rng.normal(size=(2, 4, 8, 8)).astype(np.float32) for _ in range(4)]
+    traced = qtrace.trace(distributions(by_conv), batches[0])
+    config = QConfig(backend="generic", observers={"activation": "minmax", "weight": "minmax"})
+    result = tune(traced, config, batches, tmp_path / "b", Settings(trials=4))
+    trial = next(t for t in result.trials if t.origin == "structure")
+    assert trial.recipe["rules"][-1]["match"] == {"position": "tail"}
+    assert "the decoding behind the last layers" in next(iter(trial.changes.values()))
+    assert trial.value > result.trials[0].value
+    plain = tune(qtrace.trace(small(), data()[0]), start(), data(), tmp_path / "c", Settings(trials=4))
+    assert all(t.origin != "structure" for t in plain.trials)

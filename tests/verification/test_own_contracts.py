@@ -203,3 +203,64 @@ def test_a_convolution_gives_as_many_bits_as_it_reads_on_qnn(tmp_path: Path) -> 
     path = qtrace.export(converted, tmp_path / "m.onnx")
     assert check_contract(path, "qnn").findings == ()
     assert np.max(qtrace.verify(path, converted, [X], optimized=False).worst_lsb()) <= 1
+
+
+def _check_file(module: M.Module, target: str, tmp_path: Path) -> tuple[TracedModule, onnx.ModelProto]:
+    converted = _converted(module, f"backend/{target}")
+    path = qtrace.export(converted, tmp_path / "m.onnx")
+    assert check_contract(path, target).findings == ()
+    verified = qtrace.verify(path, converted, [X], optimized=False)
+    assert verified.worst_lsb() <= 1
+    return converted, onnx.load(str(path))
+
+
+def test_a_layer_is_added_unrounded_through_an_identity_on_tensorrt(tmp_path: Path) -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        x = F.relu(self.a(x))
+        return self.c(F.relu(self.gate(self.b(x)) + x))
+
+    layers = {"a": M.Conv2d(3, 16, 3), "b": M.Conv2d(16, 16, 3, 1, 1), "c": M.Conv2d(16, 16, 1)}
+    converted, _ = _check_file(net(forward, **layers, gate=M.Identity()), "tensorrt", tmp_path)
+    sites = {site.name for site in QuantizedModel(converted).sites if site.sort == "activation"}
+    assert not [name for name in sites if name.startswith(("b_out", "gate"))]
+    note = next(n for n in qtrace.explain(converted).annotation.notes if n.name == "b_out")
+    assert "adds it in the same kernel" in note.reason
+
+
+@pytest.mark.parametrize(("channels", "state"), [(3, "float"), (16, "int")])
+def test_a_join_that_only_float_layers_read_is_not_rounded_on_tensorrt(
+    channels: int, state: str, tmp_path: Path
+) -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        x = F.concat([F.relu(self.a(x)), F.relu(self.b(x))], 1)
+        return self.c(F.transpose(F.transpose(x, (0, 1, 3, 2)), (0, 1, 3, 2)))
+
+    layers = {"a": M.Conv2d(3, 8, 3), "b": M.Conv2d(3, 8, 3), "c": M.Conv2d(16, channels, 1)}
+    converted, _ = _check_file(net(forward, **layers), "tensorrt", tmp_path)
+    note = next(n for n in qtrace.explain(converted).annotation.notes if n.kind == "concat")
+    assert note.state == state
+    assert (note.reason == "no op on integers reads the result") == (state == "float")
+
+
+@pytest.mark.parametrize("target", ["qnn", "ryzenai"])
+def test_stored_numbers_are_integers_where_a_target_computes_on_them(target: str, tmp_path: Path) -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        x = self.a(x)
+        return self.b(1.0 - (0.0 + x) / 3.0 - 0.5)
+
+    module = net(forward, a=M.Conv2d(3, 8, 3), b=M.Conv2d(8, 8, 1))
+    _, model = _check_file(module, target, tmp_path)
+    made = {name: node for node in model.graph.node for name in node.output}
+    kinds = ("Add", "Sub", "Div")
+    reads = [name for node in model.graph.node if node.op_type in kinds for name in node.input]
+    assert len(reads) == 8
+    if target == "qnn":
+        assert {made[name].op_type for name in reads} == {"DequantizeLinear"}
+
+
+def test_a_computed_divisor_may_stay_float_on_qnn(tmp_path: Path) -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        x = self.a(x)
+        return self.b(x / F.sqrt(F.sum(x * x, axis=1, keepdims=True) + 1e-3))
+
+    _check_file(net(forward, a=M.Conv2d(3, 8, 3), b=M.Conv2d(8, 8, 1)), "qnn", tmp_path)

@@ -91,6 +91,14 @@ def _value(pair: str, text: str) -> Any:
     is_flag=True,
     help="The .onnx file takes pixels, uint8 N x H x W x C, and normalizes them as the recipe says.",
 )
+@click.option(
+    "--nms",
+    metavar="NAME=VALUE",
+    multiple=True,
+    callback=_pairs,
+    help="The .onnx or .tflite file of a detector chooses its boxes: boxes=OUTPUT, scores=OUTPUT, "
+    "objectness=OUTPUT, form=cxcywh, iou=0.5, score=0.05, limit=100. Repeatable.",
+)
 @click.option("--example", is_flag=True, help="Also write a script that runs the file, beside --out.")
 @click.option(
     "--test-vectors",
@@ -111,6 +119,7 @@ def export(
     input_names: list[str] | None,
     output_names: list[str] | None,
     embed_preprocess: bool,
+    nms: dict[str, Any],
     example: bool,
     test_vectors: int | None,
     data: str | None,
@@ -144,6 +153,7 @@ def export(
             "input_names": input_names,
             "output_names": output_names,
             "preprocess": embed_preprocess,
+            "nms": nms,
         }
         settings = {**settings, **{name: value for name, value in chosen.items() if value}}
         with output_file(out) as partial:

@@ -77,6 +77,20 @@ _SIZE = _Quantity("size", {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30}, "4MB"
 @click.option("--at-most", type=_LATENCY, help="The longest predicted time of the result, such as 2.0ms.")
 @click.option("--size", type=_SIZE, help="The largest size of its parameters, such as 4MB (2**20 bytes).")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="The seed of the search.")
+@click.option(
+    "--workers",
+    type=click.IntRange(1, 1024),
+    default=1,
+    show_default=True,
+    help="Trials that are judged at the same time, in processes of their own.",
+)
+@click.option(
+    "--ray",
+    metavar="ADDRESS",
+    is_flag=False,
+    flag_value="",
+    help="Judge them on a Ray cluster; without ADDRESS on a local one.",
+)
 @click.option("--force", is_flag=True, help="Drop the trials that the folder holds.")
 @options.allow
 @options.output
@@ -92,6 +106,8 @@ def tune(
     metric: str | None,
     evaluation: str | None,
     force: bool,
+    workers: int,
+    ray: str | None,
     allow: tuple[str, ...],
     console: Console,
     **search: Any,
@@ -129,6 +145,9 @@ def tune(
             about=about,
             reasons=comments_of(recipe, allow_code=allow_code),
             force=force,
+            workers=workers,
+            ray=ray,
+            allow=allow,
             note=console.note,
         )
     models.note_skipped(source, console)

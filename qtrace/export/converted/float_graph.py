@@ -95,7 +95,7 @@ def _drop_fake_quants(editor: GraphEditor) -> None:
 
 def _without_sites(flat: TracedModule, record: Record) -> ConvertedGraph:
     """Writes the record of a converted graph without sites into ``flat``, and reads the graph."""
-    annotation = dataclasses.replace(record.annotation, sites=(), carried={}, factors={}, folds=())
+    annotation = dataclasses.replace(record.annotation, notes=(), sites=(), carried={}, factors={}, folds=())
     record = dataclasses.replace(record, stage="converted", annotation=annotation)
     write_record(flat, record)
     return ConvertedGraph(QuantizedModel(flat, record=record))

@@ -24,7 +24,7 @@ def _binary(op: str) -> Emitter:
 
 
 def _with_number(op: str) -> Emitter:
-    """Emits a sum or product; a stored number becomes an integer where integers come out.
+    """Emits arithmetic on two values; a stored number becomes an integer where integers come out.
 
     Runtimes have integer kernels for two tensors of integers only. The number is the integer 1, or -1, times
     a scale, so that nothing is rounded.
@@ -33,11 +33,12 @@ def _with_number(op: str) -> Emitter:
     def emit(w: OnnxWriter, call: OpCall) -> None:
         operands = call.attrs["operands"]
         names = [operand(w, v, call.out.dtype) for v in operands]
-        if call.out in w.rounded and "scalar" in call.attrs:
+        if call.out in w.rounded and "scalar" in call.attrs and call.kind in w.number_kinds:
             (place,) = (i for i, v in enumerate(operands) if not isinstance(v, TensorNode))
             names[place] = w.integer_number(float(call.attrs["scalar"]), names[1 - place]) or names[place]
         # onnxruntime folds a factor into the convolution before it only as the second operand.
-        if not isinstance(operands[0], TensorNode) or w.value(operands[0]) is not None:
+        stored = not isinstance(operands[0], TensorNode) or w.value(operands[0]) is not None
+        if stored and op in ("Add", "Mul"):
             names.reverse()
         w.emit(op, names, call.out)
 
@@ -197,9 +198,9 @@ def _logaddexp(w: OnnxWriter, call: OpCall) -> None:
 
 ARITHMETIC: dict[str, Emitter] = {
     "add": _with_number("Add"),
-    "sub": _binary("Sub"),
+    "sub": _with_number("Sub"),
     "mul": _with_number("Mul"),
-    "div": _binary("Div"),
+    "div": _with_number("Div"),
     "maximum": _binary("Max"),
     "minimum": _binary("Min"),
     "pow": _binary("Pow"),

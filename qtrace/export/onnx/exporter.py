@@ -22,6 +22,7 @@ from qtrace.export.converted.allow_float import float_kinds, only_floats_read
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import located, site_expr
 from qtrace.export.converted.plain_graph import PlainGraph
+from qtrace.export.detections import Suppression
 from qtrace.export.onnx import external_data
 from qtrace.export.onnx.kernels import softmax_overflows
 from qtrace.graph.interface import Interface, read_interface
@@ -35,9 +36,10 @@ from qtrace.scheme import QParams
 __all__ = ["FLOAT_OPTIONS", "HAS_COMPOSITES", "SUFFIXES", "OnnxExporter", "check", "files"]
 
 SUFFIXES = (".onnx",)
-FLOAT_OPTIONS = ("external", "opset", "input_names", "output_names")
+FLOAT_OPTIONS = ("external", "opset", "input_names", "output_names", "nms")
 HAS_COMPOSITES = True
 
+_ARITHMETIC = frozenset(("add", "sub", "mul", "div"))
 _CLAMPS = ("relu", "relu6", "clip")  # the kinds that are part of the rounding behind them
 
 
@@ -51,6 +53,7 @@ def files(
     input_names: Iterable[str] | None = None,
     output_names: Iterable[str] | None = None,
     preprocess: bool = False,
+    nms: Any = None,
 ) -> dict[Path, bytes]:
     """Returns a module as an ONNX file and, if it is large, a file with its tensors.
 
@@ -69,6 +72,8 @@ def files(
         output_names: names for all outputs of the file, in order; None for those of the nodes.
         preprocess: whether the file takes uint8 pixels (N, H, W, C) and normalizes them itself, as the recipe
             says; images are resized before.
+        nms: how the file of a detector chooses boxes, as a mapping of `Suppression`; None for a file with the
+            outputs of the graph alone. The boxes are further outputs.
 
     Raises:
         ExportError: when a node has no ONNX form or rounds in another way than ONNX, naming it, an option has
@@ -81,6 +86,7 @@ def files(
         raise ExportError(f"opset={opset!r} is no choice of the ONNX export: choose one from 13 to 21.")
     exporter = OnnxExporter(converted, packed, float_kinds(allow_float), opset)
     exporter.end_names, exporter.preprocess = (input_names, output_names), preprocess
+    exporter.suppression = None if nms is None else Suppression.of(nms)
     model = exporter.run()
     check(model)
     size = sum(len(t.raw_data) for t in model.graph.initializer)
@@ -140,6 +146,7 @@ class OnnxExporter:
         self.graph, self.floats = converted, floats
         self.end_names: tuple[Iterable[str] | None, Iterable[str] | None] = (None, None)
         self.preprocess = False
+        self.suppression: Suppression | None = None
         self.emitters = {**EMITTERS, **MOVES}
         plain = isinstance(converted, PlainGraph)
         naming = ModuleNames(converted) if isinstance(converted, PlainGraph) else OutputNames()
@@ -152,6 +159,8 @@ class OnnxExporter:
         self.writer.names.update(inputs)
         self.writer.values.update(self.graph.values)
         self.writer.rounded = self._rounded_results()
+        on_integers = {note.kind for note in self.graph.annotation.notes if note.state == "int"}
+        self.writer.number_kinds |= _ARITHMETIC & on_integers
         for step in self.graph.steps:
             self.emit(step)
         first = next(iter(inputs), None)
@@ -165,6 +174,7 @@ class OnnxExporter:
 
     def _finish_ends(self, infos: list[Any], outputs: list[Any]) -> dict[str, str]:
         """Gives inputs and outputs the names and types of the interface; returns metadata on them."""
+        from qtrace.export.onnx.detections import add_detections
         from qtrace.export.onnx.ends import PREPROCESS, add_preprocessing, choose_names
         from qtrace.export.onnx.interface import restore_interface
 
@@ -173,6 +183,9 @@ class OnnxExporter:
         interface = choose_names(self._interface(), ends[0], ends[1], self.end_names)
         if interface is not None:
             restore_interface(self.writer, interface, infos, outputs)
+        if self.suppression is not None:
+            shapes = [tuple(node.shape) for node in self.graph.outputs]
+            add_detections(self.writer, outputs, shapes, self.suppression)
         if not self.preprocess:
             return {}
         shape = tuple(next(iter(self.graph.inputs)).shape)

@@ -65,6 +65,7 @@ class OnnxWriter:
         self.kinds: dict[str, Any] = {}  # a dequantized tensor -> the type of its integers
         self.rounded: frozenset[Node] = frozenset()  # the results of ops that are rounded
         self.paths: dict[str, str] = {}  # an initializer -> the path of its parameter
+        self.number_kinds = frozenset(("add", "mul"))  # ops whose stored number becomes an integer
 
     def name(self, node: Node) -> str:
         """Returns the ONNX tensor of ``node``; parameters are written when they are first read."""
@@ -107,7 +108,7 @@ class OnnxWriter:
         return self.constant(f"const_{value!r}", np.array(value, np.float32))
 
     def integer_number(self, value: float, other: str) -> str | None:
-        """Adds the integer 1 or -1 with a scale, of the type of another tensor's integers.
+        """Adds the integer 1, -1 or 0 with a scale, of the type of another tensor's integers.
 
         Args:
             value: the number that they make.
@@ -117,7 +118,7 @@ class OnnxWriter:
             The dequantized number; None if ``other`` holds no integers of 8 or 16 bits, or no scale makes the
             number. Signed integers have the zero point 0, which symmetric targets require.
         """
-        kind, scale = self.kinds.get(other), np.abs(np.float32(value))
+        kind, scale = self.kinds.get(other), np.abs(np.float32(value or 1.0))
         if (
             kind not in (np.int8, np.uint8, np.int16, np.uint16)
             or not np.finfo(np.float32).tiny <= scale < np.inf
@@ -126,7 +127,7 @@ class OnnxWriter:
         name = f"const_{np.dtype(kind).name}_{value!r}"
         if f"{name}_scale" not in self.initializers:
             negative = (-1, 0) if np.issubdtype(kind, np.signedinteger) else (0, 1)
-            sign = (1, 0) if value > 0 else negative
+            sign = (0, 0) if value == 0 else (1, 0) if value > 0 else negative
             parts = zip(("int", "scale", "zero_point"), (kind(sign[0]), scale, kind(sign[1])), strict=True)
             integer, factor, zero = (self.constant(f"{name}_{part}", number) for part, number in parts)
             self.node("DequantizeLinear", [integer, factor, zero], name)

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable
+from typing import Any
 
 from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import float_kinds
 from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.export.detections import Suppression
 
 __all__ = ["FLOAT_OPTIONS", "SUFFIXES", "serialize"]
 
-FLOAT_OPTIONS: tuple[str, ...] = ()
+FLOAT_OPTIONS = ("nms",)
 SUFFIXES = (".tflite",)
 
 _CHOICES = {"io": ("float32", "int8"), "functions": ("float", "table", "native")}
@@ -31,6 +33,7 @@ def serialize(
     io: str = "float32",
     functions: str = "float",
     allow_float: Iterable[str] = (),
+    nms: Any = None,
 ) -> bytes:
     """Writes a converted module as a TFLite file.
 
@@ -44,6 +47,8 @@ def serialize(
             CPU. "native" is TFLite's integer kernel where it has one: up to one step off in a tenth of the
             values. Products have no table: they are integer kernels with both.
         allow_float: op kinds that may compute in float although the graph computes them on integers.
+        nms: how the file of a detector chooses boxes, as a mapping of `Suppression`; None for a file with the
+            outputs of the graph alone. The boxes are further outputs, of batches of one.
 
     Raises:
         ExportError: when a node has no TFLite form or a site rounds in another way, naming it, or LiteRT is
@@ -59,4 +64,5 @@ def serialize(
     from qtrace.export.tflite.build import BuildOptions
     from qtrace.export.tflite.exporter import Exporter
 
-    return Exporter(converted, BuildOptions(io, functions, float_kinds(allow_float))).run()
+    suppression = None if nms is None else Suppression.of(nms)
+    return Exporter(converted, BuildOptions(io, functions, float_kinds(allow_float), suppression)).run()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
+from qtrace.export.detections import Suppression
 from qtrace.export.tflite.layout import Order, file_shape
 from qtrace.export.tflite.plan import FusedOp, KernelPlan
 from qtrace.export.tflite.store import Store
@@ -32,11 +33,13 @@ class BuildOptions:
         io: "float32" or "int8": the type of the model's float inputs and outputs.
         functions: "float", "table" or "native": the form of functions of one value between integers.
         allow_float: op kinds that may compute in float where the graph computes on integers.
+        suppression: how the file chooses boxes; None for the outputs of the graph alone.
     """
 
     io: str = "float32"
     functions: str = "float"
     allow_float: frozenset[str] = frozenset()
+    suppression: Suppression | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from qtrace.export.tflite import ops as forms
 from qtrace.export.tflite.bias import record_bias
 from qtrace.export.tflite.build import Builder, BuildOptions, integer_type
 from qtrace.export.tflite.choice import emit_op
+from qtrace.export.tflite.detections import add_detections
 from qtrace.export.tflite.layout import CHANNELS_LAST, Order, file_shape, natural
 from qtrace.export.tflite.plan import KernelPlan
 from qtrace.export.tflite.writer import FileTensor, Grid
@@ -55,9 +56,12 @@ class Exporter:
                 self._emit(step)
         outputs = self._outputs({t.index for _, t in inputs})
         b = self.build
-        names = b.writer.prune([t for _, t in outputs])
+        if self.options.suppression is not None:
+            names = [name for name, _ in outputs]
+            outputs += add_detections(b, self.graph.outputs, names, self.options.suppression)
+        kept = b.writer.prune([t for _, t in outputs])
         free = self.batch if self.batch and not b.fixed else None
-        metadata = {"qtrace": self._metadata(names, free is not None)}
+        metadata = {"qtrace": self._metadata(kept, free is not None)}
         return b.writer.finish(inputs, outputs, metadata, f"qtrace {version('qtrace')}", free)
 
     # -- inputs and outputs ---------------------------------------------------------------------------

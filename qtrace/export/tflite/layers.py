@@ -11,6 +11,7 @@ from qtrace.export.tflite.bias import float_bias, integer_bias, zero_bias
 from qtrace.export.tflite.build import Builder, Emitter
 from qtrace.export.tflite.layout import CHANNELS_LAST, Order, file_shape, natural, window_pads
 from qtrace.export.tflite.plan import FusedOp
+from qtrace.export.tflite.store import StoredLayer
 from qtrace.export.tflite.writer import FileTensor
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
@@ -76,12 +77,24 @@ class _Layer:
 
     def stored_weight(self, laid: np.ndarray, axis: int) -> FileTensor:
         """Writes the weight ``laid``, which is in the operator's layout; ``axis`` counts output channels."""
-        if not self.ints:
-            return self.b.writer.constant(self.base, laid)
-        return self.b.writer.constant(f"{self.base}_int", laid, self.b.integers[self.weight_node][1], axis)
+        if self.ints:
+            grid = self.b.integers[self.weight_node][1]
+            stored = self.b.writer.constant(f"{self.base}_int", laid, grid, axis)
+        else:
+            stored = self.b.writer.constant(self.base, laid)
+        self.b.layers[self.call.out] = StoredLayer(stored, axis)
+        return stored
 
     def bias(self, count: int) -> FileTensor:
-        """Writes the bias as a vector of ``count`` numbers, zeros where the graph has none."""
+        """Writes the bias as a vector of ``count`` numbers, zeros where the graph has none.
+
+        The weight is written before.
+        """
+        stored = self._bias(count)
+        self.b.layers[self.call.out].bias = stored
+        return stored
+
+    def _bias(self, count: int) -> FileTensor:
         if not self.ints:
             return float_bias(self.b, self.call, f"{self.base}_bias", count)
         if self.call.bias is None:

@@ -15,7 +15,7 @@ from qtrace.export.tflite.plan import KernelPlan
 from qtrace.export.tflite.writer import FileTensor, Grid, Inputs, TfliteWriter
 from qtrace.graph.types import Node, TensorNode
 
-__all__ = ["OrderedTensor", "Store"]
+__all__ = ["OrderedTensor", "Store", "StoredLayer"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +41,21 @@ class OrderedTensor:
         return tuple(self.tensor.shape[self.order.index(axis)] for axis in range(len(self.order)))
 
 
+@dataclass
+class StoredLayer:
+    """The parameters of a layer as the file stores them.
+
+    Attributes:
+        weight: the weight, in the layout of the operator.
+        axis: the axis of the weight that counts output channels.
+        bias: the bias; None until it is written.
+    """
+
+    weight: FileTensor
+    axis: int
+    bias: FileTensor | None = None
+
+
 class Store:
     """The values of a graph in a file: constants, tensors, and moves that are not written yet.
 
@@ -54,6 +69,7 @@ class Store:
         shifted: node -> its value for another batch size, for constants that depend on the batch size.
         integers: node -> the integers of a constant and their grid.
         batch: the size of the batch axis.
+        layers: the result of a layer with a weight -> its parameters in the file.
         fixed: the node that makes the file work for this batch size alone; "" for none.
     """
 
@@ -65,6 +81,7 @@ class Store:
         self.lazy: dict[Node, Callable[[], np.ndarray]] = {}
         self.shifted: dict[Node, np.ndarray] = {}
         self.integers: dict[Node, tuple[np.ndarray, Grid]] = {}
+        self.layers: dict[TensorNode, StoredLayer] = {}
         self.fixed = ""
         self.moved: dict[Node, tuple[OrderedTensor, Moved]] = {}
         self._materialized: dict[tuple[Node, Order], FileTensor] = {}

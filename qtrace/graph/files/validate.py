@@ -48,6 +48,7 @@ class Validator:
 
     def __init__(self, trees: Trees, budget: LoadBudget) -> None:
         self._trees, self._budget = trees, budget
+        self._graphs: set[int] = set()  # those that were checked
 
     def check(self, module: TracedModule) -> None:
         """Refuses a module whose graphs are not whole.
@@ -106,6 +107,8 @@ class Validator:
             if type(node) not in NODES or id(node) not in present:
                 raise RefusedError(f"a graph in it gives {_called(node)}, which it does not compute")
         self._check_collisions(graph)
+        self._graphs.add(id(graph))
+        _forget_others(graph, present | self._graphs)
 
     def _check_names(self, graph: InternalGraph) -> None:
         space = graph.__dict__.get("_namespace")
@@ -270,6 +273,17 @@ class Validator:
                 base = re.sub(r"_\d+\Z", "", node._name or type(expr).__name__)
                 bases[base] = bases.get(base, 0) + 1
                 self._budget.work(bases[base])
+
+
+def _forget_others(graph: InternalGraph, known: set[int]) -> None:
+    """Lets the names of a graph stand for its own nodes and for graphs that are used.
+
+    What else they stand for, such as a removed node, was not checked, and would be saved with the model.
+    """
+    used = graph._namespace._used_names
+    for name, value in used.items():
+        if id(value) not in known:
+            used[name] = None
 
 
 def _check_tensor_node(node: TensorNode) -> None:

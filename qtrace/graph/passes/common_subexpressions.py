@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-from megengine import Tensor
 from megengine.core._imperative_rt.core2 import Tensor as RawTensor
 from megengine.traced_module import TracedModule
 from megengine.traced_module.expr import Constant, Expr, GetAttr
-from megengine.traced_module.node import Node, TensorNode
+from megengine.traced_module.node import Node
 
 from qtrace.graph.edit import GraphEditor
+from qtrace.graph.equality import freeze
 from qtrace.graph.operations import canonical_call
 from qtrace.graph.passes.base import FLAT, SOUND, Condition, GraphPass, PassReport
 from qtrace.graph.passes.dead_code import NO_DEAD_CODE
@@ -71,35 +70,21 @@ def _key(expr: Expr, same: dict[Node, Node]) -> Any:
     if isinstance(expr, GetAttr):
         return "getattr", same.get(expr.inputs[0], expr.inputs[0]), str(expr.name)
     if isinstance(expr, Constant):
-        return ("constant", _freeze(expr.value, same)) if isinstance(expr.value, RawTensor) else None
+        return ("constant", freeze(expr.value, id)) if isinstance(expr.value, RawTensor) else None
     call = canonical_call(expr)
+
+    def first(node: Node) -> int:
+        return id(same.get(node, node))
+
     try:
         if call is None:
-            return ("module", id(owner(expr)), _freeze((expr.args[1:], expr.kwargs), same))
-        values = [_freeze(value, same) for value in call.values.values()]
+            return ("module", id(owner(expr)), freeze((expr.args[1:], expr.kwargs), first))
+        values = [freeze(value, first) for value in call.values.values()]
         if call.op.commutative and len(values) == 2:
             values.sort(key=repr)
         return call.op, tuple(call.values), tuple(values), len(expr.outputs)
     except TypeError:  # an argument of a type that has no value to compare
         return None
-
-
-def _freeze(value: Any, same: dict[Node, Node]) -> Any:
-    """Returns a hashable form of an argument; nodes stand for themselves, or for their first equal."""
-    if isinstance(value, TensorNode):
-        return "node", id(same.get(value, value))
-    if isinstance(value, (RawTensor, Tensor)):
-        value = value.numpy()
-    if isinstance(value, np.ndarray):
-        return "array", str(value.dtype), value.shape, value.tobytes()
-    if isinstance(value, (tuple, list)):
-        return "list", tuple(_freeze(v, same) for v in value)
-    if isinstance(value, dict):
-        return "dict", tuple((key, _freeze(v, same)) for key, v in value.items())
-    if isinstance(value, slice):
-        return "slice", tuple(_freeze(v, same) for v in (value.start, value.stop, value.step))
-    hash(value)
-    return type(value).__name__, value if value == value else "nan"
 
 
 def _name(expr: Expr) -> str:

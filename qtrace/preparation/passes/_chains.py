@@ -13,7 +13,7 @@ from qtrace.preparation.annotation import Plan
 from qtrace.preparation.passes._choices import Choice
 from qtrace.preparation.passes._view import View, plan_of
 
-__all__ = ["Chain", "Chains", "find_chains", "find_summands", "output_choice", "output_plan"]
+__all__ = ["Chain", "Chains", "Summand", "find_chains", "find_summands", "output_choice", "output_plan"]
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,28 @@ def _folds(view: View, layer: OpCall, norm: OpCall) -> bool:
     return unshared and bool(axes) and plan.scheme.symmetric and plan.scheme.signed
 
 
-def find_summands(view: View, chains: Chains) -> dict[Expr, TensorNode]:
+@dataclass(frozen=True)
+class Summand:
+    """What a sum adds before it is rounded, in the kernel of the layer that gives it.
+
+    Attributes:
+        read: the input of the sum.
+        result: the result of the layer: the same, or that behind which identities lead to it.
+    """
+
+    read: TensorNode
+    result: TensorNode
+
+
+def find_summands(view: View, chains: Chains) -> dict[Expr, Summand]:
     """Finds the results that a sum adds before they are rounded, in the kernel of the layer before it.
 
     Of two such layers, the kernel of the one that the sum names first has the sum.
 
     Returns:
-        sum -> the input that it reads unrounded.
+        sum -> what it reads unrounded.
     """
-    summands: dict[Expr, TensorNode] = {}
+    summands: dict[Expr, Summand] = {}
     if not view.backend.added_unrounded:
         return summands
     by_output = {chain.output: chain for chain in chains.values()}
@@ -101,11 +114,21 @@ def find_summands(view: View, chains: Chains) -> dict[Expr, TensorNode]:
         if chain.head is not expr or call.kind != "add" or len(set(call.inputs)) != 2:
             continue
         for node in call.inputs:
-            source = by_output.get(node)
+            result = _behind_identities(view, node)
+            source = by_output.get(result)
             if source is not None and _is_added_unrounded(view, source, call):
-                summands[expr] = node
+                summands[expr] = Summand(node, result)
                 break
     return summands
+
+
+def _behind_identities(view: View, node: TensorNode) -> TensorNode:
+    """Returns the node that reaches ``node`` through nothing but identities that nothing else reads."""
+    call = view.calls.get(node.expr)
+    while call is not None and call.kind == "identity" and len(node.users) == 1 and node not in view.outputs:
+        node = call.inputs[0]
+        call = view.calls.get(node.expr)
+    return node
 
 
 def _is_added_unrounded(view: View, chain: Chain, total: OpCall) -> bool:

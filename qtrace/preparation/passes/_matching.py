@@ -10,11 +10,11 @@ from qtrace import ops
 from qtrace.config import Match, Rule
 from qtrace.errors import ConfigError
 from qtrace.graph.dataflow import static_nodes
-from qtrace.graph.types import Expr, Node, TracedModule
+from qtrace.graph.types import Constant, Expr, GetAttr, Node, TracedModule
 from qtrace.graph.walk import exprs, module_path, users
 from qtrace.ops import OpCall, Role
 
-__all__ = ["Selector", "tail"]
+__all__ = ["Selector", "computes", "tail"]
 
 _TRANSPARENT_ROLES = (Role.CARRY, Role.CONCAT, Role.ACTIVATION, Role.NORM)
 _SCALING_KINDS = ("add", "sub", "mul", "div")
@@ -92,8 +92,7 @@ class Selector:
         return tail(self.exprs, self.calls)
 
     def _computes(self, expr: Expr) -> bool:
-        call = self.calls.get(expr)
-        return call is not None and call.role is Role.COMPUTE
+        return computes(expr, self.calls)
 
     @staticmethod
     def _readers(expr: Expr) -> list[Expr]:
@@ -178,8 +177,9 @@ class Selector:
 def tail(order: Sequence[Expr], calls: dict[Expr, OpCall]) -> set[Expr]:
     """Finds the ops after the last computing ones: no computing op depends on their values.
 
-    Boxes that choose where another op reads (``roi_align``) do not count as values. An activation or a norm
-    that can be fused into the op before it belongs to that op.
+    The mean of a distribution (see `computes`) is one of them, whoever wrote it. Boxes that choose where
+    another op reads (``roi_align``) do not count as values. An activation or a norm that can be fused into
+    the op before it belongs to that op.
 
     Args:
         order: the exprs of a flat graph.
@@ -190,8 +190,7 @@ def tail(order: Sequence[Expr], calls: dict[Expr, OpCall]) -> set[Expr]:
     for expr in reversed(order):
         call = calls.get(expr)
         feeds = any(n in feeding for n in expr.outputs)
-        computes = call is not None and call.role is Role.COMPUTE
-        if feeds or computes:
+        if feeds or computes(expr, calls):
             read = expr.inputs if call is None else (*call.inputs, *filter(None, (call.weight, call.bias)))
             feeding.update(read)
         elif call is not None:
@@ -202,6 +201,27 @@ def tail(order: Sequence[Expr], calls: dict[Expr, OpCall]) -> set[Expr]:
         if fusable and expr in members and expr.inputs[-1].expr not in members:
             members.remove(expr)
     return members
+
+
+def computes(expr: Expr, calls: dict[Expr, OpCall]) -> bool:
+    """Returns whether an op is a layer or a product of activations.
+
+    The mean of a distribution is none, though some write it as a layer: a convolution, linear layer or
+    product with fixed numbers of one result, behind a softmax. Detectors decode their boxes by it (Li et al.
+    2020, "Generalized Focal Loss", equation 5).
+    """
+    call = calls.get(expr)
+    if call is None or call.role is not Role.COMPUTE:
+        return False
+    fixed = call.weight if call.weight is not None else call.inputs[-1]
+    single = fixed.shape is not None and fixed.shape[0 if call.weight is not None else -1] == 1
+    vector = call.weight is None and fixed.shape is not None and len(fixed.shape) == 1
+    if not (single or vector) or not isinstance(fixed.expr, (GetAttr, Constant)):
+        return True
+    source = calls.get(call.inputs[0].expr)
+    while source is not None and source.role is Role.CARRY:
+        source = calls.get(source.inputs[0].expr)
+    return source is None or source.kind != "softmax"
 
 
 def closure(starts: Iterable[Expr], neighbours: Callable[[Expr], Iterable[Expr]]) -> set[Expr]:

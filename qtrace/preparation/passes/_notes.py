@@ -74,8 +74,8 @@ def _find_unrounded(view: View, chains: Chains, wants: Wants) -> dict[TensorNode
     if view.backend.rounds_for_readers:
         unread = (chain.output for chain in chains.values() if chain.output not in wants)
         reasons.update(dict.fromkeys(unread, "no op on integers reads it"))
-    for total, node in find_summands(view, chains).items():
-        reasons[node] = f"{total.outputs[0].name} adds it in the same kernel"
+    for total, summand in find_summands(view, chains).items():
+        reasons[summand.result] = f"{total.outputs[0].name} adds it in the same kernel"
     return reasons
 
 

@@ -58,7 +58,7 @@ def place_sites(view: View, chains: Chains, wants: Wants) -> Placement:
     Returns:
         The placement with a group of its own for each site.
     """
-    placer = _Placer(view, wants, set(find_summands(view, chains).values()))
+    placer = _Placer(view, wants, {summand.result for summand in find_summands(view, chains).values()})
     for node in view.traced.graph.inputs:
         placer.place_before_readers(node, None)
     for expr in view.order:

@@ -86,7 +86,24 @@ class View:
     @cached_property
     def float_causes(self) -> dict[Expr, list[Cause]]:
         """Expr -> every cause that keeps it in float; each of them alone would."""
-        return {expr: causes for expr in self.order if (causes := self._find_causes(expr))}
+        found = {expr: causes for expr in self.order if (causes := self._find_causes(expr))}
+        return {**found, **self._unread_concats(found)} if self.backend.rounds_for_readers else found
+
+    def _unread_concats(self, causes: Mapping[Expr, list[Cause]]) -> dict[Expr, list[Cause]]:
+        """Finds the joins that no op on integers reads, moved or not: rounding would serve nothing."""
+        reading: set[Node] = set()  # the nodes that some op on integers reads
+        unread: dict[Expr, list[Cause]] = {}
+        for expr in reversed(self.order):
+            call = self.calls.get(expr)
+            if call is None or expr in causes:
+                continue
+            joins = call.role is Role.CONCAT and not self.choices[expr].quantize
+            if (joins or call.role is Role.CARRY) and reading.isdisjoint(expr.outputs):
+                if joins:
+                    unread[expr] = [Cause("speed", "no op on integers reads the result")]
+                continue
+            reading.update(call.inputs)
+        return unread
 
     def _find_causes(self, expr: Expr) -> list[Cause]:
         call = self.calls.get(expr)

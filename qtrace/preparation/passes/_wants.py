@@ -43,7 +43,7 @@ def propagate_wants(view: View, chains: Chains) -> dict[Node, list[Want]]:
         want = _want(view, chains, wants, expr)
         if want is not None:
             for node in dict.fromkeys(view.calls[expr].inputs):
-                if summands.get(expr) is node:
+                if expr in summands and summands[expr].read is node:
                     continue
                 wants.setdefault(node, []).insert(0, want)
     return wants

@@ -65,10 +65,12 @@ def with_integer_outputs(path: Path) -> Exposed:
     """
     import onnx
 
+    from qtrace.export.onnx.detections import without_detections
     from qtrace.export.onnx.ends import without_preprocessing
 
     model, folder = load_onnx(path)
-    deployed = model.SerializeToString() if without_preprocessing(model) else b""
+    changed = [without_preprocessing(model), without_detections(model)]
+    deployed = model.SerializeToString() if any(changed) else b""
     outputs = [o.name for o in model.graph.output]
     integers: list[str] = []
     tensors: list[str] = []

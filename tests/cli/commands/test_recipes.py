@@ -127,7 +127,10 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("weight:\n  bits: four", ["mine.yaml:3: weight.bits must be a whole number, not 'four'."]),
     ("qat: {epochs: 3", ["mine.yaml:2: not valid YAML: "]),
     ("backend: tensor_rt", ["mine.yaml:2: backend: unknown backend 'tensor_rt'; did you mean 'tensorrt'?"]),
-    ("backend: x", ["mine.yaml:2: backend: unknown backend 'x'; known: esp_dl, esp_dl_s3, generic, megengine, ncnn, "]),
+    (
+        "backend: x",
+        ["mine.yaml:2: backend: unknown backend 'x'; known: esp_dl, esp_dl_s3, generic, megengine, ncnn, "],
+    ),
     ("imports: [mine.yaml]", ["mine.yaml:2: the imports go in a circle: mine.yaml -> mine.yaml."]),
     ("imports: [qnn]", ["mine.yaml:2: there is no recipe 'qnn'; did you mean 'backend/qnn'?"]),
     (

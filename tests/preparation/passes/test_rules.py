@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,74 @@ def test_tail_is_what_comes_after_the_last_convolutions() -> None:
     assert not any(name.startswith(("body", "down", "box", "score", "relu")) for name in found)
     every = {n.name for n in _plan(_detector()).notes if n.role not in ("shape", "compute")}
     assert every - found == {n for n in every if n.startswith("relu")}
+
+
+BINS = 5
+_PROJECTION = np.arange(BINS, dtype=np.float32)
+
+
+def by_conv(self: M.Module, bins: mge.Tensor) -> mge.Tensor:
+    """(N, 4 * bins, H, W), as Ultralytics' DFL."""
+    n, _, h, w = bins.shape
+    bins = bins.reshape(n, 4, BINS, h * w).transpose(0, 2, 1, 3)
+    return self.mean(F.softmax(bins, axis=1)).reshape(n, 4, h * w)
+
+
+def by_linear(self: M.Module, bins: mge.Tensor) -> mge.Tensor:
+    """As mmdetection's Integral."""
+    n, _, h, w = bins.shape
+    bins = bins.transpose(0, 2, 3, 1).reshape(-1, BINS)
+    return F.linear(F.softmax(bins, axis=1), self.weights).reshape(n, h * w, 4)
+
+
+def by_matmul(self: M.Module, bins: mge.Tensor) -> mge.Tensor:
+    n, _, h, w = bins.shape
+    bins = F.softmax(bins.transpose(0, 2, 3, 1).reshape(n, h * w, 4, BINS), axis=3)
+    return F.matmul(bins.reshape(-1, BINS), self.column).reshape(n, h * w, 4)
+
+
+def by_sum(self: M.Module, bins: mge.Tensor) -> mge.Tensor:
+    n, _, h, w = bins.shape
+    bins = F.softmax(bins.transpose(0, 2, 3, 1).reshape(n, h * w, 4, BINS), axis=3)
+    return F.sum(bins * self.numbers, axis=3)
+
+
+def distributions(decode: Callable[[M.Module, mge.Tensor], mge.Tensor]) -> M.Module:
+    """A head whose boxes are means of distributions, as `decode` computes them, and scores."""
+
+    def forward(self: M.Module, x: mge.Tensor) -> tuple[mge.Tensor, mge.Tensor]:
+        x = F.relu(self.body(x))
+        return decode(self, self.box(x)) * 8.0, F.sigmoid(self.score(x))
+
+    mean = M.Conv2d(BINS, 1, 1, bias=False)
+    mean.weight[...] = mge.Tensor(_PROJECTION.reshape(1, BINS, 1, 1))
+    shapes = {"weights": (1, BINS), "column": (BINS, 1), "numbers": (BINS,)}
+    numbers = {name: mge.Parameter(_PROJECTION.reshape(shape)) for name, shape in shapes.items()}
+    layers = {"body": _conv(), "box": M.Conv2d(4, 4 * BINS, 1), "score": _conv()}
+    return net(forward, **layers, **numbers, mean=mean)
+
+
+@pytest.mark.parametrize("decode", [by_conv, by_linear, by_matmul, by_sum])
+def test_the_mean_of_a_distribution_belongs_to_the_tail_whoever_wrote_it(decode: Any) -> None:
+    module = distributions(decode)
+    found = _matched(module, {"position": "tail"})
+    assert any(name.startswith("softmax") for name in found)
+    assert _matched(module, {"position": "last"}) == {"box_out", "score_out"}
+    notes = {n.name for n in _plan(module).notes if n.role not in ("shape", "carry")}
+    assert notes - found == {"body_out", "relu_out", "box_out", "score_out"}
+
+
+def test_products_of_attention_are_no_means_of_distributions() -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        rows = x.reshape(2, 4, -1)
+        shares = F.softmax(F.matmul(rows, rows.transpose(0, 2, 1)), axis=-1)
+        return self.scores(F.matmul(shares, rows).reshape(x.shape))
+
+    def classify(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        return self.fc(F.softmax(F.mean(x, axis=(2, 3)), axis=1))
+
+    assert _matched(net(forward, scores=_conv()), {"position": "last"}) == {"scores_out"}
+    assert _matched(net(classify, fc=M.Linear(4, 3)), {"position": "last"}) == {"fc_out"}
 
 
 def test_feeds_sees_through_scales_and_follows_through_activations() -> None:
@@ -256,7 +325,7 @@ def test_other_factors_change_the_scale_only_in_front_of_products() -> None:
     assert states == ["carried", "int", "int"]
 
 
-def test_a_multiplication_by_a_power_of_two_changes_the_scale_only(tmp_path: Path) -> None:
+def test_a_multiplicationby_a_power_of_two_changes_the_scale_only(tmp_path: Path) -> None:
     def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
         y = F.relu(self.a(x))
         return self.b(y * 0.25) + self.c((y / 2.0).transpose(0, 1, 3, 2)) * 0.3

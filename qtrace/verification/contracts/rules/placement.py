@@ -158,13 +158,18 @@ def _share(graph: QdqGraph, node: NodeProto) -> None:
 
 
 def both_inputs_quantized(source: str, *kinds: str) -> Rule:
-    """An elementwise op whose result is rounded has two quantized inputs, or none."""
+    """An elementwise op whose result is rounded has two quantized inputs, or none.
+
+    A computed divisor may stay float: a small one would round to zero.
+    """
 
     def find(graph: QdqGraph) -> Violations:
         for node in graph.nodes(*kinds):
             operands = [graph.operand(node, index) for index in range(2)]
             floats = [o for o in operands if o is not None and o.dequantize is None]
             if len(floats) != 1 or _adds_bias(graph, node) or not _is_rounded(graph, node.output[0]):
+                continue
+            if node.op_type == "Div" and floats[0] is operands[1] and floats[0].values is None:
                 continue
             what = f"one input is quantized, and {floats[0].name} is float"
             yield Violation(node, what, "quantize both inputs, or none")

@@ -1,0 +1,49 @@
+"""Networks of the zoo for devices that are not here: the contract of the target, and the graph's integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import megengine as mge
+import pytest
+
+import qtrace
+from qtrace.verification.contracts import check_contract
+from tests.nets import calibrated_if_quantized
+from tests.zoo.catalog import CNN
+from tests.zoo.detectors.entries import DETECTORS
+from tests.zoo.parts import pictures
+from tests.zoo.transformers.entries import TRANSFORMERS
+
+pytestmark = pytest.mark.slow
+
+ENTRIES: tuple[Any, ...] = (*CNN, *DETECTORS, *TRANSFORMERS)
+TARGETS = ("tensorrt", "qnn", "ryzenai")
+
+
+@pytest.fixture(autouse=True)
+def _one_op_at_a_time() -> Iterator[None]:
+    level = mge.config.async_level
+    mge.config.async_level = 0
+    yield
+    mge.config.async_level = level
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_network(entry: Any, target: str, tmp_path: Path) -> None:
+    args = entry.inputs(2, 0, entry.size) if hasattr(entry, "size") else (pictures(2, *entry.input_shape),)
+    recipe = tmp_path / "r.yaml"
+    family = "" if entry.plain else f", {entry.recipe}"
+    recipe.write_text(f"schema: qtrace/1\nimports: [backend/{target}{family}]\n")
+    traced = qtrace.trace(entry.build(), *args, check=False)
+    prepared = qtrace.prepare(traced, recipe, outputs=entry.ends)
+    converted = qtrace.convert(calibrated_if_quantized(prepared, [args]))
+    path = qtrace.export(converted, tmp_path / "m.onnx")
+    report = check_contract(path, target)
+    assert report.findings == (), report.findings
+    verified = qtrace.verify(path, converted, [args], optimized=False)
+    assert verified.worst_lsb() <= 1, verified.table()
+    assert verified.equal_share() >= 0.999, verified.table()

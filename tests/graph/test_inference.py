@@ -1,0 +1,91 @@
+"""Types of calls are inferred once for equal calls, and anew for calls that differ."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace.graph import flatten, inference
+from qtrace.graph.inference import TypeInference
+from tests.nets import net
+
+X = np.linspace(-1, 1, 24, dtype="float32").reshape(2, 3, 4)
+
+
+def _types(forward: Any, **parts: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """The inferred shape and dtype of each computed tensor."""
+    flat = flatten(qtrace.trace(net(forward, **parts), X, check=False))
+    types = TypeInference(flat, anew=True)
+    found = {}
+    for node in flat.graph.nodes():
+        value = types.value(node)
+        if isinstance(value, (mge.Tensor, inference.TensorType)):
+            found[node.name] = (tuple(map(int, value.shape)), np.dtype(value.dtype))
+    return found
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    counted: Counter[str] = Counter()
+    call = inference._call
+
+    def count(expr: Any, values: Any) -> Any:
+        counted[inference._op_name(expr)] += 1
+        return call(expr, values)
+
+    monkeypatch.setattr(inference, "_call", count)
+    return counted
+
+
+def test_equal_calls_are_inferred_once(calls: Counter[str]) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        for _ in range(20):
+            x = F.relu(x) + 1.0
+        return x
+
+    found = _types(forward)
+    assert calls == {"relu": 1, "__add__": 1}
+    assert len(found) == 41
+    assert {shape for shape, _ in found.values()} == {(2, 3, 4)}
+
+
+def test_calls_that_differ_in_an_argument_or_a_type_are_inferred_apart() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        narrow = F.mean(x, axis=1)
+        return (
+            F.mean(x, axis=2),
+            F.relu(narrow),
+            F.relu(x),
+            F.mean(x, axis=1, keepdims=True),
+            F.concat([x, x], axis=1),
+            F.concat([x, x], axis=2),
+            F.concat([x, narrow.reshape(2, 1, 4)], axis=1),
+            F.argmax(x, axis=2) * 2,
+            F.argmax(x, axis=2) * 2.0,
+            F.matmul(x, x.transpose(0, 2, 1)),
+            F.matmul(x, x, transpose_b=True),
+        )
+
+    flat = flatten(qtrace.trace(net(forward), X, check=False))
+    nodes = [node for node in flat.graph.nodes() if getattr(node, "shape", None)]
+    recorded = {n.name: (tuple(map(int, n.shape)), np.dtype(n.dtype)) for n in nodes}
+    found = _types(forward)
+    assert set(found) >= {node.name for node in flat.graph.outputs}
+    assert {name: found[name] for name in found if name in recorded} == {
+        name: recorded[name] for name in found if name in recorded
+    }
+
+
+def test_layers_and_functions_of_a_user_are_inferred_call_by_call(calls: Counter[str]) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        return self.b(self.a(self.a(x)))
+
+    _types(forward, a=M.Linear(4, 4), b=M.Linear(4, 4))
+    assert calls["Linear"] + calls["linear"] == 3

@@ -1,0 +1,99 @@
+"""Trials that are judged at the same time, in other processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import megengine as mge
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace.errors import ConfigError, QtraceError
+from qtrace.tuning import Settings, Tuning, tune
+from qtrace.tuning import pool as pools
+from qtrace.tuning.folder import TRIALS
+from qtrace.tuning.judge import Judge
+from qtrace.tuning.pool import Here, Processes, Subject, Task
+from qtrace.tuning.search import split
+from qtrace.tuning.space import as_recipe
+from tests.tuning.test_search import data, run, small, start, told
+
+
+def weights(model: Any) -> float:
+    """A metric that a worker imports: how close the rounded weight is to a number."""
+    return -float(np.abs(model(mge.Tensor(data()[0])).numpy()).mean())
+
+
+def _search(folder: Path, metric: Any = None, **options: Any) -> Tuning:
+    batches = data()
+    traced = qtrace.trace(small(), batches[0])
+    return tune(traced, start(), batches, folder, Settings(trials=4), metric=metric, **options)
+
+
+def test_processes_judge_as_this_one_does() -> None:
+    batches = data()
+    judge = Judge(qtrace.trace(small(), batches[0]))
+    parts = split(batches)
+    recipe = as_recipe(start())
+    tasks = [Task({**recipe, "weight": {"bits": bits}}, rung, None) for bits in (8, 5) for rung in (0, 2)]
+    tasks.append(Task({**recipe, "ptq": ["equalise"]}, 0, None))
+    here = list(Here(judge, parts).run(tasks))
+    with Processes(Subject.of(judge, parts, (), 2), 2) as pool:
+        there = list(pool.run(tasks))
+    assert there == here
+    assert all(judged.value is not None for judged in here[:-1])
+    assert "equalise" in here[-1].problem
+
+
+def test_a_search_on_two_workers_is_the_same_each_time_and_another_than_on_one(tmp_path: Path) -> None:
+    both = [run(tmp_path / name, trials=9, workers=2) for name in "ab"]
+    assert told(both[0].trials) == told(both[1].trials)
+    alone = run(tmp_path / "c", trials=9)
+    judged = {(t.digest, t.rung): t.value for t in alone.trials}
+    common = [t for t in both[0].trials if (t.digest, t.rung) in judged]
+    assert len(common) >= 4
+    assert [t.value for t in common] == [judged[t.digest, t.rung] for t in common]
+
+
+def test_a_metric_is_imported_by_the_processes(tmp_path: Path) -> None:
+    result = _search(tmp_path / "b", weights, workers=2)
+    assert result.unit == "weights"
+    assert sum(trial.value is not None for trial in result.trials) == 4
+
+
+def test_a_metric_without_a_name_is_refused_before_a_trial(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the metric cannot go to other processes .*define it in a module"):
+        _search(tmp_path / "b", lambda model: 1.0, workers=2)
+    assert not (tmp_path / "b" / TRIALS).exists()
+
+
+def test_a_process_that_dies_ends_the_search_and_loses_no_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = pools._send
+
+    def kill(worker: Any, message: bytes) -> None:
+        send(worker, message)
+        if len(message) < 4000:  # a task
+            os.kill(worker.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(pools, "_send", kill)
+    with pytest.raises(QtraceError, match=r"was ended by signal 9: run the command again"):
+        _search(tmp_path / "b", workers=2)
+    monkeypatch.undo()
+    lines = (tmp_path / "b" / TRIALS).read_bytes().splitlines()
+    assert len(lines) == 1
+    assert len(_search(tmp_path / "b", workers=2).trials) == 4
+    assert (tmp_path / "b" / TRIALS).read_bytes().splitlines()[0] == lines[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+def test_a_local_ray_cluster_gives_the_same(tmp_path: Path) -> None:
+    there = _search(tmp_path / "a", ray="", workers=2)
+    assert told(there.trials) == told(_search(tmp_path / "b", workers=2).trials)

@@ -383,6 +383,11 @@ def test_the_lookups_of_megengine_work_on_every_stage() -> None:
     for model in (traced, prepared, converted):
         graph = model.graph
         (relu,) = graph.get_function_by_type(F.relu)
+        assert len(graph.get_function_by_type().as_list()) >= 1 + (model is not traced)
+        if model is not traced:  # a traced graph calls the module
+            conv = graph.get_function_by_type(F.conv2d).as_unique()
+            assert conv is graph.exprs(recursive=False).call_function(F.conv2d).as_unique()
+            assert conv.outputs[0] in {relu.inputs[0], *relu.inputs[0].expr.inputs}
         assert [e.method for e in graph.get_method_by_type("reshape")] == ["reshape"]
         assert graph.get_expr_by_id(relu._id).as_unique() is relu
         assert graph.get_node_by_id(relu.outputs[0]._id).as_unique() is relu.outputs[0]

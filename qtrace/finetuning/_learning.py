@@ -68,7 +68,7 @@ class Learner:
         """
         squares = []
         for name, gradient, unit in zip(self.names, gradients, self.units, strict=True):
-            squares.append(0.0 if gradient is None else self.adam.square_sum(gradient * unit))
+            squares.append(0.0 if gradient is None else self.adam.square_sum(gradient, unit))
             if not np.isfinite(squares[-1]):
                 raise TrainingError(f"the gradient of {name} is NaN or infinite")
         norm = float(np.sqrt(sum(squares)))
@@ -77,8 +77,8 @@ class Learner:
             gradient = gradients[index]
             if gradient is None or id(parameter) in fixed:
                 continue
-            stepper.step(gradient * np.float32(clip), factor)
-            if not np.isfinite(stepper.value).all():  # a clip may hide it from the loss
+            stepper.step(gradient, factor, clip)
+            if not stepper.is_finite():  # a clip may hide it from the loss
                 raise TrainingError(f"{self.names[index]} is NaN or infinite")
             parameter._reset(Parameter(stepper.value))
             if self.averages and not self._is_range[index]:

@@ -322,4 +322,10 @@ def test_adam_of_torch_takes_the_steps_of_numpys() -> None:
     for name in ("value", "first", "second"):
         np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol=1e-5, atol=1e-7)
     assert ours.steps == theirs.steps == 3
-    assert TorchAdam.square_sum(start) == pytest.approx(Adam.square_sum(start))
+    for unit in (
+        np.float32(0.5),
+        np.ones((len(start), *[1] * (start.ndim - 1)), "float32") * 3,
+        np.abs(start),
+    ):
+        ours_sum, theirs_sum = (adam.square_sum(start, unit) for adam in (TorchAdam, Adam))
+        assert ours_sum == pytest.approx(theirs_sum)

@@ -400,3 +400,14 @@ def test_a_file_does_not_keep_watch_points(tmp_path):
     loaded = load(tmp_path / "watched.mge")
     assert (loaded.watch_points, loaded.watch_node_value) == ([], {})
     np.testing.assert_array_equal(loaded(net_input()).numpy(), expected)
+
+
+def test_the_name_of_a_class_may_not_fill_the_screen(tmp_path):
+    traced = traced_net()
+    path = tmp_path / "long.mge"
+    data, long = pickle.dumps(traced, 3), "x" * 5000
+    assert text("Conv2d") in data
+    path.write_bytes(data.replace(text("Conv2d"), text(long)))
+    with pytest.raises(UnsafeFileError, match="which is not on the allow-list") as caught:
+        load(path)
+    assert len(str(caught.value)) < 500

@@ -190,7 +190,9 @@ def test_loss_that_is_not_finite_stops_with_its_site_and_restores(monkeypatch: p
     def spoils(self: Any, number: int) -> None:
         if number == 2:  # as a rate that is too high would
             bias = self.model.a.bias
-            bias._reset(type(bias)(-bias.numpy()))
+            value = self.learner.steppers[[id(p) for p in self.learner.parameters].index(id(bias))].value
+            value *= -1
+            bias._reset(type(bias)(value))
         step(self, number)
 
     monkeypatch.setattr(_running.TuningRun, "_step", spoils)

@@ -12,6 +12,8 @@ from qtrace.ptq.torch.rounding import row_slices
 
 __all__ = ["TorchAdam"]
 
+_FEW = 2**12  # values for which numpy's calls, which are shorter, take less time
+
 
 class TorchAdam(Adam):
     """Adam (Kingma and Ba 2015, algorithm 1) for one array, which torch changes in place."""
@@ -24,6 +26,9 @@ class TorchAdam(Adam):
             factor: the factor of the learning rate.
             share: the factor of the gradient.
         """
+        if self.value.size <= _FEW:
+            super().step(gradient, factor, share)
+            return
         self.steps += 1
         arrays = (self.value, self.first, self.second, gradient, np.float32(self.lr))
         value, first, second, slope, lr = (torch.from_numpy(np.asarray(array)) for array in arrays)
@@ -38,12 +43,16 @@ class TorchAdam(Adam):
 
     def is_finite(self) -> bool:
         """Returns whether all values are numbers; a sum of them tells, unless it overflows."""
+        if self.value.size <= _FEW:
+            return super().is_finite()
         value = torch.from_numpy(np.asarray(self.value))
         return math.isfinite(value.sum().item()) or bool(value.isfinite().all())
 
     @staticmethod
     def square_sum(values: np.ndarray, unit: np.ndarray) -> float:
         """Returns the sum of the squares of ``values * unit``; each row is summed in float32."""
+        if values.size <= _FEW:
+            return Adam.square_sum(values, unit)
         rows, scale = torch.from_numpy(np.asarray(values)), torch.from_numpy(np.asarray(unit))
         if scale.numel() > 1 and scale.numel() != scale.shape[0]:
             rows, scale = rows * scale, torch.ones(())

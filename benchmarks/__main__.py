@@ -26,6 +26,7 @@ GROUPS = (
     "training",
     "ranges",
     "tools",
+    "graph_tools",
     "beside",
 )
 LATEST = Path(__file__).parent / "results" / "latest.json"

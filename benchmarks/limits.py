@@ -9,6 +9,8 @@ __all__ = ["limit", "markdown"]
 
 # The first pattern that is found in a row's name.
 _LIMITS = (
+    (r"^(run|samples), chain of", "MegEngine's dispatch of small ops"),
+    (r", chain of (plain|layers|pieces), ", "Python: every expr is looked at"),
     (r"^(prepare|explain|lint|convert), ", "Python: every expr is looked at and rebuilt"),
     (r"^calibrate, chain", "MegEngine's dispatch, about 70 us an op: the images are 8x8"),
     (r"^export, chain", "Python, and protobuf's objects"),

@@ -19,7 +19,7 @@ import pytest
 
 import qtrace
 from qtrace.data import open_data
-from qtrace.errors import CalibrationError, ConfigError, GraphError, QtraceError
+from qtrace.errors import CalibrationError, ConfigError, GraphError, QtraceError, TraceError
 from qtrace.graph.types import TracedModule
 from qtrace.storage import files
 from tests import faulty
@@ -233,14 +233,33 @@ def test_set_phase_takes_a_module_that_holds_prepared_ones(traced: TracedModule)
         qtrace.set_phase(Holder(qtrace.convert(prepared)), "float")
 
 
-def test_a_model_with_end_points_is_refused(traced: TracedModule) -> None:
+def test_a_model_with_end_points_is_refused(traced: TracedModule, tmp_path: Path) -> None:
     moved = qtrace.trace(traced)
     (node,) = [n for n in moved.graph.nodes() if n._name == "conv_out"]
     moved.set_end_points(node)
     with pytest.raises(GraphError, match="set_end_points moved its outputs to conv_out.*reset_outputs"):
         qtrace.prepare(moved)
+    with pytest.raises(TraceError, match="cannot be copied: set_end_points moved"):
+        qtrace.trace(moved)
+    with pytest.raises(GraphError, match="cannot be saved: set_end_points moved"):
+        qtrace.save(moved, tmp_path / "moved.mge")
     moved.clear_end_points()
     assert qtrace.prepare(moved) is not None
+
+
+def test_a_model_with_watch_points_is_refused(traced: TracedModule, tmp_path: Path) -> None:
+    watched = qtrace.trace(traced)
+    watched.set_watch_points(watched.graph.outputs[0])
+    advice = r"set_watch_points keeps the values of .*call traced.clear_watch_points\(\) first"
+    with pytest.raises(TraceError, match=advice):
+        qtrace.trace(watched)
+    with pytest.raises(GraphError, match=advice):
+        qtrace.prepare(watched)
+    with pytest.raises(GraphError, match=advice):
+        qtrace.save(watched, tmp_path / "watched.mge")
+    assert not list(tmp_path.iterdir())
+    watched.clear_watch_points()
+    assert qtrace.prepare(watched) is not None
 
 
 def test_a_calibration_without_a_site_is_an_error(

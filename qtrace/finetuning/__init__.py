@@ -88,8 +88,8 @@ def finetune(
     pace, model = Pace(settings.max_minutes), QuantizedModel(prepared, "prepared")
     file = _checkpoint_file(model, checkpoint, resume)
     original = _teacher(model, teacher)
-    blocks = block_outputs(model, settings.blocks, settings.most_blocks)
-    _check_twin(original, blocks)
+    known = {node.name for expr in exprs(original) for node in expr.outputs}
+    blocks = block_outputs(model, settings.blocks, settings.most_blocks, known)
     data = split_data(prepared, batches, evaluation, settings)
     with restoring(prepared), evaluating(prepared), in_phase(prepared, "train"), queueless():
         run = TuningRun(model, original, data, settings, blocks, pace)
@@ -119,12 +119,3 @@ def _teacher(prepared: QuantizedModel, network: TracedModule | None) -> TracedMo
             "float network: give that one, too (teacher=, or --teacher)."
         )
     return float_twin(prepared, network)
-
-
-def _check_twin(teacher: TracedModule, blocks: tuple[str, ...]) -> None:
-    known = {node.name for expr in exprs(teacher) for node in expr.outputs}
-    missing = [name for name in blocks if name not in known]
-    if missing:
-        raise TrainingError(
-            f"the teacher has no node {missing[0]}: give the float network that was prepared, not another."
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,11 +25,14 @@ class LearningEngine(abc.ABC):
     Attributes:
         name: the name that `Settings.engine` has for it.
         jit: whether steps run under ``jit.trace``.
+        reads_arrays: whether `gradients` takes the values of weights as arrays, so that a step need not write
+            them into the modules.
         adam: computes the steps of the optimizer.
     """
 
     name: str
     jit: bool = False
+    reads_arrays: bool = False
     adam: type[Adam] = Adam
 
     @abc.abstractmethod
@@ -46,9 +49,22 @@ class LearningEngine(abc.ABC):
 
     @abc.abstractmethod
     def gradients(
-        self, batch: Batch, compared: Compared, settings: Settings, parameters: Sequence[Parameter]
+        self,
+        batch: Batch,
+        compared: Compared,
+        settings: Settings,
+        parameters: Sequence[Parameter],
+        values: Mapping[int, np.ndarray],
     ) -> list[np.ndarray | None]:
-        """Computes the loss, its parts and the gradient of every parameter; None for a missing gradient."""
+        """Computes the loss, its parts and the gradient of every parameter; None for a missing gradient.
+
+        Args:
+            batch: the samples.
+            compared: the outputs and blocks that the loss compares.
+            settings: the weights of the loss.
+            parameters: the parameters, with the values of the moment.
+            values: id of a parameter -> its value, where the module's is older; only if `reads_arrays`.
+        """
 
     def forget(self) -> None:
         """Drops what was compiled for a step: a module computes something else from now on."""
@@ -87,9 +103,15 @@ class MegEngineEngine(LearningEngine):
         return float(self.twins.loss(batch.tensors(), compared, settings)[0].item())
 
     def gradients(
-        self, batch: Batch, compared: Compared, settings: Settings, parameters: Sequence[Parameter]
+        self,
+        batch: Batch,
+        compared: Compared,
+        settings: Settings,
+        parameters: Sequence[Parameter],
+        values: Mapping[int, np.ndarray],
     ) -> list[np.ndarray | None]:
         """Computes the loss, its parts and the gradient of every parameter, traced if `jit` is set."""
+        assert not values
         batch = batch.tensors()
 
         def compute(*inputs: Tensor) -> list[Tensor | None]:

@@ -27,9 +27,13 @@ class Learner:
         prepared: the prepared graph.
         settings: learning rates, clipping and the average of the weights.
         adam: the class that computes the steps of a parameter.
+        writes: whether each step writes the weights into the modules; else `write` does.
     """
 
-    def __init__(self, prepared: QuantizedModel, settings: Settings, adam: type[Adam] = Adam) -> None:
+    def __init__(
+        self, prepared: QuantizedModel, settings: Settings, adam: type[Adam] = Adam, *, writes: bool = True
+    ) -> None:
+        self.writes, self._behind = writes, set[int]()
         self.settings, self.adam, model = settings, adam, prepared.module
         ranges = {id(p) for p in scales(model)}
         units = Units(prepared)
@@ -68,7 +72,7 @@ class Learner:
         """
         squares = []
         for name, gradient, unit in zip(self.names, gradients, self.units, strict=True):
-            squares.append(0.0 if gradient is None else self.adam.square_sum(gradient * unit))
+            squares.append(0.0 if gradient is None else self.adam.square_sum(gradient, unit))
             if not np.isfinite(squares[-1]):
                 raise TrainingError(f"the gradient of {name} is NaN or infinite")
         norm = float(np.sqrt(sum(squares)))
@@ -77,17 +81,32 @@ class Learner:
             gradient = gradients[index]
             if gradient is None or id(parameter) in fixed:
                 continue
-            stepper.step(gradient * np.float32(clip), factor)
-            if not np.isfinite(stepper.value).all():  # a clip may hide it from the loss
+            stepper.step(gradient, factor, clip)
+            if not stepper.is_finite():  # a clip may hide it from the loss
                 raise TrainingError(f"{self.names[index]} is NaN or infinite")
-            parameter._reset(Parameter(stepper.value))
+            if self.writes or self._is_range[index]:
+                parameter._reset(Parameter(stepper.value))
+            else:
+                self._behind.add(index)
             if self.averages and not self._is_range[index]:
                 share = np.float32(1.0 - self.settings.weight_average)
                 self.averages[index] += share * (stepper.value - self.averages[index])
 
+    @property
+    def values(self) -> dict[int, np.ndarray]:
+        """Id of a parameter -> its value, for those whose module has an older one."""
+        return {id(self.parameters[index]): self.steppers[index].value for index in self._behind}
+
+    def write(self) -> None:
+        """Writes the values that the modules do not have yet."""
+        for index in self._behind:
+            self.parameters[index]._reset(Parameter(self.steppers[index].value))
+        self._behind.clear()
+
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Gives the weights their averages within the block, if weights are averaged."""
+        """Gives the modules all values within the block: averages, if weights are averaged."""
+        self.write()
         averaged = [i for i in range(len(self.averages)) if not self._is_range[i]]
         for index in averaged:
             self.parameters[index]._reset(Parameter(self.averages[index]))
@@ -98,7 +117,8 @@ class Learner:
                 self.parameters[index]._reset(Parameter(self.steppers[index].value))
 
     def rewind(self) -> None:
-        """Restarts Adam and the averages at the current values of the parameters."""
+        """Restarts Adam and the averages at the values that the modules have."""
+        self._behind.clear()
         pairs = zip(self.parameters, self.steppers, strict=True)
         self.steppers = [self.adam(parameter.numpy().copy(), stepper.lr) for parameter, stepper in pairs]
         self.averages = [s.value.copy() for s in self.steppers] if self.averages else []

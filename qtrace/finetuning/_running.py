@@ -87,7 +87,8 @@ class TuningRun:
         first = min(_POWER_BATCHES, math.ceil(samples.count / settings.batch_size))
         drawn = [samples.draw(step, settings.batch_size, settings.seed) for step in range(first)]
         self.compared: Compared = choose_compared(self.engine, blocks, drawn)
-        self.learner = Learner(prepared, settings, self.engine.adam)
+        writes = not self.engine.reads_arrays
+        self.learner = Learner(prepared, settings, self.engine.adam, writes=writes)
         self.watch = Watch(model, settings)
         self.curves: list[list[float]] = []
         self.resumed: int | None = None
@@ -231,7 +232,8 @@ class TuningRun:
 
     def _gradients(self, batch: Batch) -> list[np.ndarray | None]:
         """Computes the loss, its parts and the gradients as arrays."""
-        return self.engine.gradients(batch, self.compared, self.settings, self.learner.parameters)
+        learner = self.learner
+        return self.engine.gradients(batch, self.compared, self.settings, learner.parameters, learner.values)
 
     def _time_step(self) -> None:
         """Times a step whose gradients are discarded."""
@@ -246,6 +248,7 @@ class TuningRun:
 
     def _describe_nonfinite(self, problem: str, step: int, batch: Batch) -> str:
         """Describes values that are not finite, with the first node that holds one."""
+        self.learner.write()
         place = "all values of both graphs are finite"
         arguments = unpack(self.samples.form, list(batch.tensors().leaves))
         for graph, name in ((self.model, "quantized"), (self.teacher, "float")):
@@ -294,6 +297,7 @@ class TuningRun:
     # -- checkpoints --------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, np.ndarray]:
+        self.learner.write()
         state = {f"model/{name}": t.numpy() for name, t in self.model.named_tensors()}
         for name, owner in self._owners.items():
             state.update({f"{name}/{key}": value for key, value in owner.state_dict().items()})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ class TorchEngine(LearningEngine):
     """
 
     name = "torch"
+    reads_arrays = True
     adam = TorchAdam
 
     def __init__(
@@ -53,34 +54,42 @@ class TorchEngine(LearningEngine):
 
     def loss(self, batch: Batch, compared: Compared, settings: Settings) -> float:
         """Computes the loss of a batch."""
-        return float(self._losses(batch, compared, settings, ())[0].item())
+        return float(self._losses(batch, compared, settings, (), {})[0].item())
 
     def gradients(
-        self, batch: Batch, compared: Compared, settings: Settings, parameters: Sequence[Parameter]
+        self,
+        batch: Batch,
+        compared: Compared,
+        settings: Settings,
+        parameters: Sequence[Parameter],
+        values: Mapping[int, np.ndarray],
     ) -> list[np.ndarray | None]:
         """Computes the loss, its parts and the gradient of every parameter; None for a missing gradient."""
-        losses = self._losses(batch, compared, settings, parameters)
+        losses = self._losses(batch, compared, settings, parameters, values)
         if losses[0].requires_grad:
             losses[0].backward()
         gradients = [self.student.gradient(parameter) for parameter in parameters]
         self.student.release()
         return [*(loss.detach().numpy() for loss in losses), *gradients]
 
-    def _run(
-        self, graph: TorchGraph, batch: Batch, parameters: Sequence[Parameter] = ()
-    ) -> tuple[list[Any], dict[str, Any]]:
+    def _run(self, graph: TorchGraph, batch: Batch, *learning: Any) -> tuple[list[Any], dict[str, Any]]:
         arguments = unpack(self.form, list(batch.tensors().leaves))
         args, kwargs = arguments
         with translate_errors(graph.traced, arguments, batch.number):
-            outputs = graph.call(args, kwargs, parameters)
+            outputs = graph.call(args, kwargs, *learning)
         return outputs, graph.values
 
     def _losses(
-        self, batch: Batch, compared: Compared, settings: Settings, parameters: Sequence[Parameter]
+        self,
+        batch: Batch,
+        compared: Compared,
+        settings: Settings,
+        parameters: Sequence[Parameter],
+        arrays: Mapping[int, np.ndarray],
     ) -> list[Any]:
         """Computes the loss and its parts, as `Twins.loss` does."""
         references, reference_blocks = self._run(self.teacher, batch)
-        values, value_blocks = self._run(self.student, batch, parameters)
+        values, value_blocks = self._run(self.student, batch, parameters, arrays)
         errors = [_error(values[i], references[i]) / power for i, power in compared.outputs.items()]
         divergences = [_divergence(values[i], references[i], settings.temperature) for i in compared.classes]
         blocks = [

@@ -12,9 +12,10 @@ import numpy as np
 from megengine import Tensor
 from megengine.module import Module
 
+from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.finetuning._units import range_unit
 from qtrace.finetuning.settings import Settings
-from qtrace.graph.types import TracedModule
+from qtrace.graph.types import ModuleNode, TracedModule
 from qtrace.graph.walk import exprs, owner
 from qtrace.preparation.record import fake_quants
 
@@ -217,9 +218,11 @@ def _ranges(model: TracedModule, limit: float) -> list[MovingTensors]:
 
 
 def _norms(model: TracedModule, limit: float) -> list[MovingTensors]:
+    """The statistics of BatchNorms that were kept for training; those of layers in float never move."""
     from megengine.module.batchnorm import _BatchNorm
 
-    called = {m for expr in exprs(model) for m in _modules_of(expr)}
+    folds = [expr for expr in exprs(model) if isinstance(owner(expr), BnFold)]
+    called = {node.owner for expr in folds for node in expr.inputs if isinstance(node, ModuleNode)}
     statistics = []
     for name, norm in model.named_modules():
         if isinstance(norm, _BatchNorm) and norm in called and norm.track_running_stats:
@@ -228,9 +231,3 @@ def _norms(model: TracedModule, limit: float) -> list[MovingTensors]:
             units = [np.sqrt(variance), variance]
             statistics.append(MovingTensors(name, "statistics", tensors, units, limit, norm))
     return statistics
-
-
-def _modules_of(expr: Any) -> list[Module]:
-    """The modules that an expr calls or passes on."""
-    passed = [n.owner for n in expr.inputs if hasattr(n, "module_type")]
-    return [m for m in (owner(expr), *passed) if m is not None]

@@ -228,9 +228,8 @@ class GraphEditor(EndpointEdits):
 
     def _infer(self, expr: Expr, name: str) -> tuple[list[TensorType | None], TreeDef | None]:
         """Returns the types of the results of a new expr, and their structure."""
-        inference = self._current_inference()
         try:
-            values, structure = inference.call(expr, [inference.value(node) for node in expr.inputs])
+            values, structure = self._results(expr)
             kinds = [type_of_value(value) for value in values or ()]
             if not kinds or None in kinds:
                 raise GraphError(
@@ -243,13 +242,34 @@ class GraphEditor(EndpointEdits):
             raise
         return kinds, structure
 
-    def _current_inference(self) -> TypeInference:
-        """Returns an inference that sees the edits so far; it is kept until one changes a recorded type."""
+    def _results(self, expr: Expr) -> tuple[list[Any] | None, TreeDef | None]:
+        """Infers the results of a new expr and their structure.
+
+        Attributes of modules may have been set since the last time, which to find out takes a look at all of
+        them: only an op that fails asks. `commit` renews the types of all others.
+        """
+        if self._inference is None:
+            self._look_again()
+        try:
+            return self._call(expr)
+        except GraphError:
+            if not self._look_again():
+                raise
+            return self._call(expr)
+
+    def _call(self, expr: Expr) -> tuple[list[Any] | None, TreeDef | None]:
+        inference = self._inference
+        assert inference is not None
+        return inference.call(expr, [inference.value(node) for node in expr.inputs])
+
+    def _look_again(self) -> bool:
+        """Takes an inference that sees the edits so far; returns whether the one before did not."""
         changed = frozenset() if self._before is None else self._before.changed_modules()
-        if self._inference is None or changed != self._changed:
-            anew = bool(changed) or self._retyped
-            self._inference, self._changed = TypeInference(self.traced, anew), changed
-        return self._inference
+        if self._inference is not None and changed == self._changed:
+            return False
+        anew = bool(changed) or self._retyped
+        self._inference, self._changed = TypeInference(self.traced, anew), changed
+        return True
 
     def _retype(self) -> None:
         """Notes that an edit may have changed types that nodes record until the edits are written."""

@@ -10,6 +10,7 @@ from megengine.traced_module.expr import CallFunction, Expr
 from megengine.traced_module.node import Node
 
 from qtrace.errors import GraphError
+from qtrace.graph.located_graph import name_failures
 
 __all__ = ["exchange_function", "finish", "write_order"]
 
@@ -53,7 +54,11 @@ def _unlink(graph: Any, expr: Expr, removed: set[Expr]) -> None:
 
 
 def finish(traced: TracedModule) -> None:
-    """Drops dead exprs and renews users, back references and ids, in time linear in the exprs."""
+    """Drops dead exprs and renews users, back references and ids, in time linear in the exprs.
+
+    From then on, errors of a direct call name the op that fails.
+    """
+    name_failures(traced)
     graph = traced.graph
     live = set(graph._outputs)
     live_exprs: list[Expr] = []

@@ -1,24 +1,34 @@
-"""A graph whose run by a direct call names the op that fails, with its source line.
+"""MegEngine's graph as its documents describe it: errors name the op, lookups find what was traced.
 
 A file has MegEngine's own class in its place, so that ``megengine.load`` reads it without qtrace.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megengine.core._imperative_rt.core2 import is_tracing_module
 from megengine.jit.tracing import is_tracing
 from megengine.traced_module import TracedModule
-from megengine.traced_module.traced_module import InternalGraph
+from megengine.traced_module.expr import Expr
+from megengine.traced_module.traced_module import ExprFilter, ExprFilterCallFunction, InternalGraph
 
+from qtrace.gradients import plain
 from qtrace.graph.interpreter import ENGINE_ERRORS, locate_failure_of
 
 __all__ = ["LocatedGraph", "name_failures"]
 
 
 class LocatedGraph(InternalGraph):
-    """MegEngine's graph, whose errors have the node of the op that failed and its source line."""
+    """MegEngine's graph, whose errors have the node of the op that failed and its source line.
+
+    A lookup of ``F.conv2d`` finds the convolutions of a prepared graph, which have gradients of qtrace's.
+    """
+
+    def exprs(self, recursive: bool = True) -> ExprFilter:
+        """Returns the exprs, to be filtered; those of submodules, too, unless ``recursive`` is False."""
+        return _Exprs(super().exprs(recursive))
 
     def interpret(self, *inputs: Any) -> Any:
         """Runs the graph on the module and the tensors that ``inputs`` holds."""
@@ -46,6 +56,18 @@ class LocatedGraph(InternalGraph):
         result = super().__deepcopy__(memo)
         _locate(result)
         return result
+
+
+class _Exprs(ExprFilter):
+    def call_function(self, func: Callable[..., Any] | None) -> ExprFilterCallFunction:
+        return _Calls(self, func)
+
+
+class _Calls(ExprFilterCallFunction):
+    def __iter__(self) -> Iterator[Expr]:
+        wanted = None if self.func is None else plain(self.func)
+        calls = ExprFilterCallFunction(self._iter)
+        return (call for call in calls if wanted is None or plain(call.func) == wanted)
 
 
 def _locate(graph: InternalGraph) -> None:

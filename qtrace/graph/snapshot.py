@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
-from collections.abc import Iterator
 from typing import Any
 
 from megengine.module import Module
@@ -38,12 +35,6 @@ class Snapshot:
         nodes = [*graph._inputs, *(n for e in graph._exprs for n in e.outputs)]
         self.nodes = [(n, list(n.users), n._name, n._qualname, _type(n)) for n in nodes]
         self.modules: dict[Module, dict[str, Any]] = {m: _attributes(m) for m in traced.modules()}
-        self._dicts = [vars(m) for m in self.modules]
-        values = [v for attributes in self._dicts for v in attributes.values()]
-        self._lists = [v for v in values if type(v) is list]
-        self._dicts += [v for v in values if type(v) is dict]
-        self._read()
-        self._changed: frozenset[Module] = frozenset()
 
     def restore(self) -> None:
         """Restores the graph, its exprs and nodes, and the attributes of the modules."""
@@ -67,32 +58,8 @@ class Snapshot:
         return self.inputs != self.graph._inputs or self.outputs != self.graph._outputs
 
     def changed_modules(self) -> frozenset[Module]:
-        """Returns the modules whose attributes have changed.
-
-        An edit asks once for each op that it inserts, so modules are compared one by one only if an
-        attribute was set since the last time.
-        """
-        if not self._is_as_read():
-            self._read()
-            self._changed = frozenset(m for m, old in self.modules.items() if _differ(vars(m), old))
-        return self._changed
-
-    def _read(self) -> None:
-        """Notes all attributes of all modules, and the items of the containers among them."""
-        self._sizes = [*map(len, (*self._dicts, *self._lists))]
-        self._keys = [*itertools.chain.from_iterable(self._dicts)]
-        self._values = [*self._iterate_values()]
-
-    def _iterate_values(self) -> Iterator[Any]:
-        return itertools.chain.from_iterable((*map(dict.values, self._dicts), *self._lists))
-
-    def _is_as_read(self) -> bool:
-        """Returns whether no attribute was set since `_read`; written without a loop of Python's."""
-        return (
-            self._sizes == [*map(len, (*self._dicts, *self._lists))]
-            and self._keys == [*itertools.chain.from_iterable(self._dicts)]
-            and all(map(operator.is_, self._iterate_values(), self._values))
-        )
+        """Returns the modules whose attributes have changed."""
+        return frozenset(m for m, old in self.modules.items() if _differ(vars(m), old))
 
     def changed_calls(self) -> set[Expr]:
         """Returns the exprs that call a module, or read a tensor of one, whose attributes have changed."""

@@ -18,7 +18,7 @@ from qtrace.graph.garbage import paused_collector
 from qtrace.graph.lint import check
 from qtrace.graph.native import drop_ranges, lower, write_ranges
 from qtrace.graph.renewal import renew_all
-from qtrace.graph.tracing.refusals import moved_outputs
+from qtrace.graph.tracing.refusals import debugging_marks
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.float_stage import change_float, reads_samples
@@ -136,7 +136,7 @@ def _decide(
         )
     if is_quantized(traced):
         raise GraphError("the module is prepared or converted already: prepare the float one.")
-    if problem := moved_outputs(traced):
+    if problem := debugging_marks(traced):
         raise GraphError(f"prepare cannot take the model: {problem}")
     if samples is not None:
         check_batches(samples, "samples")

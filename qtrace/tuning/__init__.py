@@ -19,7 +19,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.preparation.record import hash_tensors
 from qtrace.tuning.folder import BEST, PAGE, SUMMARY, TRIALS, search_folder, write_text
 from qtrace.tuning.judge import Judge, Metric, Part
-from qtrace.tuning.pareto import Limits, certainty
+from qtrace.tuning.pareto import Limits, certainty, choose
 from qtrace.tuning.pool import Here, Pool, Processes, RayTasks, Subject
 from qtrace.tuning.report import Tuning, recipe_text, render_page
 from qtrace.tuning.search import Settings, find_limits, judged_in_full, search, split
@@ -142,9 +142,10 @@ def _conclude(trials: list[Trial], top: int, settings: Settings, unit: str, *, n
     """Chooses the best trial and says how sure that is."""
     limits = find_limits(settings, trials)
     ranked = judged_in_full(trials, limits, top)
-    best = ranked[0] if ranked else None
+    best = choose(ranked, trials[0], noise=noise, seed=settings.seed) if ranked else None
+    others = [t for t in ranked if t is not best]
     # A recipe that gives the very same numbers is no other choice.
-    others = [t for t in ranked[1:] if best is not None and t.samples != best.samples] or ranked[1:]
+    others = [t for t in others if best is not None and t.samples != best.samples] or others
     second = others[0] if others else None
     sure = None
     if best is not None and second is not None:

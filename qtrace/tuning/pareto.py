@@ -10,7 +10,7 @@ import numpy as np
 
 from qtrace.tuning.trials import Trial
 
-__all__ = ["Certainty", "Limits", "certainty", "cost_of", "pareto", "rank"]
+__all__ = ["Certainty", "Limits", "certainty", "choose", "cost_of", "pareto", "rank"]
 
 _DRAWS = 2000
 _CHUNK = 200  # draws at a time, which bounds the memory
@@ -111,6 +111,28 @@ def certainty(first: Trial, second: Trial, *, noise: bool, seed: int) -> Certain
     low, high = np.quantile(differences, (0.025, 0.975))
     own = float(_difference(a.mean(keepdims=True), b.mean(keepdims=True), noise)[0])
     return Certainty(own, float(low), float(high), float(np.mean(differences > 0)))
+
+
+def choose(ranked: Sequence[Trial], first: Trial, *, noise: bool, seed: int) -> Trial:
+    """Returns the best trial that is surely better than the first, or as good and cheaper; else that.
+
+    The best of many trials on a few held-back samples is often worse than the first on others.
+
+    Args:
+        ranked: trials within the limits, the best first.
+        first: the trial of the user's recipe. If it is not within the limits, the best trial is chosen.
+        noise: as for `certainty`.
+        seed: as for `certainty`.
+    """
+    if all(trial.digest != first.digest for trial in ranked):
+        return ranked[0]
+    for trial in ranked:
+        if trial.digest == first.digest:
+            break
+        sure = certainty(trial, first, noise=noise, seed=seed)
+        if sure is None or sure.low > 0 or (sure.low == 0 and cost_of(trial) < cost_of(first)):
+            break
+    return trial
 
 
 def _difference(a: np.ndarray, b: np.ndarray, noise: bool) -> np.ndarray:

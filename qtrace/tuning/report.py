@@ -74,6 +74,8 @@ class Tuning:
             f"limits: {self._limits()}"
         ]
         sure = self.certainty
+        if self.best.digest == first.digest and len(self.trials) > 1:
+            lines.append("the first recipe stays: no other one within the limits is surely better")
         if self.runner_up is not None and sure is not None:
             word = "sure" if sure.low > 0 else "not sure"
             lines.append(

@@ -94,6 +94,7 @@ class TestProcess:
     FAKES = """
 import signal, sys, time, pathlib, types
 signal.signal(signal.SIGINT, signal.default_int_handler)  # the background jobs of a shell ignore it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 import qtrace
 from qtrace.cli import main
 import qtrace.cli.commands.calibrate as command

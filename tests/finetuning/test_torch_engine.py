@@ -84,7 +84,7 @@ def _step(prepared: TracedModule, engine: str, blocks: tuple[str, ...] = ()) -> 
         for module in prepared.modules():
             if isinstance(module, M.BatchNorm2d):
                 module.training = True
-        results = chosen.gradients(batch, compared, RUN, [p for _, p in named])
+        results = chosen.gradients(batch, compared, RUN, [p for _, p in named], {})
     return results, [name for name, _ in named]
 
 
@@ -308,18 +308,32 @@ def test_a_fake_quant_of_ones_own_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert "is a fake quant of your own" in _run("auto")[1].engine_reason
 
 
-def test_adam_of_torch_takes_the_steps_of_numpys() -> None:
+@pytest.mark.parametrize("count", [7, 20_000])
+def test_adam_of_torch_takes_the_steps_of_numpys(count: int) -> None:
     from qtrace.gradients.adam import Adam
     from qtrace.ptq.torch.adam import TorchAdam
 
     rng = np.random.default_rng(0)
-    start, lr = rng.normal(size=(5, 7)).astype(np.float32), rng.uniform(0.1, 1, (5, 1)).astype(np.float32)
+    start = rng.normal(size=(5, count)).astype(np.float32)
+    lr = rng.uniform(0.1, 1, (5, 1)).astype(np.float32)
     ours, theirs = TorchAdam(start.copy(), lr), Adam(start.copy(), lr)
     for factor in (0.5, 1.0, 0.3):
-        gradient = rng.normal(size=(5, 7)).astype(np.float32)
-        ours.step(gradient, factor)
-        theirs.step(gradient, factor)
+        gradient = rng.normal(size=(5, count)).astype(np.float32)
+        ours.step(gradient, factor, 0.7)
+        theirs.step(gradient, factor, 0.7)
     for name in ("value", "first", "second"):
-        np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol=1e-5, atol=2e-6)
     assert ours.steps == theirs.steps == 3
-    assert TorchAdam.square_sum(start) == pytest.approx(Adam.square_sum(start))
+    for unit in (
+        np.float32(0.5),
+        np.ones((len(start), *[1] * (start.ndim - 1)), "float32") * 3,
+        np.abs(start),
+    ):
+        ours_sum, theirs_sum = (adam.square_sum(start, unit) for adam in (TorchAdam, Adam))
+        assert ours_sum == pytest.approx(theirs_sum)
+    assert ours.is_finite()
+    ours.value[3, 5] = np.inf
+    assert not ours.is_finite()
+    start[:] = 3e38  # the sum overflows float32
+    assert TorchAdam(start, lr).is_finite()
+    assert np.isfinite(TorchAdam.square_sum(start, np.float32(1.0)))

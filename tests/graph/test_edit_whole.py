@@ -111,6 +111,22 @@ def test_an_edit_after_which_a_later_op_cannot_run_is_refused() -> None:
     assert lint(traced) == []
 
 
+def test_an_op_that_fits_only_the_new_attributes_is_inserted() -> None:
+    traced = _flat(lambda self, x: (self.a(x), self.b(x)))
+    a, b = traced.graph.outputs
+    with GraphEditor(traced) as edit:
+        both = edit.call_function(F.add, a, b, after=b.expr)
+        edit.add_output(both)
+        traced.a.stride = traced.b.stride = (2, 2)
+        half = edit.call_function(F.zeros, (2, 4, 2, 2), after=b.expr)
+        edit.add_output(edit.call_function(F.add, a, half, after=half.expr))
+    assert [node.shape for node in traced.graph.outputs] == [(2, 4, 2, 2)] * 4
+    assert lint(traced) == []
+    values = [value.numpy() for value in traced(mge.Tensor(X))]
+    np.testing.assert_array_equal(values[2], values[0] + values[1])
+    np.testing.assert_array_equal(values[3], values[0])
+
+
 def test_set_argument_names_the_arguments_of_the_op() -> None:
     traced = _flat(lambda self, x: F.leaky_relu(self.a(x) + self.b(x), 0.2))
     leaky = _node(traced, "leaky_relu_out").expr
@@ -383,6 +399,11 @@ def test_the_lookups_of_megengine_work_on_every_stage() -> None:
     for model in (traced, prepared, converted):
         graph = model.graph
         (relu,) = graph.get_function_by_type(F.relu)
+        assert len(graph.get_function_by_type().as_list()) >= 1 + (model is not traced)
+        if model is not traced:  # a traced graph calls the module
+            conv = graph.get_function_by_type(F.conv2d).as_unique()
+            assert conv is graph.exprs(recursive=False).call_function(F.conv2d).as_unique()
+            assert conv.outputs[0] in {relu.inputs[0], *relu.inputs[0].expr.inputs}
         assert [e.method for e in graph.get_method_by_type("reshape")] == ["reshape"]
         assert graph.get_expr_by_id(relu._id).as_unique() is relu
         assert graph.get_node_by_id(relu.outputs[0]._id).as_unique() is relu.outputs[0]

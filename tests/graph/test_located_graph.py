@@ -19,6 +19,7 @@ from megengine.traced_module import trace_module
 from megengine.traced_module.traced_module import InternalGraph
 
 import qtrace
+from qtrace.graph.flatten import flatten
 from qtrace.graph.located_graph import LocatedGraph
 from tests.nets import images, net
 
@@ -55,6 +56,23 @@ def test_the_op_and_its_line_are_named(traced: Any) -> None:
     finally:
         mge.config.async_level = level
     assert traced(mge.Tensor(X)).shape == (2, 4, 8, 4)
+
+
+@pytest.mark.parametrize("phase", ["float", "observe", "train", "converted", "flat"])
+def test_the_op_is_named_in_every_stage(phase: str) -> None:
+    model = _traced()
+    level, mge.config.async_level = mge.config.async_level, 0
+    try:
+        if phase == "flat":
+            model = flatten(model)
+        else:
+            model = qtrace.calibrate(qtrace.prepare(model, "onnxruntime"), [(X,)], progress=False)
+            model = qtrace.convert(model) if phase == "converted" else qtrace.set_phase(model, phase) or model
+        with pytest.raises(RuntimeError, match=r"\w+_out \(F.matmul, tests/.*:\d+\) fails on"):
+            model(mge.Tensor(WRONG))
+    finally:
+        mge.config.async_level = level
+    assert model(mge.Tensor(X)).shape == (2, 4, 8, 4)
 
 
 def test_a_file_has_the_class_of_megengine(tmp_path: Path) -> None:

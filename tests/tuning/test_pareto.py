@@ -7,7 +7,7 @@ import pytest
 
 from qtrace.sensitivity.metrics import sqnr
 from qtrace.tuning.judge import sample_noise, value_of_noise
-from qtrace.tuning.pareto import Limits, certainty, pareto, rank
+from qtrace.tuning.pareto import Limits, certainty, choose, pareto, rank
 from qtrace.tuning.trials import Trial
 
 
@@ -90,3 +90,21 @@ def test_the_noise_of_samples_adds_up_to_the_sqnr() -> None:
     assert len(sample_noise(rows, rows, [4, 4])) == 2
     broken = [[np.where(v > 0, np.nan, v) for v in batch] for batch in reference]
     assert value_of_noise(sample_noise(reference, broken, [4, 4, 2])) < -200
+
+
+def test_the_first_recipe_stays_unless_another_one_is_surely_better() -> None:
+    rng = np.random.default_rng(0)
+    base = rng.uniform(0.5, 1.0, 12)
+    first = trial(0, 0.7, 2.0, samples=base)
+    lucky = trial(1, 0.9, 1.0, samples=base + rng.normal(0.05, 0.3, 12))
+    better = trial(2, 0.8, 3.0, samples=base + 0.1)
+    same, dearer = trial(3, 0.7, 1.0, samples=base), trial(4, 0.7, 3.0, samples=base)
+
+    def chosen(*trials: Trial) -> int:
+        return choose(rank(trials), first, noise=False, seed=0).number
+
+    assert chosen(first) == chosen(first, lucky) == chosen(first, dearer) == 0
+    assert chosen(first, lucky, better) == 2
+    assert chosen(first, same) == 3  # as good, and cheaper
+    assert chosen(lucky, better) == 1  # the first one is not within the limits
+    assert chosen(first, trial(5, 0.9)) == 5  # one number for all samples tells nothing

@@ -327,3 +327,22 @@ def test_the_decoding_of_a_detector_is_found_by_its_structure(tmp_path: Path) ->
     assert trial.value > result.trials[0].value
     plain = tune(qtrace.trace(small(), data()[0]), start(), data(), tmp_path / "c", Settings(trials=4))
     assert all(t.origin != "structure" for t in plain.trials)
+
+
+def test_a_packaged_recipe_that_is_surely_better_wins_with_its_reason(tmp_path: Path) -> None:
+    batches = data()
+    result = tune(qtrace.trace(small(), batches[0]), start(), batches, tmp_path / "b", Settings(trials=3))
+    assert (result.best.number, result.best.origin) == (1, "packaged")
+    text = (tmp_path / "b" / BEST).read_text()
+    assert "# trial 1, recipe int8: Weights of a layer are fitted" in text
+
+
+def test_a_recipe_that_only_looks_better_does_not_win(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    batches = [rng.standard_t(3, size=(4, 8)).astype(np.float32) for _ in range(16)]
+    result = tune(qtrace.trace(small(), batches[0]), start(), batches, tmp_path / "b", Settings(trials=3))
+    first = result.trials[0]
+    assert max(trial.value for trial in result.trials) > first.value
+    assert result.best is first
+    assert "the first recipe stays: no other one within the limits is surely better" in result.table()
+    assert "not sure: -" in result.table()

@@ -12,7 +12,7 @@ from qtrace.errors import ExportError
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.graph.flatten import flatten
 from qtrace.graph.renewal import renew_all
-from qtrace.graph.tracing.refusals import moved_outputs, native_quantization
+from qtrace.graph.tracing.refusals import debugging_marks, native_quantization
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, module_path, owner
 from qtrace.preparation.annotation import Annotation
@@ -46,7 +46,7 @@ class PlainGraph(ConvertedGraph):
     """
 
     def __init__(self, traced: TracedModule, pieces: bool = False) -> None:
-        problem = moved_outputs(traced) or native_quantization(traced)
+        problem = debugging_marks(traced) or native_quantization(traced)
         if problem:
             raise ExportError(f"the model cannot be exported: {problem}")
         flat = flatten(traced)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import FullArgSpec
 from typing import Any
 
 import megengine.module as M
@@ -126,6 +127,10 @@ _KINDS = {
         "negative_slope momentum spatial_scale trans_std k alpha beta pad_val scale_limit": _NUMBER,
         "drop_prob attn_dropout out_dropout dropout": _number("a number from 0 to 1", 0, 1),
         "quantize_disabled affine track_running_stats _track_running_stats_saved freeze no_trans": _FLAG,
+        "is_qat _is_top": _FLAG,
+        "watch_points end_points": _instance("a list", list),
+        "watch_node_value": _instance("a dict", dict),
+        "argspec": _instance("a signature or None", FullArgSpec, type(None)),
         "add_bias_kv add_zero_attn batch_first bidirectional enabled": _FLAG,
         "weight io_weight_bias _flatten_weights weight_ih weight_hh bias_ih bias_hh": _TENSOR,
         "min_val max_val runtime_momentum histogram scale step_size zero_point grad_scale": _TENSOR,
@@ -209,7 +214,7 @@ _BN_FOLD: dict[str, _Kind] = {
 }
 _FOLLOWERS: dict[type, dict[str, _Kind]] = {BiasQuant: _BIAS_QUANT, BnFold: _BN_FOLD}
 # Files of earlier versions of MegEngine do not have these.
-_OPTIONAL = frozenset(("name", "_name", "_short_name", "quantize_disabled", "padding_mode"))
+_OPTIONAL = frozenset(("name", "_name", "_short_name", "quantize_disabled", "padding_mode", "argspec"))
 # Modules that a pass took out, such as a folded BatchNorm: the graph no longer calls them.
 _REMOVABLE = frozenset(("conv", "bn", "conv_transpose2d", "linear"))
 # Flags with the tensors that forward needs when they are set.

@@ -19,6 +19,8 @@ from qtrace.scheme import QParams, QScheme
 __all__ = ["check_modules"]
 
 _GRAPHS = ("argdef_graph_map", "argdef_outdef_map")
+# What MegEngine reads of every module and its earlier versions did not write.
+_OF_LATER_VERSIONS = {"name": None, "_name": None, "_short_name": None, "quantize_disabled": False}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -118,6 +120,8 @@ class _ModuleWalk:
         names = fields.get("_modules")
         if type(names) is not list or not all(type(name) is str and name in fields for name in names):
             raise RefusedError(f"a {kind} in it has {shown(names)} for the names of its modules")
+        for name, value in _OF_LATER_VERSIONS.items():
+            fields.setdefault(name, value)
         if type(fields.get("training")) is not bool:
             raise RefusedError(f"a {kind} in it is neither in training nor not")
 

@@ -16,6 +16,7 @@ DEPTH = 100
 """How deeply containers, argument structures and modules of a file may be nested."""
 
 ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
+_LONGEST_HINT = 400  # a longer name is no class of anybody's
 
 _LISTS = {
     "type": allowlist.TYPES,
@@ -171,7 +172,7 @@ def refused(does: str, key: str) -> RefusedError:
     """The refusal of a name, and what to do about it."""
     hint = (
         f"; if you trust the file, allow it with --allow {key}, in Python with load(..., allow=[{key!r}])"
-        if ENTRY.match(key)
+        if ENTRY.match(key) and len(key) <= _LONGEST_HINT
         else ""
     )
     return RefusedError(f"it {does} {shown(key)}, which is not on the allow-list{hint}")

@@ -35,6 +35,7 @@ from qtrace.graph.files.validate import Validator
 from qtrace.graph.garbage import paused_collector
 from qtrace.graph.located_graph import name_failures
 from qtrace.graph.source_lines import attach_lines, detach_lines
+from qtrace.graph.tracing.refusals import debugging_marks
 from qtrace.process.thread import on_engine_thread
 from qtrace.storage.files import kind_of, problem, replacing
 
@@ -52,13 +53,16 @@ def save(module: TracedModule, path: str | os.PathLike[str]) -> None:
         path: the file; an existing one is replaced. ``megengine.load`` reads it too.
 
     Raises:
-        GraphError: when ``module`` is not a TracedModule, or holds something that cannot be saved.
+        GraphError: when ``module`` is not a TracedModule, or holds something that cannot be saved, such as
+            watch points.
         DataError: when the file cannot be written.
     """
     if not isinstance(module, TracedModule):
         raise GraphError(
             f"save writes a TracedModule, not a {type(module).__name__}: trace it with qtrace.trace."
         )
+    if marks := debugging_marks(module):
+        raise GraphError(f"the model cannot be saved: {marks}")
     if wrong := problem(path):
         raise DataError(wrong)
     target = Path(os.path.realpath(path))

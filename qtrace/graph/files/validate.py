@@ -67,12 +67,11 @@ class Validator:
         _each("argdef_graph_map", graphs.values(), (InternalGraph,))
         _each("argdef_outdef_map", outs, (TreeDef,))
         _each("argdef_outdef_map", outs.values(), (TreeDef, LeafDef))
-        if fields.get("argspec") is not None:
+        if fields.setdefault("argspec", None) is not None:
             _check_argspec(fields["argspec"])
-        for name in ("watch_points", "end_points"):
-            if fields.get(name):
-                _check_type(name, fields[name], (list,))
-                _each(name, fields[name], NODES)
+        _each("end_points", fields["end_points"], NODES)
+        # What was watched was not saved, and what stands for it was not checked.
+        fields["watch_points"], fields["watch_node_value"] = [], {}
         for arguments, graph in graphs.items():
             self._budget.work(4 * self._trees.size(arguments))
             if arguments not in outs:

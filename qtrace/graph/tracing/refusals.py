@@ -1,4 +1,4 @@
-"""Reasons to refuse a model: MegEngine's own quantized modules, and outputs that were moved."""
+"""Reasons to refuse a model: MegEngine's own quantized modules, and marks of debugging."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megengine.module.quantized.module import QuantizedModule
 
 from qtrace.graph.types import TracedModule
 
-__all__ = ["moved_outputs", "native_quantization"]
+__all__ = ["debugging_marks", "native_quantization"]
 
 
 def native_quantization(module: Module) -> str:
@@ -24,13 +24,20 @@ def native_quantization(module: Module) -> str:
     return ""
 
 
-def moved_outputs(traced: TracedModule) -> str:
-    """Returns why a graph whose outputs were moved by ``set_end_points`` is refused; "" for other graphs."""
-    ends = getattr(traced, "end_points", None) or ()
-    if not ends:
-        return ""
-    names = ", ".join(str(node.name) for node in ends[:5])
-    return (
-        f"set_end_points moved its outputs to {names}, which a change of the graph would lose: make these "
-        "nodes its outputs with traced.graph.reset_outputs, after traced.clear_end_points()."
-    )
+def debugging_marks(traced: TracedModule) -> str:
+    """Returns why a graph with end points or watch points is refused; "" for other graphs."""
+    if ends := _names(traced, "end_points"):
+        return (
+            f"set_end_points moved its outputs to {ends}, which a file and a change of the graph would lose: "
+            "make these nodes its outputs with traced.graph.reset_outputs, after traced.clear_end_points()."
+        )
+    if watched := _names(traced, "watch_points"):
+        return (
+            f"set_watch_points keeps the values of {watched}, which a file and a change of the graph would "
+            "lose: call traced.clear_watch_points() first."
+        )
+    return ""
+
+
+def _names(traced: TracedModule, points: str) -> str:
+    return ", ".join(str(node.name) for node in (getattr(traced, points, None) or ())[:5])

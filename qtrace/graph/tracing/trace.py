@@ -17,6 +17,7 @@ from qtrace.graph.tracing import reads
 from qtrace.graph.tracing.example_inputs import other_example, to_tensors
 from qtrace.graph.tracing.function_module import as_module
 from qtrace.graph.tracing.leaves import check_leaves, describe_unused_leaves, keep_leaves
+from qtrace.graph.tracing.refusals import debugging_marks
 from qtrace.graph.tracing.running import check_signature, engine_for_tracing
 from qtrace.graph.tracing.session import Tracing
 from qtrace.process.thread import on_engine_thread
@@ -78,6 +79,8 @@ def trace(
             message names the submodule, parameter or expr.
     """
     source, method = as_module(module, method)
+    if isinstance(source, TracedModule) and (marks := debugging_marks(source)):
+        raise TraceError(f"the model cannot be copied: {marks}")
     source, ranges = lower(source)
     if isinstance(source, TracedModule):
         copied = copy.deepcopy(source)

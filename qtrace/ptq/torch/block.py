@@ -54,9 +54,9 @@ class TorchGradients:
         entries, references = draw_step(self.data, self.settings, rng, drop)
         leaves = {id(p): torch.from_numpy(p.numpy().copy()).requires_grad_() for p in self.parameters}
         masks = (lambda x: torch.from_numpy(draw_mask(rng, x.shape, drop))) if self.settings.drop else None
-        exits = self._forward([torch.from_numpy(value) for value in entries], leaves, masks)
+        exits = self._forward([_tensor(value) for value in entries], leaves, masks)
         errors = [
-            torch.sum((value - torch.from_numpy(reference)) ** 2)
+            torch.sum((value - _tensor(reference)) ** 2)
             for value, reference in zip(exits, references, strict=True)
         ]
         loss = sum(errors[1:], errors[0]) / (self.unit * sum(math.prod(r.shape) for r in references))
@@ -106,3 +106,8 @@ class TorchGradients:
             values, scale.reshape(module.shape), zero_point.reshape(module.shape), levels, learn
         )
         return y if masks is None else x + (y - x) * masks(x)
+
+
+def _tensor(values: np.ndarray) -> Any:
+    """The tensor of torch for an array; torch takes none that is read only, such as a view of a batch."""
+    return torch.from_numpy(np.require(values, requirements="W"))

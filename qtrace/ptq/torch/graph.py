@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,18 +50,28 @@ class TorchGraph(Interpreter):
         self.values: dict[str, Any] = {}
         self._learning: frozenset[int] = frozenset()
         self._leaves: dict[int, Any] = {}
+        self._arrays: Mapping[int, np.ndarray] = {}
         self._fixed = fixed
         self._computes = {id(expr): self._compile(expr) for expr in exprs(traced)}
 
-    def call(self, args: Sequence[Any], kwargs: dict[str, Any], learning: Iterable[Tensor] = ()) -> list[Any]:
+    def call(
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        learning: Iterable[Tensor] = (),
+        arrays: Mapping[int, np.ndarray] | None = None,
+    ) -> list[Any]:
         """Runs the graph once and returns the tensors of torch in the result of forward, in order.
 
         Args:
             args: positional arguments of forward, with Tensors of MegEngine.
             kwargs: keyword arguments of forward.
             learning: the parameters that get gradients; `gradient` returns these.
+            arrays: id of a parameter of ``learning`` -> its value, in place of that in the module. The arrays
+                are read, not copied, until `release`.
         """
         self.values, self._leaves = {}, {}
+        self._arrays = arrays or {}
         self._learning = frozenset(map(id, learning))
         with torch.set_grad_enabled(bool(self._learning)):
             arg_def, values = self.bind(tuple(args), kwargs)
@@ -76,7 +86,7 @@ class TorchGraph(Interpreter):
 
     def release(self) -> None:
         """Frees the values and gradients of the last call."""
-        self.values, self._leaves = {}, {}
+        self.values, self._leaves, self._arrays = {}, {}, {}
 
     def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
         """Computes the outputs of ``expr`` in torch; MegEngine computes those of shapes and integers."""
@@ -102,7 +112,8 @@ class TorchGraph(Interpreter):
         """Returns the tensor of torch that stands for ``tensor`` in this call."""
         key = id(tensor)
         if key not in self._leaves:
-            leaf = torch.from_numpy(np.array(tensor.numpy()))
+            array = self._arrays.get(key)
+            leaf = torch.from_numpy(np.array(tensor.numpy()) if array is None else array)
             if key not in self._learning:
                 return leaf
             self._leaves[key] = leaf.requires_grad_()
@@ -144,14 +155,14 @@ class TorchGraph(Interpreter):
     def _compile_own(self, expr: Expr, module: Module) -> Callable[[Sequence[Any]], Sequence[Any]]:
         if type(module) not in MODULES:
             raise UnsupportedError(f"{_label(expr)} is a fake quant of your own, which has no form in torch")
-        nodes = expr.inputs
+        nodes, (_, *positional), named = expr.inputs, expr.args, expr.kwargs
         form: Any = fake_quant
         if not isinstance(module, FakeQuant):
             form = bias_quant if isinstance(module, BiasQuant) else bn_fold
 
         def compute(inputs: Sequence[Any]) -> Sequence[Any]:
             values = dict(zip(nodes, inputs, strict=True))
-            (_, *args), kwargs = self._resolve((expr.args, expr.kwargs), values)
+            args, kwargs = self._resolve(positional, values), self._resolve(named, values)
             return (form(module, self._leaf, *args, **kwargs),)
 
         return compute

@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 _CACHED = 2**16  # values that stay in a core's cache
+_LARGEST = 3.4028234663852886e38
 
 
 def larger(x: Any, y: Any) -> Any:
@@ -131,60 +132,59 @@ class _Grid:
             grid.low, grid.high = self.low[rows], self.high[rows]
         return grid
 
-    def round(self, x: Any, y: Any) -> None:
-        """Writes ``clip(round(x / size), low, high) * size`` to ``y``."""
-        torch.div(x, self.size, out=y).clamp_(self.low, self.high)
+    def round(self, x: Any, y: Any, inside: Any | None = None) -> None:
+        """Writes ``clip(round(x / size), low, high) * size`` to ``y``, and 1 or 0 to ``inside``.
+
+        Floats tell what is inside the range: torch's kernels for booleans take ten times as long.
+        """
+        torch.div(x, self.size, out=y)
+        if inside is not None:
+            torch.clamp(y, self.low - self.margin, self.high + self.margin, out=inside).eq_(y)
+        y.clamp_(self.low, self.high)
         if self.rounding == "half_even":
             y.round_()
         else:
             y.copy_(round_away(y) if self.rounding == "half_away" else round_up(y))
         y.mul_(self.size)
 
-    def pass_inside(self, grad: Any, x: Any) -> Any:
-        """Returns ``grad`` where ``x`` is inside the range, else 0."""
-        if self.size.numel() == 1:
-            size = self.size.item()
-            ends = (self.low - self.margin) * size, (self.high + self.margin) * size
-            return torch.ops.aten.hardtanh_backward(grad, x, *ends)
-        low, high = (self.low - self.margin) * self.size, (self.high + self.margin) * self.size
-        return torch.where((x > low) & (x < high), grad, 0.0)
-
 
 class _QuantDequant(torch.autograd.Function):
-    """Forward and backward of ``qtrace.fakequant.kernels.kernel.QuantDequant``."""
+    """Forward and backward of ``qtrace.fakequant.kernels.kernel.QuantDequant``.
+
+    The forward pass computes what the gradients need, while the values are in the cache.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Any, scale: Any, zero_point: Any, levels: Levels, learn: Learn | None) -> Any:
-        x = x.contiguous()
-        ctx.grid, ctx.learn = _Grid(scale, zero_point, levels), learn
-        y = torch.empty_like(x)
+        x, grid, y = x.contiguous(), _Grid(scale, zero_point, levels), torch.empty_like(x)
+        needed = any(ctx.needs_input_grad)
+        inside = torch.empty_like(x) if needed else None
+        error = torch.empty_like(x) if needed and learn is not None else None
         for rows in row_slices(x):
-            ctx.grid.part(rows).round(x[rows], y[rows])
-        ctx.save_for_backward(x, *(() if learn is None else (scale, y)))
+            grid.part(rows).round(x[rows], y[rows], None if inside is None else inside[rows])
+            if inside is not None and error is not None and learn is not None:
+                # An infinite value is outside, and 0 times it would be NaN.
+                kept = torch.clamp(x[rows] if learn.residual else y[rows], -_LARGEST, _LARGEST)
+                torch.sub(y[rows], kept.mul_(inside[rows]), out=error[rows])
+        ctx.learn = learn
+        ctx.save_for_backward(*(value for value in (inside, error, scale) if value is not None))
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
         learn: Learn | None = ctx.learn
-        x, *others = ctx.saved_tensors
+        inside, *others = ctx.saved_tensors
         grad = grad.contiguous()
+        passed = grad * inside
         if learn is None:
-            return ctx.grid.pass_inside(grad, x), None, None, None, None
-        scale, y = others
-        grad_x, terms, outside = torch.empty_like(grad), torch.zeros_like(scale), torch.zeros_like(scale)
-        by_row = scale.numel() > 1 and scale.shape[0] > 1
-        for rows in row_slices(x):
-            grid, g, inside = ctx.grid.part(rows), grad[rows], x[rows]
-            passed = grad_x[rows].copy_(grid.pass_inside(g, inside))
-            own = rows if by_row else ...
-            step = y[rows] - grid.pass_inside(inside, inside) if learn.residual else y[rows]
-            terms[own] += _sum_to((g if learn.residual else g - passed) * step, terms[own].shape)
-            if learn.zero_point:
-                outside[own] += _sum_to(g - passed, outside[own].shape)
+            return passed, None, None, None, None
+        error, scale = others
         size = scale.abs().clamp_min(SMALLEST_SCALE)
-        grad_scale = terms / size * learn.gain * (scale / size)
-        grad_zero = scale.abs() * outside * -learn.gain if learn.zero_point else None
-        return grad_x, grad_scale, grad_zero, None, None
+        grad_scale = _dot(grad, error, scale.shape) / size * learn.gain * (scale / size)
+        grad_zero = None
+        if learn.zero_point:
+            grad_zero = scale.abs() * _sum_to(grad - passed, scale.shape) * -learn.gain
+        return passed, grad_scale, grad_zero, None, None
 
 
 def row_slices(values: Any) -> list[Any]:
@@ -198,6 +198,16 @@ def row_slices(values: Any) -> list[Any]:
 def _sum_to(terms: Any, shape: Any) -> Any:
     """Sums over the axes along which a tensor of ``shape`` was broadcast."""
     return terms.sum().reshape(shape) if math.prod(shape) == 1 else terms.sum_to_size(shape)
+
+
+def _dot(a: Any, b: Any, shape: Any) -> Any:
+    """Sums products over the axes along which a tensor of ``shape`` was broadcast, where possible by BLAS."""
+    count = math.prod(shape)
+    if count == 1:
+        return torch.dot(a.reshape(-1), b.reshape(-1)).reshape(shape)
+    if count == shape[0] == a.shape[0]:
+        return torch.linalg.vecdot(a.flatten(1), b.flatten(1)).reshape(shape)
+    return (a * b).sum_to_size(shape)
 
 
 def quant_dequant(x: Any, scale: Any, zero_point: Any, levels: Levels, learn: Learn | None = None) -> Any:

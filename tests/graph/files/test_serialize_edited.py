@@ -123,6 +123,30 @@ def listed_attribute(traced):
     traced.conv._modules = 3
 
 
+def without_is_qat(traced):
+    del traced.__dict__["is_qat"]
+
+
+def is_qat(traced):
+    traced.is_qat = "no"
+
+
+def without_is_top(traced):
+    del traced.__dict__["_is_top"]
+
+
+def watch_points(traced):
+    traced.__dict__["watch_points"] = 3
+
+
+def end_points(traced):
+    traced.end_points = ["conv_out"]
+
+
+def signature(traced):
+    traced.argspec = "x"
+
+
 EDITS = {
     leaves: "leaves",
     outputs: "the outputs of a graph in it are 2, but 1 in their structure",
@@ -146,6 +170,12 @@ EDITS = {
     itself: "a TracedModule in it holds itself",
     number_for_a_key: "its modules cannot be listed",
     listed_attribute: "for the names of its modules",
+    without_is_qat: "its module TracedModule, a TracedModule, has no is_qat",
+    is_qat: "has the is_qat no: it must be True or False",
+    without_is_top: "has no _is_top",
+    watch_points: "has the watch_points 3: it must be a list",
+    end_points: "the end_points of a graph in it holds conv_out",
+    signature: "has the argspec x: it must be a signature or None",
 }
 
 
@@ -346,3 +376,38 @@ def test_a_name_that_stands_for_what_the_graph_does_not_have_is_forgotten(kind, 
     path.write_bytes(data.replace(text("PLACEHOLDER2"), SHARED_LISTS))
     assert verdict(path) == "loaded"
     assert load(path).graph._namespace._used_names["ghost"] is None
+
+
+@pytest.mark.parametrize("owner", ["root", "conv"])
+@pytest.mark.parametrize("missing", [("name",), ("_name",), ("name", "_name"), ("quantize_disabled",)])
+def test_a_module_without_what_later_versions_write_runs(owner, missing, tmp_path):
+    traced = traced_net()
+    expected = traced(net_input()).numpy()
+    for name in missing:
+        del (traced if owner == "root" else traced.conv).__dict__[name]
+    write(traced, tmp_path / "old.mge")
+    loaded = load(tmp_path / "old.mge")
+    np.testing.assert_array_equal(loaded(net_input()).numpy(), expected)
+    assert qtrace.prepare(loaded)(net_input()).numpy().shape == expected.shape
+
+
+def test_a_file_does_not_keep_watch_points(tmp_path):
+    """MegEngine saves them without what was watched: the model that it loads cannot run."""
+    traced = traced_net()
+    expected = traced(net_input()).numpy()
+    traced.set_watch_points([traced.graph.outputs[0]])
+    write(traced, tmp_path / "watched.mge")
+    loaded = load(tmp_path / "watched.mge")
+    assert (loaded.watch_points, loaded.watch_node_value) == ([], {})
+    np.testing.assert_array_equal(loaded(net_input()).numpy(), expected)
+
+
+def test_the_name_of_a_class_may_not_fill_the_screen(tmp_path):
+    traced = traced_net()
+    path = tmp_path / "long.mge"
+    data, long = pickle.dumps(traced, 3), "x" * 5000
+    assert text("Conv2d") in data
+    path.write_bytes(data.replace(text("Conv2d"), text(long)))
+    with pytest.raises(UnsafeFileError, match="which is not on the allow-list") as caught:
+        load(path)
+    assert len(str(caught.value)) < 500

@@ -23,6 +23,7 @@ from benchmarks import machine
 from examples.ocr import pages
 from qtrace.finetuning import Settings
 from qtrace.graph.types import TracedModule
+from qtrace.metrics import ErrorSums
 
 __all__ = ["Outcome", "main", "measure"]
 
@@ -89,12 +90,11 @@ def measure(name: str, network: TracedModule, settings: Settings, counts: tuple[
 
 def _sqnr(prepared: TracedModule, network: TracedModule, images: np.ndarray) -> float:
     """Returns the signal-to-noise ratio at the output, in dB."""
-    signal = noise = 0.0
+    sums = ErrorSums()
     for image in images:
         exact, rounded = (model(Tensor(image[None])).numpy() for model in (network, prepared))
-        signal += float(np.square(exact, dtype=np.float64).sum())
-        noise += float(np.square(exact.astype(np.float64) - rounded).sum())
-    return 10 * float(np.log10(signal / noise))
+        sums.add(exact, rounded)
+    return float(sums.sqnr_db)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

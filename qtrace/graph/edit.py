@@ -243,33 +243,23 @@ class GraphEditor(EndpointEdits):
         return kinds, structure
 
     def _results(self, expr: Expr) -> tuple[list[Any] | None, TreeDef | None]:
-        """Infers the results of a new expr and their structure.
-
-        Attributes of modules may have been set since the last time, which to find out takes a look at all of
-        them: only an op that fails asks. `commit` renews the types of all others.
-        """
-        if self._inference is None:
-            self._look_again()
+        """Infers results and structure; only an op that fails looks for attributes that were set since."""
+        inference = self._inference or self._current_inference()
         try:
-            return self._call(expr)
+            return inference.call(expr, [inference.value(node) for node in expr.inputs])
         except GraphError:
-            if not self._look_again():
+            current = self._current_inference()
+            if current is inference:
                 raise
-            return self._call(expr)
+            return current.call(expr, [current.value(node) for node in expr.inputs])
 
-    def _call(self, expr: Expr) -> tuple[list[Any] | None, TreeDef | None]:
-        inference = self._inference
-        assert inference is not None
-        return inference.call(expr, [inference.value(node) for node in expr.inputs])
-
-    def _look_again(self) -> bool:
-        """Takes an inference that sees the edits so far; returns whether the one before did not."""
+    def _current_inference(self) -> TypeInference:
+        """Returns an inference that sees the edits so far; it is kept until one changes a recorded type."""
         changed = frozenset() if self._before is None else self._before.changed_modules()
-        if self._inference is not None and changed == self._changed:
-            return False
-        anew = bool(changed) or self._retyped
-        self._inference, self._changed = TypeInference(self.traced, anew), changed
-        return True
+        if self._inference is None or changed != self._changed:
+            anew = bool(changed) or self._retyped
+            self._inference, self._changed = TypeInference(self.traced, anew), changed
+        return self._inference
 
     def _retype(self) -> None:
         """Notes that an edit may have changed types that nodes record until the edits are written."""

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 _CACHED = 2**16  # values that stay in a core's cache
-_LARGEST = 3.4028234663852886e38
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def larger(x: Any, y: Any) -> Any:
@@ -164,8 +164,8 @@ class _QuantDequant(torch.autograd.Function):
             grid.part(rows).round(x[rows], y[rows], None if inside is None else inside[rows])
             if inside is not None and error is not None and learn is not None:
                 # An infinite value is outside, and 0 times it would be NaN.
-                kept = torch.clamp(x[rows] if learn.residual else y[rows], -_LARGEST, _LARGEST)
-                torch.sub(y[rows], kept.mul_(inside[rows]), out=error[rows])
+                finite = torch.clamp(x[rows] if learn.residual else y[rows], -_LARGEST, _LARGEST)
+                torch.sub(y[rows], finite.mul_(inside[rows]), out=error[rows])
         ctx.learn = learn
         ctx.save_for_backward(*(value for value in (inside, error, scale) if value is not None))
         return y

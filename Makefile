@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_CONSTRAINT := constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo detector-demo ocr-demo test test-slow test-torch coverage bench fuzz lint format types wheel-check docs docs-serve lock clean distclean
+.PHONY: help setup demo detector-demo ocr-demo test test-slow test-long test-torch coverage bench fuzz lint format types wheel-check docs docs-serve lock clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -49,6 +49,9 @@ test: $(STAMP) ## Run the tests, without the slow ones
 
 test-slow: $(STAMP) ## Run the slow tests only
 	$(PY) -m pytest -m slow -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-long: $(STAMP) ## Run the tests that take minutes: the detector's demo, and quick runs of all benchmarks
+	$(PY) -m pytest -m long -n auto $(ARGS)
 
 # torch is large, and its wheels of the package index bring CUDA's libraries; engines of what learns need it.
 $(VENV)/.installed-torch: $(STAMP)

@@ -16,7 +16,7 @@ from benchmarks.nets import MobileNetV2, NativeResNet18, ResNet18, image_batches
 from benchmarks.rows import Row, Size
 from benchmarks.timing import take_turns
 from qtrace.calibration.base import watched
-from qtrace.calibration.choice import choose
+from qtrace.calibration.choice import choose_engine
 from qtrace.calibration.observing import Observing
 from qtrace.calibration.statistics import no_statistics
 from qtrace.graph.types import TracedModule
@@ -71,7 +71,7 @@ def one_pass(prepared: TracedModule, batches: list[Tensor], engine: str) -> Call
     """Runs and observes one batch after the other, in a circle."""
     model = QuantizedModel(prepared)
     watched_nodes, statistics = watched(model), no_statistics(model)
-    runner = choose(model, watched_nodes, engine)
+    runner = choose_engine(model, watched_nodes, engine)
     sites = {name: fq.site for name, fq in model.fake_quants.items()}
     observing = Observing(statistics, watched_nodes, sites, {})
     endless = enumerate(itertools.cycle(batches))

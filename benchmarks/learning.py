@@ -21,7 +21,7 @@ from benchmarks import machine
 from benchmarks.nets import ResNet18, image_batches, settle
 from benchmarks.rows import Row, Size, render
 from benchmarks.timing import take_turns
-from qtrace.finetuning import Settings, _running
+from qtrace.finetuning import FinetuneSettings, _running
 from qtrace.graph.types import TracedModule
 
 __all__ = ["main", "run"]
@@ -80,7 +80,7 @@ def _finetune(prepared: TracedModule, images: np.ndarray, engine: str, measure: 
         raise _Measured
 
     _running.TuningRun.learn = measured  # type: ignore[method-assign]
-    settings = Settings(steps=1000, batch_size=len(images), jit=True, engine=engine, freeze_below=0.0)
+    settings = FinetuneSettings(steps=1000, batch_size=len(images), jit=True, engine=engine, freeze_below=0.0)
     try:
         qtrace.finetune(prepared, [images], settings, evaluation=[images], progress=False)
     except _Measured:

@@ -21,7 +21,7 @@ from megengine import Tensor
 import qtrace
 from benchmarks import machine
 from examples.ocr import pages
-from qtrace.finetuning import Settings
+from qtrace.finetuning import FinetuneSettings
 from qtrace.graph.types import TracedModule
 from qtrace.metrics import ErrorSums
 
@@ -66,7 +66,7 @@ class Outcome:
         )
 
 
-def measure(name: str, network: TracedModule, settings: Settings, counts: tuple[int, int]) -> Outcome:
+def measure(name: str, network: TracedModule, settings: FinetuneSettings, counts: tuple[int, int]) -> Outcome:
     """Calibrates and fine-tunes the detector.
 
     Args:
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", choices=("torch", "megengine"), default="torch")
     options = parser.parse_args(arguments)
     network = qtrace.from_onnx(options.file, {"x": (1, 3, pages.SIZE, pages.SIZE)}, batch="x:0")
-    settings = Settings(
+    settings = FinetuneSettings(
         steps=options.steps, batch_size=options.batch, lr=options.lr, engine=options.engine, evaluate_every=25
     )
     for name in [options.only] if options.only else _CONFIGS:

@@ -149,13 +149,16 @@ class FakeQuant(Module):
 
     def _check_shapes(self, x: Tensor) -> None:
         """Refuses shapes that a kernel would refuse later, after which a call may crash the process."""
-        scale, value = tuple(self.scale._tuple_shape), tuple(x._tuple_shape)
+        # Under a symbolic jit.trace a shape may be unknown.
+        scale, value = tuple(self.scale._tuple_shape), x._tuple_shape
         if scale != self.shape:
             raise SchemeError(f"site {self.site}: its scale has shape {scale}, not {self.shape}: set that.")
+        if value is None:
+            return
         sizes = zip(reversed(scale), reversed(value), strict=False)
         if len(scale) > len(value) or any(n not in (1, m) for n, m in sizes):
             raise SchemeError(
-                f"site {self.site}: its scales of shape {scale} do not fit a tensor of shape {value}: "
+                f"site {self.site}: its scales of shape {scale} do not fit a tensor of shape {tuple(value)}: "
                 "prepare the graph for such tensors."
             )
 

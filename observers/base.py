@@ -36,6 +36,7 @@ class Observer(ABC):
 
     Attributes:
         Options: the options: a subclass of `OptionModel` with a field for each.
+        largest: the largest magnitude of the last batch that was observed; 0 before.
 
     Args:
         scheme: the scheme of the site; with a channel axis, every channel has statistics of its own.
@@ -52,6 +53,7 @@ class Observer(ABC):
         self._options: dict[str, Any] = dict(check_options(self.Options, self.name, options))
         self._batches = 0
         self._state: State | None = None
+        self.largest = 0.0
 
     @abstractmethod
     def _layout(self) -> Layout:
@@ -125,6 +127,7 @@ class Observer(ABC):
         measured = self._measure(array, lo, hi, index)
         self._state = measured if self._state is None else self._combine(self._state, measured)
         self._batches += 1
+        self.largest = max(-float(lo.min()), float(hi.max()))
 
     def merge(self, other: Observer) -> Observer:
         """Returns a new observer with the statistics of both, which stay as they are: associative, exact.

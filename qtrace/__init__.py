@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from qtrace.preparation.prepare import prepare
     from qtrace.process.engine import quiet
     from qtrace.qat import param_groups
+    from qtrace.quantizing.quantize import quantize
+    from qtrace.quantizing.stage import calibrate_to_folder
     from qtrace.scheme import QParams, QScheme
     from qtrace.verification.bisect import bisect
     from qtrace.verification.verify import verify
@@ -37,6 +39,7 @@ __all__ = [
     "QtraceError",
     "bisect",
     "calibrate",
+    "calibrate_to_folder",
     "compare",
     "convert",
     "explain",
@@ -51,6 +54,7 @@ __all__ = [
     "param_groups",
     "prepare",
     "qat",
+    "quantize",
     "quiet",
     "recipes",
     "save",
@@ -67,6 +71,7 @@ _HOME = {
     "QtraceError": "errors",
     "bisect": "verification.bisect",
     "calibrate": "calibration.calibrate",
+    "calibrate_to_folder": "quantizing.stage",
     "compare": "inspection.comparison",
     "convert": "preparation.passes.convert",
     "explain": "inspection.explanation",
@@ -77,6 +82,7 @@ _HOME = {
     "load_recipe": "config.recipe",
     "param_groups": "qat",
     "prepare": "preparation.prepare",
+    "quantize": "quantizing.quantize",
     "quiet": "process.engine",
     "save": "graph.files.serialize",
     "set_phase": "preparation.phases",

@@ -56,3 +56,14 @@ class QtraceWarning(UserWarning):
 
 class TrainingError(QtraceError):
     """A fine-tuning cannot begin, or its loss is not finite."""
+
+
+def install(extra: str) -> str:
+    """Returns the command that installs an extra of qtrace, for a message.
+
+    The package index has another project of the name qtrace, so that a checkout is installed.
+
+    Args:
+        extra: the extra, as ``pyproject.toml`` names it.
+    """
+    return f"pip install -e '.[{extra}]' in the checkout of qtrace"

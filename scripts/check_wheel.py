@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prove that what `pip install qtrace` would give works, far from this checkout.
+"""Prove that what an installation of the wheel gives works, far from this checkout.
 
 Builds the sdist and, from the sdist, the wheel; checks what is in them; installs the wheel without extras
 into a fresh virtual environment; and uses it from another directory. `make wheel-check` runs it.

@@ -68,16 +68,17 @@ def measure_shares(names: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
         names: the networks; none for all nine.
 
     Returns:
-        Network -> its recipe, and the share of its MACs that is computed on integers.
+        Network -> its recipe, and the share of its MACs that is computed on integers if all that can be is.
     """
     chosen = set(names)
     shares = {}
     for path in sorted(LIGHT.glob("*.onnx")):
         if chosen and path.stem not in chosen:
             continue
-        recipe = RECIPES.get(path.stem)
-        prepared = qtrace.prepare(qtrace.from_onnx(path), recipe)
-        shares[path.stem] = {"recipe": recipe or "default", "integers": whole_share(prepared)}
+        recipe = RECIPES.get(path.stem, "common/default")
+        config = qtrace.load_recipe(recipe).without_placement()
+        prepared = qtrace.prepare(qtrace.from_onnx(path), config)
+        shares[path.stem] = {"recipe": recipe, "integers": whole_share(prepared)}
     return shares
 
 

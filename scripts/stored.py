@@ -8,12 +8,23 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["RESULTS", "ExportRow", "FamilyRow", "load", "measured_when", "store", "table", "today"]
+__all__ = [
+    "RESULTS",
+    "ExportRow",
+    "FamilyRow",
+    "RecipeRow",
+    "load",
+    "measured_when",
+    "store",
+    "table",
+    "today",
+]
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
@@ -45,6 +56,62 @@ class FamilyRow:
         islands = ", ".join(f"{n} x {kinds}" for kinds, n in self.islands.items())
         share, recipe = f"{100 * self.share:.1f} %", f"`{self.recipe}`"
         return self.family, recipe, self.network, share, f"{self.sqnr:.1f}", islands or "none"
+
+
+@dataclass(frozen=True)
+class RecipeRow:
+    """A family's recipe beside the default.
+
+    Attributes:
+        recipe: the recipe.
+        network: the network.
+        size: height and width of the images.
+        everywhere: whether both round everything, because integers gain no time on so few channels.
+        db: the SQNR of the worst group of columns by the recipe, for each seed.
+        default_db: the same by the default.
+        milliseconds: the predicted time by the recipe, for each seed.
+        default_milliseconds: the same by the default.
+        samples: the number of images to calibrate on, and of others to measure.
+        without: a file of rules, or a rule as FILE:LINE -> the medians of dB and milliseconds without it.
+        measured: the day.
+    """
+
+    recipe: str
+    network: str
+    size: int
+    everywhere: bool
+    db: list[float]
+    default_db: list[float]
+    milliseconds: list[float]
+    default_milliseconds: list[float]
+    samples: int
+    without: dict[str, list[float]] = field(default_factory=dict)
+    measured: str = ""
+
+    HEADER = ("family", "network", "pixels", "recipe, dB", "default, dB", "recipe, ms", "default, ms", "")
+    FILE = "family_recipes.json"
+
+    @property
+    def met(self) -> bool:
+        """Whether the recipe is no worse than the default, in medians."""
+        gain = statistics.median(self.db) - statistics.median(self.default_db)
+        times = statistics.median(self.milliseconds), statistics.median(self.default_milliseconds)
+        return gain >= -0.3 and times[0] <= times[1] * 1.001
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text."""
+        note = "rounded everywhere" if self.everywhere else ""
+        numbers = [f"{statistics.median(v):.1f}" for v in (self.db, self.default_db)]
+        times = [f"{statistics.median(v):.3g}" for v in (self.milliseconds, self.default_milliseconds)]
+        verdict = "" if self.met else "worse"
+        return (
+            f"`{self.recipe}`",
+            self.network,
+            str(self.size),
+            *numbers,
+            *times,
+            ", ".join(filter(None, (note, verdict))),
+        )
 
 
 @dataclass(frozen=True)
@@ -105,10 +172,10 @@ class ExportRow:
         return f"{worst:.0f}, {equal:.3%}"
 
 
-_R = TypeVar("_R", FamilyRow, ExportRow)
+_R = TypeVar("_R", FamilyRow, RecipeRow, ExportRow)
 
 
-def table(rows: Iterable[FamilyRow] | Iterable[ExportRow], kind: type[FamilyRow] | type[ExportRow]) -> str:
+def table(rows: Iterable[_R], kind: type[_R]) -> str:
     """Rows as a Markdown table."""
     lines = [kind.HEADER, ("---",) * len(kind.HEADER), *(row.cells() for row in rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
@@ -134,7 +201,7 @@ def today() -> str:
     return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
 
-def measured_when(rows: Iterable[FamilyRow] | Iterable[ExportRow]) -> str:
+def measured_when(rows: Iterable[FamilyRow] | Iterable[RecipeRow] | Iterable[ExportRow]) -> str:
     """Says in a sentence on which days the rows of a table were measured."""
     days = [row.measured for row in rows]
     known = sorted({day for day in days if day})

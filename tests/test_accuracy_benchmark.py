@@ -18,6 +18,7 @@ from benchmarks.accuracy.native import NATIVE, load_float
 from benchmarks.accuracy.networks import CLASSIFIERS
 from benchmarks.accuracy.rows import Row, add_recovered_share, markdown, sqnr_db
 from examples import digits
+from qtrace.process.onnxruntime import products_saturate
 from qtrace.sensitivity.layers import RaisableLayer
 from qtrace.sensitivity.mixed import MixedPrecision
 from qtrace.sensitivity.raising import Raise
@@ -173,7 +174,7 @@ def test_the_form_for_nncf_computes_the_same_and_shares_no_parameter(tmp_path):
     assert {node.op_type for node in nodes if outputs & set(node.output)} == {"Identity"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("group", "net"), [("finetune", "resnet"), ("mixed", "detector")])
 def test_quick_run_of_a_group_has_a_target(tmp_path, group, net):
     target = tmp_path / "accuracy.json"
@@ -185,14 +186,19 @@ def test_quick_run_of_a_group_has_a_target(tmp_path, group, net):
     assert [bool(row.target) for row in rows] == [False, False, True]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_quick_run_keeps_keeps_its_rows_and_names_a_missing_peer(tmp_path, capsys):
     target = tmp_path / "accuracy.json"
     arguments = ["--quick", "--json", str(target), "--net", "resnet"]
     assert command.main([*arguments, "--only", "w8a8"]) == 0
     rows = json.loads(target.read_text())["w8a8 resnet"]["rows"]
     assert {"float", "onnxruntime.quantization, Entropy"} <= {row["method"] for row in rows}
-    assert all(row["sqnr"] > 20 for row in rows if row["sqnr"] is not None)
+    ours = [row["sqnr"] for row in rows if row["method"].startswith("qtrace")]
+    assert len(ours) == 2
+    assert all(sqnr > 20 for sqnr in ours)
+    # Files of peers have int8 weights, whose products with uint8 saturate on a processor without VNNI.
+    theirs = [row["sqnr"] for row in rows if row["sqnr"] is not None]
+    assert all(np.isfinite(sqnr) if products_saturate() else sqnr > 20 for sqnr in theirs)
     printed = capsys.readouterr().out
     assert all(row["method"] in printed for row in rows)
     assert command.main(["--json", str(target), "--table"]) == 0

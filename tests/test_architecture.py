@@ -19,7 +19,7 @@ WITHOUT_MEGENGINE = {"errors", "storage", "scheme", "numerics", "plugins", "obse
 TRACED_MODULE_ROOM = "graph"
 TRACED_MODULE_FILES = {"qtrace/fakequant/base.py"}  # it calls register_as_builtin
 
-MOST_ROOMS = 28
+MOST_ROOMS = 30
 NOT_ROOMS = {"__init__.py", "__main__.py", "__pycache__", "py.typed"}
 _ROW = re.compile(r"\| `(?P<room>\w+)(?:/|\.py)?` \|[^|]+\|(?P<imports>[^|]*)\|(?P<by_name>[^|]*)\|")
 _MODULE = re.compile(r"(?P<module>qtrace(\.\w+)+)(:\w+)?")
@@ -180,6 +180,56 @@ def test_every_import_that_the_table_allows_is_used():
                 used[room].add(target if target in ROOMS else "__init__")
     unused = {room: (row.imports | row.by_name) - used[room] for room, row in ROOMS.items()}
     assert {room: rooms for room, rooms in unused.items() if rooms} == {}
+
+
+def circles(imports: dict[str, set[str]]) -> list[set[str]]:
+    """Returns the sets of modules that reach each other by imports."""
+    reach = {module: set(targets) for module, targets in imports.items()}
+    for middle in imports:
+        for targets in reach.values():
+            if middle in targets:
+                targets |= reach[middle]
+    shared = {frozenset(m for m in reach[module] if module in reach.get(m, ())) for module in imports}
+    return [set(circle) for circle in shared if circle]
+
+
+def test_no_files_import_each_other():
+    """Not in a circle either, nor for types alone."""
+    modules = {file.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): file for file in SOURCES}
+    imports = {}
+    for module, file in modules.items():
+        names = [name for _, name in _imports(ast.parse(SOURCES[file].read_text(encoding="utf-8")), file)]
+        targets = {name if name in modules else name.rpartition(".")[0] for name in names}
+        imports[module] = (targets & modules.keys()) - {module}
+    public = "qtrace"  # its names are those of every room, and whoever asks for one imports the room
+    assert circles({m: targets - {public} for m, targets in imports.items() if m != public}) == []
+
+
+def test_a_public_class_has_a_name_of_its_own():
+    """A word has one meaning: of two classes of one name a reader does not know which is meant."""
+    names = [
+        node.name
+        for path in SOURCES.values()
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+def test_no_word_is_the_name_of_many_functions():
+    """A function's name of one word says what it does only if few share it; those of a protocol are one."""
+    words: dict[str, set[str]] = {}
+    for file, path in SOURCES.items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and "_" not in node.name:
+                words.setdefault(node.name, set()).add(file)
+    many = {word for word, files in words.items() if len(files) >= 5}
+    assert many <= {"files", "known", "main"}, many  # each format's, each table of plug-ins', each program's
+
+
+def test_circles_are_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [{"a", "b", "c"}]
+    assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
 
 
 @pytest.mark.parametrize("file", SOURCES)

@@ -20,9 +20,9 @@ import pytest
 
 import qtrace
 from qtrace import cli
-from qtrace.cli.outputs import WORK
 from qtrace.data import open_data
 from qtrace.errors import QtraceError
+from qtrace.storage.outputs import WORK
 from tests import faulty
 
 CODE = "bad_input_code"

@@ -15,7 +15,7 @@ from benchmarks.rows import Row, Size, render
 from benchmarks.timing import Sample, Samples, Spread, take_turns
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_quick_run_prints_and_writes_every_group(tmp_path, capsys):
     target = tmp_path / "quick.json"
     assert main(["--quick", "--json", str(target)]) == 0  # whatever the figures are

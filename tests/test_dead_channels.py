@@ -17,7 +17,7 @@ from megengine.autodiff import GradManager
 import qtrace
 from qtrace import QScheme
 from qtrace.config.recipe import load_recipe
-from qtrace.finetuning import Settings, finetune
+from qtrace.finetuning import FinetuneSettings, finetune
 from qtrace.graph.types import TracedModule
 from qtrace.numerics import SMALLEST_SCALE, SMALLEST_SHARE
 from qtrace.observers.base import Observer
@@ -174,7 +174,7 @@ def test_a_norm_that_trains_may_have_a_dead_channel() -> None:
 @pytest.mark.parametrize("jit", [False, True])
 def test_fine_tuning_with_learned_scales_takes_its_steps(kind: str, jit: bool) -> None:
     prepared = _calibrated(NETS[kind](), {"qat": {"fakequant": "lsq"}})
-    finetune(prepared, BATCHES, Settings(steps=2, batch_size=2, jit=jit), progress=False)
+    finetune(prepared, BATCHES, FinetuneSettings(steps=2, batch_size=2, jit=jit), progress=False)
     assert np.isfinite(prepared(X).numpy()).all()
 
 

@@ -231,7 +231,7 @@ def test_a_demo_that_fails_leaves_nothing(tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_demo_meets_its_targets(tmp_path: Path):
     run = _run(tmp_path / "out")
     assert run.returncode == 0, run.stdout + run.stderr

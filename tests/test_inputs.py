@@ -146,7 +146,7 @@ def test_calls_on_another_thread_and_after_a_fork_say_so(
     qtrace.save(quantized, tmp_path / "quantized.mge")
     program = PROGRAM.replace("{calls!r}", repr(list(CALLS.values())))
     command = [sys.executable, "-W", "ignore", "-c", program]
-    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600)
     sentences = [line for line in process.stdout.splitlines() if line.startswith(("thread", "fork"))]
     assert len(sentences) == 2 * len(CALLS), process.stdout + process.stderr
     for line, name in zip(sentences, [*CALLS, *CALLS], strict=True):
@@ -160,7 +160,7 @@ def _killed(folder: Path, code: str) -> None:
     """Runs code that makes something temporary and is killed then."""
     program = f"import os, signal\nfrom pathlib import Path\nfrom qtrace.storage import files\n{code}\n"
     command = [sys.executable, "-c", program + "os.kill(os.getpid(), signal.SIGKILL)"]
-    assert subprocess.run(command, cwd=folder, timeout=60).returncode == -signal.SIGKILL
+    assert subprocess.run(command, cwd=folder, timeout=600).returncode == -signal.SIGKILL
 
 
 def test_leftovers_of_killed_exports_are_swept_and_those_at_work_are_not(
@@ -203,7 +203,7 @@ def test_an_interrupt_while_commands_are_imported_shows_no_traceback(tmp_path: P
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     for module in ("qtrace", "qtrace.cli"):
         command = [sys.executable, "-m", module, "--help"]
-        process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+        process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
         assert (process.returncode, process.stderr) == (130, "interrupted: no result was written.\n")
 
 
@@ -320,7 +320,7 @@ def test_code_of_a_recipe_and_of_a_model_is_found_in_the_current_folder(
         environment = {**os.environ, "PYTHONPATH": str(Path(qtrace.__file__).parents[1])}
         return subprocess.run(
             [sys.executable, "-W", "ignore", script, *args],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600,
         )  # fmt: skip
 
     recipe = ("-r", "r.yaml", "--allow-code")

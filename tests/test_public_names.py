@@ -26,6 +26,7 @@ NAMES = {
 NAMES |= {
     "bisect",
     "calibrate",
+    "calibrate_to_folder",
     "compare",
     "convert",
     "explain",
@@ -36,6 +37,7 @@ NAMES |= {
     "load_recipe",
     "param_groups",
     "prepare",
+    "quantize",
     "save",
     "set_phase",
 }

@@ -29,7 +29,13 @@ def test_an_unknown_demo_is_refused_with_the_known_ones(capsys: pytest.CaptureFi
 def test_every_stored_file_is_one_of_a_demo_or_of_a_benchmark() -> None:
     names = {file for _, file in demos.DEMOS.values()}
     names |= {stored.FamilyRow.FILE, stored.ExportRow.FILE, onnx_coverage.FILE.name, deployed.RESULTS.name}
-    names |= {"accuracy.json", "latest.json", runtimes.RESULTS.name, tuning.RESULTS.name}
+    names |= {
+        "accuracy.json",
+        "latest.json",
+        "family_recipes.json",
+        runtimes.RESULTS.name,
+        tuning.RESULTS.name,
+    }
     assert {path.name for path in stored.RESULTS.iterdir()} == names
 
 

@@ -10,7 +10,7 @@ from benchmarks.accuracy.four_bits import low_bits
 from benchmarks.accuracy.judging import Judge, quantize
 from benchmarks.accuracy.rows import Row, add_recovered_share
 from benchmarks.accuracy.subjects import Subject, batches, in_megengine, training_inputs
-from qtrace.finetuning import Settings
+from qtrace.finetuning import FinetuneSettings
 
 __all__ = ["run"]
 
@@ -30,7 +30,7 @@ def run(subject: Subject, steps: int | None) -> Iterator[Row]:
     nearest = judge.row(CHECK, "round to nearest", in_megengine(qtrace.convert(prepared)))
     yield nearest
     inputs = batches(training_inputs(subject, INPUTS))
-    report = qtrace.finetune(prepared, inputs, Settings(steps=steps, seed=SEED))
+    report = qtrace.finetune(prepared, inputs, FinetuneSettings(steps=steps, seed=SEED))
     print(report.table(), file=sys.stderr)
     tuned = judge.row(CHECK, f"finetune, {steps} steps", in_megengine(qtrace.convert(prepared)))
     row = add_recovered_share(tuned, nearest.loss, SHARE)

@@ -16,7 +16,7 @@ from benchmarks.accuracy.fitting import fit
 from benchmarks.accuracy.networks import CLASSIFIERS
 from benchmarks.accuracy.subjects import WEIGHTS, split
 from examples import digits
-from qtrace.cli.outputs import output_file
+from qtrace.storage.outputs import output_file
 
 __all__ = ["shifted", "train"]
 

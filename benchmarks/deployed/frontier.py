@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 from benchmarks.deployed.rows import PEERS, PLACEMENTS, POINTS, Row
-from qtrace.preparation.passes import place
+from qtrace.preparation.passes import _search as search
 from qtrace.preparation.placement.frontier import Point
 from qtrace.preparation.placement.problem import Problem, evaluate
 
@@ -38,7 +38,7 @@ def choose_between(share: float) -> Iterator[None]:
         in_float = {unit.name: bool(unit.fixed) for unit in problem.units}
         return select(frontier, evaluate(problem, in_float).seconds, share)
 
-    with mock.patch.object(place, "choose_balanced", choose):
+    with mock.patch.object(search, "choose_balanced", choose):
         yield
 
 

@@ -27,7 +27,7 @@ from benchmarks.deployed import judging, networks, rows  # noqa: E402
 from benchmarks.deployed.judging import File  # noqa: E402
 from qtrace.config import QConfig  # noqa: E402
 from qtrace.graph.table import format_table  # noqa: E402
-from qtrace.tuning import Settings, Tuning, tune  # noqa: E402
+from qtrace.tuning import TuneSettings, Tuning, tune  # noqa: E402
 
 __all__ = ["HEADERS", "NETS", "RESULTS", "TunedRow", "cells", "merged", "read", "rival", "table"]
 
@@ -66,7 +66,7 @@ class TunedRow:
     metrics: dict[str, float]
 
 
-def measure(name: str, settings: Settings) -> TunedRow:
+def measure(name: str, settings: TuneSettings) -> TunedRow:
     """Searches the best recipe of a network and judges its file."""
     network = networks.load(name)
     start = QConfig.model_validate({**qtrace.load_recipe("int8").to_dict(), "placement": "balanced"})
@@ -190,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
     found = read(options.json)
     measured = rows.read(rows.RESULTS)
     for name in () if options.table else options.net or NETS:
-        row = measure(name, Settings(options.trials, 60 * options.minutes))
+        row = measure(name, TuneSettings(options.trials, 60 * options.minutes))
         found = merged(found, [row])
         document = {"machine": machine.facts(), "rows": [asdict(row) for row in found]}
         options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

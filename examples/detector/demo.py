@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 import qtrace
-from qtrace.cli.outputs import output_folder
+from qtrace.storage.outputs import output_folder
 
 qtrace.quiet()  # before anything else loads MegEngine: it would print notes about a missing CUDA driver
 

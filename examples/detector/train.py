@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import qtrace
-from qtrace.cli.outputs import output_file
+from qtrace.storage.outputs import output_file
 
 qtrace.quiet()  # before anything else loads MegEngine: it would print notes about a missing CUDA driver
 

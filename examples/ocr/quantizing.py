@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 import qtrace
-from qtrace.finetuning import Settings
+from qtrace.finetuning import FinetuneSettings
 
 RECIPE = "int8"
 
@@ -38,7 +38,7 @@ def quantize(
     qtrace.calibrate(prepared, batches)
     worst = {"int8": _export(prepared, batches[0], out / f"{name}_int8.onnx")}
     say(f"{name}: fine-tune without labels, at most {minutes:g} minutes")
-    settings = Settings(steps=20, batch_size=4, lr=0.002, max_minutes=minutes, evaluate_every=5)
+    settings = FinetuneSettings(steps=20, batch_size=4, lr=0.002, max_minutes=minutes, evaluate_every=5)
     report = qtrace.finetune(prepared, batches, settings, teacher=network)
     print(report.table().splitlines()[0])
     worst["tuned"] = _export(prepared, batches[0], out / f"{name}_tuned.onnx")

@@ -13,7 +13,7 @@ from qtrace.benchmarking.memory import peak_memory
 from qtrace.benchmarking.onnx_ops import read_graph
 from qtrace.benchmarking.prediction import Prediction, predict
 from qtrace.benchmarking.profile import FLOAT_OPS, INTEGER_OPS, LAYOUT, ROUNDINGS, Profile, read_profile
-from qtrace.benchmarking.runners import Settings, open_file
+from qtrace.benchmarking.runners import RunnerSettings, open_file
 from qtrace.benchmarking.runners.onnxruntime import OnnxRunner
 from qtrace.errors import ExportError
 
@@ -72,7 +72,7 @@ def bench_files(
     paths: Sequence[Path],
     *,
     runtime: str | None = None,
-    settings: Settings | None = None,
+    settings: RunnerSettings | None = None,
     seconds: float = 3.0,
     by_op: bool = False,
     table: CostTable | None = None,
@@ -92,7 +92,7 @@ def bench_files(
     Raises:
         ExportError: when a file cannot be run, or its runtime has no profile.
     """
-    settings = settings or Settings()
+    settings = settings or RunnerSettings()
     runners = [open_file(path, runtime, settings) for path in paths]
     for path, runner in zip(paths, runners, strict=True):
         if by_op and not isinstance(runner, OnnxRunner):

@@ -65,9 +65,7 @@ def take_turns(
     for number in range(_MOST_ROUNDS):
         order = range(len(runners))
         for index in order if number % 2 == 0 else reversed(order):
-            start = time.perf_counter()
-            runners[index].run()
-            times[index].append(time.perf_counter() - start)
+            times[index].append(runners[index].run())
         tick()
         if number + 1 >= _LEAST_ROUNDS and time.perf_counter() > end:
             break

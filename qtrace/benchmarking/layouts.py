@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from qtrace.benchmarking.costs import FLOAT, INTEGER, LOOKUP
-from qtrace.benchmarking.onnx_ops import OnnxGraph, OnnxNode
+from qtrace.benchmarking.onnx_ops import OnnxGraph, TimedNode
 
 __all__ = ["PLAIN_MAX_POOL", "LayoutChanges", "leads_to_conv"]
 
@@ -28,7 +28,7 @@ Change = tuple[tuple[int, ...], str]
 PLAIN_MAX_POOL = "max_pool2d, plain"
 
 
-def leads_to_conv(graph: OnnxGraph, node: OnnxNode, forms: Mapping[OnnxNode, str]) -> bool:
+def leads_to_conv(graph: OnnxGraph, node: TimedNode, forms: Mapping[TimedNode, str]) -> bool:
     """Whether an integer convolution reads a result, through ops that take any layout.
 
     onnxruntime then keeps the channels last on the way.
@@ -56,7 +56,7 @@ class LayoutChanges:
         self._graph = graph
         self._layouts = {name: {PLAIN} for name in graph.inputs}
 
-    def enter(self, node: OnnxNode, form: str, gated: bool = False) -> Iterator[Change]:
+    def enter(self, node: TimedNode, form: str, gated: bool = False) -> Iterator[Change]:
         """Yields the changes in front of a node, as the shape and the form of a ``reorder``.
 
         Args:
@@ -83,10 +83,10 @@ class LayoutChanges:
                 yield from _changes(has, shape, PLAIN)
 
     @staticmethod
-    def _is_stem(node: OnnxNode, layout: str, shape: tuple[int, ...]) -> bool:
+    def _is_stem(node: TimedNode, layout: str, shape: tuple[int, ...]) -> bool:
         return node.op == "Conv" and layout == BLOCKED and len(shape) == 4 and shape[1] < _STEM
 
-    def _layout(self, node: OnnxNode, form: str, sources: list[set[str]]) -> str:
+    def _layout(self, node: TimedNode, form: str, sources: list[set[str]]) -> str:
         if node.op == "Conv":
             return LAST if form in (INTEGER, LOOKUP) else BLOCKED
         has = set().union(*sources) if sources else {PLAIN}
@@ -96,7 +96,7 @@ class LayoutChanges:
             return LAST
         return BLOCKED if form == "fused" or self._stays_blocked(node, sources) else PLAIN
 
-    def _stays_blocked(self, node: OnnxNode, sources: list[set[str]]) -> bool:
+    def _stays_blocked(self, node: TimedNode, sources: list[set[str]]) -> bool:
         """Whether a float op has a kernel for blocks: if all that it reads is in blocks of one shape."""
         if node.op in _INTO_CONV:
             producer = self._graph.producers.get(node.data[0])

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from qtrace.benchmarking.runners import Settings, open_file
+from qtrace.benchmarking.runners import RunnerSettings, open_file
 
 __all__ = ["peak_memory"]
 
@@ -16,7 +16,7 @@ _SECONDS = 300
 _CODE = "import sys; from qtrace.benchmarking.memory import measure; measure(sys.stdin.read())"
 
 
-def peak_memory(path: Path, runtime: str | None, settings: Settings) -> int | None:
+def peak_memory(path: Path, runtime: str | None, settings: RunnerSettings) -> int | None:
     """Returns the bytes that loading and one run add to a process at most; None if it ends too early."""
     order = {
         "path": str(path),
@@ -39,11 +39,13 @@ def measure(text: str) -> None:
     """Loads and runs the file that ``text`` describes, and prints the bytes; see `peak_memory`."""
     order = json.loads(text)
     shapes = {name: tuple(shape) for name, shape in order["shapes"].items()}
-    settings = Settings(order["threads"], order["batch"], shapes)
+    settings = RunnerSettings(order["threads"], order["batch"], shapes)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forgets the peak of the imports
     before = _kilobytes("VmRSS")
-    open_file(Path(order["path"]), order["runtime"], settings).run()
-    print((_kilobytes("VmHWM") - before) * 1024)
+    runner = open_file(Path(order["path"]), order["runtime"], settings)
+    runner.run()
+    own = runner.memory()
+    print((_kilobytes("VmHWM") - before) * 1024 if own is None else own)
 
 
 def _kilobytes(name: str) -> int:

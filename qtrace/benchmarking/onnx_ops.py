@@ -11,7 +11,7 @@ from typing import Any
 from qtrace.benchmarking.costs import OpShape
 from qtrace.errors import ExportError
 
-__all__ = ["OnnxGraph", "OnnxNode", "read_graph"]
+__all__ = ["OnnxGraph", "TimedNode", "read_graph"]
 
 KINDS = {
     "Add": "add",
@@ -63,7 +63,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class OnnxNode:
+class TimedNode:
     """A node that computes floats, QuantizeLinear or DequantizeLinear.
 
     Attributes:
@@ -99,7 +99,7 @@ class OnnxGraph:
 
     def __init__(
         self,
-        nodes: list[OnnxNode],
+        nodes: list[TimedNode],
         shapes: Mapping[str, Shape],
         inputs: tuple[str, ...],
         outputs: tuple[str, ...],
@@ -107,14 +107,14 @@ class OnnxGraph:
         self.nodes, self.shapes, self.inputs, self.outputs = nodes, shapes, inputs, outputs
 
     @cached_property
-    def producers(self) -> dict[str, OnnxNode]:
+    def producers(self) -> dict[str, TimedNode]:
         """Tensor -> the node that computes it."""
         return {name: node for node in self.nodes for name in node.outputs}
 
     @cached_property
-    def readers(self) -> dict[str, list[OnnxNode]]:
+    def readers(self) -> dict[str, list[TimedNode]]:
         """Tensor -> the nodes that read it."""
-        readers: dict[str, list[OnnxNode]] = {}
+        readers: dict[str, list[TimedNode]] = {}
         for node in self.nodes:
             for name in dict.fromkeys(node.data):
                 readers.setdefault(name, []).append(node)
@@ -133,7 +133,7 @@ class OnnxGraph:
         outputs = tuple(sources.get(name, name) for name in self.outputs)
         return OnnxGraph(nodes, self.shapes, self.inputs, outputs)
 
-    def op_shape(self, node: OnnxNode) -> OpShape | None:
+    def op_shape(self, node: TimedNode) -> OpShape | None:
         """Returns the shapes of a node; None if its kind or a shape is unknown."""
         kind = KINDS.get(node.op)
         names = (*node.data, *node.outputs)
@@ -224,7 +224,7 @@ def _graph(model: Any) -> OnnxGraph:
             attributes = {a.name: _plain(helper.get_attribute_value(a)) for a in node.attribute}
             first = bool(names) and names[0] in stored
             nodes.append(
-                OnnxNode(outputs[0], node.op_type, data, constants, outputs, first, integers, attributes)
+                TimedNode(outputs[0], node.op_type, data, constants, outputs, first, integers, attributes)
             )
     inputs = tuple(i.name for i in graph.input if i.name not in stored)
     return OnnxGraph(nodes, shapes, inputs, tuple(o.name for o in graph.output))

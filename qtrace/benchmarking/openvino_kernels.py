@@ -21,7 +21,7 @@ from qtrace.benchmarking.costs import FLOAT, INTEGER, Measurement, OpShape
 from qtrace.benchmarking.grid_small import small_grid
 from qtrace.benchmarking.net import Net
 
-__all__ = ["NodeTime", "cases_of", "measure", "run_profiled"]
+__all__ = ["KernelTime", "cases_of", "measure", "run_profiled"]
 
 _OPTIONS = {
     "INFERENCE_PRECISION_HINT": "f32",
@@ -40,7 +40,7 @@ _FUNCTIONS = tuple(written.UNARY)
 
 
 @dataclass(frozen=True)
-class NodeTime:
+class KernelTime:
     """A node of a compiled network.
 
     Attributes:
@@ -84,7 +84,7 @@ def measure(
     return [Measurement(op, form, statistics.median(all)) for (op, form), all in times.items()], per_run
 
 
-def run_profiled(model: bytes, inputs: dict[str, tuple[int, ...]]) -> tuple[list[NodeTime], float]:
+def run_profiled(model: bytes, inputs: dict[str, tuple[int, ...]]) -> tuple[list[KernelTime], float]:
     """Runs a network and returns its nodes, and the least time of a whole run.
 
     Args:
@@ -109,7 +109,7 @@ def run_profiled(model: bytes, inputs: dict[str, tuple[int, ...]]) -> tuple[list
         whole, spent = min(whole, seconds), spent + seconds
     names = {node.get_friendly_name(): _names(node) for node in compiled.get_runtime_model().get_ops()}
     return [
-        NodeTime(
+        KernelTime(
             names.get(each.node_name) or (each.node_name,),
             each.node_type,
             each.exec_type,
@@ -126,7 +126,7 @@ def _names(node: Any) -> tuple[str, ...]:
     return () if names is None else tuple(name for name in str(names.value).split(",") if name)
 
 
-def _seconds(slot: Slot, nodes: Sequence[NodeTime]) -> float | None:
+def _seconds(slot: Slot, nodes: Sequence[KernelTime]) -> float | None:
     """Returns the time of a slot; None if OpenVINO does not compute it in the form of the slot."""
     if slot.op.kind in ("quantize", "dequantize"):
         return _rounding(slot.op.kind, nodes)
@@ -145,7 +145,7 @@ def _seconds(slot: Slot, nodes: Sequence[NodeTime]) -> float | None:
     return max(sum((*surplus, *alone)), _LEAST_SECONDS)
 
 
-def _rounding(kind: str, nodes: Sequence[NodeTime]) -> float:
+def _rounding(kind: str, nodes: Sequence[KernelTime]) -> float:
     """Returns the time of a change of type between convolutions, of which a kernel may do a part."""
     ends = "_f32_u8_" if kind == "quantize" else "_u8_f32_"
     own = [node.seconds for node in nodes if node.kind == "Reorder" and ends in node.names[0]]

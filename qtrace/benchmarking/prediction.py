@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from qtrace.benchmarking.costs import FLOAT, INTEGER, LOOKUP, CostTable, OpShape
 from qtrace.benchmarking.layouts import PLAIN_MAX_POOL, LayoutChanges, leads_to_conv
-from qtrace.benchmarking.onnx_ops import OnnxGraph, OnnxNode
+from qtrace.benchmarking.onnx_ops import OnnxGraph, TimedNode
 from qtrace.benchmarking.profile import FLOAT_OPS, INTEGER_OPS, LAYOUT, ROUNDINGS
 
 __all__ = ["Prediction", "PricedOp", "predict", "predict_float"]
@@ -96,11 +96,11 @@ def predict(graph: OnnxGraph, table: CostTable) -> Prediction:
 class _Walk:
     def __init__(self, graph: OnnxGraph, table: CostTable) -> None:
         self.graph, self.table = graph, table
-        self.forms: dict[OnnxNode, str] = {}
+        self.forms: dict[TimedNode, str] = {}
         self.layouts = LayoutChanges(graph)
         self.priced: list[PricedOp] = []
-        self.gates: set[OnnxNode] = set()
-        self.gated: set[OnnxNode] = set()
+        self.gates: set[TimedNode] = set()
+        self.gated: set[TimedNode] = set()
 
     def run(self) -> list[PricedOp]:
         """Returns all nodes with their times."""
@@ -139,7 +139,7 @@ class _Walk:
     def _add(self, name: str, op: OpShape, form: str) -> None:
         self.priced.append(PricedOp(name, op.kind, form, self.table.seconds(op, form)))
 
-    def _form(self, node: OnnxNode) -> str:
+    def _form(self, node: TimedNode) -> str:
         """Returns the form of an op: an integer one if all that it reads and gives is rounded."""
         op = self.graph.op_shape(node)
         before = self._producer(node)
@@ -154,10 +154,10 @@ class _Walk:
                 return form
         return FLOAT
 
-    def _producer(self, node: OnnxNode) -> OnnxNode | None:
+    def _producer(self, node: TimedNode) -> TimedNode | None:
         return self.graph.producers.get(node.data[0]) if node.data else None
 
-    def _fuses(self, node: OnnxNode, before: OnnxNode | None) -> bool:
+    def _fuses(self, node: TimedNode, before: TimedNode | None) -> bool:
         """Whether onnxruntime computes ``node`` inside the op before it."""
         if before is None or len(self.graph.readers[before.outputs[0]]) > 1:
             return False
@@ -171,7 +171,7 @@ class _Walk:
             return node.op in _CLAMPS or folded
         return origin.op == "Add" and node.op == "Relu" and self._joins_conv(origin)
 
-    def _folds(self, node: OnnxNode) -> bool:
+    def _folds(self, node: TimedNode) -> bool:
         """Whether a stored factor or summand becomes part of the convolution before it.
 
         It has to be the second operand: a factor without axes, or one number for each channel.
@@ -185,7 +185,7 @@ class _Walk:
             n for n in shape if n != 1
         )
 
-    def _joins_conv(self, node: OnnxNode) -> bool:
+    def _joins_conv(self, node: TimedNode) -> bool:
         """Whether a float sum is computed inside the convolution that gives one of its operands."""
         sources = [self.graph.producers.get(name) for name in node.data]
         return len(node.data) == 2 and any(
@@ -196,7 +196,7 @@ class _Walk:
         producer = self.graph.producers.get(name)
         return producer is not None and producer.op == "DequantizeLinear"
 
-    def _rounded(self, node: OnnxNode) -> bool:
+    def _rounded(self, node: TimedNode) -> bool:
         """Whether every reader rounds the result, after a clamp or at once."""
         for name in node.outputs:
             readers = self.graph.readers.get(name, [])
@@ -208,7 +208,7 @@ class _Walk:
                     return False
         return True
 
-    def _price(self, node: OnnxNode) -> None:
+    def _price(self, node: TimedNode) -> None:
         form, op = self.forms[node], self.graph.op_shape(node)
         if node in self.gated:
             op = OpShape("silu", op.inputs[:1], op.outputs) if op is not None else None
@@ -221,33 +221,33 @@ class _Walk:
         else:
             self._add(node.name, op, form)
 
-    def _is_plain_pool(self, node: OnnxNode) -> bool:
+    def _is_plain_pool(self, node: TimedNode) -> bool:
         """Whether a max pooling runs on integers in the plain layout."""
         if node.op != "MaxPool" or self.forms[node] != INTEGER:
             return False
         return not leads_to_conv(self.graph, node, self.forms)
 
-    def _price_quantize(self, node: OnnxNode) -> None:
+    def _price_quantize(self, node: TimedNode) -> None:
         """Adds the time of a rounding that no integer kernel does itself."""
         before = self._source(node)
         if before is None or self.forms.get(before) not in (INTEGER, LOOKUP):
             self._add_rounding(node, "quantize", node.data[0])
 
-    def _source(self, node: OnnxNode) -> OnnxNode | None:
+    def _source(self, node: TimedNode) -> TimedNode | None:
         """Returns the op that computes what a node rounds, before a clamp that is part of it."""
         before = self._producer(node)
         while before is not None and self.forms.get(before) == "fused":
             before = self._producer(before)
         return before
 
-    def _price_dequantize(self, node: OnnxNode) -> None:
+    def _price_dequantize(self, node: TimedNode) -> None:
         """Adds the time for each reader that computes in float: onnxruntime copies the node for each."""
         name = node.outputs[0]
         floats = [r for r in self.graph.readers.get(name, []) if self.forms.get(r) not in (INTEGER, LOOKUP)]
         for _ in range(len(floats) + (name in self.graph.outputs)):
             self._add_rounding(node, "dequantize", name)
 
-    def _add_rounding(self, node: OnnxNode, kind: str, name: str) -> None:
+    def _add_rounding(self, node: TimedNode, kind: str, name: str) -> None:
         shape = self.graph.shapes.get(name)
         if shape is None:
             self.priced.append(PricedOp(node.name, kind, FLOAT, None))

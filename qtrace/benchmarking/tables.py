@@ -10,7 +10,7 @@ from qtrace.benchmarking.grid_convs import conv_cases
 from qtrace.benchmarking.grid_others import other_cases
 from qtrace.benchmarking.kernels import PASSES, measure_cases, measure_run
 from qtrace.benchmarking.machine import describe_machine
-from qtrace.errors import ExportError
+from qtrace.errors import ExportError, install
 
 __all__ = ["DISTRIBUTIONS", "SUPPORTED", "measure_table"]
 
@@ -51,7 +51,7 @@ def measure_table(runtime: str, progress: _Progress = lambda count, all: None) -
     if any(importlib.util.find_spec(package) is None for package in packages):
         raise ExportError(
             f"measuring the kernels of {runtime} needs the packages {' and '.join(packages)}: run "
-            f"pip install 'qtrace[{extra}]'."
+            f"{install(extra)}."
         )
     measurements, per_run = _MEASURES[runtime](progress)
     return CostTable(describe_machine(runtime, DISTRIBUTIONS[runtime], 1), measurements, per_run)

@@ -112,10 +112,13 @@ def _dynamic_outputs(prepared: QuantizedModel) -> set[str]:
 def check_sites(prepared: QuantizedModel) -> None:
     """Checks that a prepared graph has a site, since a calibration would leave it in float otherwise.
 
+    A graph that its placement leaves in float may have none: it becomes a float file.
+
     Raises:
-        CalibrationError: when the graph has no site.
+        CalibrationError: when the graph has no site, and not by a placement.
     """
-    if not prepared.fake_quants:
+    placement = prepared.annotation.placement
+    if not prepared.fake_quants and (placement is None or placement.mode != "float"):
         raise CalibrationError(
             "the graph has no site: not one of its ops is quantized, so there is nothing to calibrate; "
             "`qtrace explain` says why each op stays float."

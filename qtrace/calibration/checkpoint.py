@@ -18,21 +18,19 @@ from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.record import hash_tensors
 from qtrace.storage import checkpoints
+from qtrace.storage.outputs import PART
 
 __all__ = [
     "Cadence",
     "Part",
-    "Parts",
+    "StoredParts",
     "fingerprint",
-    "has_parts",
     "merge_parts",
     "pack",
     "read_part",
     "unpack",
     "write_part",
 ]
-
-_SUFFIX = ".part.npz"
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,7 @@ def _part(metadata: dict[str, Any], content: dict[str, np.ndarray], prepared: Qu
     return Part(Statistics(observers, batches), chosen, tuple(metadata["skipped"]), passed)
 
 
-class Parts:
+class StoredParts:
     """The parts of a calibration in a folder.
 
     Args:
@@ -171,7 +169,7 @@ class Parts:
 
     def path(self, name: str) -> Path:
         """Returns the path of the part ``name``."""
-        return self.folder / f"{name}{_SUFFIX}"
+        return self.folder / f"{name}{PART}"
 
     def write(self, name: str, part: Part) -> None:
         """Writes a part as the file of ``name``."""
@@ -185,7 +183,7 @@ class Parts:
         Raises:
             CalibrationError: when a part is damaged or belongs to another calibration.
         """
-        paths = sorted(self.folder.glob(f"*{_SUFFIX}"))
+        paths = sorted(self.folder.glob(f"*{PART}"))
         parts = [read_part(path, self.prepared, self.identity) for path in paths]
         parts.sort(key=lambda part: len(part.statistics.batches), reverse=True)
         whole = Part(no_statistics(self.prepared))
@@ -217,8 +215,3 @@ def merge_parts(first: Part, second: Part) -> Part:
     skipped = tuple(sorted({*first.skipped, *second.skipped}))
     statistics = first.statistics.merge(second.statistics)
     return Part(statistics, first.chosen or second.chosen, skipped, {**first.passed, **second.passed})
-
-
-def has_parts(folder: Path) -> bool:
-    """Whether ``folder`` holds parts."""
-    return any(folder.glob(f"*{_SUFFIX}"))

@@ -21,7 +21,7 @@ from qtrace.graph.stepping import SegmentEngine
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.preparation.model import QuantizedModel
 
-__all__ = ["ENGINES", "Chosen", "ExplainedEngine", "choose", "choose_segments"]
+__all__ = ["ENGINES", "Chosen", "ExplainedEngine", "choose_engine", "choose_segments"]
 
 ENGINES = ("auto", "megengine", "onnxruntime")
 
@@ -63,7 +63,7 @@ class Chosen:
         return cls(data["name"], data["reason"], verified, data["compared"], data.get("everywhere", True))
 
 
-def choose(
+def choose_engine(
     prepared: QuantizedModel,
     watched: Watched,
     requested: str | Chosen,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -10,11 +11,13 @@ from typing import Any
 from tqdm import tqdm
 
 from qtrace.calibration.base import Arguments, Watched, watched
-from qtrace.calibration.choice import Chosen, ExplainedEngine, choose
+from qtrace.calibration.choice import Chosen, ExplainedEngine, choose_engine
 from qtrace.calibration.nonfinite import refuse_nonfinite_output
 from qtrace.calibration.observing import Observing
+from qtrace.calibration.spoiled import refuse_spoiled
 from qtrace.calibration.statistics import Statistics, fresh, no_statistics
 from qtrace.data.batches import as_arguments, evaluating, refuse_nan
+from qtrace.data.unusual import find_unusual
 from qtrace.errors import CalibrationError
 from qtrace.graph.source_lines import name_with_line
 from qtrace.graph.types import TracedModule
@@ -24,6 +27,8 @@ from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
 
 __all__ = ["CollectOptions", "Collected", "collect", "observe_parameters"]
+
+_LOG = logging.getLogger("qtrace")
 
 Numbered = Iterable[tuple[int, Any]]
 
@@ -77,8 +82,8 @@ def collect(
         start: statistics to add to; None to start without.
 
     Raises:
-        CalibrationError: when a batch does not fit the model, a value is not finite, or the caller is not on
-            the main thread.
+        CalibrationError: when a batch does not fit the model, a value is not finite, a number that stands for
+            infinity spoils the range of a site, or the caller is not on the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         raise CalibrationError(
@@ -100,10 +105,14 @@ def collect(
             disable=silent,
         )
         engine = None
-        observing = Observing(start, observed, sites, _places(module, observed))
+        unusual: list[str] = []
+        places = _places(module, observed)
+        observing = Observing(start, observed, sites, places)
         with bar:
             for index, batch in bar:
                 arguments = as_arguments(batch, module, index)
+                if index == 0:
+                    unusual = find_unusual(arguments, module, model.config.preprocess)
                 engine = engine or _choose(model, observed, options, arguments)
                 observing.begin(index, batch)
                 engine.run(arguments, index, observing.observe)
@@ -112,6 +121,10 @@ def collect(
                 refuse_nan(arguments, index)  # a ReLU may have made numbers of it
                 observing.commit()
                 after(Collected(observing.statistics, engine.chosen))
+        sited = {group: far for group, far in observing.far.items() if group not in model.record.native}
+        refuse_spoiled(sited, observing.statistics.observers, places, lambda node: _bound(model, node))
+        for problem in unusual:  # not beside an error, which matters more
+            _LOG.warning(f"batch 0: {problem}.")
         engine = engine or _choose(model, observed, options)
         return Collected(observing.statistics, engine.chosen)
 
@@ -119,13 +132,35 @@ def collect(
 def _choose(
     model: QuantizedModel, observed: Watched, options: CollectOptions, first: Arguments | None = None
 ) -> ExplainedEngine:
-    return choose(model, observed, options.engine, options.batches, options.threads, first)
+    return choose_engine(model, observed, options.engine, options.batches, options.threads, first)
 
 
 def _places(prepared: TracedModule, observed: Watched) -> dict[str, str]:
     """Maps each watched node to its op and source line."""
     nodes = ((node, e) for e in exprs(prepared) for node in e.outputs)
     return {node.name: name_with_line(e, op_label(e)) for node, e in nodes if node.name in observed.nodes}
+
+
+def _bound(model: QuantizedModel, site: str) -> list[str]:
+    """Returns the results of the ops that a rule keeps in float so that nothing of a site is rounded.
+
+    These are the op of the site and the moves behind it. Where that op is in float already, or the site is an
+    input of the graph, they are its readers.
+    """
+    states = {note.name: note.state for note in model.annotation.notes}
+    names = [site] if site in states else []
+    followed = {"carried", "int", "fused"} if states.get(site, "float") == "float" else {"carried"}
+    stack = [(model.nodes[site], followed)]
+    while stack:
+        node, followed = stack.pop()
+        for result in (n for user in node.users for n in user.outputs):
+            name = result.name
+            if name not in states:  # of a fake quant
+                stack.append((result, followed))
+            elif name not in names and states[name] in followed:
+                names.append(name)
+                stack.append((result, {"carried"}))
+    return names
 
 
 def observe_parameters(prepared: QuantizedModel, statistics: Statistics) -> Statistics:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import qtrace.errors
 from qtrace.calibration.jobs import WorkerJob, run_job
-from qtrace.errors import ConfigError, QtraceError
+from qtrace.errors import ConfigError, QtraceError, install
 
 __all__ = ["Executor", "Processes", "Ray"]
 
@@ -162,7 +162,7 @@ class Ray:
         try:
             import ray
         except ImportError as error:
-            raise ConfigError("--ray needs the package ray: run pip install 'qtrace[ray]'.") from error
+            raise ConfigError(f"--ray needs the package ray: run {install('ray')}.") from error
         try:
             ray.init(address=self._address or None, log_to_driver=False, logging_level="error")
         except Exception as error:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.calibration.base import Watched
+from qtrace.calibration.spoiled import FAR, Values, read_far
 from qtrace.calibration.statistics import Statistics, arrays, checksum, fresh
 from qtrace.errors import CalibrationError
 from qtrace.fakequant.base import fold_channels
@@ -25,6 +26,7 @@ class Observing:
     Attributes:
         statistics: the statistics of all committed batches.
         nonfinite: the graph outputs that are no sites and hold NaN or infinity in the current batch.
+        far: group -> its values that are far from all others, for `refuse_spoiled`.
 
     Args:
         statistics: the statistics to add to.
@@ -41,6 +43,7 @@ class Observing:
         self._observed: dict[str, list[Observer]] = {}
         self._batch = self._checksum = 0
         self.nonfinite: list[str] = []
+        self.far: dict[str, Values] = {}
 
     def begin(self, number: int, batch: Any) -> None:
         """Begins a batch; what was observed since the last `commit` is dropped.
@@ -64,10 +67,14 @@ class Observing:
             self.nonfinite.append(node)
         for group in groups:
             try:
-                self._observe(group, fold_channels(value, self._watched.folded.get(group, ())))
+                observer = self._observe(group, fold_channels(value, self._watched.folded.get(group, ())))
             except CalibrationError as error:
                 place = self._places.get(node)
-                raise CalibrationError(f"{error} The value is {place}." if place else str(error)) from error
+                text = f"{error} The value is {place}." if place else str(error)
+                raise CalibrationError(text + _meant(value)) from error
+            if observer.largest >= FAR and (values := read_far(node, value)) is not None:
+                earlier = self.far.get(group, values)
+                self.far[group] = values if values.near >= earlier.near else earlier
 
     def commit(self) -> None:
         """Adds the batch to the statistics."""
@@ -75,7 +82,17 @@ class Observing:
         self.statistics = self.statistics.plus(self._observed, {self._batch: self._checksum})
         self._observed = {}
 
-    def _observe(self, group: str, value: np.ndarray) -> None:
+    def _observe(self, group: str, value: np.ndarray) -> Observer:
         observer = fresh(self.statistics.observers[group])
         observer.observe(value, batch=self._batch, site=self._sites[group])
         self._observed.setdefault(group, []).append(observer)
+        return observer
+
+
+def _meant(value: np.ndarray) -> str:
+    """Returns what to do if infinity in a refused value is meant; nothing if it is NaN or finite."""
+    if np.isnan(value).any() or np.isfinite(value).all():
+        return ""
+    return (
+        " If the infinity is meant, as in a mask, call prepare with samples, or give the mask as a constant."
+    )

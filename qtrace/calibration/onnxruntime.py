@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.calibration.base import Arguments, EngineError, Observe
-from qtrace.errors import ExportError
+from qtrace.errors import ExportError, install
 from qtrace.export.onnx.activations import activations
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TensorNode, TracedModule
@@ -49,7 +49,7 @@ class OnnxRuntime:
         limit: int = _MAX_ACTIVATION_BYTES,
     ) -> None:
         if importlib.util.find_spec("onnxruntime") is None:
-            raise EngineError("the package onnxruntime is not installed (pip install 'qtrace[onnx]')")
+            raise EngineError(f"the package onnxruntime is not installed ({install('onnx')})")
         if len(prepared.argdef_graph_map) != 1:
             raise EngineError("the model was traced with several structures of arguments")
         try:

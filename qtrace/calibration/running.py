@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from qtrace.calibration.base import check_sites
-from qtrace.calibration.checkpoint import Cadence, Part, Parts, fingerprint
+from qtrace.calibration.checkpoint import Cadence, Part, StoredParts, fingerprint
 from qtrace.calibration.choice import Chosen
 from qtrace.calibration.collecting import Collected, CollectOptions, collect
 from qtrace.calibration.executors import Executor, Processes, Ray
@@ -101,7 +101,7 @@ def collect_all(
         settings.engine,
         settings.threads,
     )
-    parts = Parts(folder, model, identity)
+    parts = StoredParts(folder, model, identity)
     whole = parts.gather()
     resumed = len(whole.statistics.batches)
     if resumed:
@@ -130,7 +130,7 @@ class _CollectionRun:
         prepared: QuantizedModel,
         source: DataSource,
         described: Source,
-        parts: Parts,
+        parts: StoredParts,
         settings: RunSettings,
     ) -> None:
         self.prepared, self.source, self.described = prepared, source, described

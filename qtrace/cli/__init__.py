@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from qtrace.cli.codes import INTERRUPTED
+
 if TYPE_CHECKING:
     from qtrace.cli.program import group
 
 __all__ = ["group", "main"]
-
-INTERRUPTED = 130
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:

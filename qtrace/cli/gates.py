@@ -25,7 +25,7 @@ def check_graph(
         config: the config of the graph.
         verdict: its verdict; None if it could not be judged.
         metric: the name of the metric that the verdict has, ``pkg.mod:function``; None for none.
-        figures: what `qtrace.cli.figures.note_graph` returned.
+        figures: what `qtrace.quantizing.figures.note_graph` returned.
     """
     from qtrace.inspection.expectations import check_expectations
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qtrace.cli.console import Console
-from qtrace.cli.naming import check_factory, check_model
+from qtrace.cli.images import change_config, warn_unused
+from qtrace.cli.naming import MODEL_FILES, check_factory, check_model
 from qtrace.errors import GraphError, QtraceError, Terminated, TraceError
 from qtrace.process import engine
 
@@ -18,18 +19,23 @@ if TYPE_CHECKING:
     from qtrace.data import Batch, DataSource  # at run time it loads numpy, which --help does without
 
 __all__ = [
+    "build_module",
     "check_size",
     "check_stage",
     "is_factory",
     "is_onnx",
     "load_float",
     "load_model",
+    "load_recipe",
+    "model_file",
     "needs_example",
     "note_skipped",
     "open_source",
     "preprocessing",
     "trace_factory",
 ]
+
+_NOTED = "qtrace.pixels_noted"  # in the context of a command
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -55,11 +61,46 @@ def is_onnx(model: str) -> bool:
     return Path(model).suffix.lower() == ".onnx"
 
 
+def model_file(model: str, file: str) -> str:
+    """Returns the file of a model: ``file`` of a folder that `qtrace calibrate` wrote, or ``model`` itself.
+
+    Args:
+        model: a file, or such a folder.
+        file: which of the folder's models the command takes, of `MODEL_FILES`.
+
+    Raises:
+        UsageError: when the folder has no such file.
+    """
+    if not model or not Path(model).is_dir():
+        return model
+    path = Path(model) / file
+    if not path.exists():
+        raise click.UsageError(
+            f"{model} is a folder without {file}: give a file, or a folder that `qtrace calibrate` has "
+            "written."
+        )
+    return str(path)
+
+
+def _check_no_folder(model: str) -> None:
+    """Refuses a folder where a command takes the float model."""
+    if not model or not Path(model).is_dir():
+        return
+    names = [name for name in MODEL_FILES if (Path(model) / name).exists()]
+    if names:
+        raise click.UsageError(
+            f"{model} is a folder with a quantized model, and this command takes a float one: give the file "
+            "that the folder was calibrated from."
+        )
+    raise click.UsageError(f"{model} is a folder: give the file of a model.")
+
+
 def load_model(model: str, allow: tuple[str, ...]) -> Any:
     """Loads a saved model, or imports an ONNX file."""
     import qtrace
     from qtrace.data import import_object, is_installed
 
+    _check_no_folder(model)
     if is_onnx(model):
         return qtrace.from_onnx(model)
     check_model(model)
@@ -94,14 +135,23 @@ def load_float(name: str | None, allow: tuple[str, ...], quantized: Any) -> Any:
 
 
 def preprocessing(model: Any, recipe: str | None, allow_code: bool = False) -> Any:
-    """Returns the config with the data's preprocess: that of ``recipe``, or else of the quantized model."""
-    import qtrace
+    """Returns the config with the data's preprocess: that of ``recipe``, or else of the quantized model.
+
+    Options of images change it.
+    """
     from qtrace.preparation.model import QuantizedModel
     from qtrace.preparation.record import is_quantized
 
     if recipe:
-        return qtrace.load_recipe(recipe, allow_code=allow_code)
-    return QuantizedModel(model).config if is_quantized(model) else None
+        return load_recipe(recipe, allow_code)
+    return change_config(QuantizedModel(model).config if is_quantized(model) else None)
+
+
+def load_recipe(recipe: str, allow_code: bool = False) -> Any:
+    """Loads a recipe, with the preprocess that the command's options of images say."""
+    import qtrace
+
+    return change_config(qtrace.load_recipe(recipe, allow_code=allow_code))
 
 
 def open_source(
@@ -115,6 +165,7 @@ def open_source(
 ) -> DataSource:
     """Opens --data with the recipe's preprocess, and notes which arrays are left out."""
     from qtrace.data import open_data
+    from qtrace.quantizing.stage import note_pixels
 
     preprocess = getattr(qconfig, "preprocess", None)
     data = open_data(
@@ -122,6 +173,12 @@ def open_source(
     )
     if data.skipped:
         console.note(f"{source}: taken for labels and left out: {', '.join(data.skipped)}")
+    context = click.get_current_context(silent=True)
+    if context is None or not context.meta.get(_NOTED):  # once, not for each source
+        note_pixels(data, preprocess, console)
+        warn_unused(data, qconfig, console)
+    if context is not None:
+        context.meta[_NOTED] = True
     return data
 
 
@@ -167,6 +224,7 @@ def check_size(model: Any, name: str, qconfig: Any, data: str) -> None:
 
     from qtrace.data.batches import as_arguments, evaluating, translate_errors
     from qtrace.errors import CalibrationError, ConfigError
+    from qtrace.graph.interface import read_inputs
     from qtrace.graph.signature import list_inputs
 
     preprocess = getattr(qconfig, "preprocess", None)
@@ -182,6 +240,12 @@ def check_size(model: Any, name: str, qconfig: Any, data: str) -> None:
             model(*zeros[0], **zeros[1])
             engine.synchronize()
     except CalibrationError as error:
+        if read_inputs(model):
+            raise ConfigError(
+                f"the recipe makes images {_format_shape(size)}, and {name} takes "
+                f"{_format_shape(shape[1:])}: give preprocess.size: {list(shape[1:])} in a recipe of yours, "
+                "or import a file that leaves the size open."
+            ) from error
         raise ConfigError(
             f"the recipe makes images {_format_shape(size)}, and {name}, which was traced with "
             f"{_format_shape(shape[1:])}, does not take them: trace it with --shape "
@@ -209,8 +273,10 @@ def trace_factory(
     import qtrace
 
     if is_onnx(name) and data is not None:
-        return qtrace.from_onnx(name, _open_shapes(name, next(iter(data))))
-    module = _build_module(name)
+        from qtrace.quantizing.sources import open_shapes
+
+        return qtrace.from_onnx(name, open_shapes(name, next(iter(data))))
+    module = build_module(name)
     if shapes:
         example = _random_inputs(shapes)
     elif data is not None:
@@ -226,22 +292,8 @@ def _has_option(name: str) -> bool:
     return context is None or any(parameter.name == name for parameter in context.command.params)
 
 
-def _open_shapes(name: str, batch: Batch) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the inputs that an ONNX file leaves open, of one sample of a batch."""
-    from qtrace.importing.onnx import open_inputs
-
-    shapes = {}
-    for index, (key, declared) in enumerate(open_inputs(name).items()):
-        array = batch.get(key) if isinstance(batch, dict) else batch[index] if index < len(batch) else None
-        if array is None:
-            raise click.UsageError(f"the data have no input {key!r}: import {name} with --shape first.")
-        own = (1, *array.shape[1:])
-        sizes = own if declared is None or len(declared) != len(own) else declared
-        shapes[key] = tuple(a if n is None else n for n, a in zip(sizes, own, strict=True))
-    return shapes
-
-
-def _build_module(name: str) -> Any:
+def build_module(name: str) -> Any:
+    """Calls the factory ``pkg.mod:factory``; returns its Module."""
     from megengine.module import Module
 
     from qtrace.data import blame, import_object

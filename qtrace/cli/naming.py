@@ -6,7 +6,11 @@ from pathlib import Path
 
 import click
 
-__all__ = ["check_factory", "check_model"]
+__all__ = ["CONVERTED", "MODEL_FILES", "PREPARED", "check_exported", "check_factory", "check_model"]
+
+PREPARED, CONVERTED = "prepared.mge", "quantized.mge"
+MODEL_FILES = (PREPARED, CONVERTED)
+"""The models in an output folder of `qtrace calibrate` and `qtrace finetune`."""
 
 _FORMATS = {
     ".tflite": "a TFLite file",
@@ -28,6 +32,19 @@ def check_factory(name: str) -> None:
         problem = f"{name!r} is not of the form pkg.mod:factory, such as models:resnet18."
     if problem:
         raise click.UsageError(problem)
+
+
+def check_exported(path: Path) -> None:
+    """Raises UsageError when ``path`` is a folder of `qtrace calibrate`, or one of its models."""
+    models = [path / name for name in (CONVERTED, PREPARED) if (path / name).exists()]
+    if not models and path.name in MODEL_FILES:
+        models = [path]
+    if models:
+        what = "model" if models[0] == path else "folder with models"
+        raise click.UsageError(
+            f"{path} is a {what} of qtrace, and this command "
+            f"takes an exported file: write one by `qtrace export {models[0]} -o model.onnx`, and give that."
+        )
 
 
 def check_model(name: str) -> None:

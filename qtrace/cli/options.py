@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import click
 
 from qtrace import plugins
 from qtrace.cli.console import Console
+from qtrace.cli.images import images
 
 __all__ = [
     "NamedShapeType",
@@ -116,7 +117,8 @@ def recipe(default: str | None = None) -> Callable[..., Any]:
             metavar="R",
             default=default,
             show_default=default is not None,
-            help="A recipe: its name (see `recipes list`) or a YAML file.",
+            help="A recipe: its name (see `recipes list`), a family+target (vit+tensorrt), a precision "
+            "(w8a16, w4a8+qnn), or a YAML file.",
         ),
         allow_code,
     )
@@ -148,8 +150,14 @@ input_shapes = click.option(
 )
 
 
-def data(required: bool, batch_size: int = 8) -> Callable[..., Any]:
-    """Adds --data, --batch-size with default ``batch_size``, --max-batches and --skip-bad."""
+def data(required: bool, batch_size: int = 8, reserved: Sequence[str] = ()) -> Callable[..., Any]:
+    """Adds --data, --batch-size, --max-batches, --skip-bad and the options of images.
+
+    Args:
+        required: whether --data must be given.
+        batch_size: the default of --batch-size.
+        reserved: options of images that have their long form alone, see `images`.
+    """
     return _all(
         click.option(
             "--data",
@@ -167,6 +175,7 @@ def data(required: bool, batch_size: int = 8) -> Callable[..., Any]:
         ),
         click.option("--max-batches", type=click.IntRange(1), help="Stop after this many batches."),
         click.option("--skip-bad", is_flag=True, help="Leave out unreadable images, and name them."),
+        images(reserved),
     )
 
 

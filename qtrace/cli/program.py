@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 import click
 
-from qtrace.cli import INTERRUPTED, help
+from qtrace.cli import help
+from qtrace.cli.codes import INTERNAL_ERROR, INTERRUPTED
 from qtrace.cli.commands.bench import bench
 from qtrace.cli.commands.bisect import bisect
 from qtrace.cli.commands.calibrate import calibrate
@@ -25,6 +26,7 @@ from qtrace.cli.commands.export import export
 from qtrace.cli.commands.finetune import finetune
 from qtrace.cli.commands.import_onnx import import_onnx
 from qtrace.cli.commands.inspect import inspect
+from qtrace.cli.commands.quantize import quantize
 from qtrace.cli.commands.recipes import recipes
 from qtrace.cli.commands.sensitivity import sensitivity
 from qtrace.cli.commands.split import split
@@ -35,7 +37,6 @@ from qtrace.errors import QtraceError, Terminated
 
 __all__ = ["group", "main"]
 
-INTERNAL_ERROR = 70  # EX_SOFTWARE: Python's own 1 would look like a failed check
 _debug = False
 
 
@@ -76,8 +77,9 @@ def _set_debug(_: click.Context, __: click.Parameter, value: bool) -> None:
 def group() -> None:
     """Quantize MegEngine models through their traced graph.
 
-    Results go to stdout, progress and notes to stderr. Exit codes: 0 success, 1 a failed check, 2 a mistake
-    in what was given, 70 an error in qtrace itself, 130 interrupted.
+    Results go to stdout, progress and notes to stderr. No command replaces a file that it reads, and only
+    --force lets it replace one that qtrace did not write. Exit codes: 0 success, 1 a failed check, 2 a
+    mistake in what was given, 70 an error in qtrace itself, 130 interrupted.
     """
 
 
@@ -86,6 +88,7 @@ _COMMANDS = (
     import_onnx,
     inspect,
     split,
+    quantize,
     calibrate,
     finetune,
     explain,

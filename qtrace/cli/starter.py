@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ imports: $imports
 #backend: $backend
 
 # How the pixels of an image become the input: (pixel * scale - mean) / std.
-#preprocess: $preprocess
+$preprocess
 
 # How ranges are chosen where no rule says otherwise.
 #observers: $observers
@@ -64,13 +64,47 @@ _DEFAULTS = {
 }
 
 
-def starter(names: Sequence[str], out: Path | None, *, allow_code: bool = False) -> str:
+# Key of preprocess -> what it means, and its value where no import sets it.
+_PIXELS = {
+    "size": ("channels (1 for grey, or 3), height and width of the input", "[3, 224, 224]"),
+    "channels": ("the model's order of channels, in which mean and std are, too: bgr or rgb", "bgr"),
+    "scale": ("what pixels of 0 to 255 are multiplied by first; 0.00392156862745098 is 1/255", "1.0"),
+    "mean": ("what is subtracted then, a number for each channel", "[0, 0, 0]"),
+    "std": ("what each channel is divided by at last", "[255, 255, 255]"),
+    "resize": ("stretch; center_crop keeps the aspect and cuts; letterbox keeps it and fills up", "stretch"),
+    "crop_fraction": (
+        "for center_crop: the share of the image's side that stays, 0.875 is 224 of 256",
+        "0.875",
+    ),
+    "fill": ("for letterbox: the value of the pixels that are filled up, 0 to 255", "114"),
+    "fill_at": ("for letterbox: on both sides, around the image, or at its end as YOLOX has it", "around"),
+    "interpolation": ("how images are resized, as in OpenCV: nearest, linear, cubic or area", "linear"),
+    "layout": ("the axes of uint8 arrays of pixels in a file: nchw, or nhwc for channels last", "nchw"),
+}
+_OF_RESIZE = {"crop_fraction": "center_crop", "fill": "letterbox", "fill_at": "letterbox"}
+
+
+def _describe_pixels(values: Mapping[str, Any]) -> str:
+    """Returns ``preprocess`` with all keys, below their meanings; those of another ``resize`` as comments."""
+    resize = values.get("resize", "stretch")
+    lines = ["preprocess:"]
+    for key, (meaning, default) in _PIXELS.items():
+        sign = "#" if _OF_RESIZE.get(key, resize) != resize else ""
+        text = _flow(values[key]) if key in values else default
+        lines += [f"  # {meaning[0].upper()}{meaning[1:]}.", f"  {sign}{key}: {text}"]
+    return "\n".join(lines)
+
+
+def starter(
+    names: Sequence[str], out: Path | None, *, allow_code: bool = False, for_images: bool = False
+) -> str:
     """Writes a recipe that imports ``names``, with their settings as comments to change.
 
     Args:
         names: names or files of recipes.
         out: the file of the new recipe, to which imported files are relative; None for stdout.
         allow_code: whether the recipes may name code, as for `qtrace.load_recipe`.
+        for_images: whether every key of ``preprocess`` is written, with its meaning.
 
     Raises:
         ConfigError: when one of the recipes cannot be read.
@@ -83,6 +117,8 @@ def starter(names: Sequence[str], out: Path | None, *, allow_code: bool = False)
     for config in configs:
         settings.update((key, value) for key, value in config.to_dict().items() if value)
     values = {key: _flow(settings[key]) if key in settings else default for key, default in _DEFAULTS.items()}
+    pixels = settings.get("preprocess", {})
+    values["preprocess"] = _describe_pixels(pixels) if for_images else f"#preprocess: {values['preprocess']}"
     return _TEXT.substitute(
         values,
         schema=SCHEMA,

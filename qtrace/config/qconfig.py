@@ -27,6 +27,10 @@ def _none_as_mapping(value: Any) -> Any:
     return {} if value is None else value
 
 
+# The mean of ImageNet's training images, blue first.
+_IMAGENET_BGR = (103.53, 116.28, 123.675)
+
+
 def _positive(values: Iterable[float]) -> Any:
     values = tuple(values)
     if not all(value > 0 for value in values):
@@ -54,6 +58,7 @@ class Preprocess(OptionModel):
         fill_at: for ``letterbox``, where they are: on both sides, ``around`` the image, or at its ``end``, to
             the right and below, as YOLOX has it.
         interpolation: the interpolation of resizing, as in OpenCV.
+        layout: the axes of uint8 arrays of pixels in a file: ``nchw``, or ``nhwc`` for channels last.
 
     Example:
         ```yaml
@@ -74,6 +79,7 @@ class Preprocess(OptionModel):
         resize: letterbox
         fill: 114
         fill_at: end
+        layout: nhwc
         ```
     """
 
@@ -87,6 +93,7 @@ class Preprocess(OptionModel):
     fill: Annotated[Int, Field(ge=0, le=255)] = 114
     fill_at: Literal["around", "end"] = "around"
     interpolation: Literal["nearest", "linear", "cubic", "area"] = "linear"
+    layout: Literal["nchw", "nhwc"] = "nchw"
 
     @model_validator(mode="after")
     def _agree(self) -> Preprocess:
@@ -106,6 +113,18 @@ class Preprocess(OptionModel):
             if name in self.model_fields_set and self.resize != resize:
                 raise ValueError(f"{name} has no effect with resize: {self.resize}.")
         return self
+
+    def describe(self) -> str:
+        """Returns in a sentence without its end what becomes of a pixel and of an image."""
+        mean, std = (", ".join(f"{n:g}" for n in numbers) for numbers in (self.mean, self.std))
+        channels = "grey" if self.size[0] == 1 else self.channels
+        scale = "" if self.scale == 1 else f" * {self.scale:g}"
+        text = (
+            f"(pixel{scale} - [{mean}]) / [{std}], {channels}, {self.resize} to {self.size[1]}x{self.size[2]}"
+        )
+        if self.channels == "bgr" and self.mean == _IMAGENET_BGR and self.scale == 1:
+            text += ", which is BGR ImageNet, as MegEngine's own classifiers were trained"
+        return text
 
 
 class Bn(OptionModel):
@@ -157,7 +176,7 @@ class Expect(OptionModel):
     Attributes:
         metric: name of the metric, such as ``top1``.
         max_drop: the largest drop below the float model, in the metric's unit.
-        min_sqnr: the least SQNR of the outputs against the float model, in dB.
+        min_sqnr: the least SQNR of any column group of the outputs against the float model, in dB.
         max_megabytes: the largest size of the parameters, or of the exported file; a MB is 2**20 bytes.
         max_milliseconds: the longest time of one run, predicted or measured.
 
@@ -224,6 +243,7 @@ class QConfig(OptionModel):
         region: the part of the graph that is quantized; None for all of it.
         placement: which ops run on integers where the backend has measured times: ``everything`` that can,
             the ``fastest`` choice, or the ``balanced`` one, which weighs time against noise at the outputs.
+            The last two never spoil an output, and leave in float what gains neither time nor size.
         cost_table: the file of times that ``placement`` goes by, of ``qtrace bench --kernels`` on the device;
             its path is relative to the recipe. None for the packaged table of the backend.
         ptq: algorithms applied after training, with their options, in order; None for fuse_bn.

@@ -6,6 +6,9 @@ mappings merge by key, rules are appended, anything else (lists, a plugin with i
 file that is imported twice counts once, at its first import. ``..`` may stand in a path, as a recipe is read,
 never run. An absolute path may not, as it fits one machine only.
 
+Packaged names that are joined by ``+`` are one recipe, ``vit+tensorrt``: a file that imports them, its
+targets last. There a target is named without ``backend/``, too.
+
 A recipe that names code (``pkg.mod:Class``) is refused unless the caller allows it: using a class runs its
 module.
 """
@@ -15,12 +18,13 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qtrace.config import QConfig
+from qtrace.config import QConfig, backends, native
+from qtrace.config.precision import SYMMETRIC, check_precision, is_precision, lacks_zero_points
 from qtrace.config.spec import specs
 from qtrace.config.tree import Tree, dump, merge, read
 from qtrace.config.written import Entry, entries, render
@@ -43,6 +47,7 @@ SCHEMA = "qtrace/1"
 DEFAULT_RECIPE = "int8"
 
 _HOME = Path(__file__).parent.parent / "recipes"
+_TARGETS = "backend"  # the folder of the targets
 _SUFFIXES = (".yaml", ".yml")
 _NAME = re.compile(r"\w+(/\w+)*")
 _MAX_BYTES = 1 << 20
@@ -91,7 +96,8 @@ def load_recipe(name_or_path: str | Path, *, allow_code: bool = False) -> QConfi
     """Reads a recipe.
 
     Args:
-        name_or_path: the name of a packaged recipe, or the path of a ``.yaml`` or ``.yml`` file.
+        name_or_path: the name of a packaged recipe, names joined by ``+`` such as ``vit+tensorrt``, or the
+            path of a ``.yaml`` or ``.yml`` file.
         allow_code: whether the recipe and its imports may name classes of your own, ``pkg.mod:Class``. Using
             them runs their modules: allow it for recipes that you trust.
 
@@ -123,7 +129,8 @@ def _read(name_or_path: str | Path, allow_code: bool) -> tuple[QConfig, Tree, di
     if not isinstance(name_or_path, (str, Path)):
         raise ConfigError(f"a recipe is named by text or a path, not by {type(name_or_path).__name__}.")
     reading = _Reading()
-    tree = reading.file(_find(name_or_path))
+    parts = _parts(name_or_path)
+    tree = reading.joined(os.fspath(name_or_path), parts) if parts else reading.file(_find(name_or_path))
     problems = reading.problems
     config = None
     if tree is not None:
@@ -146,6 +153,7 @@ def _read(name_or_path: str | Path, allow_code: bool) -> tuple[QConfig, Tree, di
         if child is not None:
             places[key] = child.origin
             places.update(_option_places(key, child))
+    check_precision(parts, config.backend)
     config = config.with_origin(tree.file, [rule.origin for rule in rules or ()], places)
     return config, tree, reading.texts
 
@@ -190,7 +198,17 @@ def as_qconfig(obj: QConfig | str | Path | Mapping[str, Any]) -> QConfig:
         return load_recipe(obj)
     if isinstance(obj, Mapping):
         return QConfig.model_validate(dict(obj))
-    raise ConfigError(f"expected a QConfig, a mapping, or a recipe's name or path, not {type(obj).__name__}.")
+    raise ConfigError(_describe_wrong(obj))
+
+
+def _describe_wrong(obj: object) -> str:
+    """Returns what to give instead of ``obj``, which is no config."""
+    if native.is_native(obj):
+        return (
+            "expected a QConfig of qtrace's, not one of MegEngine's own: the same in its words is "
+            f"{native.describe_equivalent(obj)}, a mapping that you can give instead."
+        )
+    return f"expected a QConfig, a mapping, or a recipe's name or path, not {type(obj).__name__}."
 
 
 def config_or_default(obj: QConfig | str | Path | Mapping[str, Any] | None) -> QConfig:
@@ -217,6 +235,52 @@ def dump_recipe(qconfig: QConfig) -> str:
 
 def _name(path: Path) -> str:
     return path.relative_to(_HOME).with_suffix("").as_posix()
+
+
+def _parts(name_or_path: str | Path) -> list[str]:
+    """Returns the packaged names that are joined by ``+``; [] where the recipe is no such text.
+
+    Targets come behind families, and precisions last: ``w8a16`` says only the bits. Alone it is for the
+    default target.
+
+    Raises:
+        ConfigError: when a part is no packaged recipe.
+    """
+    if is_precision(name_or_path) and str(name_or_path) in recipe_names():
+        name_or_path = f"{DEFAULT_RECIPE}+{name_or_path}"
+    if not isinstance(name_or_path, str) or "+" not in name_or_path or name_or_path.endswith(_SUFFIXES):
+        return []
+    names = recipe_names()
+    parts = []
+    for part in (text.strip() for text in name_or_path.split("+")):
+        name = next((name for name in (part, f"{_TARGETS}/{part}") if name in names), None)
+        if name is None:
+            raise ConfigError(_describe_unknown(name_or_path, part, names))
+        parts.append(name)
+    parts = sorted(parts, key=lambda name: (is_precision(name), _is_target(name, names)))
+    target = next((name.rpartition("/")[2] for name in parts if _is_target(name, names)), "")
+    if target in backends.packaged() and any(
+        lacks_zero_points(name, target) for name in filter(is_precision, parts)
+    ):
+        parts.append(SYMMETRIC)
+    return parts
+
+
+def _is_target(name: str, names: Sequence[str]) -> bool:
+    """Returns whether a packaged recipe is a target's, or the short name of one beside the families."""
+    return name.startswith(f"{_TARGETS}/") or f"{_TARGETS}/{name}" in names
+
+
+def _describe_unknown(text: str, part: str, names: Sequence[str]) -> str:
+    """Says that a part of ``text`` is no packaged recipe, and which there are."""
+    targets = [name.removeprefix(f"{_TARGETS}/") for name in names if name.startswith(f"{_TARGETS}/")]
+    plain = [name for name in names if "/" not in name and not _is_target(name, names)]
+    near = difflib.get_close_matches(part, [*plain, *targets], n=1)
+    advice = f"did you mean {near[0]!r}?" if near else "a file of yours imports what it builds on instead."
+    return (
+        f"{text!a}: there is no recipe {part!a}; {advice} Targets are {', '.join(targets)}; the others are "
+        f"{', '.join(plain)}."
+    )
 
 
 def _find(name_or_path: str | Path, base: Path = Path()) -> Path:
@@ -294,6 +358,14 @@ class _Reading:
         tree = self._with_imports(tree, path)
         self._open.pop()
         return tree
+
+    def joined(self, name: str, parts: Sequence[str]) -> Tree | None:
+        """Merges packaged recipes as a file ``name`` does that imports them."""
+        description = " + ".join(parts)
+        text = f"schema: {SCHEMA}\ndescription: {description}\nimports: [{', '.join(parts)}]\n"
+        self.texts[name] = text
+        tree = read(text, name, self.problems)
+        return None if tree is None else self._with_imports(tree, Path())
 
     def _is_full(self, importer: str) -> bool:
         """Whether the recipe has as many files as allowed; adds one problem if so."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ from qtrace.data.arrays import ArraySource
 from qtrace.data.base import Batch, DataSource, SizedSource
 from qtrace.data.images import ImageSource
 from qtrace.data.loader import blame, import_object, is_installed, is_object_name, open_loader
+from qtrace.data.values import open_values
 from qtrace.errors import DataError
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ _FORMS = "an .npy or .npz file, a folder of images, or pkg.mod:loader"
 
 
 def open_data(
-    source: str,
+    source: Any,
     *,
     preprocess: Preprocess | None = None,
     batch_size: int = 8,
@@ -49,10 +51,12 @@ def open_data(
     * ``pkg.mod:loader``: an iterable, or a callable that returns one and is called again for each iteration.
       A batch is a Tensor or array, a tuple of inputs by position, or a dict of inputs by name; it holds no
       labels. ``batch_size`` is ignored.
+    * what is in memory: an array or a dict of arrays, whose first axis counts the samples; a list of batches,
+      an object whose ``__iter__`` begins anew, or a function that returns an iterable.
 
     Inputs get a dtype of MegEngine: floats and uint8 become float32. Four-dimensional uint8 arrays in a file
-    are raw pixels, N x C x H x W in the model's order of channels, and normalized if there
-    is a ``preprocess``.
+    are raw pixels in the model's order of channels, and normalized if there is a ``preprocess``:
+    N x C x H x W, or N x H x W x C if its ``layout`` says so.
 
     Args:
         source: one of the forms above.
@@ -72,6 +76,9 @@ def open_data(
     for name, value in (("batch_size", batch_size), ("max_batches", max_batches)):
         if value is not None and value < 1:
             raise DataError(f"{name} must be at least 1, not {value}.")
+    if not isinstance(source, (str, os.PathLike)):
+        return open_values(source, batch_size=batch_size, max_batches=max_batches)
+    source = os.fspath(source)
     path = Path(source)
     if source and path.is_dir():
         return _images(path, preprocess, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad)

@@ -102,6 +102,7 @@ class ArraySource(SizedSource):
         arrays = _npz_headers(path) if self._zipped else [_header(path, None, None)]
         self._arrays = self._without_labels(arrays)
         _check_samples(self.source, self._arrays, shape)
+        self.pixels = any(self._is_pixels(array) for array in self._arrays)
         for array in self._arrays:
             if self._is_pixels(array):
                 _check_channels(array, preprocess)
@@ -140,10 +141,11 @@ class ArraySource(SizedSource):
                     yield number, {array.key: value for array, value in named}
 
     def _input(self, array: _Array, rows: np.ndarray) -> np.ndarray:
-        value = to_input(rows, array.label)
         if self._preprocess is not None and self._is_pixels(array):
-            return normalize(value, self._preprocess)
-        return value
+            if _is_nhwc(self._preprocess):
+                rows = np.ascontiguousarray(rows.transpose(0, 3, 1, 2))
+            return normalize(to_input(rows, array.label), self._preprocess)
+        return to_input(rows, array.label)
 
 
 def _npz_headers(path: Path) -> list[_Array]:
@@ -250,12 +252,24 @@ def _check_samples(source: str, arrays: list[_Array], shape: tuple[int, ...] | N
 
 
 def _check_channels(array: _Array, preprocess: Preprocess | None) -> None:
-    channels = preprocess.size[0] if preprocess else None
-    if array.shape[1] != channels:
+    if preprocess is None:
+        return
+    channels, last = preprocess.size[0], _is_nhwc(preprocess)
+    if array.shape[3 if last else 1] != channels:
+        axes, other = ("N x H x W x C", "nchw") if last else ("N x C x H x W", "nhwc")
+        advice = (
+            f"say preprocess.layout: {other}"
+            if array.shape[1 if last else 3] == channels
+            else (f"store pixels as {axes}, or floats that need no preprocessing")
+        )
         raise DataError(
             f"{array.label} holds uint8 pixels of shape {array.shape}, but preprocess.size has {channels} "
-            "channel(s); store pixels as N x C x H x W, or floats that need no preprocessing."
+            f"channel(s), and its layout is {axes}: {advice}."
         )
+
+
+def _is_nhwc(preprocess: Preprocess) -> bool:
+    return preprocess.layout == "nhwc"
 
 
 def _check_memory(size: int, label: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from qtrace.errors import DataError
 
-__all__ = ["Batch", "DataSource", "SizedSource", "check_rank", "file_identity", "to_input"]
+__all__ = ["Batch", "DataSource", "SizedSource", "batch_length", "check_rank", "file_identity", "to_input"]
 
 Batch = tuple[np.ndarray, ...] | dict[str, np.ndarray]
 """The inputs of one call of the model: by position, or by name."""
@@ -27,6 +27,7 @@ class DataSource(abc.ABC):
         source: the argument of ``open_data``.
         max_batches: the largest number of batches of an iteration, or None.
         given: the number of batches of the current or last iteration so far.
+        pixels: whether its values are pixels that ``preprocess`` converts.
         skipped: unreadable images that ``skip_bad`` left out so far, or label arrays of an ``.npz``.
     """
 
@@ -34,6 +35,7 @@ class DataSource(abc.ABC):
         self.source = source
         self.max_batches = max_batches
         self.given = 0
+        self.pixels = False
         self.skipped: list[str] = []
 
     def __iter__(self) -> Iterator[Batch]:
@@ -84,6 +86,12 @@ class SizedSource(DataSource):
     @abc.abstractmethod
     def _count(self) -> int:
         """Returns the number of all batches, regardless of ``max_batches``."""
+
+
+def batch_length(batch: Batch) -> int:
+    """Returns the number of samples of a batch."""
+    value = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+    return len(value) if value.ndim else 1
 
 
 def file_identity(path: Path) -> str:

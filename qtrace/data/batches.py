@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import megengine as mge
 import numpy as np
 from megengine import Tensor
 
+from qtrace.data.declared import check_declared, cures_for_shapes, name_arguments, round_to_declared
+from qtrace.data.foreign import read_array, what_is_no_iterable
 from qtrace.errors import CalibrationError
 from qtrace.graph.failures import short
-from qtrace.graph.signature import argument_names, has_traced_structure, list_inputs
+from qtrace.graph.signature import has_traced_structure, list_inputs
 from qtrace.graph.types import TracedModule
 
 __all__ = [
@@ -35,41 +38,52 @@ def as_arguments(batch: Any, model: TracedModule, index: int = 0) -> _Arguments:
 
     Args:
         batch: a Tensor or array; a tuple or list of them, one for each argument; or a dict, by the names
-            of the model's arguments. A dict with other keys is the model's one argument.
+            of the model's arguments, or of the inputs in the file that the model was imported from. A dict
+            with other keys is the model's one argument.
         model: the module that will be called.
         index: the number of the batch, for messages.
 
     Raises:
-        CalibrationError: when the batch is not made of arrays, or does not hold the model's inputs.
+        CalibrationError: when the batch is not made of arrays, does not hold the model's inputs, or has
+            other sizes than an imported file fixes.
     """
     value = _map_values(batch, lambda leaf: _tensor(leaf, index))
     candidates: list[_Arguments] = [((value,), {})]
     if isinstance(batch, (tuple, list)):
         candidates = [(tuple(value), {})]
-    elif isinstance(batch, Mapping) and set(batch) <= set(argument_names(model)):
-        candidates.insert(0, ((), value))
+    elif isinstance(batch, Mapping) and (named := name_arguments(value, model)) is not None:
+        candidates.insert(0, ((), named))
     for args, kwargs in candidates:
         if has_traced_structure(model, args, kwargs):
-            return args, kwargs
+            check_declared(model, args, kwargs, index)
+            return round_to_declared(model, args, kwargs)
     raise CalibrationError(
         f"batch {index} gives {_describe_batch(*candidates[-1])}, but the model takes "
         f"{_describe_inputs(batch, list_inputs(model))}."
     )
 
 
-def check_batches(batches: Any, name: str = "batches") -> None:
+def check_batches(batches: Any, name: str = "batches", reader: str = "") -> None:
     """Refuses one batch where several are expected, whose first axis would be taken for that of batches.
 
     Args:
         batches: the argument of a function.
         name: the name of the argument.
+        reader: who reads the first batches only, so that an iterator would lose them; "" if all are read.
 
     Raises:
-        CalibrationError: when ``batches`` is no iterable of batches.
+        CalibrationError: when ``batches`` is no iterable of batches, or an iterator that would lose some.
     """
-    if isinstance(batches, (Tensor, np.ndarray, Mapping, str)) or not isinstance(batches, Iterable):
+    if problem := what_is_no_iterable(batches):
+        raise CalibrationError(f"{name} is {problem}.")
+    if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
         raise CalibrationError(
             f"{name} is one {type(batches).__name__}: give an iterable of batches, such as a list of arrays."
+        )
+    if reader and iter(batches) is batches:
+        raise CalibrationError(
+            f"{name} is an iterator, from which {reader} would take batches that calibrate then misses: give "
+            "a list, or an object whose __iter__ begins anew."
         )
 
 
@@ -98,12 +112,14 @@ def _values(value: Any) -> Iterator[np.ndarray]:
         yield value.numpy()
 
 
-def first_samples(arguments: _Arguments, count: int) -> _Arguments | None:
+def first_samples(arguments: _Arguments, count: int, model: TracedModule | None = None) -> _Arguments | None:
     """Cuts a batch to its first samples; None unless all its Tensors share a longer first axis.
 
     Args:
         arguments: the result of `as_arguments`.
         count: number of samples.
+        model: the module that will be called; the result is None if it cannot run on so few samples, as one
+            whose batch is fixed. None to leave this open.
     """
     sizes = set()
 
@@ -112,7 +128,27 @@ def first_samples(arguments: _Arguments, count: int) -> _Arguments | None:
         return value[:count] if value.ndim else value
 
     samples = _map_values(arguments, cut)
-    return samples if len(sizes) == 1 and sizes.pop() > count else None
+    if len(sizes) != 1 or sizes.pop() <= count:
+        return None
+    return samples if model is None or _runs(model, samples) else None
+
+
+def _runs(model: TracedModule, arguments: _Arguments) -> bool:
+    """Returns whether ``model`` can be called with ``arguments``."""
+    level, mge.config.async_level = mge.config.async_level, 0
+    try:
+        with evaluating(model):
+            model(*arguments[0], **arguments[1])
+    except (
+        AssertionError,
+        TypeError,
+        RuntimeError,
+        ValueError,
+    ):  # MegEngine's errors have no class of their own
+        return False
+    finally:
+        mge.config.async_level = level
+    return True
 
 
 def count_samples(arguments: _Arguments) -> int:
@@ -137,9 +173,11 @@ def translate_errors(model: TracedModule, arguments: _Arguments, index: int) -> 
     try:
         yield
     except (AssertionError, TypeError, RuntimeError, ValueError) as error:
+        args, kwargs = arguments
+        cure = cures_for_shapes(model, (*args, *kwargs.values())) or "so give such shapes"
         raise CalibrationError(
             f"batch {index} gives {_describe_batch(*arguments)}, which does not fit the model: it was traced "
-            f"with {_listed(list_inputs(model))}, so give such shapes ({short(error)})."
+            f"with {_listed(list_inputs(model))}, {cure} ({short(error)})."
         ) from error
 
 
@@ -168,12 +206,7 @@ def _map_values(value: Any, change: Callable[[Any], Any]) -> Any:
 def _tensor(value: Any, index: int) -> Any:
     if isinstance(value, Tensor):
         return value
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        raise CalibrationError(f"batch {index} is ragged: every array needs one shape.") from error
-    if array.dtype == object or array.dtype.kind not in "fiub":
-        raise CalibrationError(f"batch {index} holds {array.dtype} values: give arrays of numbers.")
+    array = read_array(value, index)
     if array.dtype.kind == "f":
         return Tensor(array.astype(np.float32))
     if array.dtype.kind in "iu" and array.dtype.itemsize >= _INT32.dtype.itemsize:
@@ -194,7 +227,11 @@ def _as_int32(array: np.ndarray, index: int) -> np.ndarray:
 
 def _describe_inputs(batch: Any, inputs: list[tuple[str, tuple[int, ...]]]) -> str:
     """Describes the inputs of a model, and how to correct a batch of others."""
-    if isinstance(batch, Mapping) and set(batch) != {name for name, _ in inputs}:
+    names = {name for name, _ in inputs}
+    if isinstance(batch, Mapping) and set(batch) > names:
+        more = ", ".join(sorted(repr(key) for key in set(batch) - names))
+        advice = f"leave out what is no input, such as labels ({more})"
+    elif isinstance(batch, Mapping) and set(batch) != names:
         advice = "name them so"
     elif isinstance(batch, (tuple, list)) and batch and all(isinstance(i, (tuple, list)) for i in batch):
         advice = "make one array of each list of numbers"

@@ -37,6 +37,7 @@ class ImageSource(SizedSource):
         skip_bad: bool,
     ) -> None:
         super().__init__(str(folder), max_batches)
+        self.pixels = True
         self._images = find_images(folder)
         self._preprocess = preprocess
         self._batch_size = batch_size

@@ -18,7 +18,7 @@ from qtrace import plugins
 from qtrace.data.base import Batch, DataSource, SizedSource, to_input
 from qtrace.errors import DataError, QtraceError, Terminated
 
-__all__ = ["blame", "import_object", "is_installed", "is_object_name", "open_loader"]
+__all__ = ["blame", "import_object", "is_installed", "is_object_name", "open_batches", "open_loader"]
 
 _END = object()
 _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -77,7 +77,20 @@ def blame(name: str, doing: str, error: BaseException) -> str:
 
 def open_loader(name: str, max_batches: int | None) -> DataSource:
     """Opens the batches of ``pkg.mod:name``, an iterable or a callable that returns one."""
-    target = import_object(name)
+    return open_batches(name, import_object(name), max_batches)
+
+
+def open_batches(name: str, target: Any, max_batches: int | None) -> DataSource:
+    """Opens ``target``, an iterable of batches or a callable that returns one.
+
+    Args:
+        name: what messages call it.
+        target: the iterable or the callable.
+        max_batches: the largest number of batches.
+
+    Raises:
+        DataError: when ``target`` is neither, or can be iterated only once.
+    """
     if _is_iterable(target):
         if iter(target) is target:
             raise DataError(

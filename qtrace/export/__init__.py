@@ -7,6 +7,7 @@ A format defines ``serialize(converted, **options) -> bytes`` or, if it consists
 writes plain traced modules, too, in float: ``converted`` is a `PlainGraph` then. It lists the options that
 apply there. ``HAS_COMPOSITES = True`` says that it has forms for attention, channel shuffle and the other
 composites that `qtrace.preparation.passes.compose.write_pieces` writes in pieces for other formats.
+``FIXES_SIZES = True`` says that its files have numbers where the graph has open axes.
 
 A format of your own is ``pkg.mod:NAME``, a function ``serialize`` or an object with such attributes, or an
 entry point in the group ``qtrace.formats``, which may name a module.
@@ -15,10 +16,12 @@ entry point in the group ``qtrace.formats``, which may name a module.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import pkgutil
 import sys
 import types
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +31,17 @@ from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.located import locate_by_name
 from qtrace.export.converted.plain_graph import PlainGraph, is_plain
 from qtrace.export.format import Format
+from qtrace.graph.open_axes import read_open_axes
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs, node_path, op_label
 from qtrace.plugins.installed import FORMATS, installed, refuse_clashes
 from qtrace.process.thread import on_engine_thread
 from qtrace.storage.files import kind_of, problem, replacing
+from qtrace.storage.ownership import foreign_output
 
 __all__ = ["export", "formats"]
 
-
+_LOG = logging.getLogger("qtrace")
 # Modules that several formats use.
 _NOT_FORMATS = ("converted", "detections", "example", "format", "layer_net", "parameters")
 
@@ -58,25 +63,32 @@ def _packaged() -> tuple[str, ...]:
 
 @on_engine_thread
 def export(
-    converted: TracedModule, path: str | os.PathLike[str], format: str | None = None, **options: Any
+    converted: TracedModule,
+    path: str | os.PathLike[str],
+    format: str | None = None,
+    *,
+    force: bool = False,
+    **options: Any,
 ) -> Path:
     """Writes a converted module, or a plain traced one in float, for a runtime. All files appear, or none.
 
     Args:
         converted: a module made by ``qtrace.convert``; or a traced module that was not prepared, which needs
             no calibration: ``onnx``, ``tflite``, ``ncnn`` and ``caffe`` write it in float.
-        path: the file to write; an existing one is replaced. If a format consists of several files, the
-            others are written beside it.
+        path: the file to write; an existing one is replaced if qtrace wrote it. If a format consists of
+            several files, the others are written beside it.
         format: the name of the format, or ``pkg.mod:NAME`` of your own; None takes it from the suffix of
             ``path``.
+        force: whether to replace a file that qtrace did not write, too.
         **options: the options of the format.
 
     Returns:
         The path of the file.
 
     Raises:
-        ExportError: for an unknown format or option, a path that cannot be written, or a graph that has no
-            such form; the message has the node, its op and its source line.
+        ExportError: for an unknown format or option, a path that cannot be written, a file there that
+            qtrace did not write, or a graph that has no such form; the message has the node, its op and its
+            source line.
         GraphError: when the module is prepared and not converted, or no traced module.
         ConfigError: when a format of your own cannot be imported, or has no function that writes.
     """
@@ -90,13 +102,19 @@ def export(
     if not target.parent.is_dir():
         raise ExportError(f"{target.parent} is not a folder: make it first.")
     _check_options(chosen, options, plain)
+    if not force:
+        _check_foreign(target, ())
     try:
         if not chosen.runs_graph:
             _check_shapes(graph.module)
+        if chosen.fixes_sizes:
+            _warn_of_open_axes(chosen, graph.module)
         contents = chosen.write(graph, target, options)
     except ExportError as error:
         raise locate_by_name(error, graph.module) from error
     try:
+        if not force:
+            _check_foreign(target, contents)
         _write(contents)
     except OSError as error:
         raise ExportError(f"{target} cannot be written: {error.strerror or error}.") from error
@@ -114,6 +132,20 @@ def _check_shapes(converted: TracedModule) -> None:
                     f"called with several sizes and the size of this {op_label(expr)} depends on values: "
                     "give each call a module of its own, or end the graph before it."
                 )
+
+
+def _warn_of_open_axes(chosen: Format, converted: TracedModule) -> None:
+    """Says that a file has numbers where the graph has open axes."""
+    record = read_open_axes(converted)
+    if record is None or record.only_batch():
+        return
+    shapes = {node.name: node.shape for node in converted.graph.inputs if isinstance(node, TensorNode)}
+    axes = [axis for axis in record.axes if axis.axis]
+    sizes = (f"axis {a.axis} of {a.input} at {int(shapes[a.input][a.axis])}" for a in axes)
+    _LOG.warning(
+        f"format {chosen.name} has numbers for all sizes, so the file fixes {', '.join(sizes)}; a file of "
+        "format onnx leaves these open."
+    )
 
 
 def _check_float_format(chosen: Format, traced: TracedModule) -> None:
@@ -138,6 +170,16 @@ def _check_options(chosen: Format, options: dict[str, Any], plain: bool) -> None
         raise ExportError(
             f"format {chosen.name} has no option {option!r}{where}; it knows: {', '.join(allowed) or 'none'}."
         )
+
+
+def _check_foreign(path: Path, beside: Iterable[Path]) -> None:
+    """Refuses to replace files that qtrace did not write."""
+    try:
+        reason = foreign_output(path, beside)
+    except OSError as error:
+        raise ExportError(f"{path} cannot be written: {error.strerror or error}.") from error
+    if reason:
+        raise ExportError(f"{reason}. Name another file, or replace it with force=True.")
 
 
 def _write(contents: dict[Path, bytes]) -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from qtrace.export.converted.document import DocumentOp, Graph, Quantized, Value, read_graph
+from qtrace.export.converted.document import DocumentOp, GraphDocument, TensorQuantization, Value, read_graph
 from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.storage.ownership import WRITTEN
 
 __all__ = ["SUFFIXES", "serialize"]
 
@@ -26,6 +27,7 @@ def serialize(converted: ConvertedGraph) -> bytes:
     graph = read_graph(converted)
     lines = [
         f"digraph {_quoted(graph.name)} {{",
+        f'  comment="{WRITTEN}";',
         f"  label={_quoted(f'{graph.name}, quantized for {graph.backend}')};",
         '  node [shape=box, style="rounded,filled", fontname="Helvetica", fontsize=10];',
         '  edge [fontname="Helvetica", fontsize=8];',
@@ -37,7 +39,7 @@ def serialize(converted: ConvertedGraph) -> bytes:
     return ("\n".join([*lines, "}"]) + "\n").encode()
 
 
-def _ends(graph: Graph) -> list[str]:
+def _ends(graph: GraphDocument) -> list[str]:
     lines = []
     for index, value in enumerate(graph.outputs):
         name = f"output {index}" if len(graph.outputs) > 1 else "output"
@@ -77,7 +79,7 @@ def _edge(value: Value, reader: str) -> str:
     )
 
 
-def _numbers(quantized: Quantized) -> str:
+def _numbers(quantized: TensorQuantization) -> str:
     parts = [quantized.scheme, f"s={_range(quantized.scale)}"]
     if np.any(quantized.zero_point):
         parts.append(f"z={_range(quantized.zero_point)}")

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.errors import ExportError
+from qtrace.storage.ownership import WRITTEN
 
-__all__ = ["SUFFIXES", "write_example"]
+__all__ = ["SUFFIXES", "example_path", "write_example"]
 
 _HEAD = '''"""Runs {file} on {source}: python {script}{arguments}"""
+# {written}.
 
 import sys
 
@@ -55,6 +57,11 @@ SUFFIXES = tuple(_RUNS)
 _IMPORTS = {".onnx": "import onnxruntime", ".tflite": "from ai_edge_litert.interpreter import Interpreter"}
 
 
+def example_path(file: Path) -> Path:
+    """Returns the path of the script that runs an exported file, beside the file."""
+    return file.with_name(f"{file.stem}_example.py")
+
+
 def write_example(
     file: Path,
     inputs: Sequence[tuple[str, str, Sequence[int]]],
@@ -79,7 +86,7 @@ def write_example(
     """
     if file.suffix not in SUFFIXES:
         raise ExportError(f"{file.name}: examples are written for .onnx and .tflite files. Leave it out.")
-    script = file.with_name(f"{file.stem}_example.py")
+    script = example_path(file)
     image = preprocess is not None and len(inputs) == 1 and (embedded or len(inputs[0][2]) == 4)
     imports = ["import cv2"] if image else []
     imports += ["import numpy as np", _IMPORTS[file.suffix]]
@@ -87,6 +94,7 @@ def write_example(
         file=file.name,
         source="an image" if image else "arrays",
         script=script.name,
+        written=WRITTEN,
         arguments=" image.png" if image else "".join(f" {name}.npy" for name, *_ in inputs),
         imports="\n".join(imports),
     )

@@ -48,6 +48,11 @@ class Format:
         return bool(getattr(self.plugin, "RUNS_GRAPH", False))
 
     @property
+    def fixes_sizes(self) -> bool:
+        """Whether a file of the format has numbers for all sizes."""
+        return bool(getattr(self.plugin, "FIXES_SIZES", False))
+
+    @property
     def has_composites(self) -> bool:
         """Whether the format has forms for attention, channel shuffle and the other composites."""
         return bool(getattr(self.plugin, "HAS_COMPOSITES", False))

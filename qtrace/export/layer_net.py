@@ -8,7 +8,7 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.graph.types import Node, TensorNode
-from qtrace.graph.walk import owner
+from qtrace.graph.walk import is_float_tensor, owner
 from qtrace.ops import OpCall
 
 __all__ = ["LayerNetWriter"]
@@ -39,6 +39,11 @@ class LayerNetWriter:
         if isinstance(node, Node) and node in self.names:
             return self.names[node]
         title = node.name if isinstance(node, Node) else repr(node)
+        if isinstance(node, TensorNode) and self.value(node) is None and not is_float_tensor(node):
+            raise ExportError(
+                f"{title} is {np.dtype(node.dtype).name}, where {self.runtime} computes in floats: end the "
+                "graph before it"
+            )
         raise ExportError(
             f"{title} is a parameter, a number or a shape, where {self.runtime} takes a blob: "
             "compute it from the input, or end the graph before it"

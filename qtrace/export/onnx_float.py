@@ -40,6 +40,7 @@ def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -
     """
     kind = None if params is None else parameter_file(params)
     exporter = OnnxExporter(float_graph(converted))
+    exporter.names_parameters = False  # the parameter file calls them as the graph does
     model = exporter.run()
     _name_parameters(exporter.graph, model)
     check(model)

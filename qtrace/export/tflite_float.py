@@ -11,7 +11,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from qtrace.errors import ExportError
+from qtrace.errors import ExportError, install
 from qtrace.export.converted.float_graph import float_graph
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.detections import Suppression
@@ -41,7 +41,7 @@ def files(
             LiteRT is not installed.
     """
     if importlib.util.find_spec("ai_edge_litert") is None:
-        raise ExportError("TFLite export needs the package ai-edge-litert: run pip install 'qtrace[tflite]'.")
+        raise ExportError(f"TFLite export needs the package ai-edge-litert: run {install('tflite')}.")
     # Imported here, since these modules import LiteRT's.
     from qtrace.export.tflite.build import BuildOptions
     from qtrace.export.tflite.exporter import Exporter

@@ -27,7 +27,7 @@ from qtrace.finetuning._retreating import Retreat
 from qtrace.finetuning._running import TuningRun
 from qtrace.finetuning._watching import Frozen
 from qtrace.finetuning.report import FineTuned, OutputChange
-from qtrace.finetuning.settings import Settings
+from qtrace.finetuning.settings import FinetuneSettings
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.inspection.twin import changed_weights, float_twin
@@ -36,14 +36,14 @@ from qtrace.preparation.phases import in_phase
 from qtrace.process.thread import on_engine_thread
 from qtrace.ptq.learning.blockwise import queueless
 
-__all__ = ["Evaluation", "FineTuned", "Frozen", "OutputChange", "Retreat", "Settings", "finetune"]
+__all__ = ["Evaluation", "FineTuned", "FinetuneSettings", "Frozen", "OutputChange", "Retreat", "finetune"]
 
 
 @on_engine_thread
 def finetune(
     prepared: TracedModule,
     batches: Iterable[Any],
-    settings: Settings | None = None,
+    settings: FinetuneSettings | None = None,
     *,
     evaluation: Iterable[Any] | None = None,
     teacher: TracedModule | None = None,
@@ -84,7 +84,7 @@ def finetune(
         TrainingError: when the loss is not finite, the teacher is missing or another network, the checkpoint
             belongs to another run, or the engine torch is requested and cannot run the graph.
     """
-    settings = settings or Settings()
+    settings = settings or FinetuneSettings()
     pace, model = Pace(settings.max_minutes), QuantizedModel(prepared, "prepared")
     file = _checkpoint_file(model, checkpoint, resume)
     original = _teacher(model, teacher)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qtrace.errors import TrainingError
+from qtrace.errors import TrainingError, install
 from qtrace.finetuning._data import Batch, Samples
-from qtrace.finetuning._engines import LearningEngine, MegEngineEngine
+from qtrace.finetuning._engines import MegEngineEngine, TrainingEngine
 from qtrace.finetuning._twins import Twins
 from qtrace.graph.types import TracedModule
 
@@ -35,7 +35,7 @@ def choose_engine(
     samples: Samples,
     blocks: Sequence[str],
     jit: bool,
-) -> tuple[LearningEngine, str]:
+) -> tuple[TrainingEngine, str]:
     """Chooses the engine, and gives the reason as a clause.
 
     ``auto`` takes torch if it is installed, every op of both graphs has a form in torch, and torch and
@@ -69,7 +69,7 @@ def choose_engine(
 
 def _torch(student: TracedModule, teacher: TracedModule, form: Any, blocks: Sequence[str]) -> TorchEngine:
     if importlib.util.find_spec("torch") is None:
-        raise _RefusedError("it is not installed (pip install 'qtrace[torch]')")
+        raise _RefusedError(f"it is not installed ({install('torch')})")
     from qtrace.finetuning._torch import TorchEngine
     from qtrace.ptq.torch.graph import UnsupportedError
 
@@ -87,7 +87,7 @@ def _first_samples(samples: Samples) -> Batch:
     return Batch(batch.number, [leaf[:_COMPARED_SAMPLES] for leaf in batch.leaves])
 
 
-def _compare(torch: TorchEngine, megengine: LearningEngine, batch: Batch) -> None:
+def _compare(torch: TorchEngine, megengine: TrainingEngine, batch: Batch) -> None:
     """Refuses torch if a node of the float graph has other values than in MegEngine."""
     from qtrace.ptq.torch.graph import UnsupportedError
 

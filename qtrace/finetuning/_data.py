@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from megengine import Tensor
 
-from qtrace.data.batches import as_arguments
+from qtrace.data.batches import as_arguments, check_batches
 from qtrace.errors import CalibrationError
-from qtrace.finetuning.settings import Settings
+from qtrace.finetuning.settings import FinetuneSettings
 from qtrace.graph.types import TracedModule
 from qtrace.storage.hashing import hash_arrays
 
@@ -131,10 +131,7 @@ def read(source: Iterable[Any], model: TracedModule, memory: int, label: str) ->
     Raises:
         CalibrationError: when there are no batches, or one does not fit the model or holds NaN or infinity.
     """
-    if isinstance(source, (Tensor, np.ndarray, dict, str)) or not isinstance(source, Iterable):
-        raise CalibrationError(
-            f"{label} is one {type(source).__name__}: give an iterable of batches, such as a list of arrays."
-        )
+    check_batches(source, label)
     batches: list[Leaves] = []
     form, size, left_out = None, 0, 0
     for index, batch in enumerate(source):
@@ -205,7 +202,7 @@ class Data:
 
 
 def split_data(
-    model: TracedModule, batches: Iterable[Any], evaluation: Iterable[Any] | None, settings: Settings
+    model: TracedModule, batches: Iterable[Any], evaluation: Iterable[Any] | None, settings: FinetuneSettings
 ) -> Data:
     """Reads the samples to learn from and those to evaluate on.
 

@@ -13,17 +13,17 @@ from megengine.jit import trace
 
 from qtrace.finetuning._data import Batch
 from qtrace.finetuning._twins import PARTS, Compared, Twins, Values
-from qtrace.finetuning.settings import Settings
+from qtrace.finetuning.settings import FinetuneSettings
 from qtrace.gradients.adam import Adam
 
-__all__ = ["LearningEngine", "MegEngineEngine"]
+__all__ = ["MegEngineEngine", "TrainingEngine"]
 
 
-class LearningEngine(abc.ABC):
+class TrainingEngine(abc.ABC):
     """Abstract base: from a batch of arrays to arrays. The parameters are always those of the modules.
 
     Attributes:
-        name: the name that `Settings.engine` has for it.
+        name: the name that `FinetuneSettings.engine` has for it.
         jit: whether steps run under ``jit.trace``.
         reads_arrays: whether `gradients` takes the values of weights as arrays, so that a step need not write
             them into the modules.
@@ -44,7 +44,7 @@ class LearningEngine(abc.ABC):
         """Returns the outputs and block outputs of the quantized graph, in its current phase."""
 
     @abc.abstractmethod
-    def loss(self, batch: Batch, compared: Compared, settings: Settings) -> float:
+    def loss(self, batch: Batch, compared: Compared, settings: FinetuneSettings) -> float:
         """Computes the loss of a batch."""
 
     @abc.abstractmethod
@@ -52,7 +52,7 @@ class LearningEngine(abc.ABC):
         self,
         batch: Batch,
         compared: Compared,
-        settings: Settings,
+        settings: FinetuneSettings,
         parameters: Sequence[Parameter],
         values: Mapping[int, np.ndarray],
     ) -> list[np.ndarray | None]:
@@ -71,7 +71,7 @@ class LearningEngine(abc.ABC):
         return
 
 
-class MegEngineEngine(LearningEngine):
+class MegEngineEngine(TrainingEngine):
     """Runs both graphs in MegEngine.
 
     Args:
@@ -98,7 +98,7 @@ class MegEngineEngine(LearningEngine):
         """Returns the outputs and block outputs of the quantized graph, in its current phase."""
         return _arrays(*self.twins.run_student(batch.tensors()))
 
-    def loss(self, batch: Batch, compared: Compared, settings: Settings) -> float:
+    def loss(self, batch: Batch, compared: Compared, settings: FinetuneSettings) -> float:
         """Computes the loss of a batch."""
         return float(self.twins.loss(batch.tensors(), compared, settings)[0].item())
 
@@ -106,7 +106,7 @@ class MegEngineEngine(LearningEngine):
         self,
         batch: Batch,
         compared: Compared,
-        settings: Settings,
+        settings: FinetuneSettings,
         parameters: Sequence[Parameter],
         values: Mapping[int, np.ndarray],
     ) -> list[np.ndarray | None]:

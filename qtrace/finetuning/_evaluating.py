@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from qtrace.finetuning._data import Samples
-from qtrace.finetuning._engines import LearningEngine
+from qtrace.finetuning._engines import TrainingEngine
 from qtrace.finetuning._twins import Compared
 from qtrace.graph.types import TracedModule
 from qtrace.metrics import ErrorSums
+from qtrace.outputs import ColumnGroup
 from qtrace.preparation.phases import in_phase
 
-__all__ = ["BestState", "Evaluation", "Figures", "evaluate"]
+__all__ = ["BestState", "Evaluation", "EvaluationFigures", "evaluate"]
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class Evaluation:
 
     Attributes:
         step: number of steps before the evaluation; 0 for the start.
-        error: the mean, over the outputs, of noise relative to signal; over the block outputs if no output
-            can be compared.
+        error: the mean, over the outputs, of noise relative to signal, which is the mean over an output's
+            column groups; over the block outputs if no output can be compared.
     """
 
     step: int
@@ -33,12 +34,13 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Figures:
+class EvaluationFigures:
     """The results of one evaluation.
 
     Attributes:
         error: see `Evaluation`.
-        outputs: index of an output -> shape of a sample, SQNR in dB, share of samples with an equal class.
+        outputs: index of an output -> shape of a sample, SQNR of the worst column group in dB, share of
+            samples with an equal class.
     """
 
     error: float
@@ -46,22 +48,39 @@ class Figures:
 
 
 class _Noise:
-    """Sums of one place over batches."""
+    """Sums of one place over batches.
 
-    def __init__(self) -> None:
+    Args:
+        groups: the column groups of an output that has several; () for any other place.
+    """
+
+    def __init__(self, groups: Sequence[ColumnGroup] = ()) -> None:
         self.sums, self.shape = ErrorSums(), tuple[int, ...]()
+        self.groups = [(group, ErrorSums()) for group in groups]
 
     def add(self, reference: np.ndarray, value: np.ndarray, classes: bool) -> None:
         self.sums.add(reference, value, classes=classes)
         self.shape = reference.shape[1:]
+        for group, sums in self.groups:
+            sums.add(group.select(reference), group.select(value))
 
     def relative_to(self, power: float) -> float:
-        return self.sums.noise / max(self.sums.values, 1) / power
+        if not self.groups:
+            return self.sums.noise / max(self.sums.values, 1) / power
+        return float(np.mean([sums.noise / sums.signal for sums in self._alive()] or [0.0]))
+
+    @property
+    def sqnr_db(self) -> float:
+        return min((sums.sqnr_db for sums in self._alive()), default=self.sums.sqnr_db)
+
+    def _alive(self) -> list[ErrorSums]:
+        """Returns the sums of the column groups that are not 0 everywhere in float."""
+        return [sums for _, sums in self.groups if sums.signal > 0]
 
 
 def evaluate(
-    model: TracedModule, engine: LearningEngine, compared: Compared, samples: Samples, size: int
-) -> Figures:
+    model: TracedModule, engine: TrainingEngine, compared: Compared, samples: Samples, size: int
+) -> EvaluationFigures:
     """Compares the outputs of both graphs in the phase ``quantize``, as the model is deployed.
 
     Args:
@@ -71,7 +90,10 @@ def evaluate(
         samples: the samples to run both graphs on.
         size: samples in a batch.
     """
-    outputs = {index: _Noise() for index in compared.outputs}
+    outputs = {
+        index: _Noise([g for g in compared.groups if g.output == index and not g.whole])
+        for index in compared.outputs
+    }
     blocks = {} if outputs else {name: _Noise() for name in compared.blocks}
     with in_phase(model, "quantize"):
         for batch in samples.in_order(size):
@@ -84,9 +106,9 @@ def evaluate(
     powers: Mapping[Any, float] = compared.outputs if outputs else compared.blocks
     errors = [noise.relative_to(powers[key]) for key, noise in (*outputs.items(), *blocks.items())]
     error = float(np.mean(errors))
-    return Figures(
+    return EvaluationFigures(
         error if np.isfinite(error) else float("inf"),
-        {index: (noise.shape, noise.sums.sqnr_db, noise.sums.agreement) for index, noise in outputs.items()},
+        {index: (noise.shape, noise.sqnr_db, noise.sums.agreement) for index, noise in outputs.items()},
     )
 
 

@@ -12,7 +12,7 @@ from megengine import Parameter
 from qtrace.errors import TrainingError
 from qtrace.fakequant.base import scales
 from qtrace.finetuning._units import Units
-from qtrace.finetuning.settings import Settings
+from qtrace.finetuning.settings import FinetuneSettings
 from qtrace.gradients.adam import Adam
 from qtrace.preparation.model import QuantizedModel
 from qtrace.qat import param_groups
@@ -31,7 +31,12 @@ class Learner:
     """
 
     def __init__(
-        self, prepared: QuantizedModel, settings: Settings, adam: type[Adam] = Adam, *, writes: bool = True
+        self,
+        prepared: QuantizedModel,
+        settings: FinetuneSettings,
+        adam: type[Adam] = Adam,
+        *,
+        writes: bool = True,
     ) -> None:
         self.writes, self._behind = writes, set[int]()
         self.settings, self.adam, model = settings, adam, prepared.module

@@ -18,14 +18,14 @@ from qtrace.errors import TrainingError
 from qtrace.finetuning._choice import choose_engine
 from qtrace.finetuning._data import Batch, Data, unpack
 from qtrace.finetuning._engines import MegEngineEngine
-from qtrace.finetuning._evaluating import BestState, Figures, evaluate
+from qtrace.finetuning._evaluating import BestState, EvaluationFigures, evaluate
 from qtrace.finetuning._learning import Learner
 from qtrace.finetuning._pacing import Pace, format_seconds
 from qtrace.finetuning._retreating import Retreats
 from qtrace.finetuning._twins import PARTS, Compared, choose_compared
 from qtrace.finetuning._watching import Watch
 from qtrace.finetuning.report import FineTuned, compare_outputs
-from qtrace.finetuning.settings import Settings
+from qtrace.finetuning.settings import FinetuneSettings
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.record import graph_hash
@@ -66,7 +66,7 @@ class TuningRun:
         prepared: QuantizedModel,
         teacher: TracedModule,
         data: Data,
-        settings: Settings,
+        settings: FinetuneSettings,
         blocks: Sequence[str],
         pace: Pace,
     ) -> None:
@@ -86,7 +86,7 @@ class TuningRun:
         self.engine, self.engine_reason = chosen
         first = min(_POWER_BATCHES, math.ceil(samples.count / settings.batch_size))
         drawn = [samples.draw(step, settings.batch_size, settings.seed) for step in range(first)]
-        self.compared: Compared = choose_compared(self.engine, blocks, drawn)
+        self.compared: Compared = choose_compared(self.engine, blocks, drawn, model)
         writes = not self.engine.reads_arrays
         self.learner = Learner(prepared, settings, self.engine.adam, writes=writes)
         self.watch = Watch(model, settings)
@@ -169,7 +169,7 @@ class TuningRun:
         batches = self.unseen.count / (self.settings.batch_size if self.unseen.joined else 1)
         return max(math.ceil(steps / _MAX_EVALUATIONS), math.ceil(batches), _MIN_EVALUATION_INTERVAL)
 
-    def evaluate(self) -> Figures:
+    def evaluate(self) -> EvaluationFigures:
         """Compares the outputs of both graphs on the held-back data."""
         start, size = self.pace.seconds, 4 * self.settings.batch_size
         figures = evaluate(self.model, self.engine, self.compared, self.unseen, size)

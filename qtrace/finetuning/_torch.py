@@ -11,9 +11,9 @@ from megengine import Parameter
 
 from qtrace.data.batches import translate_errors
 from qtrace.finetuning._data import Batch, unpack
-from qtrace.finetuning._engines import LearningEngine
+from qtrace.finetuning._engines import TrainingEngine
 from qtrace.finetuning._twins import Compared, Values
-from qtrace.finetuning.settings import Settings
+from qtrace.finetuning.settings import FinetuneSettings
 from qtrace.graph.types import TracedModule
 from qtrace.ptq.torch.adam import TorchAdam
 from qtrace.ptq.torch.graph import TorchGraph
@@ -21,7 +21,7 @@ from qtrace.ptq.torch.graph import TorchGraph
 __all__ = ["TorchEngine"]
 
 
-class TorchEngine(LearningEngine):
+class TorchEngine(TrainingEngine):
     """Runs both graphs in torch.
 
     Args:
@@ -52,7 +52,7 @@ class TorchEngine(LearningEngine):
         """Returns the outputs and block outputs of the quantized graph, in its current phase."""
         return _arrays(*self._run(self.student, batch))
 
-    def loss(self, batch: Batch, compared: Compared, settings: Settings) -> float:
+    def loss(self, batch: Batch, compared: Compared, settings: FinetuneSettings) -> float:
         """Computes the loss of a batch."""
         return float(self._losses(batch, compared, settings, (), {})[0].item())
 
@@ -60,7 +60,7 @@ class TorchEngine(LearningEngine):
         self,
         batch: Batch,
         compared: Compared,
-        settings: Settings,
+        settings: FinetuneSettings,
         parameters: Sequence[Parameter],
         values: Mapping[int, np.ndarray],
     ) -> list[np.ndarray | None]:
@@ -83,14 +83,19 @@ class TorchEngine(LearningEngine):
         self,
         batch: Batch,
         compared: Compared,
-        settings: Settings,
+        settings: FinetuneSettings,
         parameters: Sequence[Parameter],
         arrays: Mapping[int, np.ndarray],
     ) -> list[Any]:
         """Computes the loss and its parts, as `Twins.loss` does."""
         references, reference_blocks = self._run(self.teacher, batch)
         values, value_blocks = self._run(self.student, batch, parameters, arrays)
-        errors = [_error(values[i], references[i]) / power for i, power in compared.outputs.items()]
+        errors = [
+            _weighted_error(values[i], references[i], compared.weights[i])
+            if i in compared.weights
+            else _error(values[i], references[i]) / power
+            for i, power in compared.outputs.items()
+        ]
         divergences = [_divergence(values[i], references[i], settings.temperature) for i in compared.classes]
         blocks = [
             _error(value_blocks[n], reference_blocks[n]) / power for n, power in compared.blocks.items()
@@ -103,6 +108,10 @@ class TorchEngine(LearningEngine):
 
 def _error(value: Any, reference: Any) -> Any:
     return torch.nn.functional.mse_loss(value, reference)
+
+
+def _weighted_error(value: Any, reference: Any, weights: np.ndarray) -> Any:
+    return ((value - reference) ** 2 * torch.from_numpy(weights)).mean()
 
 
 def _divergence(logits: Any, reference: Any, temperature: float) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import megengine.functional as F
@@ -15,10 +15,11 @@ from qtrace.calibration.base import Arguments
 from qtrace.data.batches import translate_errors
 from qtrace.errors import TrainingError
 from qtrace.finetuning._data import Batch, unpack
-from qtrace.finetuning.settings import Settings
+from qtrace.finetuning.settings import FinetuneSettings
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Node, TracedModule
 from qtrace.numerics import SMALLEST_NORMAL
+from qtrace.outputs import ColumnGroup, find_groups
 from qtrace.verification.runs import leaves as outputs_in
 
 __all__ = ["PARTS", "Compared", "Twins", "Values", "choose_compared"]
@@ -64,15 +65,20 @@ class Compared:
         classes: indices of the outputs of shape (N, C).
         blocks: name of a node -> mean square in float.
         left: a line with the reason for every output that is not compared.
+        groups: the column groups of the outputs.
+        weights: index of an output with several column groups -> the weights of its squared errors, by
+            column, that replace its mean square: each group counts alike, relative to its own power.
     """
 
     outputs: dict[int, float]
     classes: tuple[int, ...]
     blocks: dict[str, float]
     left: tuple[str, ...]
+    groups: tuple[ColumnGroup, ...] = ()
+    weights: dict[int, np.ndarray] = field(default_factory=dict)
 
 
-class Engine(Protocol):
+class TwinEngine(Protocol):
     """Runs the quantized graph and the float graph on a batch of arrays."""
 
     def run_teacher(self, batch: Batch) -> Values:
@@ -106,12 +112,17 @@ class Twins:
         """Returns the outputs and block outputs of the quantized graph on a batch of Tensors."""
         return self.student.call(unpack(self.form, list(batch.leaves)), batch.number)
 
-    def loss(self, batch: Batch, compared: Compared, settings: Settings) -> tuple[Tensor, ...]:
+    def loss(self, batch: Batch, compared: Compared, settings: FinetuneSettings) -> tuple[Tensor, ...]:
         """Computes the loss of a batch of Tensors and its parts, each a scalar, in the order of `PARTS`."""
         references, reference_blocks = self.run_teacher(batch)
         values, value_blocks = self.run_student(batch)
         zero = Tensor(0.0)
-        errors = [_error(values[i], references[i]) / power for i, power in compared.outputs.items()]
+        errors = [
+            _weighted_error(values[i], references[i], compared.weights[i])
+            if i in compared.weights
+            else _error(values[i], references[i]) / power
+            for i, power in compared.outputs.items()
+        ]
         divergences = [_divergence(values[i], references[i], settings.temperature) for i in compared.classes]
         blocks = [
             _error(value_blocks[n], reference_blocks[n]) / power for n, power in compared.blocks.items()
@@ -121,7 +132,7 @@ class Twins:
         return (total, *parts)
 
     def gradients(
-        self, batch: Batch, compared: Compared, settings: Settings, parameters: Sequence[Parameter]
+        self, batch: Batch, compared: Compared, settings: FinetuneSettings, parameters: Sequence[Parameter]
     ) -> list[Tensor | None]:
         """Computes the loss, its parts and the gradient of every parameter; None for a missing gradient."""
         manager = GradManager().attach(list(parameters))
@@ -138,19 +149,26 @@ def _error(value: Tensor, reference: Tensor) -> Tensor:
     return ((value - reference.detach()) ** 2).mean()
 
 
+def _weighted_error(value: Tensor, reference: Tensor, weights: np.ndarray) -> Tensor:
+    return ((value - reference.detach()) ** 2 * Tensor(weights)).mean()
+
+
 def _divergence(logits: Tensor, reference: Tensor, temperature: float) -> Tensor:
     """Kullback-Leibler divergence of softened probabilities, times T**2 (Hinton et al. 2015, section 2.1)."""
     log_q, log_p = F.logsoftmax(logits / temperature, 1), F.logsoftmax(reference.detach() / temperature, 1)
     return (F.exp(log_p) * (log_p - log_q)).sum(1).mean() * temperature**2
 
 
-def choose_compared(engine: Engine, blocks: Sequence[str], batches: Sequence[Batch]) -> Compared:
+def choose_compared(
+    engine: TwinEngine, blocks: Sequence[str], batches: Sequence[Batch], model: TracedModule | None = None
+) -> Compared:
     """Chooses the outputs that can be compared, and measures mean squares of outputs and blocks in float.
 
     Args:
         engine: runs the quantized graph and the float graph.
         blocks: names of the nodes whose values are compared.
         batches: the batches to measure the mean squares on.
+        model: the quantized graph, whose joins show column groups; None to look at the values alone.
 
     Raises:
         TrainingError: when nothing can be compared, or the float graph gives values that are not finite.
@@ -158,8 +176,10 @@ def choose_compared(engine: Engine, blocks: Sequence[str], batches: Sequence[Bat
     sums: dict[Any, list[float]] = {}
     left: dict[int, str] = {}
     flat: set[int] = set()
+    exact: list[list[np.ndarray]] = []
     for batch in batches:
         references, inside = engine.run_teacher(batch)
+        exact.append(references)
         values, _ = engine.run_student(batch)
         if len(references) != len(values):
             raise TrainingError(
@@ -197,4 +217,26 @@ def choose_compared(engine: Engine, blocks: Sequence[str], batches: Sequence[Bat
             f"no output can be compared with that of the float graph ({'; '.join(left.values())}): name "
             "nodes in blocks."
         )
-    return Compared(outputs, tuple(sorted(flat & set(outputs))), inside_powers, tuple(left.values()))
+    groups = tuple(group for group in find_groups(model, exact) if group.output in outputs)
+    weights = _column_weights(groups, exact)
+    classes = tuple(sorted(flat & set(outputs) - set(weights)))  # columns of several sorts are no classes
+    return Compared(outputs, classes, inside_powers, tuple(left.values()), groups, weights)
+
+
+def _column_weights(
+    groups: Sequence[ColumnGroup], exact: Sequence[Sequence[np.ndarray]]
+) -> dict[int, np.ndarray]:
+    """Returns the weights of outputs with several column groups; see `Compared`."""
+    weights: dict[int, np.ndarray] = {}
+    for group in groups:
+        if group.axis is None:
+            continue
+        values = [batch[group.output] for batch in exact]
+        power = float(np.mean([np.square(group.select(v), dtype=np.float64).mean() for v in values]))
+        shape = [1] * values[0].ndim
+        shape[group.axis] = values[0].shape[group.axis]
+        weight = weights.setdefault(group.output, np.zeros(shape, np.float32))
+        count = sum(other.output == group.output for other in groups)
+        share = weight.size / (len(group.columns) * count)
+        np.moveaxis(weight, group.axis, 0)[group.columns] = share / max(power, SMALLEST_NORMAL)
+    return weights

@@ -14,7 +14,7 @@ from megengine.module import Module
 
 from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.finetuning._units import range_unit
-from qtrace.finetuning.settings import Settings
+from qtrace.finetuning.settings import FinetuneSettings
 from qtrace.graph.types import ModuleNode, TracedModule
 from qtrace.graph.walk import exprs, owner
 from qtrace.preparation.record import fake_quants
@@ -107,7 +107,7 @@ class Watch:
         settings: the decay of the averages, and the changes below which tensors are frozen.
     """
 
-    def __init__(self, model: TracedModule, settings: Settings) -> None:
+    def __init__(self, model: TracedModule, settings: FinetuneSettings) -> None:
         self.settings = settings
         self.all = [*_ranges(model, settings.freeze_below), *_norms(model, settings.freeze_bn_below)]
         self.every = max(settings.steps // 20, 1)

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.finetuning._evaluating import Evaluation, Figures
+from qtrace.finetuning._evaluating import Evaluation, EvaluationFigures
 from qtrace.finetuning._retreating import Retreat
 from qtrace.finetuning._watching import Frozen
-from qtrace.finetuning.settings import Settings
+from qtrace.finetuning.settings import FinetuneSettings
 from qtrace.graph.table import format_table
 
 __all__ = ["FineTuned", "OutputChange", "compare_outputs"]
@@ -26,8 +26,8 @@ class OutputChange:
     Attributes:
         index: the number of the output.
         shape: the shape of one sample of the output.
-        before: the SQNR before the fine-tuning, in dB.
-        after: the SQNR after the fine-tuning, in dB.
+        before: the SQNR before the fine-tuning, in dB, of the worst column group.
+        after: the SQNR after the fine-tuning, in dB, of the worst column group.
         agreement_before: share of samples whose largest value has the same index in both graphs, before the
             fine-tuning; None unless the output has the shape (N, C).
         agreement_after: the same share after the fine-tuning.
@@ -73,7 +73,7 @@ class FineTuned:
         jit: whether steps ran under ``jit.trace``.
     """
 
-    settings: Settings
+    settings: FinetuneSettings
     samples: int
     measured: int
     measured_on: str
@@ -186,7 +186,7 @@ def _row(output: OutputChange) -> tuple[str, ...]:
     return str(output.index), f"{output.before:.2f} dB", f"{output.after:.2f} dB", *agreement
 
 
-def compare_outputs(before: Figures, after: Figures) -> tuple[OutputChange, ...]:
+def compare_outputs(before: EvaluationFigures, after: EvaluationFigures) -> tuple[OutputChange, ...]:
     """Compares the outputs at two evaluations."""
     return tuple(
         OutputChange(index, shape, sqnr_db, after.outputs[index][1], agreement, after.outputs[index][2])

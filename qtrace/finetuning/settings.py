@@ -9,7 +9,7 @@ from typing import Any
 
 from qtrace.errors import ConfigError
 
-__all__ = ["ENGINES", "Settings"]
+__all__ = ["ENGINES", "FinetuneSettings"]
 
 ENGINES = ("auto", "megengine", "torch")
 
@@ -29,7 +29,7 @@ _SHARES = ("warmup", "range_average", "weight_average", "holdout")
 
 
 @dataclass(frozen=True)
-class Settings:
+class FinetuneSettings:
     """The settings of ``qtrace.finetune``.
 
     Attributes:

@@ -102,6 +102,8 @@ def _uses_own_gradients(x: Any, weight: Any, geometry: Geometry) -> bool:
         return False
     if not str(x.device.physical_name).startswith(CPUS):
         return False
+    if x._tuple_shape is None:  # under a symbolic jit.trace
+        return True
     # One multiplication for each weight and place. Under jit.trace the shape is that of the first call.
     places = math.prod(x._tuple_shape) / (x._tuple_shape[1] * math.prod(geometry.stride))
     strided_groups = geometry.groups > 1 and geometry.stride != (1, 1)

@@ -14,12 +14,14 @@ from qtrace.graph.interpreter import Interpreter, locate_failure
 from qtrace.graph.lint import LintProblem, check, lint
 from qtrace.graph.module_tree import add_submodule, delete_attribute, set_parameter
 from qtrace.graph.msc import MSCGraph, MSCNode, MSCTensor, from_msc
+from qtrace.graph.node_meta import meta
 from qtrace.graph.parts import Composition, split
 from qtrace.graph.passes import FoldConstants, MergeCommonSubexpressions, RemoveDeadCode, run_passes
 from qtrace.graph.pattern import Anything, Const, Mismatch, Op, Param, PatternMatch, match
 from qtrace.graph.propagate import propagate_shapes, set_input_shapes
 from qtrace.graph.rewrite import RewriteRule, RuleResult, apply_rules
 from qtrace.graph.samples import SampleDifference, SamplesReport, check_samples
+from qtrace.graph.source import PythonSource, to_source
 from qtrace.graph.table import format_table, table
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.transformer import Transformer
@@ -43,6 +45,7 @@ __all__ = [
     "Op",
     "Param",
     "PatternMatch",
+    "PythonSource",
     "RemoveDeadCode",
     "RewriteRule",
     "RuleResult",
@@ -66,6 +69,7 @@ __all__ = [
     "load",
     "locate_failure",
     "match",
+    "meta",
     "propagate_shapes",
     "run_passes",
     "save",
@@ -73,6 +77,7 @@ __all__ = [
     "set_parameter",
     "split",
     "table",
+    "to_source",
     "trace",
     "users",
 ]

@@ -21,7 +21,18 @@ from qtrace.graph.pattern import Compound, Matcher, PartialMatch, Pattern, show
 from qtrace.graph.types import Constant, Expr, GetAttr, Input, TensorNode
 from qtrace.graph.walk import op_label
 
-__all__ = ["AnyOf", "AnyTensor", "Minus", "Number", "Operation", "Power", "Product", "Stored", "Sum", "close"]
+__all__ = [
+    "AnyOf",
+    "AnyTensor",
+    "Minus",
+    "Number",
+    "Operation",
+    "Power",
+    "Product",
+    "StoredOperand",
+    "Sum",
+    "close",
+]
 
 _DEPTH = 5  # nested calls that one sum or product may open
 _PRODUCTS = frozenset(("mul", "div", "neg", "pow", "square", "sqrt"))
@@ -45,7 +56,7 @@ class AnyTensor(Compound):
             matcher.fail(show(value), "is a constant argument, expected a tensor", state)
 
 
-class Stored(Compound):
+class StoredOperand(Compound):
     """A parameter, a buffer or a constant of the trace."""
 
     def matches(self, matcher: Matcher, value: Any, state: PartialMatch) -> Iterator[PartialMatch]:

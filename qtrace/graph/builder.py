@@ -38,7 +38,8 @@ class GraphBuilder:
 
     Each op runs once on zeros of its inputs' shapes, so that every node knows its shape and dtype, and an op
     that MegEngine refuses fails where it is added. Constants and integer parameters run with their values. If
-    an input has a free batch axis, each op runs a second time with one sample more (see `shapes`).
+    an input has a free batch axis, or other open axes, each op runs a second time with one sample more, or
+    with other sizes of the open axes (see `shapes`).
 
     Example:
         >>> builder = GraphBuilder("Net")
@@ -59,13 +60,18 @@ class GraphBuilder:
         self._shapes: dict[Node, tuple[tuple[int, ...], ...]] = {}
         # Values that do not depend on those of the inputs, one a probe: parameters, modules, sizes.
         self._values: dict[Node, tuple[Any, ...]] = {}
-        self._probes = 1
+        self._probes, self._adds_sample = 1, True
         self._self = self._new_input(ModuleNode, "self", name)
         self._self.module_type = TracedModule
         self._values[self._self] = (self.traced,)
 
     def input(
-        self, name: str, shape: Sequence[int], dtype: Any = np.float32, batch_axis: int | None = None
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: Any = np.float32,
+        batch_axis: int | None = None,
+        other: Sequence[int] | None = None,
     ) -> TensorNode:
         """Adds an input of the graph; all inputs come before the first op.
 
@@ -74,6 +80,7 @@ class GraphBuilder:
             shape: the shape that the graph records.
             dtype: float32, int32, bool or another dtype of MegEngine's.
             batch_axis: an axis whose size may differ when the graph runs; None if all are fixed.
+            other: a shape with another size of each axis whose size may differ, instead of ``batch_axis``.
 
         Raises:
             GraphError: when an op was added already, or MegEngine has no such tensor.
@@ -88,8 +95,10 @@ class GraphBuilder:
         if batch_axis is not None:
             more = list(first)
             more[batch_axis] += 1
-            shapes.append(tuple(more))
-            self._probes = 2
+            other = more
+        if other is not None and tuple(other) != first:
+            shapes.append(tuple(int(n) for n in other))
+            self._probes, self._adds_sample = 2, self._adds_sample and batch_axis is not None
         self._record(node, tuple(shapes), np.dtype(dtype))
         return node
 
@@ -101,7 +110,7 @@ class GraphBuilder:
         return node
 
     def shapes(self, node: TensorNode) -> tuple[tuple[int, ...], ...]:
-        """Returns the shape of ``node`` as recorded, and with one sample more if a batch axis is free.
+        """Returns the shape of ``node`` as recorded, and at the other sizes if axes are open.
 
         Args:
             node: a node of this graph.
@@ -319,7 +328,7 @@ class GraphBuilder:
         except Exception as error:  # MegEngine's kernels raise errors of many classes
             pairs = zip(expr.inputs, values, strict=True)
             shapes = ", ".join(f"{n._name} {tuple(v.shape)}" for n, v in pairs if isinstance(v, RawTensor))
-            more = " with one sample more" if probe else ""
+            more = (" with one sample more" if self._adds_sample else " at another size") if probe else ""
             raise GraphError(
                 f"{op_label(expr)} fails on {shapes or 'its arguments'}{more}: {failures.short(error)}"
             ) from error

@@ -48,14 +48,15 @@ def fixed_nodes(traced: TracedModule, without: Callable[[Expr], bool] = lambda e
     return fixed
 
 
-def needed_nodes(traced: TracedModule, shapes: bool = False) -> set[Node]:
+def needed_nodes(traced: TracedModule, shapes: bool = False, of: Iterable[Node] | None = None) -> set[Node]:
     """Returns the nodes on whose values an output of the graph depends, the outputs included.
 
     Args:
         traced: a flat traced module.
         shapes: whether to include the nodes on whose shapes alone an output depends.
+        of: the nodes that take the place of the outputs; None for the outputs.
     """
-    needed: set[Node] = set(traced.graph.outputs)
+    needed: set[Node] = set(traced.graph.outputs if of is None else of)
     for expr in reversed(exprs(traced)):
         if any(n in needed for n in expr.outputs):
             needed.update(tensor_inputs(expr) if shapes else _values_read(expr))

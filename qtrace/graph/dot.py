@@ -7,6 +7,7 @@ from megengine.traced_module.expr import Constant, Expr, GetAttr
 from megengine.traced_module.node import Node, TensorNode
 
 from qtrace.graph.walk import module_path, op_label
+from qtrace.storage.ownership import WRITTEN
 
 __all__ = ["dot"]
 
@@ -24,6 +25,7 @@ def dot(traced: TracedModule) -> str:
     ends: dict[Node, str] = {n: f"in{i}" for i, n in enumerate(graph._inputs[1:])}
     lines = [
         f"digraph {_quoted(graph._name)} {{",
+        f'  comment="{WRITTEN}";',
         '  node [shape=box, style="rounded,filled", fillcolor="#eef3fb", fontname="Helvetica", fontsize=10];',
         '  edge [fontname="Helvetica", fontsize=8, color="#999999"];',
     ]

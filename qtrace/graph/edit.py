@@ -26,6 +26,8 @@ from qtrace.graph.arguments import argument_spec, set_arguments, signature
 from qtrace.graph.endpoints import EndpointEdits
 from qtrace.graph.finish import write_order
 from qtrace.graph.inference import TensorType, TypeInference, recorded_type
+from qtrace.graph.layer_calls import StoredTensor
+from qtrace.graph.node_meta import move_meta, own_meta
 from qtrace.graph.renewal import renew_behind, same_type, type_of_value, write_type
 from qtrace.graph.snapshot import Snapshot
 from qtrace.graph.source_lines import copy_line, name_with_line
@@ -154,6 +156,7 @@ class GraphEditor(EndpointEdits):
             GraphError: when the function does not take these arguments, or cannot run on their shapes.
         """
         expr = CallFunction(func)
+        args, kwargs = self._with_nodes(args), self._with_nodes(kwargs)
         try:
             args, kwargs = _convert_kwargs_to_args(argument_spec(func), args, kwargs)
         except (TypeError, ValueError, AssertionError) as error:
@@ -172,7 +175,7 @@ class GraphEditor(EndpointEdits):
         callee = self.get_attr(path)
         expr = CallMethod(callee)
         callee.users.remove(expr)  # `set_arguments` adds it again
-        set_arguments(expr, (callee, *args), {})
+        set_arguments(expr, (callee, *self._with_nodes(args)), {})
         return self._place(expr, after, like, name or f"{path.replace('.', '_')}_out", f"{path}.[out]")
 
     def call_method(
@@ -194,18 +197,27 @@ class GraphEditor(EndpointEdits):
             raise GraphError(f"a Tensor has no method {method!r}.")
         expr = CallMethod(x, method)
         x.users.remove(expr)  # `set_arguments` adds it again
-        set_arguments(expr, (x, *args), kwargs)
+        set_arguments(expr, (x, *self._with_nodes(args)), self._with_nodes(kwargs))
         return self._place(expr, after, like, name or f"{method.strip('_')}_out", f"[method_{method}]")
 
-    def copy_expr(self, source: Expr, inputs: Sequence[Node], after: Expr) -> list[TensorNode]:
+    def _with_nodes(self, value: Any) -> Any:
+        """Returns arguments with the node of each parameter of a layer that a match has bound."""
+        if isinstance(value, StoredTensor):
+            return self.get_attr(value.path)
+        if type(value) in (tuple, list):
+            return type(value)(map(self._with_nodes, value))
+        return {k: self._with_nodes(v) for k, v in value.items()} if type(value) is dict else value
+
+    def copy_expr(self, source: Expr, inputs: Sequence[Node | StoredTensor], after: Expr) -> list[TensorNode]:
         """Adds a copy of ``source``, an expr of another graph, that reads ``inputs``; returns its outputs."""
         expr = copy.copy(source)
-        expr.inputs, expr.const_val = list(inputs), copy.copy(source.const_val)
-        for node in inputs:
+        expr.inputs, expr.const_val = self._with_nodes(list(inputs)), copy.copy(source.const_val)
+        for node in expr.inputs:
             node.users.append(expr)
         expr.outputs = [copy.copy(node) for node in source.outputs]
         for node in expr.outputs:
             node.expr, node.users, node.actual_node = expr, [], []
+            own_meta(node)
             node._qualname = f"{self.graph._qualname}.[{node._name}]"
             node._name = self._unique(node._name, node)
         copy_line(after, expr)
@@ -336,6 +348,7 @@ class GraphEditor(EndpointEdits):
         names[new._name] = None
         names[node._name] = new
         new._name, node._name, new._qualname = node._name, new._name, node._qualname
+        move_meta(node, new)
         names[node._name] = node
 
     def set_argument(self, expr: CallFunction, name: str, value: Any) -> None:

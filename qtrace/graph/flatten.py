@@ -7,15 +7,19 @@ searches lists while it removes dead code, so its time grows with the square of 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from megengine.traced_module import TracedModule
 from megengine.traced_module.expr import Constant, Expr, GetAttr
 from megengine.traced_module.node import Node, TensorNode
 from megengine.traced_module.traced_module import InternalGraph
 
-from qtrace.graph._shapes import Call, needs_own_shapes, record_shapes
 from qtrace.graph.finish import finish
+from qtrace.graph.inference import recorded_type
+from qtrace.graph.node_meta import META, move_meta, own_meta
+from qtrace.graph.renewal import InlinedCall, renew_calls, same_type
 from qtrace.graph.walk import called_graph, get_module
 
 __all__ = ["flatten"]
@@ -31,7 +35,8 @@ def flatten(traced: TracedModule) -> TracedModule:
 
     Returns:
         A flat ``TracedModule``. A submodule that is called twice becomes separate exprs on the same
-        parameters; submodules of MegEngine's own kinds stay calls.
+        parameters; submodules of MegEngine's own kinds stay calls. The nodes of a flat graph keep their
+        names, by which the record of a prepared graph knows them.
     """
     memo: dict[int, Any] = {}
     root = _copy_tree(traced, memo)
@@ -40,7 +45,7 @@ def flatten(traced: TracedModule) -> TracedModule:
         traced.argdef_outdef_map.values(),
     )
     flat = InternalGraph(graph._name, graph._qualname)
-    emitter = _Emitter(root, flat, memo)
+    emitter = _Emitter(root, graph, flat, memo)
     inputs = [emitter.copy_input(node) for node in graph._inputs]
     flat._inputs[:] = inputs
     outputs = emitter.inline(graph, inputs, "", "", {})
@@ -48,7 +53,7 @@ def flatten(traced: TracedModule) -> TracedModule:
     root.argdef_graph_map = {arg_def: flat}
     root.argdef_outdef_map = {arg_def: out_def}
     root.argspec = traced.argspec
-    record_shapes(root, emitter.resized)
+    renew_calls(root, emitter.resized)
     finish(root)
     return root
 
@@ -78,14 +83,17 @@ def _copy_tree(module: TracedModule, memo: dict[int, Any]) -> TracedModule:
 class _Emitter:
     """Writes the exprs of nested graphs into one flat graph."""
 
-    def __init__(self, root: TracedModule, flat: InternalGraph, memo: dict[int, Any]) -> None:
+    def __init__(
+        self, root: TracedModule, source: InternalGraph, flat: InternalGraph, memo: dict[int, Any]
+    ) -> None:
         self.root = root
         self.flat = flat
         self.memo = memo
         self.attrs: dict[str, Node] = {}
-        self.resized: list[Call] = []  # calls with other sizes than the submodule's graph records
+        self.resized: list[InlinedCall] = []  # calls with other sizes than the submodule's graph records
         self._in_resized = False
         self._called: set[Node] = set()
+        self._keeps_names = all(called_graph(expr) is None for expr in source._exprs)
 
     def copy_input(self, node: Node) -> Node:
         new_expr = copy.copy(node.expr)
@@ -134,13 +142,15 @@ class _Emitter:
             inner_path = paths[callee]
             again, start = inner in self._called, len(self.flat._exprs)
             self._called.add(inner)
-            resized = not self._in_resized and needs_own_shapes(inner._inputs, args, again)
+            resized = not self._in_resized and _needs_own_shapes(inner._inputs, args, again)
             self._in_resized |= resized
             results = self.inline(inner, args, inner_path, inner_path.replace(".", "_"), output_names)
             if resized:
-                self.resized.append(Call(start, len(self.flat._exprs), results, expr.outputs))
+                self.resized.append(InlinedCall(start, len(self.flat._exprs), results, expr.outputs))
                 self._in_resized = False
-            bound.update((o, r) for o, r in zip(expr.outputs, results, strict=True))
+            for output, result in zip(expr.outputs, results, strict=True):
+                move_meta(output, result)
+                bound[output] = result
         return [resolve(n) for n in graph._outputs]
 
     @staticmethod
@@ -158,8 +168,9 @@ class _Emitter:
             expr = GetAttr(self.flat._inputs[0], type(node), path, name)
             new = expr.outputs[0]
             new.__dict__.update({k: v for k, v in node.__dict__.items() if k in _CARRIED})
+            own_meta(new)
             new._qualname = f"{self.flat._qualname}.{path}"
-            self._name(new, name)
+            self._name(new, node._name if self._keeps_names else name)
             self.flat._exprs.append(expr)
             self.attrs[path] = new
         return self.attrs[path]
@@ -183,14 +194,36 @@ class _Emitter:
         new = copy.copy(node)
         new.expr, new.users, new.actual_node = expr, [], []
         new.__dict__.pop("_value", None)
+        own_meta(new)
         self._name(new, name)
         return new
 
     def _name(self, node: Node, name: str) -> None:
-        node._name = self.flat._namespace.create_unique_name(name, node)
+        names = self.flat._namespace.used_names
+        if self._keeps_names and names.get(name) is None:
+            node._name, names[name] = name, node
+        else:
+            node._name = self.flat._namespace.create_unique_name(name, node)
 
 
-_CARRIED = ("_shape", "_dtype", "_qparams", "_device", "module_type")
+def _needs_own_shapes(recorded: Sequence[Node], arguments: Sequence[Node], again: bool) -> bool:
+    """Returns whether a call's tensors may have other shapes than its submodule's graph records.
+
+    Args:
+        recorded: the inputs of the submodule's graph, as recorded by the first call.
+        arguments: the arguments of this call, in the same order.
+        again: whether the submodule was called before; an integer tensor may then hold another size.
+    """
+    for parameter, argument in zip(recorded, arguments, strict=True):
+        if isinstance(argument, TensorNode):
+            if not same_type(recorded_type(parameter), recorded_type(argument)):
+                return True
+            if again and np.dtype(argument.dtype).kind in "iub":
+                return True
+    return False
+
+
+_CARRIED = ("_shape", "_dtype", "_qparams", "_device", "module_type", META)
 
 
 def _join(prefix: str, name: str) -> str:

@@ -17,6 +17,7 @@ from megengine.traced_module.node import Node, TensorNode
 from qtrace.errors import GraphError
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.function_trace import AnyNumber, FunctionTrace, marker_of, trace_function
+from qtrace.graph.layer_calls import StoredTensor
 from qtrace.graph.operations import canonical_call
 from qtrace.graph.pattern import Const, Op, Pattern, PatternMatch
 from qtrace.graph.rewrite import RewriteRule
@@ -26,6 +27,7 @@ from qtrace.process.thread import on_engine_thread
 
 __all__ = ["AnyNumber", "function_rule"]
 
+_TENSORS = (TensorNode, StoredTensor)
 _EXAMPLE_SHAPE = (2, 4, 4, 4)
 
 Check = Callable[[PatternMatch], "str | None"]
@@ -45,8 +47,9 @@ def function_rule(
     The parameters of ``pattern`` are wildcards: each stands for any tensor of the graph, the same one
     wherever the parameter occurs, or for any Python number where its example is an `AnyNumber`. Numbers that
     the function writes itself must be equal. All spellings of an operation match: ``x + y`` and
-    ``F.add(y, x)``; ``x.reshape(2, -1)`` and ``F.reshape(x, (2, -1))``. No call inside of a match may be
-    used outside of it.
+    ``F.add(y, x)``; ``x.reshape(2, -1)`` and ``F.reshape(x, (2, -1))``; ``F.sigmoid(x)`` and
+    ``M.Sigmoid()(x)``; ``F.conv2d(x, w, b)`` and a layer `M.Conv2d`, whose parameters ``w`` and ``b`` then
+    stand for. No call inside of a match may be used outside of it.
 
     Example:
         >>> rule = function_rule(lambda x: x * F.sigmoid(x), lambda x: F.silu(x), name="silu")
@@ -55,7 +58,7 @@ def function_rule(
 
     Args:
         pattern: a function of tensors that returns one tensor; it calls functions of
-            ``megengine.functional`` and methods of tensors, no modules.
+            ``megengine.functional``, methods of tensors, and layers without parameters.
         replacement: a function of the same parameters that returns one tensor of the same shape and dtype.
             It is called with tensors of the shapes of each match, and with the match's numbers.
         example: a Tensor, a numpy array or an `AnyNumber` for each parameter, on which ``pattern`` runs;
@@ -123,7 +126,7 @@ class _AnyTensor(Pattern):
 
     def mismatch(self, value: Any) -> str | None:
         """Returns why ``value`` is not a tensor."""
-        return None if isinstance(value, TensorNode) else "is a constant argument, expected a tensor"
+        return None if isinstance(value, _TENSORS) else "is a constant argument, expected a tensor"
 
 
 class _Number(Const):
@@ -185,7 +188,7 @@ class _PatternBuilder:
 
     def _call(self, node: Node) -> Op:
         expr = node.expr
-        call = canonical_call(expr)
+        call = canonical_call(expr, layers=True)
         if call is None:
             raise self._error(
                 f"{name_with_line(expr, op_label(expr))}: the pattern reads a tensor that is neither a "
@@ -249,7 +252,7 @@ class _FunctionRule(RewriteRule):
         values = [match[name] for name in self._names]
         key = tuple(
             (tuple(int(n) for n in v.shape), np.dtype(v.dtype).str)
-            if isinstance(v, TensorNode)
+            if isinstance(v, _TENSORS)
             else (type(v), v)
             for v in values
         )
@@ -259,13 +262,13 @@ class _FunctionRule(RewriteRule):
 
     def _trace_at(self, values: Sequence[Any]) -> FunctionTrace | str:
         try:
-            arguments = [_zeros(v) if isinstance(v, TensorNode) else v for v in values]
+            arguments = [_zeros(v) if isinstance(v, _TENSORS) else v for v in values]
             return trace_function(self._replacement, arguments, "the replacement")
         except GraphError as error:
             return str(error).rstrip(".")
 
 
-def _zeros(node: TensorNode) -> Tensor:
+def _zeros(node: TensorNode | StoredTensor) -> Tensor:
     return Tensor(np.zeros(tuple(int(n) for n in node.shape), np.dtype(node.dtype)))
 
 

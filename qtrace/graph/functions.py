@@ -19,6 +19,7 @@ __all__ = [
     "erf",
     "gelu_tanh",
     "hard_sigmoid",
+    "log_softmax",
     "mish",
     "rms_norm",
     "scale_and_shift",
@@ -43,6 +44,17 @@ def gelu_tanh(x: Tensor) -> Tensor:
 def hard_sigmoid(x: Tensor, slope: float = 0.2, offset: float = 0.5) -> Tensor:
     """Computes ``clip(slope * x + offset, 0, 1)``; `F.hsigmoid` has the slope 1 / 6."""
     return F.clip(x * slope + offset, 0.0, 1.0)
+
+
+@wrap
+def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
+    """Computes ``log(softmax(x))`` along ``axis``.
+
+    `F.logsoftmax` adds the largest value to the logarithm of the sum, which then has only the digits that the
+    largest value leaves.
+    """
+    below = x - F.max(x.detach(), axis=axis, keepdims=True)
+    return below - F.log(F.sum(F.exp(below), axis=axis, keepdims=True))
 
 
 @wrap
@@ -105,7 +117,7 @@ def scaled_dot_product_attention(
         scores = F.reshape(windows, (-1, *sizes))
     elif mask is not None:
         scores = scores + mask
-    return F.matmul(F.softmax(scores, axis=-1), value)
+    return F.matmul(F.softmax(scores, axis=[-1]), value)  # a list: right for scores below -87, too
 
 
 @wrap

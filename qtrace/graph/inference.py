@@ -33,7 +33,6 @@ from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.gradients import plain
-from qtrace.graph._shapes import zeros_show_shapes
 from qtrace.graph.engine import quiet_engine
 from qtrace.graph.equality import freeze
 from qtrace.graph.op_failure import describe_failure
@@ -59,6 +58,15 @@ _COMPUTED = {
     *("squeeze", "layer_norm", "group_norm", "instance_norm", "general_norm", "LayerNorm", "GroupNorm"),
     *("InstanceNorm", "GeneralNorm"),
 }
+# Ops whose number of results depends on the values of their inputs.
+_SIZED_BY_VALUES = {"cond_take", "nms", "non_zero", "CondTake", "NMSKeep", "NonZero"}
+# Ops whose result has the same shape for all values of their integer and boolean inputs, like the operators
+# of Python (`_is_operator`).
+_ELEMENTWISE = {
+    *("Elemwise", "TypeCvt", "astype", "gather", "where", "logical_and", "logical_or", "logical_not"),
+    *("equal", "not_equal", "less", "less_equal", "greater", "greater_equal", "maximum", "minimum"),
+}
+_NO_OPERATORS = {"__getitem__", "__setitem__", "__call__", "__new__"}
 # Layers whose forward in eval mode changes none of their attributes.
 _STATELESS = tuple(
     f"megengine.module.{name}"
@@ -211,7 +219,7 @@ class TypeInference:
             except Exception:  # an op that takes Tensors only, or one that cannot run: zeros show which
                 pass
         inexact = [v for v in inputs if isinstance(v, TensorType)]
-        if not zeros_show_shapes(expr, inexact):
+        if not _zeros_show_shapes(expr, inexact):
             return None, None
         leaves, structure = _call(expr, [_zeros(v) if isinstance(v, TensorType) else v for v in inputs])
         exact = not types or reads_shape(expr)
@@ -269,6 +277,26 @@ def _call_key(expr: Expr, inputs: Sequence[Any]) -> Hashable | None:
         return op, types, freeze((expr.args, expr.kwargs), places.__getitem__)
     except (AssertionError, TypeError):  # a damaged graph, or an argument without a value to compare
         return None
+
+
+def _zeros_show_shapes(expr: Expr, zeros: Sequence[TensorType]) -> bool:
+    """Returns whether zeros in the place of the activations give the results of ``expr`` their true shapes.
+
+    Args:
+        expr: a call.
+        zeros: the types of the activations that ``expr`` reads.
+    """
+    name = _op_name(expr)
+    if name in _SIZED_BY_VALUES and zeros:
+        return False
+    if name in _ELEMENTWISE or _is_operator(expr):
+        return True
+    return reads_shape(expr) or not any(np.dtype(kind.dtype).kind in "iub" for kind in zeros)
+
+
+def _is_operator(expr: Expr) -> bool:
+    """Returns whether ``expr`` is an operator of Python between values, such as ``x < y``."""
+    return isinstance(expr, CallMethod) and expr.method.startswith("__") and expr.method not in _NO_OPERATORS
 
 
 def _callee(expr: Expr, args: Sequence[Any]) -> Callable[..., Any]:

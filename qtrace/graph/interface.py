@@ -1,8 +1,8 @@
 """The interface of the file that a traced module was imported from: names, order and types of its tensors.
 
-MegEngine computes int64 as int32, and qtrace computes float16 as float32. The interface keeps the types of
-the file, so that an export declares them again. It is a plain attribute of the traced module, as JSON text,
-which ``flatten``, ``prepare``, ``convert``, ``save`` and ``load`` keep.
+MegEngine computes int64 as int32, and qtrace computes float16 and float64 as float32. The interface
+keeps the types of the file, so that an export declares them again. It is a plain attribute of the traced
+module, as JSON text, which ``flatten``, ``prepare``, ``convert``, ``save`` and ``load`` keep.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import GraphError
-from qtrace.graph.types import TensorNode, TracedModule
+from qtrace.graph.types import Node, TensorNode, TracedModule
 
-__all__ = ["Interface", "TensorInfo", "read_interface", "write_interface"]
+__all__ = ["Interface", "TensorInfo", "file_names", "read_inputs", "read_interface", "write_interface"]
 
 _ATTRIBUTE = "onnx_interface"
 
@@ -25,8 +25,9 @@ _ATTRIBUTE = "onnx_interface"
 _CARRIED = {
     **{name: name for name in ("bool", "int8", "int16", "int32", "uint8", "uint16", "float32")},
     **dict.fromkeys(("int64", "uint32", "uint64"), "int32"),
-    "float16": "float32",
+    **dict.fromkeys(("float16", "bfloat16", "float64"), "float32"),
 }
+_MAX_RANK = 7  # of MegEngine's tensors
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,16 @@ class TensorInfo:
     Attributes:
         name: the name of the tensor in the file, any text.
         dtype: the numpy name of its type in the file, such as ``int64``.
+        sizes: the size of each axis that the file fixes, and None for each axis that it leaves open; None
+            if they are unknown, as for outputs.
 
     Raises:
-        GraphError: for an empty name, or a type that no traced module carries.
+        GraphError: for an empty name, a type that no traced module carries, or sizes that no tensor has.
     """
 
     name: str
     dtype: str
+    sizes: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.encode(errors="ignore"):
@@ -54,6 +58,8 @@ class TensorInfo:
                 f"tensor {self.name!r} of an interface has type {self.dtype!r}; "
                 f"known: {', '.join(sorted(_CARRIED))}."
             )
+        if self.sizes is not None and not _are_sizes(self.sizes):
+            raise GraphError(f"tensor {self.name!r} of an interface has the sizes {self.sizes!r}.")
 
     @property
     def carried_dtype(self) -> str:
@@ -62,8 +68,11 @@ class TensorInfo:
 
     @property
     def exported_dtype(self) -> str:
-        """The type of the tensor in exported files: that of the file, and ``float32`` for ``float16``."""
-        return "float32" if self.dtype == "float16" else self.dtype
+        """The type of the tensor in exported files: that of the file, and ``float32`` for bfloat16.
+
+        Clients of runtimes in Python have no arrays of bfloat16.
+        """
+        return "float32" if self.dtype == "bfloat16" else self.dtype
 
 
 @dataclass(frozen=True)
@@ -73,15 +82,22 @@ class Interface:
     Attributes:
         inputs: the inputs, in the order of the graph's inputs without ``self``.
         outputs: the outputs, in the order of the graph's outputs.
+        metadata: keys and values that the file carries for its users, such as the names of classes.
 
     Raises:
-        GraphError: when two inputs, or two outputs, have one name.
+        GraphError: when two inputs, or two outputs, have one name, or the metadata are no text.
     """
 
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
+    metadata: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
+        texts = [text for pair in self.metadata for text in pair]
+        if not all(
+            isinstance(text, str) and text.encode(errors="replace").decode() == text for text in texts
+        ):
+            raise GraphError("the metadata of an interface are pairs of texts that UTF-8 can express.")
         for kind, tensors in (("inputs", self.inputs), ("outputs", self.outputs)):
             names = [tensor.name for tensor in tensors]
             if repeated := sorted({name for name in names if names.count(name) > 1}):
@@ -89,7 +105,10 @@ class Interface:
 
     def to_json(self) -> str:
         """Returns the interface as JSON text: ``{"inputs": [{"name": "x", "dtype": "int64"}], ...}``."""
-        return json.dumps(asdict(self), ensure_ascii=True, sort_keys=True)
+        document = asdict(self)
+        if not self.metadata:
+            del document["metadata"]
+        return json.dumps(document, ensure_ascii=True, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Interface:
@@ -100,9 +119,10 @@ class Interface:
         """
         try:
             document = json.loads(text)
-            if set(document) != {"inputs", "outputs"}:
-                raise ValueError("its keys are not 'inputs' and 'outputs'")
-            return cls(_tensors(document["inputs"]), _tensors(document["outputs"]))
+            if not {"inputs", "outputs"} <= set(document) <= {"inputs", "outputs", "metadata"}:
+                raise ValueError("its keys are not 'inputs', 'outputs' and 'metadata'")
+            metadata = tuple((key, value) for key, value in document.get("metadata", ()))
+            return cls(_tensors(document["inputs"]), _tensors(document["outputs"]), metadata)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise GraphError(
                 f"the interface that the model carries is damaged ({type(error).__name__}): "
@@ -110,10 +130,21 @@ class Interface:
             ) from error
 
 
+def _are_sizes(sizes: Any) -> bool:
+    if not isinstance(sizes, tuple) or len(sizes) > _MAX_RANK:
+        return False
+    return all(n is None or (isinstance(n, int) and not isinstance(n, bool) and n > 0) for n in sizes)
+
+
 def _tensors(items: Any) -> tuple[TensorInfo, ...]:
-    if not isinstance(items, list) or not all(set(item) == {"name", "dtype"} for item in items):
-        raise ValueError("its tensors are not pairs of 'name' and 'dtype'")
-    return tuple(TensorInfo(item["name"], item["dtype"]) for item in items)
+    keys = {"name", "dtype"}
+    if not isinstance(items, list) or not all(keys <= set(item) <= keys | {"sizes"} for item in items):
+        raise ValueError("its tensors are not made of 'name', 'dtype' and 'sizes'")
+    sizes = (item.get("sizes") for item in items)
+    return tuple(
+        TensorInfo(item["name"], item["dtype"], None if axes is None else tuple(axes))
+        for item, axes in zip(items, sizes, strict=True)
+    )
 
 
 def write_interface(traced: TracedModule, interface: Interface) -> None:
@@ -138,6 +169,32 @@ def read_interface(traced: TracedModule) -> Interface | None:
     interface = Interface.from_json(text)
     _check(interface, traced)
     return interface
+
+
+def read_inputs(traced: TracedModule) -> dict[str, TensorInfo]:
+    """Returns name of the argument of ``forward`` -> the input of the file that ``traced`` was imported from.
+
+    Empty if it was not imported, or its inputs are no longer those of the file.
+
+    Raises:
+        GraphError: when the interface is damaged.
+    """
+    text, spec = getattr(traced, _ATTRIBUTE, None), traced.argspec
+    if text is None or spec is None:
+        return {}
+    inputs, names = Interface.from_json(text).inputs, spec.args[1:]
+    return dict(zip(names, inputs, strict=True)) if len(inputs) == len(names) else {}
+
+
+def file_names(traced: TracedModule) -> dict[str, Node]:
+    """Returns name in the file -> node, for the inputs and outputs that ``traced`` was imported with."""
+    interface = read_interface(traced)
+    if interface is None:
+        return {}
+    tensors = (*interface.outputs, *interface.inputs)
+    return {
+        t.name: n for t, n in zip(tensors, (*traced.graph.outputs, *traced.graph.inputs[1:]), strict=True)
+    }
 
 
 def _check(interface: Interface, traced: TracedModule) -> None:

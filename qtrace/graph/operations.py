@@ -19,6 +19,7 @@ from megengine import Parameter, Tensor
 from qtrace.gradients import plain
 from qtrace.graph import functions
 from qtrace.graph.arguments import signature
+from qtrace.graph.layer_calls import read_layer, without_equal_sizes
 from qtrace.graph.types import (
     Apply,
     CallFunction,
@@ -35,7 +36,7 @@ from qtrace.graph.walk import get_module, op_label, owner
 __all__ = [
     "CanonicalCall",
     "CanonicalOp",
-    "Operation",
+    "OperandForm",
     "canonical_arguments",
     "canonical_call",
     "is_stored",
@@ -116,7 +117,7 @@ class CanonicalOp:
 
     def is_called_by(self, expr: Expr) -> bool:
         """Returns whether ``expr`` calls the operation in any spelling."""
-        call = canonical_call(expr)
+        call = canonical_call(expr, layers=True)
         return call is not None and call.op == self
 
 
@@ -140,7 +141,7 @@ class CanonicalCall:
 
 
 @dataclass(frozen=True)
-class Operation:
+class OperandForm:
     """An operation.
 
     Attributes:
@@ -154,8 +155,17 @@ class Operation:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def canonical_call(expr: Expr) -> CanonicalCall | None:
-    """Reads ``expr`` as a call of an operation; None for a call of a module and for what is no call."""
+def canonical_call(expr: Expr, layers: bool = False) -> CanonicalCall | None:
+    """Reads ``expr`` as a call of an operation; None for what is no call.
+
+    Args:
+        expr: any expr.
+        layers: whether a call of a layer is read as the call of its function; else it gives None.
+    """
+    layer = read_layer(expr) if layers else None
+    if layer is not None:
+        op = CanonicalOp(layer.function, f"F.{layer.function.__name__}")
+        return CanonicalCall(op, _bind(layer.function, layer.args, {}))
     if isinstance(expr, Apply):
         args, kwargs = tuple(expr.inputs), {}
     elif isinstance(expr, CallFunction) or (isinstance(expr, CallMethod) and not is_call_module(expr)):
@@ -196,7 +206,7 @@ def _bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     except (TypeError, ValueError):  # built in: it has no signature
         return _by_position(args, kwargs)
     bound.apply_defaults()
-    return bound.arguments
+    return without_equal_sizes(bound.arguments)
 
 
 def _by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -204,8 +214,8 @@ def _by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any
 
 
 def canonical_arguments(expr: Expr) -> list[Any]:
-    """Returns the arguments of ``expr``, a call of an operation, as `CanonicalCall` has them."""
-    call = canonical_call(expr)
+    """Returns the arguments of ``expr``, a call of an operation or layer, as `CanonicalCall` has them."""
+    call = canonical_call(expr, layers=True)
     return [] if call is None else list(call.arguments)
 
 
@@ -251,7 +261,7 @@ def _kind(expr: Expr) -> str | None:
     return _KINDS.get(_called(expr)) if module is None else _MODULES.get(type(module))
 
 
-def read_operation(value: Any) -> Operation | None:
+def read_operation(value: Any) -> OperandForm | None:
     """Reads the expr that produces ``value``; None for a number, and for an op that is not in the tables."""
     expr = value.expr if isinstance(value, TensorNode) else None
     kind = None if expr is None else _kind(expr)
@@ -259,32 +269,34 @@ def read_operation(value: Any) -> Operation | None:
         return None
     module = owner(expr)
     if module is not None:
-        return Operation(kind, tuple(expr.args[1:]), vars(module))
+        return OperandForm(kind, tuple(expr.args[1:]), vars(module))
     call = canonical_call(expr)
     assert call is not None
     settings = dict(call.values)
     operands = tuple(settings.pop(name) for name in list(settings)[: _OPERANDS.get(kind, 1)])
     if kind == "concat":
         return (
-            Operation(kind, tuple(operands[0]), settings) if isinstance(operands[0], (tuple, list)) else None
+            OperandForm(kind, tuple(operands[0]), settings)
+            if isinstance(operands[0], (tuple, list))
+            else None
         )
     if kind == "swapaxes":
         order = list(range(len(operands[0].shape)))
         one, other = settings["axis1"], settings["axis2"]
         order[one], order[other] = order[other], order[one]
-        return Operation("transpose", operands, {"pattern": tuple(order)})
+        return OperandForm("transpose", operands, {"pattern": tuple(order)})
     if kind == "clip" and None in operands:
         x, lower, upper = operands
         kind, operands = ("minimum", (x, upper)) if lower is None else ("maximum", (x, lower))
-    return _ordered(Operation(kind, operands, settings))
+    return _ordered(OperandForm(kind, operands, settings))
 
 
-def _ordered(operation: Operation) -> Operation:
+def _ordered(operation: OperandForm) -> OperandForm:
     """Moves the constant operand of a commutative operation behind the other."""
     if operation.kind == "relu6":
-        return Operation("clip", (*operation.operands, 0.0, 6.0))
+        return OperandForm("clip", (*operation.operands, 0.0, 6.0))
     if operation.kind in _COMMUTATIVE_KINDS and stored_number(operation.operands[0]) is not None:
-        return Operation(operation.kind, operation.operands[::-1], operation.settings)
+        return OperandForm(operation.kind, operation.operands[::-1], operation.settings)
     return operation
 
 

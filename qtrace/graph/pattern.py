@@ -14,6 +14,7 @@ An object or a name that occurs twice in a pattern must be the same node both ti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from megengine.traced_module.traced_module import InternalGraph
 from qtrace.errors import GraphError
 from qtrace.gradients import plain
 from qtrace.graph.arguments import signature
-from qtrace.graph.matches import UNSET, Mismatch, PartialMatch, PatternMatch
+from qtrace.graph.layer_calls import StoredTensor, is_call_of_layer, read_layer, without_equal_sizes
 from qtrace.graph.operations import CanonicalOp, canonical_arguments
 from qtrace.graph.types import (
     CallFunction,
@@ -58,6 +59,9 @@ __all__ = [
 Target = type[Module] | Callable[..., Any] | str | CanonicalOp
 Condition = Callable[[Expr], "str | bool | None"]
 
+UNSET = object()
+"""The value of a pattern that is not bound."""
+
 
 class Pattern:
     """A condition on a node or on a constant argument. ``name`` binds the node or argument in the match."""
@@ -90,7 +94,7 @@ class Const(Pattern):
 
     def mismatch(self, value: Any) -> str | None:
         """Returns why ``value`` is not the constant."""
-        if isinstance(value, Node):
+        if isinstance(value, (Node, StoredTensor)):
             return "is computed, expected a constant argument"
         if self.value is not UNSET and not _equal(self.value, value):
             return f"is an argument that must be {self.value!r}"
@@ -102,6 +106,8 @@ class Param(Pattern):
 
     def mismatch(self, value: Any) -> str | None:
         """Returns why ``value`` is not a parameter."""
+        if isinstance(value, StoredTensor):
+            return None
         if not isinstance(value, TensorNode):
             return "is a constant argument, expected a parameter"
         if not isinstance(value.expr, GetAttr):
@@ -127,10 +133,13 @@ class Op(Pattern):
     Args:
         target: a module class (exactly this one, since a subclass may compute something else), a function,
             the name of a Tensor method, a `CanonicalOp`, a tuple of these for any of them, or None for every
-            call.
+            call. A layer and the function that it calls are one: `M.Conv2d` and `F.conv2d` on stored
+            parameters match either way.
         *inputs: patterns of the leading arguments without a called module; lists and tuples are opened.
-            Every tensor argument needs a pattern. A call without patterns may have any arguments. For a
-            `CanonicalOp` these are the patterns of all its arguments, in the order of its function.
+            Every tensor argument needs a pattern, but the parameters of a layer whose class is the target.
+            A call without patterns may have any arguments. For a `CanonicalOp` these are the patterns of all
+            its arguments, in the order of its function. What stands for a parameter of a called layer is
+            bound to its node, or to a `StoredTensor`, which `GraphEditor` takes like a node.
         name: binds the call's output in the match.
         commutative: whether the two inputs may be in either order.
         shared: whether exprs outside of the match may use the output.
@@ -161,6 +170,57 @@ class Op(Pattern):
         self.args = dict(args or {})
         self.when = when
         self.is_canonical = self.targets is not None and isinstance(self.targets[0], CanonicalOp)
+
+
+@dataclass(frozen=True)
+class PatternMatch:
+    """The node that a pattern matches, the calls (the first produces ``node``), and the named values."""
+
+    node: TensorNode
+    exprs: tuple[Expr, ...]
+    bound: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.bound[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Returns what is bound to ``name``, or ``default``."""
+        return self.bound.get(name, default)
+
+    def expr(self, name: str) -> Expr:
+        """Returns the expr that produces the node bound to ``name``."""
+        return self.bound[name].expr
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The reason why the attempt with the most matched calls is no match; false as a condition."""
+
+    where: str
+    reason: str
+    matched: int
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class PartialMatch:
+    """An immutable partial match, so that another order of inputs can start from it again."""
+
+    bound: tuple[tuple[Pattern, Any], ...] = ()
+    exprs: tuple[Expr, ...] = ()
+
+    def bind(self, pattern: Pattern, value: Any, *exprs: Expr) -> PartialMatch:
+        """Returns this match with ``pattern`` bound to ``value``, and with ``exprs`` that were matched."""
+        return PartialMatch((*self.bound, (pattern, value)), (*self.exprs, *exprs))
+
+    def value(self, pattern: Pattern) -> Any:
+        """Returns what ``pattern`` is bound to, or UNSET."""
+        return next((v for p, v in self.bound if p.key == pattern.key), UNSET)
 
 
 def match(pattern: Pattern, node: Node) -> PatternMatch | Mismatch:
@@ -290,7 +350,7 @@ def _call_mismatch(pattern: Op, expr: Expr | None) -> str | None:
         actual = _argument(expr, key)
         if actual is UNSET:
             return f"{op_label(expr)} has no argument {key}"
-        if not _equal(actual, expected_value):
+        if not _equal(*(without_equal_sizes({key: each})[key] for each in (actual, expected_value))):
             return f"argument {key} of {op_label(expr)} is {show(actual)}, expected {show(expected_value)}"
     verdict = True if pattern.when is None else pattern.when(expr)
     if verdict is None or verdict is True:
@@ -304,8 +364,15 @@ def _is_target(expr: Expr, target: Target) -> bool:
     if isinstance(target, str):
         return isinstance(expr, CallMethod) and not is_call_module(expr) and expr.method == target
     if isinstance(target, type):
-        return type(owner(expr)) is target
+        return type(owner(expr)) is target or is_call_of_layer(expr, target)
+    if is_call_module(expr):
+        layer = read_layer(expr)
+        return layer is not None and layer.function == plain(target)
     return isinstance(expr, CallFunction) and plain(expr.func) == plain(target)
+
+
+def _plain(target: Target) -> Any:
+    return None if isinstance(target, (type, str, CanonicalOp)) else plain(target)
 
 
 def _target_text(target: Target) -> str:
@@ -339,6 +406,11 @@ def _leaves(pattern: Op, expr: Expr) -> list[Any]:
     """Returns nodes and constants of the arguments in order, without a called module; opens containers."""
     if pattern.is_canonical:
         return canonical_arguments(expr)
+    layer = read_layer(expr)
+    if layer is not None and any(t == layer.function for t in map(_plain, pattern.targets or ())):
+        return list(layer.args)
+    if any(isinstance(t, type) and is_call_of_layer(expr, t) for t in pattern.targets or ()):
+        return [expr.args[0]]
     leaves = list(expr.inputs)
     for index, value in expr.const_val or ():
         leaves.insert(index, value)
@@ -349,8 +421,8 @@ def _count_mismatch(pattern: Op, leaves: list[Any]) -> str | None:
     expected = len(pattern.inputs)
     if len(leaves) < expected or (pattern.is_canonical and len(leaves) > expected):
         return f"has {len(leaves)} arguments, the pattern has {expected}"
-    if any(isinstance(leaf, Node) for leaf in leaves[expected:]):
-        count = sum(isinstance(leaf, Node) for leaf in leaves)
+    if any(isinstance(leaf, (Node, StoredTensor)) for leaf in leaves[expected:]):
+        count = sum(isinstance(leaf, (Node, StoredTensor)) for leaf in leaves)
         return f"has {count} tensor arguments, the pattern has {expected}"
     return None
 
@@ -358,6 +430,9 @@ def _count_mismatch(pattern: Op, leaves: list[Any]) -> str | None:
 def _equal(left: Any, right: Any) -> bool:
     if left is right:
         return True
+    if isinstance(left, StoredTensor) or isinstance(right, StoredTensor):
+        stored, other = (left, right) if isinstance(left, StoredTensor) else (right, left)
+        return stored == other or (isinstance(other, Node) and stored.is_read_by(other))
     if isinstance(left, (Node, Tensor, Module)) or isinstance(right, (Node, Tensor, Module)):
         return False
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):

@@ -7,7 +7,8 @@ no editor: `prepare` and the exporters renew the whole graph, and `lint` reports
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,21 @@ from megengine.traced_module.expr import Expr
 from megengine.traced_module.node import Node, TensorNode
 from megengine.traced_module.traced_module import InternalGraph
 
+from qtrace.graph.engine import quiet_engine
 from qtrace.graph.inference import OpError, TensorType, TypeInference, recorded_type
 from qtrace.graph.walk import called_graph
 from qtrace.process.thread import on_engine_thread
 
-__all__ = ["find_false_types", "renew_all", "renew_behind", "same_type", "type_of_value", "write_type"]
+__all__ = [
+    "InlinedCall",
+    "find_false_types",
+    "renew_all",
+    "renew_behind",
+    "renew_calls",
+    "same_type",
+    "type_of_value",
+    "write_type",
+]
 
 
 @on_engine_thread
@@ -110,6 +121,54 @@ def renew_behind(traced: TracedModule, edited: Container[Expr], rewired: Mapping
                 changed.add(node)
             write_type(node, kind)
             inference.values[node] = result
+
+
+@dataclass(frozen=True)
+class InlinedCall:
+    """A call of a submodule, written into a flat graph with the shapes of another call.
+
+    Attributes:
+        start: position of the call's first expr in the flat graph.
+        stop: position after the call's last expr.
+        outputs: the call's results in the flat graph.
+        recorded: the call's results in the caller's graph, which have the right shapes.
+    """
+
+    start: int
+    stop: int
+    outputs: Sequence[Node]
+    recorded: Sequence[Node]
+
+
+def renew_calls(traced: TracedModule, calls: Sequence[InlinedCall]) -> None:
+    """Gives the tensors of ``calls`` the shapes and dtypes of their own call, in time linear in their exprs.
+
+    A traced submodule has one graph however often it is called, and its nodes record the shapes of the first
+    call. A shape that depends on values, or an op that cannot run, becomes None ("unknown"): exporters refuse
+    such a node, while a shape of another call would give a wrong file.
+
+    Args:
+        traced: a flat traced module; its modules do not change.
+        calls: calls of submodules in the order of the graph, none inside of another.
+    """
+    if not calls:
+        return
+    inference = TypeInference(traced)
+    with quiet_engine(traced):
+        for call in calls:
+            for expr in traced.graph._exprs[call.start : call.stop]:
+                try:
+                    results = inference.results(expr, [inference.value(node) for node in expr.inputs])
+                except OpError:
+                    results = [None] * len(expr.outputs)
+                for node, result in zip(expr.outputs, results, strict=True):
+                    inference.values[node] = result
+                    if isinstance(node, TensorNode):
+                        write_type(node, type_of_value(result))
+            for node, recorded in zip(call.outputs, call.recorded, strict=True):
+                if isinstance(node, TensorNode) and isinstance(recorded, TensorNode):
+                    node._shape, node._dtype = recorded._shape, recorded._dtype
+                    inference.values.pop(node, None)
 
 
 def find_false_types(module: TracedModule, graph: InternalGraph) -> Iterator[tuple[Expr, str]]:

@@ -11,6 +11,7 @@ from megengine.traced_module.node import TensorNode
 from megengine.traced_module.pytree import LeafDef, TreeDef
 
 from qtrace.errors import GraphError
+from qtrace.graph.interface import read_inputs
 from qtrace.graph.interpreter import Interpreter
 
 __all__ = ["argument_names", "has_traced_structure", "list_inputs"]
@@ -34,12 +35,16 @@ def has_traced_structure(traced: TracedModule, args: tuple[Any, ...], kwargs: di
 def list_inputs(traced: TracedModule) -> list[tuple[str, tuple[int, ...]]]:
     """Lists name and shape of every input tensor, such as ``("x['left']", (1, 3, 8, 8))``.
 
+    The inputs of an imported module have their names in the file.
+
     Args:
         traced: the module; if it was traced with several structures, the first counts.
     """
     arg_def, graph = next(iter(traced.argdef_graph_map.items()))
     args, kwargs = arg_def.children_defs
     names = [] if traced.argspec is None else traced.argspec.args[1:]
+    declared = read_inputs(traced)
+    names = [declared[name].name if name in declared else name for name in names]
     names = [*names, *(f"input {i}" for i in range(len(names), len(args.children_defs) - 1))]
     trees = [*zip(names, args.children_defs[1:], strict=True)]
     trees += zip(kwargs.aux_data or (), kwargs.children_defs, strict=True)

@@ -86,7 +86,7 @@ def check_expectations(
 
     Args:
         expect: the limits; None for none.
-        sqnr: the SQNR of the outputs in dB, None if it is not known here.
+        sqnr: the SQNR of the worst column group of the outputs in dB, None if it is not known here.
         drop: how far the metric that ``expect`` names is below float's.
         size: the bytes of the parameters or of the file.
         seconds: the time of one run.

@@ -16,6 +16,7 @@ from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.passes.place import write_same_activations
 from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.prepare import prepare
 from qtrace.preparation.record import is_quantized
@@ -77,7 +78,9 @@ def float_twin(model: QuantizedModel, given: TracedModule | None = None) -> Trac
         twin = QuantizedModel(flatten(given), "prepared")
     else:
         check_imported(spec for _, spec in specs(model.config))
-        twin = QuantizedModel(prepare(given, model.config.without_placement()), "prepared")
+        prepared = prepare(given, model.config.without_placement())
+        write_same_activations(prepared, model.module)
+        twin = QuantizedModel(prepared, "prepared")
     switch_phase("float", twin)
     twin.module.eval()
     return twin.module

@@ -10,13 +10,11 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from dataclasses import replace
 from typing import Any
 
 from qtrace.errors import ConfigError
 from qtrace.gradients import plain
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, is_call_module
-from qtrace.ops._infinity import INFINITE, meets_infinity
 from qtrace.ops.arguments import UnreadableError
 from qtrace.ops.base import OpCall, OpRule, Reading, Role
 from qtrace.plugins import load_installed
@@ -24,7 +22,7 @@ from qtrace.plugins.installed import OP_RULES
 
 __all__ = ["OpCall", "OpRule", "Role", "kinds", "read", "rules", "target_key", "unsupported"]
 
-_SHARED_MODULES = ("_infinity", "arguments", "base", "macs")  # modules that the families import
+_SHARED_MODULES = ("arguments", "base", "macs")  # modules that the families import
 
 
 @functools.cache
@@ -86,7 +84,7 @@ def _read(expr: Expr) -> tuple[OpRule | None, Reading | str]:
         node = expr.outputs[0].name if expr.outputs else expr
         message = f"the rule of {rule.kind} ({rule.source}) has a bug: it fails at {node}"
         raise RuntimeError(message) from error
-    return rule, _without_infinity(expr, rule, reading)
+    return rule, reading
 
 
 def _find_rule(expr: Expr) -> OpRule | None:
@@ -109,15 +107,6 @@ def _own_rule(callee: Any) -> OpRule | None:
             f"{callee.__qualname__}.qtrace_rule is of type {type(rule).__name__}: set an OpRule."
         )
     return rule
-
-
-def _without_infinity(expr: Expr, rule: OpRule, reading: Reading) -> Reading:
-    """Returns ``reading``, with the float role if the op would round infinity."""
-    if (reading.role or rule.role) in (Role.FLOAT, Role.SHAPE):
-        return reading
-    if not meets_infinity(expr, rule, reading, _find_rule):
-        return reading
-    return replace(reading, role=Role.FLOAT, reason=INFINITE)
 
 
 def read(expr: Expr) -> OpCall | None:

@@ -8,6 +8,7 @@ from typing import Any
 import megengine.functional as F
 import megengine.module as M
 
+from qtrace.graph import functions
 from qtrace.graph.types import Apply, Expr
 from qtrace.graph.walk import owner
 from qtrace.ops.arguments import UnreadableError, activation, arguments, settings
@@ -56,7 +57,7 @@ def _softmax(expr: Expr) -> Reading:
 def _named_axis(expr: Expr) -> Reading:
     a = arguments(expr)
     names = ("axis", "ord", "eps", "keepdims")
-    return Reading((a.tensor(),), {n: a[n] for n in names if n in a})
+    return Reading((activation(expr),), {n: a[n] for n in names if n in a})
 
 
 def _local_response(expr: Expr) -> Reading:
@@ -77,7 +78,7 @@ _BATCH_NORMS = (M.BatchNorm2d, M.BatchNorm1d, M.SyncBatchNorm, F.nn.batch_norm)
 RULES = (
     op_rule("batch_norm", Role.NORM, _batch_norm, *_BATCH_NORMS),
     _float("softmax", _softmax, M.Softmax, F.softmax, kernels=("Softmax",)),
-    _float("logsoftmax", _named_axis, F.logsoftmax),
+    _float("logsoftmax", _named_axis, F.logsoftmax, functions.log_softmax),
     _float("logsumexp", _named_axis, F.logsumexp),
     _float("norm", _named_axis, F.norm),
     _float("normalize", _named_axis, F.normalize),

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from megengine.module import Identity
 
+from qtrace.graph.names import unused_name
 from qtrace.scheme import QScheme
 
 __all__ = [
@@ -26,16 +27,24 @@ __all__ = [
 
 Sort = Literal["activation", "weight", "bias"]
 _ROUNDED = "_q"
+_DERIVED = (_ROUNDED, "_int")
 _RESERVED = frozenset(dir(Identity()))
 
 
-def free_name(name: str, used_names: Container[str]) -> str:
-    """Returns ``name``, with a number appended if it is in ``used_names`` or an attribute of every module."""
-    free, count = name, 0
-    while free in used_names or free in _RESERVED:
-        count += 1
-        free = f"{name}_{count}"
-    return free
+def free_name(name: str, used_names: Container[str], nodes: Container[str] = ()) -> str:
+    """Returns ``name``, with a number appended if it is in ``used_names`` or an attribute of every module.
+
+    Args:
+        name: the preferred name.
+        used_names: the names of other sites, or of other attributes.
+        nodes: the names of the nodes of the graph: neither the rounded value of the site nor its integers in
+            a file may have the name of another node.
+    """
+
+    def is_used(free: str) -> bool:
+        return free in used_names or free in _RESERVED or any(f"{free}{end}" in nodes for end in _DERIVED)
+
+    return unused_name(name, is_used)
 
 
 def value_name(site: str) -> str:
@@ -145,10 +154,11 @@ class ExprNote:
         matched: the config rules that matched, file and line.
         ranks: the numbers of these rules in the config.
         causes: codes of everything that keeps the expr in float; `reason` states the first: "unread" (no rule
-            reads it), "region" (it lies outside), "rule" (of the config), "role" (it is kept in float on
-            purpose), "dtype" (values other than float32), "kernel" (the backend has none), "speed" (it is no
-            faster on integers, the backend says), "placement" (it
-            gains too little on integers), "idle" (a move between floats).
+            reads it), "region" (it lies outside), "range" (one grid would spoil a part of what it reads or
+            gives), "infinity" (a number that no integer stands for), "rule" (of the config), "role" (it is
+            kept in float on purpose), "dtype" (values other than float32), "kernel" (the backend has none),
+            "speed" (it is no faster on integers, the backend says), "placement" (it gains too little on
+            integers), "idle" (a move between floats).
         reason: why the expr stays float, or a remark about how it is computed.
         macs: number of multiply-accumulates at the traced shapes.
         island: the number of the float island that the expr belongs to; 0 for none. An island is a
@@ -183,11 +193,14 @@ class PlacementNote:
     """The prediction behind a placement.
 
     Attributes:
-        mode: "balanced" or "fastest"; "everything" where no op gains time by integers.
+        mode: "balanced" or "fastest"; where no op gains time by integers "smaller", or "float" if rounding
+            would spoil the outputs, too.
         table: name of the measured times.
         milliseconds: predicted time of the graph, one thread.
         float_milliseconds: predicted time of the graph in float.
-        sqnr: predicted SQNR at the outputs in dB; None if noise was not counted.
+        sqnr: predicted SQNR of the worst group of columns of an output in dB; None without noise.
+        group: the name of this group.
+        refused: what faster labellings would leave of an output, as a clause; "" if none was refused.
         synthetic: whether the noise was measured on generated inputs.
         times: name of an op -> its predicted milliseconds in float and on integers; None without a kernel.
         reasons: name of an op -> why it runs as it does.
@@ -198,9 +211,22 @@ class PlacementNote:
     milliseconds: float
     float_milliseconds: float
     sqnr: float | None = None
+    group: str = ""
+    refused: str = ""
     synthetic: bool = False
     times: dict[str, tuple[float, float | None]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def conclusion(self) -> str:
+        """Why it is not the labelling that takes the least time; "" if it is, or noise was weighed."""
+        gains = f"what gains time by integers spoils an output ({self.refused})" if self.refused else ""
+        reason = gains or "no op gains time by integers"
+        if self.mode == "smaller":
+            return f"{reason}, so layers run on them for the size of their weights alone"
+        if self.mode == "float":
+            return f"{reason}, and no file would be smaller at a low cost in time and accuracy"
+        return f"faster ones are left out, as they spoil an output ({self.refused})" if self.refused else ""
 
 
 @dataclass(frozen=True)

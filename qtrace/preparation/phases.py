@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import megengine as mge
-from megengine.module import Module
+from megengine.module import LSTMCell, Module
 
 from qtrace.errors import CalibrationError, ConfigError, QtraceWarning
 from qtrace.fakequant.base import PHASES
@@ -26,7 +26,8 @@ def set_phase(prepared: Module, phase: str) -> None:
     phase must be captured again in another.
 
     Parameters may come from ``calibrate`` or from the state dict of a calibrated module. Entering ``train``
-    on CPU warns (`QtraceWarning`) unless ``megengine.config.async_level`` is 0.
+    on CPU warns (`QtraceWarning`) unless ``megengine.config.async_level`` is 0, and entering it with an
+    ``LSTMCell``, which has no gradient, warns in any case.
 
     Args:
         prepared: a module made by ``qtrace.prepare``, or one that holds such modules beside float ones.
@@ -61,6 +62,7 @@ def switch_phase(phase: str, *parts: QuantizedModel) -> None:
             )
     if phase == "train":
         _warn_of_races(parts)
+        _warn_of_cells(parts)
     for part in parts:
         for module in (*part.fake_quants.values(), *part.followers):
             module.phase = phase
@@ -98,6 +100,20 @@ def _warn_of_races(parts: Sequence[QuantizedModel]) -> None:
         warnings.warn(
             f"MegEngine computes wrong gradients on CPU now and then at async_level {level}: "
             "set megengine.config.async_level = 0 before you train.",
+            QtraceWarning,
+            stacklevel=4,
+        )
+
+
+def _warn_of_cells(parts: Sequence[QuantizedModel]) -> None:
+    """Warns of layers without a gradient: MegEngine 1.13 stops at theirs with an error that names nothing."""
+    cells = [
+        name for part in parts for name, child in part.module.named_modules() if isinstance(child, LSTMCell)
+    ]
+    if cells:
+        warnings.warn(
+            f"{cells[0]} is an LSTMCell, which has no gradient in MegEngine: training fails; "
+            "write the cell with F.linear, F.split, F.sigmoid and F.tanh to train it.",
             QtraceWarning,
             stacklevel=4,
         )

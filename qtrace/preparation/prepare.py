@@ -1,35 +1,32 @@
-"""Prepares a traced module: decides what the config quantizes, and inserts the fake quants."""
+"""Prepares a traced module in three steps, and inserts the fake quants that they decide on.
+
+`make_float_graph` copies it with weights and composites as ops of their own; `decide` says what is quantized;
+`native.bring_scales` takes over the scales that the model brings. Each takes data and returns data.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qtrace.config import QConfig, Region
+from qtrace.config import QConfig, Region, backends
 from qtrace.config.checking import check_whole
 from qtrace.config.recipe import config_or_default
-from qtrace.data.batches import as_arguments, check_batches, count_samples, first_samples, refuse_nan
-from qtrace.errors import GraphError, TraceError
-from qtrace.graph.flatten import flatten
+from qtrace.data.batches import check_batches
+from qtrace.errors import GraphError
 from qtrace.graph.garbage import paused_collector
 from qtrace.graph.lint import check
-from qtrace.graph.native import drop_ranges, lower, write_ranges
-from qtrace.graph.renewal import renew_all
+from qtrace.graph.paths import describe_path
 from qtrace.graph.tracing.refusals import debugging_marks
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.annotation import Annotation
-from qtrace.preparation.float_stage import change_float, reads_samples
+from qtrace.preparation.decision import Decision, decide
+from qtrace.preparation.float_graph import FloatGraph, make_float_graph
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes import native
-from qtrace.preparation.passes.annotate import annotate
-from qtrace.preparation.passes.biases import broadcast_biases
-from qtrace.preparation.passes.compose import compose_pieces
-from qtrace.preparation.passes.expand import expand
 from qtrace.preparation.passes.insert import insert
-from qtrace.preparation.passes.place import place, write_activations
 from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.record import Record, is_quantized, write_record
 from qtrace.process.thread import on_engine_thread
@@ -37,11 +34,6 @@ from qtrace.process.thread import on_engine_thread
 __all__ = ["plan", "prepare"]
 
 _LOG = logging.getLogger("qtrace")
-
-# Images on which the noise of each rounding is measured: their mean decides, not one of them.
-_MEASURED_SAMPLES = 4
-# The samples that algorithms of the float stage read.
-_READ_SAMPLES = 32
 _SHOWN = 10
 
 
@@ -67,31 +59,38 @@ def prepare(
     Args:
         traced: a traced module, as ``qtrace.trace`` or MegEngine's ``trace_module`` gives it.
         qconfig: a ``QConfig``, a mapping with its fields, a recipe's name or the path of a recipe file;
-            None, or a config that says nothing, for the default: the recipe ``int8``, for onnxruntime.
+            None, or a config that says nothing, for the default: the recipe ``int8``, for onnxruntime. A
+            ``QConfig`` or a mapping that says anything is the whole config: without ``placement``, every op
+            that the target can is rounded, and without ``ptq``, weights are rounded to nearest.
         inputs: names or glob patterns of the nodes or modules with which the quantized region begins, which
             are part of it; None for those of the config's ``region``, else the graph's inputs.
         outputs: names or glob patterns of the nodes or modules with which the quantized region ends; None
             as for ``inputs``. Ops outside of the region stay float.
-        samples: batches as `calibrate` takes them, for a ``balanced`` placement: on the first four images
-            the noise of each rounding is measured at the outputs; None for generated images.
+        samples: batches as `calibrate` takes them. On the first four images the ranges of the parts of joins,
+            slices and outputs are measured, and for a placement the noise of roundings at the outputs; None
+            for generated images. No iterator, which `calibrate` would go on reading behind them.
 
     Returns:
         A prepared ``TracedModule``.
 
     Raises:
-        CalibrationError: when ``samples`` are no batches that fit the model.
+        CalibrationError: when ``samples`` are no batches that fit the model, or an iterator.
         ConfigError: for a config that is wrong or does not fit the graph.
         GraphError: when ``traced`` is not a traced module, or is prepared already, or an op of it cannot
             run on the shapes of its inputs after a change of the module.
     """
+    config = _read_request(traced, qconfig, inputs, outputs, samples)
     with paused_collector():
-        model, record, given = _decide(traced, qconfig, inputs, outputs, samples)
-        insert(model, record.annotation)
-        check(model, types=False)  # the editor renewed them
-        write_record(model, record)
-        if given is not None:
-            _take_over(model, given)
-    return model
+        graph = make_float_graph(traced, config, samples)
+        decision = decide(graph)
+        scales = native.bring_scales(graph.model, decision.annotation, graph.located)
+        insert(graph.model, scales.annotation)
+        check(graph.model, types=False)  # the editor renewed them
+        record = _record(graph, decision, scales)
+        write_record(graph.model, record)
+        _note_placement(qconfig, record)
+        _take_over(graph.model, scales)
+    return graph.model
 
 
 @on_engine_thread
@@ -104,7 +103,9 @@ def plan(
     samples: Iterable[Any] | None = None,
 ) -> Annotation:
     """Returns the annotation that ``prepare`` would execute and ``explain`` prints; inserts nothing."""
-    return _decide(traced, qconfig, inputs, outputs, samples)[1].annotation
+    config = _read_request(traced, qconfig, inputs, outputs, samples)
+    graph = make_float_graph(traced, config, samples)
+    return native.bring_scales(graph.model, decide(graph).annotation, graph.located).annotation
 
 
 def _with_region(
@@ -122,14 +123,16 @@ def _with_region(
     )
 
 
-def _decide(
+def _read_request(
     traced: TracedModule,
     qconfig: QConfig | str | Path | Mapping[str, Any] | None,
     inputs: str | Sequence[str] | None,
     outputs: str | Sequence[str] | None,
     samples: Iterable[Any] | None,
-) -> tuple[TracedModule, Record, native.Given | None]:
-    """Runs the passes before `insert`; returns the changed copy, the record and the scales that it brings."""
+) -> QConfig:
+    """Returns the whole config; raises for what ``prepare`` cannot take."""
+    if problem := describe_path(traced):
+        raise GraphError(f"prepare takes a traced module, and {problem}.")
     if not isinstance(traced, TracedModule):
         raise GraphError(
             f"prepare takes a TracedModule, not {type(traced).__name__}: call qtrace.trace on it first."
@@ -139,53 +142,44 @@ def _decide(
     if problem := debugging_marks(traced):
         raise GraphError(f"prepare cannot take the model: {problem}")
     if samples is not None:
-        check_batches(samples, "samples")
+        check_batches(samples, "samples", reader="prepare")
     config = _with_region(config_or_default(qconfig), inputs, outputs)
     check_whole(config)
-    model = _flat(traced)
-    renew_all(model)
-    located = native.locate(model)
-    unused: tuple[str, ...] = ()
-    if located is not None:
-        drop_ranges(model)
-        config, unused = native.without_refitting(config, located)
-    expanded = expand(model)
-    composed = compose_pieces(model, config, located.activations if located is not None else ())
-    changed = [*expanded.changed, *composed.changed]
-    changed += broadcast_biases(model, before_norms=False).changed
-    count = _READ_SAMPLES if reads_samples(config) else _MEASURED_SAMPLES
-    calls = None if samples is None else _arguments(samples, model, count) or None
-    reports = change_float(model, config, calls or ())
-    changed += broadcast_biases(model).changed
-    log = (*changed, *(f"left: {reason}" for reason in (*expanded.left, *composed.left)))
-    placing = place(model, config, None if calls is None else _first(calls, _MEASURED_SAMPLES))
-    if placing is not None:
-        placing, pieces = write_activations(model, placing)
-        log = (*log, *pieces.changed)
-    annotation = annotate(model, config, placing)
-    record = Record("prepared", annotation, config.to_dict(), log, reports)
-    if located is None:
-        return model, record, None
-    located = native.without_changed_layers(located, model)
-    given = native.give_ranges(model, annotation, located)
-    notes = (*unused, *located.notes, *given.notes)
-    record = replace(record, annotation=given.annotation, native=given.scales, native_notes=notes)
-    return model, record, given
+    return config
 
 
-def _flat(traced: TracedModule) -> TracedModule:
-    """Returns a flat copy of ``traced``, with float layers for those of MegEngine's own quantization."""
-    try:
-        lowered, ranges = lower(traced)
-    except TraceError as error:
-        raise GraphError(f"prepare cannot take the model: {error}") from error.__cause__
-    model = flatten(lowered)
-    if ranges is not None:
-        write_ranges(model, ranges)
-    return model
+def _record(graph: FloatGraph, decision: Decision, scales: native.NativeParameters) -> Record:
+    """Writes down what the three steps have done."""
+    left = (f"left: {reason}" for reason in graph.left)
+    return Record(
+        "prepared",
+        scales.annotation,
+        graph.config.to_dict(),
+        (*graph.changed, *left, *decision.changed),
+        graph.reports,
+        native=scales.scales,
+        native_notes=(*graph.dropped, *scales.notes),
+    )
 
 
-def _take_over(model: TracedModule, given: native.Given) -> None:
+def _note_placement(given: object, record: Record) -> None:
+    """Says what a user may not expect: a graph in float throughout, or a config that places everything."""
+    placement = record.annotation.placement
+    backend = backends.get(record.annotation.backend)
+    silent = isinstance(given, (QConfig, Mapping)) and "placement" not in record.qconfig
+    if placement is None and silent and backend.cost_table:
+        _LOG.info(
+            f"the config leaves placement out, so every op that {backend.name} can is rounded; with "
+            "placement: balanced, as in the default recipe int8, what gains no time stays in float."
+        )
+    if placement is not None and placement.mode == "float":
+        _LOG.warning(
+            f"the placement leaves the whole graph in float: {placement.conclusion}. `placement: everything` "
+            "rounds it all the same; `qtrace explain` says why each op stays float."
+        )
+
+
+def _take_over(model: TracedModule, given: native.NativeParameters) -> None:
     """Sets the scales that the model brings; names the sites that it brings none for."""
     view = QuantizedModel(model, "prepared")
     native.set_ranges(view, given)
@@ -197,26 +191,3 @@ def _take_over(model: TracedModule, given: native.Given) -> None:
         )
     elif given.qparams:
         switch_phase("quantize", view)
-
-
-def _arguments(samples: Iterable[Any], model: TracedModule, count: int) -> list[Any]:
-    """Returns the arguments of calls for the first ``count`` images of ``samples``."""
-
-    def read() -> Iterator[Any]:
-        for index, batch in enumerate(samples):
-            arguments = as_arguments(batch, model, index)
-            refuse_nan(arguments, index)
-            yield arguments
-
-    return _first(read(), count)
-
-
-def _first(calls: Iterable[Any], count: int) -> list[Any]:
-    """Returns ``calls`` up to the first ``count`` images."""
-    first: list[Any] = []
-    for arguments in calls:
-        first.append(first_samples(arguments, count) or arguments)
-        count -= count_samples(first[-1])
-        if count <= 0:
-            break
-    return first

@@ -20,6 +20,7 @@ from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.graph.edit import RECORD_ATTRIBUTE
+from qtrace.graph.paths import describe_path
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.passes.insert import CONTAINER
@@ -108,6 +109,8 @@ def read_record(model: Module, stage: str | None = None) -> Record:
         GraphError: when the module is not at that stage, or its record is damaged.
         ConfigError: when its backend lies in a module of the user's that is not imported.
     """
+    if problem := describe_path(model):
+        raise GraphError(f"a {stage or 'quantized'} module is needed, and {problem}.")
     text = getattr(model, RECORD_ATTRIBUTE, None)
     if not isinstance(model, TracedModule) or text is None:
         raise GraphError(

@@ -1,8 +1,13 @@
-"""The exceptions of onnxruntime."""
+"""What onnxruntime is like in this process: the exceptions that it raises, and the limits of its kernels."""
 
 from __future__ import annotations
 
-__all__ = ["onnxruntime_errors"]
+import functools
+import importlib.util
+
+import numpy as np
+
+__all__ = ["onnxruntime_errors", "products_saturate"]
 
 
 def onnxruntime_errors() -> tuple[type[Exception], ...]:
@@ -11,3 +16,29 @@ def onnxruntime_errors() -> tuple[type[Exception], ...]:
 
     own = (t for t in vars(state).values() if isinstance(t, type) and issubclass(t, Exception))
     return (*own, RuntimeError, ValueError)
+
+
+@functools.cache
+def products_saturate() -> bool:
+    """Returns whether onnxruntime's products of uint8 and int8 saturate on this processor.
+
+    x86 processors without VNNI add two neighbouring products in 16 bits. A product whose sums pass that
+    bound is computed once and compared with its exact value. Without onnxruntime the answer is no.
+    """
+    if not all(map(importlib.util.find_spec, ("onnx", "onnxruntime"))):
+        return False
+    import onnxruntime as ort
+    from onnx import TensorProto, helper, numpy_helper
+
+    left, right = np.full((8, 64), 255, np.uint8), np.full((64, 16), 127, np.int8)
+    graph = helper.make_graph(
+        [helper.make_node("MatMulInteger", ["x", "w"], ["y"])],
+        "product",
+        [helper.make_tensor_value_info("x", TensorProto.UINT8, left.shape)],
+        [helper.make_tensor_value_info("y", TensorProto.INT32, (8, 16))],
+        [numpy_helper.from_array(right, "w")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (product,) = session.run(None, {"x": left})
+    return not np.array_equal(product, left.astype(np.int32) @ right.astype(np.int32))

@@ -53,12 +53,18 @@ class Batches:
         self.chosen = range(count) if chosen is None else chosen
 
     def __iter__(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        chosen, last = frozenset(self.chosen), self.chosen[-1]
+        chosen, last, empty = frozenset(self.chosen), self.chosen[-1], True
         for index, batch in enumerate(self.source):
+            empty = False
             if index in chosen:
                 yield as_arguments(batch, self.model, index)
             if index >= last:
                 return
+        if empty:
+            raise CalibrationError(
+                "the data give no batch when they are read again: give a list, or an object whose __iter__ "
+                "begins anew."
+            )
 
     def __len__(self) -> int:
         return len(self.chosen)

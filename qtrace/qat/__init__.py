@@ -8,6 +8,7 @@ from __future__ import annotations
 from qtrace.qat.groups import param_groups
 from qtrace.qat.oscillation import Dampening, Oscillations
 from qtrace.qat.schedule import Schedule, cosine, freeze_batchnorm, freeze_ranges
+from qtrace.qat.states import load_state
 
 __all__ = [
     "Dampening",
@@ -16,5 +17,6 @@ __all__ = [
     "cosine",
     "freeze_batchnorm",
     "freeze_ranges",
+    "load_state",
     "param_groups",
 ]

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from qtrace.errors import ConfigError
-from qtrace.metrics import ErrorSums, comparable, decibels
+from qtrace.metrics import ErrorSums
+from qtrace.outputs import ColumnGroup, GroupedErrors, find_groups
 
-__all__ = ["Metric", "Outputs", "Own", "agreement", "choose", "sqnr"]
+__all__ = [
+    "IntegerErrors",
+    "Metric",
+    "Outputs",
+    "Own",
+    "agreement",
+    "choose",
+    "column_errors",
+    "integer_errors",
+    "sqnr",
+]
 
 Outputs = Sequence[Sequence[np.ndarray]]
 """For each batch the tensors that the graph gives."""
@@ -21,6 +33,21 @@ Metric = Callable[[Outputs, Outputs], float]
 
 Own = Callable[[Any], float]
 """A user's metric: gets a graph that computes what the source module computes, and returns a number."""
+
+
+@dataclass(frozen=True)
+class IntegerErrors:
+    """How well an output of integers, such as indices, is that of the float graph.
+
+    Attributes:
+        output: the place of the output among the graph's outputs.
+        equal: the share of equal values.
+        sqnr_db: their SQNR in dB; numbers may be close without being equal, indices are not.
+    """
+
+    output: int
+    equal: float
+    sqnr_db: float
 
 
 def choose(metric: str | Metric, own: Own | None) -> tuple[str, Metric, Own | None]:
@@ -52,21 +79,45 @@ def choose(metric: str | Metric, own: Own | None) -> tuple[str, Metric, Own | No
     return metric, known[metric], None
 
 
-def sqnr(reference: Outputs, test: Outputs) -> float:
-    """Signal-to-quantization-noise ratio in dB, of the mean noise relative to the signal over all outputs.
+def sqnr(reference: Outputs, test: Outputs, groups: Sequence[ColumnGroup] | None = None) -> float:
+    """Signal-to-quantization-noise ratio in dB, of the worst column group of all outputs.
 
-    ``-10 log10(mean_i(sum (q_i - f_i)**2 / sum f_i**2))`` over the outputs i: none counts more for having
-    larger values. Outputs that are not floats, or whose shapes differ, have no say.
+    An output that packs unlike quantities has a group for each, and no group counts more for having larger
+    values. Outputs that are not floats, or whose shapes differ, have no say.
+
+    Args:
+        reference: for each batch the float outputs.
+        test: for each batch the outputs in their place.
+        groups: the column groups of the outputs; None for those that the values show.
     """
-    shares = []
-    for index in range(len(reference[0])):
-        sums = ErrorSums()
+    return column_errors(reference, test, groups).sqnr_db()
+
+
+def column_errors(
+    reference: Outputs, test: Outputs, groups: Sequence[ColumnGroup] | None = None
+) -> GroupedErrors:
+    """Returns the errors of all column groups; the arguments are those of `sqnr`."""
+    errors = GroupedErrors(find_groups(None, reference) if groups is None else groups)
+    for exact, rounded in zip(reference, test, strict=True):
+        errors.add(exact, rounded)
+    return errors
+
+
+def integer_errors(reference: Outputs, test: Outputs) -> tuple[IntegerErrors, ...]:
+    """Returns the errors of each output of integers; batches in which its shapes differ are left out."""
+    errors = []
+    for index, value in enumerate(reference[0]):
+        if value.dtype.kind not in "iub":
+            continue
+        equal, count, sums = 0, 0, ErrorSums()
         for exact, rounded in zip(reference, test, strict=True):
-            if comparable(exact[index], rounded[index]):
+            if exact[index].shape == rounded[index].shape:
+                equal += int(np.sum(exact[index] == rounded[index]))
+                count += exact[index].size
                 sums.add(exact[index], rounded[index])
-        if sums.signal > 0:
-            shares.append(sums.noise / sums.signal)
-    return decibels(1.0, float(np.mean(shares)) if shares else 0.0)
+        if count:
+            errors.append(IntegerErrors(index, equal / count, sums.sqnr_db))
+    return tuple(errors)
 
 
 def agreement(reference: Outputs, test: Outputs) -> float:

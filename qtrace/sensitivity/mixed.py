@@ -124,7 +124,7 @@ def mixed_precision(
     Args:
         traced: a traced module.
         qconfig: the config, as for ``qtrace.prepare``.
-        batches: the batches to calibrate on.
+        batches: the batches to calibrate on; the first images show ``prepare`` the ranges.
         goal: the value of the metric to reach, or the largest cost.
         evaluation: the batches to measure on; ``batches`` when None.
         metric, own: as for `analyze`.
@@ -185,7 +185,7 @@ class _Trial:
         return replace(self._result(raised, steps, reached), target=target, by_noise=ladder)
 
     def _simulation(self, config: QConfig) -> Simulation:
-        prepared = prepare(self.traced, config)
+        prepared = prepare(self.traced, config, samples=self.calibration or None)
         if isinstance(self.compares, DetectionLoss):
             self.compares.of(prepared)  # what it cannot do is told before the calibration, which may be long
         twin = flatten(prepared) if late_algorithms(config) else None  # before they change weights

@@ -12,6 +12,7 @@ from qtrace.config.recipe import SCHEMA
 from qtrace.config.tree import dump
 from qtrace.errors import ConfigError
 from qtrace.sensitivity.layers import RaisableLayer
+from qtrace.storage.ownership import WRITTEN
 
 __all__ = ["Raise", "patch_text"]
 
@@ -104,4 +105,4 @@ def patch_text(base: str, how: Raise, layers: Sequence[RaisableLayer], comment: 
     data: dict[str, Any] = {"schema": SCHEMA, "imports": [base]}
     if layers:
         data["rules"] = [how.rule(layers).to_dict()]
-    return "".join(f"# {line}\n" for line in comment) + dump(data)
+    return "".join(f"# {line}\n" for line in (f"{WRITTEN}.", *comment)) + dump(data)

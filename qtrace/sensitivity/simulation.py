@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from qtrace.calibration.choice import choose_segments
-from qtrace.data.batches import as_arguments, evaluating
+from qtrace.data.batches import as_arguments, check_batches, evaluating
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
+from qtrace.outputs import find_groups
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
 from qtrace.sensitivity.detection import DetectionLoss, Parts
@@ -43,6 +45,9 @@ class Simulation:
 
     The batches run once in float, and then once for each set of layers. Phases decide what is in float, so a
     set costs one pass over the data and nothing else.
+
+    Attributes:
+        groups: the column groups of the outputs.
 
     Args:
         prepared: a calibrated prepared module, or its view; the module is left as it is.
@@ -79,13 +84,13 @@ class Simulation:
         self._model = QuantizedModel.of(prepared, "prepared")
         self.prepared, self.own, self._ran = self._model.module, own, ran
         self.weights, self.activations, self.network = weights, activations, network
-        self.metric = metric.of(self._model) if isinstance(metric, DetectionLoss) else metric or sqnr
         annotation = self._model.annotation
         for fq in self._model.fake_quants.values():
             fq.qparams()  # raises an error if it is not calibrated
         weights_by_group = {s.group: s.node for s in self._model.sites if s.sort == "weight"}
         sizes = {g: math.prod(int(n) for n in node.shape or ()) for g, node in weights_by_group.items()}
         self.layers: tuple[RaisableLayer, ...] = find_layers(annotation, sizes)
+        check_batches(batches)
         self.batches = list(batches)
         if not self.batches:
             raise CalibrationError("there are no batches to measure on: give at least one.")
@@ -100,6 +105,14 @@ class Simulation:
             outputs = outputs_of(network, self.batches)
             if sqnr(outputs, self.reference) < _SAME_DB:
                 self.reference = outputs
+        self.groups = find_groups(twin, self.reference)
+        self.metric = self._bind(metric)
+
+    def _bind(self, metric: Metric | None) -> Metric:
+        """Returns the metric with what it must know about the graph's outputs."""
+        if isinstance(metric, DetectionLoss):
+            return metric.of(self._model)
+        return partial(sqnr, groups=self.groups) if metric in (None, sqnr) else metric
 
     def value(self, raised: Collection[str] = ()) -> float:
         """Returns the metric with some layers in float.
@@ -129,7 +142,7 @@ class Simulation:
         return self._ask(frozenset({group}), [layer.name for layer in self.layers]).value
 
     def noise(self, layer: RaisableLayer | None = None) -> float:
-        """Returns the power of the output noise relative to that of the signal; `sqnr` is its logarithm.
+        """Returns the power of the noise relative to that of the signal, in the worst column group.
 
         Args:
             layer: the layer whose noise is measured, from those of its roundings that raising removes, with
@@ -140,7 +153,7 @@ class Simulation:
         else:
             parts = active_groups([layer], ()) - active_groups([layer], [layer.name], **self._sides())
             outputs = self._outputs(parts, self._others(layer))
-        return float(10 ** (-sqnr(self.reference, outputs) / 10))
+        return float(10 ** (-sqnr(self.reference, outputs, self.groups) / 10))
 
     def _others(self, layer: RaisableLayer) -> list[str]:
         return [other.name for other in self.layers if other.name != layer.name]

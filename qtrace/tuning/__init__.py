@@ -14,19 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.config import QConfig, backends
+from qtrace.data.batches import check_batches
 from qtrace.errors import ConfigError, QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.record import hash_tensors
 from qtrace.tuning.folder import BEST, PAGE, SUMMARY, TRIALS, search_folder, write_text
-from qtrace.tuning.judge import Judge, Metric, Part
-from qtrace.tuning.pareto import Limits, certainty, choose
-from qtrace.tuning.pool import Here, Pool, Processes, RayTasks, Subject
+from qtrace.tuning.judge import Judge, Metric, RungData
+from qtrace.tuning.pareto import CostLimits, certainty, choose
+from qtrace.tuning.pool import Here, Pool, RayTasks, Subject, TrialProcesses
 from qtrace.tuning.report import Tuning, recipe_text, render_page
-from qtrace.tuning.search import Settings, find_limits, judged_in_full, search, split
+from qtrace.tuning.search import TuneSettings, find_limits, judged_in_full, search, split
 from qtrace.tuning.space import as_recipe
 from qtrace.tuning.trials import Trial, TrialLog
 
-__all__ = ["Limits", "Settings", "Trial", "Tuning", "tune"]
+__all__ = ["CostLimits", "Trial", "TuneSettings", "Tuning", "tune"]
 
 
 def tune(
@@ -34,7 +35,7 @@ def tune(
     qconfig: QConfig,
     batches: Iterable[Any],
     folder: str | Path,
-    settings: Settings | None = None,
+    settings: TuneSettings | None = None,
     *,
     metric: Metric | None = None,
     evaluation: Callable[[], Iterable[Any]] | None = None,
@@ -58,7 +59,7 @@ def tune(
             extra ``report`` is installed.
         settings: number of trials or time, limits, seed.
         metric: gets a calibrated graph, and returns a number or one for each sample; more is better. None for
-            the SQNR of the outputs against the float network.
+            the SQNR of the worst column group of the outputs against the float network.
         evaluation: called once at the end for batches that the search does not see, for the report.
         about: all else that tells this search from another one, such as the names of model and data.
         reasons: key of ``qconfig``, or ``rules[2]`` -> why it has that value, for the best recipe's comments.
@@ -79,8 +80,9 @@ def tune(
             backend, or a metric that returns no number.
         QtraceError: when the folder is in use, or belongs to another search.
     """
-    settings, recipe, path = settings or Settings(), as_recipe(qconfig), Path(folder)
+    settings, recipe, path = settings or TuneSettings(), as_recipe(qconfig), Path(folder)
     _check_limits(settings, qconfig)
+    check_batches(batches)
     parts = split(list(batches))
     limits = None if settings.limits is None else [settings.limits.milliseconds, settings.limits.bytes]
     subject = {
@@ -107,17 +109,17 @@ def tune(
 
 
 def _find_pool(
-    judge: Judge, parts: Sequence[Part], allow: Sequence[str], workers: int, ray: str | None
+    judge: Judge, parts: Sequence[RungData], allow: Sequence[str], workers: int, ray: str | None
 ) -> Pool:
     """Returns who judges the trials."""
     if ray is not None:
         return RayTasks(Subject.of(judge, parts, allow, 1), workers, ray)
     if workers == 1:
         return Here(judge, parts)
-    return Processes(Subject.of(judge, parts, allow, workers), workers)
+    return TrialProcesses(Subject.of(judge, parts, allow, workers), workers)
 
 
-def _check_limits(settings: Settings, qconfig: QConfig) -> None:
+def _check_limits(settings: TuneSettings, qconfig: QConfig) -> None:
     """Refuses a limit on a time that nothing predicts."""
     if settings.limits is None or settings.limits.milliseconds is None:
         return
@@ -138,7 +140,7 @@ def _describe(trial: Trial, unit: str) -> str:
     return f"trial {trial.number}, {trial.origin}: {what}: {trial.value:.4g} {unit}{time}"
 
 
-def _conclude(trials: list[Trial], top: int, settings: Settings, unit: str, *, noise: bool) -> Tuning:
+def _conclude(trials: list[Trial], top: int, settings: TuneSettings, unit: str, *, noise: bool) -> Tuning:
     """Chooses the best trial and says how sure that is."""
     limits = find_limits(settings, trials)
     ranked = judged_in_full(trials, limits, top)

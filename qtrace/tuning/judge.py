@@ -18,6 +18,7 @@ from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import late_algorithms
 from qtrace.metrics import comparable
+from qtrace.outputs import ColumnGroup, find_groups
 from qtrace.preparation.figures import read_figures
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
@@ -25,7 +26,7 @@ from qtrace.preparation.prepare import plan, prepare
 from qtrace.preparation.record import fake_quants
 from qtrace.sensitivity.running import outputs_of
 
-__all__ = ["Judge", "Judged", "Metric", "Part", "predict_milliseconds", "value_of_noise"]
+__all__ = ["Judge", "Judged", "Metric", "RungData", "predict_milliseconds", "value_of_noise"]
 
 Metric = Callable[[TracedModule], Any]
 """A user's metric: from a graph to a number, or to one for each sample, whose mean counts; more is better."""
@@ -35,7 +36,7 @@ _LARGEST_NOISE = 1e30
 
 
 @dataclass(frozen=True)
-class Part:
+class RungData:
     """The data of one rung.
 
     Attributes:
@@ -107,7 +108,7 @@ class Judge:
 
     Attributes:
         traced: the network as traced.
-        metric: the user's metric; None for the SQNR of the outputs.
+        metric: the user's metric; None for the SQNR of the worst column group of the outputs.
         threads: threads of onnxruntime; None for all cores.
     """
 
@@ -117,7 +118,7 @@ class Judge:
     _references: dict[int, Any] = field(default_factory=dict)
 
     def judge(
-        self, config: QConfig, part: Part, too_much: Callable[[float | None, int], str] | None = None
+        self, config: QConfig, part: RungData, too_much: Callable[[float | None, int], str] | None = None
     ) -> Judged:
         """Prepares, calibrates and measures.
 
@@ -141,11 +142,11 @@ class Judge:
         value, samples = self.measure(model, part.held_back)
         return Judged(value, samples, milliseconds, size, "", model, twin)
 
-    def cost(self, config: QConfig, part: Part) -> tuple[float | None, int]:
+    def cost(self, config: QConfig, part: RungData) -> tuple[float | None, int]:
         """Returns the predicted milliseconds and the bytes of a recipe, without calibrating."""
         return self._prepare(config, part)[1:]
 
-    def _prepare(self, config: QConfig, part: Part) -> tuple[TracedModule, float | None, int]:
+    def _prepare(self, config: QConfig, part: RungData) -> tuple[TracedModule, float | None, int]:
         model = prepare(self.traced, config, samples=part.calibration)
         return model, predict_milliseconds(self.traced, model, config), read_figures(model).bytes
 
@@ -158,7 +159,9 @@ class Judge:
         engine = choose_segments(QuantizedModel(model), "auto", len(batches), self.threads, first)
         with in_phase(model, "quantize"):
             outputs = outputs_of(model, batches, engine)
-        noise = sample_noise(self._reference(batches), outputs, self._counts(batches))
+        reference = self._reference(batches)
+        groups = find_groups(self.traced, reference)
+        noise = sample_noise(reference, outputs, self._counts(batches), groups)
         return value_of_noise(noise), noise
 
     def _counts(self, batches: Sequence[Any]) -> list[int]:
@@ -196,8 +199,10 @@ def read_metric(metric: Metric, result: Any) -> tuple[float, tuple[float, ...]]:
     return float(values.mean()), samples
 
 
-def sample_noise(reference: Any, outputs: Any, counts: Sequence[int]) -> tuple[float, ...]:
-    """Returns the noise of each sample, relative to the signal of all samples, as the mean over the outputs.
+def sample_noise(
+    reference: Any, outputs: Any, counts: Sequence[int], groups: Sequence[ColumnGroup] | None = None
+) -> tuple[float, ...]:
+    """Returns the noise of each sample in the worst column group, relative to the signal of all samples.
 
     The sum over the samples is the noise of `qtrace.sensitivity.metrics.sqnr`. A batch with an output whose
     first axis is not that of samples counts as one sample.
@@ -206,22 +211,33 @@ def sample_noise(reference: Any, outputs: Any, counts: Sequence[int]) -> tuple[f
         reference: for each batch the float outputs.
         outputs: for each batch the outputs to judge.
         counts: the number of samples of each batch.
+        groups: the column groups of the outputs; None for those that the values show.
     """
-    shares = []
-    for index in range(len(reference[0])):
-        signal, noise = 0.0, []
-        for exact, test, count in zip(reference, outputs, counts, strict=True):
-            rows = count if all(value.ndim and len(value) == count for value in exact) else 1
-            if not comparable(exact[index], test[index]):
-                noise.append(np.zeros(rows))
-                continue
-            f, q = (values[index].astype(np.float64).reshape(rows, -1) for values in (exact, test))
-            with np.errstate(invalid="ignore", over="ignore"):
-                error = np.where(f == q, 0.0, q - f)
-                noise.append(np.nan_to_num((error**2).sum(axis=1), nan=_LARGEST_NOISE, posinf=_LARGEST_NOISE))
-            signal += float((np.where(np.isfinite(f), f, 0.0) ** 2).sum())
-        if signal > 0:
-            shares.append(np.minimum(np.concatenate(noise) / signal, _LARGEST_NOISE))
-    if not shares:
-        return (0.0,) * sum(counts)
-    return tuple(map(float, np.mean(shares, axis=0)))
+    rows = [
+        count if all(value.ndim and len(value) == count for value in exact) else 1
+        for exact, count in zip(reference, counts, strict=True)
+    ]
+    worst = np.zeros(sum(rows))
+    for group in find_groups(None, reference) if groups is None else groups:
+        exact, test = ([batch[group.output] for batch in values] for values in (reference, outputs))
+        noise = _relative_noise(group, exact, test, rows)
+        if noise is not None and noise.sum() > worst.sum():
+            worst = noise
+    return tuple(map(float, worst))
+
+
+def _relative_noise(
+    group: ColumnGroup, exact: Sequence[np.ndarray], test: Sequence[np.ndarray], rows: Sequence[int]
+) -> np.ndarray | None:
+    """Returns the noise of each sample in one column group; None where the group is 0 in float."""
+    signal, noise = 0.0, []
+    for reference, values, count in zip(exact, test, rows, strict=True):
+        if not comparable(reference, values):
+            noise.append(np.zeros(count))
+            continue
+        f, q = (group.select(v).astype(np.float64).reshape(count, -1) for v in (reference, values))
+        with np.errstate(invalid="ignore", over="ignore"):
+            error = np.where(f == q, 0.0, q - f)
+            noise.append(np.nan_to_num((error**2).sum(axis=1), nan=_LARGEST_NOISE, posinf=_LARGEST_NOISE))
+        signal += float((np.where(np.isfinite(f), f, 0.0) ** 2).sum())
+    return np.minimum(np.concatenate(noise) / signal, _LARGEST_NOISE) if signal > 0 else None

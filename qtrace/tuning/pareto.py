@@ -10,14 +10,14 @@ import numpy as np
 
 from qtrace.tuning.trials import Trial
 
-__all__ = ["Certainty", "Limits", "certainty", "choose", "cost_of", "pareto", "rank"]
+__all__ = ["Certainty", "CostLimits", "certainty", "choose", "cost_of", "pareto", "rank"]
 
 _DRAWS = 2000
 _CHUNK = 200  # draws at a time, which bounds the memory
 
 
 @dataclass(frozen=True)
-class Limits:
+class CostLimits:
     """The most that a recipe may cost.
 
     Attributes:

@@ -19,10 +19,10 @@ from qtrace.calibration.executors import Ray
 from qtrace.config import QConfig
 from qtrace.errors import CalibrationError, ConfigError, GraphError, QtraceError
 from qtrace.graph.files.serialize import load, save
-from qtrace.tuning.judge import Judge, Judged, Part
-from qtrace.tuning.pareto import Limits
+from qtrace.tuning.judge import Judge, Judged, RungData
+from qtrace.tuning.pareto import CostLimits
 
-__all__ = ["Here", "Pool", "Processes", "RayTasks", "Subject", "Task", "attempt"]
+__all__ = ["Here", "Pool", "RayTasks", "Subject", "Task", "TrialProcesses", "attempt"]
 
 # By name: it stands above this room, with the other programs.
 _WORKER = "qtrace.tuning.worker"
@@ -40,10 +40,10 @@ class Task:
 
     recipe: dict[str, Any]
     rung: int
-    limits: Limits | None
+    limits: CostLimits | None
 
 
-def attempt(judge: Judge, parts: Sequence[Part], task: Task) -> Judged:
+def attempt(judge: Judge, parts: Sequence[RungData], task: Task) -> Judged:
     """Judges a recipe, without keeping its graph; one that does not fit has a problem instead of a value."""
     try:
         config = QConfig.model_validate(task.recipe)
@@ -82,7 +82,7 @@ class Here:
 
     count = 1
 
-    def __init__(self, judge: Judge, parts: Sequence[Part]) -> None:
+    def __init__(self, judge: Judge, parts: Sequence[RungData]) -> None:
         self._judge, self._parts = judge, parts
 
     def __enter__(self) -> Here:
@@ -110,12 +110,12 @@ class Subject:
 
     model: bytes
     allow: tuple[str, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[RungData, ...]
     metric: Any
     threads: int
 
     @classmethod
-    def of(cls, judge: Judge, parts: Sequence[Part], allow: Sequence[str], count: int) -> Subject:
+    def of(cls, judge: Judge, parts: Sequence[RungData], allow: Sequence[str], count: int) -> Subject:
         """Packs the network, the data and the metric; the cores are divided between ``count`` processes."""
         threads = max(1, (os.cpu_count() or 1) // count)
         with TemporaryDirectory() as folder:
@@ -147,7 +147,7 @@ class Subject:
             ) from error
 
 
-class Processes:
+class TrialProcesses:
     """Judges recipes in spawned processes, never forked ones: MegEngine cannot be used after a fork.
 
     Args:
@@ -160,7 +160,7 @@ class Processes:
         self._workers: list[subprocess.Popen[bytes]] = []
         self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
 
-    def __enter__(self) -> Processes:
+    def __enter__(self) -> TrialProcesses:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
         for _ in range(self.count):
             worker = subprocess.Popen(

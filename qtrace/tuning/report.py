@@ -11,9 +11,9 @@ from typing import Any
 
 from qtrace.config.recipe import SCHEMA
 from qtrace.config.tree import dump
-from qtrace.errors import QtraceError
+from qtrace.errors import QtraceError, install
 from qtrace.graph.table import format_table
-from qtrace.tuning.pareto import Certainty, Limits, pareto
+from qtrace.tuning.pareto import Certainty, CostLimits, pareto
 from qtrace.tuning.trials import Trial
 
 __all__ = ["Tuning", "recipe_text", "render_page"]
@@ -41,7 +41,7 @@ class Tuning:
 
     trials: tuple[Trial, ...]
     top: int
-    limits: Limits
+    limits: CostLimits
     unit: str
     best: Trial | None
     runner_up: Trial | None = None
@@ -198,7 +198,7 @@ def render_page(tuning: Tuning) -> str:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise QtraceError(
-            f"the page needs {error.name}, which is not installed: pip install 'qtrace[report]'."
+            f"the page needs {error.name}, which is not installed: {install('report')}."
         ) from error
     judged = [t for t in tuning.trials if t.rung == tuning.top and t.value is not None]
     timed = all(trial.milliseconds is not None for trial in judged)

@@ -22,13 +22,13 @@ from qtrace.errors import CalibrationError, ConfigError, GraphError, QtraceError
 from qtrace.preparation.model import QuantizedModel
 from qtrace.sensitivity.diagnosis import diagnose
 from qtrace.sensitivity.simulation import Simulation
-from qtrace.tuning.judge import Judge, Judged, Part
-from qtrace.tuning.pareto import Limits, rank
+from qtrace.tuning.judge import Judge, Judged, RungData
+from qtrace.tuning.pareto import CostLimits, rank
 from qtrace.tuning.pool import Here, Pool, Task
 from qtrace.tuning.space import first_suggestions, mutate, suggest_cures, suggest_float_tail
 from qtrace.tuning.trials import Layer, Suggestion, Trial, TrialLog, digest_of
 
-__all__ = ["Settings", "find_limits", "judged_in_full", "propose", "search", "split"]
+__all__ = ["TuneSettings", "find_limits", "judged_in_full", "propose", "search", "split"]
 
 _HELD_BACK = 4  # every fourth batch
 _FRACTIONS = (0.25, 0.5, 1.0)
@@ -40,7 +40,7 @@ _DIAGNOSED_BATCHES = 2
 
 
 @dataclass(frozen=True)
-class Settings:
+class TuneSettings:
     """How a search is done.
 
     Attributes:
@@ -52,11 +52,11 @@ class Settings:
 
     trials: int | None = 30
     seconds: float | None = None
-    limits: Limits | None = None
+    limits: CostLimits | None = None
     seed: int = 0
 
 
-def split(batches: Sequence[Any]) -> tuple[Part, ...]:
+def split(batches: Sequence[Any]) -> tuple[RungData, ...]:
     """Divides batches into those to calibrate on and those to judge on, for each rung.
 
     Every fourth batch is held back, so that both parts are spread evenly over the data. A rung's batches are
@@ -74,20 +74,21 @@ def split(batches: Sequence[Any]) -> tuple[Part, ...]:
     held = tuple(batch for index, batch in enumerate(batches) if index % step == step - 1)
     kept = tuple(batch for index, batch in enumerate(batches) if index % step != step - 1)
     parts = [
-        Part(kept[: math.ceil(len(kept) * part)], held[: math.ceil(len(held) * part)]) for part in _FRACTIONS
+        RungData(kept[: math.ceil(len(kept) * part)], held[: math.ceil(len(held) * part)])
+        for part in _FRACTIONS
     ]
     sizes = [(len(part.calibration), len(part.held_back)) for part in parts]
     return tuple(part for index, part in enumerate(parts) if sizes[index] not in sizes[:index])
 
 
-def find_limits(settings: Settings, trials: Sequence[Trial]) -> Limits:
+def find_limits(settings: TuneSettings, trials: Sequence[Trial]) -> CostLimits:
     """Returns the limits of a search: the given ones, else what the first trial costs."""
     if settings.limits is not None:
         return settings.limits
-    return Limits(trials[0].milliseconds, trials[0].bytes) if trials else Limits()
+    return CostLimits(trials[0].milliseconds, trials[0].bytes) if trials else CostLimits()
 
 
-def judged_in_full(trials: Sequence[Trial], limits: Limits, top: int) -> list[Trial]:
+def judged_in_full(trials: Sequence[Trial], limits: CostLimits, top: int) -> list[Trial]:
     """Returns the trials on all data whose recipe is within the limits, the best first."""
     return rank([t for t in trials if t.rung == top and not limits.exceeded_by(t.milliseconds, t.bytes)])
 
@@ -103,7 +104,7 @@ class Proposal:
 def propose(
     trials: Sequence[Trial],
     recipe: dict[str, Any],
-    settings: Settings,
+    settings: TuneSettings,
     rungs: int,
     fits: Callable[[dict[str, Any]], bool] = lambda recipe: True,
     pending: Sequence[Proposal] = (),
@@ -177,8 +178,8 @@ class _Search:
     """
 
     judge: Judge
-    parts: tuple[Part, ...]
-    settings: Settings
+    parts: tuple[RungData, ...]
+    settings: TuneSettings
     log: TrialLog
     finished: Callable[[Trial], None]
 
@@ -254,7 +255,7 @@ class _Search:
         limits = find_limits(self.settings, self.log.trials) if strict else None
         return Task(proposal.suggestion.recipe, proposal.rung, limits)
 
-    def _diagnose(self, trial: Trial, judged: Judged, part: Part) -> Trial:
+    def _diagnose(self, trial: Trial, judged: Judged, part: RungData) -> Trial:
         """Adds the cures of the first trial's graph, and its layers with their noise."""
         batches = [_shortened(batch) for batch in part.held_back[:_DIAGNOSED_BATCHES]]
         try:
@@ -305,9 +306,9 @@ def _shortened(batch: Any) -> Any:
 
 def search(
     judge: Judge,
-    parts: tuple[Part, ...],
+    parts: tuple[RungData, ...],
     recipe: dict[str, Any],
-    settings: Settings,
+    settings: TuneSettings,
     log: TrialLog,
     finished: Callable[[Trial], None] = lambda trial: None,
     pool: Pool | None = None,

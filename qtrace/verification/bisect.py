@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.data.batches import evaluating
+from qtrace.data.batches import check_batches, evaluating
 from qtrace.errors import CalibrationError
 from qtrace.graph.table import format_table
 from qtrace.graph.types import Node, TracedModule
@@ -22,19 +22,22 @@ from qtrace.process.thread import on_engine_thread
 from qtrace.scheme import QParams
 from qtrace.verification.causes import likely_causes, optimized_kernel_cause
 from qtrace.verification.crosscheck import Disagreement, cross_check
-from qtrace.verification.report import CrossCheck, VerifyReport
+from qtrace.verification.float_outputs import FloatOutputs
+from qtrace.verification.report import VerifyReport
 from qtrace.verification.runs import BatchRun, File, OpByOp
 from qtrace.verification.runtimes import get as get_runtime
+from qtrace.verification.runtimes import runs_optimized
 from qtrace.verification.runtimes.base import Runtime
+from qtrace.verification.tallies import CrossCheck
 
-__all__ = ["Difference", "bisect"]
+__all__ = ["FirstDifference", "bisect"]
 
 _EXAMPLES = 5
 _MEGENGINE_CAUSE = "a kernel of MegEngine, which computes the graph; the file need not be changed"
 
 
 @dataclass(frozen=True)
-class Difference:
+class FirstDifference:
     """The first op at which graph and runtime differ.
 
     If every integer is right and an output in float is not, ``site`` is that output: the counts are of
@@ -122,7 +125,7 @@ def bisect(
     max_lsb: int = 1,
     min_equal: float = 0.999,
     min_sqnr_db: float = 35.0,
-) -> Difference | None:
+) -> FirstDifference | None:
     """Finds the first op, in graph order, whose integers differ from the runtime's beyond the tolerance.
 
     The graph computes every op from the runtime's own integers, so the op that is named makes the difference
@@ -137,8 +140,8 @@ def bisect(
         max_lsb: largest difference allowed at any site.
         min_equal: smallest share of equal integers allowed in a batch; below it, the first op whose own share
             is clearly lower is named, even if it differs by ``max_lsb`` at most.
-        min_sqnr_db: smallest signal-to-noise ratio of an output computed from the runtime's own integers: the
-            ops behind the last site compute in float and have no integers to compare.
+        min_sqnr_db: smallest signal-to-noise ratio of a column group of an output computed from the runtime's
+            own integers: the ops behind the last site compute in float and have no integers to compare.
 
     Returns:
         The difference, or None when there is none on these batches.
@@ -148,14 +151,17 @@ def bisect(
         CalibrationError: when there are no batches, or one does not fit the model.
     """
     model = QuantizedModel(converted, "converted")
+    check_batches(batches)
     inputs = list(batches)
     if not inputs:
         raise CalibrationError("bisect has no batches: give at least one.")
     chosen = runtime if isinstance(runtime, Runtime) else get_runtime(Path(path), runtime)
     unequal = None
-    for stage, optimize in (("plain", False), ("optimized", True))[: 2 if chosen.optimizes else 1]:
+    stages = 2 if runs_optimized(chosen, model.annotation.backend) else 1
+    for stage, optimize in (("plain", False), ("optimized", True))[:stages]:
         file = File(Path(path), model, chosen.open(Path(path), optimize))
         with evaluating(converted):
+            file.groups = FloatOutputs(model, None).find_groups(file.output_names, inputs[:1])
             for run in file.run(
                 inputs, lambda f, n: _Search(f, n, f.report(max_lsb, min_equal, min_sqnr_db))
             ):
@@ -192,14 +198,14 @@ def _wrong_output(file: File, run: BatchRun, min_sqnr_db: float) -> _Finding | N
     return _Finding(names[both.node], both, both.graph)
 
 
-def _unequal_rows(file: File, run: BatchRun, stage: str) -> Difference | None:
+def _unequal_rows(file: File, run: BatchRun, stage: str) -> FirstDifference | None:
     """Reports rows that both sides select differently from the same integers."""
     tensor = next(iter(run.single.report.unequal.get("op_by_op", ())), None)
     if tensor is None:
         return None
     name = tensor.partition(" ")[2]
     rows, *causes = run.single.report.remarks()
-    return Difference(
+    return FirstDifference(
         site=name,
         op=file.selections[name],
         path="",
@@ -242,15 +248,15 @@ class _Search(OpByOp):
         if self.first is None:
             unrounded = self.unrounded.get(self.sources.get(both.node, ""), value).numpy()
             finding = _Finding(both.node, both, unrounded)
-            if self.many is None and self._too_many(both.graph, both.runtime):
+            if self.many is None and self._too_many(both):
                 self.many = finding
             if self.disagreement is not None:
                 self.first = finding
 
-    def _too_many(self, graph: np.ndarray, runtime: np.ndarray) -> bool:
+    def _too_many(self, both: Disagreement) -> bool:
         """Whether the share of differing values exceeds the allowed share by more than chance."""
-        allowed = graph.size * (1 - self.report.min_equal)
-        return np.count_nonzero(graph != runtime) > allowed + 3 * np.sqrt(allowed) + 2
+        allowed = both.graph.size * (1 - self.report.least_equal(both.node))
+        return np.count_nonzero(both.graph != both.runtime) > allowed + 3 * np.sqrt(allowed) + 2
 
     def close(self) -> _Finding | None:
         """Returns the site at which the run, which is over, goes beyond the tolerance."""
@@ -258,7 +264,8 @@ class _Search(OpByOp):
         values = sum(t.values for t in tallies)
         # Sites that differ by more than ``max_lsb`` have a finding of their own.
         slight = sum(t.values - t.equal for t in tallies if t.worst <= self.report.max_lsb)
-        too_many = self.many is not None and slight > values * (1 - self.report.min_equal)
+        limit = 0.0 if self.many is None else self.report.least_equal(self.many.both.node)
+        too_many = self.many is not None and slight > values * (1 - limit)
         return self.many if too_many else self.first
 
 
@@ -272,7 +279,7 @@ _FLOAT_CAUSES = {
 
 def _difference(
     model: QuantizedModel, finding: _Finding, check: CrossCheck, where: tuple[str, str], run: BatchRun
-) -> Difference:
+) -> FirstDifference:
     """Describes a finding; ``where`` is the stage and the name of the runtime."""
     stage, runtime_name = where
     qparams, graph, runtime = finding.both.qparams, finding.both.graph, finding.both.runtime
@@ -298,7 +305,7 @@ def _difference(
         correct = "with optimizations off the runtime gives them too, so the file is right"
         check = replace(check, reason=f"{check.reason}; {correct}")
     number = float if qparams is None else int
-    return Difference(
+    return FirstDifference(
         site=finding.name,
         op=note.op if note else ("output" if qparams is None else "input"),
         path=note.path if note else "",

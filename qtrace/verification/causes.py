@@ -8,9 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
+from qtrace.process.onnxruntime import products_saturate
 from qtrace.scheme import QParams
 
-__all__ = ["likely_causes", "optimized_kernel_cause"]
+__all__ = ["SATURATION", "likely_causes", "optimized_kernel_cause"]
+
+SATURATION = (
+    "products with int8 weights saturate in onnxruntime and OpenVINO on this processor, which has no VNNI: "
+    "the file is right on processors that have it, and on ARM. For this one, export it with weights=uint8 "
+    "(the same numbers, exact and slower; for unsigned activations), or give weights 7 bits, which fit"
+)
+"""Why an int8 file computes other integers with optimizations on a processor without VNNI, and what to do."""
 
 # The kinds of ops that onnxruntime computes as products of integer matrices.
 _MATRIX_PRODUCTS = ("conv1d", "conv2d", "conv3d", "linear", "matmul")
@@ -75,6 +83,8 @@ def optimized_kernel_cause(runtime: str, kind: str) -> str:
             "optimizations off. Run it with optimizations disabled, on a CPU without AMX, or keep this op "
             "in float by a rule"
         )
+    if runtime in ("onnxruntime", "openvino") and kind in _MATRIX_PRODUCTS and products_saturate():
+        return SATURATION
     return (
         f"an optimized kernel of {runtime}: with optimizations off nothing differs. Run the file with "
         "optimizations disabled, or keep this op in float by a rule"

@@ -29,7 +29,7 @@ _DEVIATIONS = 2.0
 
 @dataclass
 class Closeness:
-    """The distances between float, graph and runtime at one output, in sums over all batches.
+    """The distances between float, graph and runtime at one column group, in sums over all batches.
 
     Predictions are the indices of the largest scores, or the values of an output of integers.
 

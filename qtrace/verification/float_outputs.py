@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 
-from qtrace.data.batches import evaluating, translate_errors
+from qtrace.data.batches import as_arguments, evaluating, refuse_nan, translate_errors
 from qtrace.errors import GraphError
 from qtrace.graph.types import TracedModule
+from qtrace.outputs import ColumnGroup, find_groups
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
 from qtrace.preparation.record import is_quantized
 from qtrace.verification.runs import leaves
+from qtrace.verification.ties import FirstOfEquals
 
 __all__ = ["FloatOutputs"]
 
@@ -63,7 +65,7 @@ class FloatOutputs:
             GraphError: when the network has another number of outputs than the graph.
         """
         with self._in_float(), translate_errors(self.network, (args, kwargs), number):
-            outputs = [t.numpy() for t in leaves(self.network(*args, **kwargs))]
+            outputs = [t.numpy() for t in leaves(FirstOfEquals(self.network).run(*args, **kwargs))]
         expected = len(self.model.module.graph.outputs)
         if len(outputs) != expected:
             raise GraphError(
@@ -71,3 +73,20 @@ class FloatOutputs:
                 "that was quantized."
             )
         return outputs
+
+    def find_groups(self, names: Sequence[str], batches: Sequence[Any]) -> tuple[ColumnGroup, ...]:
+        """Returns the column groups that the outputs for some batches show.
+
+        Args:
+            names: the names of the outputs.
+            batches: the first batches of the data.
+
+        Raises:
+            CalibrationError: when a batch does not fit the model or holds NaN.
+        """
+        reference = []
+        for number, batch in enumerate(batches):
+            args, kwargs = as_arguments(batch, self.model.module, number)
+            refuse_nan((args, kwargs), number)
+            reference.append(self.compute(args, kwargs, number))
+        return find_groups(self.model.module, reference, names=names)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from qtrace.errors import ExportError
+from qtrace.errors import ExportError, install
 from qtrace.verification.runtimes.base import check_size
 
 __all__ = ["load_onnx"]
@@ -26,7 +26,7 @@ def load_onnx(path: Path) -> tuple[Any, Path | None]:
         ExportError: when the file, or the file of its tensors, is missing, damaged or of another kind.
     """
     if importlib.util.find_spec("onnx") is None:
-        raise ExportError("verification needs the package onnx: run pip install 'qtrace[onnx]'.")
+        raise ExportError(f"verification needs the package onnx: run {install('onnx')}.")
     import onnx
     from google.protobuf.message import DecodeError
 

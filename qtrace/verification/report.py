@@ -1,320 +1,21 @@
-"""The report of verify: the integer differences at every site, and the noise at the outputs."""
+"""The report of verify: what it counts, as text and as plain data."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any
 
-import numpy as np
-
-from qtrace.errors import ExportError, GraphError
-from qtrace.metrics import ErrorSums, finite_or_none, sqnr_db
-from qtrace.verification.closeness import Closeness
+from qtrace.metrics import finite_or_none
 from qtrace.verification.remarks import remarks
-from qtrace.verification.runtimes.base import Kernels
-from qtrace.verification.selections import Shape, describe_rows
 from qtrace.verification.summary import format_sites, summarize
+from qtrace.verification.tallies import MODES, Tallies
 
-__all__ = ["CrossCheck", "DifferenceTally", "VerifyReport"]
-
-_MODES = ("op_by_op", "end_to_end", "deployed")
-
-
-@dataclass
-class DifferenceTally:
-    """Counts the differences between runtime and graph at one site.
-
-    Attributes:
-        values: the number of values that were compared.
-        equal: the number of equal values.
-        worst: the largest difference in LSB.
-        histogram: difference (runtime minus graph, in LSB, without 0) -> number of values.
-    """
-
-    values: int = 0
-    equal: int = 0
-    worst: int = 0
-    histogram: dict[int, int] = field(default_factory=dict)
-
-    def add(self, graph: np.ndarray, runtime: np.ndarray) -> int:
-        """Counts the differences of two arrays of integers of equal shape; returns the largest one."""
-        difference = runtime.astype(np.int64) - graph.astype(np.int64)
-        nonzero = difference[difference != 0]
-        worst = int(np.abs(nonzero).max(initial=0))
-        self.values += difference.size
-        self.equal += difference.size - nonzero.size
-        self.worst = max(self.worst, worst)
-        for step, count in zip(*np.unique(nonzero, return_counts=True), strict=True):
-            self.histogram[int(step)] = self.histogram.get(int(step), 0) + int(count)
-        return worst
-
-    def merge(self, other: DifferenceTally) -> None:
-        """Adds the counts of ``other``."""
-        self.values += other.values
-        self.equal += other.equal
-        self.worst = max(self.worst, other.worst)
-        for step, count in other.histogram.items():
-            self.histogram[step] = self.histogram.get(step, 0) + count
-
-
-@dataclass(frozen=True)
-class CrossCheck:
-    """The outcome of a second evaluation of an op whose values differ between graph and runtime.
-
-    Attributes:
-        side: the side that is wrong: "graph" (a kernel of MegEngine), "runtime" (the exported file, or a
-            kernel of the runtime), or "unknown".
-        reason: the evidence, as a clause.
-    """
-
-    side: Literal["graph", "runtime", "unknown"]
-    reason: str
-
-    def sentence(self) -> str:
-        """Returns the verdict and its evidence as one sentence."""
-        return f"{_SIDES[self.side]}: {self.reason}"
-
-
-_SIDES = {
-    "graph": "the graph is wrong, not the file",
-    "runtime": "the file or the runtime is wrong, not the graph",
-    "unknown": "either side may be wrong",
-}
+__all__ = ["VerifyReport"]
 
 
 @dataclass
-class VerifyReport:
-    """The outcome of ``qtrace.verify``.
-
-    The modes: ``op_by_op`` computes each op from the runtime's own integers, optimizations off;
-    ``end_to_end`` computes both sides from the same input, optimizations off; ``deployed`` does so with
-    all optimizations.
-
-    Attributes:
-        path: the file.
-        max_lsb: largest difference allowed op by op.
-        min_equal: smallest share of equal values allowed op by op.
-        min_sqnr_db: smallest ratio allowed at each output computed from the runtime's own integers, in dB.
-        sites: mode -> node -> tally.
-        outputs: mode -> output -> its noise; "op_by_op" starts at the runtime's own integers, so it shows
-            whether both sides compute alike what follows the last site, in float.
-        kernels: which ops the runtime computes on integers when it is deployed; None where that is unknown.
-        cross_check: the first node that differs by more than is allowed, op by op, and the second evaluation
-            that says which side is wrong there; None where no node does.
-        end_to_end_db: smallest ratio of the runtime's outputs to the graph's allowed end to end, in dB; None
-            for none: then both are compared to float.
-        float_source: what computes the float outputs, in words; "" where there are none.
-        closeness: mode -> output -> the distances of graph and runtime to float.
-        optimized: node -> tally, op by op with all optimizations; of the batches in which the outputs of the
-            optimized form are so far from the graph's that ties could hide a wrong kernel.
-        selections: node or output with a number of rows that depends on values -> the op that selects them.
-        unequal: mode -> site or output -> its shapes in graph and runtime, for each batch that is not
-            compared because such an op selects other rows, or the same rows in another order.
-    """
-
-    path: str
-    max_lsb: int
-    min_equal: float
-    min_sqnr_db: float
-    sites: dict[str, dict[str, DifferenceTally]] = field(default_factory=lambda: {m: {} for m in _MODES})
-    outputs: dict[str, dict[str, ErrorSums]] = field(default_factory=dict)
-    kernels: Kernels | None = None
-    cross_check: tuple[str, CrossCheck] | None = None
-    end_to_end_db: float | None = None
-    float_source: str = ""
-    closeness: dict[str, dict[str, Closeness]] = field(default_factory=dict)
-    optimized: dict[str, DifferenceTally] = field(default_factory=dict)
-    selections: Mapping[str, str] = field(default_factory=dict)
-    unequal: dict[str, dict[str, list[tuple[Shape, Shape]]]] = field(default_factory=dict)
-
-    def add(self, mode: str, node: str, graph: np.ndarray, runtime: np.ndarray) -> int:
-        """Counts the differences at one site in one batch; returns the largest, or 0 for other rows.
-
-        Raises:
-            ExportError: when the two have different shapes that do not depend on values.
-        """
-        if not self.compares(mode, f"site {node}", graph, runtime):
-            return 0
-        return self.sites[mode].setdefault(node, DifferenceTally()).add(graph, runtime)
-
-    def add_outputs(
-        self,
-        mode: str,
-        names: Sequence[str],
-        graph: Sequence[np.ndarray],
-        runtime: Sequence[np.ndarray],
-        selected: Collection[str] = (),
-    ) -> None:
-        """Adds the model's outputs of one batch.
-
-        Args:
-            mode: the comparison.
-            names: the names of the outputs.
-            graph: the graph's outputs.
-            runtime: the runtime's outputs; None for one that a device has not dumped.
-            selected: outputs whose rows depend on values; below the limit they are not compared, since both
-                sides may have selected other rows.
-
-        Raises:
-            ExportError: when their number differs, or a shape that does not depend on values.
-        """
-        if len(graph) != len(runtime):
-            raise ExportError(
-                f"{self.path}: the number of outputs is {len(runtime)}, but {len(graph)} in the graph: "
-                "export it again."
-            )
-        noises = self.outputs.setdefault(mode, {})
-        for name, a, b in zip(names, graph, runtime, strict=True):
-            if b is None or not self.compares(mode, f"output {name}", a, b):
-                continue
-            if name in selected and sqnr_db(a, b) < self.min_sqnr_db:
-                self.note_rows(mode, f"output {name}", a, b)
-            else:
-                noises.setdefault(name, ErrorSums()).add(a, b, classes=True)
-
-    def add_closeness(
-        self,
-        mode: str,
-        names: Sequence[str],
-        exact: Sequence[np.ndarray],
-        graph: Sequence[np.ndarray],
-        runtime: Sequence[np.ndarray],
-    ) -> None:
-        """Adds the outputs of one batch beside float's; leaves out those whose rows depend on values.
-
-        Raises:
-            GraphError: when an output has another shape in the float network.
-        """
-        sums = self.closeness.setdefault(mode, {})
-        for name, f, a, b in zip(names, exact, graph, runtime, strict=True):
-            if b is None or name in self.selections:
-                continue
-            if f.shape != a.shape:
-                raise GraphError(
-                    f"output {name} has shape {f.shape} in the float network and {a.shape} in the graph: "
-                    "give the network that was quantized."
-                )
-            sums.setdefault(name, Closeness()).add(f, a, b)
-
-    def compares(self, mode: str, tensor: str, graph: np.ndarray, runtime: np.ndarray) -> bool:
-        """Returns whether values can be compared; records numbers of rows that depend on values.
-
-        Args:
-            mode: the comparison.
-            tensor: "site" or "output" and its name.
-            graph: the graph's values.
-            runtime: the runtime's values.
-
-        Raises:
-            ExportError: when they have different shapes that do not depend on values.
-        """
-        if graph.shape == runtime.shape:
-            return True
-        if tensor.partition(" ")[2] not in self.selections or graph.ndim != runtime.ndim:
-            raise ExportError(
-                f"{self.path}: {tensor} has shape {runtime.shape} in the runtime, but {graph.shape} in the "
-                "graph: export it again."
-            )
-        self.note_rows(mode, tensor, graph, runtime)
-        return False
-
-    def note_rows(self, mode: str, tensor: str, graph: np.ndarray, runtime: np.ndarray) -> None:
-        """Records a tensor of which graph and runtime have different rows."""
-        self.unequal.setdefault(mode, {}).setdefault(tensor, []).append((graph.shape, runtime.shape))
-
-    def worst_lsb(self, mode: str = "op_by_op") -> int:
-        """Returns the largest difference at any site, in LSB."""
-        return max((t.worst for t in self.sites[mode].values()), default=0)
-
-    def equal_share(self, mode: str = "op_by_op") -> float:
-        """Returns the share of equal integers over all sites."""
-        values = sum(t.values for t in self.sites[mode].values())
-        return sum(t.equal for t in self.sites[mode].values()) / values if values else 1.0
-
-    def histogram(self, mode: str = "op_by_op") -> dict[int, int]:
-        """Counts each difference (runtime minus graph, in LSB, without 0) over all sites, in order."""
-        counts: dict[int, int] = {}
-        for tally in self.sites[mode].values():
-            for step, count in tally.histogram.items():
-                counts[step] = counts.get(step, 0) + count
-        return dict(sorted(counts.items()))
-
-    def sqnr_db(self, mode: str = "reference") -> float:
-        """Returns the signal-to-noise ratio over all of the runtime's outputs, in dB."""
-        return self._total(mode).sqnr_db
-
-    def weakest_output(self, mode: str = "reference") -> tuple[str, float]:
-        """Returns the output with the lowest signal-to-noise ratio, and that ratio in dB."""
-        name = min(self.outputs[mode], key=lambda n: self.outputs[mode][n].sqnr_db)
-        return name, self.outputs[mode][name].sqnr_db
-
-    def agreement(self, mode: str = "deployed") -> float:
-        """Returns the share of samples whose largest output has the same index in graph and runtime."""
-        share = self._total(mode if mode in self.outputs else "reference").agreement
-        return 1.0 if share is None else share
-
-    def _total(self, mode: str) -> ErrorSums:
-        return sum(self.outputs[mode].values(), ErrorSums())
-
-    @property
-    def passed(self) -> bool:
-        """Whether every tolerance holds."""
-        return not self.problems()
-
-    def problems(self) -> list[str]:
-        """Lists the tolerances that do not hold, a line each."""
-        problems = []
-        if self.worst_lsb() > self.max_lsb:
-            node = max(self.sites["op_by_op"], key=lambda n: self.sites["op_by_op"][n].worst)
-            problems.append(f"site {node} differs by {self.worst_lsb()} LSB, {self.max_lsb} allowed")
-        if self.equal_share() < self.min_equal:
-            problems.append(
-                f"{self.equal_share():.4%} of the integers are equal, {self.min_equal:.4%} needed"
-            )
-        origin = ", from the runtime's own integers," if self.sites["op_by_op"] else ""
-        problems += [
-            f"output {name}{origin} has {noise.sqnr_db:.1f} dB, {self.min_sqnr_db:.1f} dB needed"
-            for name, noise in self.outputs.get("op_by_op", {}).items()
-            if noise.sqnr_db < self.min_sqnr_db
-        ]
-        for mode in self.end_modes():
-            problems += self._mode_problems(mode)
-        for tensor, shapes in itertools.islice(self.unequal.get("op_by_op", {}).items(), 1):
-            problems.append(f"{describe_rows(tensor, shapes)}, from the same integers: it cannot be compared")
-        if (worst := self.optimization_lsb()) is not None:
-            problems.append(
-                "sites (deployed) differ by {1} LSB, by {0} LSB without optimizations".format(*worst)
-            )
-        return problems
-
-    def _mode_problems(self, mode: str) -> list[str]:
-        """Lists what is wrong with the outputs of one comparison from end to end."""
-        problems = []
-        limit, ratio = self.end_to_end_db, self.sqnr_db(mode)
-        if limit is not None and ratio < limit:
-            problems.append(f"outputs ({mode}) have {ratio:.1f} dB, {limit:.1f} dB needed")
-        elif math.isinf(self._total(mode).noise):
-            problems.append(f"outputs ({mode}) are not finite on one side")
-        wrong = {n: t for n, t in self.optimized.items() if mode == "deployed" and t.worst > self.max_lsb}
-        for node, tally in itertools.islice(wrong.items(), 1):
-            problems.append(
-                f"site {node} differs by {tally.worst} LSB with the runtime's optimizations, {self.max_lsb} "
-                "allowed"
-            )
-        for name, closeness in self.closeness.get(mode, {}).items():
-            problems += [f"output {name} ({mode}) {problem}" for problem in closeness.problems()]
-        return problems
-
-    def failing_modes(self) -> list[str]:
-        """Returns the comparisons from end to end whose outputs make the file fail."""
-        return [mode for mode in self.end_modes() if self._mode_problems(mode)]
-
-    def end_modes(self) -> list[str]:
-        """Returns the comparisons from end to end: "reference" without optimizations, and "deployed"."""
-        return [mode for mode in self.outputs if mode != "op_by_op"]
+class VerifyReport(Tallies):
+    """The outcome of ``qtrace.verify``: `Tallies` has its attributes and what can be asked of it."""
 
     def table(self, max_width: int = 140) -> str:
         """Returns a text table: a row for each site, then the totals; the totals of a float file alone."""
@@ -328,17 +29,6 @@ class VerifyReport:
         """Says what the problems mean, which side is wrong and what to do, a sentence each."""
         return remarks(self)
 
-    def optimization_lsb(self) -> tuple[int, int] | None:
-        """Returns the largest differences before selections, plain and optimized, if the latter is larger.
-
-        Outputs that are not compared cannot show that an optimization of the runtime is wrong.
-        """
-        plain, fused = (
-            max((t.worst for n, t in self.sites[mode].items() if n not in self.selections), default=0)
-            for mode in _MODES[1:]
-        )
-        return (plain, fused) if "deployed" in self.unequal and fused > plain + self.max_lsb else None
-
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain data."""
         return {
@@ -346,9 +36,9 @@ class VerifyReport:
             "passed": self.passed,
             "problems": self.problems(),
             "remarks": self.remarks(),
-            "worst_lsb": {m: self.worst_lsb(m) for m in _MODES if self.sites[m]},
-            "histogram": {m: self.histogram(m) for m in _MODES if self.sites[m]},
-            "equal_share": {m: self.equal_share(m) for m in _MODES if self.sites[m]},
+            "worst_lsb": {m: self.worst_lsb(m) for m in MODES if self.sites[m]},
+            "histogram": {m: self.histogram(m) for m in MODES if self.sites[m]},
+            "equal_share": {m: self.equal_share(m) for m in MODES if self.sites[m]},
             "sqnr_db": {m: finite_or_none(self.sqnr_db(m)) for m in self.outputs},
             "outputs": {
                 m: {name: finite_or_none(n.sqnr_db) for name, n in noises.items()}
@@ -357,9 +47,11 @@ class VerifyReport:
             "agreement": self.agreement(),
             "to_float": {m: {n: c.to_dict() for n, c in sums.items()} for m, sums in self.closeness.items()},
             "float_source": self.float_source,
+            "lost_groups": {name: finite_or_none(ratio) for name, ratio in self.lost_groups().items()},
             "unequal_rows": self.unequal,
+            "reordered_ties": self.reordered,
             "kernels": None if self.kernels is None else asdict(self.kernels),
             "cross_check": self.cross_check and {"node": self.cross_check[0], **asdict(self.cross_check[1])},
             "optimized": {node: vars(tally) for node, tally in self.optimized.items()},
-            "sites": {m: {k: vars(t) for k, t in self.sites[m].items()} for m in _MODES},
+            "sites": {m: {k: vars(t) for k, t in self.sites[m].items()} for m in MODES},
         }

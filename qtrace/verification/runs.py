@@ -10,19 +10,23 @@ from typing import Any
 import numpy as np
 
 from qtrace.data.batches import as_arguments, refuse_nan, translate_errors
-from qtrace.errors import ExportError
+from qtrace.errors import CalibrationError, ExportError
 from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Input, Node, TensorNode
 from qtrace.metrics import sqnr_db
 from qtrace.numerics import dequantize, quantize
+from qtrace.outputs import ColumnGroup
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.preparation.record import graph_hash
 from qtrace.scheme import QParams
 from qtrace.verification.crosscheck import Disagreement, RuntimeValues
+from qtrace.verification.other_sizes import open_in_file
 from qtrace.verification.report import VerifyReport
 from qtrace.verification.runtimes.base import RuntimeRun, Session
-from qtrace.verification.selections import find_selections, selects
+from qtrace.verification.selections import Unsettled, find_selections, selects
+from qtrace.verification.tallies import at_same_precision
+from qtrace.verification.ties import FirstOfEquals, find_rankings
 
 __all__ = [
     "BatchRun",
@@ -74,14 +78,29 @@ class File:
         self.path, self.model, self.session = path, model, session
         self.names = _integer_names(model, path, session)
         self.output_names = output_names(model)
-        nodes = find_selections(model.module)
-        ends = zip(self.output_names, model.module.graph.outputs, strict=True)
-        self.selections = {node.name: origin for node, origin in nodes.items()}
-        self.selections.update((name, nodes[node]) for name, node in ends if node in nodes)
+        self.first_of_equals: bool = getattr(session, "first_of_equals", True)
+        self.open_axes = open_in_file(path, model.module)
+        self.groups: tuple[ColumnGroup, ...] = ()  # of the outputs; as a whole until they are known
+        ends = list(zip(self.output_names, model.module.graph.outputs, strict=True))
+        self.ends = ends
+        self.selections = _by_name(find_selections(model.module), ends)
+        self.rankings = _by_name(find_rankings(model.module), ends)
 
     def report(self, max_lsb: int, min_equal: float, min_sqnr_db: float) -> VerifyReport:
         """Returns an empty report with these tolerances."""
-        return VerifyReport(str(self.path), max_lsb, min_equal, min_sqnr_db, selections=self.selections)
+        rounded = self.model.rounded.items()
+        kinds = {name: site.qparams for name, site in rounded if site.sort != "bias"}
+        kinds.update(self.model.carried_qparams())
+        wide = frozenset(name for name, qparams in kinds.items() if qparams.scheme.bits > 8)
+        tolerances = (max_lsb, min_equal, min_sqnr_db)
+        return VerifyReport(
+            str(self.path),
+            *tolerances,
+            selections=self.selections,
+            rankings=self.rankings,
+            groups=self.groups,
+            wide=wide,
+        )
 
     def run(
         self, batches: Iterable[Any], op_by_op: Callable[[File, dict[str, np.ndarray]], OpByOp]
@@ -99,15 +118,36 @@ class File:
         for number, batch in enumerate(batches):
             args, kwargs = as_arguments(batch, converted, number)
             refuse_nan((args, kwargs), number)
+            self._check_sizes((args, kwargs), number)
             graph = EndToEnd(self)
             with translate_errors(converted, (args, kwargs), number):
                 graph.compute(args, kwargs)
             runtime = self.session.run(graph.inputs)
             single = op_by_op(self, runtime.integers)
             outputs = [t.numpy() for t in leaves(single.run(*args, **kwargs))]
-            selected = single.selected_outputs(self.output_names)
-            single.report.add_outputs("op_by_op", self.output_names, outputs, runtime.outputs, selected)
+            single.report.add_outputs(
+                "op_by_op",
+                self.output_names,
+                outputs,
+                runtime.outputs,
+                single.rows.among(self.ends),
+                single.reordered_outputs(self.ends, runtime.outputs),
+            )
             yield BatchRun(number, (args, kwargs), graph, runtime, single, outputs)
+
+    def _check_sizes(self, arguments: tuple[tuple[Any, ...], dict[str, Any]], number: int) -> None:
+        """Refuses inputs of another size than was traced along axes that the file fixes; never the first."""
+        _, bound = Interpreter(self.model.module).bind(*arguments)
+        for node, value in zip(self.model.module.graph.inputs[1:], bound[1:], strict=True):
+            shape, traced = tuple(map(int, value.shape)), tuple(map(int, node.shape))
+            opened = {0, *(axis.axis for axis in self.open_axes if axis.input == node.name)}
+            differ = {axis for axis, (a, b) in enumerate(zip(shape, traced, strict=False)) if a != b}
+            if len(shape) != len(traced) or not differ <= opened:
+                sizes = ", ".join("?" if axis in opened else str(n) for axis, n in enumerate(traced))
+                raise CalibrationError(
+                    f"batch {number} gives {node.name} of shape {shape}, but {self.path} fixes it to "
+                    f"({sizes}), as it was traced: give data of this size, or trace and export at the data's."
+                )
 
     def find_wrong_output(self, run: BatchRun, min_sqnr_db: float) -> Disagreement | None:
         """Finds the first output that differs by too much although both sides read the same integers.
@@ -117,17 +157,27 @@ class File:
             min_sqnr_db: smallest signal-to-noise ratio allowed.
 
         Returns:
-            The output's values on both sides; None where every output is within the limit or depends on a
-            selection.
+            The output's values on both sides; None where every column group is within the limit or depends
+            on a selection or on the order of equal scores.
         """
-        nodes, selected = self.model.module.graph.outputs, run.single.selected_outputs(self.output_names)
+        unsettled = run.single.rows.among(self.ends)
+        unsettled |= run.single.reordered_outputs(self.ends, run.runtime.outputs)
+        nodes = self.model.module.graph.outputs
         values = zip(self.output_names, nodes, run.outputs, run.runtime.outputs, strict=True)
-        for name, node, graph, runtime in values:
-            if runtime is None or name in selected or graph.shape != runtime.shape:
+        for index, (name, node, graph, runtime) in enumerate(values):
+            if runtime is None or name in unsettled or graph.shape != runtime.shape:
                 continue
-            if sqnr_db(graph, runtime) < min_sqnr_db:
+            graph, runtime = at_same_precision(graph, runtime)
+            groups = run.single.report.groups_of(index, name, graph)
+            if any(sqnr_db(g.select(graph), g.select(runtime)) < min_sqnr_db for g in groups):
                 return Disagreement(node.name, graph, runtime)
         return None
+
+
+def _by_name(origins: dict[Node, str], ends: Sequence[tuple[str, Node]]) -> dict[str, str]:
+    """Maps the names of nodes, and of outputs, to what their values depend on."""
+    names = {node.name: origin for node, origin in origins.items()}
+    return {**names, **{name: origins[node] for name, node in ends if node in origins}}
 
 
 def _integer_names(converted: QuantizedModel, path: Path, session: Session) -> dict[str, str]:
@@ -171,52 +221,65 @@ def integer_qparams(converted: QuantizedModel) -> dict[str, QParams]:
     return {**{name: site.qparams for name, site in sites}, **converted.carried_qparams()}
 
 
-class OpByOp(Interpreter):
+class OpByOp(FirstOfEquals):
     """Compares at every site, then goes on with the runtime's integers.
 
-    Where both sides select other rows from the same integers, a site right behind the selection cannot be
-    compared, and neither can what is computed from the selection past that site. The graph goes on with the
-    runtime's integers there, or with its own where their number differs.
+    Where both sides select other rows from the same integers, or rank equal scores in another order, a site
+    right behind that op cannot be compared, and neither can what is computed from its result past that site.
+    The graph goes on with the runtime's integers there, or with its own where their number differs.
 
     Attributes:
+        rows: the nodes whose rows may be others in the runtime.
+        order: the nodes that may depend on another order of equal scores in the runtime.
         values: the runtime's integers.
         disagreement: the first site that differs by more than the report allows; None where there is none.
     """
 
     def __init__(self, file: File, integers: dict[str, np.ndarray], report: VerifyReport) -> None:
-        super().__init__(file.model.module)
+        super().__init__(file.model.module, file.first_of_equals)
         self.names, self.integers, self.report = file.names, integers, report
         self.qparams = integer_qparams(file.model)
         self.values = RuntimeValues(self.names, integers, self.qparams)
         self.disagreement: Disagreement | None = None
-        self._selected: set[Node] = set()  # computed from a selection, up to the next site
-        self._unequal: set[Node] = set()  # those of them with other rows than the runtime, and later nodes
+        self.rows, self.order = Unsettled(), Unsettled()
 
     def on_node(self, node: Node, value: Any) -> Any:
         """Replaces the graph's value at a site by what the runtime computed there."""
-        name, inputs = self.names.get(node.name), set(node.expr.inputs)
-        unequal = not inputs.isdisjoint(self._unequal)
-        selected = selects(node.expr) or not inputs.isdisjoint(self._selected)
-        self._unequal.update([node] if unequal else [])
-        self._selected.update([node] if selected and (name is None or unequal) else [])
-        if name is None or unequal:
+        name = self.names.get(node.name)
+        selected = self.rows.follow(node, selects(node.expr), name is not None)
+        ranked = self.order.follow(node, node in self.tied, name is not None)
+        if name is None or node in self.rows.unequal or node in self.order.unequal:
             return value
         qparams = self.qparams[node.name]
         graph, runtime = quantize(value.numpy(), qparams), self.integers[name]
         if not self.report.compares("op_by_op", f"site {node.name}", graph, runtime):
-            self._unequal |= {node, *self._selected}
+            self.rows.differ(node)
             return value
-        if selected and np.abs(runtime.astype(np.int64) - graph).max(initial=0) > self.report.max_lsb:
+        differs = np.abs(runtime.astype(np.int64) - graph).max(initial=0) > self.report.max_lsb
+        if selected and differs:
             self.report.note_rows("op_by_op", f"site {node.name}", graph, runtime)
-            self._unequal |= self._selected
+            self.rows.differ()
+        elif ranked and differs:
+            self.report.note_order("op_by_op", f"site {node.name}")
+            self.order.differ()
         else:
             self.on_integers(value, Disagreement(node.name, graph, runtime, qparams))
         return type(value)(dequantize(runtime, qparams))
 
-    def selected_outputs(self, names: list[str]) -> set[str]:
-        """Returns which of the outputs, called `names`, come from a selection without a site between."""
-        outputs = zip(names, self.traced.graph.outputs, strict=True)
-        return {name for name, node in outputs if node in self._selected or node in self._unequal}
+    def reordered_outputs(self, ends: Sequence[tuple[str, Node]], values: Sequence[np.ndarray]) -> set[str]:
+        """Returns the names of outputs that may differ by the order of equal scores.
+
+        Args:
+            ends: the outputs' names and nodes.
+            values: the runtime's outputs; one that has positions of other scores is wrong.
+        """
+        ranked = {name: self.tied.get(node) for name, node in ends}
+        wrong = {
+            name
+            for (name, _), value in zip(ends, values, strict=False)  # their number is compared later
+            if (scores := ranked[name]) is not None and value is not None and not scores.accepts(value)
+        }
+        return self.order.among(ends) - wrong
 
     def on_integers(self, value: Any, both: Disagreement) -> None:
         """Counts the integers of a site on both sides; `value` is the graph's tensor."""
@@ -225,16 +288,17 @@ class OpByOp(Interpreter):
             self.disagreement = both
 
 
-class GraphRun(Interpreter):
+class GraphRun(FirstOfEquals):
     """Runs the graph alone and keeps its inputs, its outputs and the integers of nodes.
 
     Args:
         model: the converted graph.
         nodes: names of nodes that hold dequantized integers.
+        first_of_equals: whether the first one of equal scores comes first.
     """
 
-    def __init__(self, model: QuantizedModel, nodes: Collection[str]) -> None:
-        super().__init__(model.module)
+    def __init__(self, model: QuantizedModel, nodes: Collection[str], first_of_equals: bool = True) -> None:
+        super().__init__(model.module, first_of_equals)
         self.nodes, self.qparams = nodes, integer_qparams(model)
         self.integers: dict[str, np.ndarray] = {}
         self.inputs: list[np.ndarray] = []
@@ -257,8 +321,14 @@ class EndToEnd(GraphRun):
     """Runs the graph alone, to compare it with a run of the runtime."""
 
     def __init__(self, file: File) -> None:
-        super().__init__(file.model, file.names)
-        self.names = file.names
+        super().__init__(file.model, file.names, file.first_of_equals)
+        self.names, self.ends = file.names, file.ends
+        self.order = Unsettled()
+
+    def on_node(self, node: Node, value: Any) -> Any:
+        """Follows equal scores to the outputs; keeps what is compared."""
+        self.order.follow(node, node in self.tied, False)
+        return super().on_node(node, value)
 
     def tally(
         self,
@@ -280,7 +350,8 @@ class EndToEnd(GraphRun):
         for node, integers in self.integers.items():
             report.add(mode, node, integers, run.integers[self.names[node]])
         name = "reference" if mode == "end_to_end" else mode
-        report.add_outputs(name, output_names, self.outputs, run.outputs, report.selections)
+        order = self.order.among(self.ends)
+        report.add_outputs(name, output_names, self.outputs, run.outputs, report.selections, order)
         if exact:
             report.add_closeness(name, output_names, exact, self.outputs, run.outputs)
 

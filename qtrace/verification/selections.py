@@ -6,7 +6,7 @@ cannot be compared, and the file need not be wrong.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from qtrace.graph.source_lines import name_with_line
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, op_label
 
-__all__ = ["Shape", "describe_rows", "find_selections", "selects"]
+__all__ = ["Shape", "Unsettled", "describe_rows", "find_selections", "selects"]
 
 Shape = tuple[int, ...]
 
@@ -42,6 +42,43 @@ def selects(expr: Expr) -> bool:
     label = op_label(expr).rpartition(".")[2]
     masked = any(isinstance(node, TensorNode) and node.dtype == np.bool_ for node in expr.inputs[1:])
     return label in _SELECTING or ("getitem" in label and masked)
+
+
+class Unsettled:
+    """Follows values that both sides may decide otherwise from the same integers, in graph order.
+
+    Attributes:
+        unequal: the nodes that both sides have decided otherwise, and the nodes that are computed from them.
+    """
+
+    def __init__(self) -> None:
+        self._open: set[Node] = set()  # up to the next site
+        self.unequal: set[Node] = set()
+
+    def follow(self, node: Node, starts: bool, site: bool) -> bool:
+        """Returns whether a node may differ.
+
+        Args:
+            node: the node, later in the graph than those before.
+            starts: whether its own op decides.
+            site: whether the runtime's integers are taken there: what follows is equal, if they are.
+        """
+        inputs = set(node.expr.inputs)
+        unequal = not inputs.isdisjoint(self.unequal)
+        unsettled = starts or not inputs.isdisjoint(self._open)
+        if unequal:
+            self.unequal.add(node)
+        if unsettled and (unequal or not site):
+            self._open.add(node)
+        return unsettled
+
+    def differ(self, *nodes: Node) -> None:
+        """Records that both sides have decided otherwise, and ``nodes`` with what was decided."""
+        self.unequal |= self._open | set(nodes)
+
+    def among(self, outputs: Iterable[tuple[str, Node]]) -> set[str]:
+        """Returns the names of those outputs that may differ."""
+        return {name for name, node in outputs if node in self._open or node in self.unequal}
 
 
 def describe_rows(tensor: str, shapes: Sequence[tuple[Shape, Shape]]) -> str:

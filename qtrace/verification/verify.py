@@ -7,6 +7,7 @@ the runtime must come as close to float as the graph does.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.data.batches import evaluating
+from qtrace.data.batches import check_batches, evaluating
 from qtrace.errors import CalibrationError
 from qtrace.export.converted.plain_graph import PlainGraph, is_plain
 from qtrace.graph.types import TracedModule
@@ -23,10 +24,13 @@ from qtrace.preparation.model import QuantizedModel
 from qtrace.process.thread import on_engine_thread
 from qtrace.verification.crosscheck import cross_check
 from qtrace.verification.float_outputs import FloatOutputs
-from qtrace.verification.report import DifferenceTally, VerifyReport
+from qtrace.verification.other_sizes import at_other_sizes
+from qtrace.verification.report import VerifyReport
 from qtrace.verification.runs import BatchRun, File, OpByOp
 from qtrace.verification.runtimes import get as get_runtime
+from qtrace.verification.runtimes import runs_optimized
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun, Session
+from qtrace.verification.tallies import DifferenceTally
 
 __all__ = ["verify"]
 
@@ -51,6 +55,9 @@ def verify(
 ) -> VerifyReport:
     """Runs ``path`` in its runtime beside ``converted`` and compares integer by integer.
 
+    An ONNX file with open axes besides the batch is also run at two other sizes, to which the first sample is
+    repeated; the logger ``qtrace`` names them.
+
     Args:
         path: a file written by ``qtrace.export`` from ``converted``.
         converted: the converted module; or a plain traced module, whose outputs are compared end to end.
@@ -59,14 +66,15 @@ def verify(
             None for ``converted`` without its roundings: another network if training or ``ptq`` changed it.
         runtime: the name of the runtime, or a `Runtime`, such as `dumped_tensors` returns; None for the one
             that the file is meant for.
-        optimized: whether to also run the file with all graph optimizations, as it will be deployed.
+        optimized: whether to also run the file with all graph optimizations, as it will be deployed. A file
+            for another target than onnxruntime is not run so where onnxruntime's own products saturate.
         max_lsb: largest difference allowed at any site, op by op.
         min_equal: smallest share of equal values allowed over all sites, op by op.
-        min_sqnr_db: smallest signal-to-noise ratio allowed at the outputs: at each one computed from the
-            runtime's own integers, and at all of them together from end to end. None allows 35 dB at the
-            former, and 60 dB for a plain module; from end to end, a converted module is then compared to
-            float alone: the runtime's noise may be 1 dB larger than the graph's, and its predictions must be
-            float's as often, but for what chance explains.
+        min_sqnr_db: smallest signal-to-noise ratio allowed at each column group of the outputs, computed from
+            the runtime's own integers and from end to end. None allows 35 dB at the former, and 60 dB for a
+            plain module; from end to end, a converted module is then compared to float alone: in each column
+            group the runtime's noise may be 1 dB larger than the graph's, and its predictions must be float's
+            as often, but for what chance explains.
 
     Returns:
         A report; its ``passed`` says whether the tolerances hold.
@@ -76,13 +84,15 @@ def verify(
         CalibrationError: when there are no batches, or one does not fit the model or holds NaN.
         GraphError: when ``float_model`` is another network.
     """
+    check_batches(batches)
     plain = is_plain(converted)
     limit = min_sqnr_db if min_sqnr_db is not None else _PLAIN_SQNR_DB if plain else _SQNR_DB
     path = Path(path)
     chosen = runtime if isinstance(runtime, Runtime) else get_runtime(path, runtime)
     model = PlainGraph(converted).model if plain else QuantizedModel(converted, "converted")
     file = File(path, model, chosen.open(path, False))
-    deployed = chosen.open(path, True) if optimized and chosen.optimizes else None
+    backend = "" if plain else model.annotation.backend
+    deployed = chosen.open(path, True) if optimized and runs_optimized(chosen, backend) else None
     report = file.report(max_lsb, min_equal, limit)
     report.end_to_end_db = limit if plain else min_sqnr_db
     exact = None if plain else FloatOutputs(model, float_model)
@@ -90,7 +100,15 @@ def verify(
     if deployed is not None and not plain and chosen.kernels is not None:
         report.kernels = chosen.kernels(path)
     empty = True
+    batches = iter(batches)
+    first = list(itertools.islice(batches, 1))
     with evaluating(model.module):
+        floats = exact or FloatOutputs(model, None)
+        file.groups = report.groups = floats.find_groups(file.output_names, first)
+        others = (
+            [] if isinstance(runtime, Runtime) or not first else at_other_sizes(path, converted, first[0])
+        )
+        batches = itertools.chain(first, batches, others)
         for run in file.run(batches, lambda file, integers: OpByOp(file, integers, report)):
             empty = False
             if report.cross_check is None and not plain:

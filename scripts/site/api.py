@@ -26,7 +26,7 @@ MODULES: dict[str, tuple[str, ...] | None] = {
     "qtrace.graph": None,
     "qtrace.qat": None,
     "qtrace.sensitivity": None,
-    "qtrace.finetuning": ("Settings",),
+    "qtrace.finetuning": ("FinetuneSettings",),
     "qtrace.gradients": ("conv2d", "fast_gradients"),
     "qtrace.ptq": None,
     "qtrace.errors": None,

@@ -11,7 +11,7 @@ from benchmarks.deployed import rows as deployed_rows
 from benchmarks.deployed import runtimes as other_runtimes
 from benchmarks.deployed import tuning as searches
 from benchmarks.limits import limit
-from scripts.stored import RESULTS, ExportRow, FamilyRow, load, measured_when, table
+from scripts.stored import RESULTS, ExportRow, FamilyRow, RecipeRow, load, measured_when, table
 
 __all__ = [
     "accuracy",
@@ -22,6 +22,7 @@ __all__ = [
     "detector_demo",
     "exports",
     "families",
+    "family_recipes",
     "figures",
     "onnx_kinds",
     "onnx_ops",
@@ -111,6 +112,12 @@ def families() -> str:
     """The table of scripts/families.py."""
     rows = load(FamilyRow)
     return f"{table(rows, FamilyRow)}\n\n{measured_when(rows)}"
+
+
+def family_recipes() -> str:
+    """The table of `python -m benchmarks.families`."""
+    rows = load(RecipeRow)
+    return f"{table(rows, RecipeRow)}\n\n{measured_when(rows)}"
 
 
 def demo() -> str:

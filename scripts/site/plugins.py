@@ -166,7 +166,7 @@ def _runtimes() -> str:
         module = importlib.import_module(f"{room.__name__}.{info.name}")
         if runtime := getattr(module, "RUNTIME", None):
             suffixes = ", ".join(f"`{s}`" for s in runtime.suffixes)
-            extra = f"`pip install 'qtrace[{runtime.extra}]'`" if runtime.extra else "nothing"
+            extra = f"the extra `{runtime.extra}`" if runtime.extra else "nothing"
             rows.append(f"| `{runtime.name}` | {suffixes} | {extra} |")
     head = ["## Runtimes {#runtimes}", "`qtrace verify --runtime NAME` runs a file in one of these."]
     return "\n\n".join([*head, "\n".join(rows)])

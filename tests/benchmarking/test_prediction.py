@@ -9,7 +9,7 @@ import pytest
 from qtrace.benchmarking.costs import FLOAT, INTEGER, CostTable
 from qtrace.benchmarking.onnx_ops import read_graph
 from qtrace.benchmarking.prediction import predict
-from qtrace.benchmarking.runners import Settings, open_file
+from qtrace.benchmarking.runners import RunnerSettings, open_file
 from qtrace.errors import ExportError
 from tests.benchmarking.nets import NETS, write
 
@@ -19,7 +19,7 @@ TABLE = CostTable.load("onnxruntime")
 def _run(path):
     """The ops that onnxruntime runs, as the kinds of a prediction."""
     kinds = Counter()
-    for node in open_file(path, None, Settings()).profile(1)[0]:
+    for node in open_file(path, None, RunnerSettings()).profile(1)[0]:
         if node.op == "Transpose":
             kinds["reorder", INTEGER] += 1
         elif node.op.startswith("Reorder"):

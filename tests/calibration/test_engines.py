@@ -205,7 +205,7 @@ class _Seen(MegEngine):
     [
         (lambda self, x: self.c(x), 4, [2]),
         (lambda self, x: self.c(x), 2, [3]),  # else what stands for the number of samples may be a constant
-        (lambda self, x: self.c(x).reshape(4, -1, 8), 4, [2]),
+        (lambda self, x: self.c(x).reshape(4, -1, 8), 4, [4]),  # two samples would be four rows, too
         (lambda self, x: self.c(x) * self.each, 4, [4]),  # takes four samples only
     ],
 )

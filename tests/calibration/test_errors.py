@@ -53,7 +53,8 @@ MISFITS = {
     "another key": ({"image": _X}, f"'image' of shape {{}}, but {TAKES}name them so"),
     "a key too many": (
         {"inp": _X, "label": _X},
-        f"'inp' of shape {{}} and 'label' of shape {{}}, but {TAKES}name",
+        f"'inp' of shape {{}} and 'label' of shape {{}}, but {TAKES}leave out what is no input, such "
+        r"as labels \('label'\)",
     ),
     "no key": ({}, f"nothing, but {TAKES}name them so"),
     "no input": ((), f"nothing, but {TAKES}give one array for each"),
@@ -115,14 +116,21 @@ def test_a_dict_may_be_the_one_argument_even_with_its_name_as_a_key() -> None:
     assert plain == wrapped == mixed
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 4, 4), (3, 4, 4)])
-def test_a_shape_that_fails_is_told_beside_that_of_the_trace(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "cure"),
+    [
+        ((2, 2, 4, 4), "so give such shapes"),
+        ((3, 4, 4), "it looks like one sample: write x[None], as the first axis counts the samples"),
+    ],
+    ids=["channels", "no samples"],
+)
+def test_a_shape_that_fails_is_told_beside_that_of_the_trace(shape: tuple[int, ...], cure: str) -> None:
     with pytest.raises(CalibrationError) as caught:
         qtrace.calibrate(_prepared(), [_X, np.zeros(shape, "float32")], progress=False)
     sentence = str(caught.value)
     assert sentence.startswith(
         f"batch 1 gives 1 input of shape {shape}, which does not fit the model: it was traced with inp of "
-        "shape (2, 3, 4, 4), so give such shapes (RuntimeError: "
+        f"shape (2, 3, 4, 4), {cure} (RuntimeError: "
     )
     assert "/" not in sentence
     assert "\n" not in sentence

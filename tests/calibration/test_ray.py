@@ -1,4 +1,4 @@
-"""Workers on a local Ray cluster; only where Ray is installed (`pip install 'qtrace[ray]'`)."""
+"""Workers on a local Ray cluster; only where Ray is installed (the extra `ray`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_local_cluster_gives_the_same(tmp_path: Path) -> None:
 @pytest.mark.skipif(_INSTALLED, reason="Ray is installed")
 def test_ray_is_asked_for_where_it_is_missing() -> None:
     with (
-        pytest.raises(ConfigError, match=r"--ray needs the package ray: run pip install 'qtrace\[ray\]'"),
+        pytest.raises(ConfigError, match=r"--ray needs the package ray: run pip install -e '\.\[ray\]'"),
         Ray(""),
     ):
         pass

@@ -58,7 +58,7 @@ ctypes.CDLL(None).prctl(29, ctypes.c_ulong(40_000))
 engine.quiet()
 import megengine as mge, numpy as np
 (mge.Tensor(np.ones((64, 64), "float32")) + 1).numpy()
-until = time.monotonic() + 20  # a thread gives itself its name
+until = time.monotonic() + 300  # a thread gives itself its name
 while time.monotonic() < until:
     if any("CompNode" in (task / "comm").read_text() for task in Path("/proc/self/task").iterdir()):
         break
@@ -113,7 +113,7 @@ def test_megengines_threads_may_sleep_and_its_remark_on_that_hangs_nowhere(
     environment = {k: v for k, v in os.environ.items() if k != "MGB_WORKER_MAX_SPIN"}
     environment |= {"PYTHONPATH": str(ROOT), **({} if wanted is None else {"MGB_WORKER_MAX_SPIN": wanted})}
     command = [sys.executable, "-W", "ignore", str(script), "start"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert (done.stdout, done.stderr) == (f"{told}\n{told}\n", "")
 
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 
 import qtrace
-from qtrace.cli.verdicts import Outcome
 from qtrace.errors import ConfigError, DataError
+from qtrace.quantizing.judging import Judgement
 
 COMMANDS = ("trace", "calibrate", "explain", "export", "verify")
 
@@ -49,6 +49,7 @@ class Table:
     """An Explanation or a report of verify."""
 
     ptq = ()
+    annotation = SimpleNamespace(notes=(), sites=())
 
     def __init__(self, passed=True):
         self.passed = passed
@@ -63,22 +64,6 @@ class Table:
         return {"rows": [np.float32(0.5)], "ratio": float("inf"), "passed": self.passed}
 
 
-class NoJudging:
-    """Judges nothing, as the models are no graphs."""
-
-    def __init__(self, command, console, **judged):
-        self.judged = judged
-
-    def hold_back(self, source, qconfig, reading):
-        pass
-
-    def keep_float(self, prepared):
-        pass
-
-    def conclude(self, prepared, source, batches):
-        return Outcome()
-
-
 class Fakes:
     """Stands in for the library: models are text files."""
 
@@ -88,10 +73,21 @@ class Fakes:
         self.fail = None
         for name in (*COMMANDS, "load", "save", "load_recipe", "prepare", "convert"):
             monkeypatch.setitem(vars(qtrace), name, getattr(self, name))  # setattr would load the real one
-        monkeypatch.setattr("qtrace.cli.commands.calibrate._sites", lambda prepared: [{"site": "x"}])
-        monkeypatch.setattr("qtrace.cli.commands.calibrate._collect", self.collect)
-        monkeypatch.setattr("qtrace.cli.commands.calibrate.note_graph", lambda *args: {})
-        monkeypatch.setattr("qtrace.cli.commands.calibrate.Judging", NoJudging)
+        for name in ("prepare", "calibrate", "explain"):
+            monkeypatch.setattr(f"qtrace.quantizing.stage.{name}", getattr(self, name))
+        stage = {
+            "_collect": self.collect,
+            "config_or_default": lambda recipe: recipe,
+            "note_graph": lambda *args: {},
+            "copy_float": lambda prepared: None,
+            "conclude": lambda *args, **options: Judgement(),
+        }
+        for name, stand_in in stage.items():
+            monkeypatch.setattr(f"qtrace.quantizing.stage.{name}", stand_in)
+        monkeypatch.setattr("qtrace.quantizing.folder._sites", lambda prepared: [{"site": "x"}])
+        monkeypatch.setattr("qtrace.graph.files.serialize.save", self.save)
+        monkeypatch.setattr("qtrace.inspection.explanation.explain", self.explain)
+        monkeypatch.setattr("qtrace.preparation.passes.convert.convert", self.convert)
         monkeypatch.setattr("qtrace.cli.commands.export.note_file", lambda *args: {})
         for command in ("export", "trace"):
             ends = {"inputs": [], "outputs": []}
@@ -120,8 +116,9 @@ class Fakes:
     def prepare(self, traced, qconfig, samples=None):
         return f"{traced} prepared"
 
-    def collect(self, prepared, source, where, folder, console, how):
-        self.calls["collect"] = ([batch[0].shape for batch in source], how["engine"])
+    def collect(self, prepared, calibration, reporter):
+        source = calibration.source
+        self.calls["collect"] = ([batch[0].shape for batch in source], calibration.settings.engine)
         if self.fail:
             raise self.fail
         chosen = SimpleNamespace(name="megengine", reason="as asked", everywhere=True)

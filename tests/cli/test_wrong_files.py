@@ -78,7 +78,7 @@ WRONG: dict[str, tuple[str, str, str, str]] = {
     "tensors lost": ("parted.onnx", "one.mge", "x.npy", r"parted\.onnx\.data does not exist"),
     "weights lost": ("lost.param", "n.mge", "x.npy", r"lost\.bin does not exist"),
     "weights instead of the model": ("n.bin", "n.mge", "x.npy", r"n\.bin holds weights: .*, n\.param\."),
-    "weights cut": ("cut_n.param", "n.mge", "x.npy", r"cut_n\.bin: they are incomplete"),
+    "weights cut": ("cut_n.param", "n.mge", "x.npy", r"cut_n\.param: its two files are incomplete"),
     "of another target": ("n.param", "one.mge", "x.npy", r"n\.param is not an export of this module"),
     "no dump": ("one.mge", "one.mge", "x.npy", r"one\.mge is a model that qtrace\.save .* not a dump"),
 }

@@ -11,6 +11,7 @@ import yaml
 
 from qtrace.config import QConfig, backends
 from qtrace.config.linting import mistakes
+from qtrace.config.precision import SYMMETRIC
 from qtrace.config.recipe import load_recipe, recipe_names, resolve_recipe
 from qtrace.config.tree import Tree, read
 
@@ -18,11 +19,18 @@ ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parents[1] / "golden" / "recipes.yaml"
 
 TARGETS = tuple(name for name in recipe_names() if name.startswith("backend/"))
-PARTS = tuple(name for name in recipe_names() if name.startswith("common/"))
+PARTS = tuple(n for n in recipe_names() if n.startswith("common/") and n != SYMMETRIC)
 SHORT = backends.known()  # `onnxruntime` is short for `backend/onnxruntime`
 FAMILIES = tuple(
-    n for n in recipe_names() if "/" not in n and n not in SHORT and not n.startswith(("int8", "w4a"))
+    n for n in recipe_names() if "/" not in n and n not in SHORT and not n.startswith(("int8", "w4a", "w8a"))
 )
+
+WITHOUT_RULES = ("darknet53", "densenet", "hrnet", "regnet_x", "vgg")
+UNCHECKED = {
+    "ncnn",
+    "openvino",
+    "tflite",
+}  # their measured times were not right, or not tried, on whole networks
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +104,32 @@ def test_a_family_says_all_that_is_needed(name: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_the_default_and_what_is_known_of_it(family: str) -> None:
+    own, default = load_recipe(family), load_recipe("int8")
+    assert own.placement == default.placement == "balanced"
+    algorithms = own.ptq or ()
+    assert tuple(a for a in algorithms if a.name != "reparameterize") == default.ptq
+    assert own.rules[: len(default.rules)] == default.rules
+
+
+@pytest.mark.parametrize("family", WITHOUT_RULES)
+def test_a_family_without_rules_is_quantized_as_by_default_and_says_so(family: str) -> None:
+    own, default = load_recipe(family), load_recipe("int8")
+    same = ("backend", "activation", "weight", "observers", "fakequant", "rules", "placement", "ptq")
+    composed = load_recipe(f"{family}+onnxruntime")
+    assert all(getattr(composed, key) == getattr(default, key) for key in same)
+    assert own.rules == default.rules
+    assert "No rules" in (ROOT / "recipes" / f"{family}.yaml").read_text(encoding="utf-8")
+
+
+def test_only_the_target_with_times_that_were_checked_is_placed() -> None:
+    """In either order: the targets that are not read the family's placement first, and change it."""
+    for target in TARGETS:
+        placed = load_recipe(f"resnet+{target}").placement
+        assert placed == ("everything" if target.removeprefix("backend/") in UNCHECKED else "balanced")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_goes_with_every_target(family: str, tmp_path: Path) -> None:
     own = load_recipe(family)
     for target in TARGETS:
@@ -107,6 +141,7 @@ def test_goes_with_every_target(family: str, tmp_path: Path) -> None:
         assert all(getattr(config, key) == getattr(base, key) for key in same)
         assert config.rules == (*base.rules, *own.rules)
         assert (config.description, config.preprocess) == (own.description, own.preprocess)
+        assert config.placement == load_recipe(f"{family}+{target}").placement
 
 
 def test_more_than_one_part_counts_once() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qtrace.config import QConfig, Spec, recipe
+from qtrace.config.precision import is_precision
 from qtrace.config.recipe import (
     as_qconfig,
     config_or_default,
@@ -397,6 +398,51 @@ def test_names_and_paths(name):
             load_recipe(name)
 
 
+@pytest.mark.parametrize(
+    "name", ["mobilenet_v2+tflite", "tflite+mobilenet_v2", "mobilenet_v2 + backend/tflite"]
+)
+def test_a_family_and_a_target_are_one_recipe_whose_target_comes_last(name):
+    config, written = load_recipe(name), _load("imports: [mobilenet_v2, backend/tflite]\n")
+    assert {**config.to_dict(), "description": ""} == {**written.to_dict(), "description": ""}
+    assert (config.backend, config.description) == ("tflite", "mobilenet_v2 + backend/tflite")
+    assert config.rules[-1].origin.startswith("qtrace/recipes/backend/tflite.yaml:")
+    assert "# qtrace/recipes/common/depthwise.yaml:" in resolve_recipe(name).text()
+
+
+def test_several_targets_stay_in_their_order():
+    config = load_recipe("generic_w4+resnet+onnxruntime")
+    assert (config.backend, config.weight.bits) == ("onnxruntime", 4)
+    assert load_recipe("onnxruntime+resnet+generic_w4").backend == "generic"
+
+
+@pytest.mark.parametrize(
+    ("name", "begin"),
+    [
+        (
+            "vit+tensort",
+            "'vit+tensort': there is no recipe 'tensort'; did you mean 'tensorrt'? Targets are esp_dl,",
+        ),
+        ("vot+tensorrt", "'vot+tensorrt': there is no recipe 'vot'; did you mean 'vit'? Targets are esp_dl,"),
+        ("vit+", "'vit+': there is no recipe ''; a file of yours imports what it builds on instead. Targets"),
+        ("vit+a/b", "'vit+a/b': there is no recipe 'a/b'; a file of yours imports"),
+        ("vit+a\nb", r"'vit+a\\nb': there is no recipe 'a\\nb'"),
+    ],
+)
+def test_a_misspelt_part_is_one_sentence_with_the_names(name, begin):
+    with pytest.raises(ConfigError) as error:
+        load_recipe(name)
+    text = str(error.value)
+    assert text.startswith(begin.replace("\\\\", "\\"))
+    assert "\n" not in text
+    assert "; the others are atss, " in text
+
+
+def test_a_file_with_a_plus_in_its_name_is_a_file(tmp_path):
+    path = tmp_path / "a+b.yaml"
+    path.write_text("schema: qtrace/1\nimports: [resnet]\n")
+    assert load_recipe(str(path)).origin == str(path)
+
+
 def test_unknown_name():
     with pytest.raises(ConfigError, match=r"^there is no recipe 'resnet19'; did you mean 'resnet18'\?"):
         load_recipe("resnet19")
@@ -480,7 +526,8 @@ def test_packaged_recipes_can_be_imported():
     config = _load("imports: [mobilenet_v2]\nrules:\n  - {match: {position: last}, quantize: false}\n")
     origins = [rule.origin for rule in config.rules]
     assert origins[-1] == "my.yaml:4"
-    assert {origin.partition(":")[0] for origin in origins[:-1]} == {"qtrace/recipes/common/depthwise.yaml"}
+    files = {origin.partition(":")[0].rpartition("/")[2] for origin in origins[:-1]}
+    assert files == {"default.yaml", "depthwise.yaml"}
 
 
 def test_what_is_imported_twice_counts_once():
@@ -618,7 +665,7 @@ def test_names():
 def test_packaged_recipe(name):
     config = load_recipe(name)
     assert config.description
-    assert config.origin == f"qtrace/recipes/{name}.yaml"
+    assert config.origin == (name if is_precision(name) else f"qtrace/recipes/{name}.yaml")
     assert all(rule.origin.startswith("qtrace/recipes/") for rule in config.rules)
     assert _load(dump_recipe(config), head="") == config
 

@@ -36,11 +36,11 @@ def _trace(module: M.Module, *inputs: np.ndarray) -> TracedModule:
 
 @pytest.fixture
 def planned(tmp_path: Path) -> Any:
-    """Plans a network under imported recipes, and what else the importing file says."""
+    """Plans a network, all on integers, under imported recipes and what else the importing file says."""
 
     def of(traced: TracedModule, *imports: str, more: str = "") -> Annotation:
         path = tmp_path / "mine.yaml"
-        path.write_text(f"schema: qtrace/1\nimports: [{', '.join(imports)}]\n{more}")
+        path.write_text(f"schema: qtrace/1\nimports: [{', '.join(imports)}]\nplacement: everything\n{more}")
         return plan(traced, path)
 
     return of
@@ -328,6 +328,15 @@ def test_branches_of_repvgg_become_one_convolution() -> None:
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+def test_a_family_without_samples_is_placed_quietly_as_by_default(recwarn: pytest.WarningsRecorder) -> None:
+    traced = _trace(net(lambda self, x: F.relu(self.b(F.relu(self.a(x)) + x)), a=_conv(), b=_conv()))
+    notes = [plan(traced, name).placement for name in ("resnet", "int8")]
+    assert all(note is not None for note in notes)
+    assert notes[0] == notes[1]
+    assert plan(traced, "resnet+tensorrt").placement is None
+    assert [w for w in recwarn if "subnormal" not in str(w.message)] == []
+
+
 def test_results_are_float_on_ncnn_and_layers_round_what_they_read(planned: Any) -> None:
     module = net(lambda self, x: F.relu(self.b(F.relu(self.a(x)) + x)), a=_conv(), b=_conv())
     annotation = planned(_trace(module), "backend/ncnn", "resnet")
@@ -386,7 +395,8 @@ def test_a_new_family_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for folder in ("backend", "common"):
         (tmp_path / folder).mkdir()
     packaged = Path(qtrace.__file__).parent / "recipes"
-    for name in ("backend/tensorrt_10", "common/imagenet", "common/depthwise"):
+    common = ("common/default", "common/placement", "common/imagenet", "common/depthwise")
+    for name in ("backend/tensorrt_10", *common):
         (tmp_path / f"{name}.yaml").write_text((packaged / f"{name}.yaml").read_text())
     (tmp_path / "mynet.yaml").write_text(
         "schema: qtrace/1\n"

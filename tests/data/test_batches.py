@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import megengine.functional as F
 import numpy as np
 import pytest
 from megengine import Tensor
@@ -39,6 +40,24 @@ def test_the_first_samples_of_every_tensor_of_a_batch() -> None:
 )
 def test_no_samples_where_they_are_not_told_apart(arguments: Any) -> None:
     assert first_samples(arguments, 2) is None
+
+
+_FIXED = {
+    "reshape": lambda self, x: F.reshape(x, (3, 8)) * 2,
+    "broadcast": lambda self, x: x + F.broadcast_to(x[:1, :, :1], (3, 2, 4)),
+    "constant": lambda self, x: x * Tensor(np.ones((3, 2, 4), np.float32)),
+}
+
+
+@pytest.mark.parametrize("forward", _FIXED.values(), ids=_FIXED)
+def test_no_samples_of_a_batch_whose_size_the_model_fixes(forward: Any) -> None:
+    x = _tensor(3, 2, 4)
+    fixed = qtrace.trace(net(forward), x, check=False)
+    free = qtrace.trace(net(lambda self, x: F.flatten(x, 1) * 2), x, check=False)
+    assert first_samples(((x,), {}), 2, fixed) is None
+    samples = first_samples(((x,), {}), 2, free)
+    assert samples is not None
+    assert samples[0][0].shape == (2, 2, 4)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32, np.uint64])

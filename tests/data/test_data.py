@@ -25,7 +25,7 @@ _fresh = itertools.count()
 
 def preprocess(size=(3, 8, 6), **changes):
     values = {"mean": (0.0,) * size[0], "std": (1.0,) * size[0], "channels": "bgr", "scale": 1.0}
-    values |= {"resize": "stretch", "crop_fraction": 0.875, "interpolation": "linear"}
+    values |= {"resize": "stretch", "crop_fraction": 0.875, "interpolation": "linear", "layout": "nchw"}
     return SimpleNamespace(size=size, **{**values, **changes})
 
 

@@ -20,6 +20,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.verification.report import VerifyReport
 from tests.nets import MobileNetV2, images
 from tests.zoo import efficientnet, mobilenet, regnet, repvgg, shufflenet
+from tests.zoo.checks import rounded_to_nearest
 from tests.zoo.detectors.dense import RetinaNet
 from tests.zoo.detectors.entry import bounded, trained
 from tests.zoo.detectors.yolo import Yolox
@@ -224,7 +225,7 @@ class Prepared:
         """Returns the network, converted with the recipe of its family for the target of ``form``."""
         recipe = folder / "recipe.yaml"
         recipe.write_text(f"schema: qtrace/1\nimports: [{TARGETS[form]}, {self.network.family}]\n")
-        prepared = qtrace.prepare(self.traced, recipe)
+        prepared = qtrace.prepare(self.traced, rounded_to_nearest(qtrace.load_recipe(recipe)))
         return qtrace.convert(qtrace.calibrate(prepared, self.batches[:2], progress=False))
 
 

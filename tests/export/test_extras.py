@@ -47,7 +47,9 @@ FORMATS = {
 def test_export(name: str, converted: TracedModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, package, extra = FORMATS[name]
     _hide(monkeypatch, package)
-    with pytest.raises(ExportError, match=rf"needs the package .*: run pip install 'qtrace\[{extra}\]'"):
+    with pytest.raises(
+        ExportError, match=rf"needs the package .*: run pip install -e '\.\[{extra}\]' in the checkout"
+    ):
         qtrace.export(converted, tmp_path / file, format=name)
     assert list(tmp_path.iterdir()) == []
 
@@ -65,7 +67,7 @@ def test_verify(name: str, converted: TracedModule, monkeypatch: pytest.MonkeyPa
     file, package, extra = RUNTIMES[name]
     _hide(monkeypatch, package)
     for run in (qtrace.verify, qtrace.bisect):
-        with pytest.raises(ExportError, match=rf"needs the package {package}: .*'qtrace\[{extra}\]'"):
+        with pytest.raises(ExportError, match=rf"needs the package {package}: .*'\.\[{extra}\]'"):
             run(Path(file), converted, [X], runtime=name)
 
 

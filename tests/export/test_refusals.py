@@ -66,7 +66,6 @@ REFUSED: dict[str, tuple[str, Any, Callable[..., Any], str, str]] = {
     "onnx, an index": ("onnx", "backend/onnxruntime", _written_by_positions, "setitem_out: ", "= 0.0"),
     "tflite": ("tflite", "backend/tflite", _bordered, "pad_out: ", "F.nn.pad"),
     "tflite, an index": ("tflite", "backend/tflite", _written_by_positions, "setitem_out: ", "= 0.0"),
-    "tflite, a weight": ("tflite", "backend/tflite", _computed_weight, "site mul_out_1: ", "F.conv2d"),
     "ncnn": ("param", "backend/ncnn", _inverse, "matinv_out: ", "F.matinv"),
     "ncnn, a site": ("param", QConfig(backend="onnxruntime"), _sine, "", "self.conv"),
     "caffe": ("prototxt", "backend/tensorrt", _sine, "sin_out: F.sin has no Caffe form: ", "F.sin"),

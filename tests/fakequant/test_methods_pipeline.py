@@ -156,3 +156,20 @@ def test_a_frozen_batchnorm_lets_the_scales_of_weights_learn() -> None:
     with manager:
         manager.backward(F.mean((prepared(X) - 1.0) ** 2))
     assert np.abs(prepared.qsites.conv_weight.scale.grad.numpy()).max() > 0
+
+
+@pytest.mark.parametrize("fakequant", ["lsq", "pact", "fixed"])
+@pytest.mark.parametrize("phase", ["quantize", "train"])
+def test_a_symbolic_jit_trace_of_sizes_read_in_the_graph(fakequant: str, phase: str) -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        y = self.c(x)
+        return F.relu(y * 1.0 + (F.arange(y.shape[3]) + 0.5).reshape(1, 1, 1, -1))
+
+    x = mge.Tensor(np.random.default_rng(0).standard_normal((2, 3, 8, 8)).astype(np.float32))
+    config = {"fakequant": fakequant, "ptq": [], "placement": "everything"}
+    prepared = qtrace.prepare(qtrace.trace(net(forward, c=M.Conv2d(3, 4, 3)), x), config)
+    qtrace.calibrate(prepared, [x], progress=False)
+    qtrace.set_phase(prepared, phase)
+    compiled = jit_trace(lambda value: prepared(value), symbolic=True)
+    for _ in range(2):
+        np.testing.assert_allclose(compiled(x).numpy(), prepared(x).numpy(), atol=1e-5)

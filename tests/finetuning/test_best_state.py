@@ -19,7 +19,7 @@ from megengine import Parameter
 import qtrace
 from benchmarks.accuracy.subjects import batches, subject, training_inputs
 from qtrace.errors import ConfigError
-from qtrace.finetuning import Settings, _running
+from qtrace.finetuning import FinetuneSettings, _running
 from qtrace.finetuning._retreating import Retreats
 from qtrace.finetuning._units import Units, range_unit, size_of
 from qtrace.graph.types import TracedModule
@@ -69,7 +69,9 @@ def _trained(bits: int) -> tuple[TracedModule, list[np.ndarray], list[np.ndarray
 @pytest.mark.slow
 def test_eight_bits_keep_to_their_minimum_and_gain() -> None:
     prepared, inputs, unseen = _trained(8)
-    settings = Settings(steps=48, jit=False)  # near a minimum a dozen steps gain on some processors only
+    settings = FinetuneSettings(
+        steps=48, jit=False
+    )  # near a minimum a dozen steps gain on some processors only
     report = qtrace.finetune(prepared, inputs, settings, evaluation=unseen, progress=False)
     same, _, _ = _trained(8)
     resting = replace(settings, lr=1e-9)  # the losses of the same batches without learning
@@ -84,13 +86,13 @@ def test_eight_bits_keep_to_their_minimum_and_gain() -> None:
 def test_four_bits_gain_with_the_same_settings() -> None:
     prepared, inputs, unseen = _trained(4)
     report = qtrace.finetune(
-        prepared, inputs, Settings(steps=12, jit=False), evaluation=unseen, progress=False
+        prepared, inputs, FinetuneSettings(steps=12, jit=False), evaluation=unseen, progress=False
     )
     assert report.outputs[0].after > report.outputs[0].before + 1.0
 
 
 def test_a_step_moves_weights_and_ends_of_ranges_by_a_share_of_a_quantization_step() -> None:
-    settings = Settings(steps=1, warmup=0.0, jit=False, evaluate_every=1, lr=0.1)
+    settings = FinetuneSettings(steps=1, warmup=0.0, jit=False, evaluate_every=1, lr=0.1)
     for bits in (4, 8):
         prepared = _prepared(bits)
         scale = prepared.qsites.b_weight.scale.numpy().copy()
@@ -147,7 +149,7 @@ def test_no_better_step_restores_the_start_bit_for_bit_and_says_so(
         step(self, [None if g is None else -g for g in gradients], *rest)
 
     monkeypatch.setattr(_running.Learner, "step", ascends)
-    settings = Settings(steps=6, jit=False, evaluate_every=2)
+    settings = FinetuneSettings(steps=6, jit=False, evaluate_every=2)
     report = qtrace.finetune(prepared, _data(), settings, progress=False)
     assert report.best_step == 0
     assert graph_hash(prepared) == before
@@ -174,7 +176,7 @@ def test_the_best_state_is_what_the_model_has_in_the_end(
 
     monkeypatch.setattr(_running.BestState, "consider", notes)
     report = qtrace.finetune(
-        prepared, _data(), Settings(steps=8, jit=False, evaluate_every=2), progress=False
+        prepared, _data(), FinetuneSettings(steps=8, jit=False, evaluate_every=2), progress=False
     )
     assert report.best_step == 4
     assert graph_hash(prepared) == states[4]
@@ -184,7 +186,7 @@ def test_the_best_state_is_what_the_model_has_in_the_end(
 
 def test_a_rate_that_throws_the_network_off_is_lowered_and_told(caplog: pytest.LogCaptureFixture) -> None:
     prepared = _prepared(8)
-    settings = Settings(steps=40, lr=10.0, jit=False, evaluate_every=5)
+    settings = FinetuneSettings(steps=40, lr=10.0, jit=False, evaluate_every=5)
     report = qtrace.finetune(prepared, _data(), settings, progress=False)
     assert report.retreats
     assert report.retreats[0].factor == 0.25
@@ -211,7 +213,7 @@ def test_retreats_ask_for_a_clear_and_lasting_rise() -> None:
 def test_a_run_that_diverged_resumes_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = Settings(
+    settings = FinetuneSettings(
         steps=16, lr=10.0, jit=False, evaluate_every=5, checkpoint_every=7, weight_average=0.5
     )
     first, second = _prepared(8), _prepared(8)
@@ -247,7 +249,7 @@ def test_time_is_estimated_before_the_first_step(
         step(self, number)
 
     monkeypatch.setattr(_running.TuningRun, "_step", looks)
-    qtrace.finetune(_prepared(), _data(), Settings(steps=6, jit=False), progress=False)
+    qtrace.finetune(_prepared(), _data(), FinetuneSettings(steps=6, jit=False), progress=False)
     assert re.search(r"finetune: about \d+ s: 6 steps of \S+ s and 3 evaluations of", caplog.text)
 
 
@@ -261,7 +263,7 @@ def test_minutes_bound_the_steps(monkeypatch: pytest.MonkeyPatch, caplog: pytest
         return gradients(self, leaves)
 
     monkeypatch.setattr(_running.TuningRun, "_gradients", slow)
-    settings = Settings(steps=50, jit=False, max_minutes=1.0)
+    settings = FinetuneSettings(steps=50, jit=False, max_minutes=1.0)
     report = qtrace.finetune(_prepared(), _data(), settings, progress=False)
     assert len(report.loss) == 9  # the first of ten that fit told how long they take
     assert "9 steps instead of 50, to end within 1 minutes" in caplog.text
@@ -278,7 +280,7 @@ def test_minutes_bound_the_steps(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert late.evaluations[-1].step == len(late.loss)
     assert "ended after step" in late.table()
     with pytest.raises(ConfigError, match="max_minutes is 0"):
-        Settings(max_minutes=0)
+        FinetuneSettings(max_minutes=0)
 
 
 def test_minutes_cover_the_data_and_the_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +298,7 @@ def test_minutes_cover_the_data_and_the_evaluations(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(_running.TuningRun, "_gradients", slow_gradients)
     monkeypatch.setattr(_running, "evaluate", slow_evaluate)
-    settings = Settings(steps=50, jit=False, max_minutes=1.0)
+    settings = FinetuneSettings(steps=50, jit=False, max_minutes=1.0)
     report = qtrace.finetune(_prepared(), _data(), settings, progress=False)
     # 11 s for the first evaluation and the timed step; then 10 steps, 2 evaluations and one for the report.
     assert len(report.loss) == 10
@@ -330,5 +332,5 @@ def test_parameters_without_values_neither_learn_nor_warn() -> None:
     prepared.b.nothing = Parameter(np.zeros((0,), np.float32))
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        report = qtrace.finetune(prepared, _data(), Settings(steps=5, jit=False), progress=False)
+        report = qtrace.finetune(prepared, _data(), FinetuneSettings(steps=5, jit=False), progress=False)
     assert len(report.loss) == 5

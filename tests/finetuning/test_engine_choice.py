@@ -11,10 +11,10 @@ import pytest
 
 import qtrace
 from qtrace.errors import ConfigError, TrainingError
-from qtrace.finetuning import Settings, _choice
+from qtrace.finetuning import FinetuneSettings, _choice
 from tests.nets import net
 
-RUN = Settings(steps=1, batch_size=2, jit=False)
+RUN = FinetuneSettings(steps=1, batch_size=2, jit=False)
 
 
 @pytest.fixture
@@ -39,10 +39,12 @@ def test_auto_takes_megengine_and_says_why() -> None:
 
 @pytest.mark.usefixtures("without_torch")
 def test_torch_that_is_not_installed_is_refused_with_the_extra() -> None:
-    with pytest.raises(TrainingError, match=r"it is not installed \(pip install 'qtrace\[torch\]'\)"):
+    with pytest.raises(
+        TrainingError, match=r"it is not installed \(pip install -e '\.\[torch\]' in the checkout of qtrace\)"
+    ):
         _finetune("torch")
 
 
 def test_an_unknown_engine_is_refused() -> None:
     with pytest.raises(ConfigError, match="engine is 'tensorflow': choose one of auto, megengine, torch"):
-        Settings(engine="tensorflow")
+        FinetuneSettings(engine="tensorflow")

@@ -16,7 +16,7 @@ import pytest
 import qtrace
 from qtrace.data.batches import evaluating
 from qtrace.errors import TrainingError
-from qtrace.finetuning import Settings, _running
+from qtrace.finetuning import FinetuneSettings, _running
 from qtrace.finetuning._data import Batch
 from qtrace.finetuning._engines import MegEngineEngine
 from qtrace.finetuning._twins import Twins, choose_compared
@@ -30,7 +30,7 @@ from tests.nets import net
 
 pytest.importorskip("torch", reason="the engine torch needs the extra torch")
 
-RUN = Settings(steps=4, batch_size=8, most_blocks=2, jit=False, evaluate_every=2)
+RUN = FinetuneSettings(steps=4, batch_size=8, most_blocks=2, jit=False, evaluate_every=2)
 
 
 def _data(count: int = 2, seed: int = 0) -> list[np.ndarray]:
@@ -123,6 +123,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "lsq, ties up": _config(activation={"bits": 8, "rounding": "half_up"}),
     "lsq, 4 bits": _config(weight={"bits": 4}, activation={"bits": 8}),
 }
+
+
+def test_column_groups_weigh_alike_in_both_engines() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        y = F.relu(self.a(x))
+        return F.concat([self.boxes(y) * 1000, self.scores(y)], axis=1)
+
+    layers = {"a": M.Conv2d(3, 6, 1), "boxes": M.Conv2d(6, 2, 1), "scores": M.Conv2d(6, 3, 1)}
+    _check_step(_prepared(_config(), forward, **layers))
 
 
 @pytest.mark.parametrize("kind", KINDS)

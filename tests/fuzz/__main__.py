@@ -13,8 +13,9 @@ import sys
 import time
 import traceback
 
-from tests.fuzz.loading import stop_server
+from tests.fuzz import loading
 from tests.fuzz.running import TARGETS, round_of
+from tests.fuzz.silent import serving
 
 HANG = 120.0  # seconds for one example on a machine that is busy; a failing round shrinks for up to 300
 
@@ -41,7 +42,8 @@ def main() -> int:
         seed += 1
     print(file=sys.stderr)
     listed = ", ".join(f"{name} {count}" for name, count in counts.items())
-    stop_server()
+    loading.stop_server()
+    serving.stop_server()
     minutes, spent = (time.monotonic() - start) / 60, (_cpu_seconds() - cpu) / 60
     print(f"{minutes:.1f} minutes, {spent:.1f} of them on the CPU; examples: {listed}; {failures} failures")
     return 1 if failures else 0

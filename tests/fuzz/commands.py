@@ -14,7 +14,7 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from qtrace import cli
-from qtrace.cli.outputs import WORK
+from qtrace.storage.outputs import WORK
 from tests import faulty
 from tests.fuzz.mutation import mutated
 

@@ -24,6 +24,7 @@ from tests.fuzz import (
     pictures,
     recipes,
 )
+from tests.fuzz.silent import target as silent
 
 __all__ = ["TARGETS", "round_of"]
 
@@ -39,6 +40,7 @@ TARGETS: dict[str, Callable[[st.DataObject, Path], None]] = {
     "graphs": graphs.check,
     "merging": merging.check,
     "numbers": numbers.check,
+    "silent": silent.check,
 }
 
 

@@ -6,9 +6,14 @@ import pytest
 
 from tests.fuzz.running import TARGETS, round_of
 
-EXAMPLES = {"graphs": 3, "commands": 5}
+EXAMPLES = {"graphs": 3, "commands": 5, "silent": 3}
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_round(target: str) -> None:
     round_of(target, 0, EXAMPLES.get(target, 20))
+
+
+@pytest.mark.slow
+def test_no_group_of_columns_is_lost_in_silence() -> None:
+    round_of("silent", 1, 40)

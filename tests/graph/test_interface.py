@@ -51,7 +51,13 @@ def test_json_comes_back_and_is_the_documented_form() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "carried", "exported"),
-    [("int64", "int32", "int64"), ("float16", "float32", "float32"), ("uint8", "uint8", "uint8")],
+    [
+        ("int64", "int32", "int64"),
+        ("uint8", "uint8", "uint8"),
+        ("float16", "float32", "float16"),
+        ("float64", "float32", "float64"),
+        ("bfloat16", "float32", "float32"),
+    ],
 )
 def test_types_in_the_graph_and_in_exports(dtype: str, carried: str, exported: str) -> None:
     tensor = TensorInfo("x", dtype)
@@ -89,8 +95,10 @@ def test_damaged_tensors_are_refused(item: str) -> None:
 
 
 def test_impossible_tensors_are_refused() -> None:
-    with pytest.raises(GraphError, match="tensor 'x' of an interface has type 'float64'; known: bool, "):
-        TensorInfo("x", "float64")
+    with pytest.raises(
+        GraphError, match="tensor 'x' of an interface has type 'complex64'; known: bfloat16, bool, "
+    ):
+        TensorInfo("x", "complex64")
     with pytest.raises(GraphError, match="not ''"):
         TensorInfo("", "int64")
     with pytest.raises(GraphError, match=r"tensor 'x\\ud800' of an interface has a name that UTF-8 cannot"):
@@ -113,3 +121,32 @@ def test_an_interface_of_another_graph_is_refused(traced: TracedModule) -> None:
     traced.onnx_interface = Interface(INTERFACE.inputs, (ids, ids)[:1]).to_json()
     with pytest.raises(GraphError, match="has 1 outputs and the graph 2"):
         read_interface(traced)
+
+
+def test_the_metadata_of_a_file_come_back_beside_ours(tmp_path: Path) -> None:
+    """A client reads the names of classes or characters there."""
+    import onnx
+    from onnx import helper
+
+    x = np.random.default_rng(0).normal(size=(2, 3, 8, 8)).astype(np.float32)
+    source = qtrace.export(qtrace.trace(M.Sequential(M.Conv2d(3, 4, 3), M.ReLU()), x), tmp_path / "a.onnx")
+    model = onnx.load(source)
+    helper.set_model_props(model, {"character": "a\nb\nü", "stride": "32", "qtrace.version": "another"})
+    onnx.save(model, source)
+    prepared = qtrace.prepare(qtrace.from_onnx(source))
+    qtrace.save(qtrace.calibrate(prepared, [x], progress=False), tmp_path / "m.mge")
+    converted = qtrace.convert(qtrace.load(tmp_path / "m.mge"))
+    written = onnx.load(qtrace.export(converted, tmp_path / "b.onnx"))
+    facts = {entry.key: entry.value for entry in written.metadata_props}
+    assert (facts["character"], facts["stride"]) == ("a\nb\nü", "32")
+    assert facts["qtrace.version"] != "another"
+    assert "qtrace.recipe" in facts
+
+
+def test_metadata_that_are_no_text_are_refused() -> None:
+    with pytest.raises(GraphError, match="pairs of texts"):
+        Interface((), (), metadata=(("a", 1),))
+    for pairs in ('[["a", 1]]', '["abc"]', "3"):
+        with pytest.raises(GraphError, match="damaged|pairs of texts"):
+            Interface.from_json(f'{{"inputs": [], "outputs": [], "metadata": {pairs}}}')
+    assert Interface.from_json(Interface((), (), (("a", "b"),)).to_json()).metadata == (("a", "b"),)

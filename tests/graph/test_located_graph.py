@@ -82,7 +82,7 @@ def test_a_file_has_the_class_of_megengine(tmp_path: Path) -> None:
     qtrace.save(traced, tmp_path / "a.mge")
     assert b"LocatedGraph" not in (tmp_path / "a.mge").read_bytes()
     code = "import sys, megengine; megengine.load('a.mge'); assert 'qtrace' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env={}, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env={}, timeout=600)
 
 
 def test_a_jit_trace_and_a_second_trace_of_megengine_run_as_before() -> None:

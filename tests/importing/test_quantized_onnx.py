@@ -16,7 +16,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 import qtrace
 from qtrace.errors import ImportingError
-from qtrace.finetuning import Settings
+from qtrace.finetuning import FinetuneSettings
+from qtrace.process.onnxruntime import products_saturate
 from tests.nets import net
 
 ort = pytest.importorskip("onnxruntime")
@@ -110,14 +111,18 @@ def test_files_of_onnxruntime_give_equal_outputs(tmp_path: Path, form: str, acti
     converted = qtrace.convert(prepared)
     exported = tmp_path / "again.onnx"
     qtrace.export(converted, exported)
-    assert qtrace.verify(exported, converted, _batches()).passed
+    # The kernels of signed weights, which a file of QLinear ops has without optimizations, too, may saturate.
+    exact = not products_saturate()
+    assert qtrace.verify(exported, converted, _batches(), optimized=exact).passed
     for x in _batches():
+        assert np.array_equal(_run(exported, x), converted(mge.Tensor(x)).numpy())
+        if form == "QOperator" and not exact:
+            continue
         assert np.array_equal(_run(path, x), _run(exported, x))
-        assert np.array_equal(_run(path, x), converted(mge.Tensor(x)).numpy())
     names = {name for name, _ in prepared.named_parameters()}
     assert {"stem.conv.weight", "dw.weight", "fc.bias", "mm.weight"} <= names
     if form == "QDQ":  # the file of the other tool itself, op by op
-        report = qtrace.verify(path, converted, _batches())
+        report = qtrace.verify(path, converted, _batches(), optimized=exact)
         assert report.passed
         most = int(activations == "QUInt16")  # float32 sums of 16 bits depend on their order
         assert all(tally.worst <= most for tally in report.sites["op_by_op"].values())
@@ -172,7 +177,7 @@ def test_an_imported_module_is_compared_explained_and_trained(tmp_path: Path) ->
     notes = {note.name: note for note in qtrace.explain(prepared).annotation.notes}
     assert notes["p1"].state == "carried"
     assert notes["a2"].state == "int"
-    settings = Settings(steps=3)
+    settings = FinetuneSettings(steps=3)
     assert qtrace.finetune(prepared, _batches(), settings, progress=False).settings.steps == 3
     converted = qtrace.convert(prepared)
     qtrace.export(converted, tmp_path / "trained.onnx")
@@ -201,7 +206,7 @@ def _conv(path: Path, pair: tuple[Any, ...], bias_scale: float = 0.002, opset: i
 def test_stored_integers_are_kept(tmp_path: Path) -> None:
     scale = np.float32(0.02)
     path = _conv(tmp_path / "a.onnx", (scale, np.uint8(3)), float(scale * np.float32(0.1)))
-    qtrace.export(qtrace.convert(qtrace.from_onnx(path)), tmp_path / "b.onnx")
+    qtrace.export(qtrace.convert(qtrace.from_onnx(path)), tmp_path / "b.onnx", weights="int8")
     stored = {t.name: numpy_helper.to_array(t) for t in onnx.load(tmp_path / "b.onnx").graph.initializer}
     integers = {name: array for name, array in stored.items() if name.endswith("_int")}
     (weight,) = (a for a in integers.values() if a.dtype == np.int8)

@@ -16,6 +16,7 @@ import qtrace
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
+from qtrace.finetuning import FinetuneSettings
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import owner
 from qtrace.preparation.annotation import Annotation
@@ -192,7 +193,7 @@ CALLS: dict[str, Callable[[TracedModule, Path], Callable[[], Any]]] = {
     "export as dot": lambda m, folder: _export(m, folder / "m.dot", None),
     "export in float": lambda m, folder: _export(m, folder / "m.onnx", "onnx_float"),
     "finetune": lambda m, _: (
-        lambda: qtrace.finetune(m, [X], qtrace.finetuning.Settings(steps=2, batch_size=1), progress=False)
+        lambda: qtrace.finetune(m, [X], FinetuneSettings(steps=2, batch_size=1), progress=False)
     ),
     "oscillations": lambda m, _: lambda: qtrace.qat.Oscillations(m),
 }

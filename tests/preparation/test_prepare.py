@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import megengine as mge
+import megengine.functional as F
 import megengine.module as M
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ import pytest
 import qtrace
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.types import TracedModule
+from qtrace.metrics import sqnr_db
 from qtrace.scheme import QScheme
+from tests.nets import images, net
 
 _X = np.random.RandomState(0).randn(2, 3, 8, 8).astype("float32")
 
@@ -120,3 +124,30 @@ def test_a_whole_scheme_is_taken_as_it_is(traced: TracedModule) -> None:
     qtrace.calibrate(prepared, [_X], progress=False)
     activations = [m for m in prepared.modules() if getattr(m, "site", "") in ("inp", "conv2d_out")]
     assert [m.scheme for m in activations] == [scheme, scheme]
+
+
+@pytest.mark.parametrize("count", [3, 9])  # 4 images are measured, and 8 by algorithms
+def test_samples_in_batches_of_the_size_that_the_model_fixes(count: int) -> None:
+    module = net(
+        lambda self, x: self.b(F.reshape(self.a(x), (count, 4 * 16))), a=M.Conv2d(2, 4, 1), b=M.Linear(64, 5)
+    )
+    batches = [images(count, 2, 4, 4, seed=seed) for seed in range(3)]
+    traced = qtrace.trace(module, batches[0])
+    prepared = qtrace.prepare(traced, samples=batches)
+    qtrace.calibrate(prepared, batches, progress=False)
+    exact, rounded = (m(mge.Tensor(batches[0])).numpy() for m in (traced, qtrace.convert(prepared)))
+    assert sqnr_db(exact, rounded) > 20
+
+
+def test_one_batchnorm_behind_two_layers_that_keeps_its_place_in_training() -> None:
+    module = net(
+        lambda self, x: (self.n(self.a(x)), self.n(self.b(x))),
+        a=M.Conv2d(2, 4, 1),
+        b=M.Conv2d(2, 4, 3, 1, 1),
+        n=M.BatchNorm2d(4),
+    )
+    x = images(2, 2, 8, 8)
+    traced = qtrace.trace(module, x)
+    prepared = qtrace.calibrate(qtrace.prepare(traced, "vit"), [x], progress=False)
+    outputs = zip(traced(mge.Tensor(x)), qtrace.convert(prepared)(mge.Tensor(x)), strict=True)
+    assert all(sqnr_db(exact.numpy(), rounded.numpy()) > 25 for exact, rounded in outputs)

@@ -145,11 +145,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_wrong_outputs_are_told_before_anything_is_calibrated(traced: TracedModule, fault: str) -> None:
+def test_wrong_outputs_are_told_before_anything_is_calibrated(
+    traced: TracedModule, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     level, said = WRONG[fault]
-    never: Any = [None]  # would be refused when it is read
+    monkeypatch.setattr("qtrace.sensitivity.mixed.calibrate", lambda *_, **__: pytest.fail("calibrated"))
+    loss = DetectionLoss((level,))
     with pytest.raises(ConfigError, match=said):
-        mixed_precision(traced, qtrace.QConfig(**W4), never, goal=Goal(1.0), metric=DetectionLoss((level,)))
+        mixed_precision(traced, qtrace.QConfig(**W4), list(_data()), goal=Goal(1.0), metric=loss)
 
 
 def test_a_loss_without_levels_or_with_no_score_is_refused(prepared: TracedModule) -> None:
@@ -192,7 +195,9 @@ def test_the_command_measures_what_python_does(
     result = _run(capsys, *DETECTION, "--threshold", "0.5", "--json")
     assert (result.code, result.err) == (0, "")
     wanted = analyze(prepared, _data(), metric=DetectionLoss(LEVELS, 0.5)).to_dict()
-    assert json.loads(result.out) == json.loads(json.dumps(wanted))
+    written = json.loads(result.out)
+    assert written.pop("measured_on").startswith("4 samples, all of --data")
+    assert written == json.loads(json.dumps(wanted))
 
 
 @pytest.mark.usefixtures("place")

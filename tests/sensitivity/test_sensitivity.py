@@ -432,3 +432,24 @@ def test_what_the_fast_engine_cannot_compute_is_left_to_megengine(
     ranking = analyze(prepared, _data(1), engine="onnxruntime")
     assert ranking == analyze(prepared, _data(1), engine="megengine")
     assert [r.getMessage() for r in caplog.records if "has no ONNX form" in r.getMessage()] != []
+
+
+def _unlike(self: M.Module, x: mge.Tensor, z: mge.Tensor) -> mge.Tensor:
+    return F.concat([self.a(x), self.b(z)], axis=1)
+
+
+def test_what_is_prepared_here_is_measured_on_the_given_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Generated inputs are of one range; the data is not, and one grid loses the second part of the join."""
+    module = net(_unlike, a=M.Conv2d(3, 4, 3, padding=1), b=M.Conv2d(3, 4, 3, padding=1))
+    batches = [{"x": 600 * a, "z": np.float32(0.5) * b} for a, b in (_data(0), _data(1))]
+    traced = qtrace.trace(module, batches[0]["x"], batches[0]["z"])
+    result = mixed_precision(traced, "backend/tflite", batches, goal=Goal(at_least=1.0), progress=False)
+    assert result.quantized > 25.0
+    qtrace.save(traced, tmp_path / "m.mge")
+    np.savez(tmp_path / "d.npz", **{k: np.concatenate([b[k] for b in batches]) for k in "xz"})
+    command = ["sensitivity", str(tmp_path / "m.mge"), "--data", str(tmp_path / "d.npz"), "--json"]
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*command, "-r", "backend/tflite"])
+    assert json.loads(capsys.readouterr().out)["quantized"] > 25.0

@@ -7,7 +7,7 @@ import pytest
 
 from qtrace.sensitivity.metrics import sqnr
 from qtrace.tuning.judge import sample_noise, value_of_noise
-from qtrace.tuning.pareto import Limits, certainty, choose, pareto, rank
+from qtrace.tuning.pareto import CostLimits, certainty, choose, pareto, rank
 from qtrace.tuning.trials import Trial
 
 
@@ -40,11 +40,11 @@ def test_equal_values_are_ranked_by_cost() -> None:
 
 
 def test_limits() -> None:
-    limits = Limits(2.0, 100)
+    limits = CostLimits(2.0, 100)
     assert limits.exceeded_by(2.0, 100) == ""
     assert limits.exceeded_by(2.1, 100) == "2.1 ms, more than 2"
     assert limits.exceeded_by(None, 101) == "101 bytes, more than 100"
-    assert Limits().exceeded_by(1e9, 10**9) == ""
+    assert CostLimits().exceeded_by(1e9, 10**9) == ""
 
 
 @pytest.mark.parametrize("noise", [True, False])
@@ -108,3 +108,10 @@ def test_the_first_recipe_stays_unless_another_one_is_surely_better() -> None:
     assert chosen(first, same) == 3  # as good, and cheaper
     assert chosen(lucky, better) == 1  # the first one is not within the limits
     assert chosen(first, trial(5, 0.9)) == 5  # one number for all samples tells nothing
+
+
+def test_noise_of_samples_is_that_of_the_worst_columns():
+    values = np.random.RandomState(0).rand(4, 30, 85) * np.repeat([640.0, 0.4], [4, 81])
+    noise = sample_noise([[values]], [[np.rint(values / 2.5) * 2.5]], [4])
+    assert len(noise) == 4
+    assert value_of_noise(noise) == pytest.approx(0.0, abs=1e-6)

@@ -14,11 +14,11 @@ import pytest
 
 import qtrace
 from qtrace.errors import ConfigError, QtraceError
-from qtrace.tuning import Settings, Tuning, tune
+from qtrace.tuning import TuneSettings, Tuning, tune
 from qtrace.tuning import pool as pools
 from qtrace.tuning.folder import TRIALS
 from qtrace.tuning.judge import Judge
-from qtrace.tuning.pool import Here, Processes, Subject, Task
+from qtrace.tuning.pool import Here, Subject, Task, TrialProcesses
 from qtrace.tuning.search import split
 from qtrace.tuning.space import as_recipe
 from tests.tuning.test_search import data, run, small, start, told
@@ -32,7 +32,7 @@ def weights(model: Any) -> float:
 def _search(folder: Path, metric: Any = None, **options: Any) -> Tuning:
     batches = data()
     traced = qtrace.trace(small(), batches[0])
-    return tune(traced, start(), batches, folder, Settings(trials=4), metric=metric, **options)
+    return tune(traced, start(), batches, folder, TuneSettings(trials=4), metric=metric, **options)
 
 
 def test_processes_judge_as_this_one_does() -> None:
@@ -43,7 +43,7 @@ def test_processes_judge_as_this_one_does() -> None:
     tasks = [Task({**recipe, "weight": {"bits": bits}}, rung, None) for bits in (8, 5) for rung in (0, 2)]
     tasks.append(Task({**recipe, "ptq": ["equalise"]}, 0, None))
     here = list(Here(judge, parts).run(tasks))
-    with Processes(Subject.of(judge, parts, (), 2), 2) as pool:
+    with TrialProcesses(Subject.of(judge, parts, (), 2), 2) as pool:
         there = list(pool.run(tasks))
     assert there == here
     assert all(judged.value is not None for judged in here[:-1])

@@ -20,7 +20,7 @@ import pytest
 import qtrace
 from qtrace.config import QConfig
 from qtrace.errors import CalibrationError, ConfigError, QtraceError
-from qtrace.tuning import Limits, Settings, tune
+from qtrace.tuning import CostLimits, TuneSettings, tune
 from qtrace.tuning.folder import BEST, SEARCH, TRIALS
 from qtrace.tuning.search import propose, split
 from qtrace.tuning.trials import Trial, TrialLog, digest_of
@@ -51,7 +51,7 @@ def start() -> QConfig:
 
 def run(folder: Path, trials: int | None = 8, workers: int = 1, **options) -> object:
     batches = data()
-    settings = Settings(trials=trials, **options)
+    settings = TuneSettings(trials=trials, **options)
     traced = qtrace.trace(small(), batches[0])
     return tune(traced, start(), batches, folder, settings, workers=workers)
 
@@ -133,12 +133,12 @@ def test_a_folder_of_another_search_is_refused(whole, tmp_path: Path) -> None:
 
 def test_no_result_is_beyond_a_limit_and_refused_trials_are_not_judged(whole, tmp_path: Path) -> None:
     size = whole[1].trials[0].bytes - 100
-    result = run(tmp_path / "b", trials=14, limits=Limits(bytes=size))
+    result = run(tmp_path / "b", trials=14, limits=CostLimits(bytes=size))
     assert result.best.bytes <= size
     for trial in result.trials[1:]:
         assert (trial.bytes <= size) == (trial.value is not None) or trial.problem
     assert any("more than" in trial.problem for trial in result.trials)
-    none = run(tmp_path / "c", trials=3, limits=Limits(bytes=1))
+    none = run(tmp_path / "c", trials=3, limits=CostLimits(bytes=1))
     assert none.best is None
     assert not (tmp_path / "c" / BEST).exists()
     assert "no recipe of 3 trials is within the limits" in none.table()
@@ -152,7 +152,7 @@ def test_the_budget_counts_the_trials_of_earlier_runs(tmp_path: Path) -> None:
 
 def test_a_limit_on_time_needs_measured_times(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="backend generic has no measured times"):
-        run(tmp_path / "b", limits=Limits(milliseconds=1.0))
+        run(tmp_path / "b", limits=CostLimits(milliseconds=1.0))
 
 
 def test_evaluation_data_are_read_once_after_the_last_trial(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_evaluation_data_are_read_once_after_the_last_trial(tmp_path: Path) -> N
         return batches[:2]
 
     traced = qtrace.trace(small(), batches[0])
-    result = tune(traced, start(), batches, tmp_path / "b", Settings(trials=6), evaluation=evaluation)
+    result = tune(traced, start(), batches, tmp_path / "b", TuneSettings(trials=6), evaluation=evaluation)
     assert reads == [6]
     assert result.evaluation.keys() == {"best", "second", "first"}
 
@@ -181,17 +181,17 @@ def test_a_metric_may_give_a_number_or_one_for_each_sample(tmp_path: Path) -> No
 
         return mge.Tensor(batch)
 
-    many = tune(traced, start(), batches, tmp_path / "many", Settings(trials=5), metric=closeness)
+    many = tune(traced, start(), batches, tmp_path / "many", TuneSettings(trials=5), metric=closeness)
     assert len(many.best.samples) == 32
     assert many.best.value == pytest.approx(np.mean(many.best.samples))
     one = tune(
-        *(traced, start(), batches, tmp_path / "one", Settings(trials=5)),
+        *(traced, start(), batches, tmp_path / "one", TuneSettings(trials=5)),
         metric=lambda model: float(closeness(model).mean()),
     )
     assert one.best.digest == many.best.digest
     assert one.certainty is None
     with pytest.raises(ConfigError, match="return a finite number"):
-        tune(traced, start(), batches, tmp_path / "nan", Settings(trials=1), metric=lambda model: np.nan)
+        tune(traced, start(), batches, tmp_path / "nan", TuneSettings(trials=1), metric=lambda model: np.nan)
 
 
 def test_parts_of_the_data_grow_and_do_not_overlap() -> None:
@@ -216,15 +216,17 @@ def test_the_better_half_of_a_rung_is_promoted() -> None:
     known = [{**recipe, "name": "x"}]
     assert digest_of(known[0]) == digest_of(recipe)  # a name changes nothing
     packaged = []
-    while (proposal := propose([first, *packaged], recipe, Settings(), 3)).suggestion.origin == "packaged":
+    while (
+        proposal := propose([first, *packaged], recipe, TuneSettings(), 3)
+    ).suggestion.origin == "packaged":
         own = proposal.suggestion.recipe
         packaged.append(Trial(len(packaged) + 1, own, "packaged", {}, None, digest_of(own), 2, None))
     done = [first, *packaged, trial(5, 0, 10.0), trial(6, 0, 12.0)]
-    proposal = propose(done, recipe, Settings(), 3)
+    proposal = propose(done, recipe, TuneSettings(), 3)
     assert (proposal.suggestion.recipe["weight"]["bits"], proposal.rung) == (8, 1)
     done += [Trial(**{**trial(6, 1, 9.0).__dict__})]
-    assert propose(done, recipe, Settings(), 3).suggestion.origin == "search"
-    assert propose(done, recipe, Settings(), 3) == propose(list(done), recipe, Settings(), 3)
+    assert propose(done, recipe, TuneSettings(), 3).suggestion.origin == "search"
+    assert propose(done, recipe, TuneSettings(), 3) == propose(list(done), recipe, TuneSettings(), 3)
 
 
 def test_the_cure_of_an_outlier_channel_is_tried_first_and_wins(tmp_path: Path) -> None:
@@ -232,7 +234,7 @@ def test_the_cure_of_an_outlier_channel_is_tried_first_and_wins(tmp_path: Path) 
     planted.plant_outlier(network)
     batches = [x[i : i + 4] for i in range(0, 32, 4)]
     traced = qtrace.trace(network, batches[0])
-    result = tune(traced, qtrace.load_recipe("onnxruntime"), batches, tmp_path / "b", Settings(trials=2))
+    result = tune(traced, qtrace.load_recipe("onnxruntime"), batches, tmp_path / "b", TuneSettings(trials=2))
     assert result.trials[1].origin == "diagnosis"
     assert result.best.number == 1
     assert result.best.value > result.trials[0].value + 10
@@ -248,7 +250,7 @@ def test_by_default_the_choice_is_no_dearer_than_the_first_recipe(tmp_path: Path
     x = planted.images(32)
     batches = [x[i : i + 4] for i in range(0, 32, 4)]
     traced = qtrace.trace(planted.build("plain"), batches[0])
-    result = tune(traced, qtrace.load_recipe("onnxruntime"), batches, tmp_path / "b", Settings(trials=6))
+    result = tune(traced, qtrace.load_recipe("onnxruntime"), batches, tmp_path / "b", TuneSettings(trials=6))
     first = result.trials[0]
     assert first.milliseconds > 0
     placements = [trial.recipe["placement"] for trial in result.trials if trial.origin == "placement"]
@@ -320,18 +322,18 @@ def test_the_decoding_of_a_detector_is_found_by_its_structure(tmp_path: Path) ->
     batches = [rng.normal(size=(2, 4, 8, 8)).astype(np.float32) for _ in range(4)]
     traced = qtrace.trace(distributions(by_conv), batches[0])
     config = QConfig(backend="generic", observers={"activation": "minmax", "weight": "minmax"})
-    result = tune(traced, config, batches, tmp_path / "b", Settings(trials=4))
+    result = tune(traced, config, batches, tmp_path / "b", TuneSettings(trials=4))
     trial = next(t for t in result.trials if t.origin == "structure")
     assert trial.recipe["rules"][-1]["match"] == {"position": "tail"}
     assert "the decoding behind the last layers" in next(iter(trial.changes.values()))
     assert trial.value > result.trials[0].value
-    plain = tune(qtrace.trace(small(), data()[0]), start(), data(), tmp_path / "c", Settings(trials=4))
+    plain = tune(qtrace.trace(small(), data()[0]), start(), data(), tmp_path / "c", TuneSettings(trials=4))
     assert all(t.origin != "structure" for t in plain.trials)
 
 
 def test_a_packaged_recipe_that_is_surely_better_wins_with_its_reason(tmp_path: Path) -> None:
     batches = data()
-    result = tune(qtrace.trace(small(), batches[0]), start(), batches, tmp_path / "b", Settings(trials=3))
+    result = tune(qtrace.trace(small(), batches[0]), start(), batches, tmp_path / "b", TuneSettings(trials=3))
     assert (result.best.number, result.best.origin) == (1, "packaged")
     text = (tmp_path / "b" / BEST).read_text()
     assert "# trial 1, recipe int8: Weights of a layer are fitted" in text
@@ -340,7 +342,7 @@ def test_a_packaged_recipe_that_is_surely_better_wins_with_its_reason(tmp_path: 
 def test_a_recipe_that_only_looks_better_does_not_win(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     batches = [rng.standard_t(3, size=(4, 8)).astype(np.float32) for _ in range(16)]
-    result = tune(qtrace.trace(small(), batches[0]), start(), batches, tmp_path / "b", Settings(trials=3))
+    result = tune(qtrace.trace(small(), batches[0]), start(), batches, tmp_path / "b", TuneSettings(trials=3))
     first = result.trials[0]
     assert max(trial.value for trial in result.trials) > first.value
     assert result.best is first

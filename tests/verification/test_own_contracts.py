@@ -19,6 +19,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.verification.contracts import check_contract
 from tests.nets import MobileNetV2, ResNet, images, net, randomize
+from tests.zoo.checks import rounded_to_nearest
 
 X = images(2, 3, 32, 32)
 
@@ -105,7 +106,7 @@ def test_an_export_keeps_the_contract_and_computes_what_the_graph_does(
     network = NETWORKS[name]
     recipe = tmp_path / "r.yaml"
     recipe.write_text(f"schema: qtrace/1\nimports: [backend/{target}, {network.family}]\n")
-    converted = _converted(network.build(), recipe)
+    converted = _converted(network.build(), rounded_to_nearest(qtrace.load_recipe(recipe)))
     path = qtrace.export(converted, tmp_path / "m.onnx")
     report = check_contract(path, TARGETS[target])
     assert report.findings == ()
@@ -119,7 +120,7 @@ def test_a_file_for_esp_dl_computes_what_the_graph_does_with_powers_of_two(name:
     network = NETWORKS[name]
     recipe = tmp_path / "r.yaml"
     recipe.write_text(f"schema: qtrace/1\nimports: [backend/esp_dl, {network.family}]\n")
-    converted = _converted(network.build(), recipe)
+    converted = _converted(network.build(), rounded_to_nearest(qtrace.load_recipe(recipe)))
     sites = [site for site in QuantizedModel(converted).sites if site.sort != "bias"]
     assert len(sites) >= 10
     assert all((np.frexp(site.qparams.scale)[0] == 0.5).all() for site in sites)

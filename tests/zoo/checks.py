@@ -25,7 +25,7 @@ from qtrace.preparation.passes.insert import CONTAINER
 from tests.zoo import repvgg
 from tests.zoo.shares import layer_share, whole_share
 
-__all__ = ["Case", "Entry", "close", "leaves", "run"]
+__all__ = ["Case", "Entry", "close", "leaves", "rounded_to_nearest", "run"]
 
 Arrays = list[np.ndarray]
 
@@ -35,6 +35,12 @@ WRONG_IN_BATCHES = {"fcos:infer"}
 # MegEngine's roi_align on CPU adds its gradient to memory that it does not clear: in these modules, what the
 # parameters below the attribute get is that of whatever was in the memory before, NaN now and then.
 WRONG_GRADIENTS = {"faster_rcnn:box": "backbone."}
+
+
+def rounded_to_nearest(config: qtrace.QConfig) -> qtrace.QConfig:
+    """``config`` with everything on integers, as few channels gain nothing by them, and without gptq."""
+    ptq = tuple(spec for spec in config.ptq or () if spec.name != "gptq")
+    return config.without_placement().model_copy(update={"ptq": ptq or None})
 
 
 def leaves(value: Any) -> list[mge.Tensor]:
@@ -159,20 +165,24 @@ class Case:
         return 0 if called & {F.arange, F.linspace} else 1
 
     @functools.cached_property
+    def config(self) -> qtrace.QConfig:
+        """The recipe of the family, on integers throughout."""
+        return rounded_to_nearest(qtrace.load_recipe(self.entry.recipe))
+
+    @functools.cached_property
     def prepared(self) -> TracedModule:
-        return qtrace.prepare(self.traced, self.entry.recipe, outputs=self.entry.ends)
+        return qtrace.prepare(self.traced, self.config, outputs=self.entry.ends)
 
     @functools.cached_property
     def unfolded(self) -> TracedModule:
-        config = qtrace.load_recipe(self.entry.recipe).to_dict()
-        return qtrace.prepare(self.traced, {**config, "ptq": []})
+        return qtrace.prepare(self.traced, self.config.model_copy(update={"ptq": ()}))
 
     @functools.cached_property
     def composed(self) -> TracedModule:
         """The trace, with composites in one op, which rounds float32 in another order than the pieces."""
         flat = qtrace.graph.flatten(self.traced)
         expand(flat)
-        compose_pieces(flat, qtrace.load_recipe(self.entry.recipe))
+        compose_pieces(flat, self.config)
         return flat
 
     @functools.cached_property

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from scripts.families import NETWORKS, main, measure
-from scripts.stored import ExportRow, FamilyRow, load, measured_when, store, table
+from scripts.stored import ExportRow, FamilyRow, RecipeRow, load, measured_when, store, table
 
 ROWS = {row.network: row for row in load(FamilyRow)}
 
@@ -27,6 +28,23 @@ def test_the_script_measures_what_is_stored(name: str) -> None:
     assert row.cells()[:4] == stored.cells()[:4]
     assert row.islands == stored.islands
     assert stored.sqnr == pytest.approx(row.sqnr, abs=0.5)
+
+
+def test_every_measured_recipe_is_no_worse_than_the_default() -> None:
+    rows = load(RecipeRow)
+    assert rows
+    assert all(row.met and len(row.db) == len(row.milliseconds) == 3 for row in rows)
+
+
+def test_a_recipe_that_loses_or_takes_longer_is_worse() -> None:
+    row = RecipeRow("f", "net", 32, False, [30.0, 31.0, 32.0], [31.2, 31.0, 40.0], [1.0] * 3, [1.0] * 3, 8)
+    assert row.met
+    assert row.cells() == ("`f`", "net", "32", "31.0", "31.2", "1", "1", "")
+    assert not dataclasses.replace(row, default_db=[31.4] * 3).met
+    assert (
+        dataclasses.replace(row, milliseconds=[1.1] * 3, everywhere=True).cells()[-1]
+        == "rounded everywhere, worse"
+    )
 
 
 def test_rows_are_replaced_by_network_and_read_back(tmp_path: Path) -> None:

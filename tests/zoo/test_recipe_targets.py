@@ -31,12 +31,14 @@ ENTRIES: tuple[Any, ...] = (*CNN, *DETECTORS, *TRANSFORMERS)
 TARGETS_BY_SHORT_NAME = {"onnxruntime", "megengine"}
 ALIKE = {"resnet18", "resnet50", "efficientnet_b0", "efficientnet_b1", "efficientnet_b2", "w4a4_lsq"}
 ALIKE |= {"int8", "w4a4_reconstruct", "w4a8_adaround"}
+PRECISIONS = {"w8a8", "w8a16", "w4a8", "w4a16"}  # of any network: tests/config/test_precision.py
 CASES = one_of_each([entry for entry in ENTRIES if not entry.plain])
 SLOW = {"freeanchor"}  # RetinaNet's network and recipe with another loss
 
 
 def test_every_family_has_a_network_that_the_quick_tests_run() -> None:
-    families = {name for name in recipe_names() if "/" not in name} - TARGETS_BY_SHORT_NAME - ALIKE
+    general = TARGETS_BY_SHORT_NAME | ALIKE | PRECISIONS
+    families = {name for name in recipe_names() if "/" not in name} - general
     assert {entry.recipe for entry in ENTRIES if not entry.plain} == families
     assert {entry.recipe for entry in ENTRIES if not entry.plain and not entry.slow} == families - SLOW
 

@@ -26,7 +26,9 @@ def _prepared(traced: TracedModule, folder: Path, more: str = "") -> TracedModul
     """By the recipe, with ranges that can be foretold."""
     recipe = folder / "mine.yaml"
     recipe.write_text(
-        f"schema: qtrace/1\nimports: [retinanet]\nobservers: {{activation: minmax}}\n{more}", encoding="utf-8"
+        "schema: qtrace/1\nimports: [retinanet]\nplacement: everything\nptq: [fuse_bn]\n"
+        f"observers: {{activation: minmax}}\n{more}",
+        encoding="utf-8",
     )
     return qtrace.calibrate(qtrace.prepare(traced, recipe), [bounded(2, 1, 64)], progress=False)
 

@@ -8,10 +8,10 @@ import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from qtrace.benchmarking.runners.base import Load, Runner, Settings
-from qtrace.errors import ExportError
+from qtrace.benchmarking.runners.base import Load, Runner, RunnerSettings
+from qtrace.errors import ExportError, install
 
-__all__ = ["Load", "Runner", "Settings", "known", "open_file"]
+__all__ = ["Load", "Runner", "RunnerSettings", "known", "open_file"]
 
 
 def known() -> tuple[str, ...]:
@@ -19,7 +19,7 @@ def known() -> tuple[str, ...]:
     return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base"))
 
 
-def open_file(path: Path, runtime: str | None = None, settings: Settings | None = None) -> Runner:
+def open_file(path: Path, runtime: str | None = None, settings: RunnerSettings | None = None) -> Runner:
     """Loads a file in its runtime.
 
     Args:
@@ -43,9 +43,9 @@ def open_file(path: Path, runtime: str | None = None, settings: Settings | None 
     if importlib.util.find_spec(load.package) is None:
         raise ExportError(
             f"to time {path.name} in {load.name}, the package {load.package} is needed: "
-            f"run pip install 'qtrace[{load.extra}]'."
+            f"run {install(load.extra)}."
         )
-    return load.open(path, settings or Settings())
+    return load.open(path, settings or RunnerSettings())
 
 
 def _load(name: str) -> Load:

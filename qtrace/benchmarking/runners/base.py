@@ -12,11 +12,11 @@ import numpy as np
 
 from qtrace.errors import ExportError
 
-__all__ = ["Load", "Runner", "Settings", "fixed_shape", "random_values"]
+__all__ = ["Load", "Runner", "RunnerSettings", "fixed_shape", "random_values"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class RunnerSettings:
     """How a file is run.
 
     Attributes:
@@ -37,8 +37,11 @@ class Runner(Protocol):
     def samples(self) -> int:
         """The number of samples of a run."""
 
-    def run(self) -> None:
-        """Runs the file once."""
+    def run(self) -> float:
+        """Runs the file once and returns the seconds that it took."""
+
+    def memory(self) -> int | None:
+        """Returns the bytes that the file added to its own process at most; None if it runs in this one."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,11 @@ class Load:
     package: str
     extra: str
     suffixes: tuple[str, ...]
-    open: Callable[[Path, Settings], Runner]
+    open: Callable[[Path, RunnerSettings], Runner]
     default: bool = True
 
 
-def fixed_shape(name: str, sizes: Sequence[object], settings: Settings) -> tuple[int, ...]:
+def fixed_shape(name: str, sizes: Sequence[object], settings: RunnerSettings) -> tuple[int, ...]:
     """Returns the shape of an input whose open sizes the settings fill.
 
     Args:

@@ -1,4 +1,7 @@
-"""Times TFLite files in LiteRT on CPU, with the kernels that it chooses by default (XNNPACK)."""
+"""Times TFLite files in LiteRT on CPU, with the kernels that it chooses by default (XNNPACK).
+
+LiteRT aborts its process for some files, so that it runs, and reads the clock, in a child.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from qtrace.benchmarking.runners.base import Load, Settings, fixed_shape, random_values
-from qtrace.errors import ExportError
+from qtrace.benchmarking.runners.base import Load, RunnerSettings, fixed_shape, random_values
+from qtrace.process.child import RuntimeChild
 
 __all__ = ["LOAD"]
 
@@ -15,27 +18,23 @@ __all__ = ["LOAD"]
 class LitertRunner:
     """An interpreter with inputs."""
 
-    def __init__(self, path: Path, settings: Settings) -> None:
-        from ai_edge_litert.interpreter import Interpreter
+    def __init__(self, path: Path, settings: RunnerSettings) -> None:
+        child = RuntimeChild("litert", "LiteRT", path)
+        self._file, facts = child.open([np.fromfile(path, np.uint8)], fuse=True, threads=settings.threads)
+        values = []
+        for detail in facts["inputs"]:
+            shape = fixed_shape(detail["name"], detail["signature"], settings)
+            values.append(random_values(shape, np.dtype(detail["dtype"])))
+        self._file.run(values)
+        self.samples = next((value.shape[0] for value in values if value.ndim), 1)
 
-        try:
-            self._loaded = Interpreter(str(path), num_threads=settings.threads)
-            details = self._loaded.get_input_details()
-            shapes = []
-            for detail in details:
-                sizes = [int(n) for n in detail["shape_signature"]]
-                shapes.append(fixed_shape(detail["name"], sizes, settings))
-                self._loaded.resize_tensor_input(detail["index"], shapes[-1])
-            self._loaded.allocate_tensors()
-            for detail, shape in zip(details, shapes, strict=True):
-                self._loaded.set_tensor(detail["index"], random_values(shape, np.dtype(detail["dtype"])))
-        except (RuntimeError, ValueError) as error:
-            raise ExportError(f"LiteRT cannot run {path}: {' '.join(str(error).split())[:300]}") from error
-        self.samples = next((shape[0] for shape in shapes if shape), 1)
+    def run(self) -> float:
+        """Runs the file once and returns the seconds that it took."""
+        return self._file.time()
 
-    def run(self) -> None:
-        """Runs the file once."""
-        self._loaded.invoke()
+    def memory(self) -> int:
+        """Returns the bytes that the file added to the child process at most."""
+        return self._file.memory()
 
 
 LOAD = Load("litert", "ai_edge_litert", "tflite", (".tflite",), LitertRunner)

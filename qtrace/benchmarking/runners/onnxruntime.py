@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
 
-from qtrace.benchmarking.runners.base import Load, Settings, fixed_shape, random_values
+from qtrace.benchmarking.runners.base import Load, RunnerSettings, fixed_shape, random_values
 from qtrace.benchmarking.sessions import NodeRun, ProfiledSession, open_session
 from qtrace.errors import ExportError
 
@@ -23,7 +24,7 @@ class OnnxRunner:
         shapes: input -> shape.
     """
 
-    def __init__(self, path: Path, settings: Settings) -> None:
+    def __init__(self, path: Path, settings: RunnerSettings) -> None:
         self._path, self._threads = path, settings.threads
         self._session = open_session(str(path), settings.threads)
         self._feeds = {}
@@ -41,9 +42,14 @@ class OnnxRunner:
         self.samples = next((shape[0] for shape in self.shapes.values() if shape), 1)
         self._run_first()
 
-    def run(self) -> None:
-        """Runs the file once."""
+    def run(self) -> float:
+        """Runs the file once and returns the seconds that it took."""
+        start = time.perf_counter()
         self._session.run(None, self._feeds)
+        return time.perf_counter() - start
+
+    def memory(self) -> None:
+        """Returns None: the file runs in this process."""
 
     def profile(self, runs: int) -> list[list[NodeRun]]:
         """Returns the nodes of some runs in a session of its own, by onnxruntime's profile."""

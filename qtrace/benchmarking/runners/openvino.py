@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
 
-from qtrace.benchmarking.runners.base import Load, Settings, fixed_shape, random_values
+from qtrace.benchmarking.runners.base import Load, RunnerSettings, fixed_shape, random_values
 from qtrace.errors import ExportError
 
 __all__ = ["LOAD"]
@@ -15,7 +16,7 @@ __all__ = ["LOAD"]
 class OpenvinoRunner:
     """A compiled model with inputs."""
 
-    def __init__(self, path: Path, settings: Settings) -> None:
+    def __init__(self, path: Path, settings: RunnerSettings) -> None:
         import openvino
 
         options = {
@@ -39,9 +40,14 @@ class OpenvinoRunner:
         self._feeds = {name: random_values(shape, kinds[name]) for name, shape in shapes.items()}
         self.samples = next((shape[0] for shape in shapes.values() if shape), 1)
 
-    def run(self) -> None:
-        """Runs the file once."""
+    def run(self) -> float:
+        """Runs the file once and returns the seconds that it took."""
+        start = time.perf_counter()
         self._request.infer(self._feeds)
+        return time.perf_counter() - start
+
+    def memory(self) -> None:
+        """Returns None: the file runs in this process."""
 
 
 LOAD = Load("openvino", "openvino", "openvino", (".onnx",), OpenvinoRunner, default=False)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qtrace.cli import help, options
+from qtrace.cli import help, options, targets
 from qtrace.cli.console import Console
 from qtrace.cli.gates import check_file, note_checks
-from qtrace.cli.outputs import output_file
+from qtrace.cli.naming import check_exported
 from qtrace.errors import ConfigError
+from qtrace.storage.outputs import output_file
 
 if TYPE_CHECKING:
     from qtrace.benchmarking.costs import CostTable
@@ -52,9 +53,7 @@ _PACKAGED = "packaged"
     flag_value=_PACKAGED,
     help="Predict the times, too; without TABLE, a file of --kernels, by the packaged cost table.",
 )
-@click.option(
-    "--out", "-o", type=options.file_or_folder(), help="With --kernels: the file to write, or replace."
-)
+@targets.file_to_write("--out", "-o", help="With --kernels: the file to write.")
 @options.recipe()
 @options.progress
 @options.output
@@ -69,6 +68,7 @@ def bench(
     by_op: bool,
     predict: str | None,
     out: Path | None,
+    force: bool,
     recipe: str | None,
     allow_code: bool,
     console: Console,
@@ -86,21 +86,23 @@ def bench(
             raise click.UsageError("--kernels takes no files, and of the options --runtime and -o only.")
         if out is None:
             raise click.UsageError("--kernels needs -o: the file to write.")
-        _bench_kernels(runtime or "onnxruntime", out, console)
+        _bench_kernels(runtime or "onnxruntime", out, force, console)
         return 0
     if not files:
         raise click.UsageError("name the files to run, or --kernels.")
     if out is not None:
         raise click.UsageError("-o belongs to --kernels.")
+    for file in files:
+        check_exported(file)
     with console.work():
         from tqdm import tqdm
 
         from qtrace.benchmarking.files import bench_files, show
-        from qtrace.benchmarking.runners import Settings
+        from qtrace.benchmarking.runners import RunnerSettings
 
         config = None if recipe is None else _expecting(recipe, allow_code)
         table = None if predict is None else _table(predict)
-        settings = Settings(threads or 1, batch or 1, shapes)
+        settings = RunnerSettings(threads or 1, batch or 1, shapes)
         with tqdm(desc="bench", unit="round", disable=not console.progress) as bar:
             reports = bench_files(
                 files,
@@ -163,14 +165,14 @@ def _note_differences(table: CostTable, threads: int, console: Console) -> None:
         console.warn(f"the cost table was measured elsewhere: {'; '.join(sentences)}.")
 
 
-def _bench_kernels(runtime: str, out: Path, console: Console) -> None:
+def _bench_kernels(runtime: str, out: Path, force: bool, console: Console) -> None:
     with console.work():
         from tqdm import tqdm
 
         from qtrace.benchmarking.tables import measure_table
 
         with (
-            output_file(out) as partial,
+            output_file(out, force=force) as partial,
             tqdm(desc="bench", unit="case", disable=not console.progress) as bar,
         ):
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from qtrace.cli import dumps as dumped_tensors
 from qtrace.cli import help, models, options
 from qtrace.cli.console import Console
+from qtrace.cli.naming import CONVERTED, check_exported
 
 __all__ = ["bisect"]
 
@@ -17,7 +20,11 @@ __all__ = ["bisect"]
 )
 @click.argument("file")
 @click.option(
-    "--model", "-m", metavar="QUANTIZED", required=True, help="The quantized.mge it was exported from."
+    "--model",
+    "-m",
+    metavar="QUANTIZED",
+    required=True,
+    help="The folder or quantized.mge of FILE.",
 )
 @click.option(
     "--runtime",
@@ -28,7 +35,7 @@ __all__ = ["bisect"]
 )
 @click.option("--max-lsb", metavar="N", default=1, show_default=True, help="Ignore differences up to this.")
 @dumped_tensors.options
-@options.data(required=True)
+@options.data(required=True, reserved=("layout",))
 @options.recipe()
 @options.allow
 @options.progress
@@ -53,6 +60,9 @@ def bisect(
     The exit code is 1 if there is such an op. Images and raw pixels are preprocessed by --recipe, or
     else by MODEL's own recipe. With --dumped, FILE is not run: the tensors of a device are compared.
     """
+    if Path(file).is_dir():
+        check_exported(Path(file))
+    model = models.model_file(model, CONVERTED)
     with console.work():
         import qtrace
 

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from qtrace.cli import help, models, options
+from qtrace.cli import help, models, options, targets
 from qtrace.cli.console import Console
-from qtrace.cli.figures import note_graph
 from qtrace.cli.gates import check_graph, note_checks
-from qtrace.cli.outputs import resumable_folder
-from qtrace.cli.verdicts import CURE, VERDICT, Judging, judging
-from qtrace.errors import QtraceError
+from qtrace.cli.images import warn_unused
+from qtrace.cli.verdicts import NextCommand, import_metric, judging
+from qtrace.storage.outputs import flag
 
-if TYPE_CHECKING:
-    from qtrace.calibration.running import Result
-    from qtrace.data import DataSource  # at run time it loads numpy, which --help does without
-
-__all__ = ["FILES", "calibrate", "write_folder"]
-
-FILES = ("prepared.mge", "quantized.mge", "report.json", "explain.txt")
+__all__ = ["calibrate"]
 
 
 @click.command(
@@ -33,7 +24,7 @@ FILES = ("prepared.mge", "quantized.mge", "report.json", "explain.txt")
 @click.argument("model")
 @options.data(required=True)
 @options.recipe("int8")
-@click.option("--out", "-o", type=options.file_or_folder(), required=True, help="The folder to write.")
+@targets.folder_to_write("The folder to write.")
 @judging
 @options.collecting
 @click.option(
@@ -80,157 +71,48 @@ def calibrate(
     run next. It is measured on --evaluation, or on batches that are held back if there are 8 or more. The
     exit code is 1 if a limit of the recipe's `expect` is broken.
     """
-    judge = Judging(click.get_current_context().params, console, **judged)
+    metric = judged["metric"]
     with console.work():
-        import qtrace
+        from qtrace.calibration.running import RunSettings
+        from qtrace.preparation.model import QuantizedModel
+        from qtrace.quantizing.judging import Acceptance
+        from qtrace.quantizing.stage import DataReading, calibrate_to_folder
 
-        qconfig = qtrace.load_recipe(recipe, allow_code=allow_code)
+        qconfig = models.load_recipe(recipe, allow_code)
+        warn_unused(data, qconfig, console)
+        acceptance = Acceptance(None if metric is None else import_metric(metric), judged["at_least"])
         traced = None if models.needs_example(model) else models.load_model(model, allow)
         if traced is not None:
             models.check_size(traced, model, qconfig, data)
-        reading: dict[str, Any] = {
-            "batch_size": batch_size,
-            "max_batches": max_batches,
-            "skip_bad": skip_bad,
-        }
-        source = models.open_source(data, console, qconfig=qconfig, **reading)
-        judge.hold_back(source, qconfig, reading)
-        work = resumable_folder(
-            out, names=(*FILES, CURE, VERDICT), force=force, resume=resume, note=console.note
+        done = calibrate_to_folder(
+            (lambda source: models.trace_factory(model, data=source)) if traced is None else traced,
+            data,
+            out,
+            recipe=qconfig,
+            importing=recipe,
+            reading=DataReading(batch_size, max_batches, skip_bad),
+            evaluation=judged["evaluation"],
+            acceptance=acceptance,
+            settings=RunSettings(**collecting, progress=console.progress, allow=allow),
+            learning_engine=learning_engine,
+            resume=resume,
+            force=force,
+            about={"model": model, "data": data, "recipe": recipe},
+            reporter=console,
+            spell=flag,
         )
-        with work as (folder, checkpoints):
-            if traced is None:
-                traced = models.trace_factory(model, data=source)
-            prepared = qtrace.prepare(traced, qconfig, samples=_samples(source))
-            console.note(f"calibrating on {data}")
-            settings = {**collecting, "allow": allow}
-            result = _collect(prepared, source, {"source": data, **reading}, checkpoints, console, settings)
-            judge.keep_float(prepared)
-            engines = {"threads": settings["threads"], "learning_engine": learning_engine}
-            collection = _finish(prepared, source, result, checkpoints, console, engines)
-            summary = {"model": model, "data": data, "recipe": recipe, **collection}
-            write_folder(folder, prepared, summary)
-            facts = note_graph(prepared, console)
-            outcome = judge.conclude(prepared, source, collection["batches"])
-            outcome.write(folder, facts)
-        checks = check_graph(qconfig, outcome.verdict, judged["metric"], facts)
-    models.note_skipped(source, console)
-    files = [str(out / name) for name in FILES]
-    outcome.note(console)
-    facts.update(note_checks(console, checks))
-    console.result("\n".join(files), {**summary, **facts, **outcome.summary, "files": files})
-    return 0 if outcome.passed and checks.passed else 1
-
-
-def _samples(source: DataSource) -> Iterator[Any]:
-    """Yields the batches of ``source`` up to one that cannot be read, of which the calibration tells."""
-    batches = iter(source)
-    while True:
-        try:
-            batch = next(batches)
-        except (StopIteration, QtraceError):
-            return
-        yield batch
-
-
-def _collect(
-    prepared: Any,
-    source: DataSource,
-    reading: dict[str, Any],
-    folder: Path,
-    console: Console,
-    settings: dict[str, Any],
-) -> Result:
-    """Collects the statistics of all sites of ``prepared``.
-
-    Args:
-        prepared: the prepared graph.
-        source: the calibration data.
-        reading: the fields of `Source` but its preprocess, from which workers open the data.
-        folder: the folder of checkpoints.
-        console: shows progress and notes.
-        settings: the fields of `RunSettings` but ``progress``.
-    """
-    from qtrace.calibration.jobs import Source
-    from qtrace.calibration.running import RunSettings, collect_all
-    from qtrace.preparation.model import QuantizedModel
-
-    preprocess = QuantizedModel(prepared).record.qconfig.get("preprocess")
-    return collect_all(
-        prepared,
-        source,
-        Source(preprocess=preprocess, **reading),
-        folder,
-        RunSettings(progress=console.progress, **settings),
-        console.note,
-    )
-
-
-def _finish(
-    prepared: Any, source: DataSource, result: Result, folder: Path, console: Console, engines: dict[str, Any]
-) -> dict[str, Any]:
-    """Sets the ranges of ``prepared`` from the statistics in ``result``, and runs the recipe's algorithms.
-
-    Returns:
-        The engine, the number of batches and the images that were skipped, for the report.
-    """
-    import qtrace
-
-    chosen, statistics = result.collected.chosen, result.collected.statistics
-    console.note(f"engine {chosen.name}: {chosen.reason}")
-    engine = chosen.name if chosen.everywhere else "megengine"
-    qtrace.calibrate(
-        prepared,
-        source,
-        progress=console.progress,
-        engine=engine,
-        statistics=statistics,
-        state=folder,
-        **engines,
-    )
-    for line in qtrace.explain(prepared).algorithms():
-        console.note(line)
-    source.skipped[:] = result.skipped
-    return {
-        "engine": {"name": chosen.name, "reason": chosen.reason},
-        "batches": len(statistics.batches),
-        "skipped": list(result.skipped),
-    }
-
-
-def write_folder(folder: Path, prepared: Any, summary: dict[str, Any]) -> None:
-    """Writes `FILES` of a calibrated graph.
-
-    Args:
-        folder: the folder to write into.
-        prepared: the calibrated graph.
-        summary: the first entries of report.json.
-    """
-    import qtrace
-
-    quantized = qtrace.convert(prepared)
-    explanation = qtrace.explain(prepared)
-    report = {
-        "qtrace": qtrace.__version__,
-        **summary,
-        "ptq": list(explanation.ptq),
-        "sites": _sites(prepared),
-    }
-    qtrace.save(prepared, folder / "prepared.mge")
-    qtrace.save(quantized, folder / "quantized.mge")
-    (folder / "report.json").write_text(
-        json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8"
-    )
-    (folder / "explain.txt").write_text(explanation.table(None) + "\n", encoding="utf-8")
-
-
-def _sites(prepared: Any) -> list[dict[str, Any]]:
-    """Lists all sites with scheme, scale and zero point, which are null at a site that saw no data."""
-    from qtrace.preparation.record import fake_quants, read_record
-
-    native, sites = read_record(prepared).native, []
-    for site in fake_quants(prepared):
-        numbers = site.qparams().to_dict() if site.calibrated else {"scale": None, "zero_point": None}
-        own = {"native": native[site.site].origin} if site.site in native else {}
-        sites.append({"site": site.site, "scheme": site.scheme.to_dict(), **numbers, **own})
-    return sites
+        verdict = done.judgement.verdict
+        checks = check_graph(qconfig, verdict, metric, done.figures)
+        following = ""
+        if (diagnosis := done.judgement.diagnosis) is not None:
+            command = NextCommand(click.get_current_context().params, judged, done.more_data)
+            following = command.after(diagnosis, QuantizedModel(done.prepared).annotation.backend)
+    models.note_skipped(done.source, console)
+    facts = {**done.judgement.to_dict()}
+    if diagnosis is not None:
+        for line in (*diagnosis.lines(), f"next: {following}"):
+            console.note(line)
+        facts["next"] = following
+    facts = {**done.summary, **done.figures, **note_checks(console, checks), **facts}
+    console.result("\n".join(done.files), {**facts, "files": list(done.files)})
+    return 0 if done.judgement.passed and checks.passed else 1

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import click
 
-from qtrace.cli import help, options
+from qtrace.cli import help, options, targets
 from qtrace.cli.console import Console
-from qtrace.cli.outputs import output_file
+from qtrace.cli.naming import check_exported
+from qtrace.storage.outputs import output_file
 
 __all__ = ["check"]
 
@@ -29,9 +30,9 @@ __all__ = ["check"]
     help="The target: onnxruntime, qnn, ryzenai, ryzenai_xint8 or tensorrt.",
 )
 @click.option("--fix", is_flag=True, help="Write a copy to -o in which all that is mechanical is repaired.")
-@click.option("--out", "-o", type=options.file_or_folder(), help="With --fix: the file to write, or replace.")
+@targets.file_to_write("--out", "-o", help="With --fix: the file to write.")
 @options.output
-def check(file: Path, target: str, fix: bool, out: Path | None, console: Console) -> int:
+def check(file: Path, target: str, fix: bool, out: Path | None, force: bool, console: Console) -> int:
     """Check whether a quantized ONNX file keeps the contract of a target.
 
     FILE has QuantizeLinear and DequantizeLinear nodes, and may be of any tool. The command names each node
@@ -40,6 +41,7 @@ def check(file: Path, target: str, fix: bool, out: Path | None, console: Console
     """
     if fix != (out is not None):
         raise click.UsageError("--fix and -o belong together: give both, or none.")
+    check_exported(file)
     with console.work():
         from qtrace.verification.contracts import check_contract, fix_contract
 
@@ -47,7 +49,7 @@ def check(file: Path, target: str, fix: bool, out: Path | None, console: Console
             report = check_contract(file, target)
         else:
             data, report = fix_contract(file, target)
-            with output_file(out) as partial:
+            with output_file(out, force=force) as partial:
                 Path(partial).write_bytes(data)
     console.result(report.text(), report.to_dict())
     return 0 if report.passed else 1

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from qtrace.cli import help, models, options
+from qtrace.cli import help, models, options, targets
 from qtrace.cli.commands.explain import on_terminal
 from qtrace.cli.console import Console
-from qtrace.cli.outputs import output_file
+from qtrace.cli.measured import Counted, samples_of
+from qtrace.cli.naming import CONVERTED
 from qtrace.cli.verdicts import judge_comparison, text_of
+from qtrace.storage.outputs import output_file
 
 if TYPE_CHECKING:
-    from qtrace.inspection.comparison.report import ChannelRanges
+    from qtrace.inspection.comparison.rows import ChannelRanges
     from qtrace.sensitivity.diagnosis import Diagnosis
 
 __all__ = ["compare"]
@@ -46,7 +48,7 @@ _DRAWN = 10  # sites whose channels are drawn
     metavar="F",
     help="The float network, if `ptq` algorithms or training changed the weights.",
 )
-@click.option("--html", type=options.file_or_folder(), help="Also write a page with plots into this file.")
+@targets.file_to_write("--html", help="Also write a page with plots into this file.")
 @options.allow
 @options.progress
 @options.output
@@ -61,19 +63,23 @@ def compare(
     sort: str,
     float_model: str | None,
     html: Path | None,
+    force: bool,
     allow: tuple[str, ...],
     console: Console,
 ) -> None:
     """Show where a quantized graph's error comes from, site by site.
 
-    MODEL is a calibrated prepared.mge or a quantized.mge. "own" is the error that arises at a site if all
-    sites before it are float, "inherited" the error from those sites. Both are relative to the signal, in dB:
-    higher is better. Use data that was not used to calibrate. Images and raw pixels are preprocessed by
-    --recipe, or else by MODEL's own recipe.
+    MODEL is a folder of `qtrace calibrate`, its prepared.mge or its quantized.mge. "own" is the error that
+    arises at a site if all sites before it are float, "inherited" the error from those sites. Both are
+    relative to the signal, in dB: higher is better. Use data that was not used to calibrate. The verdict
+    above the table is measured on some samples at the beginning of --data, the table on all of them. Images
+    and raw pixels are preprocessed by --recipe, or else by MODEL's own recipe.
     """
+    model = models.model_file(model, CONVERTED)
     width = shutil.get_terminal_size().columns if on_terminal() else None
     with console.work():
         import qtrace
+        from qtrace.sensitivity.diagnosis.verdict import FAKE_QUANTS
 
         loaded = models.load_model(model, allow)
         models.check_stage(loaded, model)
@@ -84,22 +90,25 @@ def compare(
         )
         network = models.load_float(float_model, allow, loaded)
         with console.bar(source, "compare") as batches:
-            comparison = qtrace.compare(loaded, batches, float_model=network)
+            counted = Counted(batches)
+            comparison = qtrace.compare(loaded, counted, float_model=network)
         diagnosis = judge_comparison(loaded, network, source, console)
         if html is not None:
             page = comparison.html(*_findings(diagnosis))
-            with output_file(html) as partial:
+            with output_file(html, force=force) as partial:
                 partial.write_text(page, encoding="utf-8")
     models.note_skipped(source, console)
     if html is not None:
         console.note(f"{html} is written: open it in a browser.")
     judged = {} if diagnosis is None else {"diagnosis": diagnosis.to_dict()}
-    console.result(text_of(diagnosis) + comparison.table(width, sort), {**judged, **comparison.to_dict()})
+    measured = f"{samples_of(counted.samples, '--data', max_batches)} ({FAKE_QUANTS})"
+    text = f"{text_of(diagnosis)}sites and outputs: on {measured}\n{comparison.table(width, sort)}"
+    console.result(text, {**judged, "measured_on": measured, **comparison.to_dict()})
 
 
 def _findings(diagnosis: Diagnosis | None) -> tuple[list[str], list[ChannelRanges]]:
     """Returns the lines of a diagnosis, and the channels of the sites of its causes and of the worst ones."""
-    from qtrace.inspection.comparison.report import ChannelRanges
+    from qtrace.inspection.comparison.rows import ChannelRanges
 
     if diagnosis is None:
         return [], []

@@ -10,9 +10,10 @@ from typing import Any
 
 import click
 
-from qtrace.cli import help, models, options
+from qtrace.cli import help, models, options, targets
 from qtrace.cli.console import Console
-from qtrace.cli.outputs import output_file
+from qtrace.cli.naming import PREPARED
+from qtrace.storage.outputs import output_file
 
 __all__ = ["explain"]
 
@@ -34,9 +35,7 @@ __all__ = ["explain"]
     help="Explain a node, a site, a module (or a glob), or a kind of op in full.",
 )
 @click.option("--all", "every", is_flag=True, help="Show ops on shapes and constants, too.")
-@click.option(
-    "--dot", type=options.file_or_folder(), help="Also draw the graph into this file, for Graphviz."
-)
+@targets.file_to_write("--dot", help="Also draw the graph into this file, for Graphviz.")
 @options.allow
 @options.output
 def explain(
@@ -47,20 +46,23 @@ def explain(
     why: str | None,
     every: bool,
     dot: Path | None,
+    force: bool,
     allow: tuple[str, ...],
     console: Console,
 ) -> None:
     """Show for every op what is quantized, by which rule, or why it stays float.
 
-    MODEL is a traced file (what the recipe would do), a prepared or quantized one (what was done), or
-    pkg.mod:factory with --shape.
+    MODEL is a traced file (what the recipe would do), a prepared or quantized one or the folder of `qtrace
+    calibrate` (what was done), or pkg.mod:factory with --shape.
 
     Below the table are the share that is computed on integers and, for everything that stays float, the line
     of a recipe that would change it. On a terminal the table is cut to its width; a pipe gets all of it.
     """
+    model = models.model_file(model, PREPARED)
     width = shutil.get_terminal_size().columns if on_terminal() else None
     with console.work():
         import qtrace
+        from qtrace.preparation.precision import describe_precision
         from qtrace.preparation.record import is_quantized
 
         if recipe:
@@ -76,9 +78,10 @@ def explain(
         explanation = qtrace.explain(loaded, recipe, allow_code=allow_code)
         text, data = _result(explanation, why, every, width)
         if dot is not None:
-            with output_file(dot) as partial:
+            with output_file(dot, force=force) as partial:
                 partial.write_text(explanation.dot(every=every), encoding="utf-8")
             console.note(f"{dot} is written; `dot -Tsvg {dot} -o graph.svg` draws it.")
+    console.note(describe_precision(explanation.annotation))
     console.result(text, data)
 
 

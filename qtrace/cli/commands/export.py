@@ -7,12 +7,13 @@ from typing import Any
 
 import click
 
-from qtrace.cli import help, models, options
+from qtrace.cli import help, models, options, targets
 from qtrace.cli.console import Console
 from qtrace.cli.ends import note_ends
-from qtrace.cli.figures import note_device, note_file
 from qtrace.cli.gates import check_file, note_checks
-from qtrace.cli.outputs import output_file
+from qtrace.cli.naming import CONVERTED
+from qtrace.quantizing.figures import note_device, note_file
+from qtrace.storage.outputs import check_foreign, output_file
 
 __all__ = ["export"]
 
@@ -54,9 +55,7 @@ def _value(pair: str, text: str) -> Any:
     """,
 )
 @click.argument("model")
-@click.option(
-    "--out", "-o", type=options.file_or_folder(), required=True, help="The file to write, or replace."
-)
+@targets.file_to_write("--out", "-o", required=True, help="The file to write.")
 @click.option(
     "--format",
     "-f",
@@ -113,6 +112,7 @@ def _value(pair: str, text: str) -> Any:
 def export(
     model: str,
     out: Path,
+    force: bool,
     file_format: str | None,
     settings: dict[str, Any],
     allow_float: tuple[str, ...],
@@ -133,20 +133,24 @@ def export(
 ) -> int:
     """Write a model for a runtime.
 
-    MODEL is the quantized.mge of `qtrace calibrate`, or a float.mge of `qtrace trace`, which is written in
-    float. A format of several files puts the others beside --out. In the end the command notes the size, the
+    MODEL is the folder of `qtrace calibrate` or its quantized.mge, or a float.mge of `qtrace trace`, which is
+    written in float. A file that another tool wrote is replaced by --force only, and MODEL never. A format of
+    several files puts the others beside --out. In the end the command notes the size, the
     multiply-accumulates and, for a runtime with a cost table, the predicted time beside that in float. The
     exit code is 1 if size or time are above the limits of the recipe's `expect`; the file is written all the
-    same.
-    --test-vectors is for firmware: what a device must compute, as raw files and as .npz, with an index.
+    same. --test-vectors is for firmware: what a device must compute, as raw files and as .npz, with an index.
     """
     if (test_vectors is None) != (data is None):
         raise click.UsageError("--test-vectors and --data belong together: give both, or none.")
     if example and out.suffix not in (".onnx", ".tflite"):
         raise click.UsageError(f"--example writes scripts for .onnx and .tflite files, not for {out.name}.")
+    model = models.model_file(model, CONVERTED)
     with console.work():
         import qtrace
+        from qtrace.export.example import example_path
 
+        if example:
+            check_foreign(example_path(out), force=force)
         loaded = models.load_model(model, allow)
         chosen = {
             "allow_float": allow_float,
@@ -156,12 +160,12 @@ def export(
             "nms": nms,
         }
         settings = {**settings, **{name: value for name, value in chosen.items() if value}}
-        with output_file(out) as partial:
+        with output_file(out, force=force) as partial:
             qtrace.export(loaded, str(partial), format=file_format, **settings)
         facts = {**note_file(loaded, out, console), **note_device(loaded, out, console)}
         ends = note_ends(loaded, out, console)
         if example:
-            facts["example"] = _write_example(loaded, out, ends["inputs"], embed_preprocess)
+            facts["example"] = _write_example(loaded, out, ends["inputs"], embed_preprocess, force)
         facts.update(ends)
         if test_vectors is not None and data is not None:
             qconfig = models.preprocessing(loaded, recipe, allow_code)
@@ -183,7 +187,7 @@ def export(
     return 0 if checks.passed else 1
 
 
-def _write_example(loaded: Any, out: Path, inputs: list[dict[str, Any]], embedded: bool) -> str:
+def _write_example(loaded: Any, out: Path, inputs: list[dict[str, Any]], embedded: bool, force: bool) -> str:
     """Writes the script that runs the file ``out``."""
     from qtrace.export.example import write_example
     from qtrace.preparation.model import QuantizedModel
@@ -192,7 +196,7 @@ def _write_example(loaded: Any, out: Path, inputs: list[dict[str, Any]], embedde
     preprocess = QuantizedModel(loaded).config.preprocess if is_quantized(loaded) else None
     ends = [(end["name"], end["dtype"], end["shape"]) for end in inputs]
     script, text = write_example(out, ends, preprocess, embedded)
-    with output_file(script) as partial:
+    with output_file(script, force=force) as partial:
         Path(partial).write_text(text, encoding="utf-8")
     return str(script)
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import click
 
-from qtrace.cli import help, models, options
-from qtrace.cli.commands.calibrate import FILES, write_folder
+from qtrace.cli import help, models, options, targets
 from qtrace.cli.console import Console
-from qtrace.cli.outputs import resumable_folder
+from qtrace.cli.naming import PREPARED
+from qtrace.quantizing.folder import FILES, write_folder
+from qtrace.storage.outputs import resumable_folder
 
 __all__ = ["finetune"]
 
@@ -30,7 +31,7 @@ _CHECKPOINT = "finetune.part.npz"
 @click.option(
     "--eval-data", metavar="D", help="Data to evaluate on, as --data; by default a tenth of --data."
 )
-@click.option("--out", "-o", type=options.file_or_folder(), required=True, help="The folder to write.")
+@targets.folder_to_write("The folder to write.")
 @click.option("--steps", type=click.IntRange(1), default=500, show_default=True, help="Steps to take.")
 @click.option("--minutes", type=float, help="Take only as many steps as fit into this time.")
 @click.option(
@@ -87,13 +88,14 @@ def finetune(
 ) -> None:
     """Train a quantized graph to reproduce its float outputs, without labels.
 
-    MODEL is a prepared.mge that `qtrace calibrate` wrote. The folder --out appears whole or not at all. It
-    holds prepared.mge, quantized.mge (to be exported), report.json (the loss, the held-back error, the
-    outputs before and after, what was frozen when, and all sites) and explain.txt.
+    MODEL is a folder that `qtrace calibrate` wrote, or its prepared.mge. The folder --out appears whole or
+    not at all. It holds prepared.mge, quantized.mge (to be exported), report.json (the loss, the held-back
+    error, the outputs before and after, what was frozen when, and all sites) and explain.txt.
 
     The result is the state with the smallest error on held-back data. If no step was better than MODEL, the
     result is MODEL as it was, and the report says so; the exit code is 0.
     """
+    model = models.model_file(model, PREPARED)
     with console.work(logging.INFO):  # whose estimate of the time the user needs
         import qtrace
 
@@ -129,7 +131,7 @@ def finetune(
 
 def _settings(arguments: dict[str, Any], batch_size: int) -> Any:
     """Builds the settings of the run; options that are None keep their default."""
-    from qtrace.finetuning import Settings
+    from qtrace.finetuning import FinetuneSettings
 
     fields = {name: arguments[name] for name in ("steps", "lr", "range_lr", "freeze_below", "seed", "engine")}
     fields |= {
@@ -138,4 +140,4 @@ def _settings(arguments: dict[str, Any], batch_size: int) -> Any:
         "max_minutes": arguments["minutes"],
     }
     fields = {name: value for name, value in fields.items() if value is not None}
-    return Settings(batch_size=batch_size, **fields)
+    return FinetuneSettings(batch_size=batch_size, **fields)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from qtrace.cli import help, options
+from qtrace.cli import help, options, targets
 from qtrace.cli.console import Console
 from qtrace.cli.ends import note_ends
-from qtrace.cli.outputs import output_file
+from qtrace.storage.outputs import output_file
 
 __all__ = ["import_onnx"]
 
@@ -29,27 +29,29 @@ __all__ = ["import_onnx"]
     help="The axis whose size stays free, such as x:0; `none` fixes every axis. By default the first axis of "
     "the first input, if the file leaves it open.",
 )
-@click.option(
-    "--out", "-o", type=options.file_or_folder(), required=True, help="The file to write, or replace."
-)
+@click.option("--fixed", is_flag=True, help="Fix every axis but the batch at the size in --shape.")
+@targets.file_to_write("--out", "-o", required=True, help="The file to write.")
 @options.output
 def import_onnx(
     network: str,
     shapes: dict[str, tuple[int, ...]],
     batch: str,
+    fixed: bool,
     out: Path,
+    force: bool,
     console: Console,
 ) -> None:
     """Make a traced model of an ONNX file.
 
     Layers with stored weights become modules named as in the file, so that they can be trained and named in
-    recipes. A node without an equal in MegEngine is refused by name. Nothing in the file runs.
+    recipes. A node without an equal in MegEngine is refused by name. Axes that the file leaves open stay open
+    as far as its nodes allow, which is checked at other sizes; --shape gives the sizes of the trace.
     """
     with console.work():
         import qtrace
 
-        with output_file(out) as partial:
-            traced = qtrace.from_onnx(network, shapes, batch=None if batch == "none" else batch)
+        with output_file(out, force=force) as partial:
+            traced = qtrace.from_onnx(network, shapes, batch=None if batch == "none" else batch, fixed=fixed)
             qtrace.save(traced, partial)
         ends = note_ends(traced, out, console)
     console.result(str(out), {"model": str(out), **ends})

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qtrace.cli import help, models, options
+from qtrace.cli import help, models, options, targets
 from qtrace.cli.commands.explain import on_terminal
 from qtrace.cli.console import Console
-from qtrace.cli.outputs import output_file
+from qtrace.cli.naming import CONVERTED
+from qtrace.storage.outputs import output_file
 
 if TYPE_CHECKING:
     from qtrace.graph.samples import SamplesReport
@@ -39,9 +40,7 @@ _SAMPLES = 4  # of a batch
     metavar="N",
     help="Also run the model N times in MegEngine, op by op, and show the median time of each.",
 )
-@click.option(
-    "--dot", type=options.file_or_folder(), help="Also draw the graph into this file, for Graphviz."
-)
+@targets.file_to_write("--dot", help="Also draw the graph into this file, for Graphviz.")
 @click.option(
     "--samples",
     metavar="D",
@@ -55,18 +54,20 @@ def inspect(
     shapes: models.Shapes,
     runs: int | None,
     dot: Path | None,
+    force: bool,
     samples: str | None,
     allow: tuple[str, ...],
     console: Console,
 ) -> int:
     """Show what each op costs: multiply-accumulates, parameters, memory, time.
 
-    MODEL is a file that qtrace wrote (traced, prepared or quantized), an ONNX file, or pkg.mod:factory with
-    --shape. Memory is that of the activations at the traced shapes: of each result, and of all that exist
-    while an op runs. On a terminal the table is cut to its width; a pipe gets all of it. With --samples, the
-    exit code is 1 if the model computes a sample otherwise in a batch than alone, and the first op that does
-    is named.
+    MODEL is a file that qtrace wrote (traced, prepared or quantized), a folder of `qtrace calibrate`, an ONNX
+    file, or pkg.mod:factory with --shape. Memory is that of the activations at the traced shapes: of each
+    result, and of all that exist while an op runs. On a terminal the table is cut to its width; a pipe gets
+    all of it. With --samples, the exit code is 1 if the model computes a sample otherwise in a batch than
+    alone, and the first op that does is named.
     """
+    model = models.model_file(model, CONVERTED)
     width = shutil.get_terminal_size().columns if on_terminal() else None
     with console.work():
         from qtrace.graph.dot import dot as draw
@@ -79,7 +80,7 @@ def inspect(
             loaded = models.load_model(model, allow)
         analysis = analyze(loaded, runs or 0)
         if dot is not None:
-            with output_file(dot) as partial:
+            with output_file(dot, force=force) as partial:
                 partial.write_text(draw(flatten(loaded)), encoding="utf-8")
             console.note(f"{dot} is written; `dot -Tsvg {dot} -o graph.svg` draws it.")
         report = None if samples is None else _compare_samples(loaded, samples, console)

@@ -9,7 +9,7 @@ import click
 
 from qtrace.cli import help, matching, models, options
 from qtrace.cli.console import Console
-from qtrace.cli.outputs import output_file
+from qtrace.storage.outputs import output_file
 
 __all__ = ["recipes"]
 
@@ -185,9 +185,16 @@ def _with_model(
 @click.option(
     "--out", "-o", type=options.file_or_folder(), help="The file to write; without it, print the text."
 )
+@click.option(
+    "--for-images",
+    is_flag=True,
+    help="Write every key of preprocess, with its meaning: how pixels become inputs.",
+)
 @options.allow_code
 @options.output
-def new(names: tuple[str, ...], out: Path | None, allow_code: bool, console: Console) -> None:
+def new(
+    names: tuple[str, ...], out: Path | None, for_images: bool, allow_code: bool, console: Console
+) -> None:
     """Begin a recipe that imports others, with comments on what it may change."""
     with console.work():
         from qtrace.cli.starter import starter
@@ -195,7 +202,7 @@ def new(names: tuple[str, ...], out: Path | None, allow_code: bool, console: Con
 
         if out is not None and out.suffix not in (".yaml", ".yml"):
             raise click.UsageError(f"{out}: the name of a recipe file ends with .yaml or .yml.")
-        text = starter(names, out, allow_code=allow_code)
+        text = starter(names, out, allow_code=allow_code, for_images=for_images)
         if out is not None:
             if out.exists():
                 raise ConfigError(f"{out} exists already; name another file or remove it.")

@@ -9,11 +9,12 @@ from typing import Any
 
 import click
 
-from qtrace.cli import help, models, options
+from qtrace.cli import help, models, options, targets
 from qtrace.cli.commands.explain import on_terminal
 from qtrace.cli.console import Console
-from qtrace.cli.outputs import output_file
+from qtrace.cli.measured import samples_of
 from qtrace.errors import ConfigError
+from qtrace.storage.outputs import output_file
 
 __all__ = ["sensitivity"]
 
@@ -73,7 +74,7 @@ __all__ = ["sensitivity"]
     help="What layers become: float, a16, w8a8, ...",
 )
 @click.option("--groups", is_flag=True, help="Also measure every group of sites by itself.")
-@click.option("--patch", type=options.file_or_folder(), help="Write the recipe that raises the layers here.")
+@targets.file_to_write("--patch", help="Write the recipe that raises the layers here.")
 @options.allow
 @options.progress
 @options.output
@@ -86,6 +87,7 @@ def sensitivity(
     recipe: str | None,
     allow_code: bool,
     patch: Path | None,
+    force: bool,
     allow: tuple[str, ...],
     console: Console,
     **arguments: Any,
@@ -99,9 +101,11 @@ def sensitivity(
     """
     with console.work():
         import qtrace
+        from qtrace.data.base import batch_length
         from qtrace.sensitivity import DetectionLoss, analyze, mixed_precision
+        from qtrace.sensitivity.diagnosis.verdict import FAKE_QUANTS
 
-        qconfig = qtrace.load_recipe(recipe or "onnxruntime", allow_code=allow_code)
+        qconfig = models.load_recipe(recipe or "onnxruntime", allow_code)
         sizes: dict[str, Any] = {"batch_size": batch_size, "max_batches": max_batches, "skip_bad": skip_bad}
         goal, metric = _goal(arguments, qconfig), _metric(arguments)
         if patch is not None and goal is None:
@@ -119,7 +123,7 @@ def sensitivity(
         if traced is None:
             traced = models.trace_factory(model, data=source)
         if goal is None:
-            prepared = qtrace.prepare(traced, qconfig)
+            prepared = qtrace.prepare(traced, qconfig, samples=calibration or None)
             if isinstance(loss := metric.get("metric"), DetectionLoss):
                 metric["metric"] = loss.of(prepared)  # before the calibration, which may take long
             qtrace.calibrate(prepared, calibration, progress=console.progress)
@@ -145,11 +149,16 @@ def sensitivity(
                 **metric,
             ).importing(_importable(recipe or "onnxruntime", patch))
         if patch is not None:
-            with output_file(patch) as partial:
+            with output_file(patch, force=force) as partial:
                 partial.write_text(result.patch, encoding="utf-8")
     models.note_skipped(source, console)
     width = shutil.get_terminal_size().columns if on_terminal() else None
-    console.result(result.table(width), result.to_dict())
+    option = "--eval-data" if arguments["eval_data"] else "--data"
+    measured = samples_of(sum(map(batch_length, evaluation)), option, max_batches)
+    measured += "" if arguments["eval_data"] else ", which calibrate it, too"
+    measured = f"{measured} ({FAKE_QUANTS})"
+    text = f"{result.table(width)}\nmeasured on {measured}"
+    console.result(text, {**result.to_dict(), "measured_on": measured})
     return 0 if getattr(result, "passed", True) else 1
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from qtrace.cli import help, models, options
+from qtrace.cli import help, models, options, targets
 from qtrace.cli.console import Console
-from qtrace.cli.outputs import output_folder
+from qtrace.storage.outputs import output_folder
 
 __all__ = ["split"]
 
@@ -34,7 +34,7 @@ _DOCUMENT = "parts.json"
 @click.option(
     "--by-backend", "backend", metavar="B", help="Cut where support by this backend begins or ends instead."
 )
-@click.option("--out", "-o", type=options.file_or_folder(), required=True, help="The folder to make.")
+@targets.folder_to_write("The folder to make.")
 @click.option("--force", is_flag=True, help="Replace the folder if it holds nothing but parts.")
 @options.allow
 @options.output

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import click
 
-from qtrace.cli import help, models, options
+from qtrace.cli import help, models, options, targets
 from qtrace.cli.console import Console
 from qtrace.cli.ends import note_ends
-from qtrace.cli.outputs import output_file
+from qtrace.cli.images import change_config, images
+from qtrace.storage.outputs import output_file
 
 __all__ = ["trace"]
 
@@ -23,10 +24,9 @@ __all__ = ["trace"]
 @click.option(
     "--data", "-d", metavar="D", help="Trace on the first batch of this data instead; see calibrate."
 )
+@images()
 @options.recipe()
-@click.option(
-    "--out", "-o", type=options.file_or_folder(), required=True, help="The file to write, or replace."
-)
+@targets.file_to_write("--out", "-o", required=True, help="The file to write.")
 @click.option(
     "--method",
     metavar="NAME",
@@ -50,6 +50,7 @@ def trace(
     recipe: str | None,
     allow_code: bool,
     out: Path,
+    force: bool,
     method: str,
     no_check: bool,
     branches: tuple[str, ...],
@@ -65,13 +66,13 @@ def trace(
     with console.work():
         import qtrace
 
-        qconfig = qtrace.load_recipe(recipe, allow_code=allow_code) if recipe else None
+        qconfig = models.load_recipe(recipe, allow_code) if recipe else change_config(None)
         source = None
         if data is not None:
             source = models.open_source(
                 data, console, qconfig=qconfig, batch_size=1, max_batches=1, skip_bad=False
             )
-        with output_file(out) as partial:
+        with output_file(out, force=force) as partial:
             traced = models.trace_factory(
                 factory,
                 shapes=shapes,

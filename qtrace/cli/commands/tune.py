@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from qtrace.cli import help, models, options
+from qtrace.cli import help, models, options, targets
 from qtrace.cli.commands.explain import on_terminal
 from qtrace.cli.console import Console
+from qtrace.cli.verdicts import import_metric
 from qtrace.errors import ConfigError
 
 __all__ = ["tune"]
@@ -60,14 +61,14 @@ _SIZE = _Quantity("size", {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30}, "4MB"
     """,
 )
 @click.argument("model")
-@options.data(required=True)
+@options.data(required=True, reserved=("size",))
 @options.recipe("int8")
-@click.option("--out", "-o", type=options.file_or_folder(), required=True, help="The folder to write.")
+@targets.folder_to_write("The folder to write.")
 @click.option(
     "--metric",
     metavar="PKG.MOD:F",
     help="A function of the graph that returns a number, or one for each sample; more is better.  "
-    "[default: SQNR of the outputs]",
+    "[default: SQNR of the worst output columns]",
 )
 @click.option("--evaluation", "-e", metavar="E", help="Data for the report at the end, which no trial sees.")
 @click.option("--budget", type=_TIME, help="Stop after this time, such as 30m, 90s or 2h.")
@@ -123,13 +124,12 @@ def tune(
     if no recipe is within the limits.
     """
     with console.work():
-        import qtrace
         from qtrace.tuning import tune as run
         from qtrace.tuning.space import comments_of
 
-        qconfig = qtrace.load_recipe(recipe, allow_code=allow_code)
+        qconfig = models.load_recipe(recipe, allow_code)
         reading: dict[str, Any] = {"batch_size": batch_size, "max_batches": max_batches, "skip_bad": skip_bad}
-        function = None if metric is None else _metric(metric)
+        function = None if metric is None else import_metric(metric)
         unseen = None if evaluation is None else _Unseen(evaluation, console, qconfig, reading)
         traced = None if models.needs_example(model) else models.load_model(model, allow)
         if traced is not None:
@@ -158,27 +158,15 @@ def tune(
 
 def _settings(search: dict[str, Any]) -> Any:
     """Builds the settings from --budget, --trials, --at-most, --size and --seed."""
-    from qtrace.tuning import Limits, Settings
+    from qtrace.tuning import CostLimits, TuneSettings
 
     budget, trials, at_most, size = (search[name] for name in ("budget", "trials", "at_most", "size"))
     limits = (
-        None if at_most is None and size is None else Limits(at_most, None if size is None else int(size))
+        None if at_most is None and size is None else CostLimits(at_most, None if size is None else int(size))
     )
     if trials is None and budget is None:
         trials = _DEFAULT_TRIALS
-    return Settings(trials, budget, limits, search["seed"])
-
-
-def _metric(name: str) -> Callable[[Any], Any]:
-    """Imports the user's metric."""
-    from qtrace.data import import_object, is_object_name
-
-    function = import_object(name) if is_object_name(name) else None
-    if not callable(function):
-        raise ConfigError(
-            f"--metric {name} is no function: name one that takes the graph, as pkg.mod:function."
-        )
-    return function
+    return TuneSettings(trials, budget, limits, search["seed"])
 
 
 class _Unseen:

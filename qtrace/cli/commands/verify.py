@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from qtrace.cli import dumps as dumped_tensors
 from qtrace.cli import help, models, options
 from qtrace.cli.console import Console
+from qtrace.cli.measured import Counted, samples_of
+from qtrace.cli.naming import CONVERTED, check_exported
 
 __all__ = ["verify"]
 
@@ -16,7 +20,7 @@ __all__ = ["verify"]
     example="qtrace verify resnet18.onnx --model int8/quantized.mge --data images/ --recipe resnet50",
 )
 @click.argument("file")
-@click.option("--model", "-m", metavar="MODEL", required=True, help="The file it was exported from.")
+@click.option("--model", "-m", metavar="MODEL", required=True, help="The folder or file of FILE.")
 @click.option(
     "--runtime",
     metavar="NAME",
@@ -25,7 +29,7 @@ __all__ = ["verify"]
     "the file is meant for.",
 )
 @dumped_tensors.options
-@options.data(required=True)
+@options.data(required=True, reserved=("layout",))
 @options.recipe()
 @click.option(
     "--float",
@@ -53,14 +57,19 @@ def verify(
 ) -> int:
     """Run an exported file in its runtime beside the graph, and compare every site.
 
-    The exit code is 1 if an op differs, or if the file's outputs are farther from float than the graph's.
-    MODEL is a quantized.mge, or for a float file the float.mge of `qtrace trace`: then the outputs are
-    compared. Images and raw pixels are preprocessed by --recipe, or else by MODEL's own recipe. With
-    --dumped, FILE is not run: the tensors of a device are compared, batch by batch.
+    The exit code is 1 if an op differs, if the file's outputs are farther from float than the graph's, or if
+    the graph itself has lost columns of an output.
+    MODEL is a folder of `qtrace calibrate` or its quantized.mge, or for a float file the float.mge of `qtrace
+    trace`: then the outputs are compared. Images and raw pixels are preprocessed by --recipe, or else by
+    MODEL's own recipe. With --dumped, FILE is not run: the tensors of a device are compared, batch by batch.
     """
+    if Path(file).is_dir():
+        check_exported(Path(file))
+    model = models.model_file(model, CONVERTED)
     with console.work():
         import qtrace
         from qtrace.preparation.record import is_quantized
+        from qtrace.sensitivity.diagnosis.verdict import FAKE_QUANTS
 
         loaded = models.load_model(model, allow)
         if is_quantized(loaded):
@@ -72,14 +81,19 @@ def verify(
             data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
         )
         with console.bar(source, "verify") as batches:
+            counted = Counted(batches)
             report = qtrace.verify(
                 file,
                 loaded,
-                batches,
+                counted,
                 float_model=network,
                 runtime=runtime if dumps is None else dumps.runtime(loaded),
             )
         text, result = report.table(), report.to_dict()
     models.note_skipped(source, console)
-    console.result(text, {"passed": bool(report.passed), **result})
-    return 0 if report.passed else 1
+    measured = samples_of(counted.samples, "--data", max_batches)
+    if is_quantized(loaded):
+        measured += f" (graph: {FAKE_QUANTS}; the others: the runtime's outputs)"
+    data_of = {"passed": bool(report.passed), "measured_on": measured, **result}
+    console.result(f"{text}\nmeasured on {measured}", data_of)
+    return 0 if report.passed and not result.get("lost_groups") else 1

@@ -83,9 +83,13 @@ class Backend:
         float_kernels: the ops among ``ops`` that the runtime computes in float between rounded tensors, with
             the same resulting integers.
         float_results: the ops whose integer kernels write floats at no cost, where no function follows.
+        integer_layers: whether the kernels of layers give integers alone: a layer whose result must not be
+            rounded is computed in float.
         cost_table: name of the measured times of its runtime; "" if there are none.
         biases: how a layer adds its bias: as an int32 at the scale of the accumulator, as a float, or rounded
             by a scheme of its own.
+        computed_weights: what becomes of a layer whose weight or bias depends on an input of the model: it is
+            "rounded" if its scheme allows, else in float, always in "float", or "refused".
         added_unrounded: the layers whose result a sum behind them adds before it is rounded, in one kernel.
         rounds_for_readers: whether a result is rounded only if an op on integers reads it.
         weights_per_tensor: the ops whose weight has one scale, whatever the scheme says.
@@ -114,8 +118,10 @@ class Backend:
     any_rounding: bool = False
     float_kernels: frozenset[str] = frozenset()
     float_results: frozenset[str] = frozenset()
+    integer_layers: bool = False
     cost_table: str = ""
     biases: Literal["int32", "float"] | QScheme = "int32"
+    computed_weights: Literal["rounded", "float", "refused"] = "rounded"
     added_unrounded: frozenset[str] = frozenset()
     rounds_for_readers: bool = False
     weights_per_tensor: frozenset[str] = frozenset()

@@ -45,5 +45,6 @@ BACKEND = Backend(
         "weight": Limits(bits=(8,), per_channel=True, affine=False, signed=True, only_power_of_two=True),
     },
     device="ESP32-P4",
+    integer_layers=True,
     slower=_without_kernel,
 )

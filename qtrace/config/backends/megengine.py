@@ -12,7 +12,9 @@ BACKEND = Backend(
     weight=_INT8,
     ops=frozenset({"conv2d", "conv_transpose2d", "linear", "add", "avg_pool2d", "concat", "relu"}),
     fused={"conv2d": _RELU, "add": _RELU},
+    computed_weights="float",
     ties_concat=True,
+    integer_layers=True,
     limits={
         "activation": Limits(bits=(8,), per_channel=False, affine=False, signed=True, narrow=False),
         "weight": Limits(bits=(8,), per_channel=False, affine=False, signed=True),

@@ -17,6 +17,7 @@ BACKEND = Backend(
     weight=_SCHEME.replace(axis=0),
     ops=frozenset({"conv2d", "linear"}),
     fused=dict.fromkeys(("conv2d", "linear"), frozenset(_FUNCTIONS.split())),
+    computed_weights="refused",
     ties_concat=False,
     limits={
         "activation": Limits(bits=(8,), per_channel=False, affine=False, signed=True, wide=False),

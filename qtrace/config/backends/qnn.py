@@ -32,6 +32,7 @@ BACKEND = Backend(
         "weight": Limits(bits=(4, 8), per_channel=True, affine=True),
     },
     device="the Hexagon tensor processor",
+    integer_layers=True,
     # A fully connected layer may be a MatMul in the file, whose weight has one scale.
     weights_per_tensor=frozenset({"linear"}),
     # A product with a gate: the rounding of the gate is simulated, too.

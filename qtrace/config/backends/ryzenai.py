@@ -23,6 +23,7 @@ BACKEND = Backend(
     fused=dict.fromkeys(_HEADS.split(), _CLAMPS),
     ties_concat=True,
     rounds_around_float=True,
+    integer_layers=True,
     limits={
         "activation": Limits(bits=(8, 16), per_channel=False, affine=False, signed=True, narrow=False),
         "weight": Limits(bits=(8,), per_channel=True, affine=False, signed=True),

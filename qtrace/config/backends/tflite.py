@@ -22,6 +22,7 @@ BACKEND = Backend(
     weight=QScheme(bits=8, signed=True, symmetric=True, narrow=True, axis=0, rounding="half_even"),
     ops=_CLAMPS | frozenset(f"{_HEADS} {_OTHERS} {_FUNCTIONS}".split()),
     fused=dict.fromkeys(_HEADS.split(), _CLAMPS),
+    computed_weights="refused",
     ties_concat=True,
     rounds_around_float=True,
     limits={
@@ -32,4 +33,5 @@ BACKEND = Backend(
         "weight": Limits(bits=(8,), per_channel=True, affine=False, signed=True, wide=False),
     },
     cost_table="litert",
+    integer_layers=True,
 )

@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from qtrace.errors import ExportError
+import numpy as np
+
+from qtrace.errors import ExportError, install
 from qtrace.export.caffe.ops import EMITTERS
 from qtrace.export.caffe.writer import CaffeWriter
 from qtrace.export.converted.float_graph import float_graph
@@ -19,12 +21,16 @@ from qtrace.export.converted.located import refusal
 from qtrace.export.parameters.base import beside, parameter_file
 from qtrace.export.parameters.sites import Names, ParameterLayer, site_table
 from qtrace.graph.dataflow import needed_nodes
+from qtrace.graph.names import unused_name
+from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label
+from qtrace.storage.ownership import WRITTEN
 
-__all__ = ["COMPANIONS", "FLOAT_OPTIONS", "SUFFIXES", "files"]
+__all__ = ["COMPANIONS", "FIXES_SIZES", "FLOAT_OPTIONS", "SUFFIXES", "files"]
 
 FLOAT_OPTIONS: tuple[str, ...] = ()
 SUFFIXES = (".prototxt",)
+FIXES_SIZES = True
 COMPANIONS = (".caffemodel",)
 
 
@@ -41,7 +47,7 @@ def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -
     """
     kind = None if params is None else parameter_file(params)
     if importlib.util.find_spec("google.protobuf") is None:
-        raise ExportError("Caffe export needs the package protobuf: run pip install 'qtrace[caffe]'.")
+        raise ExportError(f"Caffe export needs the package protobuf: run {install('caffe')}.")
     from google.protobuf import text_format
 
     exporter = CaffeExporter(float_graph(converted))
@@ -51,7 +57,7 @@ def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -
     if kind is not None:
         contents[beside(path, kind)] = kind.write(site_table(converted, exporter.names())).encode()
     contents[path.with_suffix(".caffemodel")] = writer.weights.SerializeToString()
-    contents[path] = text_format.MessageToString(writer.net).encode()
+    contents[path] = f"# {WRITTEN}.\n{text_format.MessageToString(writer.net)}".encode()
     if len(contents) < 2 + (kind is not None):
         raise ExportError(f"{path.name} is the name of the weights: name the net with the suffix .prototxt.")
     return contents
@@ -74,17 +80,42 @@ class CaffeExporter:
         for op in self.graph.ops:
             if any(node in needed for node in op.expr.outputs):
                 self._emit(op)
-        self._silence_unread()
+        self._silence_unread(self._outputs())
 
-    def _silence_unread(self) -> None:
+    def _outputs(self) -> set[str]:
+        """Gives each output a blob that nothing reads, in the order of the graph; returns the blobs' names.
+
+        Caffe takes a blob for an output if no layer reads it. An output that an inner layer reads, that is an
+        input, or that stands before an earlier output of the graph is copied to the end.
+        """
+        w, last = self.writer, -1
+        outputs: set[str] = set()
+        for index, node in enumerate(self.graph.outputs):
+            if node not in w.names:
+                raise refusal(
+                    f"output {index}, {node.name}, is {_describe(node)}, and a Caffe net gives only "
+                    "floats that it computes: end the graph before it, and compute it where the net is read",
+                    node.expr,
+                )
+            blob, layers = w.names[node], list(w.net.layer)
+            place = next(i for i, layer in enumerate(layers) if blob in layer.top)
+            read = any(blob in layer.bottom for layer in layers)
+            if read or place <= last or layers[place].type == "Input":
+                tops = {top for layer in layers for top in layer.top}
+                name = unused_name(f"{blob}_output", tops.__contains__)
+                blob, place = w.layer("Power", [blob], name, power_param={"power": 1.0}), len(layers)
+            outputs.add(blob)
+            last = place
+        return outputs
+
+    def _silence_unread(self, outputs: set[str]) -> None:
         """Adds Silence layers for unread inputs and parts of splits, which Caffe would take for outputs.
 
         Each follows the layer of its blob, because OpenCV returns the last layer of a file by default.
         """
         w = self.writer
         layers = list(w.net.layer)
-        read = {blob for layer in layers for blob in layer.bottom}
-        read.update(w.names[n] for n in self.graph.outputs if n in w.names)
+        read = {blob for layer in layers for blob in layer.bottom} | outputs
         del w.net.layer[:]
         for layer in layers:
             w.net.layer.append(layer)
@@ -122,3 +153,8 @@ class CaffeExporter:
                 axis = 1 if call.kind == "conv_transpose2d" else 0
                 layers[name] = ParameterLayer(name, f"{name}.weight", f"{name}.bias", value, axis)
         return Names(tensors, layers)
+
+
+def _describe(node: TensorNode) -> str:
+    """Says why a node has no blob."""
+    return "a constant" if is_float_tensor(node) else f"of type {np.dtype(node.dtype).name}"

@@ -15,11 +15,11 @@ from qtrace.graph.walk import op_label
 from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedSite
 
-__all__ = ["DocumentOp", "Graph", "Quantized", "Value", "read_graph"]
+__all__ = ["DocumentOp", "GraphDocument", "TensorQuantization", "Value", "read_graph"]
 
 
 @dataclass(frozen=True)
-class Quantized:
+class TensorQuantization:
     """The quantization of a tensor: ``x = (q - zero_point) * scale``.
 
     Attributes:
@@ -53,7 +53,7 @@ class Value:
     index: int
     shape: tuple[int, ...]
     dtype: str
-    quantized: Quantized | None
+    quantized: TensorQuantization | None
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class DocumentOp:
 
 
 @dataclass(frozen=True)
-class Graph:
+class GraphDocument:
     """A graph as plain data.
 
     Attributes:
@@ -98,7 +98,7 @@ class Graph:
     parameters: dict[str, np.ndarray] = field(default_factory=dict)
 
 
-def read_graph(converted: ConvertedGraph) -> Graph:
+def read_graph(converted: ConvertedGraph) -> GraphDocument:
     """Reads a converted graph as plain data."""
     return _DocumentReader(converted).graph()
 
@@ -112,7 +112,7 @@ class _DocumentReader:
         self.constants: set[Node] = set()
         self.parameters: dict[str, np.ndarray] = {}
 
-    def graph(self) -> Graph:
+    def graph(self) -> GraphDocument:
         """Returns the graph."""
         converted, document_ops = self.converted, []
         for node, name in converted.inputs.items():
@@ -120,10 +120,12 @@ class _DocumentReader:
             document_ops.append(DocumentOp(name, "input", "input", (), (self._value(node),)))
         for op in converted.ops:
             document_ops += self._op(op.expr, op.call)
+        for node in converted.outputs:
+            document_ops += self._constant(node)
         outputs = tuple(self._value(n) for n in converted.outputs)
         name = converted.module.graph.name or "qtrace"
         backend = converted.annotation.backend
-        return Graph(name, backend, tuple(document_ops), outputs, self.parameters)
+        return GraphDocument(name, backend, tuple(document_ops), outputs, self.parameters)
 
     def _op(self, expr: Expr, call: OpCall | None) -> Iterator[DocumentOp]:
         """Yields the op of an expr, after the constants that it is the first to read."""
@@ -131,13 +133,7 @@ class _DocumentReader:
         layer = {n for n in weights.values() if n is not None}
         read = [n for n in expr.inputs if not isinstance(n, ModuleNode) and n not in layer]
         for node in read:
-            site = self.converted.site_of(node)
-            source = node if site is None else site.node
-            if isinstance(source.expr, (GetAttr, Constant)) and source not in self.constants:
-                self.constants.add(source)
-                self.producers[source] = (source.name, 0)
-                value = self._parameter(source)
-                yield DocumentOp(source.name, "constant", "constant", (), (value,), {"const": value})
+            yield from self._constant(node)
         name = expr.outputs[0].name
         self.producers.update((n, (name, i)) for i, n in enumerate(expr.outputs))
         yield DocumentOp(
@@ -149,6 +145,16 @@ class _DocumentReader:
             {key: self._parameter(n) for key, n in weights.items() if n is not None},
             {} if call is None else {k: v for k, v in call.attrs.items() if _plain(v)},
         )
+
+    def _constant(self, node: Node) -> Iterator[DocumentOp]:
+        """Yields the op of a constant when it is first read or returned."""
+        site = self.converted.site_of(node)
+        source = node if site is None else site.node
+        if isinstance(source.expr, (GetAttr, Constant)) and source not in self.constants:
+            self.constants.add(source)
+            self.producers[source] = (source.name, 0)
+            value = self._parameter(source)
+            yield DocumentOp(source.name, "constant", "constant", (), (value,), {"const": value})
 
     def _parameter(self, node: Node) -> Value:
         """Returns a weight or constant, and keeps its values."""
@@ -171,19 +177,19 @@ class _DocumentReader:
         if quantized is None and source.name in self.converted.carried:
             qparams = self.converted.carried[source.name]
             parts = (qparams.scheme.describe(), qparams.scale, qparams.zero_point)
-            quantized = Quantized(source.name, *parts)
+            quantized = TensorQuantization(source.name, *parts)
         producer, index = self.producers.get(source, ("", 0))
         name = self.converted.inputs.get(source, source.name)
         shape = tuple(int(n) for n in source.shape or ())
         return Value(name, producer, index, shape, str(np.dtype(source.dtype)), quantized)
 
 
-def _numbers(site: QuantizedSite) -> Quantized:
+def _numbers(site: QuantizedSite) -> TensorQuantization:
     if site.sort == "bias":
         scale = site.bias_scale
-        return Quantized(site.name, "int32 sym", scale, np.zeros(scale.shape, np.int32))
+        return TensorQuantization(site.name, "int32 sym", scale, np.zeros(scale.shape, np.int32))
     qparams = site.qparams
-    return Quantized(site.name, qparams.scheme.describe(), qparams.scale, qparams.zero_point)
+    return TensorQuantization(site.name, qparams.scheme.describe(), qparams.scale, qparams.zero_point)
 
 
 def _plain(value: Any) -> bool:

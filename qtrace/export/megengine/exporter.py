@@ -19,6 +19,7 @@ from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import float_kinds
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.megengine.graph import QuantizedGraph
+from qtrace.graph.names import unused_name
 from qtrace.graph.types import TensorNode
 
 __all__ = ["RUNS_GRAPH", "SUFFIXES", "serialize"]
@@ -70,8 +71,6 @@ def _output_names(graph: ConvertedGraph, used: list[str]) -> list[str]:
     """Returns a unique name for each output of the graph."""
     names: list[str] = []
     for node in graph.outputs:
-        name = graph.site_name(node)
-        while name in (*used, *names):
-            name = f"{name}_output"
-        names.append(name)
+        name, taken = graph.site_name(node), (*used, *names)
+        names.append(unused_name(f"{name}_output", taken.__contains__) if name in taken else name)
     return names

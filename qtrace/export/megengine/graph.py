@@ -17,7 +17,7 @@ from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import only_floats_read
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.located import located
-from qtrace.graph.dataflow import needed_nodes
+from qtrace.graph.dataflow import needed_nodes, static_nodes
 from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import exprs, is_float_tensor, op_label, users
 from qtrace.ops import OpCall
@@ -55,6 +55,7 @@ class QuantizedGraph:
             if isinstance(expr, (GetAttr, Constant))
         }
         self.needed = needed_nodes(converted.module, shapes=True)  # a dump leaves the other tensors out
+        self.static = static_nodes(self.graph.module)  # a dump folds them, and their names
         self.integers: list[str] = []
         self.merged: dict[str, str] = {}
         self.values: dict[Node, Any] = {}
@@ -137,7 +138,7 @@ class QuantizedGraph:
         scale = qparams.scale.item()
         if not _is_integer(value) or _scale(value) != scale:
             value = _as_float(value).astype(dtype.qint8(scale))
-        named = node.name in self.graph.moved and node in self.needed
+        named = node.name in self.graph.moved and node in self.needed and node not in self.static
         return self._name(value, node.name) if named else value
 
     def _name(self, value: Tensor, name: str) -> Tensor:

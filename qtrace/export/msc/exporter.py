@@ -15,12 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from qtrace.errors import ExportError
-from qtrace.export.converted.document import DocumentOp, Graph, Quantized, Value, read_graph
+from qtrace.export.converted.document import DocumentOp, GraphDocument, TensorQuantization, Value, read_graph
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.shapes import shapes_of
 from qtrace.export.msc.ops import attributes, optype, output_layout, weight_layout, weight_shape
 from qtrace.graph.msc import MSCGraph, MSCNode, MSCTensor
 from qtrace.storage.archives import pack_arrays
+from qtrace.storage.ownership import WRITTEN
 
 __all__ = ["FLOAT_OPTIONS", "SUFFIXES", "files"]
 
@@ -68,7 +69,7 @@ def _free_axes(converted: ConvertedGraph) -> dict[str, frozenset[int]]:
     return free
 
 
-def _graph(graph: Graph, free: Mapping[str, frozenset[int]]) -> MSCGraph:
+def _graph(graph: GraphDocument, free: Mapping[str, frozenset[int]]) -> MSCGraph:
     layouts: dict[str, str] = {}
     first: dict[str, str] = {}
     nodes = [_node(index, op, layouts, first, free) for index, op in enumerate(graph.ops)]
@@ -129,7 +130,7 @@ def _qparams(op: DocumentOp) -> dict[str, str]:
     return {key: _numbers(quantized) for key, quantized in by_key.items() if quantized is not None}
 
 
-def _numbers(quantized: Quantized) -> str:
+def _numbers(quantized: TensorQuantization) -> str:
     return json.dumps(
         {
             "site": quantized.site,
@@ -142,7 +143,7 @@ def _numbers(quantized: Quantized) -> str:
 
 def _prototxt(graph: MSCGraph) -> str:
     """Writes the nodes as layers: viewers show bottoms and tops as edges, ``layer_param`` as a table."""
-    lines = [f"name: {_quoted(graph.name)}"]
+    lines = [f"# {WRITTEN}.", f"name: {_quoted(graph.name)}"]
     for node in graph.nodes:
         kind = node.optype.replace(".", "_")
         lines += ["layer {", f"  name: {_quoted(node.name)}", f"  type: {_quoted(kind)}"]

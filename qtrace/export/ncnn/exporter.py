@@ -8,7 +8,7 @@ those of the nodes that compute them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from qtrace.export.ncnn.fuse import fuse_activations, fuse_roundings, sink_unrea
 from qtrace.export.ncnn.ops import EMITTERS
 from qtrace.export.ncnn.writer import NcnnLayer, NcnnWriter, Rounded, Weight
 from qtrace.graph.dataflow import needed_nodes
+from qtrace.graph.names import unused_name
 from qtrace.graph.walk import is_float_tensor
 from qtrace.numerics import dequantize
 from qtrace.preparation.model import QuantizedSite
@@ -143,18 +144,28 @@ class NcnnExporter:
         w = self.writer
         inputs = {top for layer in w.layers if layer.kind == "Input" for top in layer.tops}
         nodes = self.graph.outputs
-        blobs = [w.name(node) for node in nodes]
         outputs: set[str] = set()
-        for node, blob in zip(nodes, blobs, strict=True):
-            name = self.graph.model.unrounded_name(node)
+        renamed: dict[str, str] = {}  # what is returned twice is one blob, whatever its name has become
+        for node in nodes:
+            blob, name = w.name(node), self.graph.model.unrounded_name(node)
             if len(nodes) == 1 and blob == name and not any(blob in layer.bottoms for layer in w.layers):
                 return {blob}
-            name = f"{name}_output" if name in inputs | outputs else name
-            _rename(w.layers, name, f"{name}_float")
-            blob = f"{name}_float" if blob == name else blob
-            w.layers.append(NcnnLayer("Noop", [blob], [name]))
+            taken = inputs | outputs
+            name = unused_name(f"{name}_output", taken.__contains__) if name in taken else name
+            blobs = {blob for layer in w.layers for blob in (*layer.bottoms, *layer.tops)}
+            if name in blobs:
+                renamed[name] = unused_name(f"{name}_float", blobs.__contains__)
+                _rename(w.layers, name, renamed[name])
+            w.layers.append(NcnnLayer("Noop", [_follow(renamed, blob)], [name]))
             outputs.add(name)
         return outputs
+
+
+def _follow(renamed: Mapping[str, str], blob: str) -> str:
+    """Returns the name that a blob has after all renames."""
+    while blob in renamed:
+        blob = renamed[blob]
+    return blob
 
 
 def _rename(layers: list[NcnnLayer], old: str, new: str) -> None:

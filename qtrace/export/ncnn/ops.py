@@ -162,7 +162,8 @@ def _pad(w: NcnnWriter, call: OpCall) -> None:
         raise ExportError("ncnn pads the height and width of images only: leave the other axes")
     (top, bottom), (left, right) = width[2:]
     params = {0: top, 1: bottom, 2: left, 3: right, 4: modes[call.attrs["mode"]]}
-    w.emit("Padding", call, {**params, 5: float(call.attrs["value"])})
+    value = min(max(float(call.attrs["value"]), -_LARGEST), _LARGEST)  # ncnn reads no infinity
+    w.emit("Padding", call, {**params, 5: value})
 
 
 def _identity(w: NcnnWriter, call: OpCall) -> None:

@@ -33,9 +33,10 @@ class NcnnLayer:
 
     def line(self) -> str:
         """Returns the line of the layer in the ``.param``."""
+        name = self.tops[0] if self.tops else f"{self.bottoms[0]}_unused"
         words = [
             self.kind,
-            self.tops[0] if self.tops else f"{self.bottoms[0]}_unused",
+            f"qtrace/{name}" if self.kind == "Input" else name,  # the mark of `qtrace.storage.ownership`
             str(len(self.bottoms)),
             str(len(self.tops)),
             *self.bottoms,

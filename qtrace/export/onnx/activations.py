@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qtrace.errors import ExportError
+from qtrace.errors import ExportError, install
 from qtrace.export.converted.float_graph import bare_graph
 from qtrace.graph.types import TracedModule
 
@@ -41,7 +41,7 @@ def activations(prepared: TracedModule, nodes: Sequence[str]) -> Activations:
         ExportError: when a node has no ONNX form, or the package onnx is missing.
     """
     if importlib.util.find_spec("onnx") is None:
-        raise ExportError("the package onnx is not installed: run pip install 'qtrace[onnx]'.")
+        raise ExportError(f"the package onnx is not installed: run {install('onnx')}.")
     from onnx import TensorProto, helper
 
     from qtrace.export.onnx.exporter import OnnxExporter

@@ -49,7 +49,7 @@ def choose_names(
         if chosen is not None:
             tensors = _renamed(option, tensors, [chosen] if isinstance(chosen, str) else list(chosen))
         sides.append(tensors)
-    return Interface(*sides)
+    return Interface(sides[0], sides[1])
 
 
 def _renamed(option: str, tensors: Sequence[TensorInfo], names: Sequence[Any]) -> tuple[TensorInfo, ...]:

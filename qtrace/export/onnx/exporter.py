@@ -1,43 +1,56 @@
-"""ONNX with QuantizeLinear and DequantizeLinear nodes (QDQ): opset 13; 16 or 21 where an op or type needs it.
+"""ONNX with QuantizeLinear and DequantizeLinear nodes (QDQ): opset 13, or higher where an op needs it.
 
 Weights are stored as integers per channel, biases as int32 at the scale of the accumulator. Every tensor
 of integers in the graph is one in the file, called ``{site}_int``.
-Inputs have the names of the traced arguments, outputs those of the nodes that compute them.
+Inputs have the names of the traced arguments, outputs those of the nodes that compute them; a network
+that was imported has the names, versions and document strings of its file.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from qtrace import ops
-from qtrace.errors import ExportError
+from qtrace.config import backends
+from qtrace.errors import ExportError, install
 from qtrace.export.converted.allow_float import float_kinds, only_floats_read
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import located, site_expr
+from qtrace.export.converted.open_axes import Types, find_declared_axes, resized
 from qtrace.export.converted.plain_graph import PlainGraph
 from qtrace.export.detections import Suppression
 from qtrace.export.onnx import external_data
 from qtrace.export.onnx.kernels import softmax_overflows
+from qtrace.export.onnx.unsigned import weights_behind_joined_rows, write_unsigned_weights
+from qtrace.graph.dataflow import static_nodes
 from qtrace.graph.interface import Interface, read_interface
+from qtrace.graph.origin import FileOrigin, read_origin
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label
 from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedSite
 from qtrace.preparation.record import graph_hash
+from qtrace.process.onnxruntime import products_saturate
 from qtrace.scheme import QParams
+
+if TYPE_CHECKING:
+    from qtrace.export.onnx.origin import OwnNames
 
 __all__ = ["FLOAT_OPTIONS", "HAS_COMPOSITES", "SUFFIXES", "OnnxExporter", "check", "files"]
 
 SUFFIXES = (".onnx",)
 FLOAT_OPTIONS = ("external", "opset", "input_names", "output_names", "nms")
 HAS_COMPOSITES = True
+
+_LOG = logging.getLogger("qtrace")
 
 _ARITHMETIC = frozenset(("add", "sub", "mul", "div"))
 _CLAMPS = ("relu", "relu6", "clip")  # the kinds that are part of the rounding behind them
@@ -54,6 +67,7 @@ def files(
     output_names: Iterable[str] | None = None,
     preprocess: bool = False,
     nms: Any = None,
+    weights: str = "auto",
 ) -> dict[Path, bytes]:
     """Returns a module as an ONNX file and, if it is large, a file with its tensors.
 
@@ -66,14 +80,19 @@ def files(
             one file holds.
         allow_float: kinds of layers, such as ``conv2d``, whose weights and biases are stored as floats (those
             that the graph rounded to), so that runtimes compute the layer in float.
-        opset: the opset of the file, from 13 to 21; None for the lowest that its ops and types need. In a
-            float file, LayerNorm is one node from opset 17 on, and GroupNorm from 21 on.
+        opset: the opset of the file, from 13 to 21; None for that of the file that the graph was imported
+            from, or the lowest that its ops and types need. In a float file, LayerNorm is one node from
+            opset 17 on, and GroupNorm from 21 on.
         input_names: names for all inputs of the file, in order; None for those of the traced arguments.
         output_names: names for all outputs of the file, in order; None for those of the nodes.
         preprocess: whether the file takes uint8 pixels (N, H, W, C) and normalizes them itself, as the recipe
             says; images are resized before.
         nms: how the file of a detector chooses boxes, as a mapping of `Suppression`; None for a file with the
             outputs of the graph alone. The boxes are further outputs.
+        weights: the type of the integers of weights: ``int8``; ``uint8`` with zero point 128, the same
+            numbers, for which onnxruntime has exact kernels on every processor; or ``auto``: ``uint8`` for
+            backends onnxruntime and openvino if products of uint8 and int8 saturate on this processor (x86
+            without VNNI), and for the weights of `weights_behind_joined_rows`; else ``int8``.
 
     Raises:
         ExportError: when a node has no ONNX form or rounds in another way than ONNX, naming it, an option has
@@ -84,10 +103,19 @@ def files(
             raise ExportError(f"{name}={value!r} is no choice of the ONNX export: choose true or false.")
     if opset is not None and (type(opset) is not int or not 13 <= opset <= 21):
         raise ExportError(f"opset={opset!r} is no choice of the ONNX export: choose one from 13 to 21.")
+    unsigned = _stores_unsigned(converted, weights)
     exporter = OnnxExporter(converted, packed, float_kinds(allow_float), opset)
     exporter.end_names, exporter.preprocess = (input_names, output_names), preprocess
     exporter.suppression = None if nms is None else Suppression.of(nms)
     model = exporter.run()
+    if unsigned:
+        if write_unsigned_weights(model) and weights == "auto":
+            _LOG.info(
+                "weights are stored as uint8, since onnxruntime's products of uint8 and int8 saturate on "
+                "this processor; for a processor with VNNI or for ARM, export with weights=int8."
+            )
+    elif weights == "auto" and _may_be_unsigned(converted):
+        write_unsigned_weights(model, weights_behind_joined_rows(model))
     check(model)
     size = sum(len(t.raw_data) for t in model.graph.initializer)
     if external or (external is None and size >= external_data.LIMIT):
@@ -96,6 +124,40 @@ def files(
         if data:
             return {beside: data, path: bytes(model.SerializeToString())}
     return {path: bytes(model.SerializeToString())}
+
+
+def _stores_unsigned(converted: ConvertedGraph, weights: str) -> bool:
+    """Returns whether weights are stored as uint8.
+
+    Raises:
+        ExportError: when ``weights`` is no choice, or the target takes signed integers only.
+    """
+    if weights not in ("auto", "int8", "uint8"):
+        raise ExportError(f"weights={weights!r} is no choice of the ONNX export: choose auto, int8 or uint8.")
+    if weights == "int8" or isinstance(converted, PlainGraph):
+        return False
+    if weights == "auto":
+        return _may_be_unsigned(converted) and products_saturate()
+    name, signed = converted.annotation.backend, _has_signed_activations(converted)
+    if signed or backends.get(name).activation.signed:
+        raise ExportError(
+            f"weights=uint8 is no choice for backend {name} with signed activations, which no runtime "
+            "multiplies by unsigned weights: leave it out."
+        )
+    return True
+
+
+def _may_be_unsigned(converted: ConvertedGraph) -> bool:
+    """Returns whether the target of a converted module multiplies its activations by uint8 weights."""
+    if isinstance(converted, PlainGraph):
+        return False
+    on_cpu = converted.annotation.backend in ("onnxruntime", "openvino")
+    return on_cpu and not _has_signed_activations(converted)
+
+
+def _has_signed_activations(converted: ConvertedGraph) -> bool:
+    """Returns whether an activation is signed: runtimes do not multiply those by unsigned weights."""
+    return any(site.qparams.scheme.signed for site in converted.sites if site.sort == "activation")
 
 
 def check(model: Any) -> None:
@@ -124,6 +186,9 @@ class OnnxExporter:
         floats: kinds of layers whose weights and biases are stored as floats.
         opset: the opset of the file; None for the lowest that it needs.
 
+    Attributes:
+        names_parameters: whether parameters of an imported graph have their names of that file.
+
     Raises:
         ExportError: when onnx is not installed.
     """
@@ -136,44 +201,85 @@ class OnnxExporter:
         opset: int | None = None,
     ) -> None:
         if importlib.util.find_spec("onnx") is None:
-            raise ExportError("ONNX export needs the package onnx: run pip install 'qtrace[onnx]'.")
+            raise ExportError(f"ONNX export needs the package onnx: run {install('onnx')}.")
         from qtrace.export.onnx.moves import MOVES
         from qtrace.export.onnx.naming import ModuleNames, OutputNames
         from qtrace.export.onnx.ops import EMITTERS
-        from qtrace.export.onnx.opset import HIGHEST
+        from qtrace.export.onnx.opset import HIGHEST, SourceVersions
         from qtrace.export.onnx.writer import OnnxWriter
 
-        self.graph, self.floats = converted, floats
+        self.graph, self.floats, self._packed, self._opset = converted, floats, packed, opset
         self.end_names: tuple[Iterable[str] | None, Iterable[str] | None] = (None, None)
         self.preprocess = False
+        self.names_parameters = True
         self.suppression: Suppression | None = None
         self.emitters = {**EMITTERS, **MOVES}
+        static = static_nodes(converted.module)
+        self._sizes = {n for n in static if n.dtype is not None and np.dtype(n.dtype).kind in "iu"}
         plain = isinstance(converted, PlainGraph)
         naming = ModuleNames(converted) if isinstance(converted, PlainGraph) else OutputNames()
-        self.writer = OnnxWriter(packed, naming, opset, (opset or HIGHEST) if plain else 0)
+        origin = self._origin()
+        source = SourceVersions() if origin is None else SourceVersions(origin.opset, origin.ir_version)
+        whole_norms = (opset or source.writable or HIGHEST) if plain else 0
+        self.writer = OnnxWriter(packed, naming, opset, whole_norms, source)
 
     def run(self) -> Any:
         """Returns the model."""
+        from qtrace.export.onnx.origin import PRODUCER, OwnNames, describe
+
         self._check_rounding()
+        self._emit_all()
+        inputs = self.graph.inputs
+        declared = find_declared_axes(self.graph, self._problem_at)
+        origin = self._origin()
+        own_names = None if origin is None else OwnNames.find(self.writer, origin, self._origin_paths())
+        infos = [self._value_info(n, name, declared.inputs.get(n, {})) for n, name in inputs.items()]
+        used_names = set(inputs.values())
+        outputs = [
+            self._value_info(n, self._name_output(n, used_names), declared.outputs.get(n, {}))
+            for n in self.graph.outputs
+        ]
+        own, name = version("qtrace"), self.graph.module.graph.name or "qtrace"
+        interface = self._interface()
+        imported = {} if interface is None else dict(interface.metadata)
+        ends = self._finish_ends(infos, outputs, own_names)
+        metadata = {**imported, **self._metadata(own), **ends}
+        if origin is not None and origin.producer:
+            metadata[PRODUCER] = origin.producer
+        model = self.writer.model(name, infos, outputs, metadata, own)
+        if origin is not None:
+            describe(model, origin)
+        return model
+
+    def _emit_all(self) -> None:
+        """Writes all ops and roundings."""
         inputs = self.graph.inputs
         self.writer.names.update(inputs)
+        self.writer.reserve(inputs.values())
         self.writer.values.update(self.graph.values)
         self.writer.rounded = self._rounded_results()
         on_integers = {note.kind for note in self.graph.annotation.notes if note.state == "int"}
         self.writer.number_kinds |= _ARITHMETIC & on_integers
         for step in self.graph.steps:
             self.emit(step)
-        first = next(iter(inputs), None)
-        batch = int(first.shape[0]) if first is not None and first.shape else None
-        infos = [self._value_info(n, name, batch) for n, name in inputs.items()]
-        used_names = set(inputs.values())
-        outputs = [self._value_info(n, self._name_output(n, used_names), batch) for n in self.graph.outputs]
-        own, name = version("qtrace"), self.graph.module.graph.name or "qtrace"
-        metadata = {**self._metadata(own), **self._finish_ends(infos, outputs)}
-        return self.writer.model(name, infos, outputs, metadata, own)
 
-    def _finish_ends(self, infos: list[Any], outputs: list[Any]) -> dict[str, str]:
-        """Gives inputs and outputs the names and types of the interface; returns metadata on them."""
+    def _problem_at(self, types: Types) -> str:
+        """Returns which node would be written otherwise for other sizes; "" if there is none."""
+        from qtrace.export.onnx.sized import first_difference
+
+        other = OnnxExporter(self.graph, self._packed, self.floats, self._opset)
+        with resized(types):
+            try:
+                other._emit_all()
+            except ExportError as error:
+                return str(error).rstrip(".")
+        node = first_difference(self.writer, other.writer)
+        return f"{node} is written for this size alone" if node else ""
+
+    def _finish_ends(
+        self, infos: list[Any], outputs: list[Any], own_names: OwnNames | None
+    ) -> dict[str, str]:
+        """Gives tensors the names and types of the imported file; returns metadata on inputs and outputs."""
         from qtrace.export.onnx.detections import add_detections
         from qtrace.export.onnx.ends import PREPROCESS, add_preprocessing, choose_names
         from qtrace.export.onnx.interface import restore_interface
@@ -183,6 +289,8 @@ class OnnxExporter:
         interface = choose_names(self._interface(), ends[0], ends[1], self.end_names)
         if interface is not None:
             restore_interface(self.writer, interface, infos, outputs)
+        if own_names is not None:
+            own_names.restore(self.writer, [info.name for info in (*infos, *outputs)])
         if self.suppression is not None:
             shapes = [tuple(node.shape) for node in self.graph.outputs]
             add_detections(self.writer, outputs, shapes, self.suppression)
@@ -207,6 +315,18 @@ class OnnxExporter:
         """Returns the interface that the file gets; None for the names and types of the graph."""
         return read_interface(self.graph.module)
 
+    def _origin(self) -> FileOrigin | None:
+        """Returns the file that the graph was imported from; None for the names of the graph."""
+        return read_origin(self.graph.module) if self._interface() is not None else None
+
+    def _origin_paths(self) -> dict[str, str]:
+        """Returns initializer -> path of its parameter, for those that get their names of the file back."""
+        if not self.names_parameters:
+            return {}
+        if isinstance(self.graph, PlainGraph):
+            return {name: name for name in self.writer.initializers} | self.writer.paths
+        return self._parameter_paths()
+
     def _metadata(self, own: str) -> dict[str, str]:
         """Returns the origin of the file, for the model's metadata properties."""
         if isinstance(self.graph, PlainGraph):
@@ -225,7 +345,9 @@ class OnnxExporter:
 
     def _parameter_paths(self) -> dict[str, str]:
         """Returns initializer -> path of its parameter, by which an importer names the modules."""
-        nodes = {node: node.name for node in self.graph.values if isinstance(node.expr, GetAttr)}
+        known = self.writer.names
+        stored = [node for node in self.graph.values if isinstance(node.expr, GetAttr)]
+        nodes = {node: known.get(node, node.name) for node in stored}
         nodes.update({site.node: f"{site.name}_int" for site in self.graph.sites if site.node in nodes})
         written = self.writer.initializers
         paths = {name: node.expr.name for node, name in nodes.items()}
@@ -249,12 +371,14 @@ class OnnxExporter:
         return name
 
     @staticmethod
-    def _value_info(node: TensorNode, name: str, batch: int | None) -> Any:
+    def _value_info(node: TensorNode, name: str, axes: Mapping[int, str | None]) -> Any:
+        """Declares a tensor with open ``axes``, each with the name of its size; None for one of its own."""
         from onnx import helper
 
         kind = helper.np_dtype_to_tensor_dtype(np.dtype(node.dtype))
-        shape = [int(n) for n in node.shape]
-        dims: list[Any] = ["N" if i == 0 and n == batch else n for i, n in enumerate(shape)]
+        dims: list[Any] = [int(n) for n in node.shape]
+        for axis, size in axes.items():
+            dims[axis] = size or f"{name}_{axis}"
         return helper.make_tensor_value_info(name, kind, dims)
 
     def emit(self, step: ConvertedOp | QuantizedSite) -> None:
@@ -267,8 +391,11 @@ class OnnxExporter:
 
     def _emit_op(self, op: ConvertedOp) -> None:
         self.writer.naming.enter(op.expr)
+        first = len(self.writer.nodes)
         with located(op.expr):
             self._emit_call(op.expr, op.call)
+        if self._sizes.issuperset(op.expr.outputs):
+            self.writer.sizes.update(name for node in self.writer.nodes[first:] for name in node.output)
         for node in op.expr.outputs:
             qparams = self.graph.moved.get(node.name)
             if qparams is not None:
@@ -352,7 +479,10 @@ class OnnxExporter:
             w.laid_out.add(site.value)
             axes = (0,)
         axis = axes[0] if axes else 0
-        w.names[site.value] = w.quantize_dequantize(name, site.name, site.value.name, site.qparams, axis)
+        rounded = w.quantize_dequantize(name, site.name, site.value.name, site.qparams, axis)
+        w.names[site.value] = rounded
+        if not axes:
+            w.rounded_to[site.source] = w.integers[rounded]
 
     def _emit_weight(self, site: QuantizedSite, value: np.ndarray) -> None:
         from qtrace.export.onnx.ops import weight_layout

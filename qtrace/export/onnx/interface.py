@@ -9,6 +9,7 @@ from onnx import NodeProto, ValueInfoProto, helper
 
 from qtrace.export.onnx.writer import OnnxWriter
 from qtrace.graph.interface import Interface, TensorInfo
+from qtrace.graph.names import unused_name
 
 __all__ = ["restore_interface"]
 
@@ -22,7 +23,8 @@ def restore_interface(
     """Gives the inputs and outputs of a model the names and types of the file that it was imported from.
 
     A tensor inside that has one of these names is renamed. A type that MegEngine carries in another, such as
-    int64, is converted behind the input and before the output; float16 stays float32, with a note.
+    int64 or float16, is converted behind the input and before the output; bfloat16 stays float32, with a
+    note.
 
     Args:
         writer: the writer of the model, which is complete; its tensors are renamed.
@@ -39,7 +41,7 @@ def restore_interface(
     used = taken | set(_tensors(writer, inputs))
     for name in dict.fromkeys(_tensors(writer, inputs)):
         if name in taken and name not in names:
-            names[name] = _free(f"{name}_inner", used)
+            names[name] = unused_name(f"{name}_inner", used.__contains__)
             used.add(names[name])
     writer.rename(names)
     casts = [_cast(names.get(i.name, i.name), t) for i, t in zip(inputs, interface.inputs, strict=True)]
@@ -53,8 +55,9 @@ def restore_interface(
 
 
 def _without(tensor: TensorInfo, names: set[str]) -> TensorInfo:
-    name = tensor.name
-    return TensorInfo(_free(f"{name}_output", names), tensor.dtype) if name in names else tensor
+    if tensor.name not in names:
+        return tensor
+    return TensorInfo(unused_name(f"{tensor.name}_output", names.__contains__), tensor.dtype)
 
 
 def _converts(tensor: TensorInfo) -> bool:
@@ -66,10 +69,6 @@ def _tensors(writer: OnnxWriter, inputs: Sequence[ValueInfoProto]) -> Iterator[s
     yield from (info.name for info in inputs)
     yield from writer.initializers
     yield from (name for node in writer.nodes for name in node.output if name)
-
-
-def _free(base: str, used: set[str]) -> str:
-    return next(n for n in (base, *(f"{base}_{i}" for i in range(1, len(used) + 1))) if n not in used)
 
 
 def _cast(inner: str, tensor: TensorInfo) -> NodeProto | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export.onnx.types import Emitter, cast, emit_several, scalar_int64, shape_vector
 from qtrace.export.onnx.writer import OnnxWriter
@@ -71,8 +72,18 @@ def _pad(w: OnnxWriter, call: OpCall) -> None:
     mode = {"constant": "constant", "reflect": "reflect", "replicate": "edge"}[call.attrs["mode"]]
     inputs = [w.name(call.inputs[0]), pads]
     if mode == "constant":
-        inputs.append(w.scalar(call.attrs["value"]))
+        value = float(call.attrs["value"])
+        # onnxruntime 1.23 makes a padding by 0 one of the pooling's own, which is by minus infinity.
+        inputs.append(w.scalar(-0.0 if value == 0 and _meets_max_pool(call.out) else value))
     w.emit("Pad", inputs, call.out, mode=mode)
+
+
+def _meets_max_pool(node: TensorNode) -> bool:
+    """Returns whether max pooling reads ``node``, or an identity of it."""
+    calls = [call for call in map(ops.read, node.users) if call is not None]
+    if any(call.kind == "max_pool2d" for call in calls):
+        return True
+    return any(_meets_max_pool(call.out) for call in calls if call.kind == "identity")
 
 
 def _split(w: OnnxWriter, call: OpCall) -> None:
@@ -85,8 +96,8 @@ def _split(w: OnnxWriter, call: OpCall) -> None:
         return
     sizes = [int(n.shape[axis]) for n in call.outputs]
     outputs = [n.name for n in call.outputs]
-    emit_several(w, "Split", [source, w.ints(sizes)], outputs, axis=axis)
-    w.names.update((n, n.name) for n in call.outputs)
+    names = emit_several(w, "Split", [source, w.ints(sizes)], outputs, axis=axis)
+    w.names.update(zip(call.outputs, names, strict=True))
 
 
 def _split_computed(w: OnnxWriter, call: OpCall, axis: int, sections: Any) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from qtrace.errors import ExportError
 
-__all__ = ["HIGHEST", "LOWEST", "OPSETS", "at_opset", "versions"]
+__all__ = ["HIGHEST", "LOWEST", "OPSETS", "SourceVersions", "at_opset", "versions"]
+
+_LOG = logging.getLogger("qtrace")
 
 # Runtimes fuse opset 13 best. Opset 21 added integers of 4 and 16 bits.
 LOWEST, HIGHEST = 13, 21
@@ -28,8 +32,29 @@ _REDUCTIONS = tuple(
 )
 
 
+@dataclass(frozen=True)
+class SourceVersions:
+    """The versions of the file that a graph was imported from, which its exports have if they can.
+
+    Attributes:
+        opset: the opset; 0 if it is not known.
+        ir_version: the IR version; 0 if it is not known.
+    """
+
+    opset: int = 0
+    ir_version: int = 0
+
+    @property
+    def writable(self) -> int:
+        """The opset that comes closest and that qtrace writes; 0 if the file's is not known."""
+        return min(max(self.opset, LOWEST), HIGHEST) if self.opset else 0
+
+
 def versions(
-    stored: Iterable[TensorProto], nodes: Iterable[NodeProto] = (), opset: int | None = None
+    stored: Iterable[TensorProto],
+    nodes: Iterable[NodeProto] = (),
+    opset: int | None = None,
+    source: SourceVersions | None = None,
 ) -> tuple[int, int]:
     """Returns the opset and the IR version of a model with these initializers and nodes.
 
@@ -38,7 +63,9 @@ def versions(
     Args:
         stored: the initializers.
         nodes: the nodes.
-        opset: the opset that the user asks for; None for the lowest that the model needs.
+        opset: the opset that the user asks for; None for that of ``source`` or a higher one that the model
+            needs, and for the lowest that it needs if there is no source.
+        source: the versions of the file that the graph was imported from. Another opset is logged.
 
     Raises:
         ExportError: when the model needs a higher opset than ``opset``, naming what needs it.
@@ -46,11 +73,18 @@ def versions(
     needs = {node.op_type: OPSETS.get(node.op_type, LOWEST) for node in nodes}
     if any(t.data_type in _WIDE_TYPES for t in stored):
         needs["integers of 4 or 16 bits"] = HIGHEST
+    source = source or SourceVersions()
     reason = max(needs, key=lambda name: needs[name], default="")
     needed = needs.get(reason, LOWEST)
     if opset is not None and opset < needed:
         raise ExportError(f"opset={opset} has no {reason}: leave the option out, or choose {needed}.")
-    return opset or needed, _IR_VERSIONS[opset or needed]
+    chosen = opset or max(needed, source.writable)
+    if opset is None and source.opset and chosen != source.opset:
+        cause = f"it has {reason}" if needed > source.writable else f"qtrace writes {LOWEST} to {HIGHEST}"
+        _LOG.info(f"the file has opset {chosen}, not {source.opset} as the imported one: {cause}.")
+    highest = _IR_VERSIONS[chosen]
+    lowest = helper.find_min_ir_version_for([helper.make_opsetid("", chosen)])
+    return chosen, min(max(source.ir_version, lowest), highest) if source.ir_version else highest
 
 
 def at_opset(nodes: list[NodeProto], opset: int) -> tuple[list[NodeProto], list[TensorProto]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.errors import ExportError
+from qtrace.errors import ExportError, install
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.onnx.exporter import OnnxExporter
 from qtrace.fakequant.base import FakeQuant
@@ -33,7 +33,7 @@ class PreparedSegments:
 
     def __init__(self, model: QuantizedModel) -> None:
         if importlib.util.find_spec("onnx") is None:
-            raise ExportError("the package onnx is not installed: run pip install 'qtrace[onnx]'.")
+            raise ExportError(f"the package onnx is not installed: run {install('onnx')}.")
         # Without sites, fake quants are steps like any op.
         annotation = dataclasses.replace(model.annotation, sites=(), carried={}, factors={}, folds=())
         record = dataclasses.replace(model.record, stage="converted", annotation=annotation)
@@ -71,6 +71,7 @@ class PreparedSegments:
             helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape)
             for name, (dtype, shape) in zip(names, inputs.values(), strict=True)
         ]
+        writer.reserve(names)
         writer.names.update(zip(inputs, names, strict=True))
         writer.values.update(values)
         for expr in exprs:

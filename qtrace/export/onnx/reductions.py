@@ -82,7 +82,7 @@ def _top(w: OnnxWriter, call: OpCall, count: str, largest: bool, ordered: bool =
     outputs = [w.fresh(base) if values is None else values.name, w.fresh(base)]
     options = {"axis": -1, "largest": int(largest), "sorted": int(ordered)}
     source = w.name(call.inputs[0])
-    emit_several(w, "TopK", [source, count], outputs, **options)
+    outputs = emit_several(w, "TopK", [source, count], outputs, **options)
     if values is not None:
         w.names[values] = outputs[0]
     w.names[positions] = cast(w, outputs[1], positions.dtype, positions.name)
@@ -116,7 +116,7 @@ def _kth(w: OnnxWriter, call: OpCall) -> None:
     outputs = [w.fresh(value.name), w.fresh(value.name)]
     options = {"axis": -1, "largest": int(bool(call.attrs["descending"])), "sorted": 1}
     inputs = [w.name(call.inputs[0]), scalar_int64(w, call.attrs["k"])]
-    emit_several(w, "TopK", inputs, outputs, **options)
+    outputs = emit_several(w, "TopK", inputs, outputs, **options)
     last = w.constant("const_axis_-1", np.array(-1, np.int64))
     w.emit("Gather", [outputs[0], last], value, axis=-1)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from qtrace.errors import ExportError
+from qtrace.errors import ExportError, install
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.onnx.exporter import OnnxExporter
 from qtrace.export.onnx.opset import at_opset
@@ -40,7 +40,7 @@ def segment_model(
         ExportError: when an expr has no ONNX form, or the package onnx is missing.
     """
     if importlib.util.find_spec("onnx") is None:
-        raise ExportError("the package onnx is not installed: run pip install 'qtrace[onnx]'.")
+        raise ExportError(f"the package onnx is not installed: run {install('onnx')}.")
     from onnx import helper
 
     exporter = OnnxExporter(ConvertedGraph(converted))
@@ -50,6 +50,7 @@ def segment_model(
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
         for name, value in zip(names, inputs.values(), strict=True)
     ]
+    writer.reserve(names)
     writer.names.update((node, name) for node, name in zip(inputs, names, strict=True))
     writer.values.update(exporter.graph.values_of(segment))
     members = set(segment)

@@ -13,6 +13,7 @@ import numpy as np
 from onnx import helper
 
 from qtrace.errors import ExportError
+from qtrace.export.onnx.sizes import size_vector
 from qtrace.export.onnx.writer import OnnxWriter
 from qtrace.graph.types import GetAttr, TensorNode
 from qtrace.ops import OpCall
@@ -114,10 +115,11 @@ def unary(op: str, **fixed: Any) -> Emitter:
 
 def emit_several(
     w: OnnxWriter, op: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any
-) -> None:
-    """Adds a node with several outputs."""
-    name = w.naming.node(op, outputs[0])
-    w.nodes.append(helper.make_node(op, list(inputs), list(outputs), name=name, **attributes))
+) -> list[str]:
+    """Adds a node with several outputs and returns their names."""
+    names = w.outputs(outputs)
+    w.nodes.append(helper.make_node(op, list(inputs), names, name=w.naming.node(op, names[0]), **attributes))
+    return names
 
 
 def int64(w: OnnxWriter, value: Any) -> str:
@@ -131,6 +133,9 @@ def scalar_int64(w: OnnxWriter, value: Any) -> str:
         return w.ints([int(value)])
     if value.shape is not None and tuple(value.shape) == (1,):
         return int64(w, value)
+    vector = size_vector(w, value)
+    if vector is not None:
+        return vector
     return w.node("Reshape", [int64(w, value), w.ints([1])], w.fresh(value.name))
 
 

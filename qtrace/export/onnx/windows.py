@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.onnx.types import Emitter
+from qtrace.export.onnx.types import Emitter, shape_vector
 from qtrace.export.onnx.writer import OnnxWriter
+from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 
 __all__ = ["WINDOWS"]
@@ -51,6 +55,9 @@ def _interpolate(w: OnnxWriter, call: OpCall) -> None:
     settings = {"mode": mode, "coordinate_transformation_mode": place}
     if mode == "nearest":
         settings = {"mode": mode, "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    if any(isinstance(n, TensorNode) for n in _several(a["size"])):
+        _emit_resize(w, call, shape_vector(w, a["size"]), settings)
+        return
     inside, outside = ([int(n) for n in s[2:]] for s in (shape, out))
     source, base = w.name(call.inputs[0]), call.out.name
     if all(o % i == 0 for o, i in zip(outside, inside, strict=True)):
@@ -59,10 +66,20 @@ def _interpolate(w: OnnxWriter, call: OpCall) -> None:
         w.emit("Resize", [source, "", factors], call.out, **settings)
         return
     # A fractional factor would be rounded twice; sizes are exact.
+    _emit_resize(w, call, w.ints(outside), settings)
+
+
+def _several(size: Any) -> Sequence[Any]:
+    return size if isinstance(size, (tuple, list)) else (size,)
+
+
+def _emit_resize(w: OnnxWriter, call: OpCall, image: str, settings: Mapping[str, Any]) -> None:
+    """Resizes to the height and width in the vector ``image``."""
+    source, base = w.name(call.inputs[0]), call.out.name
     front = w.node(
         "Slice", [w.node("Shape", [source], w.fresh(base)), w.ints([0]), w.ints([2])], w.fresh(base)
     )
-    sizes = w.node("Concat", [front, w.ints(outside)], w.fresh(base), axis=0)
+    sizes = w.node("Concat", [front, image], w.fresh(base), axis=0)
     w.emit("Resize", [source, "", "", sizes], call.out, **settings)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qtrace.errors import ExportError
 from qtrace.export.onnx.naming import OutputNames
-from qtrace.export.onnx.opset import at_opset, versions
+from qtrace.export.onnx.opset import SourceVersions, at_opset, versions
+from qtrace.graph.names import unused_name
 from qtrace.graph.types import GetAttr, Node, TensorNode
 from qtrace.scheme import QParams, QScheme
 
@@ -39,11 +40,14 @@ def integer_type(scheme: QScheme, packed: bool = False) -> Any:
 class OnnxWriter:
     """Collects one ONNX graph. Tensors have the names of the nodes of the traced graph.
 
+    A name that another tensor has gets a suffix: the methods that add a tensor return its name.
+
     Args:
         packed: whether integers of 4 bits and less are stored two in a byte.
         naming: the names of nodes and parameters.
         opset: the opset of the file; None for the lowest that its nodes and tensors need.
         whole_norms: normalizations are single nodes if an opset up to this one has them, else pieces.
+        source: the versions of the file that the graph was imported from.
     """
 
     def __init__(
@@ -52,11 +56,14 @@ class OnnxWriter:
         naming: OutputNames | None = None,
         opset: int | None = None,
         whole_norms: int = 0,
+        source: SourceVersions | None = None,
     ) -> None:
         self.packed, self.naming = packed, naming or OutputNames()
-        self.opset, self.whole_norms = opset, whole_norms
+        self.opset, self.whole_norms, self.source = opset, whole_norms, source
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: dict[str, onnx.TensorProto] = {}
+        self._computed: set[str] = set()  # the inputs of the model and the outputs of its nodes
+        self._constants: dict[str, list[str]] = {}  # a name that was asked for -> the initializers of it
         self.names: dict[Node, str] = {}
         self.values: dict[Node, np.ndarray] = {}
         self.laid_out: set[Node] = set()  # weights whose integers are stored in ONNX's layout
@@ -64,7 +71,12 @@ class OnnxWriter:
         self.integers: dict[str, str] = {}  # a dequantized tensor -> its integers
         self.kinds: dict[str, Any] = {}  # a dequantized tensor -> the type of its integers
         self.rounded: frozenset[Node] = frozenset()  # the results of ops that are rounded
+        self.size_vectors: dict[Node, str] = {}  # a size -> the int64 vector that holds it
+        self.shape_vectors: dict[str, str] = {}  # a tensor -> its shape
+        self.rounded_to: dict[Node, str] = {}  # a rounded node -> its integers
+        self.sizes: set[str] = set()  # results of ops on sizes, which are left out where nothing reads them
         self.paths: dict[str, str] = {}  # an initializer -> the path of its parameter
+        self.numbers: dict[str, str] = {}  # a number of some type -> the tensor that dequantizes it
         self.number_kinds = frozenset(("add", "mul"))  # ops whose stored number becomes an integer
 
     def name(self, node: Node) -> str:
@@ -77,11 +89,35 @@ class OnnxWriter:
         """Returns the value of a parameter or constant, None for a computed node."""
         return self.values.get(node)
 
+    def reserve(self, names: Iterable[str]) -> None:
+        """Keeps names, such as those of the inputs, from other tensors."""
+        self._computed.update(names)
+
     def constant(self, name: str, value: Any) -> str:
-        """Adds an initializer (once per name) and returns its name."""
-        if name not in self.initializers:
-            self.initializers[name] = numpy_helper.from_array(np.array(value, order="C"), name)
-        return name
+        """Adds an initializer (once per name and value) and returns its name."""
+        tensor = numpy_helper.from_array(np.array(value, order="C"))
+        for known in self._constants.setdefault(name, []):
+            if _is_same(self.initializers[known], tensor):
+                return known
+        tensor.name = self._unique(name)
+        self.initializers[tensor.name] = tensor
+        self._constants[name].append(tensor.name)
+        return str(tensor.name)
+
+    def _unique(self, name: str) -> str:
+        count, free = 0, name
+        while free in self._computed or free in self.initializers:
+            count += 1
+            free = f"{name}_{count}"
+        return free
+
+    def outputs(self, names: Iterable[str]) -> list[str]:
+        """Returns the names of the results of a new node, which are free from now on for no other tensor."""
+        unique = []
+        for name in names:
+            unique.append(self._unique(name))
+            self._computed.add(unique[-1])
+        return unique
 
     def parameter(self, source: Node | str, name: str, value: np.ndarray) -> str:
         """Adds the value of a parameter (once if all readers store it alike) and returns its name.
@@ -93,11 +129,12 @@ class OnnxWriter:
         """
         own = self.naming.initializer(source)
         if own is None:
+            name = self.constant(name, value)
             if isinstance(source, str):
                 self.paths[name] = source
             elif isinstance(source.expr, GetAttr):
                 self.paths[name] = source.expr.name
-            return self.constant(name, value)
+            return name
         stored = self.initializers.get(own)
         if stored is None or np.array_equal(numpy_helper.to_array(stored), value):
             return self.constant(own, value)
@@ -125,13 +162,13 @@ class OnnxWriter:
         ):
             return None
         name = f"const_{np.dtype(kind).name}_{value!r}"
-        if f"{name}_scale" not in self.initializers:
+        if name not in self.numbers:
             negative = (-1, 0) if np.issubdtype(kind, np.signedinteger) else (0, 1)
             sign = (0, 0) if value == 0 else (1, 0) if value > 0 else negative
             parts = zip(("int", "scale", "zero_point"), (kind(sign[0]), scale, kind(sign[1])), strict=True)
             integer, factor, zero = (self.constant(f"{name}_{part}", number) for part, number in parts)
-            self.node("DequantizeLinear", [integer, factor, zero], name)
-        return name
+            self.numbers[name] = self.node("DequantizeLinear", [integer, factor, zero], name)
+        return self.numbers[name]
 
     def ints(self, values: Sequence[int]) -> str:
         """Adds an int64 vector constant."""
@@ -144,6 +181,7 @@ class OnnxWriter:
 
     def node(self, op: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
         """Adds a node with one output and returns the output's name."""
+        (output,) = self.outputs([output])
         name = self.naming.node(op, output)
         self.nodes.append(helper.make_node(op, list(inputs), [output], name=name, **attributes))
         return output
@@ -170,8 +208,7 @@ class OnnxWriter:
         return new_name
 
     def _free(self, base: str, fixed: set[str]) -> str:
-        used = fixed.union(*(node.output for node in self.nodes))
-        return next(n for n in (base, *(f"{base}_{i}" for i in range(len(used)))) if n not in used)
+        return unused_name(base, fixed.union(*(node.output for node in self.nodes)).__contains__)
 
     def _rename(self, old: str, new: str, fixed: set[str]) -> None:
         """Renames a computed tensor; another computed tensor of that name gets a suffix."""
@@ -186,6 +223,12 @@ class OnnxWriter:
                 for index, name in enumerate(field):
                     field[index] = names.get(name, name)
         self.names = {key: names.get(name, name) for key, name in self.names.items()}
+        self.numbers = {key: names.get(name, name) for key, name in self.numbers.items()}
+        self.paths = {names.get(name, name): path for name, path in self.paths.items()}
+        self.sizes = {names.get(name, name) for name in self.sizes}
+        self._computed = {names.get(name, name) for name in self._computed}
+        for known in self._constants.values():
+            known[:] = [names.get(name, name) for name in known]
         for old in [name for name in self.initializers if name in names]:
             self.initializers[old].name = names[old]
         self.initializers = {tensor.name: tensor for tensor in self.initializers.values()}
@@ -207,10 +250,11 @@ class OnnxWriter:
         if (scheme.qmin, scheme.qmax) != (np.iinfo(kind).min, np.iinfo(kind).max):
             source = self._clip(source, base, qparams)
         extra = {"axis": axis} if qparams.scale.ndim else {}
-        self.node("QuantizeLinear", [source, scale, zero], integers, **extra)
+        integers = self.node("QuantizeLinear", [source, scale, zero], integers, **extra)
+        output = self.node("DequantizeLinear", [integers, scale, zero], output, **extra)
         self.integers[output] = integers
         self.kinds[output] = kind
-        return self.node("DequantizeLinear", [integers, scale, zero], output, **extra)
+        return output
 
     def _clip(self, source: str, base: str, qparams: QParams) -> str:
         scheme = qparams.scheme
@@ -230,9 +274,10 @@ class OnnxWriter:
         if integers is None:
             return None
         scale, zero = self._parameters(base, qparams, integer_type(qparams.scheme))
+        output = self.node("DequantizeLinear", [integers, scale, zero], output)
         self.integers[output] = integers
         self.kinds[output] = self.kinds.get(source)
-        return self.node("DequantizeLinear", [integers, scale, zero], output)
+        return output
 
     def dequantize(self, base: str, integers: np.ndarray, qparams: QParams, axis: int, output: str) -> str:
         """Adds stored integers ``{base}_int`` and the DequantizeLinear that reads them."""
@@ -247,19 +292,50 @@ class OnnxWriter:
         zero = self.constant(f"{base}_zero_point", qparams.zero_point.astype(kind))
         return scale, zero
 
+    def _drop_unread_sizes(self, read: set[str]) -> None:
+        """Leaves out ops on sizes whose results are written in another form."""
+        nodes = []
+        for node in reversed(self.nodes):
+            if read.intersection(node.output) or not self.sizes.issuperset(node.output):
+                nodes.append(node)
+                read.update(node.input)
+        self.nodes = nodes[::-1]
+
     def model(
         self, name: str, inputs: list[Any], outputs: list[Any], metadata: dict[str, str], version: str
     ) -> onnx.ModelProto:
         """Returns the model, without dequantized tensors and initializers that no node reads."""
+        self._drop_unread_sizes({value.name for value in outputs})
         used = {i for n in self.nodes for i in n.input}.union(value.name for value in outputs)
         self.nodes = [n for n in self.nodes if n.op_type != "DequantizeLinear" or used.intersection(n.output)]
         read = {i for n in self.nodes for i in n.input}
         initializers = [t for n, t in self.initializers.items() if n in read]
-        opset, ir_version = versions(initializers, self.nodes, self.opset)
+        opset, ir_version = versions(initializers, self.nodes, self.opset, self.source)
         nodes, more = at_opset(self.nodes, opset)
+        _name_nodes(nodes)
         graph = helper.make_graph(nodes, name, inputs, outputs, [*initializers, *more])
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
         model.ir_version = ir_version
         model.producer_name, model.producer_version = "qtrace", version
         helper.set_model_props(model, metadata)
         return model
+
+
+def _is_same(first: onnx.TensorProto, second: onnx.TensorProto) -> bool:
+    """Returns whether two tensors have one type, one shape and the same bits."""
+    return (
+        first.data_type == second.data_type
+        and list(first.dims) == list(second.dims)
+        and first.raw_data == second.raw_data
+    )
+
+
+def _name_nodes(nodes: Sequence[onnx.NodeProto]) -> None:
+    """Gives each node whose name an earlier node has a suffix."""
+    used: set[str] = set()
+    for node in nodes:
+        name, count = node.name, 0
+        while node.name in used:
+            count += 1
+            node.name = f"{name}_{count}"
+        used.add(node.name)

@@ -14,15 +14,16 @@ import importlib.util
 from collections.abc import Iterable
 from typing import Any
 
-from qtrace.errors import ExportError
+from qtrace.errors import ExportError, install
 from qtrace.export.converted.allow_float import float_kinds
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.detections import Suppression
 
-__all__ = ["FLOAT_OPTIONS", "SUFFIXES", "serialize"]
+__all__ = ["FIXES_SIZES", "FLOAT_OPTIONS", "SUFFIXES", "serialize"]
 
 FLOAT_OPTIONS = ("nms",)
 SUFFIXES = (".tflite",)
+FIXES_SIZES = True
 
 _CHOICES = {"io": ("float32", "int8"), "functions": ("float", "table", "native")}
 
@@ -55,7 +56,7 @@ def serialize(
             not installed.
     """
     if importlib.util.find_spec("ai_edge_litert") is None:
-        raise ExportError("TFLite export needs the package ai-edge-litert: run pip install 'qtrace[tflite]'.")
+        raise ExportError(f"TFLite export needs the package ai-edge-litert: run {install('tflite')}.")
     for name, choice in (("io", io), ("functions", functions)):
         if choice not in _CHOICES[name]:
             known = " or ".join(_CHOICES[name])

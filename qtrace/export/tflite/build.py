@@ -18,7 +18,7 @@ from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedSite
 
-__all__ = ["BuildOptions", "Builder", "Emitter", "Target", "allowing", "bounds", "integer_type"]
+__all__ = ["BuildOptions", "Builder", "Emitter", "Target", "allowing", "bounds", "check_type", "integer_type"]
 
 # Bounds of the activation functions that an operator fuses -> the schema's number of the function.
 _NONE = 0
@@ -72,10 +72,7 @@ class Builder(Store):
         if source is not None and source.grid is not None:
             return self.like(source, f"{node.name}_int", shape)
         kind = np.dtype(node.dtype) if source is None else source.dtype
-        if kind not in TYPES:
-            raise ExportError(
-                f"{node.name} is {kind.name}, which is not written to TFLite: use float32 or int32"
-            )
+        check_type(node.name, kind)
         return self.writer.tensor(node.name, shape, kind)
 
     def site_grid(self, op: FusedOp) -> tuple[str, np.dtype, Grid]:
@@ -176,6 +173,16 @@ class Builder(Store):
 
 
 Emitter = Callable[[Builder, FusedOp], None]
+
+
+def check_type(name: str, kind: np.dtype) -> None:
+    """Refuses the tensor ``name`` if files have no type for it.
+
+    Raises:
+        ExportError: when files have none.
+    """
+    if kind not in TYPES:
+        raise ExportError(f"{name} is {kind.name}, which is not written to TFLite: use float32 or int32.")
 
 
 def integer_type(site: QuantizedSite) -> np.dtype:

@@ -11,6 +11,7 @@ import numpy as np
 
 from qtrace import ops
 from qtrace.errors import ExportError
+from qtrace.export.converted.batch import find_open_batch
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import located, site_expr
 from qtrace.export.tflite import ops as forms
@@ -60,9 +61,16 @@ class Exporter:
             names = [name for name, _ in outputs]
             outputs += add_detections(b, self.graph.outputs, names, self.options.suppression)
         kept = b.writer.prune([t for _, t in outputs])
-        free = self.batch if self.batch and not b.fixed else None
+        free = self.batch if self._is_open() else None
         metadata = {"qtrace": self._metadata(kept, free is not None)}
         return b.writer.finish(inputs, outputs, metadata, f"qtrace {version('qtrace')}", free)
+
+    def _is_open(self) -> bool:
+        """Returns whether the first axis of all inputs and outputs may have another size."""
+        if not self.batch or self.build.fixed:
+            return False
+        open_batch = find_open_batch(self.graph)
+        return open_batch.inputs == set(self.inputs) and open_batch.is_leading
 
     # -- inputs and outputs ---------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.tflite.build import Builder, Emitter
+from qtrace.export.tflite.build import Builder, Emitter, check_type
 from qtrace.export.tflite.operands import as_type, operands
 from qtrace.export.tflite.plan import FusedOp
 from qtrace.graph.types import TensorNode
@@ -39,8 +39,9 @@ def _logic(b: Builder, op: FusedOp) -> None:
 
 def _astype(b: Builder, op: FusedOp) -> None:
     call = op.call
-    source = b.get(call.inputs[0])
-    b.put(call.out, as_type(b, source.tensor, np.dtype(call.out.dtype)), source.order)
+    source, kind = b.get(call.inputs[0]), np.dtype(call.out.dtype)
+    check_type(call.out.name, kind)
+    b.put(call.out, as_type(b, source.tensor, kind), source.order)
 
 
 def _choose(b: Builder, op: FusedOp) -> None:

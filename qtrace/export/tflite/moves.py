@@ -63,8 +63,12 @@ def _pad(b: Builder, op: FusedOp) -> None:
     elif a["value"] == 0.0:  # integers are padded with their zero point
         b.emit(call.out, order, "PAD", [x, pads], "PadOptions", x)
     else:
-        x = b.as_floats(x)
-        fill = b.writer.constant("fill", np.array([a["value"]], np.float32))
+        carried = b.plan.graph.carried.get(call.out.name)
+        if x.grid is None or carried is None:
+            x = b.as_floats(x)
+            fill = b.writer.constant("fill", np.array([a["value"]], np.float32))
+        else:
+            fill = b.writer.constant("fill", x.grid.integers([a["value"]], x.dtype), x.grid)
         b.emit(call.out, order, "PADV2", [x, pads, fill], "PadV2Options", x)
 
 

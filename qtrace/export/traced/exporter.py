@@ -19,6 +19,7 @@ from megengine import Tensor
 from qtrace.export.converted.float_graph import float_module
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.graph.edit import GraphEditor
+from qtrace.graph.files.seal import sealing
 from qtrace.graph.files.serialize import dump
 from qtrace.graph.function_trace import trace_function
 from qtrace.graph.types import CallFunction, Expr, TensorNode, TracedModule
@@ -46,7 +47,8 @@ def serialize(converted: ConvertedGraph) -> bytes:
     remove_record(plain)
     write_functions(plain)
     stream = io.BytesIO()
-    dump(plain, stream)
+    with sealing(stream) as body:
+        dump(plain, body)
     return stream.getvalue()
 
 

@@ -17,7 +17,7 @@ import megengine.functional as F
 
 from qtrace.graph import functions
 from qtrace.graph.algebra import AnyOf, AnyTensor, Operation, Product, Sum
-from qtrace.graph.composites.base import Call, CompositeRule
+from qtrace.graph.composites.base import CompositeCall, CompositeRule
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.operations import read_operation
 from qtrace.graph.pattern import Pattern, PatternMatch
@@ -62,7 +62,7 @@ class Attention(CompositeRule):
         if rank < 2 or {len(shape_of(key)), len(shape_of(value))} != {rank}:
             return "its queries, keys and values have unequal numbers of axes"
         axis = _setting(weights, "axis")
-        if axis not in (-1, rank - 1):
+        if axis not in (-1, rank - 1) and axis not in ([-1], [rank - 1]):
             return f"its softmax is over the axis {axis}, that of attention is the last"
         if any(_setting(n, "transpose_a") for n in (match["product"], match.node)):
             return "its queries or weights are transposed in the product"
@@ -72,7 +72,7 @@ class Attention(CompositeRule):
             return "its keys are not transposed, but have the axis of the scores last"
         return _mask_problem(match)
 
-    def call(self, match: PatternMatch) -> Call:
+    def call(self, match: PatternMatch) -> CompositeCall:
         """Calls `functions.scaled_dot_product_attention` on the keys before their transpose."""
         scale = 1.0
         for name in ("query_scale", "key_scale", "scale"):
@@ -81,7 +81,7 @@ class Attention(CompositeRule):
         args: tuple[Any, ...] = (match["x"], match["key"], match["value"], mask, scale)
         if match.get("windows") is not None:
             shapes[3] = _window_shape(match)
-        return Call(
+        return CompositeCall(
             functions.scaled_dot_product_attention, (*args, bias) if bias is not None else args, shapes
         )
 

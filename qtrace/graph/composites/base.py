@@ -14,10 +14,10 @@ from qtrace.graph.rewrite import RewriteRule
 from qtrace.graph.types import Node
 from qtrace.graph.walk import shape_of
 
-__all__ = ["Call", "CompositeRule"]
+__all__ = ["CompositeCall", "CompositeRule"]
 
 
-class Call(NamedTuple):
+class CompositeCall(NamedTuple):
     """The call of a function that stands for the pieces.
 
     Attributes:
@@ -68,7 +68,7 @@ class CompositeRule(RewriteRule):
         return None
 
     @abstractmethod
-    def call(self, match: PatternMatch) -> Call:
+    def call(self, match: PatternMatch) -> CompositeCall:
         """Returns the call that replaces ``match``."""
 
     def rewrite(self, match: PatternMatch, editor: GraphEditor) -> Mapping[Node, Node]:
@@ -79,7 +79,7 @@ class CompositeRule(RewriteRule):
         return {}
 
     @staticmethod
-    def reshaped(call: Call, editor: GraphEditor) -> list[Any]:
+    def reshaped(call: CompositeCall, editor: GraphEditor) -> list[Any]:
         """Returns the arguments of ``call``, with the stored tensors in the shapes that it needs."""
         args = list(call.args)
         for position, shape in call.shapes.items():

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import megengine.functional as F
 
-from qtrace.graph.composites.base import Call, CompositeRule
+from qtrace.graph.composites.base import CompositeCall, CompositeRule
 from qtrace.graph.composites.layer_norm import NORM_PATTERN, call_layer_norm
 from qtrace.graph.composites.standardized import axes_problem, reduced_axes
 from qtrace.graph.edit import GraphEditor
@@ -50,7 +50,7 @@ class ChannelNorm(CompositeRule):
                 return f"its {name} has the shape {shape_of(node)}, not one number for each channel"
         return None
 
-    def call(self, match: PatternMatch) -> Call:
+    def call(self, match: PatternMatch) -> CompositeCall:
         """Calls `F.nn.layer_norm` over the last axis."""
         return call_layer_norm(match, (shape_of(match["x"])[1],))
 

@@ -11,7 +11,7 @@ import math
 
 from qtrace.graph import functions
 from qtrace.graph.algebra import AnyTensor, Operation
-from qtrace.graph.composites.base import Call, CompositeRule
+from qtrace.graph.composites.base import CompositeCall, CompositeRule
 from qtrace.graph.operations import read_operation
 from qtrace.graph.pattern import PatternMatch
 from qtrace.graph.types import TensorNode
@@ -57,9 +57,9 @@ class ChannelShuffle(CompositeRule):
             return f"its first reshape, to {parts}, does not split the {shape[1]} channels"
         return None
 
-    def call(self, match: PatternMatch) -> Call:
+    def call(self, match: PatternMatch) -> CompositeCall:
         """Calls `functions.channel_shuffle`."""
-        return Call(functions.channel_shuffle, (match["x"], shape_of(match["split"])[1]))
+        return CompositeCall(functions.channel_shuffle, (match["x"], shape_of(match["split"])[1]))
 
 
 RULES = (ChannelShuffle(),)

@@ -12,7 +12,7 @@ import math
 import megengine.functional as F
 
 from qtrace.graph.algebra import AnyOf, AnyTensor, Operation, Product, Sum, close
-from qtrace.graph.composites.base import Call, CompositeRule
+from qtrace.graph.composites.base import CompositeCall, CompositeRule
 from qtrace.graph.pattern import PatternMatch
 
 __all__ = ["RULES", "Gelu"]
@@ -45,9 +45,9 @@ class Gelu(CompositeRule):
                 return f"its {name} is {value:.6g}, that of GELU {expected:.6g}"
         return None
 
-    def call(self, match: PatternMatch) -> Call:
+    def call(self, match: PatternMatch) -> CompositeCall:
         """Calls `F.gelu`."""
-        return Call(F.gelu, (match["x"],))
+        return CompositeCall(F.gelu, (match["x"],))
 
 
 RULES = (Gelu(),)

@@ -10,7 +10,7 @@ import math
 
 from qtrace.graph import functions
 from qtrace.graph.algebra import AnyOf, AnyTensor, Operation, Power, Product, Sum, close
-from qtrace.graph.composites.base import Call, CompositeRule
+from qtrace.graph.composites.base import CompositeCall, CompositeRule
 from qtrace.graph.pattern import PatternMatch
 
 __all__ = ["RULES", "GeluTanh"]
@@ -51,9 +51,9 @@ class GeluTanh(CompositeRule):
                 return f"its {name} is {value:.6g}, that of GELU {expected:.6g}"
         return None
 
-    def call(self, match: PatternMatch) -> Call:
+    def call(self, match: PatternMatch) -> CompositeCall:
         """Calls `functions.gelu_tanh`."""
-        return Call(functions.gelu_tanh, (match["x"],))
+        return CompositeCall(functions.gelu_tanh, (match["x"],))
 
 
 RULES = (GeluTanh(),)

@@ -13,7 +13,7 @@ import megengine.functional as F
 import numpy as np
 
 from qtrace.graph.algebra import AnyOf, AnyTensor, Operation, Product
-from qtrace.graph.composites.base import Call, CompositeRule
+from qtrace.graph.composites.base import CompositeCall, CompositeRule
 from qtrace.graph.composites.instance_norm import channels_problem
 from qtrace.graph.composites.standardized import affine, axes_problem, reduced_axes, standardized
 from qtrace.graph.edit import GraphEditor
@@ -65,14 +65,14 @@ class GroupNorm(CompositeRule):
             return f"its groups are normalized in the shape {shape_of(image)}, not one by one"
         return _weights_problem(match)
 
-    def call(self, match: PatternMatch) -> Call:
+    def call(self, match: PatternMatch) -> CompositeCall:
         """Calls `F.nn.group_norm`."""
         x, weight = match["x"], match.get("weight")
         groups, flat = shape_of(match["split"])[1], (shape_of(x)[1],)
         operation = read_operation(match["norm"]) if match.get("norm") is not None else None
         eps = match["eps"] if operation is None else float(operation.settings["eps"])
         args: tuple[Any, ...] = (x, groups, weight is not None, weight, match.get("bias"), eps)
-        return Call(F.nn.group_norm, args, {3: flat, 4: flat})
+        return CompositeCall(F.nn.group_norm, args, {3: flat, 4: flat})
 
     def rewrite(self, match: PatternMatch, editor: GraphEditor) -> Mapping[Node, Node]:
         """Adds an axis to a signal (N, C, L), since MegEngine's group norm takes images."""

@@ -12,7 +12,7 @@ import megengine.functional as F
 
 from qtrace.graph import functions
 from qtrace.graph.algebra import AnyOf, AnyTensor, Number, Operation, Product, Sum, close
-from qtrace.graph.composites.base import Call, CompositeRule
+from qtrace.graph.composites.base import CompositeCall, CompositeRule
 from qtrace.graph.pattern import Pattern, PatternMatch
 
 __all__ = ["RULES", "HardSigmoid", "clipped_line", "line"]
@@ -56,12 +56,12 @@ class HardSigmoid(CompositeRule):
             return f"it is {offset:g} at x = 0, a hard sigmoid is 0.5"
         return None
 
-    def call(self, match: PatternMatch) -> Call:
+    def call(self, match: PatternMatch) -> CompositeCall:
         """Calls `F.hsigmoid` for the slope 1 / 6."""
         slope = line(match)[0]
         if close(slope, 1.0 / 6.0):
-            return Call(F.hsigmoid, (match["x"],))
-        return Call(functions.hard_sigmoid, (match["x"], slope, 0.5))
+            return CompositeCall(F.hsigmoid, (match["x"],))
+        return CompositeCall(functions.hard_sigmoid, (match["x"], slope, 0.5))
 
 
 RULES = (HardSigmoid(),)

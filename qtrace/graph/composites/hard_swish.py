@@ -10,7 +10,7 @@ from __future__ import annotations
 import megengine.functional as F
 
 from qtrace.graph.algebra import AnyOf, AnyTensor, Operation, Product, close
-from qtrace.graph.composites.base import Call, CompositeRule
+from qtrace.graph.composites.base import CompositeCall, CompositeRule
 from qtrace.graph.composites.hard_sigmoid import clipped_line, line
 from qtrace.graph.pattern import PatternMatch
 
@@ -42,9 +42,9 @@ class HardSwish(CompositeRule):
                 return f"its gate has the {name} {value:.6g}, that of a hard swish {expected:.6g}"
         return None if match.get("s", 1.0) > 0.0 else "its factor is negative"
 
-    def call(self, match: PatternMatch) -> Call:
+    def call(self, match: PatternMatch) -> CompositeCall:
         """Calls `F.hswish`."""
-        return Call(F.hswish, (match["x"],))
+        return CompositeCall(F.hswish, (match["x"],))
 
 
 RULES = (HardSwish(),)

@@ -11,7 +11,7 @@ from typing import Any
 import megengine.functional as F
 
 from qtrace.graph.algebra import AnyOf, AnyTensor, Product
-from qtrace.graph.composites.base import Call, CompositeRule
+from qtrace.graph.composites.base import CompositeCall, CompositeRule
 from qtrace.graph.composites.standardized import affine, axes_problem, reduced_axes, standardized
 from qtrace.graph.pattern import PatternMatch
 from qtrace.graph.walk import shape_of
@@ -61,11 +61,11 @@ class InstanceNorm(CompositeRule):
             return f"its means are over the axes {axes}, those of an instance norm are (2, 3)"
         return channels_problem(match)
 
-    def call(self, match: PatternMatch) -> Call:
+    def call(self, match: PatternMatch) -> CompositeCall:
         """Calls `F.nn.instance_norm`."""
         weight, flat = match.get("weight"), (shape_of(match["x"])[1],)
         args: tuple[Any, ...] = (match["x"], weight is not None, weight, match.get("bias"), match["eps"])
-        return Call(F.nn.instance_norm, args, {2: flat, 3: flat})
+        return CompositeCall(F.nn.instance_norm, args, {2: flat, 3: flat})
 
 
 RULES = (InstanceNorm(),)

@@ -13,7 +13,7 @@ from typing import Any
 import megengine.functional as F
 
 from qtrace.graph.algebra import AnyOf, AnyTensor, Product
-from qtrace.graph.composites.base import Call, CompositeRule
+from qtrace.graph.composites.base import CompositeCall, CompositeRule
 from qtrace.graph.composites.standardized import affine, axes_problem, reduced_axes, standardized
 from qtrace.graph.pattern import PatternMatch
 from qtrace.graph.walk import shape_of
@@ -26,11 +26,11 @@ _NORM = Product(*_FACTORS)
 NORM_PATTERN = AnyOf(affine(_NORM), _DISTRIBUTED_AFFINE, _NORM, _DISTRIBUTED)
 
 
-def call_layer_norm(match: PatternMatch, inner: tuple[int, ...]) -> Call:
+def call_layer_norm(match: PatternMatch, inner: tuple[int, ...]) -> CompositeCall:
     """Returns the call of `F.nn.layer_norm` over last axes of the sizes ``inner`` for `NORM_PATTERN`."""
     weight = match.get("weight")
     args: tuple[Any, ...] = (match["x"], inner, weight is not None, weight, match.get("bias"), match["eps"])
-    return Call(F.nn.layer_norm, args, {3: inner, 4: inner})
+    return CompositeCall(F.nn.layer_norm, args, {3: inner, 4: inner})
 
 
 class LayerNorm(CompositeRule):
@@ -68,7 +68,7 @@ class LayerNorm(CompositeRule):
         assert axes is not None
         return axes
 
-    def call(self, match: PatternMatch) -> Call:
+    def call(self, match: PatternMatch) -> CompositeCall:
         """Calls `F.nn.layer_norm` with the shape of the last axes."""
         return call_layer_norm(match, shape_of(match["x"])[-len(self._axes(match)) :])
 

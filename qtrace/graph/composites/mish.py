@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from qtrace.graph import functions
 from qtrace.graph.algebra import AnyOf, AnyTensor, Operation, Product, Sum, close
-from qtrace.graph.composites.base import Call, CompositeRule
+from qtrace.graph.composites.base import CompositeCall, CompositeRule
 from qtrace.graph.pattern import PatternMatch
 
 __all__ = ["RULES", "Mish"]
@@ -39,9 +39,9 @@ class Mish(CompositeRule):
             else f"its logarithm reads {summand:g} + exp(x), that of softplus 1 + exp(x)"
         )
 
-    def call(self, match: PatternMatch) -> Call:
+    def call(self, match: PatternMatch) -> CompositeCall:
         """Calls `functions.mish`."""
-        return Call(functions.mish, (match["x"],))
+        return CompositeCall(functions.mish, (match["x"],))
 
 
 RULES = (Mish(),)

@@ -12,7 +12,7 @@ import math
 import megengine.functional as F
 
 from qtrace.graph.algebra import AnyOf, AnyTensor, Number, Operation, Power, Product, Sum
-from qtrace.graph.composites.base import Call, CompositeRule
+from qtrace.graph.composites.base import CompositeCall, CompositeRule
 from qtrace.graph.composites.standardized import reduced_axes
 from qtrace.graph.operations import read_operation
 from qtrace.graph.pattern import PatternMatch
@@ -58,12 +58,12 @@ class Normalize(CompositeRule):
             return "its lower bound is negative"
         return None
 
-    def call(self, match: PatternMatch) -> Call:
+    def call(self, match: PatternMatch) -> CompositeCall:
         """Calls `F.normalize`."""
         axes = reduced_axes(match["reduced"], match["x"])
         assert axes is not None
         eps = match.get("eps", math.sqrt(match.get("squared_eps", 0.0)))
-        return Call(F.normalize, (match["x"], 2.0, axes[0], eps))
+        return CompositeCall(F.normalize, (match["x"], 2.0, axes[0], eps))
 
 
 RULES = (Normalize(),)

@@ -11,7 +11,7 @@ from typing import Any
 import megengine.functional as F
 
 from qtrace.graph.algebra import AnyTensor, Operation
-from qtrace.graph.composites.base import Call, CompositeRule
+from qtrace.graph.composites.base import CompositeCall, CompositeRule
 from qtrace.graph.composites.slices import read_slices
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.operations import read_operation
@@ -52,9 +52,9 @@ class Pick(CompositeRule):
             return None
         return (*[slice(None)] * place, slices[place][0])
 
-    def call(self, match: PatternMatch) -> Call:
+    def call(self, match: PatternMatch) -> CompositeCall:
         """Returns the function of the last piece, which `rewrite` does not call."""
-        return Call(F.squeeze, (match["x"], self._index(match)))
+        return CompositeCall(F.squeeze, (match["x"], self._index(match)))
 
     def rewrite(self, match: PatternMatch, editor: GraphEditor) -> Mapping[Node, Node]:
         """Indexes the tensor by the place."""

@@ -7,8 +7,8 @@ ReduceMean, Add, Sqrt, Reciprocal or Div, Mul, Mul; T5 the same with a division.
 from __future__ import annotations
 
 from qtrace.graph import functions
-from qtrace.graph.algebra import AnyOf, AnyTensor, Operation, Power, Product, Stored, Sum
-from qtrace.graph.composites.base import Call, CompositeRule
+from qtrace.graph.algebra import AnyOf, AnyTensor, Operation, Power, Product, StoredOperand, Sum
+from qtrace.graph.composites.base import CompositeCall, CompositeRule
 from qtrace.graph.composites.standardized import reduced_axes
 from qtrace.graph.operations import read_operation
 from qtrace.graph.pattern import PatternMatch
@@ -36,7 +36,7 @@ class RmsNorm(CompositeRule):
     title = "RMS norm"
     formula = "x / sqrt(mean(x * x) + eps) * weight, over one axis"
     becomes = "functions.rms_norm"
-    pattern = AnyOf(Product(_X, _ROOT, Stored("weight")), Product(_X, _ROOT))
+    pattern = AnyOf(Product(_X, _ROOT, StoredOperand("weight")), Product(_X, _ROOT))
 
     def obstacle(self, match: PatternMatch) -> str | None:
         """Refuses a mean over several axes, and one without a small number."""
@@ -50,11 +50,11 @@ class RmsNorm(CompositeRule):
             return "nothing small is added to the mean, as a norm does against a division by 0"
         return None
 
-    def call(self, match: PatternMatch) -> Call:
+    def call(self, match: PatternMatch) -> CompositeCall:
         """Calls `functions.rms_norm`."""
         axes = reduced_axes(match["squares"], match["x"])
         assert axes is not None
-        return Call(functions.rms_norm, (match["x"], match.get("weight"), axes[0], match["eps"]))
+        return CompositeCall(functions.rms_norm, (match["x"], match.get("weight"), axes[0], match["eps"]))
 
 
 RULES = (RmsNorm(),)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import megengine.functional as F
 
 from qtrace.graph.algebra import AnyTensor, Operation
-from qtrace.graph.composites.base import Call, CompositeRule
+from qtrace.graph.composites.base import CompositeCall, CompositeRule
 from qtrace.graph.composites.slices import read_slices
 from qtrace.graph.operations import read_operation
 from qtrace.graph.pattern import PatternMatch
@@ -38,12 +38,12 @@ class Roll(CompositeRule):
             )
         return None
 
-    def call(self, match: PatternMatch) -> Call:
+    def call(self, match: PatternMatch) -> CompositeCall:
         """Calls `F.roll`."""
         cut = _cut(match)
         assert cut is not None
         axis, number = cut
-        return Call(F.roll, (match["x"], -number, axis))
+        return CompositeCall(F.roll, (match["x"], -number, axis))
 
 
 def _cut(match: PatternMatch) -> tuple[int, int] | None:

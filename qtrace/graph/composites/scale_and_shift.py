@@ -7,8 +7,8 @@ Dhariwal 2018, "Glow". Products and sums with Python numbers are no parameters a
 from __future__ import annotations
 
 from qtrace.graph import functions
-from qtrace.graph.algebra import AnyTensor, Product, Stored, Sum
-from qtrace.graph.composites.base import Call, CompositeRule
+from qtrace.graph.algebra import AnyTensor, Product, StoredOperand, Sum
+from qtrace.graph.composites.base import CompositeCall, CompositeRule
 from qtrace.graph.operations import is_stored
 from qtrace.graph.pattern import PatternMatch
 from qtrace.graph.types import TensorNode
@@ -30,7 +30,7 @@ class ScaleAndShift(CompositeRule):
     formula = "x * scale + shift, with stored scale and shift"
     becomes = "functions.scale_and_shift"
     kind = "scale_and_shift"
-    pattern = Sum(Product(AnyTensor("x"), Stored("scale")), Stored("shift"))
+    pattern = Sum(Product(AnyTensor("x"), StoredOperand("scale")), StoredOperand("shift"))
 
     def obstacle(self, match: PatternMatch) -> str | None:
         """Refuses tensors with numbers along several axes, such as an embedding of positions."""
@@ -45,9 +45,9 @@ class ScaleAndShift(CompositeRule):
             return "its scale and its shift are along unequal axes"
         return None
 
-    def call(self, match: PatternMatch) -> Call:
+    def call(self, match: PatternMatch) -> CompositeCall:
         """Calls `functions.scale_and_shift`."""
-        return Call(functions.scale_and_shift, (match["x"], match["scale"], match["shift"]))
+        return CompositeCall(functions.scale_and_shift, (match["x"], match["scale"], match["shift"]))
 
 
 RULES = (ScaleAndShift(),)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import megengine.functional as F
 
 from qtrace.graph.algebra import AnyOf, AnyTensor, Operation, Power, Product, Sum, close
-from qtrace.graph.composites.base import Call, CompositeRule
+from qtrace.graph.composites.base import CompositeCall, CompositeRule
 from qtrace.graph.pattern import Pattern, PatternMatch
 
 __all__ = ["RULES", "Sigmoid", "Silu"]
@@ -38,9 +38,9 @@ class Sigmoid(CompositeRule):
                 return f"it has the number {match[name]:g} where a sigmoid has {expected:g}"
         return None
 
-    def call(self, match: PatternMatch) -> Call:
+    def call(self, match: PatternMatch) -> CompositeCall:
         """Calls `F.sigmoid`."""
-        return Call(F.sigmoid, (match["x"],))
+        return CompositeCall(F.sigmoid, (match["x"],))
 
 
 class Silu(Sigmoid):
@@ -62,9 +62,9 @@ class Silu(Sigmoid):
             return f"its sigmoid reads {slope:g} * x, that of SiLU x"
         return super().obstacle(match)
 
-    def call(self, match: PatternMatch) -> Call:
+    def call(self, match: PatternMatch) -> CompositeCall:
         """Calls `F.silu`."""
-        return Call(F.silu, (match["x"],))
+        return CompositeCall(F.silu, (match["x"],))
 
 
 RULES = (Silu(), Sigmoid())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import megengine.functional as F
 
 from qtrace.graph.algebra import AnyOf, AnyTensor, Minus, Operation, Power, Product, Sum
-from qtrace.graph.composites.base import Call, CompositeRule
+from qtrace.graph.composites.base import CompositeCall, CompositeRule
 from qtrace.graph.composites.standardized import reduced_axes
 from qtrace.graph.pattern import Pattern, PatternMatch
 
@@ -44,11 +44,11 @@ class Softmax(CompositeRule):
             return f"its maximum is over the axes {reduced_axes(top, x)}, its sum over {axes}"
         return None
 
-    def call(self, match: PatternMatch) -> Call:
-        """Calls `F.softmax`."""
+    def call(self, match: PatternMatch) -> CompositeCall:
+        """Calls `F.softmax` with a list of one axis: the form that subtracts the largest value."""
         axes = reduced_axes(match["total"], match["x"])
         assert axes is not None
-        return Call(F.softmax, (match["x"], axes[0]))
+        return CompositeCall(F.softmax, (match["x"], list(axes)))
 
 
 RULES = (Softmax(),)

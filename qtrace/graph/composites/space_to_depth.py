@@ -11,7 +11,7 @@ from typing import Any
 
 from qtrace.graph import functions
 from qtrace.graph.algebra import AnyOf, AnyTensor, Operation
-from qtrace.graph.composites.base import Call, CompositeRule
+from qtrace.graph.composites.base import CompositeCall, CompositeRule
 from qtrace.graph.composites.channel_shuffle import permutation
 from qtrace.graph.operations import read_operation
 from qtrace.graph.pattern import Pattern, PatternMatch
@@ -53,12 +53,14 @@ class SpaceToDepth(CompositeRule):
             return f"its result has the shape {shape_of(match.node)}, not {expected}"
         return None
 
-    def call(self, match: PatternMatch) -> Call:
+    def call(self, match: PatternMatch) -> CompositeCall:
         """Calls `functions.space_to_depth`."""
         order = permutation(match["moved"])
         assert order is not None
         block = shape_of(match["split"])[3]
-        return Call(functions.space_to_depth, (match["x"], block, tuple(_ORDER[a] for a in order[1:4])))
+        return CompositeCall(
+            functions.space_to_depth, (match["x"], block, tuple(_ORDER[a] for a in order[1:4]))
+        )
 
 
 def _slice(number: int) -> Pattern:
@@ -91,10 +93,10 @@ class Focus(CompositeRule):
             return f"it takes the places of a block in the order {places}, not by rows or by columns"
         return None
 
-    def call(self, match: PatternMatch) -> Call:
+    def call(self, match: PatternMatch) -> CompositeCall:
         """Calls `functions.space_to_depth`."""
         places = tuple(_place(match[f"slice{i}"], match["x"]) for i in range(4))
-        return Call(functions.space_to_depth, (match["x"], 2, _PLACES[places]))
+        return CompositeCall(functions.space_to_depth, (match["x"], 2, _PLACES[places]))
 
 
 # Rows and columns of four slices -> the order of `functions.space_to_depth`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from qtrace.graph.algebra import AnyOf, Minus, Operation, Power, Product, Stored, Sum
+from qtrace.graph.algebra import AnyOf, Minus, Operation, Power, Product, StoredOperand, Sum
 from qtrace.graph.operations import read_operation
 from qtrace.graph.pattern import Pattern, PatternMatch
 from qtrace.graph.types import TensorNode
@@ -36,7 +36,7 @@ def standardized(x: Pattern) -> tuple[tuple[Pattern | Power, ...], Sum, Sum]:
         The factors of the product, and TensorFlow's form of the whole without and with weight and bias.
     """
     spread, mean = Power(_spread(x), -0.5), Operation("mean", x, name="mean")
-    weight, bias = Stored("weight"), Stored("bias")
+    weight, bias = StoredOperand("weight"), StoredOperand("bias")
     return (
         (Sum(x, Minus(mean)), spread),
         Sum(Product(x, spread_of := Power(_spread(x), -0.5)), Minus(Product(mean, spread_of))),
@@ -46,7 +46,7 @@ def standardized(x: Pattern) -> tuple[tuple[Pattern | Power, ...], Sum, Sum]:
 
 def affine(value: Pattern) -> Sum:
     """Builds the pattern of ``value * weight + bias`` with stored tensors."""
-    return Sum(Product(value, Stored("weight")), Stored("bias"))
+    return Sum(Product(value, StoredOperand("weight")), StoredOperand("bias"))
 
 
 def reduced_axes(reduction: TensorNode, x: TensorNode) -> tuple[int, ...] | None:

@@ -236,7 +236,7 @@ QTRACE_FUNCTIONS = _names(
     {
         "qtrace.gradients.conv": "conv2d",
         "qtrace.graph.functions": """
-            channel_shuffle erf gelu_tanh hard_sigmoid mish rms_norm scale_and_shift
+            channel_shuffle erf gelu_tanh hard_sigmoid log_softmax mish rms_norm scale_and_shift
             scaled_dot_product_attention space_to_depth
         """,
     }

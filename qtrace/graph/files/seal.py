@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from qtrace.graph.files.names import DamagedError
 
-__all__ = ["SIZE", "check", "sealing"]
+__all__ = ["SIZE", "check_seal", "sealing"]
 
 _NUMBERS = struct.Struct("<QI")  # length and CRC-32 of what follows
 _MARK = b"qtrace"
@@ -54,7 +54,7 @@ def sealing(file: BinaryIO) -> Iterator[Any]:
     file.seek(0, 2)
 
 
-def check(data: Any) -> int:
+def check_seal(data: Any) -> int:
     """Returns the position at which the pickle of a model begins: after the head, if there is one.
 
     A damaged head is not taken for none.

@@ -29,15 +29,17 @@ from qtrace.graph.files.modules import check_modules
 from qtrace.graph.files.names import AllowList, DamagedError, LoadBudget, RefusedError
 from qtrace.graph.files.restore import check_calls, restore
 from qtrace.graph.files.rules import Rules
-from qtrace.graph.files.seal import check, sealing
-from qtrace.graph.files.unpickle import Machine
+from qtrace.graph.files.seal import check_seal, sealing
+from qtrace.graph.files.unpickle import PickleMachine
 from qtrace.graph.files.validate import Validator
 from qtrace.graph.garbage import paused_collector
 from qtrace.graph.located_graph import name_failures
+from qtrace.graph.node_meta import attach_meta, detach_meta
 from qtrace.graph.source_lines import attach_lines, detach_lines
 from qtrace.graph.tracing.refusals import debugging_marks
 from qtrace.process.thread import on_engine_thread
 from qtrace.storage.files import kind_of, problem, replacing
+from qtrace.storage.ownership import foreign
 
 __all__ = ["dump", "load", "save"]
 
@@ -45,17 +47,18 @@ BIG = 64 << 20
 
 
 @on_engine_thread
-def save(module: TracedModule, path: str | os.PathLike[str]) -> None:
+def save(module: TracedModule, path: str | os.PathLike[str], *, force: bool = False) -> None:
     """Writes a traced, prepared or converted model to a file; the file appears complete or not at all.
 
     Args:
         module: a result of ``qtrace.trace``, ``prepare`` or ``convert``; it is not changed.
-        path: the file; an existing one is replaced. ``megengine.load`` reads it too.
+        path: the file; an existing one is replaced if qtrace wrote it. ``megengine.load`` reads it too.
+        force: whether to replace a file that qtrace did not write, too.
 
     Raises:
         GraphError: when ``module`` is not a TracedModule, or holds something that cannot be saved, such as
             watch points.
-        DataError: when the file cannot be written.
+        DataError: when the file cannot be written, or is one that qtrace did not write.
     """
     if not isinstance(module, TracedModule):
         raise GraphError(
@@ -69,6 +72,8 @@ def save(module: TracedModule, path: str | os.PathLike[str]) -> None:
     try:
         if kind := kind_of(target):
             raise DataError(f"{path} is {kind}: name a file.")
+        if not force and (reason := foreign(target)):
+            raise DataError(f"{reason}. Name another file, or replace it with force=True.")
         with replacing(target) as (file,), sealing(file) as body:
             dump(module, body)
     except OSError as error:
@@ -102,7 +107,7 @@ def load(path: str | os.PathLike[str], allow: Iterable[str] = (), keep_devices: 
     try:
         with _contents(path) as data, paused_collector(collect_first=len(data) > BIG):
             rules = Rules(names, LoadBudget(len(data)), keep_devices)
-            model = Machine(data, rules).run(check(data))
+            model = PickleMachine(data, rules).run(check_seal(data))
             if type(model) is TracedModule:
                 _finish(model, rules)
     except RefusedError as error:
@@ -133,6 +138,7 @@ def _finish(model: TracedModule, rules: Rules) -> None:
     for traced in rules.traced:
         check_calls(traced, rules.budget)
     detach_lines(model)
+    detach_meta(model)
     name_failures(model)
 
 
@@ -148,12 +154,14 @@ def dump(module: TracedModule, file: Any) -> None:
     """
     try:
         attach_lines(module)
+        attach_meta(module)
         with max_recursion_limit():  # the pickler recurses along the graph
             pickle.dump(module, file, pickle.DEFAULT_PROTOCOL)
     except (AssertionError, AttributeError, TypeError, pickle.PicklingError) as error:
         raise GraphError(f"the model cannot be saved: {error}") from error
     finally:
         detach_lines(module)
+        detach_meta(module)
         for part in _modules(module):
             part.__dict__.pop("_m_dump_modulestate", None)
 

@@ -24,7 +24,7 @@ _LONGEST_INTEGER = 255  # bytes; to write one as a decimal number takes the squa
 _SET = 256  # bytes that an empty set takes, which is one byte of a pickle
 
 
-class Machine:
+class PickleMachine:
     """Runs one pickle.
 
     Args:
@@ -90,14 +90,14 @@ class Machine:
         return chunk
 
 
-def _unknown(machine: Machine, code: int) -> Handler:
+def _unknown(machine: PickleMachine, code: int) -> Handler:
     def refuse(position: int) -> int:
         raise DamagedError(f"byte {position - 1} is {code:#04x}, which is no part of a saved model")
 
     return refuse
 
 
-def _scalars(machine: Machine) -> dict[str, Handler]:
+def _scalars(machine: PickleMachine) -> dict[str, Handler]:
     data, push, take = machine.data, machine.stack.append, machine.take
 
     def constant(value: Any) -> Handler:
@@ -154,7 +154,7 @@ def _decode(raw: bytes) -> str:
         raise DamagedError("it holds text that is not UTF-8") from None
 
 
-def _strings(machine: Machine) -> dict[str, Handler]:
+def _strings(machine: PickleMachine) -> dict[str, Handler]:
     data, push, take, intern = machine.data, machine.stack.append, machine.take, sys.intern
 
     def sized(layout: str, make: Callable[[bytes], Any]) -> Handler:
@@ -185,7 +185,7 @@ def _strings(machine: Machine) -> dict[str, Handler]:
     }
 
 
-def _containers(machine: Machine) -> dict[str, Handler]:
+def _containers(machine: PickleMachine) -> dict[str, Handler]:
     stack, marks, pop_mark, rules = machine.stack, machine.marks, machine.pop_mark, machine.rules
 
     def empty(make: Callable[[], Any], size: int = 0) -> Handler:
@@ -244,7 +244,7 @@ def _containers(machine: Machine) -> dict[str, Handler]:
     }
 
 
-def _fill(machine: Machine) -> dict[str, Handler]:
+def _fill(machine: PickleMachine) -> dict[str, Handler]:
     stack, pop_mark, check_key = machine.stack, machine.pop_mark, machine.rules.keys.check
     pop = stack.pop
 
@@ -291,7 +291,7 @@ def _fill(machine: Machine) -> dict[str, Handler]:
     return {"a": append, "e": appends, "s": setitem, "u": setitems, "\x90": additems}
 
 
-def _memo(machine: Machine) -> dict[str, Handler]:
+def _memo(machine: PickleMachine) -> dict[str, Handler]:
     data, stack, memo, take = machine.data, machine.stack, machine.memo, machine.take
     push, uint32 = stack.append, struct.Struct("<I").unpack
 
@@ -318,7 +318,7 @@ def _memo(machine: Machine) -> dict[str, Handler]:
     return {"\x94": memoize, "h": get1, "j": get4, "q": put1, "r": put4}
 
 
-def _objects(machine: Machine) -> dict[str, Handler]:
+def _objects(machine: PickleMachine) -> dict[str, Handler]:
     data, stack, memo, rules = machine.data, machine.stack, machine.memo, machine.rules
     push, pop = stack.append, stack.pop
 

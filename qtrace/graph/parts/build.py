@@ -24,7 +24,9 @@ from qtrace.graph.finish import finish
 from qtrace.graph.flatten import flatten
 from qtrace.graph.interface import Interface, TensorInfo, read_interface, write_interface
 from qtrace.graph.interpreter import IN_PLACE
-from qtrace.graph.parts.composition import Composition, Part
+from qtrace.graph.node_meta import own_meta
+from qtrace.graph.origin import copy_origin
+from qtrace.graph.parts.composition import Composition, GraphPart
 from qtrace.graph.passes.purity import find_written, is_pure
 from qtrace.graph.source_lines import copy_line
 from qtrace.graph.walk import exprs, get_module
@@ -91,7 +93,7 @@ def build_parts(
         flat: a flat float graph from `flat_copy`.
         home: expr -> the index of its part, for all exprs but those of `copyable_exprs`. An expr reads
             results of its own part and of earlier ones.
-        supported: for each part, what `Part.supported` says.
+        supported: for each part, what `GraphPart.supported` says.
     """
     graph = flat.graph
     position = {expr: i for i, expr in enumerate(graph._exprs)}
@@ -139,7 +141,7 @@ def _build_part(
     outputs: Sequence[Node],
     last: bool,
     supported: bool | None,
-) -> Part:
+) -> GraphPart:
     """Builds the module of one part from its exprs in order."""
     source = flat.graph
     name = f"{source._name}_{index}"
@@ -177,7 +179,7 @@ def _build_part(
     _define(root, graph, out_def)
     finish(root)
     _copy_interface(flat, root, inputs, own)
-    return Part(name, root, tuple(n._name for n in inputs), tuple(n._name for n in own), supported)
+    return GraphPart(name, root, tuple(n._name for n in inputs), tuple(n._name for n in own), supported)
 
 
 def _insert_copy(node: Node, writer: Expr, graph: InternalGraph) -> Node:
@@ -206,6 +208,7 @@ def _copy_node(node: Node, expr: Expr, graph: InternalGraph) -> Node:
     new = copy.copy(node)
     new.expr, new.users, new.actual_node = expr, [], []
     new.__dict__.pop("_value", None)
+    own_meta(new)
     new._name = graph._namespace.create_unique_name(node._name, new)
     return new
 
@@ -241,7 +244,8 @@ def _copy_interface(
         for table, nodes in ((known, inputs), (results, outputs))
     ]
     if all(len({info.name for info in side}) == len(side) for side in sides):
-        write_interface(root, Interface(*sides))
+        write_interface(root, Interface(sides[0], sides[1], interface.metadata))
+        copy_origin(flat, root)
 
 
 def _signature(flat: TracedModule) -> TracedModule:

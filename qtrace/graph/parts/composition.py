@@ -10,11 +10,11 @@ from megengine.traced_module import TracedModule
 
 from qtrace.graph.interpreter import Interpreter
 
-__all__ = ["Composition", "Part"]
+__all__ = ["Composition", "GraphPart"]
 
 
 @dataclass(frozen=True)
-class Part:
+class GraphPart:
     """One part of a graph.
 
     Attributes:
@@ -34,7 +34,7 @@ class Part:
     supported: bool | None = None
 
 
-class Composition(Sequence[Part]):
+class Composition(Sequence[GraphPart]):
     """The parts of a graph in the order in which they run; calling it computes what the graph computes.
 
     Args:
@@ -47,19 +47,19 @@ class Composition(Sequence[Part]):
         outputs: the names of its outputs.
     """
 
-    def __init__(self, parts: Sequence[Part], signature: TracedModule) -> None:
+    def __init__(self, parts: Sequence[GraphPart], signature: TracedModule) -> None:
         self._parts = tuple(parts)
         self._signature = signature
         self.inputs = tuple(str(n._name) for n in signature.graph._inputs[1:])
         self.outputs = tuple(str(n._name) for n in signature.graph._outputs)
 
     @overload
-    def __getitem__(self, index: int) -> Part: ...
+    def __getitem__(self, index: int) -> GraphPart: ...
 
     @overload
-    def __getitem__(self, index: slice) -> tuple[Part, ...]: ...
+    def __getitem__(self, index: slice) -> tuple[GraphPart, ...]: ...
 
-    def __getitem__(self, index: int | slice) -> Part | tuple[Part, ...]:
+    def __getitem__(self, index: int | slice) -> GraphPart | tuple[GraphPart, ...]:
         """Returns one part, or several."""
         return self._parts[index]
 
@@ -67,7 +67,7 @@ class Composition(Sequence[Part]):
         """Returns the number of parts."""
         return len(self._parts)
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[GraphPart]:
         """Yields the parts in order."""
         return iter(self._parts)
 

@@ -1,9 +1,9 @@
-"""Cuts a graph behind named nodes."""
+"""Cuts a graph behind named nodes, or by a function of the nodes."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from megengine.traced_module import TracedModule
 from megengine.traced_module.expr import Expr, Input
@@ -12,12 +12,18 @@ from megengine.traced_module.node import Node, TensorNode
 from qtrace.errors import GraphError
 from qtrace.graph.parts.build import build_parts, copyable_exprs, flat_copy
 from qtrace.graph.parts.composition import Composition
+from qtrace.graph.parts.labels import assign_labels
 from qtrace.graph.walk import exprs
 
 __all__ = ["split"]
 
 
-def split(traced: TracedModule, at: Sequence[str | Sequence[str]]) -> Composition:
+def split(
+    traced: TracedModule,
+    at: Sequence[str | Sequence[str]] | None = None,
+    *,
+    by: Callable[[Node], Hashable] | None = None,
+) -> Composition:
     """Splits a graph into modules that compute together what it computes, bit for bit.
 
     Each cut ends a part: the part consists of all ops that the named nodes depend on and that no earlier part
@@ -25,28 +31,39 @@ def split(traced: TracedModule, at: Sequence[str | Sequence[str]]) -> Compositio
     connection, are passed on by their names, too. What depends on parameters and on sizes of
     tensors alone is computed in each part that reads it.
 
+    With ``by`` each op goes into the part that the function says for its (first) output: ops of one label are
+    one part, and the parts run in the order in which they depend on each other.
+
     Example:
         >>> backbone, head = split(detector, at=[("c3_out", "c4_out", "c5_out")])
+        >>> stages = split(detector, by=lambda node: node.qualname.split(".")[1])
         >>> qtrace.export(qtrace.convert(qtrace.calibrate(qtrace.prepare(backbone.module), data)), "b.onnx")
 
     Args:
         traced: a float graph, flat or hierarchical; it is not changed and shares nothing with the parts.
         at: the cuts in the order of the graph; each is the name of a node, as `qtrace.graph.table` shows it
             for the flat graph, or several names that are cut together.
+        by: takes a node of the flat graph, returns a label: text, a number, or what else can be a key.
 
     Returns:
-        The parts, one more than cuts; calling it composes them.
+        The parts, one more than cuts, or one a label; calling it composes them.
 
     Raises:
-        GraphError: when a name is no node of the flat graph, when a part would be empty, or when ``traced``
-            is prepared or converted.
+        GraphError: when a name is no node of the flat graph, when a part would be empty, when two labels
+            depend on each other, or when ``traced`` is prepared or converted.
     """
+    if (at is None) == (by is None):
+        raise GraphError("split takes either cuts (at=[...]) or a function of the node (by=...).")
     flat = flat_copy(traced, "split")
+    if by is not None:
+        home = assign_labels(flat, by)
+        return build_parts(flat, home, [None] * (max(home.values()) + 1))
+    assert at is not None
     cuts = _read_cuts(at)
     nodes = {n._name: n for n in flat.graph._inputs}
     nodes.update((n._name, n) for e in exprs(flat) for n in e.outputs)
     copyable = copyable_exprs(flat)
-    home: dict[Expr, int] = {}
+    home = {}
     for index, names in enumerate(cuts):
         ends = [_find_node(name, nodes, copyable) for name in names]
         own = _ancestors(ends, home)

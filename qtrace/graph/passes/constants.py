@@ -10,6 +10,7 @@ from megengine.traced_module.node import ModuleNode, Node, TensorNode
 from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.module_tree import set_parameter
+from qtrace.graph.names import unused_name
 from qtrace.graph.passes.base import FLAT, SOUND, Condition, GraphPass, PassReport
 from qtrace.graph.passes.dead_code import NO_DEAD_CODE, RemoveDeadCode
 from qtrace.graph.passes.purity import find_written, is_pure
@@ -41,7 +42,7 @@ class FoldConstants(GraphPass):
         paths: dict[TensorNode, str] = {}
         changed = []
         for node in folded:
-            path = _free_name(traced, str(node.name))
+            path = unused_name(f"folded_{node.name}", lambda name: hasattr(traced, name))
             set_parameter(traced, path, Tensor(values[node].numpy()))
             paths[node] = path
             changed.append(f"{node.name}: stored as {path}")
@@ -79,13 +80,6 @@ def _results(traced: TracedModule, fixed: set[Node]) -> list[TensorNode]:
         if node in fixed
         and (node in outputs or any(u.outputs and u.outputs[0] not in fixed for u in node.users))
     ]
-
-
-def _free_name(traced: TracedModule, name: str) -> str:
-    free = f"folded_{name}"
-    while hasattr(traced, free):
-        free += "_"
-    return free
 
 
 def _find(traced: TracedModule) -> list[str]:

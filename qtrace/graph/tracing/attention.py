@@ -72,7 +72,7 @@ def attention_in_parts(
         projected.append(F.transpose(F.reshape(y, (x.shape[0], x.shape[1], num_heads, depth)), (0, 2, 1, 3)))
     q, k, v = projected
     scores = F.matmul(q * depth**-0.5, k, transpose_b=True)
-    shares = F.softmax(_masked(scores, options), axis=-1)
+    shares = F.softmax(_masked(scores, options), axis=[-1])  # a list: right for scores below -87, too
     joined = F.transpose(F.matmul(shares, v), (0, 2, 1, 3))
     joined = F.reshape(joined, (query.shape[0], query.shape[1], embed_dim))
     out = F.matmul(joined, weights[3])

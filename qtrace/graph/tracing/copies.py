@@ -6,6 +6,9 @@ kernel takes ``a`` for contiguous. The same holds for ``- * / **``, maximum and 
 under ``jit.trace``, and for the gradient of ``* / **`` where the gradient that arrives is such a view: behind
 a concatenation, a stack or a sum over the first axes.
 
+LayerNorm's gradient asserts that its input is laid out as its result: it stops with an AsyncError at the view
+``x[:, 0:1]`` of a single sample.
+
 A copy is ``F.nn.pad`` by zero elements. It changes no bit and has a gradient. ``F.copy`` keeps the view, and
 ``jit.trace`` removes ``x * 1.0``.
 """
@@ -32,6 +35,7 @@ from qtrace.graph.tracing.views import (
     is_arithmetic,
     is_product,
     reads_only_shape,
+    refuses_views,
     returns_view,
 )
 from qtrace.graph.types import Node
@@ -87,8 +91,8 @@ def describe_places(copies: Iterable[Copy]) -> str:
     named = [f"{name} ({line})" if line else name for name, line in places.items()]
     more = f" and {len(named) - _MAX_NAMED_OPS} more" if len(named) > _MAX_NAMED_OPS else ""
     return (
-        "MegEngine's kernels on CPU can take a view such as x[..., :2] for contiguous memory at "
-        f"{', '.join(named[:_MAX_NAMED_OPS])}{more}"
+        "MegEngine's kernels on CPU can take a view such as x[..., :2] for contiguous memory, or refuse it, "
+        f"at {', '.join(named[:_MAX_NAMED_OPS])}{more}"
     )
 
 
@@ -135,8 +139,12 @@ def insert_copies(traced: TracedModule, copies: Iterable[Copy]) -> None:
 
 
 def _for_values(unrolled: Unrolled, views: Mapping[int, bool], fixed: Mapping[int, bool]) -> Iterator[Copy]:
-    """Yields a copy for each operand that a kernel would misread."""
+    """Yields a copy for each operand that a kernel would misread or refuse."""
     for step in unrolled.steps:
+        if refuses_views(step.expr):
+            node, value = _operands(step)[0]
+            if views[value]:
+                yield Copy(step.module, node, step.expr, step.expr)
         if not is_arithmetic(step.expr):
             continue
         operands = _operands(step)

@@ -123,12 +123,16 @@ def _other_values(
 ) -> np.ndarray:
     if array.size == 0 or array.dtype.kind not in "fiub":
         return np.resize(array, shape)
-    if array.dtype.kind != "f":
+    whole = array == np.rint(array)
+    varies = array.min() < array.max()
+    if array.dtype.kind != "f" or (array.ndim == 1 and whole.all() and varies):
         # A permutation: indices stay valid, and values that must be distinct stay so.
         values = rng.permutation(array.ravel()).astype(np.int64)
         if high:
             values = values.min() + values.max() - values
         return np.resize(values, shape).astype(array.dtype)
+    if array.ndim in (2, 3) and whole.all() and varies:
+        return _other_rows(array, shape, high, rng)
     finite = array[np.isfinite(array)].astype(np.float64)
     if finite.size == 0:
         return np.resize(array, shape)
@@ -140,12 +144,28 @@ def _other_values(
     spread = rng.permutation((np.arange(count) + 0.5) / count).reshape(shape)
     step = 0.6 * (top - low) * spread**3
     values = np.clip(top - step if high else low + step, low, top).astype(array.dtype)
-    if len(shape) == 2:
+    if len(shape) in (2, 3):
         # A table such as RoIs: a column of whole numbers beside others is an index into something.
-        whole = (array == np.rint(array)).all(axis=0)
-        if not whole.all():
-            values[:, whole] = np.resize(array, shape)[:, whole]
+        columns = whole.all(axis=tuple(range(array.ndim - 1)))
+        if not columns.all():
+            values[..., columns] = np.resize(array, shape)[..., columns]
     return values
+
+
+def _other_rows(
+    array: np.ndarray, shape: tuple[int, ...], high: bool, rng: np.random.Generator
+) -> np.ndarray:
+    """Generates other rows for a table of whole numbers, any column of which may index something.
+
+    The rows change places, and each shrinks by a factor of its own: no index grows, and of two numbers of a
+    row the larger one stays so, as the corners of a box must. The ones of a mask stay.
+    """
+    rows = rng.permutation(array.reshape(-1, array.shape[-1]))
+    if np.abs(array).max() <= 1:
+        return np.resize(rows, shape).astype(array.dtype)
+    low, top = (0.75, 1.0) if high else (0.25, 0.75)
+    shrunk = np.trunc(rows * rng.uniform(low, top, (len(rows), 1)))
+    return np.resize(shrunk, shape).astype(array.dtype)
 
 
 def _tensors(args: Any) -> list[Tensor]:

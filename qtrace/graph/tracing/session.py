@@ -45,7 +45,7 @@ class Tracing:
         inputs: the example, positional and keyword arguments of ``method``.
         method: the name of the method to trace.
         allow_branch: the lines that may read a value of the data.
-        also: other examples that the trace must serve.
+        also: other examples that the trace must serve, each with its title.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Tracing:
         inputs: Arguments,
         method: str,
         allow_branch: tuple[str, ...],
-        also: Sequence[Arguments] = (),
+        also: Sequence[tuple[str, Arguments]] = (),
     ) -> None:
         self.source, self.also = source, also
         self.allow_branch = allow_branch
@@ -107,8 +107,8 @@ class Tracing:
                 self._compare(traced, other, expected, batch if extra else None)
                 inputs = other
                 break
-        for index, other in enumerate(self.also):
-            inputs, expected = other, self._also_agrees(traced, index, other)
+        for title, other in self.also:
+            inputs, expected = other, self._also_agrees(traced, title, other)
         traced.eval()
         if self.copies:
             insert_copies(traced, self.copies)
@@ -119,9 +119,9 @@ class Tracing:
         notes += nonfinite_results(traced, *example_inputs.fresh(self.inputs)) if check else []
         return traced, [f"{self.name}: {note}" for note in notes]
 
-    def _also_agrees(self, traced: TracedModule, index: int, inputs: Arguments) -> list[Any]:
+    def _also_agrees(self, traced: TracedModule, title: str, inputs: Arguments) -> list[Any]:
         """Returns the module's result on another example, which the trace must serve."""
-        title = f"also[{index}] ({example_inputs.describe(inputs)})"
+        title = f"{title} ({example_inputs.describe(inputs)})"
         args, kwargs = example_inputs.fresh(inputs)
         try:
             Interpreter(traced).bind(args, kwargs)

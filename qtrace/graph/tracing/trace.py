@@ -13,9 +13,13 @@ from megengine.traced_module import TracedModule
 from qtrace.errors import QtraceWarning, TraceError
 from qtrace.graph.located_graph import name_failures
 from qtrace.graph.native import lower, write_ranges
+from qtrace.graph.open_axes import write_open_axes
+from qtrace.graph.paths import describe_path
 from qtrace.graph.tracing import reads
+from qtrace.graph.tracing.dynamic import Dynamic, other_examples, read_dynamic
 from qtrace.graph.tracing.example_inputs import other_example, to_tensors
 from qtrace.graph.tracing.function_module import as_module
+from qtrace.graph.tracing.leaked_state import clear_leaked_state
 from qtrace.graph.tracing.leaves import check_leaves, describe_unused_leaves, keep_leaves
 from qtrace.graph.tracing.refusals import debugging_marks
 from qtrace.graph.tracing.running import check_signature, engine_for_tracing
@@ -34,6 +38,7 @@ def trace(
     allow_branch: Sequence[str] = (),
     leaves: Sequence[type[Module] | Callable[..., Any]] = (),
     also: Sequence[Any] = (),
+    dynamic: Dynamic | None = None,
     **keywords: Any,
 ) -> TracedModule:
     """Traces ``module`` in eval mode and reports what the trace would lose or get wrong.
@@ -64,6 +69,10 @@ def trace(
             in ``allow``.
         also: other examples that the same graph must serve, such as other sizes of images: each a tuple of
             inputs, a dict of inputs by name, or the one input. The trace is compared with the module on each.
+        dynamic: axes of inputs that stay open, such as ``{"x": {0: "N", 2: "H", 3: "W"}}``: name of an input
+            that is a Tensor -> axis -> name of its size. Axes of one name have one size. The trace is
+            compared with the module at two other sizes; `export` declares the axes under these names. Without
+            it, the batch alone is open.
         **keywords: inputs of ``forward`` by name, such as ``mask=mask``. An input with the name of one of the
             options above is given by position.
 
@@ -78,6 +87,9 @@ def trace(
         TraceError: when the module cannot be traced faithfully, or one graph cannot serve all examples; the
             message names the submodule, parameter or expr.
     """
+    if problem := describe_path(module):
+        raise TraceError(f"trace takes a Module, and {problem}.")
+    clear_leaked_state()
     source, method = as_module(module, method)
     if isinstance(source, TracedModule) and (marks := debugging_marks(source)):
         raise TraceError(f"the model cannot be copied: {marks}")
@@ -96,14 +108,19 @@ def trace(
     check_signature(source, method, *inputs)
     reads.check_allowed(allow_branch)
     check_leaves(leaves)
-    others = [other_example(value, index) for index, value in enumerate(also)]
-    for other in others:
+    others = [(f"also[{i}]", other_example(value, i)) for i, value in enumerate(also)]
+    for _, other in others:
         check_signature(source, method, *other)
+    axes = read_dynamic(source, method, inputs, dynamic) if dynamic else None
+    if axes is not None:
+        others += other_examples(source, method, inputs, axes)
     with keep_leaves(leaves):
         traced, notes = _traced(check, source, inputs, method, tuple(allow_branch), others)
     notes += [f"{type(source).__name__}: {note}" for note in describe_unused_leaves(traced, leaves)]
     if ranges is not None:
         write_ranges(traced, ranges)
+    if axes is not None:
+        write_open_axes(traced, axes)
     name_failures(traced)
     for note in notes:
         warnings.warn(note, QtraceWarning, stacklevel=2)

@@ -16,6 +16,7 @@ __all__ = [
     "is_arithmetic",
     "is_product",
     "reads_only_shape",
+    "refuses_views",
     "returns_view",
 ]
 
@@ -37,6 +38,7 @@ _KEEPS_LAYOUT |= {
     "astype",
     "TypeCvt",
 }
+_NORMS = {"layer_norm", "LayerNorm"}
 _REPEATS = {"broadcast_to", "_broadcast", "Broadcast", "repeat", "tile"}
 _SUMS = {"sum", "mean"}
 
@@ -67,6 +69,11 @@ def is_arithmetic(expr: Expr) -> bool:
 def is_product(expr: Expr) -> bool:
     """Returns whether such a kernel computes a gradient of ``expr`` from the gradient that arrives."""
     return _name(expr) in _PRODUCTS
+
+
+def refuses_views(expr: Expr) -> bool:
+    """Returns whether the gradient kernel of ``expr`` stops at a view, such as one row of a sample."""
+    return _name(expr) in _NORMS
 
 
 def reads_only_shape(expr: Expr) -> bool:

@@ -1,17 +1,19 @@
 """ONNX in: a network in an ONNX file becomes a traced module, a quantized one a prepared module.
 
 The stages: `reading` checks the file, `model` turns it into frozen data, `importer` walks its nodes in order.
-A node whose inputs are all stored is folded (`evaluation`); a size that is read from a shape is computed for
-two batches, so that the batch axis stays free; every other node is lowered by the table of `ops`, or written
-as the nodes of its function body (`expansion`); a node without an equal is collected, so that one error names
-them all.
+A node whose inputs are all stored is folded (`evaluation`), and so is arithmetic on sizes (`sizes`), which
+the graph computes where an op reads them and they depend on an open axis; every other node is lowered by the
+table of `ops`, or written as the nodes of its function body (`expansion`); a node without an equal is
+collected, so that one error names them all. `opening` leaves the axes open that the nodes allow.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,22 +22,29 @@ import onnx
 from qtrace.errors import GraphError, ImportingError
 from qtrace.graph.builder import GraphBuilder
 from qtrace.graph.composites import compose
-from qtrace.graph.interface import Interface, TensorInfo, write_interface
+from qtrace.graph.interface import Interface, TensorInfo, read_interface, write_interface
+from qtrace.graph.open_axes import OpenAxes, OpenAxis, other_sizes, write_open_axes
+from qtrace.graph.origin import write_origin
 from qtrace.graph.types import TracedModule
-from qtrace.importing.onnx.importer import Importer, Scope
-from qtrace.importing.onnx.inputs import InputShape, resolve_inputs
+from qtrace.importing.onnx.identities import store_copies
+from qtrace.importing.onnx.importer import Importer
+from qtrace.importing.onnx.inputs import InputShape, open_sizes, resolve_inputs
 from qtrace.importing.onnx.linear_bias import join_biases
 from qtrace.importing.onnx.model import Graph, read_graph
 from qtrace.importing.onnx.naming import node_name
+from qtrace.importing.onnx.opening import Opened, UnsupportedNodesError, build_open, open_axes_of
+from qtrace.importing.onnx.origin import keep_own, list_names
 from qtrace.importing.onnx.quantization.operators import with_pairs
 from qtrace.importing.onnx.reading import load_model, stored_tensors
 from qtrace.importing.onnx.scales import drop_unread, find_scales_and_shifts
-from qtrace.importing.onnx.values import Computed, Quantized, Stored, Value
+from qtrace.importing.onnx.scope import Scope
+from qtrace.importing.onnx.values import Computed, QuantizedIntegers, Sizes, Stored, Value
 from qtrace.preparation.passes.given import quantize_given
 from qtrace.process.thread import on_engine_thread
 
 __all__ = ["from_onnx", "open_inputs"]
 
+_LOG = logging.getLogger("qtrace")
 _SHOWN_PROBLEMS = 30
 
 
@@ -45,6 +54,7 @@ def from_onnx(
     shapes: Mapping[str, Sequence[int]] | None = None,
     *,
     batch: str | None = "auto",
+    fixed: bool = False,
 ) -> TracedModule:
     """Reads a network from an ONNX file, as a flat traced module in eval mode.
 
@@ -54,14 +64,18 @@ def from_onnx(
 
     Layers with stored weights become modules with parameters, in a tree that follows the names in the file.
     Ops that an exporter wrote in pieces become one call (`qtrace.graph.compose`). int64 is carried as int32,
-    float16 as float32. Nothing in the file runs.
+    every other float type as float32. Open axes are
+    checked at two other sizes against the file in onnxruntime, if that is installed; nothing else of it runs.
 
     Args:
         path: the file; external data lie in its folder.
-        shapes: the shape of each input whose axes the file leaves open, by the input's name.
-        batch: the axis whose size stays free, as ``input:axis`` such as ``"x:0"``; inputs whose axis has the
-            same name in the file share it. "auto" is the first axis of the first input if the file leaves
-            it open. None fixes every axis.
+        shapes: the shape of each input whose axes the file leaves open, by the input's name. The graph
+            records these sizes; the axes stay open unless a node needs the number, which the logger
+            ``qtrace`` names.
+        batch: the axis of the batch, as ``input:axis`` such as ``"x:0"``; inputs whose axis has the same name
+            in the file share it. "auto" is the first axis of the first input if the file leaves it open. None
+            fixes every axis.
+        fixed: whether every axis but the batch is fixed at the size in ``shapes``.
 
     Returns:
         The module, prepared and calibrated if the file is quantized. It takes the file's inputs in their
@@ -76,11 +90,15 @@ def from_onnx(
     opsets = {"" if o.domain == "ai.onnx" else o.domain: int(o.version) for o in model.opset_import}
     try:
         graph = read_graph(model.graph, opsets, stored_tensors(model.graph, file.parent))
-        inputs = resolve_inputs(graph, shapes, batch)
-        graph = join_biases(with_pairs(graph, opsets))
-        return _build(graph, inputs, opsets, file, _parameter_paths(model))
+        inputs = resolve_inputs(graph, shapes, batch, fixed)
+        graph = join_biases(with_pairs(store_copies(graph), opsets))
+        paths = _parameter_paths(model)
+        opened = build_open(inputs, lambda items: _build(graph, items, opsets, file, paths), file)
+        traced = _record(opened, file)
     except (ImportingError, GraphError) as error:
         raise ImportingError(f"{file}: {error}") from error.__cause__
+    keep_own(traced, model)
+    return traced
 
 
 def open_inputs(path: str | os.PathLike[str]) -> dict[str, tuple[int | None, ...] | None]:
@@ -108,6 +126,32 @@ def open_inputs(path: str | os.PathLike[str]) -> dict[str, tuple[int | None, ...
 _EMPTY = np.zeros(0, np.float32)
 
 
+def _record(opened: Opened, file: Path) -> TracedModule:
+    """Records which axes are open, and says which ones a node fixes."""
+    record = open_axes_of(opened)
+    if record.axes or record.fixed:
+        write_open_axes(opened.traced, record)
+    if record.fixed:
+        _declare_fixed(opened.traced, record)
+    for axis in record.fixed:
+        _LOG.warning("%s: %s", file, axis)
+    return opened.traced
+
+
+def _declare_fixed(traced: TracedModule, record: OpenAxes) -> None:
+    """Makes the sizes at which nodes fix axes those that the inputs declare."""
+    interface = read_interface(traced)
+    assert interface is not None
+    inputs = []
+    for node, info in zip(traced.graph.inputs[1:], interface.inputs, strict=True):
+        sizes = list(info.sizes or ())
+        for axis in record.fixed:
+            if axis.input == node.name:
+                sizes[axis.axis] = int(node.shape[axis.axis])
+        inputs.append(replace(info, sizes=tuple(sizes)))
+    write_interface(traced, replace(interface, inputs=tuple(inputs)))
+
+
 def _build(
     graph: Graph,
     inputs: Sequence[InputShape],
@@ -117,13 +161,19 @@ def _build(
 ) -> TracedModule:
     builder = GraphBuilder(node_name(graph.name or file.stem))
     values: dict[str, Value] = {}
-    batch, source = 1, None
+    source = None
+    shapes = {item.name: item.shape for item in inputs}
+    axes = [OpenAxis(item.name, axis, size, "") for item in inputs for axis, size in item.open.items()]
+    (others,) = other_sizes(shapes, axes, 1, distinct=False)
     for item in inputs:
-        node = builder.input(item.name, item.shape, item.carried, item.batch_axis)
+        if len(item.open) > (item.batch_axis is not None):
+            node = builder.input(item.name, item.shape, item.carried, other=others[item.name])
+        else:
+            node = builder.input(item.name, item.shape, item.carried, item.batch_axis)
         values[item.name] = Computed(node, item.dtype)
-        if item.batch_axis is not None and source is None:
-            batch, source = item.shape[item.batch_axis], (node, item.batch_axis)
-    importer = Importer(builder, opsets, file.parent, batch, source)
+        if item.batch_axis is not None and source is None and not open_sizes(inputs):
+            source = node, item.batch_axis
+    importer = Importer(builder, opsets, file.parent, source)
     importer.layers.paths.update(paths)
     importer.layers.learnable = find_scales_and_shifts(graph)
     if unknown := importer.unknown_ops(graph):
@@ -132,7 +182,9 @@ def _build(
     if importer.problems:
         _refuse(importer.problems)
     outputs = [_output(importer, name, value) for name, value in zip(graph.outputs, results, strict=True)]
+    origin = list_names(importer, graph)
     traced = builder.finish(tuple(outputs) if len(outputs) > 1 else outputs[0])
+    write_origin(traced, origin)
     compose(traced)
     drop_unread(traced, importer.layers.kept)
     write_interface(traced, _interface(graph, inputs, results))
@@ -157,18 +209,22 @@ def _output(importer: Importer, name: str, value: Value) -> object:
         return value.node
     if isinstance(value, Stored):
         return importer.layers.tensor(value)
-    if isinstance(value, Quantized):
+    if isinstance(value, QuantizedIntegers):
         raise ImportingError(f"output {name!r} is integers: end the file with a DequantizeLinear.")
-    raise ImportingError(f"output {name!r} depends on the batch alone: fix the batch (batch=None).")
+    if isinstance(value, Sizes):
+        return importer.layers.sizes_tensor(value, name)
+    raise ImportingError(f"output {name!r} is no tensor.")
 
 
 def _interface(graph: Graph, inputs: Sequence[InputShape], results: Sequence[Value]) -> Interface:
     dtypes: list[np.dtype] = []
     for value, declared in zip(results, graph.output_dtypes, strict=True):
         computed = value.array.dtype if isinstance(value, Stored) else getattr(value, "dtype", None)
+        if isinstance(value, Sizes):
+            computed = value.arrays[0].dtype
         dtypes.append(declared or computed or np.dtype(np.float32))
     return Interface(
-        tuple(TensorInfo(item.name, item.dtype.name) for item in inputs),
+        tuple(TensorInfo(item.name, item.dtype.name, item.declared) for item in inputs),
         tuple(TensorInfo(name, dtype.name) for name, dtype in zip(graph.outputs, dtypes, strict=True)),
     )
 
@@ -177,4 +233,4 @@ def _refuse(problems: Sequence[str]) -> None:
     shown = "; ".join(problems[:_SHOWN_PROBLEMS])
     more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
     count = f"{len(problems)} nodes have" if len(problems) > 1 else "a node has"
-    raise ImportingError(f"{count} no equal in a traced graph: {shown}{more}.")
+    raise UnsupportedNodesError(f"{count} no equal in a traced graph: {shown}{more}.", problems)

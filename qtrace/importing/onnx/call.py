@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import megengine.functional as F
@@ -12,7 +12,8 @@ from megengine.module import Module
 from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx.layers import Layers, Refusal
 from qtrace.importing.onnx.model import OnnxNode
-from qtrace.importing.onnx.values import BatchMultiple, Computed, Sizes, Stored, Value
+from qtrace.importing.onnx.sizes.size import Size, SizeError, whole
+from qtrace.importing.onnx.values import Computed, Sizes, Stored, Value, is_float
 
 __all__ = ["Call", "Lowering"]
 
@@ -106,7 +107,7 @@ class Call:
         """Returns integers from an input (by position) or an attribute (by name), or the default.
 
         Raises:
-            Refusal: when they depend on values or on the batch, or are missing without a default.
+            Refusal: when they depend on values or on open axes, or are missing without a default.
         """
         if isinstance(where, str):
             value = self.attribute(where, default)
@@ -114,36 +115,48 @@ class Call:
         array = self.array(where, default)
         return [int(n) for n in array.reshape(-1)] if isinstance(array, np.ndarray) else array
 
-    def sizes(self, index: int) -> list[int | BatchMultiple]:
-        """Returns an input of sizes, in which some may be multiples of the batch.
+    def sizes(self, index: int) -> list[int | Size]:
+        """Returns an input of sizes, in which some may depend on open axes.
 
         Raises:
-            Refusal: when it depends on values, or otherwise on the batch.
+            Refusal: when it depends on values, or holds fractions.
         """
         value = self.values[index]
         if not isinstance(value, Sizes):
             return list(self.ints(index))
-        recorded, more = (array.reshape(-1).tolist() for array in value.arrays)
-        return [self.batch_size(first, second) for first, second in zip(recorded, more, strict=True)]
+        try:
+            return [whole(number) for number in value.numbers.reshape(-1).tolist()]
+        except SizeError as error:
+            raise Refusal(str(error)) from error
 
-    def batch_size(self, recorded: int, more: int) -> int | BatchMultiple:
-        """Returns a size that is ``recorded`` for the recorded batch and ``more`` with one sample more.
+    def size(self, index: int, axis: int) -> int | Size:
+        """Returns the size of an axis of an input."""
+        value = self.values[index]
+        return self.layers.axis(value.node, axis) if isinstance(value, Computed) else self.shape(index)[axis]
+
+    def refuse_open(self, index: int, axes: Iterable[int] | None = None, what: str = "") -> None:
+        """Refuses the node if axes of an input are open, whose recorded sizes the lowering reads.
+
+        Args:
+            index: the input.
+            axes: the axes; None for all.
+            what: a clause that says what the node does.
 
         Raises:
-            Refusal: when it is no multiple of the batch.
+            Refusal: when the size of an axis is open.
         """
-        if recorded == more:
-            return int(recorded)
-        factor = int(more) - int(recorded)
-        if factor * self.layers.batch != recorded:
-            raise Refusal(f"needs a size that is {recorded} or {more} depending on the batch: fix the batch")
-        return BatchMultiple(factor, int(recorded))
+        shapes = self.shapes(index)
+        for axis in range(len(shapes[0])) if axes is None else axes:
+            if len({shape[axis] for shape in shapes}) > 1:
+                raise Refusal(
+                    f"{what or 'computes with the sizes of its input'}, of which axis {axis} is open"
+                )
 
     def tensor(self, index: int) -> TensorNode:
         """Returns the node of an input; stored numbers become a tensor of the module.
 
         Raises:
-            Refusal: when the input is missing, or its values depend on the batch.
+            Refusal: when the input is missing.
         """
         value = self.values[index] if self.has(index) else None
         if isinstance(value, Computed):
@@ -151,9 +164,7 @@ class Call:
         if isinstance(value, Stored):
             return self.layers.tensor(value)
         if isinstance(value, Sizes):
-            raise Refusal(
-                f"computes with {self.node.inputs[index]!r}, which depends on the batch: fix the batch"
-            )
+            return self.layers.sizes_tensor(value, self.node.inputs[index])
         raise Refusal(f"lacks its input {index}")
 
     def operand(self, index: int) -> TensorNode | float:
@@ -167,7 +178,7 @@ class Call:
         if (
             isinstance(value, Stored)
             and value.array.size == 1
-            and value.array.dtype.kind == "f"
+            and is_float(value.array.dtype)
             and value.array.ndim <= max(others)
             and value.name not in self.layers.grids
             and value.name not in self.layers.learnable
@@ -185,12 +196,16 @@ class Call:
         assert isinstance(value, Computed)
         return value.dtype
 
+    def is_float(self, index: int) -> bool:
+        """Returns whether an input is of a float type."""
+        return is_float(self.dtype(index))
+
     def shape(self, index: int) -> tuple[int, ...]:
         """Returns the recorded shape of an input."""
         return self.shapes(index)[0]
 
     def shapes(self, index: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the shapes of an input: as recorded, and with one sample more if the batch is free."""
+        """Returns the shapes of an input: as recorded, and at other sizes if axes are open."""
         value = self.values[index]
         if isinstance(value, Computed):
             return self.builder.shapes(value.node)
@@ -230,34 +245,58 @@ class Call:
         """Adds a call of a Tensor's method; the result is named after the node's first output."""
         return self.builder.call_method(method, *args, name=name or self.name, **kwargs)
 
-    def broadcast_shapes(self, *indices: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the shapes to which inputs broadcast: as recorded, and with one sample more."""
-        pairs = [self.shapes(index) for index in indices]
-        probes = max(len(shapes) for shapes in pairs)
-        try:
-            return tuple(
-                np.broadcast_shapes(*(shapes[min(p, len(shapes) - 1)] for shapes in pairs))
-                for p in range(probes)
-            )
-        except ValueError:
-            raise Refusal("has inputs that do not broadcast") from None
-
     def expanded(
-        self, node: TensorNode, shapes: Sequence[tuple[int, ...]], name: str | None = None
+        self,
+        node: TensorNode,
+        target: Sequence[int | Size],
+        shapes: Sequence[tuple[int, ...]],
+        name: str | None = None,
     ) -> TensorNode:
         """Broadcasts a node, unless it has these shapes already.
 
         Args:
             node: the node.
-            shapes: the shape for the recorded batch, and for one sample more if the batch is free.
+            target: the sizes.
+            shapes: their numbers as recorded, and at other sizes of open axes.
             name: the name of the result.
         """
         own = self.builder.shapes(node)
         if all(own[min(p, len(own) - 1)] == tuple(shape) for p, shape in enumerate(shapes)):
             return node
-        sizes = [self.batch_size(first, second) for first, second in zip(shapes[0], shapes[-1], strict=True)]
-        target = tuple(self.layers.size(size) for size in sizes)
-        return self.function(F.broadcast_to, node, target, name=name or f"{node.name}_expanded")
+        sizes = tuple(self.layers.size(size) for size in target)
+        return self.function(F.broadcast_to, node, sizes, name=name or f"{node.name}_expanded")
+
+    def common_sizes(
+        self, *nodes: TensorNode, but: int = 0
+    ) -> tuple[list[int | Size], tuple[tuple[int, ...], ...]]:
+        """Returns the sizes to which nodes broadcast, and their numbers for each probe.
+
+        Args:
+            *nodes: the nodes.
+            but: the number of last axes that are left out.
+
+        Raises:
+            Refusal: when the nodes do not broadcast.
+        """
+        several = [[s[: len(s) - but] for s in self.builder.shapes(node)] for node in nodes]
+        probes = max(len(shapes) for shapes in several)
+        try:
+            shapes = tuple(
+                np.broadcast_shapes(*(s[min(p, len(s) - 1)] for s in several)) for p in range(probes)
+            )
+        except ValueError:
+            raise Refusal("has inputs that do not broadcast") from None
+        rank, sizes = len(shapes[0]), []
+        for place in range(rank):
+            numbers = tuple(shape[place] for shape in shapes)
+            size: int | Size = numbers[0]
+            for node, own in zip(nodes, several, strict=True):
+                axis = place - rank + len(own[0])
+                if axis >= 0 and tuple(s[axis] for s in own) == numbers:
+                    size = self.layers.axis(node, axis)
+                    break
+            sizes.append(size)
+        return sizes, shapes
 
     def module(
         self, module: Module, tensors: Mapping[str, Stored], *args: Any, name: str | None = None

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import megengine.functional as F
 import numpy as np
 
 from qtrace.importing.onnx.layers import Refusal
 from qtrace.importing.onnx.model import OnnxNode
+from qtrace.importing.onnx.scope import GraphRunner, Scope
 from qtrace.importing.onnx.values import Computed, Refused, Stored, Value
-
-if TYPE_CHECKING:
-    from qtrace.importing.onnx.importer import Importer, Scope
 
 __all__ = ["HANDLERS"]
 
 _MAX_ITERATIONS = 1000  # of a loop that is written out
 
 
-def _branch(importer: Importer, node: OnnxNode, values: Sequence[Value | None], scope: Scope) -> list[Value]:
+def _branch(runner: GraphRunner, node: OnnxNode, values: Sequence[Value | None], scope: Scope) -> list[Value]:
     condition = _constant(values[0], "branches on a value that depends on the input")
-    body = importer.subgraph(node.attributes["then_branch" if bool(condition) else "else_branch"])
-    return importer.run(body, scope.inner({}))
+    body = runner.subgraph(node.attributes["then_branch" if bool(condition) else "else_branch"])
+    return runner.run(body, scope.inner({}))
 
 
-def _loop(importer: Importer, node: OnnxNode, values: Sequence[Value | None], scope: Scope) -> list[Value]:
+def _loop(runner: GraphRunner, node: OnnxNode, values: Sequence[Value | None], scope: Scope) -> list[Value]:
     count, condition, *carried = values
     trips = None if count is None else int(_constant(count, "runs as often as a value says"))
     going = condition is None or bool(_constant(condition, "runs while a value says so"))
-    body = importer.subgraph(node.attributes["body"])
+    body = runner.subgraph(node.attributes["body"])
     if len(body.inputs) != len(values) or not len(body.outputs) - 1 == len(node.outputs) >= len(carried):
         raise Refusal("has other numbers of inputs or outputs than its body")
     collected: list[list[Value]] = [[] for _ in body.outputs[1 + len(carried) :]]
@@ -41,7 +39,7 @@ def _loop(importer: Importer, node: OnnxNode, values: Sequence[Value | None], sc
             raise Refusal(f"runs more than {_MAX_ITERATIONS} times")
         counters = [Stored(np.array(iteration, np.int64), ""), Stored(np.array(True), "")]
         names = [value.name for value in body.inputs]
-        results = importer.run(body, scope.inner(dict(zip(names, [*counters, *state], strict=True))))
+        results = runner.run(body, scope.inner(dict(zip(names, [*counters, *state], strict=True))))
         if any(isinstance(result, Refused) for result in results):
             return [Refused() for _ in node.outputs]
         going = bool(_constant(results[0], "runs while a value says so"))
@@ -50,10 +48,10 @@ def _loop(importer: Importer, node: OnnxNode, values: Sequence[Value | None], sc
             items.append(result)
         iteration += 1
     outputs = zip(collected, node.outputs[len(carried) :], strict=True)
-    return [*state, *(_stacked(importer, items, name) for items, name in outputs)]
+    return [*state, *(_stacked(runner, items, name) for items, name in outputs)]
 
 
-def _stacked(importer: Importer, items: Sequence[Value], name: str) -> Value:
+def _stacked(runner: GraphRunner, items: Sequence[Value], name: str) -> Value:
     if not items:
         raise Refusal("never runs, but gives results of its iterations")
     if all(isinstance(item, Stored) for item in items):
@@ -61,10 +59,10 @@ def _stacked(importer: Importer, items: Sequence[Value], name: str) -> Value:
     nodes: list[Any] = []
     for item in items:
         if not isinstance(item, (Computed, Stored)):
-            raise Refusal("collects sizes that depend on the batch: fix the batch")
-        nodes.append(item.node if isinstance(item, Computed) else importer.layers.tensor(item))
+            raise Refusal("collects sizes that depend on an open axis")
+        nodes.append(item.node if isinstance(item, Computed) else runner.layers.tensor(item))
     dtype = next(item.dtype for item in items if isinstance(item, Computed))
-    return Computed(importer.builder.call_function(F.stack, nodes, axis=0, name=name), dtype)
+    return Computed(runner.builder.call_function(F.stack, nodes, axis=0, name=name), dtype)
 
 
 def _constant(value: Value | None, reason: str) -> Any:
@@ -73,5 +71,5 @@ def _constant(value: Value | None, reason: str) -> Any:
     return value.array.reshape(()).item()
 
 
-Handler = Callable[["Importer", OnnxNode, Sequence["Value | None"], "Scope"], "list[Value]"]
+Handler = Callable[[GraphRunner, OnnxNode, Sequence["Value | None"], Scope], "list[Value]"]
 HANDLERS: dict[str, Handler] = {"If": _branch, "Loop": _loop}

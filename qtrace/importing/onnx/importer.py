@@ -11,8 +11,9 @@ import megengine.functional as F
 import numpy as np
 import onnx
 
-from qtrace.errors import GraphError, ImportingError
+from qtrace.errors import GraphError
 from qtrace.graph.builder import GraphBuilder
+from qtrace.graph.origin import FileResult
 from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx import control_flow, quantization
 from qtrace.importing.onnx.call import Call, Lowering
@@ -22,33 +23,11 @@ from qtrace.importing.onnx.layers import Layers, Refusal
 from qtrace.importing.onnx.model import Graph, OnnxNode, read_graph
 from qtrace.importing.onnx.ops import LOWERINGS
 from qtrace.importing.onnx.reading import MAX_ELEMENTS, array_of, stored_tensors
-from qtrace.importing.onnx.values import Computed, Refused, Sizes, Stored, Value
+from qtrace.importing.onnx.scope import Scope
+from qtrace.importing.onnx.sizes.folding import FOLDED, fold_sizes, product, sizes_of
+from qtrace.importing.onnx.values import Computed, QuantizedIntegers, Refused, Sizes, Stored, Value, is_float
 
-__all__ = ["Importer", "Scope"]
-
-
-class Scope:
-    """The values that a graph sees: its own, and those of the graph around it.
-
-    Args:
-        values: the values of its inputs and initializers by name.
-        outer: the scope around it, for the body of a control flow node.
-    """
-
-    def __init__(self, values: dict[str, Value], outer: Scope | None = None) -> None:
-        self.values = values
-        self.outer = outer
-
-    def __getitem__(self, name: str) -> Value:
-        if name in self.values:
-            return self.values[name]
-        if self.outer is None:
-            raise ImportingError(f"{name!r} is read before a node computes it: the file is damaged.")
-        return self.outer[name]
-
-    def inner(self, values: dict[str, Value]) -> Scope:
-        """Returns the scope of a body inside of this graph."""
-        return Scope(values, self)
+__all__ = ["Importer"]
 
 
 class Importer:
@@ -58,8 +37,7 @@ class Importer:
         builder: the graph to build.
         opsets: the versions of the domains that the model imports.
         folder: the folder of the file.
-        batch: the recorded batch; 1 if none is free.
-        source: the input whose axis is the batch, and that axis.
+        source: the input whose axis is the batch, and that axis, if no other axis is open.
     """
 
     def __init__(
@@ -67,14 +45,14 @@ class Importer:
         builder: GraphBuilder,
         opsets: Mapping[str, int],
         folder: Path,
-        batch: int,
-        source: tuple[TensorNode, int] | None,
+        source: tuple[TensorNode, int] | None = None,
     ) -> None:
         self.builder = builder
         self.opsets = opsets
         self.folder = folder
-        self.layers = Layers(builder, batch, source)
+        self.layers = Layers(builder, source)
         self.problems: list[str] = []
+        self.results: dict[TensorNode, FileResult] = {}  # the first of the file that each node stands for
 
     def subgraph(self, proto: onnx.GraphProto) -> Graph:
         """Reads the body of a control flow node."""
@@ -88,7 +66,7 @@ class Importer:
         """
         for name, array in graph.stored.items():
             path = self.layers.paths.get(name, name)
-            scope.values.setdefault(name, Stored(array, path, learned=array.dtype.kind == "f"))
+            scope.values.setdefault(name, Stored(array, path, learned=is_float(array.dtype)))
         for node in graph.nodes:
             self.add(node, scope)
         return [scope[name] for name in graph.outputs]
@@ -122,6 +100,8 @@ class Importer:
         for name, result in zip(node.outputs, results, strict=False):
             if name:
                 scope.values[name] = result
+            if name and isinstance(result, Computed):
+                self.results.setdefault(result.node, FileResult(name, node.proto.name, node.op))
 
     def _results(self, node: OnnxNode, values: Sequence[Value | None], scope: Scope) -> Sequence[Value]:
         if any(isinstance(value, Refused) for value in values):
@@ -135,10 +115,10 @@ class Importer:
         if (node.domain, node.op) in quantization.PAIRS:
             return [quantization.lower_pair(node, values, self.layers)]
         if all(value is None or isinstance(value, (Stored, Sizes)) for value in values):
-            folded = quantization.follow_stored(node, values, self._fold(node, values), self.layers)
-            # Numbers whose count depends on the batch: only MegEngine's own op gives them for every batch.
-            if (node.domain, node.op) not in LOWERINGS or not any(_is_expanded(value) for value in folded):
-                return folded
+            opened = any(isinstance(value, Sizes) for value in values)
+            # Numbers whose count depends on a size: only MegEngine's own op gives them for every size.
+            if not opened or (node.op in FOLDED and not node.domain and not _is_expanded(node, values)):
+                return quantization.follow_stored(node, values, self._fold(node, values), self.layers)
         floats, moved = quantization.unwrap(node, values)
         return quantization.wrap(self._lower(node, floats), moved)
 
@@ -153,26 +133,27 @@ class Importer:
         raise Refusal("holds text, a sparse tensor or nothing")
 
     def _read_shape(self, node: OnnxNode, values: Sequence[Value | None]) -> Sequence[Value]:
-        call = Call(node, values, self.layers)
-        arrays = []
-        for shape in call.shapes(0):
-            chosen = shape[slice(call.attribute("start", 0), call.attribute("end", None))]
-            arrays.append(np.array(chosen if node.op == "Shape" else math.prod(shape), np.int64))
-        return [_sizes(arrays, node.outputs[0])]
+        known = [Computed(v.node, v.dtype) if isinstance(v, QuantizedIntegers) else v for v in values]
+        call = Call(node, known, self.layers)
+        sizes = np.empty(call.rank(0), object)
+        sizes[:] = [call.size(0, axis) for axis in range(call.rank(0))]
+        if node.op == "Shape":
+            sizes = sizes[slice(call.attribute("start", 0), call.attribute("end", None))]
+            return [sizes_of(sizes, np.dtype(np.int64), node.outputs[0])]
+        total = np.empty((), object)
+        total[()] = product(sizes.tolist())
+        return [sizes_of(total, np.dtype(np.int64), node.outputs[0])]
 
     def _fold(self, node: OnnxNode, values: Sequence[Value | None]) -> Sequence[Value]:
-        probes = 2 if any(isinstance(value, Sizes) for value in values) else 1
-        runs = []
-        for probe in range(probes):
-            arrays = [_array(value, probe) for value in values]
-            try:
-                runs.append(evaluate(node, arrays, self.opsets))
-            except CannotEvaluate as reason:
-                raise Refusal(str(reason)) from reason
-        return [
-            _sizes(results, name)
-            for name, results in zip(node.outputs, zip(*runs, strict=True), strict=False)
-        ]
+        known = [value if isinstance(value, (Stored, Sizes)) else None for value in values]
+        try:
+            if any(isinstance(value, Sizes) for value in known):
+                return fold_sizes(node, known, self.opsets)
+            arrays = [value.array if isinstance(value, Stored) else None for value in known]
+            results = evaluate(node, arrays, self.opsets)
+        except CannotEvaluate as reason:
+            raise Refusal(str(reason)) from reason
+        return [Stored(result, name) for name, result in zip(node.outputs, results, strict=False)]
 
     def _lower(self, node: OnnxNode, values: Sequence[Value | None]) -> Sequence[Value]:
         lowering = LOWERINGS.get((node.domain, node.op))
@@ -196,6 +177,11 @@ class Importer:
         body = expand(node, types, self.opsets.get("", 1)) if not node.domain else None
         if body is None:
             return None
+        others = [(call.dtype(i), call.shapes(i)[-1]) if call.has(i) else None for i in range(len(values))]
+        if others != types:  # a body may have numbers of the shapes in it
+            other = expand(node, others, self.opsets.get("", 1))
+            if other is None or other.graph != body.graph:
+                raise Refusal("is computed by ops that depend on the size of an open axis")
         parts = read_graph(body.graph, body.opsets, {}, body=True).nodes
         scope = Scope({name: value for name, i in body.inputs.items() if (value := values[i]) is not None})
         opsets, self.opsets = self.opsets, body.opsets
@@ -251,20 +237,7 @@ class Importer:
         return inferred
 
 
-def _is_expanded(value: Value) -> bool:
-    return isinstance(value, Sizes) and len({array.shape for array in value.arrays}) > 1
-
-
-def _array(value: Value | None, probe: int) -> np.ndarray | None:
-    """Returns the numbers of a stored value, or of sizes for the batch of ``probe``."""
-    if isinstance(value, Sizes):
-        return value.arrays[probe]
-    return value.array if isinstance(value, Stored) else None
-
-
-def _sizes(arrays: Sequence[np.ndarray], name: str) -> Value:
-    """Returns stored numbers if all runs agree, sizes that depend on the batch otherwise."""
-    first = arrays[0]
-    if all(np.array_equal(first, other) for other in arrays[1:]):
-        return Stored(first, name)
-    return Sizes(tuple(arrays))
+def _is_expanded(node: OnnxNode, values: Sequence[Value | None]) -> bool:
+    """Returns whether a node repeats numbers as often as a size says."""
+    repeats = {"Expand": 1, "Tile": 1, "Reshape": 1}.get(node.op)
+    return repeats is not None and repeats < len(values) and isinstance(values[repeats], Sizes)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,13 @@ from qtrace.errors import ImportingError
 from qtrace.importing.onnx.model import DYNAMIC, Graph, GraphInput
 from qtrace.importing.onnx.reading import MAX_ELEMENTS
 
-__all__ = ["InputShape", "resolve_inputs"]
+__all__ = ["InputShape", "fix_axes", "open_sizes", "resolve_inputs"]
 
 _MAX_RANK = 7  # of MegEngine's tensors
 _CARRIED = {
     **{name: name for name in ("float32", "int32", "int16", "int8", "uint8", "bool")},
-    **{"int64": "int32", "uint32": "int32", "uint64": "int32", "float16": "float32"},
+    **{"int64": "int32", "uint32": "int32", "uint64": "int32"},
+    **dict.fromkeys(("float16", "bfloat16", "float64"), "float32"),
 }
 
 
@@ -30,13 +31,19 @@ class InputShape:
         name: the name in the file.
         dtype: the dtype in the file.
         shape: the recorded shape.
-        batch_axis: the axis whose size stays free; None if there is none.
+        batch_axis: the axis of the batch if it stays free; None if it does not.
+        declared: the sizes that the file fixes, with None for each axis that it leaves open.
+        open: axis that stays open -> what it shares its size with; the batch is among them.
+        names: axis that the file leaves open -> its name there, "" if it has none.
     """
 
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     batch_axis: int | None
+    declared: tuple[int | None, ...]
+    open: Mapping[int, str] = field(default_factory=dict)
+    names: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def carried(self) -> np.dtype[Any]:
@@ -45,7 +52,7 @@ class InputShape:
 
 
 def resolve_inputs(
-    graph: Graph, shapes: Mapping[str, Sequence[int]] | None, batch: str | None
+    graph: Graph, shapes: Mapping[str, Sequence[int]] | None, batch: str | None, fixed: bool = False
 ) -> tuple[InputShape, ...]:
     """Finds the shape of every input.
 
@@ -53,6 +60,7 @@ def resolve_inputs(
         graph: the graph of the file.
         shapes: the user's shapes by input name.
         batch: see `qtrace.from_onnx`.
+        fixed: see `qtrace.from_onnx`.
 
     Raises:
         ImportingError: when an input is unknown, lacks a shape, or has a type that MegEngine has not.
@@ -79,7 +87,41 @@ def resolve_inputs(
             f"the file leaves sizes of {', '.join(open_inputs)} open: give the shape of each with "
             "shapes={'name': (1, 3, ...)}, or --shape name=1x3x... on the command line."
         )
-    return tuple(_resolve(value, user_shapes.get(value.name), free) for value in graph.inputs)
+    inputs = [_resolve(value, user_shapes.get(value.name), free) for value in graph.inputs]
+    if fixed or (batch is None):
+        return tuple(inputs)
+    return _leave_open(inputs)
+
+
+def open_sizes(inputs: Sequence[InputShape]) -> tuple[str, ...]:
+    """Returns the sizes that stay open, without the batch."""
+    batches = {item.open[item.batch_axis] for item in inputs if item.batch_axis is not None}
+    return tuple(dict.fromkeys(s for item in inputs for s in item.open.values() if s not in batches))
+
+
+def fix_axes(inputs: Sequence[InputShape], sizes: Container[str]) -> tuple[InputShape, ...]:
+    """Fixes the axes that have one of some open sizes at the recorded number."""
+    return tuple(
+        replace(item, open={axis: size for axis, size in item.open.items() if size not in sizes})
+        for item in inputs
+    )
+
+
+def _leave_open(inputs: Sequence[InputShape]) -> tuple[InputShape, ...]:
+    """Leaves every axis open that the file leaves open; axes of one name and one number share their size."""
+    numbers: dict[str, set[int]] = {}
+    for item in inputs:
+        for axis, name in item.names.items():
+            numbers.setdefault(name, set()).add(item.shape[axis])
+    result = []
+    for item in inputs:
+        opened = dict(item.open)
+        for axis, name in item.names.items():
+            shared = name.isidentifier() or "." in name or " " in name
+            if axis not in opened:
+                opened[axis] = name if shared and len(numbers[name]) == 1 else f"{item.name}:{axis}"
+        result.append(replace(item, open=opened))
+    return tuple(result)
 
 
 def _free_axis(graph: Graph, batch: str | None) -> tuple[str, int, str] | None:
@@ -142,7 +184,17 @@ def _resolve(
         raise ImportingError(
             f"input {value.name!r} cannot have the shape {list(shape)}: sizes are 1 or more."
         )
-    return InputShape(value.name, value.dtype, shape, axis)
+    sizes = value.sizes or (DYNAMIC,) * len(shape)
+    declared = (
+        size if isinstance(size, int) and size > 0 and i != axis else None for i, size in enumerate(sizes)
+    )
+    names = {
+        i: size if isinstance(size, str) else ""
+        for i, size in enumerate(sizes)
+        if isinstance(size, str) or size < 1 or i == axis
+    }
+    opened = {} if axis is None else {axis: names.get(axis) or "N"}
+    return InputShape(value.name, value.dtype, shape, axis, tuple(declared), opened, names)
 
 
 def _check_given(value: GraphInput, shape: tuple[int, ...], batch_axis: int | None) -> None:

@@ -6,14 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import megengine.functional as F
 import numpy as np
+from megengine.core.ops.builtin import GetVarShape
 from megengine.module import Module
 
 from qtrace.graph.builder import GraphBuilder
 from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx.model import OnnxNode
-from qtrace.importing.onnx.naming import ModuleNames, is_anonymous
-from qtrace.importing.onnx.values import BatchMultiple, Stored
+from qtrace.importing.onnx.naming import LayerPaths, is_anonymous
+from qtrace.importing.onnx.sizes.size import Number, Size, SizeError, axis_size, whole
+from qtrace.importing.onnx.values import Sizes, Stored
 from qtrace.preparation.passes.given.tensors import GivenGrid
 
 __all__ = ["Layers", "Refusal"]
@@ -31,8 +34,7 @@ class Layers:
 
     Args:
         builder: the graph.
-        batch: the recorded batch; 1 if none is free.
-        source: the input whose axis is the batch, and that axis.
+        source: the input whose axis is the batch, and that axis, if no other axis is open.
 
     Attributes:
         grids: name of a stored tensor -> the grid of the integers that it was stored as.
@@ -41,34 +43,98 @@ class Layers:
         roundings: the number of roundings of activations.
         learnable: names of single numbers that stay tensors.
         kept: the paths of these tensors.
+        sources: path of a parameter -> name and shape of the stored tensor.
     """
 
-    def __init__(self, builder: GraphBuilder, batch: int, source: tuple[TensorNode, int] | None) -> None:
+    def __init__(self, builder: GraphBuilder, source: tuple[TensorNode, int] | None = None) -> None:
         self.grids: dict[str, GivenGrid] = {}
         self.parameters: dict[str, GivenGrid] = {}
         self.paths: dict[str, str] = {}
         self.roundings = 0
         self.learnable: frozenset[str] = frozenset()
         self.kept: set[str] = set()
+        self.sources: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.builder = builder
-        self.batch = batch
         self._source = source
-        self.names = ModuleNames()
+        self.names = LayerPaths()
         self._tensors: dict[Any, TensorNode] = {}
         self._modules: dict[Any, str] = {}
-        self._sizes: dict[int, TensorNode] = {}  # by the multiple of the batch
+        self._sizes: dict[Any, TensorNode] = {}
 
-    def size(self, size: int | BatchMultiple) -> int | TensorNode:
-        """Returns a size as an argument of a MegEngine function; one of the batch is read from the input."""
-        if not isinstance(size, BatchMultiple):
+    def axis(self, node: TensorNode, axis: int) -> int | Size:
+        """Returns the size of an axis; a multiple of the batch is read from the input."""
+        values = tuple(shape[axis] for shape in self.builder.shapes(node))
+        size = axis_size(node, axis, values)
+        if self._source is None or not isinstance(size, Size):
             return size
-        assert self._source is not None
-        if size.factor not in self._sizes:
-            batch = self._sizes.setdefault(1, self.builder.size(*self._source))
-            if size.factor != 1:
-                product = self.builder.call_method("__mul__", batch, size.factor, name="batch_multiple")
-                self._sizes[size.factor] = product
-        return self._sizes[size.factor]
+        source, place = self._source
+        batch = Size("axis", self._source, tuple(shape[place] for shape in self.builder.shapes(source)))
+        factor = values[-1] - values[0]
+        if factor < 1 or factor * batch.values[0] != values[0]:
+            return size
+        return batch if factor == 1 else Size("mul", (batch, factor), values)
+
+    def size(self, size: Number) -> int | TensorNode:
+        """Returns an integer as an argument of a MegEngine function; a `Size` is computed by the graph.
+
+        Raises:
+            Refusal: when the number is no integer.
+        """
+        try:
+            number = whole(size)
+        except SizeError as error:
+            raise Refusal(str(error)) from error
+        return self._computed(number) if isinstance(number, Size) else number
+
+    def _computed(self, size: Size) -> TensorNode:
+        key = _size_key(size)
+        if key not in self._sizes:
+            if size.op == "axis":
+                node, axis = size.parts
+                shape_key = ("shape", node)
+                if shape_key not in self._sizes:
+                    self._sizes[shape_key] = self.builder.call_kernel(
+                        GetVarShape(), node, name=f"{node._name}_shape"
+                    )
+                shape = self._sizes[shape_key]
+                name = f"{node._name}_size_{axis}"
+                self._sizes[key] = self.builder.call_method("__getitem__", shape, axis, name=name)
+            else:
+                parts = [self._computed(p) if isinstance(p, Size) else p for p in size.parts]
+                self._sizes[key] = self._operation(size.op, parts)
+        return self._sizes[key]
+
+    def _operation(self, op: str, parts: list[Any]) -> TensorNode:
+        if op in ("min", "max"):
+            function = F.minimum if op == "min" else F.maximum
+            return self.builder.call_function(function, *parts, name="size")
+        if not isinstance(parts[0], TensorNode):
+            reflected = {"add": "__radd__", "sub": "__rsub__", "mul": "__rmul__"}
+            method = reflected.get(op, f"__r{op}__")
+            return self.builder.call_method(method, parts[1], parts[0], name="size")
+        name = "batch_multiple" if op == "mul" and self._source is not None else "size"
+        return self.builder.call_method(f"__{op}__", *parts, name=name)
+
+    def sizes_tensor(self, sizes: Sizes, name: str) -> TensorNode:
+        """Returns sizes as an int32 tensor that the graph computes.
+
+        Raises:
+            Refusal: when they are no integers, or have several axes.
+        """
+        numbers = sizes.numbers
+        if numbers.ndim > 1 or sizes.arrays[0].dtype.kind not in "iu":
+            raise Refusal(f"computes with {name!r}, fractions or a table of sizes of open axes")
+        parts = [self.size(number) for number in numbers.reshape(-1).tolist()]
+        if numbers.ndim == 0:
+            assert isinstance(parts[0], TensorNode)
+            return parts[0]
+        nodes = [
+            part
+            if isinstance(part, TensorNode)
+            else self.tensor(Stored(np.array(part, np.int32), f"{name}_{index}"))
+            for index, part in enumerate(parts)
+        ]
+        return self.builder.call_function(F.stack, nodes, name=name)
 
     def tensor(self, stored: Stored) -> TensorNode:
         """Returns the node of a stored tensor; equal numbers of one name are one node.
@@ -84,6 +150,7 @@ class Layers:
             constant = array.size == 1 and is_anonymous(stored.name)
             trainable = kept or (stored.learned and not constant)
             self._tensors[key] = self.builder.parameter(path, array, trainable)
+            self._note_source(path, stored)
             if kept:
                 self.kept.add(path)
             if stored.name in self.grids:
@@ -116,9 +183,20 @@ class Layers:
             parameter._reset(type(parameter)(values.reshape(tuple(int(n) for n in parameter.shape))))
         path = self.names.layer(node, [tensor.name for tensor in tensors.values()])
         self._modules[key] = path
+        for attribute, stored in tensors.items():
+            self._note_source(f"{path}.{attribute}", stored)
         grids = {f"{path}.{key}": self.grids.get(stored.name) for key, stored in tensors.items()}
         self.parameters.update({name: grid for name, grid in grids.items() if grid is not None})
         return self.builder.call_module(path, module, *args, name=name)
+
+    def _note_source(self, path: str, stored: Stored) -> None:
+        if stored.name:
+            self.sources[path] = (stored.name, stored.array.shape)
+
+
+def _size_key(size: Size) -> Any:
+    parts = tuple(_size_key(p) if isinstance(p, Size) else p for p in size.parts)
+    return size.op, parts
 
 
 def _identity(stored: Stored) -> Any:
@@ -133,7 +211,7 @@ def _settings(module: Module) -> tuple[tuple[str, str], ...]:
 
 
 def _carried(array: np.ndarray, name: str) -> np.ndarray:
-    """Returns numbers in a dtype that MegEngine has: int64 as int32.
+    """Returns numbers in a dtype that MegEngine has: int64 as int32, every float type as float32.
 
     Raises:
         Refusal: when MegEngine has no such numbers.
@@ -142,7 +220,7 @@ def _carried(array: np.ndarray, name: str) -> np.ndarray:
         if array.size and (array.min() < _INT32.min or array.max() > _INT32.max):
             raise Refusal(f"reads {name!r}, whose numbers exceed int32, the largest integers of MegEngine")
         return array.astype(np.int32)
-    if array.dtype == np.float16 or array.dtype.name == "bfloat16":
+    if array.dtype.name in ("float16", "bfloat16", "float64"):
         return array.astype(np.float32)
     if array.dtype.name not in _CARRIED:
         raise Refusal(f"reads {name!r}, which is {array.dtype.name}: MegEngine has no such tensors")

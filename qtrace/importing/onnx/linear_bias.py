@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from qtrace.importing.onnx.model import Graph, OnnxNode
+from qtrace.importing.onnx.values import is_float
 
 __all__ = ["LINEAR", "join_biases"]
 
@@ -48,7 +49,7 @@ def join_biases(graph: Graph) -> Graph:
 
 def _stored_shapes(graph: Graph) -> dict[str, tuple[int, ...]]:
     """Returns name -> shape of stored floats, and of those that DequantizeLinear makes of stored integers."""
-    shapes = {name: array.shape for name, array in graph.stored.items() if array.dtype.kind == "f"}
+    shapes = {name: array.shape for name, array in graph.stored.items() if is_float(array.dtype)}
     for node in graph.nodes:
         if node.op == "DequantizeLinear" and node.inputs[0] in graph.stored:
             shapes[node.outputs[0]] = graph.stored[node.inputs[0]].shape

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from qtrace.graph.types import TracedModule
 from qtrace.importing.onnx.model import OnnxNode
 
-__all__ = ["ModuleNames", "is_anonymous", "names_tensor", "node_name"]
+__all__ = ["LayerPaths", "is_anonymous", "names_tensor", "node_name"]
 
 # The last part of an initializer's name that names a tensor of a layer, not the layer.
 _TENSORS = (
@@ -23,7 +23,7 @@ _ANONYMOUS = re.compile(
 _DROPPED = {"ReadVariableOp", "BiasAdd", "StatefulPartitionedCall", "Conv2D", "MatMul", "FusedBatchNormV3"}
 
 
-class ModuleNames:
+class LayerPaths:
     """Gives each layer of a file a path in a tree of modules; a path is never given twice."""
 
     def __init__(self) -> None:
@@ -114,6 +114,7 @@ def _free_name(name: str) -> str:
 
 _INSTANCE = {
     *("training", "name", "quantize_disabled", "argdef_graph_map", "argdef_outdef_map", "watch_points"),
-    *("watch_node_value", "end_points", "is_qat", "argspec", "onnx_interface", "qtrace_record"),
+    *("watch_node_value", "end_points", "is_qat", "argspec", "onnx_interface", "onnx_origin", "open_axes"),
+    "qtrace_record",
     *("_modules", "_forward_hooks", "_forward_pre_hooks", "_name", "_short_name", "_is_top"),
 }

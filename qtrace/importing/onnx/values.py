@@ -9,7 +9,7 @@ import numpy as np
 from qtrace.graph.types import TensorNode
 from qtrace.preparation.passes.given.tensors import GivenGrid
 
-__all__ = ["BatchMultiple", "Computed", "Quantized", "Refused", "Sizes", "Stored", "Value"]
+__all__ = ["Computed", "QuantizedIntegers", "Refused", "Sizes", "Stored", "Value", "is_float"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,13 +29,15 @@ class Stored:
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """Integers that are computed from shapes and depend on the batch.
+    """Numbers that are computed from shapes and depend on open axes.
 
     Attributes:
-        arrays: the integers for the recorded batch, and for one sample more.
+        arrays: the numbers for the recorded sizes, and for the other ones at which the builder runs.
+        numbers: an array of objects of the same shape: a `Size` where a number depends on an open axis.
     """
 
     arrays: tuple[np.ndarray, ...]
+    numbers: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +54,7 @@ class Computed:
 
 
 @dataclass(frozen=True, eq=False)
-class Quantized:
+class QuantizedIntegers:
     """Integers that QuantizeLinear gives, and that ops move.
 
     Attributes:
@@ -71,17 +73,12 @@ class Refused:
     """A tensor that cannot be computed, since its node or one before it was refused."""
 
 
-@dataclass(frozen=True)
-class BatchMultiple:
-    """A size that is a multiple of the batch.
+Value = Stored | Sizes | Computed | QuantizedIntegers | Refused
 
-    Attributes:
-        factor: the multiple.
-        recorded: the size for the recorded batch.
+
+def is_float(dtype: np.dtype) -> bool:
+    """Returns whether tensors of ``dtype`` are floats, which a graph carries as float32.
+
+    numpy has no bfloat16 of its own: the one of ONNX's package is of the kind of raw bytes.
     """
-
-    factor: int
-    recorded: int
-
-
-Value = Stored | Sizes | Computed | Quantized | Refused
+    return dtype.kind == "f" or dtype.name == "bfloat16"

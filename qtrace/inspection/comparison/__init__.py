@@ -15,15 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.data.batches import as_arguments, evaluating, translate_errors
+from qtrace.data.batches import as_arguments, check_batches, evaluating, translate_errors
 from qtrace.errors import CalibrationError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.comparison._runs import AloneRun, FloatRun, QuantizedRun
-from qtrace.inspection.comparison.report import Comparison, GroupCost, OutputComparison, SiteComparison
+from qtrace.inspection.comparison.output_tallies import OutputTallies
+from qtrace.inspection.comparison.report import Comparison
+from qtrace.inspection.comparison.rows import GroupCost, SiteComparison
 from qtrace.inspection.comparison.tally import SiteTally, clipped, range_of
 from qtrace.inspection.twin import check_nodes, describe_changed_weights, float_twin
-from qtrace.metrics import ErrorSums, comparable, decibels
+from qtrace.metrics import ErrorSums, decibels
 from qtrace.numerics import dequantize, quantize
 from qtrace.observers.statistics.search import best_range, error, tables
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
@@ -62,6 +64,7 @@ def compare(
         CalibrationError: when it is not calibrated, there are no batches, or one does not fit the model.
     """
     model = QuantizedModel(quantized)
+    check_batches(batches)
     twin = None if float_model is None else float_twin(model, float_model)
     measured = _Measured(model, twin)
     network = None if float_model is None or is_quantized(float_model) else float_model
@@ -93,8 +96,7 @@ class _Measured:
         self.tallies = {name: SiteTally(name, site.qparams) for name, site in self.moving.items()}
         self.parameters: dict[str, np.ndarray] = {}
         self.rounded: dict[str, np.ndarray] = {}
-        self.outputs: list[tuple[tuple[int, ...], ErrorSums]] = []
-        self.unequal: list[int] = []  # for each output, the batches with other rows
+        self.outputs = OutputTallies(quantized)
         self.batches = self.samples = 0
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], network: TracedModule | None) -> None:
@@ -124,16 +126,7 @@ class _Measured:
         reference = in_float.outputs
         if network is not None:
             reference = [tensor.numpy() for tensor in leaves(network(*args, **kwargs))]
-        self._add_outputs(reference, run.outputs)
-
-    def _add_outputs(self, reference: list[np.ndarray], test: list[np.ndarray]) -> None:
-        for index, (f, q) in enumerate(zip(reference, test, strict=True)):
-            if index == len(self.outputs):
-                self.outputs.append((f.shape[1:], ErrorSums()))
-                self.unequal.append(0)
-            if comparable(f, q):
-                self.outputs[index][1].add(f, q, classes=f.ndim == 2)
-            self.unequal[index] += f.shape != q.shape
+        self.outputs.add(reference, run.outputs)
 
     def result(self, name: str, note: str) -> Comparison:
         """Returns the comparison of all batches so far.
@@ -149,10 +142,6 @@ class _Measured:
                 sites.append(_activation(site, self.tallies[site.name], kinds.get(site.node.name, "")))
             elif site.name in self.parameters:
                 sites.append(_parameter(site, self.parameters[site.name], self.rounded.get(site.name)))
-        outputs = tuple(
-            _output(index, shape, sums, self.unequal[index])
-            for index, (shape, sums) in enumerate(self.outputs)
-        )
         histograms = {name: tally.histogram() for name, tally in self.tallies.items()}
         groups = tuple(self._groups())
         return Comparison(
@@ -160,7 +149,7 @@ class _Measured:
             name,
             self.batches,
             self.samples,
-            outputs,
+            self.outputs.result(),
             tuple(sites),
             groups,
             histograms,
@@ -175,12 +164,6 @@ class _Measured:
         for group, names in members.items():
             if len(names) > 1:
                 yield GroupCost(group, tuple(names), tuple(_cost(self.tallies[n]) for n in names))
-
-
-def _output(index: int, shape: tuple[int, ...], sums: ErrorSums, unequal: int) -> OutputComparison:
-    if unequal and not sums.values:
-        return OutputComparison(index, shape, math.nan, math.nan, None, unequal)
-    return OutputComparison(index, shape, sums.sqnr_db, sums.cosine, sums.agreement, unequal)
 
 
 def _activation(site: QuantizedSite, tally: SiteTally, kind: str) -> SiteComparison:

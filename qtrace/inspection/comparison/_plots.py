@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qtrace.inspection.comparison.report import ChannelRanges, SiteComparison, db
+from qtrace.inspection.comparison.rows import ChannelRanges, SiteComparison, db
 from qtrace.inspection.comparison.tally import Histogram
 
 if TYPE_CHECKING:

@@ -3,27 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import resources
 
-from qtrace.errors import QtraceError
+from qtrace.errors import QtraceError, install
 from qtrace.inspection.comparison import _plots
-from qtrace.inspection.comparison.report import ChannelRanges, Comparison, db, origin
+from qtrace.inspection.comparison.rows import (
+    ChannelRanges,
+    GroupCost,
+    OutputComparison,
+    SiteComparison,
+    db,
+    origin,
+)
+from qtrace.inspection.comparison.tally import Histogram
 
 __all__ = ["render"]
 
-_WORST_SITES = 10
 _TEMPLATE = "page.html.j2"
 
 
-def render(
-    comparison: Comparison, findings: Sequence[str] = (), channels: Sequence[ChannelRanges] = ()
-) -> str:
-    """Renders the page as text.
+@dataclass(frozen=True)
+class Page:
+    """What the page shows.
 
-    Args:
-        comparison: the comparison.
+    Attributes:
+        name: the recipe's name, or "".
+        backend: the target.
+        samples: the number of samples in all batches.
+        batches: the number of batches.
+        note: what "float" stands for, if that is not the traced network; else "".
+        outputs: the error of each output.
+        sites: the error of every site, in graph order.
+        groups: the cost of every group of several sites.
+        worst: the sites whose own error is largest, and the distributions of their float values.
         findings: lines for the top of the page.
         channels: sites whose channels are drawn.
+    """
+
+    name: str
+    backend: str
+    samples: int
+    batches: int
+    note: str
+    outputs: Sequence[OutputComparison]
+    sites: Sequence[SiteComparison]
+    groups: Sequence[GroupCost]
+    worst: Sequence[tuple[SiteComparison, Histogram]]
+    findings: Sequence[str] = ()
+    channels: Sequence[ChannelRanges] = ()
+
+
+def render(page: Page) -> str:
+    """Renders the page as text.
 
     Raises:
         QtraceError: when the extra ``report`` is not installed.
@@ -33,23 +65,16 @@ def render(
         import matplotlib  # noqa: F401 - a missing extra is reported before the work begins
     except ImportError as error:
         raise QtraceError(
-            f"the page needs {error.name}, which is not installed: pip install 'qtrace[report]'."
+            f"the page needs {error.name}, which is not installed: {install('report')}."
         ) from error
-    activations = [s for s in comparison.sites if s.sort == "activation" and not s.unmeasured]
-    worst = [
-        (site, _plots.distribution(site, comparison.histograms[site.site]))
-        for site in comparison.worst(_WORST_SITES)
-    ]
+    activations = [s for s in page.sites if s.sort == "activation" and not s.unmeasured]
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     text = resources.files("qtrace.inspection.comparison").joinpath(_TEMPLATE).read_text("utf-8")
-    waterfall = _plots.waterfall(activations)
-    drawn = [(ranges, _plots.channels(ranges, number)) for number, ranges in enumerate(channels)]
     return environment.from_string(text).render(
-        c=comparison,
+        c=page,
         db=db,
         origin=origin,
-        waterfall=waterfall,
-        worst=worst,
-        findings=findings,
-        channels=drawn,
+        waterfall=_plots.waterfall(activations),
+        worst=[(site, _plots.distribution(site, histogram)) for site, histogram in page.worst],
+        channels=[(ranges, _plots.channels(ranges, i)) for i, ranges in enumerate(page.channels)],
     )

@@ -2,126 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from qtrace.errors import ConfigError
 from qtrace.graph.table import format_table
+from qtrace.inspection.comparison.page import Page, render
+from qtrace.inspection.comparison.rows import (
+    ChannelRanges,
+    GroupCost,
+    OutputComparison,
+    SiteComparison,
+    db,
+    origin,
+)
 from qtrace.inspection.comparison.tally import Histogram
 
-__all__ = ["ChannelRanges", "Comparison", "GroupCost", "OutputComparison", "SiteComparison"]
+__all__ = ["Comparison"]
 
 # Column of the table -> whether the smallest comes first.
 _ORDERS = {"graph": None, "sqnr": "sqnr_db", "own": "own_db", "cosine": "cosine", "clipped": "clipped"}
-
-
-@dataclass(frozen=True)
-class ChannelRanges:
-    """The ranges of the channels of a site, for the page.
-
-    Attributes:
-        site: the name of the site.
-        low, high: the smallest and the largest value of each channel.
-        noise: the rounding error of each channel relative to its power.
-        lo, hi: the smallest and the largest value that the site's integers stand for.
-        remark: what is wrong with the site, in words; "" if nothing is known.
-    """
-
-    site: str
-    low: tuple[float, ...]
-    high: tuple[float, ...]
-    noise: tuple[float, ...]
-    lo: float
-    hi: float
-    remark: str = ""
-
-
-@dataclass(frozen=True)
-class SiteComparison:
-    """The error at one site, of activations or of a parameter.
-
-    Ratios are of the float value's power to that of an error, in dB, over all batches.
-
-    Attributes:
-        site: the name of the site.
-        sort: activation or weight.
-        kind: the kind of op that computes the site; "" for parameters and the graph's inputs.
-        group: the group whose parameters the site has.
-        scheme: the scheme in words.
-        values: the number of values that were compared.
-        sqnr_db: ratio to the total error.
-        own_db: ratio to the error that arises at the site: rounding, clipping and the op's rounded weights,
-            with everything before the site in float.
-        inherited_db: ratio to the error that earlier errors cause at the site; infinity without any.
-        cosine: cosine of the angle between the float and the rounded tensor.
-        clipped: the share of values outside the range.
-        used: the share of the integers' range between the smallest and the largest that occurred.
-        unequal: the number of batches in which the quantized graph had another number of rows, because a
-            selection (NMS, a mask) depends on values. They are not compared; if none is, ratios are NaN.
-    """
-
-    site: str
-    sort: str
-    kind: str
-    group: str
-    scheme: str
-    values: int
-    sqnr_db: float
-    own_db: float
-    inherited_db: float
-    cosine: float
-    clipped: float
-    used: float
-    unequal: int = 0
-
-    @property
-    def unmeasured(self) -> bool:
-        """Whether no batch could be compared."""
-        return math.isnan(self.sqnr_db)
-
-
-@dataclass(frozen=True)
-class GroupCost:
-    """The cost of shared parameters for the sites of a group.
-
-    Attributes:
-        group: the name of the group.
-        sites: the names of its sites.
-        cost_db: for each site, how much lower its rounding error would be, in dB, with parameters of its own
-            (those of least squared error on its own distribution).
-    """
-
-    group: str
-    sites: tuple[str, ...]
-    cost_db: tuple[float, ...]
-
-    @property
-    def worst_db(self) -> float:
-        """The largest cost of a site, in dB."""
-        return max(self.cost_db)
-
-
-@dataclass(frozen=True)
-class OutputComparison:
-    """The error of one output of the graph.
-
-    Attributes:
-        index: the place of the output among the outputs.
-        shape: the shape without the batch axis.
-        sqnr_db: float value to error, in dB.
-        cosine: cosine of the angle between the float and the quantized tensor.
-        same: for tensors of two axes, the share of rows whose largest value has the same index.
-        unequal: the number of batches with another number of rows in the quantized graph.
-    """
-
-    index: int
-    shape: tuple[int, ...]
-    sqnr_db: float
-    cosine: float
-    same: float | None
-    unequal: int = 0
 
 
 @dataclass(frozen=True)
@@ -186,9 +87,7 @@ class Comparison:
     def summary(self) -> str:
         """Returns the error of the outputs, a line each, and remarks on it."""
         lines = [f"{self.samples} samples in {self.batches} batches, {len(self.sites)} sites"]
-        for output in self.outputs:
-            same = "" if output.same is None else f", same prediction {output.same:.2%}"
-            lines.append(f"output {output.index}: {db(output.sqnr_db)} dB, cosine {output.cosine:.6f}{same}")
+        lines += [line for output in self.outputs for line in output.lines()]
         unequal = [(f"site {s.site}", s.unequal) for s in self.sites if s.unequal]
         unequal += [(f"output {o.index}", o.unequal) for o in self.outputs if o.unequal]
         if unequal:
@@ -216,16 +115,9 @@ class Comparison:
         Raises:
             QtraceError: when the extra ``report`` is not installed.
         """
-        from qtrace.inspection.comparison.page import render
-
-        return render(self, findings, channels)
-
-
-def db(value: float) -> str:
-    """Formats a ratio in dB."""
-    if math.isnan(value):
-        return "-"
-    return "inf" if value == float("inf") else f"{value:.1f}"
+        worst = tuple((site, self.histograms[site.site]) for site in self.worst())
+        heading = (self.name, self.backend, self.samples, self.batches, self.note)
+        return render(Page(*heading, self.outputs, self.sites, self.groups, worst, findings, channels))
 
 
 def _cells(site: SiteComparison) -> tuple[str, ...]:
@@ -240,11 +132,6 @@ def _cells(site: SiteComparison) -> tuple[str, ...]:
         f"{site.clipped:.3%}",
         f"{site.used:.1%}",
     )
-
-
-def origin(site: SiteComparison) -> str:
-    """Returns the kind of op that computes a site, "input", or the sort of a parameter."""
-    return site.kind or ("input" if site.sort == "activation" else site.sort)
 
 
 def _costliest(group: GroupCost) -> str:

@@ -1,4 +1,4 @@
-"""What differs between two quantized modules, or two recipes: sites, integers, figures."""
+"""What differs between two quantized modules, recipes or ONNX files: sites, integers, figures, nodes."""
 
 from __future__ import annotations
 

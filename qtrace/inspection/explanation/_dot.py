@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from qtrace.inspection.explanation._index import Index
 from qtrace.preparation.annotation import ExprNote, Site
+from qtrace.storage.ownership import WRITTEN
 
 __all__ = ["to_dot"]
 
@@ -50,7 +51,7 @@ class _Drawing:
 
     def lines(self) -> Iterator[str]:
         yield "digraph qtrace {"
-        yield '  graph [rankdir="TB", fontname="Helvetica"];'
+        yield f'  graph [rankdir="TB", fontname="Helvetica", comment="{WRITTEN}"];'
         yield '  node [shape="box", style="filled", fontname="Helvetica", fontsize="10"];'
         yield '  edge [fontname="Helvetica", fontsize="9"];'
         yield from self._legend()

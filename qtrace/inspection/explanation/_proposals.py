@@ -13,13 +13,13 @@ from qtrace.config.tree import dump
 from qtrace.inspection.explanation._index import Index
 from qtrace.preparation.annotation import ExprNote
 
-__all__ = ["Proposal", "Proposals"]
+__all__ = ["ConfigProposal", "Proposals"]
 
 _PACKAGED = "qtrace/recipes/"
 
 
 @dataclass(frozen=True)
-class Proposal:
+class ConfigProposal:
     """A change of the config that quantizes ops; all that is given has to be done.
 
     Attributes:
@@ -59,7 +59,7 @@ class Proposals:
         """The target."""
         return backends.get(self.index.annotation.backend)
 
-    def for_ops(self, notes: Sequence[ExprNote]) -> tuple[Proposal | None, str]:
+    def for_ops(self, notes: Sequence[ExprNote]) -> tuple[ConfigProposal | None, str]:
         """The change that quantizes ``notes``, which stay float for the same causes.
 
         Returns:
@@ -79,7 +79,7 @@ class Proposals:
         if "placement" in first.causes:
             match = self._match(notes) if len(notes) == 1 else {"op": first.kind}
             rule = {"match": match, "placement": "everything"}
-        elif {"role", "kernel", "speed"} & set(first.causes):
+        elif {"role", "kernel", "speed", "range"} & set(first.causes):
             rule = self._rule(notes)
         elif "rule" in first.causes and self._is_packaged(first):
             rule = self._overruling(notes)
@@ -88,7 +88,7 @@ class Proposals:
             lines += [f"drop {self._shown(rank)}" for rank in drop]
         if rule is not None:
             lines.append(f"add to rules: - {dump(rule, flow=True).strip()}")
-        proposal = Proposal(rule, drop, region, tuple(lines))
+        proposal = ConfigProposal(rule, drop, region, tuple(lines))
         return (proposal or None), self._remark(first)
 
     def _beyond_configs(self, note: ExprNote) -> str:
@@ -100,6 +100,10 @@ class Proposals:
             return "it needs an op rule: a file in qtrace/ops, see ARCHITECTURE.md, How to add"
         if "dtype" in note.causes:
             return "only float32 values are quantized, so no line of a config changes it"
+        if "infinity" in note.causes:
+            return "no grid holds such a number beside others, so no line of a config changes it"
+        if "range" in note.causes and note.role == "carry":
+            return "it moves values that one grid would spoil"
         if note.causes == ("idle",):
             return (
                 "it moves values: it holds integers as soon as the op before it, or every one behind it, does"
@@ -111,6 +115,8 @@ class Proposals:
         return ""
 
     def _remark(self, note: ExprNote) -> str:
+        if note.causes[:1] == ("range",):
+            return _loss(note.reason)
         if {"role", "kernel"} & set(note.causes) and note.kind not in self.backend.ops:
             return "the op itself still computes in float, between integers"
         return ""
@@ -224,3 +230,12 @@ class Proposals:
     @staticmethod
     def _inside(note: ExprNote) -> bool:
         return note.state != "shape" and "region" not in note.causes
+
+
+def _loss(reason: str) -> str:
+    """Says what is lost if an op is quantized that stays float for ``reason``, as one grid spoils values."""
+    if "would keep" in reason:
+        return f"quantized, it costs what float keeps: {reason.replace('would keep', 'keeps')}"
+    if "no such bound" in reason:
+        return f"quantized, the smaller part may be lost: {reason}"
+    return f"quantized, its values lose the half step of a grid, and more at large values: {reason}"

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from qtrace.inspection.explanation._index import Index, shorten_list
-from qtrace.inspection.explanation._proposals import Proposal, Proposals
+from qtrace.inspection.explanation._proposals import ConfigProposal, Proposals
 from qtrace.preparation.annotation import ExprNote, PlacementNote
 
 __all__ = ["Floats", "Summary"]
@@ -34,7 +34,7 @@ class Floats:
     """
 
     notes: tuple[ExprNote, ...]
-    proposal: Proposal | None
+    proposal: ConfigProposal | None
     remark: str
 
     @property
@@ -269,12 +269,12 @@ def _predicted(placement: PlacementNote) -> str:
         f"{placement.mode}: {placement.milliseconds:.3g} ms predicted, {placement.float_milliseconds:.3g} ms "
         f"in float ({faster:.2f}x), in one thread by cost table {placement.table}"
     )
-    if placement.mode == "everything":
-        text += "; no op gains time by integers, so all that can are quantized for their size"
+    if placement.conclusion:
+        text += f"; {placement.conclusion}"
     if placement.sqnr is None:
         return text
     data = "generated inputs" if placement.synthetic else "the given samples"
-    return f"{text}; {placement.sqnr:.1f} dB at the outputs by the noise of each rounding on {data}"
+    return f"{text}; {placement.sqnr:.1f} dB at the output {placement.group}, rounded on {data}"
 
 
 def _placement_data(placement: PlacementNote) -> dict[str, Any]:

@@ -370,6 +370,8 @@ _SITES = {"activation": "the activation", "weight": "the weight", "bias": "the b
 _CAUSES = {
     "rule": "the config says quantize: false",
     "role": "it is kept in float on purpose",
+    "range": "one grid would spoil a part of its values",
+    "infinity": "it reads or writes a number that stands for infinity",
     "dtype": "its values are not float32",
     "kernel": "the backend has no integer kernel for it",
     "speed": "it is no faster on integers",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from qtrace.graph.types import Expr, GetAttr, TensorNode
@@ -143,7 +143,10 @@ def _is_added_unrounded(view: View, chain: Chain, total: OpCall) -> bool:
 def output_choice(view: View, chain: Chain) -> Choice:
     """Returns the config's choice for the result of ``chain``: by its last rule for the head or the tail."""
     first, last = view.choices[chain.head], view.choices[chain.tail]
-    return last if last.rank > first.rank else first
+    choice = last if last.rank > first.rank else first
+    if chain.output in view.unlike.results and choice.output is None:
+        return replace(choice, quantize_output=False)
+    return choice
 
 
 def output_plan(view: View, chain: Chain) -> tuple[Plan, bool]:

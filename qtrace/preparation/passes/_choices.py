@@ -14,7 +14,10 @@ from qtrace.ops import OpCall
 from qtrace.preparation.passes._matching import Selector
 from qtrace.scheme import QScheme
 
-__all__ = ["Choice", "choose"]
+__all__ = ["GIVEN", "Choice", "choose"]
+
+GIVEN = "the file"
+"""The origin of the choices that a quantized ONNX file brings."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from qtrace import ops
 from qtrace.config import Match, Rule
 from qtrace.errors import ConfigError
 from qtrace.graph.dataflow import static_nodes
+from qtrace.graph.interface import file_names
 from qtrace.graph.types import Constant, Expr, GetAttr, Node, TracedModule
 from qtrace.graph.walk import exprs, module_path, users
 from qtrace.ops import OpCall, Role
@@ -41,13 +42,21 @@ class Selector:
             kinds = _check_kinds(match.op, rule.origin)
             selected = [e for e in selected if self.calls[e].kind in kinds]
         if match.name is not None:
-            selected = [e for e in selected if _has_name(e, match.name)]
+            selected = [e for e in selected if _has_name(e, match.name, self._file_names.get(e, ()))]
         for value, predicate in self._predicates(match, rule.origin):
             selected = [e for e in selected if predicate(e) is value]
         if match.subgraph is not None:
             inside = self._between(match.subgraph.from_, match.subgraph.to, rule.origin)
             selected = [e for e in selected if e in inside]
         return selected
+
+    @cached_property
+    def _file_names(self) -> dict[Expr, list[str]]:
+        """Expr -> the names that its results have in the file that the graph was imported from."""
+        names: dict[Expr, list[str]] = {}
+        for name, node in file_names(self.traced).items():
+            names.setdefault(node.expr, []).append(name)
+        return names
 
     def _predicates(self, match: Match, origin: str) -> list[tuple[bool, Callable[[Expr], bool | None]]]:
         """Lists the structural predicates of ``match``, each with the value that it must have."""
@@ -262,6 +271,6 @@ def _check_kinds(kinds: Sequence[str], origin: str) -> frozenset[str]:
     return frozenset(kinds)
 
 
-def _has_name(expr: Expr, patterns: Sequence[str]) -> bool:
-    names = [module_path(expr), *(n.name for n in expr.outputs)]
-    return any(fnmatch.fnmatchcase(name, p) for p in patterns for name in names)
+def _has_name(expr: Expr, patterns: Sequence[str], file_names: Sequence[str]) -> bool:
+    names = [module_path(expr), *(n.name for n in expr.outputs), *file_names]
+    return any(name == p or fnmatch.fnmatchcase(name, p) for p in patterns for name in names)

@@ -34,7 +34,8 @@ def place_weights(view: View, chains: Chains, placement: Placement) -> dict[Expr
         for index, (plan, axes) in enumerate(distinct(want for want, _ in wants)):
             readers = [reader for want, reader in wants if want == (plan, axes)]
             names = tuple(reader.outputs[0].name for reader in readers)
-            name = free_name(node.name if index == 0 else f"{node.name}__{names[0]}", used_names)
+            preferred = node.name if index == 0 else f"{node.name}__{names[0]}"
+            name = free_name(preferred, used_names, view.node_names)
             used_names.add(name)
             site = Site(name, "weight", node.name, names, name, plan, axes, node in view.fixed)
             sites.update(dict.fromkeys(readers, site))
@@ -57,7 +58,8 @@ def place_biases(
         if not group or chains[expr].norm is not None or placement.plan(group).scheme.per_channel:
             continue
         node, reader = call.bias, call.out.name
-        name = free_name(f"{node.name}__{reader}" if node in rounded else node.name, used_names)
+        preferred = f"{node.name}__{reader}" if node in rounded else node.name
+        name = free_name(preferred, used_names, view.node_names)
         rounded.add(node)
         used_names.add(name)
         if isinstance(view.backend.biases, QScheme):

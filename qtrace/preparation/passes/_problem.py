@@ -10,7 +10,7 @@ from qtrace.benchmarking.costs import FLOAT, INTEGER, LOOKUP, CostTable, OpShape
 from qtrace.graph.types import Expr, Node, TensorNode
 from qtrace.graph.walk import shape_of, tensor_inputs
 from qtrace.ops import OpCall
-from qtrace.preparation.passes._chains import Chains
+from qtrace.preparation.passes._chains import Chains, output_choice
 from qtrace.preparation.passes._choices import Choice
 from qtrace.preparation.passes._pieces import PIECES
 from qtrace.preparation.passes._pools import PoolTimes, time_pools
@@ -122,17 +122,23 @@ class _Builder:
         if choice.quantize or choice.placement == "everything" or not self._is_ordinary(choice):
             label, integer = True, float_seconds if integer is None else integer
         free = call.kind in self.view.backend.float_results and len(chain.exprs) == 1
-        writes_floats = choice.output is None and (free or not choice.quantize_output)
+        free |= not output_choice(self.view, chain).quantize_output
         factor = 0.0 if choice.placement == "fastest" else 1.0
         return Unit(
             name,
             float_seconds,
             integer,
             label=label,
-            float_result=writes_floats,
+            float_result=free and choice.output is None,
             noise_weight=factor,
+            weights=self._count_weights(call),
             inner_roundings=len(PIECES[call.kind].kernels) - 1 if has_pieces(self.view, call) else 0,
         )
+
+    def _count_weights(self, call: OpCall) -> int:
+        """Returns the number of values of a weight that the file stores; 0 without one."""
+        stored = call.weight is not None and call.weight in self.view.fixed
+        return math.prod(shape_of(call.weight)) if stored and call.weight is not None else 0
 
     def _integer_seconds(self, call: OpCall, shape: OpShape) -> float | None:
         if has_pieces(self.view, call):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from qtrace.config import Region
 from qtrace.errors import ConfigError
+from qtrace.graph.interface import file_names
 from qtrace.graph.types import Expr, TracedModule
 from qtrace.graph.walk import exprs, module_path
 from qtrace.preparation.passes._matching import closure
@@ -58,9 +59,11 @@ def _find_named(traced: TracedModule, patterns: Sequence[str], origin: str) -> l
         while path:
             names.setdefault(path, []).append(expr)
             path = path.rpartition(".")[0]
+    for name, node in file_names(traced).items():
+        names.setdefault(name, []).append(node.expr)
     named: list[Expr] = []
     for pattern in patterns:
-        matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        matched = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
         if not matched:
             nearest = difflib.get_close_matches(pattern, names, n=_NEAREST_NAMES, cutoff=0.0)
             raise ConfigError(

@@ -133,7 +133,7 @@ class _Placer:
 
     def _add(self, node: Node, preferred: str, consumers: tuple[str, ...] | None, plan: Plan) -> str:
         """Adds a site with a group of its own; returns its name, ``preferred`` if that is free."""
-        name = free_name(preferred, self.placement.sites)
+        name = free_name(preferred, self.placement.sites, self.view.node_names)
         static = consumers is not None and isinstance(node.expr, (GetAttr, Constant))
         axes = () if plan.scheme.axis is None else (plan.scheme.axis,)
         self.placement.sites[name] = Site(name, "activation", node.name, consumers, name, plan, axes, static)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+
 from qtrace import ops
 from qtrace.config import QConfig, Spec, backends
 from qtrace.config.backends import Backend
@@ -17,11 +19,12 @@ from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor
 from qtrace.ops import OpCall, Role
 from qtrace.preparation.annotation import Plan
-from qtrace.preparation.passes._choices import Choice, choose
+from qtrace.preparation.passes._choices import GIVEN, Choice, choose
+from qtrace.preparation.passes._infinity import INFINITE, find_infinite, read_paddings
 from qtrace.preparation.passes._region import find_region
 from qtrace.scheme import QScheme
 
-__all__ = ["INT_ROLES", "STATIC", "Cause", "View", "distinct", "plan_of", "read_view"]
+__all__ = ["INT_ROLES", "STATIC", "FloatCause", "Unlike", "View", "distinct", "plan_of", "read_view"]
 
 STATIC = "it is computed from shapes and constants alone"
 
@@ -30,7 +33,7 @@ INT_ROLES = (Role.COMPUTE, Role.ELEMENTWISE, Role.ACTIVATION, Role.NORM, Role.CO
 _T = TypeVar("_T")
 
 
-class Cause(NamedTuple):
+class FloatCause(NamedTuple):
     """A cause that keeps an expr in float.
 
     Attributes:
@@ -40,6 +43,21 @@ class Cause(NamedTuple):
 
     code: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Unlike:
+    """What stays in float since one grid would spoil a part of a value with parts of unlike ranges.
+
+    Attributes:
+        floats: expr that stays in float -> why.
+        results: result of an op on integers that is not rounded -> why.
+        far: input of the graph -> its values in the samples, where some may stand for infinity.
+    """
+
+    floats: Mapping[Expr, str] = field(default_factory=dict)
+    results: Mapping[Node, str] = field(default_factory=dict)
+    far: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -54,6 +72,8 @@ class View:
         region: the exprs in the config's region; None for all.
         static: the nodes whose values depend on no input of the graph.
         placed: expr that the placement keeps in float -> why.
+        infinite: the exprs that read or write numbers that stand for infinity.
+        unlike: the ops and results that one grid would spoil.
     """
 
     traced: TracedModule
@@ -63,11 +83,20 @@ class View:
     region: set[Expr] | None
     static: set[Node]
     placed: Mapping[Expr, str] = field(default_factory=dict)
+    infinite: set[Expr] = field(default_factory=set)
+    unlike: Unlike = field(default_factory=Unlike)
 
     @cached_property
     def order(self) -> list[Expr]:
         """The exprs in execution order."""
         return exprs(self.traced)
+
+    @cached_property
+    def node_names(self) -> set[str]:
+        """The names of the nodes of the graph."""
+        return {
+            node.name for node in (*self.traced.graph.inputs, *(n for e in self.order for n in e.outputs))
+        }
 
     @cached_property
     def fixed(self) -> set[Node]:
@@ -84,15 +113,15 @@ class View:
         return is_float_tensor(node) and node not in self.static
 
     @cached_property
-    def float_causes(self) -> dict[Expr, list[Cause]]:
+    def float_causes(self) -> dict[Expr, list[FloatCause]]:
         """Expr -> every cause that keeps it in float; each of them alone would."""
         found = {expr: causes for expr in self.order if (causes := self._find_causes(expr))}
         return {**found, **self._unread_concats(found)} if self.backend.rounds_for_readers else found
 
-    def _unread_concats(self, causes: Mapping[Expr, list[Cause]]) -> dict[Expr, list[Cause]]:
+    def _unread_concats(self, causes: Mapping[Expr, list[FloatCause]]) -> dict[Expr, list[FloatCause]]:
         """Finds the joins that no op on integers reads, moved or not: rounding would serve nothing."""
         reading: set[Node] = set()  # the nodes that some op on integers reads
-        unread: dict[Expr, list[Cause]] = {}
+        unread: dict[Expr, list[FloatCause]] = {}
         for expr in reversed(self.order):
             call = self.calls.get(expr)
             if call is None or expr in causes:
@@ -100,38 +129,76 @@ class View:
             joins = call.role is Role.CONCAT and not self.choices[expr].quantize
             if (joins or call.role is Role.CARRY) and reading.isdisjoint(expr.outputs):
                 if joins:
-                    unread[expr] = [Cause("speed", "no op on integers reads the result")]
+                    unread[expr] = [FloatCause("speed", "no op on integers reads the result")]
                 continue
             reading.update(call.inputs)
         return unread
 
-    def _find_causes(self, expr: Expr) -> list[Cause]:
+    def _find_causes(self, expr: Expr) -> list[FloatCause]:
         call = self.calls.get(expr)
         if call is None:
             reason = ops.unsupported(expr)
-            return [Cause("unread", reason)] if reason else []
+            return [FloatCause("unread", reason)] if reason else []
         if call.role is Role.SHAPE:
-            return [Cause("shape", call.reason or "integer or shape arithmetic")]
+            return [FloatCause("shape", call.reason or "integer or shape arithmetic")]
         if call.role is not Role.CARRY and expr.outputs and all(n in self.static for n in expr.outputs):
-            return [Cause("static", STATIC)]
+            return [FloatCause("static", STATIC)]
+        if expr in self.infinite:
+            return [FloatCause("infinity", INFINITE)]
         causes = []
         if self.region is not None and expr not in self.region:
-            causes.append(Cause("region", "it lies outside of the region"))
+            causes.append(FloatCause("region", "it lies outside of the region"))
         choice = self.choices[expr]
+        if call.role is Role.COMPUTE and choice.decided != GIVEN and (reason := self._computed(call)):
+            if choice.quantize and not causes:
+                cure = ", or give the weight all of 8 bits (narrow: false)" if "weight" in reason else ""
+                raise ConfigError(
+                    f"{choice.decided}: {reason} ({call.out.name}), so quantize: true cannot be had; drop "
+                    f"it{cure if self.backend.computed_weights == 'rounded' else ''}."
+                )
+            causes.append(FloatCause("role", reason))
+        if expr in self.unlike.floats and not choice.quantize:
+            causes.append(FloatCause("range", self.unlike.floats[expr]))
         if expr in self.placed:
-            causes.append(Cause("placement", self.placed[expr]))
+            causes.append(FloatCause("placement", self.placed[expr]))
         elif choice.quantize is False:
-            causes.append(Cause("rule", f"{choice.decided} says quantize: false"))
+            causes.append(FloatCause("rule", f"{choice.decided} says quantize: false"))
         if call.role is Role.FLOAT and not choice.quantize:
-            causes.append(Cause("role", call.reason))
+            causes.append(FloatCause("role", call.reason))
         if not all(is_float_tensor(n) for n in (*call.inputs, *call.outputs)):
-            causes.append(Cause("dtype", "its values are not float32"))
+            causes.append(FloatCause("dtype", "its values are not float32"))
         elif call.role in (*INT_ROLES, Role.FLOAT) and call.kind not in self.backend.ops:
             causes += self._without_kernel(call, choice, bool(causes))
         elif self.backend.slower is not None and not choice.quantize and call.role in INT_ROLES:
             reason = self.backend.slower(call, expr in self._first)
-            causes += [Cause("speed", reason)] if reason else []
+            causes += [FloatCause("speed", reason)] if reason else []
         return causes
+
+    def _computed(self, call: OpCall) -> str:
+        """Returns why the weight or bias of a layer cannot be rounded as it depends on an input; else ""."""
+        backend, known = self.backend, self.fixed | self.static
+        computed = [
+            role
+            for role, node in (("weight", call.weight), ("bias", call.bias))
+            if node is not None and node not in known
+        ]
+        if computed and backend.computed_weights == "refused":
+            raise ConfigError(
+                f"{call.out.name}: its {computed[0]} is computed from the model's input, and the files of "
+                f"backend {backend.name} hold stored ones alone: store it, or end the graph before the layer."
+            )
+        reason = f"is computed from the input, which {backend.name}'s file cannot hold as integers"
+        if "bias" in computed and backend.biases != "float":
+            return f"its bias {reason}"
+        if "weight" not in computed:
+            return ""
+        scheme = self.weight_plan(call)[0].scheme
+        clipped = scheme.narrow or scheme.bits not in (8, 16)
+        if backend.computed_weights == "float" or (scheme.per_channel and clipped):
+            return (
+                f"its weight is computed from the input, which {backend.name}'s file cannot hold as integers"
+            )
+        return ""
 
     @cached_property
     def _first(self) -> set[Expr]:
@@ -148,7 +215,7 @@ class View:
                 computed.update(expr.outputs)
         return first
 
-    def _without_kernel(self, call: OpCall, choice: Choice, already_float: bool) -> list[Cause]:
+    def _without_kernel(self, call: OpCall, choice: Choice, already_float: bool) -> list[FloatCause]:
         """Returns the cause that the backend has no kernel, unless it rounds around the float op instead."""
         if self.backend.rounds_around_float and (choice.quantize or call.role is Role.FLOAT):
             return []
@@ -157,7 +224,7 @@ class View:
             raise ConfigError(
                 f"{choice.decided}: {reason} ({call.out.name}), so quantize: true cannot be had; drop it."
             )
-        return [Cause("kernel", reason)]
+        return [FloatCause("kernel", reason)]
 
     @cached_property
     def scaling(self) -> dict[Expr, float]:
@@ -262,6 +329,7 @@ def read_view(
     qconfig: QConfig,
     choices: Mapping[Expr, Choice] | None = None,
     placed: Mapping[Expr, str] | None = None,
+    unlike: Unlike | None = None,
 ) -> View:
     """Reads the exprs of ``traced``.
 
@@ -270,13 +338,26 @@ def read_view(
         qconfig: the config.
         choices: expr -> its choice; None to choose by the rules of the config.
         placed: expr that the placement keeps in float -> why.
+        unlike: the ops and results that one grid would spoil.
     """
     backend = backends.get(qconfig.backend)
     calls = {e: c for e in exprs(traced) if (c := ops.read(e)) is not None}
+    calls |= read_paddings(traced, calls)
+    infinite = find_infinite(traced, calls, None if unlike is None else unlike.far)
     if choices is None:
         choices = choose(traced, calls, qconfig, backend)
     region = None if qconfig.region is None else find_region(traced, qconfig.region, qconfig.place)
-    return View(traced, calls, choices, backend, region, static_nodes(traced), placed or {})
+    return View(
+        traced,
+        calls,
+        choices,
+        backend,
+        region,
+        static_nodes(traced),
+        placed or {},
+        infinite=infinite,
+        unlike=unlike or Unlike(),
+    )
 
 
 def plan_of(scheme: QScheme, observer: Spec, fakequant: Spec) -> Plan:

@@ -21,8 +21,8 @@ from qtrace.graph.module_tree import delete_attribute
 from qtrace.graph.types import Expr, GetAttr, ModuleNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.preparation.passes.absorption.crossings import BlockedError
-from qtrace.preparation.passes.absorption.layers import Change, Parameters
-from qtrace.preparation.passes.absorption.plans import Plan, Planner
+from qtrace.preparation.passes.absorption.layers import Change, LayerChanges
+from qtrace.preparation.passes.absorption.plans import AbsorptionPlan, Planner
 from qtrace.preparation.passes.base import Left, PassResult
 from qtrace.preparation.passes.fuse_bn import drop_dead_norms
 
@@ -85,7 +85,7 @@ class _Absorption:
         if not order:
             return PassResult((), ())
         with GraphEditor(self.traced) as editor:
-            parameters = Parameters(self.traced, editor, self.copies)
+            parameters = LayerChanges(self.traced, editor, self.copies)
             for expr in reversed(order):
                 self._absorb(editor, parameters, expr, backward=True)
             for expr in order:
@@ -100,7 +100,7 @@ class _Absorption:
         ]
         return PassResult(tuple(self.changed), tuple(left), self.moved)
 
-    def _absorb(self, editor: GraphEditor, parameters: Parameters, expr: Expr, backward: bool) -> None:
+    def _absorb(self, editor: GraphEditor, parameters: LayerChanges, expr: Expr, backward: bool) -> None:
         if expr in self.planner.gone:
             return
         op = self.planner.read(expr)
@@ -127,7 +127,7 @@ class _Absorption:
                 moved = mean * change.gain + change.shift, deviation * np.abs(change.gain)
                 self.statistics[name] = self.moved[name] = moved
 
-    def _remove(self, editor: GraphEditor, plan: Plan) -> None:
+    def _remove(self, editor: GraphEditor, plan: AbsorptionPlan) -> None:
         for expr in plan.removed:
             op = self.planner.read(expr)
             assert op is not None

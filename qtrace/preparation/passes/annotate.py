@@ -15,20 +15,23 @@ from qtrace.preparation.passes._chains import find_chains
 from qtrace.preparation.passes._notes import write_notes
 from qtrace.preparation.passes._parameters import find_folds, place_biases, place_weights
 from qtrace.preparation.passes._sites import place_sites, tie_sites
-from qtrace.preparation.passes._view import read_view
+from qtrace.preparation.passes._view import Unlike, read_view
 from qtrace.preparation.passes._wants import propagate_wants
 from qtrace.preparation.passes.place import Placing
 
 __all__ = ["annotate"]
 
 
-def annotate(traced: TracedModule, qconfig: QConfig, placing: Placing | None = None) -> Annotation:
+def annotate(
+    traced: TracedModule, qconfig: QConfig, placing: Placing | None = None, unlike: Unlike | None = None
+) -> Annotation:
     """Decides what ``prepare`` will insert into ``traced``.
 
     Args:
         traced: a flat, expanded graph; it is only read.
         qconfig: the config; its backend says which ops run on integers.
         placing: the ops that stay float, and the choices for all; None to let the config choose.
+        unlike: the ops and results that one grid would spoil; None for none.
 
     Returns:
         A note for every op and the list of sites; equal for equal graphs and configs.
@@ -36,7 +39,10 @@ def annotate(traced: TracedModule, qconfig: QConfig, placing: Placing | None = N
     Raises:
         ConfigError: for rules that match nothing or ask for what the backend cannot run.
     """
-    view = read_view(traced, qconfig) if placing is None else placing.view(traced, qconfig)
+    if placing is None:
+        view = read_view(traced, qconfig, unlike=unlike)
+    else:
+        view = placing.view(traced, qconfig, unlike)
     chains = find_chains(view)
     wants = propagate_wants(view, chains)
     placement = tie_sites(view, chains, place_sites(view, chains, wants))

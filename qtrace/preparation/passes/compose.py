@@ -14,7 +14,7 @@ import megengine.functional as F
 from qtrace.config import QConfig, backends
 from qtrace.graph import functions
 from qtrace.graph.composites import CompositeRule, compose, composite_rules
-from qtrace.graph.composites.base import Call
+from qtrace.graph.composites.base import CompositeCall
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.pattern import PatternMatch
 from qtrace.graph.types import CallFunction, Node, TensorNode, TracedModule
@@ -62,7 +62,7 @@ class _Guarded(CompositeRule):
             return f"the model's own quantization rounds {inside} inside of it"
         return self.rule.check(match)
 
-    def call(self, match: PatternMatch) -> Call:
+    def call(self, match: PatternMatch) -> CompositeCall:
         """Returns the call that replaces ``match``."""
         return self.rule.call(match)
 
@@ -114,7 +114,7 @@ def _attention(
         scores = pieces.call(F.reshape, scores, (-1, *shape[1:]), shape=shape)
     elif mask is not None:
         scores = pieces.call(F.add, scores, mask, shape=shape)
-    return pieces.call(F.matmul, pieces.call(F.softmax, scores, -1, shape=shape), value)
+    return pieces.call(F.matmul, pieces.call(F.softmax, scores, [-1], shape=shape), value)
 
 
 def _channel_shuffle(pieces: PiecesWriter, x: TensorNode, groups: int) -> TensorNode:

@@ -23,11 +23,12 @@ from qtrace.graph.flatten import flatten
 from qtrace.graph.module_tree import delete_attribute, set_parameter
 from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner
-from qtrace.preparation.annotation import Annotation, Fold, Site, value_name
+from qtrace.preparation.annotation import Annotation, Fold, Site, free_name, value_name
 from qtrace.preparation.limits import limit_ranges
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes._computed import write_computed
 from qtrace.preparation.passes.insert import CONTAINER
+from qtrace.preparation.passes.paddings import limit_paddings
 from qtrace.preparation.record import write_record
 from qtrace.process.thread import on_engine_thread
 from qtrace.scheme import QParams, QScheme
@@ -66,6 +67,7 @@ def convert(prepared: TracedModule) -> TracedModule:
     for name, fq in view.fake_quants.items():
         setattr(container, name, _freeze(fq))
     limit_ranges(view)
+    limit_paddings(view)
     for module in view.followers:
         module.phase = "quantize"
     annotation = _write_folds(model, annotation)
@@ -122,8 +124,9 @@ def _write_folds(model: TracedModule, annotation: Annotation) -> Annotation:
         for fold in annotation.folds:
             sites.update((s.name, s) for s in _write_fold(editor, container, fold, calls[fold.norm], sites))
     for fold in annotation.folds:
-        delattr(container, f"{fold.layer}_bn")
-        delete_attribute(model, calls[fold.norm].args[4].expr.name)
+        delattr(container, calls[fold.norm].args[0].expr.name.rpartition(".")[2])
+    for norm in dict.fromkeys(calls[fold.norm].args[4].expr.name for fold in annotation.folds):
+        delete_attribute(model, norm)  # once, if several layers share the BatchNorm
     model._update_ref()
     return dataclasses.replace(annotation, sites=tuple(sites.values()), folds=())
 
@@ -157,7 +160,7 @@ def _write_fold(
     )
     added = [dataclasses.replace(weight_site, consumers=(out.name,))]
     if source is not None:
-        name = f"{fold.layer}_bias"
+        name = free_name(f"{fold.layer}_bias", sites)
         setattr(container, name, BiasQuant(name, module.bias_shape))
         getattr(container, name).phase = "quantize"
         groups = tuple(editor.get_attr(f"{CONTAINER}.{g}") for g in (fold.activation, fold.weight))

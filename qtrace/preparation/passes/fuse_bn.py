@@ -17,6 +17,7 @@ from megengine import Parameter
 from qtrace import ops
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.module_tree import delete_attribute, set_parameter
+from qtrace.graph.origin import move_results
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner, users
 from qtrace.ops import OpCall
@@ -47,7 +48,6 @@ class _Norm(Affine):
     ``mean`` and ``deviation`` are the channels' mean and standard deviation of its result in training.
     """
 
-    identity: tuple[Any, ...]
     mean: np.ndarray
     deviation: np.ndarray
 
@@ -69,7 +69,8 @@ def fuse_bn(traced: TracedModule) -> PassResult:
     changed: list[str] = []
     left: list[Left] = []
     statistics: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    folded: set[tuple[Node, tuple[Any, ...]]] = set()
+    biases: dict[Node, str] = {}
+    folded: dict[str, str] = {}
     with GraphEditor(traced) as editor:
         for bn in norms:
             reason = reasons[bn.expr]
@@ -78,11 +79,14 @@ def fuse_bn(traced: TracedModule) -> PassResult:
                 continue
             layer = calls[bn.inputs[0].expr]
             norm = affine(traced, bn)
-            _fold(traced, editor, layer, norm, folded)
+            assert layer.weight is not None
+            biases[layer.weight] = fold_affine(traced, editor, layer, norm, biases.get(layer.weight))
             statistics[layer.out.name] = norm.mean, norm.deviation
             editor.replace_uses(bn.out, layer.out)
             editor.remove(bn.expr)
+            folded[bn.out.name] = layer.out.name
             changed.append(f"{layer.out.name}: folded {bn.out.name}")
+    move_results(traced, folded)
     drop_dead_norms(traced, calls.values())
     return PassResult(tuple(changed), tuple(left), statistics)
 
@@ -111,6 +115,9 @@ def _find_shared_obstacle(
     if layer.bias is not None and set(map(id, users(layer.bias))) != set(map(id, users(layer.weight))):
         return f"{layer.bias.expr.name} is shared with another layer"
     for user in users(layer.weight):
+        other = calls.get(user)
+        if other is None or (other.kind, other.channel_axes) != (layer.kind, layer.channel_axes):
+            return f"{layer.weight.expr.name} is shared with {user.outputs[0].name}, a layer of another kind"
         following = [calls.get(u) for u in users(user.outputs[0])]
         norm = following[0] if len(following) == 1 else None
         same = norm is not None and norm.kind == "batch_norm" and _identity(norm) == _identity(bn)
@@ -128,7 +135,7 @@ def _identity(bn: OpCall) -> tuple[Any, ...]:
     module = owner(bn.expr)
     if module is not None:
         return ("module", id(module))
-    return tuple(None if n is None else n for n in _statistics(bn))
+    return (*_statistics(bn), bn.attrs["eps"])
 
 
 def affine(traced: TracedModule, bn: OpCall) -> _Norm:
@@ -147,32 +154,31 @@ def affine(traced: TracedModule, bn: OpCall) -> _Norm:
     if beta is not None:
         offset = offset + beta.numpy().astype(np.float64).reshape(-1)
     gain = scale / np.sqrt(v + bn.attrs["eps"])
-    return _Norm(gain, offset - m * gain, _identity(bn), offset, np.abs(scale))
+    return _Norm(gain, offset - m * gain, offset, np.abs(scale))
 
 
-def _fold(
-    traced: TracedModule, editor: GraphEditor, layer: OpCall, norm: _Norm, folded: set[tuple[Node, Any]]
-) -> None:
-    """Folds a BatchNorm into a layer; of layers that share weight and norm the first changes the weight."""
-    assert layer.weight is not None
-    key = (layer.weight, norm.identity)
-    fold_affine(traced, editor, layer, None if key in folded else norm)
-    folded.add(key)
-
-
-def fold_affine(traced: TracedModule, editor: GraphEditor, layer: OpCall, outer: Affine | None) -> None:
+def fold_affine(
+    traced: TracedModule, editor: GraphEditor, layer: OpCall, outer: Affine, folded_bias: str | None = None
+) -> str:
     """Changes weight and bias of ``layer`` so that it gives what ``outer`` makes of its result.
 
     Args:
         traced: the module of the parameters.
         editor: its editor.
         layer: a layer with parameters.
-        outer: the map; None if weight and bias were changed already, at another call of the layer.
+        outer: the map.
+        folded_bias: the path of the folded bias if another call of the layer has folded ``outer`` already;
+            this call then reads the same weight and bias.
+
+    Returns:
+        The path of the folded bias.
     """
     assert layer.weight is not None
     path = layer.weight.expr.name
-    bias_path = layer.bias.expr.name if layer.bias is not None else free_bias(traced, path)
-    if outer is not None:
+    bias_path: str = folded_bias or (
+        layer.bias.expr.name if layer.bias is not None else free_bias(traced, path)
+    )
+    if folded_bias is None:
         weight = get_module(traced, path).numpy().astype(np.float64)
         shape = tuple(n if i in layer.channel_axes else 1 for i, n in enumerate(weight.shape))
         set_parameter(traced, path, Parameter((weight * outer.gain.reshape(shape)).astype(np.float32)))
@@ -182,6 +188,7 @@ def fold_affine(traced: TracedModule, editor: GraphEditor, layer: OpCall, outer:
         set_parameter(traced, bias_path, Parameter(bias.astype(np.float32).reshape(form)))
     if layer.bias is None:
         editor.set_argument(layer.expr, "bias", editor.get_attr(bias_path))
+    return bias_path
 
 
 def bias_shape(kind: str) -> tuple[int, ...]:
@@ -192,9 +199,11 @@ def bias_shape(kind: str) -> tuple[int, ...]:
 def free_bias(traced: TracedModule, weight_path: str) -> str:
     """Returns a free path for a new bias: ``bias`` beside ``weight``, else the weight's with a suffix."""
     parent, _, name = weight_path.rpartition(".")
-    beside = f"{parent}.bias" if parent else "bias"
-    exists = getattr(get_module(traced, parent), "bias", None) is not None
-    return f"{weight_path}_bias" if exists or name != "weight" else beside
+    module = get_module(traced, parent)
+    free = "bias" if name == "weight" and getattr(module, "bias", None) is None else f"{name}_bias"
+    while getattr(module, free, None) is not None:
+        free += "_"
+    return f"{parent}.{free}" if parent else free
 
 
 def drop_dead_norms(traced: TracedModule, calls: Iterable[OpCall]) -> set[str]:

@@ -13,6 +13,7 @@ import numpy as np
 from qtrace import ops
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.module_tree import delete_attribute
+from qtrace.graph.origin import move_results
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module
 from qtrace.ops import OpCall
@@ -41,6 +42,7 @@ def fuse_scale(
     changed: list[str] = []
     left: list[Left] = []
     moved: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    folded: dict[str, str] = {}
     with GraphEditor(traced) as editor:
         for total in calls.values():
             pair = _read_pair(calls, total)
@@ -59,8 +61,10 @@ def fuse_scale(
             fold_affine(traced, editor, layer, Affine(gain, offset))
             editor.replace_uses(total.out, layer.out)
             editor.remove(total.expr)
+            folded[total.out.name] = name
             editor.remove(product.expr)
             changed.append(f"{name}: folded the scale and shift {total.out.name}")
+    move_results(traced, folded)
     used = {e.name for e in exprs(traced) if isinstance(e, GetAttr)}
     stored = {n.expr.name for c in calls.values() for n in c.inputs if isinstance(n.expr, GetAttr)}
     for path in sorted(stored - used):

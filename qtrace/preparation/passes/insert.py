@@ -19,7 +19,7 @@ from qtrace.graph.finish import exchange_function
 from qtrace.graph.types import Expr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.observers.base import Observer
-from qtrace.preparation.annotation import Annotation, Fold, Plan, Site, value_name
+from qtrace.preparation.annotation import Annotation, Fold, Plan, Site, free_name, value_name
 from qtrace.preparation.passes.base import PassResult
 
 __all__ = ["CONTAINER", "insert"]
@@ -49,7 +49,7 @@ def insert(traced: TracedModule, annotation: Annotation) -> PassResult:
             if site.group == site.name:
                 setattr(container, site.name, _module(site, node))
         for fold in annotation.folds:
-            new = _insert_fold(editor, container, fold, producers)
+            new = _insert_fold(editor, container, fold, producers, {s.name for s in annotation.sites})
             nodes[fold.norm] = new
             producers[fold.layer] = producers[fold.norm] = new.expr
             changed.append(f"{fold.norm}: BatchNorm kept in training")
@@ -74,7 +74,7 @@ def insert(traced: TracedModule, annotation: Annotation) -> PassResult:
 
 
 def _insert_fold(
-    editor: GraphEditor, container: Module, fold: Fold, producers: dict[str, Expr]
+    editor: GraphEditor, container: Module, fold: Fold, producers: dict[str, Expr], sites: set[str]
 ) -> TensorNode:
     """Replaces a layer and its BatchNorm by one call of a `BnFold`."""
     layer, norm = producers[fold.layer], producers[fold.norm]
@@ -83,7 +83,7 @@ def _insert_fold(
     assert call.weight is not None
     channels = math.prod(call.weight.shape[a] for a in call.channel_axes)
     shape = (channels,) if call.kind == "linear" else (1, channels, 1, 1)
-    name = f"{fold.layer}_bn"
+    name = free_name(f"{fold.layer}_bn", sites)
     setattr(container, name, BnFold(fold.layer, call.kind, dict(call.attrs), shape))
     source = editor.get_attr(f"{CONTAINER}.{fold.activation}") if fold.activation else None
     scales = editor.get_attr(f"{CONTAINER}.{fold.weight}")

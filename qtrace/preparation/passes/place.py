@@ -7,33 +7,34 @@ of the runtime and the noise of every rounding at the graph's outputs, and chang
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
+from qtrace import ops
 from qtrace.benchmarking.costs import CostTable
 from qtrace.config import QConfig, backends
 from qtrace.config.backends.base import Backend
 from qtrace.errors import ConfigError
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.types import Expr, TracedModule
+from qtrace.graph.walk import exprs
+from qtrace.metrics import finite_or_none
 from qtrace.ops import OpCall
 from qtrace.preparation.annotation import PlacementNote
 from qtrace.preparation.passes._chains import Chains, find_chains
 from qtrace.preparation.passes._choices import Choice
 from qtrace.preparation.passes._pieces import PIECES, PiecesWriter
 from qtrace.preparation.passes._problem import build_problem, has_pieces
-from qtrace.preparation.passes._view import View, read_view
+from qtrace.preparation.passes._search import Search, SearchOutcome
+from qtrace.preparation.passes._view import Unlike, View, read_view
 from qtrace.preparation.passes.base import PassResult
-from qtrace.preparation.placement.frontier import Point, choose_balanced, choose_fastest, find_frontier
-from qtrace.preparation.placement.noise import Noise, measure_noise
-from qtrace.preparation.placement.problem import Neighbourhoods, Problem, evaluate, find_float_results
+from qtrace.preparation.placement.problem import Neighbourhoods, evaluate, find_float_results
+from qtrace.preparation.placement.reference import MeasuredRun
+from qtrace.preparation.placement.trials import LabellingTrial
 
-__all__ = ["Placing", "place", "write_activations"]
+__all__ = ["Placing", "place", "write_activations", "write_same_activations"]
 
-# Random vectors for each sample: more samples tell more than more vectors for each.
-_PROBES = 1
 _NO_NOISE = 1e-9  # of the outputs' power, 90 dB below: what is left when differences of sums are 0
 _SMALLEST_CHANGE = 0.05  # dB, in an explanation
 
@@ -56,49 +57,41 @@ class Placing:
     note: PlacementNote | None
     forms: Mapping[str, str] = field(default_factory=dict)
 
-    def view(self, traced: TracedModule, qconfig: QConfig) -> View:
-        """Returns the graph under the config and the placement."""
-        return read_view(traced, qconfig, self.choices, self.reasons)
+    def view(self, traced: TracedModule, qconfig: QConfig, unlike: Unlike | None = None) -> View:
+        """Returns the graph under the config and the placement, with what `find_unlike` leaves in float."""
+        return read_view(traced, qconfig, self.choices, self.reasons, unlike)
 
 
 def place(
-    traced: TracedModule, qconfig: QConfig, samples: Sequence[tuple[Any, ...]] | None
+    traced: TracedModule,
+    qconfig: QConfig,
+    run: MeasuredRun,
+    unlike: Unlike | None = None,
 ) -> Placing | None:
     """Chooses the ops that stay float; None if the config asks for no choice or no times are known.
 
     Functions that the backend always has in pieces are part of the result without a choice, too. If no op
-    gains by integers, all that can are quantized: the file is smaller at least, and the note says that it is
-    slower.
+    gains time by integers, the file is made smaller at least, where that takes little time and noise; else
+    the graph stays in float. A labelling that spoils an output is never the result: one with less noise is.
 
     Args:
         traced: a flat, expanded graph; it is only read.
         qconfig: the config.
-        samples: arguments on which the noise of each rounding is measured; None for generated ones.
+        run: the graph on the images on which the noise of each rounding is measured.
+        unlike: the ops and results that one grid would spoil, which stay float; None for none.
     """
     placements = {qconfig.effective_placement, *(rule.placement or "everything" for rule in qconfig.rules)}
     backend = backends.get(qconfig.backend)
     table_name = qconfig.cost_table or backend.cost_table
     if placements == {"everything"} or not table_name:
-        return _place_pieces(traced, qconfig, backend.pieces) if backend.pieces else None
+        return _place_pieces(traced, qconfig, backend.pieces, unlike) if backend.pieces else None
     table = _read_table(qconfig, backend)
-    view = read_view(traced, qconfig)
+    view = read_view(traced, qconfig, unlike=unlike)
     chains = find_chains(view)
-    noise = None
-    problem = build_problem(view, chains, table)
-    if "balanced" in placements:
-        schemes = backend.activation, backend.weight
-        names = _find_candidates(problem)
-        noise = measure_noise(traced, view.calls, *schemes, samples, probes=_PROBES, names=names)
-        problem = problem.with_noise(noise.values, noise.weights)
-        point, mode = choose_balanced(problem, find_frontier(problem)), "balanced"
-    else:
-        point, mode = choose_fastest(problem), "fastest"
-    if not any(point.labels.values()):
-        point, mode = _everything(problem), "everything"
-    explainer = _Explainer(problem, point, mode)
-    note = _write_note(explainer, Path(table_name).name, noise)
-    if mode == "everything":
-        return Placing(view.choices, {}, (), note)
+    mode = "balanced" if "balanced" in placements else "fastest"
+    outcome = Search(view, build_problem(view, chains, table), run, mode).choose()
+    explainer = _Explainer(outcome, mode)
+    note = _write_note(explainer, Path(table_name).name, synthetic=run.synthetic)
     return _execute(view, chains, explainer, note)
 
 
@@ -127,25 +120,14 @@ def _read_table(qconfig: QConfig, backend: Backend) -> CostTable:
     return table
 
 
-def _place_pieces(traced: TracedModule, qconfig: QConfig, forms: Mapping[str, str]) -> Placing | None:
+def _place_pieces(
+    traced: TracedModule, qconfig: QConfig, forms: Mapping[str, str], unlike: Unlike | None
+) -> Placing | None:
     """Writes the functions in pieces that the backend has no kernels for; None where there are none."""
-    view = read_view(traced, qconfig)
+    view = read_view(traced, qconfig, unlike=unlike)
     integer = [view.calls[expr] for expr in view.order if view.on_integers(expr)]
     pieces = tuple(call for call in integer if call.kind in forms)
     return Placing(view.choices, {}, pieces, None, forms) if pieces else None
-
-
-def _find_candidates(problem: Problem) -> set[str]:
-    """Returns the names of the ops and values that may be rounded."""
-    units = {unit.name for unit in problem.units if unit.integer_seconds is not None}
-    near = (t.name for t in problem.tensors if t.producer in units or not units.isdisjoint(t.readers))
-    return {*units, *near}
-
-
-def _everything(problem: Problem) -> Point:
-    """Returns the labelling of a network that gains nothing by integers, which are wanted all the same."""
-    labels = {unit.name: unit.integer_seconds is not None for unit in problem.units}
-    return Point(labels, evaluate(problem, labels))
 
 
 def _execute(view: View, chains: Chains, explainer: _Explainer, note: PlacementNote) -> Placing:
@@ -187,13 +169,35 @@ def write_activations(traced: TracedModule, placing: Placing) -> tuple[Placing, 
     return replace(placing, choices=choices), PassResult(changed)
 
 
+def write_same_activations(traced: TracedModule, pattern: TracedModule) -> tuple[str, ...]:
+    """Writes the activation functions in pieces that ``pattern`` has in pieces, whatever placed them there.
+
+    Args:
+        traced: a flat or prepared graph of the same network, of which only float values are wanted; it is
+            edited in place. Its new nodes get the names that they have in ``pattern``.
+        pattern: a flat graph that was placed.
+
+    Returns:
+        The names of the results of the functions that were written in pieces.
+    """
+    kinds = {call.out.name: call.kind for expr in exprs(pattern) if (call := ops.read(expr)) is not None}
+    calls = [call for expr in exprs(traced) if (call := ops.read(expr)) is not None]
+    whole = [c for c in calls if c.kind in PIECES and kinds.get(c.out.name, c.kind) != c.kind]
+    with GraphEditor(traced, renews_record=True) as editor:
+        for call in whole:
+            writer = PiecesWriter(editor, call.expr)
+            editor.replace_expr(call.expr, PIECES[call.kind].write(writer, *call.inputs))
+    return tuple(call.out.name for call in whole)
+
+
 class _Explainer:
     """Says what an op would cost with the other label, all else as it is."""
 
-    def __init__(self, problem: Problem, point: Point, mode: str) -> None:
-        self.problem, self.point, self.mode = problem, point, mode
-        self.units = {unit.name: unit for unit in problem.units}
-        self.neighbourhoods = Neighbourhoods(problem)
+    def __init__(self, outcome: SearchOutcome, asked: str) -> None:
+        self.outcome, self.problem, self.point = outcome, outcome.problem, outcome.point
+        self.mode = asked if outcome.mode == "float" else outcome.mode
+        self.units = {unit.name: unit for unit in self.problem.units}
+        self.neighbourhoods = Neighbourhoods(self.problem)
 
     def reason(self, name: str) -> str:
         """Explains why ``name`` has its label: what the other label would change."""
@@ -206,23 +210,30 @@ class _Explainer:
         return f"placement {self.mode}: {'in float' if label else 'on integers'} it would {time}{sound}"
 
 
-def _write_note(explainer: _Explainer, table: str, noise: Noise | None) -> PlacementNote:
+def _write_note(explainer: _Explainer, table: str, synthetic: bool) -> PlacementNote:
     """Writes down the prediction of the chosen point, in milliseconds."""
-    problem, point = explainer.problem, explainer.point
+    problem, point, trial = explainer.problem, explainer.point, explainer.outcome.trial
     in_float = evaluate(problem, dict.fromkeys(point.labels, False))
     return PlacementNote(
-        mode=explainer.mode,
+        mode=explainer.outcome.mode,
         table=table,
         milliseconds=point.energy.seconds * 1e3,
         float_milliseconds=in_float.seconds * 1e3,
-        sqnr=None if noise is None or point.energy.noise <= 0 else -10 * math.log10(point.energy.noise),
-        synthetic=noise is not None and noise.synthetic,
+        sqnr=finite_or_none(trial.sqnr),
+        group=trial.group,
+        refused=_describe_refused(explainer.outcome.refused),
+        synthetic=synthetic,
         times={
             unit.name: (unit.float_seconds * 1e3, unit.integer_seconds and unit.integer_seconds * 1e3)
             for unit in problem.units
         },
         reasons={unit.name: explainer.reason(unit.name) for unit in problem.units if point.labels[unit.name]},
     )
+
+
+def _describe_refused(trial: LabellingTrial | None) -> str:
+    """Says what a labelling that was not taken would have left of the outputs; "" without one."""
+    return "" if trial is None else f"{trial.group} would keep {trial.sqnr:.1f} dB"
 
 
 def _describe_noise(total: float, change: float) -> str:

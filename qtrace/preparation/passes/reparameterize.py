@@ -16,6 +16,7 @@ from megengine import Parameter
 from qtrace import ops
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.module_tree import delete_attribute, set_parameter
+from qtrace.graph.origin import move_results
 from qtrace.graph.types import GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.ops import OpCall
@@ -81,6 +82,7 @@ def reparameterize(traced: TracedModule) -> PassResult:
     with GraphEditor(traced) as editor:
         for call, branch in merged.values():
             _write(traced, editor, call, branch)
+    move_results(traced, {call.out.name: _conv(b).out.name for call, b in merged.values()})
     dead = {n.expr.name for call, b in merged.values() for n in _parameters(b.parts)}
     _delete(traced, dead)
     drop_dead_norms(traced, [p for _, b in merged.values() for p in b.parts])

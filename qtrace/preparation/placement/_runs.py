@@ -11,19 +11,24 @@ import megengine.functional as F
 import numpy as np
 from megengine import Tensor
 from megengine.core.autodiff.grad import Grad
+from megengine.module import RNN, LSTMCell
 
 from qtrace.errors import SchemeError
 from qtrace.gradients import conv2d
+from qtrace.gradients.recurrent import differentiable
 from qtrace.graph.interpreter import Interpreter, interpret
 from qtrace.graph.types import CallFunction, Expr, Node, TracedModule
+from qtrace.graph.walk import owner
 from qtrace.numerics import choose
+from qtrace.preparation.placement._groups import EndGroup
+from qtrace.preparation.placement._regions import is_roi_align
 from qtrace.preparation.placement._sites import Sites
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["Probe", "RoundedRun", "RoundingErrors", "Statistics", "Totals"]
+__all__ = ["Probe", "RangeStatistics", "RoundedRun", "RoundingErrors", "Run", "Totals", "choose_qparams"]
 
 
-class _Run(Interpreter):
+class Run(Interpreter):
     """Runs a graph on the values of its inputs.
 
     Attributes:
@@ -47,18 +52,23 @@ class _Run(Interpreter):
         return value
 
 
-class Statistics(_Run):
-    """Collects the ranges of values, and the power of each end.
+class RangeStatistics(Run):
+    """Collects the ranges of values, and the values of the ends in each batch.
 
     Attributes:
         ranges: node -> smallest and largest value.
-        powers: end -> sum of its squares.
+        exact: for each batch, end -> its values.
     """
 
     def __init__(self, model: TracedModule, sites: Sites) -> None:
         super().__init__(model, sites)
         self.ranges: dict[Node, tuple[float, float]] = {}
-        self.powers: dict[Node, float] = {}
+        self.exact: list[dict[Node, np.ndarray]] = []
+
+    def execute(self, inputs: Sequence[Any]) -> None:
+        """Runs the graph once, and keeps the values of the ends."""
+        super().execute(inputs)
+        self.exact.append({node: value.numpy() for node, value in self.ends.items()})
 
     def on_node(self, node: Node, value: Any) -> Any:
         """Updates the statistics of ``node``."""
@@ -67,27 +77,21 @@ class Statistics(_Run):
             low, high = float(exact.min()), float(exact.max())
             known = self.ranges.get(node, (low, high))
             self.ranges[node] = (float(np.minimum(known[0], low)), float(np.maximum(known[1], high)))
-        if node in self.sites.ends:
-            power = float(np.square(value.numpy(), dtype=np.float64).sum())
-            self.powers[node] = self.powers.get(node, 0.0) + power
-        return value
-
-    def live_powers(self) -> dict[Node, float]:
-        """Returns the powers of the ends that are neither 0 everywhere nor infinite."""
-        return {node: power for node, power in self.powers.items() if 0 < power < math.inf}
-
-    def qparams(self, scheme: QScheme) -> dict[Node, QParams]:
-        """Returns the parameters of each node whose range a scheme can cover."""
-        covered = {}
-        for node, (low, high) in self.ranges.items():
-            try:
-                covered[node] = choose(low, high, scheme.replace(axis=None))
-            except SchemeError:  # a range that is not finite, or too wide
-                continue
-        return covered
+        return super().on_node(node, value)
 
 
-class RoundingErrors(_Run):
+def choose_qparams(ranges: Mapping[Node, tuple[float, float]], scheme: QScheme) -> dict[Node, QParams]:
+    """Returns the parameters of each node whose range ``scheme``, read as one per tensor, can cover."""
+    covered = {}
+    for node, (low, high) in ranges.items():
+        try:
+            covered[node] = choose(low, high, scheme.replace(axis=None))
+        except SchemeError:  # a range that is not finite, or too wide
+            continue
+    return covered
+
+
+class RoundingErrors(Run):
     """Computes the rounding errors of values, and the errors of layers' results by their rounded weights.
 
     Attributes:
@@ -157,14 +161,14 @@ class Totals:
         return {node: mean for node, mean in means.items() if math.isfinite(mean)}
 
 
-class Probe(_Run):
+class Probe(Run):
     """Runs the graph with one random vector at the ends, and adds the products with its gradients to totals.
 
     Args:
         model: the graph.
         sites: what is measured.
         errors: the rounding errors of the batch.
-        powers: the powers of the ends to measure at, in all batches.
+        groups: the groups of columns to measure at.
         rng: the generator of the random vector.
         totals: the sums for values and for weights.
     """
@@ -174,12 +178,12 @@ class Probe(_Run):
         model: TracedModule,
         sites: Sites,
         errors: RoundingErrors,
-        powers: Mapping[Node, float],
+        groups: Sequence[EndGroup],
         rng: np.random.Generator,
         totals: tuple[Totals, Totals],
     ) -> None:
         super().__init__(model, sites)
-        self.errors, self.powers, self.rng = errors, powers, rng
+        self.errors, self.groups, self.rng = errors, groups, rng
         self.sums = tuple(zip(totals, (errors.values, errors.weights), strict=True))
         self.tape: Grad | None = None
 
@@ -188,7 +192,7 @@ class Probe(_Run):
         with Grad() as self.tape:
             super().execute(inputs)
             # A backward pass calls nothing for the tensors that it begins at: it begins at copies.
-            ends = {node: F.copy(self.ends[node]) for node in self.powers}
+            ends = {group.end: F.copy(self.ends[group.end]) for group in self.groups}
             self.tape(list(ends.values()), [self._draw(node, value) for node, value in ends.items()])
 
     def on_node(self, node: Node, value: Any) -> Any:
@@ -200,16 +204,29 @@ class Probe(_Run):
         return super().on_node(node, value)
 
     def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
-        """Computes ``expr``; convolutions by a function with faster gradients."""
+        """Computes ``expr``; convolutions by a function with faster gradients, cells by one that has any."""
         if isinstance(expr, CallFunction) and expr.func is F.conv2d:
             args, kwargs = expr.unflatten_args(inputs)
             return (conv2d(*args, **kwargs),)
+        if is_roi_align(expr):
+            # Its gradient is added to memory that nothing has cleared: what is before it is measured apart.
+            return interpret(expr, [v.detach() if isinstance(v, Tensor) else v for v in inputs])
+        module = owner(expr)
+        if isinstance(module, (LSTMCell, RNN)):
+            args, kwargs = expr.unflatten_args(inputs)
+            return tuple(differentiable(module)(*args[1:], **kwargs))  # two tensors
         return interpret(expr, inputs)
 
     def _draw(self, node: Node, value: Any) -> Tensor:
-        """Draws signs, which give the estimate less variance than numbers of a normal distribution."""
-        size = np.float32(1.0 / math.sqrt(self.powers[node]))
-        return Tensor(np.where(self.rng.random(value.shape, np.float32) < 0.5, -size, size))
+        """Draws signs, which give the estimate less variance than numbers of a normal distribution.
+
+        Each group of columns counts relative to its own power; columns without power do not count.
+        """
+        sizes = np.zeros(value.shape, np.float32)
+        for group in self.groups:
+            if group.end is node:
+                group.fill(sizes, 1.0 / math.sqrt(group.power))
+        return Tensor(np.where(self.rng.random(value.shape, np.float32) < 0.5, -sizes, sizes))
 
     def _take(self, node: Node, gradient: Any) -> None:
         array = gradient.numpy()
@@ -218,7 +235,7 @@ class Probe(_Run):
                 total.add(node, array, errors[node])
 
 
-class RoundedRun(_Run):
+class RoundedRun(Run):
     """Runs the graph with an error added to the value of one node, and measures its noise at the ends."""
 
     def __init__(self, model: TracedModule, sites: Sites, node: Node, error: np.ndarray) -> None:
@@ -229,17 +246,11 @@ class RoundedRun(_Run):
         """Adds the error."""
         return super().on_node(node, value + Tensor(self.error) if node is self.node else value)
 
-    def noise(self, exact: Mapping[Node, Any], powers: Mapping[Node, float]) -> float:
-        """Returns the sum over the ends of their noise relative to their power; infinite for other rows.
+    def noise(self, exact: Mapping[Node, Any], groups: Sequence[EndGroup]) -> float:
+        """Returns the sum over the groups of their noise relative to their power; infinite for other rows.
 
         Args:
             exact: the values of the ends without the error.
-            powers: the powers of the ends to measure at, in all batches.
+            groups: the groups of columns to measure at.
         """
-        total = 0.0
-        for node, power in powers.items():
-            changed, reference = self.ends[node].numpy(), exact[node].numpy()
-            if changed.shape != reference.shape:
-                return math.inf
-            total += float(np.square(changed.astype(np.float64) - reference).sum()) / power
-        return total
+        return sum(g.noise(exact[g.end].numpy(), self.ends[g.end].numpy()) for g in groups)

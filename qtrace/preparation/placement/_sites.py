@@ -16,7 +16,7 @@ from qtrace.numerics import choose, fake_quantize
 from qtrace.ops import OpCall
 from qtrace.scheme import QScheme
 
-__all__ = ["Sites", "find_sites"]
+__all__ = ["Sites", "find_ends", "find_sites"]
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ def find_sites(
     values = {n for n in nodes if is_float_tensor(n) and (n not in fixed or n in operands)}
     if names is not None:
         values = {node for node in values if node.name in names}
-    return Sites(frozenset(values), weights, _find_ends(model))
+    return Sites(frozenset(values), weights, find_ends(model))
 
 
-def _find_ends(model: TracedModule) -> tuple[Node, ...]:
+def find_ends(model: TracedModule) -> tuple[Node, ...]:
     """Returns the float outputs, and for outputs of integers the float values that they are computed from."""
     static = static_nodes(model)
     ends: dict[Node, None] = {}

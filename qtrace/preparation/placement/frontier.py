@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from qtrace.preparation.placement.labelling import minimize
 from qtrace.preparation.placement.problem import Energy, Neighbourhoods, Problem, evaluate
 
-__all__ = ["Point", "choose_balanced", "choose_fastest", "find_frontier"]
+__all__ = ["Point", "choose_balanced", "choose_fastest", "find_frontier", "find_smaller"]
+
 
 # Weights of the noise, in units of the float time: from "time alone" to "noise alone".
 _WEIGHTS = tuple(10.0 ** (exponent / 3) for exponent in range(-18, 19))
@@ -17,6 +18,12 @@ _WEIGHTS = tuple(10.0 ** (exponent / 3) for exponent in range(-18, 19))
 _PRICE_OF_A_DB = 0.04
 # Noise of this power, relative to the outputs' (-25 dB), seldom changes a prediction: less is worth little.
 _NEGLIGIBLE_NOISE = 3e-3
+# Where integers gain no time and only make a file smaller, they may take this share of the float time, or
+# some seconds more, which is less than anyone notices.
+_MOST_LOSS, _UNNOTICED_SECONDS = 1.5, 1e-4
+# What it is worth to store all weights as integers where no time is gained, in units of the float time.
+_WORTHS = tuple(4.0**exponent for exponent in range(-3, 5))
+_WORTH_OF_NOISE = (0.0, *(10.0**exponent for exponent in range(-3, 3)))
 # Steps of `_refine`: many more than it takes, as each must improve.
 _MAX_STEPS = 1000
 
@@ -39,17 +46,62 @@ def find_frontier(problem: Problem) -> list[Point]:
     all_float = {unit.name: bool(unit.fixed) for unit in problem.units}
     seconds = evaluate(problem, all_float).seconds
     points: dict[tuple[bool, ...], Point] = {}
-    for factor in _WEIGHTS:
-        labels = minimize(problem, factor * seconds)
-        key = tuple(labels.values())
-        if key not in points:
-            points[key] = Point(labels, evaluate(problem, labels))
+    for labels in _minimize_for_all(problem, [factor * seconds for factor in _WEIGHTS]):
+        points.setdefault(tuple(labels.values()), Point(labels, evaluate(problem, labels)))
     ordered = sorted(points.values(), key=lambda p: (p.energy.seconds, p.energy.noise))
     frontier: list[Point] = []
     for point in ordered:
         if not frontier or point.energy.noise < frontier[-1].energy.noise:
             frontier.append(point)
     return frontier
+
+
+def _minimize_for_all(problem: Problem, weights: Sequence[float]) -> list[dict[str, bool]]:
+    """Returns the different best labels for the weights, which ascend, of the noise.
+
+    Time plus weighted noise of a labelling is linear in the weight. What is best at two weights is best
+    between them, too, so that a minimum cut serves all weights between two with the same one.
+    """
+    labels = {index: minimize(problem, weights[index]) for index in (0, len(weights) - 1)}
+    waiting = [(0, len(weights) - 1)]
+    while waiting:
+        start, stop = waiting.pop()
+        if stop - start < 2 or labels[start] == labels[stop]:
+            continue
+        middle = (start + stop) // 2
+        labels[middle] = minimize(problem, weights[middle])
+        waiting += [(start, middle), (middle, stop)]
+    return [labels[index] for index in sorted(labels)]
+
+
+def find_smaller(problem: Problem) -> list[Point]:
+    """Returns labellings for a graph that gains no time by integers: those with most integer weights first.
+
+    A weight on integers takes a quarter of its bytes. What takes more than 1.5 times the time in float, and
+    more than 0.1 ms longer, is left out. Of two labellings with equally many weights on integers, there is
+    the one with less noise.
+    """
+    total = sum(unit.weights for unit in problem.units if unit.integer_seconds is not None)
+    in_float = evaluate(problem, dict.fromkeys((unit.name for unit in problem.units), False)).seconds
+    points: dict[tuple[bool, ...], Point] = {}
+    for worth in _WORTHS if total else ():
+        rewarded = [
+            replace(unit, float_seconds=unit.float_seconds + worth * in_float * unit.weights / total)
+            for unit in problem.units
+        ]
+        weights = [weight * in_float for weight in _WORTH_OF_NOISE]
+        for labels in _minimize_for_all(replace(problem, units=tuple(rewarded)), weights):
+            points.setdefault(tuple(labels.values()), Point(labels, evaluate(problem, labels)))
+
+    def stored(point: Point) -> int:
+        return sum(unit.weights for unit in problem.units if point.labels[unit.name])
+
+    limit = max(_MOST_LOSS * in_float, in_float + _UNNOTICED_SECONDS)
+    fitting = (point for point in points.values() if stored(point) and point.energy.seconds <= limit)
+    quietest: dict[int, Point] = {}
+    for point in sorted(fitting, key=lambda point: (-stored(point), point.energy.noise)):
+        quietest.setdefault(stored(point), point)
+    return list(quietest.values())
 
 
 def choose_fastest(problem: Problem) -> Point:

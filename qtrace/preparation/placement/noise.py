@@ -19,33 +19,28 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from megengine import Tensor
-
-from qtrace.data.batches import count_samples, evaluating, translate_errors
-from qtrace.errors import GraphError
+from qtrace.data.batches import count_samples, evaluating
 from qtrace.graph.engine import quiet_engine
-from qtrace.graph.interpreter import Interpreter
-from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
+from qtrace.graph.types import Expr, Node
 from qtrace.ops import OpCall
-from qtrace.preparation.placement._runs import Probe, RoundedRun, RoundingErrors, Statistics, Totals
-from qtrace.preparation.placement._sites import Sites, find_sites
+from qtrace.preparation.placement._groups import EndGroup
+from qtrace.preparation.placement._regions import before_regions
+from qtrace.preparation.placement._runs import Probe, RoundedRun, RoundingErrors, Totals, choose_qparams
+from qtrace.preparation.placement._sites import find_sites
+from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.scheme import QScheme
 
-__all__ = ["Arguments", "Noise", "measure_noise"]
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-_SYNTHETIC_BATCHES = 2
+__all__ = ["OutputNoise", "measure_noise"]
 
 
 @dataclass(frozen=True)
-class Noise:
+class OutputNoise:
     """What rounding costs at the outputs of a float graph: noise power over the power of the outputs.
 
-    Several outputs weigh alike, each relative to its own power. For an output of integers, such as the result
-    of an argmax, the float values that it is computed from count instead. A node is absent if none of these
-    depends on its value by a gradient, or if its values are not finite.
+    Several outputs weigh alike, each relative to its own power, and so do the groups of columns of like range
+    of one output: the boxes and the scores that a detector packs into one. For an output of integers, such as
+    the result of an argmax, the float values that it is computed from count instead. A node is absent if none
+    of these depends on its value by a gradient, or if its values are not finite.
 
     Attributes:
         values: name of a node -> noise if the value is rounded to the activation scheme, with its observed
@@ -62,29 +57,23 @@ class Noise:
 
 
 def measure_noise(
-    model: TracedModule,
+    run: MeasuredRun,
     calls: Mapping[Expr, OpCall],
     activation: QScheme,
     weight: QScheme,
-    samples: Sequence[Arguments] | None,
     probes: int = 4,
-    seed: int = 0,
     exact: int = 0,
     names: Container[str] | None = None,
-) -> Noise:
+) -> OutputNoise:
     """Measures the noise of rounding each value and weight, one at a time.
 
     Args:
-        model: a flat, expanded float graph; it is not changed.
+        run: a flat, expanded float graph on a few small batches; more samples bring more than more probes,
+            since a few samples may cause most of the noise. Equal runs give equal results.
         calls: expr -> the `OpCall` that it is read as.
         activation: the scheme of values, read as one per tensor.
         weight: the scheme of weights, per channel or per tensor.
-        samples: a few small batches as arguments of a call; more samples bring more than more probes, since
-            a few samples may cause most of the noise. None for random inputs of the traced shapes with the
-            spectrum of natural images and variance 1: a stand-in, which may be far off where the network was
-            trained on other inputs.
         probes: number of random vectors, each a forward and a backward pass of every batch.
-        seed: seed of all random numbers; equal seeds give equal results.
         exact: number of values with the largest noise that are measured again by real rounding, each by a
             forward pass of every batch: large steps lead far from the point of the gradient. Values whose
             real rounding selects other rows or gives infinity keep their estimate.
@@ -93,58 +82,39 @@ def measure_noise(
     Returns:
         The noise of every value and weight on which an output depends by a gradient.
     """
-    rng = np.random.default_rng(seed)
+    model, rng = run.model, run.generator()
     values, weights = Totals(), Totals()
     with evaluating(model), quiet_engine(model):
-        batches = _read_batches(model, samples, rng)
         sites = find_sites(model, calls, weight, names)
-        statistics = _read_statistics(model, sites, batches)
-        qparams, powers = statistics.qparams(activation), statistics.live_powers()
+        qparams = choose_qparams(run.ranges(sites.values), activation)
+        groups = run.groups
 
         def compute_errors(inputs: Sequence[Any]) -> RoundingErrors:
             errors = RoundingErrors(model, sites, qparams)
             errors.execute(inputs)
             return errors
 
-        for inputs in batches if powers else ():
+        for inputs in run.batches if groups else ():
             errors = compute_errors(inputs)
             for _ in range(probes):
-                Probe(model, sites, errors, powers, rng, (values, weights)).execute(inputs)
-        estimates = {node: power / (probes * len(powers)) for node, power in values.powers().items()}
+                Probe(model, sites, errors, groups, rng, (values, weights)).execute(inputs)
+        estimates = {node: power / (probes * len(groups)) for node, power in values.powers().items()}
         largest = sorted(estimates, key=lambda node: -estimates[node])[:exact]
-        estimates |= _measure_again(largest, batches, compute_errors, powers)
-    return Noise(
+        largest += [node for node in before_regions(model) if node in sites.values and node not in largest]
+        estimates |= _measure_again(largest, run.batches, compute_errors, groups)
+    return OutputNoise(
         {node.name: noise for node, noise in estimates.items()},
-        {node.name: power / (probes * len(powers)) for node, power in weights.powers().items()},
-        sum(count_samples((tuple(inputs[1:]), {})) for inputs in batches),
-        samples is None,
+        {node.name: power / (probes * len(groups)) for node, power in weights.powers().items()},
+        sum(count_samples((tuple(inputs[1:]), {})) for inputs in run.batches),
+        run.synthetic,
     )
-
-
-def _read_batches(
-    model: TracedModule, samples: Sequence[Arguments] | None, rng: np.random.Generator
-) -> list[Sequence[Any]]:
-    """Returns the values of the graph's inputs for each batch: the module itself, then its tensors."""
-    if samples is None:
-        return [_synthetic_inputs(model, rng) for _ in range(_SYNTHETIC_BATCHES)]
-    binder = Interpreter(model)
-    return [binder.bind(args, kwargs)[1] for args, kwargs in samples]
-
-
-def _read_statistics(model: TracedModule, sites: Sites, batches: Sequence[Sequence[Any]]) -> Statistics:
-    """Runs the float graph on every batch; an error of MegEngine names the batch."""
-    statistics = Statistics(model, sites)
-    for index, inputs in enumerate(batches):
-        with translate_errors(model, (tuple(inputs[1:]), {}), index):
-            statistics.execute(inputs)
-    return statistics
 
 
 def _measure_again(
     nodes: Sequence[Node],
     batches: Sequence[Sequence[Any]],
     compute_errors: Callable[[Sequence[Any]], RoundingErrors],
-    powers: Mapping[Node, float],
+    groups: Sequence[EndGroup],
 ) -> dict[Node, float]:
     """Measures the noise of rounding each of ``nodes`` for real; leaves out what has no finite noise."""
     noise = dict.fromkeys(nodes, 0.0)
@@ -153,34 +123,5 @@ def _measure_again(
         for node in nodes:
             run = RoundedRun(errors.traced, errors.sites, node, errors.values[node])
             run.execute(inputs)
-            noise[node] += run.noise(errors.ends, powers) / len(powers)
+            noise[node] += run.noise(errors.ends, groups) / len(groups)
     return {node: value for node, value in noise.items() if math.isfinite(value)}
-
-
-def _synthetic_inputs(model: TracedModule, rng: np.random.Generator) -> list[Any]:
-    """Generates a batch of the traced shapes, after the module itself, which is the graph's first input."""
-    tensors = [node for node in model.graph.inputs if isinstance(node, TensorNode)]
-    return [model, *(_synthetic(node, rng) for node in tensors)]
-
-
-def _synthetic(node: TensorNode, rng: np.random.Generator) -> Tensor:
-    """Generates a tensor; an image has amplitudes that fall with the frequency f as 1/f, and variance 1.
-
-    Field 1987, "Relations between the statistics of natural images and the response properties of cortical
-    cells", finds this spectrum. Integers are 0, a valid index of any table.
-    """
-    if node.shape is None or node.dtype is None:
-        raise GraphError(
-            f"input {node.name} has no recorded shape or type, so no values can be made to measure noise: "
-            "give images by prepare(samples=), or set placement to fastest or everything."
-        )
-    shape, dtype = tuple(int(n) for n in node.shape), np.dtype(node.dtype)
-    if dtype.kind != "f":
-        return Tensor(np.zeros(shape, dtype))
-    value = rng.standard_normal(shape)
-    if len(shape) == 4:
-        frequency = np.hypot(np.fft.fftfreq(shape[2])[:, None], np.fft.fftfreq(shape[3])[None, :])
-        spectrum = np.fft.fft2(value) / np.maximum(frequency, 1.0 / max(shape[2:]))
-        value = np.fft.ifft2(spectrum).real
-        value /= max(float(value.std()), 1e-6)
-    return Tensor(value.astype(dtype))

@@ -15,6 +15,7 @@ __all__ = [
     "Unit",
     "evaluate",
     "find_float_results",
+    "find_rounded",
 ]
 
 
@@ -32,6 +33,7 @@ class Unit:
         float_result: whether the integer kernel can write floats.
         noise_weight: the factor of its noise and that of its result: 0 if only time counts.
         inner_roundings: number of values inside of it that are rounded on integers, before its result is.
+        weights: number of values of its weight, which integers store in fewer bytes; 0 without one.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Unit:
     float_result: bool = False
     noise_weight: float = 1.0
     inner_roundings: int = 0
+    weights: int = 0
 
     @property
     def fixed(self) -> bool | None:
@@ -187,6 +190,17 @@ def evaluate(problem: Problem, labels: Mapping[str, bool]) -> Energy:
             noises.append(tensor.noise)
             weighted.append(tensor.noise * (1.0 if producer is None else producer.noise_weight))
     return Energy(seconds, math.fsum(noises), math.fsum(weighted))
+
+
+def find_rounded(problem: Problem, labels: Mapping[str, bool]) -> set[str]:
+    """Returns the names of the values that are rounded: what integer units write or read."""
+    unrounded = find_float_results(problem, labels)
+    rounded = set()
+    for tensor in problem.tensors:
+        written = labels.get(tensor.producer, False) and tensor.producer not in unrounded
+        if written or any(labels[name] for name in tensor.readers):
+            rounded.add(tensor.name)
+    return rounded
 
 
 def find_float_results(problem: Problem, labels: Mapping[str, bool]) -> set[str]:

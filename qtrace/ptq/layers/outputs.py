@@ -17,7 +17,8 @@ from qtrace.errors import QtraceError
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.stepping import SegmentEngine, Stepper, as_array
 from qtrace.graph.types import Node, TensorNode, TracedModule
-from qtrace.metrics import comparable, finite_or_none, sqnr_db
+from qtrace.metrics import finite_or_none
+from qtrace.outputs import GroupedErrors, find_groups
 from qtrace.preparation.annotation import Site
 from qtrace.preparation.model import QuantizedModel
 from qtrace.ptq.base import Batches, SiteNoise
@@ -75,7 +76,7 @@ class RandomOutputs:
         self.model, self.sites = model, sites
 
     def ratios(self) -> Ratios:
-        """Returns output -> SQNR in dB, None without an error; empty if the graph refuses random inputs."""
+        """Returns column group -> SQNR in dB, None without an error; {} if the graph refuses the inputs."""
         rng, inputs = np.random.default_rng(0), []
         for node in self.model.graph.inputs:
             if isinstance(node, TensorNode):
@@ -89,7 +90,7 @@ class RandomOutputs:
             except _REFUSALS:
                 return {}
             rounded = _Outputs(self.model, changes).compute(inputs)
-        return _ratios([node.name for node in self.model.graph.outputs], exact, rounded)
+        return _ratios(self.model, [node.name for node in self.model.graph.outputs], exact, rounded)
 
 
 def _rounding(site: Site) -> Callable[[np.ndarray], np.ndarray]:
@@ -116,7 +117,7 @@ class CalibrationOutputs:
         engine: SegmentEngine | None = None,
     ) -> None:
         arguments = next(iter(batches.spread(_MAX_SAMPLES)))
-        self.arguments = first_samples(arguments, _MAX_SAMPLES) or arguments
+        self.arguments = first_samples(arguments, _MAX_SAMPLES, model.module) or arguments
         self.model, self.engine = model.module, engine
         first = Interpreter(self.model).bind(*self.arguments)[1][1]
         self.exact = self._compute(reference)
@@ -125,21 +126,25 @@ class CalibrationOutputs:
         self.measured = f"{count} sample{'' if count == 1 else 's'} of the calibration data"
 
     def ratios(self) -> Ratios:
-        """Returns output -> SQNR in dB, None without an error."""
-        return _ratios(self.names, self.exact, self._compute(self.model))
+        """Returns column group of an output -> SQNR in dB, None without an error."""
+        return _ratios(self.model, self.names, self.exact, self._compute(self.model))
 
     def _compute(self, model: TracedModule) -> list[np.ndarray]:
         outputs = Stepper(model, [self.arguments], engine=self.engine).finish()
         return [as_array(value) for value in outputs]
 
 
-def _ratios(names: list[str], exact: list[np.ndarray], rounded: list[np.ndarray]) -> Ratios:
-    pairs = zip(names, exact, rounded, strict=True)
-    return {name: finite_or_none(sqnr_db(f, q)) for name, f, q in pairs if comparable(f, q)}
+def _ratios(
+    model: TracedModule, names: list[str], exact: list[np.ndarray], rounded: list[np.ndarray]
+) -> Ratios:
+    """Returns the SQNR of each column group of the outputs by its name."""
+    errors = GroupedErrors(find_groups(model, [exact], names=names))
+    errors.add(exact, rounded)
+    return {figures.group.name: finite_or_none(figures.sqnr_db) for figures in errors.errors()}
 
 
 def output_errors(before: Ratios, after: Ratios) -> tuple[SiteNoise, ...]:
-    """Pairs the SQNRs of the outputs by name; by order if an output was renamed."""
+    """Pairs the SQNRs of the column groups by name; by order if an output was renamed."""
     if set(before) != set(after) and len(before) == len(after):  # the op of an output was replaced
         before = dict(zip(after, before.values(), strict=True))
     return tuple(SiteNoise(name, before[name], after[name]) for name in after if name in before)

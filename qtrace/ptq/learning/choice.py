@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from megengine import Parameter
 
-from qtrace.errors import CalibrationError, ConfigError
+from qtrace.errors import CalibrationError, ConfigError, install
 from qtrace.graph.types import TracedModule
 from qtrace.ptq.learning.block_run import BlockData, BlockRun
 from qtrace.ptq.learning.descent import DescentSettings, Gradients, LearningEngine, StepGradients
@@ -49,7 +49,7 @@ def choose_learning(model: TracedModule, requested: str = "auto") -> LearningEng
         )
     if requested == "megengine":
         return None
-    reason = "it is not installed (pip install 'qtrace[torch]')"
+    reason = f"it is not installed ({install('torch')})"
     if importlib.util.find_spec("torch") is not None:
         from qtrace.ptq.torch.graph import TorchGraph, UnsupportedError
 

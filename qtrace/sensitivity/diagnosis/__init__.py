@@ -24,8 +24,8 @@ from qtrace.sensitivity.diagnosis.cures import Cure, cure_recipe, find_cure
 from qtrace.sensitivity.diagnosis.evidence import SiteEvidence
 from qtrace.sensitivity.diagnosis.inputs import OTHER_DATA, InputStatistics, compare_inputs, measure_inputs
 from qtrace.sensitivity.diagnosis.measuring import measure_output_noise, measure_sites
-from qtrace.sensitivity.diagnosis.verdict import Verdict, judge
-from qtrace.sensitivity.metrics import agreement, choose, sqnr
+from qtrace.sensitivity.diagnosis.verdict import GOOD_FROM_DB, GroupVerdict, Verdict, judge
+from qtrace.sensitivity.metrics import agreement, choose, column_errors, integer_errors
 from qtrace.sensitivity.running import outputs_of
 from qtrace.sensitivity.simulation import Simulation
 
@@ -34,6 +34,7 @@ __all__ = [
     "Cause",
     "Cure",
     "Diagnosis",
+    "GroupVerdict",
     "InputStatistics",
     "SiteEvidence",
     "Verdict",
@@ -169,14 +170,33 @@ def _judge(
 ) -> Verdict:
     with in_phase(view.module, "quantize"):
         outputs = outputs_of(view.module, simulation.batches)
-    decibels = sqnr(simulation.reference, outputs)
+    errors = column_errors(simulation.reference, outputs, simulation.groups)
     first = simulation.reference[0][0]
     classes = first.ndim == 2 and first.shape[1] > 1 and comparable(first, outputs[0][0])
     same = agreement(simulation.reference, outputs) / 100.0 if classes else None
     samples = sum(count_samples(as_arguments(b, view.module, i)) for i, b in enumerate(simulation.batches))
     quantized, in_float = values or (None, None)
-    word = judge(decibels, quantized, in_float)
-    return Verdict(word, decibels, same, quantized, in_float, samples, measured_on, at_least)
+    groups = tuple(map(GroupVerdict.of, errors.errors()))
+    lost = any(not group.informative for group in groups)
+    integers = integer_errors(simulation.reference, outputs)
+    equal = min((e.equal for e in integers if e.sqnr_db < GOOD_FROM_DB), default=None)
+    count = len(simulation.batches)
+    uncompared = tuple(index for index, unequal in errors.unequal.items() if unequal == count)
+    decibels = errors.sqnr_db() if groups or not uncompared else math.nan
+    word = judge(decibels, quantized, in_float, informative=not lost, equal=equal, compared=not uncompared)
+    return Verdict(
+        word,
+        decibels,
+        same,
+        quantized,
+        in_float,
+        samples,
+        measured_on,
+        at_least,
+        groups,
+        equal,
+        uncompared,
+    )
 
 
 def _suspects(evidence: Sequence[SiteEvidence]) -> list[str]:

@@ -234,8 +234,8 @@ def _few_bits(evidence: SiteEvidence) -> Cause | None:
 _Judge = Callable[[SiteEvidence], Cause | None]
 _ACTIVATION_CAUSES: tuple[_Judge, ...] = (
     _clipping,
+    _unlike_branches,  # before the next: a site may have the wide range of those that it shares one with
     _wide_range,
-    _unlike_branches,
     _outlier_channels,
     _amplifying_reader,
     _few_bits,

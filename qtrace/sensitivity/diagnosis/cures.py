@@ -15,6 +15,7 @@ from qtrace.sensitivity.diagnosis.causes import Cause
 __all__ = ["CURES", "Cure", "cure_recipe", "find_cure"]
 
 _KEEP_OUTLIERS = ("minmax", "moving_average")
+_JOINS = ("concat", "stack", "setitem", "where", "scatter")
 _SPREADS = (*THROUGH, "add", "sub", "flatten", "reshape", "pad", "mean")
 
 
@@ -103,16 +104,28 @@ def _weights_per_channel(cause: Cause, config: QConfig, annotation: Annotation) 
 
 
 def _leave_in_float(cause: Cause, config: QConfig, annotation: Annotation) -> Cure | None:
-    """Leaves in float the ops that read the site, and the join that computes it."""
+    """Leaves in float the ops that read the site and the join that gives it, or the result of an op."""
     names = [
         n.name for n in annotation.notes if n.state == "int" and cause.site in (*n.reads, *n.inputs, n.weight)
     ]
-    joins = [n.name for n in annotation.notes if n.name == cause.op and n.kind in ("concat", "stack")]
+    joins = [n.name for n in annotation.notes if n.name == cause.op and n.kind in _JOINS]
     names = list(dict.fromkeys((*joins, *names)))
     if not names:
-        return None
+        return _leave_result_in_float(cause, annotation)
     rule = {"match": {"name": names if len(names) > 1 else names[0]}, "quantize": False}
     return Cure(f"leave {', '.join(names)} in float", rules=(rule,))
+
+
+def _leave_result_in_float(cause: Cause, annotation: Annotation) -> Cure | None:
+    """Leaves the result of an op that nothing on integers reads in float; a weight has none."""
+    note = next((n for n in annotation.notes if n.name == cause.op and n.state == "int"), None)
+    if note is None or all(site.node != cause.op for site in annotation.sites if site.name == cause.site):
+        return None
+    if backends.get(annotation.backend).integer_layers and note.role == "compute":
+        rule = {"match": {"name": note.name}, "quantize": False}
+        return Cure(f"leave {note.name} in float", rules=(rule,))
+    rule = {"match": {"name": note.name}, "quantize_output": False}
+    return Cure(f"leave the result of {note.name} in float", rules=(rule,))
 
 
 def _more_bits(cause: Cause, config: QConfig, annotation: Annotation) -> Cure | None:

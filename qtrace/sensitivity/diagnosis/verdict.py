@@ -5,14 +5,58 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["BROKEN_BELOW_DB", "GOOD_FROM_DB", "Verdict", "judge"]
+from qtrace.outputs import GroupFigures
+
+__all__ = ["BROKEN_BELOW_DB", "FAKE_QUANTS", "GOOD_FROM_DB", "GroupVerdict", "Verdict", "judge"]
 
 GOOD_FROM_DB = 20.0
-"""From this SQNR at the outputs on, a graph is called good: the noise is at most 1 % of the signal."""
+"""From this SQNR of the worst column group on, a graph is called good: noise is at most 1 % of the signal."""
 BROKEN_BELOW_DB = 10.0
 """Below this SQNR a graph is called broken: the noise is more than 10 % of the signal."""
+FAKE_QUANTS = "graph with fake quants"
+"""What computes the figures that are no runtime's."""
+_GOOD_EQUAL, _BROKEN_EQUAL = 0.9, 0.5  # shares of an output of integers; an index is right or wrong
 _GOOD_LOSS = 0.01  # of the metric in float
 _BROKEN_LOSS = 0.05
+
+
+@dataclass(frozen=True)
+class GroupVerdict:
+    """How good one column group of an output is.
+
+    Attributes:
+        name: the output and the columns, in words.
+        output: the place of the output among the graph's outputs.
+        axis: the axis along which columns count; None for the whole output.
+        columns: the columns as half-open runs; () for the whole output.
+        sqnr_db: the SQNR of the group in dB.
+        variation_db: the ratio of the variation within columns to that of the error, in dB: what is left of
+            values that lie close together and far from 0.
+        informative: whether the values tell anything of float's: they vary where float's do, and noise is
+            less than half of the signal.
+    """
+
+    name: str
+    output: int
+    axis: int | None
+    columns: tuple[tuple[int, int], ...]
+    sqnr_db: float
+    variation_db: float
+    informative: bool
+
+    @classmethod
+    def of(cls, figures: GroupFigures) -> GroupVerdict:
+        """Builds the verdict on one group from its errors."""
+        group = figures.group
+        return cls(
+            group.name,
+            group.output,
+            group.axis,
+            group.runs,
+            figures.sqnr_db,
+            figures.variation_db,
+            figures.informative,
+        )
 
 
 @dataclass(frozen=True)
@@ -21,7 +65,7 @@ class Verdict:
 
     Attributes:
         word: good, check or broken.
-        sqnr_db: the SQNR of the outputs in dB, of the mean noise relative to the signal over all outputs.
+        sqnr_db: the SQNR of the worst column group of all outputs, in dB; NaN if none could be compared.
         agreement: the share of samples whose largest output has the same index; None for outputs that are no
             scores of classes.
         metric: the user's metric of the quantized graph; None without one.
@@ -29,6 +73,10 @@ class Verdict:
         samples: the number of samples that it was measured on.
         measured_on: what these samples are, in words.
         at_least: the limit that the user gave for the metric, or for the SQNR without one; None for none.
+        groups: the column groups of the outputs.
+        equal: the share of equal values of the worst output of integers, such as indices, that are neither
+            equal nor close to float's; None for none.
+        uncompared: the places of the outputs that had other rows than float's in every batch.
     """
 
     word: str
@@ -39,6 +87,14 @@ class Verdict:
     samples: int
     measured_on: str
     at_least: float | None = None
+    groups: tuple[GroupVerdict, ...] = ()
+    equal: float | None = None
+    uncompared: tuple[int, ...] = ()
+
+    @property
+    def worst(self) -> GroupVerdict | None:
+        """The worst column group; None if none was compared."""
+        return min(self.groups, key=lambda g: (g.informative, g.sqnr_db)) if self.groups else None
 
     @property
     def passed(self) -> bool:
@@ -48,29 +104,74 @@ class Verdict:
 
     def line(self) -> str:
         """Returns the verdict in a line."""
-        parts = [f"output SQNR {self.sqnr_db:.1f} dB" if math.isfinite(self.sqnr_db) else "outputs are exact"]
-        if self.sqnr_db == -math.inf or math.isnan(self.sqnr_db):
-            parts = ["outputs that cannot be compared with float's"]
+        parts = [self._headline()]
+        if self.uncompared and not math.isnan(self.sqnr_db):
+            plural = "s" if len(self.uncompared) > 1 else ""
+            places = ", ".join(map(str, self.uncompared))
+            parts.append(f"output{plural} {places} with other rows than float's, not compared")
+        if self.equal is not None:
+            parts.append(f"equal integers {self.equal:.1%}")
         if self.agreement is not None:
             parts.append(f"same prediction {self.agreement:.1%}")
         if self.metric is not None:
             parts.append(f"metric {self.metric:.4g} ({self.float_metric:.4g} in float)")
         if self.at_least is not None:
             parts.append(f"{'at' if self.passed else 'not at'} least {self.at_least:g}")
-        return f"verdict: {self.word}: {', '.join(parts)}, on {self.samples} {self.measured_on}"
+        where = f"on {self.samples} {self.measured_on} ({FAKE_QUANTS})"
+        return f"verdict: {self.word}: {', '.join(parts)}, {where}"
+
+    def _headline(self) -> str:
+        """Returns the figure of the worst column group; names the group if there are others."""
+        if math.isnan(self.sqnr_db):
+            return "outputs with other rows than float's, which only --metric can compare"
+        if self.sqnr_db == -math.inf:
+            return f"outputs that cannot be compared with float's{self._place()}"
+        if not math.isfinite(self.sqnr_db):
+            return "outputs are exact" if self.equal is None else "integers that are not float's"
+        lost = self.worst is not None and not self.worst.informative
+        return f"output SQNR {self.sqnr_db:.1f} dB{self._place()}{', no information is left' if lost else ''}"
+
+    def _place(self) -> str:
+        if self.worst is None or len(self.groups) < 2:
+            return ""
+        best = min(group.sqnr_db for group in self.groups if group is not self.worst)
+        others = f"{best:.1f} dB or more" if math.isfinite(best) else "exact"
+        return f" at {self.worst.name} (elsewhere {others})"
 
 
-def judge(sqnr_db: float, metric: float | None = None, float_metric: float | None = None) -> str:
+def judge(
+    sqnr_db: float,
+    metric: float | None = None,
+    float_metric: float | None = None,
+    *,
+    informative: bool = True,
+    equal: float | None = None,
+    compared: bool = True,
+) -> str:
     """Returns good, check or broken.
 
     Args:
-        sqnr_db: the SQNR of the outputs.
+        sqnr_db: the SQNR of the worst column group; NaN if none could be compared.
         metric: the user's metric of the quantized graph, more is better; it decides if it is given.
         float_metric: the same metric of the float graph.
+        informative: whether every column group carries information; if not, the graph is broken.
+        equal: the share of equal values of the worst output of integers; None for none.
+        compared: whether every float output could be compared; if not, a graph is good by a metric alone.
     """
+    if not informative or (equal is not None and equal < _BROKEN_EQUAL):
+        return "broken"
+    word = _judge_values(sqnr_db, metric, float_metric)
+    if word == "good" and metric is None and not compared:
+        return "check"
+    return "check" if word == "good" and equal is not None and equal < _GOOD_EQUAL else word
+
+
+def _judge_values(sqnr_db: float, metric: float | None, float_metric: float | None) -> str:
     if metric is not None and float_metric is not None:
         loss = (float_metric - metric) / max(abs(float_metric), 1e-12)
         return "good" if loss <= _GOOD_LOSS else "check" if loss <= _BROKEN_LOSS else "broken"
-    if math.isnan(sqnr_db) or sqnr_db < BROKEN_BELOW_DB:
+    if math.isnan(sqnr_db):
+        return "check"
+    if sqnr_db < BROKEN_BELOW_DB:
         return "broken"
     return "good" if sqnr_db >= GOOD_FROM_DB else "check"

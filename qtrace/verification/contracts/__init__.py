@@ -6,12 +6,15 @@ A contract is a list of rules, each with the document that states it. The file m
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from qtrace.errors import ExportError
 from qtrace.verification.contracts.report import ContractReport
 from qtrace.verification.onnx_file import load_onnx
 
 __all__ = ["ContractReport", "check_contract", "fix_contract"]
+
+_FIXED = "qtrace.fixed_for"
 
 
 def check_contract(path: Path, target: str) -> ContractReport:
@@ -59,4 +62,13 @@ def _checked(path: Path, target: str, fixing: bool = False) -> tuple[ContractRep
 
     contract = get(target)
     fixed = fix_model(model, contract, path) if fixing else ()
+    if fixing:
+        _mark(model, target)
     return check_model(model, contract, path, fixed), model.SerializeToString() if fixing else b""
+
+
+def _mark(model: Any, target: str) -> None:
+    """Writes down that qtrace repaired the file, by which a later repair may replace it."""
+    entries = [entry for entry in model.metadata_props if entry.key == _FIXED]
+    entry = entries[0] if entries else model.metadata_props.add(key=_FIXED)
+    entry.value = target

@@ -10,7 +10,7 @@ from onnx import NodeProto
 
 from qtrace.verification.contracts.qdq_graph import QdqGraph, label
 
-__all__ = ["Contract", "FloatOp", "Rule", "Violation", "Violations"]
+__all__ = ["Contract", "ContractRule", "FloatOp", "Violation", "Violations"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ Violations = Iterator[Violation]
 
 
 @dataclass(frozen=True)
-class Rule:
+class ContractRule:
     """One rule of a target.
 
     Attributes:
@@ -88,7 +88,7 @@ class Contract:
 
     name: str
     title: str
-    rules: tuple[Rule, ...]
+    rules: tuple[ContractRule, ...]
     ops: frozenset[str]
     fused: frozenset[str]
     rounds_results: frozenset[str]

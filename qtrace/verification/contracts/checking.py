@@ -9,7 +9,7 @@ from typing import Any
 import onnx
 
 from qtrace.errors import ExportError
-from qtrace.verification.contracts.base import Contract, FloatOp, Rule, Violation
+from qtrace.verification.contracts.base import Contract, ContractRule, FloatOp, Violation
 from qtrace.verification.contracts.prediction import predict_floats
 from qtrace.verification.contracts.qdq_graph import FUNCTIONS, QUANTIZERS, QdqGraph, label
 from qtrace.verification.contracts.report import ContractReport, Finding
@@ -88,7 +88,7 @@ def _check_form(graph: QdqGraph, path: Path) -> None:
         ready.update(node.output)
 
 
-def _violations(graph: QdqGraph, contract: Contract) -> list[tuple[Rule, Violation]]:
+def _violations(graph: QdqGraph, contract: Contract) -> list[tuple[ContractRule, Violation]]:
     return [(rule, violation) for rule in contract.rules for violation in rule.find(graph)]
 
 

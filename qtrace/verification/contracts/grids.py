@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from onnx import TensorProto, helper
 
-__all__ = ["Grid", "bias_grid", "symmetric", "type_name"]
+__all__ = ["IntegerGrid", "bias_grid", "symmetric", "type_name"]
 
 
 def type_name(kind: int) -> str:
@@ -17,7 +17,7 @@ def type_name(kind: int) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class IntegerGrid:
     """The integers ``q`` that stand for ``(q - zero_point) * scale``.
 
     Attributes:
@@ -77,7 +77,7 @@ class Grid:
         return self.scale.reshape(shape), self.zero_point.reshape(shape)
 
 
-def symmetric(values: np.ndarray, kind: int, axis: int | None) -> Grid:
+def symmetric(values: np.ndarray, kind: int, axis: int | None) -> IntegerGrid:
     """Returns the symmetric grid that covers constant values, as weights have it.
 
     Args:
@@ -85,7 +85,7 @@ def symmetric(values: np.ndarray, kind: int, axis: int | None) -> Grid:
         kind: the type of the integers, a signed one.
         axis: the axis of the channels, each of which gets a scale; None for one scale.
     """
-    high = Grid.BOUNDS[kind][1]
+    high = IntegerGrid.BOUNDS[kind][1]
     magnitude = np.abs(values.astype(np.float64))
     if axis is None:
         largest = magnitude.max(initial=0.0)
@@ -93,11 +93,11 @@ def symmetric(values: np.ndarray, kind: int, axis: int | None) -> Grid:
         largest = np.moveaxis(magnitude, axis, 0).reshape(values.shape[axis], -1).max(axis=1, initial=0.0)
     scale = np.asarray(np.where(largest > 0, largest / high, 1.0)).astype(np.float32).astype(np.float64)
     zero_point = np.zeros(scale.shape, np.int64)
-    return Grid(scale, zero_point, kind, 0 if axis is None else axis % values.ndim)
+    return IntegerGrid(scale, zero_point, kind, 0 if axis is None else axis % values.ndim)
 
 
-def bias_grid(data: Grid, weight: Grid) -> Grid:
+def bias_grid(data: IntegerGrid, weight: IntegerGrid) -> IntegerGrid:
     """Returns the int32 grid of a bias: at the product of the scales of a layer's input and its weight."""
     scale = np.float32(data.scale.reshape(())) * weight.scale.astype(np.float32)
     scale = np.asarray(scale, np.float64)
-    return Grid(scale, np.zeros(scale.shape, np.int64), TensorProto.INT32, 0)
+    return IntegerGrid(scale, np.zeros(scale.shape, np.int64), TensorProto.INT32, 0)

@@ -11,7 +11,7 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from qtrace.errors import ExportError
-from qtrace.verification.contracts.grids import Grid
+from qtrace.verification.contracts.grids import IntegerGrid
 
 __all__ = [
     "FUNCTIONS",
@@ -87,17 +87,17 @@ class Quantizer:
         return self.scale is not None and self.scale.size > 1
 
     @property
-    def grid(self) -> Grid | None:
+    def grid(self) -> IntegerGrid | None:
         """The grid of the integers; None if it is not constant or not valid."""
         if self.scale is None or (self.has_zero_point and self.zero_point is None):
             return None
         zero_point = np.zeros(self.scale.shape, np.int64) if self.zero_point is None else self.zero_point
-        if zero_point.size not in (1, self.scale.size) or self.type not in Grid.BOUNDS:
+        if zero_point.size not in (1, self.scale.size) or self.type not in IntegerGrid.BOUNDS:
             return None
         if not self.scale.size or not (np.isfinite(self.scale).all() and (self.scale > 0).all()):
             return None
         zero_point = np.broadcast_to(zero_point.reshape(-1), self.scale.size).reshape(self.scale.shape)
-        return Grid(self.scale.astype(np.float64), zero_point.astype(np.int64), self.type, self.axis)
+        return IntegerGrid(self.scale.astype(np.float64), zero_point.astype(np.int64), self.type, self.axis)
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,7 +262,7 @@ class QdqGraph:
         self.stored[name], self._kinds[name] = tensor, tensor.data_type
         return name
 
-    def set_grid(self, nodes: list[NodeProto], grid: Grid) -> None:
+    def set_grid(self, nodes: list[NodeProto], grid: IntegerGrid) -> None:
         """Gives quantizers the scale, zero point, type and axis of ``grid``.
 
         Tools leave a Relu out whose result is rounded to integers that begin at 0. If those of ``grid`` begin
@@ -281,7 +281,7 @@ class QdqGraph:
                 node.attribute.append(helper.make_attribute("axis", grid.axis))
         self.refresh()
 
-    def _keep_clamp(self, node: NodeProto, grid: Grid) -> None:
+    def _keep_clamp(self, node: NodeProto, grid: IntegerGrid) -> None:
         """Writes a Relu before ``node`` if only the integers of ``grid`` stand for negative values."""
         before = self.quantizer(node).grid if node.op_type == "QuantizeLinear" else None
         if before is None or before.ends[0].min() < 0 or grid.ends[0].min() >= 0:
@@ -295,7 +295,7 @@ class QdqGraph:
         self.add(helper.make_node("Relu", [node.input[0]], [output], name=output))
         self.connect(node, 0, output)
 
-    def set_stored(self, node: NodeProto, index: int, values: np.ndarray, grid: Grid) -> None:
+    def set_stored(self, node: NodeProto, index: int, values: np.ndarray, grid: IntegerGrid) -> None:
         """Makes the operand of a layer the integers of ``values`` on ``grid``, behind a DequantizeLinear."""
         base = node.input[index] if index < len(node.input) else f"{node.output[0]}_{index}"
         integers = self.store(f"{base}_int", grid.stored(grid.quantize(values)))

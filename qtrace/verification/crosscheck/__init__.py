@@ -23,7 +23,7 @@ from qtrace.numerics import quantize
 from qtrace.process.onnxruntime import onnxruntime_errors
 from qtrace.scheme import QParams
 from qtrace.verification.crosscheck._segment import Arguments, Recording, RuntimeValues, Segment, Split
-from qtrace.verification.report import CrossCheck
+from qtrace.verification.tallies import CrossCheck
 
 __all__ = ["Disagreement", "RuntimeValues", "cross_check"]
 

@@ -11,11 +11,12 @@ from megengine import Tensor
 
 from qtrace.data.batches import first_samples
 from qtrace.errors import QtraceError
-from qtrace.graph.interpreter import Interpreter, interpret
+from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.numerics import dequantize
 from qtrace.scheme import QParams
+from qtrace.verification.ties import FirstOfEquals
 
 __all__ = ["Arguments", "Recording", "RuntimeValues", "Segment", "Split"]
 
@@ -142,8 +143,9 @@ class Segment:
         """Computes the segment in MegEngine; returns node -> value without the inputs."""
         values: dict[Node, Any] = {key: Tensor(value) for key, value in inputs.items()}
         values[self.model.graph.inputs[0]] = self.model
+        ranking = FirstOfEquals(self.model)
         for expr in self.exprs:
-            results = interpret(expr, [values[node] for node in expr.inputs]) or ()
+            results = ranking.run_expr(expr, [values[node] for node in expr.inputs]) or ()
             computed = zip(expr.outputs, results, strict=True)
             values.update((node, value) for node, value in computed if node not in inputs)
         return {node: values[node].numpy() for node in self.computed if node not in inputs}
@@ -176,7 +178,7 @@ def _sample_axis(batch: Sequence[int], sample: Sequence[int], count: int) -> int
     return axes[0] if fits else _NO_AXIS
 
 
-class Recording(Interpreter):
+class Recording(FirstOfEquals):
     """Runs the whole graph on the runtime's integers and keeps the values of a segment.
 
     Only this run shows a kernel that is wrong for some memory layouts: alone, an op may read another layout.

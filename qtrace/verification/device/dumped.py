@@ -15,7 +15,7 @@ from qtrace.plugins.options import hint
 from qtrace.preparation.model import QuantizedModel
 from qtrace.scheme import QParams
 from qtrace.verification.device.files import Sample, file_name, find_samples
-from qtrace.verification.device.layouts import Layout
+from qtrace.verification.device.layouts import DeviceLayout
 from qtrace.verification.runs import activations, output_names
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
@@ -56,7 +56,7 @@ def dumped_tensors(
         package="numpy",
         extra="",
         suffixes=(),
-        open=lambda path, optimize: DumpedSession(samples, model, names or {}, Layout(layout)),
+        open=lambda path, optimize: DumpedSession(samples, model, names or {}, DeviceLayout(layout)),
         optimizes=False,
     )
 
@@ -77,7 +77,7 @@ class DumpedSession:
     partial = True
 
     def __init__(
-        self, samples: Sequence[Sample], model: QuantizedModel, names: Mapping[str, str], layout: Layout
+        self, samples: Sequence[Sample], model: QuantizedModel, names: Mapping[str, str], layout: DeviceLayout
     ) -> None:
         self.samples, self.layout, self._batch = samples, layout, 0
         sites = [site for site in activations(model).values() if not site.static]

@@ -9,13 +9,13 @@ import numpy as np
 
 from qtrace.errors import ConfigError
 
-__all__ = ["Layout"]
+__all__ = ["DeviceLayout"]
 
 _BLOCKS = re.compile(r"nc(?P<block>\d+)hw(?P=block)")
 
 
 @dataclass(frozen=True)
-class Layout:
+class DeviceLayout:
     """The order in which a device stores tensors of four axes; others are stored in the graph's order.
 
     Attributes:

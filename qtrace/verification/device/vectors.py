@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.data.batches import as_arguments, evaluating, refuse_nan, translate_errors
+from qtrace.data.batches import as_arguments, check_batches, evaluating, refuse_nan, translate_errors
 from qtrace.errors import CalibrationError, ExportError
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import op_label
@@ -52,7 +52,8 @@ def write_vectors(
         ExportError: when the folder cannot be written, or something else stands there.
     """
     target, model = Path(folder), QuantizedModel(converted, "converted")
-    if target.exists() and not (target / "index.json").is_file():
+    check_batches(batches)
+    if target.exists() and not _holds_vectors(target):
         raise ExportError(f"{target} exists and holds no test vectors: name another folder.")
     try:
         sweep(target)
@@ -66,6 +67,15 @@ def write_vectors(
     except OSError as error:
         raise ExportError(f"{target} cannot be written: {error.strerror or error}.") from error
     return target
+
+
+def _holds_vectors(folder: Path) -> bool:
+    """Whether a folder has the index that `write_vectors` writes."""
+    try:
+        index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(index, dict) and index.get("schema") == SCHEMA
 
 
 def _write_all(model: QuantizedModel, folder: Path, batches: Iterable[Any], count: int) -> None:

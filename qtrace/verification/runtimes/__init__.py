@@ -10,11 +10,15 @@ import importlib.util
 from pathlib import Path
 
 from qtrace import plugins
-from qtrace.errors import ExportError
+from qtrace.errors import ExportError, install
 from qtrace.plugins.installed import RUNTIMES, installed, refuse_clashes
+from qtrace.process.onnxruntime import products_saturate
 from qtrace.verification.runtimes.base import Runtime
 
-__all__ = ["Runtime", "get", "known"]
+# Backends whose files these runtimes run where they are deployed.
+_ON_CPU = ("onnxruntime", "openvino")
+
+__all__ = ["Runtime", "get", "known", "runs_optimized"]
 
 
 def known() -> tuple[str, ...]:
@@ -47,11 +51,24 @@ def get(path: Path, name: str | None = None) -> Runtime:
     # ONNX files are written for onnxruntime; other runtimes that read them are asked for by name.
     runtime = sorted(fitting, key=lambda r: not r.default)[0]
     if importlib.util.find_spec(runtime.package) is None:
-        package = f"'qtrace[{runtime.extra}]'" if runtime.extra else runtime.package
-        raise ExportError(
-            f"verification in {runtime.name} needs the package {runtime.package}: run pip install {package}."
-        )
+        cure = install(runtime.extra) if runtime.extra else f"pip install {runtime.package}"
+        raise ExportError(f"verification in {runtime.name} needs the package {runtime.package}: run {cure}.")
     return runtime
+
+
+def runs_optimized(runtime: Runtime, backend: str) -> bool:
+    """Returns whether a file also runs with the optimizations of ``runtime``.
+
+    Where the products of CPU runtimes saturate, their optimized kernels say nothing about a file for another
+    target, which they only stand in for.
+
+    Args:
+        runtime: the runtime.
+        backend: the backend that the file is for; "" for a float file.
+    """
+    if not runtime.optimizes:
+        return False
+    return not (backend not in ("", *_ON_CPU) and runtime.name in _ON_CPU and products_saturate())
 
 
 def _load(name: str) -> Runtime:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +12,17 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.verification.onnx_file import load_onnx
 
-__all__ = ["Exposed", "as_declared", "with_integer_outputs"]
+__all__ = ["Exposed", "as_declared", "check_samples", "with_integer_outputs"]
 
 # ONNX's number of a type of 4 bits -> that of the type of 8 bits with the same sign.
 _WIDER = {22: 3, 21: 2}  # int4 -> int8, uint4 -> uint8
 _SUFFIX = "_as_8_bits"
 
-# Types of inputs that MegEngine carries as int32.
-_CARRIED_AS_INT32 = ("int64", "uint32", "uint64")
+# Type of a tensor of a graph -> types of inputs that it carries, as runtimes call them -> numpy's name.
+_CARRIED = {
+    "int32": {name: name for name in ("int64", "uint32", "uint64")},
+    "float32": {"float16": "float16", "double": "float64", "float64": "float64"},
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Exposed:
         graph_hash: the hash of the exported graph; "" where the file does not store it.
         deployed: the serialized model without the integers as outputs if it is not the file as it is, because
             it is verified without the preprocessing in the file; else b"".
+        fixed_samples: input -> the size of its first axis, where the file fixes that.
     """
 
     data: bytes
@@ -44,17 +48,21 @@ class Exposed:
     folder: Path | None = None
     graph_hash: str = ""
     deployed: bytes = b""
+    fixed_samples: Mapping[str, int] = field(default_factory=dict)
 
 
 def as_declared(inputs: Sequence[np.ndarray], types: Sequence[str]) -> list[np.ndarray]:
-    """Converts the int32 tensors of a graph to the integer types that the inputs of a file declare.
+    """Converts the tensors of a graph to the types that the inputs of a file declare.
 
     Args:
         inputs: one array for each input.
-        types: the type of each input of the file, such as ``int64``.
+        types: the type of each input of the file, such as ``int64`` or ``float16``.
     """
-    pairs = zip(inputs, types, strict=True)
-    return [v.astype(t) if v.dtype == np.int32 and t in _CARRIED_AS_INT32 else v for v, t in pairs]
+    converted = []
+    for value, name in zip(inputs, types, strict=True):
+        carried = _CARRIED.get(value.dtype.name, {})
+        converted.append(value.astype(carried[name]) if name in carried else value)
+    return converted
 
 
 def with_integer_outputs(path: Path) -> Exposed:
@@ -95,4 +103,27 @@ def with_integer_outputs(path: Path) -> Exposed:
             tensors.append(name)
     facts = {p.key: p.value for p in model.metadata_props}
     data = model.SerializeToString()
-    return Exposed(data, outputs, integers, tensors, folder, facts.get("qtrace.graph", ""), deployed)
+    fixed = {i.name: i.type.tensor_type.shape.dim[:1] for i in model.graph.input}
+    sizes = {
+        name: axes[0].dim_value for name, axes in fixed.items() if axes and axes[0].HasField("dim_value")
+    }
+    return Exposed(data, outputs, integers, tensors, folder, facts.get("qtrace.graph", ""), deployed, sizes)
+
+
+def check_samples(fixed: Mapping[str, int], names: Sequence[str], inputs: Sequence[np.ndarray]) -> None:
+    """Refuses a batch of another size than the file fixes, as its graph takes no other one.
+
+    Args:
+        fixed: `Exposed.fixed_samples`.
+        names: the names of the inputs.
+        inputs: one array for each input.
+
+    Raises:
+        ExportError: naming the input and both sizes.
+    """
+    for name, x in zip(names, inputs, strict=True):
+        if name in fixed and x.ndim and x.shape[0] != fixed[name]:
+            raise ExportError(
+                f"{name} has shape {x.shape}, but the file fixes its first axis to {fixed[name]}, since the "
+                f"graph takes no other size: give batches of {fixed[name]}."
+            )

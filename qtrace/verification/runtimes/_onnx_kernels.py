@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.errors import ExportError
-from qtrace.process.onnxruntime import onnxruntime_errors
+from qtrace.process.onnxruntime import onnxruntime_errors, products_saturate
 from qtrace.verification.runtimes.base import Kernels
 
 __all__ = ["kernels"]
 
+_INT8 = 3  # TensorProto.DataType.INT8
 # The ops that compute. Ops that only move values run on any type.
 _COMPUTING = (
     "Conv ConvTranspose Gemm MatMul Add Sub Mul Div Concat AveragePool GlobalAveragePool MaxPool ReduceMean "
@@ -53,7 +54,14 @@ def kernels(path: Path) -> Kernels:
             names.append(node.output[0])
         else:
             floats.append((node.output[0], node.op_type, _explain_float(node, producers, readers)))
-    return Kernels(tuple(names), tuple(floats))
+    return Kernels(tuple(names), tuple(floats), _has_signed_weights(model) and products_saturate())
+
+
+def _has_signed_weights(model: Any) -> bool:
+    """Returns whether a stored tensor of int8 is read as the integers of a weight."""
+    signed = {tensor.name for tensor in model.graph.initializer if tensor.data_type == _INT8 and tensor.dims}
+    readers = (n for n in model.graph.node if n.op_type.startswith(("DequantizeLinear", "QLinear")))
+    return any(signed.intersection(node.input) for node in readers)
 
 
 def _optimize(path: Path) -> Any:

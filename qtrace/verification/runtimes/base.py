@@ -58,10 +58,12 @@ class Kernels:
     Attributes:
         integer: names of the results that integer kernels compute.
         floats: result, op and reason for those that run in float between rounded tensors.
+        saturates: whether products of the file's types saturate on this processor.
     """
 
     integer: tuple[str, ...]
     floats: tuple[tuple[str, str, str], ...]
+    saturates: bool = False
 
     def describe(self) -> list[str]:
         """Says in lines how many ops run on integers, and what keeps the others in float."""
@@ -78,7 +80,11 @@ class Kernels:
 
 
 class Session(Protocol):
-    """A loaded file; with an attribute ``partial`` that is true, sites may be missing."""
+    """A loaded file.
+
+    With an attribute ``partial`` that is true, sites may be missing; with an attribute ``first_of_equals``
+    that is false, equal scores are ranked in the order of MegEngine's kernels.
+    """
 
     @property
     def integer_names(self) -> Sequence[str]:

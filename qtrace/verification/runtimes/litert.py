@@ -2,7 +2,7 @@
 
 With optimizations and without, qtrace runs the kernels that LiteRT chooses by default: XNNPACK's, which
 round half to even as the graph does. LiteRT's reference kernels round twice and are off by one in up to 5 %
-of the values.
+of the values. LiteRT aborts its process for some files (a constant of -1e37), so that it runs in a child.
 """
 
 from __future__ import annotations
@@ -15,39 +15,31 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
+from qtrace.process.child import RuntimeChild
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun, check_size
 
 __all__ = ["RUNTIME"]
 
 
 class _Interpreter:
-    """A loaded file: takes arrays, returns all its outputs."""
+    """A file that a child process has loaded: takes arrays, returns all its outputs.
 
-    def __init__(self, data: bytes, path: Path, fuses: bool) -> None:
-        from ai_edge_litert.interpreter import Interpreter
+    Attributes:
+        inputs, outputs: shape, dtype and quantization of each input and output.
+    """
 
-        try:
-            # Kernels with or without what XNNPACK fuses.
-            self.loaded = Interpreter(model_content=data, experimental_disable_delegate_node_fusion=not fuses)
-            self.loaded.allocate_tensors()
-        except (RuntimeError, ValueError) as error:
-            raise ExportError(f"LiteRT cannot run {path}: {_first_line(error)}") from error
-        self.shapes = [tuple(int(n) for n in d["shape"]) for d in self.loaded.get_input_details()]
+    def __init__(self, child: RuntimeChild, data: bytes, fuses: bool) -> None:
+        # Kernels with or without what XNNPACK fuses.
+        self._file, facts = child.open([np.frombuffer(data, np.uint8)], fuse=fuses)
+        self.inputs, self.outputs = facts["inputs"], facts["outputs"]
+        self.shapes = [tuple(detail["shape"]) for detail in self.inputs]
 
     def run(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
         """Runs the model and returns its outputs."""
-        details = self.loaded.get_input_details()
-        try:
-            for detail, value in zip(details, inputs, strict=True):
-                if tuple(detail["shape"]) != value.shape:
-                    self.loaded.resize_tensor_input(detail["index"], value.shape)
-            self.loaded.allocate_tensors()
-            for detail, value in zip(details, inputs, strict=True):
-                self.loaded.set_tensor(detail["index"], _as_input(value, detail))
-            self.loaded.invoke()
-        except (RuntimeError, ValueError) as error:
-            raise ExportError(f"LiteRT refused the input: {_first_line(error)}") from error
-        return [self.loaded.get_tensor(d["index"]) for d in self.loaded.get_output_details()]
+        if len(inputs) != len(self.inputs):
+            raise ExportError(f"the file takes {len(self.inputs)} inputs, not {len(inputs)}.")
+        arrays = [_as_input(value, detail) for value, detail in zip(inputs, self.inputs, strict=True)]
+        return self._file.run(arrays)
 
 
 class LitertSession:
@@ -66,8 +58,9 @@ class LitertSession:
         self.facts, self.constants, self.computed = exposed.facts, exposed.constants, exposed.computed
         self.integer_names = list(self.facts["integers"])
         self.graph_hash: str = self.facts["graph"]
-        self.full = _Interpreter(exposed.data, path, optimize)
-        self.deployed = _Interpreter(data, path, True) if optimize else None
+        child = RuntimeChild("litert", "LiteRT", path)
+        self.full = _Interpreter(child, exposed.data, optimize)
+        self.deployed = _Interpreter(child, data, True) if optimize else None
 
     def run(self, inputs: list[np.ndarray]) -> RuntimeRun:
         """Runs the model; see `Session`."""
@@ -83,10 +76,9 @@ class LitertSession:
             for name, (tensor, order) in self.facts["integers"].items()
         }
         results = values[:count] if self.deployed is None else self.deployed.run(arrays)
-        details = self.full.loaded.get_output_details()
         outputs = [
             _graph_layout(_as_floats(v, d), o)
-            for v, d, o in zip(results, details, self.facts["outputs"], strict=False)
+            for v, d, o in zip(results, self.full.outputs, self.facts["outputs"], strict=False)
         ]
         return RuntimeRun(outputs, integers)
 

@@ -21,6 +21,8 @@ _PICKLE = b"\x80"
 class MegengineSession:
     """Runs a MegEngine dump on CPU."""
 
+    first_of_equals = False
+
     def __init__(self, path: Path, optimize: bool) -> None:
         from megengine.core.tensor.megbrain_graph import load_graph
         from megengine.utils.comp_graph_tools import get_dep_vars

@@ -1,4 +1,8 @@
-"""Runs an ONNX file in onnxruntime, with all its integer tensors as outputs."""
+"""Runs an ONNX file in onnxruntime, with all its integer tensors as outputs.
+
+It runs in this process, unlike LiteRT and ncnn. onnxruntime raises an exception for what it cannot load or
+run: none of 150 files with bytes changed at random ended the process. A child would cost 0.4 s each time.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.process.onnxruntime import onnxruntime_errors
-from qtrace.verification.runtimes._onnx import as_declared, with_integer_outputs
+from qtrace.verification.runtimes._onnx import as_declared, check_samples, with_integer_outputs
 from qtrace.verification.runtimes._onnx_kernels import kernels
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
@@ -29,7 +33,7 @@ class OnnxSession:
         model = with_integer_outputs(path)
         self.output_names, self.tensor_names = model.outputs, model.tensors
         self.integer_names: Sequence[str] = model.integers
-        self.graph_hash = model.graph_hash
+        self.graph_hash, self.fixed_samples = model.graph_hash, model.fixed_samples
         options = ort.SessionOptions()
         levels = ort.GraphOptimizationLevel
         options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimize else levels.ORT_DISABLE_ALL
@@ -55,6 +59,7 @@ class OnnxSession:
         """Runs the model; see `Session`."""
         if len(inputs) != len(self.input_names):
             raise ExportError(f"the model takes {len(self.input_names)} inputs, not {len(inputs)}.")
+        check_samples(self.fixed_samples, self.input_names, inputs)
         names = [*self.output_names, *self.tensor_names]
         feeds = dict(zip(self.input_names, as_declared(inputs, self.input_types), strict=True))
         try:

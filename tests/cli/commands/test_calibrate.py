@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.cli import outputs
-from qtrace.cli.commands.calibrate import FILES
-from qtrace.cli.verdicts import VERDICT
+from qtrace.config import Preprocess
 from qtrace.errors import QtraceError
+from qtrace.quantizing.folder import FILES, VERDICT
+from qtrace.storage import outputs
 from tests.cli.fakes import calibrate_arguments
 
 
@@ -77,8 +77,7 @@ def test_factory_is_traced_on_the_first_batch_and_prints_go_to_stderr(run, here,
 
 
 def test_skipped_images_are_reported(run, here, fakes, monkeypatch):
-    how = SimpleNamespace(size=(3, 2, 2), mean=(0.0,) * 3, std=(1.0,) * 3, channels="bgr", scale=1.0)
-    how.resize, how.interpolation = "stretch", "linear"
+    how = Preprocess(size=(3, 2, 2), mean=(0.0,) * 3, std=(1.0,) * 3)
     monkeypatch.setitem(
         vars(qtrace), "load_recipe", lambda name, allow_code: SimpleNamespace(preprocess=how, expect=None)
     )

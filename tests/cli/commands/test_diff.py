@@ -68,6 +68,23 @@ def test_two_folders_with_the_figures_of_their_verdicts(capsys: pytest.CaptureFi
     assert data["same"] is False
 
 
+def test_every_column_group_of_the_verdicts_is_compared(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, ratio in (("first", 30.0), ("second", None)):
+        shutil.copytree(home / name, tmp_path / name)
+        file = tmp_path / name / "verdict.json"
+        data = json.loads(file.read_text())
+        group = data["verdict"]["groups"][0]
+        columns = {"y, columns 0..3": 40.0, "y, columns 4..9": ratio}
+        data["verdict"]["groups"] = [{**group, "name": n, "sqnr_db": v} for n, v in columns.items()]
+        file.write_text(json.dumps(data))
+    result = run(capsys, "diff", str(tmp_path / "first"), str(tmp_path / "second"), "--json")
+    figures = {f["name"]: (f["first"], f["second"]) for f in json.loads(result.out)["figures"]}
+    assert figures["SQNR in dB of y, columns 0..3"] == (40.0, 40.0)
+    assert figures["SQNR in dB of y, columns 4..9"] == (30.0, None)
+
+
 def test_the_exit_code_tells_a_difference_only_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "diff", "first", "second", "--exit-code").code == 1
     same = run(capsys, "diff", "first/prepared.mge", "first/quantized.mge", "--exit-code")
@@ -88,7 +105,7 @@ def test_two_recipes(capsys: pytest.CaptureFixture[str]) -> None:
         (("first", "first.yaml"), "first.yaml is a recipe and first a model"),
         (("first", "nowhere"), "nowhere"),
         (("first", "float.mge"), "float.mge"),
-        (("first", "."), ". has no quantized.mge"),
+        (("first", "."), ". is a folder without quantized.mge"),
         (("first.yaml", "missing.yaml"), "missing.yaml"),
     ],
 )
@@ -106,3 +123,20 @@ def test_a_damaged_verdict_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         result: Any = run(capsys, "diff", "first", "damaged")
         assert result.code == 2
         assert "damaged/verdict.json cannot be read" in result.err
+
+
+def test_onnx_files_are_compared_node_by_node(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, model in (("float", "float.mge"), ("int8", "first/quantized.mge")):
+        assert run(capsys, "export", model, "-o", f"{name}.onnx", "--quiet").code == 0
+    result = run(capsys, "diff", "float.onnx", "int8.onnx", "--exit-code")
+    assert result.code == 1
+    assert "runs on uint8 x int8" in result.out
+    assert run(capsys, "diff", "int8.onnx", "int8.onnx", "--exit-code").code == 0
+    document = json.loads(run(capsys, "diff", "float.onnx", "int8.onnx", "--json").out)
+    assert {change["section"] for change in document["changes"]} >= {"nodes", "metadata", "rounded tensors"}
+
+
+def test_an_onnx_file_beside_something_else_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(capsys, "diff", "some.onnx", "first")
+    assert result.code == 2
+    assert "some.onnx is an ONNX file and first is not" in result.err

@@ -13,9 +13,9 @@ import pytest
 
 import qtrace
 from qtrace import cli
-from qtrace.cli.commands.calibrate import FILES
 from qtrace.finetuning import _running
 from qtrace.preparation.record import graph_hash
+from qtrace.quantizing.folder import FILES
 from tests.nets import net
 
 

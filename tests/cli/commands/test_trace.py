@@ -38,7 +38,7 @@ def test_named_inputs_go_by_the_names_of_forward(run, here, fakes):
 
 def test_replaces_an_older_file(run, here, fakes):
     Path("net.mge").write_text("old")
-    assert run("trace", f"{here.module}:Net", "--shape", "2x4", "-o", "net.mge").code == 0
+    assert run("trace", f"{here.module}:Net", "--shape", "2x4", "-o", "net.mge", "--force").code == 0
     assert Path("net.mge").read_text() == "traced"
 
 

@@ -203,3 +203,18 @@ def test_the_net_may_not_have_the_name_of_the_weights(tmp_path: Path) -> None:
     converted = _converted(_after(F.relu), images(2, 4, 9, 9))
     with pytest.raises(ExportError, match=r"m\.caffemodel is the name of the weights"):
         qtrace.export(converted, tmp_path / "m.caffemodel", format="caffe")
+
+
+@pytest.mark.parametrize(
+    ("after", "word"),
+    [
+        (lambda y: F.argmax(y, axis=1), "output 0, argmax_out, is of type int32"),
+        (lambda y: (y, (y > 0).astype("uint8")), "output 1, astype_out, is of type uint8"),
+        (lambda y: (y, mge.Tensor([1.0, 2.0])), "output 1, const_tensor, is a constant"),
+    ],
+)
+def test_outputs_that_are_no_blobs_are_refused(after, word, tmp_path):
+    traced = qtrace.trace(net(lambda self, x: after(self.c(x)), c=M.Conv2d(4, 4, 3)), images(1, 4, 8, 8))
+    with pytest.raises(ExportError, match=word):
+        qtrace.export(traced, tmp_path / "net.prototxt")
+    assert not list(tmp_path.iterdir())

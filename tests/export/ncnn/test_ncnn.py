@@ -230,7 +230,7 @@ def test_several_inputs_and_outputs_have_their_names_and_order(tmp_path: Path) -
     converted = qtrace.convert(qtrace.calibrate(prepared, [(a, b)], progress=False))
     path = qtrace.export(converted, tmp_path / "m.param")
     lines = _lines(path)
-    assert [line[1] for line in lines if line[0] == "Input"] == ["first", "second"]
+    assert [line[1] for line in lines if line[0] == "Input"] == ["qtrace/first", "qtrace/second"]
     assert [line[-1] for line in lines[-3:]] == [n.name.removesuffix("_q") for n in converted.graph.outputs]
     report = qtrace.verify(path, converted, [(a, b)])
     assert report.passed, report.table()
@@ -262,6 +262,11 @@ REFUSED: dict[str, tuple[M.Module, Any, str]] = {
         RECIPE,
         r"roll_out: it has no ncnn form.*\(in F\.roll, .*\.py:\d+\)",
     ),
+    "an output of integers": (
+        _after(lambda y: F.argmax(y, axis=1)),
+        RECIPE,
+        r"argmax_out is int32, where ncnn computes in floats: end the graph before it",
+    ),
     "the batch": (_after(lambda y: y.reshape(-1, 4, 8)), RECIPE, r"reshape_out: .*sample by sample"),
     "linear on images": (
         net(lambda self, x: self.fc(x), fc=M.Linear(8, 5)),
@@ -283,3 +288,18 @@ def test_refused_by_node_and_nothing_is_written(case: str, tmp_path: Path) -> No
 def test_the_net_may_not_have_the_name_of_the_weights(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"m\.bin is the name of the weights"):
         qtrace.export(_converted(_after(F.relu), images(2, 4, 8, 8)), tmp_path / "m.bin", format="ncnn")
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        lambda self, x: (x, self.conv(x), x),
+        lambda self, x: (x, x, x, self.conv(x)),
+    ],
+)
+def test_a_tensor_that_is_several_outputs_has_a_blob_for_each(outputs: Any, tmp_path: Path) -> None:
+    x = images(1, 3, 6, 6, seed=2)
+    converted = _converted(randomize(net(outputs, conv=M.Conv2d(3, 4, 1)), 0), x)
+    file = tmp_path / "net.param"
+    qtrace.export(converted, file)
+    assert qtrace.verify(file, converted, [x], min_equal=0.98).passed

@@ -30,7 +30,7 @@ def _converted(module: M.Module, x: np.ndarray, **config: object) -> TracedModul
 def test_types_names_and_versions(tmp_path: Path) -> None:
     x = images(2, 3, 32, 32)
     converted = _converted(randomize(ResNet(8, (1, 1))), x)
-    path = qtrace.export(converted, tmp_path / "m.onnx")
+    path = qtrace.export(converted, tmp_path / "m.onnx", weights="int8")
     model = onnx.load(path)
     onnx.checker.check_model(model, full_check=True)
     assert [(o.domain, o.version) for o in model.opset_import] == [("", 13)]
@@ -83,7 +83,7 @@ def test_the_batch_is_free(tmp_path: Path) -> None:
 def test_four_bit_weights_are_written_as_int8(tmp_path: Path) -> None:
     x = images(2, 4, 8, 8)
     converted = _converted(net(lambda self, x: self.c(x), c=M.Conv2d(4, 4, 3)), x, weight={"bits": 4})
-    path = qtrace.export(converted, tmp_path / "m.onnx")
+    path = qtrace.export(converted, tmp_path / "m.onnx", weights="int8")
     values = {t.name: numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}
     assert values["c_weight_int"].dtype == np.int8
     assert np.abs(values["c_weight_int"]).max() == 7
@@ -95,7 +95,7 @@ def test_activations_of_4_and_16_bits(bits: int, opset: int, kind: str, tmp_path
     x = images(2, 3, 32, 32)
     rules = [{"match": {}, "activation": {"bits": bits}}]
     converted = _converted(randomize(ResNet(8, (1, 1))), x, rules=rules)
-    path = qtrace.export(converted, tmp_path / "m.onnx")
+    path = qtrace.export(converted, tmp_path / "m.onnx", weights="int8")
     model = onnx.load(path)
     onnx.checker.check_model(model, full_check=True)
     assert [(o.domain, o.version) for o in model.opset_import] == [("", opset)]
@@ -162,7 +162,7 @@ def test_an_old_file_is_replaced_whole(tmp_path: Path) -> None:
     converted = _converted(net(lambda self, x: self.c(x), c=M.Conv2d(4, 4, 3)), x)
     path = tmp_path / "m.onnx"
     path.write_bytes(b"old")
-    qtrace.export(converted, path)
+    qtrace.export(converted, path, force=True)
     onnx.checker.check_model(onnx.load(path))
     assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
     assert all(fq.phase == "quantize" for fq in fake_quants(converted))

@@ -17,6 +17,7 @@ from qtrace.graph.types import TracedModule
 from tests.nets import calibrated_if_quantized
 from tests.ops.cases import CASES, KERNELS, SIBLINGS
 from tests.zoo.catalog import CNN
+from tests.zoo.checks import rounded_to_nearest
 from tests.zoo.detectors.entries import DETECTORS
 from tests.zoo.parts import pictures
 from tests.zoo.quick import one_of_each
@@ -52,7 +53,8 @@ def _one_op_at_a_time() -> Iterator[None]:
 
 
 def _converted(module: M.Module, args: tuple[Any, ...], recipe: str, ends: Any) -> TracedModule:
-    prepared = qtrace.prepare(qtrace.trace(module, *args, check=False), recipe, outputs=ends)
+    config = rounded_to_nearest(qtrace.load_recipe(recipe))
+    prepared = qtrace.prepare(qtrace.trace(module, *args, check=False), config, outputs=ends)
     return qtrace.convert(calibrated_if_quantized(prepared, [args]))
 
 

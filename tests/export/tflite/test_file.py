@@ -189,7 +189,7 @@ def test_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
     model = _converted(_after_conv(function), **config)
     (tmp_path / "m.tflite").write_text("old")
     with pytest.raises(ExportError, match=reason):
-        qtrace.export(model, tmp_path / "m.tflite", **options)
+        qtrace.export(model, tmp_path / "m.tflite", force=True, **options)
     assert [p.name for p in tmp_path.iterdir()] == ["m.tflite"]
     assert (tmp_path / "m.tflite").read_text() == "old"
 
@@ -210,3 +210,18 @@ def test_a_table_that_fits_one_batch_size_alone_fixes_the_batch(tmp_path: Path) 
     module = net(forward, conv=M.Conv2d(4, 6, 3), table=mge.Parameter(np.ones((18,), np.float32)))
     path = qtrace.export(_converted(module), tmp_path / "m.tflite")
     assert not facts(path)["free_batch"]
+
+
+@pytest.mark.parametrize("kind", ["uint8", "uint16", "float16"])
+@pytest.mark.parametrize("back", [False, True])
+def test_a_conversion_to_a_type_that_files_have_not_is_refused(kind: str, back: bool, tmp_path: Path) -> None:
+    def forward(self: Any, x: mge.Tensor) -> mge.Tensor:
+        y = (self.conv(x) * 3).astype(kind)
+        return y.astype("float32") if back else y
+
+    traced = qtrace.trace(randomize(net(forward, conv=M.Conv2d(4, 4, 1)), 0), X[0], check=False)
+    prepared = qtrace.calibrate(qtrace.prepare(traced, "backend/tflite"), X, progress=False)
+    file = tmp_path / "net.tflite"
+    with pytest.raises(ExportError, match=f"astype_out is {kind}, which is not written to TFLite: use"):
+        qtrace.export(qtrace.convert(prepared), file)
+    assert not file.exists()

@@ -17,7 +17,7 @@ from megengine.traced_module.pytree import tree_flatten
 from qtrace.errors import DataError
 from qtrace.graph.files.names import AllowList, LoadBudget
 from qtrace.graph.files.rules import Rules
-from qtrace.graph.files.unpickle import Machine
+from qtrace.graph.files.unpickle import PickleMachine
 from tests.graph.files.hostile import (
     EXPR,
     GRAPH,
@@ -306,7 +306,7 @@ def test_an_op_changed_after_its_apply_was_checked_stays_the_checked_one(tmp_pat
     path.write_bytes(HEAD + apply + change + STOP)
     refusal(path, "holds a Apply", error=DataError)
 
-    expr = Machine(path.read_bytes(), Rules(AllowList(), LoadBudget(0))).run()
+    expr = PickleMachine(path.read_bytes(), Rules(AllowList(), LoadBudget(0))).run()
     assert expr.opdef_state["opdef_type"] is GetVarShape is type(expr.opdef)
 
 

@@ -107,7 +107,7 @@ def every_op():
 def test_no_wrong_value_of_any_op_aborts():
     script = "from tests.graph.files.test_serialize_limits import every_op; every_op()"
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False
     )
     assert run.returncode == 0, run.stderr[-600:]
     assert len(allowlist.OPDEFS) == 95

@@ -13,7 +13,7 @@ from qtrace.errors import DataError, QtraceError
 from qtrace.graph.files.names import AllowList, LoadBudget
 from qtrace.graph.files.rules import Rules
 from qtrace.graph.files.serialize import load
-from qtrace.graph.files.unpickle import Machine
+from qtrace.graph.files.unpickle import PickleMachine
 from tests.graph.files.hostile import (
     EXPR,
     HEAD,
@@ -303,7 +303,7 @@ def test_keys_cannot_overflow_the_stack(tmp_path, key, reason):
 def test_memo_and_constants_cannot_smuggle(tmp_path):
     """What the unpickler keeps for a listed class is inert: as data it is no class and cannot be called."""
 
-    (value,) = Machine(
+    (value,) = PickleMachine(
         HEAD + b"]" + name(EXPR, "Constant") + b"a" + STOP, Rules(AllowList(), LoadBudget(0))
     ).run()
     assert value is not Constant

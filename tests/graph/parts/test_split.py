@@ -217,3 +217,37 @@ def test_work_is_linear_in_the_exprs() -> None:
         return count_calls(lambda: split(traced, at=["relu_out_9", "relu_out_20"]))
 
     assert count(120) < 5 * count(30)
+
+
+def test_a_function_of_the_node_says_the_part() -> None:
+    traced = _trace(_build_detector(), X)
+    stages = split(
+        traced, by=lambda node: "body" if node.name.startswith(("stem", "down", "relu")) else "head"
+    )
+    assert len(stages) == 2
+    _assert_equal(stages(mge.Tensor(X)), traced(mge.Tensor(X)))
+    heads = ("scores", "boxes", "sigmoid")
+    later = split(traced, by=lambda node: 0 if node.name.startswith(heads) else 1)
+    assert len(later) == 2
+    _assert_equal(later(mge.Tensor(X)), traced(mge.Tensor(X)))  # part 1 runs first: 0 reads it
+
+
+def test_parts_of_random_labels_compose() -> None:
+    traced = _trace(_build_detector(), X)
+    names = [n.name for e in exprs(flatten(traced)) for n in e.outputs]
+    for seed in range(8):
+        cuts = np.random.default_rng(seed).choice(len(names), 2, replace=False)
+        label = {name: sum(int(i > cut) for cut in cuts) for i, name in enumerate(names)}
+        parts = split(traced, by=lambda node, label=label: label[node.name])
+        _assert_equal(parts(mge.Tensor(X)), traced(mge.Tensor(X)))
+
+
+def test_parts_that_depend_on_each_other_are_refused() -> None:
+    traced = _trace(net(lambda self, x: F.relu(F.sigmoid(F.relu(x)))), X)
+    reads = "no part can run first: 'a' reads sigmoid_out of 'b', 'b' reads relu_out of 'a'"
+    with pytest.raises(GraphError, match=reads):
+        split(traced, by=lambda node: "b" if node.name == "sigmoid_out" else "a")
+    with pytest.raises(GraphError, match=r"says \[\] of node 'relu_out', which cannot be a key"):
+        split(traced, by=lambda node: [])
+    with pytest.raises(GraphError, match="either cuts"):
+        split(traced)

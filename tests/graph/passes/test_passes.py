@@ -187,7 +187,7 @@ def test_a_folded_name_that_is_taken_gets_another() -> None:
         folded_exp_out=buffer * 2,
     )
     *_, report = _run(traced, RemoveDeadCode(), FoldConstants())
-    assert report.changed == ("exp_out: stored as folded_exp_out_",)
+    assert report.changed == ("exp_out: stored as folded_exp_out_1",)
 
 
 def test_a_graph_that_lacks_what_a_pass_requires_is_refused_unchanged() -> None:

@@ -258,3 +258,20 @@ def test_copies_are_free_in_files(form: str, tmp_path: Path) -> None:
     report = qtrace.verify(path, converted, [images(2, 3, 4, 4, seed=1)], min_sqnr_db=20)
     assert report.passed, report.table()
     assert b"Pad" not in path.read_bytes()
+
+
+@pytest.mark.parametrize("cut", [np.s_[:, 0:1], np.s_[:, 0], np.s_[:, :3], np.s_[0:1, 1:2]])
+def test_the_gradient_of_a_norm_does_not_stop_at_a_view(cut: Any) -> None:
+    module = net(
+        lambda self, x: self.h(self.n(self.f(x)[cut])), f=M.Linear(8, 8), n=M.LayerNorm(8), h=M.Linear(8, 4)
+    )
+    x = RNG.normal(size=(1, 5, 8)).astype(np.float32)
+    traced = trace(module, x)
+    assert _copies(traced) == 1
+    prepared = qtrace.prepare(traced, samples=[x])  # measures noise by gradients
+    qtrace.calibrate(prepared, [x], progress=False)
+    qtrace.set_phase(prepared, "train")
+    manager = GradManager().attach(list(prepared.parameters()))
+    with manager:
+        manager.backward((prepared(mge.Tensor(x)) ** 2).mean())
+    assert all(np.isfinite(p.grad.numpy()).all() for p in prepared.parameters() if p.grad is not None)

@@ -115,7 +115,7 @@ def test_a_fixed_batch_folds_every_size(tmp_path):
     path = save(model(nodes, {"x": ["n", 4]}), tmp_path)
     net = qtrace.from_onnx(path, {"x": (3, 4)}, batch=None)
     check_equal(path, net, {"x": weights(3, 4)})
-    with pytest.raises(ImportingError, match=r"Div 'y' computes with 'p', which depends on the batch"):
+    with pytest.raises(ImportingError, match=r"Div 'y' computes with 'p', fractions or a table of sizes"):
         qtrace.from_onnx(path)
 
 
@@ -149,12 +149,27 @@ def test_numbers_beyond_int32_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "message"), [(np.float64, "input 'x' is float64, which MegEngine does not compute")]
+    ("dtype", "message"),
+    [(onnx.TensorProto.COMPLEX64, "input 'x' is complex64, which MegEngine does not compute")],
 )
 def test_types_that_megengine_has_not_are_refused(tmp_path, dtype, message):
-    proto = model([node("Relu", "x", "y")], {"x": [2]}, dtypes={"x": dtype, "y": dtype})
+    proto = model([node("Identity", "x", "y")], {"x": [2]})
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.elem_type = dtype
     with pytest.raises(ImportingError, match=message):
         qtrace.from_onnx(save(proto, tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64], ids=["float16", "float64"])
+def test_other_floats_between_casts_are_computed_as_float32(tmp_path, dtype):
+    stored = {"conv.weight": weights(2, 2, 1, 1).astype(dtype)}
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    casts = [node("Cast", "x", "h", to=kind), node("Cast", "c", "y", to=onnx.TensorProto.FLOAT)]
+    nodes = [casts[0], node("Conv", "h conv.weight", "c"), casts[1]]
+    net = qtrace.from_onnx(save(model(nodes, {"x": [1, 2, 4, 4]}, stored=stored), tmp_path))
+    x = weights(1, 2, 4, 4)
+    expected = np.einsum("oihw,nixy->noxy", stored["conv.weight"].astype(np.float64), x)
+    np.testing.assert_allclose(run_graph(net, x)[0], expected, atol=5e-6)
 
 
 def test_float16_is_computed_as_float32(tmp_path):

@@ -102,6 +102,37 @@ def test_elements_are_gathered_from_both_ends(tmp_path: Path, stored: bool, axis
         check(tmp_path, "GatherElements", {"x": x, "i": index}, axis=axis)
 
 
+@pytest.mark.parametrize("largest", [1, 0])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("shape", [(5,), (4, 5), (3, 4, 5), (2, 3, 4, 5)])
+def test_the_largest_along_any_axis(tmp_path: Path, shape: tuple[int, ...], axis: int, largest: int) -> None:
+    if axis < len(shape):
+        x, count = RNG.permutation(np.prod(shape)).reshape(shape).astype(F32), np.int64([2])
+        check(tmp_path, "TopK", {"x": x}, {"k": count}, ("v", "i"), axis=axis, largest=largest)
+
+
+def test_the_largest_of_a_free_batch(tmp_path: Path) -> None:
+    for axis in (0, 1):
+        node_ = helper.make_node("TopK", ["x", "k"], ["v", "i"], axis=axis)
+        stored, dtypes = {"k": np.int64([axis + 1])}, {"i": np.int64}
+        proto = model([node_], {"x": ("N", 3, 4)}, ["v", "i"], stored, dtypes=dtypes)
+        path = save(proto, tmp_path)
+        if axis == 0:
+            with pytest.raises(ImportingError, match="finds the largest along an open axis"):
+                qtrace.from_onnx(path)
+            continue
+        x = RNG.permutation(60).reshape(5, 3, 4).astype(F32)
+        results = qtrace.from_onnx(path)(mge.Tensor(x))
+        for result, value in zip(results, ReferenceEvaluator(str(path)).run(None, {"x": x}), strict=True):
+            np.testing.assert_array_equal(result.numpy(), value)
+
+
+def test_the_largest_of_integers_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.onnx", "TopK", {"x": np.int64([[1, 2]])}, {"k": np.int64([1])}, ("v", "i"))
+    with pytest.raises(ImportingError, match="the largest of int64: cast to float32 before it"):
+        qtrace.from_onnx(path)
+
+
 def test_large_values_keep_their_digits(tmp_path: Path) -> None:
     check(tmp_path, "LogSoftmax", {"x": F32([[1e4, 1e4 + 1, 1e4 + 3]])})
     check(tmp_path, "LpNormalization", {"x": F32([[0, 0], [3, 4]])})

@@ -70,7 +70,7 @@ def test_places_of_a_free_batch_are_refused(tmp_path: Path) -> None:
     proto = model(
         [node("ScatterND", "x i u", "y")], {"x": ("n", 4), "u": ("n", 4)}, stored={"i": np.array([[0]])}
     )
-    with pytest.raises(ImportingError, match="'y' writes to places of a tensor with a free batch"):
+    with pytest.raises(ImportingError, match="'y' writes to places of an input, of which axis 0 is open"):
         qtrace.from_onnx(save(proto, tmp_path))
 
 

@@ -308,7 +308,7 @@ def _browse(address: str, folder: Path, *options: str) -> str:
     )
     switches += " --disable-component-update --disable-quic --hide-scrollbars --window-size=1200,1400"
     command = [_chromium(), *switches.split(), f"--user-data-dir={folder / 'profile'}", *options, address]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
 
 
 def test_a_browser_finds_sites_by_name(written: Any, found: Comparison, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from megengine.autodiff import GradManager
 
+import qtrace
 from qtrace.graph.flatten import flatten
 from qtrace.graph.lint import lint
 from qtrace.graph.tracing.trace import trace
@@ -22,6 +23,24 @@ from tests.nets import MobileNetV2, ResNet, images, net, randomize
 def _functional(self: M.Module, x: mge.Tensor) -> mge.Tensor:
     y = F.conv2d(x, self.w, None, padding=1)
     return F.nn.batch_norm(y, self.mean, self.var, self.gamma, self.beta, training=False)
+
+
+def _twice(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+    return F.relu(self.bn(self.c(x))) + F.relu(self.bn(self.c(x * 2.0)))
+
+
+def _flat_twice(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+    return _twice(self, F.flatten(x, 1))
+
+
+def _three_levels(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+    maps = (x, x[:, :, ::2, ::2], x[:, :, 1::2, 1::2])
+    y, z, u = (F.relu(self.bn(self.c(level))) for level in maps)
+    return y[:, :, :2, :2] + z[:, :, :2, :2] + u[:, :, :2, :2]
+
+
+def _functional_twice(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+    return _functional(self, x) - F.relu(_functional(self, x + 1.0))
 
 
 def _vector(low: float, high: float) -> np.ndarray:
@@ -55,6 +74,25 @@ FOLDED = {
     ),
     "same_pair_twice": net(
         lambda self, x: self.bn(self.c(F.relu(self.bn(self.c(x))))), c=M.Conv2d(4, 4, 1), bn=M.BatchNorm2d(4)
+    ),
+    "shared_no_bias": net(_twice, c=M.Conv2d(4, 6, 3, bias=False), bn=M.BatchNorm2d(6)),
+    "shared_with_bias": net(_twice, c=M.Conv2d(4, 6, 3), bn=M.BatchNorm2d(6)),
+    "shared_by_three": net(_three_levels, c=M.Conv2d(4, 6, 3, bias=False), bn=M.BatchNorm2d(6)),
+    "shared_transposed": net(_twice, c=M.ConvTranspose2d(4, 6, 2, 2, bias=False), bn=M.BatchNorm2d(6)),
+    "shared_linear": net(_flat_twice, c=M.Linear(256, 6, bias=False), bn=M.BatchNorm1d(6)),
+    "shared_functional": net(
+        _functional_twice,
+        w=mge.Parameter(images(6, 4, 3, 3)),
+        mean=mge.Tensor(_vector(-0.5, 0.5)),
+        var=mge.Tensor(_vector(0.5, 2.0)),
+        gamma=mge.Parameter(_vector(-1.0, 1.5)),
+        beta=mge.Parameter(_vector(0.3, -0.3)),
+    ),
+    "one_norm_behind_two": net(
+        lambda self, x: self.bn(self.c(x)) + self.bn(self.d(x)),
+        c=M.Conv2d(4, 6, 3, bias=False),
+        d=M.Conv2d(4, 6, 3),
+        bn=M.BatchNorm2d(6),
     ),
 }
 
@@ -106,6 +144,20 @@ def test_other_tensors_stay_trainable() -> None:
     assert all(np.abs(p.grad.numpy()).max() > 0 for p in flat.parameters())
 
 
+def _norm(self: M.Module, x: mge.Tensor, eps: float) -> mge.Tensor:
+    return F.nn.batch_norm(x, self.mean, self.var, training=False, eps=eps)
+
+
+@pytest.mark.parametrize("name", [name for name in FOLDED if name.startswith("shared")])
+def test_a_shared_layer_with_its_norm_is_prepared_and_converted(name: str) -> None:
+    x = images(3, 4, 8, 8)
+    want = FOLDED[name](mge.Tensor(x)).numpy()
+    prepared = qtrace.prepare(trace(FOLDED[name], x))
+    qtrace.calibrate(prepared, [x], progress=False)
+    got = qtrace.convert(prepared)(mge.Tensor(x)).numpy()
+    assert 10 * np.log10((want**2).mean() / ((got - want) ** 2).mean()) > 25
+
+
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
@@ -126,6 +178,34 @@ def test_other_tensors_stay_trainable() -> None:
                 bn2=M.BatchNorm2d(4),
             ),
             "shared with",
+        ),
+        (
+            net(
+                lambda self, x: self.bn(self.c(x)) + self.bn2(self.c(x)),
+                c=M.Conv2d(4, 4, 1, bias=False),
+                bn=M.BatchNorm2d(4),
+                bn2=M.BatchNorm2d(4),
+            ),
+            "shared with",
+        ),
+        (
+            net(
+                lambda self, x: self.bn(F.conv2d(x, self.w)) + self.bn(F.conv_transpose2d(x, self.w)),
+                w=mge.Parameter(images(4, 4, 1, 1)),
+                bn=M.BatchNorm2d(4),
+            ),
+            "a layer of another kind",
+        ),
+        (
+            net(
+                lambda self, x: (
+                    _norm(self, F.conv2d(x, self.w), 1e-5) + _norm(self, F.conv2d(x, self.w), 0.5)
+                ),
+                w=mge.Parameter(images(4, 4, 1, 1)),
+                mean=mge.Tensor(images(1, 4, 1, 1)),
+                var=mge.Tensor(np.abs(images(1, 4, 1, 1)) + 0.5),
+            ),
+            "which has no such norm",
         ),
     ],
 )

@@ -14,10 +14,14 @@ import onnxruntime
 import pytest
 
 import qtrace
+from qtrace.metrics import sqnr_db
 from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.passes import _search as search
 from qtrace.preparation.passes import place as placing
 from qtrace.preparation.passes._problem import build_problem
+from qtrace.preparation.placement._runs import RangeStatistics
 from qtrace.preparation.placement.labelling import Problem, Unit
+from qtrace.preparation.placement.noise import OutputNoise
 from qtrace.preparation.prepare import plan
 from tests.nets import images, net, randomize
 
@@ -71,14 +75,58 @@ def test_what_has_no_integer_kernel_stays_float_and_everything_rounds_around_it(
     assert (everything["mul"], everything["add"]) == ("int", "int")
 
 
-def test_what_gains_no_time_is_quantized_as_a_whole_or_not_at_all(table: Table) -> None:
+@pytest.mark.parametrize("mode", ["fastest", "balanced"])
+def test_what_gains_no_time_is_quantized_for_its_size_alone(mode: str, table: Table) -> None:
+    """Sums and products have no weights: they stay float, as nobody asked for everything."""
     table.share = 1.2
-    explanation = qtrace.explain(_traced(), {"placement": "fastest"})
-    everything = plan(_traced(), {"placement": "everything"})
-    assert explanation.annotation.sites == everything.sites
+    explanation = qtrace.explain(_traced(), {"placement": mode})
+    states = [(note.kind, note.state) for note in explanation.annotation.notes if note.state != "fused"]
+    assert [state for kind, state in states if kind == "conv2d"] == ["int"] * 3
+    assert {state for kind, state in states if kind in ("mul", "add")} == {"float"}
     placement = explanation.annotation.placement
-    assert placement.milliseconds > placement.float_milliseconds
-    assert "no op gains time by integers" in " ".join(explanation.summary().split())
+    assert placement.mode == "smaller"
+    assert 1.5 * placement.float_milliseconds > placement.milliseconds > placement.float_milliseconds
+    assert placement.sqnr > 30
+    assert "no op gains time by integers, so layers run" in " ".join(explanation.summary().split())
+
+
+def test_a_graph_that_takes_much_longer_on_integers_stays_float(
+    table: Table, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    table.share = 2.0
+    prepared = qtrace.prepare(_traced(), {"placement": "balanced"})
+    model = QuantizedModel(prepared)
+    assert model.annotation.placement.mode == "float"
+    assert not model.sites
+    assert "the placement leaves the whole graph in float" in caplog.text
+    assert "placement: everything" in caplog.text
+    converted = qtrace.convert(qtrace.calibrate(prepared, [X], progress=False))
+    qtrace.export(converted, tmp_path / "net.onnx")
+    assert qtrace.verify(tmp_path / "net.onnx", converted, [X]).passed
+    everything = qtrace.prepare(_traced(), {"placement": "everything"})
+    assert QuantizedModel(everything).sites
+
+
+def test_a_placement_that_spoils_an_output_gives_way_to_one_that_does_not(table: Table) -> None:
+    """Of the channels between two layers one is large, and the second layer reads the others."""
+
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        return self.c(self.b(self.a(x)))
+
+    module = randomize(net(forward, **{name: M.Conv2d(16, 16, 1) for name in "abc"}), 0)
+    sizes = np.where(np.arange(16) == 3, 3000.0, 1.0).astype(np.float32)
+    module.a.weight._reset(module.a.weight.numpy() * sizes.reshape(16, 1, 1, 1))
+    module.b.weight._reset(module.b.weight.numpy() / sizes.reshape(1, 16, 1, 1) ** 2)
+    traced = qtrace.trace(module, X, check=False)
+    x = mge.Tensor(X)
+    exact = module(x).numpy()
+    for mode, good in (("fastest", True), ("balanced", True), ("everything", False)):
+        config = {"placement": mode, "ptq": [], "observers": {"activation": "minmax"}}
+        prepared = qtrace.prepare(traced, config, samples=[X])
+        converted = qtrace.convert(qtrace.calibrate(prepared, [X], progress=False))
+        assert (sqnr_db(exact, converted(x).numpy()) > 10) == good
+        placement = QuantizedModel(prepared).annotation.placement
+        assert placement is None or placement.sqnr > 10
 
 
 def test_an_op_that_gains_no_time_stays_float_beside_one_that_does(
@@ -116,8 +164,8 @@ def test_the_noise_of_each_layer_decides_what_balanced_leaves_in_float(
     noisy = [note.name for note in plan(_traced(), {"placement": "fastest"}).notes if note.kind == "conv2d"][
         1
     ]
-    noise = placing.Noise({noisy: 0.0}, {noisy: 30.0}, 1, False)
-    monkeypatch.setattr(placing, "measure_noise", lambda *_, **__: noise)
+    noise = OutputNoise({noisy: 0.0}, {noisy: 30.0}, 1, False)
+    monkeypatch.setattr(search, "measure_noise", lambda *_, **__: noise)
     annotation = plan(_traced(), {"placement": "balanced"}, samples=[X])
     states = {note.name: note for note in annotation.notes if note.kind == "conv2d"}
     assert [note.state for note in states.values()] == ["int", "float", "int"]
@@ -271,3 +319,21 @@ def test_the_clause_on_noise_is_a_ratio_only_where_there_is_one(
     total: float, change: float, text: str
 ) -> None:
     assert placing._describe_noise(total, change) == text
+
+
+@pytest.mark.parametrize("samples", [None, [X]])
+def test_the_float_graph_runs_once_for_all_measurements(
+    samples: list[np.ndarray] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranges, groups of columns, noise and trials are told by one run on each batch."""
+    runs: list[Any] = []
+    execute = RangeStatistics.execute
+
+    def count(self: RangeStatistics, inputs: Any) -> None:
+        runs.append(inputs)
+        execute(self, inputs)
+
+    monkeypatch.setattr(RangeStatistics, "execute", count)
+    placement = plan(_traced(), {"placement": "balanced"}, samples=samples).placement
+    assert placement is not None
+    assert len(runs) == (2 if samples is None else 1)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qtrace.preparation.placement import frontier
 from qtrace.preparation.placement.frontier import choose_fastest, find_frontier
 from qtrace.preparation.placement.labelling import minimize, minimize_by_enumeration
 from qtrace.preparation.placement.problem import Layouts, Problem, Tensor, Unit, evaluate
@@ -128,3 +129,25 @@ def test_the_fastest_point_takes_the_least_time_whatever_its_noise() -> None:
     assert point.labels == {"u0": True, "u1": False, "u2": True}
     assert point.energy == evaluate(problem, point.labels)
     assert point.energy.seconds == find_frontier(problem)[0].energy.seconds
+
+
+@settings(max_examples=30, deadline=None)
+@given(problems())
+def test_weights_between_two_with_the_same_best_labels_need_no_cut(problem: Problem) -> None:
+    weights = [10.0 ** (exponent / 3) for exponent in range(-9, 4)]
+    points = [evaluate(problem, labels) for labels in frontier._minimize_for_all(problem, weights)]
+    for weight in weights:
+        best = evaluate(problem, minimize(problem, weight)).total(weight)
+        assert min(point.total(weight) for point in points) <= best + 1e-4
+
+
+def test_a_frontier_of_two_points_takes_few_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = []
+
+    def count(problem: Problem, weight: float) -> dict[str, bool]:
+        weights.append(weight)
+        return minimize(problem, weight)
+
+    monkeypatch.setattr(frontier, "minimize", count)
+    assert len(find_frontier(_chain(0.3, 1.5, 0.3))) <= 2
+    assert len(weights) < 20

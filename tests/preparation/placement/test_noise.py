@@ -20,7 +20,8 @@ from qtrace.graph.tracing.trace import trace
 from qtrace.graph.walk import exprs
 from qtrace.numerics import choose, fake_quantize
 from qtrace.preparation.passes.expand import expand
-from qtrace.preparation.placement.noise import Noise, measure_noise
+from qtrace.preparation.placement.noise import OutputNoise, measure_noise
+from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.scheme import QScheme
 from tests.nets import images, net
 
@@ -33,14 +34,15 @@ def _measure(
     example: Any = None,
     weight: QScheme = BACKEND.weight,
     **options: Any,
-) -> tuple[Noise, Any]:
+) -> tuple[OutputNoise, Any]:
     example = batches[0] if example is None and batches else example
     inputs = example if isinstance(example, tuple) else (example,)
     flat = flatten(trace(module, *inputs, check=False))
     expand(flat)
     calls = {e: c for e in exprs(flat) if (c := ops.read(e)) is not None}
     samples = None if batches is None else [as_arguments(b, flat) for b in batches]
-    return measure_noise(flat, calls, BACKEND.activation, weight, samples, **options), flat
+    run = MeasuredRun(flat, samples, options.pop("seed", 0))
+    return measure_noise(run, calls, BACKEND.activation, weight, **options), flat
 
 
 def _forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:

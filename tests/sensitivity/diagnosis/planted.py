@@ -136,7 +136,8 @@ def nothing(net: Net) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Net], None], str]] = {
     "outlier-channels": (plant_outlier, ""),
-    "unlike-branches": (plant_unlike_branches, ""),
+    # Without the rule `prepare` would leave the concatenation in float.
+    "unlike-branches": (plant_unlike_branches, "rules: [{match: {op: concat}, quantize: true}]\n"),
     "clipped-range": (nothing, "observers: {activation: {percentile: {percentile: 80}}}\n"),
     "dead-channels": (plant_dead_channel, ""),
     "too-few-samples": (nothing, ""),

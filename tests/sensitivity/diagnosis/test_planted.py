@@ -78,7 +78,7 @@ def test_causes_are_named_and_cured(folder):
         command = "qtrace calibrate sound.mge --data calibration.npy --recipe backend/onnxruntime --out sound"
         sound = calibrate(command)
         assert sound["verdict"]["word"] == "good"
-        assert sound["next"] == "qtrace export sound/quantized.mge -o sound.onnx"
+        assert sound["next"] == "qtrace export sound/quantized.mge -o sound-int8.onnx"
         for fault in planted.FAULTS:
             named[sort, fault], cured[sort, fault] = is_cured(sort, fault, sound["verdict"]["sqnr_db"])
     assert len(named) == 18

@@ -163,3 +163,32 @@ def test_inputs_that_do_not_fit(path: Path) -> None:
         session.run([x[0, 0]])
     with pytest.raises(ExportError, match=r"written for \(4, 4, 8, 8\) and takes a batch of any size"):
         session.run([images(1, 4, 8, 10)])
+
+
+def test_a_file_that_aborts_litert_is_one_sentence(tmp_path: Path) -> None:
+    """XNNPACK asserts the ratio of an addition's scales: the caller lives on and may run other files."""
+    traced = qtrace.trace(net(lambda self, x: F.relu(self.c(x)) + x, c=M.Conv2d(4, 4, 1)), BATCHES[0])
+    prepared = qtrace.calibrate(qtrace.prepare(traced, "backend/tflite"), BATCHES, progress=False)
+    converted = qtrace.convert(prepared)
+    path = qtrace.export(converted, tmp_path / "m.tflite")
+    data = path.read_bytes()
+    _edit(path, _scaled("relu_out_int", 1e30))
+    with pytest.raises(ExportError, match=r"^LiteRT with .*m\.tflite ended its process by signal") as caught:
+        qtrace.verify(path, converted, BATCHES)
+    assert "\n" not in str(caught.value)
+    path.write_bytes(data)
+    assert qtrace.verify(path, converted, BATCHES).passed
+
+
+@pytest.mark.parametrize("recipe", [None, "backend/tflite"])
+def test_a_constant_that_stands_for_minus_infinity(recipe: str | None, tmp_path: Path) -> None:
+    mask = np.zeros((1, 1, 8, 8), np.float32)
+    mask[..., 4:] = -1e37
+    module = net(
+        lambda self, x: self.c(x) + self.mask, c=M.Conv2d(4, 4, 3, padding=1), mask=mge.Parameter(mask)
+    )
+    traced = qtrace.trace(module, BATCHES[0])
+    if recipe is not None:
+        prepared = qtrace.calibrate(qtrace.prepare(traced, recipe), BATCHES, progress=False)
+        traced = qtrace.convert(prepared)
+    assert qtrace.verify(qtrace.export(traced, tmp_path / "m.tflite"), traced, BATCHES).passed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,7 @@ def unary(function: Callable[..., Any]) -> Lowering:
 
 def only_float(call: Call) -> None:
     """Refuses a first input of integers, which MegEngine would convert or compute otherwise."""
-    if call.dtype(0).kind != "f":
+    if not call.is_float(0):
         call.refuse(f"computes with {call.dtype(0).name}, where MegEngine computes with float32")
 
 
@@ -104,7 +105,7 @@ def _thresholded_relu(call: Call) -> Any:
 
 def _prelu(call: Call) -> Any:
     slope = call.values[1]
-    if call.dtype(0).kind != "f":
+    if not call.is_float(0):
         call.refuse(f"computes with {call.dtype(0).name}, where MegEngine computes with float32")
     rank = call.rank(0)
     if call.version < 7 and isinstance(slope, Stored) and slope.array.size > 1:
@@ -123,49 +124,44 @@ def _prelu(call: Call) -> Any:
     return call.function(F.add, call.function(F.relu, x), negative)
 
 
-def _softmax(function: Callable[..., Any]) -> Lowering:
+def _along_axis(function: Callable[[Call, Any, int, int], Any]) -> Lowering:
+    """Returns the lowering of a function along one axis; before opset 13, the axes from `axis` on are one.
+
+    Args:
+        function: lowers the function of a tensor along an axis, whose length is its last argument.
+    """
+
     def lower(call: Call) -> Any:
         only_float(call)
-        rank, x = call.rank(0), call.tensor(0)
-        if call.version >= 13:
-            return call.function(function, x, axis=call.axis(call.attribute("axis", -1), rank))
-        # Before opset 13, the axes from `axis` on are one.
-        axis = call.axis(call.attribute("axis", 1), rank)
-        if axis == rank - 1 or all(n == 1 for n in call.shape(0)[axis + 1 :]):
-            return call.function(function, x, axis=axis)
+        rank, x, shape = call.rank(0), call.tensor(0), call.shape(0)
+        axis = call.axis(call.attribute("axis", -1 if call.version >= 13 else 1), rank)
+        length = math.prod(shape[axis:])
+        if call.version >= 13 or length == shape[axis]:
+            return function(call, x, axis, shape[axis])
+        call.refuse_open(0, range(1, rank), "flattens an input")
         if axis == 0:
-            flat = call.function(F.reshape, x, (1, -1))
+            result = function(call, call.function(F.reshape, x, (1, -1)), 1, length)
         else:
-            flat = call.function(F.flatten, x, axis)
-            if axis > 1:
-                flat = call.function(function, flat, axis=axis)
-                return call.function(F.reshape, flat, (-1, *call.shape(0)[1:]))
-        result = call.function(function, flat, axis=1)
-        return call.function(F.reshape, result, (-1, *call.shape(0)[1:]))
+            result = function(call, call.function(F.flatten, x, axis), axis, length)
+        return call.function(F.reshape, result, (-1, *shape[1:]))
 
     return lower
 
 
-def _log_softmax(call: Call) -> Any:
-    """Moves the largest value to 0 first: MegEngine's kernel loses digits at large values."""
-    only_float(call)
-    rank, x = call.rank(0), call.tensor(0)
-    axis = call.axis(call.attribute("axis", -1 if call.version >= 13 else 1), rank)
-    if call.version < 13 and any(n != 1 for n in call.shape(0)[axis + 1 :]):
-        call.refuse("takes the axes from its axis on as one, as before opset 13")
-    largest = call.function(F.max, x, axis=axis, keepdims=True)
-    return call.function(F.logsoftmax, call.function(F.sub, x, largest), axis=axis)
+def _softmax(call: Call, x: Any, axis: int, length: int) -> Any:
+    """Lists the axis: of one number, MegEngine's kernel gives NaN where all logits are below -87."""
+    return call.function(F.softmax, x, axis=[axis])
 
 
-def _hardmax(call: Call) -> Any:
-    only_float(call)
-    rank = call.rank(0)
-    axis = call.axis(call.attribute("axis", -1 if call.version >= 13 else 1), rank)
-    if call.version < 13 and any(n != 1 for n in call.shape(0)[axis + 1 :]):
-        call.refuse("takes the axes from its axis on as one, as before opset 13")
-    first = call.function(F.argmax, call.tensor(0), axis=axis, keepdims=True)
-    shape = tuple(call.shape(0)[axis] if i == axis else 1 for i in range(rank))
-    places = Stored(np.arange(call.shape(0)[axis], dtype=np.int32).reshape(shape), f"{call.name}_places")
+def _log_softmax(call: Call, x: Any, axis: int, length: int) -> Any:
+    return call.function(functions.log_softmax, x, axis)
+
+
+def _hardmax(call: Call, x: Any, axis: int, length: int) -> Any:
+    call.refuse_open(0, [axis], "marks the largest of an input")
+    first = call.function(F.argmax, x, axis=axis, keepdims=True)
+    shape = (length, *[1] * (len(call.builder.shapes(x)[0]) - axis - 1))
+    places = Stored(np.arange(length, dtype=np.int32).reshape(shape), f"{call.name}_places")
     return call.method("astype", call.function(F.equal, first, call.layers.tensor(places)), "float32")
 
 
@@ -201,9 +197,9 @@ LOWERINGS: dict[str, Lowering] = {
     "Softsign": _softsign,
     "ThresholdedRelu": _thresholded_relu,
     "PRelu": _prelu,
-    "Softmax": _softmax(F.softmax),
-    "LogSoftmax": _log_softmax,
+    "Softmax": _along_axis(_softmax),
+    "LogSoftmax": _along_axis(_log_softmax),
     "Dropout": _dropout,
     "Identity": _identity,
-    "Hardmax": _hardmax,
+    "Hardmax": _along_axis(_hardmax),
 }

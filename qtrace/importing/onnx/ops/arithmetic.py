@@ -70,7 +70,7 @@ def _check_divisor(call: Call) -> None:
 
 
 def _pow(call: Call) -> Any:
-    if call.dtype(0).kind != "f":
+    if not call.is_float(0):
         call.refuse(f"computes powers of {call.dtype(0).name}, which MegEngine computes in float32")
     exponent = call.values[1]
     array = getattr(exponent, "array", None)
@@ -81,7 +81,7 @@ def _pow(call: Call) -> Any:
         if value == 0.5:
             return call.function(F.sqrt, call.tensor(0))
         return call.function(F.pow, call.tensor(0), value)
-    if call.dtype(1).kind != "f":
+    if not call.is_float(1):
         return call.function(F.pow, call.tensor(0), call.method("astype", call.tensor(1), "float32"))
     return call.function(F.pow, call.tensor(0), call.tensor(1))
 
@@ -148,7 +148,7 @@ def _fmod(call: Call) -> Any:
 
 def _round(call: Call) -> Any:
     """Rounds half to even; MegEngine's kernel rounds half away from zero."""
-    if call.dtype(0).kind != "f":
+    if not call.is_float(0):
         call.refuse(f"rounds {call.dtype(0).name}")
     x = call.tensor(0)
     below = call.function(F.floor, x)

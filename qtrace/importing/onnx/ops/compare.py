@@ -51,8 +51,8 @@ def _where(call: Call) -> Any:
         other = call.function(F.logical_and, call.function(F.logical_not, condition), call.tensor(2))
         return call.function(F.logical_or, chosen, other)
     condition, x, y = (call.tensor(i) for i in range(3))
-    shapes = call.broadcast_shapes(0, 1, 2)
-    return call.function(F.where, *(call.expanded(node, shapes) for node in (condition, x, y)))
+    sizes, shapes = call.common_sizes(condition, x, y)
+    return call.function(F.where, *(call.expanded(node, sizes, shapes) for node in (condition, x, y)))
 
 
 def _is_nan(call: Call) -> Any:

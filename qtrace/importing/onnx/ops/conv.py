@@ -31,6 +31,8 @@ def _conv(call: Call) -> Any:
     if not window.symmetric:
         x, padding = pad(call, x, window.before, window.after), (0,) * count
     options = {"stride": window.stride, "padding": padding, "dilation": window.dilation}
+    if count == 1 and groups > 1:
+        return _signal(call, x, groups, options)
     weight, bias = call.values[1], call.values[2] if call.has(2) else None
     if isinstance(weight, Stored) and (bias is None or isinstance(bias, Stored)):
         sizes: dict[str, Any] = {"kernel_size": window.kernel, **options}
@@ -47,6 +49,28 @@ def _conv(call: Call) -> Any:
     return call.function(_FUNCTIONS[count], x, filters, flat, groups=groups, **arguments)
 
 
+def _signal(call: Call, signal: Any, groups: int, options: dict[str, tuple[int, ...]]) -> Any:
+    """Convolves groups of channels of a signal as an image of one column: Conv1d has no groups."""
+    outputs, inputs, size = call.shape(1)
+    weight, bias = call.values[1], call.values[2] if call.has(2) else None
+    neutral = {"stride": 1, "padding": 0, "dilation": 1}
+    sizes: dict[str, Any] = {name: (value[0], neutral[name]) for name, value in options.items()}
+    image = call.function(F.expand_dims, signal, -1, name=f"{call.name}_image")
+    column = f"{call.name}_column"
+    if isinstance(weight, Stored) and (bias is None or isinstance(bias, Stored)):
+        channels = (inputs * groups, outputs, (size, 1))
+        module = M.Conv2d(*channels, groups=groups, bias=bias is not None, **sizes)
+        result = call.module(module, _stored(weight, bias), image, name=column)
+    else:
+        form = (groups, outputs // groups, inputs, size, 1)
+        filters = call.function(F.reshape, call.tensor(1), form, name=f"{call.name}_weight")
+        flat = None
+        if bias is not None:
+            flat = call.function(F.reshape, call.tensor(2), (1, outputs, 1, 1), name=f"{call.name}_bias")
+        result = call.function(F.conv2d, image, filters, flat, groups=groups, name=column, **sizes)
+    return call.function(F.squeeze, result, -1)
+
+
 def _stored(weight: Stored, bias: Stored | None) -> dict[str, Stored]:
     return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
 
@@ -54,7 +78,7 @@ def _stored(weight: Stored, bias: Stored | None) -> dict[str, Stored]:
 def _check(call: Call, window: Window, count: int, kinds: Any) -> None:
     if count not in kinds:
         call.refuse(f"moves along {count} axes; MegEngine has {' and '.join(map(str, kinds))}")
-    if call.dtype(0).kind != "f" or len(window.kernel) != call.rank(0) - 2:
+    if not call.is_float(0) or len(window.kernel) != call.rank(0) - 2:
         call.refuse("has an input of another type or number of axes than its kernel")
     if window.kernel != call.shape(1)[2:]:
         call.refuse("has a kernel_shape that is not that of its weight")
@@ -143,6 +167,7 @@ def _transposed_window(
         return window, tuple(extra)
     stride, dilation = call.ints("strides", [1] * count), call.ints("dilations", [1] * count)
     call.ints("pads", None)
+    call.refuse_open(0, range(2, call.rank(0)), "has an output_shape or auto_pad for an input")
     sizes = call.shape(0)[2:]
     target = output_shape[-count:] if output_shape else [n * s for n, s in zip(sizes, stride, strict=True)]
     full = [

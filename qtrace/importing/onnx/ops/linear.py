@@ -19,7 +19,7 @@ def _gemm(call: Call) -> Any:
     left, right = bool(call.attribute("transA", 0)), bool(call.attribute("transB", 0))
     if call.version < 7:
         call.attribute("broadcast", 0)  # matrices broadcast as they do since opset 7
-    if call.dtype(0).kind != "f":
+    if not call.is_float(0):
         call.refuse(f"multiplies {call.dtype(0).name}; MegEngine multiplies matrices of float32")
     weight, bias = call.values[1], call.values[2] if call.has(2) else None
     if isinstance(weight, Stored) and alpha == 1 and not left and not isinstance(call.values[0], Stored):
@@ -70,7 +70,7 @@ def lower_linear(call: Call) -> Any:
 
 
 def _matmul(call: Call) -> Any:
-    if call.dtype(0).kind != "f":
+    if not call.is_float(0):
         call.refuse(f"multiplies {call.dtype(0).name}; MegEngine multiplies matrices of float32")
     weight = call.values[1]
     if isinstance(weight, Stored) and weight.array.ndim == 2 and call.rank(0) >= 2:
@@ -84,14 +84,15 @@ def _matmul(call: Call) -> Any:
 
 def _same_batch(call: Call, left: Any, right: Any) -> tuple[Any, Any]:
     """Broadcasts the leading axes, which MegEngine's matmul does not."""
-    shapes = [call.builder.shapes(node) for node in (left, right)]
-    probes = max(len(s) for s in shapes)
-    at = [[s[min(p, len(s) - 1)] for p in range(probes)] for s in shapes]
-    batches = [np.broadcast_shapes(a[:-2], b[:-2]) for a, b in zip(*at, strict=True)]
-    return tuple(
-        call.expanded(node, [(*batch, *shape[-2:]) for batch, shape in zip(batches, own, strict=True)])
-        for node, own in zip((left, right), at, strict=True)
-    )
+    sizes, batches = call.common_sizes(left, right, but=2)
+    expanded = []
+    for node in (left, right):
+        own = call.builder.shapes(node)
+        rank = len(own[0])
+        ends = [call.layers.axis(node, axis) for axis in (rank - 2, rank - 1)]
+        shapes = [(*batch, *own[min(p, len(own) - 1)][-2:]) for p, batch in enumerate(batches)]
+        expanded.append(call.expanded(node, [*sizes, *ends], shapes))
+    return expanded[0], expanded[1]
 
 
 LOWERINGS: dict[str, Lowering] = {"Gemm": _gemm, "MatMul": _matmul}

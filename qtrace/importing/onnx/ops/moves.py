@@ -8,6 +8,7 @@ import megengine.functional as F
 import numpy as np
 
 from qtrace.importing.onnx.call import Call, Lowering
+from qtrace.importing.onnx.sizes.size import Number, Size, combine, value_at
 from qtrace.importing.onnx.values import Stored
 
 __all__ = ["LOWERINGS"]
@@ -37,8 +38,7 @@ def _split(call: Call) -> Any:
         parts = [min(size, total - size * i) for i in range(count)]
     if sum(parts) != total or len(parts) != count or min(parts) < 1:
         call.refuse(f"splits an axis of size {total} into {parts}")
-    if len({shape[axis] for shape in call.shapes(0)}) > 1:
-        call.refuse("splits the batch: fix the batch")
+    call.refuse_open(0, [axis], "splits an input")
     if count == 1:
         return call.tensor(0)
     ends = [sum(parts[: i + 1]) for i in range(count - 1)]
@@ -58,23 +58,20 @@ def _slice(call: Call) -> Any:
     index: list[Any] = [slice(None)] * rank
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         position = call.axis(axis, rank)
-        index[position] = _range(call, start, end, step, [shape[position] for shape in call.shapes(0)])
+        index[position] = _range(call, (start, end), step, position)
     if all(part == slice(None) for part in index):
         return call.tensor(0)
     return call.method("__getitem__", call.tensor(0), tuple(index))
 
 
-def _range(call: Call, start: Any, end: Any, step: int, sizes: list[int]) -> slice:
-    """Returns the part of an axis as a Python slice that holds for every batch."""
+def _range(call: Call, ends: tuple[int | Size, int | Size], step: int, axis: int) -> slice:
+    """Returns the part of an axis as a Python slice that holds for all sizes of open axes."""
+    sizes = [shape[axis] for shape in call.shapes(0)]
     if step == 0:
         call.refuse("has the step 0")
-    if not isinstance(start, int) or not isinstance(end, int):
-        size = sizes[0]
-        first = 0 if isinstance(start, int) and start == 0 else None
-        last = getattr(end, "recorded", end)
-        if step == 1 and first == 0 and last >= size and getattr(end, "factor", 1) >= 1:
-            return slice(None)
-        call.refuse("slices at places that depend on the batch: fix the batch")
+    start, end = ends
+    if isinstance(start, Size) or isinstance(end, Size):
+        return _computed_range(call, ends, step, axis)
     if len(set(sizes)) > 1:
         whole = step == 1 and start == 0 and end >= 2**31 - 1
         if whole:
@@ -89,6 +86,24 @@ def _range(call: Call, start: Any, end: Any, step: int, sizes: list[int]) -> sli
     if len(range(first, last, step)) == 0:
         call.refuse("gives an empty tensor, which MegEngine cannot compute with")
     return slice(first, None if last < 0 else last, step)
+
+
+def _computed_range(call: Call, ends: tuple[int | Size, int | Size], step: int, axis: int) -> slice:
+    """Returns a part whose ends the graph computes; the whole axis stays as it is."""
+    start, end = ends
+    own = call.size(0, axis)
+    if isinstance(end, Size) and isinstance(own, Size) and end.op == own.op and end.parts == own.parts:
+        end = 2**31 - 1 if step > 0 else end
+        if start == 0 and step == 1:
+            return slice(None)
+    if step < 0:
+        call.refuse("walks back between places that depend on an open axis")
+    # An end beyond the axis means its last place in both; a negative one counts from the last place.
+    probes = range(len(call.shapes(0)))
+    if any(value_at(place, probe) < 0 for place in ends for probe in probes if isinstance(place, Size)):
+        call.refuse("slices at places before the first one that depend on an open axis")
+    first, last = call.layers.size(start), None if end == 2**31 - 1 else call.layers.size(end)
+    return slice(first, last, step)
 
 
 def _pad(call: Call) -> Any:
@@ -106,8 +121,9 @@ def _pad(call: Call) -> Any:
         cut = [
             slice(max(-b, 0), size - max(-a, 0)) for (b, a), size in zip(widths, call.shape(0), strict=True)
         ]
-        if mode != "constant" or len(set(call.shapes(0))) > 1:
-            call.refuse("has negative pads with this mode or a free batch")
+        call.refuse_open(0, None, "has negative pads for an input")
+        if mode != "constant":
+            call.refuse("has negative pads with this mode")
         x = call.method("__getitem__", x, tuple(cut))
         widths = [(max(b, 0), max(a, 0)) for b, a in widths]
     if not any(n for pair in widths for n in pair):
@@ -116,7 +132,7 @@ def _pad(call: Call) -> Any:
         call.refuse(f"pads in the mode {mode!r}, which MegEngine has not")
     if mode == "reflect" and any(max(pair) >= n for pair, n in zip(widths, call.shape(0), strict=True)):
         call.refuse("reflects more than the tensor holds")
-    if call.dtype(0).kind != "f":
+    if not call.is_float(0):
         call.refuse(f"pads {call.dtype(0).name}; MegEngine pads float32")
     names = {"constant": "constant", "reflect": "reflect", "edge": "replicate"}
     return call.function(F.nn.pad, x, tuple(widths), names[mode], float(value))
@@ -126,8 +142,7 @@ def _triangle(call: Call) -> Any:
     """Keeps the upper or lower triangle of the last two axes, and sets the rest to 0."""
     upper, offset = bool(call.attribute("upper", 1)), int(call.scalar(1, 0))
     rows, columns = call.shape(0)[-2:]
-    if len({shape[-2:] for shape in call.shapes(0)}) > 1:
-        call.refuse("takes a triangle of the batch: fix the batch")
+    call.refuse_open(0, [call.rank(0) - 2, call.rank(0) - 1], "takes a triangle of an input")
     ones = np.ones((rows, columns), bool)
     triangle = np.triu(ones, offset) if upper else np.tril(ones, offset)
     mask = call.layers.tensor(
@@ -137,24 +152,42 @@ def _triangle(call: Call) -> Any:
     if call.dtype(0) == np.bool_:
         return call.function(F.logical_and, x, mask)
     zeros = call.function(F.zeros_like, x)
-    return call.function(F.where, call.expanded(mask, call.shapes(0)), x, zeros)
+    sizes = [call.size(0, axis) for axis in range(call.rank(0))]
+    return call.function(F.where, call.expanded(mask, sizes, call.shapes(0)), x, zeros)
 
 
 def _depth_to_space(call: Call) -> Any:
     block, mode = call.attribute("blocksize"), call.attribute("mode", "DCR")
-    _, channels, height, width = call.shape(0)
+    call.refuse_open(0, [1], "divides the channels of an input")
+    channels = call.shape(0)[1]
+    height, width, taller, wider = _image_sizes(call, "Mul", block)
     rest = channels // block**2
     if mode == "CRD":
         return call.function(F.nn.pixel_shuffle, call.tensor(0), block)
     parts = call.function(F.reshape, call.tensor(0), (-1, block, block, rest, height, width))
     moved = call.function(F.transpose, parts, (0, 3, 4, 1, 5, 2))
-    return call.function(F.reshape, moved, (-1, rest, height * block, width * block))
+    return call.function(F.reshape, moved, (-1, rest, taller, wider))
+
+
+def _image_sizes(call: Call, op: str, block: int) -> list[Any]:
+    """Returns height and width of an image as arguments, and both multiplied or divided by ``block``."""
+    sizes: list[Number] = [call.size(0, 2), call.size(0, 3)]
+    changed: list[Number] = [
+        combine(op, size, block, True)
+        if isinstance(size, Size)
+        else size * block
+        if op == "Mul"
+        else size // block
+        for size in sizes
+    ]
+    return [call.layers.size(size) for size in (*sizes, *changed)]
 
 
 def _space_to_depth(call: Call) -> Any:
     block = call.attribute("blocksize")
-    _, channels, height, width = call.shape(0)
-    rows, columns = height // block, width // block
+    call.refuse_open(0, [1], "joins the channels of an input")
+    channels = call.shape(0)[1]
+    _, _, rows, columns = _image_sizes(call, "Div", block)
     parts = call.function(F.reshape, call.tensor(0), (-1, channels, rows, block, columns, block))
     moved = call.function(F.transpose, parts, (0, 3, 5, 1, 2, 4))
     return call.function(F.reshape, moved, (-1, channels * block**2, rows, columns))

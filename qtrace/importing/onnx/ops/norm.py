@@ -31,7 +31,7 @@ def _batch_normalization(call: Call) -> Any:
         return _computed_batch_normalization(call, eps)
     weight, bias, mean, variance = (call.stored(i) for i in range(1, 5))
     rank = call.rank(0)
-    if rank in (2, 3, 4) and call.dtype(0).kind == "f":
+    if rank in (2, 3, 4) and call.is_float(0):
         kind = M.BatchNorm2d if rank == 4 else M.BatchNorm1d
         tensors = {"weight": weight, "bias": bias, "running_mean": mean, "running_var": variance}
         return call.module(kind(call.shape(0)[1], eps=eps), tensors, call.tensor(0))
@@ -49,7 +49,7 @@ def _batch_normalization(call: Call) -> Any:
 
 def _computed_batch_normalization(call: Call, eps: float) -> Any:
     """Normalizes by statistics or factors that the graph computes."""
-    if call.dtype(0).kind != "f":
+    if not call.is_float(0):
         call.refuse(f"normalizes {call.dtype(0).name}")
     shape = (1, -1, *[1] * (call.rank(0) - 2))
     scale, shift, mean, variance = (
@@ -70,8 +70,7 @@ def _layer_normalization(call: Call) -> Any:
     if sum(1 for name in call.node.outputs if name) > 1:
         call.refuse("gives its mean or deviation, too")
     shape = call.shape(0)[axis:]
-    if any(s[axis:] != shape for s in call.shapes(0)):
-        call.refuse("normalizes over the batch")
+    call.refuse_open(0, range(axis, rank), "normalizes over an input")
     if not _stored_as(call, 1, shape) or (call.has(2) and not _stored_as(call, 2, shape)):
         call.refuse("has a weight or bias that is computed, or not of the normalized shape")
     weight = call.stored(1)
@@ -105,8 +104,7 @@ def _as_image(call: Call, module: M.Module, tensors: Mapping[str, Stored]) -> An
     if rank < 3:
         call.refuse(f"normalizes a tensor with {rank} axes, which has no places to normalize over")
     _, channels, *space = call.shape(0)
-    if any(shape[1:] != (channels, *space) for shape in call.shapes(0)):
-        call.refuse("normalizes over the batch")
+    call.refuse_open(0, range(1, rank), "normalizes over an input")
     image = (-1, channels, space[0], math.prod(space[1:]))
     x = call.function(F.reshape, call.tensor(0), image, name=f"{call.name}_image")
     norm = call.module(module, tensors, x, name=f"{call.name}_norm")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import megengine.functional as F
@@ -28,7 +28,9 @@ def _gather(call: Call) -> Any:
 def _gather_stored(call: Call, axis: int, index: np.ndarray) -> Any:
     sizes = [shape[axis] for shape in call.shapes(0)]
     if len(set(sizes)) > 1 and (index < 0).any():
-        call.refuse("picks samples of the batch from its end: fix the batch")
+        if index.ndim == 0:
+            return call.method("__getitem__", call.tensor(0), (*[slice(None)] * axis, int(index)))
+        call.refuse("picks places of an open axis from its end")
     places = np.where(index < 0, index + sizes[0], index)
     if places.size == 0 or places.min() < 0 or places.max() >= min(sizes):
         call.refuse("picks places that its input does not have, or none")
@@ -51,8 +53,8 @@ def _gather_elements(call: Call) -> Any:
     """
     axis = call.axis(call.attribute("axis", 0), call.rank(0))
     own, picked = call.shape(0), call.shape(1)
-    if len(set(call.shapes(0))) > 1 or len(set(call.shapes(1))) > 1:
-        call.refuse("picks by place from a tensor with a free batch: fix the batch")
+    for position in (0, 1):
+        call.refuse_open(position, None, "picks by place from an input")
     stride = math.prod(own[axis + 1 :])
     grid = np.indices(picked, sparse=True)
     offsets = sum(grid[i] * math.prod(own[i + 1 :]) for i in range(len(own)) if i != axis)
@@ -79,6 +81,7 @@ def _arg(function: Callable[..., Any]) -> Lowering:
         axis = call.axis(call.attribute("axis", 0), rank)
         keep = bool(call.attribute("keepdims", 1))
         if call.attribute("select_last_index", 0):
+            call.refuse_open(0, [axis], "finds the last of the largest of an input")
             index = (*[slice(None)] * axis, slice(None, None, -1))
             turned = call.method("__getitem__", call.tensor(0), index)
             first = call.function(function, turned, axis=axis, keepdims=keep)
@@ -92,7 +95,7 @@ def _arg(function: Callable[..., Any]) -> Lowering:
 def _cum_sum(call: Call) -> Any:
     axis = call.axis(int(call.scalar(1)), call.rank(0))
     exclusive, turned = call.attribute("exclusive", 0), call.attribute("reverse", 0)
-    if call.dtype(0).name not in ("float32", "float16", "int32", "int64"):
+    if call.dtype(0).name not in ("float32", "float16", "bfloat16", "int32", "int64"):
         call.refuse(f"sums {call.dtype(0).name}")
     back = (*[slice(None)] * axis, slice(None, None, -1))
     x = call.method("__getitem__", call.tensor(0), back) if turned else call.tensor(0)
@@ -103,13 +106,41 @@ def _cum_sum(call: Call) -> Any:
 
 
 def _top_k(call: Call) -> Any:
-    axis = call.axis(call.attribute("axis", -1), call.rank(0))
-    largest, ordered = call.attribute("largest", 1), call.attribute("sorted", 1)
-    if not ordered or axis != call.rank(0) - 1 or call.rank(0) != 2 or call.dtype(0).kind != "f":
-        call.refuse("finds the largest along another axis than the last of a matrix, or unordered")
+    """Finds the largest in the rows of a matrix, the only form that MegEngine has."""
+    rank = call.rank(0)
+    axis = call.axis(call.attribute("axis", -1), rank)
+    call.attribute("sorted", 1)  # an order is right where none is asked for
+    if call.dtype(0) != np.float32:
+        call.refuse(f"finds the largest of {call.dtype(0).name}: cast to float32 before it")
     count = int(call.scalar(1)) if call.version >= 10 else call.attribute("k")
+    options = {"descending": bool(call.attribute("largest", 1))}
     names = list(call.node.outputs)
-    return call.builder.call_function(F.topk, call.tensor(0), count, descending=bool(largest), name=names)
+    if axis == rank - 1 and rank <= 2:
+        return call.builder.call_function(F.topk, call.tensor(0), count, name=names, **options)
+    order = list(range(rank))
+    order[axis], order[-1] = order[-1], axis  # its own inverse
+    sizes = _sizes_of_rows(call, order)
+    x = call.tensor(0)
+    if axis != rank - 1:
+        x = call.function(F.transpose, x, tuple(order), name=f"{call.name}_turned")
+    if rank > 2:
+        x = call.function(F.reshape, x, (-1, call.shape(0)[axis]), name=f"{call.name}_rows")
+    names = [f"{name}_of_rows" for name in names]
+    results = call.builder.call_function(F.topk, x, count, name=names, **options)
+    if rank > 2:
+        results = [call.function(F.reshape, node, (*sizes, count), name=f"{node.name}_") for node in results]
+    if axis != rank - 1:
+        results = [call.function(F.transpose, node, tuple(order), name=f"{node.name}_") for node in results]
+    return tuple(results)
+
+
+def _sizes_of_rows(call: Call, order: Sequence[int]) -> list[int]:
+    """Returns the sizes of all axes but the last of ``order``, -1 for an open one."""
+    pairs = [{shape[axis] for shape in call.shapes(0)} for axis in order]
+    sizes = [-1 if len(pair) > 1 else pair.pop() for pair in pairs]
+    if sizes[-1] == -1 or sizes.count(-1) > 1:
+        call.refuse("finds the largest along an open axis, or beside two of them")
+    return sizes[:-1]
 
 
 LOWERINGS: dict[str, Lowering] = {

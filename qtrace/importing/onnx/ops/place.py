@@ -46,8 +46,8 @@ def _scatter_nd(call: Call) -> Any:
 def _fixed_shape(call: Call) -> tuple[int, ...]:
     if call.attribute("reduction", "none") != "none":
         call.refuse(f"has the reduction {call.attribute('reduction')!r}: MegEngine writes, and does not add")
-    if len(set(call.shapes(0))) > 1 or len(set(call.shapes(2))) > 1:
-        call.refuse("writes to places of a tensor with a free batch: fix the batch")
+    for index in (0, 2):
+        call.refuse_open(index, None, "writes to places of an input")
     return call.shape(0)
 
 
@@ -111,10 +111,11 @@ def _grid_sample(call: Call) -> Any:
     """Computes the pixels that the grid names, from -1 to 1 along each axis, and samples there."""
     mode, padding = call.attribute("mode", "linear"), call.attribute("padding_mode", "zeros")
     aligned = bool(call.attribute("align_corners", 0))
-    if call.rank(0) != 4 or call.dtype(0).kind != "f":
+    if call.rank(0) != 4 or not call.is_float(0):
         call.refuse(f"samples {call.dtype(0).name} with {call.rank(0)} axes; MegEngine samples images")
     if mode not in ("linear", "bilinear") or padding not in _BORDERS:
         call.refuse(f"has mode {mode!r} and padding_mode {padding!r}, which MegEngine computes otherwise")
+    call.refuse_open(0, [2, 3], "samples an input")
     high, wide = call.shape(0)[2:]
     sizes = np.array([wide, high], np.float32)
     factor, shift = ((sizes - 1) / 2, (sizes - 1) / 2) if aligned else (sizes / 2, (sizes - 1) / 2)

@@ -46,6 +46,7 @@ def _average_pool(call: Call) -> Any:
 
 def _averaged(call: Call, window: Window, ceiled: Window, counts: bool) -> Any:
     """Averages over the whole kernel, then multiplies by its size over the number of counted places."""
+    call.refuse_open(0, range(2, call.rank(0)), "counts the places of each window of an input")
     factors = np.ones((1, 1), np.float64)
     for i, size in enumerate(call.shape(0)[2:]):
         kernel, stride, before = window.kernel[i], window.stride[i], window.before[i]
@@ -74,7 +75,7 @@ def _lp_pool(call: Call) -> Any:
 
 def _global_lp_pool(call: Call) -> Any:
     power = call.attribute("p", 2)
-    if call.dtype(0).kind != "f" or power < 1:
+    if not call.is_float(0) or power < 1:
         call.refuse(f"pools {call.dtype(0).name} by the power {power}")
     axes = tuple(range(2, call.rank(0)))
     return _root(call, call.function(F.sum, _powers(call, power), axis=axes, keepdims=True), power)
@@ -95,7 +96,7 @@ def _root(call: Call, total: Any, power: int) -> Any:
 
 def _window(call: Call) -> Window:
     kernel = call.ints("kernel_shape")
-    if len(kernel) not in (1, 2) or call.rank(0) != len(kernel) + 2 or call.dtype(0).kind != "f":
+    if len(kernel) not in (1, 2) or call.rank(0) != len(kernel) + 2 or not call.is_float(0):
         call.refuse(f"pools {call.dtype(0).name} along {len(kernel)} axes; MegEngine pools float32 along two")
     window = read_window(call, kernel)
     if any(p >= k for p, k in zip((*window.before, *window.after), (*kernel, *kernel), strict=True)):
@@ -108,7 +109,15 @@ def _ceiled(call: Call, window: Window) -> Window:
     if not call.attribute("ceil_mode", 0):
         return window
     after = list(window.after)
+    if all(a + s - 1 < k for a, s, k in zip(after, window.stride, window.kernel, strict=True)):
+        opened = [len({shape[i + 2] for shape in call.shapes(0)}) > 1 for i in range(len(after))]
+    else:
+        call.refuse_open(0, range(2, call.rank(0)), "rounds up the number of its windows over an input")
+        opened = [False] * len(after)
     for i, size in enumerate(call.shape(0)[2:]):
+        if opened[i]:  # a stride less one completes the last window of every size, and begins none behind it
+            after[i] += window.stride[i] - 1
+            continue
         padded = size + window.before[i] + after[i] - window.kernel[i]
         steps = -(-padded // window.stride[i])
         if steps * window.stride[i] >= size + window.before[i]:  # the last window would begin in the padding
@@ -129,7 +138,7 @@ def _pooled(call: Call, function: Any, x: Any, window: Window, padding: Any, **o
 
 def _global(function: Any) -> Lowering:
     def lower(call: Call) -> Any:
-        if call.dtype(0).kind != "f":
+        if not call.is_float(0):
             call.refuse("pools integers")
         axes = tuple(range(2, call.rank(0)))
         return call.function(function, call.tensor(0), axis=axes, keepdims=True)

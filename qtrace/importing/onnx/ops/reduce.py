@@ -37,7 +37,7 @@ def _reduction(
 
     def lower(call: Call) -> Any:
         axes, keep = _axes(call), bool(call.attribute("keepdims", 1))
-        if call.dtype(0).kind != "f" and not (
+        if not call.is_float(0) and not (
             integers and call.dtype(0).kind == "i" and call.dtype(0).itemsize >= 4
         ):
             call.refuse(f"reduces {call.dtype(0).name}, which MegEngine computes otherwise")

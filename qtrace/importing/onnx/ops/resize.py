@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import megengine.functional as F
 import numpy as np
 
 from qtrace.importing.onnx.call import Call, Lowering
+from qtrace.importing.onnx.sizes.size import Size, value_at
 
 __all__ = ["LOWERINGS"]
 
 _SHIFTED = "half_pixel"
 
 
+@dataclass(frozen=True)
+class _Target:
+    """The size of a result along one axis.
+
+    Attributes:
+        size: the size.
+        numbers: the size of the input, that of the result, and its factor, for each probe.
+        factor: a fixed factor; None where the size is given.
+    """
+
+    size: int | Size
+    numbers: tuple[tuple[int, int, float], ...]
+    factor: float | None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the size depends on an open axis."""
+        return len(self.numbers) > 1 and len(set(self.numbers)) > 1
+
+
 def _upsample(call: Call) -> Any:
     mode = call.attribute("mode", "nearest")
     scales = call.array(1).tolist() if call.version >= 9 else call.attribute("scales")
-    sizes = [int(np.floor(n * s)) for n, s in zip(call.shape(0), scales, strict=True)]
-    return _resized(call, mode, "asymmetric", "floor", sizes, scales)
+    return _resized(call, mode, "asymmetric", "floor", _scaled(call, scales, range(call.rank(0))))
 
 
 def _resize(call: Call) -> Any:
     mode = call.attribute("mode", "nearest")
     if call.version == 10:
         scales = call.array(1).tolist()
-        sizes = [int(np.floor(n * s)) for n, s in zip(call.shape(0), scales, strict=True)]
-        return _resized(call, mode, "asymmetric", "floor", sizes, scales)
+        return _resized(call, mode, "asymmetric", "floor", _scaled(call, scales, range(call.rank(0))))
     place = call.attribute("coordinate_transformation_mode", "half_pixel")
     nearest = call.attribute("nearest_mode", "round_prefer_floor")
     call.attribute("cubic_coeff_a", -0.75)
@@ -35,63 +56,87 @@ def _resize(call: Call) -> Any:
         call.refuse("smooths before it shrinks, or leaves places outside out")
     if call.attribute("keep_aspect_ratio_policy", "stretch") != "stretch":
         call.refuse("keeps the aspect ratio by a policy")
-    sizes, scales = _sizes(call)
-    return _resized(call, mode, place, nearest, sizes, scales)
+    return _resized(call, mode, place, nearest, _targets(call))
 
 
-def _sizes(call: Call) -> tuple[list[int], list[float]]:
-    """Returns the size of the result and the factor along every axis."""
-    own = call.shape(0)
-    axes = [call.axis(a, len(own)) for a in call.ints("axes", list(range(len(own))))]
-    sizes, scales = list(own), [1.0] * len(own)
-    if call.has(3):
-        for axis, size in zip(axes, call.sizes(3), strict=True):
-            sizes[axis] = size if isinstance(size, int) else size.recorded
-            scales[axis] = sizes[axis] / own[axis]
-        return sizes, scales
-    factors = call.array(2)
-    for axis, scale in zip(axes, factors.tolist(), strict=True):
-        scales[axis] = scale
-        sizes[axis] = int(np.floor(own[axis] * scale))
-    return sizes, scales
+def _targets(call: Call) -> list[_Target]:
+    """Returns the size of the result along every axis."""
+    rank = call.rank(0)
+    axes = [call.axis(a, rank) for a in call.ints("axes", list(range(rank)))]
+    if not call.has(3):
+        return _scaled(call, call.array(2).tolist(), axes)
+    targets = _scaled(call, [], [])
+    for axis, size in zip(axes, call.sizes(3), strict=True):
+        own = [shape[axis] for shape in call.shapes(0)]
+        probes = range(max(len(own), len(size.values) if isinstance(size, Size) else 1))
+        known = [(own[min(p, len(own) - 1)], int(value_at(size, p))) for p in probes]
+        numbers = tuple((n, t, t / n) for n, t in known)
+        targets[axis] = _Target(size, numbers, None)
+    return targets
 
 
-def _resized(call: Call, mode: str, place: str, nearest: str, sizes: list[int], scales: list[float]) -> Any:
-    own = call.shape(0)
-    if call.rank(0) != 4 or list(sizes[:2]) != list(own[:2]) or call.dtype(0).kind != "f":
+def _scaled(call: Call, scales: Sequence[float], axes: Sequence[int]) -> list[_Target]:
+    """Returns the size of the result along every axis, scaled along some."""
+    factors = [1.0] * call.rank(0)
+    for axis, scale in zip(axes, scales, strict=True):
+        factors[axis] = scale
+    targets = []
+    for axis, factor in enumerate(factors):
+        own = [shape[axis] for shape in call.shapes(0)]
+        numbers = tuple((n, int(np.floor(n * factor)), factor) for n in own)
+        targets.append(_Target(call.size(0, axis) if factor == 1 else numbers[0][1], numbers, factor))
+    return targets
+
+
+def _resized(call: Call, mode: str, place: str, nearest: str, targets: Sequence[_Target]) -> Any:
+    if call.rank(0) != 4 or any(n != t for x in targets[:2] for n, t, _ in x.numbers) or not call.is_float(0):
         call.refuse("resizes other axes than the two last of an image; MegEngine resizes these")
-    target, factors = tuple(sizes[2:]), tuple(scales[2:])
-    if target == tuple(own[2:]) and all(f == 1 for f in factors):
+    image = targets[2:]
+    if all(n == t and f == 1 for x in image for n, t, f in x.numbers):
         return call.tensor(0)
+    for target in image:
+        if target.is_open and target.factor is not None and target.factor != int(target.factor):
+            call.refuse(f"scales an open axis by {target.factor:g}, whose result differs with the size")
     if mode == "nearest":
-        return _nearest(call, place, nearest, target, factors)
+        return _nearest(call, place, nearest, image)
     if mode != "linear":
         call.refuse(f"resizes in the mode {mode!r}; its result in MegEngine differs")
-    if any(t / n != f for t, n, f in zip(target, own[2:], factors, strict=True)):
+    if any(t / n != f for x in image for n, t, f in x.numbers):
         call.refuse("has a scale that is not the quotient of the sizes")
     if place == "pytorch_half_pixel":
-        place = _SHIFTED if 1 not in target else place
+        place = _SHIFTED if all(t != 1 for x in image for _, t, _ in x.numbers) else place
     if place not in (_SHIFTED, "align_corners"):
         call.refuse(f"finds its places by {place!r}; MegEngine by half_pixel or align_corners")
-    corners = place == "align_corners"
-    return call.function(
-        F.nn.interpolate, call.tensor(0), size=target, mode="bilinear", align_corners=corners
-    )
+    return _interpolated(call, image, mode="bilinear", align_corners=place == "align_corners")
 
 
-def _nearest(
-    call: Call, place: str, nearest: str, target: tuple[int, ...], factors: tuple[float, ...]
-) -> Any:
+def _interpolated(call: Call, image: Sequence[_Target], **options: Any) -> Any:
+    """Resizes to fixed sizes, by fixed factors, or to sizes that the graph computes."""
+    if not any(target.is_open for target in image):
+        return call.function(
+            F.nn.interpolate, call.tensor(0), size=tuple(x.numbers[0][1] for x in image), **options
+        )
+    if all(target.factor is not None for target in image):
+        factors = tuple(float(target.factor or 1) for target in image)
+        return call.function(F.nn.interpolate, call.tensor(0), scale_factor=factors, **options)
+    size = tuple(call.layers.size(target.size) for target in image)
+    return call.function(F.nn.interpolate, call.tensor(0), size=size, **options)
+
+
+def _nearest(call: Call, place: str, nearest: str, image: Sequence[_Target]) -> Any:
     """Picks rows and columns: MegEngine's kernel if it picks the same ones, else by index."""
-    own = call.shape(0)[2:]
-    picked = [nearest_places(n, t, f, place, nearest) for n, t, f in zip(own, target, factors, strict=True)]
-    kernel = [
-        np.minimum(np.floor(np.arange(t) * (n / t)).astype(np.int64), n - 1)
-        for n, t in zip(own, target, strict=True)
-    ]
-    if all(p is not None and np.array_equal(p, k) for p, k in zip(picked, kernel, strict=True)):
-        return call.function(F.nn.interpolate, call.tensor(0), size=target, mode="nearest")
-    call.refuse(f"picks other places ({place}, {nearest}) than MegEngine's nearest neighbours")
+    whole = (place, nearest) == ("asymmetric", "floor")
+    for target in image:
+        # By whole factors, all rules that agree here agree for other sizes, too.
+        fractions = any(t % n for n, t, _ in target.numbers)
+        if target.is_open and target.factor is None and fractions and not whole:
+            call.refuse(f"picks places ({place}, {nearest}) that depend on the size of an open axis")
+        for size, result, factor in target.numbers:
+            picked = nearest_places(size, result, factor, place, nearest)
+            kernel = np.minimum(np.floor(np.arange(result) * (size / result)).astype(np.int64), size - 1)
+            if picked is None or not np.array_equal(picked, kernel):
+                call.refuse(f"picks other places ({place}, {nearest}) than MegEngine's nearest neighbours")
+    return _interpolated(call, image, mode="nearest")
 
 
 def nearest_places(size: int, target: int, factor: float, place: str, nearest: str) -> np.ndarray | None:

@@ -10,45 +10,43 @@ import numpy as np
 import onnx
 
 from qtrace.importing.onnx.call import Call, Lowering
-from qtrace.importing.onnx.values import BatchMultiple, Computed, Stored
+from qtrace.importing.onnx.sizes.folding import product
+from qtrace.importing.onnx.sizes.size import Size, value_at, whole
+from qtrace.importing.onnx.values import Computed, Stored, is_float
 
 __all__ = ["LOWERINGS"]
 
 
 def _reshape(call: Call) -> Any:
     target = call.sizes(1) if call.version >= 5 else list(call.ints("shape"))
-    keep_zero = bool(call.attribute("allowzero", 0))
-    shapes = call.shapes(0)
-    if not keep_zero:
-        target = [
-            call.batch_size(*(s[i] for s in (shapes[0], shapes[-1]))) if size == 0 else size
-            for i, size in enumerate(target)
-        ]
+    if not call.attribute("allowzero", 0):
+        target = [call.size(0, axis) if size == 0 else size for axis, size in enumerate(target)]
     if 0 in target:
         call.refuse("gives an empty tensor, which MegEngine cannot compute with")
     return _reshaped(call, target)
 
 
-def _reshaped(call: Call, target: list[int | BatchMultiple]) -> Any:
-    """Reshapes input 0; one size of the batch is left to MegEngine as -1."""
+def _reshaped(call: Call, target: list[int | Size]) -> Any:
+    """Reshapes input 0; one open size is left to MegEngine as -1."""
     if -1 in target:
-        open_axis = target.index(-1)
+        place = target.index(-1)
         sizes = []
         for probe, shape in enumerate(call.shapes(0)):
-            others = [_size(call, n, probe) for i, n in enumerate(target) if i != open_axis]
+            others = [int(value_at(n, probe)) for i, n in enumerate(target) if i != place]
             sizes.append(math.prod(shape) // max(math.prod(others), 1))
-        target = [call.batch_size(sizes[0], sizes[-1]) if i == open_axis else n for i, n in enumerate(target)]
-    batches = [i for i, size in enumerate(target) if isinstance(size, BatchMultiple)]
-    arguments = [call.layers.size(size) if i in batches[1:] else size for i, size in enumerate(target)]
-    if batches:
-        arguments[batches[0]] = -1
-    if tuple(arguments) == call.shape(0) and not batches:
+        if len(set(sizes)) == 1:
+            target = [sizes[0] if i == place else n for i, n in enumerate(target)]
+    elif any(
+        math.prod(int(value_at(n, probe)) for n in target) != math.prod(shape)
+        for probe, shape in enumerate(call.shapes(0))
+    ):
+        call.refuse("gives a shape with another number of values than its input, at one size at least")
+    opened = [i for i, size in enumerate(target) if isinstance(size, Size)]
+    inferred = opened[0] if opened and -1 not in target else None
+    arguments = [-1 if i == inferred else call.layers.size(size) for i, size in enumerate(target)]
+    if tuple(arguments) == call.shape(0) and len(set(call.shapes(0))) == 1:
         return call.tensor(0)
     return call.function(F.reshape, call.tensor(0), tuple(arguments))
-
-
-def _size(call: Call, size: int | BatchMultiple, probe: int) -> int:
-    return size if isinstance(size, int) else size.recorded + probe * size.factor
 
 
 def _flatten(call: Call) -> Any:
@@ -56,9 +54,8 @@ def _flatten(call: Call) -> Any:
     axis = axis + rank if axis < 0 else axis
     if axis == 1 and rank >= 2:
         return call.function(F.flatten, call.tensor(0), 1)
-    shapes = call.shapes(0)
-    sides = [(math.prod(s[:axis]), math.prod(s[axis:])) for s in (shapes[0], shapes[-1])]
-    return _reshaped(call, [call.batch_size(a, b) for a, b in zip(*sides, strict=True)])
+    sizes = [call.size(0, i) for i in range(rank)]
+    return _reshaped(call, [whole(product(sizes[:axis])), whole(product(sizes[axis:]))])
 
 
 def _squeeze(call: Call) -> Any:
@@ -66,8 +63,7 @@ def _squeeze(call: Call) -> Any:
     axes = call.ints(1, None) if call.version >= 13 else call.ints("axes", None)
     if axes is None:
         axes = [i for i, n in enumerate(shape) if n == 1]
-        if len(call.shapes(0)) > 1 and any(call.shapes(0)[1][i] != 1 for i in axes):
-            call.refuse("drops every axis of size 1, which the batch may have: fix the batch")
+        call.refuse_open(0, axes, "drops every axis of size 1 of an input")
     axes = [call.axis(a, len(shape)) for a in axes]
     return call.function(F.squeeze, call.tensor(0), sorted(axes)) if axes else call.tensor(0)
 
@@ -82,25 +78,57 @@ def _unsqueeze(call: Call) -> Any:
 
 
 def _expand(call: Call) -> Any:
-    target = call.sizes(1)
-    shapes = call.shapes(0)
-    probes = max(len(shapes), 2 if any(isinstance(n, BatchMultiple) for n in target) else 1)
+    target, own = call.sizes(1), [call.size(0, axis) for axis in range(call.rank(0))]
+    rank = max(len(target), len(own))
+    target = [*[1] * (rank - len(target)), *target]
+    own = [*[1] * (rank - len(own)), *own]
+    sizes: list[int | Size] = [b if a == 1 else a for a, b in zip(target, own, strict=True)]
+    probes = max([len(call.shapes(0)), *(len(n.values) for n in sizes if isinstance(n, Size))])
     expanded = []
     for probe in range(probes):
-        own = shapes[min(probe, len(shapes) - 1)]
+        shapes = call.shapes(0)
+        numbers = tuple(int(value_at(n, probe)) for n in target)
         try:
-            expanded.append(np.broadcast_shapes(own, tuple(_size(call, n, probe) for n in target)))
+            expanded.append(np.broadcast_shapes(shapes[min(probe, len(shapes) - 1)], numbers))
         except ValueError:
             call.refuse("expands to a shape to which its input does not broadcast")
-    return call.expanded(call.tensor(0), expanded, name=call.name)
+    return call.expanded(call.tensor(0), sizes, expanded, name=call.name)
 
 
 def _tile(call: Call) -> Any:
-    repeats = call.ints(1)
-    return call.function(F.tile, call.tensor(0), tuple(repeats)) if set(repeats) != {1} else call.tensor(0)
+    repeats = call.sizes(1)
+    if all(n == 1 for n in repeats):
+        return call.tensor(0)
+    return call.function(F.tile, call.tensor(0), tuple(call.layers.size(n) for n in repeats))
 
 
-_FLOATS = ("float32", "float16", "bfloat16")
+def _range(call: Call) -> Any:
+    """Counts up to a size that depends on an open axis."""
+    ends = [_one(call, i) for i in range(3)]
+    start, stop, step = (call.layers.size(n) for n in ends)
+    return call.function(F.arange, start, stop, step, dtype="int32")
+
+
+def _one(call: Call, index: int) -> int | Size:
+    if call.dtype(index).kind not in "iu":
+        call.refuse("counts in fractions up to a size of an open axis")
+    (number,) = call.sizes(index)
+    return number
+
+
+def _constant_of_shape(call: Call) -> Any:
+    """Fills a tensor whose sizes depend on open axes."""
+    value = call.attribute("value", None)
+    array = np.zeros(1, np.float32) if value is None else onnx.numpy_helper.to_array(value)
+    kind = {"float32": "float32", "int64": "int32", "int32": "int32"}.get(array.dtype.name)
+    if kind is None:
+        call.refuse(f"fills {array.dtype.name} in sizes of open axes")
+    sizes = tuple(call.layers.size(n) for n in call.sizes(0))
+    number = float(array.reshape(-1)[0]) if kind == "float32" else int(array.reshape(-1)[0])
+    return Computed(call.function(F.full, sizes, number, dtype=kind), array.dtype)
+
+
+_FLOATS = ("float32", "float16", "bfloat16", "float64")
 _INTEGERS = ("int64", "int32", "bool")
 
 
@@ -123,16 +151,14 @@ def _cast_like(call: Call) -> Any:
 def _converted(call: Call, target: np.dtype) -> Any:
     source = call.dtype(0)
     if target.name in _FLOATS:
-        if target.name != "float32" and source.name == "float32":
-            call.refuse(f"rounds to {target.name}, which MegEngine computes as float32")
-        if source.name in _FLOATS:
-            return Computed(call.tensor(0), np.dtype(np.float32))
+        if source.name in _FLOATS:  # all are carried as float32
+            return Computed(call.tensor(0), target)
         return call.method("astype", call.tensor(0), "float32")
     if target.name not in (*_INTEGERS, "int8", "uint8", "int16"):
         call.refuse(f"converts to {target.name}, which MegEngine has not")
     if target.name == "bool":
         return call.function(F.not_equal, call.tensor(0), 0)
-    if source.kind == "f" and target.itemsize < 4:
+    if is_float(source) and target.itemsize < 4:
         call.refuse(f"converts float32 to {target.name}, where numbers out of range have no defined result")
     carried = "int32" if target.name == "int64" else target.name
     if source.name in ("int64", "int32") and carried == "int32":
@@ -147,6 +173,8 @@ LOWERINGS: dict[str, Lowering] = {
     "Unsqueeze": _unsqueeze,
     "Expand": _expand,
     "Tile": _tile,
+    "Range": _range,
+    "ConstantOfShape": _constant_of_shape,
     "Cast": _cast,
     "CastLike": _cast_like,
 }

@@ -54,6 +54,8 @@ def read_window(call: Call, kernel: Sequence[int]) -> Window:
     if any(n < 1 for n in (*stride, *dilation, *kernel)):
         call.refuse("has a kernel, stride or dilation below 1")
     if automatic in ("SAME_UPPER", "SAME_LOWER"):
+        if any(s != 1 for s in stride):
+            call.refuse_open(0, range(2, call.rank(0)), f"has auto_pad {automatic} and strides for an input")
         pads = _same(call.shape(0)[2:], kernel, stride, dilation, automatic == "SAME_UPPER")
     elif automatic == "VALID":
         pads = [0] * 2 * count

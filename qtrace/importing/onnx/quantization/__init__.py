@@ -1,6 +1,7 @@
 """QuantizeLinear and DequantizeLinear: a pair is a noted rounding, stored integers are stored floats.
 
-QuantizeLinear gives a `Quantized` value, which ops that only move values pass on; DequantizeLinear ends it.
+QuantizeLinear gives a `QuantizedIntegers` value, which ops that only move values pass on. DequantizeLinear
+ends it.
 `grids` reads scale and zero point, `operators` writes ops such as QLinearConv as such pairs.
 """
 
@@ -18,7 +19,7 @@ from qtrace.importing.onnx.layers import Layers, Refusal
 from qtrace.importing.onnx.model import OnnxNode
 from qtrace.importing.onnx.naming import is_anonymous
 from qtrace.importing.onnx.quantization.grids import dequantize, quantize, read_grid, stored_name
-from qtrace.importing.onnx.values import Computed, Quantized, Stored, Value
+from qtrace.importing.onnx.values import Computed, QuantizedIntegers, Stored, Value
 from qtrace.preparation.passes.given.tensors import GivenGrid, GivenRounding
 
 __all__ = ["MOVES", "PAIRS", "follow_stored", "lower_pair", "unwrap", "wrap"]
@@ -47,7 +48,7 @@ def lower_pair(node: OnnxNode, values: Sequence[Value | None], layers: Layers) -
         if not isinstance(source, Computed) or source.dtype.kind != "f":
             raise Refusal("quantizes values that are not floats of the graph")
         return _round(call, source, read_grid(call, None))
-    if isinstance(source, Quantized):
+    if isinstance(source, QuantizedIntegers):
         return _dequantize(call, source)
     if not isinstance(source, Stored):
         raise Refusal(
@@ -65,7 +66,7 @@ def _axis(call: Call) -> int:
     return call.axis(call.attribute("axis", 1), rank) if rank > 1 else 0
 
 
-def _round(call: Call, source: Computed, grid: GivenGrid) -> Quantized:
+def _round(call: Call, source: Computed, grid: GivenGrid) -> QuantizedIntegers:
     if grid.scale.size != 1:
         raise Refusal("rounds an activation with a scale per channel, which qtrace has not")
     flat = GivenGrid(grid.label, grid.kind, grid.scale.reshape(()), grid.zero_point.reshape(()))
@@ -77,7 +78,7 @@ def _round(call: Call, source: Computed, grid: GivenGrid) -> Quantized:
     layers.roundings += 1
     path = f"given_roundings.r{layers.roundings}"
     node = layers.builder.call_module(path, GivenRounding(flat), value, name=call.name)
-    return Quantized(node, np.dtype(grid.kind), flat)
+    return QuantizedIntegers(node, np.dtype(grid.kind), flat)
 
 
 def _computes_products(node: TensorNode) -> bool:
@@ -92,7 +93,7 @@ def _computes_products(node: TensorNode) -> bool:
     return isinstance(expr, CallFunction) and expr.func in (F.add, F.matmul, F.conv2d)
 
 
-def _dequantize(call: Call, source: Quantized) -> Computed:
+def _dequantize(call: Call, source: QuantizedIntegers) -> Computed:
     grid, own = source.grid, read_grid(call, source.dtype)
     if own.scale.size != 1 or own.zero_point.reshape(()) != grid.zero_point:
         raise Refusal("reads integers with another zero point than QuantizeLinear wrote them with")
@@ -106,13 +107,15 @@ def _dequantize(call: Call, source: Quantized) -> Computed:
     return Computed(call.function(F.mul, source.node, factor, name=name), np.dtype(np.float32))
 
 
-def unwrap(node: OnnxNode, values: Sequence[Value | None]) -> tuple[list[Value | None], Quantized | None]:
+def unwrap(
+    node: OnnxNode, values: Sequence[Value | None]
+) -> tuple[list[Value | None], QuantizedIntegers | None]:
     """Returns the values of a node that moves integers, as floats, and the integers that it moves.
 
     Raises:
         Refusal: when the node computes with integers, or joins ones of different scales.
     """
-    quantized = [value for value in values if isinstance(value, Quantized)]
+    quantized = [value for value in values if isinstance(value, QuantizedIntegers)]
     if not quantized:
         return list(values), None
     first = quantized[0]
@@ -124,17 +127,17 @@ def unwrap(node: OnnxNode, values: Sequence[Value | None]) -> tuple[list[Value |
     if any(not value.grid.equals(first.grid) for value in joined):
         raise Refusal("joins integers with different scales")
     floats: list[Value | None] = [
-        Computed(v.node, np.dtype(np.float32)) if isinstance(v, Quantized) else v for v in values
+        Computed(v.node, np.dtype(np.float32)) if isinstance(v, QuantizedIntegers) else v for v in values
     ]
     return floats, first
 
 
-def wrap(results: Sequence[Value], moved: Quantized | None) -> Sequence[Value]:
+def wrap(results: Sequence[Value], moved: QuantizedIntegers | None) -> Sequence[Value]:
     """Returns the results of a node as the integers that it moves; unchanged if it moves none."""
     if moved is None:
         return results
     return [
-        Quantized(result.node, moved.dtype, moved.grid) if isinstance(result, Computed) else result
+        QuantizedIntegers(result.node, moved.dtype, moved.grid) if isinstance(result, Computed) else result
         for result in results
     ]
 

@@ -18,7 +18,7 @@ from qtrace.preparation.passes.absorption.crossings import BlockedError
 from qtrace.preparation.passes.absorption.maps import LinearMap
 from qtrace.preparation.passes.fuse_bn import bias_shape, free_bias
 
-__all__ = ["LAYERS", "Change", "Parameters", "change_of_input", "change_of_result"]
+__all__ = ["LAYERS", "Change", "LayerChanges", "change_of_input", "change_of_result"]
 
 LAYERS = ("conv1d", "conv2d", "conv_transpose2d", "linear")
 _LARGEST = 3.4e38  # of float32
@@ -83,7 +83,7 @@ def _change(call: OpCall, node: TensorNode, map: LinearMap, result: bool) -> Cha
     return Change(call.expr, *pair, result)
 
 
-class Parameters:
+class LayerChanges:
     """Writes changes of layers; a weight that other calls read too is copied first.
 
     Args:

@@ -17,13 +17,13 @@ from qtrace.preparation.passes.absorption.layers import LAYERS, Change, change_o
 from qtrace.preparation.passes.absorption.maps import LinearMap
 from qtrace.preparation.passes.absorption.moves import MOVES, element_places
 
-__all__ = ["Plan", "Planner"]
+__all__ = ["AbsorptionPlan", "Planner"]
 
 _Step = tuple[TensorNode, LinearMap, Expr]
 
 
 @dataclass
-class Plan:
+class AbsorptionPlan:
     """The ops to remove, and the changes of layers that make up for them.
 
     Attributes:
@@ -56,23 +56,23 @@ class Planner:
         """Reads ``expr`` as a constant op."""
         return read_constant_op(self.traced, ops.read(expr), self._computed, self.norms)
 
-    def backward(self, op: ConstantOp) -> Plan:
+    def backward(self, op: ConstantOp) -> AbsorptionPlan:
         """Plans to absorb ``op`` into the layers that compute its operand.
 
         Raises:
             BlockedError: with the reason why it cannot be.
         """
-        plan = Plan([op.call.expr])
+        plan = AbsorptionPlan([op.call.expr])
         self._walk((op.x, op.map, op.call.expr), lambda step: self._step_backward(step, plan), True)
         return plan
 
-    def forward(self, op: ConstantOp) -> Plan:
+    def forward(self, op: ConstantOp) -> AbsorptionPlan:
         """Plans to absorb ``op`` into the layers that read its result.
 
         Raises:
             BlockedError: with the reason why it cannot be.
         """
-        plan = Plan([op.call.expr])
+        plan = AbsorptionPlan([op.call.expr])
         self._walk((op.call.out, op.map, op.call.expr), lambda step: self._step_forward(step, plan), False)
         if not plan.changes:
             raise BlockedError("no layer reads it")
@@ -95,7 +95,7 @@ class Planner:
                     self._ends[back, node] = str(error)
                 raise
 
-    def _step_backward(self, step: _Step, plan: Plan) -> Iterator[_Step]:
+    def _step_backward(self, step: _Step, plan: AbsorptionPlan) -> Iterator[_Step]:
         node, map, reader = step
         map = self._beside_others(node, map, reader)
         call = ops.read(node.expr)
@@ -134,7 +134,7 @@ class Planner:
                 raise BlockedError(f"{node.name} is also read by {out.name}")
         return map.with_identity()
 
-    def _step_forward(self, step: _Step, plan: Plan) -> Iterator[_Step]:
+    def _step_forward(self, step: _Step, plan: AbsorptionPlan) -> Iterator[_Step]:
         node, map = step[0], step[1].compressed(free=True)
         if any(node is out for out in self.traced.graph.outputs):
             raise BlockedError(f"{node.name} is an output of the graph", always=True)

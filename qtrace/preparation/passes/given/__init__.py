@@ -19,7 +19,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.preparation.passes.expand import expand
 from qtrace.preparation.passes.given.marks import take_marks
-from qtrace.preparation.passes.given.sites import Given, decide
+from qtrace.preparation.passes.given.sites import GivenRoundings, decide
 from qtrace.preparation.passes.given.tensors import GivenGrid, GivenRounding
 from qtrace.preparation.passes.insert import insert
 from qtrace.preparation.phases import switch_phase
@@ -52,7 +52,7 @@ def quantize_given(
     model = flatten(traced)
     expanded = expand(model)
     marks = take_marks(model)
-    given = Given(model, marks, parameters, config)
+    given = GivenRoundings(model, marks, parameters, config)
     annotation = decide(given)
     _refuse(given.problems)
     insert(model, annotation)
@@ -67,7 +67,7 @@ def quantize_given(
     return model
 
 
-def _changed_integers(view: QuantizedModel, given: Given) -> list[str]:
+def _changed_integers(view: QuantizedModel, given: GivenRoundings) -> list[str]:
     """Returns a sentence for each site whose parameters or integers are not the given ones."""
     problems = []
     for name, fake_quant in view.fake_quants.items():

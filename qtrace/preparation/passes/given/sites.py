@@ -12,7 +12,7 @@ from qtrace.graph.types import Expr, GetAttr, Input, Node, TensorNode, TracedMod
 from qtrace.ops import Role
 from qtrace.preparation.annotation import Annotation, Plan, Site, free_name
 from qtrace.preparation.passes._chains import Chain, Chains, find_chains
-from qtrace.preparation.passes._choices import Choice
+from qtrace.preparation.passes._choices import GIVEN, Choice
 from qtrace.preparation.passes._notes import write_notes
 from qtrace.preparation.passes._sites import Placement
 from qtrace.preparation.passes._view import INT_ROLES, plan_of, read_view
@@ -21,13 +21,13 @@ from qtrace.preparation.passes.given.schemes import Schemes
 from qtrace.preparation.passes.given.tensors import GivenGrid
 from qtrace.scheme import QParams
 
-__all__ = ["Given", "decide"]
+__all__ = ["GivenRoundings", "decide"]
 
 _FLOAT = "the file, which does not round its inputs,"
 
 
 @dataclass
-class Given:
+class GivenRoundings:
     """The given roundings of a graph, and what is decided about them.
 
     Attributes:
@@ -54,7 +54,7 @@ class Given:
         return self.labels.get(site, site)
 
 
-def decide(given: Given) -> Annotation:
+def decide(given: GivenRoundings) -> Annotation:
     """Returns the annotation with a site for each rounding of ``given``, and adds to its problems."""
     return _Decider(given).run()
 
@@ -62,7 +62,7 @@ def decide(given: Given) -> Annotation:
 class _Decider:
     """Walks the graph forwards; each rounding becomes a site or is carried by an op that moves integers."""
 
-    def __init__(self, given: Given) -> None:
+    def __init__(self, given: GivenRoundings) -> None:
         self.given, self.model = given, given.model
         self.moves = read_view(self.model, given.config)
         self.backend, self.calls, self.choices = self.moves.backend, self.moves.calls, self.moves.choices
@@ -241,7 +241,7 @@ class _Decider:
                 if not group or layer not in self.weights or grid.kind != "int32":
                     self._problem(grid, "is the bias of a layer whose input or weight is not rounded")
                     continue
-                name = free_name(node.name, self.names)
+                name = free_name(node.name, self.names, self.moves.node_names)
                 self.names.add(name)
                 self.given.stored[name] = grid
                 factor = self.placement.factor_read(layer, call.inputs[0])
@@ -264,7 +264,7 @@ class _Decider:
             rounded = any(self.placement.group_read(expr, node) for node in call.inputs)
             if rounded or expr in self.weights or self._is_fused(expr, on_integers):
                 on_integers.add(expr)
-                choices[expr] = replace(choices[expr], quantize=True, decided="the file")
+                choices[expr] = replace(choices[expr], quantize=True, decided=GIVEN)
             else:
                 choices[expr] = replace(choices[expr], quantize=False, decided=_FLOAT)
             if expr in self.rescaled:
@@ -301,7 +301,7 @@ class _Decider:
         return plan_of(scheme, observer, config.effective_fakequant)  # type: ignore[arg-type]
 
     def _register(self, preferred: str, qparams: QParams, grid: GivenGrid) -> str:
-        name = free_name(preferred, self.names)
+        name = free_name(preferred, self.names, self.moves.node_names)
         self.names.add(name)
         self.given.qparams[name] = qparams
         self.given.labels[name] = grid.label

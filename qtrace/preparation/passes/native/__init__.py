@@ -4,20 +4,18 @@
 integers of the target, and `giving` chooses the scale of each group of sites.
 """
 
-from qtrace.preparation.passes.native.giving import Given, give_ranges, set_ranges
+from qtrace.preparation.passes.native.giving import NativeParameters, bring_scales, set_ranges
 from qtrace.preparation.passes.native.locating import (
     Located,
     locate,
-    without_changed_layers,
     without_refitting,
 )
 
 __all__ = [
-    "Given",
     "Located",
-    "give_ranges",
+    "NativeParameters",
+    "bring_scales",
     "locate",
     "set_ranges",
-    "without_changed_layers",
     "without_refitting",
 ]

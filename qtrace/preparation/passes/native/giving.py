@@ -16,11 +16,11 @@ from qtrace.ops import Role
 from qtrace.preparation.annotation import Annotation, Site
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes.native.fitting import Fit, fit, span
-from qtrace.preparation.passes.native.locating import Located, Origin
+from qtrace.preparation.passes.native.locating import Located, Origin, without_changed_layers
 from qtrace.preparation.record import NativeScale
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["Given", "give_ranges", "set_ranges"]
+__all__ = ["NativeParameters", "bring_scales", "set_ranges"]
 
 _CLIPS = frozenset({"relu", "relu6", "clip"})
 # Ops whose results MegEngine's own integer kernels write at the scale of their input.
@@ -28,7 +28,7 @@ _SAME_SCALE = _CLIPS | {"avg_pool2d", "adaptive_avg_pool2d", "interpolate"}
 
 
 @dataclass
-class Given:
+class NativeParameters:
     """The parameters of the groups of sites that the model brings.
 
     Attributes:
@@ -48,7 +48,7 @@ class Given:
     clipped: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
-def give_ranges(model: TracedModule, annotation: Annotation, located: Located) -> Given:
+def bring_scales(model: TracedModule, annotation: Annotation, located: Located | None) -> NativeParameters:
     """Chooses the parameters of every group of sites for which the model brings some.
 
     A site takes the scale of its own tensor, or of the tensor from which the op before it takes its scale in
@@ -58,12 +58,17 @@ def give_ranges(model: TracedModule, annotation: Annotation, located: Located) -
     Args:
         model: the flat, expanded graph that was annotated; it is only read.
         annotation: the decisions for it.
-        located: the scales and their tensors.
+        located: the scales and their tensors in the graph before the float algorithms ran; None if the model
+            brings no scales, and nothing changes.
     """
-    return _Giver(model, annotation, located).run()
+    if located is None:
+        return NativeParameters(annotation)
+    located = without_changed_layers(located, model)
+    scales = _Giver(model, annotation, located).run()
+    return replace(scales, notes=[*located.notes, *scales.notes])
 
 
-def set_ranges(view: QuantizedModel, given: Given) -> None:
+def set_ranges(view: QuantizedModel, given: NativeParameters) -> None:
     """Sets the parameters of ``given`` in a prepared module.
 
     Args:
@@ -79,7 +84,7 @@ def set_ranges(view: QuantizedModel, given: Given) -> None:
 
 
 class _Giver:
-    """One call of `give_ranges`."""
+    """One call of `bring_scales`."""
 
     def __init__(self, model: TracedModule, annotation: Annotation, located: Located) -> None:
         self.located = located
@@ -87,11 +92,11 @@ class _Giver:
         self.nodes: dict[str, Node] = {n.name: n for n in model.graph.inputs}
         self.nodes.update((n.name, n) for e in exprs(model) for n in e.outputs)
         self.order = {name: index for index, name in enumerate(self.nodes)}
-        self.given = Given(annotation)
+        self.given = NativeParameters(annotation)
         self.used: set[str] = set()
         self.changed: dict[str, list[str]] = {}  # what was changed -> the groups
 
-    def run(self) -> Given:
+    def run(self) -> NativeParameters:
         """Returns the parameters of all groups."""
         annotation, given = self.given.annotation, self.given
         groups: dict[str, list[Site]] = {}

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from qtrace.verification.contracts.base import Rule, Violation, Violations
-from qtrace.verification.contracts.grids import Grid, bias_grid, symmetric, type_name
+from qtrace.verification.contracts.base import ContractRule, Violation, Violations
+from qtrace.verification.contracts.grids import IntegerGrid, bias_grid, symmetric, type_name
 from qtrace.verification.contracts.qdq_graph import LAYERS, Operand, QdqGraph
 
 __all__ = ["accumulator_biases", "float_biases", "int8_biases", "int32_biases", "norm_biases"]
@@ -25,7 +25,7 @@ def _biases(graph: QdqGraph) -> list[tuple[NodeProto, int, Operand, Operand, Ope
     return rows
 
 
-def float_biases(source: str) -> Rule:
+def float_biases(source: str) -> ContractRule:
     """Biases are stored as floats."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -40,10 +40,10 @@ def float_biases(source: str) -> Rule:
             what = f"its bias passes a DequantizeLinear of {type_name(bias.dequantize.type)}"
             yield Violation(node, what, "store the bias as floats", repair)
 
-    return Rule("float-biases", source, find)
+    return ContractRule("float-biases", source, find)
 
 
-def int32_biases(source: str) -> Rule:
+def int32_biases(source: str) -> ContractRule:
     """The biases of layers on integers are int32, at the scale of the accumulator."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -61,10 +61,10 @@ def int32_biases(source: str) -> Rule:
                 node, f"its bias is {kind}", "store it as int32 at the scale of the accumulator", repair
             )
 
-    return Rule("int32-biases", source, find)
+    return ContractRule("int32-biases", source, find)
 
 
-def int8_biases(source: str) -> Rule:
+def int8_biases(source: str) -> ContractRule:
     """The biases of layers on integers are symmetric int8 with one scale."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -81,10 +81,10 @@ def int8_biases(source: str) -> Rule:
             kind = "float" if bias.dequantize is None else type_name(bias.dequantize.type)
             yield Violation(node, f"its bias is {kind}", "store it as int8 with one scale", repair)
 
-    return Rule("int8-biases", source, find)
+    return ContractRule("int8-biases", source, find)
 
 
-def accumulator_biases(source: str) -> Rule:
+def accumulator_biases(source: str) -> ContractRule:
     """An int32 bias has the scales of the accumulator and zero points of 0."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -111,15 +111,15 @@ def accumulator_biases(source: str) -> Rule:
             cure = "store the bias at the scale of the accumulator, with zero points of 0"
             yield Violation(node, what, cure, _at(graph, node, index, bias))
 
-    return Rule("accumulator-biases", source, find)
+    return ContractRule("accumulator-biases", source, find)
 
 
-def _fits(grid: Grid, bias: Operand) -> bool:
+def _fits(grid: IntegerGrid, bias: Operand) -> bool:
     """Whether ``grid`` has a scale for each value of a bias, or one for all."""
     return bias.values is not None and grid.fits(bias.values)
 
 
-def _wanted(data: Operand, weight: Operand) -> Grid | None:
+def _wanted(data: Operand, weight: Operand) -> IntegerGrid | None:
     """Returns the grid of the bias of a layer on integers; None for others."""
     if data.dequantize is None or weight.dequantize is None:
         return None
@@ -144,7 +144,7 @@ def _at(graph: QdqGraph, node: NodeProto, index: int, bias: Operand) -> Callable
     return repair
 
 
-def norm_biases(source: str) -> Rule:
+def norm_biases(source: str) -> ContractRule:
     """The bias of a LayerNormalization has one scale."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -166,4 +166,4 @@ def norm_biases(source: str) -> Rule:
             what = "its bias has a scale per channel"
             yield Violation(node, what, "use one scale for the bias", repair if able else None)
 
-    return Rule("norm-biases", source, find)
+    return ContractRule("norm-biases", source, find)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onnx import NodeProto, TensorProto
 
-from qtrace.verification.contracts.base import Rule, Violation, Violations
+from qtrace.verification.contracts.base import ContractRule, Violation, Violations
 from qtrace.verification.contracts.qdq_graph import QUANTIZERS, QdqGraph
 
 __all__ = ["lowest_opset", "no_integer_ops", "no_other_domains"]
@@ -13,17 +13,17 @@ _OWN = ("", "ai.onnx")
 _INTEGER_OPS = ("QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "DynamicQuantizeLinear")
 
 
-def lowest_opset(source: str, lowest: int) -> Rule:
+def lowest_opset(source: str, lowest: int) -> ContractRule:
     """The opset is at least ``lowest``."""
 
     def find(graph: QdqGraph) -> Violations:
         if graph.opset < lowest:
             yield Violation(None, f"its opset is {graph.opset}", f"export it with opset {lowest} or higher")
 
-    return Rule("opset", source, find)
+    return ContractRule("opset", source, find)
 
 
-def no_other_domains(source: str) -> Rule:
+def no_other_domains(source: str) -> ContractRule:
     """All nodes are ONNX's own, and the file imports no other operators."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -52,10 +52,10 @@ def no_other_domains(source: str) -> Rule:
             what = f"it imports the domain {entry.domain}, which no node needs"
             yield Violation(None, what, "leave the import out", remove)
 
-    return Rule("no-other-domains", source, find)
+    return ContractRule("no-other-domains", source, find)
 
 
-def no_integer_ops(source: str) -> Rule:
+def no_integer_ops(source: str) -> ContractRule:
     """Integers are written as pairs of QuantizeLinear and DequantizeLinear around float ops."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -67,4 +67,4 @@ def no_integer_ops(source: str) -> Rule:
                 what = f"{node.op_type} is no part of the QDQ form"
                 yield Violation(node, what, "write the float op between DequantizeLinear and QuantizeLinear")
 
-    return Rule("qdq-form", source, find)
+    return ContractRule("qdq-form", source, find)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 from onnx import NodeProto
 
-from qtrace.verification.contracts.base import Rule, Violation, Violations
-from qtrace.verification.contracts.grids import Grid
+from qtrace.verification.contracts.base import ContractRule, Violation, Violations
+from qtrace.verification.contracts.grids import IntegerGrid
 from qtrace.verification.contracts.qdq_graph import QdqGraph, Quantizer
 from qtrace.verification.contracts.rules.types import activations
 
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-def constant_scales(source: str) -> Rule:
+def constant_scales(source: str) -> ContractRule:
     """Scales and zero points are constants."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -34,10 +34,10 @@ def constant_scales(source: str) -> Rule:
                 cure = "store scale and zero point as initializers"
                 yield Violation(quantizer.node, "its scale or zero point is computed", cure)
 
-    return Rule("constant-scales", source, find)
+    return ContractRule("constant-scales", source, find)
 
 
-def positive_scales(source: str) -> Rule:
+def positive_scales(source: str) -> ContractRule:
     """Scales are finite and greater than 0."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -46,10 +46,10 @@ def positive_scales(source: str) -> Rule:
             if scale is not None and not (np.isfinite(scale).all() and (scale > 0).all()):
                 yield Violation(quantizer.node, "a scale is not greater than 0", "calibrate the tensor again")
 
-    return Rule("positive-scales", source, find)
+    return ContractRule("positive-scales", source, find)
 
 
-def matching_lengths(source: str) -> Rule:
+def matching_lengths(source: str) -> ContractRule:
     """Scale and zero point have equally many elements."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -70,10 +70,10 @@ def matching_lengths(source: str) -> Rule:
                 quantizer.node, what, "write one zero point for each scale", repair if same else None
             )
 
-    return Rule("matching-lengths", source, find)
+    return ContractRule("matching-lengths", source, find)
 
 
-def fitting_scales(source: str) -> Rule:
+def fitting_scales(source: str) -> ContractRule:
     """Several scales are as many as the axis that they belong to has channels; read from stored tensors."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -90,10 +90,10 @@ def fitting_scales(source: str) -> Rule:
                 continue
             yield Violation(quantizer.node, what, "correct the axis, or write a scale for each channel")
 
-    return Rule("fitting-scales", source, find)
+    return ContractRule("fitting-scales", source, find)
 
 
-def no_needless_axis(source: str) -> Rule:
+def no_needless_axis(source: str) -> ContractRule:
     """A quantizer with one scale has no axis, and its scale no axes."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -110,10 +110,10 @@ def no_needless_axis(source: str) -> Rule:
             what = "it has one scale and the attribute axis"
             yield Violation(node, what, "leave the attribute out", repair)
 
-    return Rule("no-needless-axis", source, find)
+    return ContractRule("no-needless-axis", source, find)
 
 
-def one_scale_per_activation(source: str) -> Rule:
+def one_scale_per_activation(source: str) -> ContractRule:
     """Activations have one scale for the tensor."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -122,7 +122,7 @@ def one_scale_per_activation(source: str) -> Rule:
                 cure = "use one scale, which covers the widest channel"
                 yield Violation(quantizer.node, "it has a scale per channel", cure, _widest(graph, quantizer))
 
-    return Rule("one-scale-per-activation", source, find)
+    return ContractRule("one-scale-per-activation", source, find)
 
 
 def _widest(graph: QdqGraph, quantizer: Quantizer) -> Callable[[], None] | None:
@@ -138,17 +138,17 @@ def _widest(graph: QdqGraph, quantizer: Quantizer) -> Callable[[], None] | None:
     return repair
 
 
-def covering(low: float, high: float, like: Grid) -> Grid:
+def covering(low: float, high: float, like: IntegerGrid) -> IntegerGrid:
     """Returns a grid of one scale over a range; symmetric around 0 if ``like`` is."""
-    lowest, highest = Grid.BOUNDS[like.type]
+    lowest, highest = IntegerGrid.BOUNDS[like.type]
     if lowest < 0 and not like.zero_point.any():
-        return Grid(np.array(max(-low, high) / highest), np.array(0), like.type)
+        return IntegerGrid(np.array(max(-low, high) / highest), np.array(0), like.type)
     scale = np.float64(np.float32((high - low) / (highest - lowest)))
     zero_point = np.clip(np.rint(lowest - low / scale), lowest, highest)
-    return Grid(np.array(scale), np.array(int(zero_point)), like.type)
+    return IntegerGrid(np.array(scale), np.array(int(zero_point)), like.type)
 
 
-def power_of_two_scales(source: str) -> Rule:
+def power_of_two_scales(source: str) -> ContractRule:
     """Scales are powers of two. Others become the next larger one, so that nothing clips."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -167,12 +167,12 @@ def power_of_two_scales(source: str) -> Rule:
             def repair(
                 node: NodeProto = node,
                 nodes: list[NodeProto] | None = nodes,
-                grid: Grid = grid,
+                grid: IntegerGrid = grid,
                 integers: np.ndarray | None = value if stored else None,
             ) -> None:
                 assert nodes is not None
                 scale = np.exp2(np.ceil(np.log2(grid.scale)))
-                wanted = Grid(scale, grid.zero_point, grid.type, grid.axis)
+                wanted = IntegerGrid(scale, grid.zero_point, grid.type, grid.axis)
                 if integers is not None:
                     rounded = wanted.stored(wanted.quantize(grid.dequantize(integers)))
                     node.input[0] = graph.store(node.input[0], rounded)
@@ -180,10 +180,10 @@ def power_of_two_scales(source: str) -> Rule:
 
             yield Violation(node, what, "use the next larger power of two", repair if able else None)
 
-    return Rule("power-of-two-scales", source, find)
+    return ContractRule("power-of-two-scales", source, find)
 
 
-def smallest_range(source: str, smallest: float) -> Rule:
+def smallest_range(source: str, smallest: float) -> ContractRule:
     """The range of an activation is at least ``smallest``."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -198,13 +198,13 @@ def smallest_range(source: str, smallest: float) -> Rule:
 
             def repair(
                 nodes: list[NodeProto] | None = nodes,
-                grid: Grid = grid,
+                grid: IntegerGrid = grid,
                 factor: float = smallest / (high - low),
             ) -> None:
                 assert nodes is not None
-                graph.set_grid(nodes, Grid(grid.scale * factor, grid.zero_point, grid.type, grid.axis))
+                graph.set_grid(nodes, IntegerGrid(grid.scale * factor, grid.zero_point, grid.type, grid.axis))
 
             what = f"its range is {high - low:.2g}"
             yield Violation(quantizer.node, what, f"widen it to {smallest:g}", repair if nodes else None)
 
-    return Rule("smallest-range", source, find)
+    return ContractRule("smallest-range", source, find)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from qtrace.verification.contracts.base import Rule, Violation, Violations
-from qtrace.verification.contracts.grids import Grid, type_name
+from qtrace.verification.contracts.base import ContractRule, Violation, Violations
+from qtrace.verification.contracts.grids import IntegerGrid, type_name
 from qtrace.verification.contracts.qdq_graph import FUNCTIONS, Operand, QdqGraph, label
 from qtrace.verification.contracts.rules.parameters import covering
 
@@ -53,7 +53,7 @@ def _is_quantized(graph: QdqGraph, node: NodeProto) -> bool:
     return data is not None and data.dequantize is not None
 
 
-def unrounded_summands(source: str) -> Rule:
+def unrounded_summands(source: str) -> ContractRule:
     """A sum adds the result of a convolution before it is rounded; only its other input is rounded."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -71,7 +71,7 @@ def unrounded_summands(source: str) -> Rule:
             what = f"it reads the result of {label(layer)} rounded, which keeps both from being one kernel"
             yield Violation(node, what, "round only the other input", repair)
 
-    return Rule("unrounded-summands", source, find)
+    return ContractRule("unrounded-summands", source, find)
 
 
 def _rounded_side(graph: QdqGraph, operand: Operand | None) -> tuple[NodeProto, str] | None:
@@ -84,7 +84,7 @@ def _rounded_side(graph: QdqGraph, operand: Operand | None) -> tuple[NodeProto, 
     return (layer, unrounded) if alone and layer is not None and _is_quantized(graph, layer) else None
 
 
-def unrounded_functions(source: str) -> Rule:
+def unrounded_functions(source: str) -> ContractRule:
     """Nothing is rounded between a layer and the function behind it."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -105,10 +105,10 @@ def unrounded_functions(source: str) -> Rule:
             what = f"it reads the result of {label(layer)} rounded, so that it is no part of its kernel"
             yield Violation(node, what, "round behind the function only", repair)
 
-    return Rule("unrounded-functions", source, find)
+    return ContractRule("unrounded-functions", source, find)
 
 
-def shared_scales(source: str) -> Rule:
+def shared_scales(source: str) -> ContractRule:
     """The inputs of a concatenation share scale and zero point."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -128,10 +128,10 @@ def shared_scales(source: str) -> Rule:
             cure = "give all inputs the widest of their ranges"
             yield Violation(node, "its inputs have different scales", cure, repair if able else None)
 
-    return Rule("shared-scales", source, find)
+    return ContractRule("shared-scales", source, find)
 
 
-def _numbers(grid: Grid) -> tuple[float, int]:
+def _numbers(grid: IntegerGrid) -> tuple[float, int]:
     return float(np.float32(grid.scale.reshape(()))), int(grid.zero_point.reshape(()))
 
 
@@ -157,7 +157,7 @@ def _share(graph: QdqGraph, node: NodeProto) -> None:
             graph.set_grid(nodes, shared)
 
 
-def both_inputs_quantized(source: str, *kinds: str) -> Rule:
+def both_inputs_quantized(source: str, *kinds: str) -> ContractRule:
     """An elementwise op whose result is rounded has two quantized inputs, or none.
 
     A computed divisor may stay float: a small one would round to zero.
@@ -174,7 +174,7 @@ def both_inputs_quantized(source: str, *kinds: str) -> Rule:
             what = f"one input is quantized, and {floats[0].name} is float"
             yield Violation(node, what, "quantize both inputs, or none")
 
-    return Rule("both-inputs", source, find)
+    return ContractRule("both-inputs", source, find)
 
 
 def _is_rounded(graph: QdqGraph, name: str) -> bool:
@@ -191,7 +191,7 @@ def _adds_bias(graph: QdqGraph, node: NodeProto) -> bool:
     return any(s is not None and s.op_type in ("MatMul", "Gemm") for s in sources)
 
 
-def equal_types(source: str, *kinds: str) -> Rule:
+def equal_types(source: str, *kinds: str) -> ContractRule:
     """The inputs of an elementwise op have one type."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -202,14 +202,14 @@ def equal_types(source: str, *kinds: str) -> Rule:
                 cure = "quantize both to one type, or convert one by a second pair of Q and DQ"
                 yield Violation(node, f"its inputs are {names}", cure)
 
-    return Rule("equal-types", source, find)
+    return ContractRule("equal-types", source, find)
 
 
 def _operands(graph: QdqGraph, node: NodeProto) -> Iterator[Operand]:
     return (o for i in range(len(node.input)) if (o := graph.operand(node, i)) is not None)
 
 
-def equal_widths(source: str) -> Rule:
+def equal_widths(source: str) -> ContractRule:
     """The input and the result of a convolution have one width."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -228,10 +228,10 @@ def equal_widths(source: str) -> Rule:
                 cure = "use one width, or convert behind it by a second pair of Q and DQ"
                 yield Violation(node, what, cure)
 
-    return Rule("equal-widths", source, find)
+    return ContractRule("equal-widths", source, find)
 
 
-def fixed_outputs(source: str, op: str, grids: dict[int, tuple[float, int]]) -> Rule:
+def fixed_outputs(source: str, op: str, grids: dict[int, tuple[float, int]]) -> ContractRule:
     """The result of a function has a fixed grid.
 
     Args:
@@ -259,14 +259,14 @@ def fixed_outputs(source: str, op: str, grids: dict[int, tuple[float, int]]) -> 
                 what = f"its {kind} result has another scale or zero point than {scale} and {wanted[1]}"
                 cure = f"use scale {scale} and zero point {wanted[1]}"
                 repair = _setting(
-                    graph, nodes, Grid(np.array(wanted[0]), np.array(wanted[1]), quantizer.type)
+                    graph, nodes, IntegerGrid(np.array(wanted[0]), np.array(wanted[1]), quantizer.type)
                 )
                 yield Violation(node, what, cure, repair)
 
-    return Rule(f"fixed-{op.lower()}", source, find)
+    return ContractRule(f"fixed-{op.lower()}", source, find)
 
 
-def _setting(graph: QdqGraph, nodes: list[NodeProto] | None, grid: Grid) -> Callable[[], None] | None:
+def _setting(graph: QdqGraph, nodes: list[NodeProto] | None, grid: IntegerGrid) -> Callable[[], None] | None:
     """Returns the repair that gives ``nodes`` a grid; None where they are not to be changed."""
     if nodes is None:
         return None

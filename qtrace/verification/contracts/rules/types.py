@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 from onnx import NodeProto, TensorProto, helper
 
-from qtrace.verification.contracts.base import Rule, Violation, Violations
-from qtrace.verification.contracts.grids import Grid, type_name
+from qtrace.verification.contracts.base import ContractRule, Violation, Violations
+from qtrace.verification.contracts.grids import IntegerGrid, type_name
 from qtrace.verification.contracts.qdq_graph import QdqGraph, Quantizer
 
 __all__ = ["activation_types", "activations", "native_wide_types", "no_zero_points", "written_zero_points"]
@@ -35,14 +35,14 @@ def _made_symmetric(graph: QdqGraph, quantizer: Quantizer, kind: int) -> Callabl
     def repair() -> None:
         low, high = (float(np.reshape(end, ())) for end in grid.ends)
         middle = grid.type == TensorProto.UINT8 and int(np.reshape(grid.zero_point, ())) == 128
-        highest = Grid.BOUNDS[kind][1]
+        highest = IntegerGrid.BOUNDS[kind][1]
         scale = float(np.reshape(grid.scale, ())) if middle else max(-low, high) / highest
-        graph.set_grid(nodes, Grid(np.array(scale), np.array(0), kind))
+        graph.set_grid(nodes, IntegerGrid(np.array(scale), np.array(0), kind))
 
     return repair
 
 
-def activation_types(source: str, *types: int) -> Rule:
+def activation_types(source: str, *types: int) -> ContractRule:
     """Activations have one of ``types``. Other types of 8 bits become the first one, with the same range."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -55,10 +55,10 @@ def activation_types(source: str, *types: int) -> Rule:
             cure = f"write {names}" if repair else f"quantize the network again with {names} activations"
             yield Violation(quantizer.node, f"its integers are {type_name(quantizer.type)}", cure, repair)
 
-    return Rule("activation-types", source, find)
+    return ContractRule("activation-types", source, find)
 
 
-def no_zero_points(source: str) -> Rule:
+def no_zero_points(source: str) -> ContractRule:
     """The zero points of signed activations are 0."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -71,10 +71,10 @@ def no_zero_points(source: str) -> Rule:
                 cure = "use a symmetric scale that covers both ends"
                 yield Violation(quantizer.node, f"its zero point is {zero_point.flat[0]}", cure, repair)
 
-    return Rule("zero-points-are-0", source, find)
+    return ContractRule("zero-points-are-0", source, find)
 
 
-def written_zero_points(source: str) -> Rule:
+def written_zero_points(source: str) -> ContractRule:
     """Each QuantizeLinear and DequantizeLinear names a zero point, as the type is read from it."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -91,10 +91,10 @@ def written_zero_points(source: str) -> Rule:
             cure = f"write zero points of {zeros.dtype.name}"
             yield Violation(quantizer.node, "it has no zero point", cure, repair)
 
-    return Rule("written-zero-points", source, find)
+    return ContractRule("written-zero-points", source, find)
 
 
-def native_wide_types(source: str) -> Rule:
+def native_wide_types(source: str) -> ContractRule:
     """Integers of 16 and 4 bits are ONNX's own from opset 21 on, and of com.microsoft below."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -111,4 +111,4 @@ def native_wide_types(source: str) -> Rule:
             cure = f"write it with the domain {_MICROSOFT}, or export with opset 21"
             yield Violation(quantizer.node, what, cure, repair)
 
-    return Rule("wide-types", source, find)
+    return ContractRule("wide-types", source, find)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from qtrace.verification.contracts.base import Rule, Violation, Violations
+from qtrace.verification.contracts.base import ContractRule, Violation, Violations
 from qtrace.verification.contracts.grids import symmetric, type_name
 from qtrace.verification.contracts.qdq_graph import LAYERS, Operand, QdqGraph, channel_axis
 
@@ -28,7 +28,7 @@ def _has_channels(node: NodeProto, weight: Operand) -> bool:
     return weight.dequantize is not None and weight.dequantize.per_channel
 
 
-def weight_axis(source: str) -> Rule:
+def weight_axis(source: str) -> ContractRule:
     """The scales of a Conv's weight belong to axis 0, those of a ConvTranspose's to axis 1."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -47,10 +47,10 @@ def weight_axis(source: str) -> Rule:
             what = f"the scales of its weight are on axis {axis}"
             yield Violation(node, what, f"use scales on axis {wanted}", repair)
 
-    return Rule("weight-axis", source, find)
+    return ContractRule("weight-axis", source, find)
 
 
-def weights_per_tensor(source: str, *kinds: str) -> Rule:
+def weights_per_tensor(source: str, *kinds: str) -> ContractRule:
     """The weights of these ops have one scale."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -63,10 +63,10 @@ def weights_per_tensor(source: str, *kinds: str) -> Rule:
 
             yield Violation(node, "its weight has a scale per channel", "use one scale for it", repair)
 
-    return Rule("weights-per-tensor", source, find)
+    return ContractRule("weights-per-tensor", source, find)
 
 
-def quantized_weights(source: str, per_tensor: tuple[str, ...] = ()) -> Rule:
+def quantized_weights(source: str, per_tensor: tuple[str, ...] = ()) -> ContractRule:
     """The weight of a layer is quantized if its input is quantized for nothing but such layers.
 
     A float layer may read what others read as integers.
@@ -89,7 +89,7 @@ def quantized_weights(source: str, per_tensor: tuple[str, ...] = ()) -> Rule:
 
             yield Violation(node, "its input is quantized and its weight is float", "quantize both", repair)
 
-    return Rule("quantized-weights", source, find)
+    return ContractRule("quantized-weights", source, find)
 
 
 def _is_half_quantized(graph: QdqGraph, node: NodeProto) -> bool:
@@ -98,7 +98,7 @@ def _is_half_quantized(graph: QdqGraph, node: NodeProto) -> bool:
     return weight is not None and weight.dequantize is None and weight.values is not None
 
 
-def symmetric_weights(source: str, unsigned: bool = False) -> Rule:
+def symmetric_weights(source: str, unsigned: bool = False) -> ContractRule:
     """Weights are symmetric int8.
 
     Args:
@@ -122,10 +122,10 @@ def symmetric_weights(source: str, unsigned: bool = False) -> Rule:
             what = f"its weight is {type_name(quantizer.type)}" + (" with a zero point" if shifted else "")
             yield Violation(node, what, "use int8 with zero points of 0", repair)
 
-    return Rule("symmetric-weights", source, find)
+    return ContractRule("symmetric-weights", source, find)
 
 
-def weight_bits(source: str, *kinds: str) -> Rule:
+def weight_bits(source: str, *kinds: str) -> ContractRule:
     """The weights of these ops have at most 8 bits."""
 
     def find(graph: QdqGraph) -> Violations:
@@ -140,4 +140,4 @@ def weight_bits(source: str, *kinds: str) -> Rule:
             what = f"its weight is {type_name(weight.dequantize.type)}"
             yield Violation(node, what, "use 8 bits for the weight", repair)
 
-    return Rule("weight-bits", source, find)
+    return ContractRule("weight-bits", source, find)

@@ -1,0 +1,120 @@
+"""The command ``qtrace quantize``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from qtrace.cli import help, models, options, targets
+from qtrace.cli.console import Console
+from qtrace.cli.gates import check_graph, note_checks
+from qtrace.cli.images import change_config, warn_unused
+from qtrace.cli.verdicts import import_metric, judging
+from qtrace.quantizing.figures import note_file
+from qtrace.storage.outputs import flag
+
+__all__ = ["quantize"]
+
+
+@click.command(
+    cls=help.Command,
+    example="""
+        qtrace quantize net.onnx --data images/ --recipe resnet50 -o net-int8.onnx
+        qtrace quantize net.onnx --data train.npy --metric metrics:accuracy --max-drop 0.01 -o net.tflite
+    """,
+)
+@click.argument("model")
+@options.data(required=True)
+@options.recipe()
+@click.option("--target", metavar="T", help="The backend; default: the recipe's, or that of OUT's suffix.")
+@targets.file_to_write(
+    "--out", "-o", required=True, help="The file to write: .onnx, .tflite, .param or .mge."
+)
+@options.input_shapes
+@judging
+@click.option(
+    "--max-drop",
+    type=click.FloatRange(0),
+    help="How far the metric may be below its value in float: layers are raised to float until it holds.",
+)
+@click.option("--no-verify", is_flag=True, help="Do not run the file in its runtime.")
+@click.option("--allow-broken", is_flag=True, help="Write the file though the verdict is broken.")
+@options.allow
+@options.progress
+@options.output
+def quantize(
+    model: str,
+    data: str,
+    batch_size: int,
+    max_batches: int | None,
+    skip_bad: bool,
+    recipe: str | None,
+    allow_code: bool,
+    target: str | None,
+    out: Path,
+    force: bool,
+    shapes: dict[str, tuple[int, ...]],
+    judged: dict[str, Any],
+    max_drop: float | None,
+    no_verify: bool,
+    allow_broken: bool,
+    allow: tuple[str, ...],
+    console: Console,
+) -> int:
+    """Quantize a network to a verified file in one step.
+
+    MODEL is an .onnx file, a file of `qtrace trace` or `qtrace import`, or pkg.mod:factory, which is traced
+    on the first batch. The network is prepared, calibrated and judged; then the file is written, and run in
+    its runtime beside the graph. The file --out appears only if the verdict is not broken, the limits hold,
+    and the runtime computes what the graph computes. `qtrace calibrate` also writes what each op became, and
+    a model to train on.
+
+    The exit code is 1 if a limit of the recipe's `expect` is broken; the file is written all the same.
+    """
+    metric = judged["metric"]
+    with console.work():
+        import qtrace
+        from qtrace.config.precision import is_precision
+        from qtrace.quantizing.targets import choose_config
+
+        loaded: Any = recipe
+        if recipe is not None and not is_precision(recipe):
+            loaded = qtrace.load_recipe(recipe, allow_code=allow_code)
+        qconfig = change_config(choose_config(target, loaded, out))
+        warn_unused(data, qconfig, console)
+        source: Any = model
+        if models.is_factory(model):
+            source = models.build_module(model)
+        elif not models.is_onnx(model):
+            source = models.load_model(model, allow)
+        result = qtrace.quantize(
+            source,
+            data,
+            out,
+            recipe=qconfig,
+            shapes=shapes or None,
+            metric=None if metric is None else import_metric(metric),
+            at_least=judged["at_least"],
+            max_drop=max_drop,
+            evaluation=judged["evaluation"],
+            batch_size=batch_size,
+            max_batches=max_batches,
+            skip_bad=skip_bad,
+            verify=not no_verify,
+            allow_broken=allow_broken,
+            force=force,
+            allow=allow,
+            reporter=console,
+            spell=flag,
+        )
+        figures = note_file(result.converted, out, console)
+        config = models.preprocessing(result.converted, None)
+        checks = check_graph(config, result.verdict, metric, figures)
+    for line in result.summary()[1:]:
+        console.note(line)
+    facts = {**figures, **note_checks(console, checks), **result.judgement.to_dict()}
+    verified = None if result.verify is None else bool(result.verify.passed)
+    console.result(str(out), {"file": str(out), **facts, "raised": list(result.raised), "verified": verified})
+    return 0 if checks.passed else 1

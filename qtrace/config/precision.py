@@ -1,0 +1,65 @@
+"""The short names of precisions, ``w4a8``: bits of weights and activations, for targets that have them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from qtrace.config import backends
+from qtrace.config.backends.base import Backend
+from qtrace.errors import ConfigError
+
+__all__ = ["SYMMETRIC", "check_precision", "is_precision", "lacks_zero_points"]
+
+SYMMETRIC = "common/symmetric_activations"
+"""The recipe for targets whose activations have no zero point at some width."""
+
+_NAME = re.compile(r"w(\d+)a(\d+)")
+
+
+def is_precision(name: object) -> bool:
+    """Returns whether ``name`` is the short name of a precision."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
+def lacks_zero_points(name: str, target: str) -> bool:
+    """Returns whether the activations of a target have no zero point at the width of a precision."""
+    _, bits = _bits(name)
+    limits = backends.get(target).limits.get("activation")
+    return limits is not None and bits in limits.symmetric_bits
+
+
+def check_precision(names: Sequence[str], target: str) -> None:
+    """Refuses a precision that a target has not.
+
+    Args:
+        names: the parts of a recipe's name; those that are no precision are left out.
+        target: the name of the target.
+
+    Raises:
+        ConfigError: naming the bits that the target has.
+    """
+    backend = backends.get(target)
+    for name in filter(is_precision, names):
+        for sort, bits in zip(("weight", "activation"), _bits(name), strict=True):
+            limits = backend.limits.get(sort)
+            if limits is not None and bits not in limits.bits:
+                raise ConfigError(
+                    f"{target} has no {name}: it runs weights of {_written(backend, 'weight')} bits and "
+                    f"activations of {_written(backend, 'activation')} bits."
+                )
+
+
+def _bits(name: str) -> tuple[int, int]:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1]), int(match[2])
+
+
+def _written(backend: Backend, sort: str) -> str:
+    widths = [str(bits) for bits in _widths(backend, sort)]
+    return " or ".join(filter(None, [", ".join(widths[:-1]), widths[-1]]))
+
+
+def _widths(backend: Backend, sort: str) -> Iterable[int]:
+    return backend.limits[sort].bits

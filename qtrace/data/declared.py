@@ -1,0 +1,150 @@
+"""The inputs that an imported file declares: their names as keys of a batch, and their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from megengine import Tensor
+
+from qtrace.errors import CalibrationError
+from qtrace.graph.interface import TensorInfo, read_inputs
+from qtrace.graph.open_axes import read_open_axes
+from qtrace.graph.signature import argument_names, list_inputs
+from qtrace.graph.types import TracedModule
+
+__all__ = ["check_declared", "cure_for_shape", "cures_for_shapes", "name_arguments", "round_to_declared"]
+
+_SAMPLES = "the first axis counts the samples"
+
+
+def name_arguments(batch: Mapping[Any, Any], model: TracedModule) -> dict[str, Any] | None:
+    """Returns a batch by the names of the model's arguments; None if its keys are no inputs.
+
+    Args:
+        batch: values by the names of the inputs, those of the file that the model was imported from or those
+            of the arguments of ``forward``, which are identifiers.
+        model: the module that will be called.
+    """
+    arguments = argument_names(model)
+    declared = {info.name: name for name, info in read_inputs(model).items()}
+    if declared and set(batch) <= set(declared):  # first: a file's name may be another input's argument
+        return {declared[key]: value for key, value in batch.items()}
+    return dict(batch) if set(batch) <= set(arguments) else None
+
+
+def check_declared(model: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any], index: int) -> None:
+    """Refuses inputs of other sizes than the file fixes from which the model was imported.
+
+    The first axis counts samples and may have any size. Modules of MegEngine's own declare no sizes: the
+    traced ones are an example.
+
+    Args:
+        model: the module that will be called.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        index: the number of the batch, for messages.
+
+    Raises:
+        CalibrationError: naming the input, both shapes and a cure.
+    """
+    declared = read_inputs(model)
+    if not declared:
+        return
+    traced = dict(zip(declared, (shape for _, shape in list_inputs(model)), strict=True))
+    values = {**dict(zip(argument_names(model), args, strict=False)), **kwargs}
+    for name, info in declared.items():
+        value = values.get(name)
+        if info.sizes is None or not isinstance(value, Tensor):
+            continue
+        shape = tuple(int(n) for n in value.shape)
+        if _fits(shape, info.sizes):
+            continue
+        cure = cure_for_shape(shape, traced[name]) or (
+            "give data of this size (in a recipe, preprocess.size), or import a file that leaves it open"
+        )
+        reason = _fixing(model, name)
+        cure = f"{cure} ({reason})" if reason else cure
+        raise CalibrationError(
+            f"batch {index} gives {info.name!r} of shape {shape}, but the file that the model was imported "
+            f"from fixes it to {_written(info)}: {cure}."
+        )
+
+
+def round_to_declared(
+    model: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Rounds inputs to float16 that the file takes in float16 from which the model was imported.
+
+    The graph carries them as float32, and computes on what an exported file computes on.
+
+    Args:
+        model: the module that will be called.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+    """
+    halves = {name for name, info in read_inputs(model).items() if info.dtype == "float16"}
+    if not halves:
+        return tuple(args), dict(kwargs)
+
+    def rounded(name: str, value: Any) -> Any:
+        if name not in halves or not isinstance(value, Tensor):
+            return value
+        with np.errstate(over="ignore"):  # a number beyond float16 is infinite, which the caller refuses
+            return Tensor(value.numpy().astype(np.float16).astype(np.float32))
+
+    names = [*argument_names(model), *("" for _ in args)]
+    return (
+        tuple(rounded(name, value) for name, value in zip(names, args, strict=False)),
+        {name: rounded(name, value) for name, value in kwargs.items()},
+    )
+
+
+def _fixing(model: TracedModule, name: str) -> str:
+    """Returns which op fixes an axis of an input that the file leaves open; "" if none does."""
+    record = read_open_axes(model)
+    axes = () if record is None else record.fixed
+    return next((str(axis) for axis in axes if axis.input == name), "")
+
+
+def _fits(shape: Sequence[int], sizes: Sequence[int | None]) -> bool:
+    pairs = enumerate(zip(shape, sizes, strict=False))
+    return len(shape) == len(sizes) and all(axis == 0 or n in (None, size) for axis, (size, n) in pairs)
+
+
+def _written(info: TensorInfo) -> str:
+    return "(" + ", ".join("?" if n is None else str(n) for n in info.sizes or ()) + ")"
+
+
+def cure_for_shape(shape: Sequence[int], traced: Sequence[int]) -> str:
+    """Returns how to correct an array whose axes are in another order or number; "" if nothing says so.
+
+    Args:
+        shape: the shape of the array.
+        traced: the shape of the input.
+    """
+    if len(traced) != 4 or tuple(shape) == tuple(traced):
+        return ""
+    channels = {"NCHW": traced[1], "NHWC": traced[3]}
+    if len(shape) == 4:
+        fits = tuple(shape[1:]) == (traced[3], *traced[1:3])  # NCHW, by every size
+        if shape[3] == channels["NCHW"] != shape[1] and not fits:
+            return "it looks like NHWC: transpose (0, 3, 1, 2)"
+        if shape[1] == channels["NHWC"] != shape[3]:
+            return "it looks like NCHW: transpose (0, 2, 3, 1)"
+    if len(shape) == 3:
+        if shape[0] == channels["NCHW"]:
+            return f"it looks like one sample: write x[None], as {_SAMPLES}"
+        if shape[2] == channels["NCHW"]:
+            return f"it looks like one image, HWC: write x.transpose(2, 0, 1)[None], as {_SAMPLES}"
+    if len(shape) == 2 and channels["NCHW"] == 1:
+        return f"it looks like one image without channels: write x[None, None], as {_SAMPLES}"
+    return ""
+
+
+def cures_for_shapes(model: TracedModule, values: Iterable[Any]) -> str:
+    """Returns the first cure of `cure_for_shape` for the inputs of a call, in their order; "" without one."""
+    pairs = zip((value for value in values if isinstance(value, Tensor)), list_inputs(model), strict=False)
+    cures = (cure_for_shape(tuple(int(n) for n in value.shape), shape) for value, (_, shape) in pairs)
+    return next(filter(None, cures), "")

@@ -1,0 +1,105 @@
+"""Data that is in memory: arrays, sequences of batches, loaders, and functions that make batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from qtrace.data.base import Batch, DataSource, SizedSource
+from qtrace.data.foreign import read_array, what_is_no_iterable
+from qtrace.data.loader import open_batches
+from qtrace.errors import DataError
+
+__all__ = ["find_labels", "open_values", "without_labels"]
+
+
+def open_values(data: Any, *, batch_size: int, max_batches: int | None) -> DataSource:
+    """Opens data that is in memory.
+
+    Args:
+        data: one array, or a dict of arrays by input name, whose first axis counts the samples; or batches:
+            a list, an object whose ``__iter__`` begins anew such as a DataLoader, or a function that returns
+            an iterable. A batch is an array, a tuple of inputs by position, or a dict of inputs by name.
+        batch_size: samples per batch of an array.
+        max_batches: the largest number of batches.
+
+    Raises:
+        DataError: when ``data`` is none of these, or an iterator, which cannot begin anew.
+    """
+    if hasattr(data, "shape") and hasattr(data, "dtype"):
+        return open_batches("the array", _cut({"": data}, batch_size, named=False), max_batches)
+    if isinstance(data, Mapping):
+        return open_batches("the arrays", _cut(data, batch_size, named=True), max_batches)
+    if problem := what_is_no_iterable(data):
+        raise DataError(f"data is {problem}.")
+    return open_batches("the data", data, max_batches)
+
+
+def _cut(arrays: Mapping[Any, Any], size: int, *, named: bool) -> list[Any]:
+    """Cuts arrays with one first axis into batches of at most ``size`` samples."""
+    values = {key: read_array(value, 0) for key, value in arrays.items()}
+    lengths = {value.shape[0] if value.ndim else 0 for value in values.values()}
+    if len(lengths) != 1 or not (count := lengths.pop()):
+        raise DataError(
+            "the arrays of data need one first axis, that of the samples, of the same length above 0: give "
+            "such arrays, or a list of batches."
+        )
+    starts = range(0, count, size)
+    batches = [{key: value[start : start + size] for key, value in values.items()} for start in starts]
+    return batches if named else [next(iter(batch.values())) for batch in batches]
+
+
+def find_labels(batch: Batch, inputs: Sequence[str]) -> tuple[int | str, ...]:
+    """Returns what a batch holds beside the model's inputs and looks like labels; () for nothing.
+
+    Labels are integers, or have fewer axes than the first input. Of a tuple they are the values behind the
+    inputs, of a dict those under other names.
+
+    Args:
+        batch: the first batch.
+        inputs: the names of the model's inputs.
+    """
+    keys: list[Any]
+    if isinstance(batch, dict):
+        keys = [key for key in batch if key not in inputs]
+        if len(batch) - len(keys) != len(inputs):
+            return ()
+    else:
+        keys = list(range(len(inputs), len(batch)))
+    values: Mapping[Any, np.ndarray] = batch if isinstance(batch, dict) else dict(enumerate(batch))
+    axes = next((value.ndim for key, value in values.items() if key not in keys), 0)
+    look = all(values[key].dtype.kind in "iub" or values[key].ndim < axes for key in keys)
+    return tuple(keys) if look else ()
+
+
+def without_labels(source: DataSource, labels: tuple[int | str, ...]) -> DataSource:
+    """Returns ``source`` without the values that `find_labels` returned."""
+    if not labels:
+        return source
+    kind = _SizedUnlabelled if isinstance(source, SizedSource) else _Unlabelled
+    return kind(source, frozenset(labels))
+
+
+class _Unlabelled(DataSource):
+    def __init__(self, source: DataSource, labels: frozenset[int | str]) -> None:
+        super().__init__(source.source, source.max_batches)
+        self._whole, self._labels, self.pixels = source, labels, source.pixels
+
+    def identity(self) -> str:
+        """Returns the identity of the whole data."""
+        return self._whole.identity()
+
+    def _batches(self, selects: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
+        for number, batch in self._whole._batches(selects):
+            if isinstance(batch, dict):
+                yield number, {key: value for key, value in batch.items() if key not in self._labels}
+            else:
+                yield number, tuple(v for index, v in enumerate(batch) if index not in self._labels)
+
+
+class _SizedUnlabelled(_Unlabelled, SizedSource):
+    def _count(self) -> int:
+        assert isinstance(self._whole, SizedSource)
+        return self._whole._count()

@@ -1,0 +1,99 @@
+"""Which axes of a graph's inputs and outputs are open, by inference of its shapes at other batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.graph.inference import OpError, TensorType, TypeInference, recorded_type
+from qtrace.graph.types import Node, TensorNode, TracedModule
+
+__all__ = ["OpenBatch", "find_open_batch"]
+
+_MORE = (1, 2)  # samples more than traced: no number of a graph fits both by chance
+
+
+@dataclass(frozen=True)
+class OpenBatch:
+    """The open axes of a graph.
+
+    Attributes:
+        inputs: the inputs whose first axis is the batch; none if the graph runs at one size only.
+        outputs: output -> its open axes -> whether the size of the axis is the batch itself.
+    """
+
+    inputs: frozenset[Node] = frozenset()
+    outputs: Mapping[Node, Mapping[int, bool]] = field(default_factory=dict)
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether no axis but the first one is open in any output."""
+        return all(set(axes) <= {0} for axes in self.outputs.values())
+
+
+def find_open_batch(graph: ConvertedGraph) -> OpenBatch:
+    """Infers the shapes of ``graph`` at other batch sizes.
+
+    The batch is the first axis of the first input, and of the others that have as many. If the graph cannot
+    run at another size of all of them, it is tried with the first input alone.
+    """
+    nodes = [node for node in graph.inputs if node.shape is not None]
+    first = next(iter(graph.inputs), None)
+    if first is None or not first.shape:
+        return OpenBatch()
+    batch = int(first.shape[0])
+    alike = [node for node in nodes if node.shape and int(node.shape[0]) == batch]
+    for tried in (alike, [first]):
+        shapes = [_output_shapes(graph.module, tried, more) for more in _MORE]
+        if (open_batch := _compare(graph, tried, batch, shapes)) is not None:
+            return open_batch
+    return OpenBatch()
+
+
+def _compare(
+    graph: ConvertedGraph,
+    tried: Sequence[TensorNode],
+    batch: int,
+    shapes: Sequence[dict[Node, tuple[int, ...] | None] | None],
+) -> OpenBatch | None:
+    """Returns the open axes by the outputs' shapes at each larger batch; None for a closed batch."""
+    if any(known is None for known in shapes):
+        return None
+    outputs: dict[Node, dict[int, bool]] = {}
+    for node in graph.outputs:
+        traced = tuple(int(n) for n in node.shape or ())
+        others = [known[node] for known in shapes if known is not None]
+        if any(other is None for other in others):  # values decide the shape
+            outputs[node] = {0: traced[0] == batch} if traced else {}
+            continue
+        sizes = [other for other in others if other is not None]
+        if any(len(other) != len(traced) for other in sizes):
+            return None
+        axes = {
+            axis: all(other[axis] == batch + more for more, other in zip(_MORE, sizes, strict=True))
+            for axis, size in enumerate(traced)
+            if any(other[axis] != size for other in sizes)
+        }
+        if 0 not in axes and not all(axes.values()):  # the samples were joined along another axis
+            return None
+        outputs[node] = axes
+    return OpenBatch(frozenset(tried), outputs)
+
+
+def _output_shapes(
+    model: TracedModule, opened: Sequence[TensorNode], more: int
+) -> dict[Node, tuple[int, ...] | None] | None:
+    """Returns output -> its shape, None where values decide it; None if an op cannot run."""
+    values: list[object] = [model]
+    for node in model.graph.inputs[1:]:
+        kind = recorded_type(node)
+        if kind is not None and node in opened:
+            kind = TensorType((kind.shape[0] + more, *kind.shape[1:]), kind.dtype)
+        values.append(kind)
+    try:
+        results = TypeInference(model).run_graph(model.graph, values)
+    except OpError:
+        return None
+    shapes = [None if result is None else tuple(int(n) for n in result.shape) for result in results]
+    return dict(zip(model.graph.outputs, shapes, strict=True))

@@ -1,0 +1,165 @@
+"""Which axes a file declares open, and under which names, by inference of a graph's shapes at other sizes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from qtrace.export.converted.batch import find_open_batch
+from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.graph.inference import OpError, TensorType, TypeInference, recorded_type
+from qtrace.graph.open_axes import BATCH, OpenAxes, OpenAxis, other_sizes, read_open_axes
+from qtrace.graph.renewal import write_type
+from qtrace.graph.types import Node, TensorNode
+from qtrace.graph.walk import exprs
+
+__all__ = ["DeclaredAxes", "find_declared_axes", "resized"]
+
+_LOG = logging.getLogger("qtrace")
+
+Types = Mapping[Node, TensorType | None]
+Problem = Callable[[Types], str]
+
+
+@dataclass(frozen=True)
+class DeclaredAxes:
+    """The open axes of a file.
+
+    Attributes:
+        inputs: input -> its open axes -> their names.
+        outputs: output -> its open axes -> their names; None for the name of the output and the axis.
+    """
+
+    inputs: Mapping[Node, Mapping[int, str]] = field(default_factory=dict)
+    outputs: Mapping[Node, Mapping[int, str | None]] = field(default_factory=dict)
+
+
+def find_declared_axes(graph: ConvertedGraph, problem_at: Problem) -> DeclaredAxes:
+    """Infers the shapes of ``graph`` at other sizes of the open axes that it records.
+
+    An axis at which an op cannot run, or cannot be written, is fixed; the logger ``qtrace`` says why. A graph
+    that records no open axes has an open batch, if it can run at other batch sizes.
+
+    Args:
+        graph: the graph.
+        problem_at: says why the graph cannot be written for types at other sizes; "" if it can.
+    """
+    record = read_open_axes(graph.module)
+    if record is None or not record.axes:
+        batch = find_open_batch(graph)
+        outputs = {
+            node: {axis: BATCH if is_batch else None for axis, is_batch in axes.items()}
+            for node, axes in batch.outputs.items()
+        }
+        return DeclaredAxes({node: {0: BATCH} for node in batch.inputs}, outputs)
+    axes = _writable(graph, record, problem_at)
+    if not axes:
+        return DeclaredAxes()
+    names = {node: {a.axis: _name(a) for a in axes if a.input == node.name} for node in graph.inputs}
+    inputs = {node: own for node, own in names.items() if own}
+    types = [_types(graph, shapes) for shapes in other_sizes(_shapes(graph), axes)]
+    sizes: dict[tuple[int, ...], str] = {}
+    for node, own in inputs.items():
+        for axis, name in own.items():
+            sizes.setdefault(_sizes(node, axis, types), name)
+    outputs = {node: _output_axes(node, types, sizes) for node in graph.outputs}
+    return DeclaredAxes(inputs, outputs)
+
+
+@contextmanager
+def resized(types: Types) -> Iterator[None]:
+    """Gives nodes other types, and theirs back in the end."""
+    known = {node: (node._shape, node._dtype) for node in types if isinstance(node, TensorNode)}
+    try:
+        for node, kind in types.items():
+            if isinstance(node, TensorNode) and kind is not None:
+                write_type(node, kind)
+        yield
+    finally:
+        for node, (shape, dtype) in known.items():
+            node._shape, node._dtype = shape, dtype
+
+
+def _name(axis: OpenAxis) -> str:
+    return axis.name or (BATCH if axis.axis == 0 else f"{axis.input}_{axis.axis}")
+
+
+def _writable(graph: ConvertedGraph, record: OpenAxes, problem_at: Problem) -> tuple[OpenAxis, ...]:
+    """Returns the axes that can stay open; the logger says which ones cannot."""
+    axes = record.axes
+    problem = _problem(graph, axes, problem_at)
+    if not problem:
+        return axes
+    problems: dict[str, str] = {}
+    sizes = list(dict.fromkeys(axis.size for axis in axes))
+    for size in sizes:
+        problems[size] = _problem(graph, [a for a in axes if a.size == size], problem_at)
+    remaining = [axis for axis in axes if not problems[axis.size]]
+    if len(remaining) == len(axes) or (remaining and _problem(graph, remaining, problem_at)):
+        problems, remaining = dict.fromkeys(sizes, problem), []
+    for axis in axes:
+        if axis not in remaining:
+            shown = f" ({axis.name})" if axis.name else ""
+            _LOG.warning(
+                "the file fixes axis %d%s of input %s: %s", axis.axis, shown, axis.input, problems[axis.size]
+            )
+    return tuple(remaining)
+
+
+def _problem(graph: ConvertedGraph, axes: Sequence[OpenAxis], problem_at: Problem) -> str:
+    (shapes,) = other_sizes(_shapes(graph), axes, 1)
+    try:
+        types = _types(graph, shapes)
+    except OpError as error:
+        return str(error).rstrip(".")
+    if all(axis.axis == 0 for axis in axes):
+        return ""
+    return problem_at(types)
+
+
+def _shapes(graph: ConvertedGraph) -> dict[str, tuple[int, ...]]:
+    return {str(n.name): tuple(int(s) for s in n.shape or ()) for n in graph.inputs}
+
+
+def _types(graph: ConvertedGraph, shapes: Mapping[str, Sequence[int]]) -> dict[Node, TensorType | None]:
+    """Infers the types of all nodes from the shapes of the inputs.
+
+    Raises:
+        OpError: when an op cannot run.
+    """
+    inference = TypeInference(graph.module)
+    values: dict[Node, object] = {graph.module.graph.inputs[0]: graph.module}
+    for node in graph.inputs:
+        kind = recorded_type(node)
+        shape = tuple(shapes[str(node.name)])
+        values[node] = None if kind is None else TensorType(shape, kind.dtype)
+    for expr in exprs(graph.module):
+        results = inference.results(expr, [values[n] for n in expr.inputs])
+        values.update(zip(expr.outputs, results, strict=True))
+    return {node: _type(value) for node, value in values.items() if isinstance(node, TensorNode)}
+
+
+def _type(value: object) -> TensorType | None:
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        return None
+    return TensorType(tuple(int(n) for n in shape), getattr(value, "dtype", None))
+
+
+def _sizes(node: Node, axis: int, types: Sequence[Types]) -> tuple[int, ...]:
+    kinds = [kind for known in types if (kind := known[node]) is not None]
+    return tuple(kind.shape[axis] for kind in kinds)
+
+
+def _output_axes(
+    node: TensorNode, types: Sequence[Types], sizes: Mapping[tuple[int, ...], str]
+) -> dict[int, str | None]:
+    """Returns the axes of an output whose sizes change, with the name of an input's axis of these sizes."""
+    recorded = tuple(int(n) for n in node.shape or ())
+    kinds = [known[node] for known in types]
+    if any(kind is None or len(kind.shape) != len(recorded) for kind in kinds):  # values decide the shape
+        return dict.fromkeys(range(len(recorded)))
+    opened = (a for a, n in enumerate(recorded) if any(s != n for s in _sizes(node, a, types)))
+    return {axis: sizes.get(_sizes(node, axis, types)) for axis in opened}

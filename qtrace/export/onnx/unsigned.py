@@ -1,0 +1,144 @@
+"""Weights as uint8 instead of int8, for processors on which onnxruntime's products saturate.
+
+Without VNNI instructions, x86 processors multiply uint8 activations by int8 weights with ``vpmaddubsw``,
+which adds two neighbouring products in 16 bits and saturates: ``255 * 127 + 255 * 127`` becomes 32767. uint8
+weights take a kernel that adds in 32 bits (onnxruntime, "Quantize ONNX models", "Data type selection"). A
+weight ``w`` with zero point 0 and the weight ``w + 128`` with zero point 128 are the same number.
+
+OpenVINO's plugin takes the rows of a concat along axis 1 for channels, and then refuses a product of them
+with int8 weights: "[MatMulTransformation] ... cannot be broadcasted". It takes uint8 weights everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from qtrace.graph.names import unused_name
+
+__all__ = ["weights_behind_joined_rows", "write_unsigned_weights"]
+
+_SHIFT = 128
+
+
+def weights_behind_joined_rows(model: Any) -> set[str]:
+    """Returns the dequantized weights of the products that read rows which a concat joins.
+
+    Args:
+        model: an ONNX model.
+    """
+    import onnx
+
+    producers = {name: node for node in model.graph.node for name in node.output}
+    weights: dict[str, set[str]] = {}  # what a concat joins -> the weights that it is multiplied by
+    for node in model.graph.node:
+        if node.op_type != "MatMul":
+            continue
+        rows = node.input[0]
+        while rows in producers and producers[rows].op_type in ("QuantizeLinear", "DequantizeLinear"):
+            rows = producers[rows].input[0]
+        if rows in producers and producers[rows].op_type == "Concat":
+            weights.setdefault(rows, set()).add(node.input[1])
+    if not weights:
+        return set()
+    inferred = onnx.shape_inference.infer_shapes(model).graph.value_info
+    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in inferred}
+    ranks = {rows: rank for rows, rank in ranks.items() if rows in weights and rank > 2}
+    joined = (rows for rows, rank in ranks.items() if producers[rows].attribute[0].i % rank == 1)
+    return {name for rows in joined for name in weights[rows]}
+
+
+def write_unsigned_weights(model: Any, chosen: Collection[str] | None = None) -> int:
+    """Stores the int8 weights of ``model`` as uint8 with zero point 128; their values stay.
+
+    Weights that the file computes are rounded to uint8 there.
+
+    Args:
+        model: an ONNX model with all of its tensors, in which only weights are int8; it is changed in place.
+        chosen: the dequantized weights that are stored so; None for all.
+
+    Returns:
+        The number of weights that were changed.
+    """
+    weights = _Weights(model)
+    rounded = {n.input[0] for n in model.graph.node if chosen is not None and n.output[0] in chosen}
+    for node in model.graph.node:
+        if chosen is not None and node.output[0] not in chosen and node.output[0] not in rounded:
+            continue
+        if node.op_type == "QuantizeLinear" and weights.is_dequantized(node.output[0]):
+            weights.change_zero_point(node)
+        elif node.op_type == "DequantizeLinear":
+            weights.change_stored(node)
+    weights.drop_unread()
+    return len(weights.changed)
+
+
+class _Weights:
+    """The int8 weights of a model.
+
+    Attributes:
+        changed: the tensors of weights that are uint8 now.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.graph = model.graph
+        self.tensors = {tensor.name: tensor for tensor in self.graph.initializer}
+        self.names = {*self.tensors, *(n for node in self.graph.node for n in (*node.input, *node.output))}
+        self.readers: dict[str, set[str]] = {}
+        for node in self.graph.node:
+            for name in node.input:
+                self.readers.setdefault(name, set()).add(node.op_type)
+        self.changed: set[str] = set()
+        self._replaced: set[str] = set()
+
+    def is_dequantized(self, name: str) -> bool:
+        """Returns whether only DequantizeLinear reads a tensor."""
+        return self.readers.get(name) == {"DequantizeLinear"}
+
+    def change_stored(self, node: Any) -> None:
+        """Changes the weight that ``node`` dequantizes, if it is stored as int8 or rounded in the file."""
+        from onnx import TensorProto, numpy_helper
+
+        name = node.input[0]
+        weight = self.tensors.get(name)
+        if weight is not None and weight.data_type == TensorProto.INT8 and self.is_dequantized(name):
+            weight.CopyFrom(numpy_helper.from_array(_shifted(numpy_helper.to_array(weight)), name))
+            self.changed.add(name)
+        if name in self.changed:
+            self._give_zero_point(node)
+
+    def change_zero_point(self, node: Any) -> None:
+        """Makes a QuantizeLinear that rounds to int8 round to uint8."""
+        from onnx import TensorProto
+
+        zero = self.tensors.get(node.input[2]) if len(node.input) > 2 else None
+        if zero is not None and zero.data_type == TensorProto.INT8:
+            self._give_zero_point(node)
+            self.changed.add(node.output[0])
+
+    def _give_zero_point(self, node: Any) -> None:
+        """Gives ``node`` the zero point of uint8 in the place of its own, which is 0 where it has none."""
+        from onnx import numpy_helper
+
+        old = self.tensors.get(node.input[2]) if len(node.input) > 2 else None
+        scale = self.tensors[node.input[1]]
+        zeros = np.zeros(tuple(scale.dims), np.int8) if old is None else numpy_helper.to_array(old)
+        name = unused_name(f"{node.output[0]}_zero_point_uint8", self.names.__contains__)
+        self.names.add(name)
+        self.graph.initializer.append(numpy_helper.from_array(_shifted(zeros), name))
+        self._replaced.update(node.input[2:])
+        inputs = [*node.input[:2], name]
+        del node.input[:]
+        node.input.extend(inputs)
+
+    def drop_unread(self) -> None:
+        """Removes the zero points that nothing reads any more."""
+        read = {name for node in self.graph.node for name in node.input}
+        for name in self._replaced - read:
+            self.graph.initializer.remove(self.tensors[name])
+
+
+def _shifted(values: np.ndarray) -> np.ndarray:
+    return (values.astype(np.int16) + _SHIFT).astype(np.uint8)

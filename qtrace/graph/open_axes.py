@@ -1,0 +1,160 @@
+"""The open axes of a traced module: axes of its inputs that may have any size when the graph runs.
+
+They are recorded by name, so that an export declares them again. Axes of one name have one size. The record
+is a plain attribute of the traced module, as JSON text, which ``flatten``, ``prepare``, ``convert``, ``save``
+and ``load`` keep.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from qtrace.errors import GraphError
+from qtrace.graph.types import Node, TensorNode, TracedModule
+
+__all__ = [
+    "BATCH",
+    "FixedAxis",
+    "OpenAxes",
+    "OpenAxis",
+    "other_sizes",
+    "read_open_axes",
+    "repeat_to",
+    "write_open_axes",
+]
+
+_ATTRIBUTE = "open_axes"
+BATCH = "N"  # the name of the batch where a file or a user gives none
+_LARGEST_STEP = 64
+
+
+@dataclass(frozen=True)
+class OpenAxis:
+    """An axis of an input that may have any size.
+
+    Attributes:
+        input: the name of the input's node.
+        axis: the axis.
+        size: what the axis shares its size with: axes with equal texts have one size.
+        name: the name in files; "" if it has none.
+    """
+
+    input: str
+    axis: int
+    size: str
+    name: str
+
+
+@dataclass(frozen=True)
+class FixedAxis:
+    """An axis that a file leaves open, and that an op of the graph fixes.
+
+    Attributes:
+        input: the name of the input's node.
+        axis: the axis.
+        name: the name in the file; "" if it has none.
+        reason: which op needs the number, and why, as the end of a sentence.
+    """
+
+    input: str
+    axis: int
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        name = f" ({self.name})" if self.name else ""
+        return f"axis {self.axis}{name} of input {self.input} is fixed: {self.reason}"
+
+
+@dataclass(frozen=True)
+class OpenAxes:
+    """The open axes of a graph.
+
+    Attributes:
+        axes: the open axes of the inputs, the batch among them.
+        fixed: the axes that the file or the user leaves open, and that an op fixes.
+    """
+
+    axes: tuple[OpenAxis, ...]
+    fixed: tuple[FixedAxis, ...] = ()
+
+    def of(self, node: Node) -> dict[int, OpenAxis]:
+        """Returns the open axes of an input of the graph by their position."""
+        return {axis.axis: axis for axis in self.axes if axis.input == node.name}
+
+    def only_batch(self) -> bool:
+        """Returns whether no axis but the first one of inputs is open."""
+        return all(axis.axis == 0 for axis in self.axes)
+
+
+def write_open_axes(traced: TracedModule, record: OpenAxes) -> None:
+    """Attaches ``record`` to ``traced``."""
+    setattr(traced, _ATTRIBUTE, json.dumps(asdict(record), sort_keys=True))
+
+
+def read_open_axes(traced: TracedModule) -> OpenAxes | None:
+    """Returns the open axes that ``traced`` records; None if nothing is recorded.
+
+    Axes of inputs that the graph has no more are left out.
+
+    Raises:
+        GraphError: when the record is damaged.
+    """
+    text = getattr(traced, _ATTRIBUTE, None)
+    if text is None:
+        return None
+    try:
+        document = json.loads(text)
+        axes = tuple(OpenAxis(**item) for item in document["axes"])
+        fixed = tuple(FixedAxis(**item) for item in document["fixed"])
+        texts = [t for a in axes for t in (a.input, a.size, a.name)]
+        if not all(isinstance(t, str) for t in texts) or not all(isinstance(a.axis, int) for a in axes):
+            raise ValueError("its names are no text")
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise GraphError(
+            f"the open axes that the model carries are damaged ({type(error).__name__}): "
+            "import or trace it again."
+        ) from error
+    ranks = {n.name: len(n.shape or ()) for n in traced.graph.inputs if isinstance(n, TensorNode)}
+    known = tuple(a for a in axes if 0 <= a.axis < ranks.get(a.input, 0))
+    return OpenAxes(known, tuple(a for a in fixed if a.input in ranks))
+
+
+def repeat_to(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """Returns an array of ``shape`` that repeats the values of ``array``, or cuts them off."""
+    for axis, size in enumerate(shape):
+        array = np.take(array, np.arange(size), axis=axis, mode="wrap")
+    return array
+
+
+def other_sizes(
+    shapes: Mapping[str, Sequence[int]], axes: Sequence[OpenAxis], count: int = 2, distinct: bool = True
+) -> list[dict[str, tuple[int, ...]]]:
+    """Returns shapes of inputs at other sizes of their open axes.
+
+    A size grows by the largest power of two that divides it, up to 64, so that a network which halves it as
+    often still runs. The batch, the first axis, grows by one.
+
+    Args:
+        shapes: input -> its shape.
+        axes: the open axes.
+        count: how many shapes to return for each input.
+        distinct: whether each open size grows by another multiple.
+    """
+    sizes = list(dict.fromkeys(axis.size for axis in axes))
+    first = {axis.size: (axis.axis, int(shapes[axis.input][axis.axis])) for axis in reversed(axes)}
+    results = []
+    for number in range(1, count + 1):
+        others = {name: list(shape) for name, shape in shapes.items()}
+        for axis in axes:
+            position, size = first[axis.size]
+            step = 1 if position == 0 else min(size & -size, _LARGEST_STEP)
+            order = [s for s in sizes if first[s][0]] if position and distinct else [axis.size]
+            times = number + order.index(axis.size)
+            others[axis.input][axis.axis] = size + step * times
+        results.append({name: tuple(shape) for name, shape in others.items()})
+    return results

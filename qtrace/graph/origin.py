@@ -1,0 +1,183 @@
+"""What the file that a traced module was imported from says of itself, and the names in it.
+
+MegEngine names nodes and parameters by identifiers, and a prepared graph has other nodes than the file. The
+origin keeps the file's own words for the export. It is a plain attribute of the traced module, as JSON text,
+which ``flatten``, ``prepare``, ``convert``, ``save`` and ``load`` keep.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from qtrace.errors import GraphError
+from qtrace.graph.types import TracedModule
+
+__all__ = [
+    "FileOrigin",
+    "FileParameter",
+    "FileResult",
+    "copy_origin",
+    "move_results",
+    "read_origin",
+    "write_origin",
+]
+
+_ATTRIBUTE = "onnx_origin"
+_MAX_VERSION = 2**63 - 1  # of a number in a protobuf file
+
+
+@dataclass(frozen=True)
+class FileResult:
+    """The result of a node of the file.
+
+    Attributes:
+        tensor: the name of the tensor.
+        node: the name of the node that computes it; "" if it has none.
+        op: the type of the node.
+    """
+
+    tensor: str
+    node: str
+    op: str
+
+
+@dataclass(frozen=True)
+class FileParameter:
+    """A stored tensor of the file.
+
+    Attributes:
+        tensor: the name of the tensor.
+        shape: its shape.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FileOrigin:
+    """The file that a traced module was imported from.
+
+    Attributes:
+        graph: the name of its graph.
+        doc: the document string of the model.
+        graph_doc: the document string of the graph.
+        producer: the tool that wrote it, and the version of that.
+        domain: the domain of the model.
+        model_version: the version that the author gave the model.
+        opset: the version of ONNX's own ops.
+        ir_version: the version of the file format.
+        end_docs: name of an input or output -> its document string.
+        results: name of a node of the traced graph -> the result of a node of the file.
+        parameters: path of a parameter -> the stored tensor of the file.
+
+    Raises:
+        GraphError: for anything but text and whole numbers of 64 bits.
+    """
+
+    graph: str = ""
+    doc: str = ""
+    graph_doc: str = ""
+    producer: str = ""
+    domain: str = ""
+    model_version: int = 0
+    opset: int = 0
+    ir_version: int = 0
+    end_docs: Mapping[str, str] = field(default_factory=dict)
+    results: Mapping[str, FileResult] = field(default_factory=dict)
+    parameters: Mapping[str, FileParameter] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        numbers = (self.model_version, self.opset, self.ir_version)
+        if not all(type(n) is int and 0 <= n <= _MAX_VERSION for n in numbers):
+            raise GraphError(f"the versions of an imported file are whole numbers, not {numbers}.")
+        texts = [self.graph, self.doc, self.graph_doc, self.producer, self.domain]
+        texts += [text for pair in self.end_docs.items() for text in pair]
+        for result in self.results.values():
+            texts += [result.tensor, result.node, result.op]
+        texts += [parameter.tensor for parameter in self.parameters.values()]
+        if not all(isinstance(text, str) and _is_utf8(text) for text in texts):
+            raise GraphError(
+                "names and document strings of an imported file are text that UTF-8 can express."
+            )
+
+    def to_json(self) -> str:
+        """Returns the origin as JSON text."""
+        document: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        document["end_docs"] = dict(self.end_docs)
+        document["results"] = {key: [r.tensor, r.node, r.op] for key, r in self.results.items()}
+        document["parameters"] = {key: [p.tensor, list(p.shape)] for key, p in self.parameters.items()}
+        return json.dumps(document, ensure_ascii=True, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> FileOrigin:
+        """Parses the text that `to_json` wrote.
+
+        Raises:
+            GraphError: when the text is anything else.
+        """
+        try:
+            document = json.loads(text)
+            if set(document) != {f.name for f in fields(cls)}:
+                raise ValueError("it has other keys")
+            results = {key: FileResult(*item) for key, item in document.pop("results").items()}
+            parameters = {
+                key: FileParameter(tensor, tuple(int(n) for n in shape))
+                for key, (tensor, shape) in document.pop("parameters").items()
+            }
+            return cls(**document, results=results, parameters=parameters)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise GraphError(
+                f"the model's record of the file that it was imported from is damaged "
+                f"({type(error).__name__}): import the file again."
+            ) from error
+
+
+def _is_utf8(text: str) -> bool:
+    return text.encode(errors="replace").decode() == text
+
+
+def write_origin(traced: TracedModule, origin: FileOrigin) -> None:
+    """Attaches ``origin`` to ``traced``."""
+    setattr(traced, _ATTRIBUTE, origin.to_json())
+
+
+def read_origin(traced: TracedModule) -> FileOrigin | None:
+    """Returns the origin that ``traced`` carries, or None if it was not imported from a file.
+
+    Raises:
+        GraphError: when the origin is damaged.
+    """
+    text = getattr(traced, _ATTRIBUTE, None)
+    return None if text is None else FileOrigin.from_json(text)
+
+
+def copy_origin(source: TracedModule, target: TracedModule) -> None:
+    """Gives ``target``, which was made of nodes of ``source``, the origin of ``source`` if it has one."""
+    text = getattr(source, _ATTRIBUTE, None)
+    if text is not None:
+        setattr(target, _ATTRIBUTE, text)
+
+
+def move_results(traced: TracedModule, moved: Mapping[str, str]) -> None:
+    """Says that nodes now give what other nodes gave: their tensors have the names of those.
+
+    Args:
+        traced: a module that was imported; another one is not changed.
+        moved: name of a node that was folded -> name of the node that it was folded into, in the order of
+            the edits.
+    """
+    origin = read_origin(traced)
+    if origin is None or not moved:
+        return
+    results = dict(origin.results)
+    for old, new in moved.items():
+        gone, own = results.pop(old, None), results.get(new)
+        if own is not None:
+            results[new] = replace(own, tensor="" if gone is None else gone.tensor)
+        elif gone is not None:
+            results[new] = gone
+    write_origin(traced, replace(origin, results=results))

@@ -1,0 +1,221 @@
+"""The statements of a graph: one for each expr, on variables that are called like the nodes."""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import megengine as mge
+from megengine.traced_module.traced_module import InternalGraph
+
+from qtrace.errors import GraphError
+from qtrace.graph.names import unused_name
+from qtrace.graph.source.literals import Literals, expression_of_op, without_defaults
+from qtrace.graph.types import Apply, CallFunction, CallMethod, Constant, Expr, GetAttr, Node
+from qtrace.graph.walk import called_graph, owner
+
+__all__ = ["Body", "identifier"]
+
+_BINARY = {
+    "__add__": "+",
+    "__sub__": "-",
+    "__mul__": "*",
+    "__truediv__": "/",
+    "__floordiv__": "//",
+    "__mod__": "%",
+    "__pow__": "**",
+    "__matmul__": "@",
+    "__and__": "&",
+    "__or__": "|",
+    "__xor__": "^",
+    "__lshift__": "<<",
+    "__rshift__": ">>",
+    "__lt__": "<",
+    "__le__": "<=",
+    "__gt__": ">",
+    "__ge__": ">=",
+    "__eq__": "==",
+    "__ne__": "!=",
+}
+_REFLECTED = {f"__r{name[2:]}": sign for name, sign in list(_BINARY.items())[:13]}
+_IN_PLACE = {f"__i{name[2:]}": sign for name, sign in list(_BINARY.items())[:13]}
+_UNARY = {"__neg__": "-", "__invert__": "~", "__pos__": "+"}
+_LONG = 60  # characters of a target on one line
+_RESERVED = frozenset(("self", "M", "F", "mge", "np", "apply", "builtin", "Group", "made", *dir(builtins)))
+
+
+def identifier(name: str) -> str:
+    """Returns ``name`` with what no identifier of Python has replaced by underscores."""
+    name = re.sub(r"\W", "_", name, flags=re.ASCII) or "_"
+    return f"_{name}" if name[0].isdigit() or keyword.iskeyword(name) else name
+
+
+class Body:
+    """The statements of one graph.
+
+    Attributes:
+        lines: the statements.
+        constants: what the graph holds itself, which the module needs as attributes: name -> value.
+        names: node -> its variable, or the expression that reaches it from ``self``.
+        inputs: the nodes of the graph's arguments without ``self``.
+
+    Args:
+        graph: a graph of a traced module.
+        literals: writes arguments and collects imports.
+        reach: writes the attribute at a path of a module: (module, expression of the module, path).
+        callee: writes what is called for a traced submodule: (expr, expression of the module).
+        taken: names that no variable may have: those of functions and classes.
+        attributes: names that no constant may have: the module's attributes.
+    """
+
+    def __init__(
+        self,
+        graph: InternalGraph,
+        literals: Literals,
+        reach: Callable[[Any, str, str], str],
+        callee: Callable[[Expr, str], str],
+        taken: set[str],
+        attributes: set[str],
+    ) -> None:
+        self.lines: list[str] = []
+        self.constants: dict[str, Any] = {}
+        self.names: dict[Node, str] = {graph._inputs[0]: "self"}
+        self.inputs = tuple(graph._inputs[1:])
+        self._literals, self._reach, self._callee = literals, reach, callee
+        self._used, self._attributes = set(_RESERVED | taken), set(attributes)
+
+    def variable(self, node: Node) -> str:
+        """Gives a node a variable of its name, or of the next that is free."""
+        return self.parameter(node, node._name or "value")
+
+    def parameter(self, node: Node | None, name: str) -> str:
+        """Returns the name of a parameter; ``node`` is its value, if it is a tensor."""
+        name = unused_name(identifier(name), self._used.__contains__)
+        self._used.add(name)
+        if node is not None:
+            self.names[node] = name
+        return name
+
+    def write(self, expr: Expr) -> None:
+        """Adds the statements of an expr.
+
+        Raises:
+            GraphError: naming the node, when no source gives it.
+        """
+        try:
+            self._write(expr)
+        except GraphError as error:
+            node = expr.outputs[0]._name if expr.outputs else type(expr).__name__
+            raise GraphError(f"to_source cannot write node {node!r}: {error}.") from error
+
+    def _write(self, expr: Expr) -> None:
+        if isinstance(expr, GetAttr):
+            base = expr.inputs[0]
+            self.names[expr.outputs[0]] = self._reach(base.owner, self.names[base], expr.name)
+        elif isinstance(expr, Constant):
+            self._constant(expr)
+        elif isinstance(expr, Apply):
+            self._literals.use("from megengine.core._imperative_rt.core2 import apply")
+            op = expression_of_op(expr.opdef, self._literals)
+            self._assign(expr, f"apply({', '.join([op, *(self.names[n] for n in expr.inputs)])})")
+        elif isinstance(expr, CallFunction):
+            function = self._literals.name(expr.func)
+            arguments, options = without_defaults(expr.func, list(expr.args), expr.kwargs)
+            self._assign(expr, self._literals.call(function, arguments, options, self.names))
+        elif isinstance(expr, CallMethod):
+            self._method(expr)
+        else:
+            raise GraphError(f"a {type(expr).__name__} has no source")
+
+    def _constant(self, expr: Constant) -> None:
+        node = expr.outputs[0]
+        name = unused_name(identifier(node._name), self._attributes.__contains__)
+        self._attributes.add(name)
+        self.constants[name] = expr.value
+        self.names[node] = f"self.{name}"
+
+    def _method(self, expr: CallMethod) -> None:
+        this, *arguments = expr.args
+        if called_graph(expr) is not None:
+            tensors = ", ".join(self.names[node] for node in expr.inputs[1:])
+            self._assign(expr, f"{self._callee(expr, self.names[this])}({tensors})")
+        elif owner(expr) is not None:
+            function = self.names[this] + ("" if expr.method == "__call__" else f".{expr.method}")
+            self._assign(expr, self._literals.call(function, arguments, expr.kwargs, self.names))
+        elif isinstance(this, type):
+            self._literals.use("import megengine as mge")
+            constructor = "mge.Parameter" if issubclass(this, mge.Parameter) else "mge.Tensor"
+            if expr.method not in ("__new__", "__call__"):
+                constructor = f"{constructor}.{expr.method}"
+            self._assign(expr, self._literals.call(constructor, arguments, expr.kwargs, self.names))
+        else:
+            self._tensor_method(expr, self.names[this], arguments)
+
+    def _tensor_method(self, expr: CallMethod, this: str, arguments: list[Any]) -> None:
+        method = expr.method
+        if method == "__setitem__":
+            self.lines.append(
+                f"{this}[{self._literals.index(arguments[0], self.names)}] = {self._value(arguments[1])}"
+            )
+            self.names[expr.outputs[0]] = this  # it is the tensor itself
+        elif method in _IN_PLACE and this.isidentifier():
+            self.lines.append(f"{this} {_IN_PLACE[method]}= {self._value(arguments[0])}")
+            self.names[expr.outputs[0]] = this
+        elif method == "__getitem__":
+            self._assign(expr, f"{this}[{self._literals.index(arguments[0], self.names)}]")
+        elif method in _BINARY:
+            self._assign(expr, f"{this} {_BINARY[method]} {self._value(arguments[0])}")
+        elif method in _REFLECTED:
+            other = self._value(arguments[0])
+            other = f"({other})" if other.startswith("-") else other
+            self._assign(expr, f"{other} {_REFLECTED[method]} {this}")
+        elif method in _UNARY:
+            self._assign(expr, f"{_UNARY[method]}{this}")
+        else:
+            self._assign(expr, self._literals.call(f"{this}.{method}", arguments, expr.kwargs, self.names))
+
+    def _value(self, value: Any) -> str:
+        return self._literals.write(value, self.names)
+
+    def _assign(self, expr: Expr, value: str) -> None:
+        outputs = list(expr.outputs or ())
+        if not outputs:
+            self.lines.append(value)
+            return
+        structure = outputs if expr.out_def is None else expr.out_def.unflatten(outputs)
+        self.lines += self.unpack(structure, value)
+
+    def unpack(self, structure: Any, value: str) -> Iterator[str]:
+        """Yields the statements that give the nodes of a structure their variables.
+
+        Args:
+            structure: a node, or tuples, lists and dicts of them.
+            value: the expression of the structure.
+        """
+        later: list[tuple[Any, str]] = []
+        target = self._target(structure, later)
+        if target != value:
+            yield f"{target} = {value}"
+        for part, expression in later:
+            yield from self.unpack(part, expression)
+
+    def _target(self, structure: Any, later: list[tuple[Any, str]]) -> str:
+        if isinstance(structure, Node):
+            return self.variable(structure)
+        if isinstance(structure, (tuple, list)) and structure:
+            parts = [self._target(part, later) for part in structure]
+            parts = [
+                f"({part})" if isinstance(inner, (tuple, list)) and part[0] != "(" else part
+                for part, inner in zip(parts, structure, strict=True)
+            ]
+            line = f"{parts[0]}," if len(parts) == 1 else ", ".join(parts)
+            return line if len(line) < _LONG else self._literals.join("(", parts, ")")
+        name = unused_name("values", self._used.__contains__)
+        self._used.add(name)
+        if not isinstance(structure, dict):
+            return name  # a constant: nothing reads it
+        later += [(part, f"{name}[{self._literals.write(key)}]") for key, part in structure.items()]
+        return name

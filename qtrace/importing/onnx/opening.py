@@ -1,0 +1,315 @@
+"""Leaves the axes open that a file leaves open, as far as its nodes allow.
+
+The graph is built at two sizes of the open axes. It is then compared at other sizes, on random inputs: with
+the file in onnxruntime, and where that is missing or differs with a graph that is built for this size alone.
+An axis at which a node needs a number, or at which the graph computes something else, is fixed at its
+recorded size, and the record says which node did it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import megengine as mge
+import numpy as np
+
+from qtrace.errors import GraphError, ImportingError
+from qtrace.graph.engine import quiet_engine
+from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter, locate_failure
+from qtrace.graph.open_axes import FixedAxis, OpenAxes, OpenAxis
+from qtrace.graph.types import Node, TensorNode, TracedModule
+from qtrace.importing.onnx.inputs import InputShape, fix_axes, open_sizes
+from qtrace.process.onnxruntime import onnxruntime_errors
+
+__all__ = ["Opened", "UnsupportedNodesError", "build_open", "open_axes_of"]
+
+# Of the largest value: kernels sum in another order for another size, and in another engine.
+_TOLERANCE, _FILE_TOLERANCE = 1e-4, 1e-3
+
+Build = Callable[[Sequence[InputShape]], TracedModule]
+
+
+class UnsupportedNodesError(ImportingError):
+    """Nodes of the file have no equal in a traced graph.
+
+    Attributes:
+        problems: a clause for each node, which begins with its label.
+    """
+
+    def __init__(self, message: str, problems: Sequence[str]) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A graph whose axes are open as far as its nodes allow.
+
+    Attributes:
+        traced: the graph.
+        inputs: its inputs.
+        reasons: open size that had to be fixed -> why.
+    """
+
+    traced: TracedModule
+    inputs: tuple[InputShape, ...]
+    reasons: dict[str, str]
+
+
+def build_open(inputs: Sequence[InputShape], build: Build, file: Path) -> Opened:
+    """Builds a graph in which as many axes as possible stay open.
+
+    Args:
+        inputs: the inputs, with all axes open that the file leaves open.
+        build: builds the graph of the file for some inputs.
+        file: the file.
+
+    Raises:
+        ImportingError: when the graph cannot be built for fixed sizes either.
+    """
+    inputs, sizes, runtime = tuple(inputs), open_sizes(inputs), _FileRuns(file)
+    if not sizes:
+        return Opened(build(inputs), inputs, {})
+    traced, reason = _attempt(inputs, build, runtime)
+    if traced is not None:
+        return Opened(traced, inputs, {})
+    reasons: dict[str, str] = {}
+    if len(sizes) > 1:
+        for size in sizes:
+            alone = fix_axes(inputs, set(sizes) - {size})
+            traced, own = _attempt(alone, build, runtime)
+            if traced is None:
+                reasons[size] = own
+            elif len(reasons) == len(sizes) - 1:  # the only one that stays
+                return Opened(traced, alone, reasons)
+    remaining = [size for size in sizes if size not in reasons]
+    while remaining:
+        opened = fix_axes(inputs, set(reasons))
+        if len(remaining) < len(sizes):
+            traced, reason = _attempt(opened, build, runtime)
+            if traced is not None:
+                return Opened(traced, opened, reasons)
+        reasons[remaining.pop()] = reason
+    closed = fix_axes(inputs, set(sizes))
+    return Opened(build(closed), closed, reasons)
+
+
+def open_axes_of(opened: Opened) -> OpenAxes:
+    """Returns the record of a graph that `build_open` built; names of nodes are those of its inputs."""
+    nodes = [node for node in opened.traced.graph.inputs if isinstance(node, TensorNode)]
+    axes, fixed = [], []
+    for node, item in zip(nodes, opened.inputs, strict=True):
+        for axis, name in item.names.items():
+            size = item.open.get(axis)
+            if size is not None:
+                axes.append(OpenAxis(node.name, axis, size, name))
+            else:
+                keys = (key for key in (name, f"{item.name}:{axis}") if key in opened.reasons)
+                reason = opened.reasons.get(next(keys, ""), "")
+                if reason:
+                    fixed.append(FixedAxis(node.name, axis, name, reason))
+    return OpenAxes(tuple(axes), tuple(fixed))
+
+
+def _attempt(
+    inputs: Sequence[InputShape], build: Build, runtime: _FileRuns
+) -> tuple[TracedModule | None, str]:
+    """Builds the graph with open axes and checks it; returns why it cannot be so if it fails."""
+    try:
+        traced = build(inputs)
+    except UnsupportedNodesError as error:
+        return None, error.problems[0]
+    except (ImportingError, GraphError) as error:
+        return None, str(error).rstrip(".")
+    reason = _differs(traced, inputs, build, runtime)
+    return (traced, "") if not reason else (None, reason)
+
+
+def _differs(traced: TracedModule, inputs: Sequence[InputShape], build: Build, runtime: _FileRuns) -> str:
+    """Compares the graph at other sizes with the file; where it differs, with graphs for these sizes alone.
+
+    Returns:
+        How the graph differs; "" if it does not.
+    """
+    for candidates in (_smaller, _odd):
+        for halved in (False, True):  # at small sizes maps may vanish, on which MegEngine computes nothing
+            shapes = _resized(inputs, partial(candidates, halved=halved))
+            fixed = [replace(item, shape=shapes[item.name], batch_axis=None, open={}) for item in inputs]
+            arrays = _random_inputs(fixed)
+            try:
+                if runtime.is_equal(traced, fixed, arrays):
+                    break
+                reference = build(fixed)
+            except (ImportingError, GraphError, _NoSuchSizeError):
+                continue
+            if reason := _compare(traced, reference, fixed, arrays):
+                return reason
+            break
+    return ""
+
+
+def _smaller(size: int, order: int, halved: bool) -> int:
+    """Returns another size that can be halved as often: about half, or larger if that is too small."""
+    step = min(size & -size, 32)
+    half = size // (2 * step) * step
+    return half if halved and half and half != size else size + step * (1 + order)
+
+
+def _odd(size: int, order: int, halved: bool) -> int:
+    """Returns an odd size: about half, or a little larger if that is too small."""
+    return (
+        (size // 2 - 2 * order) | 1 if halved and size > 8 * (1 + order) else size + 2 * order + 1 + size % 2
+    )
+
+
+def _resized(inputs: Sequence[InputShape], resize: Callable[[int, int], int]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the inputs with other sizes of their open axes; the batch grows by one."""
+    shapes = {item.name: list(item.shape) for item in inputs}
+    sizes = list(dict.fromkeys(size for item in inputs for size in item.open.values()))
+    batches = {item.open[0] for item in inputs if 0 in item.open}
+    for item in inputs:
+        for axis, size in item.open.items():
+            number = item.shape[axis]
+            shapes[item.name][axis] = number + 1 if size in batches else resize(number, sizes.index(size))
+    return {name: tuple(shape) for name, shape in shapes.items()}
+
+
+class _NoSuchSizeError(Exception):
+    """The network does not run at a size."""
+
+
+class _FileRuns:
+    """Runs the file in onnxruntime, if it is installed and takes the file.
+
+    Args:
+        file: the file.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._session: Any = None
+        self._opened = False
+
+    def is_equal(
+        self, traced: TracedModule, inputs: Sequence[InputShape], arrays: Sequence[np.ndarray]
+    ) -> bool:
+        """Returns whether the graph computes what the file does; False if that is not known.
+
+        Raises:
+            _NoSuchSizeError: when the file does not run at the size.
+        """
+        session = self._open()
+        if session is None:
+            return False
+        feeds = {i.name: a.astype(i.dtype) for i, a in zip(inputs, arrays, strict=True)}
+        try:
+            expected = session.run(None, feeds)
+        except onnxruntime_errors() as error:
+            raise _NoSuchSizeError(str(error)) from error
+        with quiet_engine(traced):
+            results = _outputs(traced, arrays)
+        return results is not None and all(
+            _is_equal(a.astype(e.dtype), e, _FILE_TOLERANCE) for a, e in zip(results, expected, strict=True)
+        )
+
+    def _open(self) -> Any:
+        if not self._opened and importlib.util.find_spec("onnxruntime") is not None:
+            import onnxruntime
+
+            options = onnxruntime.SessionOptions()
+            options.log_severity_level = 4
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+            options.add_session_config_entry("session.set_denormal_as_zero", "1")  # as MegEngine does
+            try:
+                self._session = onnxruntime.InferenceSession(
+                    str(self._file), options, providers=["CPUExecutionProvider"]
+                )
+            except onnxruntime_errors():  # a file that it does not take is compared in MegEngine alone
+                self._session = None
+        self._opened = True
+        return self._session
+
+
+def _compare(
+    traced: TracedModule,
+    reference: TracedModule,
+    inputs: Sequence[InputShape],
+    arrays: Sequence[np.ndarray],
+) -> str:
+    """Runs both graphs on random numbers; returns how the first one differs, "" if it does not."""
+    shown = ", ".join(f"{item.name} {list(item.shape)}" for item in inputs)
+    with quiet_engine(traced), quiet_engine(reference):
+        expected = _outputs(reference, arrays)
+        if expected is None:
+            return ""
+        results = _outputs(traced, arrays)
+        if results is None:
+            return f"{locate_failure(traced, *map(mge.Tensor, arrays))} (at {shown})"
+        if all(_is_equal(a, b) for a, b in zip(results, expected, strict=True)):
+            return ""
+        node = _first_difference(traced, reference, arrays)
+    return f"{node} computes other values than the file at {shown}"
+
+
+def _random_inputs(inputs: Sequence[InputShape]) -> list[np.ndarray]:
+    random = np.random.default_rng(0)
+    arrays = []
+    for item in inputs:
+        if item.carried.kind == "f":
+            arrays.append(random.standard_normal(item.shape, np.float32))
+        else:
+            arrays.append(random.integers(0, 2, item.shape).astype(item.carried))
+    return arrays
+
+
+def _outputs(traced: TracedModule, arrays: Sequence[np.ndarray]) -> list[np.ndarray] | None:
+    """Returns the outputs; None if an op fails."""
+    try:
+        result = traced(*map(mge.Tensor, arrays))
+        return [t.numpy() for t in (result if isinstance(result, (tuple, list)) else [result])]
+    except ENGINE_ERRORS:
+        return None
+
+
+def _is_equal(first: np.ndarray, second: np.ndarray, tolerance: float = _TOLERANCE) -> bool:
+    if first.shape != second.shape:
+        return False
+    if first.dtype.kind != "f":
+        return bool(np.array_equal(first, second))
+    finite = second[np.isfinite(second)]
+    largest = float(np.abs(finite).max()) if finite.size else 0.0
+    return bool(np.allclose(first, second, rtol=0, atol=tolerance * max(largest, 1e-30), equal_nan=True))
+
+
+class _Values(Interpreter):
+    """Keeps the values of all nodes, or compares them with those of another run."""
+
+    def __init__(self, traced: TracedModule, expected: dict[str, np.ndarray] | None = None) -> None:
+        super().__init__(traced)
+        self.values: dict[str, np.ndarray] = {}
+        self.expected, self.first = expected, ""
+
+    def on_node(self, node: Node, value: Any) -> Any:
+        """Keeps or compares a float tensor; sizes have other nodes in graphs for fixed sizes."""
+        if not isinstance(node, TensorNode) or np.dtype(node.dtype).kind != "f":
+            return value
+        if self.expected is None:
+            self.values[str(node.name)] = value.numpy()
+        elif not self.first and node.name in self.expected:
+            equal = _is_equal(value.numpy(), self.expected[str(node.name)])
+            self.first = "" if equal else str(node.name)
+        return value
+
+
+def _first_difference(traced: TracedModule, reference: TracedModule, arrays: Sequence[np.ndarray]) -> str:
+    tensors = [mge.Tensor(array) for array in arrays]
+    known = _Values(reference)
+    known.run(*tensors)
+    run = _Values(traced, known.values)
+    run.run(*tensors)
+    return f"node {run.first}" if run.first else "the graph"

@@ -1,0 +1,60 @@
+"""What a file says of itself, and its names, kept for the export."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import onnx
+
+from qtrace.graph.interface import read_interface, write_interface
+from qtrace.graph.origin import FileOrigin, FileParameter, read_origin, write_origin
+from qtrace.graph.types import Input, TracedModule
+from qtrace.importing.onnx.importer import Importer
+from qtrace.importing.onnx.model import Graph
+
+__all__ = ["keep_own", "list_names"]
+
+_PRODUCER = "qtrace.producer"  # in files of qtrace: the tool that wrote the file that was quantized
+
+
+def list_names(importer: Importer, graph: Graph) -> FileOrigin:
+    """Returns the names of the file for the nodes and parameters of a graph that is complete.
+
+    Args:
+        importer: the importer, which has added all nodes.
+        graph: the graph of the file.
+    """
+    results = {
+        node.name: result for node, result in importer.results.items() if not isinstance(node.expr, Input)
+    }
+    parameters = {}
+    for path, (name, shape) in importer.layers.sources.items():
+        stored = graph.stored.get(name)
+        parameters[path] = FileParameter(name, shape if stored is None else stored.shape)
+    return FileOrigin(results=results, parameters=parameters)
+
+
+def keep_own(traced: TracedModule, model: onnx.ModelProto) -> None:
+    """Adds what the model says of itself to the interface and the origin of ``traced``."""
+    facts = {fact.key: fact.value for fact in model.metadata_props}
+    own = tuple((key, value) for key, value in facts.items() if not key.startswith("qtrace."))
+    interface, origin = read_interface(traced), read_origin(traced)
+    if interface is not None and own:
+        write_interface(traced, replace(interface, metadata=own))
+    if origin is None:
+        return
+    producer = f"{model.producer_name} {model.producer_version}".strip()
+    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
+    ends = {value.name: value.doc_string for value in (*model.graph.input, *model.graph.output)}
+    said = FileOrigin(
+        graph=model.graph.name,
+        doc=model.doc_string,
+        graph_doc=model.graph.doc_string,
+        producer=facts.get(_PRODUCER, "") if model.producer_name == "qtrace" else producer,
+        domain=model.domain,
+        model_version=max(int(model.model_version), 0),
+        opset=max(int(opset), 0),
+        ir_version=max(int(model.ir_version), 0),
+        end_docs={name: text for name, text in ends.items() if text},
+    )
+    write_origin(traced, replace(said, results=origin.results, parameters=origin.parameters))

@@ -1,0 +1,1 @@
+"""Sizes that depend on open axes: numbers that a file reads from shapes and computes with."""

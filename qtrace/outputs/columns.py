@@ -1,0 +1,230 @@
+"""The ranges of columns, and columns of like range put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["LEAST_VALUES", "UNLIKE", "Columns", "Layout", "group_columns", "measure_columns"]
+
+UNLIKE = 16.0
+"""Ranges are unlike from this ratio on: the smaller one keeps at most 4 of 8 bits on a common grid."""
+LEAST_VALUES = 4
+"""The number of values of a column from which its range is known: columns with fewer are not divided."""
+_MOST_COLUMNS = 4096  # more are positions, as those of a sound, of which some are silent
+_SOME_COLUMNS = 8  # up to which each column may be a quantity of its own
+_HEAD_COLUMNS = 64  # up to which they may be, where the smallest range is lost on the grid of the largest
+_LAST_PLACES = 2.0**-22  # of a float32, relative to its size: from one unit below to one above
+_HALF_A_PLACE = 2.0**-24
+_SMALLEST = float(np.finfo(np.float32).tiny)
+_LOST = 256.0  # the ratio of ranges from which a column has less than one of 256 levels
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the graph says about the columns of one axis.
+
+    Attributes:
+        parts: the number of each column's part.
+        bounded: the parts that a bounded function makes.
+        unit: the parts of these whose bounds are those of sigmoid and softmax.
+        sums: the parts of which a layer computes all columns as sums of the same values.
+    """
+
+    parts: np.ndarray
+    bounded: frozenset[int]
+    unit: frozenset[int]
+    sums: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The ends of each column's values, over samples and positions of all batches.
+
+    Attributes:
+        low, high: the smallest and the largest finite value; both 0 without one.
+        values: the number of values of each column.
+    """
+
+    low: np.ndarray
+    high: np.ndarray
+    values: int
+
+    @property
+    def count(self) -> int:
+        """The number of columns."""
+        return len(self.low)
+
+    @property
+    def largest(self) -> np.ndarray:
+        """The largest magnitude of each column."""
+        return np.maximum(np.abs(self.low), np.abs(self.high))
+
+    def tells_nothing(self, members: np.ndarray) -> np.ndarray:
+        """Returns which of the columns ``members`` of one layer carry no information in float32.
+
+        They are constant but for the rounding of the sum that computes them, one unit in the last place up or
+        down, as where a BatchNorm has switched a channel off and left its bias. Or they are one of many and
+        below half a unit of the largest column: what a layer, whose columns are sums of the same values with
+        weights that are trained alike, gives in this size is what weight decay has left of a channel. Every
+        sum with another column rounds it away. If an op in the graph scales it up, the columns behind that op
+        count instead. Of a few columns each may be a quantity of its own, whatever its unit. A constant
+        beyond all other columns counts: their noise would vanish beside it.
+        """
+        largest, spans = self.largest[members], (self.high - self.low)[members]
+        constant = spans <= _LAST_PLACES * largest
+        small = largest <= spans[~constant].max(initial=0.0)
+        tiny = _HALF_A_PLACE * largest.max(initial=0.0) if len(members) > _SOME_COLUMNS else _SMALLEST
+        return (constant & small) | (largest <= tiny)
+
+    @property
+    def levels(self) -> np.ndarray:
+        """The size of each column's range; the magnitude where it is constant or has few values."""
+        spans = self.high - self.low
+        return np.where((spans > 0) & (self.values >= LEAST_VALUES), spans, self.largest)
+
+
+@dataclass(frozen=True)
+class _Atom:
+    """Columns that stay together: their indices and the size of their range."""
+
+    columns: np.ndarray
+    level: float
+
+
+def measure_columns(values: Sequence[np.ndarray], axis: int) -> Columns | None:
+    """Measures the columns of one output along an axis; None where there are no two columns.
+
+    Args:
+        values: the output's values in each batch, of equal size along the axis.
+        axis: the axis.
+    """
+    lows, highs, count = [], [], 0
+    for value in values:
+        if value.shape[axis] < 2:
+            return None
+        if not value.size:
+            continue
+        others = tuple(i for i in range(value.ndim) if i != axis)
+        if np.isfinite(value).all():
+            lows.append(value.min(axis=others))
+            highs.append(value.max(axis=others))
+        else:
+            finite = np.isfinite(value)
+            lows.append(np.where(finite, value, np.inf).min(axis=others))
+            highs.append(np.where(finite, value, -np.inf).max(axis=others))
+        count += value.size // value.shape[axis]
+    if not lows:
+        return None
+    low, high = np.min(lows, axis=0).astype(np.float64), np.max(highs, axis=0).astype(np.float64)
+    unseen = ~(np.isfinite(low) & np.isfinite(high))
+    return Columns(np.where(unseen, 0.0, low), np.where(unseen, 0.0, high), count)
+
+
+def group_columns(columns: Columns, layout: Layout | None) -> tuple[float, list[np.ndarray]]:
+    """Puts columns of like range together.
+
+    Args:
+        columns: the columns of one axis.
+        layout: what the graph says about them; None for nothing.
+
+    Returns:
+        The ratio of the largest to the smallest level, and the sorted columns of each group, in the order of
+        their first columns.
+    """
+    atoms = _atoms(columns, layout)
+    levels = [atom.level for atom in atoms if atom.level > 0]
+    if not levels:
+        return 1.0, [np.arange(columns.count)]
+    groups: list[list[_Atom]] = []
+    for atom in sorted(atoms, key=lambda a: (-a.level, int(a.columns[0]))):
+        if not groups or (atom.level > 0 and groups[-1][0].level >= UNLIKE * atom.level):
+            groups.append([])
+        groups[-1 if atom.level > 0 else 0].append(
+            atom
+        )  # a column of zeros loses nothing: it is with the largest
+    joined = [np.sort(np.concatenate([atom.columns for atom in group])) for group in groups]
+    return max(levels) / min(levels), sorted(joined, key=lambda g: int(g[0]))
+
+
+def _atoms(columns: Columns, layout: Layout | None) -> list[_Atom]:
+    parts = np.zeros(columns.count, np.int64) if layout is None else layout.parts
+    bounded = frozenset() if layout is None else layout.bounded
+    unit = frozenset() if layout is None else layout.unit
+    atoms = []
+    united = np.flatnonzero(np.isin(parts, list(unit)))
+    if united.size:
+        atoms.append(_Atom(united, float(columns.largest[united].max())))
+    for part in dict.fromkeys(parts.tolist()):
+        if part in unit:
+            continue
+        members = np.flatnonzero(parts == part)
+        if part in bounded:
+            atoms.append(_Atom(members, float(columns.largest[members].max())))
+        else:
+            atoms += _divide(columns, members, layout is not None and part in layout.sums)
+    return atoms
+
+
+def _divide(columns: Columns, members: np.ndarray, sums: bool) -> list[_Atom]:
+    """Divides the columns of one part by their ranges, if these are clearly unlike.
+
+    Args:
+        columns: the columns of one axis.
+        members: the indices of those of the part.
+        sums: whether a layer computes all of them as sums of the same values.
+    """
+    levels = columns.levels[members].copy()
+    whole = [_Atom(members, float(levels.max()))]
+    if columns.values < LEAST_VALUES or not 2 <= len(members) <= _MOST_COLUMNS:
+        return whole
+    shares = (columns.low[members] >= 0) & (columns.high[members] <= 1)
+    if shares.any():  # scores, of which rare classes have small ones
+        levels[shares] = levels[shares].max()
+    if sums:
+        levels[columns.tells_nothing(members)] = 0.0
+    positive = levels > 0
+    if positive.sum() < 2:
+        return whole
+    order = np.argsort(-levels[positive], kind="stable")
+    indices, ordered = members[positive][order], levels[positive][order]
+    cuts = _cuts(ordered)
+    atoms = [
+        _Atom(np.sort(indices[a:b]), float(ordered[a]))
+        for a, b in zip([0, *cuts], [*cuts, len(ordered)], strict=True)
+    ]
+    zeros = members[~positive]
+    return [*atoms, _Atom(zeros, 0.0)] if zeros.size else atoms
+
+
+def _cuts(levels: np.ndarray) -> list[int]:
+    """Returns where to cut levels that fall: at gaps between clusters, or into spans if there are few."""
+    ratios = levels[:-1] / levels[1:]
+    cuts = [int(i) + 1 for i in np.flatnonzero(ratios >= UNLIKE)]
+    ends = zip([0, *cuts], [*cuts, len(levels)], strict=True)
+    if all(levels[a] < UNLIKE * levels[b - 1] for a, b in ends):
+        return cuts
+    if len(levels) > _SOME_COLUMNS:
+        lost = len(levels) <= _HEAD_COLUMNS and levels[0] >= _LOST * levels[-1]
+        return _fill_spans(levels) if lost else []  # ranges of all sizes, as the channels of features have
+    return _divide_spans(levels, 0, len(levels))
+
+
+def _fill_spans(levels: np.ndarray) -> list[int]:
+    """Cuts where a level is unlike the first one of its span: the fewest spans."""
+    cuts, first = [], levels[0]
+    for index, level in enumerate(levels):
+        if first >= UNLIKE * level:
+            cuts.append(index)
+            first = level
+    return cuts
+
+
+def _divide_spans(levels: np.ndarray, start: int, stop: int) -> list[int]:
+    """Cuts at the widest gap until no span is unlike within."""
+    if levels[start] < UNLIKE * levels[stop - 1]:
+        return []
+    cut = start + 1 + int(np.argmax(levels[start : stop - 1] / levels[start + 1 : stop]))
+    return [*_divide_spans(levels, start, cut), cut, *_divide_spans(levels, cut, stop)]

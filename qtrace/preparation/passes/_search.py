@@ -1,0 +1,139 @@
+"""The search for a labelling that gains time by integers and keeps the outputs, for `place`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from qtrace.graph.types import Node
+from qtrace.graph.walk import exprs
+from qtrace.preparation.passes._view import View
+from qtrace.preparation.placement.frontier import (
+    Point,
+    choose_balanced,
+    choose_fastest,
+    find_frontier,
+    find_smaller,
+)
+from qtrace.preparation.placement.noise import measure_noise
+from qtrace.preparation.placement.problem import Problem, evaluate, find_rounded
+from qtrace.preparation.placement.reference import MeasuredRun
+from qtrace.preparation.placement.trials import LabellingTrial, Trials, round_weights
+
+__all__ = ["Search", "SearchOutcome"]
+
+# Random vectors for each sample: more samples tell more than more vectors for each.
+_PROBES = 1
+# The SQNR of the worst group of an output below which its values tell next to nothing.
+_WORTHLESS = 10.0
+# The SQNR from which a graph that gains no time may still be rounded for its size, which nobody asked for.
+_GOOD_ENOUGH = 20.0
+
+
+@dataclass(frozen=True)
+class SearchOutcome:
+    """The labelling that `Search` found.
+
+    Attributes:
+        problem: the units and tensors, with noise where that was measured.
+        point: the labelling.
+        mode: the mode that was asked for; "smaller" where no op gains time, "float" where that spoils the
+            outputs, too.
+        trial: what the labelling does to the outputs.
+        refused: what the first labelling does that gains time, if it spoils an output.
+    """
+
+    problem: Problem
+    point: Point
+    mode: str
+    trial: LabellingTrial
+    refused: LabellingTrial | None = None
+
+
+class Search:
+    """Tries labellings, the best one first, until one keeps the outputs.
+
+    Args:
+        view: the graph under its config.
+        problem: its units and tensors, without noise.
+        run: the graph on a few images.
+        mode: "balanced" or "fastest".
+    """
+
+    def __init__(self, view: View, problem: Problem, run: MeasuredRun, mode: str) -> None:
+        self.view, self.run, self.mode = view, run, mode
+        self.problem = problem if mode == "fastest" else self._with_noise(problem)
+
+    def choose(self) -> SearchOutcome:
+        """Returns the first labelling that does not spoil a group of columns of an output."""
+        refused: LabellingTrial | None = None
+        for point, mode in self._candidates():
+            trial = self._try(point.labels)
+            if trial.sqnr >= (_GOOD_ENOUGH if mode == "smaller" else _WORTHLESS):
+                return SearchOutcome(self.problem, point, mode, trial, refused)
+            refused = refused or (None if mode == "smaller" else trial)
+        labels = {unit.name: bool(unit.fixed) for unit in self.problem.units}
+        mode, last = self.mode if any(labels.values()) else "float", self._try(labels)
+        return SearchOutcome(self.problem, Point(labels, evaluate(self.problem, labels)), mode, last, refused)
+
+    def _candidates(self) -> Iterator[tuple[Point, str]]:
+        """Yields the labelling that was asked for, quieter ones that gain time, then smaller files."""
+        fastest = self.mode == "fastest"
+        frontier = [] if fastest else find_frontier(self.problem)
+        first = choose_fastest(self.problem) if fastest else choose_balanced(self.problem, frontier)
+        if any(first.labels.values()):
+            yield first, self.mode
+        if fastest:
+            units = tuple(replace(unit, noise_weight=1.0) for unit in self.problem.units)
+            self.problem = self._with_noise(replace(self.problem, units=units))
+            frontier = find_frontier(self.problem)
+        in_float = evaluate(self.problem, {unit.name: bool(unit.fixed) for unit in self.problem.units})
+        noise = evaluate(self.problem, first.labels).noise
+        for point in frontier:
+            gains = point.energy.noise < noise and point.energy.seconds < in_float.seconds
+            if gains and any(point.labels.values()):
+                yield point, self.mode
+        if not any(unit.fixed for unit in self.problem.units):
+            yield from ((point, "smaller") for point in find_smaller(self.problem))
+
+    def _with_noise(self, problem: Problem) -> Problem:
+        """Returns ``problem`` with the noise of every value and weight that may be rounded."""
+        view = self.view
+        schemes = view.backend.activation, view.backend.weight
+        noise = measure_noise(self.run, view.calls, *schemes, probes=_PROBES, names=_find_candidates(problem))
+        return problem.with_noise(noise.values, noise.weights)
+
+    def _try(self, labels: Mapping[str, bool]) -> LabellingTrial:
+        """Rounds what ``labels`` put on integers."""
+        if not any(labels.values()):
+            return LabellingTrial()
+        rounded = find_rounded(self.problem, labels)
+        weights = {e: weight for e, weight in self._weights.items() if labels.get(e.outputs[0].name)}
+        return self._trials.round(
+            [node for node in self._nodes if node.name in rounded], self.view.backend.activation, weights
+        )
+
+    @cached_property
+    def _nodes(self) -> list[Node]:
+        names = {tensor.name for tensor in self.problem.tensors}
+        results = (node for expr in exprs(self.view.traced) for node in expr.outputs)
+        return [n for n in itertools.chain(self.view.traced.graph.inputs, results) if n.name in names]
+
+    @cached_property
+    def _weights(self) -> Mapping[Any, Any]:
+        names = {unit.name for unit in self.problem.units if unit.integer_seconds is not None}
+        return round_weights(self.view.traced, self.view.calls, self.view.backend.weight, names)
+
+    @cached_property
+    def _trials(self) -> Trials:
+        return Trials(self.run)
+
+
+def _find_candidates(problem: Problem) -> set[str]:
+    """Returns the names of the ops and values that may be rounded."""
+    units = {unit.name for unit in problem.units if unit.integer_seconds is not None}
+    near = (t.name for t in problem.tensors if t.producer in units or not units.isdisjoint(t.readers))
+    return {*units, *near}

@@ -1,0 +1,438 @@
+"""Unlike: keeps values in float whose parts have so different ranges that one grid would spoil the smaller.
+
+A concatenation of boxes, up to 600, and scores, up to 1, has one scale in every target: no score survives 256
+levels of 2.4 each. The ranges come from a run of the float graph on a few samples. A value is a candidate if
+one of its parts keeps fewer than 5 bits of its grid. Its parts are the inputs of the op that joins them, the
+slices that are taken of it, or the groups of columns of an output, or of a result that reaches an output
+through no other layer. Then the value alone is rounded in another run: it stays in float if a group of
+columns of an output loses by that, and so do the ops that would round it again. What costs the outputs
+nothing, such as the unlike feature maps that a network joins, is rounded.
+
+Where a join that leaves the graph stays in float, so does the arithmetic behind the last layers that ends in
+it, on targets whose layers give integers: it decodes boxes, and a grid for corners in pixels is coarser than
+the offsets that the layers give.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from qtrace.config import QConfig
+from qtrace.errors import QtraceError
+from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
+from qtrace.graph.walk import is_float_tensor
+from qtrace.ops import Role
+from qtrace.preparation.passes._chains import Chains, find_chains, output_choice
+from qtrace.preparation.passes._infinity import infinity_of
+from qtrace.preparation.passes._view import Unlike, View, read_view
+from qtrace.preparation.placement.reference import MeasuredRun
+from qtrace.preparation.placement.trials import Trials
+from qtrace.scheme import QScheme
+
+__all__ = ["find_unlike"]
+
+_LEAST_LEVELS = 32  # of a grid, 5 bits: a part with fewer is nearly lost
+_LIKE = (
+    8.0  # the ratio of ranges up to which a part loses its levels to a narrow scheme, and not to the others
+)
+_HARMLESS = (
+    30.0  # dB that the worst group of an output keeps: rounding a value that costs no more is harmless
+)
+_WITHIN_ONE = frozenset(("sigmoid", "hsigmoid", "hard_sigmoid", "softmax", "tanh", "sin", "cos", "erf"))
+_SLICES = ("getitem", "split", "gather")
+_ARITHMETIC = (Role.ELEMENTWISE, Role.ACTIVATION)
+
+
+def find_unlike(traced: TracedModule, qconfig: QConfig, run: MeasuredRun) -> Unlike:
+    """Finds the ops and results that stay in float because one grid would spoil a part of a value.
+
+    The graph runs only if the config and the backend would round a value with parts. Ops with a rule
+    ``quantize: true`` are rounded whatever it costs.
+
+    Args:
+        traced: a flat, expanded graph; it is only read.
+        qconfig: the config.
+        run: the graph on a few images, for the ranges. With generated ones, a join that leaves the graph
+            stays in float, too, if some of its parts are bounded by a function such as sigmoid and others are
+            not.
+
+    Raises:
+        CalibrationError: when the graph does not run on samples.
+    """
+    unlike = Unlike(far=_far_inputs(run))
+    view = read_view(traced, qconfig, unlike=unlike)
+    finder = _Finder(view, find_chains(view))
+    values, outputs, tails = finder.find_values(), finder.find_outputs(), finder.find_tails()
+    if not values and not any(finder.gives_columns(node, run) for node in (*outputs.values(), *tails)):
+        return unlike
+    nodes = {node for value, slices in values.items() for node in (value, *finder.parts(value, slices))}
+    trials, ranges = _try(run, nodes.union(outputs.values(), tails), tails)
+    decision = _Decision(finder, trials, ranges, generated=run.synthetic)
+    for value, slices in values.items():
+        decision.decide(value, slices)
+    for output, value in outputs.items():
+        decision.decide_output(output, value)
+    decision.decide_tails(tails)
+    if view.backend.integer_layers:
+        decision.leave_decoders()
+    return replace(unlike, floats=decision.floats, results=decision.results)
+
+
+def _try(
+    run: MeasuredRun, nodes: Iterable[Node], columns: Sequence[Node]
+) -> tuple[Trials | None, Mapping[Node, tuple[float, float]]]:
+    """Returns the trials and the ranges of ``nodes``; none if generated inputs do not fit the network."""
+    try:
+        run.exact(columns)
+        trials = Trials(run)
+        return trials, trials.ranges(nodes)
+    except QtraceError:
+        if not run.synthetic:
+            raise
+        return None, {}
+
+
+def _far_inputs(run: MeasuredRun) -> dict[str, np.ndarray]:
+    """Returns the inputs of which a number in the samples may stand for infinity, with their values."""
+    batches = [] if run.synthetic else run.batches
+    far: dict[str, np.ndarray] = {}
+    for index, node in enumerate(run.model.graph.inputs):
+        if is_float_tensor(node):
+            values = [inputs[index].numpy().reshape(-1) for inputs in batches]
+            if any(infinity_of(value) for value in values):
+                far[node.name] = np.concatenate(values)
+    return far
+
+
+class _Finder:
+    """Finds the values that have parts."""
+
+    def __init__(self, view: View, chains: Chains) -> None:
+        self.view, self.chains = view, chains
+        self._by_output = {chain.output: chain for chain in chains.values()}
+
+    def find_values(self) -> dict[TensorNode, tuple[Expr, ...]]:
+        """Returns the values that are joined and rounded, and those of which several slices are taken.
+
+        Returns:
+            value -> its slices; () for the result of a join.
+        """
+        view = self.view
+        joined: dict[TensorNode, tuple[Expr, ...]] = {}
+        slices: dict[TensorNode, list[Expr]] = {}
+        for expr in view.order:
+            call = view.calls.get(expr)
+            if call is None:
+                continue
+            if call.role is Role.CONCAT and not view.choices[expr].quantize and view.is_data(call.out):
+                if view.on_integers(expr) or self.is_rounded_behind(call.out):
+                    joined[call.out] = ()
+            elif call.kind in _SLICES and view.carries(expr):
+                slices.setdefault(self.source(call.inputs[0]), []).append(expr)
+        sliced = {
+            value: tuple(exprs)
+            for value, exprs in slices.items()
+            if value not in joined and value in self._by_output and sum(len(e.outputs) for e in exprs) > 1
+        }
+        return joined | sliced
+
+    def find_outputs(self) -> dict[TensorNode, TensorNode]:
+        """Returns each output that is rounded -> the result of an op that it is, moved or not."""
+        rounded = {}
+        for node in self.view.outputs:
+            source = self.source(node) if isinstance(node, TensorNode) else None
+            chain = None if source is None else self._by_output.get(source)
+            if chain is None or self.view.backend.rounds_for_readers:
+                continue
+            choice = output_choice(self.view, chain)
+            if choice.quantize_output and choice.output is None and not choice.quantize:
+                rounded[node] = source
+        return rounded
+
+    def find_tails(self) -> list[TensorNode]:
+        """Returns the rounded values that reach an output through no other layer, in execution order.
+
+        They are the results of ops on integers, and those of ops in float that ops on integers read.
+        """
+        tails: set[Node] = set()
+        visited: set[Node] = set()
+        stack: list[Node] = list(self.view.outputs)
+        while stack:
+            node = stack.pop()
+            if node in visited or not self.view.is_data(node):
+                continue
+            visited.add(node)
+            if isinstance(node, TensorNode) and self._is_rounded(node):
+                tails.add(node)
+            call = self.view.calls.get(node.expr)
+            if call is not None and call.role is not Role.COMPUTE:
+                stack.extend(call.inputs)
+        return [node for expr in self.view.order for node in expr.outputs if node in tails]
+
+    def _is_rounded(self, node: TensorNode) -> bool:
+        """Returns whether ``node`` is a result that is rounded, by no rule of its own, or by its readers."""
+        chain, call = self._by_output.get(node), self.view.calls.get(node.expr)
+        if chain is None:
+            moved = call is not None and self.view.carries(node.expr) and call.kind not in _SLICES
+            return node.expr not in self.chains and not moved and self.is_rounded_behind(node)
+        if self.view.backend.rounds_for_readers and not self.is_rounded_behind(node):
+            return False
+        choice = output_choice(self.view, chain)
+        return choice.quantize_output and choice.output is None and not choice.quantize
+
+    def gives_columns(self, node: TensorNode, run: MeasuredRun) -> bool:
+        """Returns whether the columns of ``node`` can have known ranges; a layer's have with enough rows."""
+        chain = self._by_output.get(node)
+        layer = chain is not None and self.view.calls[chain.head].role is Role.COMPUTE
+        return not layer or run.columns_are_known(node)
+
+    def is_rounded_behind(self, node: TensorNode) -> bool:
+        """Returns whether an op on integers reads ``node``, moved or not."""
+        return any(
+            self.view.on_integers(user)
+            or (self.view.carries(user) and any(map(self.is_rounded_behind, user.outputs)))
+            for user in node.users
+        )
+
+    def source(self, node: TensorNode) -> TensorNode:
+        """Returns the value that ``node`` is, through moves that keep all of it."""
+        call = self.view.calls.get(node.expr)
+        while call is not None and self.view.carries(node.expr) and call.kind not in _SLICES:
+            node = call.inputs[0]
+            call = self.view.calls.get(node.expr)
+        return node
+
+    def parts(self, value: TensorNode, slices: Iterable[Expr]) -> list[TensorNode]:
+        """Returns the results of ``slices``, or without slices the inputs of the op that joins ``value``."""
+        sliced = [node for expr in slices for node in expr.outputs]
+        return sliced or list(dict.fromkeys(self.view.calls[value.expr].inputs))
+
+    def scheme(self, value: TensorNode) -> QScheme:
+        """Returns the scheme by which ``value`` is rounded; that of the backend for no op's result."""
+        chain = self._by_output.get(value)
+        if chain is None:
+            return self.view.backend.activation
+        choice = output_choice(self.view, chain)
+        return choice.output or choice.activation
+
+    def only_leaves(self, node: TensorNode) -> bool:
+        """Returns whether nothing but moves to the graph's outputs reads ``node``."""
+        users = [user for user in node.users if any(map(self.view.is_data, user.outputs))]
+        moved = all(self.view.carries(user) and all(map(self.only_leaves, user.outputs)) for user in users)
+        return moved and (bool(users) or node in self.view.outputs)
+
+    def within_one(self, part: TensorNode) -> bool:
+        """Returns whether the function that computes ``part``, before it is moved, has values in -1 to 1."""
+        call = self.view.calls.get(self.source(part).expr)
+        return call is not None and call.kind in _WITHIN_ONE
+
+
+class _Decision:
+    """Marks the ops and results that stay in float.
+
+    Args:
+        finder: finds values and their parts.
+        trials: what rounding costs; None if the graph did not run.
+        ranges: the ranges of the values; none if the graph did not run.
+        generated: whether the ranges are those of generated inputs.
+
+    Attributes:
+        floats: expr that stays in float -> why.
+        results: result that stays in float -> why.
+    """
+
+    def __init__(
+        self,
+        finder: _Finder,
+        trials: Trials | None,
+        ranges: Mapping[Node, tuple[float, float]],
+        generated: bool,
+    ) -> None:
+        self.finder, self.view, self.trials, self.generated = finder, finder.view, trials, generated
+        self.ranges = ranges
+        self.floats: dict[Expr, str] = {}
+        self.results: dict[Node, str] = {}
+        self._spoiled: dict[Node, bool] = {}
+
+    def decide(self, value: TensorNode, slices: Sequence[Expr]) -> None:
+        """Decides for a value that is joined, or of which ``slices`` are taken."""
+        parts = self.finder.parts(value, slices)
+        reason = self._differ(value, parts)
+        leaves = not slices and self.finder.only_leaves(value)
+        if not reason and leaves and self.generated:
+            reason = self._differ_in_bounds(parts)
+        if not reason or value.expr in self.floats or not (leaves or self._is_spoiled(value)):
+            return
+        if not slices:
+            self._leave_join(value, reason)
+            return
+        self._leave_result(value, reason)
+        for expr in slices:
+            self._leave_moves(expr, value, reason)
+
+    def decide_output(self, output: TensorNode, value: TensorNode) -> None:
+        """Decides for ``output``, which is ``value``, moved or not: its columns may have unlike ranges."""
+        if self.trials is None or value.expr in self.floats or value in self.results:
+            return
+        groups = [group for group in self.trials.groups if group.end is output]
+        if len(groups) < 2 or not self._is_spoiled(value):
+            return
+        trial = self.trials.round([value], self.finder.scheme(value))
+        reason = f"{trial.group} would keep {trial.sqnr:.1f} dB on one grid with the other columns"
+        if self.view.calls[value.expr].role is Role.CONCAT:
+            self._leave_join(value, reason)
+        else:
+            self._leave_result(value, reason)
+
+    def leave_decoders(self) -> None:
+        """Leaves the arithmetic in float whose values end in joins in float that leave the graph, alone.
+
+        Nothing there reads integers. Each grid on the way would cost boxes up to half a step of it.
+        """
+        ending: dict[Expr, str] = {}  # expr -> the join in which its values end
+        for expr in reversed(self.view.order):
+            call, chain = self.view.calls.get(expr), self.finder.chains.get(expr)
+            if call is None:
+                continue
+            join = self._reading_join(expr, ending)
+            if call.role is Role.CONCAT:
+                if expr in self.floats and (join or self.finder.only_leaves(call.out)):
+                    ending[expr] = call.out.name
+            elif join and self.view.carries(expr):
+                ending[expr] = join
+            elif join and chain is not None and chain.tail is expr and self._decodes(chain.exprs):
+                ending.update(dict.fromkeys(chain.exprs, join))
+                reason = f"its values end in {join}, which stays in float"
+                self.floats.update(dict.fromkeys(chain.exprs, reason))
+
+    def _reading_join(self, expr: Expr, ending: Mapping[Expr, str]) -> str:
+        """Returns the join in which the values of ``expr`` end; "" if anything else reads them."""
+        readers = [user for out in expr.outputs for user in out.users]
+        readers = [user for user in readers if any(map(self.view.is_data, user.outputs))]
+        if not readers or any(out in self.view.outputs for out in expr.outputs):
+            return ""
+        return ending[readers[0]] if all(user in ending for user in readers) else ""
+
+    def _decodes(self, exprs: Iterable[Expr]) -> bool:
+        """Returns whether ``exprs`` are arithmetic without a layer, and no rule asks for integers."""
+        return all(
+            self.view.calls[expr].role in _ARITHMETIC and not self.view.choices[expr].quantize
+            for expr in exprs
+        )
+
+    def decide_tails(self, values: Sequence[TensorNode]) -> None:
+        """Decides for results that reach an output through no other layer, by groups of their columns."""
+        left = [value for value in values if not self._is_left(value)]
+        if self.trials is None or not left:
+            return
+        for value, groups in self.trials.column_ranges(left).items():
+            reason = self._columns_differ(value, groups)
+            if not reason or self._is_left(value) or not self._is_spoiled(value):
+                continue
+            if value.expr in self.finder.chains:
+                self._leave_result(value, reason)
+            self._leave_readers(value, f"it reads {value.name}, where {reason}")
+
+    def _is_left(self, value: TensorNode) -> bool:
+        """Returns whether the result of an op on integers stays in float already; not so for others."""
+        return value in self.results or (value.expr in self.finder.chains and value.expr in self.floats)
+
+    def _columns_differ(self, value: TensorNode, groups: Mapping[str, tuple[float, float]]) -> str:
+        """Says which of the column groups of ``value`` keeps too few levels of one grid; "" if none."""
+        spans = {name: span for name, ends in groups.items() if (span := _span(*ends)) > 0}
+        if len(spans) < 2 or value not in self.ranges:
+            return ""
+        small = min(spans, key=spans.__getitem__)
+        grid = 2 ** self.finder.scheme(value).bits
+        levels = spans[small] / _span(*self.ranges[value]) * grid
+        if levels >= _LEAST_LEVELS or max(spans.values()) < _LIKE * spans[small]:
+            return ""
+        low, high = groups[small]
+        return (
+            f"{small} from {low:.3g} to {high:.3g} would keep {_describe_levels(levels, grid)} on one grid "
+            "with the other columns"
+        )
+
+    def _differ(self, value: TensorNode, parts: Sequence[TensorNode]) -> str:
+        """Says how the ranges of ``parts`` differ; "" if each keeps enough levels of one grid."""
+        ranges = self.ranges
+        spans = {node: _span(*ranges[node]) for node in parts if node in ranges}
+        spans = {node: span for node, span in spans.items() if span > 0}
+        if len(spans) < 2 or value not in ranges:
+            return ""
+        small, large = min(spans, key=spans.__getitem__), max(spans, key=spans.__getitem__)
+        grid = 2 ** self.finder.scheme(value).bits
+        levels = spans[small] / _span(*ranges[value]) * grid
+        if levels >= _LEAST_LEVELS or spans[large] < _LIKE * spans[small]:
+            return ""
+        (a, b), (c, d) = ranges[small], ranges[large]
+        return (
+            f"{small.name} from {a:.3g} to {b:.3g} would keep {_describe_levels(levels, grid)} on one grid "
+            f"with {large.name} from {c:.3g} to {d:.3g}"
+        )
+
+    def _differ_in_bounds(self, parts: Sequence[TensorNode]) -> str:
+        """Says which of ``parts`` is bounded by its function and which is not; "" if all or none are."""
+        data = [node for node in parts if self.view.is_data(node)]
+        bounded = [node for node in data if self.finder.within_one(node)]
+        free = [node for node in data if node not in bounded]
+        if not bounded or not free:
+            return ""
+        return f"{bounded[0].name} lies within -1 and 1, and {free[0].name} has no such bound"
+
+    def _is_spoiled(self, value: TensorNode) -> bool:
+        """Returns whether rounding ``value`` alone costs a group of columns of an output too much."""
+        if value not in self._spoiled:
+            trial = None if self.trials is None else self.trials.round([value], self.finder.scheme(value))
+            self._spoiled[value] = trial is not None and trial.sqnr < _HARMLESS
+        return self._spoiled[value]
+
+    def _leave_result(self, value: TensorNode, reason: str) -> None:
+        """Leaves the result of an op in float, and the op where its kernel gives integers alone."""
+        chain = self.finder.chains[value.expr]
+        if self.view.backend.integer_layers and self.view.calls[chain.head].role is Role.COMPUTE:
+            self.floats.update(dict.fromkeys(chain.exprs, reason))
+        else:
+            self.results[value] = reason
+
+    def _leave_join(self, value: TensorNode, reason: str) -> None:
+        if self.view.on_integers(value.expr):
+            self.floats[value.expr] = reason
+        self._leave_readers(value, f"it reads {value.name}, where {reason}")
+
+    def _leave_readers(self, value: TensorNode, reason: str) -> None:
+        """Leaves what would round ``value`` again in float, up to the next layers or slices."""
+        for user in value.users:
+            call, chain = self.view.calls.get(user), self.finder.chains.get(user)
+            moves = self.view.carries(user)
+            if call is None or user in self.floats or not (moves or chain is not None):
+                continue
+            exprs = (user,) if chain is None else chain.exprs
+            self.floats.update(dict.fromkeys(exprs, reason))
+            if call.kind in _SLICES or call.role in (Role.COMPUTE, Role.NORM):
+                continue
+            for node in exprs[-1].outputs:
+                if moves or self._is_spoiled(node):
+                    self._leave_readers(node, reason)
+
+    def _leave_moves(self, expr: Expr, value: TensorNode, reason: str) -> None:
+        """Leaves ``expr`` in float, and the moves between it and ``value``."""
+        while expr is not value.expr:
+            self.floats[expr] = reason
+            expr = self.view.calls[expr].inputs[0].expr
+
+
+def _describe_levels(levels: float, grid: int) -> str:
+    """Says how many levels of a grid are kept, and how many bits that is."""
+    count = max(round(levels), 1)
+    bits = round(math.log2(count))
+    return f"{count} of {grid} levels ({bits} bit{'' if bits == 1 else 's'})"
+
+
+def _span(low: float, high: float) -> float:
+    """Returns the width of a range that is widened to contain 0."""
+    return max(high, 0.0) - min(low, 0.0)

@@ -1,0 +1,141 @@
+"""Rounds values and weights of a float graph for real, and looks at each group of columns of its outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megengine import Tensor
+
+from qtrace.data.batches import evaluating
+from qtrace.graph.engine import quiet_engine
+from qtrace.graph.interpreter import interpret
+from qtrace.graph.types import Expr, Node, TracedModule
+from qtrace.metrics import decibels
+from qtrace.numerics import fake_quantize
+from qtrace.ops import OpCall
+from qtrace.preparation.placement._groups import find_end_groups
+from qtrace.preparation.placement._runs import Run, choose_qparams
+from qtrace.preparation.placement._sites import Sites, find_sites
+from qtrace.preparation.placement.reference import MeasuredRun
+from qtrace.scheme import QParams, QScheme
+
+__all__ = ["LabellingTrial", "Trials", "round_weights"]
+
+
+@dataclass(frozen=True)
+class LabellingTrial:
+    """The outcome of rounding.
+
+    Attributes:
+        sqnr: of the worst group of columns of any output, in dB; infinite where nothing is lost, or where
+            nothing can be compared because other rows are selected.
+        group: the name of that group; "" without one.
+    """
+
+    sqnr: float = math.inf
+    group: str = ""
+
+
+class Trials:
+    """Runs a graph with some of its values and weights rounded.
+
+    Args:
+        run: a flat, expanded float graph on a few images.
+
+    Attributes:
+        groups: the groups of columns of the outputs.
+
+    Raises:
+        CalibrationError: when the graph does not run on the images.
+    """
+
+    def __init__(self, run: MeasuredRun) -> None:
+        self.run, self.model = run, run.model
+        self.groups = run.groups
+
+    def ranges(self, nodes: Iterable[Node]) -> dict[Node, tuple[float, float]]:
+        """Returns the smallest and largest value of each of ``nodes`` where these are finite."""
+        return {n: ends for n, ends in self.run.ranges(nodes).items() if all(map(math.isfinite, ends))}
+
+    def round(
+        self,
+        nodes: Iterable[Node],
+        scheme: QScheme,
+        weights: Mapping[Expr, tuple[Node, Tensor]] | None = None,
+    ) -> LabellingTrial:
+        """Rounds values, each to a grid that covers its range, and weights; returns the worst group.
+
+        Args:
+            nodes: the values; those without a finite range stay as they are.
+            scheme: the scheme of the values, read as one per tensor.
+            weights: expr of a layer -> the node of its weight and the rounded weight.
+        """
+        rounded = choose_qparams(self.ranges(nodes), scheme)
+        sites = Sites(frozenset(), {}, self.run.ends)
+        totals = dict.fromkeys(self.groups, 0.0)
+        with evaluating(self.model), quiet_engine(self.model):
+            for inputs, exact in zip(self.run.batches, self.run.exact(), strict=True):
+                run = _RoundedGraph(self.model, sites, rounded, weights or {})
+                run.execute(inputs)
+                for group in totals:
+                    totals[group] += group.noise(exact[group.end], run.ends[group.end].numpy())
+        lost = {group: noise for group, noise in totals.items() if 0 < noise < math.inf}
+        if not lost:
+            return LabellingTrial()
+        worst = max(lost, key=lost.__getitem__)
+        return LabellingTrial(decibels(1.0, lost[worst]), worst.columns.name)
+
+    def column_ranges(self, nodes: Sequence[Node]) -> dict[Node, dict[str, tuple[float, float]]]:
+        """Returns the range of each group of columns of those of ``nodes`` that have several groups.
+
+        Every column counts: an op behind a node may scale it up.
+        """
+        ranges: dict[Node, dict[str, tuple[float, float]]] = {}
+        exact = self.run.exact(nodes)
+        for group in find_end_groups(self.model, nodes, exact, every_column=True):
+            if not group.columns.whole:
+                parts = [group.columns.select(batch[group.end]) for batch in exact]
+                low, high = min(float(p.min()) for p in parts), max(float(p.max()) for p in parts)
+                ranges.setdefault(group.end, {})[group.columns.name] = low, high
+        return ranges
+
+
+def round_weights(
+    model: TracedModule, calls: Mapping[Expr, OpCall], scheme: QScheme, names: Container[str]
+) -> Mapping[Expr, tuple[Node, Tensor]]:
+    """Rounds the weights of the layers whose results have the ``names``.
+
+    Returns:
+        expr of a layer -> the node of its weight and the rounded weight.
+    """
+    return find_sites(model, calls, scheme, names).weights
+
+
+class _RoundedGraph(Run):
+    """Runs the graph with some of its values and weights rounded."""
+
+    def __init__(
+        self,
+        model: TracedModule,
+        sites: Sites,
+        values: Mapping[Node, QParams],
+        weights: Mapping[Expr, tuple[Node, Tensor]],
+    ) -> None:
+        super().__init__(model, sites)
+        self.values, self.weights = values, weights
+
+    def on_node(self, node: Node, value: Any) -> Any:
+        """Rounds the value of a node."""
+        if node in self.values:
+            value = Tensor(fake_quantize(value.numpy(), self.values[node]))
+        return super().on_node(node, value)
+
+    def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
+        """Computes a layer with its rounded weight."""
+        if expr in self.weights:
+            node, weight = self.weights[expr]
+            inputs = [weight if n is node else v for n, v in zip(expr.inputs, inputs, strict=True)]
+        return interpret(expr, inputs)

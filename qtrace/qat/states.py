@@ -1,0 +1,86 @@
+"""Loads a ``state_dict`` into a prepared module, and says in a sentence which sites differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from megengine.module import Module
+
+from qtrace.errors import ConfigError
+from qtrace.preparation.passes.insert import CONTAINER
+
+__all__ = ["load_state"]
+
+_LISTED = 3  # names of each kind of difference
+_BATCHNORM = ("running_mean", "running_var")
+
+
+def load_state(prepared: Module, state: Mapping[str, np.ndarray]) -> None:
+    """Loads what ``state_dict()`` of a module that was prepared with the same config returned.
+
+    ``load_state_dict`` of MegEngine does the same, and raises a KeyError with the names of all tensors where
+    the configs differ. Nothing is loaded if anything differs.
+
+    Args:
+        prepared: a module made by ``qtrace.prepare``.
+        state: the weights, scales and zero points by name.
+
+    Raises:
+        ConfigError: when a site or a parameter is missing or has another shape or other values to learn,
+            naming the first ones of each kind.
+    """
+    own = prepared.state_dict()
+    sites, others = _groups(own), _groups(state)
+    differing = [name for name in sites if name in others and sites[name] != others[name]]
+    shapes = [
+        f"{name} {_shape(state[name])} instead of {_shape(own[name])}"
+        for name in own
+        if name in state and np.size(state[name]) != own[name].size
+    ]
+    lost = [name for name in own if name not in state and not _is_site(name)]
+    extra = [name for name in state if name not in own and not _is_site(name)]
+    problems = [
+        _listed("it has no values for the sites", [name for name in sites if name not in others]),
+        _listed("it has sites that this graph does not have", [name for name in others if name not in sites]),
+        _listed(
+            "other fake quants stood at",
+            [f"{name} ({', '.join(others[name])} instead of {', '.join(sites[name])})" for name in differing],
+        ),
+        _listed("it has no", lost),
+        _listed("it has parameters that this graph does not have", extra),
+        _listed("other shapes", shapes),
+    ]
+    if any(problems):
+        norms = any(name.endswith(_BATCHNORM) for name in (*lost, *extra))
+        cause = ", such as qat.bn.fold, which keeps or removes BatchNorms" if norms else ""
+        raise ConfigError(
+            f"the state is of a graph that was prepared otherwise: {'; '.join(filter(None, problems))}. "
+            f"Prepare the model with the config that the state is of{cause}, or calibrate this one."
+        )
+    prepared.load_state_dict(dict(state))
+
+
+def _is_site(name: str) -> bool:
+    return name.startswith(f"{CONTAINER}.")
+
+
+def _groups(state: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
+    """Returns the names of the tensors of each site."""
+    groups: dict[str, list[str]] = {}
+    for name in filter(_is_site, state):
+        site, _, tensor = name.removeprefix(f"{CONTAINER}.").rpartition(".")
+        groups.setdefault(site, []).append(tensor)
+    return {site: tuple(sorted(tensors)) for site, tensors in groups.items()}
+
+
+def _shape(value: np.ndarray) -> str:
+    return "x".join(map(str, np.shape(value))) or "one number"
+
+
+def _listed(subject: str, names: Sequence[str]) -> str:
+    """Names the first entries, and counts the others; "" for none."""
+    if not names:
+        return ""
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"{subject} {', '.join(names[:_LISTED])}{more}"

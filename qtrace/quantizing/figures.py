@@ -1,0 +1,178 @@
+"""Size, MACs and predicted time of a calibrated graph and of an exported file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qtrace.errors import ConfigError, ExportError
+from qtrace.quantizing.reporting import Reporter
+
+if TYPE_CHECKING:
+    from qtrace.benchmarking.costs import CostTable
+    from qtrace.preparation.figures import Figures
+
+__all__ = ["note_device", "note_file", "note_graph", "note_precision"]
+
+_FLOAT_RUNTIME = "onnxruntime"  # runs the .onnx files of plain modules
+_MEBIBYTE = 2**20
+
+
+def note_graph(model: Any, reporter: Reporter) -> dict[str, Any]:
+    """Notes the size, the MACs and the predicted time of a calibrated graph; warns if float is faster.
+
+    Args:
+        model: a prepared or converted module.
+        reporter: prints the notes.
+
+    Returns:
+        The figures, for JSON.
+    """
+    from qtrace.benchmarking.files import NO_SLOWER
+    from qtrace.preparation.figures import read_figures
+
+    figures = read_figures(model)
+    precision = note_precision(model, reporter)
+    size = f"parameters {_megabytes(figures.bytes)}, {_megabytes(figures.float_bytes)} in float"
+    facts = {"parameter_bytes": figures.bytes, "float_parameter_bytes": figures.float_bytes, **_macs(figures)}
+    facts |= precision
+    placement = figures.placement
+    if placement is None:
+        reporter.note(f"{size}; {_show_macs(figures)}")
+        return facts
+    seconds, in_float = placement.milliseconds / 1e3, placement.float_milliseconds / 1e3
+    reporter.note(f"{size}; {_show_macs(figures)}; {_show_times(seconds, in_float, placement.table)}")
+    if seconds * NO_SLOWER > in_float and placement.conclusion:
+        reporter.warn(
+            f"the graph is predicted to be slower than float in {placement.table}: {placement.conclusion}. "
+            "`qtrace explain --why NODE` says it of each op."
+        )
+    return {**facts, "predicted_seconds": seconds, "predicted_float_seconds": in_float}
+
+
+def note_precision(model: Any, reporter: Reporter) -> dict[str, Any]:
+    """Notes the precision that a graph really has.
+
+    Args:
+        model: a module; nothing is noted of a plain one.
+        reporter: prints the note.
+
+    Returns:
+        The number of layers by precision, for JSON.
+    """
+    from qtrace.preparation.model import QuantizedModel
+    from qtrace.preparation.precision import count_precisions, describe_precision
+    from qtrace.preparation.record import is_quantized
+
+    if not is_quantized(model):
+        return {}
+    annotation = QuantizedModel(model).annotation
+    reporter.note(describe_precision(annotation))
+    return {"precision": count_precisions(annotation)}
+
+
+def note_device(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:
+    """Notes that a file was not run on its device, for a target whose runtime is not here.
+
+    Args:
+        model: the exported module.
+        path: the file.
+        reporter: prints the note.
+
+    Returns:
+        The note, for JSON; nothing for targets whose runtime is here, and for plain modules.
+    """
+    from qtrace.config import backends
+    from qtrace.preparation.model import QuantizedModel
+    from qtrace.preparation.record import is_quantized
+
+    if not is_quantized(model):
+        return {}
+    backend = backends.get(QuantizedModel(model).annotation.backend)
+    if not backend.device:
+        return {}
+    note = f"not run on the device, {backend.device}"
+    contract = path.suffix == ".onnx" and backend.name in ("qnn", "ryzenai", "ryzenai_xint8", "tensorrt")
+    advice = f"; `qtrace check {path} --target {backend.name}` checks the file's form" if contract else ""
+    reporter.note(f"{path}: {note}{advice}")
+    return {"device": note}
+
+
+def note_file(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:
+    """Notes the size, the MACs and the predicted time of an exported file; warns if float is faster.
+
+    Args:
+        model: the exported module.
+        path: the file.
+        reporter: prints the notes.
+
+    Returns:
+        The figures, for JSON.
+    """
+    from qtrace.benchmarking.files import NO_SLOWER, list_shares
+    from qtrace.benchmarking.latency import file_size
+    from qtrace.benchmarking.onnx_ops import read_graph
+    from qtrace.benchmarking.prediction import predict, predict_float
+    from qtrace.preparation.figures import read_figures
+
+    figures, size = read_figures(model), file_size(path)
+    text, facts = f"size {_megabytes(size)}; {_show_macs(figures)}", {"bytes": size, **_macs(figures)}
+    facts |= note_precision(model, reporter)
+    costs = _read_costs(figures) if path.suffix == ".onnx" else None
+    try:
+        graph = None if costs is None else read_graph(path)
+    except ExportError:  # onnx cannot infer the shapes of every file that runs
+        graph = None
+    if costs is None or graph is None:
+        reporter.note(text)
+        return facts
+    table = Path(figures.cost_table).name if figures.cost_table else costs.machine.runtime
+    prediction, in_float = predict(graph, costs), predict_float(graph, costs).seconds
+    reporter.note(f"{text}; {_show_times(prediction.seconds, in_float, table)}")
+    if prediction.seconds * NO_SLOWER > in_float:
+        reporter.warn(
+            f"{path.name} is predicted to be slower than float in {table}: of its time, "
+            f"{list_shares(prediction.by_sort())}. `placement: fastest` in the recipe leaves in "
+            "float what gains no time."
+        )
+    return {**facts, "predicted_seconds": prediction.seconds, "predicted_float_seconds": in_float}
+
+
+def _read_costs(figures: Figures) -> CostTable | None:
+    """Returns the table that a graph was placed by, else the packaged one; None for other runtimes.
+
+    Files are predicted for onnxruntime only.
+    """
+    from qtrace.benchmarking.costs import CostTable
+    from qtrace.config import backends
+
+    if figures.cost_table:
+        try:
+            table = CostTable.read(Path(figures.cost_table))
+        except ConfigError:  # the model file has come without it
+            return None
+        return table if table.machine.runtime == _FLOAT_RUNTIME else None
+    runtime = backends.get(figures.backend or _FLOAT_RUNTIME).cost_table
+    return CostTable.load(runtime) if runtime == _FLOAT_RUNTIME else None
+
+
+def _macs(figures: Figures) -> dict[str, Any]:
+    return {"macs": figures.macs, "integer_macs": figures.integer_macs}
+
+
+def _show_macs(figures: Figures) -> str:
+    text = f"{figures.macs / 1e6:.4g} million MACs"
+    if not figures.backend or not figures.macs:
+        return text
+    return f"{text}, {figures.integer_macs / figures.macs:.0%} of them on integers"
+
+
+def _show_times(seconds: float, in_float: float, table: str) -> str:
+    text = f"predicted {seconds * 1e3:.3g} ms"
+    if seconds != in_float:
+        text += f", {in_float * 1e3:.3g} ms in float ({in_float / seconds:.2f}x)"
+    return f"{text}, in one thread by cost table {table}"
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / _MEBIBYTE:.3g} MB"

@@ -1,0 +1,307 @@
+"""The one call: a network and data go in, a verified file comes out, or a sentence and no file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qtrace.calibration.calibrate import calibrate
+from qtrace.config import QConfig
+from qtrace.data import DataSource
+from qtrace.data.values import without_labels
+from qtrace.errors import CalibrationError, ConfigError, ExportError
+from qtrace.export import export
+from qtrace.graph.types import TracedModule
+from qtrace.inspection.explanation import Explanation, explain
+from qtrace.preparation.passes.convert import convert
+from qtrace.preparation.prepare import prepare
+from qtrace.preparation.record import fake_quants
+from qtrace.process.thread import on_engine_thread
+from qtrace.quantizing.judging import (
+    Acceptance,
+    EvaluationData,
+    Judgement,
+    choose_evaluation,
+    conclude,
+    copy_float,
+)
+from qtrace.quantizing.reporting import LogReporter, Reporter
+from qtrace.quantizing.sources import labels_of, read_network
+from qtrace.quantizing.stage import DataReading, note_pixels, open_source
+from qtrace.quantizing.targets import choose_config, format_of
+from qtrace.sensitivity.diagnosis.verdict import Verdict
+from qtrace.sensitivity.mixed import mixed_precision
+from qtrace.sensitivity.searching import Goal
+from qtrace.storage.outputs import argument, output_file
+from qtrace.verification.report import VerifyReport
+from qtrace.verification.verify import verify as verify_file
+
+__all__ = ["Quantized", "quantize"]
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """The result of ``qtrace.quantize``.
+
+    Attributes:
+        path: the file.
+        judgement: the verdict with its causes, and the recipe that cures them.
+        verify: the report of the file's run beside the graph; None if it was not run.
+        prepared: the calibrated graph, to be trained on.
+        converted: the graph that was exported.
+        raised: the layers that stay in float to keep the metric.
+    """
+
+    path: Path
+    judgement: Judgement
+    verify: VerifyReport | None
+    prepared: TracedModule
+    converted: TracedModule
+    raised: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The verdict on the calibrated graph; None if it could not be judged."""
+        return self.judgement.verdict
+
+    def explain(self) -> Explanation:
+        """Explains what became of each op, as ``qtrace.explain`` does."""
+        return explain(self.prepared)
+
+    def summary(self) -> list[str]:
+        """Returns file, verdict with its causes, and what the runtime computed, a line each."""
+        diagnosis = self.judgement.diagnosis
+        lines = [f"{self.path}", *(diagnosis.lines() if diagnosis is not None else ["no verdict"])]
+        if self.raised:
+            lines.append(f"in float to keep the metric: {', '.join(self.raised)}")
+        if self.verify is None:
+            return [*lines, "verify: not run"]
+        return [*lines, "verify: the runtime computes what the graph computes"]
+
+    def __repr__(self) -> str:
+        """Returns the summary, at most a screen."""
+        return "\n".join(self.summary())
+
+
+@dataclass(frozen=True)
+class _Data:
+    """The data of a call: what is calibrated on, and what is judged and verified on."""
+
+    calibration: DataSource
+    evaluation: EvaluationData
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class _Calibrated:
+    prepared: TracedModule
+    judgement: Judgement = field(default_factory=Judgement)
+    raised: tuple[str, ...] = ()
+
+
+@on_engine_thread
+def quantize(
+    source: Any,
+    data: Any,
+    out: str | os.PathLike[str],
+    *,
+    target: str | None = None,
+    recipe: QConfig | str | Path | Mapping[str, Any] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    metric: Callable[[TracedModule], float] | None = None,
+    at_least: float | None = None,
+    max_drop: float | None = None,
+    evaluation: Any = None,
+    batch_size: int = 8,
+    max_batches: int | None = None,
+    skip_bad: bool = False,
+    verify: bool = True,
+    allow_broken: bool = False,
+    force: bool = False,
+    progress: bool = True,
+    allow: Sequence[str] = (),
+    reporter: Reporter | None = None,
+    spell: Callable[[str], str] = argument,
+) -> Quantized:
+    """Quantizes a network to a file for a runtime: imports or traces, calibrates, judges, exports, verifies.
+
+    The file appears only if the verdict is not ``broken``, the limits hold, and the runtime computes what
+    the graph computes. Values of a batch behind the inputs that look like labels are left out; the logger
+    ``qtrace`` names them.
+
+    Args:
+        source: the path of an .onnx file, or of an .mge file of ``qtrace.save``; a Module, which is traced on
+            the first batch; or a TracedModule.
+        data: an array or a dict of arrays, whose first axis counts the samples; a list of batches, an object
+            whose ``__iter__`` begins anew (a DataLoader), or a function that returns an iterable; or the path
+            of an .npy or .npz file, a folder of images, or ``pkg.mod:loader``.
+        out: the file to write. Its suffix says the format: .onnx, .tflite, .param (ncnn), .mge (MegEngine).
+        target: the name of a backend, such as ``onnxruntime`` or ``tensorrt``; None for the recipe's, or else
+            that of the suffix.
+        recipe: the config, as for ``qtrace.prepare``; None for the default of the target.
+        shapes: the shapes of inputs that an ONNX file leaves open; None for those of the first batch.
+        metric: a function of the graph that returns a number; more is better.
+        at_least: the smallest value of ``metric``, or of the SQNR in dB without one.
+        max_drop: how far ``metric`` may be below its value in float: layers are raised to float until it
+            holds.
+        evaluation: other data to judge and verify on; None for batches that are held back if there are 8 or
+            more, else for the first ones.
+        batch_size: samples in a batch of arrays, files and images.
+        max_batches: the most batches to calibrate on; None for all.
+        skip_bad: whether to leave out unreadable images.
+        verify: whether to run the file in its runtime beside the graph.
+        allow_broken: whether to write the file though the verdict is ``broken``.
+        force: whether to replace a file that qtrace did not write.
+        progress: whether to show progress bars on stderr.
+        allow: the user's classes that an .mge file may name.
+        reporter: takes notes and warnings; None for the logger ``qtrace``.
+        spell: writes the names of options in messages; see `qtrace.storage.outputs.argument`.
+
+    Raises:
+        CalibrationError: when the verdict is ``broken``, or a limit does not hold.
+        ExportError: when the graph has no such form, or the runtime computes something else.
+        QtraceError: when network, data, recipe or path are at fault.
+    """
+    reporter, path = reporter or LogReporter(progress), Path(out)
+    config = choose_config(target, recipe, path)
+    if max_drop is not None and metric is None:
+        raise ConfigError(f"{spell('max_drop')} limits what a metric loses: give {spell('metric')}, too.")
+    with output_file(path, force=force) as partial:
+        reading = DataReading(batch_size, max_batches, skip_bad)
+        opened = _open(source, data, evaluation, reading, config, reporter, spell)
+        traced = read_network(source, opened.calibration, shapes, allow)
+        acceptance = Acceptance(metric, at_least)
+        result = _calibrate(traced, config, opened, acceptance, reporter)
+        if max_drop is not None:
+            result = _keep_metric(traced, config, opened, acceptance, max_drop, reporter, result)
+        _check(result.judgement, allow_broken, spell)
+        converted = convert(result.prepared)
+        export(converted, partial, format=format_of(config))
+        report = _verify(partial, path, converted, result.prepared, opened) if verify else None
+    return Quantized(path, result.judgement, report, result.prepared, converted, result.raised)
+
+
+def _open(
+    source: Any,
+    data: Any,
+    evaluation: Any,
+    reading: DataReading,
+    config: QConfig,
+    reporter: Reporter,
+    spell: Callable[[str], str],
+) -> _Data:
+    """Opens the data without labels, and holds batches back for the verdict."""
+    opened = open_source(data, reporter, config, reading)
+    note_pixels(opened, config.preprocess, reporter)
+    labels = labels_of(source, next(iter(opened)))
+    if labels:
+        shown = ", ".join(f"value {label}" if isinstance(label, int) else label for label in labels)
+        reporter.warn(f"{opened.source}: taken for labels and left out of each batch: {shown}")
+
+    def reopen(values: Any) -> DataSource:
+        return without_labels(open_source(values, LogReporter(), config, reading.whole), labels)
+
+    calibration = without_labels(opened, labels)
+    other = None if evaluation is None else reopen(evaluation)
+    chosen = choose_evaluation(calibration, lambda: reopen(data), other, spell)
+    calibration.max_batches = chosen.max_batches
+    return _Data(calibration, chosen, reading.batch_size)
+
+
+def _calibrate(
+    traced: TracedModule, config: QConfig, data: _Data, acceptance: Acceptance, reporter: Reporter
+) -> _Calibrated:
+    """Prepares, calibrates and judges."""
+    return _judge(prepare(traced, config, samples=data.calibration), data, acceptance, reporter)
+
+
+def _judge(prepared: TracedModule, data: _Data, acceptance: Acceptance, reporter: Reporter) -> _Calibrated:
+    """Calibrates and judges a prepared graph."""
+    source = data.calibration
+    twin = copy_float(prepared)
+    calibrate(prepared, source, progress=reporter.progress)
+    samples = len(source) * data.batch_size if hasattr(source, "__len__") else None
+    judgement = conclude(
+        prepared, data.evaluation, acceptance, reporter, twin=twin, samples=samples, calibration=source
+    )
+    return _Calibrated(prepared, judgement)
+
+
+def _keep_metric(
+    traced: TracedModule,
+    config: QConfig,
+    data: _Data,
+    acceptance: Acceptance,
+    max_drop: float,
+    reporter: Reporter,
+    result: _Calibrated,
+) -> _Calibrated:
+    """Raises layers to float until the metric is at most ``max_drop`` below its value in float."""
+    verdict = result.judgement.verdict
+    if verdict is None or verdict.metric is None or verdict.float_metric is None:
+        raise CalibrationError(
+            "the graph could not be judged, so its metric is not known: nothing was written."
+        )
+    if verdict.float_metric - verdict.metric <= max_drop:
+        return result
+    found = mixed_precision(
+        traced,
+        config,
+        data.calibration,
+        goal=Goal(max_drop=max_drop),
+        evaluation=data.evaluation.read(traced),
+        own=acceptance.metric,
+        progress=reporter.progress,
+    )
+    if not found.passed:
+        raise CalibrationError(
+            f"no choice of layers in float keeps the metric within {max_drop:g} of {found.in_float:.4g}, the "
+            f"best has {found.reached:.4g}: nothing was written."
+        )
+    raised = tuple(layer.name for layer in found.layers)
+    prepared = prepare(traced, found.qconfig, samples=data.calibration)
+    if not any(fake_quants(prepared)):
+        raise CalibrationError(
+            f"the metric is within {max_drop:g} of {found.in_float:.4g} only with every layer in float: "
+            "nothing was written."
+        )
+    again = _judge(prepared, data, acceptance, reporter)
+    return _Calibrated(again.prepared, again.judgement, raised)
+
+
+def _check(judgement: Judgement, allow_broken: bool, spell: Callable[[str], str]) -> None:
+    """Refuses a graph that is broken, or that breaks a limit of the user."""
+    diagnosis = judgement.diagnosis
+    if diagnosis is None:
+        return
+    verdict = diagnosis.verdict
+    if verdict.word == "broken" and not allow_broken:
+        recipe = diagnosis.recipe()
+        cure = f" A recipe that cures it:\n{recipe}" if recipe else ""
+        raise CalibrationError(
+            f"nothing was written, as the graph is useless ({'; '.join(map(str.strip, diagnosis.lines()))}): "
+            f"cure the first cause, or write it all the same with {spell('allow_broken')}.{cure}"
+        )
+    if not verdict.passed:
+        raise CalibrationError(f"nothing was written, as a limit does not hold ({verdict.line()}).")
+
+
+def _verify(
+    partial: Path, path: Path, converted: TracedModule, prepared: TracedModule, data: _Data
+) -> VerifyReport:
+    """Runs the file beside the graph.
+
+    Raises:
+        ExportError: when the runtime computes something else.
+    """
+    report = verify_file(partial, converted, data.evaluation.read(prepared))
+    if not report.passed:
+        raise ExportError(
+            f"{path.name} was not written, as its runtime computes something else than the graph:\n"
+            f"{report.table()}"
+        )
+    report.path = str(path)
+    return report

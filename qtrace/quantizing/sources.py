@@ -1,0 +1,122 @@
+"""The network that is quantized: an ONNX file, a file of qtrace, a module, or a traced module."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megengine.module import Module
+
+from qtrace.data import Batch, DataSource
+from qtrace.data.values import find_labels
+from qtrace.errors import DataError, GraphError
+from qtrace.graph.files.serialize import load
+from qtrace.graph.interface import read_inputs
+from qtrace.graph.signature import argument_names
+from qtrace.graph.tracing.trace import trace
+from qtrace.graph.types import TracedModule
+from qtrace.importing.onnx import from_onnx, open_inputs
+from qtrace.preparation.record import is_quantized
+
+__all__ = ["labels_of", "open_shapes", "read_network"]
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+def read_network(source: Any, data: DataSource, shapes: Shapes | None, allow: Sequence[str]) -> TracedModule:
+    """Returns a network as a traced module.
+
+    Args:
+        source: the path of an .onnx or .mge file; a Module, which is traced on the first batch; or a
+            TracedModule.
+        data: the calibration data.
+        shapes: the shapes of inputs that an ONNX file leaves open; None for those of the first batch.
+        allow: the user's classes that a file may name.
+
+    Raises:
+        GraphError: when ``source`` is none of these, or a network that is quantized already.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        traced = _read_file(Path(source), data, shapes, allow)
+    elif isinstance(source, TracedModule):
+        traced = source
+    elif isinstance(source, Module):
+        traced = trace(source, *_example(source, next(iter(data))))
+    else:
+        raise GraphError(
+            f"the network is of type {type(source).__name__}: give the path of an .onnx or .mge file, a "
+            "Module, or a TracedModule."
+        )
+    if is_quantized(traced):
+        raise GraphError(
+            "the network is quantized already: give the float network, or use qtrace.calibrate, convert and "
+            "export for a prepared one."
+        )
+    return traced
+
+
+def _read_file(path: Path, data: DataSource, shapes: Shapes | None, allow: Sequence[str]) -> TracedModule:
+    if path.suffix.lower() == ".onnx":
+        known = dict(shapes or {})
+        if any(name not in known for name in open_inputs(path)):
+            known = {**open_shapes(path, next(iter(data))), **known}
+        return from_onnx(path, known or None)
+    if path.suffix.lower() == ".mge":
+        return load(path, allow=allow)
+    raise GraphError(f"{path} is no network: give an .onnx file, or an .mge file that qtrace.save wrote.")
+
+
+def open_shapes(path: str | os.PathLike[str], batch: Batch) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the inputs that an ONNX file leaves open, of one sample of a batch.
+
+    Raises:
+        DataError: when the batch lacks such an input.
+    """
+    shapes = {}
+    for index, (key, declared) in enumerate(open_inputs(path).items()):
+        array = batch.get(key) if isinstance(batch, dict) else batch[index] if index < len(batch) else None
+        if array is None:
+            raise DataError(f"the data have no input {key!r} of {path}: name it so, or give its shape.")
+        own = (1, *array.shape[1:])
+        sizes = own if declared is None or len(declared) != len(own) else declared
+        shapes[key] = tuple(a if n is None else n for n, a in zip(sizes, own, strict=True))
+    return shapes
+
+
+def _example(module: Module, batch: Batch) -> tuple[Any, ...]:
+    """Returns a batch as positional inputs of ``module``."""
+    if isinstance(batch, tuple):
+        return batch
+    names = _parameters(module)
+    if set(names[: len(batch)]) != set(batch):
+        raise DataError(
+            f"the data have the inputs {', '.join(batch)}, but {type(module).__name__}.forward takes "
+            f"{', '.join(names)}: name the arrays after its first parameters."
+        )
+    return tuple(batch[name] for name in names[: len(batch)])
+
+
+def _parameters(module: Module) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)
+
+
+def labels_of(source: Any, batch: Batch) -> tuple[int | str, ...]:
+    """Returns what a batch holds beside the inputs of a network and looks like labels.
+
+    Args:
+        source: the network, as for `read_network`; of a file on disk the inputs are not known yet.
+        batch: the first batch.
+    """
+    if isinstance(source, TracedModule):
+        declared = list(read_inputs(source))
+        names = argument_names(source)
+        return find_labels(batch, declared or names) or find_labels(batch, names)
+    if isinstance(source, Module):
+        parameters = inspect.signature(source.forward).parameters.values()
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        required = [p.name for p in parameters if p.kind in positional and p.default is p.empty]
+        return find_labels(batch, required) if required else ()
+    return ()

@@ -1,0 +1,292 @@
+"""Calibration as a whole: prepare, calibrate, judge, and a folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from qtrace.calibration.calibrate import calibrate
+from qtrace.calibration.jobs import Source
+from qtrace.calibration.running import Result, RunSettings, collect_all
+from qtrace.config import Preprocess, QConfig
+from qtrace.config.recipe import config_or_default
+from qtrace.data import Batch, DataSource, open_data
+from qtrace.errors import CalibrationError, QtraceError
+from qtrace.graph.types import TracedModule
+from qtrace.inspection.explanation import explain
+from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.prepare import prepare
+from qtrace.process.thread import on_engine_thread
+from qtrace.quantizing.figures import note_graph
+from qtrace.quantizing.folder import CURE, FILES, VERDICT, write_folder
+from qtrace.quantizing.judging import (
+    Acceptance,
+    EvaluationData,
+    Judgement,
+    choose_evaluation,
+    conclude,
+    copy_float,
+)
+from qtrace.quantizing.reporting import LogReporter, Reporter
+from qtrace.storage.outputs import argument, resumable_folder
+
+__all__ = ["CalibratedFolder", "DataReading", "calibrate_to_folder", "note_pixels", "open_source"]
+
+
+@dataclass(frozen=True)
+class DataReading:
+    """How calibration data is read.
+
+    Attributes:
+        batch_size: the number of samples in a batch.
+        max_batches: the most batches to calibrate on; None for all.
+        skip_bad: whether to leave out unreadable images.
+    """
+
+    batch_size: int = 8
+    max_batches: int | None = None
+    skip_bad: bool = False
+
+    @property
+    def whole(self) -> DataReading:
+        """The same, of all batches."""
+        return replace(self, max_batches=None)
+
+
+@dataclass(frozen=True)
+class CalibratedFolder:
+    """The result of `calibrate_to_folder`.
+
+    Attributes:
+        folder: the folder.
+        prepared: the calibrated graph.
+        judgement: the verdict with its causes, and the cure.
+        summary: the first entries of report.json: engine, number of batches, skipped images.
+        figures: size, MACs and predicted time of the graph.
+        more_data: whether the data has more batches than were let through.
+        source: the calibration data.
+    """
+
+    folder: Path
+    prepared: TracedModule = field(repr=False)
+    judgement: Judgement
+    summary: Mapping[str, Any] = field(repr=False)
+    figures: dict[str, Any] = field(repr=False)
+    more_data: bool
+    source: DataSource = field(repr=False)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The paths of the files that every such folder has."""
+        return tuple(str(self.folder / name) for name in FILES)
+
+
+@on_engine_thread
+def calibrate_to_folder(
+    model: TracedModule | Callable[[DataSource], TracedModule],
+    data: Any,
+    out: str | os.PathLike[str],
+    *,
+    recipe: QConfig | str | Path | Mapping[str, Any] | None = None,
+    reading: DataReading | None = None,
+    evaluation: Any = None,
+    acceptance: Acceptance | None = None,
+    settings: RunSettings | None = None,
+    learning_engine: str = "auto",
+    resume: bool = False,
+    force: bool = False,
+    about: Mapping[str, Any] | None = None,
+    importing: str | Path | None = None,
+    reporter: Reporter | None = None,
+    spell: Callable[[str], str] = argument,
+) -> CalibratedFolder:
+    """Prepares a network, calibrates it, judges it, and writes a folder, as ``qtrace calibrate`` does.
+
+    The folder appears whole or not at all: prepared.mge (to be trained further), quantized.mge (to be
+    exported), report.json (scheme, scale and zero point of every site), explain.txt (why each op is quantized
+    or not), verdict.json and, if a recipe cures what the verdict names, cure.yaml. An interrupted run keeps
+    its checkpoints in the folder.
+
+    Args:
+        model: a traced module; or a function that makes one when it gets the data.
+        data: what `qtrace.data.open_data` opens: a file of arrays, a folder of images, ``pkg.mod:loader``.
+        out: the folder to write.
+        recipe: the config, as for ``qtrace.prepare``.
+        reading: how ``data`` is read.
+        evaluation: data for the verdict; None for batches that are held back if there are 8 or more.
+        acceptance: the user's metric, and the smallest value.
+        settings: engine, workers and checkpoints.
+        learning_engine: computes the steps of ``adaround`` and ``reconstruct``, as for ``qtrace.calibrate``.
+        resume: whether to go on where an interrupted calibration stopped.
+        force: whether to replace the folder of an earlier calibration.
+        about: more entries of report.json, such as the names of model and data.
+        importing: the name or file of ``recipe``, if that is a ``QConfig``, for the cure to import.
+        reporter: takes notes, and says whether to show progress; None for the logger ``qtrace``.
+        spell: writes the names of options in messages; see `qtrace.storage.outputs.argument`.
+
+    Raises:
+        QtraceError: when the folder, the data, the recipe or the graph is at fault.
+    """
+    reporter, reading = reporter or LogReporter(), reading or DataReading()
+    qconfig, acceptance = config_or_default(recipe), acceptance or Acceptance()
+    folder_name, settings = Path(out), settings or RunSettings(progress=reporter.progress)
+    if not isinstance(data, (str, os.PathLike)) and (settings.workers > 1 or settings.ray is not None):
+        raise CalibrationError("workers open the data by its name: give a path, or pkg.mod:loader.")
+    source = open_source(data, reporter, qconfig, reading)
+    note_pixels(source, qconfig.preprocess, reporter)
+    chosen = _choose(source, data, evaluation, reporter, qconfig, reading, spell)
+    source.max_batches = chosen.max_batches
+    names = (*FILES, CURE, VERDICT)
+    work = resumable_folder(
+        folder_name, names=names, force=force, resume=resume, note=reporter.note, spell=spell
+    )
+    with work as (folder, checkpoints):
+        traced = model(source) if callable(model) and not isinstance(model, TracedModule) else model
+        prepared = prepare(traced, qconfig, samples=_Samples(source))
+        label = os.fspath(data) if isinstance(data, (str, os.PathLike)) else source.source
+        reporter.note(f"calibrating on {label}")
+        run = _Run(source, label, reading, checkpoints, settings)
+        result = _collect(prepared, run, reporter)
+        twin = copy_float(prepared)
+        collection = _finish(prepared, run, result, reporter, learning_engine)
+        summary = {**(about or {}), **collection}
+        write_folder(folder, prepared, summary)
+        figures = note_graph(prepared, reporter)
+        samples = collection["batches"] * reading.batch_size if hasattr(source, "__len__") else None
+        judgement = conclude(
+            prepared,
+            chosen,
+            acceptance,
+            reporter,
+            twin=twin,
+            samples=samples,
+            calibration=source,
+            importing=_importable(importing or recipe, folder_name),
+        )
+        judgement.write(folder, figures)
+    return CalibratedFolder(folder_name, prepared, judgement, summary, figures, chosen.more_data, source)
+
+
+def open_source(data: Any, reporter: Reporter, qconfig: QConfig, reading: DataReading) -> DataSource:
+    """Opens data with the recipe's preprocess, and notes which arrays are left out."""
+    source = open_data(
+        data,
+        preprocess=qconfig.preprocess,
+        batch_size=reading.batch_size,
+        max_batches=reading.max_batches,
+        skip_bad=reading.skip_bad,
+    )
+    if source.skipped:
+        label = data if isinstance(data, (str, os.PathLike)) else source.source
+        reporter.note(f"{label}: taken for labels and left out: {', '.join(source.skipped)}")
+    return source
+
+
+def note_pixels(source: DataSource, preprocess: Preprocess | None, reporter: Reporter) -> None:
+    """Notes how images or pixels become inputs: what a network was not trained with spoils its ranges."""
+    if preprocess is not None and source.pixels:
+        reporter.note(f"{source.source}: inputs are {preprocess.describe()}")
+
+
+def _choose(
+    source: DataSource,
+    data: Any,
+    evaluation: Any,
+    reporter: Reporter,
+    qconfig: QConfig,
+    reading: DataReading,
+    spell: Callable[[str], str],
+) -> EvaluationData:
+    """Chooses the samples of the verdict."""
+
+    def reopen() -> DataSource:
+        return open_data(
+            data, preprocess=qconfig.preprocess, batch_size=reading.batch_size, skip_bad=reading.skip_bad
+        )
+
+    other = None if evaluation is None else open_source(evaluation, reporter, qconfig, reading.whole)
+    return choose_evaluation(source, reopen, other, spell)
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """The batches of a source up to one that cannot be read, of which the calibration tells."""
+
+    source: DataSource
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = iter(self.source)
+        while True:
+            try:
+                batch = next(batches)
+            except (StopIteration, QtraceError):
+                return
+            yield batch
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The data and the settings of a collection.
+
+    Attributes:
+        source: the data.
+        data: the name of the data, from which any process can open it.
+        reading: how the data is read.
+        folder: the folder of checkpoints.
+        settings: engine, workers and checkpoints.
+    """
+
+    source: DataSource
+    data: str
+    reading: DataReading
+    folder: Path
+    settings: RunSettings
+
+
+def _collect(prepared: TracedModule, run: _Run, reporter: Reporter) -> Result:
+    """Collects the statistics of all sites of ``prepared``."""
+    preprocess = QuantizedModel(prepared).record.qconfig.get("preprocess")
+    limit = run.source.max_batches
+    described = Source(run.data, run.reading.batch_size, limit, run.reading.skip_bad, preprocess)
+    return collect_all(prepared, run.source, described, run.folder, run.settings, reporter.note)
+
+
+def _finish(
+    prepared: TracedModule, run: _Run, result: Result, reporter: Reporter, learning_engine: str
+) -> dict[str, Any]:
+    """Sets the ranges of ``prepared`` from the statistics in ``result``, and runs the recipe's algorithms.
+
+    Returns:
+        The engine, the number of batches and the images that were skipped, for the report.
+    """
+    chosen, statistics = result.collected.chosen, result.collected.statistics
+    reporter.note(f"engine {chosen.name}: {chosen.reason}")
+    calibrate(
+        prepared,
+        run.source,
+        progress=reporter.progress,
+        engine=chosen.name if chosen.everywhere else "megengine",
+        statistics=statistics,
+        state=run.folder,
+        threads=run.settings.threads,
+        learning_engine=learning_engine,
+    )
+    for line in explain(prepared).algorithms():
+        reporter.note(line)
+    run.source.skipped[:] = result.skipped
+    return {
+        "engine": {"name": chosen.name, "reason": chosen.reason},
+        "batches": len(statistics.batches),
+        "skipped": list(result.skipped),
+    }
+
+
+def _importable(recipe: Any, out: Path) -> str | None:
+    """Returns the recipe's name as a file in the folder ``out`` imports it; None for no recipe's name."""
+    if not isinstance(recipe, (str, os.PathLike)):
+        return None
+    name = os.fspath(recipe)
+    return os.path.relpath(name, out) if name.endswith((".yaml", ".yml")) else name

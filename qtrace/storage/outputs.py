@@ -1,0 +1,261 @@
+"""Outputs that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from qtrace.errors import QtraceError
+from qtrace.process import engine
+from qtrace.process.signals import undisturbed
+from qtrace.storage import files
+from qtrace.storage.lock import locked
+from qtrace.storage.ownership import foreign_output
+
+__all__ = [
+    "PART",
+    "WORK",
+    "argument",
+    "check_foreign",
+    "flag",
+    "has_parts",
+    "output_file",
+    "output_folder",
+    "resumable_folder",
+]
+
+WORK = ".calibration"
+"""Where an output folder keeps lock and checkpoints until it is complete."""
+PART = ".part.npz"
+"""The suffix of a checkpoint of a run that may go on."""
+
+
+def flag(name: str) -> str:
+    """Writes the name of an option as the command line has it: ``--max-batches``."""
+    return f"--{name.replace('_', '-')}"
+
+
+def argument(name: str) -> str:
+    """Writes the name of an option as Python has it: ``max_batches=``, or ``force=True`` for a switch."""
+    return f"{name}=True" if name in ("force", "resume") else f"{name}="
+
+
+def has_parts(folder: Path) -> bool:
+    """Whether ``folder`` holds checkpoints of a run that may go on."""
+    return any(folder.glob(f"*{PART}"))
+
+
+@contextlib.contextmanager
+def output_folder(path: Path, *, names: tuple[str, ...], force: bool) -> Iterator[Path]:
+    """Yields a folder to fill, which becomes ``path`` when the block ends without an error.
+
+    Args:
+        path: the folder to make. It may exist if it is empty.
+        names: the files that the block writes. ``force`` replaces only a folder that holds nothing else.
+        force: whether to replace a folder, which stays until the new one is complete.
+
+    Raises:
+        QtraceError: when ``path`` exists with something in it, or cannot be made.
+    """
+    target = Path(os.path.realpath(path))
+    _check_replaceable(path, target, names, force)
+    with _workspace(path, target) as folder:
+        yield folder
+        _replace(path, target, folder)
+
+
+@contextlib.contextmanager
+def resumable_folder(
+    path: Path,
+    *,
+    names: tuple[str, ...],
+    force: bool,
+    resume: bool,
+    note: Callable[[str], None],
+    spell: Callable[[str], str] = flag,
+) -> Iterator[tuple[Path, Path]]:
+    """Yields a folder to fill, as `output_folder` does, and one for checkpoints, which is kept on an error.
+
+    The folder of checkpoints is in ``path``, with a lock, until the first folder replaces ``path``. It is
+    removed if it holds no checkpoints.
+
+    Args:
+        path: the folder to make.
+        names: the files that the block writes into the first folder.
+        force: whether to replace a folder, and to drop checkpoints.
+        resume: whether to go on from checkpoints, if there are any.
+        note: called with messages on stale locks and kept checkpoints.
+        spell: writes the names of the options ``force`` and ``resume`` in messages, as `flag` or `argument`.
+
+    Raises:
+        QtraceError: when another process writes to ``path``, or for what `output_folder` refuses.
+    """
+    target = Path(os.path.realpath(path))
+    _check_replaceable(path, target, (*names, WORK), force or _unfinished(target), spell)
+    with _workspace(path, target) as folder:
+        created, work = not target.exists(), target / WORK
+        try:
+            work.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise QtraceError(f"{path} cannot be written: {error.strerror}.") from error
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(locked(work / "lock", str(path), note))
+            stack.callback(_remove_work, target, work, created)
+            _check_checkpoints(path, work, force, resume, spell)
+            before = _times(work)
+            try:
+                yield folder, work
+            except BaseException as error:
+                refused = isinstance(error, QtraceError) and _times(work) == before
+                if has_parts(work) and not refused:
+                    note(f"what was done is kept in {path}: go on with {spell('resume')}")
+                raise
+            _replace(path, target, folder)
+
+
+def _times(work: Path) -> dict[str, int]:
+    """Returns the time of change of each checkpoint."""
+    return {entry.name: entry.stat().st_mtime_ns for entry in work.iterdir() if entry.is_file()}
+
+
+def _unfinished(target: Path) -> bool:
+    """Whether a folder holds only the checkpoints of an unfinished run."""
+    return target.is_dir() and {entry.name for entry in target.iterdir()} <= {WORK}
+
+
+def _check_checkpoints(
+    path: Path, work: Path, force: bool, resume: bool, spell: Callable[[str], str]
+) -> None:
+    """Refuses to drop checkpoints unless ``force`` or ``resume``; drops them with ``force``."""
+    if resume or not has_parts(work):
+        return
+    if not force:
+        raise QtraceError(
+            f"{path} holds checkpoints of a run that did not end: go on with {spell('resume')}, or begin "
+            f"anew with {spell('force')}."
+        )
+    for entry in work.glob("*.npz"):
+        entry.unlink(missing_ok=True)
+
+
+def _remove_work(target: Path, work: Path, created: bool) -> None:
+    """Removes ``work`` unless it holds checkpoints, and then ``target`` if it was ``created``."""
+    if not work.is_dir() or has_parts(work):
+        return
+    shutil.rmtree(work, ignore_errors=True)
+    if created:
+        with contextlib.suppress(OSError):
+            target.rmdir()
+
+
+def _replace(path: Path, target: Path, folder: Path) -> None:
+    """Replaces ``target``, which the user names ``path``, by ``folder``, after MegEngine has finished."""
+    engine.synchronize()
+    try:
+        files.replace_folder(target, folder)
+    except OSError as error:
+        raise QtraceError(f"{path} cannot be replaced: {error.strerror}.") from error
+
+
+def check_foreign(path: Path, beside: Iterable[Path] = (), *, force: bool) -> None:
+    """Refuses to replace a file that qtrace did not write, unless ``force``.
+
+    Args:
+        path: the file to write.
+        beside: other files that are written with it.
+        force: whether to replace any file.
+
+    Raises:
+        QtraceError: when ``path`` exists and qtrace did not write it, or when it cannot be read.
+    """
+    try:
+        reason = "" if force else foreign_output(path, beside)
+    except OSError as error:
+        raise QtraceError(f"{path} cannot be read: {error.strerror or error}.") from error
+    if reason:
+        raise QtraceError(f"{reason}. Name another file, or replace it with --force.")
+
+
+@contextlib.contextmanager
+def output_file(path: Path, *, force: bool = False) -> Iterator[Path]:
+    """Yields a path to write to, which becomes ``path`` when the block ends without an error.
+
+    Other files that the block writes beside it move with it, as some formats consist of several files.
+
+    Args:
+        path: the file to write.
+        force: whether to replace files that qtrace did not write, too.
+
+    Raises:
+        QtraceError: when ``path`` exists and is no file, or cannot be written, or for what `check_foreign`
+            refuses.
+    """
+    target = Path(os.path.realpath(path))
+    # As root, even /dev/null could be replaced.
+    if kind := files.kind_of(target, "a device or a pipe, which cannot be replaced"):
+        raise QtraceError(f"{path} is {kind}; name a file.")
+    check_foreign(path, force=force)
+    with _workspace(path, target) as folder:
+        yield folder / target.name
+        engine.synchronize()
+        check_foreign(path, (path.parent / file.name for file in folder.iterdir()), force=force)
+        try:
+            with undisturbed():  # several files change together
+                for file in sorted(folder.iterdir(), key=lambda file: file.name == target.name):
+                    os.replace(file, target.parent / file.name)
+        except OSError as error:
+            raise QtraceError(f"{path} cannot be replaced: {error.strerror}.") from error
+
+
+def _check_replaceable(
+    path: Path, target: Path, names: tuple[str, ...], force: bool, spell: Callable[[str], str] = flag
+) -> None:
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise QtraceError(f"{path} is a file; name a folder.")
+    others = sorted(entry.name for entry in target.iterdir())
+    if others and not force:
+        raise QtraceError(
+            f"{path} exists and is not empty; name another folder, or replace it with {spell('force')}."
+        )
+    others = [name for name in others if name not in names]
+    if others:
+        listed = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        raise QtraceError(
+            f"{path} holds files that are not ours ({listed}); {spell('force')} does not remove them."
+        )
+
+
+@contextlib.contextmanager
+def _workspace(path: Path, target: Path) -> Iterator[Path]:
+    """Yields a folder beside the target, on the same file system, and removes it at the end."""
+    missing = [parent for parent in target.parents if not parent.exists()]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        files.sweep(target)
+        folder, lock = files.claim(target, Path.mkdir)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise QtraceError(f"{path} cannot be written: {error.filename} is a file, not a folder.") from error
+    except OSError as error:
+        raise QtraceError(f"{path} cannot be written: {error.strerror}.") from error
+    try:
+        yield folder
+    except OSError as error:
+        if not str(error.filename or folder).startswith(str(folder)):
+            raise
+        raise QtraceError(f"{path} cannot be written: {error.strerror or error}.") from error
+    except QtraceError as error:
+        if not isinstance(cause := error.__cause__, OSError) or str(folder) not in str(error):
+            raise
+        raise QtraceError(f"{path} cannot be written: {cause.strerror or cause}.") from error
+    finally:
+        with undisturbed():
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+            for parent in missing:  # if they stayed empty
+                with contextlib.suppress(OSError):
+                    parent.rmdir()

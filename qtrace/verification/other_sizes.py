@@ -1,0 +1,81 @@
+"""Batches at other sizes of open axes, made of the first batch: a file is verified at several sizes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from megengine import Tensor
+
+from qtrace.data.batches import as_arguments, evaluating
+from qtrace.graph.engine import quiet_engine
+from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter
+from qtrace.graph.open_axes import OpenAxis, other_sizes, read_open_axes, repeat_to
+from qtrace.graph.types import TensorNode, TracedModule
+
+__all__ = ["at_other_sizes", "open_in_file"]
+
+_LOG = logging.getLogger("qtrace")
+
+
+def at_other_sizes(path: Path, model: TracedModule, batch: Any) -> list[tuple[np.ndarray, ...]]:
+    """Repeats the first sample of a batch to two other sizes of the axes that an ONNX file leaves open.
+
+    A size at which the graph does not run is left out.
+
+    Args:
+        path: the file.
+        model: the graph.
+        batch: the first batch.
+
+    Returns:
+        The batches as positional inputs; none if the file leaves no axis but the batch open.
+    """
+    record = read_open_axes(model)
+    opened = open_in_file(path, model)
+    axes = [axis for axis in opened if axis.axis]
+    if record is None or not axes:
+        return []
+    args, kwargs = as_arguments(batch, model, 0)
+    _, (_, *tensors) = Interpreter(model).bind(args, kwargs)
+    nodes = [node for node in model.graph.inputs if isinstance(node, TensorNode)]
+    arrays = {str(n.name): t.numpy() for n, t in zip(nodes, tensors, strict=True)}
+    if any(axis.axis >= arrays[axis.input].ndim for axis in axes):
+        return []
+    batched = {axis.input for axis in record.axes if axis.axis == 0}
+    arrays = {name: array[:1] if name in batched else array for name, array in arrays.items()}
+    batches = []
+    for shapes in other_sizes({name: array.shape for name, array in arrays.items()}, axes):
+        values = tuple(repeat_to(array, shapes[name]) for name, array in arrays.items())
+        if _runs(model, values):
+            _LOG.info("%s is verified at %s, too", path.name, ", ".join(str(v.shape) for v in values))
+            batches.append(values)
+    return batches
+
+
+def open_in_file(path: Path, model: TracedModule) -> tuple[OpenAxis, ...]:
+    """Returns the open axes of a graph that its ONNX file declares open; none for other files."""
+    record = read_open_axes(model)
+    if path.suffix.lower() != ".onnx" or record is None or record.only_batch():
+        return ()
+    import onnx
+
+    nodes = [node for node in model.graph.inputs if isinstance(node, TensorNode)]
+    inputs = onnx.load(path, load_external_data=False).graph.input
+    opened: list[OpenAxis] = []
+    for node, info in zip(nodes, inputs, strict=False):
+        dims = info.type.tensor_type.shape.dim
+        own = (axis for axis in record.axes if axis.input == node.name and axis.axis < len(dims))
+        opened.extend(axis for axis in own if not dims[axis.axis].HasField("dim_value"))
+    return tuple(opened)
+
+
+def _runs(model: TracedModule, values: tuple[np.ndarray, ...]) -> bool:
+    try:
+        with evaluating(model), quiet_engine(model):
+            model(*map(Tensor, values))
+    except ENGINE_ERRORS:
+        return False
+    return True

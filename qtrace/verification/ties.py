@@ -1,0 +1,155 @@
+"""Equal scores: what sorts or searches them may give any of their orders, and no side is wrong.
+
+MegEngine's top-k and argsort give equal scores in an order of their own, runtimes mostly give the first one
+first, as ONNX demands. verify lets the graph do so, too. Scores that are equal but for the last bits of float
+arithmetic can still come in another order; what is computed from their positions is followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from qtrace.graph.interpreter import Interpreter, interpret
+from qtrace.graph.source_lines import name_with_line
+from qtrace.graph.types import Expr, Node, TracedModule
+from qtrace.graph.walk import called_graph, exprs, op_label
+from qtrace.ops import OpCall, read
+
+__all__ = ["FirstOfEquals", "Ranked", "find_rankings"]
+
+_SORTS = ("topk", "sort", "argsort")
+_EXTREMES = ("argmax", "argmin")
+# Two engines compute the same score with differences of float arithmetic, as a share of the largest score.
+_EQUAL_SHARE = 1e-5
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Scores, and those of them that a sort or search picks.
+
+    Attributes:
+        rows: the scores; those on the last axis are ranked against each other.
+        picked: the scores at the picked positions, in order.
+    """
+
+    rows: np.ndarray
+    picked: np.ndarray
+
+    def accepts(self, positions: np.ndarray) -> bool:
+        """Whether ``positions`` differ from the right ones in the order of equal scores alone."""
+        if positions.size != self.picked.size:
+            return False
+        places = positions.reshape(self.picked.shape).astype(np.int64)
+        if places.min() < 0 or places.max() >= self.rows.shape[-1]:
+            return False
+        if (np.diff(np.sort(places, axis=-1), axis=-1) == 0).any():
+            return False
+        return bool(_near(np.take_along_axis(self.rows, places, -1), self.picked).all())
+
+
+class FirstOfEquals(Interpreter):
+    """Runs a traced module; of equal scores, sorts and searches give the first one first.
+
+    Args:
+        traced: the traced module.
+        first_of_equals: whether they do; False for the order of MegEngine's kernels.
+
+    Attributes:
+        tied: the nodes that show the order of equal scores; those of positions with what they rank.
+    """
+
+    def __init__(self, traced: TracedModule, first_of_equals: bool = True) -> None:
+        super().__init__(traced)
+        self.first_of_equals = first_of_equals
+        self.tied: dict[Node, Ranked | None] = {}
+
+    def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
+        """Computes the outputs of ``expr``, also of a module that is one call of the graph."""
+        graph = called_graph(expr)
+        if graph is not None:
+            values = self._execute(graph, list(inputs), None)
+            return [values[node] for node in graph._outputs]
+        results = interpret(expr, inputs)
+        call = _ranking(expr)
+        return results if call is None or results is None else self._rank(call, inputs, results)
+
+    def _rank(self, call: OpCall, inputs: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
+        values = dict(zip(call.expr.inputs, inputs, strict=True))
+        node = call.inputs[0] if call.inputs else call.expr.inputs[0]
+        scores, positions = values[node].numpy(), results[-1]
+        rows = _rows(call, scores)
+        if not rows.size or np.isnan(rows).any():
+            return results
+        falling = call.kind == "argmax" or bool(call.attrs.get("descending"))
+        order = _stable_order(rows, falling)
+        ordered = np.take_along_axis(rows, order, -1)
+        count = 1 if call.kind in _EXTREMES else int(positions.shape[-1])
+        if call.attrs.get("no_sort"):
+            self.tied.update(dict.fromkeys(call.expr.outputs))
+        elif _has_ties(ordered[..., : count + 1]):
+            self.tied[call.expr.outputs[-1]] = Ranked(rows, ordered[..., :count])
+        if not self.first_of_equals:
+            return results
+        ranked = type(positions)(order[..., :count].reshape(positions.shape).astype(positions.dtype))
+        if len(results) == 1:
+            return (ranked,)
+        return (type(ranked)(ordered[..., :count].reshape(results[0].shape)), ranked)
+
+
+def find_rankings(model: TracedModule) -> dict[Node, str]:
+    """Finds the tensors that depend on positions of sorted or searched scores.
+
+    Returns:
+        Node -> the first op before the node that ranks scores, in words, with its source line if known.
+    """
+    rankings: dict[Node, str] = {}
+    for expr in exprs(model):
+        if _ranking(expr) is not None:
+            rankings[expr.outputs[-1]] = name_with_line(expr, op_label(expr))
+        origins = [rankings[node] for node in expr.inputs if node in rankings]
+        if origins:
+            rankings.update((node, origins[0]) for node in expr.outputs)
+    return rankings
+
+
+def _ranking(expr: Expr) -> OpCall | None:
+    """Reads ``expr`` if it gives positions of scores by their order; None if it does not."""
+    call = read(expr)
+    if call is None or call.kind not in (*_SORTS, *_EXTREMES):
+        return None
+    axis = call.attrs.get("axis")
+    several = axis is not None and len(axis) != 1
+    return None if several or call.attrs.get("kth_only") else call
+
+
+def _rows(call: OpCall, scores: np.ndarray) -> np.ndarray:
+    """Returns the scores with those that are ranked against each other on the last axis."""
+    if call.kind in _SORTS:
+        return scores
+    axis = call.attrs["axis"]
+    return scores.reshape(-1) if axis is None else np.moveaxis(scores, int(axis[0]), -1)
+
+
+def _stable_order(rows: np.ndarray, falling: bool) -> np.ndarray:
+    """Returns the positions in the order of their scores; of equal scores, the first comes first."""
+    if not falling:
+        return np.argsort(rows, axis=-1, kind="stable")
+    turned: np.ndarray = np.argsort(rows[..., ::-1], axis=-1, kind="stable")[..., ::-1]
+    return rows.shape[-1] - 1 - turned
+
+
+def _has_ties(ordered: np.ndarray) -> bool:
+    """Whether neighbours in sorted rows are equal but for float arithmetic."""
+    return bool(_near(ordered[..., :-1], ordered[..., 1:]).any())
+
+
+def _near(scores: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Returns which scores are equal but for float arithmetic, whose error is that of the row's largest."""
+    a, b = scores.astype(np.float64), others.astype(np.float64)
+    size = np.abs(np.where(np.isfinite(a), a, 0.0)).max(initial=0.0, axis=-1, keepdims=True)
+    with np.errstate(invalid="ignore"):  # infinities that are equal
+        return (a == b) | (np.abs(a - b) <= _EQUAL_SHARE * size)

@@ -1,0 +1,56 @@
+"""The verdict of ``qtrace calibrate`` on a packed output, in the folder and in the next command."""
+
+import json
+from pathlib import Path
+
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+
+import qtrace
+from tests.nets import images, net
+
+# What would stay in float, as its columns have unlike ranges, is rounded all the same.
+_ROUNDED = "schema: qtrace/1\nbackend: tflite\nrules:\n- {match: {name: b}, quantize: true}\n"
+_FACTORS = np.repeat([64.0, 0.02], [4, 6]).astype("float32")
+
+
+@pytest.fixture
+def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with a network of one convolution that computes boxes and scores, and its data."""
+    monkeypatch.chdir(tmp_path)
+    layers = {"a": M.Conv2d(3, 8, 3, padding=1), "b": M.Conv2d(8, 10, 1)}
+    module = net(lambda self, x: self.b(F.relu(self.a(x))), **layers)
+    module.b.weight *= _FACTORS.reshape(-1, 1, 1, 1)
+    module.b.bias *= _FACTORS.reshape(1, -1, 1, 1)
+    x = images(16, 3, 8, 8)
+    qtrace.save(qtrace.trace(module, x[:2]), "float.mge")
+    np.save("x.npy", x)
+    Path("tflite.yaml").write_text(_ROUNDED)
+    Path("float_end.yaml").write_text(
+        "schema: qtrace/1\nbackend: tflite\nrules:\n- {match: {name: b}, quantize: false}\n"
+    )
+
+
+def _calibrate(run, recipe: str):
+    words = ["calibrate", "float.mge", "-d", "x.npy", "-r", recipe, "-o", "out", "--batch-size", "2"]
+    result = run(*words)
+    assert result.code == 0, result.err
+    return result.err, json.loads(Path("out/verdict.json").read_text())
+
+
+def test_lost_columns_are_named_and_no_export_is_offered(run, packed) -> None:
+    text, data = _calibrate(run, "tflite.yaml")
+    assert "verdict: broken: output SQNR 0.0 dB at b_out, columns 4..9 (elsewhere" in text
+    assert "next: qtrace export" not in text
+    assert data["verdict"]["word"] == "broken"
+    groups = {group["name"]: group["informative"] for group in data["verdict"]["groups"]}
+    assert groups == {"b_out, columns 0..3": True, "b_out, columns 4..9": False}
+
+
+def test_columns_that_are_kept_are_good(run, packed) -> None:
+    text, data = _calibrate(run, "float_end.yaml")
+    assert "verdict: good: output SQNR" in text
+    assert "next: qtrace export" in text
+    assert len(data["verdict"]["groups"]) == 2

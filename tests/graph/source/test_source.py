@@ -1,0 +1,283 @@
+"""Source of a traced module: the same bits, the same names, and code that a person reads."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import onnx
+import onnx.helper as oh
+import pytest
+from megengine.traced_module import register_as_builtin
+
+import qtrace
+from qtrace import graph as g
+from qtrace.errors import GraphError
+from tests.nets import images, randomize
+from tests.zoo.catalog import CNN
+from tests.zoo.detectors.entries import DETECTORS
+from tests.zoo.transformers.entries import TRANSFORMERS
+
+
+def run(net: Any, arguments: tuple[Any, ...]) -> list[np.ndarray]:
+    return leaves(net(*map(tensors, arguments)))
+
+
+def tensors(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: tensors(each) for key, each in value.items()}
+    return mge.Tensor(value) if isinstance(value, np.ndarray) else value
+
+
+def leaves(value: Any) -> list[np.ndarray]:
+    if isinstance(value, mge.Tensor):
+        return [value.numpy()]
+    parts = [value[key] for key in sorted(value)] if isinstance(value, dict) else value
+    return [array for part in parts for array in leaves(part)]
+
+
+def load(source: g.PythonSource, folder: Path) -> Any:
+    """Imports the written file, as a user does, and loads the network."""
+    path = source.save(folder)
+    name = f"written_{abs(hash(str(path)))}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module.load()
+
+
+def equal(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
+    same = (
+        np.array_equal(a, b, equal_nan=True) and a.dtype == b.dtype
+        for a, b in zip(first, second, strict=True)
+    )
+    return all(same)
+
+
+def check(traced: Any, arguments: tuple[Any, ...], folder: Path, retrace: bool = True) -> str:
+    """Holds the written network, and a trace of it, to ``traced``; returns the code."""
+    source = g.to_source(traced)
+    net = load(source, folder)
+    wanted = run(traced, arguments)
+    assert equal(run(net, arguments), wanted)
+    assert net.state_dict().keys() == source.weights.keys()
+    assert source.weights.keys() >= traced.state_dict().keys()
+    if retrace:
+        again = qtrace.trace(net, *map(tensors, arguments))
+        assert equal(run(again, arguments), wanted)
+    return source.code
+
+
+class Block(M.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = M.Conv2d(3, 3, 1)
+
+    def forward(self, x: Any, scale: int = 2, extra: Any = None) -> Any:
+        y = self.c(x) * scale
+        return y if extra is None else {"a": y, "b": [x, extra]}
+
+
+class Spellings(M.Module):
+    """Lists, dicts and sequences of modules, constants, writes, and sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [Block(), Block()]
+        self.heads = {"k": M.Conv2d(3, 3, 1)}
+        self.tail = M.Sequential(M.ReLU(), M.Sequential(M.Sigmoid(), Block()))
+        self.last = Block()
+        self.gain = mge.Parameter(np.full((1, 3, 1, 1), 0.3, np.float32))
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        x = self.tail(self.heads["k"](x))
+        parts = self.last(x, 3, extra=x + 1)
+        y = mge.Tensor(np.arange(48, dtype=np.float32).reshape(1, 3, 4, 4)) + x * np.float32(0.1)
+        y[:, 0] = 1.0
+        y *= self.gain
+        shape = y.shape
+        z = (-2.0 - y.reshape(shape[0], -1, shape[2] * shape[3]) ** 2) / 7
+        left, right = F.split(z, 2, axis=2)
+        return parts["a"] + parts["b"][1], (left.astype("int32"), [right[..., ::2, None] > -3.0])
+
+
+def test_a_module_with_all_spellings(tmp_path: Path) -> None:
+    net = randomize(Spellings())
+    x = images(1, 3, 4, 4)
+    code = check(qtrace.trace(net, x), (x,), tmp_path)
+    for line in (
+        "self.layers[1] = Layers0()",  # two blocks of the same text are one class
+        "self.heads.k = M.Conv2d(3, 3, 1)",
+        "self.tail = M.Sequential(",
+        "layers_0_out = self.layers[0](x)",
+        "[:, 0] = 1.0",
+        " *= self.gain",
+        "builtin.GetVarShape()",
+        "[..., ::2, None]",
+        "F.split(",
+    ):
+        assert line in code, line
+    assert "device=None" not in code  # a function takes it by itself
+
+
+class Arguments(M.Module):
+    def forward(self, pair: Any, mode: Any, x: Any, *, mask: Any) -> Any:
+        return pair["left"] * x + pair["right"][0] * mask
+
+
+def test_arguments_keep_their_structure(tmp_path: Path) -> None:
+    a, b, c, d = (images(1, 2, 3, 3, seed=seed) for seed in range(4))
+    pair = {"left": mge.Tensor(a), "right": [mge.Tensor(b)]}
+    traced = qtrace.trace(Arguments(), pair, 2, mge.Tensor(c), mask=mge.Tensor(d))
+    net = load(g.to_source(traced), tmp_path)
+    result = net(pair, 2, mge.Tensor(c), mask=mge.Tensor(d))
+    np.testing.assert_array_equal(result.numpy(), a * c + b * d)
+
+
+class Tied(M.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = M.Conv2d(3, 3, 3, padding=1, bias=False)
+        self.second = M.Conv2d(3, 3, 3, padding=1, bias=False)
+        self.second.weight = self.first.weight
+        self.third = M.Sequential(M.ReLU(), self.first)
+
+    def forward(self, x: Any) -> Any:
+        return self.third(self.second(self.first(x)))
+
+
+def test_what_is_shared_is_shared_in_the_source(tmp_path: Path) -> None:
+    x = images(1, 3, 5, 5)
+    traced = qtrace.trace(randomize(Tied()), x)
+    net = load(g.to_source(traced), tmp_path)
+    assert equal(run(net, (x,)), run(traced, (x,)))
+    assert len(list(net.parameters())) == len(list(traced.parameters())) == 1
+
+
+class Kept(M.Module):
+    """A class of a user that a trace keeps whole, and whose constructor takes what it does not keep."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.factor = float(len(text))
+        self.offset = mge.Tensor(np.ones(3, np.float32) * 0.5)
+        self.inner = M.Linear(3, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x) * self.factor + self.offset
+
+
+register_as_builtin(Kept)
+
+
+def test_a_class_of_a_user_is_made_by_its_attributes(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(size=(2, 3)).astype(np.float32)
+    net = M.Sequential(Kept("four"), M.ReLU())
+    assert "made(Kept" in check(qtrace.trace(net, x), (x,), tmp_path)
+
+
+def test_layers_that_were_changed_behind_their_constructor(tmp_path: Path) -> None:
+    net = M.Sequential(M.Conv2d(3, 4, 3, bias=False), M.BatchNorm2d(4, affine=False), M.LeakyReLU(0.2))
+    net[0].stride = (2, 1)
+    net[0].bias = mge.Parameter(np.ones((1, 4, 1, 1), np.float32))
+    x = images(1, 3, 9, 9)
+    net.eval()
+    code = check(qtrace.trace(net, x), (x,), tmp_path)
+    assert "M.Conv2d(3, 4, 3, stride=(2, 1))" in code
+    assert "M.BatchNorm2d(4, affine=False)" in code
+    assert "M.LeakyReLU(negative_slope=0.2)" in code
+
+
+def write_odd_names(folder: Path) -> Path:
+    rng = np.random.default_rng(0)
+    stored = {
+        "1x1.weight": rng.normal(size=(4, 3, 1, 1)).astype(np.float32),
+        "class": rng.normal(size=(4, 1, 1)).astype(np.float32),
+        "lambda/3x3:0": rng.normal(size=(1, 4, 6, 6)).astype(np.float32),
+    }
+    nodes = [
+        oh.make_node("Conv", ["x", "1x1.weight"], ["self"]),
+        oh.make_node("Mul", ["self", "class"], ["F"]),
+        oh.make_node("Add", ["F", "lambda/3x3:0"], ["import"]),
+        oh.make_node("Relu", ["import"], ["M"]),
+    ]
+    graph = oh.make_graph(
+        nodes,
+        "net",
+        [oh.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 3, 6, 6])],
+        [oh.make_tensor_value_info("M", onnx.TensorProto.FLOAT, [1, 4, 6, 6])],
+        [onnx.numpy_helper.from_array(value, name) for name, value in stored.items()],
+    )
+    path = folder / "odd.onnx"
+    onnx.save(oh.make_model(graph, opset_imports=[oh.make_opsetid("", 17)]), str(path))
+    return path
+
+
+def test_an_imported_file_with_odd_names(tmp_path: Path) -> None:
+    check(qtrace.from_onnx(write_odd_names(tmp_path)), (images(1, 3, 6, 6),), tmp_path)
+
+
+@pytest.mark.parametrize("fakequant", ["fixed", "lsq", "lsq_plus", "pact", "dorefa", "learned_range"])
+def test_a_prepared_graph(tmp_path: Path, fakequant: str) -> None:
+    net = randomize(M.Sequential(M.Conv2d(3, 4, 3), M.BatchNorm2d(4), M.ReLU(), M.Conv2d(4, 2, 1)))
+    x = images(2, 3, 6, 6)
+    config = {"fakequant": fakequant, "qat": {"bn": {"fold": True}}}
+    prepared = qtrace.prepare(qtrace.trace(net, x), config)
+    qtrace.calibrate(prepared, [(x,)], progress=False)
+    code = check(prepared, (x,), tmp_path)
+    assert "self.qsites = Group()" in code
+    assert "QScheme(" in code
+
+
+def test_a_converted_and_an_edited_graph(tmp_path: Path) -> None:
+    net = randomize(M.Sequential(M.Conv2d(3, 4, 3), M.ReLU(), M.Conv2d(4, 2, 1)))
+    x = images(2, 3, 6, 6)
+    traced = qtrace.trace(net, x)
+    prepared = qtrace.prepare(traced, {"placement": "everything"})
+    qtrace.calibrate(prepared, [(x,)], progress=False)
+    check(qtrace.convert(prepared), (x,), tmp_path / "converted")
+    flat = g.flatten(traced)
+    relu = next(expr for expr in g.exprs(flat) if expr.outputs[0]._name.endswith("1_out"))
+    with g.GraphEditor(flat) as editor:
+        editor.replace_expr(relu, editor.call_function(F.sigmoid, relu.inputs[1], after=relu))
+    assert "F.sigmoid(" in check(flat, (x,), tmp_path / "edited")
+
+
+def test_what_has_no_source_is_refused(tmp_path: Path) -> None:
+    x = images(1, 3, 4, 4)
+    traced = qtrace.trace(M.Conv2d(3, 2, 1), x)
+    with pytest.raises(GraphError, match="'my net' is no name of a class"):
+        g.to_source(traced, "my net")
+    with pytest.raises(GraphError, match="takes a TracedModule, not Conv2d"):
+        g.to_source(M.Conv2d(3, 2, 1))  # type: ignore[arg-type]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(GraphError, match="cannot be written"):
+        g.to_source(traced).save(tmp_path / "file")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_class_and_the_files_have_the_given_name(tmp_path: Path) -> None:
+    x = images(1, 3, 4, 4)
+    source = g.to_source(qtrace.trace(M.Conv2d(3, 2, 1), x), "Detector")
+    assert source.save(tmp_path).name == "detector.py"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["detector.npz", "detector.py"]
+    assert "class Detector(M.Module):" in source.code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mobilenet_v3", "swin", "fcos"])
+def test_networks_of_the_zoo(tmp_path: Path, name: str) -> None:
+    entry = next(entry for entry in (*CNN, *TRANSFORMERS, *DETECTORS) if entry.name == name)
+    arguments = tuple(value[:1] for value in entry.example())
+    check(qtrace.trace(entry.build(), *arguments), arguments, tmp_path)

@@ -1,0 +1,211 @@
+"""Axes that a file leaves open stay open, and sizes that depend on them are computed by the graph."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import megengine as mge
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import numpy_helper
+
+import qtrace
+from qtrace.data.batches import as_arguments
+from qtrace.graph.open_axes import read_open_axes
+from tests.importing.onnx.networks import model, node, save, weights
+
+IMAGE = {"x": ["batch", 2, "rows.0", "?"]}
+SHAPE = {"x": (1, 2, 16, 24)}
+SIZES = ((1, 2, 16, 24), (2, 2, 8, 40), (3, 2, 21, 19))
+
+
+def run_file(path: Path, x: np.ndarray) -> list[np.ndarray]:
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return session.run(None, {session.get_inputs()[0].name: x})
+
+
+def declared(path: Path) -> list[list[int | str]]:
+    graph = onnx.load(path).graph
+    ends = (*graph.input, *graph.output)
+    return [[d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in ends]
+
+
+def check_sizes(path: Path, net: object, sizes: tuple[tuple[int, ...], ...] = SIZES) -> None:
+    for index, shape in enumerate(sizes):
+        x = weights(*shape, seed=index)
+        (expected,) = run_file(path, x)
+        result = net(mge.Tensor(x)).numpy()
+        assert result.shape == expected.shape, shape
+        np.testing.assert_allclose(result, expected, rtol=0, atol=1e-5 * max(1, np.abs(expected).max()))
+
+
+def convolutional() -> onnx.ModelProto:
+    nodes = [
+        node("Conv", "x w", "c", pads=[1, 1, 1, 1], strides=[2, 2]),
+        node("Relu", "c", "r"),
+        node("MaxPool", "r", "p", kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1]),
+        node("Resize", "p _ scales", "u", mode="nearest", nearest_mode="floor",
+             coordinate_transformation_mode="asymmetric"),
+        node("Conv", "u v", "y"),
+    ]  # fmt: skip
+    stored = {"w": weights(4, 2, 3, 3), "v": weights(3, 4, 1, 1), "scales": np.float32([1, 1, 2, 2])}
+    return model(nodes, IMAGE, stored=stored)
+
+
+def test_open_axes_keep_their_names_from_file_to_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save(convolutional(), tmp_path)
+    net = qtrace.from_onnx(path, SHAPE)
+    check_sizes(path, net)
+    qtrace.save(net, tmp_path / "net.mge")
+    prepared = qtrace.prepare(qtrace.load(tmp_path / "net.mge"))
+    batches = [weights(2, 2, 16, 8 + 8 * i, seed=i) for i in range(4)]
+    qtrace.calibrate(prepared, batches)
+    converted = qtrace.convert(prepared)
+    exported = qtrace.export(converted, tmp_path / "int8.onnx")
+    ends = declared(exported)
+    assert ends[0] == ["batch", 2, "rows.0", "?"]
+    assert ends[1] == ["batch", 3, "y_2", "y_3"]
+    with caplog.at_level(logging.INFO, "qtrace"):
+        assert qtrace.verify(exported, converted, [weights(*shape) for shape in SIZES]).passed
+    assert "verified at (1, 2, 32, 40), too" in caplog.text
+
+
+def test_an_axis_may_be_fixed_by_the_user(tmp_path: Path) -> None:
+    path = save(convolutional(), tmp_path)
+    net = qtrace.from_onnx(path, SHAPE, fixed=True)
+    exported = qtrace.export(net, tmp_path / "fixed.onnx")
+    assert declared(exported)[0] == ["batch", 2, 16, 24]
+
+
+# The nodes that compute a shape from "s", the shape of x (n, 2, h, w), and reshape x to it.
+RESHAPES = {
+    "flattened": [node("Slice", "s zero one", "n"), node("Concat", "n minus", "t", axis=0)],
+    "rows": [
+        node("Gather", "s two", "h", axis=0), node("Gather", "s zero", "n", axis=0),
+        node("Concat", "n h minus", "t", axis=0),
+    ],
+    "product": [
+        node("Gather", "s zero", "n", axis=0), node("Slice", "s two four", "hw"),
+        node("ReduceProd", "hw", "area", axes=[0], keepdims=1), node("Concat", "n two area", "t", axis=0),
+    ],
+    "times": [
+        node("Gather", "s scalar", "h0", axis=0), node("Mul", "h0 scalar", "h1"),
+        node("Unsqueeze", "h1 zero", "h"), node("Concat", "minus h", "t", axis=0),
+    ],
+    "quotient": [
+        node("Size", "x", "all"), node("Gather", "s scalar", "h0", axis=0), node("Div", "all h0", "rest"),
+        node("Unsqueeze", "rest zero", "r"), node("Unsqueeze", "h0 zero", "h"),
+        node("Concat", "h r", "t", axis=0),
+    ],
+    "where": [
+        node("Equal", "s minus", "e"), node("Where", "e ones s", "w"), node("Identity", "w", "t"),
+    ],
+    "floats": [
+        node("Cast", "s", "f", to=1), node("Mul", "f half", "g"), node("Mul", "g double", "k"),
+        node("Floor", "k", "l"), node("Cast", "l", "t", to=7),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESHAPES)
+def test_sizes_are_computed_as_in_the_file(tmp_path: Path, name: str) -> None:
+    stored = {
+        **{"zero": np.array([0]), "one": np.array([1]), "two": np.array([2]), "four": np.array([4])},
+        **{"minus": np.array([-1]), "scalar": np.array(2), "ones": np.ones(4, np.int64)},
+        **{"half": np.float32(0.5), "double": np.float32(2)},
+    }
+    nodes = [node("Shape", "x", "s"), *RESHAPES[name], node("Reshape", "x t", "y")]
+    read = {i for n in nodes for i in n.input}
+    path = save(model(nodes, IMAGE, stored={k: v for k, v in stored.items() if k in read}), tmp_path)
+    net = qtrace.from_onnx(path, SHAPE)
+    record = read_open_axes(net)
+    assert record is not None
+    assert not record.fixed
+    check_sizes(path, net)
+    exported = qtrace.export(net, tmp_path / "again.onnx")
+    assert declared(exported)[0] == ["batch", 2, "rows.0", "?"]
+    check_sizes(exported, net)
+
+
+def test_a_map_takes_the_size_of_another_one(tmp_path: Path) -> None:
+    nodes = [
+        node("Conv", "x w", "a", pads=[1, 1, 1, 1]),
+        node("MaxPool", "a", "d", kernel_shape=[2, 2], strides=[2, 2], ceil_mode=1),
+        node("Shape", "a", "s"),
+        node("Slice", "s two four", "size"),
+        node("Shape", "d", "t"),
+        node("Slice", "t zero two", "front"),
+        node("Concat", "front size", "sizes", axis=0),
+        node("Resize", "d _ _ sizes", "u", mode="linear", coordinate_transformation_mode="half_pixel"),
+        node("Concat", "u a", "y", axis=1),
+    ]
+    stored = {"w": weights(3, 2, 3, 3), "zero": np.array([0]), "two": np.array([2]), "four": np.array([4])}
+    path = save(model(nodes, IMAGE, stored=stored), tmp_path)
+    net = qtrace.from_onnx(path, SHAPE)
+    check_sizes(path, net)
+    exported = qtrace.export(net, tmp_path / "again.onnx")
+    assert declared(exported) == [["batch", 2, "rows.0", "?"], ["batch", 6, "rows.0", "?"]]
+    check_sizes(exported, net)
+
+
+def test_numbers_are_counted_filled_and_cut_by_sizes(tmp_path: Path) -> None:
+    nodes = [
+        node("Shape", "x", "s"),
+        node("Gather", "s three", "w", axis=0),
+        node("Range", "none w step", "places"),
+        node("Cast", "places", "p", to=1),
+        node("ConstantOfShape", "s", "zeros", value=numpy_helper.from_array(np.float32([0.5]))),
+        node("Add", "zeros p", "z"),
+        node("Div", "w halves", "h"),
+        node("Unsqueeze", "h axis", "h1"),
+        node("Add", "x z", "sum"),
+        node("Slice", "sum axis h1 last", "y"),
+    ]
+    stored = {
+        **{"three": np.array(3), "none": np.array(0), "step": np.array(1), "halves": np.array(2)},
+        **{"axis": np.array([0]), "last": np.array([3])},
+    }
+    path = save(model(nodes, IMAGE, stored=stored), tmp_path)
+    net = qtrace.from_onnx(path, SHAPE)
+    record = read_open_axes(net)
+    assert record is not None
+    assert not record.fixed
+    check_sizes(path, net)
+    exported = qtrace.export(net, tmp_path / "again.onnx")
+    check_sizes(exported, net)
+
+
+FIXING = {
+    "Add 'y'": ([node("Add", "x table", "y")], {"table": weights(1, 2, 16, 24)}),
+    "Reshape 'y'": ([node("Reshape", "x t", "y")], {"t": np.array([0, 2, 16, 24])}),
+    "MaxPool 'y' has auto_pad": (
+        [node("MaxPool", "x", "y", kernel_shape=[3, 3], strides=[2, 2], auto_pad="SAME_UPPER")], {},
+    ),
+    "AveragePool 'y' counts the places": (
+        [node("AveragePool", "x", "y", kernel_shape=[3, 3], strides=[2, 2], pads=[0, 0, 1, 1])], {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", FIXING)
+def test_what_needs_a_number_fixes_its_axis_and_is_named(
+    tmp_path: Path, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes, stored = FIXING[reason]
+    path = save(model(nodes, IMAGE, stored=stored), tmp_path)
+    with caplog.at_level(logging.WARNING, "qtrace"):
+        net = qtrace.from_onnx(path, SHAPE)
+    record = read_open_axes(net)
+    assert record is not None
+    assert {axis.axis for axis in record.fixed} == {2, 3}
+    assert reason.split(" has ")[0] in caplog.text
+    exported = qtrace.export(net, tmp_path / "again.onnx")
+    assert declared(exported)[0] == ["batch", 2, 16, 24]
+    check_sizes(path, net, (SIZES[0], (3, 2, 16, 24)))
+    with pytest.raises(qtrace.QtraceError, match=r"fixes it to .*axis 2 \(rows\.0\) of input x is fixed: "):
+        as_arguments(weights(1, 2, 16, 48), net)

@@ -1,0 +1,156 @@
+"""A child process: arrays both ways; abort, hang and refusal are one sentence; nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qtrace.errors import ExportError
+from qtrace.process.child import Child
+
+_SCRIPT = """
+import json, os, signal, sys, time
+import numpy as np
+answers = os.fdopen(os.dup(1), "wb")
+os.dup2(2, 1)
+for line in iter(sys.stdin.buffer.readline, b""):
+    request = json.loads(line)
+    arrays = []
+    for dtype, shape in request["arrays"]:
+        kind = np.dtype(dtype)
+        count = kind.itemsize * int(np.prod(shape, dtype=np.int64))
+        arrays.append(np.frombuffer(sys.stdin.buffer.read(count), kind).reshape(shape))
+    print("noise of a runtime", flush=True)
+    command = request["command"]
+    if command == "abort":
+        os.abort()
+    if command == "leave":
+        os._exit(3)
+    if command == "hang":
+        time.sleep(600)
+    header = {"error": "no such thing"} if command == "refuse" else {"value": os.getpid()}
+    header["arrays"] = [(a.dtype.str, a.shape) for a in arrays]
+    answers.write(json.dumps(header).encode() + b"\\n" + b"".join((a * 2).tobytes() for a in arrays))
+    answers.flush()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(_SCRIPT)
+    return path
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_arrays_of_every_kind_go_both_ways(script: Path) -> None:
+    child = Child(script, "a runtime")
+    arrays = [
+        np.arange(6, dtype=np.float32).reshape(2, 3).T,
+        np.zeros((0, 4), np.int8),
+        np.array(3, np.int64),
+        np.ones(3_000_000, np.uint8),
+    ]
+    pid, results = child.ask({"command": "double"}, arrays)
+    for array, result in zip(arrays, results, strict=True):
+        assert (result.dtype, result.shape) == (array.dtype, array.shape)
+        np.testing.assert_array_equal(result, array * 2)
+        result[...] = 0  # writable: the child's answer is the caller's
+    child.close()
+    assert not _alive(pid)
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("abort", r"LiteRT with m.tflite ended its process by signal SIGABRT: .*near the ends of float32"),
+        ("leave", "LiteRT with m.tflite ended its process with code 3: please report it"),
+        ("hang", "LiteRT with m.tflite gave no answer in 0.5 s and was ended"),
+        ("refuse", "no such thing"),
+    ],
+)
+def test_what_happened_is_one_sentence(script: Path, command: str, sentence: str) -> None:
+    child = Child(script, "LiteRT with m.tflite")
+    pid, _ = child.ask({"command": "double"})
+    child.seconds = 0.5 if command == "hang" else 600.0
+    with pytest.raises(ExportError, match=sentence) as caught:
+        child.ask({"command": command}, [np.ones(3)])
+    assert "\n" not in str(caught.value)
+    if command == "refuse":
+        assert child.ask({"command": "double"})[0] == pid, "a refusal is no end"
+    else:
+        assert not _alive(pid)
+        with pytest.raises(ExportError, match="has ended already"):
+            child.ask({"command": "double"})
+
+
+def test_a_child_ends_with_its_owner(script: Path) -> None:
+    child = Child(script, "a runtime")
+    pid, _ = child.ask({"command": "double"})
+    del child
+    gc.collect()
+    deadline = time.monotonic() + 120
+    while _alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _alive(pid)
+
+
+def test_a_child_that_reads_nothing_does_not_hold_its_owner(tmp_path: Path) -> None:
+    script = tmp_path / "deaf.py"
+    script.write_text("import time\ntime.sleep(600)\n")
+    child = Child(script, "a runtime", seconds=0.5)
+    begin = time.monotonic()
+    with pytest.raises(ExportError, match="gave no answer in 0.5 s"):
+        child.ask({"command": "double"}, [np.zeros(4_000_000, np.uint8)])
+    assert time.monotonic() - begin < 300
+
+
+def test_a_child_that_computes_is_no_child_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text(
+        "import json, sys, time\n"
+        "sys.stdin.readline()\n"
+        "while time.process_time() < 0.3:\n"
+        "    pass\n"
+        "print(json.dumps({'value': 'done', 'arrays': []}), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    child = Child(script, "a runtime", seconds=60)
+    assert child.ask({})[0] == "done"
+    assert child._processor_time() >= 0.2 * os.sysconf("SC_CLK_TCK")
+    times = iter([7.0, 8.0, 9.0, 9.0])  # it computes for two more spans, and then no more
+    monkeypatch.setattr(child, "_processor_time", lambda: next(times))
+    child.idle = 0.1
+    with pytest.raises(ExportError, match=r"a runtime gave no answer in 0\.1 s and was ended"):
+        child._read_line(time.monotonic() + 60)
+    assert not list(times)
+
+
+def test_long_headers_are_read_at_once(tmp_path: Path) -> None:
+    script = tmp_path / "long.py"
+    script.write_text(
+        "import json, sys\n"
+        "for line in sys.stdin:\n"
+        "    print(json.dumps({'value': 'x' * 3_000_000, 'arrays': []}), flush=True)\n"
+    )
+    child = Child(script, "a runtime", seconds=60)
+    assert len(child.ask({})[0]) == 3_000_000
+
+
+def test_an_interpreter_that_is_not_there_is_one_sentence(script: Path) -> None:
+    with pytest.raises(ExportError, match="a runtime needs a process .* does not start: No such file"):
+        Child(script, "a runtime", python="/nowhere/python")

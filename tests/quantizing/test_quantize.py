@@ -1,0 +1,191 @@
+"""The one call: from a network and data to a verified file, or to a sentence and no file."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+from megengine import Tensor
+
+import qtrace
+from qtrace.errors import CalibrationError, ConfigError, DataError, ExportError, GraphError, QtraceError
+from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.record import fake_quants
+from qtrace.quantizing import quantize as room
+from tests.nets import images, net
+
+DATA = images(16, 3, 8, 8)
+
+
+def _module() -> M.Module:
+    return net(lambda self, x: self.b(F.relu(self.a(x))), a=M.Conv2d(3, 8, 3), b=M.Conv2d(8, 4, 1))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def onnx_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A float network as an ONNX file."""
+    path = tmp_path_factory.mktemp("onnx") / "net.onnx"
+    qtrace.export(qtrace.trace(_module(), DATA[:2]), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "backend"),
+    [
+        ("a.onnx", None, "onnxruntime"),
+        ("a.tflite", None, "tflite"),
+        ("a.param", None, "ncnn"),
+        ("a.onnx", "openvino", "openvino"),
+    ],
+)
+def test_a_module_becomes_a_verified_file_of_each_format(here, name, target, backend) -> None:
+    result = qtrace.quantize(_module(), DATA, name, target=target, progress=False)
+    assert result.path == Path(name)
+    assert Path(name).is_file()
+    assert result.verdict.word == "good"
+    assert result.verify.passed
+    assert QuantizedModel(result.prepared).annotation.backend == backend
+    assert len(repr(result).splitlines()) <= 20
+    assert not [file for file in here.iterdir() if file.name.startswith(".")]
+
+
+def test_an_onnx_file_a_saved_one_and_a_traced_module_give_the_same_scales(here, onnx_file) -> None:
+    traced = qtrace.from_onnx(onnx_file)
+    qtrace.save(traced, "net.mge")
+    written = []
+    for source in (onnx_file, "net.mge", traced):
+        result = qtrace.quantize(source, DATA, "out.onnx", verify=False, progress=False)
+        assert result.verify is None
+        written.append(result.prepared)
+    scales = [[float(q.qparams().scale.mean()) for q in fake_quants(model)] for model in written]
+    assert scales[0] == scales[1] == scales[2]
+
+
+class _Loader:
+    """Batches with labels, as a DataLoader gives them."""
+
+    def __iter__(self):
+        for start in range(0, 16, 4):
+            yield DATA[start : start + 4], np.arange(4)
+
+
+def _generator():
+    yield from (DATA[start : start + 4] for start in range(0, 16, 4))
+
+
+@pytest.mark.parametrize(
+    ("data", "labels"),
+    [
+        ([DATA[:8], DATA[8:]], ""),
+        (_generator, ""),
+        (_Loader(), "value 1"),
+        ([{"x": DATA[:8], "y": np.zeros(8, np.int64)}], "y"),
+        ({"x": DATA}, ""),
+    ],
+)
+def test_data_in_every_form_and_labels_are_said_once(here, caplog, data, labels) -> None:
+    with caplog.at_level(logging.WARNING, "qtrace"):
+        qtrace.quantize(_module(), data, "out.onnx", verify=False, progress=False)
+    said = [line for line in caplog.messages if "taken for labels" in line]
+    assert len(said) == bool(labels)
+    assert all(line.endswith(labels) for line in said)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"target": "tflite"}, ConfigError, "out.onnx is no file for tflite: name it out.tflite"),
+        ({"out": "out.bin"}, ConfigError, "out.bin is no file for onnxruntime: name it out.onnx"),
+        ({"out": "out.tflite", "target": "onnxruntime"}, ConfigError, "is no file for onnxruntime"),
+        ({"target": "nonsense"}, ConfigError, "nonsense"),
+        ({"target": "ncnn", "recipe": "backend/tflite"}, ConfigError, "the recipe is for tflite"),
+        ({"max_drop": 0.1}, ConfigError, "give metric=, too"),
+        ({"data": iter([DATA])}, DataError, "can be iterated only once"),
+        ({"data": 3}, DataError, "neither iterable nor a function"),
+        ({"data": "gone.npz"}, DataError, "There is no file gone.npz"),
+        ({"data": DATA[:0]}, DataError, "above 0"),
+        ({"data": [(DATA, DATA)]}, QtraceError, "cannot be called with 2 example"),
+        ({"source": 3}, GraphError, "type int: give the path"),
+        ({"source": "net.pth"}, GraphError, "net.pth is no network"),
+        ({"source": "gone.onnx"}, QtraceError, "gone.onnx"),
+        ({"at_least": 90.0}, CalibrationError, "nothing was written, as a limit does not hold"),
+    ],
+)
+def test_mistakes_are_a_sentence_and_leave_nothing(here, change, error, message) -> None:
+    options = {"source": _module(), "data": DATA, "out": "out.onnx", "progress": False, **change}
+    with pytest.raises(error, match=message):
+        qtrace.quantize(options.pop("source"), options.pop("data"), options.pop("out"), **options)
+    assert list(here.iterdir()) == []
+
+
+def test_a_prepared_network_is_refused(here) -> None:
+    prepared = qtrace.prepare(qtrace.trace(_module(), DATA[:2]))
+    with pytest.raises(GraphError, match="quantized already"):
+        qtrace.quantize(prepared, DATA, "out.onnx", progress=False)
+
+
+def test_a_broken_graph_is_written_only_if_asked_for(here) -> None:
+    module = _module()
+    module.b.weight[:1] *= 4000.0
+    recipe = {"backend": "tflite", "rules": [{"match": {"name": "b"}, "quantize": True}]}
+    with pytest.raises(CalibrationError, match=r"nothing was written.*broken.*allow_broken="):
+        qtrace.quantize(module, DATA, "out.tflite", recipe=recipe, progress=False)
+    assert list(here.iterdir()) == []
+    result = qtrace.quantize(
+        module, DATA, "out.tflite", recipe=recipe, allow_broken=True, verify=False, progress=False
+    )
+    assert result.verdict.word == "broken"
+    assert Path("out.tflite").is_file()
+
+
+class _Failed:
+    passed = False
+
+    def table(self) -> str:
+        return "the table"
+
+
+def test_a_file_that_fails_its_verification_is_not_left_and_the_old_one_stays(here, monkeypatch) -> None:
+    qtrace.quantize(_module(), DATA, "out.onnx", verify=False, progress=False)
+    before = Path("out.onnx").read_bytes()
+    monkeypatch.setattr(room, "verify_file", lambda *args, **options: _Failed())
+    with pytest.raises(ExportError, match="out.onnx was not written.*\n.*the table"):
+        qtrace.quantize(_module(), DATA[:8], "out.onnx", progress=False)
+    assert Path("out.onnx").read_bytes() == before
+    assert [file.name for file in here.iterdir()] == ["out.onnx"]
+
+
+def test_max_drop_raises_layers_until_the_metric_holds_or_says_that_it_cannot(here) -> None:
+    layers = {"a": M.Conv2d(3, 8, 3), "b": M.Conv2d(8, 8, 1), "c": M.Conv2d(8, 4, 1)}
+    module = net(lambda self, x: self.c(F.relu(self.b(F.relu(self.a(x))))), **layers)
+    traced = qtrace.trace(module, DATA[:2])
+    reference = traced(Tensor(DATA[:4])).numpy()
+
+    def metric(model) -> float:
+        return 1.0 - float(np.abs(model(Tensor(DATA[:4])).numpy() - reference).mean())
+
+    recipe = {"backend": "onnxruntime", "weight": {"bits": 4}}
+    plain = qtrace.quantize(traced, DATA, "a.onnx", recipe=recipe, metric=metric, **_QUICK)
+    lost = plain.verdict.float_metric - plain.verdict.metric
+    options = {"recipe": recipe, "metric": metric, **_QUICK}
+    result = qtrace.quantize(traced, DATA, "b.onnx", max_drop=0.9 * lost, **options)
+    assert 0 < len(result.raised) < 3
+    assert result.verdict.float_metric - result.verdict.metric <= 0.9 * lost
+    assert "in float to keep the metric" in repr(result)
+    with pytest.raises(CalibrationError, match="only with every layer in float: nothing was written"):
+        qtrace.quantize(traced, DATA, "c.onnx", max_drop=1e-9, **options)
+    assert not Path("c.onnx").exists()
+
+
+_QUICK = {"verify": False, "progress": False, "allow_broken": True}

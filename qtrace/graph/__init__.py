@@ -24,6 +24,7 @@ from qtrace.graph.samples import SampleDifference, SamplesReport, check_samples
 from qtrace.graph.source import PythonSource, to_source
 from qtrace.graph.table import format_table, table
 from qtrace.graph.tracing.trace import trace
+from qtrace.graph.tracing.tracer import Tracer
 from qtrace.graph.transformer import Transformer
 from qtrace.graph.walk import exprs, users
 
@@ -51,6 +52,7 @@ __all__ = [
     "RuleResult",
     "SampleDifference",
     "SamplesReport",
+    "Tracer",
     "Transformer",
     "add_submodule",
     "apply_rules",

@@ -21,6 +21,7 @@ from megengine.traced_module.traced_module import TracedModuleBuilder
 from qtrace.errors import TraceError
 from qtrace.graph.source_lines import name_with_line, recorded_lines
 from qtrace.graph.tracing.attention import attention_in_parts
+from qtrace.graph.tracing.tracer import Tracer, recorded_as
 
 __all__ = ["NONE_IS_DROPPED", "check_kernels", "holds_none", "recording", "without_none"]
 
@@ -48,8 +49,12 @@ def holds_none(result: Any) -> bool:
 
 
 @contextmanager
-def recording() -> Iterator[None]:
-    """Applies the changes that this module describes to all traces within the block."""
+def recording(tracer: Tracer) -> Iterator[None]:
+    """Applies the changes that this module describes to all traces within the block.
+
+    Args:
+        tracer: says what a call is recorded as.
+    """
     flatten, wrap = traced_module.tree_flatten, traced_module._wrapped_function
 
     def flatten_results(values: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +65,7 @@ def recording() -> Iterator[None]:
         return flatten(values, *args, **kwargs)
 
     def wrap_function(function: Callable[..., Any]) -> Callable[..., Any]:
-        return attention_in_parts if function is _ATTENTION else wrap(function)
+        return attention_in_parts if function is _ATTENTION else recorded_as(tracer, function, wrap)
 
     traced_module.tree_flatten, traced_module._wrapped_function = flatten_results, wrap_function
     try:

@@ -18,6 +18,7 @@ from megengine.utils.naming import AutoNaming
 from qtrace.errors import TraceError
 from qtrace.graph import failures
 from qtrace.graph.tracing.attention import open_attention
+from qtrace.graph.tracing.forward import with_forward
 from qtrace.graph.tracing.subclasses import use_builtin_classes
 
 __all__ = ["check_signature", "copy_module", "engine_for_tracing"]
@@ -92,23 +93,5 @@ def copy_module(source: Module, method: str) -> Module:
             )
         module.__class__ = type(own.__name__, (own,), {"__module__": own.__module__})
     if method != "forward":
-        module.__class__ = _with_forward(type(module), method)
+        module.__class__ = with_forward(type(module), method)
     return module
-
-
-def _with_forward(own: type[Module], method: str) -> type[Module]:
-    """Returns a subclass of ``own`` whose ``forward`` is its ``method``, which may call the old forward."""
-    inside = False
-
-    def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
-        nonlocal inside
-        if inside:
-            return own.forward(self, *args, **kwargs)
-        inside = True
-        try:
-            return getattr(own, method)(self, *args, **kwargs)
-        finally:
-            inside = False
-
-    forward.__signature__ = inspect.signature(getattr(own, method))  # type: ignore[attr-defined]
-    return type(own.__name__, (own,), {"__module__": own.__module__, "forward": forward})

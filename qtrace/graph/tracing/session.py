@@ -22,6 +22,7 @@ from qtrace.graph.tracing.recording import NONE_IS_DROPPED, check_kernels, holds
 from qtrace.graph.tracing.returned import key_order, restore_key_order
 from qtrace.graph.tracing.running import copy_module, engine_for_tracing
 from qtrace.graph.tracing.source_names import restore_names
+from qtrace.graph.tracing.tracer import Tracer, chosen_leaves, name_own_classes
 
 __all__ = ["Tracing"]
 
@@ -46,6 +47,7 @@ class Tracing:
         method: the name of the method to trace.
         allow_branch: the lines that may read a value of the data.
         also: other examples that the trace must serve, each with its title.
+        tracer: says what is a leaf, and what a call is recorded as.
     """
 
     def __init__(
@@ -54,9 +56,10 @@ class Tracing:
         inputs: Arguments,
         method: str,
         allow_branch: tuple[str, ...],
-        also: Sequence[tuple[str, Arguments]] = (),
+        also: Sequence[tuple[str, Arguments]],
+        tracer: Tracer,
     ) -> None:
-        self.source, self.also = source, also
+        self.source, self.also, self.tracer = source, also, tracer
         self.allow_branch = allow_branch
         self.reads: list[reads.PythonRead] = []
         self.method = method
@@ -196,8 +199,12 @@ class Tracing:
     def _trace(self, inputs: Arguments) -> TracedModule:
         args, kwargs = example_inputs.fresh(inputs)
         try:
-            with recording(), reads.watch_reads() as self.reads:
+            leaves, record = chosen_leaves(self.module, self.tracer), recording(self.tracer)
+            with leaves as own, record, reads.watch_reads() as self.reads:
                 traced = trace_module(self.module, *args, **kwargs)
+                name_own_classes(traced, own)
+        except TraceError:  # a choice of the tracer
+            raise
         except Exception as error:
             try:
                 raise failures.explain(error, self.module, self.name) from error

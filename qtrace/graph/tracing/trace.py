@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megengine.module import Module
@@ -18,12 +18,14 @@ from qtrace.graph.paths import describe_path
 from qtrace.graph.tracing import reads
 from qtrace.graph.tracing.dynamic import Dynamic, other_examples, read_dynamic
 from qtrace.graph.tracing.example_inputs import other_example, to_tensors
+from qtrace.graph.tracing.forward import fix_arguments
 from qtrace.graph.tracing.function_module import as_module
 from qtrace.graph.tracing.leaked_state import clear_leaked_state
 from qtrace.graph.tracing.leaves import check_leaves, describe_unused_leaves, keep_leaves
 from qtrace.graph.tracing.refusals import debugging_marks
 from qtrace.graph.tracing.running import check_signature, engine_for_tracing
 from qtrace.graph.tracing.session import Tracing
+from qtrace.graph.tracing.tracer import Tracer
 from qtrace.process.thread import on_engine_thread
 
 __all__ = ["trace"]
@@ -39,6 +41,8 @@ def trace(
     leaves: Sequence[type[Module] | Callable[..., Any]] = (),
     also: Sequence[Any] = (),
     dynamic: Dynamic | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    tracer: Tracer | None = None,
     **keywords: Any,
 ) -> TracedModule:
     """Traces ``module`` in eval mode and reports what the trace would lose or get wrong.
@@ -73,6 +77,10 @@ def trace(
             that is a Tensor -> axis -> name of its size. Axes of one name have one size. The trace is
             compared with the module at two other sizes; `export` declares the axes under these names. Without
             it, the batch alone is open.
+        fixed: arguments of ``forward`` that are no inputs of the trace, by name, such as ``{"mode": 2}``: the
+            trace keeps what they choose.
+        tracer: an object of a subclass of `Tracer` that says which modules stay one call each, and what a
+            call of a function is recorded as.
         **keywords: inputs of ``forward`` by name, such as ``mask=mask``. An input with the name of one of the
             options above is given by position.
 
@@ -93,6 +101,8 @@ def trace(
     source, method = as_module(module, method)
     if isinstance(source, TracedModule) and (marks := debugging_marks(source)):
         raise TraceError(f"the model cannot be copied: {marks}")
+    if fixed:
+        source = fix_arguments(source, method, fixed)
     source, ranges = lower(source)
     if isinstance(source, TracedModule):
         copied = copy.deepcopy(source)
@@ -115,7 +125,9 @@ def trace(
     if axes is not None:
         others += other_examples(source, method, inputs, axes)
     with keep_leaves(leaves):
-        traced, notes = _traced(check, source, inputs, method, tuple(allow_branch), others)
+        traced, notes = _traced(
+            check, source, inputs, method, tuple(allow_branch), others, tracer or Tracer()
+        )
     notes += [f"{type(source).__name__}: {note}" for note in describe_unused_leaves(traced, leaves)]
     if ranges is not None:
         write_ranges(traced, ranges)

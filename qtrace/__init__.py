@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from qtrace.display import shorten_modules
+
 if TYPE_CHECKING:
     from qtrace import fakequant, graph, observers, qat, recipes, sensitivity
     from qtrace.calibration.calibrate import calibrate
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from qtrace.graph.files.serialize import load, save
     from qtrace.graph.tracing.trace import trace
     from qtrace.importing.onnx import from_onnx
+    from qtrace.inspection.analysis import analyze as inspect
     from qtrace.inspection.comparison import compare
     from qtrace.inspection.explanation import explain
     from qtrace.preparation.passes.convert import convert
@@ -26,9 +29,15 @@ if TYPE_CHECKING:
     from qtrace.preparation.prepare import prepare
     from qtrace.process.engine import quiet
     from qtrace.qat import param_groups
+    from qtrace.quantizing.comparing import diff
+    from qtrace.quantizing.files import bench
+    from qtrace.quantizing.files import check_file_for as check
     from qtrace.quantizing.quantize import quantize
+    from qtrace.quantizing.splitting import split
     from qtrace.quantizing.stage import calibrate_to_folder
     from qtrace.scheme import QParams, QScheme
+    from qtrace.sensitivity.diagnosis import diagnose
+    from qtrace.tuning import tune
     from qtrace.verification.bisect import bisect
     from qtrace.verification.verify import verify
 
@@ -37,17 +46,22 @@ __all__ = [
     "QParams",
     "QScheme",
     "QtraceError",
+    "bench",
     "bisect",
     "calibrate",
     "calibrate_to_folder",
+    "check",
     "compare",
     "convert",
+    "diagnose",
+    "diff",
     "explain",
     "export",
     "fakequant",
     "finetune",
     "from_onnx",
     "graph",
+    "inspect",
     "load",
     "load_recipe",
     "observers",
@@ -60,7 +74,9 @@ __all__ = [
     "save",
     "sensitivity",
     "set_phase",
+    "split",
     "trace",
+    "tune",
     "verify",
 ]
 
@@ -69,15 +85,20 @@ _HOME = {
     "QParams": "scheme",
     "QScheme": "scheme",
     "QtraceError": "errors",
+    "bench": "quantizing.files",
     "bisect": "verification.bisect",
     "calibrate": "calibration.calibrate",
     "calibrate_to_folder": "quantizing.stage",
+    "check": "quantizing.files:check_file_for",
     "compare": "inspection.comparison",
     "convert": "preparation.passes.convert",
+    "diagnose": "sensitivity.diagnosis",
+    "diff": "quantizing.comparing",
     "explain": "inspection.explanation",
     "export": "export",
     "finetune": "finetuning",
     "from_onnx": "importing.onnx",
+    "inspect": "inspection.analysis:analyze",
     "load": "graph.files.serialize",
     "load_recipe": "config.recipe",
     "param_groups": "qat",
@@ -86,7 +107,9 @@ _HOME = {
     "quiet": "process.engine",
     "save": "graph.files.serialize",
     "set_phase": "preparation.phases",
+    "split": "quantizing.splitting",
     "trace": "graph.tracing.trace",
+    "tune": "tuning",
     "verify": "verification.verify",
 }
 
@@ -97,7 +120,8 @@ def __getattr__(name: str) -> Any:
 
         value: Any = version("qtrace")
     elif name in _HOME:
-        value = getattr(importlib.import_module(f"qtrace.{_HOME[name]}"), name)
+        module, _, other = _HOME[name].partition(":")
+        value = getattr(importlib.import_module(f"qtrace.{module}"), other or name)
     elif name in __all__:
         value = importlib.import_module(f"qtrace.{name}")
     else:
@@ -108,3 +132,12 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, "__version__"})
+
+
+def _describe(module: Any) -> str:
+    from qtrace.inspection.description import describe_graph
+
+    return describe_graph(module)
+
+
+shorten_modules(_describe)

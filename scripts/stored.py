@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 __all__ = [
     "RESULTS",
     "ExportRow",
+    "FakeQuantRow",
     "FamilyRow",
     "RecipeRow",
     "load",
@@ -115,6 +116,44 @@ class RecipeRow:
 
 
 @dataclass(frozen=True)
+class FakeQuantRow:
+    """A network of digits, trained at 4 bits by one fake quant.
+
+    Attributes:
+        network: the fake quant.
+        steps: the number of batches.
+        floats: loss and accuracy in percent of the float network.
+        start: loss and accuracy of the calibrated network.
+        losses: the loss after training, for each order of the images.
+        accuracies: the accuracy after training, for each order.
+        measured: the day.
+    """
+
+    network: str
+    steps: int
+    floats: tuple[float, float]
+    start: tuple[float, float]
+    losses: list[float]
+    accuracies: list[float]
+    measured: str = ""
+
+    HEADER = ("fake quant", "loss: start", "trained (three runs)", "accuracy: start", "trained", "float")
+    FILE = "fake_quants.json"
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text."""
+        loss, accuracy = statistics.median(self.losses), statistics.median(self.accuracies)
+        return (
+            f"`{self.network}`",
+            f"{self.start[0]:.3f}",
+            f"{loss:.3f} ({min(self.losses):.3f} to {max(self.losses):.3f})",
+            f"{self.start[1]:.1f} %",
+            f"{accuracy:.1f} %",
+            f"{self.floats[0]:.3f}, {self.floats[1]:.1f} %",
+        )
+
+
+@dataclass(frozen=True)
 class ExportRow:
     """The files of one network, verified in their runtimes.
 
@@ -172,7 +211,7 @@ class ExportRow:
         return f"{worst:.0f}, {equal:.3%}"
 
 
-_R = TypeVar("_R", FamilyRow, RecipeRow, ExportRow)
+_R = TypeVar("_R", FamilyRow, RecipeRow, FakeQuantRow, ExportRow)
 
 
 def table(rows: Iterable[_R], kind: type[_R]) -> str:
@@ -201,7 +240,7 @@ def today() -> str:
     return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
 
-def measured_when(rows: Iterable[FamilyRow] | Iterable[RecipeRow] | Iterable[ExportRow]) -> str:
+def measured_when(rows: Iterable[_R]) -> str:
     """Says in a sentence on which days the rows of a table were measured."""
     days = [row.measured for row in rows]
     known = sorted({day for day in days if day})

@@ -19,7 +19,7 @@ WITHOUT_MEGENGINE = {"errors", "storage", "scheme", "numerics", "plugins", "obse
 TRACED_MODULE_ROOM = "graph"
 TRACED_MODULE_FILES = {"qtrace/fakequant/base.py"}  # it calls register_as_builtin
 
-MOST_ROOMS = 30
+MOST_ROOMS = 34
 NOT_ROOMS = {"__init__.py", "__main__.py", "__pycache__", "py.typed"}
 _ROW = re.compile(r"\| `(?P<room>\w+)(?:/|\.py)?` \|[^|]+\|(?P<imports>[^|]*)\|(?P<by_name>[^|]*)\|")
 _MODULE = re.compile(r"(?P<module>qtrace(\.\w+)+)(:\w+)?")

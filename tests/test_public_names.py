@@ -41,7 +41,7 @@ NAMES |= {
     "save",
     "set_phase",
 }
-NAMES |= {"trace", "verify"}
+NAMES |= {"bench", "check", "diagnose", "diff", "inspect", "split", "trace", "tune", "verify"}
 
 
 def test_public_names_are_these_and_resolve() -> None:

@@ -16,7 +16,7 @@ from benchmarks.deployed.rows import (
     TRAINED_NETS,
     Row,
 )
-from qtrace.graph.table import format_table
+from qtrace.display import format_table
 
 __all__ = ["MET", "MISSED", "UNKNOWN", "Check", "check", "dominated", "render"]
 

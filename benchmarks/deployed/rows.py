@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qtrace.graph.table import format_table
+from qtrace.display import format_table
 
 __all__ = [
     "NNCF",

@@ -26,7 +26,7 @@ from benchmarks import machine  # noqa: E402
 from benchmarks.deployed import judging, networks, rows  # noqa: E402
 from benchmarks.deployed.judging import File  # noqa: E402
 from qtrace.config import QConfig  # noqa: E402
-from qtrace.graph.table import format_table  # noqa: E402
+from qtrace.display import format_table  # noqa: E402
 from qtrace.tuning import TuneSettings, Tuning, tune  # noqa: E402
 
 __all__ = ["HEADERS", "NETS", "RESULTS", "TunedRow", "cells", "merged", "read", "rival", "table"]

@@ -32,7 +32,7 @@ from examples.detector.metric import Detections, iou  # noqa: E402
 from examples.detector.runners import in_megengine, in_onnxruntime  # noqa: E402
 from examples.detector.train import train  # noqa: E402
 from examples.detector.training import fit  # noqa: E402
-from qtrace.graph.table import format_table  # noqa: E402
+from qtrace.display import format_table  # noqa: E402
 
 HERE = Path(__file__).parent
 RECIPES = {"W8A8": "recipe.yaml", "W4A4": "recipe_w4a4.yaml"}

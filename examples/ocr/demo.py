@@ -25,7 +25,7 @@ from tqdm import tqdm  # noqa: E402
 
 from examples.ocr import decoding, lines, metric, package, pages, peer, pictures, quantizing  # noqa: E402
 from examples.ocr.runners import Runner, measure_latencies  # noqa: E402
-from qtrace.graph.table import format_table  # noqa: E402
+from qtrace.display import format_table  # noqa: E402
 
 # What the demo must show: points of line accuracy below float, IoU with float's map, LSB op by op.
 MAX_DROP, MIN_IOU, MAX_LSB = 2.0, 0.94, 1

@@ -86,7 +86,7 @@ def match_rules(traced: TracedModule, qconfig: QConfig) -> tuple[RuleMatch, ...]
 
 def table(matches: Sequence[RuleMatch]) -> str:
     """Formats ``matches`` as a table with one row per rule."""
-    from qtrace.graph.table import format_table
+    from qtrace.display import format_table
 
     rows = []
     for match in matches:

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from qtrace.display import Displayed, format_table
 from qtrace.finetuning._evaluating import Evaluation, EvaluationFigures
 from qtrace.finetuning._retreating import Retreat
 from qtrace.finetuning._watching import Frozen
 from qtrace.finetuning.settings import FinetuneSettings
-from qtrace.graph.table import format_table
 
 __all__ = ["FineTuned", "OutputChange", "compare_outputs"]
 
@@ -41,8 +41,8 @@ class OutputChange:
     agreement_after: float | None = None
 
 
-@dataclass(frozen=True)
-class FineTuned:
+@dataclass(frozen=True, repr=False)
+class FineTuned(Displayed):
     """The result of ``qtrace.finetune``; the module itself was changed in place.
 
     Attributes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from qtrace.display import format_table
 from qtrace.graph.builder import GraphBuilder
 from qtrace.graph.composites import compose
 from qtrace.graph.dot import dot
@@ -22,7 +23,7 @@ from qtrace.graph.propagate import propagate_shapes, set_input_shapes
 from qtrace.graph.rewrite import RewriteRule, RuleResult, apply_rules
 from qtrace.graph.samples import SampleDifference, SamplesReport, check_samples
 from qtrace.graph.source import PythonSource, to_source
-from qtrace.graph.table import format_table, table
+from qtrace.graph.table import table
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.tracing.tracer import Tracer
 from qtrace.graph.transformer import Transformer

@@ -19,6 +19,7 @@ from qtrace.errors import GraphError
 from qtrace.graph.failures import clean_up, short, user_line
 from qtrace.graph.tracing.recording import recording
 from qtrace.graph.tracing.running import engine_for_tracing
+from qtrace.graph.tracing.tracer import Tracer
 
 __all__ = ["AnyNumber", "FunctionTrace", "marker_of", "trace_function"]
 
@@ -85,7 +86,7 @@ def trace_function(function: Callable[..., Any], arguments: Sequence[Any], title
     tensors = {i: v for i, v in enumerate(values) if isinstance(v, Tensor)}
     module = _module_of(function, values, list(tensors), title)
     try:
-        with engine_for_tracing(async_level=0), recording(), _marked_leaves():
+        with engine_for_tracing(async_level=0), recording(Tracer()), _marked_leaves():
             traced = trace_module(module, *tensors.values())
             mge._full_sync()
     except GraphError as error:

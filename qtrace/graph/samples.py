@@ -18,6 +18,7 @@ from megengine.traced_module import TracedModule
 from megengine.traced_module.expr import Expr, Input
 from megengine.traced_module.node import Node, TensorNode
 
+from qtrace.display import Displayed
 from qtrace.errors import GraphError
 from qtrace.graph.dataflow import static_nodes
 from qtrace.graph.engine import quiet_engine
@@ -63,8 +64,8 @@ class SampleDifference:
         return f"{self.node} ({self.op}{f', {self.line}' if self.line else ''}) {self.problem}"
 
 
-@dataclass(frozen=True)
-class SamplesReport:
+@dataclass(frozen=True, repr=False)
+class SamplesReport(Displayed):
     """Whether a graph computes each sample of a batch as it computes the sample alone.
 
     Attributes:
@@ -76,6 +77,9 @@ class SamplesReport:
     samples: int
     outputs: tuple[str, ...]
     difference: SampleDifference | None
+
+    def _text(self, max_width: int | None) -> str:
+        return str(self)
 
     @property
     def passed(self) -> bool:

@@ -1,9 +1,7 @@
-"""Tables as plain text: of a graph, and of any rows."""
+"""A traced graph as a table of plain text."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megengine.traced_module import TracedModule
@@ -11,15 +9,11 @@ from megengine.traced_module.expr import Expr, is_call_module
 from megengine.traced_module.node import Node, TensorNode
 from megengine.traced_module.traced_module import InternalGraph
 
+from qtrace.display import format_table
 from qtrace.errors import GraphError
 from qtrace.graph.walk import module_path, op_label
 
-__all__ = ["format_table", "table"]
-
-_GAP = "  "
-_ELLIPSIS = "…"
-_MIN_COLUMN_WIDTH = 6  # in characters, even if the table is too wide then
-_NUMBER = re.compile(r"[-+]?[\d.,_]+(e[-+]?\d+)?\s?%?\Z")
+__all__ = ["table"]
 
 
 def table(traced: TracedModule, max_width: int | None = 160) -> str:
@@ -90,68 +84,3 @@ def _shape(node: TensorNode) -> str:
 
 def _dtype(node: TensorNode) -> str:
     return "?" if node.dtype is None else str(getattr(node.dtype, "__name__", node.dtype))
-
-
-def format_table(
-    headers: Sequence[str], rows: Iterable[Sequence[object]], max_width: int | None = 140
-) -> str:
-    """Formats a table with a header, a rule and one line for each row; aligns numbers to the right.
-
-    Args:
-        headers: the names of the columns.
-        rows: the cells, converted by ``str``; line breaks in them become spaces.
-        max_width: largest width in characters, reached by shortening the widest cells with an ellipsis; None
-            for no limit. A table of very many columns stays wider than unreadable.
-
-    Raises:
-        ValueError: when a row does not have one cell for each header.
-    """
-    cells = [[" ".join(str(cell).split()) for cell in row] for row in rows]
-    for index, row in enumerate(cells):
-        if len(row) != len(headers):
-            raise ValueError(f"row {index} has {len(row)} cells, but the table has {len(headers)} columns.")
-    columns = list(zip(headers, *cells, strict=True))
-    numeric = [any(column[1:]) and all(not c or _NUMBER.match(c) for c in column[1:]) for column in columns]
-    widths = _fit([max(map(len, column)) for column in columns], max_width)
-
-    def line(row: Sequence[str]) -> str:
-        parts = [_shorten(cell, width) for cell, width in zip(row, widths, strict=True)]
-        aligned = [p.rjust(w) if n else p.ljust(w) for p, w, n in zip(parts, widths, numeric, strict=True)]
-        return _GAP.join(aligned).rstrip()
-
-    return "\n".join([line(headers), _GAP.join("-" * width for width in widths), *map(line, cells)])
-
-
-def _fit(widths: list[int], max_width: int | None) -> list[int]:
-    """Lowers the widest of ``widths`` to one common limit such that the line fits."""
-    if max_width is None:
-        return widths
-    room = max_width - len(_GAP) * (len(widths) - 1)
-    remaining = len(widths)
-    limit = max(widths, default=0)
-    for width in sorted(widths):  # narrow columns keep their width, the others share the rest
-        limit = room // remaining
-        if width > limit:
-            break
-        room -= width
-        remaining -= 1
-    else:
-        return widths
-    limit = max(limit, _MIN_COLUMN_WIDTH)
-    spare = max(room - limit * remaining, 0)
-    result = []
-    for width in widths:
-        extra = 1 if width > limit and spare > 0 else 0
-        spare -= extra
-        result.append(min(width, limit + extra))
-    return result
-
-
-def _shorten(text: str, width: int) -> str:
-    """Shortens a sentence at its end, and a name in its middle, whose ends say more."""
-    if len(text) <= width:
-        return text
-    if " " in text:
-        return text[: width - 1] + _ELLIPSIS
-    head = width // 2
-    return text[:head] + _ELLIPSIS + text[len(text) - (width - 1 - head) :]

@@ -14,9 +14,9 @@ from megengine import Tensor
 from megengine.module import Module
 
 from qtrace import ops
+from qtrace.display import Displayed, format_table
 from qtrace.graph.engine import quiet_engine
 from qtrace.graph.interpreter import Interpreter, last_uses
-from qtrace.graph.table import format_table
 from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, module_path, op_label
 from qtrace.ops.macs import UNCOUNTED, count_macs
@@ -57,8 +57,8 @@ class OpCost:
     seconds: float | None = None
 
 
-@dataclass(frozen=True)
-class Analysis:
+@dataclass(frozen=True, repr=False)
+class Analysis(Displayed):
     """The costs of the ops of a graph, in the order of computation.
 
     Attributes:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from qtrace.config import Expect
-from qtrace.graph.table import format_table
+from qtrace.display import Displayed, format_table
 
 __all__ = ["Expectation", "Expectations", "check_expectations"]
 
@@ -34,8 +34,8 @@ class Expectation:
     source: str
 
 
-@dataclass(frozen=True)
-class Expectations:
+@dataclass(frozen=True, repr=False)
+class Expectations(Displayed):
     """All limits of ``expect``.
 
     Attributes:

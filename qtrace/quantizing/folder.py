@@ -7,9 +7,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CURE", "FILES", "VERDICT", "write_folder"]
+__all__ = ["CURE", "FILES", "QUANTIZED", "VERDICT", "write_folder"]
 
-FILES = ("prepared.mge", "quantized.mge", "report.json", "explain.txt")
+QUANTIZED = "quantized.mge"
+"""The converted graph, to be exported."""
+FILES = ("prepared.mge", QUANTIZED, "report.json", "explain.txt")
 """The files of every calibrated or fine-tuned graph."""
 CURE = "cure.yaml"
 """The recipe that cures what the verdict found."""

@@ -12,6 +12,7 @@ from qtrace.calibration.calibrate import calibrate
 from qtrace.config import QConfig
 from qtrace.data import DataSource
 from qtrace.data.values import without_labels
+from qtrace.display import Displayed
 from qtrace.errors import CalibrationError, ConfigError, ExportError
 from qtrace.export import export
 from qtrace.graph.types import TracedModule
@@ -42,8 +43,8 @@ from qtrace.verification.verify import verify as verify_file
 __all__ = ["Quantized", "quantize"]
 
 
-@dataclass(frozen=True)
-class Quantized:
+@dataclass(frozen=True, repr=False)
+class Quantized(Displayed):
     """The result of ``qtrace.quantize``.
 
     Attributes:
@@ -61,6 +62,9 @@ class Quantized:
     prepared: TracedModule
     converted: TracedModule
     raised: tuple[str, ...] = ()
+
+    def _text(self, max_width: int | None) -> str:
+        return "\n".join(self.summary())
 
     @property
     def verdict(self) -> Verdict | None:
@@ -80,10 +84,6 @@ class Quantized:
         if self.verify is None:
             return [*lines, "verify: not run"]
         return [*lines, "verify: the runtime computes what the graph computes"]
-
-    def __repr__(self) -> str:
-        """Returns the summary, at most a screen."""
-        return "\n".join(self.summary())
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from qtrace.calibration.running import Result, RunSettings, collect_all
 from qtrace.config import Preprocess, QConfig
 from qtrace.config.recipe import config_or_default
 from qtrace.data import Batch, DataSource, open_data
+from qtrace.display import Displayed
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import explain
@@ -56,8 +57,8 @@ class DataReading:
         return replace(self, max_batches=None)
 
 
-@dataclass(frozen=True)
-class CalibratedFolder:
+@dataclass(frozen=True, repr=False)
+class CalibratedFolder(Displayed):
     """The result of `calibrate_to_folder`.
 
     Attributes:
@@ -77,6 +78,11 @@ class CalibratedFolder:
     figures: dict[str, Any] = field(repr=False)
     more_data: bool
     source: DataSource = field(repr=False)
+
+    def _text(self, max_width: int | None) -> str:
+        diagnosis = self.judgement.diagnosis
+        lines = diagnosis.lines() if diagnosis is not None else ["no verdict"]
+        return "\n".join([f"{self.folder}: {', '.join(FILES)}", *lines])
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """Sensitivity and mixed precision: which layers cost accuracy, and the fewest to raise.
 
-`analyze` measures every layer by itself. `mixed_precision` finds the layers to raise, proves the result on a
-graph that is really prepared and calibrated so, and gives it as a recipe.
+`analyze`, which ``qtrace.sensitivity(...)`` calls, measures every layer by itself. `mixed_precision` finds
+the layers to raise, proves the result on a graph that is really prepared and calibrated so, and gives it as a
+recipe.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from tqdm import tqdm
 
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import describe_changed_weights, float_twin
+from qtrace.plugins.callable_package import make_callable
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.record import is_quantized
 from qtrace.sensitivity.detection import DetectionLoss, Level
@@ -74,3 +76,6 @@ def analyze(
         simulation = Simulation(model, batches, compares, asks, twin, network, engine=engine, ran=bar.update)
         bar.total = count_runs(simulation, groups)
         return replace(rank(simulation, name, groups), note=note)
+
+
+make_callable(__name__, analyze)

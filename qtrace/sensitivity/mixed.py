@@ -12,8 +12,8 @@ from tqdm import tqdm
 from qtrace.calibration.calibrate import calibrate
 from qtrace.config import QConfig
 from qtrace.config.recipe import as_qconfig
+from qtrace.display import Displayed, format_table
 from qtrace.graph.flatten import flatten
-from qtrace.graph.table import format_table
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import late_algorithms
 from qtrace.preparation.prepare import prepare
@@ -29,8 +29,8 @@ from qtrace.sensitivity.simulation import Simulation
 __all__ = ["MixedPrecision", "mixed_precision"]
 
 
-@dataclass(frozen=True)
-class MixedPrecision:
+@dataclass(frozen=True, repr=False)
+class MixedPrecision(Displayed):
     """The result of `mixed_precision`.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from qtrace.graph.table import format_table
+from qtrace.display import Displayed, format_table
 from qtrace.sensitivity.detection import Parts
 from qtrace.sensitivity.layers import RaisableLayer
 from qtrace.sensitivity.simulation import Simulation
@@ -43,8 +43,8 @@ class GroupRow:
     only: float
 
 
-@dataclass(frozen=True)
-class Ranking:
+@dataclass(frozen=True, repr=False)
+class Ranking(Displayed):
     """The sensitivity of a graph.
 
     Attributes:

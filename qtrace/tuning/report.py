@@ -11,8 +11,8 @@ from typing import Any
 
 from qtrace.config.recipe import SCHEMA
 from qtrace.config.tree import dump
+from qtrace.display import Displayed, format_table
 from qtrace.errors import QtraceError, install
-from qtrace.graph.table import format_table
 from qtrace.tuning.pareto import Certainty, CostLimits, pareto
 from qtrace.tuning.trials import Trial
 
@@ -23,8 +23,8 @@ _LEFT_OUT = ("name", "description")
 _MEBIBYTE = 2**20
 
 
-@dataclass(frozen=True)
-class Tuning:
+@dataclass(frozen=True, repr=False)
+class Tuning(Displayed):
     """The result of a search.
 
     Attributes:

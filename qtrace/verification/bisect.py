@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from qtrace.data.batches import check_batches, evaluating
+from qtrace.display import Displayed, format_table
 from qtrace.errors import CalibrationError
-from qtrace.graph.table import format_table
 from qtrace.graph.types import Node, TracedModule
 from qtrace.metrics import sqnr_db
 from qtrace.preparation.annotation import ExprNote
@@ -36,8 +36,8 @@ _EXAMPLES = 5
 _MEGENGINE_CAUSE = "a kernel of MegEngine, which computes the graph; the file need not be changed"
 
 
-@dataclass(frozen=True)
-class FirstDifference:
+@dataclass(frozen=True, repr=False)
+class FirstDifference(Displayed):
     """The first op at which graph and runtime differ.
 
     If every integer is right and an output in float is not, ``site`` is that output: the counts are of

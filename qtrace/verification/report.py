@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from qtrace.display import Displayed
 from qtrace.metrics import finite_or_none
 from qtrace.verification.remarks import remarks
 from qtrace.verification.summary import format_sites, summarize
@@ -13,8 +14,8 @@ from qtrace.verification.tallies import MODES, Tallies
 __all__ = ["VerifyReport"]
 
 
-@dataclass
-class VerifyReport(Tallies):
+@dataclass(repr=False)
+class VerifyReport(Displayed, Tallies):
     """The outcome of ``qtrace.verify``: `Tallies` has its attributes and what can be asked of it."""
 
     def table(self, max_width: int = 140) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from qtrace.graph.table import format_table
+from qtrace.display import format_table
 from qtrace.verification.closeness import sum_up
 from qtrace.verification.remarks import remarks
 from qtrace.verification.tallies import Tallies

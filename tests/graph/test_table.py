@@ -7,8 +7,9 @@ import megengine.functional as F
 import megengine.module as M
 import pytest
 
+from qtrace.display import format_table
 from qtrace.errors import GraphError
-from qtrace.graph.table import format_table, table
+from qtrace.graph.table import table
 from tests.graph.samples import (
     MODELS,
     ConvBnRelu,

@@ -95,30 +95,25 @@ def bench(
     for file in files:
         check_exported(file)
     with console.work():
-        from tqdm import tqdm
-
-        from qtrace.benchmarking.files import bench_files, show
-        from qtrace.benchmarking.runners import RunnerSettings
+        from qtrace.quantizing.files import bench as measure
 
         config = None if recipe is None else _expecting(recipe, allow_code)
         table = None if predict is None else _table(predict)
-        settings = RunnerSettings(threads or 1, batch or 1, shapes)
-        with tqdm(desc="bench", unit="round", disable=not console.progress) as bar:
-            reports = bench_files(
-                files,
-                runtime=runtime,
-                settings=settings,
-                seconds=3.0 if seconds is None else seconds,
-                by_op=by_op,
-                table=table,
-                tick=lambda: _advance(bar),
-            )
-        text = show(reports, by_op)
+        report = measure(
+            *files,
+            runtime=runtime,
+            threads=threads or 1,
+            batch=batch or 1,
+            shapes=shapes,
+            seconds=3.0 if seconds is None else seconds,
+            by_op=by_op,
+            predict=table,
+            progress=console.progress,
+        )
     if table is not None:
-        _note_differences(table, settings.threads, console)
-    checks = _check(config, reports)
-    result = {"threads": settings.threads, "files": [report.to_dict() for report in reports]}
-    console.result(text, {**result, **note_checks(console, *checks)})
+        _note_differences(table, report.threads, console)
+    checks = _check(config, report.files)
+    console.result(report.table(), {**report.to_dict(), **note_checks(console, *checks)})
     return 0 if all(check.passed for check in checks) else 1
 
 
@@ -139,10 +134,6 @@ def _check(config: Any, reports: Sequence[FileReport]) -> list[Expectations]:
     """Checks the files behind the first one, which the others are compared with, or a single file."""
     judged = reports[1:] or reports
     return [check_file(config, r.path.name, r.size, r.latency.median, measured=True) for r in judged]
-
-
-def _advance(bar: Any) -> None:
-    bar.update(1)
 
 
 def _table(name: str) -> CostTable:

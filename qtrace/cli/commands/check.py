@@ -9,7 +9,6 @@ import click
 from qtrace.cli import help, options, targets
 from qtrace.cli.console import Console
 from qtrace.cli.naming import check_exported
-from qtrace.storage.outputs import output_file
 
 __all__ = ["check"]
 
@@ -43,13 +42,8 @@ def check(file: Path, target: str, fix: bool, out: Path | None, force: bool, con
         raise click.UsageError("--fix and -o belong together: give both, or none.")
     check_exported(file)
     with console.work():
-        from qtrace.verification.contracts import check_contract, fix_contract
+        from qtrace.quantizing.files import check_file_for
 
-        if out is None:
-            report = check_contract(file, target)
-        else:
-            data, report = fix_contract(file, target)
-            with output_file(out, force=force) as partial:
-                Path(partial).write_bytes(data)
+        report = check_file_for(file, target, out=out, force=force)
     console.result(report.text(), report.to_dict())
     return 0 if report.passed else 1

@@ -56,14 +56,10 @@ def split(
         raise click.UsageError("give either --at or --by-backend.")
     with console.work():
         import qtrace
-        from qtrace.graph import split as split_graph
-        from qtrace.preparation.partition import partition
 
         loaded = models.load_model(model, allow)
-        if backend is not None:
-            parts = partition(loaded, backend)
-        else:
-            parts = split_graph(loaded, [[name.strip() for name in cut.split(",")] for cut in cuts])
+        at = [[name.strip() for name in cut.split(",")] for cut in cuts] if cuts else None
+        parts = qtrace.split(loaded, at, by_backend=backend)
         files = [f"part_{index}.mge" for index in range(len(parts))]
         document = parts.interface()
         document["parts"] = [

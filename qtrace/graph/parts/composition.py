@@ -63,6 +63,11 @@ class Composition(Sequence[GraphPart]):
         """Returns one part, or several."""
         return self._parts[index]
 
+    def __repr__(self) -> str:
+        """Returns what each part reads and gives, a line each."""
+        lines = (f"{i}: {', '.join(part.inputs)} -> {', '.join(part.outputs)}" for i, part in enumerate(self))
+        return "\n".join(lines)
+
     def __len__(self) -> int:
         """Returns the number of parts."""
         return len(self._parts)

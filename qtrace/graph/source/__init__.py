@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from qtrace.display import Displayed
 from qtrace.errors import GraphError
 from qtrace.graph.source.classes import Classes
 from qtrace.graph.types import TracedModule
@@ -40,8 +41,8 @@ _HELPERS = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class PythonSource:
+@dataclass(frozen=True, eq=False, repr=False)
+class PythonSource(Displayed):
     """A traced module as Python code.
 
     Attributes:
@@ -53,6 +54,9 @@ class PythonSource:
     name: str
     code: str
     weights: Mapping[str, np.ndarray]
+
+    def _text(self, max_width: int | None) -> str:
+        return self.code
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Writes ``name.py`` and ``name.npz``, the name in lower case; makes the folder if it is missing.

@@ -71,7 +71,7 @@ def fix_arguments(source: Module, method: str, fixed: Mapping[str, Any]) -> Modu
             else:
                 bound[collects[0]] = {**bound.get(collects[0], {}), name: value}
         ordered = {name: bound[name] for name in signature.parameters if name in bound}
-        return inspect.BoundArguments(signature, ordered)  # type: ignore[arg-type]
+        return inspect.BoundArguments(signature, ordered)
 
     def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
         call = complete(self, *args, **kwargs)

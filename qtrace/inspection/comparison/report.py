@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from qtrace.display import Displayed, format_table
 from qtrace.errors import ConfigError
-from qtrace.graph.table import format_table
 from qtrace.inspection.comparison.page import Page, render
 from qtrace.inspection.comparison.rows import (
     ChannelRanges,
@@ -18,6 +18,7 @@ from qtrace.inspection.comparison.rows import (
     origin,
 )
 from qtrace.inspection.comparison.tally import Histogram
+from qtrace.inspection.comparison.waterfall import draw_waterfall
 
 __all__ = ["Comparison"]
 
@@ -25,8 +26,8 @@ __all__ = ["Comparison"]
 _ORDERS = {"graph": None, "sqnr": "sqnr_db", "own": "own_db", "cosine": "cosine", "clipped": "clipped"}
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(Displayed):
     """The outcome of ``qtrace.compare``.
 
     Attributes:
@@ -57,6 +58,9 @@ class Comparison:
         """Returns the activations whose own error is largest, relative to their signal."""
         activations = [site for site in self.sites if site.sort == "activation" and not site.unmeasured]
         return tuple(sorted(activations, key=lambda s: s.own_db)[:count])
+
+    def _figure(self) -> str:
+        return draw_waterfall(self.sites)
 
     def table(self, max_width: int | None = 140, sort: str = "graph") -> str:
         """Returns a text table of the sites, then of the groups, then of the outputs.

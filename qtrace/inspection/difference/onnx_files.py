@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, ValueInfoProto
 
+from qtrace.display import Displayed
 from qtrace.inspection.difference.onnx_side import OnnxSide, attributes_of, describe_value
 from qtrace.metrics import sqnr_db
 from qtrace.verification.onnx_file import load_onnx
@@ -41,8 +42,8 @@ class FileChange:
     text: str
 
 
-@dataclass(frozen=True)
-class FileDifference:
+@dataclass(frozen=True, repr=False)
+class FileDifference(Displayed):
     """The differences between two ONNX files.
 
     Attributes:
@@ -58,12 +59,12 @@ class FileDifference:
         """Whether nothing differs."""
         return not self.changes
 
-    def table(self, width: int | None = None, rows: int | None = 20) -> str:
+    def table(self, max_width: int | None = None, limit: int | None = 20) -> str:
         """Returns the differences as text.
 
         Args:
-            width: the most characters of a line; None for no limit.
-            rows: the most lines of a section; None for all.
+            max_width: the most characters of a line; None for no limit.
+            limit: the most lines of a section; None for all.
         """
         parts = []
         for section in _SECTIONS:
@@ -79,10 +80,10 @@ class FileDifference:
             words += [f"{self.unchanged[section]} alike"] if self.unchanged.get(section) else []
             lines = [f"{section}: {', '.join(words)}"]
             lines += [f"  {c.sign} {c.name}: {c.text}" if c.text else f"  {c.sign} {c.name}" for c in changes]
-            limit = len(lines) if rows is None else rows + 1
-            if len(lines) > limit:
-                lines[limit:] = [f"  ... and {len(lines) - limit} more"]
-            parts.append("\n".join(_cut(line, width) for line in lines))
+            shown = len(lines) if limit is None else limit + 1
+            if len(lines) > shown:
+                lines[shown:] = [f"  ... and {len(lines) - shown} more"]
+            parts.append("\n".join(_cut(line, max_width) for line in lines))
         return "\n\n".join(parts) or "the files are alike"
 
     def to_dict(self) -> dict[str, Any]:

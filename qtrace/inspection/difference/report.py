@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from qtrace.graph.table import format_table
+from qtrace.display import Displayed, format_table
 from qtrace.inspection.difference.configs import ConfigChange
 
 __all__ = ["Difference", "FigurePair", "IntegerChange", "OpChange", "ScaleChange", "SchemeChange"]
@@ -102,8 +102,8 @@ class FigurePair:
         )
 
 
-@dataclass(frozen=True)
-class Difference:
+@dataclass(frozen=True, repr=False)
+class Difference(Displayed):
     """What differs between two quantized modules.
 
     Attributes:

@@ -11,6 +11,7 @@ from typing import Any
 
 from qtrace.config import QConfig
 from qtrace.config.recipe import config_or_default, resolve_recipe
+from qtrace.display import Displayed
 from qtrace.graph.garbage import paused_collector
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import _numbers
@@ -30,8 +31,8 @@ from qtrace.scheme import QParams
 __all__ = ["Explanation", "explain"]
 
 
-@dataclass(frozen=True)
-class Explanation:
+@dataclass(frozen=True, repr=False)
+class Explanation(Displayed):
     """The decisions for one graph.
 
     Attributes:

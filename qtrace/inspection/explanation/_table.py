@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from qtrace.graph.table import format_table
+from qtrace.display import format_table
 from qtrace.inspection.explanation._index import Index
 from qtrace.preparation.annotation import ExprNote
 

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from qtrace.config import QConfig
+from qtrace.display import Displayed
 from qtrace.errors import GraphError
 from qtrace.inspection.explanation import _numbers
 from qtrace.inspection.explanation._index import Index, shorten_list
@@ -33,8 +34,8 @@ _ROLES = {
 }
 
 
-@dataclass(frozen=True)
-class NodeExplanation:
+@dataclass(frozen=True, repr=False)
+class NodeExplanation(Displayed):
     """The explanation of one op, site or input.
 
     Attributes:
@@ -44,6 +45,9 @@ class NodeExplanation:
 
     title: str
     parts: Mapping[str, tuple[str, ...]]
+
+    def _text(self, max_width: int | None) -> str:
+        return self.text(max_width)
 
     def text(self, width: int | None = 100) -> str:
         """Returns paragraphs with their headings at the left; lines of a config are never broken."""

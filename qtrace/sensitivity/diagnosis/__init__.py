@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from qtrace.data.batches import as_arguments, count_samples
+from qtrace.display import Displayed
 from qtrace.graph.types import TracedModule
 from qtrace.metrics import comparable
 from qtrace.preparation.model import QuantizedModel
@@ -61,8 +62,8 @@ class Calibrated:
     inputs: tuple[InputStatistics, ...] = ()
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Displayed):
     """A verdict with its causes.
 
     Attributes:
@@ -76,6 +77,9 @@ class Diagnosis:
     causes: tuple[Cause, ...]
     cures: tuple[Cure | None, ...]
     sites: tuple[SiteEvidence, ...]
+
+    def _text(self, max_width: int | None) -> str:
+        return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
         """Returns the verdict and the worst sites with their causes, a line each."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from qtrace.display import Displayed
 from qtrace.outputs import GroupFigures
 
 __all__ = ["BROKEN_BELOW_DB", "FAKE_QUANTS", "GOOD_FROM_DB", "GroupVerdict", "Verdict", "judge"]
@@ -59,8 +60,8 @@ class GroupVerdict:
         )
 
 
-@dataclass(frozen=True)
-class Verdict:
+@dataclass(frozen=True, repr=False)
+class Verdict(Displayed):
     """How good a quantized graph is.
 
     Attributes:
@@ -90,6 +91,9 @@ class Verdict:
     groups: tuple[GroupVerdict, ...] = ()
     equal: float | None = None
     uncompared: tuple[int, ...] = ()
+
+    def _text(self, max_width: int | None) -> str:
+        return self.line()
 
     @property
     def worst(self) -> GroupVerdict | None:

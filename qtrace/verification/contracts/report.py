@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from qtrace.display import Displayed
 from qtrace.verification.contracts.base import FloatOp
 
 __all__ = ["ContractReport", "Finding"]
@@ -31,8 +32,8 @@ class Finding:
     fixable: bool
 
 
-@dataclass(frozen=True)
-class ContractReport:
+@dataclass(frozen=True, repr=False)
+class ContractReport(Displayed):
     """The result of a check of one file.
 
     Attributes:
@@ -50,6 +51,9 @@ class ContractReport:
     floats: tuple[FloatOp, ...]
     measured: str = ""
     fixed: tuple[str, ...] = field(default=())
+
+    def _text(self, max_width: int | None) -> str:
+        return self.text()
 
     @property
     def passed(self) -> bool:

@@ -77,8 +77,8 @@ def test_an_export_is_explained_node_by_node(tmp_path: Path) -> None:
     weight = next(c for c in difference.changes if c.name == "conv.w")
     assert weight.text.startswith("float32 -> int8, 4 scales along axis 0, values differ by ")
     assert [c.name for c in difference.changes if c.section == "file"] == ["producer"]
-    assert len(difference.table(width=60).splitlines()) < 60
-    assert all(len(line) <= 60 for line in difference.table(width=60).splitlines())
+    assert len(difference.table(max_width=60).splitlines()) < 60
+    assert all(len(line) <= 60 for line in difference.table(max_width=60).splitlines())
 
 
 def _rename_output(model: onnx.ModelProto) -> None:

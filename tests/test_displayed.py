@@ -1,0 +1,207 @@
+"""Results show themselves: at most a screen as repr, tables as HTML in a notebook."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import qtrace
+from qtrace.display import Displayed, format_table, shorten_modules
+from qtrace.inspection.description import describe_graph
+from qtrace.tuning import TuneSettings
+
+CELL = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=9)
+
+
+@dataclass(frozen=True, repr=False)
+class _Shown(Displayed):
+    text: str
+
+    def table(self) -> str:
+        return self.text
+
+
+class _Cells(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
+        self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+
+
+def _rows(shown: Displayed) -> list[list[str]]:
+    parser = _Cells()
+    parser.feed(shown._repr_html_())
+    parser.close()
+    assert not parser.open
+    return parser.rows
+
+
+@given(st.integers(1, 4).flatmap(lambda n: st.lists(st.lists(CELL, min_size=n, max_size=n), min_size=2)))
+def test_html_has_the_cells_of_the_text(rows: list[list[str]]) -> None:
+    text = f"before <b>\n\n{format_table(rows[0], rows[1:], None)}\n\nafter"
+    shown = _Shown(text)
+    assert _rows(shown) == rows
+    assert "before &lt;b&gt;" in shown._repr_html_()
+
+
+def test_a_long_table_is_cut_in_the_middle() -> None:
+    lines = [f"line {i} {'x' * 900}" for i in range(300)]
+    shown = repr(_Shown("\n".join(lines))).splitlines()
+    assert len(shown) == 36
+    assert shown[0].startswith("line 0 ")
+    assert shown[-1].startswith("line 299 ")
+    assert "265 more lines" in "\n".join(shown)
+    assert max(map(len, shown)) < 500
+
+
+class _Net(M.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [M.Conv2d(3, 3, 3, padding=1) for _ in range(20)]
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = F.relu(layer(x))
+        return x
+
+
+X = np.random.RandomState(0).randn(2, 3, 8, 8).astype("float32")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the public functions give for a network of 20 layers."""
+    folder: Path = tmp_path_factory.mktemp("shown")
+    traced = qtrace.trace(_Net(), X, check=False)
+    prepared = qtrace.prepare(traced, {})
+    qtrace.calibrate(prepared, [X], progress=False)
+    converted = qtrace.convert(prepared)
+    file = qtrace.export(converted, folder / "net.onnx")
+    quantized = qtrace.quantize(traced, [X, X], folder / "one.onnx", progress=False)
+    tuned = qtrace.tune(traced, qtrace.QConfig(), [X, X], folder / "tuned", TuneSettings(trials=1))
+    return {
+        "explain": qtrace.explain(prepared),
+        "why": qtrace.explain(prepared).why("*")[0],
+        "compare": qtrace.compare(prepared, [X]),
+        "inspect": qtrace.inspect(traced),
+        "sensitivity": qtrace.sensitivity(prepared, [X], progress=False),
+        "diagnose": qtrace.diagnose(prepared, [X], progress=False),
+        "verify": qtrace.verify(file, converted, [X]),
+        "diff": qtrace.diff(prepared, converted),
+        "diff of files": qtrace.diff(file, folder / "one.onnx"),
+        "check": qtrace.check(file, "onnxruntime"),
+        "bench": qtrace.bench(file, seconds=0.01, progress=False),
+        "split": qtrace.split(traced, by=lambda node: 0),
+        "quantize": quantized,
+        "verdict": quantized.verdict,
+        "tune": tuned,
+        "to_source": qtrace.graph.to_source(traced),
+        "check_samples": qtrace.graph.check_samples(traced, X),
+    }
+
+
+def test_every_result_is_at_most_a_screen(results: dict[str, Any]) -> None:
+    for name, result in results.items():
+        lines = repr(result).splitlines()
+        assert 1 <= len(lines) <= 40, name
+        assert max(map(len, lines)) <= 500, name
+        assert "object at 0x" not in repr(result), name
+
+
+def test_every_report_is_html(results: dict[str, Any]) -> None:
+    for name, result in results.items():
+        if isinstance(result, Displayed):
+            assert result._text(None).strip(), name
+            _rows(result)
+    assert len(_rows(results["compare"])) > 40
+    assert "<svg" in results["compare"]._repr_html_()
+
+
+DATACLASS = re.compile(r"^\w+\(\w+=")
+
+
+def test_no_result_shows_its_fields(results: dict[str, Any]) -> None:
+    assert [name for name, result in results.items() if DATACLASS.match(repr(result))] == []
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda t: qtrace.split(t), "give one of at, by and by_backend"),
+        (lambda t: qtrace.diff(t, "resnet18"), "resnet18 is a recipe and the module a model"),
+        (lambda t: qtrace.diff("a.onnx", "resnet18"), "a.onnx is an ONNX file and resnet18 is not"),
+        (lambda t: qtrace.diff(t, t), "the module is traced, not quantized"),
+        (lambda t: qtrace.diff(1, t), "diff takes recipes, modules and paths, not int"),
+    ],
+)
+def test_wrong_arguments_are_refused(call: Callable[[Any], Any], message: str) -> None:
+    traced = qtrace.trace(lambda x: F.relu(x), X, check=False)
+    with pytest.raises(qtrace.QtraceError, match=message):
+        call(traced)
+
+
+class _Shell:
+    """The part of IPython's shell that a display of one's own is registered with."""
+
+    def __init__(self) -> None:
+        self.display_formatter = self
+        self.formatters = {"text/plain": self}
+        self.written = ""
+
+    def for_type_by_name(self, module: str, name: str, function: Any) -> None:
+        self.place, self.function = f"{module}.{name}", function
+
+    def text(self, text: str) -> None:
+        self.written = text
+
+
+def test_a_notebook_shows_a_module_in_a_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell, ipython = _Shell(), ModuleType("IPython")
+    ipython.get_ipython = lambda: shell  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    shorten_modules(describe_graph)
+    traced = qtrace.trace(_Net(), X, check=False)
+    kind = type(traced)
+    assert shell.place == f"{kind.__module__}.{kind.__name__}"
+    shell.function(traced, shell, False)
+    assert shell.written.splitlines()[:2] == ["TracedModule _Net of 60 exprs", "  inputs: x (2, 3, 8, 8)"]
+    prepared = qtrace.prepare(traced, {})
+    shell.function(prepared, shell, False)
+    assert "prepared for backend onnxruntime" in shell.written
+    assert len(shell.written.splitlines()) < 10
+    shell.function("no module", shell, False)
+    assert shell.written == "'no module'"
+
+
+def test_sensitivity_is_function_and_package() -> None:
+    import qtrace.sensitivity.layers
+
+    assert callable(qtrace.sensitivity)
+    assert qtrace.sensitivity.analyze.__name__ == "analyze"

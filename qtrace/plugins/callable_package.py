@@ -26,4 +26,6 @@ def make_callable(package: str, function: Callable[..., Any]) -> None:
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return function(*args, **kwargs)
 
-    sys.modules[package].__class__ = _Package
+    module = sys.modules[package]
+    module.__class__ = _Package
+    module.__wrapped__ = function  # type: ignore[attr-defined]  # where tools find the signature

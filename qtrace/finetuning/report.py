@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.finetuning._evaluating import Evaluation, EvaluationFigures
-from qtrace.finetuning._retreating import Retreat
-from qtrace.finetuning._watching import Frozen
+from qtrace.finetuning.evaluation import Evaluation, EvaluationFigures
+from qtrace.finetuning.retreating import Retreat
 from qtrace.finetuning.settings import FinetuneSettings
+from qtrace.finetuning.watching import Frozen
 from qtrace.graph.table import format_table
 
 __all__ = ["FineTuned", "OutputChange", "compare_outputs"]

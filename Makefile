@@ -59,7 +59,7 @@ $(VENV)/.installed-torch: $(STAMP)
 	@touch $@
 
 test-torch: $(VENV)/.installed-torch ## Install torch and test what learns by it
-	$(PY) -m pytest tests/finetuning tests/ptq/learning $(ARGS)
+	$(PY) -m pytest tests/learning tests/finetuning tests/ptq/rounding $(ARGS)
 
 # Counting lines takes a third more time: CPython 3.10 has no cheap way.
 coverage: $(STAMP) ## Run the tests without the slow ones, and fail if they reach fewer than 95 % of the lines

@@ -21,7 +21,8 @@ from benchmarks import machine
 from benchmarks.nets import ResNet18, image_batches, settle
 from benchmarks.rows import Row, Size, render
 from benchmarks.timing import take_turns
-from qtrace.finetuning import FinetuneSettings, _running
+from qtrace.finetuning import FinetuneSettings
+from qtrace.finetuning.running import TuningRun
 from qtrace.graph.types import TracedModule
 
 __all__ = ["main", "run"]
@@ -51,8 +52,8 @@ def _rows(name: str, traced: TracedModule, images: np.ndarray, repeats: int) -> 
 
     def measure(run: Any, *_: Any) -> None:
         """Takes the place of a run's steps."""
-        run.watch.start()
-        sides[run.engine.name] = lambda: run._step(0)
+        run.trainer.watch.start()
+        sides[run.trainer.twins.engine.name] = lambda: run.move(0, *run.compute(0))
         if len(sides) < len(_ENGINES):
             _finetune(prepared, images, _ENGINES[1], measure)
         else:
@@ -72,21 +73,21 @@ class _Measured(Exception):
 
 def _finetune(prepared: TracedModule, images: np.ndarray, engine: str, measure: Callable[..., None]) -> None:
     """Begins a fine-tuning and calls ``measure`` in place of its steps; the module is restored afterwards."""
-    learn = _running.TuningRun.learn
+    learn = TuningRun.learn
 
     def measured(run: Any, *arguments: Any) -> None:
-        _running.TuningRun.learn = learn  # type: ignore[method-assign]
+        TuningRun.learn = learn  # type: ignore[method-assign]
         measure(run, *arguments)
         raise _Measured
 
-    _running.TuningRun.learn = measured  # type: ignore[method-assign]
+    TuningRun.learn = measured  # type: ignore[method-assign]
     settings = FinetuneSettings(steps=1000, batch_size=len(images), jit=True, engine=engine, freeze_below=0.0)
     try:
         qtrace.finetune(prepared, [images], settings, evaluation=[images], progress=False)
     except _Measured:
         pass
     finally:
-        _running.TuningRun.learn = learn  # type: ignore[method-assign]
+        TuningRun.learn = learn  # type: ignore[method-assign]
 
 
 def main(arguments: list[str] | None = None) -> int:

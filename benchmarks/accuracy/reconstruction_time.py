@@ -12,7 +12,7 @@ from benchmarks.accuracy.four_bits import low_bits
 from benchmarks.accuracy.judging import quantize
 from benchmarks.accuracy.rows import Row
 from benchmarks.accuracy.subjects import Subject
-from qtrace.ptq.learning import descent
+from qtrace.ptq.rounding.gradients import BlockGradients
 
 __all__ = ["run"]
 
@@ -36,19 +36,17 @@ def run(subject: Subject, iterations: int | None) -> Iterator[Row]:
 @contextmanager
 def _timed_steps(spent: list[float]) -> Iterator[None]:
     """Notes the processor time of loss and gradients, which are compiled as one, of every step."""
-    original = descent.Gradients.__call__
+    original = BlockGradients.__call__
 
-    def timed(
-        self: descent.Gradients, rng: np.random.Generator, drop: float
-    ) -> tuple[float, list[np.ndarray]]:
+    def timed(self: BlockGradients, rng: np.random.Generator, drop: float) -> tuple[float, list[np.ndarray]]:
         started = time.process_time()
         try:
             return original(self, rng, drop)
         finally:
             spent.append(time.process_time() - started)
 
-    descent.Gradients.__call__ = timed  # type: ignore[method-assign]
+    BlockGradients.__call__ = timed  # type: ignore[method-assign]
     try:
         yield
     finally:
-        descent.Gradients.__call__ = original  # type: ignore[method-assign]
+        BlockGradients.__call__ = original  # type: ignore[method-assign]

@@ -15,12 +15,12 @@ from qtrace.errors import CalibrationError
 from qtrace.graph.flatten import flatten
 from qtrace.graph.stepping import SegmentEngine
 from qtrace.graph.types import TracedModule
+from qtrace.learning.engine import LearningEngine
 from qtrace.preparation.float_stage import named_report
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import switch_phase
 from qtrace.ptq.base import Batches, CalibratedAlgorithm, CalibratedTask, Left
 from qtrace.ptq.layers.outputs import CalibrationOutputs, output_errors
-from qtrace.ptq.learning.descent import LearningEngine
 from qtrace.storage.checkpoints import Checkpoint
 
 __all__ = ["calibrated_algorithms", "restoring", "run_calibrated"]

@@ -23,13 +23,13 @@ from qtrace.fakequant.following.bias import BIAS_LIMIT
 from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.graph.stepping import SegmentEngine
 from qtrace.graph.types import TracedModule
+from qtrace.learning.choice import choose_learning
 from qtrace.numerics import SMALLEST_SCALE
 from qtrace.preparation.limits import limit_ranges
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import switch_phase
 from qtrace.process.thread import on_engine_thread
 from qtrace.ptq.base import Batches
-from qtrace.ptq.learning.choice import choose_learning
 from qtrace.scheme import QParams
 from qtrace.storage.checkpoints import Checkpoint
 

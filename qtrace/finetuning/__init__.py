@@ -19,22 +19,22 @@ from typing import Any
 from qtrace.calibration.algorithms import restoring
 from qtrace.data.batches import evaluating
 from qtrace.errors import TrainingError
-from qtrace.finetuning._data import split_data
-from qtrace.finetuning._evaluating import Evaluation
-from qtrace.finetuning._pacing import Pace
-from qtrace.finetuning._places import block_outputs
-from qtrace.finetuning._retreating import Retreat
-from qtrace.finetuning._running import TuningRun
-from qtrace.finetuning._watching import Frozen
+from qtrace.finetuning.data import split_data
+from qtrace.finetuning.evaluation import Evaluation
+from qtrace.finetuning.pacing import Pace
+from qtrace.finetuning.places import block_outputs
 from qtrace.finetuning.report import FineTuned, OutputChange
+from qtrace.finetuning.retreating import Retreat
+from qtrace.finetuning.running import TuningRun
 from qtrace.finetuning.settings import FinetuneSettings
+from qtrace.finetuning.watching import Frozen
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.inspection.twin import changed_weights, float_twin
+from qtrace.learning.engine import queueless
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
 from qtrace.process.thread import on_engine_thread
-from qtrace.ptq.learning.blockwise import queueless
 
 __all__ = ["Evaluation", "FineTuned", "FinetuneSettings", "Frozen", "OutputChange", "Retreat", "finetune"]
 
@@ -92,8 +92,8 @@ def finetune(
     blocks = block_outputs(model, settings.blocks, settings.most_blocks, known)
     data = split_data(prepared, batches, evaluation, settings)
     with restoring(prepared), evaluating(prepared), in_phase(prepared, "train"), queueless():
-        run = TuningRun(model, original, data, settings, blocks, pace)
-        run.learn(file, resume, progress)
+        run = TuningRun(model, original, data, settings, blocks, pace, file)
+        run.learn(resume, progress)
         result = run.result()
     if file is not None:
         file.unlink(missing_ok=True)

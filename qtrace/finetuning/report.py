@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from qtrace.display import Displayed, format_table
-from qtrace.finetuning._evaluating import Evaluation, EvaluationFigures
-from qtrace.finetuning._retreating import Retreat
-from qtrace.finetuning._watching import Frozen
+from qtrace.finetuning.evaluation import Evaluation, EvaluationFigures
+from qtrace.finetuning.retreating import Retreat
 from qtrace.finetuning.settings import FinetuneSettings
+from qtrace.finetuning.watching import Frozen
 
 __all__ = ["FineTuned", "OutputChange", "compare_outputs"]
 

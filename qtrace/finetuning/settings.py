@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from qtrace.errors import ConfigError
+from qtrace.learning.choice import ENGINES
 
-__all__ = ["ENGINES", "FinetuneSettings"]
-
-ENGINES = ("auto", "megengine", "torch")
+__all__ = ["FinetuneSettings"]
 
 _MINIMA = {
     "steps": 1,

@@ -1,7 +1,4 @@
-"""Gradients that MegEngine computes slowly on CPU, computed by its faster kernels.
-
-`qtrace.gradients.adam` takes steps on numpy arrays, whose state a checkpoint can store.
-"""
+"""Gradients that MegEngine computes slowly on CPU, computed by its faster kernels."""
 
 from __future__ import annotations
 

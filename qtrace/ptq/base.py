@@ -99,7 +99,7 @@ class CalibratedTask:
         engine: computes the inputs and outputs of layers faster than MegEngine, where it can; None for
             MegEngine.
         learning: computes the steps of what is learned faster than MegEngine, where it can (a
-            `qtrace.ptq.learning.descent.LearningEngine`); None for MegEngine.
+            `qtrace.learning.engine.LearningEngine`); None for MegEngine.
     """
 
     model: TracedModule

@@ -19,9 +19,13 @@ from megengine import Parameter
 import qtrace
 from benchmarks.accuracy.subjects import batches, subject, training_inputs
 from qtrace.errors import ConfigError
-from qtrace.finetuning import FinetuneSettings, _running
-from qtrace.finetuning._retreating import Retreats
-from qtrace.finetuning._units import Units, range_unit, size_of
+from qtrace.finetuning import FinetuneSettings, monitoring
+from qtrace.finetuning.evaluation import BestState
+from qtrace.finetuning.learner import Learner
+from qtrace.finetuning.retreating import Retreats
+from qtrace.finetuning.running import TuningRun
+from qtrace.finetuning.training import Trainer
+from qtrace.finetuning.units import Units, range_unit, size_of
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.record import fake_quants, graph_hash
@@ -97,11 +101,11 @@ def test_a_step_moves_weights_and_ends_of_ranges_by_a_share_of_a_quantization_st
         prepared = _prepared(bits)
         scale = prepared.qsites.b_weight.scale.numpy().copy()
         weight = prepared.b.weight.numpy().copy()
-        kept = _running.BestState.restore
+        kept = BestState.restore
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(_running.BestState, "restore", lambda self: None)  # the state after the step
+            patched.setattr(BestState, "restore", lambda self: None)  # the state after the step
             qtrace.finetune(prepared, _data(), settings, progress=False)
-        assert _running.BestState.restore is kept
+        assert BestState.restore is kept
         moved = np.abs(prepared.b.weight.numpy() - weight) / scale
         assert moved.max() == pytest.approx(0.1, rel=0.05)
         ends = (2 ** (bits - 1) - 1) * np.abs(prepared.qsites.b_weight.scale.numpy() - scale) / scale
@@ -143,12 +147,12 @@ def test_no_better_step_restores_the_start_bit_for_bit_and_says_so(
 ) -> None:
     prepared = _prepared(8, keep_bn=keep_bn)
     before = graph_hash(prepared)
-    step = _running.Learner.step
+    step = Learner.step
 
     def ascends(self: Any, gradients: Any, *rest: Any) -> None:
         step(self, [None if g is None else -g for g in gradients], *rest)
 
-    monkeypatch.setattr(_running.Learner, "step", ascends)
+    monkeypatch.setattr(Learner, "step", ascends)
     settings = FinetuneSettings(steps=6, jit=False, evaluate_every=2)
     report = qtrace.finetune(prepared, _data(), settings, progress=False)
     assert report.best_step == 0
@@ -168,13 +172,13 @@ def test_the_best_state_is_what_the_model_has_in_the_end(
 ) -> None:
     prepared = _prepared(3, keep_bn=keep_bn)
     states: dict[int, str] = {}
-    consider = _running.BestState.consider
+    consider = BestState.consider
 
     def notes(self: Any, step: int, error: float) -> None:
         states[step] = graph_hash(self.model)
         consider(self, step, 0.0 if step == 4 else error)
 
-    monkeypatch.setattr(_running.BestState, "consider", notes)
+    monkeypatch.setattr(BestState, "consider", notes)
     report = qtrace.finetune(
         prepared, _data(), FinetuneSettings(steps=8, jit=False, evaluate_every=2), progress=False
     )
@@ -219,16 +223,16 @@ def test_a_run_that_diverged_resumes_to_the_same_bits(
     first, second = _prepared(8), _prepared(8)
     whole = qtrace.finetune(first, _data(), settings, progress=False)
     assert whole.retreats
-    step = _running.TuningRun._step
+    step = Trainer.compute
 
-    def stops(self: Any, number: int) -> None:
+    def stops(self: Any, number: int) -> Any:
         if number == 15:
             raise KeyboardInterrupt
-        step(self, number)
+        return step(self, number)
 
     file = tmp_path / "state.npz"
     with monkeypatch.context() as patched:
-        patched.setattr(_running.TuningRun, "_step", stops)
+        patched.setattr(Trainer, "compute", stops)
         with pytest.raises(KeyboardInterrupt):
             qtrace.finetune(second, _data(), settings, checkpoint=file, progress=False)
     resumed = qtrace.finetune(second, _data(), settings, checkpoint=file, resume=True, progress=False)
@@ -242,27 +246,27 @@ def test_time_is_estimated_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "qtrace")
-    step = _running.TuningRun._step
+    step = Trainer.compute
 
-    def looks(self: Any, number: int) -> None:
+    def looks(self: Any, number: int) -> Any:
         assert "steps of" in caplog.text
-        step(self, number)
+        return step(self, number)
 
-    monkeypatch.setattr(_running.TuningRun, "_step", looks)
+    monkeypatch.setattr(Trainer, "compute", looks)
     qtrace.finetune(_prepared(), _data(), FinetuneSettings(steps=6, jit=False), progress=False)
     assert re.search(r"finetune: about \d+ s: 6 steps of \S+ s and 3 evaluations of", caplog.text)
 
 
 def test_minutes_bound_the_steps(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    monkeypatch.setattr("qtrace.finetuning._pacing.time.monotonic", lambda: now[0])
-    gradients = _running.TuningRun._gradients
+    monkeypatch.setattr("qtrace.finetuning.pacing.time.monotonic", lambda: now[0])
+    gradients = Trainer.gradients
 
     def slow(self: Any, leaves: Any) -> Any:
         now[0] += 6.0
         return gradients(self, leaves)
 
-    monkeypatch.setattr(_running.TuningRun, "_gradients", slow)
+    monkeypatch.setattr(Trainer, "gradients", slow)
     settings = FinetuneSettings(steps=50, jit=False, max_minutes=1.0)
     report = qtrace.finetune(_prepared(), _data(), settings, progress=False)
     assert len(report.loss) == 9  # the first of ten that fit told how long they take
@@ -273,7 +277,7 @@ def test_minutes_bound_the_steps(monkeypatch: pytest.MonkeyPatch, caplog: pytest
         now[0] += 6.0 * (1 + len(self.curves))
         return gradients(self, leaves)
 
-    monkeypatch.setattr(_running.TuningRun, "_gradients", slower)
+    monkeypatch.setattr(Trainer, "gradients", slower)
     late = qtrace.finetune(_prepared(), _data(), settings, progress=False)
     assert 0 < len(late.loss) < 9
     assert late.stopped.startswith("max_minutes (1) leaves no time for another step")
@@ -285,8 +289,8 @@ def test_minutes_bound_the_steps(monkeypatch: pytest.MonkeyPatch, caplog: pytest
 
 def test_minutes_cover_the_data_and_the_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     now, seconds = [0.0], {"step": 1.0, "evaluation": 10.0}
-    monkeypatch.setattr("qtrace.finetuning._pacing.time.monotonic", lambda: now[0])
-    gradients, evaluate = _running.TuningRun._gradients, _running.evaluate
+    monkeypatch.setattr("qtrace.finetuning.pacing.time.monotonic", lambda: now[0])
+    gradients, evaluate = Trainer.gradients, monitoring.evaluate
 
     def slow_gradients(self: Any, batch: Any) -> Any:
         now[0] += seconds["step"]
@@ -296,22 +300,22 @@ def test_minutes_cover_the_data_and_the_evaluations(monkeypatch: pytest.MonkeyPa
         now[0] += seconds["evaluation"]
         return evaluate(*arguments)
 
-    monkeypatch.setattr(_running.TuningRun, "_gradients", slow_gradients)
-    monkeypatch.setattr(_running, "evaluate", slow_evaluate)
+    monkeypatch.setattr(Trainer, "gradients", slow_gradients)
+    monkeypatch.setattr(monitoring, "evaluate", slow_evaluate)
     settings = FinetuneSettings(steps=50, jit=False, max_minutes=1.0)
     report = qtrace.finetune(_prepared(), _data(), settings, progress=False)
     # 11 s for the first evaluation and the timed step; then 10 steps, 2 evaluations and one for the report.
     assert len(report.loss) == 10
     assert report.seconds <= 60.0
 
-    plan = _running.TuningRun._plan
+    plan = TuningRun._plan
 
     def slower_machine(self: Any) -> None:
         plan(self)
         seconds["evaluation"] = 20.0
 
     now[0] = 0.0
-    monkeypatch.setattr(_running.TuningRun, "_plan", slower_machine)
+    monkeypatch.setattr(TuningRun, "_plan", slower_machine)
     late = qtrace.finetune(_prepared(), _data(), settings, progress=False)
     assert 0 < len(late.loss) < 10
     assert late.seconds <= 60.0

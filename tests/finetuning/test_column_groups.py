@@ -9,8 +9,8 @@ import pytest
 
 import qtrace
 from qtrace.finetuning import FinetuneSettings
-from qtrace.finetuning._evaluating import _Noise
-from qtrace.finetuning._twins import choose_compared
+from qtrace.finetuning.compared import choose_compared
+from qtrace.finetuning.evaluation import _Noise
 from qtrace.metrics import sqnr_db
 from qtrace.sensitivity.running import outputs_of
 from tests.nets import net

@@ -11,7 +11,8 @@ import pytest
 
 import qtrace
 from qtrace.errors import ConfigError, TrainingError
-from qtrace.finetuning import FinetuneSettings, _choice
+from qtrace.finetuning import FinetuneSettings
+from qtrace.learning import choice
 from tests.nets import net
 
 RUN = FinetuneSettings(steps=1, batch_size=2, jit=False)
@@ -19,7 +20,7 @@ RUN = FinetuneSettings(steps=1, batch_size=2, jit=False)
 
 @pytest.fixture
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_choice.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None)
 
 
 def _finetune(engine: str) -> Any:

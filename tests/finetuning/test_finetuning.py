@@ -14,10 +14,11 @@ import pytest
 
 import qtrace
 from qtrace.errors import CalibrationError, ConfigError, GraphError, TrainingError
-from qtrace.finetuning import FinetuneSettings, _running, _twins
-from qtrace.finetuning._data import hold_back, read
-from qtrace.finetuning._units import size_of
-from qtrace.finetuning._watching import MovingTensors
+from qtrace.finetuning import FinetuneSettings, twins
+from qtrace.finetuning.data import hold_back, read
+from qtrace.finetuning.training import Trainer
+from qtrace.finetuning.units import size_of
+from qtrace.finetuning.watching import MovingTensors
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.record import fake_quants, followers, graph_hash, read_record, write_record
 from tests.nets import net
@@ -147,16 +148,16 @@ def test_interrupted_run_resumes_to_the_same_bits(
     first, second = _prepared(traced, config), _prepared(traced, config)
     before = graph_hash(second)
     whole = qtrace.finetune(first, _data(), settings, progress=False)
-    step = _running.TuningRun._step
+    step = Trainer.compute
 
-    def stops(self: Any, number: int) -> None:
+    def stops(self: Any, number: int) -> Any:
         if number == 3:
             raise _Stopped
-        step(self, number)
+        return step(self, number)
 
     file = tmp_path / "state.npz"
     with monkeypatch.context() as patched:
-        patched.setattr(_running.TuningRun, "_step", stops)
+        patched.setattr(Trainer, "compute", stops)
         with pytest.raises(_Stopped):
             qtrace.finetune(second, _data(), settings, checkpoint=file, progress=False)
     assert graph_hash(second) == before
@@ -185,17 +186,17 @@ def test_loss_that_is_not_finite_stops_with_its_site_and_restores(monkeypatch: p
     module.a.bias._reset(type(module.a.bias)(np.full((1, 2, 1, 1), 5.0, np.float32)))
     prepared = _prepared(qtrace.trace(module, _data(1)[0], check=False))
     before = graph_hash(prepared)
-    step = _running.TuningRun._step
+    step = Trainer.compute
 
-    def spoils(self: Any, number: int) -> None:
+    def spoils(self: Any, number: int) -> Any:
         if number == 2:  # as a rate that is too high would
             bias = self.model.a.bias
             value = self.learner.steppers[[id(p) for p in self.learner.parameters].index(id(bias))].value
             value *= -1
             bias._reset(type(bias)(value))
-        step(self, number)
+        return step(self, number)
 
-    monkeypatch.setattr(_running.TuningRun, "_step", spoils)
+    monkeypatch.setattr(Trainer, "compute", spoils)
     told = r"the loss is nan in step 3: .* quantized graph that is not finite is log_out. The model is left"
     with pytest.raises(TrainingError, match=told):
         qtrace.finetune(prepared, _data(), FEW, progress=False)
@@ -233,7 +234,7 @@ def test_a_fault_in_the_loss_surfaces_as_itself(
     def faulty(*_: Any) -> Any:
         raise ValueError("a fault")
 
-    monkeypatch.setattr(_twins, name, faulty)
+    monkeypatch.setattr(twins, name, faulty)
     with pytest.raises(ValueError, match="^a fault$"):
         qtrace.finetune(_prepared(traced), _data(2), replace(FEW, engine="megengine"), progress=False)
 

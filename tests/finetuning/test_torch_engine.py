@@ -16,16 +16,17 @@ import pytest
 import qtrace
 from qtrace.data.batches import evaluating
 from qtrace.errors import TrainingError
-from qtrace.finetuning import FinetuneSettings, _running
-from qtrace.finetuning._data import Batch
-from qtrace.finetuning._engines import MegEngineEngine
-from qtrace.finetuning._twins import Twins, choose_compared
+from qtrace.finetuning import FinetuneSettings
+from qtrace.finetuning.compared import choose_compared
+from qtrace.finetuning.data import Batch
+from qtrace.finetuning.training import Trainer
+from qtrace.finetuning.twins import MegEngineTwins
 from qtrace.graph import functions
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import float_twin
+from qtrace.learning.engine import queueless
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
-from qtrace.ptq.learning.blockwise import queueless
 from tests.nets import net
 
 pytest.importorskip("torch", reason="the engine torch needs the extra torch")
@@ -71,14 +72,14 @@ def _config(**more: Any) -> dict[str, Any]:
 
 def _step(prepared: TracedModule, engine: str, blocks: tuple[str, ...] = ()) -> tuple[list[Any], list[str]]:
     """Loss, parts and gradients of a step, and the names of the parameters."""
-    from qtrace.finetuning._torch import TorchEngine
+    from qtrace.finetuning.torch_twins import TorchTwins
 
     teacher = float_twin(QuantizedModel(prepared, "prepared"), None)
     batch, form = Batch(0, _data(1, 5)), ((0,), {})
     named = [(name, p) for name, p in prepared.named_parameters() if p.size]
-    chosen: Any = MegEngineEngine(Twins(prepared, teacher, form, blocks), jit=False)
+    chosen: Any = MegEngineTwins(prepared, teacher, form, blocks, jit=False)
     if engine == "torch":
-        chosen = TorchEngine(prepared, teacher, form, blocks)
+        chosen = TorchTwins(prepared, teacher, form, blocks)
     with evaluating(prepared), in_phase(prepared, "train"), queueless():
         compared = choose_compared(chosen, blocks, [batch])
         for module in prepared.modules():
@@ -164,7 +165,7 @@ def test_a_batchnorm_that_trains_is_computed_and_moves_its_statistics() -> None:
 
 
 def test_an_unfolded_batchnorm_is_folded_in_evaluation_as_by_megengine() -> None:
-    from qtrace.ptq.torch.graph import TorchGraph
+    from qtrace.learning.torch.graph import TorchGraph
 
     prepared, x = _folding(bn={"fold": False}), mge.Tensor(_data(1, 5)[0])
     with evaluating(prepared), in_phase(prepared, "quantize"):
@@ -262,15 +263,15 @@ def test_a_checkpoint_of_one_engine_is_resumed_by_the_other(
     engines: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (replace(RUN, engine=name, checkpoint_every=2) for name in engines)
-    step, prepared, file = _running.TuningRun._step, _prepared(_config()), tmp_path / "part.npz"
+    step, prepared, file = Trainer.compute, _prepared(_config()), tmp_path / "part.npz"
 
-    def stops(self: Any, number: int) -> None:
+    def stops(self: Any, number: int) -> Any:
         if number == 2:
             raise _Stopped
-        step(self, number)
+        return step(self, number)
 
     with monkeypatch.context() as patched:
-        patched.setattr(_running.TuningRun, "_step", stops)
+        patched.setattr(Trainer, "compute", stops)
         with pytest.raises(_Stopped):
             qtrace.finetune(prepared, _data(4), first, checkpoint=file, progress=False)
     report = qtrace.finetune(prepared, _data(4), second, checkpoint=file, resume=True, progress=False)
@@ -301,7 +302,7 @@ def test_a_mode_without_a_form_is_noticed_before_the_first_step() -> None:
 
 
 def test_float_values_that_differ_from_megengines_refuse_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qtrace.ptq.torch import graph
+    from qtrace.learning.torch import graph
 
     monkeypatch.setitem(graph._FORMS, "relu", lambda x: x.clamp_min(0.1))
     report = _run("auto")[1]
@@ -311,41 +312,7 @@ def test_float_values_that_differ_from_megengines_refuse_torch(monkeypatch: pyte
 
 def test_a_fake_quant_of_ones_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from qtrace.fakequant.lsq import LSQFakeQuant
-    from qtrace.ptq.torch import graph
+    from qtrace.learning.torch import graph
 
     monkeypatch.setattr(graph, "MODULES", tuple(set(graph.MODULES) - {LSQFakeQuant}))
     assert "is a fake quant of your own" in _run("auto")[1].engine_reason
-
-
-@pytest.mark.parametrize("few", [0, 2**12])
-def test_adam_of_torch_takes_the_steps_of_numpys(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from qtrace.gradients.adam import Adam
-    from qtrace.ptq.torch import adam as module
-    from qtrace.ptq.torch.adam import TorchAdam
-
-    monkeypatch.setattr(module, "_FEW", few)  # few values are numpy's, 0 leaves all to torch
-
-    rng = np.random.default_rng(0)
-    start = rng.normal(size=(5, 7)).astype(np.float32)
-    lr = rng.uniform(0.1, 1, (5, 1)).astype(np.float32)
-    ours, theirs = TorchAdam(start.copy(), lr), Adam(start.copy(), lr)
-    for factor in (0.5, 1.0, 0.3):
-        gradient = rng.normal(size=(5, 7)).astype(np.float32)
-        ours.step(gradient, factor, 0.7)
-        theirs.step(gradient, factor, 0.7)
-    for name in ("value", "first", "second"):
-        np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol=1e-5, atol=1e-7)
-    assert ours.steps == theirs.steps == 3
-    for unit in (
-        np.float32(0.5),
-        np.ones((len(start), *[1] * (start.ndim - 1)), "float32") * 3,
-        np.abs(start),
-    ):
-        ours_sum, theirs_sum = (adam.square_sum(start, unit) for adam in (TorchAdam, Adam))
-        assert ours_sum == pytest.approx(theirs_sum)
-    assert ours.is_finite()
-    ours.value[3, 5] = np.inf
-    assert not ours.is_finite()
-    start[:] = 3e38  # the sum overflows float32
-    assert TorchAdam(start, lr).is_finite()
-    assert np.isfinite(TorchAdam.square_sum(start, np.float32(1.0)))

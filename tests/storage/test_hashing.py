@@ -6,7 +6,7 @@ import megengine.module as M
 import numpy as np
 from megengine import Parameter, Tensor
 
-from qtrace.finetuning._data import Batch, Samples
+from qtrace.finetuning.data import Batch, Samples
 from qtrace.preparation.record import graph_hash
 from qtrace.storage.hashing import hash_arrays
 

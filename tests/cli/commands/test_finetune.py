@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import megengine.functional as F
 import megengine.module as M
@@ -13,7 +14,7 @@ import pytest
 
 import qtrace
 from qtrace import cli
-from qtrace.finetuning import _running
+from qtrace.finetuning.training import Trainer
 from qtrace.preparation.record import graph_hash
 from qtrace.quantizing.folder import FILES
 from tests.nets import net
@@ -45,16 +46,16 @@ def _run(*arguments: str) -> int:
 def test_interrupted_run_leaves_its_state_and_goes_on_to_a_whole_folder(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    step = _running.TuningRun._step
+    step = Trainer.compute
 
-    def stops(self: _running.TuningRun, number: int) -> None:
+    def stops(self: Trainer, number: int) -> Any:
         if number == 2:
             raise KeyboardInterrupt
-        step(self, number)
+        return step(self, number)
 
     given = ("--steps", "4", "--batch-size", "8", "--checkpoint-steps", "1", "--lr", "0.1", "--json")
     with monkeypatch.context() as patched:
-        patched.setattr(_running.TuningRun, "_step", stops)
+        patched.setattr(Trainer, "compute", stops)
         assert _run(*given) == 130
     assert {p.name for p in (here / "out").iterdir()} == {".calibration"}
     assert "go on with --resume" in capsys.readouterr().err

@@ -1,0 +1,41 @@
+"""Both graphs of a fine-tuning in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from qtrace.finetuning.twins import Arithmetic, Twins
+from qtrace.graph.types import TracedModule
+from qtrace.learning.torch.engine import TorchEngine
+from qtrace.learning.torch.graph import TorchGraph
+
+__all__ = ["TorchTwins"]
+
+_ARITHMETIC = Arithmetic(torch.from_numpy, torch.nn.functional.mse_loss, torch.log_softmax, torch.exp)
+
+
+class TorchTwins(Twins):
+    """Both graphs in torch.
+
+    Args:
+        student, teacher, form: as for `Twins`.
+        blocks: names of the nodes whose values are compared.
+
+    Raises:
+        UnsupportedError: when an op of a graph has no form in torch.
+    """
+
+    def __init__(
+        self, student: TracedModule, teacher: TracedModule, form: Any, blocks: Sequence[str]
+    ) -> None:
+        graph = TorchGraph(student, blocks)
+        super().__init__(student, teacher, form, TorchEngine(graph), _ARITHMETIC)
+        self._graphs = [TorchGraph(teacher, blocks, fixed=True), graph]
+
+    def call(self, student: bool, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+        """Runs one graph; see `Twins`."""
+        graph = self._graphs[student]
+        return graph.call(args, kwargs), graph.values

@@ -1,0 +1,44 @@
+"""The engine torch: the gradients of losses that a graph in torch computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from megengine import Parameter
+
+from qtrace.learning.engine import LearningEngine, Losses
+from qtrace.learning.torch.adam import TorchAdam
+from qtrace.learning.torch.graph import TorchGraph
+
+__all__ = ["TorchEngine"]
+
+
+class TorchEngine(LearningEngine):
+    """Computes steps in torch.
+
+    Args:
+        graph: the graph whose parameters learn; the losses run it, or its exprs.
+    """
+
+    name = "torch"
+    reads_arrays = True
+    adam = TorchAdam
+
+    def __init__(self, graph: TorchGraph) -> None:
+        self.graph = graph
+
+    def gradients(
+        self,
+        losses: Losses,
+        parameters: Sequence[Parameter],
+        inputs: Sequence[np.ndarray],
+        values: Mapping[int, np.ndarray] | None = None,
+    ) -> list[np.ndarray | None]:
+        """Computes the losses and the gradients; see `LearningEngine`."""
+        with self.graph.learning(parameters, values or {}):
+            computed = losses(*inputs)
+            if computed[0].requires_grad:
+                computed[0].backward()
+            gradients = [self.graph.gradient(parameter) for parameter in parameters]
+        return [*(loss.detach().numpy() for loss in computed), *gradients]

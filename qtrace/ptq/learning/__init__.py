@@ -1,1 +1,0 @@
-"""Roundings and scales that are learned block by block."""

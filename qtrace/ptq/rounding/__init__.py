@@ -1,0 +1,1 @@
+"""Roundings and scales that `adaround` and `reconstruct` learn block by block."""

@@ -29,7 +29,6 @@ from qtrace.export.converted.open_axes import Types, find_declared_axes, resized
 from qtrace.export.converted.plain_graph import PlainGraph
 from qtrace.export.detections import Suppression
 from qtrace.export.format import Format
-from qtrace.export.onnx import external_data
 from qtrace.export.onnx.kernels import softmax_overflows
 from qtrace.export.onnx.unsigned import weights_behind_joined_rows, write_unsigned_weights
 from qtrace.graph.dataflow import static_nodes
@@ -37,10 +36,11 @@ from qtrace.graph.interface import Interface, read_interface
 from qtrace.graph.origin import FileOrigin, read_origin
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label
+from qtrace.onnxfile import external_data
+from qtrace.onnxfile.saturation import products_saturate
 from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedSite
 from qtrace.preparation.record import graph_hash
-from qtrace.process.onnxruntime import products_saturate
 from qtrace.scheme import QParams
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 LINKED = ("observers", "fakequant", "recipes")
 
 # Numpy only: these run in worker processes that never load MegEngine.
-WITHOUT_MEGENGINE = {"errors", "storage", "scheme", "numerics", "plugins", "observers"}
+WITHOUT_MEGENGINE = {"errors", "storage", "scheme", "numerics", "plugins", "observers", "onnxfile"}
 
 # The only room that touches TracedModule's internals, and the files outside it that may name the module.
 TRACED_MODULE_ROOM = "graph"

@@ -472,8 +472,8 @@ MODELS = {
     "protocol.mge": "its first bytes are not quite those",
     "list.mge": "holds a list",
     "x.npz": "zip archive",
-    "text.onnx": "not an ONNX model",
-    "cut.onnx": "not an ONNX model|not a valid ONNX model",
+    "text.onnx": "not an ONNX file",
+    "cut.onnx": "not an ONNX file|not a valid ONNX model",
 }
 TAKERS = {
     "finetune": lambda name: finetune(model=name),

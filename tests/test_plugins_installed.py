@@ -28,16 +28,16 @@ from tests.nets import images, net
 
 MODULE = """
 from qtrace.config.backends.base import Backend, Limits
+from qtrace.export.format import Format
 from qtrace.observers.minmax import MinMax
 from qtrace.scheme import QScheme
 from qtrace.verification.runtimes.base import Runtime
 
-SUFFIXES = (".chip",)
 _LIMITS = Limits(bits=(8,), per_channel=False, affine=False, only_power_of_two=True)
 _SCHEME = QScheme(signed=True, symmetric=True, power_of_two=True)
 _BOTH = {"activation": _LIMITS, "weight": _LIMITS}
 BACKEND = Backend("chip", _SCHEME, _SCHEME, frozenset({"conv2d"}), {}, False, _BOTH)
-RUNTIME = Runtime("chip", package="numpy", extra="", suffixes=SUFFIXES, open=None)
+RUNTIME = Runtime("chip", package="numpy", extra="", suffixes=(".chip",), open=None)
 NUMBER = 3
 
 
@@ -45,8 +45,11 @@ class Range(MinMax):
     pass
 
 
-def serialize(converted, note=""):
-    return f"{len(converted.ops)} ops {note}".encode()
+def files(converted, path, note=""):
+    return {path: f"{len(converted.ops)} ops {note}".encode()}
+
+
+FORMAT = Format("chip", files, suffixes=(".chip",), options=("note",))
 """
 X = images(1, 3, 6, 6)
 
@@ -140,17 +143,17 @@ def test_a_model_file_does_not_import_the_backend_that_it_names(chip, tmp_path):
 
 def test_a_format_by_its_name_by_its_entry_point_and_by_its_suffix(chip, tmp_path):
     model = _quantized({"backend": "onnxruntime"})
-    named = qtrace.export(model, tmp_path / "a.bin", format="chip_target:serialize", note="here")
+    named = qtrace.export(model, tmp_path / "a.bin", format="chip_target:FORMAT", note="here")
     assert named.read_bytes() == b"1 ops here"
     with pytest.raises(ExportError, match="no format has the suffix '.chip'"):
         qtrace.export(model, tmp_path / "b.chip")
-    chip(formats="chip = chip_target")
+    chip(formats="chip = chip_target:FORMAT")
     assert "chip" in formats()
     assert qtrace.export(model, tmp_path / "b.chip").read_bytes() == b"1 ops "
     with pytest.raises(ExportError, match="format chip has no option 'noise'; it knows: note"):
         qtrace.export(model, tmp_path / "b.chip", noise=1)
-    with pytest.raises(ConfigError, match="'chip_target:NUMBER' is of type int, without serialize or files"):
-        qtrace.export(model, tmp_path / "c.bin", format="chip_target:NUMBER")
+    with pytest.raises(ConfigError, match="'chip_target:files' is of type function: define it"):
+        qtrace.export(model, tmp_path / "c.bin", format="chip_target:files")
 
 
 def test_a_runtime_by_its_name_and_by_its_entry_point(chip):

@@ -16,8 +16,8 @@ from benchmarks.timing import Spread, take_turns
 from qtrace.benchmarking.costs import CostTable
 from qtrace.benchmarking.onnx_ops import read_graph
 from qtrace.benchmarking.prediction import predict
-from qtrace.benchmarking.sessions import open_session
 from qtrace.metrics import ErrorSums
+from qtrace.onnxfile.sessions import OrtSession, SessionSettings, open_session
 
 __all__ = ["File", "faster", "judge_parity", "measure_noise", "measure_speed", "predict_milliseconds"]
 
@@ -33,14 +33,14 @@ class File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.sessions: dict[int, Any] = {}
+        self.sessions: dict[int, OrtSession] = {}
 
     def run(self, batch: np.ndarray, threads: int = 1) -> list[np.ndarray]:
         """Returns all outputs."""
         if threads not in self.sessions:
-            self.sessions[threads] = open_session(str(self.path), threads)
+            self.sessions[threads] = open_session(self.path, SessionSettings(threads=threads))
         session = self.sessions[threads]
-        return session.run(None, {session.get_inputs()[0].name: batch})
+        return session.run(None, {session.inputs[0].name: batch})
 
     __call__ = run
 

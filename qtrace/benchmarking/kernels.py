@@ -17,7 +17,8 @@ import numpy as np
 from qtrace.benchmarking.cases import Case, Slot
 from qtrace.benchmarking.costs import FLOAT, Measurement, OpShape
 from qtrace.benchmarking.net import Net
-from qtrace.benchmarking.sessions import NodeRun, ProfiledSession, open_session
+from qtrace.benchmarking.sessions import NodeRun, ProfiledSession
+from qtrace.onnxfile.sessions import SessionSettings, open_session
 
 __all__ = ["PASSES", "measure_cases", "measure_run"]
 
@@ -35,13 +36,14 @@ _LEAST_SECONDS = 3e-7  # of a node
 
 _INTEGER_OPS = ("QLinear", "QGemm", "MatMulInteger", "ConvInteger", "QMoE")
 _INTEGER_TYPES = ("uint8", "int8")
+_ONE_THREAD = SessionSettings(threads=1)
 
 
 def measure_run() -> float:
     """Returns the seconds that a run takes besides its nodes, from two short networks."""
     feeds = {"input0": np.zeros((1, 16), np.float32)}
     times = dict.fromkeys((1, 11), 1.0)
-    sessions = {count: open_session(_chain(count), 1) for count in times}
+    sessions = {count: open_session(_chain(count), _ONE_THREAD) for count in times}
     for _ in range(300):
         for count, session in sessions.items():
             start = time.thread_time()
@@ -101,7 +103,7 @@ class _Running:
     def __init__(self, case: Case) -> None:
         random = np.random.default_rng(0)
         self.case = case
-        self._profiled, self._plain = ProfiledSession(case.model), open_session(case.model, 1)
+        self._profiled, self._plain = ProfiledSession(case.model), open_session(case.model, _ONE_THREAD)
         self._feeds = {n: random.normal(size=s).astype(np.float32) for n, s in case.inputs.items()}
         self._times: list[float] = []  # processor time, without the turns of other programs
         self.spent = 0.0

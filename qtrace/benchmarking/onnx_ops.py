@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qtrace.benchmarking.costs import OpShape
-from qtrace.errors import ExportError
+from qtrace.onnxfile.reading import read_model
+
+if TYPE_CHECKING:
+    from qtrace.onnxfile.model import OnnxModel
 
 __all__ = ["OnnxGraph", "TimedNode", "read_graph"]
 
@@ -168,54 +171,25 @@ def read_graph(path: Path, shapes: Mapping[str, Shape] | None = None) -> OnnxGra
     Raises:
         ExportError: when the file is no ONNX file.
     """
-    import onnx
-    from google.protobuf.message import DecodeError
+    model = read_model(path)
+    from qtrace.onnxfile.model import infer_shapes
 
-    try:
-        model = onnx.load(str(path), load_external_data=False)
-    except (DecodeError, OSError) as error:
-        raise ExportError(f"{path} is not an ONNX file, or not all of one: {error}.") from error
-    if not model.graph.node:
-        raise ExportError(f"{path} is not an ONNX file: it has no graph.")
-    _fix_inputs(model, shapes or {})
-    try:
-        model = onnx.shape_inference.infer_shapes(model, data_prop=True)
-    except (onnx.shape_inference.InferenceError, ValueError) as error:
-        raise ExportError(
-            f"the shapes of {path} cannot be inferred: {str(error).splitlines()[0]}."
-        ) from error
-    return _graph(model)
+    return _graph(infer_shapes(model, shapes or {}, path))
 
 
-def _fix_inputs(model: Any, shapes: Mapping[str, Shape]) -> None:
-    for info in model.graph.input:
-        sizes = shapes.get(info.name)
-        for axis, dim in enumerate(info.type.tensor_type.shape.dim):
-            if sizes is not None and axis < len(sizes):
-                dim.dim_value = sizes[axis]
-            elif not dim.dim_value:
-                dim.dim_value = 1
-    for info in (*model.graph.output, *model.graph.value_info):
-        info.type.tensor_type.ClearField("shape")
-
-
-def _graph(model: Any) -> OnnxGraph:
+def _graph(file: OnnxModel) -> OnnxGraph:
     from onnx import helper
 
-    graph = model.graph
-    stored = {t.name: tuple(t.dims) for t in graph.initializer}
-    infos = (*graph.input, *graph.output, *graph.value_info)
-    shapes = {i.name: shape for i in infos if (shape := _known_shape(i.type.tensor_type)) is not None}
+    stored = {name: tuple(tensor.dims) for name, tensor in file.stored.items()}
+    infos = (*file.graph.input, *file.outputs, *file.graph.value_info)
     kinds = {i.name: i.type.tensor_type.elem_type for i in infos}
     nodes, rounded = [], set()
-    for node in graph.node:
+    for node in file.graph.node:
         outputs = tuple(name for name in node.output if name)
-        if node.op_type == "Constant":
-            stored[outputs[0]] = tuple(node.attribute[0].t.dims)
-        elif node.op_type == "DequantizeLinear" and node.input[0] in stored:
+        if node.op_type == "DequantizeLinear" and node.input[0] in stored:
             stored[outputs[0]] = stored[node.input[0]]
             rounded.add(outputs[0])
-        elif kinds.get(outputs[0]) in _TIMED:
+        elif node.op_type != "Constant" and kinds.get(outputs[0]) in _TIMED:
             quantizes = node.op_type in ("QuantizeLinear", "DequantizeLinear")
             names = [n for n in (node.input[:1] if quantizes else node.input) if n]
             data = tuple(n for n in names if n not in stored and kinds.get(n) in _TIMED)
@@ -226,15 +200,8 @@ def _graph(model: Any) -> OnnxGraph:
             nodes.append(
                 TimedNode(outputs[0], node.op_type, data, constants, outputs, first, integers, attributes)
             )
-    inputs = tuple(i.name for i in graph.input if i.name not in stored)
-    return OnnxGraph(nodes, shapes, inputs, tuple(o.name for o in graph.output))
-
-
-def _known_shape(kind: Any) -> Shape | None:
-    """Returns the shape of a tensor; None if a size of it is unknown."""
-    if not kind.HasField("shape") or not all(dim.HasField("dim_value") for dim in kind.shape.dim):
-        return None
-    return tuple(dim.dim_value for dim in kind.shape.dim)
+    inputs = tuple(value.name for value in file.inputs)
+    return OnnxGraph(nodes, file.shapes(), inputs, tuple(file.output_names))
 
 
 _TIMED = (1, 2, 3)  # float32, uint8, int8: shape arithmetic takes no time

@@ -1,4 +1,4 @@
-"""Sessions of onnxruntime that are timed: with one number of threads, all optimizations, and its profile."""
+"""The time of each node of an ONNX model in onnxruntime, by its own profile."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from qtrace.errors import ExportError
+from qtrace.onnxfile.sessions import SessionSettings, open_session
 
-__all__ = ["NodeRun", "ProfiledSession", "open_session"]
+__all__ = ["NodeRun", "ProfiledSession"]
 
 _KERNEL = "_kernel_time"
 _MICROSECOND = 1e-6
@@ -37,52 +36,22 @@ class NodeRun:
     inputs: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def open_session(model: bytes | str, threads: int, profile: str = "") -> Any:
-    """Opens a session with all optimizations.
-
-    Args:
-        model: a serialized model, or the path of a file.
-        threads: the number of threads of an op.
-        profile: the beginning of the path of the profile; "" for none.
-
-    Raises:
-        ExportError: when onnxruntime cannot load the model.
-    """
-    import onnxruntime as ort
-
-    from qtrace.process.onnxruntime import onnxruntime_errors
-
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    if profile:
-        options.enable_profiling = True
-        options.profile_file_prefix = profile
-    try:
-        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    except onnxruntime_errors() as error:
-        name = model if isinstance(model, str) else "a network for measuring"
-        raise ExportError(f"onnxruntime cannot run {name}: {' '.join(str(error).split())[:300]}") from error
-
-
 class ProfiledSession:
     """A session whose nodes are timed by onnxruntime's own profile."""
 
     def __init__(self, model: bytes | str, threads: int = 1) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="qtrace-profile-")
-        self._session = open_session(model, threads, os.path.join(self._folder.name, "run"))
-        self.inputs = self._session.get_inputs()
+        profile = os.path.join(self._folder.name, "run")
+        self._session = open_session(model, SessionSettings(threads=threads, profile=profile))
+        self.inputs = self._session.inputs
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> None:
         """Runs the model once."""
-        self._session.run(None, dict(feeds))
+        self._session.run(None, feeds)
 
     def finish(self) -> list[list[NodeRun]]:
         """Ends the profile and returns the nodes of each run, in the order of execution."""
-        path = Path(self._session.end_profiling())
-        events = json.loads(path.read_text(encoding="utf-8"))
+        events = json.loads(self._session.end_profile().read_text(encoding="utf-8"))
         self._folder.cleanup()
         return _split_runs(events)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -15,8 +14,9 @@ from qtrace.export.onnx.activations import activations
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs
+from qtrace.onnxfile.sessions import OrtSession, SessionError, SessionSettings, open_session
 
-__all__ = ["OnnxRuntime", "open_session", "reason_line"]
+__all__ = ["OnnxRuntime", "run_session", "start_session"]
 
 # A constant, not a share of the free memory: the outputs of the model decide what onnxruntime fuses, and
 # thereby the last bits of the values.
@@ -60,7 +60,7 @@ class OnnxRuntime:
         self._inputs = [n for n in prepared.graph.inputs if isinstance(n, TensorNode)]
         produced = [*self._inputs, *(n for e in exprs(prepared) for n in e.outputs)]
         self._bytes = {n.name: 4 * math.prod(n.shape or ()) for n in produced if isinstance(n, TensorNode)}
-        self._sessions: dict[tuple[str, ...], Any] = {}
+        self._sessions: dict[tuple[str, ...], OrtSession] = {}
         self._session(self._nodes)
 
     def run(self, arguments: Arguments, index: int, observe: Observe) -> None:
@@ -69,10 +69,7 @@ class OnnxRuntime:
         for part in self._split(next(iter(feeds.values()))):
             names = [self._model.outputs[n] for n in part if n in self._model.outputs]
             session = self._session(part)
-            try:
-                values = session.run(names, feeds)[::-1] if session is not None else []
-            except Exception as error:  # onnxruntime's own exceptions derive from nothing else
-                raise EngineError(f"onnxruntime refuses the batch: {reason_line(error)}") from error
+            values = run_session(session, names, feeds)[::-1] if session is not None else []
             for node in part:
                 source = self._model.input_nodes.get(node)
                 observe(node, feeds[source] if source is not None else values.pop())
@@ -97,14 +94,14 @@ class OnnxRuntime:
             total += size
         return [tuple(part) for part in parts]
 
-    def _session(self, part: tuple[str, ...]) -> Any:
+    def _session(self, part: tuple[str, ...]) -> OrtSession | None:
         """Returns the session that computes the nodes of ``part``; None if all of them are inputs."""
         outputs = {self._model.outputs[node] for node in part if node in self._model.outputs}
         if not outputs:
             return None
         if part not in self._sessions:
             data = self._model.data if part == self._nodes else _with_outputs(self._model.data, outputs)
-            self._sessions[part] = open_session(data, self._threads)
+            self._sessions[part] = start_session(data, self._threads)
         return self._sessions[part]
 
 
@@ -118,34 +115,33 @@ def _with_outputs(data: bytes, names: set[str]) -> bytes:
     return model.SerializeToString()
 
 
-def open_session(data: bytes, threads: int | None, fused_integers: bool = True) -> Any:
-    """Opens a model in onnxruntime.
+def start_session(data: bytes, threads: int | None, fuse_integers: bool = True) -> OrtSession:
+    """Opens a model that computes as MegEngine does, beside observers that need the cores between two runs.
 
     Args:
         data: the ONNX file.
         threads: number of threads; None for all cores.
-        fused_integers: whether ops between roundings may run on integers, with other last bits than in float.
+        fuse_integers: whether ops between roundings may run on integers, with other last bits than in float.
 
     Raises:
         EngineError: when onnxruntime refuses the model.
     """
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads or 0
-    options.log_severity_level = 4
-    # Its threads would spin between two runs and take the cores from the observers.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    options.add_session_config_entry("session.set_denormal_as_zero", "1")  # as MegEngine does
-    if not fused_integers:
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
+    settings = SessionSettings(threads=threads, fuse_integers=fuse_integers, as_megengine=True, spin=False)
     try:
-        return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    except Exception as error:
-        raise EngineError(f"onnxruntime refuses the graph: {reason_line(error)}") from error
+        return open_session(data, settings)
+    except SessionError as error:
+        raise EngineError(f"onnxruntime refuses the graph: {error.reason}") from error
 
 
-def reason_line(error: BaseException) -> str:
-    """Returns the text of an error of onnxruntime as a clause of one line."""
-    text = " ".join(str(error).split())
-    return text[:300].rstrip(".")
+def run_session(
+    session: OrtSession, names: Sequence[str], feeds: Mapping[str, np.ndarray]
+) -> list[np.ndarray]:
+    """Runs a session on a batch.
+
+    Raises:
+        EngineError: when onnxruntime refuses the batch.
+    """
+    try:
+        return session.run(names, feeds)
+    except SessionError as error:
+        raise EngineError(f"onnxruntime refuses the batch: {error.reason}") from error

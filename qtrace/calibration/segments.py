@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.calibration.base import EngineError
-from qtrace.calibration.onnxruntime import open_session, reason_line
+from qtrace.calibration.onnxruntime import run_session, start_session
 from qtrace.errors import ExportError
 from qtrace.export.onnx.prepared_segment import PreparedSegments
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
@@ -66,16 +66,13 @@ class OnnxSegments:
             self._writers[traced] = PreparedSegments(self._model.view(traced))
         inputs = {node: (value.dtype, _shape(node, batches)) for node, value in batches[0].items()}
         data, names, results = self._writers[traced].model(exprs, inputs, fixed, outputs)
-        session = open_session(data, self._threads, fused_integers=False)
+        session = start_session(data, self._threads, fuse_integers=False)
         computed = []
         for values in batches:
             feeds = {
                 name: np.ascontiguousarray(values[node]) for name, node in zip(names, inputs, strict=True)
             }
-            try:
-                computed.append(session.run(results, feeds))
-            except Exception as error:  # onnxruntime's own exceptions derive from nothing else
-                raise EngineError(f"onnxruntime refuses a batch: {reason_line(error)}") from error
+            computed.append(run_session(session, results, feeds))
         return computed
 
 

@@ -31,7 +31,9 @@ def note_ends(model: Any, path: Path, console: Console) -> dict[str, list[dict[s
 def _of_onnx(path: Path) -> dict[str, list[dict[str, Any]]]:
     import onnx
 
-    graph = onnx.load(str(path), load_external_data=False).graph
+    from qtrace.onnxfile.reading import read_model
+
+    graph = read_model(path).graph
     ends: dict[str, list[dict[str, Any]]] = {}
     for kind, infos in (("inputs", graph.input), ("outputs", graph.output)):
         ends[kind] = [

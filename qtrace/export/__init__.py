@@ -1,27 +1,19 @@
-"""Export: each format is a file or folder of its name, and is chosen by name or by its ``SUFFIXES``.
+"""Export: each format is a file or folder of its name with a constant ``FORMAT``, a `Format`.
 
-A format defines ``serialize(converted, **options) -> bytes`` or, if it consists of several files,
-``files(converted, path, **options) -> dict[Path, bytes]``; ``converted`` is a `ConvertedGraph`.
-``COMPANIONS`` are the suffixes of files that are written beside the named one.
-``RUNS_GRAPH = True`` says that the format reads no recorded shapes. ``FLOAT_OPTIONS`` says that the format
-writes plain traced modules, too, in float: ``converted`` is a `PlainGraph` then. It lists the options that
-apply there. ``HAS_COMPOSITES = True`` says that it has forms for attention, channel shuffle and the other
-composites that `qtrace.preparation.passes.compose.write_pieces` writes in pieces for other formats.
-``FIXES_SIZES = True`` says that its files have numbers where the graph has open axes.
-
-A format of your own is ``pkg.mod:NAME``, a function ``serialize`` or an object with such attributes, or an
-entry point in the group ``qtrace.formats``, which may name a module.
+A format is chosen by its name, or by a suffix. A format of your own is ``pkg.mod:NAME``, or an entry point in
+the group ``qtrace.formats``.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
 import pkgutil
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +34,6 @@ from qtrace.storage.ownership import foreign_output
 __all__ = ["export", "formats"]
 
 _LOG = logging.getLogger("qtrace")
-# Modules that several formats use.
-_NOT_FORMATS = ("converted", "detections", "example", "format", "layer_net", "parameters")
 
 
 def formats() -> tuple[str, ...]:
@@ -57,8 +47,12 @@ def formats() -> tuple[str, ...]:
     return tuple(sorted((*own, *installed(FORMATS))))
 
 
-def _packaged() -> tuple[str, ...]:
-    return tuple(m.name for m in pkgutil.iter_modules(__path__) if m.name not in _NOT_FORMATS)
+@functools.cache
+def _packaged() -> Mapping[str, Format]:
+    """Returns qtrace's own formats by name: the ``FORMAT`` of each module here that has one."""
+    modules = (importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__))
+    formats: list[Format] = [module.FORMAT for module in modules if hasattr(module, "FORMAT")]
+    return {format.name: format for format in formats}
 
 
 @on_engine_thread
@@ -90,7 +84,7 @@ def export(
             qtrace did not write, or a graph that has no such form; the message has the node, its op and its
             source line.
         GraphError: when the module is prepared and not converted, or no traced module.
-        ConfigError: when a format of your own cannot be imported, or has no function that writes.
+        ConfigError: when a format of your own cannot be imported, or is no `Format`.
     """
     if wrong := problem(path):
         raise ExportError(wrong)
@@ -109,7 +103,7 @@ def export(
             _check_shapes(graph.module)
         if chosen.fixes_sizes:
             _warn_of_open_axes(chosen, graph.module)
-        contents = chosen.write(graph, target, options)
+        contents = chosen.write(graph, target, **options)
     except ExportError as error:
         raise locate_by_name(error, graph.module) from error
     try:
@@ -150,10 +144,10 @@ def _warn_of_open_axes(chosen: Format, converted: TracedModule) -> None:
 
 def _check_float_format(chosen: Format, traced: TracedModule) -> None:
     """Refuses a format that has no form for a plain traced module."""
-    if chosen.writes_float:
+    if chosen.float_options is not None:
         return
     subject = traced.graph.name or "the module"
-    names = [name for name in formats() if _load_format(name).writes_float]
+    names = [name for name in formats() if _load_format(name).float_options is not None]
     raise ExportError(
         f"format {chosen.name} writes quantized modules, and {subject} is a plain traced module: prepare, "
         "calibrate and convert it first, or write it in float in format "
@@ -162,7 +156,7 @@ def _check_float_format(chosen: Format, traced: TracedModule) -> None:
 
 
 def _check_options(chosen: Format, options: dict[str, Any], plain: bool) -> None:
-    allowed = chosen.float_options if plain else chosen.options
+    allowed = chosen.float_options or () if plain else chosen.options
     for option in options:
         if option in allowed:
             continue
@@ -219,12 +213,13 @@ def _find_format(path: Path, name: str | None) -> Format:
 def _load_format(name: str) -> Format:
     """Returns the format called `name`, of qtrace, of an installed package, or of the user."""
     if name in _packaged():
-        return Format(name, importlib.import_module(f"{__name__}.{name}"))
+        return _packaged()[name]
     if name not in formats() and not plugins.OWN_CLASS.fullmatch(name):
         raise ExportError(
             f"unknown format {name!r}; known: {', '.join(formats())}, or your own as 'pkg.mod:NAME'."
         )
-    return Format(name, plugins.load_object(FORMATS, name, object))
+    own: Format = plugins.load_object(FORMATS, name, Format)
+    return own
 
 
 class _Callable(types.ModuleType):

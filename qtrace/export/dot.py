@@ -5,24 +5,26 @@ Blue edges carry integers, grey ones floats. Draw it with ``dot -Tsvg``.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
 from qtrace.export.converted.document import DocumentOp, GraphDocument, TensorQuantization, Value, read_graph
 from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.export.format import Format
 from qtrace.storage.ownership import WRITTEN
 
-__all__ = ["SUFFIXES", "serialize"]
-
-SUFFIXES = (".dot", ".gv")
+__all__ = ["FORMAT"]
 
 _FLOAT, _INTEGER, _BOX, _END = "#999999", "#1f5fbf", "#eef3fb", "#f5f5f5"
 
 
-def serialize(converted: ConvertedGraph) -> bytes:
+def files(converted: ConvertedGraph, path: Path) -> dict[Path, bytes]:
     """Returns the document.
 
     Args:
         converted: the graph of a converted module.
+        path: the path of the document.
     """
     graph = read_graph(converted)
     lines = [
@@ -36,7 +38,10 @@ def serialize(converted: ConvertedGraph) -> bytes:
         lines.append(f"  {_quoted(op.name)} [label={_box(op)}, fillcolor={_quoted(_fill(op))}];")
         lines += [f"  {_edge(value, op.name)}" for value in op.inputs if value.producer]
     lines += _ends(graph)
-    return ("\n".join([*lines, "}"]) + "\n").encode()
+    return {path: ("\n".join([*lines, "}"]) + "\n").encode()}
+
+
+FORMAT = Format("dot", files, suffixes=(".dot", ".gv"))
 
 
 def _ends(graph: GraphDocument) -> list[str]:

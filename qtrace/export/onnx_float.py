@@ -16,15 +16,13 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.export.converted.float_graph import float_graph
 from qtrace.export.converted.graph import ConvertedGraph
-from qtrace.export.onnx.exporter import OnnxExporter, check
+from qtrace.export.format import Format
+from qtrace.export.onnx.exporter import OnnxExporter, OnnxOptions, check
 from qtrace.export.parameters.base import beside, parameter_file
 from qtrace.export.parameters.sites import Names, ParameterLayer, site_table
 from qtrace.ops import OpCall
 
-__all__ = ["SUFFIXES", "files"]
-
-# Chosen by name: the suffix .onnx stands for the format with integers.
-SUFFIXES: tuple[str, ...] = ()
+__all__ = ["FORMAT"]
 
 
 def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -> dict[Path, bytes]:
@@ -39,8 +37,8 @@ def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -
         ExportError: when a node has no ONNX form, or the kind of file cannot express a site, naming it.
     """
     kind = None if params is None else parameter_file(params)
-    exporter = OnnxExporter(float_graph(converted))
-    exporter.names_parameters = False  # the parameter file calls them as the graph does
+    # The parameter file calls parameters as the graph does.
+    exporter = OnnxExporter(float_graph(converted), OnnxOptions(names_parameters=False))
     model = exporter.run()
     _name_parameters(exporter.graph, model)
     check(model)
@@ -50,6 +48,10 @@ def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -
         contents[beside(path, kind)] = kind.write(rows).encode()
     contents[path] = model.SerializeToString()
     return contents
+
+
+# Chosen by name: the suffix .onnx stands for the format with integers.
+FORMAT = Format("onnx_float", files, options=("params",))
 
 
 def _calls(flat: ConvertedGraph) -> Iterator[OpCall]:

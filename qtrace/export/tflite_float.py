@@ -15,13 +15,11 @@ from qtrace.errors import ExportError, install
 from qtrace.export.converted.float_graph import float_graph
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.detections import Suppression
+from qtrace.export.format import Format
 from qtrace.export.parameters.base import beside, parameter_file
 from qtrace.export.parameters.sites import Names, ParameterLayer, site_table
 
-__all__ = ["SUFFIXES", "files"]
-
-# Chosen by name: the suffix .tflite stands for the format with integers.
-SUFFIXES: tuple[str, ...] = ()
+__all__ = ["FORMAT"]
 
 
 def files(
@@ -55,6 +53,10 @@ def files(
         contents[beside(path, kind)] = kind.write(site_table(converted, _names(exporter))).encode()
     contents[path] = model
     return contents
+
+
+# Chosen by name: the suffix .tflite stands for the format with integers.
+FORMAT = Format("tflite_float", files, options=("params", "nms"))
 
 
 def _names(exporter: Any) -> Names:

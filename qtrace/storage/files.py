@@ -19,10 +19,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["claim", "kind_of", "problem", "replace_folder", "replacing", "sweep"]
+from qtrace.errors import ExportError
+
+__all__ = ["check_size", "claim", "kind_of", "problem", "replace_folder", "replacing", "sweep"]
 
 _ATTEMPTS = 100
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
+_MAX_BYTES = 2**31  # of protobuf and FlatBuffers files, whose lengths and offsets have 31 bits
 
 
 def problem(path: str | os.PathLike[str]) -> str:
@@ -51,6 +54,26 @@ def kind_of(path: Path, special: str = "a device or a pipe") -> str:
     if not path.exists() or path.is_file():
         return ""
     return "a folder" if path.is_dir() else special
+
+
+def check_size(path: Path, kind: str) -> None:
+    """Refuses a protobuf or FlatBuffers file that is missing or larger than such a file can be.
+
+    Args:
+        path: the file, which is not read.
+        kind: the kind of file, for the message: ``ONNX``.
+
+    Raises:
+        ExportError: when the file is missing or too large.
+    """
+    if not path.is_file():
+        raise ExportError(f"{path} does not exist: export the module first.")
+    size = path.stat().st_size
+    if size >= _MAX_BYTES:
+        raise ExportError(
+            f"{path} has {size / 2**30:.1f} GiB, and an {kind} file less than {_MAX_BYTES >> 30} GiB: it is "
+            "damaged or of another kind; export the module again."
+        )
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qtrace.process.onnxruntime import products_saturate
+from qtrace.onnxfile.saturation import products_saturate
 from qtrace.scheme import QParams
 
 __all__ = ["SATURATION", "likely_causes", "optimized_kernel_cause"]

@@ -14,6 +14,7 @@ from qtrace.graph.engine import quiet_engine
 from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter
 from qtrace.graph.open_axes import OpenAxis, other_sizes, read_open_axes, repeat_to
 from qtrace.graph.types import TensorNode, TracedModule
+from qtrace.onnxfile.reading import read_model
 
 __all__ = ["at_other_sizes", "open_in_file"]
 
@@ -60,10 +61,8 @@ def open_in_file(path: Path, model: TracedModule) -> tuple[OpenAxis, ...]:
     record = read_open_axes(model)
     if path.suffix.lower() != ".onnx" or record is None or record.only_batch():
         return ()
-    import onnx
-
     nodes = [node for node in model.graph.inputs if isinstance(node, TensorNode)]
-    inputs = onnx.load(path, load_external_data=False).graph.input
+    inputs = read_model(path).graph.input
     opened: list[OpenAxis] = []
     for node, info in zip(nodes, inputs, strict=False):
         dims = info.type.tensor_type.shape.dim

@@ -135,14 +135,13 @@ def _formats() -> str:
     parts = ["## Export formats {#formats}", "`qtrace export -f NAME`, or `qtrace.export(..., format=NAME)`."]
     for name in formats():
         module = importlib.import_module(f"{package}.{name}")
-        function = getattr(module, "files", None) or module.serialize
-        suffixes = ", ".join(f"`{s}`" for s in (*module.SUFFIXES, *getattr(module, "COMPANIONS", ())))
+        chosen = module.FORMAT
+        suffixes = ", ".join(f"`{s}`" for s in (*chosen.suffixes, *chosen.companions))
         parts.append(f"### `{name}` {{#format-{name}}}\n\n{docstrings.render(module.__doc__)}")
         parts.append(f"Suffixes: {suffixes}" if suffixes else "No suffix chooses this format: name it.")
-        texts = {i.name: i.text for s in docstrings.parse(function.__doc__) for i in s.items}
-        options = [
-            p for n, p in inspect.signature(function).parameters.items() if n not in ("converted", "path")
-        ]
+        texts = {i.name: i.text for s in docstrings.parse(chosen.write.__doc__) for i in s.items}
+        parameters = inspect.signature(chosen.write).parameters
+        options = [parameters[name] for name in chosen.options]
         lines = [f"- `{p.name}`: {texts.get(p.name, '')} *default: `{_value(p.default)}`*" for p in options]
         if lines:
             parts.append("\n".join(["**Options** (`-O NAME=VALUE`, or keyword arguments)", "", *lines]))

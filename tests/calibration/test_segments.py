@@ -15,7 +15,7 @@ import qtrace
 from qtrace import QConfig
 from qtrace.calibration import segments
 from qtrace.calibration.choice import Chosen, choose_segments
-from qtrace.calibration.onnxruntime import open_session
+from qtrace.calibration.onnxruntime import start_session
 from qtrace.calibration.segments import OnnxSegments
 from qtrace.errors import ConfigError, ExportError
 from qtrace.export.onnx.prepared_segment import PreparedSegments
@@ -148,9 +148,9 @@ def test_the_algorithms_compute_on_the_given_number_of_threads(monkeypatch: pyte
 
     def record(data: bytes, threads: int | None, **options: Any) -> Any:
         opened.append(threads)
-        return open_session(data, threads, **options)
+        return start_session(data, threads, **options)
 
-    monkeypatch.setattr(segments, "open_session", record)
+    monkeypatch.setattr(segments, "start_session", record)
     qtrace.calibrate(_prepared(), BATCHES, progress=False, engine="onnxruntime", threads=1)
     assert set(opened) == {1}
 
@@ -177,7 +177,7 @@ def test_a_batch_that_onnxruntime_refuses_is_left_to_megengine(caplog: pytest.Lo
             assert engine.compute(model.module, [expr], {}, batches, [out]) is None
         assert engine.compute(model.module, [expr], {}, batches[:1], [out]) is None  # once refused
     assert "another number of axes" in caplog.text
-    assert "onnxruntime refuses a batch" in caplog.text
+    assert "onnxruntime refuses the batch" in caplog.text
 
 
 def test_fake_quants_that_do_more_than_rounding_have_no_onnx_form() -> None:

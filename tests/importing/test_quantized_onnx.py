@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 import qtrace
 from qtrace.errors import ImportingError
 from qtrace.finetuning import FinetuneSettings
-from qtrace.process.onnxruntime import products_saturate
+from qtrace.onnxfile.saturation import products_saturate
 from tests.nets import net
 
 ort = pytest.importorskip("onnxruntime")

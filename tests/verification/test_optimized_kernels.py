@@ -15,7 +15,8 @@ import pytest
 import qtrace
 from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
-from qtrace.process.onnxruntime import products_saturate
+from qtrace.onnxfile.saturation import products_saturate
+from qtrace.onnxfile.sessions import onnxruntime_errors
 from qtrace.verification import causes
 from qtrace.verification.runtimes import litert, onnxruntime, openvino
 from qtrace.verification.runtimes.base import RuntimeRun
@@ -98,7 +99,7 @@ def _raise_bug(*args: object, **kwargs: object) -> None:
 
 
 def test_the_exceptions_of_onnxruntime_are_listed() -> None:
-    errors = onnxruntime.onnxruntime_errors()
+    errors = onnxruntime_errors()
     with pytest.raises(errors):
         ort.InferenceSession(b"no model")
     assert Exception not in errors
@@ -114,7 +115,7 @@ def _break_session(patch: pytest.MonkeyPatch) -> None:
 
 
 def _break_external_data(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("onnx.external_data_helper.load_external_data_for_model", _raise_bug)
+    patch.setattr("qtrace.onnxfile.reading.load_tensors", _raise_bug)
 
 
 @pytest.mark.parametrize("plant", [_break_onnx_load, _break_session, _break_external_data])

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from qtrace.benchmarking.runners.base import Load, RunnerSettings, fixed_shape, random_values
-from qtrace.benchmarking.sessions import NodeRun, ProfiledSession, open_session
+from qtrace.benchmarking.sessions import NodeRun, ProfiledSession
 from qtrace.errors import ExportError
+from qtrace.onnxfile.sessions import SessionError, SessionSettings, open_session
 
 __all__ = ["LOAD", "OnnxRunner"]
 
@@ -26,9 +27,9 @@ class OnnxRunner:
 
     def __init__(self, path: Path, settings: RunnerSettings) -> None:
         self._path, self._threads = path, settings.threads
-        self._session = open_session(str(path), settings.threads)
+        self._session = open_session(path, SessionSettings(threads=settings.threads))
         self._feeds = {}
-        for info in self._session.get_inputs():
+        for info in self._session.inputs:
             name = info.type.removeprefix("tensor(").removesuffix(")")
             try:
                 kind = np.dtype(_TYPES.get(name, name))
@@ -64,13 +65,11 @@ class OnnxRunner:
         Raises:
             ExportError: when onnxruntime refuses the shapes.
         """
-        from qtrace.process.onnxruntime import onnxruntime_errors
-
         try:
             self.run()
-        except onnxruntime_errors() as error:
+        except SessionError as error:
             raise ExportError(
-                f"onnxruntime cannot run {self._path} on {self.shapes}: {' '.join(str(error).split())[:300]}"
+                f"onnxruntime cannot run {self._path} on {self.shapes}: {error.reason}"
             ) from error
 
 

@@ -1,5 +1,5 @@
 """Caffe: a float net, ``.prototxt`` and ``.caffemodel``."""
 
-from qtrace.export.caffe.exporter import COMPANIONS, FIXES_SIZES, FLOAT_OPTIONS, SUFFIXES, files
+from qtrace.export.caffe.exporter import FORMAT
 
-__all__ = ["COMPANIONS", "FIXES_SIZES", "FLOAT_OPTIONS", "SUFFIXES", "files"]
+__all__ = ["FORMAT"]

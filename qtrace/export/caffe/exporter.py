@@ -18,6 +18,7 @@ from qtrace.export.caffe.writer import CaffeWriter
 from qtrace.export.converted.float_graph import float_graph
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import refusal
+from qtrace.export.format import Format
 from qtrace.export.parameters.base import beside, parameter_file
 from qtrace.export.parameters.sites import Names, ParameterLayer, site_table
 from qtrace.graph.dataflow import needed_nodes
@@ -26,12 +27,7 @@ from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label
 from qtrace.storage.ownership import WRITTEN
 
-__all__ = ["COMPANIONS", "FIXES_SIZES", "FLOAT_OPTIONS", "SUFFIXES", "files"]
-
-FLOAT_OPTIONS: tuple[str, ...] = ()
-SUFFIXES = (".prototxt",)
-FIXES_SIZES = True
-COMPANIONS = (".caffemodel",)
+__all__ = ["FORMAT"]
 
 
 def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -> dict[Path, bytes]:
@@ -61,6 +57,17 @@ def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -
     if len(contents) < 2 + (kind is not None):
         raise ExportError(f"{path.name} is the name of the weights: name the net with the suffix .prototxt.")
     return contents
+
+
+FORMAT = Format(
+    "caffe",
+    files,
+    suffixes=(".prototxt",),
+    companions=(".caffemodel",),
+    options=("params",),
+    float_options=(),
+    fixes_sizes=True,
+)
 
 
 class CaffeExporter:

@@ -1,5 +1,5 @@
 """MegEngine: a dump that runs on its own int8 kernels."""
 
-from qtrace.export.megengine.exporter import SUFFIXES, serialize
+from qtrace.export.megengine.exporter import FORMAT
 
-__all__ = ["SUFFIXES", "serialize"]
+__all__ = ["FORMAT"]

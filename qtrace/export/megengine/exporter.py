@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 from megengine import Tensor
@@ -18,22 +19,20 @@ from megengine.jit import trace
 from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import float_kinds
 from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.export.format import Format
 from qtrace.export.megengine.graph import QuantizedGraph
 from qtrace.graph.names import unused_name
 from qtrace.graph.types import TensorNode
 
-__all__ = ["RUNS_GRAPH", "SUFFIXES", "serialize"]
-
-# Chosen by name: .mge stands for a model that qtrace.save wrote.
-SUFFIXES: tuple[str, ...] = ()
-RUNS_GRAPH = True
+__all__ = ["FORMAT"]
 
 
-def serialize(converted: ConvertedGraph, allow_float: Iterable[str] = ()) -> bytes:
+def files(converted: ConvertedGraph, path: Path, allow_float: Iterable[str] = ()) -> dict[Path, bytes]:
     """Returns the dump.
 
     Args:
         converted: the graph of a converted module.
+        path: the path of the dump.
         allow_float: kinds of layers, such as ``conv2d``, that compute in float, with weights that the graph
             rounded: in any way, also one that MegEngine's int8 kernels cannot express.
 
@@ -60,7 +59,11 @@ def serialize(converted: ConvertedGraph, allow_float: Iterable[str] = ()) -> byt
         raise ExportError(
             f"MegEngine cannot dump the graph: {line}. End the graph before the op that it names."
         ) from error
-    return stream.getvalue()
+    return {path: stream.getvalue()}
+
+
+# Chosen by name: .mge stands for a model that qtrace.save wrote.
+FORMAT = Format("megengine", files, options=("allow_float",), runs_graph=True)
 
 
 def _sample(node: TensorNode) -> Tensor:

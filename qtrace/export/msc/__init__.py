@@ -1,5 +1,5 @@
 """MSCGraph: JSON and prototxt."""
 
-from qtrace.export.msc.exporter import FLOAT_OPTIONS, SUFFIXES, files
+from qtrace.export.msc.exporter import FORMAT
 
-__all__ = ["FLOAT_OPTIONS", "SUFFIXES", "files"]
+__all__ = ["FORMAT"]

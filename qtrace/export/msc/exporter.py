@@ -18,16 +18,13 @@ from qtrace.errors import ExportError
 from qtrace.export.converted.document import DocumentOp, GraphDocument, TensorQuantization, Value, read_graph
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.shapes import shapes_of
+from qtrace.export.format import Format
 from qtrace.export.msc.ops import attributes, optype, output_layout, weight_layout, weight_shape
 from qtrace.graph.msc import MSCGraph, MSCNode, MSCTensor
 from qtrace.storage.archives import pack_arrays
 from qtrace.storage.ownership import WRITTEN
 
-__all__ = ["FLOAT_OPTIONS", "SUFFIXES", "files"]
-
-# Named by format=: many documents end in .json.
-SUFFIXES: tuple[str, ...] = ()
-FLOAT_OPTIONS: tuple[str, ...] = ("free_batch",)
+__all__ = ["FORMAT"]
 
 
 def files(converted: ConvertedGraph, path: Path, free_batch: bool = False) -> dict[Path, bytes]:
@@ -57,6 +54,10 @@ def files(converted: ConvertedGraph, path: Path, free_batch: bool = False) -> di
         path.with_suffix(".prototxt"): _prototxt(graph).encode(),
         path: graph.to_json().encode(),
     }
+
+
+# Named by format=: many documents end in .json.
+FORMAT = Format("msc", files, options=("free_batch",), float_options=("free_batch",))
 
 
 def _free_axes(converted: ConvertedGraph) -> dict[str, frozenset[int]]:

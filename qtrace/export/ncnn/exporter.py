@@ -18,6 +18,7 @@ from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import float_kinds, only_floats_read
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import refusal, site_expr
+from qtrace.export.format import Format
 from qtrace.export.ncnn.fuse import fuse_activations, fuse_roundings, sink_unread, split_branches
 from qtrace.export.ncnn.ops import EMITTERS
 from qtrace.export.ncnn.writer import NcnnLayer, NcnnWriter, Rounded, Weight
@@ -28,11 +29,7 @@ from qtrace.numerics import dequantize
 from qtrace.preparation.model import QuantizedSite
 from qtrace.scheme import QScheme
 
-__all__ = ["COMPANIONS", "FLOAT_OPTIONS", "SUFFIXES", "files"]
-
-FLOAT_OPTIONS: tuple[str, ...] = ()
-SUFFIXES = (".param",)
-COMPANIONS = (".bin",)
+__all__ = ["FORMAT"]
 
 _PLURALS = {"weight": "weights", "bias": "biases"}
 
@@ -53,6 +50,11 @@ def files(converted: ConvertedGraph, path: Path, allow_float: Iterable[str] = ()
         raise ExportError(f"{path.name} is the name of the weights: name the net with the suffix .param.")
     writer = NcnnExporter(converted, float_kinds(allow_float)).run()
     return {path.with_suffix(".bin"): writer.bin(), path: writer.param()}
+
+
+FORMAT = Format(
+    "ncnn", files, suffixes=(".param",), companions=(".bin",), options=("allow_float",), float_options=()
+)
 
 
 class NcnnExporter:

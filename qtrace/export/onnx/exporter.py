@@ -12,6 +12,7 @@ import importlib.util
 import json
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from qtrace.export.converted.located import located, site_expr
 from qtrace.export.converted.open_axes import Types, find_declared_axes, resized
 from qtrace.export.converted.plain_graph import PlainGraph
 from qtrace.export.detections import Suppression
-from qtrace.export.onnx import external_data
+from qtrace.export.format import Format
 from qtrace.export.onnx.kernels import softmax_overflows
 from qtrace.export.onnx.unsigned import weights_behind_joined_rows, write_unsigned_weights
 from qtrace.graph.dataflow import static_nodes
@@ -35,25 +36,45 @@ from qtrace.graph.interface import Interface, read_interface
 from qtrace.graph.origin import FileOrigin, read_origin
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label
+from qtrace.onnxfile import external_data
+from qtrace.onnxfile.saturation import products_saturate
 from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedSite
 from qtrace.preparation.record import graph_hash
-from qtrace.process.onnxruntime import products_saturate
 from qtrace.scheme import QParams
 
 if TYPE_CHECKING:
     from qtrace.export.onnx.origin import OwnNames
 
-__all__ = ["FLOAT_OPTIONS", "HAS_COMPOSITES", "SUFFIXES", "OnnxExporter", "check", "files"]
-
-SUFFIXES = (".onnx",)
-FLOAT_OPTIONS = ("external", "opset", "input_names", "output_names", "nms")
-HAS_COMPOSITES = True
+__all__ = ["FORMAT", "OnnxExporter", "OnnxOptions", "check"]
 
 _LOG = logging.getLogger("qtrace")
 
 _ARITHMETIC = frozenset(("add", "sub", "mul", "div"))
 _CLAMPS = ("relu", "relu6", "clip")  # the kinds that are part of the rounding behind them
+
+
+@dataclass(frozen=True)
+class OnnxOptions:
+    """Options of the ONNX export.
+
+    Attributes:
+        packed: whether weights of 4 bits and less are stored two in a byte.
+        floats: kinds of layers whose weights and biases are stored as floats.
+        opset: the opset of the file; None for the lowest that it needs.
+        end_names: names for the inputs and for the outputs; None for their names in the graph.
+        preprocess: whether the file normalizes pixels itself.
+        suppression: how the file chooses boxes; None for the outputs of the graph alone.
+        names_parameters: whether parameters of an imported graph have their names of that file.
+    """
+
+    packed: bool = False
+    floats: frozenset[str] = frozenset()
+    opset: int | None = None
+    end_names: tuple[Iterable[str] | None, Iterable[str] | None] = (None, None)
+    preprocess: bool = False
+    suppression: Suppression | None = None
+    names_parameters: bool = True
 
 
 def files(
@@ -104,10 +125,11 @@ def files(
     if opset is not None and (type(opset) is not int or not 13 <= opset <= 21):
         raise ExportError(f"opset={opset!r} is no choice of the ONNX export: choose one from 13 to 21.")
     unsigned = _stores_unsigned(converted, weights)
-    exporter = OnnxExporter(converted, packed, float_kinds(allow_float), opset)
-    exporter.end_names, exporter.preprocess = (input_names, output_names), preprocess
-    exporter.suppression = None if nms is None else Suppression.of(nms)
-    model = exporter.run()
+    suppression = None if nms is None else Suppression.of(nms)
+    options = OnnxOptions(
+        packed, float_kinds(allow_float), opset, (input_names, output_names), preprocess, suppression
+    )
+    model = OnnxExporter(converted, options).run()
     if unsigned:
         if write_unsigned_weights(model) and weights == "auto":
             _LOG.info(
@@ -124,6 +146,19 @@ def files(
         if data:
             return {beside: data, path: bytes(model.SerializeToString())}
     return {path: bytes(model.SerializeToString())}
+
+
+FORMAT = Format(
+    "onnx",
+    files,
+    suffixes=(".onnx",),
+    options=(
+        *("packed", "external", "allow_float", "opset", "input_names", "output_names", "preprocess", "nms"),
+        "weights",
+    ),
+    float_options=("external", "opset", "input_names", "output_names", "nms"),
+    has_composites=True,
+)
 
 
 def _stores_unsigned(converted: ConvertedGraph, weights: str) -> bool:
@@ -182,24 +217,13 @@ class OnnxExporter:
 
     Args:
         converted: the graph of a converted module, or of a plain one.
-        packed: whether weights of 4 bits and less are stored two in a byte.
-        floats: kinds of layers whose weights and biases are stored as floats.
-        opset: the opset of the file; None for the lowest that it needs.
-
-    Attributes:
-        names_parameters: whether parameters of an imported graph have their names of that file.
+        options: what the file is like.
 
     Raises:
         ExportError: when onnx is not installed.
     """
 
-    def __init__(
-        self,
-        converted: ConvertedGraph,
-        packed: bool = False,
-        floats: frozenset[str] = frozenset(),
-        opset: int | None = None,
-    ) -> None:
+    def __init__(self, converted: ConvertedGraph, options: OnnxOptions | None = None) -> None:
         if importlib.util.find_spec("onnx") is None:
             raise ExportError(f"ONNX export needs the package onnx: run {install('onnx')}.")
         from qtrace.export.onnx.moves import MOVES
@@ -208,11 +232,8 @@ class OnnxExporter:
         from qtrace.export.onnx.opset import HIGHEST, SourceVersions
         from qtrace.export.onnx.writer import OnnxWriter
 
-        self.graph, self.floats, self._packed, self._opset = converted, floats, packed, opset
-        self.end_names: tuple[Iterable[str] | None, Iterable[str] | None] = (None, None)
-        self.preprocess = False
-        self.names_parameters = True
-        self.suppression: Suppression | None = None
+        self.graph = converted
+        self.options = options = OnnxOptions() if options is None else options
         self.emitters = {**EMITTERS, **MOVES}
         static = static_nodes(converted.module)
         self._sizes = {n for n in static if n.dtype is not None and np.dtype(n.dtype).kind in "iu"}
@@ -220,8 +241,8 @@ class OnnxExporter:
         naming = ModuleNames(converted) if isinstance(converted, PlainGraph) else OutputNames()
         origin = self._origin()
         source = SourceVersions() if origin is None else SourceVersions(origin.opset, origin.ir_version)
-        whole_norms = (opset or source.writable or HIGHEST) if plain else 0
-        self.writer = OnnxWriter(packed, naming, opset, whole_norms, source)
+        whole_norms = (options.opset or source.writable or HIGHEST) if plain else 0
+        self.writer = OnnxWriter(options.packed, naming, options.opset, whole_norms, source)
 
     def run(self) -> Any:
         """Returns the model."""
@@ -267,7 +288,7 @@ class OnnxExporter:
         """Returns which node would be written otherwise for other sizes; "" if there is none."""
         from qtrace.export.onnx.sized import first_difference
 
-        other = OnnxExporter(self.graph, self._packed, self.floats, self._opset)
+        other = OnnxExporter(self.graph, self.options)
         with resized(types):
             try:
                 other._emit_all()
@@ -286,15 +307,15 @@ class OnnxExporter:
 
         ends = [list(zip(self.graph.inputs, (i.name for i in infos), strict=True))]
         ends.append(list(zip(self.graph.outputs, (o.name for o in outputs), strict=True)))
-        interface = choose_names(self._interface(), ends[0], ends[1], self.end_names)
+        interface = choose_names(self._interface(), ends[0], ends[1], self.options.end_names)
         if interface is not None:
             restore_interface(self.writer, interface, infos, outputs)
         if own_names is not None:
             own_names.restore(self.writer, [info.name for info in (*infos, *outputs)])
-        if self.suppression is not None:
+        if self.options.suppression is not None:
             shapes = [tuple(node.shape) for node in self.graph.outputs]
-            add_detections(self.writer, outputs, shapes, self.suppression)
-        if not self.preprocess:
+            add_detections(self.writer, outputs, shapes, self.options.suppression)
+        if not self.options.preprocess:
             return {}
         shape = tuple(next(iter(self.graph.inputs)).shape)
         return {PREPROCESS: add_preprocessing(self.writer, infos, self.graph.model.config.preprocess, shape)}
@@ -321,7 +342,7 @@ class OnnxExporter:
 
     def _origin_paths(self) -> dict[str, str]:
         """Returns initializer -> path of its parameter, for those that get their names of the file back."""
-        if not self.names_parameters:
+        if not self.options.names_parameters:
             return {}
         if isinstance(self.graph, PlainGraph):
             return {name: name for name in self.writer.initializers} | self.writer.paths
@@ -410,7 +431,7 @@ class OnnxExporter:
                 )
         if call is not None and call.kind in self.emitters:
             names = dict(self.writer.names)
-            if call.kind in self.floats or softmax_overflows(self.graph, call):
+            if call.kind in self.options.floats or softmax_overflows(self.graph, call):
                 self._keep_float(call)
             self.emitters[call.kind](self.writer, call)
             self.writer.names.update((n, names[n]) for n in call.inputs if n in names)
@@ -502,7 +523,7 @@ class OnnxExporter:
     def _emit_bias(self, site: QuantizedSite, value: np.ndarray | None) -> None:
         w, out = self.writer, site.value
         if value is None:
-            if not only_floats_read(out, self.floats):
+            if not only_floats_read(out, self.options.floats):
                 raise ExportError(
                     "its bias is computed, which int32 storage cannot express: set quantize: false for its "
                     "layer, or name the kind of the layer in allow_float, and the bias stays as computed"

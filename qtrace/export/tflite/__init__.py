@@ -12,34 +12,34 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from qtrace.errors import ExportError, install
 from qtrace.export.converted.allow_float import float_kinds
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.detections import Suppression
+from qtrace.export.format import Format
 
-__all__ = ["FIXES_SIZES", "FLOAT_OPTIONS", "SUFFIXES", "serialize"]
-
-FLOAT_OPTIONS = ("nms",)
-SUFFIXES = (".tflite",)
-FIXES_SIZES = True
+__all__ = ["FORMAT"]
 
 _CHOICES = {"io": ("float32", "int8"), "functions": ("float", "table", "native")}
 
 
-def serialize(
+def files(
     converted: ConvertedGraph,
+    path: Path,
     *,
     io: str = "float32",
     functions: str = "float",
     allow_float: Iterable[str] = (),
     nms: Any = None,
-) -> bytes:
-    """Writes a converted module as a TFLite file.
+) -> dict[Path, bytes]:
+    """Returns a module as a TFLite file.
 
     Args:
         converted: the graph of a module that was converted for backend tflite.
+        path: the path of the file.
         io: "float32", or "int8" for a model whose float inputs and outputs are the integers of their sites:
             int16 where a site has 16 bits.
         functions: how functions of one value (sigmoid, SiLU, hard swish ...) and products of two activations
@@ -66,4 +66,15 @@ def serialize(
     from qtrace.export.tflite.exporter import Exporter
 
     suppression = None if nms is None else Suppression.of(nms)
-    return Exporter(converted, BuildOptions(io, functions, float_kinds(allow_float), suppression)).run()
+    options = BuildOptions(io, functions, float_kinds(allow_float), suppression)
+    return {path: Exporter(converted, options).run()}
+
+
+FORMAT = Format(
+    "tflite",
+    files,
+    suffixes=(".tflite",),
+    options=("io", "functions", "allow_float", "nms"),
+    float_options=("nms",),
+    fixes_sizes=True,
+)

@@ -12,12 +12,14 @@ Its usual suffix is ``.mge``, like that of ``qtrace.save``, so this format has t
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import numpy as np
 from megengine import Tensor
 
 from qtrace.export.converted.float_graph import float_module
 from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.export.format import Format
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.files.seal import sealing
 from qtrace.graph.files.serialize import dump
@@ -27,18 +29,15 @@ from qtrace.graph.walk import exprs
 from qtrace.ops.arguments import arguments
 from qtrace.preparation.record import remove_record
 
-__all__ = ["RUNS_GRAPH", "SUFFIXES", "serialize"]
-
-# Chosen by name: .mge stands for a model that qtrace.save wrote.
-SUFFIXES: tuple[str, ...] = ()
-RUNS_GRAPH = True
+__all__ = ["FORMAT", "write_functions"]
 
 
-def serialize(converted: ConvertedGraph) -> bytes:
+def files(converted: ConvertedGraph, path: Path) -> dict[Path, bytes]:
     """Returns the file.
 
     Args:
         converted: the graph of a converted module.
+        path: the path of the file.
 
     Raises:
         ExportError: when the graph holds a module or a function that only qtrace has.
@@ -49,7 +48,11 @@ def serialize(converted: ConvertedGraph) -> bytes:
     stream = io.BytesIO()
     with sealing(stream) as body:
         dump(plain, body)
-    return stream.getvalue()
+    return {path: stream.getvalue()}
+
+
+# Chosen by name: .mge stands for a model that qtrace.save wrote.
+FORMAT = Format("traced", files, runs_graph=True)
 
 
 def write_functions(flat: TracedModule) -> None:

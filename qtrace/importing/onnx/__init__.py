@@ -35,7 +35,7 @@ from qtrace.importing.onnx.naming import node_name
 from qtrace.importing.onnx.opening import Opened, UnsupportedNodesError, build_open, open_axes_of
 from qtrace.importing.onnx.origin import keep_own, list_names
 from qtrace.importing.onnx.quantization.operators import with_pairs
-from qtrace.importing.onnx.reading import load_model, stored_tensors
+from qtrace.importing.onnx.reading import load_model
 from qtrace.importing.onnx.scales import drop_unread, find_scales_and_shifts
 from qtrace.importing.onnx.scope import Scope
 from qtrace.importing.onnx.values import Computed, QuantizedIntegers, Sizes, Stored, Value
@@ -86,10 +86,10 @@ def from_onnx(
             nodes have no equal in MegEngine; the message names all of them.
     """
     file = Path(path)
-    model = load_model(file)
+    model, stored = load_model(file)
     opsets = {"" if o.domain == "ai.onnx" else o.domain: int(o.version) for o in model.opset_import}
     try:
-        graph = read_graph(model.graph, opsets, stored_tensors(model.graph, file.parent))
+        graph = read_graph(model.graph, opsets, stored)
         inputs = resolve_inputs(graph, shapes, batch, fixed)
         graph = join_biases(with_pairs(store_copies(graph), opsets))
         paths = _parameter_paths(model)
@@ -111,9 +111,9 @@ def open_inputs(path: str | os.PathLike[str]) -> dict[str, tuple[int | None, ...
         ImportingError: when the file is missing, damaged or hostile.
     """
     file = Path(path)
-    model = load_model(file)
+    model, stored = load_model(file)
     opsets = {"" if o.domain == "ai.onnx" else o.domain: int(o.version) for o in model.opset_import}
-    inputs = read_graph(model.graph, opsets, {t.name: _EMPTY for t in model.graph.initializer}).inputs
+    inputs = read_graph(model.graph, opsets, stored).inputs
     shapes = {
         value.name: None
         if value.sizes is None
@@ -121,9 +121,6 @@ def open_inputs(path: str | os.PathLike[str]) -> dict[str, tuple[int | None, ...
         for value in inputs
     }
     return {name: sizes for name, sizes in shapes.items() if sizes is None or None in sizes}
-
-
-_EMPTY = np.zeros(0, np.float32)
 
 
 def _record(opened: Opened, file: Path) -> TracedModule:
@@ -173,7 +170,7 @@ def _build(
         values[item.name] = Computed(node, item.dtype)
         if item.batch_axis is not None and source is None and not open_sizes(inputs):
             source = node, item.batch_axis
-    importer = Importer(builder, opsets, file.parent, source)
+    importer = Importer(builder, opsets, file, source)
     importer.layers.paths.update(paths)
     importer.layers.learnable = find_scales_and_shifts(graph)
     if unknown := importer.unknown_ops(graph):

@@ -36,7 +36,7 @@ class Importer:
     Args:
         builder: the graph to build.
         opsets: the versions of the domains that the model imports.
-        folder: the folder of the file.
+        path: the file.
         source: the input whose axis is the batch, and that axis, if no other axis is open.
     """
 
@@ -44,19 +44,19 @@ class Importer:
         self,
         builder: GraphBuilder,
         opsets: Mapping[str, int],
-        folder: Path,
+        path: Path,
         source: tuple[TensorNode, int] | None = None,
     ) -> None:
         self.builder = builder
         self.opsets = opsets
-        self.folder = folder
+        self.path = path
         self.layers = Layers(builder, source)
         self.problems: list[str] = []
         self.results: dict[TensorNode, FileResult] = {}  # the first of the file that each node stands for
 
     def subgraph(self, proto: onnx.GraphProto) -> Graph:
         """Reads the body of a control flow node."""
-        return read_graph(proto, self.opsets, stored_tensors(proto, self.folder), body=True)
+        return read_graph(proto, self.opsets, stored_tensors(proto, self.path), body=True)
 
     def run(self, graph: Graph, scope: Scope) -> list[Value]:
         """Adds all nodes of ``graph``; returns what its outputs stand for.
@@ -125,7 +125,7 @@ class Importer:
     def _constant(self, node: OnnxNode) -> np.ndarray:
         ((name, value),) = node.attributes.items() if len(node.attributes) == 1 else ((None, None),)
         if name == "value" and isinstance(value, onnx.TensorProto):
-            return array_of(value, self.folder)
+            return array_of(value, self.path)
         if name in ("value_float", "value_floats"):
             return np.array(value, np.float32)
         if name in ("value_int", "value_ints"):

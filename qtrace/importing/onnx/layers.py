@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from qtrace.importing.onnx.model import OnnxNode
 from qtrace.importing.onnx.naming import LayerPaths, is_anonymous
 from qtrace.importing.onnx.sizes.size import Number, Size, SizeError, axis_size, whole
 from qtrace.importing.onnx.values import Sizes, Stored
+from qtrace.onnxfile.external_data import release
 from qtrace.preparation.passes.given.tensors import GivenGrid
 
 __all__ = ["Layers", "Refusal"]
@@ -150,6 +152,7 @@ class Layers:
             constant = array.size == 1 and is_anonymous(stored.name)
             trainable = kept or (stored.learned and not constant)
             self._tensors[key] = self.builder.parameter(path, array, trainable)
+            release(stored.array)
             self._note_source(path, stored)
             if kept:
                 self.kept.add(path)
@@ -181,6 +184,7 @@ class Layers:
                 raise Refusal(f"reads {stored.name!r} {list(stored.array.shape)}, where {needed} belongs")
             values = np.ascontiguousarray(_carried(stored.array, stored.name), np.float32)
             parameter._reset(type(parameter)(values.reshape(tuple(int(n) for n in parameter.shape))))
+            release(stored.array)
         path = self.names.layer(node, [tensor.name for tensor in tensors.values()])
         self._modules[key] = path
         for attribute, stored in tensors.items():
@@ -201,7 +205,8 @@ def _size_key(size: Size) -> Any:
 
 def _identity(stored: Stored) -> Any:
     """Returns a key of a stored tensor; a transposed tensor of the same name has another."""
-    return stored.name, stored.array.shape, hash(np.ascontiguousarray(stored.array).tobytes())
+    values = np.ascontiguousarray(stored.array).reshape(-1).view(np.uint8)
+    return stored.name, stored.array.shape, hashlib.blake2b(values.data).digest()
 
 
 def _settings(module: Module) -> tuple[tuple[str, str], ...]:

@@ -8,6 +8,7 @@ recorded size, and the record says which node did it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter, locate_failure
 from qtrace.graph.open_axes import FixedAxis, OpenAxes, OpenAxis
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.importing.onnx.inputs import InputShape, fix_axes, open_sizes
-from qtrace.process.onnxruntime import onnxruntime_errors
+from qtrace.onnxfile.sessions import OrtSession, SessionError, SessionSettings, open_session
 
 __all__ = ["Opened", "UnsupportedNodesError", "build_open", "open_axes_of"]
 
@@ -192,7 +193,7 @@ class _FileRuns:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._session: Any = None
+        self._session: OrtSession | None = None
         self._opened = False
 
     def is_equal(
@@ -209,7 +210,7 @@ class _FileRuns:
         feeds = {i.name: a.astype(i.dtype) for i, a in zip(inputs, arrays, strict=True)}
         try:
             expected = session.run(None, feeds)
-        except onnxruntime_errors() as error:
+        except SessionError as error:
             raise _NoSuchSizeError(str(error)) from error
         with quiet_engine(traced):
             results = _outputs(traced, arrays)
@@ -217,20 +218,11 @@ class _FileRuns:
             _is_equal(a.astype(e.dtype), e, _FILE_TOLERANCE) for a, e in zip(results, expected, strict=True)
         )
 
-    def _open(self) -> Any:
+    def _open(self) -> OrtSession | None:
         if not self._opened and importlib.util.find_spec("onnxruntime") is not None:
-            import onnxruntime
-
-            options = onnxruntime.SessionOptions()
-            options.log_severity_level = 4
-            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-            options.add_session_config_entry("session.set_denormal_as_zero", "1")  # as MegEngine does
-            try:
-                self._session = onnxruntime.InferenceSession(
-                    str(self._file), options, providers=["CPUExecutionProvider"]
-                )
-            except onnxruntime_errors():  # a file that it does not take is compared in MegEngine alone
-                self._session = None
+            # A file that it does not take is compared in MegEngine alone.
+            with contextlib.suppress(SessionError):
+                self._session = open_session(self._file, SessionSettings(optimize=False, as_megengine=True))
         self._opened = True
         return self._session
 

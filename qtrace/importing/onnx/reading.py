@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx.inliner
-from google.protobuf.message import DecodeError
 
-from qtrace.errors import ImportingError
+from qtrace.errors import ExportError, ImportingError
+from qtrace.onnxfile.external_data import map_tensor, without_large_values
+from qtrace.onnxfile.reading import read_model
 from qtrace.storage.files import problem
 
 __all__ = ["MAX_ELEMENTS", "array_of", "load_model", "stored_tensors"]
@@ -22,27 +23,42 @@ _MAX_DEPTH = 16  # of functions and bodies inside of each other
 _OPSETS = range(6, 29)
 
 
-def load_model(path: Path) -> onnx.ModelProto:
-    """Reads a model without its external data, checks its structure and inlines its functions.
+def load_model(path: Path) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """Reads a model, checks its structure and inlines its functions.
+
+    Returns:
+        The model without the values of its large tensors, and the values of its initializers. Those that lie
+        in other files are mapped into memory.
 
     Raises:
-        ImportingError: when the file is missing, is no ONNX model, or is damaged.
+        ImportingError: when the file, or one of its tensors, is missing, is no ONNX model, or is damaged.
     """
     if wrong := problem(path):
         raise ImportingError(wrong)
     if not path.is_file():
         raise ImportingError(f"{path} is not a file: name an ONNX model.")
     try:
-        model = onnx.load_model_from_string(path.read_bytes())
-    except (DecodeError, RecursionError, ValueError) as error:
-        raise ImportingError(f"{path} is not an ONNX model, or is damaged: {_line(error)}.") from error
-    if not model.graph.node and not model.graph.output:
-        raise ImportingError(f"{path} has no graph: is it an ONNX model?")
+        model = read_model(path)
+    except ExportError as error:
+        raise ImportingError(str(error)) from error
     _check_size(path, model)
+    checked = without_large_values(model)
+    for value in (*checked.graph.input, *checked.graph.output):
+        if value.type.HasField("tensor_type"):  # runtimes leave the shape of an output to inference
+            value.type.tensor_type.shape.SetInParent()
     try:
-        onnx.checker.check_model(_to_check(model))
+        onnx.checker.check_model(checked)
     except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
         raise ImportingError(f"{path} is not a valid ONNX model: {_line(error)}.") from error
+    try:
+        stored = stored_tensors(model.graph, path)
+    except ImportingError as error:
+        raise ImportingError(f"{path}: {error}") from error.__cause__
+    return _inlined(without_large_values(model), path), stored
+
+
+def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
+    """Returns a model without functions, of an opset that qtrace reads."""
     if model.functions:
         try:
             model = onnx.inliner.inline_local_functions(model)
@@ -76,33 +92,12 @@ def _all_nodes(graph: onnx.GraphProto, depth: int) -> Iterator[onnx.NodeProto]:
                 yield from _all_nodes(body, depth + 1)
 
 
-def _to_check(model: onnx.ModelProto) -> bytes:
-    """Returns the model for ONNX's checker: without weights, and with a shape for each input and output.
-
-    The checker would look for external data in the current folder, and refuse what runtimes accept: an output
-    whose shape the file leaves to inference.
-    """
-    copied = onnx.ModelProto()
-    copied.CopyFrom(model)
-    for tensor in copied.graph.initializer:
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            tensor.ClearField("external_data")
-            tensor.ClearField("data_location")
-            del tensor.dims[:]
-            tensor.dims.append(0)
-            tensor.raw_data = b""
-    for value in (*copied.graph.input, *copied.graph.output):
-        if value.type.HasField("tensor_type"):
-            value.type.tensor_type.shape.SetInParent()
-    return copied.SerializeToString()
-
-
-def stored_tensors(graph: onnx.GraphProto, folder: Path) -> dict[str, np.ndarray]:
+def stored_tensors(graph: onnx.GraphProto, path: Path) -> dict[str, np.ndarray]:
     """Reads the initializers of a graph.
 
     Args:
         graph: the graph, or the body of a node.
-        folder: the folder of the file, in which external data lie.
+        path: the file, in whose folder external data lie.
 
     Raises:
         ImportingError: when a tensor's data are missing, of another size than its shape says, or outside of
@@ -112,15 +107,15 @@ def stored_tensors(graph: onnx.GraphProto, folder: Path) -> dict[str, np.ndarray
         raise ImportingError(
             f"{graph.sparse_initializer[0].values.name!r} is a sparse tensor: store it dense."
         )
-    return {tensor.name: array_of(tensor, folder) for tensor in graph.initializer}
+    return {tensor.name: array_of(tensor, path) for tensor in graph.initializer}
 
 
-def array_of(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:
+def array_of(tensor: onnx.TensorProto, path: Path) -> np.ndarray:
     """Returns the values of a stored tensor.
 
     Raises:
         ImportingError: when they are strings, missing, of another size than the shape says, or lie outside
-            of ``folder``.
+            of the folder of ``path``.
     """
     shape = tuple(tensor.dims)
     count = math.prod(shape)
@@ -130,7 +125,10 @@ def array_of(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:
     if tensor.data_type in (onnx.TensorProto.STRING, onnx.TensorProto.UNDEFINED):
         raise ImportingError(f"{name} holds strings or nothing: MegEngine has tensors of numbers only.")
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
-        return _external(tensor, folder, name, shape, count)
+        try:
+            return map_tensor(tensor, path)
+        except ExportError as error:
+            raise ImportingError(str(error)) from error
     try:
         dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
         packed = dtype.itemsize * count if dtype.name in np.sctypeDict else None
@@ -139,30 +137,6 @@ def array_of(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:
         return onnx.numpy_helper.to_array(tensor)
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ImportingError(f"{name} cannot be read: {_line(error)}.") from error
-
-
-def _external(
-    tensor: onnx.TensorProto, folder: Path, name: str, shape: tuple[int, ...], count: int
-) -> np.ndarray:
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    location = entries.get("location", "")
-    path = (folder / location).resolve()
-    if not location or not path.is_relative_to(folder.resolve()) or Path(location).is_absolute():
-        raise ImportingError(f"{name}: its data would be at {location!r}, outside of the model's folder.")
-    if not path.is_file():
-        raise ImportingError(f"{name}: {location!r} is missing in {folder}: keep it beside the model.")
-    try:
-        dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
-        offset = int(entries.get("offset", 0))
-        length = int(entries.get("length", dtype.itemsize * count))
-    except (KeyError, ValueError) as error:
-        raise ImportingError(f"{name}: its external data cannot be read: {_line(error)}.") from error
-    if length != dtype.itemsize * count or offset < 0 or offset + length > path.stat().st_size:
-        raise ImportingError(
-            f"{name}: {location!r} has no {dtype.itemsize * count} bytes at {offset}: is the file whole?"
-        )
-    values = np.fromfile(path, dtype, count, offset=offset)
-    return values.reshape(shape)
 
 
 def _line(error: Exception) -> str:

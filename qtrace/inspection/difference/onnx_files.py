@@ -15,7 +15,7 @@ from onnx import NodeProto, ValueInfoProto
 from qtrace.display import Displayed
 from qtrace.inspection.difference.onnx_side import OnnxSide, attributes_of, describe_value
 from qtrace.metrics import sqnr_db
-from qtrace.verification.onnx_file import load_onnx
+from qtrace.onnxfile.reading import load_model
 
 __all__ = ["FileChange", "FileDifference", "compare_files"]
 
@@ -108,7 +108,7 @@ def compare_files(first: str | os.PathLike[str], second: str | os.PathLike[str])
     Raises:
         ExportError: when a file is missing or damaged.
     """
-    a, b = (OnnxSide(load_onnx(Path(path))[0]) for path in (first, second))
+    a, b = (OnnxSide(load_model(Path(path))[0]) for path in (first, second))
     unchanged: dict[str, int] = {}
     changes: list[FileChange] = []
     for section, pairs in (
@@ -131,7 +131,7 @@ _Entry = tuple[str, str, str] | None
 
 
 def _metadata(side: OnnxSide) -> dict[str, str]:
-    return {fact.key: _short(fact.value) for fact in side.model.metadata_props}
+    return {key: _short(text) for key, text in side.metadata.items()}
 
 
 def _short(text: str) -> str:
@@ -178,16 +178,16 @@ def _described(value: ValueInfoProto) -> str:
 
 def _pair(a: OnnxSide, b: OnnxSide) -> dict[int, NodeProto]:
     """Returns position of a node of ``a`` -> its node of ``b``."""
-    names = Counter(node.name for node in b.nodes)
-    by_name = {node.name: node for node in b.nodes if node.name and names[node.name] == 1}
+    names = Counter(node.name for node in b.computing)
+    by_name = {node.name: node for node in b.computing if node.name and names[node.name] == 1}
     pairs: dict[int, NodeProto] = {}
     taken: set[int] = set()
-    for index, node in enumerate(a.nodes):
+    for index, node in enumerate(a.computing):
         other = by_name.get(node.name)
         if other is not None and id(other) not in taken:
             pairs[index] = other
             taken.add(id(other))
-    for index, node in enumerate(a.nodes):
+    for index, node in enumerate(a.computing):
         other = b.producers.get(next(iter(node.output), ""))
         if (
             index not in pairs
@@ -202,7 +202,7 @@ def _pair(a: OnnxSide, b: OnnxSide) -> dict[int, NodeProto]:
 
 def _nodes(a: OnnxSide, b: OnnxSide) -> Iterator[_Entry]:
     pairs = _pair(a, b)
-    for index, node in enumerate(a.nodes):
+    for index, node in enumerate(a.computing):
         other = pairs.get(index)
         if other is None:
             yield "-", _label(node), _reason(node, b)
@@ -210,7 +210,7 @@ def _nodes(a: OnnxSide, b: OnnxSide) -> Iterator[_Entry]:
         text = "; ".join(_changed(a, b, node, other))
         yield ("~", _label(node), text) if text else None
     paired = {id(other) for other in pairs.values()}
-    for node in b.nodes:
+    for node in b.computing:
         if id(node) not in paired:
             yield "+", _label(node), f"computes {', '.join(filter(None, node.output))}"
 
@@ -245,7 +245,7 @@ def _changed(a: OnnxSide, b: OnnxSide, node: NodeProto, other: NodeProto) -> Ite
     results = zip(node.output, other.output, strict=False)
     yield from (f"computes {two} instead of {one}" for one, two in results if one and two and one != two)
     if node.op_type == other.op_type:
-        before, after = (attributes_of(x, _opset(s)) for s, x in ((a, node), (b, other)))
+        before, after = (attributes_of(x, s.opset) for s, x in ((a, node), (b, other)))
         for name in sorted({*before, *after}):
             if before.get(name) != after.get(name) and name != "kernel_shape":
                 yield f"{name} is {_written(after.get(name))}, not {_written(before.get(name))}"
@@ -255,10 +255,6 @@ def _written(value: Any) -> str:
     return (
         "the default" if value is None else value.decode() if isinstance(value, bytes) else str(value)[:_TEXT]
     )
-
-
-def _opset(side: OnnxSide) -> int:
-    return next((o.version for o in side.model.opset_import if o.domain in ("", "ai.onnx")), 1)
 
 
 def _same_stored(a: OnnxSide, b: OnnxSide, one: str, two: str) -> bool:

@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, defs, helper, numpy_helper
+from onnx import NodeProto, ValueInfoProto, defs, helper
 
-from qtrace.errors import QtraceError
+from qtrace.onnxfile.model import OnnxModel
 
 __all__ = ["FileGrid", "OnnxSide", "attributes_of", "describe_value"]
 
@@ -42,42 +42,18 @@ class FileGrid:
         return f"{self.type}, scale {scale:.4g}, zero point {zero}"
 
 
-class OnnxSide:
+class OnnxSide(OnnxModel):
     """One of two files.
 
     Args:
         model: the model with its tensors.
     """
 
-    def __init__(self, model: ModelProto) -> None:
-        self.model = model
-        self.stored: dict[str, TensorProto] = {tensor.name: tensor for tensor in model.graph.initializer}
-        for node in model.graph.node:
-            if node.op_type == "Constant" and not node.domain:
-                value = next((a.t for a in node.attribute if a.name == "value"), None)
-                if value is not None:
-                    self.stored[node.output[0]] = value
-        self.producers = {name: node for node in model.graph.node for name in node.output if name}
-        self.readers: dict[str, list[NodeProto]] = {}
-        for node in model.graph.node:
-            for name in node.input:
-                self.readers.setdefault(name, []).append(node)
-
     @cached_property
-    def nodes(self) -> list[NodeProto]:
+    def computing(self) -> list[NodeProto]:
         """The nodes that compute, without roundings and constants."""
         own = [n for n in self.model.graph.node if n.op_type not in _ROUNDINGS]
         return [n for n in own if n.op_type != "Constant" or n.output[0] not in self.stored]
-
-    @cached_property
-    def inputs(self) -> list[ValueInfoProto]:
-        """The inputs without stored tensors, which files of old IR versions list, too."""
-        return [value for value in self.model.graph.input if value.name not in self.stored]
-
-    @property
-    def outputs(self) -> list[ValueInfoProto]:
-        """The outputs."""
-        return list(self.model.graph.output)
 
     def source(self, name: str) -> str:
         """Returns the tensor that ``name`` is a rounding of, and ``name`` itself where it is none."""
@@ -119,33 +95,23 @@ class OnnxSide:
             plain = [n for n in readers if n.op_type not in _ROUNDINGS]
             shape, kind = tuple(tensor.dims), _type_name(tensor.data_type)
             if plain:
-                result[name] = shape, kind, _values(tensor)
+                result[name] = shape, kind, self.value(name)
             for node in readers:
                 if node.op_type == "DequantizeLinear" and node.input[0] == name:
                     grid = self._grid(node)
                     text = kind if grid is None else str(grid) if grid.scale.size > 1 else grid.type
-                    result[node.output[0]] = shape, text, _dequantized(_values(tensor), grid)
+                    result[node.output[0]] = shape, text, _dequantized(self.value(name), grid)
         return result
 
     def _grid(self, node: NodeProto) -> FileGrid | None:
-        scale = self.stored.get(node.input[1])
         zero = self.stored.get(node.input[2]) if len(node.input) > 2 else None
-        factors = None if scale is None else _values(scale)
+        factors = self.value(node.input[1])
         if factors is None:
             return None
-        offsets = np.zeros(factors.shape, np.int64) if zero is None else _values(zero)
+        offsets = np.zeros(factors.shape, np.int64) if zero is None else self.value(node.input[2])
         kind = "uint8" if zero is None else _type_name(zero.data_type)
         axis = next((int(a.i) for a in node.attribute if a.name == "axis"), 1)
         return FileGrid(kind, factors, np.asarray(offsets).astype(np.int64), axis)
-
-
-def _values(tensor: TensorProto) -> np.ndarray | None:
-    if tensor.data_location == TensorProto.EXTERNAL:
-        return None
-    try:
-        return np.asarray(numpy_helper.to_array(tensor))
-    except (ValueError, TypeError, KeyError) as error:
-        raise QtraceError(f"tensor {tensor.name!r} cannot be read ({error}): is the file whole?") from error
 
 
 def _dequantized(values: np.ndarray | None, grid: FileGrid | None) -> np.ndarray | None:

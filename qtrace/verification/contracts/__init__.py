@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.errors import ExportError
+from qtrace.onnxfile.reading import load_model
 from qtrace.verification.contracts.report import ContractReport
-from qtrace.verification.onnx_file import load_onnx
 
 __all__ = ["ContractReport", "check_contract", "fix_contract"]
 
@@ -51,12 +51,12 @@ def _checked(path: Path, target: str, fixing: bool = False) -> tuple[ContractRep
     """Reads a file, repairs it if asked to, and reports on what is left."""
     if path.suffix != ".onnx":
         raise ExportError(f"{path} is not an ONNX file by its name: contracts are for files like model.onnx.")
-    model, folder = load_onnx(path)
+    model, folder = load_model(path)
     if folder is not None:
         raise ExportError(
             f"{path} has more than 2 GiB of tensors, which a check cannot load: check a part of it."
         )
-    # Below this, all modules need the package onnx, which `load_onnx` has looked for.
+    # Below this, all modules need the package onnx, which `load_model` has looked for.
     from qtrace.verification.contracts.checking import check_model, fix_model
     from qtrace.verification.contracts.targets import get
 

@@ -74,8 +74,8 @@ def _reads_kernel(graph: QdqGraph, contract: Contract, node: NodeProto) -> bool:
 def _is_rounded(graph: QdqGraph, contract: Contract, node: NodeProto) -> bool:
     """Whether all that reads the result, behind the functions of its kernel, are QuantizeLinear nodes."""
     name = node.output[0]
-    readers = [reader for reader, _ in graph.readers.get(name, [])]
-    if not readers or name in graph.outputs:
+    readers = graph.readers.get(name, [])
+    if not readers or name in graph.output_names:
         return False
     if len(readers) == 1 and readers[0].op_type in contract.fused:
         return _is_rounded(graph, contract, readers[0])

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from qtrace.errors import ExportError
+from qtrace.onnxfile.model import OnnxModel
 from qtrace.verification.contracts.grids import IntegerGrid
 
 __all__ = [
@@ -117,55 +116,19 @@ class Operand:
     values: np.ndarray | None
 
 
-class QdqGraph:
-    """Reads a model, and changes it in place.
+class QdqGraph(OnnxModel):
+    """Reads the roundings of a model, and changes it in place.
 
     Args:
         model: an ONNX model with its tensors loaded.
     """
 
-    def __init__(self, model: onnx.ModelProto) -> None:
-        self.model, self.graph = model, model.graph
-        self.outputs = {value.name for value in self.graph.output}
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Reads producers, readers and constants again, after a change of nodes."""
-        self.producers: dict[str, NodeProto] = {}
-        self.readers: dict[str, list[tuple[NodeProto, int]]] = {}
-        self.stored: dict[str, TensorProto] = {t.name: t for t in self.graph.initializer}
-        for node in self.graph.node:
-            self.producers.update(dict.fromkeys(node.output, node))
-            for index, name in enumerate(node.input):
-                self.readers.setdefault(name, []).append((node, index))
-            if node.op_type == "Constant":
-                values = (a.t for a in node.attribute if a.name == "value")
-                self.stored.update((node.output[0], tensor) for tensor in values)
-        self._kinds = {name: t.data_type for name, t in self.stored.items()}
-
     # -- reading ------------------------------------------------------------------------------------
-
-    @property
-    def opset(self) -> int:
-        """The version of ONNX's own operators."""
-        return max((e.version for e in self.model.opset_import if e.domain in ("", "ai.onnx")), default=0)
-
-    def nodes(self, *kinds: str) -> list[NodeProto]:
-        """Returns the nodes of these types, in order; all nodes without types."""
-        return [node for node in self.graph.node if not kinds or node.op_type in kinds]
-
-    def value(self, name: str) -> np.ndarray | None:
-        """Returns the value of a constant; None for a computed tensor."""
-        tensor = self.stored.get(name)
-        try:
-            return None if tensor is None else np.asarray(numpy_helper.to_array(tensor))
-        except (ValueError, TypeError, KeyError) as error:
-            raise ExportError(f"tensor {name} of the file is damaged: write the file again.") from error
 
     def type_of(self, name: str) -> int:
         """Returns the type of a tensor of integers, where its node or its storage tells; 0 if not."""
-        if name in self._kinds:
-            return self._kinds[name]
+        if name in self.stored:
+            return self.stored[name].data_type
         producer = self.producers.get(name)
         if producer is not None and producer.op_type == "QuantizeLinear":
             return self.quantizer(producer).type
@@ -174,7 +137,7 @@ class QdqGraph:
     def quantizer(self, node: NodeProto) -> Quantizer:
         """Reads a QuantizeLinear or DequantizeLinear."""
         named = len(node.input) > 2 and bool(node.input[2])
-        kind = self._kinds.get(node.input[2], 0) if named else 0
+        kind = self.stored[node.input[2]].data_type if named and node.input[2] in self.stored else 0
         if not kind and node.op_type == "DequantizeLinear":
             kind = self.type_of(node.input[0])
         kind = kind or attribute(node, "output_dtype", 0) or TensorProto.UINT8
@@ -233,7 +196,7 @@ class QdqGraph:
     def only_reader(self, name: str) -> NodeProto | None:
         """Returns the only node that reads a tensor, if the graph does not return it."""
         readers = self.readers.get(name, [])
-        return readers[0][0] if len(readers) == 1 and name not in self.outputs else None
+        return readers[0] if len(readers) == 1 and name not in self.output_names else None
 
     def partners(self, quantizer: Quantizer) -> list[NodeProto] | None:
         """Returns the QuantizeLinear of a tensor and every node that reads its integers.
@@ -246,8 +209,8 @@ class QdqGraph:
         if producer is None or producer.op_type != "QuantizeLinear":
             return [node] if node.input[0] in self.stored else None
         integers = producer.output[0]
-        readers = [reader for reader, _ in self.readers.get(integers, [])]
-        if integers in self.outputs or any(r.op_type != "DequantizeLinear" for r in readers):
+        readers = self.readers.get(integers, [])
+        if integers in self.output_names or any(r.op_type != "DequantizeLinear" for r in readers):
             return None
         return [producer, *readers]
 
@@ -259,7 +222,7 @@ class QdqGraph:
         name = next(n for n in (f"{base}_fixed{i or ''}" for i in range(len(used) + 1)) if n not in used)
         tensor = numpy_helper.from_array(np.array(value, order="C"), name)
         self.graph.initializer.append(tensor)
-        self.stored[name], self._kinds[name] = tensor, tensor.data_type
+        self.stored[name] = tensor
         return name
 
     def set_grid(self, nodes: list[NodeProto], grid: IntegerGrid) -> None:
@@ -345,7 +308,7 @@ class QdqGraph:
             idle = [
                 node
                 for node in self.nodes(*QUANTIZERS, "Constant")
-                if not any(name in self.readers or name in self.outputs for name in node.output)
+                if not any(name in self.readers or name in self.output_names for name in node.output)
             ]
             if not idle:
                 break
@@ -353,6 +316,6 @@ class QdqGraph:
                 self.graph.node.remove(node)
         declared = {value.name for value in self.graph.input}
         for tensor in list(self.graph.initializer):
-            if tensor.name not in {*self.readers, *self.outputs, *declared}:
+            if tensor.name not in {*self.readers, *self.output_names, *declared}:
                 self.graph.initializer.remove(tensor)
         self.refresh()

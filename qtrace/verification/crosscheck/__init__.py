@@ -20,7 +20,7 @@ from qtrace.graph.failures import short
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.graph.walk import op_label, owner
 from qtrace.numerics import quantize
-from qtrace.process.onnxruntime import onnxruntime_errors
+from qtrace.onnxfile.sessions import SessionError, SessionSettings, open_session
 from qtrace.scheme import QParams
 from qtrace.verification.crosscheck._segment import Arguments, Recording, RuntimeValues, Segment, Split
 from qtrace.verification.tallies import CrossCheck
@@ -216,15 +216,6 @@ def _run_reference(data: bytes, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
 
 def _run_onnxruntime(data: bytes, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
     try:
-        import onnxruntime as ort
-    except ImportError as error:
-        raise ExportError(short(error)) from error
-
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
-    try:
-        session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-        return np.asarray(session.run(None, dict(feeds))[0])
-    except onnxruntime_errors() as error:
+        return np.asarray(open_session(data, SessionSettings(optimize=False)).run(None, feeds)[0])
+    except (ImportError, SessionError) as error:
         raise ExportError(short(error)) from error

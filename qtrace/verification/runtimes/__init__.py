@@ -11,8 +11,8 @@ from pathlib import Path
 
 from qtrace import plugins
 from qtrace.errors import ExportError, install
+from qtrace.onnxfile.saturation import products_saturate
 from qtrace.plugins.installed import RUNTIMES, installed, refuse_clashes
-from qtrace.process.onnxruntime import products_saturate
 from qtrace.verification.runtimes.base import Runtime
 
 # Backends whose files these runtimes run where they are deployed.

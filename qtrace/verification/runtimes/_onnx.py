@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.verification.onnx_file import load_onnx
+from qtrace.onnxfile.reading import load_model
 
 __all__ = ["Exposed", "as_declared", "check_samples", "with_integer_outputs"]
 
@@ -76,7 +76,7 @@ def with_integer_outputs(path: Path) -> Exposed:
     from qtrace.export.onnx.detections import without_detections
     from qtrace.export.onnx.ends import without_preprocessing
 
-    model, folder = load_onnx(path)
+    model, folder = load_model(path)
     changed = [without_preprocessing(model), without_detections(model)]
     deployed = model.SerializeToString() if any(changed) else b""
     outputs = [o.name for o in model.graph.output]

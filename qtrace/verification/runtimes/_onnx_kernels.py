@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qtrace.errors import ExportError
-from qtrace.process.onnxruntime import onnxruntime_errors, products_saturate
+from qtrace.onnxfile.reading import read_model
+from qtrace.onnxfile.saturation import products_saturate
+from qtrace.onnxfile.sessions import SessionSettings, open_session
 from qtrace.verification.runtimes.base import Kernels
 
 __all__ = ["kernels"]
@@ -32,14 +33,10 @@ def kernels(path: Path) -> Kernels:
     Raises:
         ExportError: when onnxruntime cannot run the file.
     """
-    import onnx
+    from qtrace.onnxfile.model import OnnxModel
 
-    model = onnx.load(str(path), load_external_data=False)
-    producers = {name: node for node in model.graph.node for name in node.output}
-    readers: dict[str, list[Any]] = {}
-    for node in model.graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
+    model = OnnxModel(read_model(path))
+    producers, readers = model.producers, model.readers
     optimized = _optimize(path)
     integers = _integer_tensors(optimized)
     remaining = {node.name: node for node in optimized.graph.node}
@@ -54,7 +51,7 @@ def kernels(path: Path) -> Kernels:
             names.append(node.output[0])
         else:
             floats.append((node.output[0], node.op_type, _explain_float(node, producers, readers)))
-    return Kernels(tuple(names), tuple(floats), _has_signed_weights(model) and products_saturate())
+    return Kernels(tuple(names), tuple(floats), _has_signed_weights(model.model) and products_saturate())
 
 
 def _has_signed_weights(model: Any) -> bool:
@@ -66,21 +63,10 @@ def _has_signed_weights(model: Any) -> bool:
 
 def _optimize(path: Path) -> Any:
     """Returns the model as onnxruntime writes it after all graph optimizations."""
-    import onnx
-    import onnxruntime as ort
-
     with tempfile.TemporaryDirectory() as folder:
-        options = ort.SessionOptions()
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
-        options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
-        options.log_severity_level = 3
-        # Large tensors go to a file of their own: a protobuf file holds 2 GB at most.
-        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "tensors")
-        try:
-            ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        except onnxruntime_errors() as error:
-            raise ExportError(f"onnxruntime cannot run {path}: {error}") from error
-        return onnx.load(options.optimized_model_filepath, load_external_data=False)
+        optimized = Path(folder) / "optimized.onnx"
+        open_session(path, SessionSettings(optimized=optimized))
+        return read_model(optimized)
 
 
 def _integer_tensors(model: Any) -> set[str]:

@@ -9,32 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from qtrace.errors import ExportError
-
-__all__ = ["Kernels", "Runtime", "RuntimeRun", "Session", "check_size"]
-
-# The lengths and offsets of protobuf and FlatBuffers files have 31 bits.
-_MAX_BYTES = 2**31
-
-
-def check_size(path: Path, kind: str) -> None:
-    """Refuses a protobuf or FlatBuffers file that is missing or larger than such a file can be.
-
-    Args:
-        path: the file, which is not read.
-        kind: the kind of file, for the message: ``ONNX``.
-
-    Raises:
-        ExportError: when the file is missing or too large.
-    """
-    if not path.is_file():
-        raise ExportError(f"{path} does not exist: export the module first.")
-    size = path.stat().st_size
-    if size >= _MAX_BYTES:
-        raise ExportError(
-            f"{path} has {size / 2**30:.1f} GiB, and an {kind} file less than {_MAX_BYTES >> 30} GiB: it is "
-            "damaged or of another kind; export the module again."
-        )
+__all__ = ["Kernels", "Runtime", "RuntimeRun", "Session"]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.process.child import RuntimeChild
-from qtrace.verification.runtimes.base import Runtime, RuntimeRun, check_size
+from qtrace.storage.files import check_size
+from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
 __all__ = ["RUNTIME"]
 

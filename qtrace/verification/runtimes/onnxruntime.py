@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.process.onnxruntime import onnxruntime_errors
+from qtrace.onnxfile.sessions import SessionSettings, open_session
 from qtrace.verification.runtimes._onnx import as_declared, check_samples, with_integer_outputs
 from qtrace.verification.runtimes._onnx_kernels import kernels
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun
@@ -28,32 +28,15 @@ class OnnxSession:
     """
 
     def __init__(self, path: Path, optimize: bool) -> None:
-        import onnxruntime as ort
-
         model = with_integer_outputs(path)
         self.output_names, self.tensor_names = model.outputs, model.tensors
         self.integer_names: Sequence[str] = model.integers
         self.graph_hash, self.fixed_samples = model.graph_hash, model.fixed_samples
-        options = ort.SessionOptions()
-        levels = ort.GraphOptimizationLevel
-        options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimize else levels.ORT_DISABLE_ALL
-        options.log_severity_level = 3
-        if model.folder is not None:
-            key = "session.model_external_initializers_file_folder_path"
-            options.add_session_config_entry(key, str(model.folder))
-        providers = ["CPUExecutionProvider"]
-        try:
-            self.session = ort.InferenceSession(model.data, options, providers=providers)
-            self.deployed = (
-                ort.InferenceSession(model.deployed or str(path), options, providers=providers)
-                if optimize
-                else None
-            )
-        except onnxruntime_errors() as error:
-            raise ExportError(f"onnxruntime cannot run {path}: {error}") from error
-        inputs = self.session.get_inputs()
-        self.input_names = [i.name for i in inputs]
-        self.input_types = [i.type[len("tensor(") : -1] for i in inputs]
+        settings = SessionSettings(optimize, tensors=model.folder)
+        self.session = open_session(model.data, settings, str(path))
+        self.deployed = open_session(model.deployed or path, settings, str(path)) if optimize else None
+        self.input_names = [i.name for i in self.session.inputs]
+        self.input_types = [i.type[len("tensor(") : -1] for i in self.session.inputs]
 
     def run(self, inputs: list[np.ndarray]) -> RuntimeRun:
         """Runs the model; see `Session`."""
@@ -62,11 +45,8 @@ class OnnxSession:
         check_samples(self.fixed_samples, self.input_names, inputs)
         names = [*self.output_names, *self.tensor_names]
         feeds = dict(zip(self.input_names, as_declared(inputs, self.input_types), strict=True))
-        try:
-            values = self.session.run(names, feeds)
-            outputs = None if self.deployed is None else self.deployed.run(self.output_names, feeds)
-        except onnxruntime_errors() as error:
-            raise ExportError(f"onnxruntime refused the input: {error}") from error
+        values = self.session.run(names, feeds)
+        outputs = None if self.deployed is None else self.deployed.run(self.output_names, feeds)
         count = len(self.output_names)
         return RuntimeRun(
             values[:count] if outputs is None else outputs,

@@ -11,10 +11,9 @@ import pytest
 
 import qtrace
 from qtrace.errors import ExportError
-from qtrace.export.onnx import external_data
 from qtrace.graph.types import TracedModule
+from qtrace.onnxfile import external_data, reading
 from qtrace.preparation.record import graph_hash
-from qtrace.verification import onnx_file
 from tests.nets import ResNet, images, randomize
 
 X = images(2, 3, 32, 32)
@@ -61,7 +60,7 @@ def test_large_models_do_so_by_themselves(
     qtrace.export(converted, tmp_path / "whole.onnx", external=False)
     assert not (tmp_path / "whole.onnx.data").exists()
     # A runtime gets such a model in parts, too.
-    monkeypatch.setattr(onnx_file, "_MAX_TENSOR_BYTES", 10_000)
+    monkeypatch.setattr(reading, "LIMIT", 10_000)
     assert qtrace.verify(path, converted, [X]).passed
     with pytest.raises(ExportError, match="more than 2 GB of tensors: verify it in onnxruntime"):
         qtrace.verify(path, converted, [X], runtime="openvino")

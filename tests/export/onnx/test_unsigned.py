@@ -16,7 +16,7 @@ from onnx import numpy_helper
 import qtrace
 from qtrace.errors import ExportError
 from qtrace.export.onnx import exporter
-from qtrace.process.onnxruntime import products_saturate
+from qtrace.onnxfile.saturation import products_saturate
 from qtrace.verification.causes import SATURATION
 from tests.nets import images, net
 

@@ -271,10 +271,10 @@ def test_external_data_are_read_from_the_folder(tmp_path):
     net = qtrace.from_onnx(tmp_path / "net.onnx")
     check_equal(tmp_path / "net.onnx", net, {"x": weights(1, 64)})
     (tmp_path / "net.bin").write_bytes(b"short")
-    with pytest.raises(ImportingError, match=r"fc\.weight: 'net\.bin' has no 16384 bytes at 0"):
+    with pytest.raises(ImportingError, match=r"net\.bin is not whole: net\.onnx needs 16384 bytes of it"):
         qtrace.from_onnx(tmp_path / "net.onnx")
     (tmp_path / "net.bin").unlink()
-    with pytest.raises(ImportingError, match=r"fc\.weight: 'net\.bin' is missing"):
+    with pytest.raises(ImportingError, match=r"net\.bin does not exist: it holds the tensors of net\.onnx"):
         qtrace.from_onnx(tmp_path / "net.onnx")
 
 
@@ -290,7 +290,7 @@ def test_external_data_outside_of_the_folder_are_refused(tmp_path, location):
     tensor.data_location = onnx.TensorProto.EXTERNAL
     for key, value in (("location", location), ("offset", "0"), ("length", "16")):
         tensor.external_data.add(key=key, value=value)
-    with pytest.raises(ImportingError, match="outside of the model's folder"):
+    with pytest.raises(ImportingError, match="which is not a file in its own folder"):
         qtrace.from_onnx(save(proto, folder))
 
 
@@ -355,7 +355,7 @@ def test_wrong_names_and_shapes_are_refused(tmp_path):
     with pytest.raises(ImportingError, match="is not a file"):
         qtrace.from_onnx(tmp_path / "missing.onnx")
     (tmp_path / "text.onnx").write_text("no model")
-    with pytest.raises(ImportingError, match="is not an ONNX model|not a valid ONNX model|has no graph"):
+    with pytest.raises(ImportingError, match="is not an ONNX file|not a valid ONNX model"):
         qtrace.from_onnx(tmp_path / "text.onnx")
 
 

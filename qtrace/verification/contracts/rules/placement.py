@@ -179,7 +179,7 @@ def both_inputs_quantized(source: str, *kinds: str) -> ContractRule:
 
 def _is_rounded(graph: QdqGraph, name: str) -> bool:
     """Whether only QuantizeLinear nodes read a tensor, behind a clamp."""
-    readers = [reader for reader, _ in graph.readers.get(name, [])]
+    readers = graph.readers.get(name, [])
     if len(readers) == 1 and readers[0].op_type in ("Relu", "Clip"):
         return _is_rounded(graph, readers[0].output[0])
     return bool(readers) and all(reader.op_type == "QuantizeLinear" for reader in readers)
@@ -242,7 +242,7 @@ def fixed_outputs(source: str, op: str, grids: dict[int, tuple[float, int]]) -> 
 
     def find(graph: QdqGraph) -> Violations:
         for node in graph.nodes(op):
-            for reader, _ in graph.readers.get(node.output[0], []):
+            for reader in graph.readers.get(node.output[0], []):
                 if reader.op_type != "QuantizeLinear":
                     continue
                 quantizer = graph.quantizer(reader)

@@ -81,7 +81,7 @@ def quantized_weights(source: str, per_tensor: tuple[str, ...] = ()) -> Contract
             if data.dequantize is None or weight.dequantize is not None:
                 continue
             readers = graph.readers.get(data.name, [])
-            if any(not _is_half_quantized(graph, reader) for reader, _ in readers):
+            if any(not _is_half_quantized(graph, reader) for reader in readers):
                 continue
 
             def repair(node: NodeProto = node) -> None:

@@ -1,0 +1,267 @@
+"""Tensors in a file beside the ONNX file, since a protobuf file holds 2 GB at most: read, and written.
+
+They are mapped into memory: a tensor takes memory while its values are read, and gives it back by `release`.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qtrace.errors import ExportError
+
+__all__ = [
+    "LIMIT",
+    "find_external",
+    "load_tensors",
+    "map_tensor",
+    "move_out",
+    "release",
+    "skeleton",
+    "without_large_values",
+]
+
+# Bytes of tensors from which on they are stored outside; the rest of the file needs some of the 2 GB.
+LIMIT = 2**31 - 2**24
+
+# Smaller tensors stay inside: shapes and scales, which runtimes read while they load the graph.
+_MIN_BYTES_OUTSIDE = 1024
+_ALIGNMENT_BYTES = 4096  # so that a runtime can map the file into memory
+
+# Types of which several values lie in a byte -> bits of a value.
+_PACKED_BITS = {
+    "INT2": 2,
+    "UINT2": 2,
+    "INT4": 4,
+    "UINT4": 4,
+    "FLOAT4E2M1": 4,
+    "FLOAT6E2M3": 6,
+    "FLOAT6E3M2": 6,
+}
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where a tensor lies.
+
+    Attributes:
+        file: the file beside the model.
+        offset: the first byte.
+        length: the number of bytes.
+    """
+
+    file: Path
+    offset: int
+    length: int
+
+    def map(self) -> np.ndarray:
+        """Returns the bytes as an array of uint8 that is mapped into memory."""
+        if not self.length:
+            return np.empty(0, np.uint8)
+        return np.asarray(np.memmap(self.file, np.uint8, "r", self.offset, (self.length,)))
+
+
+def find_external(model: Any, path: Path) -> list[tuple[Any, TensorPlace]]:
+    """Finds the tensors of a model that lie in other files.
+
+    Args:
+        model: the model, without them.
+        path: its file.
+
+    Raises:
+        ExportError: when the file of a tensor is missing, not whole, or outside of the model's folder.
+    """
+    import onnx
+
+    tensors = (*model.graph.initializer, *_tensors_of_nodes(model.graph.node))
+    return [(t, _place(t, path)) for t in tensors if t.data_location == onnx.TensorProto.EXTERNAL]
+
+
+def _tensors_of_nodes(nodes: Iterable[Any]) -> Iterator[Any]:
+    """Yields the tensors in attributes of nodes, and those of their bodies."""
+    for node in nodes:
+        for attribute in node.attribute:
+            yield from (*([attribute.t] if attribute.HasField("t") else ()), *attribute.tensors)
+            for graph in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
+                yield from graph.initializer
+                yield from _tensors_of_nodes(graph.node)
+
+
+def load_tensors(places: Iterable[tuple[Any, TensorPlace]]) -> None:
+    """Copies tensors that `find_external` found into their model."""
+    for tensor, place in places:
+        tensor.raw_data = place.map().tobytes()
+        tensor.ClearField("external_data")
+        tensor.ClearField("data_location")
+
+
+def map_tensor(tensor: Any, path: Path) -> np.ndarray:
+    """Returns the values of an external tensor, mapped into memory where their type is one of numpy's.
+
+    Args:
+        tensor: the tensor.
+        path: the file of its model.
+
+    Raises:
+        ExportError: when the file of the tensor is missing, not whole, or outside of the model's folder.
+    """
+    from onnx import TensorProto, helper, numpy_helper
+
+    place = _place(tensor, path)
+    dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type))
+    if place.length == dtype.itemsize * math.prod(tensor.dims):
+        return place.map().view(dtype).reshape(tuple(tensor.dims))
+    raw = place.map().tobytes()  # several values in a byte
+    packed = TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=raw)
+    return np.asarray(numpy_helper.to_array(packed))
+
+
+def release(array: np.ndarray) -> None:
+    """Gives the memory of a mapped array back; its values are read again where somebody needs them."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap):
+        base.madvise(mmap.MADV_DONTNEED)
+
+
+def _place(tensor: Any, path: Path) -> TensorPlace:
+    """Reads where a tensor lies.
+
+    Raises:
+        ExportError: when its file is missing, not whole, or outside of the model's folder.
+    """
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    file = _tensor_file(path, entries.get("location", ""))
+    needed = _byte_count(tensor, path)
+    try:
+        offset, length = int(entries.get("offset", 0)), int(entries.get("length", needed))
+    except ValueError:
+        offset, length = -1, -1
+    if min(offset, length) < 0:
+        raise ExportError(
+            f"{path}: tensor {tensor.name!r} has no whole number for its place in {file.name}: the file "
+            "is damaged; export it again."
+        )
+    if not file.is_file():
+        raise ExportError(
+            f"{file} does not exist: it holds the tensors of {path.name}, so keep them together."
+        )
+    if length != needed or file.stat().st_size < offset + length:
+        raise ExportError(
+            f"{file} is not whole: {path.name} needs {offset + needed} bytes of it; export it again."
+        )
+    return TensorPlace(file, offset, length)
+
+
+def _byte_count(tensor: Any, path: Path) -> int:
+    """Returns the number of bytes that the values of a tensor take."""
+    from onnx import TensorProto, helper
+
+    try:
+        bits = _PACKED_BITS.get(TensorProto.DataType.Name(tensor.data_type))
+        if bits is None:
+            bits = 8 * np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type)).itemsize
+    except (KeyError, ValueError, TypeError) as error:
+        raise ExportError(f"{path}: tensor {tensor.name!r} has no type that ONNX knows: {error}.") from error
+    return -(-math.prod(tensor.dims) * bits // 8)
+
+
+def _tensor_file(path: Path, location: str) -> Path:
+    """Returns the file of tensors that the ONNX file at ``path`` calls ``location``.
+
+    Raises:
+        ExportError: when the file is outside the folder of the ONNX file, which ONNX forbids.
+    """
+    folder = os.path.realpath(path.parent)
+    try:
+        real = os.path.realpath(os.path.join(folder, location))
+    except ValueError:  # a zero byte
+        real = ""
+    if not location or os.path.isabs(location) or not real.startswith(os.path.join(folder, "")):
+        raise ExportError(
+            f"{path} keeps tensors in {location!r}, which is not a file in its own folder: keep both files "
+            "in one folder, or export the module again."
+        )
+    return path.parent / location
+
+
+def _large(model: Any) -> list[Any]:
+    return [t for t in model.graph.initializer if len(t.raw_data) >= _MIN_BYTES_OUTSIDE]
+
+
+def skeleton(model: Any) -> Any:
+    """Copies a model for checks, with large tensors as inputs of the same name, type and shape."""
+    import onnx
+
+    large = _large(model)
+    copy = _without(model, {tensor.name for tensor in large})
+    for tensor in large:
+        info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+        copy.graph.input.append(info)
+    return copy
+
+
+def without_large_values(model: Any) -> Any:
+    """Copies a model with empty tensors in place of those that are large, or lie in other files."""
+    from onnx import TensorProto
+
+    external = [t for t in model.graph.initializer if t.data_location == TensorProto.EXTERNAL]
+    empty = [t for t in model.graph.initializer if t.ByteSize() >= _MIN_BYTES_OUTSIDE]
+    names = {tensor.name for tensor in (*external, *empty)}
+    copy = _without(model, names)
+    for name in names:
+        copy.graph.initializer.add(name=name, data_type=TensorProto.FLOAT, dims=[0], raw_data=b"")
+    return copy
+
+
+def _without(model: Any, names: Container[str]) -> Any:
+    """Copies a model without some of its initializers."""
+    import onnx
+
+    copy = onnx.ModelProto()
+    _copy_fields(model, copy, "graph")
+    _copy_fields(model.graph, copy.graph, "initializer")
+    copy.graph.initializer.extend(t for t in model.graph.initializer if t.name not in names)
+    return copy
+
+
+def _copy_fields(source: Any, target: Any, left_out: str) -> None:
+    """Copies all fields of a protobuf message but one, which may be too large for a copy."""
+    for field, value in source.ListFields():
+        if field.name == left_out:
+            continue
+        if hasattr(value, "extend"):
+            getattr(target, field.name).extend(value)
+        elif hasattr(value, "CopyFrom"):
+            getattr(target, field.name).CopyFrom(value)
+        else:
+            setattr(target, field.name, value)
+
+
+def move_out(model: Any, location: str) -> bytes:
+    """Moves the large tensors out of ``model``.
+
+    Args:
+        model: the model, which is changed in place.
+        location: the name of the tensors' file, beside the model's.
+
+    Returns:
+        The content of that file.
+    """
+    import onnx
+
+    data = bytearray()
+    for tensor in _large(model):
+        data.extend(bytes(-len(data) % _ALIGNMENT_BYTES))
+        onnx.external_data_helper.set_external_data(tensor, location, len(data), len(tensor.raw_data))
+        data += tensor.raw_data
+        tensor.ClearField("raw_data")
+    return bytes(data)

@@ -1,0 +1,128 @@
+"""The graph of an ONNX model: its constants, which node gives a tensor, and which nodes read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
+
+from qtrace.errors import ExportError
+
+__all__ = ["OnnxModel", "infer_shapes"]
+
+
+class OnnxModel:
+    """A model with an index of its graph.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        model: the model.
+        graph: its graph.
+        stored: name -> constant: an initializer, or the value of a Constant node.
+        producers: tensor -> the node that gives it.
+        readers: tensor -> the nodes that read it, one entry for each input.
+    """
+
+    def __init__(self, model: ModelProto) -> None:
+        self.model, self.graph = model, model.graph
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Reads constants, producers and readers again, after a change of nodes."""
+        self.stored: dict[str, TensorProto] = {tensor.name: tensor for tensor in self.graph.initializer}
+        self.producers: dict[str, NodeProto] = {}
+        self.readers: dict[str, list[NodeProto]] = {}
+        for node in self.graph.node:
+            self.producers.update((name, node) for name in node.output if name)
+            for name in node.input:
+                self.readers.setdefault(name, []).append(node)
+            if node.op_type == "Constant" and not node.domain:
+                values = (a.t for a in node.attribute if a.name == "value")
+                self.stored.update((node.output[0], tensor) for tensor in values)
+
+    @property
+    def opset(self) -> int:
+        """The version of ONNX's own operators."""
+        return max((e.version for e in self.model.opset_import if e.domain in ("", "ai.onnx")), default=0)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What the file says of itself: key -> text."""
+        return {entry.key: entry.value for entry in self.model.metadata_props}
+
+    @property
+    def inputs(self) -> list[ValueInfoProto]:
+        """The inputs without stored tensors, which files of old IR versions list, too."""
+        return [value for value in self.graph.input if value.name not in self.stored]
+
+    @property
+    def outputs(self) -> list[ValueInfoProto]:
+        """The outputs."""
+        return list(self.graph.output)
+
+    @property
+    def output_names(self) -> list[str]:
+        """The names of the outputs."""
+        return [value.name for value in self.graph.output]
+
+    def nodes(self, *kinds: str) -> list[NodeProto]:
+        """Returns the nodes of these types, in order; all nodes without types."""
+        return [node for node in self.graph.node if not kinds or node.op_type in kinds]
+
+    def value(self, name: str) -> np.ndarray | None:
+        """Returns the value of a constant; None for a computed tensor, and for one that was not loaded.
+
+        Raises:
+            ExportError: when the constant is damaged.
+        """
+        tensor = self.stored.get(name)
+        if tensor is None or tensor.data_location == TensorProto.EXTERNAL:
+            return None
+        try:
+            return np.asarray(numpy_helper.to_array(tensor))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ExportError(f"tensor {name!r} cannot be read ({error}): is the file whole?") from error
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns tensor -> shape, for those whose sizes the file says."""
+        kinds = {
+            i.name: i.type.tensor_type for i in (*self.graph.input, *self.outputs, *self.graph.value_info)
+        }
+        return {
+            name: tuple(dim.dim_value for dim in kind.shape.dim)
+            for name, kind in kinds.items()
+            if kind.HasField("shape") and all(dim.HasField("dim_value") for dim in kind.shape.dim)
+        }
+
+
+def infer_shapes(model: ModelProto, sizes: Mapping[str, Sequence[int]], path: Path) -> OnnxModel:
+    """Returns a model in which the shapes of all tensors are known that follow from those of the inputs.
+
+    Args:
+        model: the model; it is changed.
+        sizes: input -> shape, for inputs whose sizes the file leaves open; 1 for other open sizes.
+        path: its file, for messages.
+
+    Raises:
+        ExportError: when shapes contradict each other.
+    """
+    for info in model.graph.input:
+        shape = sizes.get(info.name)
+        for axis, dim in enumerate(info.type.tensor_type.shape.dim):
+            if shape is not None and axis < len(shape):
+                dim.dim_value = shape[axis]
+            elif not dim.dim_value:
+                dim.dim_value = 1
+    for info in (*model.graph.output, *model.graph.value_info):
+        info.type.tensor_type.ClearField("shape")
+    try:
+        return OnnxModel(onnx.shape_inference.infer_shapes(model, data_prop=True))
+    except (onnx.shape_inference.InferenceError, ValueError) as error:
+        raise ExportError(
+            f"the shapes of {path} cannot be inferred: {str(error).splitlines()[0]}."
+        ) from error

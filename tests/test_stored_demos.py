@@ -32,6 +32,7 @@ def test_every_stored_file_is_one_of_a_demo_or_of_a_benchmark() -> None:
     names |= {
         "accuracy.json",
         "latest.json",
+        "fake_quants.json",
         "family_recipes.json",
         runtimes.RESULTS.name,
         tuning.RESULTS.name,

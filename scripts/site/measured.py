@@ -11,7 +11,16 @@ from benchmarks.deployed import rows as deployed_rows
 from benchmarks.deployed import runtimes as other_runtimes
 from benchmarks.deployed import tuning as searches
 from benchmarks.limits import limit
-from scripts.stored import RESULTS, ExportRow, FamilyRow, RecipeRow, load, measured_when, table
+from scripts.stored import (
+    RESULTS,
+    ExportRow,
+    FakeQuantRow,
+    FamilyRow,
+    RecipeRow,
+    load,
+    measured_when,
+    table,
+)
 
 __all__ = [
     "accuracy",
@@ -21,6 +30,7 @@ __all__ = [
     "deployed_checks",
     "detector_demo",
     "exports",
+    "fake_quants",
     "families",
     "family_recipes",
     "figures",
@@ -118,6 +128,12 @@ def family_recipes() -> str:
     """The table of `python -m benchmarks.families`."""
     rows = load(RecipeRow)
     return f"{table(rows, RecipeRow)}\n\n{measured_when(rows)}"
+
+
+def fake_quants() -> str:
+    """The table of `python -m benchmarks.fake_quants`."""
+    rows = load(FakeQuantRow)
+    return f"{table(rows, FakeQuantRow)}\n\n{measured_when(rows)}"
 
 
 def demo() -> str:

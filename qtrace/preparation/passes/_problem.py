@@ -9,7 +9,7 @@ from dataclasses import replace
 from qtrace.benchmarking.costs import FLOAT, INTEGER, LOOKUP, CostTable, OpShape
 from qtrace.graph.types import Expr, Node, TensorNode
 from qtrace.graph.walk import shape_of, tensor_inputs
-from qtrace.ops import OpCall
+from qtrace.ops import OpCall, Role
 from qtrace.preparation.passes._chains import Chains, output_choice
 from qtrace.preparation.passes._choices import Choice
 from qtrace.preparation.passes._pieces import PIECES
@@ -113,7 +113,9 @@ class _Builder:
         """Returns the unit of ``expr``, the head of a chain or an op that stays float."""
         name, call, chain = self.names[expr], self.view.calls.get(expr), self.chains.get(expr)
         shape = None if call is None else op_shape(call)
-        float_seconds = self._seconds(shape, FLOAT, expr)
+        # What moves values takes no time wherever it stands: on integers it is no unit at all.
+        moves = call is not None and call.role is Role.CARRY
+        float_seconds = 0.0 if moves else self._seconds(shape, FLOAT, expr)
         if chain is None or shape is None or call is None:
             return Unit(name, float_seconds, None)
         choice = self.view.choices[expr]
@@ -121,15 +123,17 @@ class _Builder:
         label = None
         if choice.quantize or choice.placement == "everything" or not self._is_ordinary(choice):
             label, integer = True, float_seconds if integer is None else integer
-        free = call.kind in self.view.backend.float_results and len(chain.exprs) == 1
-        free |= not output_choice(self.view, chain).quantize_output
+        writes_floats = call.kind in self.view.backend.float_results
+        stays_float = not output_choice(self.view, chain).quantize_output
+        if stays_float and not writes_floats and integer is not None:
+            integer = float_seconds  # no integer kernel gives floats, so the runtime takes the one of floats
         factor = 0.0 if choice.placement == "fastest" else 1.0
         return Unit(
             name,
             float_seconds,
             integer,
             label=label,
-            float_result=free and choice.output is None,
+            float_result=choice.output is None and (stays_float or (writes_floats and len(chain.exprs) == 1)),
             noise_weight=factor,
             weights=self._count_weights(call),
             inner_roundings=len(PIECES[call.kind].kernels) - 1 if has_pieces(self.view, call) else 0,

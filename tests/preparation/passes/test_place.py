@@ -266,6 +266,30 @@ def _units(config: dict[str, object]) -> tuple[Unit, ...]:
     return captured[0].units
 
 
+@pytest.mark.parametrize(("backend", "state"), [("onnxruntime", "float"), ("openvino", "int")])
+def test_a_layer_that_must_write_floats_gains_where_a_kernel_does(
+    backend: str, state: str, table: Table
+) -> None:
+    """onnxruntime computes a convolution whose result stays float in float: rounding only adds noise."""
+    table.runtime = backend
+    last = {"match": {"op": "conv2d", "position": "last"}, "quantize_output": False}
+    notes = plan(_traced(), {"placement": "fastest", "backend": backend, "rules": [last]}).notes
+    assert [n.state for n in notes if n.kind == "conv2d"] == ["int", "int", state]
+
+
+def test_a_rule_does_not_change_the_time_of_what_only_moves_values(table: Table) -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        return F.sigmoid(F.flatten(F.relu(self.first(x)), 1).reshape(1, -1, 8))
+
+    traced = qtrace.trace(randomize(net(forward, first=M.Conv2d(16, 16, 3)), 1), X, check=False)
+    tail = {"match": {"position": "tail"}, "quantize": False}
+    placements = [
+        qtrace.explain(traced, {"placement": "fastest", "rules": rules}).annotation.placement
+        for rules in ([], [tail])
+    ]
+    assert placements[0].float_milliseconds == placements[1].float_milliseconds
+
+
 @pytest.mark.parametrize(
     ("config", "asked"),
     [

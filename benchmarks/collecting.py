@@ -19,9 +19,9 @@ from benchmarks.nets import ResNet18, image_batches, settle
 from benchmarks.rows import Row, Size
 from benchmarks.timing import Sample, Samples, take_turns
 from qtrace.calibration.choice import Chosen
-from qtrace.calibration.executors import Processes
-from qtrace.calibration.jobs import Source, WorkerJob
+from qtrace.calibration.jobs import LocalCollection, Source, WorkerJob
 from qtrace.graph.types import TracedModule
+from qtrace.workers.processes import Processes
 
 __all__ = ["run"]
 
@@ -139,6 +139,7 @@ def _steady(folder: Path, source: Source, workers: int, engine: str) -> float:
         for i in range(workers)
     ]
     ticks: list[list[float]] = [[] for _ in range(workers)]
-    with Processes(workers) as executor:
-        executor.run(jobs, lambda number: ticks[number % workers].append(time.perf_counter()))
+    with Processes(LocalCollection(), workers, saves=True) as pool:
+        for outcome in pool.run(jobs, lambda number: ticks[number % workers].append(time.perf_counter())):
+            outcome.get()
     return 1.0 / sum((len(t) - 1) / (t[-1] - t[0]) for t in ticks)

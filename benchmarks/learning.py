@@ -52,8 +52,9 @@ def _rows(name: str, traced: TracedModule, images: np.ndarray, repeats: int) -> 
 
     def measure(run: Any, *_: Any) -> None:
         """Takes the place of a run's steps."""
-        run.trainer.watch.start()
-        sides[run.trainer.twins.engine.name] = lambda: run.move(0, *run.compute(0))
+        trainer = run.trainer
+        trainer.watch.start()
+        sides[trainer.twins.engine.name] = lambda: trainer.move(0, *trainer.compute(0))
         if len(sides) < len(_ENGINES):
             _finetune(prepared, images, _ENGINES[1], measure)
         else:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from qtrace import cli
 from qtrace.calibration import running
-from qtrace.calibration.executors import Executor
 from qtrace.calibration.jobs import WorkerJob
+from qtrace.workers.job import Outcome, Pool
 
 __all__ = ["Shuffled"]
 
@@ -24,7 +24,7 @@ class Shuffled:
         count: number of all batches.
     """
 
-    def __init__(self, inner: Executor, count: int) -> None:
+    def __init__(self, inner: Pool, count: int) -> None:
         self.inner, self.count = inner, count
 
     def __enter__(self) -> Shuffled:
@@ -34,7 +34,7 @@ class Shuffled:
     def __exit__(self, *error: Any) -> None:
         self.inner.__exit__(*error)
 
-    def run(self, jobs: Sequence[WorkerJob], progress: Callable[[int], None]) -> None:
+    def run(self, jobs: Sequence[WorkerJob], progress: Callable[[int], None]) -> Iterable[Outcome]:
         rng = random.Random(len(jobs))
         owners = [rng.randrange(len(jobs)) for _ in range(self.count)]
         shares = []
@@ -43,12 +43,12 @@ class Shuffled:
             finished = tuple(sorted({*job.done, *others}))
             shares.append(dataclasses.replace(job, shard=0, shards=1, done=finished))
         rng.shuffle(shares)
-        self.inner.run(shares, progress)
+        return self.inner.run(shares, progress)
 
 
 def main(count: int, args: list[str]) -> None:
-    executor = running._executor
-    running._executor = lambda settings: Shuffled(executor(settings), count)
+    pool = running._pool
+    running._pool = lambda *arguments: Shuffled(pool(*arguments), count)
     cli.main(args)
 
 

@@ -8,7 +8,7 @@ close to 0 compared with other channels, or if its bias would not fit into int32
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import megengine.functional as F
 from megengine import Tensor
@@ -20,9 +20,27 @@ from qtrace.fakequant.kernels.kernel import Levels, quant_dequant
 from qtrace.gradients import conv2d
 from qtrace.numerics import SMALLEST_SCALE, SMALLEST_SHARE
 
-__all__ = ["LAYERS", "BnFold"]
+__all__ = ["LAYERS", "BnFold", "BnFoldCall"]
 
 LAYERS = {"conv2d": conv2d, "conv_transpose2d": F.conv_transpose2d, "linear": F.linear}
+
+
+class BnFoldCall(NamedTuple):
+    """The nodes of one call of a `BnFold` in a graph: ``BnFoldCall(*expr.args)``.
+
+    Attributes:
+        module: the node of the `BnFold`.
+        x, weight, bias, norm, weight_quant, source: the nodes of arguments of `BnFold.forward`; None for a
+            missing bias or source.
+    """
+
+    module: Any
+    x: Any
+    weight: Any
+    bias: Any
+    norm: Any
+    weight_quant: Any
+    source: Any
 
 
 @builtin

@@ -1,9 +1,9 @@
-"""The share of a worker: its job as JSON, and the collection that it runs."""
+"""The share of a worker, and the collection that it runs, on this machine or on a cluster."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,17 @@ from qtrace.calibration.statistics import arrays, checksum
 from qtrace.config import Preprocess
 from qtrace.data import DataSource, open_data
 from qtrace.graph.files.serialize import load
+from qtrace.workers.job import Outcome, attempt
 
-__all__ = ["PeriodicWriter", "Source", "WorkerJob", "run_job"]
+__all__ = [
+    "LocalCollection",
+    "PeriodicWriter",
+    "RemoteCollection",
+    "RemotePart",
+    "Source",
+    "WorkerJob",
+    "run_job",
+]
 
 
 @dataclass(frozen=True)
@@ -82,18 +91,6 @@ class WorkerJob:
     every: int | None = None
     seconds: float | None = None
 
-    def to_json(self) -> str:
-        """Formats the job as a line of JSON."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> WorkerJob:
-        """Reads a job that `to_json` wrote."""
-        data = json.loads(text)
-        data["engine"] = Chosen.from_dict(data["engine"])
-        data.update(source=Source(**data["source"]), allow=tuple(data["allow"]), done=tuple(data["done"]))
-        return cls(**data)
-
 
 def run_job(job: WorkerJob, on_batch: Callable[[int], None] = lambda number: None) -> None:
     """Collects the statistics of a worker's share and writes them, also when the worker ends early.
@@ -129,6 +126,73 @@ def run_job(job: WorkerJob, on_batch: Callable[[int], None] = lambda number: Non
                 on_batch(number)
 
         write(collect(prepared, batches, options, report))
+
+
+class LocalCollection:
+    """Collects shares in processes of this machine, which write their parts themselves."""
+
+    def open(self) -> Callable[[WorkerJob, Callable[[int], None]], None]:
+        """Returns the function that collects a share."""
+        return run_job
+
+    def describe_end(self, number: int, ending: str, news: int) -> str:
+        """Returns the sentence for a process that died; see `qtrace.workers.job.Job`."""
+        return f"worker {number} {ending} after {news} batches."
+
+    def describe_failure(self, number: int, line: str) -> str:
+        """Returns the sentence for a share that failed on a cluster; see `qtrace.workers.job.Job`."""
+        return f"worker {number} of the Ray cluster failed: {line}"
+
+
+@dataclass(frozen=True)
+class RemotePart:
+    """The statistics of a share that another machine collected.
+
+    Attributes:
+        path: the file of this machine that they belong into.
+        data: its content; empty if no batch was observed.
+        ended: how the collection ended.
+    """
+
+    path: str
+    data: bytes
+    ended: Outcome
+
+    def store(self) -> None:
+        """Writes the part.
+
+        Raises:
+            QtraceError: when the collection failed; the part then holds the batches up to there.
+        """
+        if self.data:
+            Path(self.path).write_bytes(self.data)
+        self.ended.get()
+
+
+class RemoteCollection(LocalCollection):
+    """Collects shares on machines without the files of this one: the model travels there, the part back.
+
+    Args:
+        model: the file of the prepared model, which is read when this object is pickled.
+    """
+
+    def __init__(self, model: Path) -> None:
+        self._model, self._content = model, b""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_content": self._model.read_bytes()}
+
+    def open(self) -> Callable[[WorkerJob, Callable[[int], None]], Any]:
+        """Returns the function that collects a share and gives its `RemotePart`."""
+        return self._collect
+
+    def _collect(self, job: WorkerJob, on_batch: Callable[[int], None]) -> RemotePart:
+        with tempfile.TemporaryDirectory() as folder:
+            model, part = Path(folder) / "prepared.mge", Path(folder) / "part.npz"
+            model.write_bytes(self._content)
+            here = dataclasses.replace(job, model=str(model), part=str(part))
+            ended = attempt(lambda: run_job(here, on_batch))
+            return RemotePart(job.part, part.read_bytes() if part.exists() else b"", ended)
 
 
 class PeriodicWriter:

@@ -13,14 +13,23 @@ from qtrace.calibration.base import check_sites
 from qtrace.calibration.checkpoint import Cadence, Part, StoredParts, fingerprint
 from qtrace.calibration.choice import Chosen
 from qtrace.calibration.collecting import Collected, CollectOptions, collect
-from qtrace.calibration.executors import Executor, Processes, Ray
-from qtrace.calibration.jobs import PeriodicWriter, Source, WorkerJob
+from qtrace.calibration.jobs import (
+    LocalCollection,
+    PeriodicWriter,
+    RemoteCollection,
+    RemotePart,
+    Source,
+    WorkerJob,
+)
 from qtrace.calibration.statistics import arrays, checksum
 from qtrace.data import DataSource, SizedSource
 from qtrace.errors import CalibrationError
 from qtrace.graph.files.serialize import save
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
+from qtrace.workers.job import Pool, attempt
+from qtrace.workers.processes import Processes
+from qtrace.workers.ray import RayTasks
 
 __all__ = ["Result", "RunSettings", "collect_all"]
 
@@ -110,16 +119,18 @@ def collect_all(
     if settings.workers == 1 and settings.ray is None:
         whole = run.collect_here(whole)
     else:
-        with _executor(settings) as executor:
+        with _pool(settings, run.model_file) as pool:
             whole = run.choose_engine(whole)
-            whole = run.collect_in_workers(whole, executor)
+            whole = run.collect_in_workers(whole, pool)
     if whole.chosen is None or not whole.statistics.batches:
         raise CalibrationError(f"{source.source} gives no batch: calibration needs at least one.")
     return Result(Collected(whole.statistics, whole.chosen), resumed, whole.skipped)
 
 
-def _executor(settings: RunSettings) -> Executor:
-    return Processes(settings.workers) if settings.ray is None else Ray(settings.ray)
+def _pool(settings: RunSettings, model: Path) -> Pool:
+    if settings.ray is None:
+        return Processes(LocalCollection(), settings.workers, saves=True)
+    return RayTasks(RemoteCollection(model), settings.workers, settings.ray)
 
 
 class _CollectionRun:
@@ -135,6 +146,7 @@ class _CollectionRun:
     ) -> None:
         self.prepared, self.source, self.described = prepared, source, described
         self.parts, self.settings = parts, settings
+        self.model_file = parts.folder / "prepared.mge"
         self.count = len(source) if isinstance(source, SizedSource) else source.max_batches
 
     def collect_here(self, whole: Part, max_batches: int | None = None) -> Part:
@@ -172,16 +184,15 @@ class _CollectionRun:
             return Part(whole.statistics, Chosen("megengine", "as asked"), whole.skipped, whole.passed)
         return self.collect_here(whole, max_batches=1)
 
-    def collect_in_workers(self, whole: Part, executor: Executor) -> Part:
+    def collect_in_workers(self, whole: Part, pool: Pool) -> Part:
         """Collects the remaining batches in workers."""
         if whole.chosen is None:
             return whole
         settings, shards = self.settings, self.settings.workers
-        model = self.parts.folder / "prepared.mge"
-        save(self.prepared.module, model)
+        save(self.prepared.module, self.model_file)
         jobs = [
             WorkerJob(
-                str(model),
+                str(self.model_file),
                 settings.allow,
                 self.described,
                 shard,
@@ -200,7 +211,10 @@ class _CollectionRun:
         with tqdm(
             total=self.count, initial=start, desc="calibrate", unit="batch", disable=not settings.progress
         ) as bar:
-            executor.run(jobs, lambda number: _step(bar))
+            outcomes = list(pool.run(jobs, lambda number: _step(bar)))
+        parts = [outcome.value for outcome in outcomes if isinstance(outcome.value, RemotePart)]
+        for outcome in [*outcomes, *(attempt(part.store) for part in parts)]:
+            outcome.get()
         gathered = self.parts.gather()
         return Part(gathered.statistics, whole.chosen, gathered.skipped, gathered.passed)
 

@@ -72,4 +72,4 @@ class Monitor:
         retreat = self.retreats.retreat(completed, self.best.best.step, reason)
         _LOG.warning(f"finetune: {retreat}")
         self.best.restore()
-        trainer.rewind(self.best.best.step)
+        trainer.rewind(retreat)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from qtrace.errors import TrainingError
 from qtrace.finetuning.choice import choose_twins
 from qtrace.finetuning.compared import choose_compared
 from qtrace.finetuning.data import Data
@@ -94,7 +93,7 @@ class TuningRun:
         with tqdm(
             total=steps, initial=start, desc="finetune", unit="step", disable=not progress
         ) as self._bar:
-            descend(self, range(start, steps))
+            descend(trainer, range(start, steps), self._ends)
         trainer.watch.stop()
         best.restore()
         if best.best.step == 0:
@@ -115,21 +114,7 @@ class TuningRun:
             _LOG.warning(f"finetune: {fitting} steps instead of {steps}, to end within {limit:g} minutes")
             trainer.shorten(fitting)
 
-    # -- the steps, as `qtrace.learning.loop.Descent` has them ---------------------------------------
-
-    def compute(self, step: int) -> tuple[list[float], list[np.ndarray | None]]:
-        """Computes the loss of a step, its parts, and the gradients."""
-        return self.trainer.compute(step)
-
-    def move(self, step: int, losses: list[float], gradients: Sequence[np.ndarray | None]) -> None:
-        """Moves all that learns by a step."""
-        self.trainer.move(step, losses, gradients, self.monitor.retreats.factor)
-
-    def fail(self, loss: float, step: int) -> TrainingError:
-        """Returns the error for a loss that is not finite; it names the node."""
-        return self.trainer.error(f"the loss is {loss}", step)
-
-    def ends(self, completed: int) -> bool:
+    def _ends(self, completed: int) -> bool:
         """Evaluates and saves the state where that is due; returns whether the run ends early."""
         monitor, settings = self.monitor, self.trainer.settings
         monitor.judge(completed)
@@ -160,6 +145,7 @@ class TuningRun:
         trainer.shorten(int(state["steps"]))
         restore_state(state, trainer.model, self._owners)
         trainer.curves = [[float(v) for v in row] for row in state["curves"]]
+        trainer.rate_factor = self.monitor.retreats.factor
         self._resumed = len(trainer.curves)
 
     # -- the report ----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from qtrace.finetuning.compared import Compared
 from qtrace.finetuning.data import Batch, Samples, unpack
 from qtrace.finetuning.learner import Learner
 from qtrace.finetuning.pacing import Pace
+from qtrace.finetuning.retreating import Retreat
 from qtrace.finetuning.settings import FinetuneSettings
 from qtrace.finetuning.twins import PARTS, Twins
 from qtrace.finetuning.watching import Watch
@@ -22,7 +23,7 @@ __all__ = ["Trainer"]
 
 
 class Trainer:
-    """Takes the steps of a run.
+    """Takes the steps of a run; see `qtrace.learning.loop.Descent`.
 
     Args:
         prepared: the prepared graph, in the phase ``train`` and in eval mode; it is changed in place.
@@ -34,6 +35,7 @@ class Trainer:
 
     Attributes:
         curves: the loss of each step and its parts.
+        rate_factor: the factor of the learning rates, which a retreat lowers.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class Trainer:
         self.learner = Learner(prepared, settings, engine.adam, writes=not engine.reads_arrays)
         self.watch = Watch(self.model, settings)
         self.curves: list[list[float]] = []
-        self._started = 0.0
+        self.rate_factor, self._started = 1.0, 0.0
         engine.unchanged = lambda: self.watch.unchanged()
 
     def shorten(self, steps: int) -> None:
@@ -66,28 +68,27 @@ class Trainer:
         losses = [float(value) for value in results[: 1 + len(PARTS)] if value is not None]
         return losses, results[1 + len(PARTS) :]
 
-    def move(
-        self, step: int, losses: list[float], gradients: Sequence[np.ndarray | None], factor: float
-    ) -> None:
-        """Moves weights and ranges by a step, with the learning rates times ``factor``, and their averages.
+    def move(self, step: int, losses: list[float], gradients: Sequence[np.ndarray | None]) -> None:
+        """Moves weights and ranges by a step, and their averages.
 
         Raises:
             TrainingError: when a parameter or its gradient is not finite; it names the node.
         """
         try:
-            factor = self.settings.factor(step) * factor
+            factor = self.settings.factor(step) * self.rate_factor
             self.learner.step(gradients, losses[0], factor, self.watch.fixed)
         except TrainingError as error:
-            raise self.error(str(error), step) from None
+            raise self._error(str(error), step) from None
         self.curves.append(losses)
         if any(frozen.sort == "statistics" for frozen in self.watch.update(step + 1)):
             self.twins.engine.forget()  # a frozen BatchNorm computes something else
         self._pace.step_seconds = self._pace.seconds - self._started
 
-    def rewind(self, step: int) -> None:
-        """Goes on from the values that the model has, which are those after ``step``."""
+    def rewind(self, retreat: Retreat) -> None:
+        """Goes on from the values that the model has, which are those of the best state."""
+        self.rate_factor = retreat.factor
         self.learner.rewind()
-        if self.watch.rewind(step):
+        if self.watch.rewind(retreat.back_to):
             self.twins.engine.forget()
 
     def time_step(self) -> None:
@@ -101,7 +102,11 @@ class Trainer:
             self.gradients(batch)
             self._pace.step_seconds = self._pace.seconds - start
 
-    def error(self, problem: str, step: int) -> TrainingError:
+    def fail(self, loss: float, step: int) -> TrainingError:
+        """Returns the error for a loss that is not finite; it names the node."""
+        return self._error(f"the loss is {loss}", step)
+
+    def _error(self, problem: str, step: int) -> TrainingError:
         """Describes values that are not finite, with the first node that holds one."""
         self.learner.write()
         place = "all values of both graphs are finite"

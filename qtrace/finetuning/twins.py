@@ -17,7 +17,7 @@ from qtrace.finetuning.data import Batch, unpack
 from qtrace.finetuning.settings import FinetuneSettings
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Node, TracedModule
-from qtrace.learning.engine import LearningEngine, MegEngineEngine
+from qtrace.learning.engine import LearningEngine, LearningStep, MegEngineEngine
 from qtrace.verification.runs import leaves as outputs_in
 
 __all__ = ["PARTS", "Arithmetic", "MegEngineTwins", "Twins"]
@@ -145,7 +145,7 @@ class Twins(abc.ABC):
         def losses(*inputs: Any) -> list[Any]:
             return self.losses(Batch(batch.number, inputs), compared, settings)
 
-        return self.engine.gradients(losses, parameters, batch.leaves, values)
+        return self.engine.gradients(LearningStep(losses, parameters, batch.leaves, values))
 
 
 class _NodeRecorder(Interpreter):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import megengine as mge
@@ -15,7 +16,15 @@ from megengine.jit import trace
 
 from qtrace.learning.adam import Adam
 
-__all__ = ["MIN_TRACED_STEPS", "LearningEngine", "Losses", "MegEngineEngine", "UnsupportedError", "queueless"]
+__all__ = [
+    "MIN_TRACED_STEPS",
+    "LearningEngine",
+    "LearningStep",
+    "Losses",
+    "MegEngineEngine",
+    "UnsupportedError",
+    "queueless",
+]
 
 Losses = Callable[..., Sequence[Any]]
 """From the inputs of a step to the loss and the terms that are reported beside it: scalars of the engine."""
@@ -26,6 +35,23 @@ MIN_TRACED_STEPS = 20
 
 class UnsupportedError(Exception):
     """The engine torch does not apply; the text is a clause with the reason, which names op and node."""
+
+
+@dataclass(frozen=True)
+class LearningStep:
+    """What an engine needs for a step.
+
+    Attributes:
+        losses: computes the losses; MegEngine hands it Tensors, torch the arrays.
+        parameters: the parameters, with the values of the moment.
+        inputs: the inputs of ``losses``.
+        values: id of a parameter -> its value, where the module's is older; only if the engine reads arrays.
+    """
+
+    losses: Losses
+    parameters: Sequence[Parameter]
+    inputs: Sequence[np.ndarray]
+    values: Mapping[int, np.ndarray] = field(default_factory=dict)
 
 
 class LearningEngine(abc.ABC):
@@ -48,24 +74,8 @@ class LearningEngine(abc.ABC):
     unchanged: Callable[[], AbstractContextManager[None]] | None = None
 
     @abc.abstractmethod
-    def gradients(
-        self,
-        losses: Losses,
-        parameters: Sequence[Parameter],
-        inputs: Sequence[np.ndarray],
-        values: Mapping[int, np.ndarray] | None = None,
-    ) -> list[np.ndarray | None]:
-        """Computes the losses and the gradient of the first one for every parameter.
-
-        Args:
-            losses: computes the losses; MegEngine hands it Tensors, torch the arrays.
-            parameters: the parameters, with the values of the moment.
-            inputs: the inputs of the step.
-            values: id of a parameter -> its value, where the module's is older; only if `reads_arrays`.
-
-        Returns:
-            The losses, then the gradients; None for a missing gradient.
-        """
+    def gradients(self, step: LearningStep) -> list[np.ndarray | None]:
+        """Returns the losses, then the gradient of the first for every parameter; None for no gradient."""
 
     def forget(self) -> None:
         """Drops what was compiled for a step: a module computes something else from now on."""
@@ -86,29 +96,22 @@ class MegEngineEngine(LearningEngine):
         self._captured: Any = None
         self._present: list[bool] = []
 
-    def gradients(
-        self,
-        losses: Losses,
-        parameters: Sequence[Parameter],
-        inputs: Sequence[np.ndarray],
-        values: Mapping[int, np.ndarray] | None = None,
-    ) -> list[np.ndarray | None]:
+    def gradients(self, step: LearningStep) -> list[np.ndarray | None]:
         """Computes the losses and the gradients; see `LearningEngine`."""
-        assert not values
-        tensors = [Tensor(value) for value in inputs]
+        assert not step.values
+        tensors = [Tensor(value) for value in step.inputs]
         if not self.jit:
-            results = _differentiate(losses, parameters, tensors)
-            return [None if value is None else value.numpy() for value in results]
+            return [None if value is None else value.numpy() for value in _differentiate(step, tensors)]
         if self._captured is None:
-            self._capture(losses, parameters, tensors)
+            self._capture(step, tensors)
         computed = iter(self._captured(*tensors))
         return [next(computed).numpy() if present else None for present in self._present]
 
-    def _capture(self, losses: Losses, parameters: Sequence[Parameter], tensors: Sequence[Tensor]) -> None:
+    def _capture(self, step: LearningStep, tensors: Sequence[Tensor]) -> None:
         """Traces a step; discards its first calls where they may differ from compiled calls in a bit."""
 
         def compute(*inputs: Tensor) -> tuple[Tensor, ...]:
-            results = _differentiate(losses, parameters, inputs)
+            results = _differentiate(step, inputs)
             self._present[:] = [value is not None for value in results]
             return tuple(value for value in results if value is not None)
 
@@ -123,15 +126,13 @@ class MegEngineEngine(LearningEngine):
         self._captured = None
 
 
-def _differentiate(
-    losses: Losses, parameters: Sequence[Parameter], inputs: Sequence[Tensor]
-) -> list[Tensor | None]:
-    manager = GradManager().attach(list(parameters))
+def _differentiate(step: LearningStep, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    manager = GradManager().attach(list(step.parameters))
     with manager:
-        computed = losses(*inputs)
+        computed = step.losses(*inputs)
         manager.backward(computed[0])
-    gradients = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
+    gradients = [parameter.grad for parameter in step.parameters]
+    for parameter in step.parameters:
         parameter.grad = None
     return [*computed, *gradients]
 

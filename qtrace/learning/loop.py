@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -25,16 +25,14 @@ class Descent(Protocol):
     def fail(self, loss: float, step: int) -> QtraceError:
         """Returns the error for a loss that is not finite."""
 
-    def ends(self, completed: int) -> bool:
-        """Looks at the state after ``completed`` steps; returns whether to end."""
 
-
-def descend(descent: Descent, steps: range) -> None:
-    """Takes steps until the last one, or until the descent ends.
+def descend(descent: Descent, steps: range, ends: Callable[[int], bool] = lambda completed: False) -> None:
+    """Takes steps until the last one, or until ``ends`` says so.
 
     Args:
         descent: what learns.
         steps: the numbers of the steps.
+        ends: gets the number of completed steps after each; returns whether to end.
 
     Raises:
         QtraceError: when a loss is not finite; see `Descent.fail`.
@@ -44,5 +42,5 @@ def descend(descent: Descent, steps: range) -> None:
         if not math.isfinite(losses[0]):
             raise descent.fail(losses[0], step)
         descent.move(step, losses, gradients)
-        if descent.ends(step + 1):
+        if ends(step + 1):
             return

@@ -14,7 +14,7 @@ from qtrace.config import QConfig
 from qtrace.errors import GraphError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BIAS_QMAX, BiasQuant
-from qtrace.fakequant.following.bn_fold import BnFold
+from qtrace.fakequant.following.bn_fold import BnFold, BnFoldCall
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, owner, users
 from qtrace.numerics import quantize, quantize_bias
@@ -207,7 +207,8 @@ class QuantizedModel:
             for expr in exprs(self.module):
                 module = owner(expr)
                 if isinstance(module, BnFold):
-                    source, value, module = expr.args[2], None, expr.args[5].owner
+                    call = BnFoldCall(*expr.args)
+                    source, value, module = call.weight, None, call.weight_quant.owner
                 elif isinstance(module, (FakeQuant, BiasQuant)):
                     source, value = expr.args[1], expr.outputs[0]
                 else:

@@ -18,7 +18,7 @@ from megengine import Tensor
 from tqdm import tqdm
 
 from qtrace.fakequant.following.bn_fold import LAYERS as FOLDED
-from qtrace.fakequant.following.bn_fold import BnFold
+from qtrace.fakequant.following.bn_fold import BnFold, BnFoldCall
 from qtrace.graph.types import Expr
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Left, Noise, Report, SiteNoise
@@ -100,7 +100,7 @@ def _reestimate(twins: LayerTwins, expr: Expr) -> SiteNoise:
     twins.advance(expr)
     before = _noise(twins, expr)
     module: Any = owner(expr)
-    _, x, weight, bias, norm, scales, _ = expr.args
+    _, x, weight, bias, norm, scales, _ = BnFoldCall(*expr.args)
     moments = _ChannelMoments()
     for batch in range(twins.count):
         value = {n: twins.quantized.value(n, batch) for n in (x, weight, bias) if n is not None}

@@ -20,12 +20,15 @@ from qtrace.graph.types import TracedModule
 from qtrace.preparation.record import hash_tensors
 from qtrace.tuning.folder import BEST, PAGE, SUMMARY, TRIALS, search_folder, write_text
 from qtrace.tuning.judge import Judge, Metric, RungData
+from qtrace.tuning.judging import Here, Subject
 from qtrace.tuning.pareto import CostLimits, certainty, choose
-from qtrace.tuning.pool import Here, Pool, RayTasks, Subject, TrialProcesses
 from qtrace.tuning.report import Tuning, recipe_text, render_page
 from qtrace.tuning.search import TuneSettings, find_limits, judged_in_full, search, split
 from qtrace.tuning.space import as_recipe
 from qtrace.tuning.trials import Trial, TrialLog
+from qtrace.workers.job import Pool
+from qtrace.workers.processes import Processes
+from qtrace.workers.ray import RayTasks
 
 __all__ = ["CostLimits", "Trial", "TuneSettings", "Tuning", "tune"]
 
@@ -113,10 +116,10 @@ def _find_pool(
 ) -> Pool:
     """Returns who judges the trials."""
     if ray is not None:
-        return RayTasks(Subject.of(judge, parts, allow, 1), workers, ray)
+        return RayTasks(Subject.of(judge, parts, allow, 1).job(), workers, ray)
     if workers == 1:
         return Here(judge, parts)
-    return TrialProcesses(Subject.of(judge, parts, allow, workers), workers)
+    return Processes(Subject.of(judge, parts, allow, workers).job(), workers)
 
 
 def _check_limits(settings: TuneSettings, qconfig: QConfig) -> None:

@@ -23,10 +23,11 @@ from qtrace.preparation.model import QuantizedModel
 from qtrace.sensitivity.diagnosis import diagnose
 from qtrace.sensitivity.simulation import Simulation
 from qtrace.tuning.judge import Judge, Judged, RungData
+from qtrace.tuning.judging import Here, Task
 from qtrace.tuning.pareto import CostLimits, rank
-from qtrace.tuning.pool import Here, Pool, Task
 from qtrace.tuning.space import first_suggestions, mutate, suggest_cures, suggest_float_tail
 from qtrace.tuning.trials import Layer, Suggestion, Trial, TrialLog, digest_of
+from qtrace.workers.job import Pool
 
 __all__ = ["TuneSettings", "find_limits", "judged_in_full", "propose", "search", "split"]
 
@@ -194,9 +195,10 @@ class _Search:
             if not proposals:
                 return
             results = pool.run([self._task(proposal) for proposal in proposals])
-            for number, (proposal, judged) in enumerate(zip(proposals, results, strict=True), done):
+            for number, (proposal, outcome) in enumerate(zip(proposals, results, strict=True), done):
+                trial = _trial(number, proposal, outcome.get())
                 now = time.monotonic()  # of trials at the same time, each counts what it adds
-                self._keep(replace(_trial(number, proposal, judged), seconds=now - started))
+                self._keep(replace(trial, seconds=now - started))
                 started = now
 
     def _run_first(self, recipe: dict[str, Any]) -> None:

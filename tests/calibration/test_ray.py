@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.calibration.executors import Ray
-from qtrace.calibration.jobs import Source
+from qtrace.calibration.jobs import LocalCollection, Source
 from qtrace.calibration.running import RunSettings, collect_all
 from qtrace.errors import ConfigError
 from qtrace.observers.base import to_dict
+from qtrace.workers.ray import RayTasks
 from tests.nets import Chain, images
 
 _INSTALLED = importlib.util.find_spec("ray") is not None
@@ -41,6 +41,6 @@ def test_a_local_cluster_gives_the_same(tmp_path: Path) -> None:
 def test_ray_is_asked_for_where_it_is_missing() -> None:
     with (
         pytest.raises(ConfigError, match=r"--ray needs the package ray: run pip install -e '\.\[ray\]'"),
-        Ray(""),
+        RayTasks(LocalCollection(), 1, ""),
     ):
         pass

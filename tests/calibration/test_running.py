@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import random
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import qtrace
-from qtrace.calibration import executors, running
+from qtrace.calibration import running
 from qtrace.calibration.checkpoint import Cadence, StoredParts, fingerprint
-from qtrace.calibration.executors import Processes, run_elsewhere
-from qtrace.calibration.jobs import Source, WorkerJob, run_job
+from qtrace.calibration.jobs import LocalCollection, RemoteCollection, Source, WorkerJob, run_job
 from qtrace.calibration.running import Result, RunSettings, collect_all
-from qtrace.errors import CalibrationError, DataError, QtraceError
+from qtrace.errors import CalibrationError, DataError
 from qtrace.graph.types import TracedModule
 from qtrace.observers.base import to_dict
 from qtrace.preparation.model import QuantizedModel
 from qtrace.storage.archives import pack_arrays, unpack_arrays
 from qtrace.storage.outputs import has_parts
+from qtrace.workers.job import Outcome
+from qtrace.workers.ray import do_elsewhere
 from tests.nets import Chain, images
 
 _BATCHES = 7
@@ -67,9 +67,8 @@ class InThisProcess:
     def __exit__(self, *error: Any) -> None:
         pass
 
-    def run(self, jobs: Sequence[WorkerJob], told: Callable[[int], None]) -> None:
-        for job in self.order(list(jobs)):
-            run_job(WorkerJob.from_json(job.to_json()), told)
+    def run(self, jobs: Sequence[WorkerJob], told: Callable[[int], None]) -> list[Outcome]:
+        return [Outcome(run_job(pickle.loads(pickle.dumps(job)), told)) for job in self.order(list(jobs))]
 
 
 def _shuffled(jobs: list[WorkerJob]) -> list[WorkerJob]:
@@ -82,7 +81,7 @@ def test_any_number_of_shards_in_any_order_gives_the_same(
 ) -> None:
     alone = _state(_collect(prepared, data, tmp_path / "alone", engine=engine))
     for workers, order in ((2, list), (5, _shuffled), (5, lambda jobs: jobs[::-1])):
-        monkeypatch.setattr(running, "_executor", lambda settings, o=order: InThisProcess(o))
+        monkeypatch.setattr(running, "_pool", lambda *_, o=order: InThisProcess(o))
         folder = tmp_path / f"{workers}{order}"
         assert _state(_collect(prepared, data, folder, engine=engine, workers=workers)) == alone
 
@@ -97,19 +96,22 @@ def test_real_workers_give_the_same(
 
 
 def test_what_a_cluster_gives_back_is_the_part(prepared: TracedModule, data: Source, tmp_path: Path) -> None:
-    """The remote half of `Ray`, without a cluster."""
+    """The remote half of `RayTasks`, without a cluster."""
     model = tmp_path / "prepared.mge"
     qtrace.save(prepared, model)
     chosen = running.Chosen("megengine", "as asked")
     job = WorkerJob("elsewhere", (), data, 0, 1, (), chosen, None, str(tmp_path / "a.part.npz"), "id")
-    content, numbers, problem = run_elsewhere(job.to_json(), model.read_bytes())
-    assert (numbers, problem) == (list(range(_BATCHES)), None)
-    Path(job.part).write_bytes(content)
+    there = pickle.loads(pickle.dumps(RemoteCollection(model)))
+    model.unlink()
+    ended, numbers = do_elsewhere(there, job)
+    assert numbers == list(range(_BATCHES))
+    ended.get().store()
     part = StoredParts(tmp_path, QuantizedModel(prepared), "id").gather()
     alone = _collect(prepared, data, tmp_path / "alone", engine="megengine").collected.statistics
     assert part.statistics.batches == alone.batches
     missing = dataclasses.replace(job, source=Source(str(tmp_path / "gone.npy")))
-    assert run_elsewhere(missing.to_json(), model.read_bytes())[2][0] == "DataError"  # type: ignore[index]
+    with pytest.raises(DataError):
+        do_elsewhere(there, missing)[0].get().store()
 
 
 class Failing:
@@ -154,7 +156,7 @@ def test_workers_go_on_where_one_process_stopped(
     source: Any = Failing(data, 3, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         collect_all(prepared, source, data, folder, RunSettings(seconds=None))
-    monkeypatch.setattr(running, "_executor", lambda settings: InThisProcess(_shuffled))
+    monkeypatch.setattr(running, "_pool", lambda *_: InThisProcess(_shuffled))
     result = _collect(prepared, data, folder, workers=3)
     assert (result.resumed, _state(result)) == (3, alone)
 
@@ -162,7 +164,7 @@ def test_workers_go_on_where_one_process_stopped(
 def test_killed_between_gathering_and_removing_counts_no_batch_twice(
     prepared: TracedModule, data: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running, "_executor", lambda settings: InThisProcess(list))
+    monkeypatch.setattr(running, "_pool", lambda *_: InThisProcess(list))
     folder = tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", lambda *a, **k: None)
@@ -216,7 +218,7 @@ def test_a_loader_that_shuffles_is_found_out(
         "import numpy as np\ndef batches():\n    for i in range(4): yield np.random.rand(2, 3, 8, 8)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(running, "_executor", lambda settings: InThisProcess(list))
+    monkeypatch.setattr(running, "_pool", lambda *_: InThisProcess(list))
     with pytest.raises(
         CalibrationError, match="not the same at every iteration: give the loader a fixed seed"
     ):
@@ -246,32 +248,9 @@ def test_a_worker_that_fails_is_told_and_what_it_saw_is_kept(prepared: TracedMod
     assert seen >= {0, 2} or seen >= {1, 3}  # the other one may have been stopped before its first batch
 
 
-def test_a_worker_that_dies_is_told(prepared: TracedModule, data: Source, tmp_path: Path) -> None:
-    with Processes(1) as executor:
-        executor._workers[0].kill()
-        job = WorkerJob("m", (), data, 0, 1, (), running.Chosen("megengine", ""), None, "p", "i")
-        with pytest.raises(QtraceError, match="worker 0 was ended by signal 9 after 0 batches"):
-            executor.run([job], lambda number: None)
-
-
-def test_what_a_worker_says_after_it_was_told_to_end_is_no_cause() -> None:
-    executor, failures = Processes(2), {1: QtraceError("the cause")}
-    executor._terminate()
-    said = SimpleNamespace(
-        stdout=['{"error": "initialization failed", "kind": "GraphError"}'], wait=lambda: 2
-    )
-    executor._follow(0, said, print, failures)
-    assert {index: str(error) for index, error in failures.items()} == {1: "the cause"}
-
-
-def test_a_worker_that_was_stopped_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executors, "_EXIT_SECONDS", 300)  # a busy machine may need more than usual
-    executor = Processes(1)
-    executor.__enter__()
-    worker = executor._workers[0]
-    worker.send_signal(signal.SIGSTOP)
-    executor.__exit__(None, None, None)
-    assert worker.returncode in (143, -signal.SIGTERM)  # not killed: it could write what it had seen
+def test_a_collection_whose_worker_dies_says_after_how_many_batches() -> None:
+    text = LocalCollection().describe_end(0, "was ended by signal 9", 3)
+    assert text == "worker 0 was ended by signal 9 after 3 batches."
 
 
 def test_cadence() -> None:

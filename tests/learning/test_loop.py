@@ -17,8 +17,8 @@ from qtrace.learning.loop import descend
 class Parabola:
     """Minimizes ``(x - 3)**2``."""
 
-    def __init__(self, last: int = 1000, spoiled: int = -1) -> None:
-        self.adam, self.last, self.spoiled = Adam(np.zeros(1), 0.1), last, spoiled
+    def __init__(self, spoiled: int = -1) -> None:
+        self.adam, self.spoiled = Adam(np.zeros(1), 0.1), spoiled
         self.calls: list[tuple[str, int]] = []
 
     def compute(self, step: int) -> tuple[list[float], list[Any]]:
@@ -33,9 +33,6 @@ class Parabola:
     def fail(self, loss: float, step: int) -> QtraceError:
         return TrainingError(f"the loss is {loss} in step {step}")
 
-    def ends(self, completed: int) -> bool:
-        return completed >= self.last
-
 
 def test_it_descends() -> None:
     parabola = Parabola()
@@ -44,8 +41,8 @@ def test_it_descends() -> None:
 
 
 def test_it_goes_on_from_a_step_and_ends_early() -> None:
-    parabola = Parabola(last=7)
-    descend(parabola, range(5, 20))
+    parabola = Parabola()
+    descend(parabola, range(5, 20), lambda completed: completed == 7)
     assert parabola.calls == [(name, step) for step in (5, 6) for name in ("compute", "move")]
 
 

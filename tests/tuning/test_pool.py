@@ -15,12 +15,13 @@ import pytest
 import qtrace
 from qtrace.errors import ConfigError, QtraceError
 from qtrace.tuning import TuneSettings, Tuning, tune
-from qtrace.tuning import pool as pools
 from qtrace.tuning.folder import TRIALS
 from qtrace.tuning.judge import Judge
-from qtrace.tuning.pool import Here, Subject, Task, TrialProcesses
+from qtrace.tuning.judging import Here, Subject, Task
 from qtrace.tuning.search import split
 from qtrace.tuning.space import as_recipe
+from qtrace.workers import processes
+from qtrace.workers.processes import Processes
 from tests.tuning.test_search import data, run, small, start, told
 
 
@@ -42,9 +43,9 @@ def test_processes_judge_as_this_one_does() -> None:
     recipe = as_recipe(start())
     tasks = [Task({**recipe, "weight": {"bits": bits}}, rung, None) for bits in (8, 5) for rung in (0, 2)]
     tasks.append(Task({**recipe, "ptq": ["equalise"]}, 0, None))
-    here = list(Here(judge, parts).run(tasks))
-    with TrialProcesses(Subject.of(judge, parts, (), 2), 2) as pool:
-        there = list(pool.run(tasks))
+    here = [outcome.get() for outcome in Here(judge, parts).run(tasks)]
+    with Processes(Subject.of(judge, parts, (), 2).job(), 2) as pool:
+        there = [outcome.get() for outcome in pool.run(tasks)]
     assert there == here
     assert all(judged.value is not None for judged in here[:-1])
     assert "equalise" in here[-1].problem
@@ -75,14 +76,14 @@ def test_a_metric_without_a_name_is_refused_before_a_trial(tmp_path: Path) -> No
 def test_a_process_that_dies_ends_the_search_and_loses_no_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send = pools._send
+    send = processes._send
 
     def kill(worker: Any, message: bytes) -> None:
         send(worker, message)
-        if len(message) < 4000:  # a task
+        if isinstance(message, Task):
             os.kill(worker.pid, signal.SIGKILL)
 
-    monkeypatch.setattr(pools, "_send", kill)
+    monkeypatch.setattr(processes, "_send", kill)
     with pytest.raises(QtraceError, match=r"was ended by signal 9: run the command again"):
         _search(tmp_path / "b", workers=2)
     monkeypatch.undo()

@@ -14,7 +14,7 @@ from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.plain_graph import PlainGraph
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
-from qtrace.fakequant.following.bn_fold import LAYERS, BnFold
+from qtrace.fakequant.following.bn_fold import LAYERS, BnFold, BnFoldCall
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import flatten
 from qtrace.graph.module_tree import set_parameter
@@ -44,12 +44,12 @@ def bare_graph(prepared: TracedModule) -> ConvertedGraph:
         for expr in exprs(flat):
             module = owner(expr)
             if isinstance(module, BnFold):
-                _, x, weight, bias, norm, *_ = expr.args
-                like = expr.outputs[0]
+                call, like = BnFoldCall(*expr.args), expr.outputs[0]
+                nodes = (call.x, call.weight, call.bias)
                 layer = editor.call_function(
-                    LAYERS[module.kind], x, weight, bias, after=expr, like=like, **module.options
+                    LAYERS[module.kind], *nodes, after=expr, like=like, **module.options
                 )
-                new = editor.call_module(norm.expr.name, layer, after=layer.expr, like=like)
+                new = editor.call_module(call.norm.expr.name, layer, after=layer.expr, like=like)
                 editor.replace_expr(expr, new)
     return _without_sites(flat, model.record)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import numpy as np
-from megengine import Parameter
 
-from qtrace.learning.engine import LearningEngine, Losses
+from qtrace.learning.engine import LearningEngine, LearningStep
 from qtrace.learning.torch.adam import TorchAdam
 from qtrace.learning.torch.graph import TorchGraph
 
@@ -28,17 +25,11 @@ class TorchEngine(LearningEngine):
     def __init__(self, graph: TorchGraph) -> None:
         self.graph = graph
 
-    def gradients(
-        self,
-        losses: Losses,
-        parameters: Sequence[Parameter],
-        inputs: Sequence[np.ndarray],
-        values: Mapping[int, np.ndarray] | None = None,
-    ) -> list[np.ndarray | None]:
+    def gradients(self, step: LearningStep) -> list[np.ndarray | None]:
         """Computes the losses and the gradients; see `LearningEngine`."""
-        with self.graph.learning(parameters, values or {}):
-            computed = losses(*inputs)
+        with self.graph.learning(step.parameters, step.values):
+            computed = step.losses(*step.inputs)
             if computed[0].requires_grad:
                 computed[0].backward()
-            gradients = [self.graph.gradient(parameter) for parameter in parameters]
+            gradients = [self.graph.gradient(parameter) for parameter in step.parameters]
         return [*(loss.detach().numpy() for loss in computed), *gradients]

@@ -14,7 +14,7 @@ from megengine import Parameter
 from qtrace import ops
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
-from qtrace.fakequant.following.bn_fold import BnFold
+from qtrace.fakequant.following.bn_fold import BnFold, BnFoldCall
 from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.module_tree import delete_attribute, set_parameter
@@ -73,7 +73,8 @@ def _find_computed(model: TracedModule, annotation: Annotation) -> list[TensorNo
 def _unrounded_parameters(expr: Expr) -> Iterator[TensorNode]:
     """Yields the weight, the bias and the factors that a layer or product reads, before their rounding."""
     if isinstance(owner(expr), BnFold):
-        yield from (node for node in expr.args[2:4] if node is not None)
+        fold = BnFoldCall(*expr.args)
+        yield from (node for node in (fold.weight, fold.bias) if node is not None)
     call = ops.read(expr)
     for node in (
         () if call is None or call.role is not Role.COMPUTE else (call.weight, call.bias, *call.inputs)

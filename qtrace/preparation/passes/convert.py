@@ -15,7 +15,7 @@ from qtrace.errors import ConfigError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.fixed import FixedFakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
-from qtrace.fakequant.following.bn_fold import LAYERS
+from qtrace.fakequant.following.bn_fold import LAYERS, BnFoldCall
 from qtrace.gradients import conv2d, plain
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.finish import exchange_function
@@ -124,8 +124,8 @@ def _write_folds(model: TracedModule, annotation: Annotation) -> Annotation:
         for fold in annotation.folds:
             sites.update((s.name, s) for s in _write_fold(editor, container, fold, calls[fold.norm], sites))
     for fold in annotation.folds:
-        delattr(container, calls[fold.norm].args[0].expr.name.rpartition(".")[2])
-    for norm in dict.fromkeys(calls[fold.norm].args[4].expr.name for fold in annotation.folds):
+        delattr(container, BnFoldCall(*calls[fold.norm].args).module.expr.name.rpartition(".")[2])
+    for norm in dict.fromkeys(BnFoldCall(*calls[fold.norm].args).norm.expr.name for fold in annotation.folds):
         delete_attribute(model, norm)  # once, if several layers share the BatchNorm
     model._update_ref()
     return dataclasses.replace(annotation, sites=tuple(sites.values()), folds=())
@@ -136,7 +136,7 @@ def _write_fold(
 ) -> tuple[Site, ...]:
     """Replaces the call ``expr`` of one `BnFold` by its layer; returns the sites of weight and bias."""
     module: Any = owner(expr)
-    _, x, weight, bias, norm, _, source = expr.args
+    _, x, weight, bias, norm, _, source = BnFoldCall(*expr.args)
     scales, out = getattr(container, fold.weight), expr.outputs[0]
     path = weight.expr.name
     bias_path = (

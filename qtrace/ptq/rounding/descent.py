@@ -27,21 +27,26 @@ _LOSS_TOLERANCE, _GRADIENT_TOLERANCE = 0.01, 0.1
 _LOG = logging.getLogger("qtrace")
 
 
-def _choose_gradients(engine: LearningEngine | None, *arguments: Any) -> BlockGradients:
+def _choose_gradients(
+    engine: LearningEngine | None, run: BlockRun, data: BlockData, settings: DescentSettings, unit: float
+) -> BlockGradients:
     """Takes torch for a block on whose first step both engines agree, else MegEngine."""
     if engine is None:
-        return MegEngineGradients(*arguments)
+        return MegEngineGradients(run, data, settings, unit)
+    from qtrace.learning.torch.engine import TorchEngine
     from qtrace.ptq.rounding.torch_block import TorchGradients
 
-    slow, fast = MegEngineGradients(*arguments, traced=False), TorchGradients(engine, *arguments)
+    assert isinstance(engine, TorchEngine)
+    slow = MegEngineGradients(run, data, settings, unit, traced=False)
+    fast = TorchGradients(engine, run, data, settings, unit)
     try:
-        reason = _find_difference(*(g(np.random.default_rng(0), g.settings.drop) for g in (slow, fast)))
+        reason = _find_difference(*(g(np.random.default_rng(0), settings.drop) for g in (slow, fast)))
     except UnsupportedError as error:
         reason = str(error)
     if not reason:
         return fast
-    _LOG.info(f"MegEngine learns {slow.run.block.name}: in torch {reason}")
-    return MegEngineGradients(*arguments)
+    _LOG.info(f"MegEngine learns {run.block.name}: in torch {reason}")
+    return MegEngineGradients(run, data, settings, unit)
 
 
 def _find_difference(slow: tuple[float, list[np.ndarray]], fast: tuple[float, list[np.ndarray]]) -> str:
@@ -71,8 +76,7 @@ class _BlockDescent:
         self.scales = [scale for _, scale in run.scales.values()] if settings.scale_lr else []
         values = [scale.numpy().copy() for scale in self.scales]
         self.steppers = [Adam(value, settings.scale_lr * value.copy()) for value in values]
-        parameters = [*(state.parameter for state in run.layers), *self.scales]
-        self.gradients = _choose_gradients(engine, run, data, settings, parameters, unit)
+        self.gradients = _choose_gradients(engine, run, data, settings, unit)
         self.strength = settings.strength / sum(state.nearest.size for state in run.layers)
 
     def compute(self, step: int) -> tuple[list[float], list[np.ndarray]]:
@@ -97,9 +101,6 @@ class _BlockDescent:
             f"the loss of {self.run.block.name} is {loss} in step {step + 1}: the model is left as it was; "
             "try a lower lr, and look at the calibration data."
         )
-
-    def ends(self, completed: int) -> bool:
-        return False
 
 
 def learn_block(

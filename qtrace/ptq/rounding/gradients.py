@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from megengine import Parameter, Tensor
 
-from qtrace.learning.engine import MIN_TRACED_STEPS, LearningEngine, MegEngineEngine
+from qtrace.learning.engine import MIN_TRACED_STEPS, LearningEngine, LearningStep, MegEngineEngine
 from qtrace.ptq.rounding.block_run import BlockData, BlockRun
 
 __all__ = ["BlockGradients", "DescentSettings", "MegEngineGradients"]
@@ -57,7 +57,6 @@ class BlockGradients:
         run: the block with its parameters.
         data: the inputs of the block and the references of its outputs.
         settings: the settings of the descent.
-        parameters: the parameters whose gradients are computed.
         unit: the mean squared error that counts as 1.
         engine: computes the gradients.
         forward: computes the exits from the entries and the function that gives masks, or None.
@@ -69,14 +68,15 @@ class BlockGradients:
         run: BlockRun,
         data: BlockData,
         settings: DescentSettings,
-        parameters: Sequence[Parameter],
         unit: float,
         engine: LearningEngine,
         forward: Callable[[Sequence[Any], Any], Sequence[Any]],
         tensor: Callable[[np.ndarray], Any],
     ) -> None:
         self.run, self.data, self.settings, self.unit = run, data, settings, unit
-        self.parameters, self.engine = list(parameters), engine
+        self.engine = engine
+        learned = [scale for _, scale in run.scales.values()] if settings.scale_lr else []
+        self.parameters: list[Parameter] = [*(state.parameter for state in run.layers), *learned]
         self._forward, self._tensor = forward, tensor
         self.mask_shapes: list[tuple[int, ...]] = []
 
@@ -102,7 +102,7 @@ class BlockGradients:
             return [sum(errors[1:], errors[0]) / size]
 
         inputs = [*entries, *references, *masks]
-        loss, *gradients = self.engine.gradients(losses, self.parameters, inputs)
+        loss, *gradients = self.engine.gradients(LearningStep(losses, self.parameters, inputs))
         assert loss is not None
         pairs = zip(self.parameters, gradients, strict=True)
         return float(loss), [np.zeros(p.shape, np.float32) if g is None else g for p, g in pairs]
@@ -128,22 +128,15 @@ class MegEngineGradients(BlockGradients):
     """Computes steps in MegEngine, under ``jit.trace`` if all have the same shapes.
 
     Args:
-        run, data, settings, parameters, unit: as for `BlockGradients`.
+        run, data, settings, unit: as for `BlockGradients`.
         traced: whether the steps may run under ``jit.trace``.
     """
 
     def __init__(
-        self,
-        run: BlockRun,
-        data: BlockData,
-        settings: DescentSettings,
-        parameters: Sequence[Parameter],
-        unit: float,
-        traced: bool = True,
+        self, run: BlockRun, data: BlockData, settings: DescentSettings, unit: float, traced: bool = True
     ) -> None:
         jit = traced and data.whole is not None and settings.iterations >= MIN_TRACED_STEPS
-        engine = MegEngineEngine(jit)
-        super().__init__(run, data, settings, parameters, unit, engine, run.forward, _as_tensor)
+        super().__init__(run, data, settings, unit, MegEngineEngine(jit), run.forward, _as_tensor)
         if jit and settings.drop:
             drawn = data.draw(np.random.default_rng(0), settings.batch)[: data.entries]
             run.forward([Tensor(value) for value in drawn], self._record_shape)

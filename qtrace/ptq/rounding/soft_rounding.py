@@ -86,10 +86,6 @@ class SoftRounding:
             total = total - strength * 2.0 * beta * np.abs(offset) ** (beta - 1.0) * np.sign(offset)
         return np.asarray(total * (inside * _SPAN * sigmoid * (1.0 - sigmoid))).astype(self.v.dtype)
 
-    def regulariser(self, beta: float) -> float:
-        """``sum(1 - |2 h - 1|**beta)``."""
-        return float(np.sum(1.0 - np.abs(2.0 * self.up() - 1.0) ** beta))
-
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
     return np.asarray(1.0 / (1.0 + np.exp(-x)))

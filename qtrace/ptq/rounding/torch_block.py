@@ -16,8 +16,8 @@ from qtrace.graph.walk import owner
 from qtrace.learning.torch.engine import TorchEngine
 from qtrace.learning.torch.fake_quants import shaped, stored_parameters
 from qtrace.learning.torch.rounding import quant_dequant
-from qtrace.ptq.rounding.block_run import BlockRun
-from qtrace.ptq.rounding.gradients import BlockGradients
+from qtrace.ptq.rounding.block_run import BlockData, BlockRun
+from qtrace.ptq.rounding.gradients import BlockGradients, DescentSettings
 
 __all__ = ["TorchGradients"]
 
@@ -27,11 +27,13 @@ class TorchGradients(BlockGradients):
 
     Args:
         engine: the engine, on the whole graph.
-        run, data, settings, parameters, unit: as for `BlockGradients`.
+        run, data, settings, unit: as for `BlockGradients`.
     """
 
-    def __init__(self, engine: TorchEngine, run: BlockRun, *arguments: Any) -> None:
-        super().__init__(run, *arguments, engine, self._exits, _tensor)
+    def __init__(
+        self, engine: TorchEngine, run: BlockRun, data: BlockData, settings: DescentSettings, unit: float
+    ) -> None:
+        super().__init__(run, data, settings, unit, engine, self._exits, _tensor)
         self.graph, self._fixed = engine.graph, dict[Node, Any]()
 
     def _exits(self, entries: Sequence[Any], masks: Callable[[Any], Any] | None) -> list[Any]:

@@ -79,7 +79,7 @@ def test_the_gradient_of_a_weight_is_that_of_finite_differences() -> None:
     with queueless():
         run, data = _run()
         settings = dataclasses.replace(SETTINGS, drop=1 - 1e-12)
-        step = gradients.MegEngineGradients(run, data, settings, [s.parameter for s in run.layers], 0.01)
+        step = gradients.MegEngineGradients(run, data, settings, 0.01)
 
         def loss(layer: int, weight: np.ndarray) -> tuple[float, list[np.ndarray]]:
             run.layers[layer].parameter._reset(mge.Parameter(weight))

@@ -241,6 +241,8 @@ class _DocumentReader:
             except TypeError:
                 bound = {}
             named = {key: value for key, value in bound.items() if key in _WEIGHTS}
+            if call is not None and call.kind == "prelu":  # MegEngine's function calls its slopes y
+                named = {"weight": expr.args[-1]}
         order = sorted(named, key=lambda key: [*renamed, key].index(key))
         roles: dict[Node, str] = {}
         for key in order:

@@ -198,7 +198,7 @@ def _stored(op: DocumentOp) -> str:
 
 
 def _weight(op: DocumentOp, key: str, value: Value) -> MSCTensor:
-    if key == "bias" or (op.kind == "batch_norm" and key != "const"):  # (1, C, 1, 1) in the graph
+    if key == "bias" or op.kind in ("batch_norm", "prelu"):  # (1, C, 1, 1) in the graph
         value = replace(value, shape=(math.prod(value.shape),))
     if key == "weight":
         value = replace(value, shape=weight_shape(op.kind, value))

@@ -112,7 +112,7 @@ class MSCNode:
     name: str
     shared_ref: str
     optype: str
-    parents: tuple[MSCNode, ...]
+    parents: tuple[MSCNode, ...] = field(repr=False)
     inputs: tuple[MSCTensor, ...]
     outputs: tuple[MSCTensor, ...]
     attrs: Mapping[str, str]
@@ -201,7 +201,7 @@ class MSCPrim:
     index: int
     name: str
     optype: str
-    parents: tuple[MSCPrim, ...]
+    parents: tuple[MSCPrim, ...] = field(repr=False)
     attrs: Mapping[str, str]
     children: tuple[MSCPrim, ...] = field(default=(), init=False, repr=False)
 
@@ -227,7 +227,7 @@ class MSCGraph:
     outputs: tuple[str, ...]
     nodes: tuple[MSCNode, ...]
     prims: tuple[MSCPrim, ...] = ()
-    values: Mapping[str, np.ndarray] = field(default_factory=dict)
+    values: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         for members in (self.nodes, self.prims):

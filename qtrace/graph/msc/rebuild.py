@@ -8,9 +8,10 @@ of model files, and by no other way: a document runs nothing that a saved model 
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.process.thread import on_engine_thread
 
 __all__ = ["to_traced"]
+
+LookUp = Callable[[dict[str, Any]], Any]
 
 _PATH = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*\Z")
 
@@ -131,38 +134,46 @@ class _Rebuilder:
                 result._qualname = f"{self.builder.graph._name}.{path}{'.' if path else ''}[{node.name}]"
 
     def _call(self, node: MSCNode, call: Mapping[str, Any]) -> list[TensorNode]:
-        names = [node.name, *(f"{node.name}_{i}" for i in range(1, len(node.outputs)))]
-
         def look_up(reference: Mapping[str, Any]) -> TensorNode:
             return self._operand(node, reference)
 
         arguments, options = call.get("args", []), call.get("kwargs", {})
         if not isinstance(arguments, list) or not isinstance(options, dict):
             raise GraphError("its arguments are no list, or its options no object")
-        args = [read_value(value, look_up) for value in arguments]
-        kwargs = {key: read_value(value, look_up) for key, value in options.items()}
+        try:
+            args = [read_value(value, look_up) for value in arguments]
+            kwargs = {key: read_value(value, look_up) for key, value in options.items()}
+        except RecursionError as error:
+            raise GraphError("its arguments are nested too deeply") from error
+        add = self._callee(node, call, look_up, args)
+        names = [node.name, *(f"{node.name}_{i}" for i in range(1, len(node.outputs)))]
+        try:
+            add(*args, name=names, **kwargs)
+        except (TypeError, AssertionError, ValueError) as error:  # of MegEngine's lists of arguments
+            raise GraphError(f"its arguments do not fit its callee ({str(error).splitlines()[0]})") from error
+        return list(self.builder.graph._exprs[-1].outputs)
+
+    def _callee(
+        self, node: MSCNode, call: Mapping[str, Any], look_up: LookUp, args: list[Any]
+    ) -> Callable[..., Any]:
+        """Returns what adds the call to the graph."""
         if "function" in call:
-            self.builder.call_function(self._function(call["function"]), *args, name=names, **kwargs)
-        elif "method" in call:
+            function = self.names.function(_pair(call["function"]))
+            return functools.partial(self.builder.call_function, function)
+        if "method" in call:
             method = call["method"]
             if not isinstance(method, str) or method not in allowlist.TENSOR_METHODS:
                 raise GraphError(f"it calls the method {shown(method)}, which is not on the allow-list")
             if not args or not isinstance(args[0], TensorNode):
                 raise GraphError(f"it calls the method {method} of no tensor")
-            self.builder.call_method(method, *args, name=names, **kwargs)
-        elif "kernel" in call:
+            return functools.partial(self.builder.call_method, method)
+        if "kernel" in call:
             if not all(isinstance(value, TensorNode) for value in args):
                 raise GraphError("it applies a kernel to what is no tensor")
-            self.builder.call_kernel(_kernel(call, look_up), *args, name=names)
-        elif "module" in call:
-            path = self._module(node, call, look_up)
-            self.builder.call_module(path, None, *args, name=names, **kwargs)
-        else:
-            raise GraphError("it calls no function, method, kernel or module")
-        return list(self.builder.graph._exprs[-1].outputs)
-
-    def _function(self, key: Any) -> Any:
-        return self.names.function(_pair(key))
+            return functools.partial(self.builder.call_kernel, _kernel(call, look_up))
+        if "module" in call:
+            return functools.partial(self.builder.call_module, self._module(node, call, look_up), None)
+        raise GraphError("it calls no function, method, kernel or module")
 
     def _operand(self, node: MSCNode, reference: Mapping[str, Any]) -> TensorNode:
         """Returns what a call reads: an input of the node or a weight, rounded as the document says."""
@@ -171,7 +182,7 @@ class _Rebuilder:
         if number is not None and int(number[1]) < len(node.inputs):
             value = self.tensors[node.inputs[int(number[1])].name]
             return self.roundings.apply(node, f"input_{int(number[1])}", value)
-        if key not in node.weights:
+        if not isinstance(key, str) or key not in node.weights:
             raise GraphError(f"it reads {shown(key)}, which is none of its inputs and weights")
         return self._weight(node, key, shape)
 
@@ -195,8 +206,8 @@ class _Rebuilder:
         return self.roundings.apply(node, kind, self.stored[path])
 
     def _value(self, node: MSCNode, kind: str, shape: Any) -> np.ndarray:
-        if kind not in node.weights:
-            raise GraphError(f"it has no weight {kind!r}")
+        if not isinstance(kind, str) or kind not in node.weights:
+            raise GraphError(f"it has no weight {shown(kind)}")
         name = node.weights[kind].name
         if name not in self.graph.values:
             raise GraphError(f"its {kind} {name} has no value: read the document with its .npz beside it")
@@ -211,7 +222,7 @@ class _Rebuilder:
         except ValueError:
             raise GraphError(f"its {kind} of shape {list(value.shape)} cannot have the shape {shape}") from None
 
-    def _module(self, node: MSCNode, call: Mapping[str, Any], look_up: Any) -> str:
+    def _module(self, node: MSCNode, call: Mapping[str, Any], look_up: LookUp) -> str:
         """Adds the module of a call where it is called first; returns its path."""
         path, description = call.get("path"), {k: call.get(k) for k in ("module", "attributes", "tensors")}
         if not isinstance(path, str) or not _PATH.match(path):
@@ -262,7 +273,7 @@ def _pair(key: Any) -> tuple[str, str]:
     return module, name
 
 
-def _kernel(call: Mapping[str, Any], look_up: Any) -> Any:
+def _kernel(call: Mapping[str, Any], look_up: LookUp) -> Any:
     key = f"megengine.core._imperative_rt.ops:{call['kernel']}"
     if key not in allowlist.OPDEFS:
         raise GraphError(f"it applies the kernel {shown(call['kernel'])}, which is not on the allow-list")

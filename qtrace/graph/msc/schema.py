@@ -147,6 +147,10 @@ def _prim(item: Any, about: str) -> dict[str, Any]:
 
 def _check_names(document: Mapping[str, Any]) -> None:
     """Refuses names that two things have, and what is read before it is given: so there is no cycle."""
+    for sort in ("node", "prim"):
+        names = [member["name"] for member in document[f"{sort}s"]]
+        if len(set(names)) < len(names):
+            raise GraphError(f"two {sort}s have the name {next(n for n in names if names.count(n) > 1)}")
     tensors: dict[str, str] = {}
     for node in document["nodes"]:
         _check_reads(node, tensors)
@@ -161,8 +165,6 @@ def _check_names(document: Mapping[str, Any]) -> None:
             missing = [parent for parent in member["parents"] if parent not in earlier]
             if missing:
                 raise GraphError(f"{sort} {name} names the parent {missing[0]}, which is no earlier {sort}")
-            if name in earlier:
-                raise GraphError(f"two {sort}s have the name {name}")
             earlier.add(name)
     for node in document["nodes"]:  # `earlier` has the names of the prims
         for tensor in node["outputs"]:

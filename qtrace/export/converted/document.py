@@ -346,7 +346,7 @@ def _numbers(site: QuantizedSite) -> TensorQuantization:
 def _forward_path(expr: Expr, stored: dict[str, StoredTensor]) -> str:
     """Returns the path of the module in whose ``forward`` an expr was recorded.
 
-    MegEngine records the path of the called layer: that is the called module, or the one that has the weights.
+    MegEngine records the path of the called layer: that is the called module, or that of the weights.
     """
     path = node_path(expr.outputs[0])
     layers = {tensor.path.rpartition(".")[0] for tensor in stored.values()}

@@ -203,7 +203,9 @@ def _weight(op: DocumentOp, key: str, value: Value) -> MSCTensor:
     if key == "weight":
         value = replace(value, shape=weight_shape(op.kind, value))
     layout = weight_layout(op.kind, value) if key == "weight" else "" if key == "const" else "O"
-    return MSCTensor(value.name, "", value.dtype, layout if len(layout) == len(value.shape) else "", value.shape)
+    return MSCTensor(
+        value.name, "", value.dtype, layout if len(layout) == len(value.shape) else "", value.shape
+    )
 
 
 def _tensor_name(value: Value) -> str:

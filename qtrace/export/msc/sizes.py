@@ -45,7 +45,7 @@ class Sizes:
         prims: the prims so far: `axes` and `add` add to them.
 
     Raises:
-        ExportError: when the graph does not run with one more sample, though ``free_batch`` says so.
+        ExportError: when the graph does not run at other sizes of its open axes.
     """
 
     def __init__(self, graph: ConvertedGraph, free_batch: bool) -> None:
@@ -56,12 +56,7 @@ class Sizes:
         opened = _open_axes(graph, free_batch)
         self._types = [{n: recorded_type(n) for n in (*graph.inputs, *_outputs(graph))}]
         if opened:
-            shapes = {str(n.name): tuple(int(s) for s in n.shape or ()) for n in graph.inputs}
-            for sizes in other_sizes(shapes, opened):
-                try:
-                    self._types.append(types_at(graph, sizes))
-                except GraphError as error:
-                    raise ExportError(f"free_batch of format msc: {error}") from error
+            self._infer(graph, opened)
         self._by_name = {graph.inputs.get(node, node.name): node for node in self._types[0]}
         self._is_open = bool(opened)
         for axis in opened:
@@ -69,6 +64,19 @@ class Sizes:
             size = self._sizes(node, axis.axis)
             if size not in self._values.values():
                 self._shape_prim(graph.inputs[node], 0, axis.axis, size, axis_name(axis))
+
+    def _infer(self, graph: ConvertedGraph, opened: Sequence[OpenAxis]) -> None:
+        """Infers the types of all tensors at other sizes of the open axes."""
+        shapes = {str(n.name): tuple(int(s) for s in n.shape or ()) for n in graph.inputs}
+        for sizes in other_sizes(shapes, opened):
+            try:
+                self._types.append(types_at(graph, sizes))
+            except GraphError as error:
+                raise ExportError(f"format msc: the graph does not run at other sizes: {error}") from error
+        try:  # sizes that halves and doubles do not give back, if the graph takes them
+            self._types.append(types_at(graph, _odd_sizes(shapes, opened)))
+        except GraphError:
+            return
 
     def axes(self, name: str, producer: str, index: int) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
         """Returns the sizes of a tensor and its prims; (None, ()) if no axis is open.
@@ -152,9 +160,7 @@ class Sizes:
                 return prim
         return self._shape_prim(producer, index, axis, sizes, f"SHAPE_{len(self.prims)}")
 
-    def _shape_prim(
-        self, producer: str, index: int, axis: int, sizes: tuple[int, ...], name: str
-    ) -> MSCPrim:
+    def _shape_prim(self, producer: str, index: int, axis: int, sizes: tuple[int, ...], name: str) -> MSCPrim:
         attrs = {"producer": producer, "out_idx": str(index), "dim": str(axis)}
         return self._prim(name, "shape", (), attrs, sizes)
 
@@ -186,6 +192,15 @@ class Sizes:
         )
 
 
+def _odd_sizes(shapes: Mapping[str, tuple[int, ...]], axes: Sequence[OpenAxis]) -> dict[str, tuple[int, ...]]:
+    """Returns shapes whose open axes are longer by different odd numbers."""
+    order = list(dict.fromkeys(axis.size for axis in axes))
+    others = {name: list(shape) for name, shape in shapes.items()}
+    for axis in axes:
+        others[axis.input][axis.axis] += 2 * order.index(axis.size) + 1
+    return {name: tuple(shape) for name, shape in others.items()}
+
+
 def _outputs(graph: ConvertedGraph) -> list[TensorNode]:
     nodes = (node for step in graph.steps for node in step.expr.outputs)
     return [node for node in nodes if isinstance(node, TensorNode) and node.dtype is not None]
@@ -199,4 +214,3 @@ def _open_axes(graph: ConvertedGraph, free_batch: bool) -> tuple[OpenAxis, ...]:
         inputs = (str(n.name) for n in graph.inputs if n.shape is not None and len(n.shape))
         axes += tuple(OpenAxis(node, 0, size, name) for node in inputs if node not in known)
     return axes
-

@@ -1,4 +1,4 @@
-"""MSCGraph, the graph document of TVM's multi-system compiler: data that is looked up, listed and run again."""
+"""MSCGraph, the graph document of TVM's multi-system compiler: data that is looked up, listed, run again."""
 
 from qtrace.graph.msc.document import MSCGraph, MSCNode, MSCPrim, MSCTensor
 from qtrace.graph.msc.reading import from_msc

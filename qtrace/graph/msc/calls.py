@@ -25,8 +25,10 @@ from qtrace.graph.walk import owner
 __all__ = ["BOOKKEEPING", "read_value", "write_call"]
 
 BOOKKEEPING = frozenset(
-    ("_modules", "name", "training", "quantize_disabled", "_name", "_short_name")
-    + ("_forward_pre_hooks", "_forward_hooks")
+    {
+        *("_modules", "name", "training", "quantize_disabled", "_name", "_short_name"),
+        *("_forward_pre_hooks", "_forward_hooks"),
+    }
 )
 """The attributes that every module has, which say nothing about what it computes."""
 
@@ -46,7 +48,9 @@ def write_call(
         GraphError: when an argument or an attribute has no form as data; the message is a clause.
     """
     if isinstance(expr, Apply):
-        state = {key: v.name if isinstance(v, enum.Enum) else v for key, v in expr.opdef.__getstate__().items()}
+        state = {
+            key: v.name if isinstance(v, enum.Enum) else v for key, v in expr.opdef.__getstate__().items()
+        }
         kernel = type(expr.opdef)
         if getattr(builtin, kernel.__name__, None) is not kernel:
             raise GraphError(f"the kernel {kernel.__name__} is none of MegEngine's public ones")
@@ -62,7 +66,12 @@ def write_call(
     elif module is not None:
         arguments = arguments[1:]
         attributes = _attributes(module, refs)
-        callee = {"module": _key(type(module)), "path": path, "attributes": attributes, "tensors": dict(tensors)}
+        callee = {
+            "module": _key(type(module)),
+            "path": path,
+            "attributes": attributes,
+            "tensors": dict(tensors),
+        }
     elif isinstance(expr, CallMethod) and isinstance(arguments[0], Node):
         callee = {"method": expr.method}
     else:
@@ -164,7 +173,10 @@ def read_dtype(name: Any) -> np.dtype[Any]:
 
 
 _DTYPES = frozenset(
-    "float32 float16 int8 int16 int32 int64 uint8 uint16 uint32 uint64 float64 bool bool_".split()
+    {
+        *("float16", "float32", "float64", "int8", "int16", "int32", "int64"),
+        *("uint8", "uint16", "uint32", "uint64", "bool"),
+    }
 )
 
 _READERS: dict[str, Callable[[Any, Callable[[dict[str, Any]], Any]], Any]] = {

@@ -81,7 +81,7 @@ class MSCTensor:
             GraphError: when there is no such axis.
         """
         position = self.layout_of(axis) if isinstance(axis, str) else axis
-        if isinstance(axis, str) and position < 0 or not -self.ndim <= position < self.ndim:
+        if (isinstance(axis, str) and position < 0) or not -self.ndim <= position < self.ndim:
             raise GraphError(f"tensor {self} has no axis {axis!r}.")
         return self.shape[position]
 
@@ -143,7 +143,9 @@ class MSCNode:
             GraphError: when there is none.
         """
         if kind not in self.weights:
-            raise GraphError(f"node {self.name} has no weight {kind!r}, but {', '.join(self.weights) or 'none'}.")
+            raise GraphError(
+                f"node {self.name} has no weight {kind!r}, but {', '.join(self.weights) or 'none'}."
+            )
         return self.weights[kind]
 
     def weight_type(self, name: str) -> str:
@@ -505,8 +507,8 @@ def _read_graph(document: Mapping[str, Any], values: Mapping[str, np.ndarray]) -
     for item in document["prims"]:
         parents = tuple(prims[name] for name in item["parents"])
         prims[item["name"]] = MSCPrim(item["index"], item["name"], item["optype"], parents, item["attrs"])
-    ends = (tuple(document[key]) for key in ("inputs", "outputs"))
-    return MSCGraph(document["name"], *ends, tuple(nodes.values()), tuple(prims.values()), values)
+    inputs, outputs = tuple(document["inputs"]), tuple(document["outputs"])
+    return MSCGraph(document["name"], inputs, outputs, tuple(nodes.values()), tuple(prims.values()), values)
 
 
 def _check_values(graph: MSCGraph) -> None:

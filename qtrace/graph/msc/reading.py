@@ -41,6 +41,6 @@ def _read_values(path: Path) -> dict[str, np.ndarray]:
         return unpack_arrays(path.read_bytes())
     except ValueError as error:
         raise DataError(
-            f"{path.with_suffix('.json')} is damaged: {path.name}, with the values of its weights, cannot be read "
-            f"({error})."
+            f"{path.with_suffix('.json')} is damaged: {path.name}, with the values of its weights, cannot be "
+            f"read ({error})."
         ) from error

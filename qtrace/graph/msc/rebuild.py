@@ -64,7 +64,9 @@ def to_traced(graph: MSCGraph, allow: Iterable[str] = ()) -> TracedModule:
         GraphError: naming the node that has no way back, and why.
     """
     if not isinstance(graph, MSCGraph):
-        raise GraphError(f"to_traced takes an MSCGraph, not a {type(graph).__name__}: read one with from_msc.")
+        raise GraphError(
+            f"to_traced takes an MSCGraph, not a {type(graph).__name__}: read one with from_msc."
+        )
     return _Rebuilder(graph, AllowList(allow)).module()
 
 
@@ -105,7 +107,9 @@ class _Rebuilder:
         for tensor in self.graph.get_inputs():
             node = self.graph.find_producer(tensor)
             if node.name not in inputs or node.outputs != (tensor,) or tensor.name in self.tensors:
-                raise GraphError(f"input {tensor.name} is given by node {node.name}, which is no input of its own.")
+                raise GraphError(
+                    f"input {tensor.name} is given by node {node.name}, which is no input of its own."
+                )
             try:
                 shape, dtype = _traced_shape(node, tensor), read_dtype(tensor.dtype)
             except GraphError as error:
@@ -195,7 +199,9 @@ class _Rebuilder:
         path, value = place.path, self.roundings.stored_value(node, kind, value)
         if path in self.stored:
             known = self.values[path]
-            if known.dtype != value.dtype or not np.array_equal(known, value, equal_nan=value.dtype.kind == "f"):
+            if known.dtype != value.dtype or not np.array_equal(
+                known, value, equal_nan=value.dtype.kind == "f"
+            ):
                 raise GraphError(f"two values are stored at {path}")
         else:
             self.values[path] = value
@@ -206,7 +212,7 @@ class _Rebuilder:
         return self.roundings.apply(node, kind, self.stored[path])
 
     def _value(self, node: MSCNode, kind: str, shape: Any) -> np.ndarray:
-        if not isinstance(kind, str) or kind not in node.weights:
+        if kind not in node.weights:
             raise GraphError(f"it has no weight {shown(kind)}")
         name = node.weights[kind].name
         if name not in self.graph.values:
@@ -220,7 +226,9 @@ class _Rebuilder:
         try:
             return value.reshape(shape)
         except ValueError:
-            raise GraphError(f"its {kind} of shape {list(value.shape)} cannot have the shape {shape}") from None
+            raise GraphError(
+                f"its {kind} of shape {list(value.shape)} cannot have the shape {shape}"
+            ) from None
 
     def _module(self, node: MSCNode, call: Mapping[str, Any], look_up: LookUp) -> str:
         """Adds the module of a call where it is called first; returns its path."""
@@ -245,7 +253,7 @@ class _Rebuilder:
         for name, reference in tensors.items():
             if not name.isidentifier() or not isinstance(reference, dict) or hasattr(cls, name):
                 raise GraphError(f"its module has the tensor {shown(name)}, which no file may set")
-            kind = reference.get("ref")
+            kind = str(reference.get("ref"))
             value = self._value(node, kind, reference.get("shape"))
             trainable = stored_place(node, kind).kind == "parameter"
             setattr(module, name, Parameter(value) if trainable else Tensor(value))
@@ -292,18 +300,14 @@ def _traced_shape(node: MSCNode, tensor: MSCTensor) -> tuple[int, ...]:
     sizes = tuple(int(part) if re.fullmatch(r"\d{1,18}", part) else -1 for part in text.split(","))
     known = zip(sizes, tensor.shape, strict=False)
     if len(sizes) != tensor.ndim or -1 in sizes or any(n not in (size, -1) for size, n in known):
-        raise GraphError(
-            f"its shape {list(tensor.shape)} is open, and its attribute traced_shape is {text!r}: give a shape"
-        )
+        raise GraphError(f"its shape {list(tensor.shape)} is open, and traced_shape is {text!r}: give sizes")
     return sizes
 
 
 def _compare(tensor: MSCTensor, result: TensorNode) -> None:
     """Refuses a result that is not what the document says."""
     shape = tuple(int(n) for n in result.shape)
-    fits = len(shape) == tensor.ndim and all(
-        a in (b, -1) for a, b in zip(tensor.shape, shape, strict=True)
-    )
+    fits = len(shape) == tensor.ndim and all(a in (b, -1) for a, b in zip(tensor.shape, shape, strict=True))
     dtype = np.dtype(result.dtype).name
     if not fits or dtype != tensor.dtype:
         raise GraphError(

@@ -1,8 +1,8 @@
 """The roundings of a converted graph, which its document keeps as attributes of the nodes that read them.
 
-``qparams_input_0`` and so on give the site, scheme, scale and zero point of a tensor. ``roundings`` says where
-values are rounded to them: key of a tensor of the node -> the sites in order, each with the shape of its
-scales, such as ``{"input_0": [["x", []]], "weight": [["conv_weight", [8, 1, 1, 1]]]}``.
+``qparams_input_0`` and so on give the site, scheme, scale and zero point of a tensor. ``roundings`` says
+where values are rounded to them: key of a tensor of the node -> the sites in order, each with the shape of
+its scales, such as ``{"input_0": [["x", []]], "weight": [["conv_weight", [8, 1, 1, 1]]]}``.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ class Roundings:
             scale = _numbers(parameters.get("scale"), site)
             fits = scale.ndim == 0 or scale.size == math.prod(shape)
             if value.dtype != np.float32 or not fits or value.shape != shape:
-                raise GraphError(f"site {site} has {scale.size} scales for a bias of shape {list(value.shape)}")
+                raise GraphError(
+                    f"site {site} has {scale.size} scales for a bias of shape {list(value.shape)}"
+                )
             # As with one scale per tensor, or one per channel, of input and weight.
             ones = np.ones((1, 1) if scale.ndim else (), np.float32)
             product = scale.reshape(shape) if scale.ndim else scale

@@ -1,4 +1,4 @@
-"""Reads the JSON of an MSCGraph as plain data that has every key, the right types, and no tensor from nowhere.
+"""Reads the JSON of an MSCGraph as plain data with every key, the right types, and no tensor from nowhere.
 
 A document is data from anywhere: what is wrong with it is one sentence that names the node and the key.
 Nothing in it is resolved or run here.
@@ -178,4 +178,6 @@ def _check_reads(node: Mapping[str, Any], tensors: Mapping[str, str]) -> None:
         if name not in tensors:
             raise GraphError(f"node {node['name']} reads {name}, which no earlier node gives")
         if tensors[name] not in node["parents"]:
-            raise GraphError(f"node {node['name']} reads {name}, and {tensors[name]} is not among its parents")
+            raise GraphError(
+                f"node {node['name']} reads {name}, and {tensors[name]} is not among its parents"
+            )

@@ -1,4 +1,4 @@
-"""The example that MSC's documentation lists: a 1x1 convolution without bias and a ReLU, from our own graph."""
+"""The example that MSC's documentation lists, a 1x1 convolution and a ReLU, from a graph of ours."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def _tensor(name: str, alias: str, *shape: int, layout: str = "NCHW") -> dict[st
     }
 
 
-def _node(index: int, name: str, optype: str, parent: str, output: dict[str, Any], **more: Any) -> dict[str, Any]:
+def _node(
+    index: int, name: str, optype: str, parent: str, output: dict[str, Any], **more: Any
+) -> dict[str, Any]:
     return {
         "index": index,
         "name": name,
@@ -120,7 +122,9 @@ def test_our_document_of_the_example_is_the_published_one(path: Path) -> None:
 
 
 def test_a_network_of_layers_has_the_same_attributes_and_scopes(tmp_path: Path) -> None:
-    module = net(lambda self, data: self.relu(self.conv(data)), conv=M.Conv2d(3, 6, 1, bias=False), relu=M.ReLU())
+    module = net(
+        lambda self, data: self.relu(self.conv(data)), conv=M.Conv2d(3, 6, 1, bias=False), relu=M.ReLU()
+    )
     graph = from_msc(qtrace.export(qtrace.trace(module, X, check=False), tmp_path / "g.json", format="msc"))
     assert [node.optype for node in graph.get_nodes()] == ["input", "nn.conv2d", "nn.relu"]
     assert [node.get_attrs() for node in graph.get_nodes()] == [{}, _ATTRS, {}]

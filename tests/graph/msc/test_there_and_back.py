@@ -150,7 +150,12 @@ def test_functions_with_parameters_have_weights_by_type(tmp_path: Path) -> None:
     module = net(forward, **dict(zip("mvgb", stats, strict=True)))
     graph, back = _there_and_back(qtrace.trace(module, X, check=False), tmp_path)
     (norm,) = (node for node in graph.get_nodes() if node.optype == "nn.batch_norm")
-    assert {k: t.name for k, t in norm.weights.items()} == {"gamma": "g", "beta": "b", "mean": "m", "var": "v"}
+    assert {k: t.name for k, t in norm.weights.items()} == {
+        "gamma": "g",
+        "beta": "b",
+        "mean": "m",
+        "var": "v",
+    }
     equal(run(module, (X,)), run(back, (X,)))
 
 
@@ -168,7 +173,9 @@ def test_a_network_of_many_ops_gives_the_same_bits(
     equal(run(module, (X,)), run(to_traced(text), (X,)))
 
 
-@pytest.mark.parametrize("recipe", ["backend/onnxruntime", "backend/ncnn", "backend/esp_dl_s3", "backend/megengine"])
+@pytest.mark.parametrize(
+    "recipe", ["backend/onnxruntime", "backend/ncnn", "backend/esp_dl_s3", "backend/megengine"]
+)
 def test_quantized_networks_round_as_they_did(recipe: str, tmp_path: Path) -> None:
     def forward(self: Any, x: Any) -> Any:
         y = F.relu(self.bn(self.conv(x)))
@@ -211,7 +218,10 @@ def _lstm() -> tuple[M.Module, np.ndarray]:
 
 
 NO_WAY_BACK: dict[str, tuple[Callable[[], tuple[M.Module, np.ndarray]], str]] = {
-    "layers of layers": (_lstm, r"node \w+ \(.*\) has no way back: the document does not say how it is called"),
+    "layers of layers": (
+        _lstm,
+        r"node \w+ \(.*\) has no way back: the document does not say how it is called",
+    ),
 }
 
 
@@ -226,7 +236,9 @@ def test_what_has_no_way_back_is_named(case: str, tmp_path: Path) -> None:
 
 def test_values_are_needed(traced: TracedModule, tmp_path: Path) -> None:
     graph = from_msc(qtrace.export(traced, tmp_path / "g.json", format="msc"))
-    with pytest.raises(GraphError, match="its weight conv_weight has no value: read the document with its .npz"):
+    with pytest.raises(
+        GraphError, match="its weight conv_weight has no value: read the document with its .npz"
+    ):
         to_traced(MSCGraph.from_json(graph.to_json()))
     with pytest.raises(GraphError, match="takes an MSCGraph, not a str"):
         to_traced(graph.to_json())  # type: ignore[arg-type]

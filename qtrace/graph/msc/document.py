@@ -507,8 +507,8 @@ def _read_graph(document: Mapping[str, Any], values: Mapping[str, np.ndarray]) -
     for item in document["prims"]:
         parents = tuple(prims[name] for name in item["parents"])
         prims[item["name"]] = MSCPrim(item["index"], item["name"], item["optype"], parents, item["attrs"])
-    inputs, outputs = tuple(document["inputs"]), tuple(document["outputs"])
-    return MSCGraph(document["name"], inputs, outputs, tuple(nodes.values()), tuple(prims.values()), values)
+    takes, gives = tuple(document["inputs"]), tuple(document["outputs"])
+    return MSCGraph(document["name"], takes, gives, tuple(nodes.values()), tuple(prims.values()), values)
 
 
 def _check_values(graph: MSCGraph) -> None:

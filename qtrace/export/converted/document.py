@@ -21,9 +21,9 @@ from qtrace.preparation.model import QuantizedSite
 __all__ = [
     "DocumentOp",
     "GraphDocument",
-    "Operand",
+    "ModuleTensor",
+    "OperandRole",
     "Rounding",
-    "StoredTensor",
     "TensorQuantization",
     "Value",
     "read_graph",
@@ -91,7 +91,7 @@ class Rounding:
 
 
 @dataclass(frozen=True)
-class Operand:
+class OperandRole:
     """A tensor that an op reads.
 
     Attributes:
@@ -104,7 +104,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class ModuleTensor:
     """A parameter, buffer or constant as the module has it.
 
     Attributes:
@@ -146,8 +146,8 @@ class DocumentOp:
     attrs: dict[str, Any] = field(default_factory=dict)
     path: str = ""
     expr: Expr | None = None
-    operands: dict[Node, Operand] = field(default_factory=dict)
-    stored: dict[str, StoredTensor] = field(default_factory=dict)
+    operands: dict[Node, OperandRole] = field(default_factory=dict)
+    stored: dict[str, ModuleTensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -214,9 +214,9 @@ class _DocumentReader:
         weights, stored = self._module_tensors(expr, call)
         weights |= {role: self._parameter(n) for n, role in roles.items()}
         stored |= {role: self._stored(n) for n, role in roles.items()}
-        operands = {n: Operand(role, self._roundings(n)) for n, role in roles.items()}
+        operands = {n: OperandRole(role, self._roundings(n)) for n, role in roles.items()}
         for i, node in enumerate(read):
-            operands.setdefault(node, Operand(f"input_{i}", self._roundings(node)))
+            operands.setdefault(node, OperandRole(f"input_{i}", self._roundings(node)))
         yield DocumentOp(
             name,
             "" if call is None else call.kind,
@@ -252,7 +252,7 @@ class _DocumentReader:
 
     def _module_tensors(
         self, expr: Expr, call: OpCall | None
-    ) -> tuple[dict[str, Value], dict[str, StoredTensor]]:
+    ) -> tuple[dict[str, Value], dict[str, ModuleTensor]]:
         """Returns the tensors of a called module by the types of the weights, with their places."""
         module = owner(expr)
         if module is None:
@@ -269,7 +269,7 @@ class _DocumentReader:
             role, key = renamed.get(name, name), self.names[id(tensor)]
             shape = tuple(int(n) for n in tensor.shape)
             weights[role] = Value(key, "", 0, shape, str(np.dtype(tensor.dtype)), None)
-            stored[role] = StoredTensor(place, shape, isinstance(tensor, Parameter))
+            stored[role] = ModuleTensor(place, shape, isinstance(tensor, Parameter))
             self.parameters[key] = tensor.numpy()
         return weights, stored
 
@@ -280,12 +280,12 @@ class _DocumentReader:
         site = self.converted.site_of(node)
         return node if site is None else site.node
 
-    def _stored(self, node: Node) -> StoredTensor:
+    def _stored(self, node: Node) -> ModuleTensor:
         source = self._source(node)
         expr, shape = source.expr, tuple(int(n) for n in source.shape or ())
         if isinstance(expr, Constant):
-            return StoredTensor("", shape, False)
-        return StoredTensor(expr.name, shape, isinstance(self.converted.attribute(expr), Parameter))
+            return ModuleTensor("", shape, False)
+        return ModuleTensor(expr.name, shape, isinstance(self.converted.attribute(expr), Parameter))
 
     def _roundings(self, node: Node) -> tuple[Rounding, ...]:
         """Returns the roundings between the value that is stored or computed, and ``node``."""
@@ -343,7 +343,7 @@ def _numbers(site: QuantizedSite) -> TensorQuantization:
     return TensorQuantization(site.name, qparams.scheme.describe(), qparams.scale, qparams.zero_point)
 
 
-def _forward_path(expr: Expr, stored: dict[str, StoredTensor]) -> str:
+def _forward_path(expr: Expr, stored: dict[str, ModuleTensor]) -> str:
     """Returns the path of the module in whose ``forward`` an expr was recorded.
 
     MegEngine records the path of the called layer: that is the called module, or that of the weights.

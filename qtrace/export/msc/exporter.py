@@ -29,7 +29,7 @@ from qtrace.export.converted.document import (
 )
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.msc.ops import attributes, optype, output_layout, weight_layout, weight_shape
-from qtrace.export.msc.sizes import Sizes
+from qtrace.export.msc.sizes import DocumentSizes
 from qtrace.graph.msc import MSCGraph, MSCNode, MSCTensor
 from qtrace.graph.msc.calls import write_call
 from qtrace.graph.msc.document import BLOCK
@@ -50,7 +50,7 @@ def files(converted: ConvertedGraph, path: Path, free_batch: bool = False) -> di
     """Returns the JSON document, the weights and the prototxt.
 
     Args:
-        converted: the graph of a converted module, or of a plain traced one. Sizes that depend on its open
+        converted: the graph of a converted module, or of a plain traced one. DocumentSizes that depend on its open
             axes are -1.
         path: the path of the JSON document; the others get the suffixes ``.npz`` and ``.prototxt``.
         free_batch: whether the first axis of every input is open, too.
@@ -66,7 +66,7 @@ def files(converted: ConvertedGraph, path: Path, free_batch: bool = False) -> di
     if not isinstance(free_batch, bool):
         raise ExportError(f"free_batch of format msc is {free_batch!r}: give true or false.")
     document = read_graph(converted)
-    graph = _Writer(document, Sizes(converted, free_batch)).graph()
+    graph = _Writer(document, DocumentSizes(converted, free_batch)).graph()
     weights = {t.name: t.shape for t in graph.get_weights()}
     values = {name: v.reshape(weights[name]) for name, v in document.parameters.items()}
     return {
@@ -79,7 +79,7 @@ def files(converted: ConvertedGraph, path: Path, free_batch: bool = False) -> di
 class _Writer:
     """Makes the nodes of a document, each from its op and the nodes before it."""
 
-    def __init__(self, document: GraphDocument, sizes: Sizes) -> None:
+    def __init__(self, document: GraphDocument, sizes: DocumentSizes) -> None:
         self.document, self.sizes = document, sizes
         self.nodes: dict[str, MSCNode] = {}
         self.tensors: dict[str, MSCTensor] = {}

@@ -19,7 +19,7 @@ from qtrace.graph.open_axes import BATCH, OpenAxis, other_sizes
 from qtrace.graph.types import CallFunction, CallMethod, Node, TensorNode
 from qtrace.graph.walk import reads_shape
 
-__all__ = ["Sizes"]
+__all__ = ["DocumentSizes"]
 
 # Tensor method or function -> prim, and how it is computed.
 _ARITHMETIC: dict[str, tuple[str, Callable[[int, int], int]]] = {
@@ -34,7 +34,7 @@ _ARITHMETIC: dict[str, tuple[str, Callable[[int, int], int]]] = {
 _FUNCTIONS = {"floor_div": "floordiv"}
 
 
-class Sizes:
+class DocumentSizes:
     """The open sizes and the prims of one graph.
 
     Args:

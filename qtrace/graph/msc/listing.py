@@ -1,18 +1,15 @@
 """MSCGraph as text: the listing that ``print(graph)`` shows, and the prototxt for viewers.
 
-Both have the form of MSC's own printers, the word ``CHILDERN`` included, so that their texts can be compared.
+Both have the form of MSC's own printers, the word ``CHILDERN`` included, so that their texts can be compared. The arguments are the objects of `qtrace.graph.msc.document`, which asks for the texts.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from qtrace.storage.ownership import WRITTEN
-
-if TYPE_CHECKING:
-    from qtrace.graph.msc.document import MSCGraph, MSCNode, MSCPrim, MSCTensor
 
 __all__ = ["graph_text", "node_text", "prim_text", "prototxt", "tensor_text"]
 
@@ -21,7 +18,7 @@ _ORDER = "out_dtype strides kernel_layout groups padding data_layout dilation ou
 _FIRST = {key: position for position, key in enumerate(_ORDER.split())}
 
 
-def tensor_text(tensor: MSCTensor) -> str:
+def tensor_text(tensor: Any) -> str:
     """Returns ``x:0(x)<1,3,4,4|float32|NCHW>``, without an alias or a layout if there is none."""
     alias = f"({tensor.alias})" if tensor.alias else ""
     sizes = ",".join(map(str, tensor.shape))
@@ -29,7 +26,7 @@ def tensor_text(tensor: MSCTensor) -> str:
     return f"{tensor.name}{alias}<{sizes}{'|' if tensor.shape else ''}{tensor.dtype}{layout}>"
 
 
-def node_text(node: MSCNode) -> str:
+def node_text(node: Any) -> str:
     """Returns the paragraph of a node."""
     lines = [_head("N", node, node.shared_ref)]
     if node.inputs:
@@ -45,7 +42,7 @@ def node_text(node: MSCNode) -> str:
     return "\n".join(lines) + "\n"
 
 
-def prim_text(prim: MSCPrim) -> str:
+def prim_text(prim: Any) -> str:
     """Returns the paragraph of a prim."""
     lines = [_head("P", prim, ""), f"  OPTYPE: {prim.optype}"]
     if prim.attrs:
@@ -53,7 +50,7 @@ def prim_text(prim: MSCPrim) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _head(letter: str, member: MSCNode | MSCPrim, shared_ref: str) -> str:
+def _head(letter: str, member: Any, shared_ref: str) -> str:
     shared = f"(M: {shared_ref})" if shared_ref else ""
     parents, children = (",".join(m.name for m in each) for each in (member.parents, member.children))
     return f"{letter}_{member.index} {member.name}{shared} <PARENTS: {parents}| CHILDERN: {children}>"
@@ -64,14 +61,14 @@ def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
     return "".join(f"{key}={text} " for key, text in ordered)
 
 
-def graph_text(graph: MSCGraph) -> str:
+def graph_text(graph: Any) -> str:
     """Returns the listing of a graph: its ends, its prims and its nodes."""
     inputs, outputs = ",".join(graph.inputs), ",".join(graph.outputs)
     paragraphs = [*map(prim_text, graph.prims), *map(node_text, graph.nodes)]
     return f"{graph.name} <INPUTS: {inputs}| OUTPUTS: {outputs}>\n" + "".join(f"{p}\n" for p in paragraphs)
 
 
-def prototxt(graph: MSCGraph) -> str:
+def prototxt(graph: Any) -> str:
     """Writes the nodes as layers: viewers show bottoms and tops as edges, ``layer_param`` as a table."""
     lines = [f"# {WRITTEN}.", f"name: {_quoted(graph.name)}"]
     for node in graph.nodes:

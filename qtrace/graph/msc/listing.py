@@ -1,6 +1,7 @@
 """MSCGraph as text: the listing that ``print(graph)`` shows, and the prototxt for viewers.
 
-Both have the form of MSC's own printers, the word ``CHILDERN`` included, so that their texts can be compared. The arguments are the objects of `qtrace.graph.msc.document`, which asks for the texts.
+Both have the form of MSC's own printers, the word ``CHILDERN`` included, so that their texts can be compared.
+The arguments are the objects of `qtrace.graph.msc.document`, which asks for the texts.
 """
 
 from __future__ import annotations

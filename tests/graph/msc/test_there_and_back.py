@@ -48,7 +48,24 @@ def _in_order(value: Any) -> list[mge.Tensor]:
     return [tensor for part in parts for tensor in _in_order(part)]
 
 
-NETWORKS = [e for e in (*CNN, *TRANSFORMERS, *USER_NETS, *DETECTORS) if not getattr(e, "slow", False)]
+# One of each structure.
+_NAMES = frozenset(
+    (
+        *(
+            "mobilenet_v3",
+            "shufflenet_v2",
+            "hrnet",
+            "convnext",
+            "densenet",
+            "vit",
+            "swin",
+            "clip",
+            "uniformer",
+        ),
+        *("CalledTwice", "SharedNorm", "DictInput", "NestedOutput", "resmlp", "fcos:infer", "yolox", "detr"),
+    )
+)
+NETWORKS = [e for e in (*CNN, *TRANSFORMERS, *USER_NETS, *DETECTORS) if e.name in _NAMES]
 QUICK = ("SharedNorm", "resmlp")
 
 

@@ -50,8 +50,8 @@ def files(converted: ConvertedGraph, path: Path, free_batch: bool = False) -> di
     """Returns the JSON document, the weights and the prototxt.
 
     Args:
-        converted: the graph of a converted module, or of a plain traced one. Sizes that depend on its open axes
-            are -1.
+        converted: the graph of a converted module, or of a plain traced one. Sizes that depend on its open
+            axes are -1.
         path: the path of the JSON document; the others get the suffixes ``.npz`` and ``.prototxt``.
         free_batch: whether the first axis of every input is open, too.
 

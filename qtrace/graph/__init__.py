@@ -14,7 +14,7 @@ from qtrace.graph.function_rule import AnyNumber, function_rule
 from qtrace.graph.interpreter import Interpreter, locate_failure
 from qtrace.graph.lint import LintProblem, check, lint
 from qtrace.graph.module_tree import add_submodule, delete_attribute, set_parameter
-from qtrace.graph.msc import MSCGraph, MSCNode, MSCTensor, from_msc
+from qtrace.graph.msc import MSCGraph, MSCNode, MSCPrim, MSCTensor, from_msc, to_traced
 from qtrace.graph.node_meta import meta
 from qtrace.graph.parts import Composition, split
 from qtrace.graph.passes import FoldConstants, MergeCommonSubexpressions, RemoveDeadCode, run_passes
@@ -41,6 +41,7 @@ __all__ = [
     "LintProblem",
     "MSCGraph",
     "MSCNode",
+    "MSCPrim",
     "MSCTensor",
     "MergeCommonSubexpressions",
     "Mismatch",
@@ -81,6 +82,7 @@ __all__ = [
     "split",
     "table",
     "to_source",
+    "to_traced",
     "trace",
     "users",
 ]

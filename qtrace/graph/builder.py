@@ -12,6 +12,7 @@ from megengine import Parameter, Tensor
 from megengine.core._imperative_rt.core2 import Tensor as RawTensor
 from megengine.core._imperative_rt.core2 import apply
 from megengine.core.ops.builtin import GetVarShape
+from megengine.functional import copy
 from megengine.module import Module
 from megengine.traced_module import TracedModule
 from megengine.traced_module.expr import Apply, CallFunction, CallMethod, Constant, Expr, GetAttr, Input
@@ -324,6 +325,10 @@ class GraphBuilder:
                 args, kwargs = expr.unflatten_args(values)
                 if isinstance(expr, CallFunction):
                     return expr.func(*args, **kwargs)
+                if expr.method == "__setitem__":  # its node is the tensor that it writes into
+                    target = copy(args[0])  # it may be a parameter
+                    target[args[1]] = args[2]
+                    return target
                 return getattr(args[0], expr.method)(*args[1:], **kwargs)
         except Exception as error:  # MegEngine's kernels raise errors of many classes
             pairs = zip(expr.inputs, values, strict=True)

@@ -15,7 +15,7 @@ from qtrace.graph.renewal import write_type
 from qtrace.graph.types import Node, TensorNode
 from qtrace.graph.walk import exprs
 
-__all__ = ["DeclaredAxes", "find_declared_axes", "resized"]
+__all__ = ["DeclaredAxes", "axis_name", "find_declared_axes", "open_axes_of", "resized", "types_at"]
 
 _LOG = logging.getLogger("qtrace")
 
@@ -57,9 +57,9 @@ def find_declared_axes(graph: ConvertedGraph, problem_at: Problem) -> DeclaredAx
     axes = _writable(graph, record, problem_at)
     if not axes:
         return DeclaredAxes()
-    names = {node: {a.axis: _name(a) for a in axes if a.input == node.name} for node in graph.inputs}
+    names = {node: {a.axis: axis_name(a) for a in axes if a.input == node.name} for node in graph.inputs}
     inputs = {node: own for node, own in names.items() if own}
-    types = [_types(graph, shapes) for shapes in other_sizes(_shapes(graph), axes)]
+    types = [types_at(graph, shapes) for shapes in other_sizes(_shapes(graph), axes)]
     sizes: dict[tuple[int, ...], str] = {}
     for node, own in inputs.items():
         for axis, name in own.items():
@@ -82,7 +82,14 @@ def resized(types: Types) -> Iterator[None]:
             node._shape, node._dtype = shape, dtype
 
 
-def _name(axis: OpenAxis) -> str:
+def open_axes_of(graph: ConvertedGraph) -> tuple[OpenAxis, ...]:
+    """Returns the open axes that ``graph`` records and can run at other sizes of; the logger names others."""
+    record = read_open_axes(graph.module)
+    return () if record is None or not record.axes else _writable(graph, record, lambda types: "")
+
+
+def axis_name(axis: OpenAxis) -> str:
+    """Returns the name of an open axis in a file."""
     return axis.name or (BATCH if axis.axis == 0 else f"{axis.input}_{axis.axis}")
 
 
@@ -111,7 +118,7 @@ def _writable(graph: ConvertedGraph, record: OpenAxes, problem_at: Problem) -> t
 def _problem(graph: ConvertedGraph, axes: Sequence[OpenAxis], problem_at: Problem) -> str:
     (shapes,) = other_sizes(_shapes(graph), axes, 1)
     try:
-        types = _types(graph, shapes)
+        types = types_at(graph, shapes)
     except OpError as error:
         return str(error).rstrip(".")
     if all(axis.axis == 0 for axis in axes):
@@ -123,7 +130,7 @@ def _shapes(graph: ConvertedGraph) -> dict[str, tuple[int, ...]]:
     return {str(n.name): tuple(int(s) for s in n.shape or ()) for n in graph.inputs}
 
 
-def _types(graph: ConvertedGraph, shapes: Mapping[str, Sequence[int]]) -> dict[Node, TensorType | None]:
+def types_at(graph: ConvertedGraph, shapes: Mapping[str, Sequence[int]]) -> dict[Node, TensorType | None]:
     """Infers the types of all nodes from the shapes of the inputs.
 
     Raises:

@@ -4,25 +4,41 @@ Nodes name their parents, and MSC derives the children from them; tensors are ca
 and tensors have types and layouts; the values of weights are in a ``.npz`` file by their names. Quantization
 parameters are attributes of the nodes: ``qparams_input_0``, ``qparams_output_0``, ``qparams_weight`` and so
 on, each a JSON text.
+
+What MSC has no place for, and the way back (`qtrace.graph.to_traced`) needs, are attributes, too, only where
+they say more than the type and the names do: ``scope`` (below ``block``), ``call``, ``stored``,
+``roundings`` and ``traced_shape``.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from qtrace.errors import ExportError
-from qtrace.export.converted.document import DocumentOp, GraphDocument, TensorQuantization, Value, read_graph
+from qtrace.errors import ExportError, GraphError
+from qtrace.export.converted.document import (
+    DocumentOp,
+    GraphDocument,
+    Rounding,
+    TensorQuantization,
+    Value,
+    read_graph,
+)
 from qtrace.export.converted.graph import ConvertedGraph
-from qtrace.export.converted.shapes import shapes_of
 from qtrace.export.format import Format
 from qtrace.export.msc.ops import attributes, optype, output_layout, weight_layout, weight_shape
+from qtrace.export.msc.sizes import DocumentSizes
 from qtrace.graph.msc import MSCGraph, MSCNode, MSCTensor
+from qtrace.graph.msc.calls import write_call
+from qtrace.graph.msc.document import BLOCK
+from qtrace.graph.msc.standard import same_call, standard_call
+from qtrace.graph.msc.stored import StoredPlace, default_place
+from qtrace.graph.types import GetAttr
+from qtrace.graph.walk import owner
 from qtrace.storage.archives import pack_arrays
-from qtrace.storage.ownership import WRITTEN
 
 __all__ = ["FORMAT"]
 
@@ -31,9 +47,10 @@ def files(converted: ConvertedGraph, path: Path, free_batch: bool = False) -> di
     """Returns the JSON document, the weights and the prototxt.
 
     Args:
-        converted: the graph of a converted module, or of a plain traced one.
+        converted: the graph of a converted module, or of a plain traced one. Sizes that depend on its open
+            axes are -1.
         path: the path of the JSON document; the others get the suffixes ``.npz`` and ``.prototxt``.
-        free_batch: whether the first axis of every input is free: all sizes that depend on it are -1.
+        free_batch: whether the first axis of every input is open, too.
 
     Raises:
         ExportError: when ``path`` has the suffix of another file, ``free_batch`` is no truth value, or the
@@ -46,12 +63,12 @@ def files(converted: ConvertedGraph, path: Path, free_batch: bool = False) -> di
     if not isinstance(free_batch, bool):
         raise ExportError(f"free_batch of format msc is {free_batch!r}: give true or false.")
     document = read_graph(converted)
-    graph = _graph(document, _free_axes(converted) if free_batch else {})
-    weights = {t.name: t.shape for node in graph.nodes for t in node.weights.values()}
+    graph = _Writer(document, DocumentSizes(converted, free_batch)).graph()
+    weights = {t.name: t.shape for t in graph.get_weights()}
     values = {name: v.reshape(weights[name]) for name, v in document.parameters.items()}
     return {
         path.with_suffix(".npz"): pack_arrays(values),
-        path.with_suffix(".prototxt"): _prototxt(graph).encode(),
+        path.with_suffix(".prototxt"): graph.visualize().encode(),
         path: graph.to_json().encode(),
     }
 
@@ -60,68 +77,140 @@ def files(converted: ConvertedGraph, path: Path, free_batch: bool = False) -> di
 FORMAT = Format("msc", files, options=("free_batch",), float_options=("free_batch",))
 
 
-def _free_axes(converted: ConvertedGraph) -> dict[str, frozenset[int]]:
-    """Returns name of a tensor -> its axes whose sizes change with the number of samples."""
-    traced, longer = shapes_of(converted.module), shapes_of(converted.module, more=1)
-    free: dict[str, frozenset[int]] = {}
-    for node, shape in traced.items():
-        axes = (i for i, (n, other) in enumerate(zip(shape, longer[node], strict=True)) if n != other)
-        free[converted.inputs.get(node, node.name)] = frozenset(axes)
-    return free
+class _Writer:
+    """Makes the nodes of a document, each from its op and the nodes before it."""
 
+    def __init__(self, document: GraphDocument, sizes: DocumentSizes) -> None:
+        self.document, self.sizes = document, sizes
+        self.nodes: dict[str, MSCNode] = {}
+        self.tensors: dict[str, MSCTensor] = {}
+        self.owners: dict[str, str] = {}  # name of a layer's first weight -> the first node that uses it
+        # Name of a tensor -> its alias: only inputs and outputs of the graph have one.
+        self.aliases = {_tensor_name(op.outputs[0]): op.name for op in document.ops if op.kind == "input"}
+        counts = {op.name: len(op.outputs) for op in document.ops}
+        for value in document.outputs:
+            alias = value.producer if counts[value.producer] == 1 else f"{value.producer}_{value.index}"
+            self.aliases.setdefault(_tensor_name(value), alias)
 
-def _graph(graph: GraphDocument, free: Mapping[str, frozenset[int]]) -> MSCGraph:
-    layouts: dict[str, str] = {}
-    first: dict[str, str] = {}
-    nodes = [_node(index, op, layouts, first, free) for index, op in enumerate(graph.ops)]
-    inputs = tuple(_tensor_name(op.outputs[0]) for op in graph.ops if op.kind == "input")
-    return MSCGraph(graph.name, inputs, tuple(_tensor_name(v) for v in graph.outputs), tuple(nodes))
+    def graph(self) -> MSCGraph:
+        """Returns the graph without values."""
+        for index, op in enumerate(self.document.ops):
+            node = self._node(index, op)
+            self.nodes[node.name] = node
+            self.tensors.update((tensor.name, tensor) for tensor in node.outputs)
+        inputs = tuple(_tensor_name(op.outputs[0]) for op in self.document.ops if op.kind == "input")
+        outputs = tuple(_tensor_name(value) for value in self.document.outputs)
+        return MSCGraph(
+            self.document.name, inputs, outputs, tuple(self.nodes.values()), tuple(self.sizes.prims)
+        )
 
+    def _node(self, index: int, op: DocumentOp) -> MSCNode:
+        inputs = tuple(self.tensors[_tensor_name(value)] for value in op.inputs)
+        outputs = tuple(self._output(op, value, [t.layout for t in inputs]) for value in op.outputs)
+        weights = {key: _weight(op, key, value) for key, value in op.weights.items()}
+        self.sizes.add(op)
+        first = next((t.name for key, t in weights.items() if key != "const"), None)
+        shared = op.name if first is None else self.owners.setdefault(first, op.name)
+        node = MSCNode(
+            index,
+            op.name,
+            "" if shared == op.name else shared,
+            optype(op),
+            tuple(self.nodes[name] for name in dict.fromkeys(v.producer for v in op.inputs)),
+            inputs,
+            outputs,
+            {**attributes(op), **_qparams(op)},
+            weights,
+            () if op.expr is None else (BLOCK, *(part for part in op.path.split(".") if part)),
+        )
+        return replace(node, attrs={**node.attrs, **self._way_back(op, node)})
 
-def _node(
-    index: int,
-    op: DocumentOp,
-    layouts: dict[str, str],
-    first: dict[str, str],
-    free: Mapping[str, frozenset[int]],
-) -> MSCNode:
-    inside = [layouts.get(_tensor_name(v), "") for v in op.inputs]
-    outputs = []
-    for value in op.outputs:
+    def _output(self, op: DocumentOp, value: Value, before: list[str]) -> MSCTensor:
         name = _tensor_name(value)
-        layouts[name] = output_layout(op, value, inside)
-        axes = free.get(value.name, frozenset())
-        shape = tuple(-1 if axis in axes else n for axis, n in enumerate(value.shape))
-        outputs.append(_tensor(name, replace(value, shape=shape), layouts[name]))
-    weights = {}
-    for key, value in op.weights.items():
-        if key == "bias":  # a convolution's is (1, C, 1, 1) in the graph
-            value = replace(value, shape=(math.prod(value.shape),))
-        if key == "weight":
-            value = replace(value, shape=weight_shape(op.kind, value))
-        layout = {"weight": weight_layout(op.kind, value), "bias": "O"}.get(key, "")
-        weights[key] = _tensor(value.name, value, layout if len(layout) == len(value.shape) else "")
-    shared = first.setdefault(op.weights["weight"].name, op.name) if "weight" in op.weights else op.name
-    return MSCNode(
-        index,
-        op.name,
-        "" if shared == op.name else shared,
-        optype(op),
-        tuple(dict.fromkeys(v.producer for v in op.inputs)),
-        tuple(_tensor_name(v) for v in op.inputs),
-        tuple(outputs),
-        {**attributes(op), **_qparams(op)},
-        weights,
+        shape, prims = self.sizes.axes(value.name, value.producer, value.index)
+        layout = output_layout(op, value, before)
+        alias = self.aliases.get(name, "")
+        return MSCTensor(name, alias, value.dtype, layout, shape or value.shape, prims)
+
+    def _way_back(self, op: DocumentOp, node: MSCNode) -> dict[str, str]:
+        """Returns what the type, the attributes and the names of a node do not say of its op."""
+        texts = {"stored": _stored(op), "roundings": self._roundings(op)}
+        if any(-1 in tensor.shape for tensor in node.outputs) and op.kind == "input":
+            texts["traced_shape"] = ",".join(map(str, op.outputs[0].shape))
+        if op.expr is not None:
+            try:
+                call = _call(op, node)
+                texts["call"] = "" if same_call(call, standard_call(node)) else json.dumps(call)
+            except GraphError as error:
+                texts["no_call"] = str(error)
+        return {key: text for key, text in texts.items() if text}
+
+    def _roundings(self, op: DocumentOp) -> str:
+        """Returns the roundings of what an op reads, and of the graph's outputs that it gives."""
+        steps = {operand.key: operand.roundings for operand in op.operands.values()}
+        ends = zip(self.document.outputs, self.document.output_roundings, strict=True)
+        for index, (value, roundings) in enumerate(ends):
+            if value.producer == op.name:
+                steps[f"graph_output_{index}"] = roundings
+        named = {key: [_step(step) for step in each] for key, each in steps.items() if each}
+        return json.dumps(named) if named else ""
+
+
+def _step(rounding: Rounding) -> list[Any]:
+    return [rounding.site, list(rounding.shape)]
+
+
+def _call(op: DocumentOp, node: MSCNode) -> dict[str, Any]:
+    """Returns the call of an op as data.
+
+    Raises:
+        GraphError: when an argument has no form as data.
+    """
+    assert op.expr is not None
+    references = {each: _reference(op, node, operand.key) for each, operand in op.operands.items()}
+    path, tensors = "", {}
+    if owner(op.expr) is not None:
+        source = op.expr.inputs[0].expr
+        path = source.name if isinstance(source, GetAttr) else op.expr.inputs[0].name
+        prefix = len(path) + 1
+        tensors = {place.path[prefix:]: _reference(op, node, key) for key, place in op.stored.items()}
+    return write_call(op.expr, references, tensors, path)
+
+
+def _reference(op: DocumentOp, node: MSCNode, key: str) -> dict[str, Any]:
+    """Returns how a call refers to a tensor; with its shape, if that is another one in the document."""
+    if key not in op.stored or op.stored[key].shape == node.weights[key].shape:
+        return {"ref": key}
+    return {"ref": key, "shape": list(op.stored[key].shape)}
+
+
+def _stored(op: DocumentOp) -> str:
+    """Returns where weights are stored, as far as their names do not say it."""
+    places = {}
+    for key, stored in op.stored.items():
+        kind = ("parameter" if stored.trainable else "buffer") if stored.path else "constant"
+        name = op.weights[key].name
+        place, default = StoredPlace(stored.path or name, kind), default_place(name, key)
+        if op.expr is not None and owner(op.expr) is not None:  # the call says the path
+            place = StoredPlace(default.path, kind)
+        if place != default:
+            places[key] = [place.path, place.kind]
+    return json.dumps(places) if places else ""
+
+
+def _weight(op: DocumentOp, key: str, value: Value) -> MSCTensor:
+    if key == "bias" or op.kind in ("batch_norm", "prelu"):  # (1, C, 1, 1) in the graph
+        value = replace(value, shape=(math.prod(value.shape),))
+    if key == "weight":
+        value = replace(value, shape=weight_shape(op.kind, value))
+    layout = weight_layout(op.kind, value) if key == "weight" else "" if key == "const" else "O"
+    return MSCTensor(
+        value.name, "", value.dtype, layout if len(layout) == len(value.shape) else "", value.shape
     )
 
 
 def _tensor_name(value: Value) -> str:
     return f"{value.producer}:{value.index}"
-
-
-def _tensor(name: str, value: Value, layout: str) -> MSCTensor:
-    alias = value.name if value.name != name else ""
-    return MSCTensor(name, alias, value.dtype, layout, value.shape)
 
 
 def _qparams(op: DocumentOp) -> dict[str, str]:
@@ -140,32 +229,3 @@ def _numbers(quantized: TensorQuantization) -> str:
             "zero_point": quantized.zero_point.tolist(),
         }
     )
-
-
-def _prototxt(graph: MSCGraph) -> str:
-    """Writes the nodes as layers: viewers show bottoms and tops as edges, ``layer_param`` as a table."""
-    lines = [f"# {WRITTEN}.", f"name: {_quoted(graph.name)}"]
-    for node in graph.nodes:
-        kind = node.optype.replace(".", "_")
-        lines += ["layer {", f"  name: {_quoted(node.name)}", f"  type: {_quoted(kind)}"]
-        lines.append(f"  top: {_quoted(node.name)}")
-        lines += [f"  bottom: {_quoted(parent)}" for parent in node.parents]
-        lines += ["  layer_param {", f"    idx: {node.index}"]
-        rows = [(f"input_{i}", _shown(graph.find_tensor(name))) for i, name in enumerate(node.inputs)]
-        rows += [(f"output_{i}", _shown(t)) for i, t in enumerate(node.outputs)]
-        rows += [(f"param_{key}", _shown(t)) for key, t in node.weights.items()]
-        rows += list(node.attrs.items())
-        lines += [f"    {key}: {_quoted(text)}" for key, text in rows]
-        lines += ["  }", "}"]
-    return "\n".join(lines) + "\n"
-
-
-def _shown(tensor: MSCTensor) -> str:
-    """Shows a tensor as ``x:0<1,3,4,4|float32|NCHW>``, without a layout if it is not known."""
-    sizes = ",".join(map(str, tensor.shape))
-    layout = f"|{tensor.layout}" if tensor.layout else ""
-    return f"{tensor.name}<{sizes}|{tensor.dtype}{layout}>"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text)

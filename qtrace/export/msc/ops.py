@@ -9,14 +9,15 @@ from qtrace.export.converted.document import DocumentOp, Value
 __all__ = ["attributes", "optype", "output_layout", "weight_layout", "weight_shape"]
 
 _IN_NN = (
-    "conv1d conv2d conv3d relu prelu silu gelu softmax batch_norm layer_norm group_norm max_pool2d "
-    "avg_pool2d adaptive_avg_pool2d pad pixel_shuffle"
+    "conv1d conv2d conv3d relu prelu silu gelu softmax batch_norm layer_norm group_norm instance_norm "
+    "max_pool2d avg_pool2d adaptive_avg_pool2d pad pixel_shuffle"
 )
 # Op kind -> MSC's name of it; the other kinds have the same name in MSC.
 _OPTYPES = {
     **{kind: f"nn.{kind}" for kind in _IN_NN.split()},
     "conv_transpose2d": "nn.conv2d_transpose",
     "linear": "msc.linear",
+    "embedding": "msc.embedding",
     "relu6": "clip",
     "leaky_relu": "nn.leakyrelu",
     "sub": "subtract",
@@ -85,6 +86,10 @@ def weight_layout(kind: str, value: Value) -> str:
     """Returns the layout of a layer's weight, whose axis of groups was merged by `weight_shape`."""
     if kind == "linear":
         return "OI"
+    if kind == "prelu":
+        return "O"
+    if kind == "embedding":
+        return ""
     spatial = {"conv1d": "W", "conv3d": "DHW"}.get(kind, "HW")
     front = "IO" if kind.startswith("conv_transpose") else "OI"
     return f"{front}{spatial}"

@@ -149,7 +149,7 @@ def _change_weight(document: Any) -> None:
 DAMAGES = {
     _drop_input: "reads x:0, which no earlier node gives",
     _rename_output: "has no tensor or weight 'zzz:0'",
-    _drop_key: r"is no MSCGraph, or damaged \(KeyError: 'attrs'\)",
+    _drop_key: r"is no MSCGraph, or damaged: node 'conv_out' has no 'attrs'\.",
     _change_weight: r"weight conv_weight of node conv_out has shape \[1\], and its value \[4, 2, 3, 3\]",
 }
 

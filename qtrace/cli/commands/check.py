@@ -43,7 +43,7 @@ def check(file: Path, target: str, fix: bool, out: Path | None, force: bool, con
         raise click.UsageError("--fix and -o belong together: give both, or none.")
     check_exported(file)
     with console.work():
-        from qtrace.verification.contracts import check_contract, fix_contract
+        from qtrace.onnxfile.contracts import check_contract, fix_contract
 
         if out is None:
             report = check_contract(file, target)

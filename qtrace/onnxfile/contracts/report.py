@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from qtrace.verification.contracts.base import FloatOp
+from qtrace.onnxfile.contracts.base import FloatOp
 
 __all__ = ["ContractReport", "Finding"]
 

@@ -10,14 +10,12 @@ from collections.abc import Iterator, Mapping
 
 from qtrace.benchmarking.costs import FLOAT, INTEGER, LOOKUP
 from qtrace.benchmarking.onnx_ops import OnnxGraph, TimedNode
+from qtrace.onnxfile.layouts import STEM_CHANNELS, stays_blocked
 
 __all__ = ["PLAIN_MAX_POOL", "LayoutChanges", "leads_to_conv"]
 
 PLAIN, BLOCKED, LAST = "plain", "blocked", "channels last"
 
-_STEM = 8  # fewer channels than this are read in the plain layout by float convolutions
-_BLOCKED = "MaxPool AveragePool GlobalAveragePool Add Mul Concat Relu Sigmoid Tanh Resize BatchNormalization"
-_INTO_CONV = ("LeakyRelu", "HardSigmoid")
 _SENSITIVE = (
     "Reshape Flatten Squeeze Unsqueeze MatMul Gemm Softmax ConvTranspose LayerNormalization Transpose"
 )
@@ -84,7 +82,7 @@ class LayoutChanges:
 
     @staticmethod
     def _is_stem(node: TimedNode, layout: str, shape: tuple[int, ...]) -> bool:
-        return node.op == "Conv" and layout == BLOCKED and len(shape) == 4 and shape[1] < _STEM
+        return node.op == "Conv" and layout == BLOCKED and len(shape) == 4 and shape[1] < STEM_CHANNELS
 
     def _layout(self, node: TimedNode, form: str, sources: list[set[str]]) -> str:
         if node.op == "Conv":
@@ -98,15 +96,15 @@ class LayoutChanges:
 
     def _stays_blocked(self, node: TimedNode, sources: list[set[str]]) -> bool:
         """Whether a float op has a kernel for blocks: if all that it reads is in blocks of one shape."""
-        if node.op in _INTO_CONV:
-            producer = self._graph.producers.get(node.data[0])
-            return (
-                producer is not None and producer.op == "Conv" and len(self._graph.readers[node.data[0]]) == 1
-            )
-        if node.op not in _BLOCKED.split() or not all(BLOCKED in has for has in sources):
-            return False
+        producer = self._graph.producers.get(node.data[0])
+        after_conv = producer is not None and producer.op == "Conv"
         shapes = {self._graph.shapes.get(name) for name in node.data}
-        return node.op not in ("Add", "Mul") or (len(shapes) == 1 and not node.stored)
+        return stays_blocked(
+            node.op,
+            blocked=all(BLOCKED in has for has in sources),
+            after_conv=after_conv and len(self._graph.readers[node.data[0]]) == 1,
+            equal_shapes=len(shapes) == 1 and not node.stored,
+        )
 
 
 def _changes(has: set[str], shape: tuple[int, ...], needed: str) -> Iterator[Change]:

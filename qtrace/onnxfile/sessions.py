@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.errors import ExportError
+from qtrace.errors import ExportError, install
 
 __all__ = ["OrtSession", "SessionError", "SessionSettings", "onnxruntime_errors", "open_session"]
 
@@ -91,9 +92,12 @@ class OrtSession:
 
     Raises:
         SessionError: when onnxruntime cannot load the model.
+        ExportError: when onnxruntime is not installed.
     """
 
     def __init__(self, model: bytes | str | Path, settings: SessionSettings, subject: str) -> None:
+        if importlib.util.find_spec("onnxruntime") is None:
+            raise ExportError(f"running ONNX files needs the package onnxruntime: run {install('onnx')}.")
         import onnxruntime as ort
 
         source = str(model) if isinstance(model, Path) else model

@@ -14,9 +14,9 @@ from qtrace.benchmarking.costs import CostTable
 from qtrace.benchmarking.files import FileReport, bench_files, show
 from qtrace.benchmarking.runners import RunnerSettings
 from qtrace.display import Displayed
+from qtrace.onnxfile.contracts import check_contract, fix_contract
+from qtrace.onnxfile.contracts.report import ContractReport
 from qtrace.storage.outputs import output_file
-from qtrace.verification.contracts import check_contract, fix_contract
-from qtrace.verification.contracts.report import ContractReport
 
 __all__ = ["BenchReport", "bench", "check_file_for"]
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from qtrace.errors import ExportError, GraphError
 from qtrace.metrics import ErrorSums, sqnr_db
+from qtrace.onnxfile.kernels import Kernels
 from qtrace.outputs import NO_INFORMATION_DB, ColumnGroup
 from qtrace.verification.closeness import Closeness
-from qtrace.verification.runtimes.base import Kernels
 from qtrace.verification.selections import Shape, describe_rows
 
 __all__ = ["MODES", "CrossCheck", "DifferenceTally", "Tallies", "at_same_precision"]

@@ -1,7 +1,4 @@
-"""The layout in which float kernels of onnxruntime write each value of a graph: plain, or blocks of channels.
-
-`qtrace.benchmarking.layouts` follows the same rules through the nodes of an ONNX file.
-"""
+"""The layout in which onnxruntime's float kernels write a value of a graph: plain, or blocks of channels."""
 
 from __future__ import annotations
 
@@ -9,17 +6,19 @@ from collections.abc import Sequence
 
 from qtrace.graph.types import Expr, Node
 from qtrace.graph.walk import shape_of
+from qtrace.onnxfile.layouts import STEM_CHANNELS, stays_blocked
 from qtrace.ops import OpCall
 
 __all__ = ["FloatLayouts"]
 
-_STEM = 8  # fewer channels than this are read in the plain layout by convolutions
-_IN_BLOCKS = (
-    "max_pool2d avg_pool2d adaptive_avg_pool2d mean add mul concat relu relu6 clip sigmoid tanh interpolate "
-    "batch_norm"
-)
-_INTO_CONV = frozenset({"leaky_relu", "hsigmoid", "hard_sigmoid"})
-_OF_EQUAL_SHAPES = frozenset({"add", "mul"})
+_ONNX_OPS = {
+    **{"max_pool2d": "MaxPool", "avg_pool2d": "AveragePool", "add": "Add", "mul": "Mul", "concat": "Concat"},
+    **dict.fromkeys(("adaptive_avg_pool2d", "mean"), "GlobalAveragePool"),
+    **dict.fromkeys(("relu", "relu6", "clip"), "Relu"),
+    **{"sigmoid": "Sigmoid", "tanh": "Tanh", "interpolate": "Resize", "batch_norm": "BatchNormalization"},
+    **{"leaky_relu": "LeakyRelu", "hsigmoid": "HardSigmoid", "hard_sigmoid": "HardSigmoid"},
+}
+"""Kind of an op -> the ONNX op whose layout it has."""
 _READ_TWICE = frozenset({"silu", "mish", "hswish"})
 
 
@@ -54,7 +53,7 @@ class FloatLayouts:
         if not results or len(shape_of(results[0])) != 4:
             return
         if call.kind == "conv2d":
-            if (*shape_of(call.inputs[0]), 0, 0)[1] >= _STEM:  # a graph may say anything of shapes
+            if (*shape_of(call.inputs[0]), 0, 0)[1] >= STEM_CHANNELS:  # a graph may say anything of shapes
                 self.block_readers.add(call.expr)
             self._convs.update(results)
             self._blocked.update(results)
@@ -64,10 +63,10 @@ class FloatLayouts:
 
     def _stays_blocked(self, call: OpCall, inputs: Sequence[Node]) -> bool:
         """Returns whether an op has a kernel for blocks, and reads nothing else."""
-        if call.kind in _INTO_CONV:
-            return self._convs.issuperset(inputs)
-        if call.kind not in _IN_BLOCKS.split() or not inputs or not self._blocked.issuperset(inputs):
-            return False
-        if call.kind not in _OF_EQUAL_SHAPES:
-            return True
-        return len(call.inputs) == len(inputs) == 2 and len({shape_of(node) for node in inputs}) == 1
+        return stays_blocked(
+            _ONNX_OPS.get(call.kind, ""),
+            blocked=bool(inputs) and self._blocked.issuperset(inputs),
+            after_conv=self._convs.issuperset(inputs),
+            equal_shapes=len(call.inputs) == len(inputs) == 2
+            and len({shape_of(node) for node in inputs}) == 1,
+        )

@@ -217,5 +217,5 @@ def _run_reference(data: bytes, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
 def _run_onnxruntime(data: bytes, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
     try:
         return np.asarray(open_session(data, SessionSettings(optimize=False)).run(None, feeds)[0])
-    except (ImportError, SessionError) as error:
-        raise ExportError(short(error)) from error
+    except SessionError as error:
+        raise ExportError(error.reason) from error

@@ -9,7 +9,9 @@ from typing import Protocol
 
 import numpy as np
 
-__all__ = ["Kernels", "Runtime", "RuntimeRun", "Session"]
+from qtrace.onnxfile.kernels import Kernels
+
+__all__ = ["Runtime", "RuntimeRun", "Session"]
 
 
 @dataclass(frozen=True)
@@ -24,34 +26,6 @@ class RuntimeRun:
 
     outputs: list[np.ndarray]
     integers: dict[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """How a runtime computes the quantized ops of a file.
-
-    Attributes:
-        integer: names of the results that integer kernels compute.
-        floats: result, op and reason for those that run in float between rounded tensors.
-        saturates: whether products of the file's types saturate on this processor.
-    """
-
-    integer: tuple[str, ...]
-    floats: tuple[tuple[str, str, str], ...]
-    saturates: bool = False
-
-    def describe(self) -> list[str]:
-        """Says in lines how many ops run on integers, and what keeps the others in float."""
-        count = len(self.integer) + len(self.floats)
-        rest = "; the others compute in float, with the same values" if self.floats else ""
-        lines = [f"integer kernels: {len(self.integer)} of {count} ops of the file that read integers{rest}"]
-        groups: dict[tuple[str, str], list[str]] = {}
-        for name, op, why in self.floats:
-            groups.setdefault((op, why), []).append(name)
-        for (op, why), names in groups.items():
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            lines.append(f"  in float: {op} {', '.join(names[:3])}{more}: {why}")
-        return lines
 
 
 class Session(Protocol):

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from qtrace.errors import ExportError
+from qtrace.onnxfile.kernels import find_kernels
 from qtrace.onnxfile.sessions import SessionSettings, open_session
 from qtrace.verification.runtimes._onnx import as_declared, check_samples, with_integer_outputs
-from qtrace.verification.runtimes._onnx_kernels import kernels
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
 __all__ = ["RUNTIME"]
@@ -54,4 +54,4 @@ class OnnxSession:
         )
 
 
-RUNTIME = Runtime("onnxruntime", "onnxruntime", "onnx", (".onnx",), OnnxSession, kernels)
+RUNTIME = Runtime("onnxruntime", "onnxruntime", "onnx", (".onnx",), OnnxSession, find_kernels)

@@ -10,7 +10,7 @@ import pytest
 
 import qtrace
 from tests.nets import images, net
-from tests.verification.planted import FORMS, build
+from tests.onnxfile.contracts.planted import FORMS, build
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import megengine as mge
 import pytest
 
 import qtrace
-from qtrace.verification.contracts import check_contract
+from qtrace.onnxfile.contracts import check_contract
 from tests.nets import calibrated_if_quantized
 from tests.zoo.catalog import CNN
 from tests.zoo.checks import rounded_to_nearest

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
+from qtrace.onnxfile.contracts.grids import IntegerGrid
 from qtrace.onnxfile.model import OnnxModel
-from qtrace.verification.contracts.grids import IntegerGrid
 
 __all__ = [
     "FUNCTIONS",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qtrace.onnxfile.reading import read_model
 from qtrace.onnxfile.saturation import products_saturate
 from qtrace.onnxfile.sessions import SessionSettings, open_session
-from qtrace.verification.runtimes.base import Kernels
 
-__all__ = ["kernels"]
+__all__ = ["Kernels", "find_kernels"]
 
 _INT8 = 3  # TensorProto.DataType.INT8
 # The ops that compute. Ops that only move values run on any type.
@@ -25,7 +25,35 @@ _INTEGER_OPS = ("QGemm", "MatMulInteger", "ConvInteger", "MatMulIntegerToFloat")
 _MOVES = "MaxPool Resize Transpose Reshape Flatten Concat Split Slice Squeeze Unsqueeze Gather Pad"
 
 
-def kernels(path: Path) -> Kernels:
+@dataclass(frozen=True)
+class Kernels:
+    """How a runtime computes the quantized ops of a file.
+
+    Attributes:
+        integer: names of the results that integer kernels compute.
+        floats: result, op and reason for those that run in float between rounded tensors.
+        saturates: whether products of the file's types saturate on this processor.
+    """
+
+    integer: tuple[str, ...]
+    floats: tuple[tuple[str, str, str], ...]
+    saturates: bool = False
+
+    def describe(self) -> list[str]:
+        """Says in lines how many ops run on integers, and what keeps the others in float."""
+        count = len(self.integer) + len(self.floats)
+        rest = "; the others compute in float, with the same values" if self.floats else ""
+        lines = [f"integer kernels: {len(self.integer)} of {count} ops of the file that read integers{rest}"]
+        groups: dict[tuple[str, str], list[str]] = {}
+        for name, op, why in self.floats:
+            groups.setdefault((op, why), []).append(name)
+        for (op, why), names in groups.items():
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            lines.append(f"  in float: {op} {', '.join(names[:3])}{more}: {why}")
+        return lines
+
+
+def find_kernels(path: Path) -> Kernels:
     """Optimizes the file as for deployment and finds the kernel of each of its quantized ops.
 
     A quantized op is one that reads dequantized integers.

@@ -2,8 +2,8 @@
 
 from onnx import TensorProto
 
-from qtrace.verification.contracts.base import Contract
-from qtrace.verification.contracts.rules import biases, parameters, types, weights
+from qtrace.onnxfile.contracts.base import Contract
+from qtrace.onnxfile.contracts.rules import biases, parameters, types, weights
 
 _QUANTIZE = "ONNX Runtime documentation, Quantize ONNX Models"
 _ONNX = "ONNX operators, QuantizeLinear and DequantizeLinear"
@@ -32,5 +32,5 @@ CONTRACT = Contract(
     ops=frozenset(_OPS.split()),
     fused=frozenset({"Relu", "Clip"}),
     rounds_results=frozenset(_OPS.split()) - {"Gemm", "MatMul"},
-    runtime="onnxruntime",
+    measured=True,
 )

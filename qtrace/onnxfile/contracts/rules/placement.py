@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from qtrace.verification.contracts.base import ContractRule, Violation, Violations
-from qtrace.verification.contracts.grids import IntegerGrid, type_name
-from qtrace.verification.contracts.qdq_graph import FUNCTIONS, Operand, QdqGraph, label
-from qtrace.verification.contracts.rules.parameters import covering
+from qtrace.onnxfile.contracts.base import ContractRule, Violation, Violations
+from qtrace.onnxfile.contracts.grids import IntegerGrid, type_name
+from qtrace.onnxfile.contracts.qdq_graph import FUNCTIONS, Operand, QdqGraph, label
+from qtrace.onnxfile.contracts.rules.parameters import covering
 
 __all__ = [
     "both_inputs_quantized",

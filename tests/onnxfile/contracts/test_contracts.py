@@ -15,12 +15,12 @@ from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_
 
 import qtrace
 from qtrace.errors import ExportError
-from qtrace.verification.contracts import ContractReport, check_contract, fix_contract
-from qtrace.verification.contracts.qdq_graph import LAYERS, QUANTIZERS, QdqGraph
-from qtrace.verification.contracts.targets import known
+from qtrace.onnxfile.contracts import ContractReport, check_contract, fix_contract
+from qtrace.onnxfile.contracts.qdq_graph import LAYERS, QUANTIZERS, QdqGraph
+from qtrace.onnxfile.contracts.targets import known
 from tests.nets import ResNet, images, randomize
-from tests.verification import planted
-from tests.verification.planted import FORMS, Edit, build, other_domain, regrid
+from tests.onnxfile.contracts import planted
+from tests.onnxfile.contracts.planted import FORMS, Edit, build, other_domain, regrid
 
 PICTURES = [images(2, 3, 32, 32), images(2, 3, 32, 32) * np.float32(0.9)]
 SAMPLES = [np.random.default_rng(seed).normal(size=(1, 8, 6, 6)).astype(np.float32) * 2 for seed in range(3)]
@@ -262,8 +262,8 @@ def test_ops_that_fall_back_to_float_are_predicted(tmp_path: Path) -> None:
 
 def test_the_prediction_for_onnxruntime_is_what_it_does(tmp_path: Path) -> None:
     """Ops that onnxruntime is said to compute in float by its contract alone, and by loading the file."""
-    from qtrace.verification.contracts.prediction import predict_floats
-    from qtrace.verification.contracts.targets import get
+    from qtrace.onnxfile.contracts.prediction import predict_floats
+    from qtrace.onnxfile.contracts.targets import get
 
     model = build(FORMS["onnxruntime"])
     report = check_contract(_write(model, tmp_path), "onnxruntime")

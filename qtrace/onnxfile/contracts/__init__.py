@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.errors import ExportError
+from qtrace.onnxfile.contracts.report import ContractReport
 from qtrace.onnxfile.reading import load_model
-from qtrace.verification.contracts.report import ContractReport
 
 __all__ = ["ContractReport", "check_contract", "fix_contract"]
 
@@ -57,8 +57,8 @@ def _checked(path: Path, target: str, fixing: bool = False) -> tuple[ContractRep
             f"{path} has more than 2 GiB of tensors, which a check cannot load: check a part of it."
         )
     # Below this, all modules need the package onnx, which `load_model` has looked for.
-    from qtrace.verification.contracts.checking import check_model, fix_model
-    from qtrace.verification.contracts.targets import get
+    from qtrace.onnxfile.contracts.checking import check_model, fix_model
+    from qtrace.onnxfile.contracts.targets import get
 
     contract = get(target)
     fixed = fix_model(model, contract, path) if fixing else ()

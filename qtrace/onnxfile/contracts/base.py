@@ -8,7 +8,7 @@ from typing import Any
 
 from onnx import NodeProto
 
-from qtrace.verification.contracts.qdq_graph import QdqGraph, label
+from qtrace.onnxfile.contracts.qdq_graph import QdqGraph, label
 
 __all__ = ["Contract", "ContractRule", "FloatOp", "Violation", "Violations"]
 
@@ -83,7 +83,7 @@ class Contract:
         ops: the types of ops that the target computes on integers.
         fused: the types of ops that it computes in float inside of the kernel before them.
         rounds_results: the types of ops whose result has to be rounded for an integer kernel.
-        runtime: the name of the runtime that verifies files for the target here; "" if there is none.
+        measured: whether the target is onnxruntime, which says here which ops it computes in float.
     """
 
     name: str
@@ -92,4 +92,4 @@ class Contract:
     ops: frozenset[str]
     fused: frozenset[str]
     rounds_results: frozenset[str]
-    runtime: str = ""
+    measured: bool = False

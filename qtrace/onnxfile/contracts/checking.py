@@ -9,11 +9,11 @@ from typing import Any
 import onnx
 
 from qtrace.errors import ExportError
-from qtrace.verification.contracts.base import Contract, ContractRule, FloatOp, Violation
-from qtrace.verification.contracts.prediction import predict_floats
-from qtrace.verification.contracts.qdq_graph import FUNCTIONS, QUANTIZERS, QdqGraph, label
-from qtrace.verification.contracts.report import ContractReport, Finding
-from qtrace.verification.runtimes import get as get_runtime
+from qtrace.onnxfile.contracts.base import Contract, ContractRule, FloatOp, Violation
+from qtrace.onnxfile.contracts.prediction import predict_floats
+from qtrace.onnxfile.contracts.qdq_graph import FUNCTIONS, QUANTIZERS, QdqGraph, label
+from qtrace.onnxfile.contracts.report import ContractReport, Finding
+from qtrace.onnxfile.kernels import find_kernels
 
 __all__ = ["check_model", "fix_model"]
 
@@ -62,8 +62,8 @@ def check_model(model: Any, contract: Contract, path: Path, fixed: tuple[str, ..
             )
         )
     measured, floats = "", predict_floats(graph, contract, broken)
-    if contract.runtime and not findings:
-        measured, floats = contract.runtime, _measure_floats(model, path, contract.runtime)
+    if contract.measured and not findings:
+        measured, floats = "onnxruntime", _measure_floats(model, path)
     return ContractReport(contract.name, contract.title, tuple(findings), tuple(floats), measured, fixed)
 
 
@@ -92,14 +92,12 @@ def _violations(graph: QdqGraph, contract: Contract) -> list[tuple[ContractRule,
     return [(rule, violation) for rule in contract.rules for violation in rule.find(graph)]
 
 
-def _measure_floats(model: Any, path: Path, runtime: str) -> list[FloatOp]:
-    """Loads a model in its runtime and asks which ops it computes in float."""
+def _measure_floats(model: Any, path: Path) -> list[FloatOp]:
+    """Loads a model in onnxruntime and lists the ops that it computes in float."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / path.name
         onnx.save(model, str(file))
-        chosen = get_runtime(file, runtime)
-        assert chosen.kernels is not None
-        kernels = chosen.kernels(file)
+        kernels = find_kernels(file)
     return [FloatOp(name, op, reason) for name, op, reason in kernels.floats]
 
 

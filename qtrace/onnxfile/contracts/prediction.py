@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from onnx import NodeProto
 
-from qtrace.verification.contracts.base import Contract, FloatOp
-from qtrace.verification.contracts.qdq_graph import QUANTIZERS, QdqGraph
+from qtrace.onnxfile.contracts.base import Contract, FloatOp
+from qtrace.onnxfile.contracts.qdq_graph import QUANTIZERS, QdqGraph
 
 __all__ = ["predict_floats"]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 from onnx import NodeProto, TensorProto, helper
 
-from qtrace.verification.contracts.base import ContractRule, Violation, Violations
-from qtrace.verification.contracts.grids import IntegerGrid, type_name
-from qtrace.verification.contracts.qdq_graph import QdqGraph, Quantizer
+from qtrace.onnxfile.contracts.base import ContractRule, Violation, Violations
+from qtrace.onnxfile.contracts.grids import IntegerGrid, type_name
+from qtrace.onnxfile.contracts.qdq_graph import QdqGraph, Quantizer
 
 __all__ = ["activation_types", "activations", "native_wide_types", "no_zero_points", "written_zero_points"]
 

@@ -2,8 +2,8 @@
 
 from onnx import TensorProto
 
-from qtrace.verification.contracts.base import Contract
-from qtrace.verification.contracts.rules import biases, files, parameters, placement, types, weights
+from qtrace.onnxfile.contracts.base import Contract
+from qtrace.onnxfile.contracts.rules import biases, files, parameters, placement, types, weights
 
 _RYZEN = "Ryzen AI Software documentation, Model Quantization"
 _QUARK = "AMD Quark documentation, Quark for ONNX"

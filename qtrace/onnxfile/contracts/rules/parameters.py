@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 from onnx import NodeProto
 
-from qtrace.verification.contracts.base import ContractRule, Violation, Violations
-from qtrace.verification.contracts.grids import IntegerGrid
-from qtrace.verification.contracts.qdq_graph import QdqGraph, Quantizer
-from qtrace.verification.contracts.rules.types import activations
+from qtrace.onnxfile.contracts.base import ContractRule, Violation, Violations
+from qtrace.onnxfile.contracts.grids import IntegerGrid
+from qtrace.onnxfile.contracts.qdq_graph import QdqGraph, Quantizer
+from qtrace.onnxfile.contracts.rules.types import activations
 
 __all__ = [
     "constant_scales",

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from qtrace.verification.contracts.base import ContractRule, Violation, Violations
-from qtrace.verification.contracts.grids import IntegerGrid, bias_grid, symmetric, type_name
-from qtrace.verification.contracts.qdq_graph import LAYERS, Operand, QdqGraph
+from qtrace.onnxfile.contracts.base import ContractRule, Violation, Violations
+from qtrace.onnxfile.contracts.grids import IntegerGrid, bias_grid, symmetric, type_name
+from qtrace.onnxfile.contracts.qdq_graph import LAYERS, Operand, QdqGraph
 
 __all__ = ["accumulator_biases", "float_biases", "int8_biases", "int32_biases", "norm_biases"]
 

@@ -6,7 +6,7 @@ import importlib
 
 from qtrace import plugins
 from qtrace.errors import ExportError
-from qtrace.verification.contracts.base import Contract
+from qtrace.onnxfile.contracts.base import Contract
 
 __all__ = ["get", "known"]
 

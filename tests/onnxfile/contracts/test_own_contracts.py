@@ -16,8 +16,8 @@ from onnx import numpy_helper
 
 import qtrace
 from qtrace.graph.types import TracedModule
+from qtrace.onnxfile.contracts import check_contract
 from qtrace.preparation.model import QuantizedModel
-from qtrace.verification.contracts import check_contract
 from tests.nets import MobileNetV2, ResNet, images, net, randomize
 from tests.zoo.checks import rounded_to_nearest
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from qtrace.verification.contracts.base import ContractRule, Violation, Violations
-from qtrace.verification.contracts.grids import symmetric, type_name
-from qtrace.verification.contracts.qdq_graph import LAYERS, Operand, QdqGraph, channel_axis
+from qtrace.onnxfile.contracts.base import ContractRule, Violation, Violations
+from qtrace.onnxfile.contracts.grids import symmetric, type_name
+from qtrace.onnxfile.contracts.qdq_graph import LAYERS, Operand, QdqGraph, channel_axis
 
 __all__ = ["quantized_weights", "symmetric_weights", "weight_axis", "weight_bits", "weights_per_tensor"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from onnx import NodeProto, TensorProto
 
-from qtrace.verification.contracts.base import ContractRule, Violation, Violations
-from qtrace.verification.contracts.qdq_graph import QUANTIZERS, QdqGraph
+from qtrace.onnxfile.contracts.base import ContractRule, Violation, Violations
+from qtrace.onnxfile.contracts.qdq_graph import QUANTIZERS, QdqGraph
 
 __all__ = ["lowest_opset", "no_integer_ops", "no_other_domains"]
 

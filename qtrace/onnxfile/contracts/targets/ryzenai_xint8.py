@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from onnx import TensorProto
 
-from qtrace.verification.contracts.rules import biases, files, parameters, placement, types, weights
-from qtrace.verification.contracts.targets.ryzenai import CONTRACT as _A8W8
+from qtrace.onnxfile.contracts.rules import biases, files, parameters, placement, types, weights
+from qtrace.onnxfile.contracts.targets.ryzenai import CONTRACT as _A8W8
 
 _RYZEN = "Ryzen AI Software documentation, Model Quantization"
 _QUARK = "AMD Quark documentation, Quark for ONNX"

@@ -7,7 +7,6 @@ from typing import Any
 
 from qtrace.display import Displayed
 from qtrace.onnxfile.contracts.base import FloatOp
-from qtrace.verification.contracts.base import FloatOp
 
 __all__ = ["ContractReport", "Finding"]
 

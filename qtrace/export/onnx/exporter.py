@@ -108,6 +108,8 @@ def files(
     exporter.end_names, exporter.preprocess = (input_names, output_names), preprocess
     exporter.suppression = None if nms is None else Suppression.of(nms)
     model = exporter.run()
+    if exporter.writer.version_change:
+        _LOG.info(exporter.writer.version_change)
     if unsigned:
         if write_unsigned_weights(model) and weights == "auto":
             _LOG.info(

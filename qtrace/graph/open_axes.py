@@ -50,6 +50,11 @@ class OpenAxis:
     size: str
     name: str
 
+    @property
+    def label(self) -> str:
+        """The name in files and in texts: a made one where the axis has none."""
+        return self.name or (BATCH if self.axis == 0 else f"{self.input}_{self.axis}")
+
 
 @dataclass(frozen=True)
 class FixedAxis:

@@ -17,6 +17,7 @@ import qtrace
 from qtrace.errors import TraceError
 from qtrace.graph import flatten, load, save
 from qtrace.graph.open_axes import OpenAxis, read_open_axes
+from qtrace.inspection.analysis import analyze
 from tests.nets import images, net, randomize
 
 X = images(2, 3, 16, 24)
@@ -121,3 +122,17 @@ def test_axes_of_one_name_have_one_size() -> None:
 def test_what_names_no_axis_is_refused(dynamic: Any, message: str) -> None:
     with pytest.raises(TraceError, match=message):
         qtrace.trace(unet(), X, dynamic=dynamic)
+
+
+def test_inspect_and_explain_show_which_sizes_are_open() -> None:
+    traced = qtrace.trace(unet(), X, dynamic=OPEN)
+    analysis = analyze(traced)
+    shapes = {op.op: op.shape for op in analysis.ops}
+    assert shapes["F.conv2d"] == ("N", 2, "H", "W")  # the last one
+    assert ("N", 4, -1, -1) in [op.shape for op in analysis.ops]
+    assert "Nx7xHxW" in analysis.table(None)
+    assert "sizes: x is Nx3xHxW, recorded at 2x3x16x24" in analysis.table(None)
+    prepared = qtrace.prepare(traced)
+    for explanation in (qtrace.explain(traced), qtrace.explain(prepared)):
+        assert "x is Nx3xHxW, recorded at 2x3x16x24" in explanation.summary()
+    assert "Nx" not in analyze(qtrace.trace(unet(), X)).table(None)

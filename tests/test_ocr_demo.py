@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
 import pytest
 
-from examples.ocr import decoding, demo, lines, metric, package, pages
+from examples.ocr import client, decoding, demo, dropin, lines, metric, package, pages
 
 
 def test_lines_are_the_same_every_time_and_parts_differ():
@@ -92,3 +93,45 @@ def test_missed_targets_name_what_is_too_low():
         "IoU of int8, fine-tuned",
         "int8, fine-tuned differs",
     ]
+
+
+def test_pages_have_the_size_that_is_asked_for_and_a_text_of_their_own():
+    page = pages.draw("test", 3, (96, 140))
+    assert page.shape == (96, 140, 3)
+    np.testing.assert_array_equal(page, pages.draw("test", 3, (96, 140)))
+    assert len(set(dropin.SIZES)) == 12
+    assert set(dropin.SIZES).isdisjoint(dropin.CALIBRATION_SIZES)
+
+
+def _of_client(name: str, agreement: float, seconds: float) -> dropin.Row:
+    return dropin.Row(name, agreement, {"det": seconds, "cls": 0.5, "rec": 0.5})
+
+
+def test_the_client_must_read_as_with_float_and_be_faster():
+    reference = _of_client("float", 100.0, 3.0)
+    assert dropin.missed_targets([reference, _of_client("int8", 99.6, 2.0)]) == []
+    missed = dropin.missed_targets([reference, _of_client("int8", 99.4, 2.5), _of_client("peer", 85.0, 1.0)])
+    assert missed == [
+        "the client reads 99.40 % as with float, 99.5 % needed",
+        "the client's networks are 1.14 times as fast, 1.3 times needed",
+    ]
+    assert "1.33x" in dropin.format_rows([reference, _of_client("int8", 99.6, 2.0)])
+
+
+class _FakeClient:
+    def __init__(self, texts: dict[int, str]):
+        self.texts, self.networks = texts, {name: SimpleNamespace(seconds=0.0) for name in client.NETWORKS}
+        self.runs = 0
+
+    def read(self, page: np.ndarray) -> str:
+        self.runs += 1
+        for network in self.networks.values():
+            network.seconds += self.runs
+        return self.texts[int(page[0])]
+
+
+def test_clients_take_turns_and_the_fewest_seconds_of_a_page_count():
+    clients = {"float": _FakeClient({0: "ab", 1: "c"}), "int8": _FakeClient({0: "ab", 1: "d"})}
+    texts, seconds = client.read_in_turns(clients, [np.array([0]), np.array([1])], 2)
+    assert texts == {"float": ["ab", "c"], "int8": ["ab", "d"]}
+    assert seconds["int8"] == {"det": 1 + 3, "cls": 1 + 3, "rec": 1 + 3}

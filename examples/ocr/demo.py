@@ -23,7 +23,8 @@ qtrace.quiet()  # before anything else loads MegEngine: it would print notes abo
 
 from tqdm import tqdm  # noqa: E402
 
-from examples.ocr import decoding, lines, metric, package, pages, peer, pictures, quantizing  # noqa: E402
+from examples.ocr import decoding, dropin, lines, metric, package, pages, peer, pictures, quantizing  # noqa: E402
+from examples.ocr.client import NETWORKS  # noqa: E402
 from examples.ocr.runners import Runner, measure_latencies  # noqa: E402
 from qtrace.display import format_table  # noqa: E402
 
@@ -122,16 +123,24 @@ class Demo:
         ]
         self.say("onnxruntime.quantization, the peer")
         for name, samples in (("recogniser", read), ("detector", seen)):
-            peer.quantize(self.out / f"{name}_float.onnx", samples, self.out / f"{name}_peer.onnx")
+            batches = [samples[i : i + 1] for i in range(len(samples))]
+            peer.quantize(self.out / f"{name}_float.onnx", batches, self.out / f"{name}_peer.onnx")
         self.say(f"Read {counts[2]} lines and look at {counts[3]} pages, in a font that nothing has seen")
         rows = self.judge(lines.load("test", counts[2]), pages.normalize(pages.load("test", counts[3])))
         for row in rows:
             found = [w[row.name] for w in worst if row.name in w]
             row.worst_lsb = max(found) if found else None
-        missed = [] if self.quick else missed_targets(rows)
-        self.write_results(rows, missed)
         print(format_rows(rows))
+        read_by_client = self.exchange_files()
+        missed = [] if self.quick else [*missed_targets(rows), *dropin.missed_targets(read_by_client)]
+        self.write_results(rows, read_by_client, missed)
         return missed
+
+    def exchange_files(self) -> list[dropin.Row]:
+        """Runs the public client with files of one call each."""
+        rows = dropin.exchange(self.models, self.out, self.quick, self.say)
+        print(dropin.format_rows(rows))
+        return rows
 
     def judge(self, test: list[lines.Line], test_pages: np.ndarray) -> list[Row]:
         """Measures every variant in onnxruntime and writes the picture of the lines that differ."""
@@ -158,15 +167,20 @@ class Demo:
         """Prints the title of a step and the time since the start."""
         print(f"\n[{time.monotonic() - self.started:4.0f} s] {text}", flush=True)
 
-    def write_results(self, rows: Sequence[Row], missed: list[str]) -> None:
+    def write_results(
+        self, rows: Sequence[Row], read_by_client: Sequence[dropin.Row], missed: list[str]
+    ) -> None:
         """Writes results.json and README.md."""
         seconds = round(time.monotonic() - self.started, 1)
         results = {"quick": self.quick, "seconds": seconds, "missed": missed}
         results["variants"] = [asdict(row) for row in rows]
+        results["client"] = dropin.to_dict(read_by_client)
         (self.out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-        text = "# What `make ocr-demo` left here\n\n{}\n\n```\n{}\n```\n"
-        listed = "\n".join(f"- `{name}`: {what}" for name, what in ARTEFACTS.items())
-        (self.out / "README.md").write_text(text.format(listed, format_rows(rows)), encoding="utf-8")
+        text = "# What `make ocr-demo` left here\n\n{}\n\n```\n{}\n\n{}\n```\n"
+        files = ((name, what) for name, what in ARTEFACTS.items() if (self.out / name).exists())
+        listed = "\n".join(f"- `{name}`: {what}" for name, what in files)
+        tables = format_rows(rows), dropin.format_rows(read_by_client)
+        (self.out / "README.md").write_text(text.format(listed, *tables), encoding="utf-8")
 
 
 _MEANING = {
@@ -175,10 +189,21 @@ _MEANING = {
     "tuned": "calibrated and fine-tuned without labels.",
     "peer": "by onnxruntime.quantization.",
 }
+_OF_CLIENT = {
+    "float": "imported and exported in float.",
+    "int8": "by qtrace.quantize.",
+    "peer": "by onnxruntime.quantization.",
+    "nncf": "by NNCF.",
+}
 ARTEFACTS = {
     **{f"{kind}_{v}.onnx": _MEANING[v] for kind in ("recogniser", "detector") for v in VARIANTS},
+    **{
+        f"client_{network}_{v}.onnx": f"a network of the public client, {what}"
+        for network in NETWORKS
+        for v, what in _OF_CLIENT.items()
+    },
     "lines_that_differ.png": "lines that float and int8 do not read alike; green is right, red is wrong.",
-    "results.json": "the numbers of the table below.",
+    "results.json": "the numbers of the tables below.",
 }
 
 
@@ -190,6 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         package.models_folder()
+        package.check_client()
     except package.MissingModelsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

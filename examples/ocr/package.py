@@ -1,4 +1,4 @@
-"""The trained networks, in the installed package ``rapidocr-onnxruntime``, which is not imported."""
+"""The trained networks, in the installed package ``rapidocr-onnxruntime``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import os
 from pathlib import Path
 
 RECOGNISER, DETECTOR = "ch_PP-OCRv4_rec_infer.onnx", "ch_PP-OCRv4_det_infer.onnx"
+CLASSIFIER = "ch_ppocr_mobile_v2.0_cls_infer.onnx"  # of the orientation of a line
 
 _PACKAGE = "rapidocr_onnxruntime"
+_NOT_INSTALLED = "rapidocr-onnxruntime is not installed: run make ocr-demo, or pip install -e '.[ocr-demo]'."
 
 
 class MissingModelsError(Exception):
@@ -27,13 +29,21 @@ def models_folder() -> Path:
     else:
         spec = importlib.util.find_spec(_PACKAGE)
         if spec is None or spec.origin is None:
-            raise MissingModelsError(
-                "rapidocr-onnxruntime is not installed: run make ocr-demo, or pip install -e '.[ocr-demo]'."
-            )
+            raise MissingModelsError(_NOT_INSTALLED)
         folder = Path(spec.origin).parent / "models"
-    missing = [name for name in (RECOGNISER, DETECTOR) if not (folder / name).is_file()]
+    missing = [name for name in (RECOGNISER, DETECTOR, CLASSIFIER) if not (folder / name).is_file()]
     if missing:
         raise MissingModelsError(
             f"{folder} has no {' and no '.join(missing)}: install rapidocr-onnxruntime, or set OCR_MODELS."
         )
     return folder
+
+
+def check_client() -> None:
+    """Checks that the public client can be run.
+
+    Raises:
+        MissingModelsError: when its package is not installed.
+    """
+    if importlib.util.find_spec(_PACKAGE) is None:
+        raise MissingModelsError(_NOT_INSTALLED)

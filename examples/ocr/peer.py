@@ -1,21 +1,23 @@
-"""The peer: onnxruntime's own quantizer, in its usual setting for CPU."""
+"""The peers: onnxruntime's own quantizer, in its usual setting for CPU, and NNCF where it is installed."""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
 
 
-def quantize(model: Path, samples: np.ndarray, file: Path) -> None:
+def quantize(model: Path, batches: Iterable[np.ndarray], file: Path) -> None:
     """Writes ``file``: static, MinMax ranges, uint8 activations, int8 weights with a scale per channel.
 
     Args:
         model: the float ONNX file, of opset 13 or later.
-        samples: inputs to calibrate on, N x ....
+        batches: inputs to calibrate on; their sizes may differ where the file leaves an axis open.
         file: the file to write.
     """
     import onnx
@@ -24,14 +26,14 @@ def quantize(model: Path, samples: np.ndarray, file: Path) -> None:
     name = onnx.load(str(model)).graph.input[0].name
 
     class Reader(CalibrationDataReader):
-        """Gives the samples one by one."""
+        """Gives the batches one by one."""
 
         def __init__(self) -> None:
-            self.rest = iter(samples)
+            self.rest = iter(batches)
 
         def get_next(self) -> dict[str, np.ndarray] | None:
-            sample = next(self.rest, None)
-            return None if sample is None else {name: sample[None]}
+            batch = next(self.rest, None)
+            return None if batch is None else {name: batch}
 
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         prepared = Path(folder) / "prepared.onnx"
@@ -44,3 +46,20 @@ def quantize(model: Path, samples: np.ndarray, file: Path) -> None:
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
         )
+
+
+def has_nncf() -> bool:
+    """Returns whether NNCF is installed, which no extra of qtrace brings."""
+    return importlib.util.find_spec("nncf") is not None
+
+
+def quantize_by_nncf(model: Path, batches: Sequence[np.ndarray], file: Path) -> None:
+    """Writes ``file`` by NNCF with its fast bias correction, its default; arguments as for `quantize`."""
+    import nncf
+    import onnx
+
+    network = onnx.load(str(model))
+    name = network.graph.input[0].name
+    with redirect_stdout(sys.stderr):
+        dataset = nncf.Dataset(batches, lambda batch: {name: batch})
+        onnx.save(nncf.quantize(network, dataset, subset_size=len(batches)), str(file))

@@ -21,6 +21,7 @@ __all__ = [
     "FixedAxis",
     "OpenAxes",
     "OpenAxis",
+    "growth",
     "other_sizes",
     "read_open_axes",
     "repeat_to",
@@ -29,7 +30,8 @@ __all__ = [
 
 _ATTRIBUTE = "open_axes"
 BATCH = "N"  # the name of the batch where a file or a user gives none
-_LARGEST_STEP = 64
+_LARGEST_POWER = 64
+_VISIBLE = 32  # by so much a map of one thirty-second of an input's size changes by one
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,11 @@ class OpenAxis:
     axis: int
     size: str
     name: str
+
+    @property
+    def label(self) -> str:
+        """The name in files and in texts: a made one where the axis has none."""
+        return self.name or (BATCH if self.axis == 0 else f"{self.input}_{self.axis}")
 
 
 @dataclass(frozen=True)
@@ -131,13 +138,23 @@ def repeat_to(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     return array
 
 
+def growth(size: int) -> int:
+    """Returns by how much a size grows to another one at which a network still runs, and computes otherwise.
+
+    It is a multiple of the largest power of two that divides the size, up to 64, so that a network which
+    halves the size as often still runs. It is at least 32, or half of a small size: a smaller growth would
+    not change the size of a coarse map, whose number would pass for one that does not depend on the input.
+    """
+    power = min(size & -size, _LARGEST_POWER)
+    return power * max(1, -(-min(_VISIBLE, size // 2) // power))
+
+
 def other_sizes(
     shapes: Mapping[str, Sequence[int]], axes: Sequence[OpenAxis], count: int = 2, distinct: bool = True
 ) -> list[dict[str, tuple[int, ...]]]:
     """Returns shapes of inputs at other sizes of their open axes.
 
-    A size grows by the largest power of two that divides it, up to 64, so that a network which halves it as
-    often still runs. The batch, the first axis, grows by one.
+    A size grows by multiples of its `growth`. The batch, the first axis, grows by one.
 
     Args:
         shapes: input -> its shape.
@@ -152,7 +169,7 @@ def other_sizes(
         others = {name: list(shape) for name, shape in shapes.items()}
         for axis in axes:
             position, size = first[axis.size]
-            step = 1 if position == 0 else min(size & -size, _LARGEST_STEP)
+            step = 1 if position == 0 else growth(size)
             order = [s for s in sizes if first[s][0]] if position and distinct else [axis.size]
             times = number + order.index(axis.size)
             others[axis.input][axis.axis] = size + step * times

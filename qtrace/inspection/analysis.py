@@ -17,6 +17,7 @@ from qtrace import ops
 from qtrace.display import Displayed, format_table
 from qtrace.graph.engine import quiet_engine
 from qtrace.graph.interpreter import Interpreter, last_uses
+from qtrace.graph.open_shapes import Shape, describe_sizes, open_shapes, show_shape
 from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, module_path, op_label
 from qtrace.ops.macs import UNCOUNTED, count_macs
@@ -36,7 +37,8 @@ class OpCost:
         op: its callee as source code has it.
         kind: its kind, as configs name it; "" for an op without a rule.
         module: the path of its module.
-        shape: the shape of its first output; None if the graph records none.
+        shape: the recorded shape of its first output, with the names of open axes in the place of their sizes
+            and -1 for sizes that depend on them; None if the graph records none.
         macs: multiply-accumulates.
         parameters: values of the parameters and buffers that it is the first to read.
         output_bytes: bytes of its outputs.
@@ -49,7 +51,7 @@ class OpCost:
     op: str
     kind: str
     module: str
-    shape: tuple[int, ...] | None
+    shape: Shape | None
     macs: int
     parameters: int
     output_bytes: int
@@ -64,10 +66,12 @@ class Analysis(Displayed):
     Attributes:
         ops: one cost for each op.
         uncounted: names of ops that multiply and accumulate, but whose ``macs`` are not known.
+        sizes: which axes of the inputs are open, in words.
     """
 
     ops: tuple[OpCost, ...]
     uncounted: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
 
     @property
     def macs(self) -> int:
@@ -100,7 +104,12 @@ class Analysis(Displayed):
             "peak_at": None if peak is None else peak.name,
             "seconds": self.seconds,
         }
-        return {"totals": totals, "uncounted": list(self.uncounted), "ops": [asdict(op) for op in self.ops]}
+        return {
+            "totals": totals,
+            "uncounted": list(self.uncounted),
+            "sizes": list(self.sizes),
+            "ops": [asdict(op) for op in self.ops],
+        }
 
     def table(self, max_width: int | None = 160) -> str:
         """Formats one row for each op, and the totals below.
@@ -121,11 +130,12 @@ class Analysis(Displayed):
             lines.append(f"time of the ops: {1e3 * self.seconds:.3f} ms")
         if self.uncounted:
             lines.append(f"MACs not counted: {', '.join(self.uncounted)}")
+        lines += [f"sizes: {line}" for line in self.sizes]
         return "\n".join(lines)
 
     def _row(self, op: OpCost, timed: bool) -> tuple[str, ...]:
         share = f"{100 * op.macs / self.macs:.1f} %" if op.macs else ""
-        shape = "?" if op.shape is None else "x".join(map(str, op.shape)) or "scalar"
+        shape = "?" if op.shape is None else show_shape(op.shape)
         sizes = (f"{op.output_bytes / 1024:,.1f}", f"{op.live_bytes / 1024:,.1f}")
         counts = (f"{op.macs:,}" if op.macs else "", share, f"{op.parameters:,}" if op.parameters else "")
         row = (op.name, op.op, op.module, shape, *counts, *sizes)
@@ -152,6 +162,7 @@ def analyze(model: TracedModule, runs: int = 0) -> Analysis:
     live = _live_bytes(flat)
     parameters = _first_reads(flat, order)
     times = _measure(flat, runs) if runs else {}
+    opened = open_shapes(flat)
     costs = []
     for expr in order:
         call, out = calls[expr], expr.outputs[0]
@@ -161,7 +172,7 @@ def analyze(model: TracedModule, runs: int = 0) -> Analysis:
                 op=op_label(expr),
                 kind="" if call is None else call.kind,
                 module=module_path(expr),
-                shape=None if out.shape is None else tuple(int(n) for n in out.shape),
+                shape=opened.get(str(out.name), _recorded_shape(out)),
                 macs=0 if call is None else count_macs(call),
                 parameters=parameters[expr],
                 output_bytes=sum(_bytes(n) for n in expr.outputs),
@@ -170,7 +181,12 @@ def analyze(model: TracedModule, runs: int = 0) -> Analysis:
             )
         )
     uncounted = (c.out.name for c in calls.values() if c is not None and c.kind in UNCOUNTED)
-    return Analysis(tuple(costs), tuple(map(str, uncounted)))
+    return Analysis(tuple(costs), tuple(map(str, uncounted)), tuple(describe_sizes(flat)))
+
+
+def _recorded_shape(node: Node) -> tuple[int, ...] | None:
+    shape = getattr(node, "shape", None)
+    return None if shape is None else tuple(int(n) for n in shape)
 
 
 def _bytes(node: Node) -> int:

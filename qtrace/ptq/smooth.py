@@ -40,6 +40,8 @@ __all__ = ["Smooth"]
 
 _HELD_EVERY = 4
 
+_Batches = Sequence[np.ndarray]
+
 
 class Smooth(FloatAlgorithm):
     """Divides the channels of tensors by factors that the weights behind them take.
@@ -194,11 +196,11 @@ class _Trial:
         parameters: the weights, as smoothed so far.
         group: the group.
         sites: the sites of inputs and weights.
-        values: node -> its float values, samples first.
+        values: node -> its float values, samples first: one array for each size.
     """
 
     def __init__(
-        self, parameters: Parameters, group: ChannelGroup, sites: _Sites, values: Mapping[Node, np.ndarray]
+        self, parameters: Parameters, group: ChannelGroup, sites: _Sites, values: Mapping[Node, _Batches]
     ) -> None:
         self.parameters, self.group, self.sites, self.values = parameters, group, sites, values
 
@@ -207,8 +209,7 @@ class _Trial:
         read, weights = [], []
         for call in self.group.readers:
             fitted, _ = _split(self.values[call.inputs[0]])
-            axis = _channel_axis(call) % fitted.ndim
-            read.append(np.abs(fitted).max(axis=tuple(a for a in range(fitted.ndim) if a != axis)))
+            read += [_channel_maxima(call, value) for value in fitted]
             weights.append(self.parameters.ranges(call, outputs=False))
         largest = np.max(np.stack(read), axis=0).astype(np.float64)
         weight = np.max(np.stack([_per_channel(w, largest.size) for w in weights]), axis=0)
@@ -227,14 +228,15 @@ class _Trial:
             assert site.plan is not None
             fitted, held = _split(self.values[call.inputs[0]])
             weight = self.parameters.weight(call)
-            exact = _output(model, call, held, weight)
-            small = _divided(call, fitted, factor)
+            small = [_divided(call, value, factor) for value in fitted]
             scheme = plan.scheme if not plan.scheme.per_channel else plan.scheme.replace(axis=None)
-            qparams = choose(small.min(), small.max(), scheme)
+            qparams = choose(min(v.min() for v in small), max(v.max() for v in small), scheme)
             moved = self.parameters.multiplied(call, factor)
             rounded = rounded_weight(moved, site.plan.scheme, site.channel_axes)
-            value = fake_quantize(_divided(call, held, factor), qparams)
-            sums.add(exact, _output(model, call, value, rounded))
+            for value in held:
+                divided = fake_quantize(_divided(call, value, factor), qparams)
+                exact = _output(model, call, value, weight)
+                sums.add(exact, _output(model, call, divided, rounded))
         return sums
 
 
@@ -253,10 +255,27 @@ def _divided(call: OpCall, value: np.ndarray, factor: np.ndarray) -> np.ndarray:
     return np.asarray(value / factor.reshape(shape), np.float32)
 
 
-def _split(value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _channel_maxima(call: OpCall, value: np.ndarray) -> np.ndarray:
+    """Returns the largest absolute value of each channel of what a layer reads."""
+    axis = _channel_axis(call) % value.ndim
+    return np.asarray(np.abs(value).max(axis=tuple(a for a in range(value.ndim) if a != axis)))
+
+
+def _split(values: _Batches) -> tuple[_Batches, _Batches]:
     """Splits values into the samples that are fitted to and those held back; fewer than 4 are both."""
-    held = np.arange(len(value)) % _HELD_EVERY == _HELD_EVERY - 1
-    return (value[~held], value[held]) if held.any() else (value, value)
+    fitted, held, first = [], [], 0
+    for value in values:
+        is_held = np.arange(first, first + len(value)) % _HELD_EVERY == _HELD_EVERY - 1
+        fitted.append(value[~is_held])
+        held.append(value[is_held])
+        first += len(value)
+    fitted, held = ([value for value in part if len(value)] for part in (fitted, held))
+    return (fitted, held) if held else (values, values)
+
+
+def _joined(values: _Batches) -> _Batches:
+    """Joins the samples of batches of one size; batches of unlike sizes stay apart."""
+    return [np.concatenate(values)] if len({value.shape[1:] for value in values}) == 1 else values
 
 
 def _output(model: TracedModule, call: OpCall, value: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -273,10 +292,8 @@ def _output(model: TracedModule, call: OpCall, value: np.ndarray, weight: np.nda
     return np.asarray(results[0].numpy())
 
 
-def _values(
-    model: TracedModule, nodes: Sequence[TensorNode], samples: Sequence[Any]
-) -> dict[Node, np.ndarray]:
-    """Returns the float values of ``nodes``, the samples of all batches joined."""
+def _values(model: TracedModule, nodes: Sequence[TensorNode], samples: Sequence[Any]) -> dict[Node, _Batches]:
+    """Returns the float values of ``nodes``, the samples of batches of one size joined."""
     parts: dict[Node, list[np.ndarray]] = {node: [] for node in nodes}
 
     class Recorder(Interpreter):
@@ -289,4 +306,4 @@ def _values(
         for index, (args, kwargs) in enumerate(samples):
             with translate_errors(model, (args, kwargs), index):
                 Recorder(model).run(*args, **kwargs)
-    return {node: np.concatenate(values) for node, values in parts.items()}
+    return {node: _joined(values) for node, values in parts.items()}

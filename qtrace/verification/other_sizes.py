@@ -10,9 +10,11 @@ import numpy as np
 from megengine import Tensor
 
 from qtrace.data.batches import as_arguments, evaluating
+from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.export.ncnn import find_fixing_layer
 from qtrace.graph.engine import quiet_engine
 from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter
-from qtrace.graph.open_axes import OpenAxis, other_sizes, read_open_axes, repeat_to
+from qtrace.graph.open_axes import OpenAxes, OpenAxis, other_sizes, read_open_axes, repeat_to
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.onnxfile.reading import read_model
 
@@ -22,7 +24,7 @@ _LOG = logging.getLogger("qtrace")
 
 
 def at_other_sizes(path: Path, model: TracedModule, batch: Any) -> list[tuple[np.ndarray, ...]]:
-    """Repeats the first sample of a batch to two other sizes of the axes that an ONNX file leaves open.
+    """Repeats the first sample of a batch to two other sizes of the axes that a file leaves open.
 
     A size at which the graph does not run is left out.
 
@@ -57,10 +59,16 @@ def at_other_sizes(path: Path, model: TracedModule, batch: Any) -> list[tuple[np
 
 
 def open_in_file(path: Path, model: TracedModule) -> tuple[OpenAxis, ...]:
-    """Returns the open axes of a graph that its ONNX file declares open; none for other files."""
+    """Returns the open axes of a graph that its ONNX file or ncnn net leaves open; none for other files."""
     record = read_open_axes(model)
-    if path.suffix.lower() != ".onnx" or record is None or record.only_batch():
+    if record is None or record.only_batch():
         return ()
+    if path.suffix.lower() == ".param":
+        return () if find_fixing_layer(ConvertedGraph(model)) else record.axes
+    return _declared_open(path, model, record) if path.suffix.lower() == ".onnx" else ()
+
+
+def _declared_open(path: Path, model: TracedModule, record: OpenAxes) -> tuple[OpenAxis, ...]:
     nodes = [node for node in model.graph.inputs if isinstance(node, TensorNode)]
     inputs = read_model(path).graph.input
     opened: list[OpenAxis] = []

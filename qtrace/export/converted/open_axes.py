@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from qtrace.export.converted.batch import find_open_batch
 from qtrace.export.converted.graph import ConvertedGraph
-from qtrace.graph.inference import OpError, TensorType, TypeInference, recorded_type
+from qtrace.graph.inference import OpError, TensorType
 from qtrace.graph.open_axes import BATCH, OpenAxes, OpenAxis, other_sizes, read_open_axes
+from qtrace.graph.open_shapes import infer_types, types_at_other_sizes
 from qtrace.graph.renewal import write_type
 from qtrace.graph.types import Node, TensorNode
-from qtrace.graph.walk import exprs
 
-__all__ = ["DeclaredAxes", "axis_name", "find_declared_axes", "open_axes_of", "resized", "types_at"]
+__all__ = ["DeclaredAxes", "find_declared_axes", "open_axes_of", "resized"]
 
 _LOG = logging.getLogger("qtrace")
 
@@ -57,9 +57,9 @@ def find_declared_axes(graph: ConvertedGraph, problem_at: Problem) -> DeclaredAx
     axes = _writable(graph, record, problem_at)
     if not axes:
         return DeclaredAxes()
-    names = {node: {a.axis: axis_name(a) for a in axes if a.input == node.name} for node in graph.inputs}
+    names = {node: {a.axis: a.label for a in axes if a.input == node.name} for node in graph.inputs}
     inputs = {node: own for node, own in names.items() if own}
-    types = [types_at(graph, shapes) for shapes in other_sizes(_shapes(graph), axes)]
+    types = types_at_other_sizes(graph.module, axes)
     sizes: dict[tuple[int, ...], str] = {}
     for node, own in inputs.items():
         for axis, name in own.items():
@@ -88,11 +88,6 @@ def open_axes_of(graph: ConvertedGraph) -> tuple[OpenAxis, ...]:
     return () if record is None or not record.axes else _writable(graph, record, lambda types: "")
 
 
-def axis_name(axis: OpenAxis) -> str:
-    """Returns the name of an open axis in a file."""
-    return axis.name or (BATCH if axis.axis == 0 else f"{axis.input}_{axis.axis}")
-
-
 def _writable(graph: ConvertedGraph, record: OpenAxes, problem_at: Problem) -> tuple[OpenAxis, ...]:
     """Returns the axes that can stay open; the logger says which ones cannot."""
     axes = record.axes
@@ -118,7 +113,7 @@ def _writable(graph: ConvertedGraph, record: OpenAxes, problem_at: Problem) -> t
 def _problem(graph: ConvertedGraph, axes: Sequence[OpenAxis], problem_at: Problem) -> str:
     (shapes,) = other_sizes(_shapes(graph), axes, 1)
     try:
-        types = types_at(graph, shapes)
+        types = infer_types(graph.module, shapes)
     except OpError as error:
         return str(error).rstrip(".")
     if all(axis.axis == 0 for axis in axes):
@@ -128,31 +123,6 @@ def _problem(graph: ConvertedGraph, axes: Sequence[OpenAxis], problem_at: Proble
 
 def _shapes(graph: ConvertedGraph) -> dict[str, tuple[int, ...]]:
     return {str(n.name): tuple(int(s) for s in n.shape or ()) for n in graph.inputs}
-
-
-def types_at(graph: ConvertedGraph, shapes: Mapping[str, Sequence[int]]) -> dict[Node, TensorType | None]:
-    """Infers the types of all nodes from the shapes of the inputs.
-
-    Raises:
-        OpError: when an op cannot run.
-    """
-    inference = TypeInference(graph.module)
-    values: dict[Node, object] = {graph.module.graph.inputs[0]: graph.module}
-    for node in graph.inputs:
-        kind = recorded_type(node)
-        shape = tuple(shapes[str(node.name)])
-        values[node] = None if kind is None else TensorType(shape, kind.dtype)
-    for expr in exprs(graph.module):
-        results = inference.results(expr, [values[n] for n in expr.inputs])
-        values.update(zip(expr.outputs, results, strict=True))
-    return {node: _type(value) for node, value in values.items() if isinstance(node, TensorNode)}
-
-
-def _type(value: object) -> TensorType | None:
-    shape = getattr(value, "shape", None)
-    if shape is None:
-        return None
-    return TensorType(tuple(int(n) for n in shape), getattr(value, "dtype", None))
 
 
 def _sizes(node: Node, axis: int, types: Sequence[Types]) -> tuple[int, ...]:

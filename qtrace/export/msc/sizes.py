@@ -12,10 +12,11 @@ from typing import Any
 from qtrace.errors import ExportError, GraphError
 from qtrace.export.converted.document import DocumentOp
 from qtrace.export.converted.graph import ConvertedGraph
-from qtrace.export.converted.open_axes import axis_name, open_axes_of, types_at
+from qtrace.export.converted.open_axes import open_axes_of
 from qtrace.graph.inference import TensorType, recorded_type
 from qtrace.graph.msc import MSCPrim
 from qtrace.graph.open_axes import BATCH, OpenAxis, other_sizes
+from qtrace.graph.open_shapes import infer_types
 from qtrace.graph.types import CallFunction, CallMethod, Node, TensorNode
 from qtrace.graph.walk import reads_shape
 
@@ -63,18 +64,18 @@ class DocumentSizes:
             node = graph.nodes[axis.input]
             size = self._sizes(node, axis.axis)
             if size not in self._values.values():
-                self._shape_prim(graph.inputs[node], 0, axis.axis, size, axis_name(axis))
+                self._shape_prim(graph.inputs[node], 0, axis.axis, size, axis.label)
 
     def _infer(self, graph: ConvertedGraph, opened: Sequence[OpenAxis]) -> None:
         """Infers the types of all tensors at other sizes of the open axes."""
         shapes = {str(n.name): tuple(int(s) for s in n.shape or ()) for n in graph.inputs}
         for sizes in other_sizes(shapes, opened):
             try:
-                self._types.append(types_at(graph, sizes))
+                self._types.append(infer_types(graph.module, sizes))
             except GraphError as error:
                 raise ExportError(f"format msc: the graph does not run at other sizes: {error}") from error
         try:  # sizes that halves and doubles do not give back, if the graph takes them
-            self._types.append(types_at(graph, _odd_sizes(shapes, opened)))
+            self._types.append(infer_types(graph.module, _odd_sizes(shapes, opened)))
         except GraphError:
             return
 

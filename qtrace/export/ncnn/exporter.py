@@ -8,6 +8,7 @@ those of the nodes that compute them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -18,19 +19,23 @@ from qtrace.errors import ExportError
 from qtrace.export.converted.allow_float import float_kinds, only_floats_read
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import refusal, site_expr
+from qtrace.export.converted.open_axes import resized
 from qtrace.export.format import Format
 from qtrace.export.ncnn.fuse import fuse_activations, fuse_roundings, sink_unread, split_branches
 from qtrace.export.ncnn.ops import EMITTERS
 from qtrace.export.ncnn.writer import NcnnLayer, NcnnWriter, Rounded, Weight
 from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.names import unused_name
+from qtrace.graph.open_axes import read_open_axes
+from qtrace.graph.open_shapes import types_at_other_sizes
 from qtrace.graph.walk import is_float_tensor
 from qtrace.numerics import dequantize
 from qtrace.preparation.model import QuantizedSite
 from qtrace.scheme import QScheme
 
-__all__ = ["FORMAT"]
+__all__ = ["FORMAT", "find_fixing_layer"]
 
+_LOG = logging.getLogger("qtrace")
 _PLURALS = {"weight": "weights", "bias": "biases"}
 
 
@@ -48,13 +53,43 @@ def files(converted: ConvertedGraph, path: Path, allow_float: Iterable[str] = ()
     """
     if path.suffix == ".bin":
         raise ExportError(f"{path.name} is the name of the weights: name the net with the suffix .param.")
-    writer = NcnnExporter(converted, float_kinds(allow_float)).run()
+    floats = float_kinds(allow_float)
+    writer = NcnnExporter(converted, floats).run()
+    if fixing := find_fixing_layer(converted, floats):
+        _LOG.warning(
+            f"{path.name} runs at the traced sizes alone, though the graph has open axes: {fixing} is "
+            "written for these; a file of format onnx leaves them open."
+        )
     return {path.with_suffix(".bin"): writer.bin(), path: writer.param()}
 
 
 FORMAT = Format(
     "ncnn", files, suffixes=(".param",), companions=(".bin",), options=("allow_float",), float_options=()
 )
+
+
+def find_fixing_layer(converted: ConvertedGraph, floats: frozenset[str] = frozenset()) -> str:
+    """Returns the first layer of a net that is another one at other sizes of the open axes; "" for none.
+
+    Args:
+        converted: the graph; without a record of open axes, no layer is looked for.
+        floats: kinds of layers that compute in float.
+    """
+    record = read_open_axes(converted.module)
+    axes = [] if record is None else [axis for axis in record.axes if axis.axis]
+    if not axes:
+        return ""
+    own = NcnnExporter(converted, floats).run().param().decode().splitlines()
+    for types in types_at_other_sizes(converted.module, axes):
+        with resized(types):
+            try:
+                others = NcnnExporter(converted, floats).run().param().decode().splitlines()
+            except ExportError as error:
+                return str(error).rstrip(".")
+        for line, other in zip(own, others, strict=False):
+            if line != other:
+                return " ".join(line.split()[:2])
+    return ""
 
 
 class NcnnExporter:

@@ -129,7 +129,10 @@ def files(
     options = OnnxOptions(
         packed, float_kinds(allow_float), opset, (input_names, output_names), preprocess, suppression
     )
-    model = OnnxExporter(converted, options).run()
+    exporter = OnnxExporter(converted, options)
+    model = exporter.run()
+    if exporter.writer.version_change:
+        _LOG.info(exporter.writer.version_change)
     if unsigned:
         if write_unsigned_weights(model) and weights == "auto":
             _LOG.info(

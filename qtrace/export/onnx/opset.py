@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -11,9 +10,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from qtrace.errors import ExportError
 
-__all__ = ["HIGHEST", "LOWEST", "OPSETS", "SourceVersions", "at_opset", "versions"]
-
-_LOG = logging.getLogger("qtrace")
+__all__ = ["HIGHEST", "LOWEST", "OPSETS", "SourceVersions", "Versions", "at_opset", "choose_versions"]
 
 # Runtimes fuse opset 13 best. Opset 21 added integers of 4 and 16 bits.
 LOWEST, HIGHEST = 13, 21
@@ -50,13 +47,28 @@ class SourceVersions:
         return min(max(self.opset, LOWEST), HIGHEST) if self.opset else 0
 
 
-def versions(
+@dataclass(frozen=True)
+class Versions:
+    """The versions of a file that is written.
+
+    Attributes:
+        opset: the opset.
+        ir_version: the IR version.
+        change: a sentence that says why the opset is not that of the imported file; "" if it is.
+    """
+
+    opset: int
+    ir_version: int
+    change: str = ""
+
+
+def choose_versions(
     stored: Iterable[TensorProto],
     nodes: Iterable[NodeProto] = (),
     opset: int | None = None,
     source: SourceVersions | None = None,
-) -> tuple[int, int]:
-    """Returns the opset and the IR version of a model with these initializers and nodes.
+) -> Versions:
+    """Chooses the opset and the IR version of a model with these initializers and nodes.
 
     Every QuantizeLinear has a zero point, whose type is that of its result.
 
@@ -65,7 +77,7 @@ def versions(
         nodes: the nodes.
         opset: the opset that the user asks for; None for that of ``source`` or a higher one that the model
             needs, and for the lowest that it needs if there is no source.
-        source: the versions of the file that the graph was imported from. Another opset is logged.
+        source: the versions of the file that the graph was imported from.
 
     Raises:
         ExportError: when the model needs a higher opset than ``opset``, naming what needs it.
@@ -79,12 +91,14 @@ def versions(
     if opset is not None and opset < needed:
         raise ExportError(f"opset={opset} has no {reason}: leave the option out, or choose {needed}.")
     chosen = opset or max(needed, source.writable)
+    change = ""
     if opset is None and source.opset and chosen != source.opset:
         cause = f"it has {reason}" if needed > source.writable else f"qtrace writes {LOWEST} to {HIGHEST}"
-        _LOG.info(f"the file has opset {chosen}, not {source.opset} as the imported one: {cause}.")
+        change = f"the file has opset {chosen}, not {source.opset} as the imported one: {cause}."
     highest = _IR_VERSIONS[chosen]
     lowest = helper.find_min_ir_version_for([helper.make_opsetid("", chosen)])
-    return chosen, min(max(source.ir_version, lowest), highest) if source.ir_version else highest
+    ir_version = min(max(source.ir_version, lowest), highest) if source.ir_version else highest
+    return Versions(chosen, ir_version, change)
 
 
 def at_opset(nodes: list[NodeProto], opset: int) -> tuple[list[NodeProto], list[TensorProto]]:

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qtrace.errors import ExportError
 from qtrace.export.onnx.naming import OutputNames
-from qtrace.export.onnx.opset import SourceVersions, at_opset, versions
+from qtrace.export.onnx.opset import SourceVersions, at_opset, choose_versions
 from qtrace.graph.names import unused_name
 from qtrace.graph.types import GetAttr, Node, TensorNode
 from qtrace.scheme import QParams, QScheme
@@ -60,6 +60,7 @@ class OnnxWriter:
     ) -> None:
         self.packed, self.naming = packed, naming or OutputNames()
         self.opset, self.whole_norms, self.source = opset, whole_norms, source
+        self.version_change = ""  # why the model has not the opset of ``source``, after `model`
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: dict[str, onnx.TensorProto] = {}
         self._computed: set[str] = set()  # the inputs of the model and the outputs of its nodes
@@ -310,12 +311,13 @@ class OnnxWriter:
         self.nodes = [n for n in self.nodes if n.op_type != "DequantizeLinear" or used.intersection(n.output)]
         read = {i for n in self.nodes for i in n.input}
         initializers = [t for n, t in self.initializers.items() if n in read]
-        opset, ir_version = versions(initializers, self.nodes, self.opset, self.source)
-        nodes, more = at_opset(self.nodes, opset)
+        versions = choose_versions(initializers, self.nodes, self.opset, self.source)
+        self.version_change = versions.change
+        nodes, more = at_opset(self.nodes, versions.opset)
         _name_nodes(nodes)
         graph = helper.make_graph(nodes, name, inputs, outputs, [*initializers, *more])
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
-        model.ir_version = ir_version
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", versions.opset)])
+        model.ir_version = versions.ir_version
         model.producer_name, model.producer_version = "qtrace", version
         helper.set_model_props(model, metadata)
         return model

@@ -22,7 +22,7 @@ import numpy as np
 from qtrace.errors import GraphError, ImportingError
 from qtrace.graph.engine import quiet_engine
 from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter, locate_failure
-from qtrace.graph.open_axes import FixedAxis, OpenAxes, OpenAxis
+from qtrace.graph.open_axes import FixedAxis, OpenAxes, OpenAxis, growth
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.importing.onnx.inputs import InputShape, fix_axes, open_sizes
 from qtrace.onnxfile.sessions import OrtSession, SessionError, SessionSettings, open_session
@@ -158,14 +158,14 @@ def _smaller(size: int, order: int, halved: bool) -> int:
     """Returns another size that can be halved as often: about half, or larger if that is too small."""
     step = min(size & -size, 32)
     half = size // (2 * step) * step
-    return half if halved and half and half != size else size + step * (1 + order)
+    return half if halved and half and half != size else size + growth(size) * (1 + order)
 
 
 def _odd(size: int, order: int, halved: bool) -> int:
-    """Returns an odd size: about half, or a little larger if that is too small."""
-    return (
-        (size // 2 - 2 * order) | 1 if halved and size > 8 * (1 + order) else size + 2 * order + 1 + size % 2
-    )
+    """Returns an odd size: about half, or larger if that is too small."""
+    if halved and size > 8 * (1 + order):
+        return (size // 2 - 2 * order) | 1
+    return (size + growth(size) * (2 + order)) | 1
 
 
 def _resized(inputs: Sequence[InputShape], resize: Callable[[int, int], int]) -> dict[str, tuple[int, ...]]:

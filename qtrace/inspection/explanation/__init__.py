@@ -13,6 +13,7 @@ from qtrace.config import QConfig
 from qtrace.config.recipe import config_or_default, resolve_recipe
 from qtrace.display import Displayed
 from qtrace.graph.garbage import paused_collector
+from qtrace.graph.open_shapes import describe_sizes
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import _numbers
 from qtrace.inspection.explanation._dot import to_dot
@@ -43,6 +44,7 @@ class Explanation(Displayed):
         ptq: the reports of the post-training algorithms, for a prepared or converted model.
         native: group -> the layer of MegEngine's own quantization that its scale comes from.
         native_notes: a line for each scale of the model that was changed or is not used.
+        sizes: which axes of the inputs are open, in words.
     """
 
     annotation: Annotation
@@ -52,6 +54,7 @@ class Explanation(Displayed):
     ptq: tuple[dict[str, Any], ...] = ()
     native: Mapping[str, str] = field(default_factory=dict)
     native_notes: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
 
     @cached_property
     def _index(self) -> Index:
@@ -59,7 +62,7 @@ class Explanation(Displayed):
 
     @cached_property
     def _summary(self) -> Summary:
-        return Summary(self._index, Proposals(self._index, self.qconfig), self.comments)
+        return Summary(self._index, Proposals(self._index, self.qconfig), self.comments, self.sizes)
 
     def table(self, max_width: int | None = 160, *, every: bool = False, colour: bool = False) -> str:
         """Returns a text table, one row for each op, and below it the summary.
@@ -154,6 +157,7 @@ def explain(
             ptq=view.ptq,
             native=_numbers.describe_native(view),
             native_notes=record.native_notes,
+            sizes=tuple(describe_sizes(model)),
         )
     comments: tuple[str, ...] = ()
     if isinstance(qconfig, (str, Path)):
@@ -163,4 +167,5 @@ def explain(
     else:
         config = config_or_default(qconfig)
     with paused_collector():
-        return Explanation(plan(model, config), config, comments=comments)
+        sizes = tuple(describe_sizes(model))
+        return Explanation(plan(model, config), config, comments=comments, sizes=sizes)

@@ -74,11 +74,13 @@ class Summary:
         index: the annotation of the graph, indexed.
         proposals: proposes changes of the config.
         comments: the comment above each rule of the recipe; empty if unknown.
+        sizes: which axes of the inputs are open, in words.
     """
 
     index: Index
     proposals: Proposals
     comments: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
 
     @cached_property
     def ops(self) -> dict[str, int]:
@@ -167,6 +169,7 @@ class Summary:
             "requantized": list(self.requantized),
             "shared": self.shared,
             "floats": [f.to_dict() for f in self.floats],
+            **({"sizes": list(self.sizes)} if self.sizes else {}),
             **({} if placement is None else {"placement": _placement_data(placement)}),
         }
 
@@ -196,6 +199,7 @@ class Summary:
             **({"on integers": self._meaning()} if self.ops["int"] else {}),
             "MACs": self._shares() or "none",
             "sites": sites or "none",
+            **({"sizes": "; ".join(self.sizes)} if self.sizes else {}),
         }
         if (placement := self.index.annotation.placement) is not None:
             figures["placement"] = _predicted(placement)

@@ -30,7 +30,7 @@ class InputStatistics:
     Attributes:
         name: the number or the name of the input.
         samples: the number of samples.
-        mean, deviation: of each channel.
+        mean, deviation: of all values of each channel; the samples may have unlike sizes.
         standard_error: of the mean of each channel, from the spread of the samples' means.
         low, high: the smallest and the largest value.
     """
@@ -61,15 +61,18 @@ def measure_inputs(batches: Iterable[Any]) -> tuple[InputStatistics, ...]:
 
 
 def _measure(name: str, arrays: list[np.ndarray]) -> InputStatistics:
-    means, squares = [], []
+    means, squares, counts = [], [], []
     for array in arrays:
         rows = array.reshape(*array.shape[:2], -1).astype(np.float64)
         means.append(rows.mean(axis=2))
         squares.append(np.square(rows).mean(axis=2))
+        counts += [rows.shape[2]] * len(rows)
     mean, square = np.concatenate(means), np.concatenate(squares)
-    deviation = np.sqrt(np.maximum(square.mean(axis=0) - np.square(mean.mean(axis=0)), 0.0))
-    error = mean.std(axis=0) / np.sqrt(len(mean))
-    columns = [tuple(map(float, column)) for column in (mean.mean(axis=0), deviation, error)]
+    share = np.array(counts, np.float64)[:, None] / sum(counts)  # of all values: sizes may differ
+    center = (share * mean).sum(axis=0)
+    deviation = np.sqrt(np.maximum((share * square).sum(axis=0) - np.square(center), 0.0))
+    error = np.sqrt((np.square(share) * np.square(mean - center)).sum(axis=0))
+    columns = [tuple(map(float, column)) for column in (center, deviation, error)]
     low, high = min(float(a.min()) for a in arrays), max(float(a.max()) for a in arrays)
     return InputStatistics(name, len(mean), columns[0], columns[1], columns[2], low, high)
 

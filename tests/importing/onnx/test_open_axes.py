@@ -72,7 +72,7 @@ def test_open_axes_keep_their_names_from_file_to_file(
     assert ends[1] == ["batch", 3, "y_2", "y_3"]
     with caplog.at_level(logging.INFO, "qtrace"):
         assert qtrace.verify(exported, converted, [weights(*shape) for shape in SIZES]).passed
-    assert "verified at (1, 2, 32, 40), too" in caplog.text
+    assert "verified at (1, 2, 32, 56), too" in caplog.text
 
 
 def test_an_axis_may_be_fixed_by_the_user(tmp_path: Path) -> None:
@@ -209,3 +209,22 @@ def test_what_needs_a_number_fixes_its_axis_and_is_named(
     check_sizes(path, net, (SIZES[0], (3, 2, 16, 24)))
     with pytest.raises(qtrace.QtraceError, match=r"fixes it to .*axis 2 \(rows\.0\) of input x is fixed: "):
         as_arguments(weights(1, 2, 16, 48), net)
+
+
+@pytest.mark.parametrize("width", [325, 33])
+def test_a_coarse_map_is_open_at_a_width_that_no_power_of_two_divides(tmp_path: Path, width: int) -> None:
+    nodes = [
+        node("Conv", "x w", "c", pads=[0, 0, 2, 2], strides=[8, 8]),
+        node("Shape", "c", "s"),
+        node("Slice", "s zero two", "front"),
+        node("Concat", "front minus", "t", axis=0),
+        node("Reshape", "c t", "y"),
+    ]
+    stored = {"w": weights(4, 2, 3, 3), "zero": np.array([0]), "two": np.array([2]), "minus": np.array([-1])}
+    path = save(model(nodes, IMAGE, stored=stored), tmp_path)
+    net = qtrace.from_onnx(path, {"x": (1, 2, 16, width)})
+    exported = qtrace.export(net, tmp_path / "again.onnx")
+    assert declared(exported)[1][:2] == ["batch", 4]
+    assert isinstance(declared(exported)[1][2], str)
+    for each in (path, exported):
+        check_sizes(each, net, ((3, 2, 16, width + 43), (2, 2, 24, 2 * width)))

@@ -1,0 +1,134 @@
+"""Shapes with the names of open axes, by inference of a graph's types at other sizes of its inputs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+
+from megengine.traced_module import TracedModule
+from megengine.traced_module.node import Node, TensorNode
+
+from qtrace.graph.inference import OpError, TensorType, TypeInference, recorded_type
+from qtrace.graph.open_axes import OpenAxes, OpenAxis, other_sizes, read_open_axes
+from qtrace.graph.walk import exprs
+
+__all__ = ["Shape", "describe_sizes", "infer_types", "open_shapes", "show_shape", "types_at_other_sizes"]
+
+Shape = tuple[int | str, ...]
+"""The sizes of a tensor; an open one is its name, or -1 where it is computed from open sizes."""
+
+_COMPUTED = -1
+
+
+def infer_types(traced: TracedModule, shapes: Mapping[str, Sequence[int]]) -> dict[Node, TensorType | None]:
+    """Infers the types of all tensors of a flat graph from the shapes of its inputs.
+
+    Args:
+        traced: the graph.
+        shapes: name of an input -> its shape.
+
+    Raises:
+        OpError: when an op cannot run at these shapes.
+    """
+    inference = TypeInference(traced)
+    values: dict[Node, object] = {traced.graph.inputs[0]: traced}
+    for node in traced.graph.inputs[1:]:
+        kind = recorded_type(node) if isinstance(node, TensorNode) else None
+        values[node] = None if kind is None else TensorType(tuple(shapes[str(node.name)]), kind.dtype)
+    for expr in exprs(traced):
+        results = inference.results(expr, [values[n] for n in expr.inputs])
+        values.update(zip(expr.outputs, results, strict=True))
+    return {node: _type(value) for node, value in values.items() if isinstance(node, TensorNode)}
+
+
+def _type(value: object) -> TensorType | None:
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        return None
+    return TensorType(tuple(int(n) for n in shape), getattr(value, "dtype", None))
+
+
+def types_at_other_sizes(
+    traced: TracedModule, axes: Sequence[OpenAxis]
+) -> list[dict[Node, TensorType | None]]:
+    """Infers the types of all tensors of a flat graph at up to three other sizes of some open axes.
+
+    A size at which an op cannot run is left out: a file may leave an axis open of which few sizes run.
+    """
+    types = []
+    for shapes in other_sizes(_input_shapes(traced), axes, 3):
+        with contextlib.suppress(OpError):
+            types.append(infer_types(traced, shapes))
+    return types
+
+
+def open_shapes(traced: TracedModule) -> dict[str, Shape]:
+    """Returns the shapes of tensors that have open axes; none if the graph records no open axes.
+
+    Args:
+        traced: a flat graph.
+
+    Returns:
+        Name of a tensor -> its recorded shape with the name of an input's axis in the place of a size that is
+        always equal to that axis, and -1 in the place of another size that depends on open ones.
+    """
+    record = read_open_axes(traced)
+    if record is None or not record.axes:
+        return {}
+    types = types_at_other_sizes(traced, record.axes)
+    if not types:  # an edit of the graph has fixed an axis
+        return {}
+    names = _names_by_sizes(record, types)
+    shapes = {}
+    for node in types[0]:
+        kinds = [known.get(node) for known in types]
+        if node.shape is None or any(k is None or len(k.shape) != len(node.shape) for k in kinds):
+            continue
+        sizes = list(zip(*(kind.shape for kind in kinds if kind is not None), strict=True))
+        shape = tuple(
+            int(size) if set(others) == {int(size)} else names.get(others, _COMPUTED)
+            for size, others in zip(node.shape, sizes, strict=True)
+        )
+        if shape != tuple(int(size) for size in node.shape):
+            shapes[str(node.name)] = shape
+    return shapes
+
+
+def _names_by_sizes(
+    record: OpenAxes, types: Sequence[Mapping[Node, TensorType | None]]
+) -> dict[tuple[int, ...], str]:
+    """Returns the sizes of an axis of an input at all types -> its name."""
+    inputs = {str(node.name): node for node in types[0]}
+    names: dict[tuple[int, ...], str] = {}
+    for axis in record.axes:
+        kinds = [known[inputs[axis.input]] for known in types]
+        names.setdefault(tuple(k.shape[axis.axis] for k in kinds if k is not None), axis.label)
+    return names
+
+
+def _input_shapes(traced: TracedModule) -> dict[str, tuple[int, ...]]:
+    nodes = (node for node in traced.graph.inputs if isinstance(node, TensorNode))
+    return {str(node.name): tuple(int(n) for n in node.shape or ()) for node in nodes}
+
+
+def show_shape(shape: Shape) -> str:
+    """Returns a shape as text, such as ``Nx3xHx-1``."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def describe_sizes(traced: TracedModule) -> list[str]:
+    """Says of each input with open axes which ones these are, and why an axis of its file is fixed.
+
+    Args:
+        traced: a traced module, prepared or converted, too.
+    """
+    record = read_open_axes(traced)
+    if record is None:
+        return []
+    lines = []
+    for name, recorded in _input_shapes(traced).items():
+        own = {axis.axis: axis.label for axis in record.axes if axis.input == name}
+        if own:
+            shape = tuple(own.get(axis, size) for axis, size in enumerate(recorded))
+            lines.append(f"{name} is {show_shape(shape)}, recorded at {show_shape(recorded)}")
+    return [*lines, *(str(axis) for axis in record.fixed)]

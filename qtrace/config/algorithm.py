@@ -15,7 +15,9 @@ from qtrace.config.spec import Spec
 from qtrace.errors import ConfigError, QtraceError
 from qtrace.plugins.options import OptionModel, check_options
 
-__all__ = ["Algorithm", "Named", "algorithms", "check_imported", "prefix_errors"]
+__all__ = ["Algorithm", "Named", "algorithms", "check_imported", "is_packaged", "prefix_errors"]
+
+_PACKAGE = "qtrace.ptq"
 
 
 class Algorithm(OptionModel, abc.ABC):
@@ -58,11 +60,16 @@ def algorithms(qconfig: QConfig) -> tuple[Named, ...]:
     for index, spec in qconfig.ptq_entries:
         place = partial(qconfig.option_place, f"ptq[{index}]", "ptq")
         with prefix_errors(place("")):
-            kind = plugins.resolve("qtrace.ptq", spec.name, Algorithm)
+            kind = plugins.resolve(_PACKAGE, spec.name, Algorithm)
         algorithm: Algorithm = check_options(kind, spec.name, spec.options, place)
         _check_order(spec.name, algorithm, listed, place(""))
         listed.append((spec.name, algorithm))
     return tuple(listed)
+
+
+def is_packaged(name: str) -> bool:
+    """Returns whether ``name`` is an algorithm of qtrace, not a user's or that of an installed package."""
+    return name in plugins.packaged(_PACKAGE)
 
 
 @contextlib.contextmanager

@@ -111,4 +111,4 @@ def _layer(
     bias = f"{bias}_flat" if f"{bias}_flat" in stored else bias
     reads, used_nodes = [tensors[call.inputs[0].name], weight], {layer.name for layer in others.values()}
     node = next(n.name for n in model.graph.node if list(n.input[:2]) == reads and n.name not in used_nodes)
-    return ParameterLayer(node, weight, bias, laid, axis)
+    return ParameterLayer(node, weight, bias, laid, axis, int(call.attrs.get("groups", 1)))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from qtrace.benchmarking.costs import CostTable
     from qtrace.preparation.figures import Figures
 
-__all__ = ["note_device", "note_file", "note_graph", "note_precision"]
+__all__ = ["note_device", "note_file", "note_graph", "note_kernels", "note_precision"]
 
 _FLOAT_RUNTIME = "onnxruntime"  # runs the .onnx files of plain modules
 _MEBIBYTE = 2**20
@@ -96,6 +96,34 @@ def note_device(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:
     advice = f"; `qtrace check {path} --target {backend.name}` checks the file's form" if contract else ""
     reporter.note(f"{path}: {note}{advice}")
     return {"device": note}
+
+
+def note_kernels(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:
+    """Notes how many ops of a TFLite file compute on integers, and what keeps the others in float.
+
+    Args:
+        model: the exported module.
+        path: the file.
+        reporter: prints the notes.
+
+    Returns:
+        The ops that compute in float, for JSON; nothing for other files, and for those all in float.
+    """
+    from qtrace.preparation.record import is_quantized
+    from qtrace.verification.runtimes.litert import find_kernels
+
+    if path.suffix != ".tflite" or not is_quantized(model):
+        return {}
+    try:
+        kernels = find_kernels(path)
+    except ExportError:  # a format of the user's own
+        return {}
+    if not kernels.integer:
+        return {}
+    for line in kernels.describe():
+        reporter.note(line)
+    names = ("name", "op", "reason")
+    return {"float_ops": [dict(zip(names, op, strict=True)) for op in kernels.floats]}
 
 
 def note_file(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:

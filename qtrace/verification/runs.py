@@ -100,6 +100,7 @@ class File:
             rankings=self.rankings,
             groups=self.groups,
             wide=wide,
+            inexact=getattr(self.session, "inexact", frozenset()),
         )
 
     def run(

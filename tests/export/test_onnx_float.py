@@ -68,7 +68,7 @@ CASES = {
     "mqbench-tensorrt": "backend/tensorrt_10",
     "tensorrt": "backend/tensorrt_10",
     "tensorrt-10": "backend/tensorrt_10",
-    "mgeconvert": "backend/megengine",
+    "mgeconvert": "onnxruntime",
 }
 
 
@@ -274,11 +274,6 @@ REFUSED = {
         "tensorrt-10",
         {"activation": INT8, "weight": {"power_of_two": True}},
         r"site c_weight .*largest magnitude: use the observer minmax",
-    ),
-    "per-channel for mgeconvert": (
-        "mgeconvert",
-        {},
-        r"site c_weight .*one scale for each tensor: set axis: null",
     ),
     "affine for ncnn": ("ncnn", {}, r"site x is uint8 affine, but an ncnn table .*recipe backend/ncnn"),
     "3 bits in AIMET 2": (

@@ -12,7 +12,7 @@ from qtrace.cli.console import Console
 from qtrace.cli.ends import note_ends
 from qtrace.cli.gates import check_file, note_checks
 from qtrace.cli.naming import CONVERTED
-from qtrace.quantizing.figures import note_device, note_file
+from qtrace.quantizing.figures import note_device, note_file, note_kernels
 from qtrace.storage.outputs import check_foreign, output_file
 
 __all__ = ["export"]
@@ -162,7 +162,9 @@ def export(
         settings = {**settings, **{name: value for name, value in chosen.items() if value}}
         with output_file(out, force=force) as partial:
             qtrace.export(loaded, str(partial), format=file_format, **settings)
-        facts = {**note_file(loaded, out, console), **note_device(loaded, out, console)}
+        facts = note_file(loaded, out, console)
+        facts |= note_device(loaded, out, console)
+        facts |= note_kernels(loaded, out, console)
         ends = note_ends(loaded, out, console)
         if example:
             facts["example"] = _write_example(loaded, out, ends["inputs"], embed_preprocess, force)

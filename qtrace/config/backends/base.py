@@ -74,6 +74,8 @@ class Backend:
         ops: the op kinds that it computes on integers.
         fused: for each op kind, the activations that it computes in the same kernel.
         ties_concat: whether inputs and output of concat and stack must share their parameters.
+        keeps_grid: whether the kernel of an op gives integers of its input's scale and zero point, so that
+            input and result share their parameters; None where no kernel does.
         rounds_around_float: whether ``quantize: true`` may put an op without an integer kernel, in float,
             between quantized tensors.
         scales_freely: whether a tensor may be read with another scale than it was written with: a
@@ -113,6 +115,7 @@ class Backend:
     fused: Mapping[str, frozenset[str]]
     ties_concat: bool
     limits: Mapping[str, Limits] = field(default_factory=dict)
+    keeps_grid: Callable[[OpCall], bool] | None = None
     rounds_around_float: bool = False
     scales_freely: bool = False
     any_rounding: bool = False

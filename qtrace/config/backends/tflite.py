@@ -3,18 +3,38 @@
 As in its 8-bit quantization specification, weights lie in -127 to 127. Rounding is that of the XNNPACK
 delegate, which runs by default and equals half to even; the reference kernels round half away from zero.
 
-A function of one value is exact: between roundings it becomes a look-up. Averages of windows and bilinear
-resizing are not on integers here, since their kernels give results of the input's scale.
+A function of one value is exact: between roundings it becomes a look-up. The mean of a window is a depthwise
+convolution by ones, which rounds to any scale. AVERAGE_POOL_2D and RESIZE_BILINEAR give results of their
+input's scale: the first is used where padding does not count, the second for every bilinear resizing.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from qtrace.config.backends.base import Backend, Limits
 from qtrace.scheme import QScheme
 
+if TYPE_CHECKING:
+    from qtrace.ops import OpCall
+
 # A clip is a fused RELU6 or RELU_N1_TO_1 when its bounds are those; they are in the nets that have one.
 _CLAMPS = frozenset({"relu", "relu6", "clip"})
 _HEADS = "conv2d conv_transpose2d linear add sub mul"
-_FUNCTIONS = "leaky_relu prelu sigmoid silu hswish hsigmoid tanh"
-_OTHERS = "matmul div neg adaptive_avg_pool2d mean sum concat stack"
+_FUNCTIONS = "leaky_relu prelu sigmoid silu hswish hsigmoid hard_sigmoid mish tanh"
+_OTHERS = "matmul div neg avg_pool2d adaptive_avg_pool2d interpolate mean sum concat stack"
+
+
+def _keeps_grid(call: OpCall) -> bool:
+    """Returns whether AVERAGE_POOL_2D or RESIZE_BILINEAR computes an op.
+
+    AVERAGE_POOL_2D leaves out padding by half of an odd window alone; other such means are computed in float.
+    """
+    if call.kind == "avg_pool2d":
+        halves = all(k == 2 * p + 1 for k, p in zip(call.attrs["kernel"], call.attrs["padding"], strict=True))
+        return any(call.attrs["padding"]) and not call.attrs["count_include_pad"] and halves
+    return call.kind == "interpolate"
+
 
 BACKEND = Backend(
     name="tflite",
@@ -24,6 +44,7 @@ BACKEND = Backend(
     fused=dict.fromkeys(_HEADS.split(), _CLAMPS),
     computed_weights="refused",
     ties_concat=True,
+    keeps_grid=_keeps_grid,
     rounds_around_float=True,
     limits={
         # Integers of 16 bits have no zero point there; weights keep 8, and a kernel has one width.

@@ -158,7 +158,8 @@ class CaffeExporter:
                 name, value = call.out.name, w.values[call.weight]
                 value = value.reshape(tuple(blobs[name].shape.dim))
                 axis = 1 if call.kind == "conv_transpose2d" else 0
-                layers[name] = ParameterLayer(name, f"{name}.weight", f"{name}.bias", value, axis)
+                ends = (name, f"{name}.weight", f"{name}.bias")
+                layers[name] = ParameterLayer(*ends, value, axis, int(call.attrs.get("groups", 1)))
         return Names(tensors, layers)
 
 

@@ -1,4 +1,8 @@
-"""mgeconvert's JSON of quantization parameters: one scale for each tensor."""
+"""mgeconvert's JSON of quantization parameters, with numbers as numbers.
+
+mgeconvert itself has one scale for each tensor. An entry with a scale for each channel has lists of scales
+and zero points, and the key ``axis``: the axis of the channels, in the layout of the model beside the file.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from qtrace.export.parameters.base import ParameterFile, refuse, refuse_floating
+from qtrace.export.parameters.base import ParameterFile, refuse_floating
 from qtrace.export.parameters.sites import Row
 
 __all__ = ["KINDS"]
@@ -17,8 +21,6 @@ _INT32 = 2**31
 
 def _entry(row: Row) -> dict[str, Any]:
     refuse_floating(row, _TITLE)
-    if row.axis is not None:
-        raise refuse(row, _TITLE, "has one scale for each tensor", "set axis: null there")
     scheme = row.scheme
     if scheme is None:
         kind, low, high = "int32", -_INT32, _INT32 - 1
@@ -31,9 +33,10 @@ def _entry(row: Row) -> dict[str, Any]:
         "dtype": kind,
         "qmin": low,
         "qmax": high,
-        "scale": row.scale.item(),
-        "zero_point": None if symmetric else row.zero_point.item(),
+        "scale": row.scale.tolist(),
+        "zero_point": None if symmetric else row.zero_point.tolist(),
         "is_weight": row.stored,
+        **({} if row.axis is None else {"axis": row.axis}),
     }
 
 

@@ -1,7 +1,8 @@
 """ncnn's calibration table for ncnn2int8: the scales of all weights by layer, then those of all inputs.
 
-A scale is the inverse of qtrace's: integers per unit. ncnn quantizes only the inputs of convolutions and
-inner products, so a site anywhere else is refused.
+A scale is the inverse of qtrace's: integers per unit. A weight has one for each output channel, that of a
+convolution in groups one for each group (ncnn, tools/quantize/ncnn2int8.cpp). ncnn quantizes only the inputs
+of convolutions and inner products, so a site anywhere else is refused.
 """
 
 from __future__ import annotations
@@ -44,13 +45,30 @@ def _write(rows: Sequence[Row]) -> str:
         if layer not in inputs:
             reason = "quantizes a layer's weight and its input or neither"
             raise refuse(row, _TITLE, reason, f"set quantize: false for {layer}, or quantize its input too")
-    lines = [f"{layer}_param_0 {_numbers(row)}" for layer, row in weights.items()]
-    lines += [f"{layer} {_numbers(inputs[layer])}" for layer in weights]
+    lines = [f"{layer}_param_0 {_inverses(_weight_scales(row))}" for layer, row in weights.items()]
+    lines += [f"{layer} {_inverses(inputs[layer].scale)}" for layer in weights]
     return "\n".join(lines) + "\n"
 
 
-def _numbers(row: Row) -> str:
-    return " ".join(f"{1 / float(s):.9g}" for s in np.reshape(row.scale, -1))
+def _weight_scales(row: Row) -> np.ndarray:
+    """Returns a scale for each output channel of a weight, or for each group of its convolution.
+
+    Raises:
+        ExportError: when the channels of a group have several scales.
+    """
+    scales = np.broadcast_to(row.scale, row.outputs)
+    if row.groups == 1:
+        return scales
+    groups = scales.reshape(row.groups, -1)
+    if (groups != groups[:, :1]).any():
+        reason = f"has one scale for each of the {row.groups} groups of a convolution"
+        change = f"set weight: {{axis: null}} for {row.layers[0]}, or export format ncnn"
+        raise refuse(row, _TITLE, reason, change)
+    return groups[:, 0]
+
+
+def _inverses(scales: np.ndarray) -> str:
+    return " ".join(f"{1 / float(s):.9g}" for s in np.reshape(scales, -1))
 
 
 KINDS = {"ncnn": ParameterFile(_TITLE, ".table", _write)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -30,6 +30,7 @@ class ParameterLayer:
         bias: the name of its bias.
         value: the weight's values.
         axis: the axis of the weight that counts output channels.
+        groups: the number of groups of a convolution, where the model's format says it.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ParameterLayer:
     bias: str
     value: np.ndarray
     axis: int
+    groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Row:
         elsewhere: for an activation, another op that computes with the integers; "" for none.
         floating: for an activation, an op that reads the tensor before it is rounded; "" for none.
         value: a weight's values.
+        outputs: the number of a weight's output channels.
+        groups: the number of groups of the convolution that has the weight.
     """
 
     tensor: str
@@ -83,6 +87,8 @@ class Row:
     elsewhere: str = ""
     floating: str = ""
     value: np.ndarray | None = field(default=None, repr=False)
+    outputs: int = 0
+    groups: int = 1
 
     def describe(self) -> str:
         """Returns the scheme in words."""
@@ -181,7 +187,8 @@ def _weight(site: str, qparams: QParams, layer: ParameterLayer) -> Row:
     scheme = qparams.scheme
     axis = layer.axis if scheme.per_channel else None
     numbers = (scheme, qparams.scale, qparams.zero_point, axis)
-    return Row(layer.weight, site, "weight", *numbers, True, (layer.name,), value=layer.value)
+    row = Row(layer.weight, site, "weight", *numbers, True, (layer.name,), value=layer.value)
+    return replace(row, outputs=int(layer.value.shape[layer.axis]), groups=layer.groups)
 
 
 def _same(a: Row, b: Row) -> bool:
@@ -191,7 +198,6 @@ def _same(a: Row, b: Row) -> bool:
 
 def _joined(a: Row, b: Row) -> Row:
     """Merges the rows of two sites on one tensor with the same parameters."""
-    numbers = (a.scheme, a.scale, a.zero_point, a.axis, a.stored)
     layers = tuple(dict.fromkeys((*a.layers, *b.layers)))
     elsewhere, floating = a.elsewhere or b.elsewhere, a.floating or b.floating
-    return Row(a.tensor, a.site, a.sort, *numbers, layers, elsewhere, floating, a.value)
+    return replace(a, layers=layers, elsewhere=elsewhere, floating=floating)

@@ -5,7 +5,8 @@ the activation function that it fuses. Image tensors (N, C, H, W) are (N, H, W, 
 and outputs included. The metadata entry ``qtrace`` gives the axis order of inputs and outputs, and names
 the tensor with the integers of each site.
 
-An op that the annotation keeps in float is written between DEQUANTIZE and QUANTIZE.
+An op that the annotation keeps in float is written between DEQUANTIZE and QUANTIZE. The logger ``qtrace``
+and the metadata have these ops, and the others that compute in float, with the reason of each.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from qtrace.export.format import Format
 __all__ = ["FORMAT"]
 
 _CHOICES = {"io": ("float32", "int8"), "functions": ("float", "table", "native")}
+# A file with integers at its ends is for devices without floats.
+_FUNCTIONS = {"float32": "float", "int8": "table"}
 
 
 def files(
@@ -31,7 +34,7 @@ def files(
     path: Path,
     *,
     io: str = "float32",
-    functions: str = "float",
+    functions: str | None = None,
     allow_float: Iterable[str] = (),
     nms: Any = None,
 ) -> dict[Path, bytes]:
@@ -46,7 +49,9 @@ def files(
             are written between integers. "float" computes them between DEQUANTIZE and QUANTIZE: LiteRT makes
             that a look-up table. "table" is a GATHER, for devices without floats: exact, and slow on a
             CPU. "native" is TFLite's integer kernel where it has one: up to one step off in a tenth of the
-            values. Products have no table: they are integer kernels with both.
+            values. Products have no table: they are integer kernels with both. None is "float" with
+            ``io="float32"`` and "table" with ``io="int8"``, whose file has no float tensor then unless the
+            graph keeps an op in float.
         allow_float: op kinds that may compute in float although the graph computes them on integers.
         nms: how the file of a detector chooses boxes, as a mapping of `Suppression`; None for a file with the
             outputs of the graph alone. The boxes are further outputs, of batches of one.
@@ -58,7 +63,7 @@ def files(
     if importlib.util.find_spec("ai_edge_litert") is None:
         raise ExportError(f"TFLite export needs the package ai-edge-litert: run {install('tflite')}.")
     for name, choice in (("io", io), ("functions", functions)):
-        if choice not in _CHOICES[name]:
+        if choice is not None and choice not in _CHOICES[name]:
             known = " or ".join(_CHOICES[name])
             raise ExportError(f"{name}={choice!r} is no choice of the TFLite export: choose {known}.")
     # Imported here, since these modules import LiteRT's.
@@ -66,7 +71,7 @@ def files(
     from qtrace.export.tflite.exporter import Exporter
 
     suppression = None if nms is None else Suppression.of(nms)
-    options = BuildOptions(io, functions, float_kinds(allow_float), suppression)
+    options = BuildOptions(io, functions or _FUNCTIONS[io], float_kinds(allow_float), suppression)
     return {path: Exporter(converted, options).run()}
 
 

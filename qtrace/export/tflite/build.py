@@ -18,7 +18,17 @@ from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedSite
 
-__all__ = ["BuildOptions", "Builder", "Emitter", "Target", "allowing", "bounds", "check_type", "integer_type"]
+__all__ = [
+    "BuildOptions",
+    "Builder",
+    "Emitter",
+    "OpInFloat",
+    "Target",
+    "allowing",
+    "bounds",
+    "check_type",
+    "integer_type",
+]
 
 # Bounds of the activation functions that an operator fuses -> the schema's number of the function.
 _NONE = 0
@@ -59,12 +69,40 @@ class Target:
     clamp: OpCall | None = None
 
 
+@dataclass(frozen=True)
+class OpInFloat:
+    """An op that the file computes in float.
+
+    Attributes:
+        name: the name of its result in the graph.
+        kind: the op's kind.
+        reason: why no integer kernel computes it.
+    """
+
+    name: str
+    kind: str
+    reason: str
+
+
 class Builder(Store):
-    """Builds one file, op by op."""
+    """Builds one file, op by op.
+
+    Attributes:
+        options: the options of the export.
+        float_ops: the ops that compute in float, in the order of the graph.
+        inexact: the nodes of the sites whose kernels do not round ties as the graph does.
+    """
 
     def __init__(self, plan: KernelPlan, options: BuildOptions, batch: int) -> None:
         super().__init__(plan, batch)
         self.options = options
+        self.float_ops: list[OpInFloat] = []
+        self.inexact: list[str] = []
+
+    def note_inexact(self, op: FusedOp) -> None:
+        """Notes that the kernel of an op does not round ties as the graph does."""
+        assert op.site is not None
+        self.inexact.append(op.site.value.name)
 
     def result(self, node: TensorNode, order: Order, source: FileTensor | None = None) -> FileTensor:
         """Adds a tensor for the value of ``node``: integers if ``source`` is, else floats."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qtrace.errors import ExportError
 from qtrace.export.tflite import ops as forms
-from qtrace.export.tflite.build import Builder, allowing
+from qtrace.export.tflite.build import Builder, OpInFloat, allowing
 from qtrace.export.tflite.plan import FusedOp
 from qtrace.export.tflite.writer import Grid
 from qtrace.ops import OpCall, Role
@@ -30,15 +30,18 @@ def emit_op(b: Builder, op: FusedOp) -> None:
     if call.kind in forms.MOVES and (call.kind != "interpolate" or call.role is Role.CARRY):
         forms.MOVES[call.kind](b, op)
         return
+    unable = ""
     if _between_integers(b, op):
         if b.options.functions != "float" and call.kind in forms.FUNCTIONS and forms.tabular(op):
             _function(b, op)
             return
         if op.on_integers and call.kind in forms.INTEGER and not _in_float(b, call.kind):
-            _check_widths(b, op)
-            forms.INTEGER[call.kind](b, op)
-            return
-    _float(b, op)
+            unable = forms.why_in_float(b, op)
+            if not unable:
+                _check_widths(b, op)
+                forms.INTEGER[call.kind](b, op)
+                return
+    _float(b, op, unable)
 
 
 def _in_float(b: Builder, kind: str) -> bool:
@@ -76,7 +79,18 @@ def _check_widths(b: Builder, op: FusedOp) -> None:
             )
 
 
-def _float(b: Builder, op: FusedOp) -> None:
+def _float(b: Builder, op: FusedOp, unable: str) -> None:
+    """Writes an op in float.
+
+    Args:
+        b: the file.
+        op: the op.
+        unable: why its integer kernel cannot compute it, "" if another reason keeps it in float.
+
+    Raises:
+        ExportError: when the graph computes the op on integers, and nothing but a missing kernel or an input
+            in float is in the way.
+    """
     call = op.call
     if call.kind not in forms.FLOAT:
         raise ExportError(
@@ -86,8 +100,10 @@ def _float(b: Builder, op: FusedOp) -> None:
     # A sum whose result stays float in the graph is computed in float. A layer is refused,
     # because its weights would be floats too.
     bare = op.site is None and call.role is not Role.COMPUTE
-    if op.on_integers and not allowed and not bare and call.kind not in forms.FUNCTIONS:
+    refused = op.on_integers and not allowed and not bare and call.kind not in forms.FUNCTIONS
+    if refused and not unable:
         raise ExportError(_why_not(op))
+    b.float_ops.append(OpInFloat(call.out.name, call.kind, unable or _why_float(b, op)))
     forms.FLOAT[call.kind](b, _alone(op, call))
     if op.clamp is not None:
         forms.FLOAT[op.clamp.kind](b, _alone(op, op.clamp))
@@ -96,6 +112,20 @@ def _float(b: Builder, op: FusedOp) -> None:
 def _alone(op: FusedOp, call: OpCall) -> FusedOp:
     """Returns ``call`` as an op of its own, with nothing fused."""
     return FusedOp(call, None, call.out, None, op.state)
+
+
+def _why_float(b: Builder, op: FusedOp) -> str:
+    """Returns why an op computes in float, although its kind may have an integer kernel."""
+    kind, note = op.kind, b.plan.notes.get(op.call.out.name)
+    if kind in b.options.allow_float:
+        return "allow_float names it"
+    if note is not None and note.reason and not op.on_integers:
+        return note.reason
+    if op.site is None:
+        return "its result is not rounded"
+    if kind in forms.FUNCTIONS or kind in forms.INEXACT:
+        return f"functions={b.options.functions!r} computes it between DEQUANTIZE and QUANTIZE"
+    return "it stays in float in the graph"
 
 
 def _why_not(op: FusedOp) -> str:

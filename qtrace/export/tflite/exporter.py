@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
+from dataclasses import astuple
 from importlib.metadata import version
 from typing import Any
 
@@ -16,7 +18,7 @@ from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import located, site_expr
 from qtrace.export.tflite import ops as forms
 from qtrace.export.tflite.bias import record_bias
-from qtrace.export.tflite.build import Builder, BuildOptions, integer_type
+from qtrace.export.tflite.build import Builder, BuildOptions, OpInFloat, integer_type
 from qtrace.export.tflite.choice import emit_op
 from qtrace.export.tflite.detections import add_detections
 from qtrace.export.tflite.layout import CHANNELS_LAST, Order, file_shape, natural
@@ -28,6 +30,8 @@ from qtrace.preparation.model import QuantizedSite
 from qtrace.preparation.record import graph_hash
 
 __all__ = ["Exporter"]
+
+_LOG = logging.getLogger("qtrace")
 
 
 class Exporter:
@@ -60,6 +64,9 @@ class Exporter:
         if self.options.suppression is not None:
             names = [name for name, _ in outputs]
             outputs += add_detections(b, self.graph.outputs, names, self.options.suppression)
+            b.float_ops.append(OpInFloat(outputs[-1][0], "nms", "boxes are chosen in float"))
+        if self.graph.sites:  # else the whole file is float
+            _log_floats(b.float_ops)
         kept = b.writer.prune([t for _, t in outputs])
         free = self.batch if self._is_open() else None
         metadata = {"qtrace": self._metadata(kept, free is not None)}
@@ -159,6 +166,8 @@ class Exporter:
             "inputs": [list(self.orders[n]) for n in self.inputs],
             "outputs": [list(self.orders[n]) for n in self.graph.outputs],
             "integers": integers,
+            "inexact": b.inexact,
+            "floats": [astuple(op) for op in b.float_ops] if self.graph.sites else [],
             "free_batch": free,
         }
 
@@ -202,6 +211,18 @@ class Exporter:
                 "before it, or write it with ops that have one."
             )
         emit_op(self.build, self.plan.fused_op(expr, call))
+
+
+def _log_floats(float_ops: list[OpInFloat]) -> None:
+    """Logs how many ops compute in float, and why."""
+    if not float_ops:
+        _LOG.info("the TFLite file computes no op in float.")
+        return
+    groups: dict[tuple[str, str], list[str]] = {}
+    for op in float_ops:
+        groups.setdefault((op.kind, op.reason), []).append(op.name)
+    causes = "; ".join(f"{len(names)} {kind} ({reason})" for (kind, reason), names in groups.items())
+    _LOG.info(f"ops that compute in float in the TFLite file: {len(float_ops)}: {causes}.")
 
 
 def _input_type(node: TensorNode) -> np.dtype:

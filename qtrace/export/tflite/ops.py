@@ -17,7 +17,7 @@ from qtrace.export.tflite.logic import FLOAT_LOGIC
 from qtrace.export.tflite.moves import MOVES as MOVING
 from qtrace.export.tflite.plan import FusedOp, reads_values
 from qtrace.export.tflite.reductions import FLOAT_REDUCTIONS, INTEGER_REDUCTIONS, MOVING_REDUCTIONS
-from qtrace.export.tflite.windows import FLOAT_WINDOWS, INTEGER_WINDOWS, MOVING_WINDOWS
+from qtrace.export.tflite.windows import FLOAT_WINDOWS, INTEGER_WINDOWS, MOVING_WINDOWS, why_in_float
 from qtrace.graph.types import Expr, ModuleNode, TensorNode
 from qtrace.ops import OpCall
 
@@ -34,6 +34,7 @@ __all__ = [
     "rescaled",
     "table",
     "tabular",
+    "why_in_float",
 ]
 
 MOVES: dict[str, Emitter] = {**MOVING, **INDEXING, **MOVING_WINDOWS, **MOVING_REDUCTIONS}
@@ -79,8 +80,8 @@ AGNOSTIC = frozenset(
 
 def tabular(op: FusedOp) -> bool:
     """Whether an op maps single values: a slope for each channel does not."""
-    slope: Any = op.call.attrs.get("slope")
-    one_slope = slope is None or int(np.prod(slope.shape)) == 1
+    slope: Any = op.call.attrs.get("slope")  # a tensor, or a number without a shape
+    one_slope = int(np.prod(getattr(slope, "shape", ()))) == 1
     return one_slope and len(op.call.inputs) == 1 and len(op.call.expr.outputs) == 1
 
 

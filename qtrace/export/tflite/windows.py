@@ -16,7 +16,7 @@ from qtrace.export.tflite.writer import FileTensor, Grid, Inputs
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 
-__all__ = ["FLOAT_WINDOWS", "INTEGER_WINDOWS", "MOVING_WINDOWS"]
+__all__ = ["FLOAT_WINDOWS", "INTEGER_WINDOWS", "MOVING_WINDOWS", "why_in_float"]
 
 
 def _image(b: Builder, node: TensorNode, floats: bool = False) -> FileTensor:
@@ -61,6 +61,40 @@ def _avg_pool(b: Builder, op: FusedOp) -> None:
     b.put(call.out, out, CHANNELS_LAST)
 
 
+def _integer_avg_pool(b: Builder, op: FusedOp) -> None:
+    """Writes the mean of a window on integers.
+
+    Where padding counts, or there is none, the window is that of a convolution by ones, which rounds to the
+    scale of the result. Else AVERAGE_POOL_2D divides by the number of places inside the image.
+    """
+    call, a = op.call, op.call.attrs
+    x, target = _image(b, call.inputs[0]), b.target(op, CHANNELS_LAST, fuses=False)
+    if _leaves_padding_out(call):
+        b.note_inexact(op)
+        _mean_inside(b, x, target.tensor, a)
+    else:
+        need = windows(b, call, a["kernel"])[1] or [(p, p) for p in a["padding"]]
+        _mean(b, padded(b, x, need) if any(map(any, need)) else x, target.tensor, a)
+    b.finish(op, target)
+
+
+def _leaves_padding_out(call: OpCall) -> bool:
+    """Returns whether padding does not count in the means of an op."""
+    return any(call.attrs["padding"]) and not call.attrs["count_include_pad"]
+
+
+def _mean_inside(b: Builder, x: FileTensor, out: FileTensor, window: Any) -> None:
+    """Writes the means of the places of windows that lie inside the image, which is padded by half a window.
+
+    AVERAGE_POOL_2D pads so at stride 1 alone: larger strides take every second or third result of it.
+    """
+    whole = out if window["stride"] == (1, 1) else b.like(x, f"{out.name}_whole", x.shape)
+    _pool(b, "AVERAGE_POOL_2D", x, whole, "SAME", {**window, "stride": (1, 1)})
+    if whole is not out:
+        steps = zip((1, 2), out.shape[1:3], window["stride"], strict=True)
+        b.cut(whole, out, {i: (0, (n - 1) * s + 1, s) for i, n, s in steps})
+
+
 def _uncounted_mean(b: Builder, call: OpCall, x: FileTensor, out: FileTensor) -> None:
     """Writes the mean over windows with padding, times window size / number of places inside the image."""
     a = call.attrs
@@ -89,17 +123,20 @@ def _adaptive_mean(b: Builder, op: FusedOp) -> None:
 
     AVERAGE_POOL_2D keeps the scale of its input; these two round to the scale of the result.
     """
-    x, window = _image(b, op.call.inputs[0]), _adaptive_window(b, op.call)
     target = b.target(op, CHANNELS_LAST, fuses=False)
-    if x.shape[1:3] == window["kernel"]:
-        axes = b.writer.ints([1, 2])
-        b.writer.op("MEAN", [x, axes], [target.tensor], "ReducerOptions", keepDims=True)
-    else:
-        _mean_by_ones(b, x, target.tensor, window)
+    _mean(b, _image(b, op.call.inputs[0]), target.tensor, _adaptive_window(b, op.call))
     b.finish(op, target)
 
 
-def _mean_by_ones(b: Builder, x: FileTensor, out: FileTensor, window: dict[str, tuple[int, ...]]) -> None:
+def _mean(b: Builder, x: FileTensor, out: FileTensor, window: Any) -> None:
+    """Writes the means of windows of ``x``, which need no padding, at the scale of ``out``."""
+    if x.shape[1:3] == window["kernel"]:
+        b.writer.op("MEAN", [x, b.writer.ints([1, 2])], [out], "ReducerOptions", keepDims=True)
+    else:
+        _mean_by_ones(b, x, out, window)
+
+
+def _mean_by_ones(b: Builder, x: FileTensor, out: FileTensor, window: Any) -> None:
     (height, width), channels = window["kernel"], x.shape[3]
     share = np.float32(1.0) / np.float32(height * width)
     scales = np.full(channels, share, np.float32)
@@ -128,15 +165,48 @@ def _nearest(b: Builder, op: FusedOp) -> None:
 
 
 def _interpolate(b: Builder, op: FusedOp) -> None:
-    call, a = op.call, op.call.attrs
+    """Writes bilinear resizing in float."""
+    out = b.result(op.call.out, CHANNELS_LAST)
+    _resize(b, op.call, _image(b, op.call.inputs[0], floats=True), out)
+    b.put(op.call.out, out, CHANNELS_LAST)
+
+
+def _integer_interpolate(b: Builder, op: FusedOp) -> None:
+    """Writes bilinear resizing on integers, whose result has the scale of the input."""
+    target = b.target(op, CHANNELS_LAST, fuses=False)
+    _resize(b, op.call, _image(b, op.call.inputs[0]), target.tensor)
+    b.note_inexact(op)
+    b.finish(op, target)
+
+
+def _resize(b: Builder, call: OpCall, x: FileTensor, out: FileTensor) -> None:
+    a = call.attrs
     if a["mode"] not in ("bilinear", "linear") or b.rank(call.out) != 4:
         raise ExportError(
             f"{call.out.name}: interpolate mode {a['mode']!r} has no TFLite form: use nearest or bilinear"
         )
-    x = _image(b, call.inputs[0], floats=True)
     inputs: Inputs = [x, b.shape(call.out)[2:]]
     corners = {"alignCorners": a["align_corners"], "halfPixelCenters": not a["align_corners"]}
-    b.emit(call.out, CHANNELS_LAST, "RESIZE_BILINEAR", inputs, "ResizeBilinearOptions", None, **corners)
+    b.writer.op("RESIZE_BILINEAR", inputs, [out], "ResizeBilinearOptions", **corners)
+
+
+def why_in_float(b: Builder, op: FusedOp) -> str:
+    """Returns why a window of an op has no integer kernel, although its kind has one; "" if it has one."""
+    call, a = op.call, op.call.attrs
+    if call.kind == "avg_pool2d" and _leaves_padding_out(call):
+        if any(k != 2 * p + 1 for k, p in zip(a["kernel"], a["padding"], strict=True)):
+            return "AVERAGE_POOL_2D pads otherwise, and no other integer kernel leaves padding out of a mean"
+        return "" if _keeps_grid(b, op) else "AVERAGE_POOL_2D cannot change the scale, as its site demands"
+    if call.kind == "interpolate":
+        if b.site_grid(op)[1] != np.int8:
+            return "LiteRT's RESIZE_BILINEAR is wrong by hundreds of steps on 16 bits"
+        return "" if _keeps_grid(b, op) else "RESIZE_BILINEAR cannot change the scale, as its site demands"
+    return ""
+
+
+def _keeps_grid(b: Builder, op: FusedOp) -> bool:
+    """Returns whether the result of an op has the grid of its input."""
+    return b.moved_from(op.call.inputs[0])[0].tensor.grid == b.site_grid(op)[2]
 
 
 # Of the modes of interpolate, nearest only moves values.
@@ -145,7 +215,11 @@ MOVING_WINDOWS: dict[str, Emitter] = {
     "adaptive_max_pool2d": _adaptive_max,
     "interpolate": _nearest,
 }
-INTEGER_WINDOWS: dict[str, Emitter] = {"adaptive_avg_pool2d": _adaptive_mean}
+INTEGER_WINDOWS: dict[str, Emitter] = {
+    "avg_pool2d": _integer_avg_pool,
+    "adaptive_avg_pool2d": _adaptive_mean,
+    "interpolate": _integer_interpolate,
+}
 FLOAT_WINDOWS: dict[str, Emitter] = {
     "avg_pool2d": _avg_pool,
     "adaptive_avg_pool2d": _adaptive_float,

@@ -41,7 +41,7 @@ _VERSIONS = {
     **dict.fromkeys(("GATHER", "MAXIMUM", "MINIMUM"), (1, 2, 4)),
     **dict.fromkeys(("ADD", "CONCATENATION", "DEQUANTIZE", "LOGISTIC", "MAX_POOL_2D", "MEAN"), (1, 2, 3)),
     **dict.fromkeys(("MIRROR_PAD", "PACK", "PAD", "PADV2", "REDUCE_MAX", "REDUCE_MIN"), (1, 2, 3)),
-    **dict.fromkeys(("RELU", "RELU6", "TANH", "TILE"), (1, 2, 3)),
+    **dict.fromkeys(("AVERAGE_POOL_2D", "RELU", "RELU6", "TANH", "TILE"), (1, 2, 3)),
 }
 
 

@@ -95,7 +95,10 @@ class Explanation(Displayed):
         return ["", f"From the model's own quantization: {count}.", *(f"  {n}" for n in self.native_notes)]
 
     def algorithms(self) -> list[str]:
-        """Lists what each post-training algorithm changed, what it left and why, and the errors."""
+        """Lists what each post-training algorithm changed, what it left and why, and the errors.
+
+        Those of qtrace are summed up. An algorithm of your own has all lines of its `qtrace.ptq.Report`.
+        """
         return describe_algorithms(self.ptq)
 
     def why(self, name: str) -> list[NodeExplanation]:

@@ -1,11 +1,13 @@
-"""Describes what the post-training algorithms did, in a few lines each."""
+"""Describes what post-training algorithms did: qtrace's in a few lines, a user's own in all its lines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from qtrace.config.algorithm import is_packaged
 from qtrace.inspection.explanation._index import shorten_list
+from qtrace.preparation.passes.base import Left
 
 __all__ = ["describe_algorithms"]
 
@@ -33,6 +35,20 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
         more = f" and {len(outputs) - _SHOWN} more" if len(outputs) > _SHOWN else ""
         lines.append(f"  outputs: {ratios}{more} (SQNR on {report['measured']})")
     lines += _sites(_both(report["errors"]))
+    if not is_packaged(report["algorithm"]):
+        return [*lines, *_own_lines(report)]
+    return [*lines, *_left(report)]
+
+
+def _own_lines(report: Mapping[str, Any]) -> list[str]:
+    """Returns every line of the report of a user's own algorithm: the user knows which of them matter."""
+    left = [i if isinstance(i, str) else str(Left(i["site"], i["reason"])) for i in report["left"]]
+    return [*(f"  {line}" for line in report["changed"]), *(f"  left {line}" for line in left)]
+
+
+def _left(report: Mapping[str, Any]) -> list[str]:
+    """Says what was not changed, a line for each reason."""
+    lines = []
     reasons: dict[str, list[str]] = {}
     for left in report["left"]:
         if isinstance(left, str):  # the report of a model that was saved by an earlier release

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -100,6 +101,11 @@ class _Placer:
             self.placement.groups[node] = self.placement.group_read(chain.head, call.inputs[0])
             self.place_before_readers(node, own)
             return
+        if _keeps_grid(view, chain):
+            own = self.placement.plan(self.placement.group_read(chain.head, call.inputs[0]))
+            self.placement.groups[node] = self._add(node, node.name, None, own)
+            self.place_before_readers(node, own)
+            return
         plans = distinct(want.plan for want in self.wants.get(node, ()))
         one_width = call.kind in view.backend.one_width
         unrounded = not output_choice(view, chain).quantize_output
@@ -140,6 +146,14 @@ class _Placer:
         return name
 
 
+def _keeps_grid(view: View, chain: Chain) -> bool:
+    """Returns whether the kernel of ``chain`` gives integers of its input's scale, and they are wanted."""
+    keeps_grid, choice = view.backend.keeps_grid, output_choice(view, chain)
+    if keeps_grid is None or not keeps_grid(view.calls[chain.head]):
+        return False
+    return choice.output is None and choice.quantize_output and not view.must_not_vanish(chain.output)
+
+
 def tie_sites(view: View, chains: Chains, placement: Placement) -> Placement:
     """Merges the groups of ``placement`` that share parameters; each keeps the name of one of its sites."""
     parents: dict[str, str] = {}
@@ -149,7 +163,8 @@ def tie_sites(view: View, chains: Chains, placement: Placement) -> Placement:
             name = parents[name]
         return name
 
-    for first, second in (*_concatenated(view, chains, placement), *_shared(view, chains, placement)):
+    ties = (rule(view, chains, placement) for rule in (_concatenated, _same_grids, _shared))
+    for first, second in itertools.chain.from_iterable(ties):
         kept, merged = root(first), root(second)
         if kept and merged and kept != merged and placement.plan(kept) == placement.plan(merged):
             parents[merged] = kept
@@ -167,6 +182,14 @@ def _concatenated(view: View, chains: Chains, placement: Placement) -> Iterator[
             inputs = view.calls[chain.head].inputs
             first, *others = (placement.group_read(chain.head, node) for node in inputs)
             yield from ((first, other) for other in others)
+
+
+def _same_grids(view: View, chains: Chains, placement: Placement) -> Iterator[tuple[str, str]]:
+    """Yields pairs of the groups that a kernel reads and gives, if it keeps the scale of its input."""
+    for expr, chain in chains.items():
+        if chain.head is expr and _keeps_grid(view, chain):
+            source = placement.group_read(expr, view.calls[expr].inputs[0])
+            yield source, placement.groups.get(chain.output, "")
 
 
 def _shared(view: View, chains: Chains, placement: Placement) -> Iterator[tuple[str, str]]:

@@ -32,7 +32,8 @@ class Session(Protocol):
     """A loaded file.
 
     With an attribute ``partial`` that is true, sites may be missing; with an attribute ``first_of_equals``
-    that is false, equal scores are ranked in the order of MegEngine's kernels.
+    that is false, equal scores are ranked in the order of MegEngine's kernels. An attribute ``inexact`` names
+    the sites whose kernels do not round ties as the graph does.
     """
 
     @property

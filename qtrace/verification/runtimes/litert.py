@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.process.child import RuntimeChild
 from qtrace.storage.files import check_size
-from qtrace.verification.runtimes.base import Runtime, RuntimeRun
+from qtrace.verification.runtimes.base import Kernels, Runtime, RuntimeRun
 
 __all__ = ["RUNTIME"]
 
@@ -59,6 +60,7 @@ class LitertSession:
         self.facts, self.constants, self.computed = exposed.facts, exposed.constants, exposed.computed
         self.integer_names = list(self.facts["integers"])
         self.graph_hash: str = self.facts["graph"]
+        self.inexact = frozenset(self.facts.get("inexact", ()))
         child = RuntimeChild("litert", "LiteRT", path)
         self.full = _Interpreter(child, exposed.data, optimize)
         self.deployed = _Interpreter(child, data, True) if optimize else None
@@ -116,8 +118,8 @@ class _Exposed:
         self.data, self.facts, self.constants, self.computed = data, facts, constants, computed
 
 
-def _expose_integers(data: bytes, path: Path) -> _Exposed:
-    import flatbuffers
+def _read(data: bytes, path: Path) -> tuple[Any, dict[str, Any]]:
+    """Reads a file: its content as an object of the schema, and the metadata that qtrace.export wrote."""
     from ai_edge_litert import schema_py_generated as schema
 
     try:
@@ -133,6 +135,42 @@ def _expose_integers(data: bytes, path: Path) -> _Exposed:
         ) from None
     except (IndexError, TypeError, ValueError) as error:  # an entry that names no buffer, or no JSON
         raise ExportError(f"{path} is not a TFLite file: {_first_line(error)}") from error
+    return model, facts
+
+
+def find_kernels(path: Path) -> Kernels:
+    """Finds the operators of a file that compute on integers, and the ops of the graph that do not.
+
+    Roundings are no ops: the operators QUANTIZE and DEQUANTIZE do not count.
+
+    Raises:
+        ExportError: when the file is no export of qtrace.
+    """
+    from ai_edge_litert import schema_py_generated as schema
+
+    check_size(path, "TFLite")
+    model, facts = _read(path.read_bytes(), path)
+    graph, codes = model.subgraphs[0], schema.BuiltinOperator
+    integer = []
+    for operator in graph.operators:
+        tensors = [graph.tensors[i] for i in (*operator.inputs, *operator.outputs) if i >= 0]
+        code = model.operatorCodes[operator.opcodeIndex].builtinCode
+        if code not in (codes.QUANTIZE, codes.DEQUANTIZE) and _only_integers(tensors):
+            integer.append(graph.tensors[operator.outputs[0]].name.decode())
+    return Kernels(tuple(integer), tuple((name, kind, why) for name, kind, why in facts.get("floats", ())))
+
+
+def _only_integers(tensors: Iterable[Any]) -> bool:
+    from ai_edge_litert import schema_py_generated as schema
+
+    return all(tensor.type != schema.TensorType.FLOAT32 for tensor in tensors)
+
+
+def _expose_integers(data: bytes, path: Path) -> _Exposed:
+    import flatbuffers
+    from ai_edge_litert import schema_py_generated as schema
+
+    model, facts = _read(data, path)
     graph = model.subgraphs[0]
     places = {t.name.decode(): i for i, t in enumerate(graph.tensors)}
     names = dict.fromkeys(tensor for tensor, _ in facts["integers"].values())
@@ -181,4 +219,4 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-RUNTIME = Runtime("litert", "ai_edge_litert", "tflite", (".tflite",), LitertSession)
+RUNTIME = Runtime("litert", "ai_edge_litert", "tflite", (".tflite",), LitertSession, find_kernels)

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 import qtrace
+from qtrace import QConfig
+from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
 from tests.nets import ResNet, images, net, randomize
@@ -75,13 +77,14 @@ SCHEMAS: dict[str, Any] = {
             "dtype": str,
             "qmin": int,
             "qmax": int,
-            "scale": float,
-            "zero_point": (int, type(None)),
+            "scale": (float, list),
+            "zero_point": (int, list, type(None)),
             "is_weight": bool,
+            "axis?": int,
         }
     },
 }
-TARGETS = {"mqbench-tensorrt": "backend/tensorrt_10", "mgeconvert": "backend/megengine"}
+TARGETS = {"mqbench-tensorrt": "backend/tensorrt_10"}
 
 
 def _problems(value: Any, schema: Any, location: str = "$") -> list[str]:
@@ -106,7 +109,7 @@ def _problems(value: Any, schema: Any, location: str = "$") -> list[str]:
     return [*missing, *strange, *inside]
 
 
-def _converted(module: M.Module, x: np.ndarray, recipe: str) -> TracedModule:
+def _converted(module: M.Module, x: np.ndarray, recipe: str | QConfig) -> TracedModule:
     prepared = qtrace.prepare(qtrace.trace(module, x, check=False), recipe)
     return qtrace.convert(qtrace.calibrate(prepared, [x], progress=False))
 
@@ -162,9 +165,42 @@ def test_aimet_1_has_the_numbers_of_every_site(tmp_path: Path) -> None:
     assert len(entries) == sum(s.sort == "bias" for s in annotation.sites)
 
 
+CHANNELS = ("aimet-0.6.1", "aimet-1.0.0", "aimet-2.0.0", "mgeconvert", "mqbench-snpe")
+
+
+def _per_channel(params: str, text: str) -> dict[str, tuple[list[float], int | None]]:
+    """Returns the scales of each entry that has several, and their axis where the format says it."""
+    data = json.loads(text)
+    if params == "mgeconvert":
+        entries = {n: (e["scale"], e["axis"]) for n, e in data.items() if "axis" in e}
+    elif params == "aimet-2.0.0":
+        entries = {e["name"]: (e["y_scale"], e["axis"]) for e in data["encodings"] if "axis" in e}
+    elif params == "aimet-1.0.0":
+        stored = data["param_encodings"]
+        entries = {e["name"]: (e["scale"], None) for e in stored if e["enc_type"] == "PER_CHANNEL"}
+    else:  # a range, or an encoding, for each channel
+        steps = {n: [(e["max"] - e["min"]) / 255 for e in v] for n, v in data["param_encodings"].items()}
+        entries = {n: (scales, None) for n, scales in steps.items() if len(scales) > 1}
+    return entries
+
+
+@pytest.mark.parametrize("params", CHANNELS)
+def test_weights_have_a_scale_for_each_channel_with_the_default_recipe(params: str, tmp_path: Path) -> None:
+    converted = _converted(_plain(), images(2, 3, 16, 16), "onnxruntime")
+    entries = _per_channel(params, _text(converted, params, tmp_path))
+    weights = [s for s in qtrace.explain(converted).annotation.sites if s.sort == "weight"]
+    assert len(weights) == 3
+    for site in weights:
+        qparams = getattr(converted.qsites, site.group).qparams()
+        scales, axis = entries[site.node]
+        np.testing.assert_allclose(scales, qparams.scale, rtol=1e-6)
+        assert axis in (None, 0), "the output channels of a layer with a weight"
+        assert len(scales) == qparams.scale.size > 1
+
+
 def _plain() -> M.Module:
     """Every rounded tensor is read by a layer with a weight, which is all that a table can say."""
-    layers = {"a": M.Conv2d(3, 6, 3), "b": M.Conv2d(6, 8, 3, groups=2), "fc": M.Linear(1152, 4)}
+    layers = {"a": M.Conv2d(3, 6, 3), "b": M.Conv2d(6, 6, 3, groups=6), "fc": M.Linear(864, 4)}
     return net(lambda self, x: self.fc(F.flatten(F.relu(self.b(F.relu(self.a(x)))), 1)), **layers)
 
 
@@ -181,6 +217,24 @@ def test_an_ncnn_table_has_the_numbers_of_every_layer(tmp_path: Path) -> None:
         for name, group in ((layer, bias.activation), (f"{layer}_param_0", weight.group)):
             scale = getattr(groups, group).qparams().scale
             np.testing.assert_array_equal(np.float32(1 / lines[name]), np.reshape(scale, -1))
+
+
+def test_an_ncnn_table_has_a_number_for_each_channel_or_group(tmp_path: Path) -> None:
+    """ncnn2int8 reads as many numbers as a convolution has channels or groups, whatever the line has."""
+    layers = {"a": M.Conv2d(3, 6, 3), "b": M.Conv2d(6, 8, 3, groups=2)}
+    module = net(lambda self, x: self.b(F.relu(self.a(x))), **layers)
+    x = images(2, 3, 16, 16)
+    with pytest.raises(ExportError, match=r"one scale for each of the 2 groups .*axis: null\} for b"):
+        _text(_converted(module, x, "backend/ncnn"), "ncnn", tmp_path)
+    assert not list(tmp_path.iterdir())
+    rules = [
+        {"match": {"op": "conv2d"}, "weight": {"axis": None}},
+        {"match": {"name": "b"}, "quantize_output": False},
+    ]
+    converted = _converted(module, x, QConfig(backend="ncnn", rules=rules))
+    lines = [line.split() for line in _text(converted, "ncnn", tmp_path).splitlines()]
+    assert [len(numbers) for _, *numbers in lines] == [6, 2, 1, 1]
+    assert all(len(set(numbers)) == 1 for _, *numbers in lines)
 
 
 def test_a_tensorrt_cache_is_the_header_and_a_big_endian_float_for_each_tensor(tmp_path: Path) -> None:

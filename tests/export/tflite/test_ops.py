@@ -187,10 +187,22 @@ CASES: dict[str, tuple[M.Module, str]] = {
     "max_pool2d_relu": (_after(lambda y: F.max_pool2d(F.relu(y), 3, 2, 1)), "CONV_2D PAD MAX_POOL_2D"),
     "max_pool2d_even": (_after(lambda y: F.max_pool2d(y, 2)), "CONV_2D MAX_POOL_2D"),
     "max_pool2d_same": (_after(lambda y: F.max_pool2d(y, 5, 1, 2)), "CONV_2D MAX_POOL_2D"),
-    "avg_pool2d": (_between(lambda y: F.avg_pool2d(y, 2)), None),
-    "avg_pool2d_border": (_between(lambda y: F.avg_pool2d(y, 3, 2, 1)), None),
-    "avg_pool2d_include": (_between(lambda y: F.avg_pool2d(y, 3, 2, 1, mode="average")), None),
-    "avg_pool2d_same": (_between(lambda y: F.avg_pool2d(y, 3, 1, 1)), None),
+    "avg_pool2d": (_between(lambda y: F.avg_pool2d(y, 2)), "CONV_2D DEPTHWISE_CONV_2D CONV_2D"),
+    "avg_pool2d_whole": (_between(lambda y: F.avg_pool2d(y, 8)), "CONV_2D MEAN CONV_2D"),
+    "avg_pool2d_border": (
+        _between(lambda y: F.avg_pool2d(y, 3, 2, 1)),
+        "CONV_2D AVERAGE_POOL_2D STRIDED_SLICE CONV_2D",
+    ),
+    "avg_pool2d_include": (
+        _between(lambda y: F.avg_pool2d(y, 3, 2, 1, mode="average")),
+        "CONV_2D PAD DEPTHWISE_CONV_2D CONV_2D",
+    ),
+    "avg_pool2d_same": (_between(lambda y: F.avg_pool2d(y, 3, 1, 1)), "CONV_2D AVERAGE_POOL_2D CONV_2D"),
+    # Windows of even size with padding: no integer kernel leaves the padding out of their means.
+    "avg_pool2d_even": (
+        _between(lambda y: F.avg_pool2d(y, 2, 2, 1)),
+        "CONV_2D DEQUANTIZE PAD AVERAGE_POOL_2D MUL QUANTIZE CONV_2D",
+    ),
     "adaptive_avg_pool2d": (_after(lambda y: F.adaptive_avg_pool2d(y, 1)), "CONV_2D MEAN"),
     "adaptive_avg_pool2d_windows": (
         _after(lambda y: F.adaptive_avg_pool2d(y, (2, 4))),
@@ -241,10 +253,13 @@ CASES: dict[str, tuple[M.Module, str]] = {
         "CONV_2D RESIZE_NEAREST_NEIGHBOR",
     ),
     "nearest_uneven": (_after(lambda y: F.vision.interpolate(y, (5, 13), mode="nearest")), None),
-    "bilinear": (_between(lambda y: F.vision.interpolate(y, (16, 16), mode="bilinear")), None),
-    "bilinear_corners": (
+    "interpolate": (
+        _between(lambda y: F.vision.interpolate(y, (16, 16), mode="bilinear")),
+        "CONV_2D RESIZE_BILINEAR CONV_2D",
+    ),
+    "interpolate_corners": (
         _between(lambda y: F.vision.interpolate(y, (15, 15), mode="bilinear", align_corners=True)),
-        None,
+        "CONV_2D RESIZE_BILINEAR CONV_2D",
     ),
     "pad": (_between(lambda y: F.nn.pad(y, ((0, 0), (0, 0), (1, 2), (0, 1)))), "CONV_2D PAD CONV_2D"),
     "repeat": (_after(lambda y: F.repeat(y, 2, axis=2)), None),

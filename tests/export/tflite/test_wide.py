@@ -15,6 +15,7 @@ import qtrace
 from qtrace import QConfig
 from qtrace.config.backends.tflite import BACKEND
 from qtrace.errors import ConfigError, ExportError
+from qtrace.graph import functions
 from qtrace.graph.types import TracedModule
 from tests.export.tflite.files import constants, kinds, tensors
 from tests.nets import images, net
@@ -25,6 +26,7 @@ WIDE = {"bits": 16, "symmetric": True}
 def _layers(self: Any, x: mge.Tensor) -> tuple[mge.Tensor, mge.Tensor]:
     y = F.relu(self.depth(self.conv(x)))
     y = F.max_pool2d(F.nn.pad(self.up(y), ((0, 0), (0, 0), (1, 1), (1, 1))), 2)
+    y = F.avg_pool2d(F.vision.interpolate(F.avg_pool2d(y, 3, 1, 1), scale_factor=2), 2)
     z = F.concat([F.relu6(self.point(y)), F.clip(y, -0.5, 0.5)], 1)
     return self.fc(F.flatten(F.adaptive_avg_pool2d(z, 3), 1)), F.argmax(z, 1)
 
@@ -41,6 +43,7 @@ def _functions(self: Any, x: mge.Tensor) -> mge.Tensor:
     y = self.conv(x)
     names = ("sigmoid", "tanh", "silu", "hswish", "hsigmoid")
     results = [getattr(F, n)(y) for n in names] + [F.leaky_relu(y, 0.1), F.prelu(y, self.slope)]
+    results += [functions.hard_sigmoid(y), functions.mish(y)]
     total = results[0]
     for result in results[1:]:
         total = total + result

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
+from qtrace.onnxfile.kernels import Kernels
 from qtrace.process.child import RuntimeChild
 from qtrace.storage.files import check_size
-from qtrace.verification.runtimes.base import Kernels, Runtime, RuntimeRun
+from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
 __all__ = ["RUNTIME"]
 

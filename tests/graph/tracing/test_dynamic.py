@@ -136,3 +136,15 @@ def test_inspect_and_explain_show_which_sizes_are_open() -> None:
     for explanation in (qtrace.explain(traced), qtrace.explain(prepared)):
         assert "x is Nx3xHxW, recorded at 2x3x16x24" in explanation.summary()
     assert "Nx" not in analyze(qtrace.trace(unet(), X)).table(None)
+
+
+def test_a_file_that_takes_pixels_is_open_too(tmp_path: Path) -> None:
+    conv = randomize(net(lambda self, x: self.conv(x), conv=M.Conv2d(3, 2, 1)))
+    preprocess = {"size": [3, 16, 24], "mean": [120.0, 110.0, 100.0], "std": [58.0, 57.0, 56.0]}
+    prepared = qtrace.prepare(qtrace.trace(conv, X, dynamic=OPEN), {"preprocess": preprocess})
+    converted = qtrace.convert(qtrace.calibrate(prepared, [(X,)], progress=False))
+    path = qtrace.export(converted, tmp_path / "net.onnx", preprocess=True)
+    assert dims(onnx.load(str(path)).graph.input[0]) == ["N", "H", "W", 3]
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (result,) = session.run(None, {"x": np.zeros((1, 8, 50, 3), np.uint8)})
+    assert result.shape == (1, 2, 8, 50)

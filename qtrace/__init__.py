@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from qtrace.graph.files.serialize import load, save
     from qtrace.graph.tracing.trace import trace
     from qtrace.importing.onnx import from_onnx
+    from qtrace.importing.torch import from_torch, to_torch_state
     from qtrace.inspection.comparison import compare
     from qtrace.inspection.explanation import explain
     from qtrace.preparation.passes.convert import convert
@@ -47,6 +48,7 @@ __all__ = [
     "fakequant",
     "finetune",
     "from_onnx",
+    "from_torch",
     "graph",
     "load",
     "load_recipe",
@@ -60,6 +62,7 @@ __all__ = [
     "save",
     "sensitivity",
     "set_phase",
+    "to_torch_state",
     "trace",
     "verify",
 ]
@@ -78,6 +81,7 @@ _HOME = {
     "export": "export",
     "finetune": "finetuning",
     "from_onnx": "importing.onnx",
+    "from_torch": "importing.torch",
     "load": "graph.files.serialize",
     "load_recipe": "config.recipe",
     "param_groups": "qat",
@@ -86,6 +90,7 @@ _HOME = {
     "quiet": "process.engine",
     "save": "graph.files.serialize",
     "set_phase": "preparation.phases",
+    "to_torch_state": "importing.torch",
     "trace": "graph.tracing.trace",
     "verify": "verification.verify",
 }

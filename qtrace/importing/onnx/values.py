@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from qtrace.graph.moves import Move
 from qtrace.graph.types import TensorNode
 from qtrace.preparation.passes.given.tensors import GivenGrid
 
@@ -20,11 +21,14 @@ class Stored:
         array: the numbers, in the file's dtype.
         name: the name of the value in the file.
         learned: whether they are an initializer, which may be trained, and not a constant of the graph.
+        moves: what made these numbers of the initializer ``name``, if they are a part of it or are ordered
+            otherwise.
     """
 
     array: np.ndarray
     name: str
     learned: bool = False
+    moves: tuple[Move, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -228,7 +228,6 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = [n for n in NETWORKS if not options.names or n.name.startswith(tuple(options.names))]
     if options.missing:
         chosen = [n for n in chosen if n.name not in stored]
-    os.nice(10)
     _warm_up()
     for network in chosen:
         row = _run(network)

@@ -63,7 +63,8 @@ def _parse(call: Call) -> tuple[list[list[str]], list[str]]:
         call.refuse(f"has the equation {equation!r}, which gives a number without axes")
     for label in set(labels):
         pairs = [(i, term.index(label)) for i, term in enumerate(terms) if label in term]
-        if len({tuple(shape[axis] for shape in call.shapes(i)) for i, axis in pairs}) > 1:
+        numbers = [tuple(shape[axis] for shape in call.shapes(i)) for i, axis in pairs]
+        if len({own if len(set(own)) > 1 else own[:1] for own in numbers}) > 1:
             call.refuse(f"has the equation {equation!r}, in which {label!r} broadcasts")
     return terms, result
 

@@ -142,9 +142,7 @@ def _cubic(call: Call, place: str, coefficient: float, targets: Sequence[_Target
     return result
 
 
-def cubic_weights(
-    size: int, target: int, factor: float, place: str, coefficient: float
-) -> np.ndarray | None:
+def cubic_weights(size: int, target: int, factor: float, place: str, coefficient: float) -> np.ndarray | None:
     """Returns the weights of cubic resizing along an axis, by ONNX's definition (Keys 1981).
 
     Args:

@@ -25,8 +25,18 @@ from qtrace.importing.onnx.ops import LOWERINGS
 from qtrace.importing.onnx.reading import MAX_ELEMENTS, array_of, stored_tensors
 from qtrace.importing.onnx.scope import Scope
 from qtrace.importing.onnx.scopes import source_line
+from qtrace.importing.onnx.sequences import SEQUENCE_OPS, lower_sequence
 from qtrace.importing.onnx.sizes.folding import FOLDED, fold_sizes, product, sizes_of
-from qtrace.importing.onnx.values import Computed, QuantizedIntegers, Refused, Sizes, Stored, Value, is_float
+from qtrace.importing.onnx.values import (
+    Computed,
+    QuantizedIntegers,
+    Refused,
+    Sizes,
+    SplitTensors,
+    Stored,
+    Value,
+    is_float,
+)
 
 __all__ = ["Importer"]
 
@@ -74,7 +84,7 @@ class Importer:
 
     def unknown_ops(self, graph: Graph) -> list[str]:
         """Returns the nodes of ops that qtrace cannot express, before anything is computed."""
-        known = {("", op) for op in (*control_flow.HANDLERS, "Constant", "Shape", "Size")}
+        known = {("", op) for op in (*control_flow.HANDLERS, *SEQUENCE_OPS, "Constant", "Shape", "Size")}
         known |= LOWERINGS.keys() | quantization.PAIRS
         data = {value.name for value in graph.inputs}  # names of values that depend on those of the inputs
         unknown = []
@@ -111,6 +121,10 @@ class Importer:
             return [Stored(self._constant(node), node.outputs[0])]
         if not node.domain and node.op in control_flow.HANDLERS:
             return control_flow.HANDLERS[node.op](self, node, values, scope)
+        if not node.domain and node.op in SEQUENCE_OPS:
+            return lower_sequence(node, values, self.layers, lambda n, v: self._results(n, v, scope))
+        if any(isinstance(value, SplitTensors) for value in values):
+            raise Refusal("reads a sequence of tensors, which MegEngine has not")
         if not node.domain and node.op in ("Shape", "Size"):
             return self._read_shape(node, values)
         if (node.domain, node.op) in quantization.PAIRS:

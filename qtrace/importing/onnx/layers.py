@@ -21,7 +21,7 @@ from qtrace.importing.onnx.sizes.size import Number, Size, SizeError, axis_size,
 from qtrace.importing.onnx.values import Sizes, Stored
 from qtrace.preparation.passes.given.tensors import GivenGrid
 
-__all__ = ["Layers", "Refusal", "Source"]
+__all__ = ["Layers", "Refusal", "StoredSource"]
 
 _INT32 = np.iinfo(np.int32)
 _CARRIED = {"float32", "int32", "int16", "int8", "uint8", "bool"}
@@ -32,7 +32,7 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True)
-class Source:
+class StoredSource:
     """The stored tensor of the file that a parameter was made of.
 
     Attributes:
@@ -70,7 +70,7 @@ class Layers:
         self.roundings = 0
         self.learnable: frozenset[str] = frozenset()
         self.kept: set[str] = set()
-        self.sources: dict[str, Source] = {}
+        self.sources: dict[str, StoredSource] = {}
         self.builder = builder
         self._source = source
         self.names = LayerPaths()
@@ -208,7 +208,7 @@ class Layers:
 
     def _note_source(self, path: str, stored: Stored) -> None:
         if stored.name:
-            self.sources[path] = Source(stored.name, stored.array.shape, stored.moves)
+            self.sources[path] = StoredSource(stored.name, stored.array.shape, stored.moves)
 
 
 def _size_key(size: Size) -> Any:

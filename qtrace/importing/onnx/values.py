@@ -10,7 +10,7 @@ from qtrace.graph.moves import Move
 from qtrace.graph.types import TensorNode
 from qtrace.preparation.passes.given.tensors import GivenGrid
 
-__all__ = ["Computed", "QuantizedIntegers", "Refused", "Sizes", "Stored", "Value", "is_float"]
+__all__ = ["Computed", "QuantizedIntegers", "Refused", "Sizes", "SplitTensors", "Stored", "Value", "is_float"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +73,22 @@ class QuantizedIntegers:
 
 
 @dataclass(frozen=True, eq=False)
+class SplitTensors:
+    """A sequence of tensors that a tensor was split into.
+
+    Attributes:
+        values: the tensors.
+    """
+
+    values: tuple[Value, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Refused:
     """A tensor that cannot be computed, since its node or one before it was refused."""
 
 
-Value = Stored | Sizes | Computed | QuantizedIntegers | Refused
+Value = Stored | Sizes | Computed | QuantizedIntegers | SplitTensors | Refused
 
 
 def is_float(dtype: np.dtype) -> bool:

@@ -7,7 +7,8 @@ at the top: it is the extra ``torch``.
 
 from __future__ import annotations
 
+from qtrace.importing.torch.exporting import is_torch_module
 from qtrace.importing.torch.importing import from_torch
 from qtrace.importing.torch.state import to_torch_state
 
-__all__ = ["from_torch", "to_torch_state"]
+__all__ = ["from_torch", "is_torch_module", "to_torch_state"]

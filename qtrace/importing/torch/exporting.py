@@ -7,6 +7,7 @@ import importlib.util
 import io
 import logging
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 
 from qtrace.errors import ImportingError
 
-__all__ = ["Example", "Network", "export", "import_torch", "open_network", "read_example"]
+__all__ = ["Example", "Network", "export", "import_torch", "is_torch_module", "open_network", "read_example"]
 
 Dynamic = Mapping[str, Mapping[int, str]]
 
@@ -32,15 +33,12 @@ class Network:
     Attributes:
         program: a module, or a program of `torch.export`.
         name: the name of its class.
+        is_program: whether it is a program of `torch.export`, which has its inputs and open axes already.
     """
 
     program: Any
     name: str
-
-    @property
-    def is_program(self) -> bool:
-        """Whether it is a program of `torch.export`, which has its inputs and open axes already."""
-        return not callable(self.program)
+    is_program: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,12 @@ class Example:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+
+
+def is_torch_module(source: Any) -> bool:
+    """Returns whether an object is a module of torch, without loading torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and hasattr(torch, "nn") and isinstance(source, torch.nn.Module)
 
 
 def import_torch() -> Any:
@@ -93,7 +97,7 @@ def open_network(source: Any) -> Network:
     if isinstance(source, torch.nn.Module):
         return Network(source, type(source).__name__)
     if isinstance(source, torch.export.ExportedProgram):
-        return Network(source, "ExportedProgram")
+        return Network(source, "ExportedProgram", is_program=True)
     raise ImportingError(
         f"the network is of type {type(source).__name__}: give a torch.nn.Module, a program of torch.export, "
         "or a .pt2 file."
@@ -109,7 +113,7 @@ def _open_file(path: Path, torch: Any) -> Network:
             "yourself, and give the module."
         )
     try:
-        return Network(torch.export.load(path), path.name)
+        return Network(torch.export.load(path), path.name, is_program=True)
     except Exception as error:  # torch raises errors of many classes for damaged files
         raise ImportingError(f"{path} cannot be loaded by torch.export: {_line(error)}.") from error
 
@@ -240,6 +244,8 @@ def _place(error: BaseException) -> str:
 
 def _is_own(file: str) -> bool:
     path = file.replace("\\", "/")
+    if not Path(file).is_absolute():  # torch shortens the names of its own files
+        return False
     inner = ("/torch/", "/onnxscript/", "/onnx_ir/", "/qtrace/importing/", "<", "/contextlib.py")
     return not any(part in path for part in inner)
 

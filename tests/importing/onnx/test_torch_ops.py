@@ -52,6 +52,21 @@ def test_gather_nd_that_megengine_cannot_compute(tmp_path: Path) -> None:
             qtrace.from_onnx(save(proto, tmp_path))
 
 
+@pytest.mark.parametrize("sizes", [2, [1, 3], 4])
+def test_a_split_into_a_sequence_that_is_picked_from(sizes: int | list[int], tmp_path: Path) -> None:
+    """``x.chunk(2, 1)`` of torch."""
+    nodes = [
+        node("SplitToSequence", "x sizes", "parts", axis=1),
+        node("SequenceAt", "parts first", "a"),
+        node("SequenceAt", "parts last", "b"),
+        node("Concat", "b a", "y", axis=1),
+    ]
+    places = {"first": np.array(0, np.int64), "last": np.array(-1, np.int64)}
+    proto = model(nodes, {"x": ["N", 4, 3]}, ["y"], {"sizes": np.array(sizes, np.int64), **places})
+    x = weights(3, 4, 3)
+    _compare(proto, tmp_path, x[:1], x, shape=(2, 4, 3))
+
+
 EQUATIONS = {
     "bhid,bhjd->bhij": ((2, 3, 4, 5), (2, 3, 6, 5)),
     "bij,jk->bik": ((2, 3, 4), (4, 5)),

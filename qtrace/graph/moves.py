@@ -54,7 +54,7 @@ def places_of(shape: Sequence[int], moves: Iterable[Move]) -> np.ndarray:
             places = places.reshape(numbers)
         else:
             axis, first, end = numbers
-            places = places[(*[slice(None)] * axis, slice(first, end))]
+            places = places.take(range(first, end), axis)
     return places
 
 

@@ -243,11 +243,14 @@ def _place(error: BaseException) -> str:
 
 
 def _is_own(file: str) -> bool:
-    path = file.replace("\\", "/")
-    if not Path(file).is_absolute():  # torch shortens the names of its own files
+    """Returns whether a file is neither of torch, of its exporter's packages, nor one that runs them."""
+    path = Path(file)
+    if not path.is_absolute():  # torch shortens the names of its own files
         return False
-    inner = ("/torch/", "/onnxscript/", "/onnx_ir/", "/qtrace/importing/", "<", "/contextlib.py")
-    return not any(part in path for part in inner)
+    specs = (importlib.util.find_spec(package) for package in ("torch", "onnxscript", "onnx_ir"))
+    folders = [Path(spec.origin).parent for spec in specs if spec is not None and spec.origin is not None]
+    inner = [*folders, Path(__file__).parent, Path(contextlib.__file__)]
+    return not any(path.is_relative_to(place) for place in inner)
 
 
 def _line(error: BaseException) -> str:

@@ -136,6 +136,7 @@ def measure(network: TorchNetwork) -> TorchRow:
     row = TorchRow(network.package, network.name, network.size, measured=today())
     try:
         module = network.build()
+        _draw_zeros(module)
         random = np.random.default_rng(0)
         batches = [random.standard_normal((2, 3, network.size, network.size), np.float32) for _ in range(2)]
         traced = qtrace.from_torch(module, batches[0])
@@ -160,6 +161,16 @@ def measure(network: TorchNetwork) -> TorchRow:
     except QtraceError as error:
         row = dataclasses.replace(row, refusal=str(error)[:1500])
     return dataclasses.replace(row, seconds=round(time.perf_counter() - start))
+
+
+def _draw_zeros(module: Any) -> None:
+    """Draws matrices that begin as zeros, such as the heads of timm's mixers, whose outputs would be zero."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.ndim > 1 and not parameter.any():
+                parameter.normal_(std=0.02)
 
 
 def _returned(converted: Any, module: Any) -> bool:

@@ -40,6 +40,12 @@ class Network:
     name: str
     is_program: bool = False
 
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The tensors of its ``state_dict`` by name."""
+        state = self.program.state_dict
+        return state if self.is_program else state()
+
 
 @dataclass(frozen=True)
 class Example:
@@ -165,6 +171,7 @@ def export(
         ImportingError: when torch refuses the network.
     """
     torch = import_torch()
+    external = _stored_bytes(network) > _EXTERNAL
     with _eval_mode(network), _quiet(), torch.no_grad():
         try:
             program = torch.onnx.export(
@@ -176,14 +183,13 @@ def export(
                 verbose=False,
                 dynamic_shapes={name: dict(axes) for name, axes in dynamic.items()} if dynamic else None,
             )
-            external = _stored_bytes(network) > _EXTERNAL
             program.save(str(path), external_data=external, keep_initializers_as_inputs=False)
         except Exception as error:  # torch raises errors of many classes for networks that it cannot export
             raise ImportingError(_describe(network, error)) from error
 
 
 def _stored_bytes(network: Network) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in network.program.state_dict().values())
+    return sum(tensor.numel() * tensor.element_size() for tensor in network.state.values())
 
 
 @contextlib.contextmanager

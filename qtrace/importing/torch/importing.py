@@ -13,7 +13,7 @@ from typing import Any
 
 from qtrace.errors import GraphError, ImportingError
 from qtrace.graph.types import TracedModule
-from qtrace.importing.onnx import read_onnx
+from qtrace.importing.onnx import open_inputs, read_onnx
 from qtrace.importing.onnx.opening import UnsupportedNodesError
 from qtrace.importing.torch.exporting import Example, Network, export, open_network, read_example
 from qtrace.importing.torch.record import note_state
@@ -65,12 +65,13 @@ def from_torch(
             axes = _Axes({}, axes.shapes)
             export(network, inputs, {}, file)
         try:
-            traced = read_onnx(file, axes.recorded or None, source=network.name)
+            shapes = {name: axes.shapes[name] for name in open_inputs(file) if name in axes.shapes}
+            traced = read_onnx(file, shapes or None, source=network.name)
         except UnsupportedNodesError as error:
             raise UnsupportedNodesError(f"{network.name}: {error}", error.problems) from error.__cause__
         except (ImportingError, GraphError) as error:
             raise ImportingError(f"{network.name}: {error}") from error.__cause__
-    note_state(traced, network.program.state_dict())
+    note_state(traced, network.state)
     return traced
 
 
@@ -85,11 +86,6 @@ class _Axes:
 
     named: Mapping[str, Mapping[int, str]]
     shapes: Mapping[str, tuple[int, ...]]
-
-    @property
-    def recorded(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the inputs with open axes."""
-        return {name: self.shapes[name] for name, axes in self.named.items() if axes}
 
 
 def _open_axes(network: Network, inputs: Example, dynamic: Mapping[str, Mapping[int, str]] | None) -> _Axes:
@@ -133,7 +129,8 @@ def _named(network: Network, inputs: Example) -> dict[str, Any]:
         ImportingError: when the example does not fit ``forward``.
     """
     if network.is_program:
-        return {str(i): v for i, v in enumerate((*inputs.args, *inputs.kwargs.values()))}
+        names = network.program.graph_signature.user_inputs
+        return dict(zip(names, (*inputs.args, *inputs.kwargs.values()), strict=False))
     try:
         bound = inspect.signature(network.program.forward).bind(*inputs.args, **inputs.kwargs)
     except TypeError as error:

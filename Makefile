@@ -53,13 +53,13 @@ test-slow: $(STAMP) ## Run the slow tests only
 test-long: $(STAMP) ## Run the tests that take minutes: the detector's demo, and quick runs of all benchmarks
 	$(PY) -m pytest -m long -n auto $(ARGS)
 
-# torch is large, and its wheels of the package index bring CUDA's libraries; engines of what learns need it.
+# torch is large, and its wheels of the package index bring CUDA's libraries; engines of what learns need it, and `from_torch`.
 $(VENV)/.installed-torch: $(STAMP)
 	$(PY) -I -m pip install -c constraints.txt -e '.[torch]'
 	@touch $@
 
-test-torch: $(VENV)/.installed-torch ## Install torch and test what learns by it
-	$(PY) -m pytest tests/learning tests/finetuning tests/ptq/rounding $(ARGS)
+test-torch: $(VENV)/.installed-torch ## Install torch and test what learns by it, and networks that come from it
+	$(PY) -m pytest tests/learning tests/finetuning tests/ptq/rounding tests/importing/torch $(ARGS)
 
 # Counting lines takes a third more time: CPython 3.10 has no cheap way.
 coverage: $(STAMP) ## Run the tests without the slow ones, and fail if they reach fewer than 95 % of the lines

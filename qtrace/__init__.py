@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from qtrace.graph.files.serialize import load, save
     from qtrace.graph.tracing.trace import trace
     from qtrace.importing.onnx import from_onnx
+    from qtrace.importing.torch import from_torch, to_torch_state
     from qtrace.inspection.analysis import analyze as inspect
     from qtrace.inspection.comparison import compare
     from qtrace.inspection.explanation import explain
@@ -60,6 +61,7 @@ __all__ = [
     "fakequant",
     "finetune",
     "from_onnx",
+    "from_torch",
     "graph",
     "inspect",
     "load",
@@ -75,6 +77,7 @@ __all__ = [
     "sensitivity",
     "set_phase",
     "split",
+    "to_torch_state",
     "trace",
     "tune",
     "verify",
@@ -99,6 +102,7 @@ _HOME = {
     "finetune": "finetuning",
     "from_onnx": "importing.onnx",
     "inspect": "inspection.analysis:analyze",
+    "from_torch": "importing.torch",
     "load": "graph.files.serialize",
     "load_recipe": "config.recipe",
     "param_groups": "qat",
@@ -108,6 +112,7 @@ _HOME = {
     "save": "graph.files.serialize",
     "set_phase": "preparation.phases",
     "split": "quantizing.splitting",
+    "to_torch_state": "importing.torch",
     "trace": "graph.tracing.trace",
     "tune": "tuning",
     "verify": "verification.verify",

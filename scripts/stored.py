@@ -20,6 +20,7 @@ __all__ = [
     "FakeQuantRow",
     "FamilyRow",
     "RecipeRow",
+    "TorchRow",
     "load",
     "measured_when",
     "store",
@@ -211,7 +212,60 @@ class ExportRow:
         return f"{worst:.0f}, {equal:.3%}"
 
 
-_R = TypeVar("_R", FamilyRow, RecipeRow, FakeQuantRow, ExportRow)
+@dataclass(frozen=True)
+class TorchRow:
+    """A network of torchvision or timm, taken in by `qtrace.from_torch`.
+
+    Attributes:
+        package: ``torchvision`` or ``timm``.
+        network: the name in the package.
+        size: height and width of the images.
+        opened: whether the batch stays open.
+        error: the largest difference to torch, of the largest value of the outputs; None if not imported.
+        converted: whether it was calibrated and converted.
+        verified: whether onnxruntime computes the integers of the graph.
+        returned: whether the converted graph gives back every tensor of the module's state.
+        refusal: why a step failed; "" if none did.
+        seconds: the time of all steps, with torch's export.
+        measured: the day of the measurement.
+    """
+
+    package: str
+    network: str
+    size: int
+    opened: bool = False
+    error: float | None = None
+    converted: bool = False
+    verified: bool = False
+    returned: bool = False
+    refusal: str = ""
+    seconds: int = 0
+    measured: str = ""
+
+    HEADER = ("package", "network", "pixels", "batch", "difference to torch", "verified", "state", "refusal")
+    FILE = "torch_families.json"
+
+    @property
+    def whole(self) -> bool:
+        """Whether import, conversion and verification succeeded, with outputs equal to 1e-4."""
+        return self.verified and self.error is not None and self.error <= 1e-4
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text."""
+        refusal = self.refusal.replace("|", "/").replace("\n", " ")
+        return (
+            self.package,
+            self.network,
+            str(self.size),
+            "" if self.error is None else "open" if self.opened else "fixed",
+            "" if self.error is None else f"{self.error:.1e}",
+            "yes" if self.verified else "no",
+            "whole" if self.returned else "",
+            f"{refusal[:120]}..." if len(refusal) > 120 else refusal,
+        )
+
+
+_R = TypeVar("_R", FamilyRow, RecipeRow, FakeQuantRow, ExportRow, TorchRow)
 
 
 def table(rows: Iterable[_R], kind: type[_R]) -> str:

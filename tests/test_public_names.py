@@ -33,6 +33,7 @@ NAMES |= {
     "export",
     "finetune",
     "from_onnx",
+    "from_torch",
     "load",
     "load_recipe",
     "param_groups",
@@ -40,6 +41,7 @@ NAMES |= {
     "quantize",
     "save",
     "set_phase",
+    "to_torch_state",
 }
 NAMES |= {"bench", "check", "diagnose", "diff", "inspect", "split", "trace", "tune", "verify"}
 

@@ -8,14 +8,16 @@ which ``flatten``, ``prepare``, ``convert``, ``save`` and ``load`` keep.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from qtrace.errors import GraphError
+from qtrace.graph.moves import Move, parse_moves
 from qtrace.graph.types import TracedModule
 
 __all__ = [
+    "FileNorm",
     "FileOrigin",
     "FileParameter",
     "FileResult",
@@ -51,10 +53,28 @@ class FileParameter:
     Attributes:
         tensor: the name of the tensor.
         shape: its shape.
+        moves: what makes the parameter of the tensor, up to a reshape.
     """
 
     tensor: str
     shape: tuple[int, ...]
+    moves: tuple[Move, ...] = ()
+
+
+@dataclass(frozen=True)
+class FileNorm:
+    """A BatchNorm of the file that stands directly behind a layer, and that `prepare` may fold into it.
+
+    Attributes:
+        bias: the path of the layer's bias, whether the layer has one or not.
+        eps: the number that the BatchNorm adds to the variance.
+        tensors: the stored tensors of the BatchNorm: gamma, beta, running mean and running variance; "" for
+            one that the file does not name.
+    """
+
+    bias: str
+    eps: float
+    tensors: tuple[str, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -73,6 +93,7 @@ class FileOrigin:
         end_docs: name of an input or output -> its document string.
         results: name of a node of the traced graph -> the result of a node of the file.
         parameters: path of a parameter -> the stored tensor of the file.
+        norms: path of the weight of a layer -> the BatchNorm behind it; of networks from torch only.
 
     Raises:
         GraphError: for anything but text and whole numbers of 64 bits.
@@ -89,6 +110,7 @@ class FileOrigin:
     end_docs: Mapping[str, str] = field(default_factory=dict)
     results: Mapping[str, FileResult] = field(default_factory=dict)
     parameters: Mapping[str, FileParameter] = field(default_factory=dict)
+    norms: Mapping[str, FileNorm] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         numbers = (self.model_version, self.opset, self.ir_version)
@@ -99,6 +121,7 @@ class FileOrigin:
         for result in self.results.values():
             texts += [result.tensor, result.node, result.op]
         texts += [parameter.tensor for parameter in self.parameters.values()]
+        texts += [text for norm in self.norms.values() for text in (norm.bias, *norm.tensors)]
         if not all(isinstance(text, str) and _is_utf8(text) for text in texts):
             raise GraphError(
                 "names and document strings of an imported file are text that UTF-8 can express."
@@ -109,7 +132,13 @@ class FileOrigin:
         document: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         document["end_docs"] = dict(self.end_docs)
         document["results"] = {key: [r.tensor, r.node, r.op] for key, r in self.results.items()}
-        document["parameters"] = {key: [p.tensor, list(p.shape)] for key, p in self.parameters.items()}
+        document["parameters"] = {
+            key: [p.tensor, list(p.shape), *([p.moves] if p.moves else [])]
+            for key, p in self.parameters.items()
+        }
+        document["norms"] = {key: [n.bias, n.eps, list(n.tensors)] for key, n in self.norms.items()}
+        if not document["norms"]:
+            del document["norms"]
         return json.dumps(document, ensure_ascii=True, sort_keys=True)
 
     @classmethod
@@ -121,19 +150,28 @@ class FileOrigin:
         """
         try:
             document = json.loads(text)
-            if set(document) != {f.name for f in fields(cls)}:
+            if {*document, "norms"} != {f.name for f in fields(cls)}:
                 raise ValueError("it has other keys")
             results = {key: FileResult(*item) for key, item in document.pop("results").items()}
             parameters = {
-                key: FileParameter(tensor, tuple(int(n) for n in shape))
-                for key, (tensor, shape) in document.pop("parameters").items()
+                key: FileParameter(tensor, tuple(int(n) for n in shape), parse_moves(*moves))
+                for key, (tensor, shape, *moves) in document.pop("parameters").items()
             }
-            return cls(**document, results=results, parameters=parameters)
+            norms = {
+                key: FileNorm(bias, float(eps), _four(tensors))
+                for key, (bias, eps, tensors) in document.pop("norms", {}).items()
+            }
+            return cls(**document, results=results, parameters=parameters, norms=norms)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise GraphError(
                 f"the model's record of the file that it was imported from is damaged "
                 f"({type(error).__name__}): import the file again."
             ) from error
+
+
+def _four(texts: Sequence[str]) -> tuple[str, str, str, str]:
+    gamma, beta, mean, variance = texts
+    return gamma, beta, mean, variance
 
 
 def _is_utf8(text: str) -> bool:

@@ -136,7 +136,7 @@ def quantize(
 
     Args:
         source: the path of an .onnx file, or of an .mge file of ``qtrace.save``; a Module, which is traced on
-            the first batch; or a TracedModule.
+            the first batch; a module of torch, which torch exports on it; or a TracedModule.
         data: an array or a dict of arrays, whose first axis counts the samples; a list of batches, an object
             whose ``__iter__`` begins anew (a DataLoader), or a function that returns an iterable; or the path
             of an .npy or .npz file, a folder of images, or ``pkg.mod:loader``.

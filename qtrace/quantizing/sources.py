@@ -1,4 +1,4 @@
-"""The network that is quantized: an ONNX file, a file of qtrace, a module, or a traced module."""
+"""The network that is quantized: an ONNX file, a file of qtrace, a module, also of torch, or a trace."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from qtrace.graph.signature import argument_names
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import TracedModule
 from qtrace.importing.onnx import from_onnx, open_inputs
+from qtrace.importing.torch import from_torch, is_torch_module
 from qtrace.preparation.record import is_quantized
 
 __all__ = ["labels_of", "open_shapes", "read_network"]
@@ -30,8 +31,8 @@ def read_network(source: Any, data: DataSource, shapes: Shapes | None, allow: Se
     """Returns a network as a traced module.
 
     Args:
-        source: the path of an .onnx or .mge file; a Module, which is traced on the first batch; or a
-            TracedModule.
+        source: the path of an .onnx or .mge file; a Module, which is traced on the first batch; a module of
+            torch, which is exported on it; or a TracedModule.
         data: the calibration data.
         shapes: the shapes of inputs that an ONNX file leaves open; None for those of the first batch.
         allow: the user's classes that a file may name.
@@ -45,10 +46,12 @@ def read_network(source: Any, data: DataSource, shapes: Shapes | None, allow: Se
         traced = source
     elif isinstance(source, Module):
         traced = trace(source, *_example(source, next(iter(data))))
+    elif is_torch_module(source):
+        traced = from_torch(source, _example(source, next(iter(data))))
     else:
         raise GraphError(
             f"the network is of type {type(source).__name__}: give the path of an .onnx or .mge file, a "
-            "Module, or a TracedModule."
+            "Module of MegEngine or torch, or a TracedModule."
         )
     if is_quantized(traced):
         raise GraphError(
@@ -86,7 +89,7 @@ def open_shapes(path: str | os.PathLike[str], batch: Batch) -> dict[str, tuple[i
     return shapes
 
 
-def _example(module: Module, batch: Batch) -> tuple[Any, ...]:
+def _example(module: Any, batch: Batch) -> tuple[Any, ...]:
     """Returns a batch as positional inputs of ``module``."""
     if isinstance(batch, tuple):
         return batch
@@ -99,7 +102,7 @@ def _example(module: Module, batch: Batch) -> tuple[Any, ...]:
     return tuple(batch[name] for name in names[: len(batch)])
 
 
-def _parameters(module: Module) -> list[str]:
+def _parameters(module: Any) -> list[str]:
     return list(inspect.signature(module.forward).parameters)
 
 
@@ -114,7 +117,7 @@ def labels_of(source: Any, batch: Batch) -> tuple[int | str, ...]:
         declared = list(read_inputs(source))
         names = argument_names(source)
         return find_labels(batch, declared or names) or find_labels(batch, names)
-    if isinstance(source, Module):
+    if isinstance(source, Module) or is_torch_module(source):
         parameters = inspect.signature(source.forward).parameters.values()
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         required = [p.name for p in parameters if p.kind in positional and p.default is p.empty]

@@ -11,12 +11,14 @@ from benchmarks.deployed import rows as deployed_rows
 from benchmarks.deployed import runtimes as other_runtimes
 from benchmarks.deployed import tuning as searches
 from benchmarks.limits import limit
+from benchmarks.torch_families import NETWORKS
 from scripts.stored import (
     RESULTS,
     ExportRow,
     FakeQuantRow,
     FamilyRow,
     RecipeRow,
+    TorchRow,
     load,
     measured_when,
     table,
@@ -39,6 +41,7 @@ __all__ = [
     "onnx_shares",
     "runtimes",
     "speed",
+    "torch_families",
     "tuned",
 ]
 
@@ -122,6 +125,16 @@ def families() -> str:
     """The table of scripts/families.py."""
     rows = load(FamilyRow)
     return f"{table(rows, FamilyRow)}\n\n{measured_when(rows)}"
+
+
+def torch_families() -> str:
+    """The count of whole networks and the table of `python -m benchmarks.torch_families`."""
+    rows = load(TorchRow)
+    whole, all_networks = sum(row.whole for row in rows), len(NETWORKS)
+    counted = f"{whole} of {len(rows)} networks are whole; the benchmark names {all_networks}, of which "
+    missing = all_networks - len(rows)
+    counted += f"{missing} have not been measured yet." if missing else "all have been measured."
+    return f"{counted}\n\n{table(rows, TorchRow)}\n\n{measured_when(rows)}"
 
 
 def family_recipes() -> str:

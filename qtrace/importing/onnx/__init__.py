@@ -26,6 +26,7 @@ from qtrace.graph.interface import Interface, TensorInfo, read_interface, write_
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, other_sizes, write_open_axes
 from qtrace.graph.origin import write_origin
 from qtrace.graph.types import TracedModule
+from qtrace.importing.onnx.cutting import cut
 from qtrace.importing.onnx.identities import store_copies
 from qtrace.importing.onnx.importer import Importer
 from qtrace.importing.onnx.inputs import InputShape, open_sizes, resolve_inputs
@@ -38,11 +39,12 @@ from qtrace.importing.onnx.quantization.operators import with_pairs
 from qtrace.importing.onnx.reading import load_model
 from qtrace.importing.onnx.scales import drop_unread, find_scales_and_shifts
 from qtrace.importing.onnx.scope import Scope
+from qtrace.importing.onnx.scopes import name_by_scopes
 from qtrace.importing.onnx.values import Computed, QuantizedIntegers, Sizes, Stored, Value
 from qtrace.preparation.passes.given import quantize_given
 from qtrace.process.thread import on_engine_thread
 
-__all__ = ["from_onnx", "open_inputs"]
+__all__ = ["from_onnx", "open_inputs", "read_onnx"]
 
 _LOG = logging.getLogger("qtrace")
 _SHOWN_PROBLEMS = 30
@@ -55,6 +57,7 @@ def from_onnx(
     *,
     batch: str | None = "auto",
     fixed: bool = False,
+    outputs: Sequence[str] | None = None,
 ) -> TracedModule:
     """Reads a network from an ONNX file, as a flat traced module in eval mode.
 
@@ -76,27 +79,64 @@ def from_onnx(
             in the file share it. "auto" is the first axis of the first input if the file leaves it open. None
             fixes every axis.
         fixed: whether every axis but the batch is fixed at the size in ``shapes``.
+        outputs: names of tensors in the file at which it is cut: they are the outputs, and what they do not
+            need is left out, inputs, too. None keeps the outputs of the file.
 
     Returns:
         The module, prepared and calibrated if the file is quantized. It takes the file's inputs in their
         order, and returns one tensor or a tuple of them.
 
     Raises:
-        ImportingError: when the file is missing, damaged or hostile, when an input lacks its shape, or when
-            nodes have no equal in MegEngine; the message names all of them.
+        ImportingError: when the file is missing, damaged or hostile, when an input lacks its shape, when
+            there is no such output, or when nodes have no equal in MegEngine; the message names all of them.
     """
     file = Path(path)
+    try:
+        return read_onnx(file, shapes, batch=batch, fixed=fixed, outputs=outputs)
+    except UnsupportedNodesError as error:
+        raise UnsupportedNodesError(f"{file}: {error}", error.problems) from error.__cause__
+    except (ImportingError, GraphError) as error:
+        prefix = "" if str(error).startswith(str(file)) else f"{file}: "
+        raise ImportingError(f"{prefix}{error}") from error.__cause__
+
+
+def read_onnx(
+    file: Path,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    *,
+    batch: str | None = "auto",
+    fixed: bool = False,
+    outputs: Sequence[str] | None = None,
+    source: str = "",
+) -> TracedModule:
+    """Reads a network as `from_onnx` does, in errors that need not name the file.
+
+    Args:
+        file: the file.
+        shapes: see `from_onnx`.
+        batch: see `from_onnx`.
+        fixed: see `from_onnx`.
+        outputs: see `from_onnx`.
+        source: the name of the network in the log; "" for that of the file.
+
+    Raises:
+        ImportingError: see `from_onnx`.
+        GraphError: when MegEngine refuses an op.
+    """
     model, stored = load_model(file)
     opsets = {"" if o.domain == "ai.onnx" else o.domain: int(o.version) for o in model.opset_import}
-    try:
-        graph = read_graph(model.graph, opsets, stored)
-        inputs = resolve_inputs(graph, shapes, batch, fixed)
-        graph = join_biases(with_pairs(store_copies(graph), opsets))
-        paths = _parameter_paths(model)
-        opened = build_open(inputs, lambda items: _build(graph, items, opsets, file, paths), file)
-        traced = _record(opened, file)
-    except (ImportingError, GraphError) as error:
-        raise ImportingError(f"{file}: {error}") from error.__cause__
+    graph = read_graph(model.graph, opsets, stored)
+    if outputs is not None:
+        graph = cut(graph, outputs)
+    inputs = resolve_inputs(graph, shapes, batch, fixed)
+    graph = join_biases(with_pairs(store_copies(name_by_scopes(graph)), opsets))
+    paths = _parameter_paths(model)
+    opened = build_open(
+        inputs,
+        lambda items: _build(graph, items, opsets, file, paths),
+        file if outputs is None else None,
+    )
+    traced = _record(opened, source or str(file))
     keep_own(traced, model)
     return traced
 
@@ -123,7 +163,10 @@ def open_inputs(path: str | os.PathLike[str]) -> dict[str, tuple[int | None, ...
     return {name: sizes for name, sizes in shapes.items() if sizes is None or None in sizes}
 
 
-def _record(opened: Opened, file: Path) -> TracedModule:
+_EMPTY = np.zeros(0, np.float32)
+
+
+def _record(opened: Opened, source: str) -> TracedModule:
     """Records which axes are open, and says which ones a node fixes."""
     record = open_axes_of(opened)
     if record.axes or record.fixed:
@@ -131,7 +174,7 @@ def _record(opened: Opened, file: Path) -> TracedModule:
     if record.fixed:
         _declare_fixed(opened.traced, record)
     for axis in record.fixed:
-        _LOG.warning("%s: %s", file, axis)
+        _LOG.warning("%s: %s", source, axis)
     return opened.traced
 
 

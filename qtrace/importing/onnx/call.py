@@ -232,8 +232,14 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The name of the first output."""
-        return self.node.outputs[0]
+        """The name of the node's module in the source if it is known, else of the first output."""
+        return self.node.title or self.node.outputs[0]
+
+    @property
+    def result_names(self) -> list[str]:
+        """A name for the node of each output."""
+        outputs = list(self.node.outputs)
+        return [f"{self.name}.{i}" for i in range(len(outputs))] if self.node.title else outputs
 
     def function(
         self, function: Callable[..., Any], *args: Any, name: str | None = None, **kwargs: Any

@@ -7,7 +7,7 @@ of its own, it adds the nodes of the body instead.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import onnx
 
 from qtrace.importing.onnx.model import OnnxNode
 
-__all__ = ["Expansion", "expand", "has_body"]
+__all__ = ["Expansion", "expand", "has_body", "titled_parts"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,17 @@ def expand(
     pairs = zip(body.output, node.outputs, strict=False)
     outputs = tuple(names.get(formal, "") if name else "" for formal, name in pairs)
     return Expansion(graph, opsets, present, outputs)
+
+
+def titled_parts(node: OnnxNode, parts: Sequence[OnnxNode]) -> list[OnnxNode]:
+    """Returns the nodes of a body with the title of the node that it stands for, if that has one."""
+    if not node.title:
+        return list(parts)
+    whole = set(node.outputs)
+    return [
+        replace(part, title=node.title if whole & {*part.outputs} else f"{node.title}.{part.op.lower()}")
+        for part in parts
+    ]
 
 
 def _body(

@@ -18,14 +18,25 @@ from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx import control_flow, quantization
 from qtrace.importing.onnx.call import Call, Lowering
 from qtrace.importing.onnx.evaluation import CannotEvaluate, evaluate, infer_shapes
-from qtrace.importing.onnx.expansion import expand, has_body
+from qtrace.importing.onnx.expansion import expand, has_body, titled_parts
 from qtrace.importing.onnx.layers import Layers, Refusal
 from qtrace.importing.onnx.model import Graph, OnnxNode, read_graph
 from qtrace.importing.onnx.ops import LOWERINGS
 from qtrace.importing.onnx.reading import MAX_ELEMENTS, array_of, stored_tensors
 from qtrace.importing.onnx.scope import Scope
+from qtrace.importing.onnx.scopes import source_line
+from qtrace.importing.onnx.sequences import SEQUENCE_OPS, lower_sequence
 from qtrace.importing.onnx.sizes.folding import FOLDED, fold_sizes, product, sizes_of
-from qtrace.importing.onnx.values import Computed, QuantizedIntegers, Refused, Sizes, Stored, Value, is_float
+from qtrace.importing.onnx.values import (
+    Computed,
+    QuantizedIntegers,
+    Refused,
+    Sizes,
+    SplitTensors,
+    Stored,
+    Value,
+    is_float,
+)
 
 __all__ = ["Importer"]
 
@@ -73,7 +84,7 @@ class Importer:
 
     def unknown_ops(self, graph: Graph) -> list[str]:
         """Returns the nodes of ops that qtrace cannot express, before anything is computed."""
-        known = {("", op) for op in (*control_flow.HANDLERS, "Constant", "Shape", "Size")}
+        known = {("", op) for op in (*control_flow.HANDLERS, *SEQUENCE_OPS, "Constant", "Shape", "Size")}
         known |= LOWERINGS.keys() | quantization.PAIRS
         data = {value.name for value in graph.inputs}  # names of values that depend on those of the inputs
         unknown = []
@@ -83,7 +94,7 @@ class Importer:
             if any(name in data for name in node.inputs) or node.op in control_flow.HANDLERS or node.domain:
                 data.update(node.outputs)
                 if (node.domain, node.op) not in known and not has_body(node):
-                    unknown.append(node.label)
+                    unknown.append(_placed(node))
         return unknown
 
     def add(self, node: OnnxNode, scope: Scope) -> None:
@@ -92,10 +103,10 @@ class Importer:
         try:
             results = self._results(node, values, scope)
         except Refusal as refusal:
-            self.problems.append(f"{node.label} {refusal}")
+            self.problems.append(f"{_placed(node)} {refusal}")
             results = [Refused() for _ in node.outputs]
         except GraphError as error:
-            self.problems.append(f"{node.label}: {error}")
+            self.problems.append(f"{_placed(node)}: {error}")
             results = [Refused() for _ in node.outputs]
         for name, result in zip(node.outputs, results, strict=False):
             if name:
@@ -110,6 +121,10 @@ class Importer:
             return [Stored(self._constant(node), node.outputs[0])]
         if not node.domain and node.op in control_flow.HANDLERS:
             return control_flow.HANDLERS[node.op](self, node, values, scope)
+        if not node.domain and node.op in SEQUENCE_OPS:
+            return lower_sequence(node, values, self.layers, lambda n, v: self._results(n, v, scope))
+        if any(isinstance(value, SplitTensors) for value in values):
+            raise Refusal("reads a sequence of tensors, which MegEngine has not")
         if not node.domain and node.op in ("Shape", "Size"):
             return self._read_shape(node, values)
         if (node.domain, node.op) in quantization.PAIRS:
@@ -182,7 +197,7 @@ class Importer:
             other = expand(node, others, self.opsets.get("", 1))
             if other is None or other.graph != body.graph:
                 raise Refusal("is computed by ops that depend on the size of an open axis")
-        parts = read_graph(body.graph, body.opsets, {}, body=True).nodes
+        parts = titled_parts(node, read_graph(body.graph, body.opsets, {}, body=True).nodes)
         scope = Scope({name: value for name, i in body.inputs.items() if (value := values[i]) is not None})
         opsets, self.opsets = self.opsets, body.opsets
         try:
@@ -235,6 +250,12 @@ class Importer:
             if shape is not None and math.prod(shape) > MAX_ELEMENTS:
                 raise Refusal(f"would compute a tensor of the shape {list(shape)}, which no memory holds")
         return inferred
+
+
+def _placed(node: OnnxNode) -> str:
+    """Returns the kind and name of a node for messages, and its line in the source if that is known."""
+    line = source_line(node.proto)
+    return f"{node.label} ({line})" if line else node.label
 
 
 def _is_expanded(node: OnnxNode, values: Sequence[Value | None]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import megengine.functional as F
@@ -13,6 +14,7 @@ from megengine.core.ops.builtin import GetVarShape
 from megengine.module import Module
 
 from qtrace.graph.builder import GraphBuilder
+from qtrace.graph.moves import Move
 from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx.model import OnnxNode
 from qtrace.importing.onnx.naming import LayerPaths, is_anonymous
@@ -21,7 +23,7 @@ from qtrace.importing.onnx.values import Sizes, Stored
 from qtrace.onnxfile.external_data import release
 from qtrace.preparation.passes.given.tensors import GivenGrid
 
-__all__ = ["Layers", "Refusal"]
+__all__ = ["Layers", "Refusal", "StoredSource"]
 
 _INT32 = np.iinfo(np.int32)
 _CARRIED = {"float32", "int32", "int16", "int8", "uint8", "bool"}
@@ -29,6 +31,21 @@ _CARRIED = {"float32", "int32", "int16", "int8", "uint8", "bool"}
 
 class Refusal(Exception):
     """A node has no equal in MegEngine; the text says why, as a clause that follows the node's name."""
+
+
+@dataclass(frozen=True)
+class StoredSource:
+    """The stored tensor of the file that a parameter was made of.
+
+    Attributes:
+        name: the name of the stored tensor.
+        shape: the shape of the numbers as the layer reads them from the file.
+        moves: what made the parameter of the stored tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    moves: tuple[Move, ...] = ()
 
 
 class Layers:
@@ -45,7 +62,7 @@ class Layers:
         roundings: the number of roundings of activations.
         learnable: names of single numbers that stay tensors.
         kept: the paths of these tensors.
-        sources: path of a parameter -> name and shape of the stored tensor.
+        sources: path of a parameter -> the stored tensor that it was made of.
     """
 
     def __init__(self, builder: GraphBuilder, source: tuple[TensorNode, int] | None = None) -> None:
@@ -55,7 +72,7 @@ class Layers:
         self.roundings = 0
         self.learnable: frozenset[str] = frozenset()
         self.kept: set[str] = set()
-        self.sources: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self.sources: dict[str, StoredSource] = {}
         self.builder = builder
         self._source = source
         self.names = LayerPaths()
@@ -195,7 +212,7 @@ class Layers:
 
     def _note_source(self, path: str, stored: Stored) -> None:
         if stored.name:
-            self.sources[path] = (stored.name, stored.array.shape)
+            self.sources[path] = StoredSource(stored.name, stored.array.shape, stored.moves)
 
 
 def _size_key(size: Size) -> Any:
@@ -206,7 +223,7 @@ def _size_key(size: Size) -> Any:
 def _identity(stored: Stored) -> Any:
     """Returns a key of a stored tensor; a transposed tensor of the same name has another."""
     values = np.ascontiguousarray(stored.array).reshape(-1).view(np.uint8)
-    return stored.name, stored.array.shape, hashlib.blake2b(values.data).digest()
+    return stored.name, stored.moves, stored.array.shape, hashlib.blake2b(values.data).digest()
 
 
 def _settings(module: Module) -> tuple[tuple[str, str], ...]:

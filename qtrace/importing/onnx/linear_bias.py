@@ -39,7 +39,12 @@ def join_biases(graph: Graph) -> Graph:
                 continue
             if shapes.get(bias) == shapes[layer.inputs[1]][1:]:
                 joined[node.outputs[0]] = dataclasses.replace(
-                    layer, domain=LINEAR[0], op=LINEAR[1], inputs=(*layer.inputs, bias), outputs=node.outputs
+                    layer,
+                    domain=LINEAR[0],
+                    op=LINEAR[1],
+                    inputs=(*layer.inputs, bias),
+                    outputs=node.outputs,
+                    title=node.title,
                 )
                 dropped.add(product)
                 break
@@ -48,9 +53,13 @@ def join_biases(graph: Graph) -> Graph:
 
 
 def _stored_shapes(graph: Graph) -> dict[str, tuple[int, ...]]:
-    """Returns name -> shape of stored floats, and of those that DequantizeLinear makes of stored integers."""
+    """Returns name -> shape of stored floats, transposed ones, and those that DequantizeLinear makes."""
     shapes = {name: array.shape for name, array in graph.stored.items() if is_float(array.dtype)}
     for node in graph.nodes:
+        if node.op == "Transpose" and not node.domain and len(shapes.get(node.inputs[0], ())) == 2:
+            rows, columns = shapes[node.inputs[0]]
+            turned = list(node.attributes.get("perm", (1, 0))) == [1, 0]
+            shapes[node.outputs[0]] = (columns, rows) if turned else (rows, columns)
         if node.op == "DequantizeLinear" and node.inputs[0] in graph.stored:
             shapes[node.outputs[0]] = graph.stored[node.inputs[0]].shape
     return shapes

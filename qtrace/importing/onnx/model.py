@@ -59,6 +59,7 @@ class OnnxNode:
         attributes: Python values, arrays, and `onnx.GraphProto` for bodies.
         version: the opset in which the op got the definition that the file means.
         proto: the node as stored.
+        title: the path of the module that calls the op, where the exporter keeps it; else "".
     """
 
     op: str
@@ -69,6 +70,7 @@ class OnnxNode:
     attributes: Mapping[str, Any]
     version: int
     proto: onnx.NodeProto = field(repr=False, compare=False)
+    title: str = ""
 
     @property
     def label(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from qtrace.graph.types import TracedModule
 from qtrace.importing.onnx.model import OnnxNode
+from qtrace.importing.onnx.scopes import undoubled
 
 __all__ = ["LayerPaths", "is_anonymous", "names_tensor", "node_name"]
 
@@ -45,9 +46,11 @@ class LayerPaths:
             stem, last = (parts[:-1], parts[-1]) if len(parts) > 1 else (_split(parts[0]), "")
             if stem and (last.lower() in _TENSORS or not last):
                 return self._claim(stem)
-        parts = _parts(node.name) if node.name not in node.outputs else []
+        parts = _parts(undoubled(node.name)) if node.name not in node.outputs else []
         while len(parts) > 1 and (parts[-1] == node.op or re.fullmatch(rf"{node.op}_\d+", parts[-1])):
             parts.pop()
+        if node.title:
+            parts = _parts(node.title)
         return self._claim(parts or [node.op.lower()])
 
     def tensor(self, name: str) -> str:

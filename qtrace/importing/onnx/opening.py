@@ -62,13 +62,13 @@ class Opened:
     reasons: dict[str, str]
 
 
-def build_open(inputs: Sequence[InputShape], build: Build, file: Path) -> Opened:
+def build_open(inputs: Sequence[InputShape], build: Build, file: Path | None) -> Opened:
     """Builds a graph in which as many axes as possible stay open.
 
     Args:
         inputs: the inputs, with all axes open that the file leaves open.
         build: builds the graph of the file for some inputs.
-        file: the file.
+        file: the file; None if the graph is a part of one, which is compared in MegEngine alone.
 
     Raises:
         ImportingError: when the graph cannot be built for fixed sizes either.
@@ -188,10 +188,10 @@ class _FileRuns:
     """Runs the file in onnxruntime, if it is installed and takes the file.
 
     Args:
-        file: the file.
+        file: the file; None if nothing is to be run.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path | None) -> None:
         self._file = file
         self._session: OrtSession | None = None
         self._opened = False
@@ -219,7 +219,8 @@ class _FileRuns:
         )
 
     def _open(self) -> OrtSession | None:
-        if not self._opened and importlib.util.find_spec("onnxruntime") is not None:
+        installed = importlib.util.find_spec("onnxruntime") is not None
+        if not self._opened and self._file is not None and installed:
             # A file that it does not take is compared in MegEngine alone.
             with contextlib.suppress(SessionError):
                 self._session = open_session(self._file, SessionSettings(optimize=False, as_megengine=True))

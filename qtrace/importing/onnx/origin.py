@@ -28,9 +28,10 @@ def list_names(importer: Importer, graph: Graph) -> FileOrigin:
         node.name: result for node, result in importer.results.items() if not isinstance(node.expr, Input)
     }
     parameters = {}
-    for path, (name, shape) in importer.layers.sources.items():
-        stored = graph.stored.get(name)
-        parameters[path] = FileParameter(name, shape if stored is None else stored.shape)
+    for path, source in importer.layers.sources.items():
+        stored = graph.stored.get(source.name)
+        shape = source.shape if stored is None else stored.shape
+        parameters[path] = FileParameter(source.name, shape, source.moves)
     return FileOrigin(results=results, parameters=parameters)
 
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from qtrace.graph.moves import Move
 from qtrace.graph.types import TensorNode
 from qtrace.preparation.passes.given.tensors import GivenGrid
 
-__all__ = ["Computed", "QuantizedIntegers", "Refused", "Sizes", "Stored", "Value", "is_float"]
+__all__ = ["Computed", "QuantizedIntegers", "Refused", "Sizes", "SplitTensors", "Stored", "Value", "is_float"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,11 +21,14 @@ class Stored:
         array: the numbers, in the file's dtype.
         name: the name of the value in the file.
         learned: whether they are an initializer, which may be trained, and not a constant of the graph.
+        moves: what made these numbers of the initializer ``name``, if they are a part of it or are ordered
+            otherwise.
     """
 
     array: np.ndarray
     name: str
     learned: bool = False
+    moves: tuple[Move, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,11 +73,22 @@ class QuantizedIntegers:
 
 
 @dataclass(frozen=True, eq=False)
+class SplitTensors:
+    """A sequence of tensors that a tensor was split into.
+
+    Attributes:
+        values: the tensors.
+    """
+
+    values: tuple[Value, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Refused:
     """A tensor that cannot be computed, since its node or one before it was refused."""
 
 
-Value = Stored | Sizes | Computed | QuantizedIntegers | Refused
+Value = Stored | Sizes | Computed | QuantizedIntegers | SplitTensors | Refused
 
 
 def is_float(dtype: np.dtype) -> bool:

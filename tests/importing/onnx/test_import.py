@@ -204,7 +204,7 @@ def test_all_nodes_without_an_equal_are_named_at_once(tmp_path):
 def test_attributes_without_an_equal_are_named_at_once(tmp_path):
     nodes = [
         node("MaxPool", "x", "a", name="dilated", kernel_shape=[2, 2], dilations=[2, 2]),
-        node("Resize", "x _ scales", "b", name="cubic", mode="cubic"),
+        node("Resize", "x _ scales", "b", name="crop", coordinate_transformation_mode="half_pixel_symmetric"),
         node("Relu", "a", "y"),
     ]
     stored = {"scales": np.array([1, 1, 2, 2], np.float32)}
@@ -212,7 +212,7 @@ def test_attributes_without_an_equal_are_named_at_once(tmp_path):
     with pytest.raises(ImportingError) as caught:
         qtrace.from_onnx(save(proto, tmp_path))
     assert "MaxPool 'dilated' has dilations" in str(caught.value)
-    assert "Resize 'cubic' resizes in the mode 'cubic'" in str(caught.value)
+    assert "Resize 'crop' picks other places (half_pixel_symmetric" in str(caught.value)
 
 
 def branch(op):

@@ -22,6 +22,7 @@ from qtrace.importing.onnx.ops import (
     arithmetic,
     compare,
     conv,
+    einsum,
     linear,
     moves,
     norm,
@@ -36,7 +37,8 @@ from qtrace.importing.onnx.ops import (
 __all__ = ["LOWERINGS"]
 
 _FAMILIES = (
-    activation, arithmetic, compare, conv, linear, moves, norm, pick, place, pool, reduce, resize, shape
+    activation, arithmetic, compare, conv, einsum, linear, moves, norm, pick, place, pool, reduce, resize,
+    shape,
 )  # fmt: skip
 
 LOWERINGS: Mapping[tuple[str, str], Lowering] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import megengine.functional as F
@@ -111,7 +112,7 @@ def _prelu(call: Call) -> Any:
     if call.version < 7 and isinstance(slope, Stored) and slope.array.size > 1:
         # Before opset 7 a slope belongs to a channel.
         columns = slope.array.reshape(-1, *[1] * (rank - 2))
-        slope = Stored(columns, slope.name, slope.learned)
+        slope = replace(slope, array=columns)
     if isinstance(slope, Stored) and rank >= 2:
         channels = call.shape(0)[1]
         shape = (1,) * (rank - slope.array.ndim) + slope.array.shape

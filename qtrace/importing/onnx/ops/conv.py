@@ -10,7 +10,7 @@ import megengine.module as M
 
 from qtrace.importing.onnx.call import Call, Lowering
 from qtrace.importing.onnx.ops.windows import Window, pad, read_window
-from qtrace.importing.onnx.values import Stored
+from qtrace.importing.onnx.values import Stored, Value
 
 __all__ = ["LOWERINGS"]
 
@@ -33,7 +33,7 @@ def _conv(call: Call) -> Any:
     options = {"stride": window.stride, "padding": padding, "dilation": window.dilation}
     if count == 1 and groups > 1:
         return _signal(call, x, groups, options)
-    weight, bias = call.values[1], call.values[2] if call.has(2) else None
+    weight, bias = call.values[1], _bias(call)
     if isinstance(weight, Stored) and (bias is None or isinstance(bias, Stored)):
         sizes: dict[str, Any] = {"kernel_size": window.kernel, **options}
         sizes = {key: value[0] if count == 1 else value for key, value in sizes.items()}
@@ -49,10 +49,18 @@ def _conv(call: Call) -> Any:
     return call.function(_FUNCTIONS[count], x, filters, flat, groups=groups, **arguments)
 
 
+def _bias(call: Call) -> Value | None:
+    """Returns the bias; None for zeros that are not learned, which PyTorch's exporter writes for no bias."""
+    bias = call.values[2] if call.has(2) else None
+    if isinstance(bias, Stored) and not bias.learned and not bias.array.any():
+        return None
+    return bias
+
+
 def _signal(call: Call, signal: Any, groups: int, options: dict[str, tuple[int, ...]]) -> Any:
     """Convolves groups of channels of a signal as an image of one column: Conv1d has no groups."""
     outputs, inputs, size = call.shape(1)
-    weight, bias = call.values[1], call.values[2] if call.has(2) else None
+    weight, bias = call.values[1], _bias(call)
     neutral = {"stride": 1, "padding": 0, "dilation": 1}
     sizes: dict[str, Any] = {name: (value[0], neutral[name]) for name, value in options.items()}
     image = call.function(F.expand_dims, signal, -1, name=f"{call.name}_image")
@@ -106,7 +114,7 @@ def _conv_transpose(call: Call) -> Any:
         "dilation": window.dilation,
     }
     options.update(output_padding=extra, groups=groups)
-    weight, bias = call.values[1], call.values[2] if call.has(2) else None
+    weight, bias = call.values[1], _bias(call)
     if isinstance(weight, Stored) and (bias is None or isinstance(bias, Stored)):
         module = _TRANSPOSED[count](shape[0], channels, window.kernel, bias=bias is not None, **options)
         result = call.module(module, _stored(weight, bias), call.tensor(0))
@@ -129,7 +137,7 @@ def _conv_transpose(call: Call) -> Any:
 def _signal_transpose(call: Call, window: Window, extra: tuple[int, ...], groups: int) -> Any:
     """Transposes a convolution along one axis, as an image of one column."""
     inputs, outputs, size = call.shape(1)
-    weight, bias = call.values[1], call.values[2] if call.has(2) else None
+    weight, bias = call.values[1], _bias(call)
     options: dict[str, Any] = {"stride": (window.stride[0], 1), "dilation": (window.dilation[0], 1)}
     options.update(padding=(_common(window)[0], 0), output_padding=(extra[0], 0), groups=groups)
     image = call.function(F.expand_dims, call.tensor(0), -1, name=f"{call.name}_image")

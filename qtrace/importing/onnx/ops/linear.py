@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import megengine.functional as F
 import megengine.module as M
 import numpy as np
 
+from qtrace.graph.moves import transposed_by
 from qtrace.importing.onnx.call import Call, Lowering
 from qtrace.importing.onnx.values import Stored
 
@@ -52,7 +54,9 @@ def _is_row(array: np.ndarray) -> bool:
 
 def _laid_out(weight: Stored, transposed: bool) -> Stored:
     """Returns the weight as MegEngine's Linear stores it: outputs x inputs."""
-    return Stored(weight.array if transposed else weight.array.T, weight.name, weight.learned)
+    if transposed:
+        return weight
+    return replace(weight, array=weight.array.T, moves=(*weight.moves, transposed_by((1, 0))))
 
 
 def _linear(call: Call, weight: Stored, bias: Stored | None) -> Any:

@@ -42,7 +42,7 @@ def _split(call: Call) -> Any:
     if count == 1:
         return call.tensor(0)
     ends = [sum(parts[: i + 1]) for i in range(count - 1)]
-    return call.builder.call_function(F.split, call.tensor(0), ends, axis=axis, name=list(call.node.outputs))
+    return call.builder.call_function(F.split, call.tensor(0), ends, axis=axis, name=call.result_names)
 
 
 def _slice(call: Call) -> Any:

@@ -75,6 +75,31 @@ def _gather_elements(call: Call) -> Any:
     return call.method("__getitem__", flat, node)
 
 
+def _gather_nd(call: Call) -> Any:
+    """Picks rows of the input whose first axes are one, by a stored index."""
+    index = call.array(1)
+    depth = index.shape[-1] if index.ndim else 0
+    if call.attribute("batch_dims", 0):
+        call.refuse("picks other places in each row of its batch (batch_dims)")
+    if not 1 <= depth <= call.rank(0) or index.size == 0:
+        call.refuse(f"has an index of the shape {list(index.shape)} for {call.rank(0)} axes")
+    call.refuse_open(0, range(depth), "picks places of an input")
+    own = call.shape(0)[:depth]
+    places = np.where(index < 0, index + np.array(own), index)
+    if (places < 0).any() or (places >= np.array(own)).any():
+        call.refuse("picks places that its input does not have")
+    flat = np.ravel_multi_index(tuple(np.moveaxis(places, -1, 0)), own).reshape(-1)
+    rest = [call.layers.size(call.size(0, axis)) for axis in range(depth, call.rank(0))]
+    node = call.tensor(0)
+    if depth > 1:
+        node = call.function(F.reshape, node, (math.prod(own), *rest), name=f"{call.name}_rows")
+    stored = Stored(flat.astype(np.int32), f"{call.name}_index")
+    if index.ndim == 2:
+        return call.method("__getitem__", node, call.layers.tensor(stored))
+    picked = call.method("__getitem__", node, call.layers.tensor(stored), name=f"{call.name}_picked")
+    return call.function(F.reshape, picked, (*index.shape[:-1], *rest) or (1,))
+
+
 def _arg(function: Callable[..., Any]) -> Lowering:
     def lower(call: Call) -> Any:
         rank = call.rank(0)
@@ -114,7 +139,7 @@ def _top_k(call: Call) -> Any:
         call.refuse(f"finds the largest of {call.dtype(0).name}: cast to float32 before it")
     count = int(call.scalar(1)) if call.version >= 10 else call.attribute("k")
     options = {"descending": bool(call.attribute("largest", 1))}
-    names = list(call.node.outputs)
+    names = call.result_names
     if axis == rank - 1 and rank <= 2:
         return call.builder.call_function(F.topk, call.tensor(0), count, name=names, **options)
     order = list(range(rank))
@@ -146,6 +171,7 @@ def _sizes_of_rows(call: Call, order: Sequence[int]) -> list[int]:
 LOWERINGS: dict[str, Lowering] = {
     "Gather": _gather,
     "GatherElements": _gather_elements,
+    "GatherND": _gather_nd,
     "ArgMax": _arg(F.argmax),
     "ArgMin": _arg(F.argmin),
     "CumSum": _cum_sum,

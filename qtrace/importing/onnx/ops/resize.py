@@ -11,6 +11,7 @@ import numpy as np
 
 from qtrace.importing.onnx.call import Call, Lowering
 from qtrace.importing.onnx.sizes.size import Size, value_at
+from qtrace.importing.onnx.values import Stored
 
 __all__ = ["LOWERINGS"]
 
@@ -50,13 +51,16 @@ def _resize(call: Call) -> Any:
         return _resized(call, mode, "asymmetric", "floor", _scaled(call, scales, range(call.rank(0))))
     place = call.attribute("coordinate_transformation_mode", "half_pixel")
     nearest = call.attribute("nearest_mode", "round_prefer_floor")
-    call.attribute("cubic_coeff_a", -0.75)
+    coefficient = float(call.attribute("cubic_coeff_a", -0.75))
     call.attribute("extrapolation_value", 0.0)
     if call.attribute("antialias", 0) or call.attribute("exclude_outside", 0):
         call.refuse("smooths before it shrinks, or leaves places outside out")
     if call.attribute("keep_aspect_ratio_policy", "stretch") != "stretch":
         call.refuse("keeps the aspect ratio by a policy")
-    return _resized(call, mode, place, nearest, _targets(call))
+    targets = _targets(call)
+    if mode == "cubic":
+        return _cubic(call, place, coefficient, targets)
+    return _resized(call, mode, place, nearest, targets)
 
 
 def _targets(call: Call) -> list[_Target]:
@@ -88,9 +92,13 @@ def _scaled(call: Call, scales: Sequence[float], axes: Sequence[int]) -> list[_T
     return targets
 
 
-def _resized(call: Call, mode: str, place: str, nearest: str, targets: Sequence[_Target]) -> Any:
+def _check_image(call: Call, targets: Sequence[_Target]) -> None:
     if call.rank(0) != 4 or any(n != t for x in targets[:2] for n, t, _ in x.numbers) or not call.is_float(0):
         call.refuse("resizes other axes than the two last of an image; MegEngine resizes these")
+
+
+def _resized(call: Call, mode: str, place: str, nearest: str, targets: Sequence[_Target]) -> Any:
+    _check_image(call, targets)
     image = targets[2:]
     if all(n == t and f == 1 for x in image for n, t, f in x.numbers):
         return call.tensor(0)
@@ -108,6 +116,60 @@ def _resized(call: Call, mode: str, place: str, nearest: str, targets: Sequence[
     if place not in (_SHIFTED, "align_corners"):
         call.refuse(f"finds its places by {place!r}; MegEngine by half_pixel or align_corners")
     return _interpolated(call, image, mode="bilinear", align_corners=place == "align_corners")
+
+
+def _cubic(call: Call, place: str, coefficient: float, targets: Sequence[_Target]) -> Any:
+    """Multiplies rows and columns by matrices of weights: MegEngine's bicubic kernel has other borders."""
+    _check_image(call, targets)
+    result = call.tensor(0)
+    for axis, target in ((3, targets[3]), (2, targets[2])):
+        if target.is_open:
+            call.refuse("resizes an open axis by cubic weights")
+        size, count, factor = target.numbers[0]
+        weights = cubic_weights(size, count, factor, place, coefficient)
+        if weights is None:
+            call.refuse(f"finds its places by {place!r}")
+        if size == count and np.array_equal(weights, np.eye(size)):
+            continue
+        matrix = weights.astype(np.float32) if axis == 2 else weights.T.astype(np.float32)
+        shape = (1, 1, *matrix.shape)
+        node = call.layers.tensor(Stored(matrix.reshape(shape), f"{call.name}_weights_{axis}"))
+        batch = [call.size(0, 0), call.size(0, 1)]
+        shapes = [(*own[:2], *matrix.shape) for own in call.shapes(0)]
+        node = call.expanded(node, [*batch, *matrix.shape], shapes, name=f"{call.name}_weights_{axis}")
+        pair = (node, result) if axis == 2 else (result, node)
+        result = call.function(F.matmul, *pair, name=f"{call.name}_{'rows' if axis == 2 else 'columns'}")
+    return result
+
+
+def cubic_weights(size: int, target: int, factor: float, place: str, coefficient: float) -> np.ndarray | None:
+    """Returns the weights of cubic resizing along an axis, by ONNX's definition (Keys 1981).
+
+    Args:
+        size: the size of the axis.
+        target: the size of the result.
+        factor: the scale of the axis.
+        place: ``coordinate_transformation_mode``.
+        coefficient: ``cubic_coeff_a``.
+
+    Returns:
+        float64, target x size; None for a mode that is not known. Places beyond the ends count as the ends.
+    """
+    source = source_places(size, target, factor, place)
+    if source is None:
+        return None
+    first = np.floor(source).astype(np.int64)
+    weights = np.zeros((target, size))
+    for tap in range(-1, 3):
+        distance = np.abs(source - (first + tap))
+        near = ((coefficient + 2) * distance - (coefficient + 3)) * distance**2 + 1
+        far = coefficient * (((distance - 5) * distance + 8) * distance - 4)
+        np.add.at(
+            weights,
+            (np.arange(target), np.clip(first + tap, 0, size - 1)),
+            np.where(distance <= 1, near, far),
+        )
+    return weights
 
 
 def _interpolated(call: Call, image: Sequence[_Target], **options: Any) -> Any:
@@ -152,14 +214,8 @@ def nearest_places(size: int, target: int, factor: float, place: str, nearest: s
     Returns:
         One place for each of the result's; None for a mode that is not known.
     """
-    x = np.arange(target, dtype=np.float64)
-    if place in ("half_pixel", "pytorch_half_pixel"):
-        source = (x + 0.5) / factor - 0.5 if target > 1 or place == "half_pixel" else np.zeros(target)
-    elif place == "asymmetric":
-        source = x / factor
-    elif place == "align_corners":
-        source = x * (size - 1) / (target - 1) if target > 1 else np.zeros(target)
-    else:
+    source = source_places(size, target, factor, place)
+    if source is None:
         return None
     rounded = {
         "floor": np.floor(source),
@@ -168,6 +224,28 @@ def nearest_places(size: int, target: int, factor: float, place: str, nearest: s
         "round_prefer_ceil": np.floor(source + 0.5),
     }.get(nearest)
     return None if rounded is None else np.clip(rounded, 0, size - 1).astype(np.int64)
+
+
+def source_places(size: int, target: int, factor: float, place: str) -> np.ndarray | None:
+    """Returns where each place of the result lies in the input, by ONNX's definition of Resize.
+
+    Args:
+        size: the size of the axis.
+        target: the size of the result.
+        factor: the scale of the axis.
+        place: ``coordinate_transformation_mode``.
+
+    Returns:
+        float64; None for a mode that is not known.
+    """
+    x = np.arange(target, dtype=np.float64)
+    if place in ("half_pixel", "pytorch_half_pixel"):
+        return (x + 0.5) / factor - 0.5 if target > 1 or place == "half_pixel" else np.zeros(target)
+    if place == "asymmetric":
+        return x / factor
+    if place == "align_corners":
+        return x * (size - 1) / (target - 1) if target > 1 else np.zeros(target)
+    return None
 
 
 LOWERINGS: dict[str, Lowering] = {"Resize": _resize, "Upsample": _upsample}

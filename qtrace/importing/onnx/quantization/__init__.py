@@ -8,6 +8,7 @@ ends it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import megengine.functional as F
 import megengine.module as M
@@ -17,6 +18,7 @@ from qtrace.graph.types import CallFunction, CallMethod, TensorNode
 from qtrace.importing.onnx.call import Call
 from qtrace.importing.onnx.layers import Layers, Refusal
 from qtrace.importing.onnx.model import OnnxNode
+from qtrace.importing.onnx.moving import PARTS, moves_of
 from qtrace.importing.onnx.naming import is_anonymous
 from qtrace.importing.onnx.quantization.grids import dequantize, quantize, read_grid, stored_name
 from qtrace.importing.onnx.values import Computed, QuantizedIntegers, Stored, Value
@@ -30,7 +32,6 @@ MOVES = {
     *("Identity", "Expand", "Tile", "DepthToSpace", "SpaceToDepth", "Concat", "Dropout"),
 }
 _LAYERS = (M.Conv1d, M.Conv2d, M.Conv3d, M.ConvTranspose2d, M.Linear)
-_STORED_MOVES = {"Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
 
 
 def lower_pair(node: OnnxNode, values: Sequence[Value | None], layers: Layers) -> Value:
@@ -44,7 +45,7 @@ def lower_pair(node: OnnxNode, values: Sequence[Value | None], layers: Layers) -
     if node.op == "QuantizeLinear":
         if isinstance(source, Stored):
             grid = read_grid(call, None)
-            return Stored(quantize(source.array, grid, _axis(call)), source.name, source.learned)
+            return replace(source, array=quantize(source.array, grid, _axis(call)))
         if not isinstance(source, Computed) or source.dtype.kind != "f":
             raise Refusal("quantizes values that are not floats of the graph")
         return _round(call, source, read_grid(call, None))
@@ -147,9 +148,15 @@ def follow_stored(
 ) -> Sequence[Value]:
     """Keeps name and grid of learned values that a folded node only moves; returns the results."""
     source = values[0] if values else None
-    if node.domain or node.op not in _STORED_MOVES or not isinstance(source, Stored):
+    if node.domain or not isinstance(source, Stored):
         return results
-    (result, *_), known = results, source.name in layers.grids
-    if not isinstance(result, Stored) or not (known or (source.learned and not is_anonymous(source.name))):
+    known = source.name in layers.grids
+    if not (known or (source.learned and not is_anonymous(source.name))):
         return results
-    return [Stored(result.array, source.name, source.learned)]
+    followed: list[Value] = []
+    for result, moves in zip(results, moves_of(node, source, results), strict=True):
+        if not isinstance(result, Stored) or moves is None or (known and node.op in PARTS):
+            followed.append(result)
+        else:
+            followed.append(replace(source, array=result.array, moves=(*source.moves, *moves)))
+    return followed

@@ -1,0 +1,70 @@
+"""How a parameter of a graph was made of a stored tensor of a file: by moves, which computed nothing.
+
+A layer may read a transposed weight, or a third of the one matrix that a file stores for queries, keys and
+values. The moves say where each number of the parameter stands in the stored tensor, so that tuned numbers
+find their way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Move", "parse_moves", "part_of", "places_of", "reshaped_to", "transposed_by"]
+
+# The kind, and its numbers: ("transpose", axes), ("reshape", sizes), ("part", (axis, first, end)).
+Move = tuple[str, tuple[int, ...]]
+
+
+def transposed_by(axes: Sequence[int]) -> Move:
+    """Returns the move that puts the axes into another order, as `numpy.transpose` does."""
+    return "transpose", tuple(int(axis) for axis in axes)
+
+
+def reshaped_to(sizes: Sequence[int]) -> Move:
+    """Returns the move that gives the numbers another shape, in the order of C."""
+    return "reshape", tuple(int(size) for size in sizes)
+
+
+def part_of(axis: int, first: int, end: int) -> Move:
+    """Returns the move that takes the places from ``first`` up to ``end`` of an axis."""
+    return "part", (int(axis), int(first), int(end))
+
+
+def places_of(shape: Sequence[int], moves: Iterable[Move]) -> np.ndarray:
+    """Returns where each number of the result of some moves stands in the flattened stored tensor.
+
+    Args:
+        shape: the shape of the stored tensor.
+        moves: the moves in their order.
+
+    Returns:
+        int64 indices, of the shape of the result.
+
+    Raises:
+        ValueError: when the moves do not fit the shape.
+    """
+    places = np.arange(int(np.prod(shape, dtype=np.int64))).reshape(tuple(shape))
+    for kind, numbers in moves:
+        if kind == "transpose":
+            places = places.transpose(numbers)
+        elif kind == "reshape":
+            places = places.reshape(numbers)
+        else:
+            axis, first, end = numbers
+            places = places.take(range(first, end), axis)
+    return places
+
+
+def parse_moves(items: Any = ()) -> tuple[Move, ...]:
+    """Parses moves that were stored as lists.
+
+    Raises:
+        ValueError: when they are none.
+    """
+    moves = tuple((str(kind), tuple(int(n) for n in numbers)) for kind, numbers in items)
+    if any(kind not in ("transpose", "reshape", "part") for kind, _ in moves):
+        raise ValueError("no such move of a stored tensor")
+    return moves

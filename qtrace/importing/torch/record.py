@@ -1,0 +1,86 @@
+"""Notes which parameter of an imported graph is which tensor of the module's state.
+
+The names of the exported file are those of the state, and the moves say where each number stands. Both are
+checked by value: a parameter that is not what its moves make of the state's tensor is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import megengine.module as M
+import numpy as np
+
+from qtrace.graph.moves import places_of
+from qtrace.graph.origin import FileNorm, FileParameter, read_origin, write_origin
+from qtrace.graph.types import CallMethod, GetAttr, ModuleNode, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, get_module
+
+__all__ = ["note_state"]
+
+_LAYERS = (M.Conv1d, M.Conv2d, M.ConvTranspose2d, M.Linear)
+_NORMS = (M.BatchNorm1d, M.BatchNorm2d)
+
+
+def note_state(traced: TracedModule, state: Mapping[str, Any]) -> None:
+    """Records the tensors of a state of torch, and the BatchNorms that `prepare` may fold into a layer.
+
+    Args:
+        traced: the imported graph.
+        state: the ``state_dict`` of the module.
+    """
+    origin = read_origin(traced)
+    assert origin is not None
+    stored = set(_stored_paths(traced))
+    parameters = {path: parameter for path, parameter in origin.parameters.items() if path in stored}
+    checked = {
+        path: parameter for path, parameter in parameters.items() if _is_state(traced, path, parameter, state)
+    }
+    write_origin(traced, replace(origin, parameters=checked, norms=_norms(traced, checked)))
+
+
+def _stored_paths(traced: TracedModule) -> list[str]:
+    return [name for name, _ in (*traced.named_parameters(), *traced.named_buffers())]
+
+
+def _is_state(traced: TracedModule, path: str, parameter: FileParameter, state: Mapping[str, Any]) -> bool:
+    """Returns whether a parameter is what its moves make of the tensor of the state."""
+    tensor = state.get(parameter.tensor)
+    if tensor is None or tuple(tensor.shape) != parameter.shape:
+        return False
+    flat = tensor.detach().cpu().float().numpy().reshape(-1)
+    own = get_module(traced, path).numpy().reshape(-1)
+    try:
+        places = places_of(parameter.shape, parameter.moves).reshape(-1)
+    except ValueError:
+        return False
+    return places.shape == own.shape and bool(np.array_equal(flat[places], own.astype(np.float32)))
+
+
+def _norms(traced: TracedModule, parameters: Mapping[str, FileParameter]) -> dict[str, FileNorm]:
+    """Returns path of a layer's weight -> the BatchNorm module directly behind it."""
+    norms = {}
+    for expr in exprs(traced):
+        path = _called(expr, _NORMS)
+        source = expr.inputs[1] if path is not None else None
+        if not isinstance(source, TensorNode):
+            continue
+        layer = _called(source.expr, _LAYERS)
+        if path is None or layer is None:
+            continue
+        names = [f"{path}.{name}" for name in ("weight", "bias", "running_mean", "running_var")]
+        gamma, beta, mean, variance = (parameters[n].tensor if n in parameters else "" for n in names)
+        eps = float(get_module(traced, path).eps)
+        norms[f"{layer}.weight"] = FileNorm(f"{layer}.bias", eps, (gamma, beta, mean, variance))
+    return norms
+
+
+def _called(expr: Any, kinds: tuple[type, ...]) -> str | None:
+    """Returns the path of the module of one of some classes that ``expr`` calls; None if it calls another."""
+    if not isinstance(expr, CallMethod) or not isinstance(expr.inputs[0], ModuleNode):
+        return None
+    if expr.inputs[0].module_type not in kinds or not isinstance(expr.inputs[0].expr, GetAttr):
+        return None
+    return str(expr.inputs[0].expr.name)

@@ -1,0 +1,98 @@
+"""Gives the parameters of a graph back as a state of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from qtrace.errors import ImportingError
+from qtrace.graph.moves import places_of
+from qtrace.graph.origin import FileNorm, FileOrigin, read_origin
+from qtrace.graph.types import TracedModule
+from qtrace.importing.torch.exporting import import_torch
+
+__all__ = ["state_arrays", "to_torch_state"]
+
+_SHOWN = 5
+
+
+def to_torch_state(traced: TracedModule) -> dict[str, Any]:
+    """Returns the parameters of a network from `from_torch` under the names of the module's state.
+
+    ``module.load_state_dict(state, strict=False)`` then gives torch the float network that qtrace quantizes:
+    what `finetune` or a training loop learned, and folded weights. A BatchNorm that `prepare` folded into its
+    layer becomes one that only adds the layer's bias. Tensors that the graph does not hold, such as
+    ``num_batches_tracked``, are left out.
+
+    Args:
+        traced: the network of `from_torch`, before or after `prepare`, `calibrate`, `finetune` and `convert`.
+
+    Returns:
+        Name -> float32 tensor on the CPU.
+
+    Raises:
+        ImportingError: when the network does not come from torch, torch is missing, or a parameter was folded
+            where torch's module has no place for it; the message names it.
+    """
+    torch = import_torch()
+    return {name: torch.from_numpy(array) for name, array in state_arrays(traced).items()}
+
+
+def state_arrays(traced: TracedModule) -> dict[str, np.ndarray]:
+    """Returns the state of `to_torch_state` as float32 arrays.
+
+    Raises:
+        ImportingError: see `to_torch_state`.
+    """
+    origin = read_origin(traced)
+    if origin is None or not any(origin.parameters):
+        raise ImportingError("the network has no names of torch's state: import it by qtrace.from_torch.")
+    values = {name: tensor.numpy() for name, tensor in traced.named_parameters()}
+    values.update({name: tensor.numpy() for name, tensor in traced.named_buffers()})
+    state: dict[str, np.ndarray] = {}
+    written: dict[str, np.ndarray] = {}
+    for path, parameter in origin.parameters.items():
+        if path not in values:
+            continue
+        array = state.setdefault(parameter.tensor, np.zeros(parameter.shape, np.float32))
+        places = places_of(parameter.shape, parameter.moves).reshape(-1)
+        array.reshape(-1)[places] = values[path].reshape(-1)
+        known = written.setdefault(parameter.tensor, np.zeros(array.size, bool))
+        known[places] = True
+    _write_norms(values, origin, state)
+    missing = {p.tensor for path, p in origin.parameters.items() if path not in values} - set(state)
+    missing |= {name for name, known in written.items() if not known.all()}
+    if missing:
+        shown = ", ".join(sorted(missing)[:_SHOWN]) + (" and others" if len(missing) > _SHOWN else "")
+        raise ImportingError(
+            f"the graph no longer holds {shown}, which a pass folded into other parameters: take the state "
+            "before prepare, or leave that algorithm out."
+        )
+    return state
+
+
+def _write_norms(values: dict[str, np.ndarray], origin: FileOrigin, state: dict[str, np.ndarray]) -> None:
+    """Writes the BatchNorms that were folded into their layers, and the layers' biases.
+
+    A folded BatchNorm keeps neither mean nor gain. With the mean 0 and ``gamma = sqrt(variance + eps)`` it
+    adds ``beta`` alone.
+    """
+    known = {parameter.tensor for path, parameter in origin.parameters.items() if path in values}
+    for weight, norm in origin.norms.items():
+        if weight not in values or norm.tensors[2] in known:
+            continue  # the BatchNorm is still there
+        bias = values.get(norm.bias)
+        if bias is None:
+            continue
+        own = origin.parameters.get(norm.bias)
+        if own is not None:
+            state[own.tensor] = np.zeros(own.shape, np.float32)
+        _write_norm(norm, bias.reshape(-1).astype(np.float32), state)
+
+
+def _write_norm(norm: FileNorm, bias: np.ndarray, state: dict[str, np.ndarray]) -> None:
+    gamma, beta, mean, variance = norm.tensors
+    ones = np.ones_like(bias)
+    unit = {gamma: np.sqrt(ones + np.float32(norm.eps)), beta: bias, mean: 0 * ones, variance: ones}
+    state.update({name: array for name, array in unit.items() if name})

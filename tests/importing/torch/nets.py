@@ -1,0 +1,67 @@
+"""Small networks of torch."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["Block", "Branching", "Encoder", "Sorted"]
+
+
+class Block(torch.nn.Module):
+    """A convolution with BatchNorm, a branch, and a linear layer."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        conv = torch.nn.Conv2d(3, 8, 3, padding=1, bias=bias)
+        self.stem = torch.nn.Sequential(conv, torch.nn.BatchNorm2d(8, eps=1e-3), torch.nn.ReLU())
+        self.conv = torch.nn.Conv2d(8, 8, 1)
+        self.fc = torch.nn.Linear(8, 5)
+        settle(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        x = x + self.conv(x)
+        return self.fc(x.mean((2, 3)))
+
+
+class Encoder(torch.nn.Module):
+    """An attention layer of torch's own, behind a table of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = torch.nn.Parameter(torch.zeros(1, 6, 16))
+        self.norm = torch.nn.LayerNorm(16)
+        self.attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+        self.fc = torch.nn.Linear(16, 16)
+        settle(self)
+
+    def forward(self, tokens: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+        x = self.norm(tokens + self.places)
+        x = tokens + self.attention(x, x, x, need_weights=False)[0]
+        return self.fc(x) * gain
+
+
+class Branching(torch.nn.Module):
+    """Reads a value of the data."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.max() > 1:  # the line that the refusal names
+            return x * 2
+        return x
+
+
+class Sorted(torch.nn.Module):
+    """Has an op that MegEngine has not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nonzero(x).sum(1)
+
+
+def settle(module: torch.nn.Module) -> None:
+    """Draws all parameters and statistics, so that no two are equal."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in module.state_dict().items():
+            if tensor.is_floating_point():
+                drawn = torch.rand(tensor.shape, generator=generator)
+                tensor.copy_(drawn + 0.5 if name.endswith("var") else drawn - 0.5)

@@ -1,0 +1,152 @@
+"""Networks of torch: names, values, open axes, the state that comes back, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megengine import Tensor
+
+import qtrace
+from qtrace.errors import ImportingError
+from qtrace.graph.open_axes import read_open_axes
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("onnxscript")
+
+from tests.importing.torch import nets  # noqa: E402
+
+X = np.random.default_rng(0).standard_normal((4, 3, 8, 8)).astype(np.float32)
+TOKENS = np.random.default_rng(1).standard_normal((3, 6, 16)).astype(np.float32)
+GAIN = np.full((3, 1, 1), 2, np.float32)
+
+
+@pytest.fixture(scope="module")
+def block() -> tuple[torch.nn.Module, object]:
+    module = nets.Block()
+    module.train()
+    return module, qtrace.from_torch(module, torch.from_numpy(X[:1]))
+
+
+def _expected(module: torch.nn.Module, *inputs: np.ndarray) -> np.ndarray:
+    module.eval()
+    with torch.no_grad():
+        return module(*map(torch.from_numpy, inputs)).numpy()
+
+
+def test_the_graph_computes_what_torch_does_at_every_batch(block: tuple) -> None:
+    module, traced = block
+    assert module.training  # as it was
+    assert module.stem[1].training
+    for size in (1, 3, 4):
+        np.testing.assert_allclose(traced(Tensor(X[:size])).numpy(), _expected(module, X[:size]), atol=1e-5)
+    module.train()
+
+
+def test_names_are_those_of_the_state(block: tuple) -> None:
+    module, traced = block
+    own = {name for name, _ in module.named_parameters()}
+    assert set(dict(traced.named_parameters())) == own
+    names = {expr.outputs[0].name for expr in traced.graph._exprs if expr.outputs}
+    assert {"stem_0_1", "add", "mean", "fc_1"} <= {
+        name.replace("stem_0_conv2d", "stem_0_1") for name in names
+    }
+
+
+def test_the_state_of_an_import_is_that_of_the_module(block: tuple) -> None:
+    module, traced = block
+    state, own = qtrace.to_torch_state(traced), module.state_dict()
+    assert set(state) == {name for name in own if not name.endswith("num_batches_tracked")}
+    assert all(torch.equal(tensor, own[name]) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_converted_network_gives_its_weights_back(bias: bool, tmp_path: Path) -> None:
+    module = nets.Block(bias)
+    prepared = qtrace.prepare(qtrace.from_torch(module, X[:2]), "backend/onnxruntime")
+    qtrace.calibrate(prepared, [X], progress=False)
+    weight = prepared.fc.weight
+    weight._reset(type(weight)(weight.numpy() * 3))  # what a training loop might do
+    qtrace.save(qtrace.convert(prepared), tmp_path / "net.mge")
+    restored = nets.Block(bias)
+    problems = restored.load_state_dict(
+        qtrace.to_torch_state(qtrace.load(tmp_path / "net.mge")), strict=False
+    )
+    assert not problems.unexpected_keys
+    with torch.no_grad():
+        module.fc.weight.mul_(3)
+    np.testing.assert_allclose(_expected(restored, X), _expected(module, X), atol=1e-5)
+
+
+def test_parts_of_one_weight_and_inputs_by_name() -> None:
+    module = nets.Encoder()
+    traced = qtrace.from_torch(module, {"tokens": TOKENS, "gain": GAIN}, dynamic={})
+    result = traced(Tensor(TOKENS), Tensor(GAIN)).numpy()
+    np.testing.assert_allclose(result, _expected(module, TOKENS, GAIN), atol=1e-5)
+    state = qtrace.to_torch_state(traced)
+    assert set(state) == set(module.state_dict())
+    assert all(torch.equal(tensor, module.state_dict()[name]) for name, tensor in state.items())
+
+
+def test_open_axes_by_name() -> None:
+    traced = qtrace.from_torch(nets.Block(), X, dynamic={"x": {0: "N", -1: "W"}})
+    record = read_open_axes(traced)
+    assert record is not None
+    assert {(axis.axis, axis.name) for axis in record.axes} == {(0, "N"), (3, "W")}
+    wide = np.concatenate([X, X], 3)[:3]
+    np.testing.assert_allclose(traced(Tensor(wide)).numpy(), _expected(nets.Block(), wide), atol=1e-5)
+
+
+def test_a_program_of_torch_export_and_its_file(tmp_path: Path) -> None:
+    module = nets.Block().eval()
+    batch = {"x": {0: torch.export.Dim("N")}}
+    program = torch.export.export(module, (torch.from_numpy(X),), dynamic_shapes=batch)
+    torch.export.save(program, tmp_path / "net.pt2")
+    for source in (program, tmp_path / "net.pt2"):
+        traced = qtrace.from_torch(source)
+        for size in (4, 3):
+            np.testing.assert_allclose(
+                traced(Tensor(X[:size])).numpy(), _expected(module, X[:size]), atol=1e-5
+            )
+        assert "stem.0.weight" in qtrace.to_torch_state(traced)
+
+
+def test_refusals_name_the_line_of_the_source() -> None:
+    lines, first = inspect.getsourcelines(nets.Branching)
+    branch = first + next(i for i, line in enumerate(lines) if "x.max()" in line)
+    with pytest.raises(ImportingError, match=rf"cannot export Branching \(at .*nets\.py:{branch}\)"):
+        qtrace.from_torch(nets.Branching(), X)
+    lines, first = inspect.getsourcelines(nets.Sorted)
+    line = first + next(i for i, line in enumerate(lines) if "nonzero" in line)
+    with pytest.raises(ImportingError, match=rf"Sorted: .*NonZero .*nets\.py:{line}\)"):
+        qtrace.from_torch(nets.Sorted(), X, dynamic={})
+
+
+def test_what_is_no_network_of_torch(tmp_path: Path) -> None:
+    scripted = torch.jit.script(torch.nn.ReLU())
+    (tmp_path / "net.pt").write_bytes(b"PK")
+    (tmp_path / "net.pt2").write_bytes(b"PK")
+    cases = [
+        (scripted, X, {}, "TorchScript"),
+        (7, X, {}, "of type int"),
+        (nets.Block(), None, {}, "needs an example"),
+        (nets.Block(), (X, X), {}, "does not fit Block.forward"),
+        (nets.Block(), X, {"dynamic": {"y": {0: "N"}}}, "'y' is no input"),
+        (nets.Block(), X, {"dynamic": {"x": {4: "N"}}}, "no axis 4"),
+        (nets.Block(), X, {"dynamic": {"x": {0: ""}}}, "needs a name"),
+        (tmp_path / "net.pt", None, {}, "end with .pt2"),
+        (tmp_path / "net.pt2", None, {}, "cannot be loaded"),
+        (tmp_path / "none.pt2", None, {}, "is not a file"),
+    ]
+    for source, example, options, words in cases:
+        with pytest.raises(ImportingError, match=words):
+            qtrace.from_torch(source, example, **options)
+
+
+def test_quantize_takes_a_module_of_torch(tmp_path: Path) -> None:
+    result = qtrace.quantize(nets.Block(), [X, X], tmp_path / "net.onnx", recipe="backend/onnxruntime")
+    assert result.path.exists()
+    assert result.verify is not None
+    assert result.verify.passed

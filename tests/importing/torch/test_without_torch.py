@@ -1,0 +1,103 @@
+"""What of networks from torch needs no torch: the record, the state as arrays, the sentence without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace.errors import GraphError, ImportingError
+from qtrace.graph.moves import part_of, places_of, reshaped_to, transposed_by
+from qtrace.graph.origin import FileNorm, FileOrigin, FileParameter
+from qtrace.importing.torch import exporting
+from qtrace.importing.torch.record import note_state
+from qtrace.importing.torch.state import state_arrays
+from tests.importing.onnx.networks import conv_bn, model, node, save, weights
+
+
+class _Tensor:
+    """A tensor of torch, as far as the record reads it."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array, self.shape = array, array.shape
+
+    def detach(self) -> _Tensor:
+        return self
+
+    cpu = float = detach
+
+    def numpy(self) -> np.ndarray:
+        return self.array
+
+
+def _imported(proto: object, folder: Path) -> tuple[object, dict[str, np.ndarray]]:
+    import onnx
+
+    state = {t.name: onnx.numpy_helper.to_array(t) for t in proto.graph.initializer}
+    traced = qtrace.from_onnx(save(proto, folder))
+    note_state(traced, {name: _Tensor(array) for name, array in state.items()})
+    return traced, state
+
+
+def test_moves_say_where_each_number_stands() -> None:
+    stored = weights(6, 4)
+    moves = (part_of(0, 2, 4), transposed_by((1, 0)), reshaped_to((2, 4)))
+    np.testing.assert_array_equal(stored.reshape(-1)[places_of((6, 4), moves)], stored[2:4].T.reshape(2, 4))
+
+
+def test_a_transposed_and_divided_weight_comes_back_whole(tmp_path: Path) -> None:
+    nodes = [
+        node("Transpose", "qkv.weight", "turned", perm=[1, 0]),
+        node("Split", "turned", "q k", axis=1, num_outputs=2),
+        node("Split", "qkv.bias", "qb kb", axis=0, num_outputs=2),
+        node("MatMul", "x q", "m"),
+        node("Add", "m qb", "left"),
+        node("MatMul", "x k", "n"),
+        node("Add", "n kb", "right"),
+        node("Mul", "left right", "y"),
+    ]
+    stored = {"qkv.weight": weights(8, 4), "qkv.bias": np.zeros(8, np.float32)}
+    traced, state = _imported(model(nodes, {"x": (2, 4)}, ["y"], stored, opset=18), tmp_path)
+    arrays = state_arrays(traced)
+    assert arrays.keys() == state.keys()
+    assert all(np.array_equal(arrays[name], state[name]) for name in state)
+
+
+def test_a_folded_norm_comes_back_as_the_bias_of_its_layer(tmp_path: Path) -> None:
+    traced, state = _imported(conv_bn(), tmp_path)
+    prepared = qtrace.prepare(traced, "backend/onnxruntime")
+    arrays = state_arrays(prepared)
+    assert arrays.keys() == state.keys()
+    norm = "backbone.stage1.bn"
+    gain = state[f"{norm}.weight"] / np.sqrt(state[f"{norm}.running_var"] + 1e-5)
+    weight = state["backbone.stage1.conv.weight"] * gain[:, None, None, None]
+    np.testing.assert_allclose(arrays["backbone.stage1.conv.weight"], weight, rtol=1e-5)
+    unit = arrays[f"{norm}.weight"] / np.sqrt(arrays[f"{norm}.running_var"] + 1e-5)
+    np.testing.assert_allclose(unit, 1, rtol=1e-6)
+    np.testing.assert_array_equal(arrays[f"{norm}.running_mean"], 0)
+    bias = state[f"{norm}.bias"] - state[f"{norm}.running_mean"] * gain
+    np.testing.assert_allclose(arrays[f"{norm}.bias"], bias, rtol=1e-4, atol=1e-6)
+
+
+def test_an_origin_with_moves_and_norms_is_read_back() -> None:
+    parameters = {"a.weight": FileParameter("w", (2, 3), (transposed_by((1, 0)),))}
+    norms = {"a.weight": FileNorm("a.bias", 1e-3, ("g", "b", "m", "v"))}
+    origin = FileOrigin(graph="g", parameters=parameters, norms=norms)
+    assert FileOrigin.from_json(origin.to_json()) == origin
+    broken = origin.to_json().replace("transpose", "twist")
+    with pytest.raises(GraphError, match="damaged"):
+        FileOrigin.from_json(broken)
+
+
+def test_networks_that_torch_did_not_give_have_no_state(tmp_path: Path) -> None:
+    nodes = [node("Relu", "x", "y")]
+    with pytest.raises(ImportingError, match="import it by qtrace.from_torch"):
+        state_arrays(qtrace.from_onnx(save(model(nodes, {"x": (2, 4)}), tmp_path)))
+
+
+def test_without_torch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporting.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportingError, match=r"package torch: pip install 'qtrace\[torch\]'"):
+        qtrace.from_torch(object(), np.zeros((1, 3)))

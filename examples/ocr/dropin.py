@@ -96,7 +96,9 @@ def _shape(inputs: Sequence[np.ndarray]) -> dict[str, tuple[int, ...]]:
 
 
 def missed_targets(rows: Sequence[Row]) -> list[str]:
-    """The targets that ``rows`` miss, a line each."""
+    """The targets that ``rows`` miss, a line each; none without rows."""
+    if not rows:
+        return []
     by_name = {row.name: row for row in rows}
     row, reference = by_name["int8"], by_name["float"]
     speed = reference.total / row.total

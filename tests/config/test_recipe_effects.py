@@ -246,7 +246,7 @@ def _encoder(norm: Any) -> TracedModule:
 
 
 @pytest.mark.parametrize("written", [False, True], ids=["LayerNorm", "written out"])
-@pytest.mark.parametrize("family", ["vit", "swin", "detr"])
+@pytest.mark.parametrize("family", ["vit", "swin"])
 def test_between_the_products_of_a_transformer_all_is_float(planned: Any, family: str, written: bool) -> None:
     traced = _encoder((lambda _, x: _own_norm(x)) if written else (lambda self, x: self.norm(x)))
     annotation = planned(traced, family)
@@ -278,7 +278,10 @@ def test_tokens_and_neighbours_are_joined_in_float(planned: Any, target: str) ->
     for name in ("patches_out", "fc_out"):
         note = _note(annotation, name)
         assert note.state == "int"
-        assert (_site(annotation, name).plan.scheme.bits if note.output else None) == _LAST.get(target)
+        # onnxruntime has no integer convolution that gives floats.
+        rounds = name == "patches_out" and target == "backend/onnxruntime"
+        expected = 8 if rounds else _LAST.get(target)
+        assert (_site(annotation, name).plan.scheme.bits if note.output else None) == expected
 
 
 # -- maps, branches, targets --------------------------------------------------------------------------

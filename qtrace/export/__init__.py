@@ -11,8 +11,6 @@ import importlib
 import logging
 import os
 import pkgutil
-import sys
-import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from qtrace.export.format import Format
 from qtrace.graph.open_axes import read_open_axes
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs, node_path, op_label
+from qtrace.plugins.callable_package import make_callable
 from qtrace.plugins.installed import FORMATS, installed, refuse_clashes
 from qtrace.process.thread import on_engine_thread
 from qtrace.storage.files import kind_of, problem, replacing
@@ -222,11 +221,4 @@ def _load_format(name: str) -> Format:
     return own
 
 
-class _Callable(types.ModuleType):
-    """Lets ``qtrace.export(...)`` work whether the name is bound to the function or to this package."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Path:
-        return export(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _Callable
+make_callable(__name__, export)

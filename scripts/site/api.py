@@ -56,7 +56,7 @@ def public(module: Any, name: str) -> Any:
     """Returns the value of a public name; of ``qtrace.export``, which is a package too, the function."""
     value = getattr(module, name)
     if inspect.ismodule(value) and callable(value):
-        return vars(value).get("__wrapped__") or getattr(value, name)
+        return vars(value)["__wrapped__"]
     return value
 
 

@@ -143,7 +143,9 @@ class Demo:
         try:
             rows = dropin.exchange(self.models, self.out, self.quick, self.say)
         except qtrace.QtraceError as error:
-            return [], [f"the client has no files: {error}"]
+            refused = f"the client has no files: {error}"
+            print(refused)
+            return [], [refused]
         print(dropin.format_rows(rows))
         return rows, []
 

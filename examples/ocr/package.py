@@ -31,7 +31,7 @@ def models_folder() -> Path:
         if spec is None or spec.origin is None:
             raise MissingModelsError(_NOT_INSTALLED)
         folder = Path(spec.origin).parent / "models"
-    missing = [name for name in (RECOGNISER, DETECTOR, CLASSIFIER) if not (folder / name).is_file()]
+    missing = [name for name in (RECOGNISER, DETECTOR) if not (folder / name).is_file()]
     if missing:
         raise MissingModelsError(
             f"{folder} has no {' and no '.join(missing)}: install rapidocr-onnxruntime, or set OCR_MODELS."
@@ -47,3 +47,5 @@ def check_client() -> None:
     """
     if importlib.util.find_spec(_PACKAGE) is None:
         raise MissingModelsError(_NOT_INSTALLED)
+    if not (models_folder() / CLASSIFIER).is_file():
+        raise MissingModelsError(f"{models_folder()} has no {CLASSIFIER}, which the client needs.")

@@ -27,7 +27,7 @@ from qtrace.errors import CalibrationError
 from qtrace.graph.files.serialize import save
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
-from qtrace.workers.job import Pool, attempt
+from qtrace.workers.job import Outcome, Pool, attempt
 from qtrace.workers.processes import Processes
 from qtrace.workers.ray import RayTasks
 
@@ -211,12 +211,17 @@ class _CollectionRun:
         with tqdm(
             total=self.count, initial=start, desc="calibrate", unit="batch", disable=not settings.progress
         ) as bar:
-            outcomes = list(pool.run(jobs, lambda number: _step(bar)))
-        parts = [outcome.value for outcome in outcomes if isinstance(outcome.value, RemotePart)]
-        for outcome in [*outcomes, *(attempt(part.store) for part in parts)]:
+            # A part of another machine is stored as it comes, so that an interruption keeps it.
+            outcomes = [_store(outcome) for outcome in pool.run(jobs, lambda number: _step(bar))]
+        for outcome in outcomes:
             outcome.get()
         gathered = self.parts.gather()
         return Part(gathered.statistics, whole.chosen, gathered.skipped, gathered.passed)
+
+
+def _store(outcome: Outcome) -> Outcome:
+    """Writes a part that came from another machine into the checkpoint of this one."""
+    return attempt(outcome.value.store) if isinstance(outcome.value, RemotePart) else outcome
 
 
 def _step(bar: Any) -> None:

@@ -29,6 +29,7 @@ __all__ = [
 
 _ATTRIBUTE = "onnx_origin"
 _MAX_VERSION = 2**63 - 1  # of a number in a protobuf file
+_OF_TORCH = ("norms", "computed")  # keys that other networks do not have
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ class FileOrigin:
         results: name of a node of the traced graph -> the result of a node of the file.
         parameters: path of a parameter -> the stored tensor of the file.
         norms: path of the weight of a layer -> the BatchNorm behind it; of networks from torch only.
+        computed: path of a parameter that is no tensor of the state, such as one that the import computed
+            from it -> hash of its values; of networks from torch only.
 
     Raises:
         GraphError: for anything but text and whole numbers of 64 bits.
@@ -111,6 +114,7 @@ class FileOrigin:
     results: Mapping[str, FileResult] = field(default_factory=dict)
     parameters: Mapping[str, FileParameter] = field(default_factory=dict)
     norms: Mapping[str, FileNorm] = field(default_factory=dict)
+    computed: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         numbers = (self.model_version, self.opset, self.ir_version)
@@ -121,6 +125,7 @@ class FileOrigin:
         for result in self.results.values():
             texts += [result.tensor, result.node, result.op]
         texts += [parameter.tensor for parameter in self.parameters.values()]
+        texts += [text for pair in self.computed.items() for text in pair]
         texts += [text for norm in self.norms.values() for text in (norm.bias, *norm.tensors)]
         if not all(isinstance(text, str) and _is_utf8(text) for text in texts):
             raise GraphError(
@@ -137,8 +142,10 @@ class FileOrigin:
             for key, p in self.parameters.items()
         }
         document["norms"] = {key: [n.bias, n.eps, list(n.tensors)] for key, n in self.norms.items()}
-        if not document["norms"]:
-            del document["norms"]
+        document["computed"] = dict(self.computed)
+        for key in _OF_TORCH:
+            if not document[key]:
+                del document[key]
         return json.dumps(document, ensure_ascii=True, sort_keys=True)
 
     @classmethod
@@ -150,7 +157,7 @@ class FileOrigin:
         """
         try:
             document = json.loads(text)
-            if {*document, "norms"} != {f.name for f in fields(cls)}:
+            if {*document, *_OF_TORCH} != {f.name for f in fields(cls)}:
                 raise ValueError("it has other keys")
             results = {key: FileResult(*item) for key, item in document.pop("results").items()}
             parameters = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
+from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from qtrace.errors import ExportError
 
@@ -42,7 +42,7 @@ class OnnxModel:
             for name in node.input:
                 self.readers.setdefault(name, []).append(node)
             if node.op_type == "Constant" and not node.domain:
-                values = (a.t for a in node.attribute if a.name == "value")
+                values = (tensor for a in node.attribute if (tensor := _constant(a)) is not None)
                 self.stored.update((node.output[0], tensor) for tensor in values)
 
     @property
@@ -126,3 +126,21 @@ def infer_shapes(model: ModelProto, sizes: Mapping[str, Sequence[int]], path: Pa
         raise ExportError(
             f"the shapes of {path} cannot be inferred: {str(error).splitlines()[0]}."
         ) from error
+
+
+_CONSTANTS = {
+    "value_float": np.float32,
+    "value_floats": np.float32,
+    "value_int": np.int64,
+    "value_ints": np.int64,
+}
+
+
+def _constant(attribute: AttributeProto) -> TensorProto | None:
+    """Returns the value of an attribute of a Constant node; None for strings and sparse tensors."""
+    if attribute.name == "value":
+        return attribute.t
+    kind = _CONSTANTS.get(attribute.name)
+    if kind is None:
+        return None
+    return numpy_helper.from_array(np.asarray(helper.get_attribute_value(attribute), kind))

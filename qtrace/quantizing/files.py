@@ -14,6 +14,7 @@ from qtrace.benchmarking.costs import CostTable
 from qtrace.benchmarking.files import FileReport, bench_files, show
 from qtrace.benchmarking.runners import RunnerSettings
 from qtrace.display import Displayed
+from qtrace.errors import ExportError
 from qtrace.onnxfile.contracts import check_contract, fix_contract
 from qtrace.onnxfile.contracts.report import ContractReport
 from qtrace.storage.outputs import output_file
@@ -73,6 +74,13 @@ def bench(
     Raises:
         ExportError: when a file cannot be run, or its runtime has no profile.
     """
+    if not files:
+        raise ExportError("bench measures files: give at least one.")
+    for name, value in (("threads", threads), ("batch", batch)):
+        if type(value) is not int or value < 1:
+            raise ExportError(f"{name}={value!r} is no number of {name}: give 1 or more.")
+    if not all(isinstance(file, (str, os.PathLike)) for file in files):
+        raise ExportError("bench takes the paths of files, each by itself: bench('a.onnx', 'b.onnx').")
     sizes = {name: tuple(int(n) for n in shape) for name, shape in (shapes or {}).items()}
     settings = RunnerSettings(threads, batch, sizes)
     with tqdm(desc="bench", unit="round", disable=not progress) as bar:

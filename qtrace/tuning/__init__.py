@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.config import QConfig, backends
+from qtrace.config.recipe import load_recipe
 from qtrace.data.batches import check_batches
 from qtrace.errors import ConfigError, QtraceError
 from qtrace.graph.types import TracedModule
@@ -35,7 +36,7 @@ __all__ = ["CostLimits", "Trial", "TuneSettings", "Tuning", "tune"]
 
 def tune(
     traced: TracedModule,
-    qconfig: QConfig,
+    qconfig: QConfig | str | Path,
     batches: Iterable[Any],
     folder: str | Path,
     settings: TuneSettings | None = None,
@@ -56,7 +57,7 @@ def tune(
 
     Args:
         traced: the network as traced.
-        qconfig: the recipe to begin with.
+        qconfig: the recipe to begin with, or its name or file.
         batches: at least two batches; every fourth one is held back to judge on.
         folder: the output folder: ``trials.jsonl``, ``best.yaml``, ``tune.json``, and ``tune.html`` if the
             extra ``report`` is installed.
@@ -83,6 +84,7 @@ def tune(
             backend, or a metric that returns no number.
         QtraceError: when the folder is in use, or belongs to another search.
     """
+    qconfig = qconfig if isinstance(qconfig, QConfig) else load_recipe(qconfig)
     settings, recipe, path = settings or TuneSettings(), as_recipe(qconfig), Path(folder)
     _check_limits(settings, qconfig)
     check_batches(batches)

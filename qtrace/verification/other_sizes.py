@@ -10,7 +10,9 @@ import numpy as np
 from megengine import Tensor
 
 from qtrace.data.batches import as_arguments, evaluating
+from qtrace.errors import ExportError
 from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.export.converted.plain_graph import PlainGraph, is_plain
 from qtrace.export.ncnn import find_fixing_layer
 from qtrace.graph.engine import quiet_engine
 from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter
@@ -64,8 +66,16 @@ def open_in_file(path: Path, model: TracedModule) -> tuple[OpenAxis, ...]:
     if record is None or record.only_batch():
         return ()
     if path.suffix.lower() == ".param":
-        return () if find_fixing_layer(ConvertedGraph(model)) else record.axes
+        return () if _fixes_sizes(model) else record.axes
     return _declared_open(path, model, record) if path.suffix.lower() == ".onnx" else ()
+
+
+def _fixes_sizes(model: TracedModule) -> bool:
+    """Returns whether the ncnn net of a graph may run at the recorded sizes alone."""
+    try:
+        return bool(find_fixing_layer(PlainGraph(model) if is_plain(model) else ConvertedGraph(model)))
+    except ExportError:  # it was written with allow_float, of which the net says nothing
+        return True
 
 
 def _declared_open(path: Path, model: TracedModule, record: OpenAxes) -> tuple[OpenAxis, ...]:

@@ -20,6 +20,7 @@ from qtrace.export.converted.allow_float import float_kinds, only_floats_read
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import refusal, site_expr
 from qtrace.export.converted.open_axes import resized
+from qtrace.export.converted.plain_graph import PlainGraph
 from qtrace.export.format import Format
 from qtrace.export.ncnn.fuse import fuse_activations, fuse_roundings, sink_unread, split_branches
 from qtrace.export.ncnn.ops import EMITTERS
@@ -68,7 +69,7 @@ FORMAT = Format(
 )
 
 
-def find_fixing_layer(converted: ConvertedGraph, floats: frozenset[str] = frozenset()) -> str:
+def find_fixing_layer(converted: ConvertedGraph | PlainGraph, floats: frozenset[str] = frozenset()) -> str:
     """Returns the first layer of a net that is another one at other sizes of the open axes; "" for none.
 
     Args:

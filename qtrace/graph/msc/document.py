@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from qtrace.display import Displayed
 from qtrace.errors import DataError, GraphError
 from qtrace.graph.msc import listing
 from qtrace.graph.msc.schema import parse
@@ -211,8 +212,8 @@ class MSCPrim:
         return listing.prim_text(self)
 
 
-@dataclass(frozen=True, eq=False)
-class MSCGraph:
+@dataclass(frozen=True, eq=False, repr=False)
+class MSCGraph(Displayed):
     """An MSCGraph with the values of its weights. ``print(graph)`` lists it as MSC does.
 
     Attributes:
@@ -230,6 +231,9 @@ class MSCGraph:
     nodes: tuple[MSCNode, ...]
     prims: tuple[MSCPrim, ...] = ()
     values: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False)
+
+    def _text(self, max_width: int | None) -> str:
+        return str(self)
 
     def __post_init__(self) -> None:
         for members in (self.nodes, self.prims):

@@ -8,6 +8,7 @@ from typing import Any, overload
 
 from megengine.traced_module import TracedModule
 
+from qtrace.display import Displayed
 from qtrace.graph.interpreter import Interpreter
 
 __all__ = ["Composition", "GraphPart"]
@@ -34,7 +35,7 @@ class GraphPart:
     supported: bool | None = None
 
 
-class Composition(Sequence[GraphPart]):
+class Composition(Displayed, Sequence[GraphPart]):
     """The parts of a graph in the order in which they run; calling it computes what the graph computes.
 
     Args:
@@ -63,8 +64,7 @@ class Composition(Sequence[GraphPart]):
         """Returns one part, or several."""
         return self._parts[index]
 
-    def __repr__(self) -> str:
-        """Returns what each part reads and gives, a line each."""
+    def _text(self, max_width: int | None) -> str:
         lines = (f"{i}: {', '.join(part.inputs)} -> {', '.join(part.outputs)}" for i, part in enumerate(self))
         return "\n".join(lines)
 

@@ -21,7 +21,7 @@ from megengine.traced_module.traced_module import TracedModuleBuilder
 from qtrace.errors import TraceError
 from qtrace.graph.source_lines import name_with_line, recorded_lines
 from qtrace.graph.tracing.attention import attention_in_parts
-from qtrace.graph.tracing.tracer import Tracer, recorded_as
+from qtrace.graph.tracing.tracer import Tracer, find_replacements, recorded_as
 
 __all__ = ["NONE_IS_DROPPED", "check_kernels", "holds_none", "recording", "without_none"]
 
@@ -56,6 +56,7 @@ def recording(tracer: Tracer) -> Iterator[None]:
         tracer: says what a call is recorded as.
     """
     flatten, wrap = traced_module.tree_flatten, traced_module._wrapped_function
+    replacements = find_replacements(tracer)
 
     def flatten_results(values: Any, *args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1)
@@ -65,7 +66,10 @@ def recording(tracer: Tracer) -> Iterator[None]:
         return flatten(values, *args, **kwargs)
 
     def wrap_function(function: Callable[..., Any]) -> Callable[..., Any]:
-        return attention_in_parts if function is _ATTENTION else recorded_as(tracer, function, wrap)
+        if function is _ATTENTION:
+            return attention_in_parts
+        wrapped, other = wrap(function), replacements.get(id(function))
+        return wrapped if other is None else recorded_as(other, wrapped, wrap)
 
     traced_module.tree_flatten, traced_module._wrapped_function = flatten_results, wrap_function
     try:

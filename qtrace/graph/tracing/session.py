@@ -325,6 +325,8 @@ class Tracing:
             return (
                 f"a trace does not run forward hooks, such as those of {_names(hooked)}: use forward itself."
             )
+        if type(self.tracer).record is not Tracer.record:
+            return f"what {type(self.tracer).__name__}.record gives must compute the same as the function."
         return (
             "both graphs have the same steps, so the difference hides in a value that forward keeps outside "
             "of tensors and attributes, or in a write into a shared tensor."

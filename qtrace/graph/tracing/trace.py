@@ -101,6 +101,12 @@ def trace(
     source, method = as_module(module, method)
     if isinstance(source, TracedModule) and (marks := debugging_marks(source)):
         raise TraceError(f"the model cannot be copied: {marks}")
+    if tracer is not None and not isinstance(tracer, Tracer):
+        raise TraceError(f"tracer takes an object of a subclass of qtrace.graph.Tracer, not {tracer!r}.")
+    if tracer is not None and isinstance(source, TracedModule):
+        raise TraceError("tracer goes with a module: a graph is traced already.")
+    if fixed is not None and not isinstance(fixed, Mapping):
+        raise TraceError(f"fixed takes values of arguments by name, such as {{'mode': 2}}, not {fixed!r}.")
     if fixed:
         source = fix_arguments(source, method, fixed)
     source, ranges = lower(source)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 from megengine.core._imperative_rt.core2 import is_tracing_module
 from megengine.module import Module
 from megengine.module.qat import QATModule
 from megengine.traced_module import TracedModule
-from megengine.traced_module.module_tracer import active_module_tracer, module_tracer
+from megengine.traced_module.module_tracer import Patcher, active_module_tracer, module_tracer
 from megengine.traced_module.node import ModuleNode
 
 from qtrace.errors import TraceError
+from qtrace.graph.failures import short
 
-__all__ = ["Tracer", "chosen_leaves", "name_own_classes", "recorded_as"]
+__all__ = ["Tracer", "chosen_leaves", "find_replacements", "name_own_classes", "recorded_as"]
 
 
 class Tracer:
@@ -82,7 +84,8 @@ def chosen_leaves(root: Module, tracer: Tracer) -> Iterator[dict[type[Module], t
     for path, module in list(root.named_modules()):
         if not path or any(path.startswith(f"{leaf}.") for leaf in inside):
             continue
-        leaf, builtin = tracer.is_leaf(module, path), module_tracer.is_builtin(module)
+        leaf = _ask(tracer, "is_leaf", path, tracer.is_leaf, module, path)
+        builtin = module_tracer.is_builtin(module)
         if leaf:
             inside.append(path)
         if bool(leaf) == builtin or type(module) in own:
@@ -112,29 +115,57 @@ def name_own_classes(traced: TracedModule, own: dict[type[Module], type[Module]]
                     node.module_type = own[node.module_type]
 
 
-def recorded_as(
-    tracer: Tracer, function: Callable[..., Any], wrap: Callable[[Any], Callable[..., Any]]
-) -> Callable[..., Any]:
-    """Returns what MegEngine's tracer calls in the place of ``function``.
+def find_replacements(tracer: Tracer) -> dict[int, Callable[..., Any]]:
+    """Asks ``tracer`` what each function of ``megengine.functional`` is recorded as.
 
-    Args:
-        tracer: says what a call is recorded as.
-        function: a function that the tracer records.
-        wrap: makes the function that records a call of its argument.
+    It is asked before MegEngine's tracer puts wrappers in the place of the functions, so that it may compare
+    them with ``is``.
+
+    Returns:
+        The ``id`` of a function -> the other one that it is recorded as.
 
     Raises:
-        TraceError: when the tracer returns no function.
+        TraceError: when the tracer fails, or returns no function.
     """
-    wrapped = wrap(function)
-    if not (getattr(function, "__module__", None) or "").startswith("megengine.functional"):
-        return wrapped  # a method of Tensor, or a function of the user's own that stays one call
-    other = tracer.record(function)
-    if other is function:
-        return wrapped
-    if not callable(other):
-        raise TraceError(
-            f"{type(tracer).__name__}.record returned {other!r} for {function.__name__}: return a function."
-        )
+    replacements: dict[int, Callable[..., Any]] = {}
+    if type(tracer).record is Tracer.record:
+        return replacements
+    functions = {
+        id(value): value
+        for module in Patcher._builtin_modules
+        for value in vars(module).values()
+        if isinstance(value, FunctionType) and value.__module__.startswith("megengine.functional")
+    }
+    for key, function in functions.items():
+        other = _ask(tracer, "record", function.__name__, tracer.record, function)
+        if not callable(other):
+            raise TraceError(
+                f"{type(tracer).__name__}.record returned {other!r} for {function.__name__}: return a "
+                "function."
+            )
+        if other is not function:
+            replacements[key] = other
+    return replacements
+
+
+def _ask(tracer: Tracer, method: str, subject: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a method of the user's tracer; its errors name it."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        raise TraceError(f"{type(tracer).__name__}.{method} fails for {subject}: {short(error)}") from error
+
+
+def recorded_as(
+    other: Callable[..., Any], wrapped: Callable[..., Any], wrap: Callable[[Any], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Returns what MegEngine's tracer calls in the place of a function that is recorded as another one.
+
+    Args:
+        other: the other function.
+        wrapped: records a call of the function itself.
+        wrap: makes the function that records a call of its argument.
+    """
     inside = False
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -36,7 +36,7 @@ from qtrace.importing.onnx.naming import node_name
 from qtrace.importing.onnx.opening import Opened, UnsupportedNodesError, build_open, open_axes_of
 from qtrace.importing.onnx.origin import keep_own, list_names
 from qtrace.importing.onnx.quantization.operators import with_pairs
-from qtrace.importing.onnx.reading import load_model
+from qtrace.importing.onnx.reading import load_model, load_structure
 from qtrace.importing.onnx.scales import drop_unread, find_scales_and_shifts
 from qtrace.importing.onnx.scope import Scope
 from qtrace.importing.onnx.scopes import name_by_scopes
@@ -127,7 +127,9 @@ def read_onnx(
     opsets = {"" if o.domain == "ai.onnx" else o.domain: int(o.version) for o in model.opset_import}
     graph = read_graph(model.graph, opsets, stored)
     if outputs is not None:
-        graph = cut(graph, outputs)
+        whole, graph = graph, cut(graph, outputs)
+        gone = {value.name for value in whole.inputs} - {value.name for value in graph.inputs}
+        shapes = {name: shape for name, shape in (shapes or {}).items() if name not in gone}
     inputs = resolve_inputs(graph, shapes, batch, fixed)
     graph = join_biases(with_pairs(store_copies(name_by_scopes(graph)), opsets))
     paths = _parameter_paths(model)
@@ -151,8 +153,9 @@ def open_inputs(path: str | os.PathLike[str]) -> dict[str, tuple[int | None, ...
         ImportingError: when the file is missing, damaged or hostile.
     """
     file = Path(path)
-    model, stored = load_model(file)
+    model = load_structure(file)
     opsets = {"" if o.domain == "ai.onnx" else o.domain: int(o.version) for o in model.opset_import}
+    stored = {tensor.name: _EMPTY for tensor in model.graph.initializer}
     inputs = read_graph(model.graph, opsets, stored).inputs
     shapes = {
         value.name: None

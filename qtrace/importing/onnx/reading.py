@@ -15,7 +15,7 @@ from qtrace.onnxfile.external_data import map_tensor, without_large_values
 from qtrace.onnxfile.reading import read_model
 from qtrace.storage.files import problem
 
-__all__ = ["MAX_ELEMENTS", "array_of", "load_model", "stored_tensors"]
+__all__ = ["MAX_ELEMENTS", "array_of", "load_model", "load_structure", "stored_tensors"]
 
 MAX_ELEMENTS = 2**31 - 1  # of one tensor
 _MAX_NODES = 200_000
@@ -33,6 +33,20 @@ def load_model(path: Path) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
     Raises:
         ImportingError: when the file, or one of its tensors, is missing, is no ONNX model, or is damaged.
     """
+    whole, model = _read(path)
+    try:
+        return model, stored_tensors(whole.graph, path)
+    except ImportingError as error:
+        raise ImportingError(f"{path}: {error}") from error.__cause__
+
+
+def load_structure(path: Path) -> onnx.ModelProto:
+    """Reads a model as `load_model` does, without the values of its tensors, which may be missing."""
+    return _read(path)[1]
+
+
+def _read(path: Path) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+    """Returns the model as it is in the file, and the checked model without the values of large tensors."""
     if wrong := problem(path):
         raise ImportingError(wrong)
     if not path.is_file():
@@ -50,11 +64,7 @@ def load_model(path: Path) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
         onnx.checker.check_model(checked)
     except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
         raise ImportingError(f"{path} is not a valid ONNX model: {_line(error)}.") from error
-    try:
-        stored = stored_tensors(model.graph, path)
-    except ImportingError as error:
-        raise ImportingError(f"{path}: {error}") from error.__cause__
-    return _inlined(without_large_values(model), path), stored
+    return model, _inlined(without_large_values(model), path)
 
 
 def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
@@ -128,7 +138,7 @@ def array_of(tensor: onnx.TensorProto, path: Path) -> np.ndarray:
         try:
             return map_tensor(tensor, path)
         except ExportError as error:
-            raise ImportingError(str(error)) from error
+            raise ImportingError(f"{name}: {str(error).removeprefix(f'{path}: ')}") from error
     try:
         dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
         packed = dtype.itemsize * count if dtype.name in np.sctypeDict else None

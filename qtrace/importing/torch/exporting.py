@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qtrace.errors import ImportingError
+from qtrace.errors import ImportingError, install
 
 __all__ = ["Example", "Network", "export", "import_torch", "is_torch_module", "open_network", "read_example"]
 
@@ -74,9 +74,7 @@ def import_torch() -> Any:
     """
     for package in ("torch", "onnxscript"):
         if importlib.util.find_spec(package) is None:
-            raise ImportingError(
-                f"networks from torch need the package {package}: pip install 'qtrace[torch]'."
-            )
+            raise ImportingError(f"networks from torch need the package {package}: run {install('torch')}.")
     import torch
 
     return torch

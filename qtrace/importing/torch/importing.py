@@ -148,11 +148,10 @@ def _named(network: Network, inputs: Example) -> dict[str, Any]:
 
 def _widened(inputs: Example, axes: _Axes) -> Example:
     """Returns an example in which no open axis has the size 1, which torch's exporter takes for fixed."""
-    names = iter(axes.named.items())
+    by_position = list(axes.named)
 
-    def widen(value: Any) -> Any:
-        _, own = next(names, ("", {}))
-        for axis in own:
+    def widen(value: Any, name: str) -> Any:
+        for axis in axes.named.get(name, {}):
             if value.shape[axis] == 1:
                 value = value.repeat_interleave(2, axis)
         return value
@@ -160,6 +159,6 @@ def _widened(inputs: Example, axes: _Axes) -> Example:
     if not axes.named:
         return inputs
     return Example(
-        tuple(widen(value) for value in inputs.args),
-        {name: widen(value) for name, value in inputs.kwargs.items()},
+        tuple(widen(value, name) for value, name in zip(inputs.args, by_position, strict=False)),
+        {name: widen(value, name) for name, value in inputs.kwargs.items()},
     )

@@ -6,6 +6,7 @@ checked by value: a parameter that is not what its moves make of the state's ten
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from qtrace.graph.origin import FileNorm, FileParameter, read_origin, write_orig
 from qtrace.graph.types import CallMethod, GetAttr, ModuleNode, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module
 
-__all__ = ["note_state"]
+__all__ = ["hash_values", "note_state"]
 
 _LAYERS = (M.Conv1d, M.Conv2d, M.ConvTranspose2d, M.Linear)
 _NORMS = (M.BatchNorm1d, M.BatchNorm2d)
@@ -38,7 +39,14 @@ def note_state(traced: TracedModule, state: Mapping[str, Any]) -> None:
     checked = {
         path: parameter for path, parameter in parameters.items() if _is_state(traced, path, parameter, state)
     }
-    write_origin(traced, replace(origin, parameters=checked, norms=_norms(traced, checked)))
+    computed = {path: hash_values(get_module(traced, path).numpy()) for path in stored - set(checked)}
+    norms = _norms(traced, checked)
+    write_origin(traced, replace(origin, parameters=checked, norms=norms, computed=computed))
+
+
+def hash_values(array: np.ndarray) -> str:
+    """Returns a hash of the numbers of a parameter, whatever its shape."""
+    return hashlib.blake2b(np.ascontiguousarray(array, np.float32).tobytes(), digest_size=16).hexdigest()
 
 
 def _stored_paths(traced: TracedModule) -> list[str]:

@@ -11,10 +11,12 @@ from qtrace.graph.moves import places_of
 from qtrace.graph.origin import FileNorm, FileOrigin, read_origin
 from qtrace.graph.types import TracedModule
 from qtrace.importing.torch.exporting import import_torch
+from qtrace.importing.torch.record import hash_values
 
 __all__ = ["state_arrays", "to_torch_state"]
 
 _SHOWN = 5
+_FAKE_QUANTS = "qsites"  # the submodule of a prepared graph that holds its fake quants
 
 
 def to_torch_state(traced: TracedModule) -> dict[str, Any]:
@@ -60,7 +62,8 @@ def state_arrays(traced: TracedModule) -> dict[str, np.ndarray]:
         array.reshape(-1)[places] = values[path].reshape(-1)
         known = written.setdefault(parameter.tensor, np.zeros(array.size, bool))
         known[places] = True
-    _write_norms(values, origin, state)
+    norms = _write_norms(values, origin, state)
+    _check_others(values, origin, {*origin.parameters, *norms})
     missing = {p.tensor for path, p in origin.parameters.items() if path not in values} - set(state)
     missing |= {name for name, known in written.items() if not known.all()}
     if missing:
@@ -72,13 +75,36 @@ def state_arrays(traced: TracedModule) -> dict[str, np.ndarray]:
     return state
 
 
-def _write_norms(values: dict[str, np.ndarray], origin: FileOrigin, state: dict[str, np.ndarray]) -> None:
-    """Writes the BatchNorms that were folded into their layers, and the layers' biases.
+def _check_others(values: dict[str, np.ndarray], origin: FileOrigin, known: set[str]) -> None:
+    """Refuses parameters that learned or were added, and that are no tensors of the module's state.
+
+    Raises:
+        ImportingError: naming them.
+    """
+    lost = []
+    for path, value in values.items():
+        if path in known or _FAKE_QUANTS in path.split("."):
+            continue
+        own = origin.computed.get(path)
+        if np.any(value) if own is None else hash_values(value) != own:
+            lost.append(path)
+    if lost:
+        shown = ", ".join(sorted(lost)[:_SHOWN]) + (" and others" if len(lost) > _SHOWN else "")
+        raise ImportingError(
+            f"{shown} changed, and torch's module has no tensor for it: the module computes it from others, "
+            "or a pass added it. Take the state before that pass, or keep this parameter fixed in training."
+        )
+
+
+def _write_norms(values: dict[str, np.ndarray], origin: FileOrigin, state: dict[str, np.ndarray]) -> set[str]:
+    """Writes the BatchNorms that were folded into their layers, and the layers' biases; returns their paths.
 
     A folded BatchNorm keeps neither mean nor gain. With the mean 0 and ``gamma = sqrt(variance + eps)`` it
-    adds ``beta`` alone.
+    adds ``beta`` alone. One without a gain has the variance ``1 - eps``, one without a shift the mean
+    ``-bias``.
     """
     known = {parameter.tensor for path, parameter in origin.parameters.items() if path in values}
+    paths: set[str] = set()
     for weight, norm in origin.norms.items():
         if weight not in values or norm.tensors[2] in known:
             continue  # the BatchNorm is still there
@@ -89,10 +115,19 @@ def _write_norms(values: dict[str, np.ndarray], origin: FileOrigin, state: dict[
         if own is not None:
             state[own.tensor] = np.zeros(own.shape, np.float32)
         _write_norm(norm, bias.reshape(-1).astype(np.float32), state)
+        paths.add(norm.bias)
+    return paths
 
 
 def _write_norm(norm: FileNorm, bias: np.ndarray, state: dict[str, np.ndarray]) -> None:
     gamma, beta, mean, variance = norm.tensors
+    if not mean or not variance:
+        raise ImportingError(f"a BatchNorm was folded into {norm.bias}, and torch's one keeps no statistics.")
     ones = np.ones_like(bias)
-    unit = {gamma: np.sqrt(ones + np.float32(norm.eps)), beta: bias, mean: 0 * ones, variance: ones}
+    unit = {
+        gamma: np.sqrt(ones + np.float32(norm.eps)),
+        beta: bias,
+        mean: 0 * ones if beta else -bias,
+        variance: ones if gamma else ones - np.float32(norm.eps),
+    }
     state.update({name: array for name, array in unit.items() if name})

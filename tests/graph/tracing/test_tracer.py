@@ -11,6 +11,7 @@ import megengine.functional as F
 import megengine.module as M
 import numpy as np
 import pytest
+from megengine.functional import relu6 as imported_relu6
 
 import qtrace
 from qtrace.errors import TraceError
@@ -117,10 +118,31 @@ def test_what_computes_something_else_or_is_no_function_is_refused() -> None:
         def record(self, function: Callable[..., Any]) -> Any:
             return None if function is F.relu6 else function
 
-    with pytest.raises(TraceError, match="the trace is wrong"):
+    with pytest.raises(TraceError, match="what _Wrong.record gives must compute the same"):
         qtrace.trace(_Net(), X, tracer=_Wrong())
     with pytest.raises(TraceError, match="_Nothing.record returned None for relu6: return a function"):
         qtrace.trace(_Net(), X, tracer=_Nothing())
+
+
+@pytest.mark.parametrize("call", [lambda x: F.nn.relu6(x), lambda x: imported_relu6(x)])
+def test_a_function_is_the_same_under_every_name(call: Callable[..., Any]) -> None:
+    traced = qtrace.trace(call, X, tracer=_Clip())
+    assert len(find(traced, function=F.clip)) == 1
+
+
+def test_a_tracer_that_fails_or_is_none_is_named() -> None:
+    class _Fails(Tracer):
+        def is_leaf(self, module: M.Module, path: str) -> bool:
+            raise KeyError(path)
+
+    with pytest.raises(TraceError, match="_Fails.is_leaf fails for first: KeyError"):
+        qtrace.trace(_Net(), X, tracer=_Fails())
+    with pytest.raises(TraceError, match="tracer takes an object of a subclass"):
+        qtrace.trace(_Net(), X, tracer=_Second)  # type: ignore[arg-type]
+    with pytest.raises(TraceError, match="a graph is traced already"):
+        qtrace.trace(qtrace.trace(_Net(), X), X, tracer=_Second())
+    with pytest.raises(TraceError, match="fixed takes values of arguments by name"):
+        qtrace.trace(_Net(), X, fixed=["mode"])  # type: ignore[arg-type]
 
 
 def test_the_tracer_leaves_megengine_as_it_was() -> None:

@@ -134,3 +134,15 @@ def test_numbers_repeated_by_the_batch(op: str, tmp_path: Path) -> None:
     stored = {"two": np.array([2], np.int64), "row": weights(1, 3)}
     x = weights(3, 4)
     _compare(model(nodes, {"x": ["N", 4]}, ["y"], stored), tmp_path, x[:1], x, shape=(2, 4))
+
+
+@pytest.mark.parametrize("mode", ["cubic", "linear", "nearest"])
+def test_corners_that_are_aligned_by_a_fraction_are_refused(mode: str, tmp_path: Path) -> None:
+    """onnx places the last corner at the scaled size, 3.2 here, and onnxruntime at that of the result, 3."""
+    nodes = [
+        node("Resize", "x _ scales", "y", mode=mode, coordinate_transformation_mode="align_corners"),
+    ]
+    scales = np.array([1, 1, 0.8, 0.8], np.float32)
+    proto = model(nodes, {"x": (1, 1, 4, 4)}, ["y"], {"scales": scales})
+    with pytest.raises(ImportingError, match="a scale that is not the quotient of the sizes"):
+        qtrace.from_onnx(save(proto, tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import megengine as mge
 import numpy as np
 import pytest
 
@@ -99,5 +100,60 @@ def test_networks_that_torch_did_not_give_have_no_state(tmp_path: Path) -> None:
 
 def test_without_torch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporting.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportingError, match=r"package torch: pip install 'qtrace\[torch\]'"):
+    with pytest.raises(ImportingError, match="package torch: run pip install -e"):
         qtrace.from_torch(object(), np.zeros((1, 3)))
+
+
+def test_a_computed_weight_that_learned_is_refused_by_name(tmp_path: Path) -> None:
+    """Weight normalization: the graph holds the product, the state its factors."""
+    nodes = [
+        node("Mul", "fc.g fc.v", "w"),
+        node("MatMul", "x w", "h"),
+        node("MatMul", "h out.weight", "y"),
+    ]
+    stored = {"fc.g": weights(1, 4), "fc.v": weights(4, 4), "out.weight": weights(4, 3)}
+    traced, _ = _imported(model(nodes, {"x": (2, 4)}, ["y"], stored), tmp_path)
+    assert "out.weight" in state_arrays(traced)
+    for parameter in traced.parameters():
+        parameter[...] = parameter * 1.5
+    with pytest.raises(ImportingError, match="matmul.* changed, and torch's module has no tensor for it"):
+        state_arrays(traced)
+
+
+def test_a_bias_that_an_algorithm_added_is_refused_by_name(tmp_path: Path) -> None:
+    nodes = [node("MatMul", "x a.weight", "h"), node("Relu", "h", "r"), node("MatMul", "r b.weight", "y")]
+    stored = {"a.weight": weights(4, 4), "b.weight": weights(4, 3)}
+    traced, _ = _imported(model(nodes, {"x": (8, 4)}, ["y"], stored), tmp_path)
+    config = {"ptq": ["bias_correction"], "weight": {"bits": 4}}
+    prepared = qtrace.prepare(traced, config)
+    qtrace.calibrate(prepared, [weights(8, 4)], progress=False)
+    with pytest.raises(ImportingError, match="bias.* changed, and torch's module has no tensor for it"):
+        state_arrays(prepared)
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("gain", [False, True])
+def test_a_folded_norm_without_gain_or_shift_adds_the_bias(gain: bool, shift: bool, tmp_path: Path) -> None:
+    """The exporter stores ones and zeros, which are no tensors of the state, for what torch's norm lacks."""
+    statistics = {"bn.running_mean": weights(4), "bn.running_var": np.abs(weights(4)) + 0.5}
+    scales = {"bn.weight": weights(4) + 2, "bn.bias": weights(4)}
+    stored = {"conv.weight": weights(4, 3, 1, 1), **statistics, **scales}
+    names = "bn.weight bn.bias bn.running_mean bn.running_var"
+    nodes = [node("Conv", "x conv.weight", "c"), node("BatchNormalization", f"c {names}", "y")]
+    own = {name: _Tensor(array) for name, array in stored.items()}
+    for name, has in (("bn.weight", gain), ("bn.bias", shift)):
+        if not has:
+            stored[name] = np.full(4, float(name == "bn.weight"), np.float32)
+            del own[name]
+    traced = qtrace.from_onnx(save(model(nodes, {"x": (2, 3, 4, 4)}, ["y"], stored), tmp_path))
+    note_state(traced, own)
+    prepared = qtrace.prepare(traced, "backend/onnxruntime")
+    arrays = state_arrays(prepared)
+    assert arrays.keys() == own.keys()
+    x = weights(2, 3, 4, 4).astype(np.float64)
+    scale = arrays.get("bn.weight", 1.0) / np.sqrt(arrays["bn.running_var"] + 1e-5)
+    shifted = arrays.get("bn.bias", 0.0) - arrays["bn.running_mean"] * scale
+    h = np.einsum("oi,nihw->nohw", arrays["conv.weight"][:, :, 0, 0], x)
+    expected = h * np.broadcast_to(scale, 4)[:, None, None] + np.broadcast_to(shifted, 4)[:, None, None]
+    want = traced(mge.Tensor(x.astype(np.float32))).numpy()
+    np.testing.assert_allclose(expected, want, atol=1e-4)

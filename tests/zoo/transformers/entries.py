@@ -32,7 +32,7 @@ def _with_vector(count: int, seed: int, size: int) -> tuple[Any, ...]:
 _INPUTS: dict[type, Inputs] = {DictInput: _with_mask, SeveralInputs: _with_vector}
 
 TRANSFORMERS = (
-    Entry("vit", "vit", lambda: trained(Vit()), sqnr=35, size=32, other_size=None, share=0.95),
+    Entry("vit", "vit", lambda: trained(Vit()), sqnr=31, size=32, other_size=None, share=0.95),
     Entry("swin", "swin", lambda: trained(Swin()), sqnr=22, size=32, other_size=None, share=0.95),
     Entry(
         "clip_resnet", "clip", lambda: trained(ClipResNet()), sqnr=42, size=32, other_size=None, plain=True

@@ -58,6 +58,9 @@ def _resize(call: Call) -> Any:
     if call.attribute("keep_aspect_ratio_policy", "stretch") != "stretch":
         call.refuse("keeps the aspect ratio by a policy")
     targets = _targets(call)
+    if place == "align_corners" and any(t / n != f for x in targets for n, t, f in x.numbers):
+        # onnx places the last corner at the scaled size, onnxruntime at the size of the result.
+        call.refuse("aligns corners by a scale that is not the quotient of the sizes")
     if mode == "cubic":
         return _cubic(call, place, coefficient, targets)
     return _resized(call, mode, place, nearest, targets)

@@ -45,3 +45,20 @@ def test_an_ncnn_net_with_a_reshape_names_the_layer(tmp_path: Path, caplog: pyte
     assert "runs at the traced sizes alone" in caplog.text
     with pytest.raises(CalibrationError, match="fixes it to"):
         qtrace.verify(path, converted, few_lines()[:1])
+
+
+def test_a_float_net_of_ncnn_runs_at_every_size(tmp_path: Path) -> None:
+    graph = traced()
+    path = qtrace.export(graph, tmp_path / "net.param")
+    assert qtrace.verify(path, graph, few_lines()[:3]).passed
+
+
+def test_a_net_with_layers_in_float_is_verified_at_its_size(tmp_path: Path) -> None:
+    """The net says nothing of allow_float, without which it cannot be written again."""
+    int8 = {"signed": True, "symmetric": True, "rounding": "half_away", "narrow": True}
+    config = {"backend": "generic", "activation": int8, "weight": {"bits": 16, "axis": 0, "narrow": True}}
+    graph = traced()
+    batch = images(1, *graph.graph.inputs[1].shape[1:])
+    converted = qtrace.convert(qtrace.calibrate(qtrace.prepare(graph, config), [batch], progress=False))
+    path = qtrace.export(converted, tmp_path / "net.param", allow_float=["conv2d"])
+    assert qtrace.verify(path, converted, [batch]).passed

@@ -54,8 +54,11 @@ class Displayed:
 
     def _repr_html_(self) -> str:
         """Returns the result for a notebook: its picture, its tables and its lines."""
-        parts = "".join(_blocks_as_html(self._text(None)))
-        return f'{self._figure()}<div style="{_SCROLL_STYLE}">{parts}</div>'
+        return f'<div style="{_SCROLL_STYLE}">{self._body()}</div>'
+
+    def _body(self) -> str:
+        """Returns the picture, the tables and the lines as HTML."""
+        return self._figure() + "".join(_blocks_as_html(self._text(None)))
 
 
 def _blocks_as_html(text: str) -> Iterator[str]:

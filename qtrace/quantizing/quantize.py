@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from qtrace.preparation.passes.convert import convert
 from qtrace.preparation.prepare import prepare
 from qtrace.preparation.record import fake_quants
 from qtrace.process.thread import on_engine_thread
+from qtrace.quantizing.card import Card, make_card
 from qtrace.quantizing.judging import (
     Acceptance,
     EvaluationData,
@@ -56,6 +58,8 @@ class Quantized(Displayed):
         prepared: the calibrated graph, to be trained on.
         converted: the graph that was exported.
         raised: the layers that stay in float to keep the metric.
+        traced: the float network.
+        data: the name of the calibration data.
     """
 
     path: Path
@@ -64,6 +68,22 @@ class Quantized(Displayed):
     prepared: TracedModule
     converted: TracedModule
     raised: tuple[str, ...] = ()
+    traced: TracedModule | None = None
+    data: str = ""
+
+    @cached_property
+    def card(self) -> Card:
+        """The card of the file, for people who take it; its time is measured when it is first asked for."""
+        assert self.traced is not None
+        return make_card(
+            self.path,
+            self.traced,
+            self.converted,
+            self.explain(),
+            verdict=self.verdict,
+            verify=self.verify,
+            data=self.data,
+        )
 
     def _text(self, max_width: int | None) -> str:
         return "\n".join(self.summary())
@@ -183,7 +203,10 @@ def quantize(
         converted = convert(result.prepared)
         export(converted, partial, format=format_of(config))
         report = _verify(partial, path, converted, result.prepared, opened) if verify else None
-    return Quantized(path, result.judgement, report, result.prepared, converted, result.raised)
+    origin = opened.calibration.source
+    return Quantized(
+        path, result.judgement, report, result.prepared, converted, result.raised, traced, origin
+    )
 
 
 def _open(

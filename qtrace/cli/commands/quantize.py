@@ -40,6 +40,9 @@ __all__ = ["quantize"]
     help="How far the metric may be below its value in float: layers are raised to float until it holds.",
 )
 @click.option("--no-verify", is_flag=True, help="Do not run the file in its runtime.")
+@click.option(
+    "--card", is_flag=True, help="Also write OUT.card.json and OUT.card.html, which describe the file."
+)
 @click.option("--allow-broken", is_flag=True, help="Write the file though the verdict is broken.")
 @options.allow
 @options.progress
@@ -59,6 +62,7 @@ def quantize(
     judged: dict[str, Any],
     max_drop: float | None,
     no_verify: bool,
+    card: bool,
     allow_broken: bool,
     allow: tuple[str, ...],
     console: Console,
@@ -112,8 +116,11 @@ def quantize(
         figures = note_file(result.converted, out, console)
         config = models.preprocessing(result.converted, None)
         checks = check_graph(config, result.verdict, metric, figures)
+        cards = result.card.save(out) if card else ()
     for line in result.summary()[1:]:
         console.note(line)
+    if cards:
+        console.note(f"card: {' and '.join(map(str, cards))}")
     facts = {**figures, **note_checks(console, checks), **result.judgement.to_dict()}
     verified = None if result.verify is None else bool(result.verify.passed)
     console.result(str(out), {"file": str(out), **facts, "raised": list(result.raised), "verified": verified})

@@ -33,7 +33,7 @@ _INPUTS: dict[type, Inputs] = {DictInput: _with_mask, SeveralInputs: _with_vecto
 
 TRANSFORMERS = (
     Entry("vit", "vit", lambda: trained(Vit()), sqnr=31, size=32, other_size=None, share=0.95),
-    Entry("swin", "swin", lambda: trained(Swin()), sqnr=22, size=32, other_size=None, share=0.95),
+    Entry("swin", "swin", lambda: trained(Swin()), sqnr=25, size=32, other_size=None, share=0.95),
     Entry(
         "clip_resnet", "clip", lambda: trained(ClipResNet()), sqnr=42, size=32, other_size=None, plain=True
     ),

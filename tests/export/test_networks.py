@@ -19,7 +19,8 @@ def test_files_compute_what_the_graph_does(network: Network, tmp_path: Path) -> 
     for runtime, report in result.reports.items():
         assert report.worst_lsb() <= 1, runtime
         if runtime != "openvino":  # which has floats of its own between the roundings
-            assert report.equal_share() >= 0.999, runtime
+            # 99.9 % equal; fewer where LiteRT's kernels round ties another way.
+            assert not report.short_shares(), runtime
     main = result.reports["onnxruntime"]
     assert main.agreement() == 1.0
     assert result.integer >= 0.9 * (result.counted - result.ends), result.floats

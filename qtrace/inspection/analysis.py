@@ -15,6 +15,7 @@ from megengine.module import Module
 
 from qtrace import ops
 from qtrace.display import Displayed, format_table
+from qtrace.errors import GraphError
 from qtrace.graph.engine import quiet_engine
 from qtrace.graph.interpreter import Interpreter, last_uses
 from qtrace.graph.open_shapes import Shape, describe_sizes, open_shapes, show_shape
@@ -156,6 +157,8 @@ def analyze(model: TracedModule, runs: int = 0) -> Analysis:
     Raises:
         GraphError: when ``model`` is not a traced module.
     """
+    if not isinstance(model, TracedModule):
+        raise GraphError(f"inspect takes a traced module, not a {type(model).__name__}: trace it first.")
     flat = normalize(model)
     order = [e for e in exprs(flat) if not isinstance(e, (GetAttr, Constant)) and e.outputs]
     calls = {e: ops.read(e) for e in order}

@@ -79,6 +79,8 @@ def bench(
     for name, value in (("threads", threads), ("batch", batch)):
         if type(value) is not int or value < 1:
             raise ExportError(f"{name}={value!r} is no number of {name}: give 1 or more.")
+    if not seconds >= 0:
+        raise ExportError(f"seconds={seconds!r} is no time: give 0 or more.")
     if not all(isinstance(file, (str, os.PathLike)) for file in files):
         raise ExportError("bench takes the paths of files, each by itself: bench('a.onnx', 'b.onnx').")
     sizes = {name: tuple(int(n) for n in shape) for name, shape in (shapes or {}).items()}

@@ -54,6 +54,8 @@ def split(
     """
     if (at is None) == (by is None):
         raise GraphError("split takes either cuts (at=[...]) or a function of the node (by=...).")
+    if by is not None and not callable(by):
+        raise GraphError(f"by takes a function of a node, not {by!r}.")
     flat = flat_copy(traced, "split")
     if by is not None:
         home = assign_labels(flat, by)

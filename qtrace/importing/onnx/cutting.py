@@ -24,7 +24,7 @@ def cut(graph: Graph, outputs: Sequence[str]) -> Graph:
     Raises:
         ImportingError: when the list is empty, names a tensor twice, or one that the file does not have.
     """
-    if isinstance(outputs, str) or not outputs:
+    if not isinstance(outputs, (list, tuple)) or not outputs or not all(isinstance(n, str) for n in outputs):
         raise ImportingError(f"outputs={outputs!r} is no list of tensors: write outputs=['name'].")
     computed = {name for node in graph.nodes for name in node.outputs if name}
     known = computed | {value.name for value in graph.inputs} | set(graph.stored)

@@ -58,8 +58,12 @@ $(VENV)/.installed-torch: $(STAMP)
 	$(PY) -I -m pip install -c constraints.txt -e '.[torch]'
 	@touch $@
 
+# Tests that ask for torch, and no others: the rest of these rooms runs without it in `test`.
+TORCH_TESTS := tests/data/test_foreign.py tests/finetuning/test_torch_engine.py tests/graph/files/test_allowlist.py tests/importing/torch \
+	tests/learning tests/ptq/rounding/test_torch.py
+
 test-torch: $(VENV)/.installed-torch ## Install torch and test what learns by it, and networks that come from it
-	$(PY) -m pytest tests/learning tests/finetuning tests/ptq/rounding tests/importing/torch $(ARGS)
+	$(PY) -m pytest -n auto --cov --cov-config=tests/torch.coveragerc --cov-report=term --cov-fail-under=90 $(TORCH_TESTS) $(ARGS)
 
 # Counting lines takes a third more time: CPython 3.10 has no cheap way.
 coverage: $(STAMP) ## Run the tests without the slow ones, and fail if they reach fewer than 95 % of the lines
@@ -97,7 +101,7 @@ lock: ## Resolve pyproject.toml afresh and rewrite constraints.txt
 
 clean: ## Remove what builds and runs leave behind
 	rm -rf build dist site demo-out detector-demo-out ocr-demo-out *.egg-info .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path './.venv*/*' -prune -exec rm -rf {} +
 
 distclean: clean ## The same, and .venv
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-torch

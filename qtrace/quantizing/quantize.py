@@ -11,6 +11,7 @@ from typing import Any
 
 from qtrace.calibration.calibrate import calibrate
 from qtrace.config import QConfig
+from qtrace.config.precision import is_precision
 from qtrace.data import Batch, DataSource
 from qtrace.data.values import without_labels
 from qtrace.display import Displayed
@@ -23,6 +24,7 @@ from qtrace.preparation.prepare import prepare
 from qtrace.preparation.record import fake_quants
 from qtrace.process.thread import on_engine_thread
 from qtrace.quantizing.card import Card, make_card
+from qtrace.quantizing.delivering import Delivery, measure_file
 from qtrace.quantizing.judging import (
     Acceptance,
     EvaluationData,
@@ -56,10 +58,12 @@ class Quantized(Displayed):
         judgement: the verdict with its causes, and the recipe that cures them.
         verify: the report of the file's run beside the graph; None if it was not run.
         prepared: the calibrated graph, to be trained on.
-        converted: the graph that was exported.
+        converted: the graph that was exported, in float if `delivery` says so.
         raised: the layers that stay in float to keep the metric.
         traced: the float network.
         data: the name of the calibration data.
+        delivery: what was measured of the quantized file beside float, and which of both was written: float
+            if it is faster here, unless the config asks for the quantized one.
     """
 
     path: Path
@@ -70,6 +74,7 @@ class Quantized(Displayed):
     raised: tuple[str, ...] = ()
     traced: TracedModule | None = None
     data: str = ""
+    delivery: Delivery = field(default_factory=Delivery)
 
     @cached_property
     def card(self) -> Card:
@@ -79,8 +84,8 @@ class Quantized(Displayed):
             self.path,
             self.traced,
             self.converted,
-            self.explain(),
-            verdict=self.verdict,
+            explain(self.delivery.prepared or self.prepared),
+            verdict=None if self.delivery.in_float else self.verdict,
             verify=self.verify,
             data=self.data,
         )
@@ -103,6 +108,8 @@ class Quantized(Displayed):
         lines = [f"{self.path}", *(diagnosis.lines() if diagnosis is not None else ["no verdict"])]
         if self.raised:
             lines.append(f"in float to keep the metric: {', '.join(self.raised)}")
+        if sentence := self.delivery.sentence():
+            lines.append(sentence)
         if self.verify is None:
             return [*lines, "verify: not run"]
         return [*lines, "verify: the runtime computes what the graph computes"]
@@ -141,6 +148,8 @@ def quantize(
     max_batches: int | None = None,
     skip_bad: bool = False,
     verify: bool = True,
+    measure: bool = True,
+    keep: bool = False,
     allow_broken: bool = False,
     force: bool = False,
     progress: bool = True,
@@ -175,6 +184,10 @@ def quantize(
         max_batches: the most batches to calibrate on; None for all.
         skip_bad: whether to leave out unreadable images.
         verify: whether to run the file in its runtime beside the graph.
+        measure: whether to measure the file beside float, in turns, where its runtime runs here. If it is
+            slower beyond the spread, and the placement is ``balanced`` or ``fastest``, the file is in float.
+        keep: whether to write the quantized file though it is slower than float; a ``recipe`` that is a
+            precision, such as ``w8a8``, asks for it, too.
         allow_broken: whether to write the file though the verdict is ``broken``.
         force: whether to replace a file that qtrace did not write.
         progress: whether to show progress bars on stderr.
@@ -203,9 +216,17 @@ def quantize(
         converted = convert(result.prepared)
         export(converted, partial, format=format_of(config))
         report = _verify(partial, path, converted, result.prepared, opened) if verify else None
+        delivery = Delivery()
+        if measure:
+            kept = keep or is_precision(recipe)
+            delivery = measure_file(partial, result.prepared, traced, config, keep=kept)
+        if delivery.prepared is not None:
+            converted = convert(delivery.prepared)
+            export(converted, partial, format=format_of(config))
+            report = _verify(partial, path, converted, delivery.prepared, opened) if verify else None
     origin = opened.calibration.source
     return Quantized(
-        path, result.judgement, report, result.prepared, converted, result.raised, traced, origin
+        path, result.judgement, report, result.prepared, converted, result.raised, traced, origin, delivery
     )
 
 

@@ -21,12 +21,14 @@ class OnnxRunner:
     """A session with inputs.
 
     Attributes:
+        in_thread: whether a run computes in the calling thread alone.
         samples: the number of samples of a run.
         shapes: input -> shape.
     """
 
     def __init__(self, path: Path, settings: RunnerSettings) -> None:
         self._path, self._threads = path, settings.threads
+        self.in_thread = settings.threads == 1
         self._session = open_session(path, SessionSettings(threads=settings.threads))
         self._feeds = {}
         for info in self._session.inputs:

@@ -16,6 +16,8 @@ __all__ = ["LOAD"]
 class OpenvinoRunner:
     """A compiled model with inputs."""
 
+    in_thread = False
+
     def __init__(self, path: Path, settings: RunnerSettings) -> None:
         import openvino
 

@@ -88,7 +88,7 @@ def place(
     table = _read_table(qconfig, backend)
     view = read_view(traced, qconfig, unlike=unlike)
     chains = find_chains(view)
-    mode = "balanced" if "balanced" in placements else "fastest"
+    mode = "fastest" if placements.isdisjoint(("balanced", "small")) else "balanced"
     outcome = Search(view, build_problem(view, chains, table), run, mode).choose()
     explainer = _Explainer(outcome, mode)
     note = _write_note(explainer, Path(table_name).name, synthetic=run.synthetic)

@@ -74,9 +74,15 @@ def _untimed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
     What is marked ``slow`` may measure.
     """
-    room = sys.modules.get("qtrace.quantizing.delivering")
-    if room is not None and request.node.get_closest_marker("slow") is None:
-        monkeypatch.setattr(room, "compare_files", _refuse_to_time)
+    rooms = [sys.modules.get(f"qtrace.quantizing.{name}") for name in ("delivering", "measuring")]
+    if request.node.get_closest_marker("slow") is None:
+        for room, name in zip(rooms, ("compare_files", "find_labellings"), strict=True):
+            if room is not None:
+                monkeypatch.setattr(room, name, _refuse_to_time if name == "compare_files" else _no_labelling)
+
+
+def _no_labelling(outcome: Any) -> dict[str, Any]:
+    return {}
 
 
 def _refuse_to_time(*args: Any, **options: Any) -> Any:

@@ -41,8 +41,9 @@ __all__ = ["quantize"]
 )
 @click.option("--no-verify", is_flag=True, help="Do not run the file in its runtime.")
 @click.option(
-    "--no-measure", is_flag=True, help="Do not measure the file beside float, and write the quantized one."
+    "--no-measure", is_flag=True, help="Measure no times: neither those of placements nor of float."
 )
+@options.times
 @click.option("--keep", is_flag=True, help="Write the quantized file though it is slower than float here.")
 @click.option(
     "--card", is_flag=True, help="Also write OUT.card.json and OUT.card.html, which describe the file."
@@ -67,6 +68,7 @@ def quantize(
     max_drop: float | None,
     no_verify: bool,
     no_measure: bool,
+    times: Path | None,
     keep: bool,
     card: bool,
     allow_broken: bool,
@@ -115,6 +117,7 @@ def quantize(
             skip_bad=skip_bad,
             verify=not no_verify,
             measure=not no_measure,
+            times=times,
             keep=keep or is_precision(recipe),
             allow_broken=allow_broken,
             force=force,

@@ -275,6 +275,8 @@ def _predicted(placement: PlacementNote) -> str:
     )
     if placement.conclusion:
         text += f"; {placement.conclusion}"
+    if placement.measured:
+        text += f"; {placement.measured}"
     if placement.sqnr is None:
         return text
     data = "generated inputs" if placement.synthetic else "the given samples"

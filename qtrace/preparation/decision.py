@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qtrace.benchmarking.costs import CostTable
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.float_graph import FloatGraph
 from qtrace.preparation.passes.annotate import annotate
@@ -30,12 +31,15 @@ class Decision:
     outcome: SearchOutcome | None = None
 
 
-def decide(graph: FloatGraph, outcome: SearchOutcome | None = None) -> Decision:
+def decide(
+    graph: FloatGraph, outcome: SearchOutcome | None = None, fitted: CostTable | None = None
+) -> Decision:
     """Decides for every expr: joins and outputs of unlike ranges first, then the placement, then the rules.
 
     Args:
         graph: the float graph; ops that the placement wants in pieces are written so in it.
         outcome: the labelling that an earlier search in the same network found; None to search.
+        fitted: the packaged cost table, fitted to this processor; None for the table as it is packaged.
 
     Raises:
         ConfigError: for a config that does not fit the graph.
@@ -43,7 +47,7 @@ def decide(graph: FloatGraph, outcome: SearchOutcome | None = None) -> Decision:
     model, config = graph.model, graph.config
     run = MeasuredRun(model, graph.samples)
     unlike = find_unlike(model, config, run)
-    placing = place(model, config, run, unlike, outcome)
+    placing = place(model, config, run, unlike, outcome, fitted)
     changed: tuple[str, ...] = ()
     if placing is not None:
         placing, pieces = write_activations(model, placing)

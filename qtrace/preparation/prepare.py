@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qtrace.benchmarking.costs import CostTable
 from qtrace.config import QConfig, Region, backends
 from qtrace.config.checking import check_whole
 from qtrace.config.recipe import config_or_default
@@ -91,6 +92,7 @@ def prepare_placed(
     samples: Iterable[Any] | None,
     given: object = None,
     outcome: SearchOutcome | None = None,
+    fitted: CostTable | None = None,
 ) -> tuple[TracedModule, SearchOutcome | None]:
     """Prepares a module, and returns the labellings that its placement chose between, too.
 
@@ -100,13 +102,14 @@ def prepare_placed(
         samples: as for `prepare`.
         given: the config as the user gave it, for notes.
         outcome: a labelling of an earlier search in the same network, which is taken; None to search.
+        fitted: the packaged cost table, fitted to this processor; None for the table as it is packaged.
 
     Returns:
         The prepared module, and the outcome of the search; None without a choice.
     """
     with paused_collector():
         graph = make_float_graph(traced, config, samples)
-        decision = decide(graph, outcome)
+        decision = decide(graph, outcome, fitted)
         scales = native.bring_scales(graph.model, decision.annotation, graph.located)
         insert(graph.model, scales.annotation)
         check(graph.model, types=False)  # the editor renewed them

@@ -19,10 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from qtrace.benchmarking.costs import CostTable
+from qtrace.benchmarking.fitting import fitted_table
 from qtrace.benchmarking.machine import describe_machine
 from qtrace.benchmarking.turns import Speed, compare_files
 from qtrace.calibration.calibrate import calibrate
-from qtrace.config import QConfig
+from qtrace.config import QConfig, backends
 from qtrace.data.batches import as_arguments
 from qtrace.errors import QtraceError
 from qtrace.export import export
@@ -39,7 +41,7 @@ from qtrace.quantizing.reporting import Reporter
 from qtrace.quantizing.times import MeasuredLabelling, Times
 from qtrace.storage.cache import read_cached, write_cached
 
-__all__ = ["Measurement", "choose_labelling", "find_labellings", "prepare_measured"]
+__all__ = ["Measurement", "choose_labelling", "find_labellings", "fit_costs", "prepare_measured"]
 
 _SHARES = (0.25, 0.5)  # of the way from the fastest predicted time to that of float
 _MARGIN = 0.01  # of the price: what is worth less is no reason to leave the predicted choice
@@ -79,13 +81,14 @@ def prepare_measured(
         measurement: how to measure; None for the predicted choice.
         reporter: takes the notes.
     """
+    times = Times() if measurement is None else measurement.times
+    fitted = None if measurement is None or times.fixed else fit_costs(config)
     start = time.perf_counter()
-    prepared, outcome = prepare_placed(traced, config, samples, config)
+    prepared, outcome = prepare_placed(traced, config, samples, config, fitted=fitted)
     if measurement is None or outcome is None or not _is_measurable(config, outcome):
         return prepared
     budget = min(max(time.perf_counter() - start, _LEAST_SECONDS), _MOST_SECONDS)
     units = outcome.float_labels
-    times = measurement.times
     if times.fixed:
         times.check(units)
     else:
@@ -102,13 +105,21 @@ def prepare_measured(
     labels = {name: name in integers or fixed for name, fixed in units.items()}
     if labels != dict(outcome.point.labels):
         outcome = outcome.instead(labels)
-        prepared, _ = prepare_placed(traced, config, samples, config, outcome)
+        prepared, _ = prepare_placed(traced, config, samples, config, outcome, fitted)
     record = read_record(prepared)
     note = record.annotation.placement
     if note is not None:
         annotation = replace(record.annotation, placement=replace(note, measured=text))
         write_record(prepared, replace(record, annotation=annotation))
     return prepared
+
+
+def fit_costs(config: QConfig) -> CostTable | None:
+    """Returns the packaged table fitted to this processor, if the config places by it; else None."""
+    packaged = backends.get(config.backend).cost_table == "onnxruntime" and config.cost_table is None
+    if not packaged or config.effective_placement == "everything":
+        return None
+    return fitted_table()
 
 
 def _is_measurable(config: QConfig, outcome: SearchOutcome) -> bool:

@@ -114,7 +114,7 @@ def test_times_of_another_network_and_damaged_ones_are_a_sentence(tmp_path: Path
 
 def test_what_is_measured_decides_and_is_written(tmp_path: Path, monkeypatch) -> None:
     """By a timer that gives times: the labellings are exported and run, for their noise."""
-    monkeypatch.undo()  # the labellings are those of the search
+    monkeypatch.setattr(measuring, "find_labellings", find_labellings)  # those of the search
     traced, config = _traced(), as_qconfig({"placement": "balanced"})
     asked: list[int] = []
 

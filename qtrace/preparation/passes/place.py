@@ -13,6 +13,7 @@ from pathlib import Path
 
 from qtrace import ops
 from qtrace.benchmarking.costs import CostTable
+from qtrace.benchmarking.fitting import FITTED
 from qtrace.config import QConfig, backends
 from qtrace.config.backends.base import Backend
 from qtrace.errors import ConfigError
@@ -70,6 +71,7 @@ def place(
     run: MeasuredRun,
     unlike: Unlike | None = None,
     outcome: SearchOutcome | None = None,
+    fitted: CostTable | None = None,
 ) -> Placing | None:
     """Chooses the ops that stay float; None if the config asks for no choice or no times are known.
 
@@ -83,20 +85,22 @@ def place(
         run: the graph on the images on which the noise of each rounding is measured.
         unlike: the ops and results that one grid would spoil, which stay float; None for none.
         outcome: the labelling of an earlier search in the same network; None to search.
+        fitted: the packaged table, fitted to this processor; None for the table as it is packaged.
     """
     placements = {qconfig.effective_placement, *(rule.placement or "everything" for rule in qconfig.rules)}
     backend = backends.get(qconfig.backend)
     table_name = qconfig.cost_table or backend.cost_table
     if placements == {"everything"} or not table_name:
         return _place_pieces(traced, qconfig, backend.pieces, unlike) if backend.pieces else None
-    table = _read_table(qconfig, backend)
+    table = fitted if fitted is not None and qconfig.cost_table is None else _read_table(qconfig, backend)
     view = read_view(traced, qconfig, unlike=unlike)
     chains = find_chains(view)
     mode = "fastest" if placements.isdisjoint(("balanced", "small")) else "balanced"
     if outcome is None:
         outcome = Search(view, build_problem(view, chains, table), run, mode).choose()
     explainer = _Explainer(outcome, mode)
-    note = _write_note(explainer, Path(table_name).name, synthetic=run.synthetic)
+    shown = FITTED if table is fitted else Path(table_name).name
+    note = _write_note(explainer, shown, synthetic=run.synthetic)
     return _execute(view, chains, explainer, note)
 
 

@@ -1,4 +1,4 @@
-"""Fits a packaged cost table to this processor: a dozen kernels are timed, and scale the times of their class.
+"""Fits a packaged cost table to this processor: a dozen kernels scale the times of all of their class.
 
 Processors differ by class of kernel, not by shape: without VNNI instructions integer convolutions take three
 times as long, while additions take as long as before. The factors are remembered for processor and runtime.

@@ -41,7 +41,7 @@ from qtrace.quantizing.reporting import Reporter
 from qtrace.quantizing.times import MeasuredLabelling, Times
 from qtrace.storage.cache import read_cached, write_cached
 
-__all__ = ["Measurement", "choose_labelling", "find_labellings", "fit_costs", "prepare_measured"]
+__all__ = ["TimingPlan", "choose_labelling", "find_labellings", "fit_costs", "prepare_measured"]
 
 _SHARES = (0.25, 0.5)  # of the way from the fastest predicted time to that of float
 _MARGIN = 0.01  # of the price: what is worth less is no reason to leave the predicted choice
@@ -51,7 +51,7 @@ _TIMING_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
-class Measurement:
+class TimingPlan:
     """How labellings are measured.
 
     Attributes:
@@ -68,7 +68,7 @@ def prepare_measured(
     config: QConfig,
     samples: Iterable[Any],
     held_back: Sequence[Any],
-    measurement: Measurement | None,
+    measurement: TimingPlan | None,
     reporter: Reporter,
 ) -> TracedModule:
     """Prepares a network by the labelling that is best by measured time and noise.
@@ -192,7 +192,7 @@ class _Bench:
         config: QConfig,
         samples: Iterable[Any],
         held_back: Sequence[Any],
-        measurement: Measurement,
+        measurement: TimingPlan,
         reporter: Reporter,
         end: float,
     ) -> None:

@@ -33,7 +33,7 @@ from qtrace.quantizing.judging import (
     conclude,
     copy_float,
 )
-from qtrace.quantizing.measuring import Measurement, prepare_measured
+from qtrace.quantizing.measuring import TimingPlan, prepare_measured
 from qtrace.quantizing.reporting import LogReporter, Reporter
 from qtrace.quantizing.sources import labels_of, read_network
 from qtrace.quantizing.stage import DataReading, note_pixels, open_source
@@ -216,7 +216,7 @@ def quantize(
         traced = read_network(source, opened.calibration, shapes, allow)
         acceptance = Acceptance(metric, at_least)
         taken = Times.open(None if times is None else Path(times))
-        measurement = Measurement(taken) if measure else None
+        measurement = TimingPlan(taken) if measure else None
         result = _calibrate(traced, config, opened, acceptance, reporter, measurement)
         if max_drop is not None:
             result = _keep_metric(traced, config, opened, acceptance, max_drop, reporter, result)
@@ -274,7 +274,7 @@ def _calibrate(
     data: _Data,
     acceptance: Acceptance,
     reporter: Reporter,
-    measurement: Measurement | None,
+    measurement: TimingPlan | None,
 ) -> _Calibrated:
     """Prepares, calibrates and judges."""
     held_back = data.evaluation.read(traced) if measurement is not None else ()

@@ -30,7 +30,7 @@ from qtrace.quantizing.judging import (
     conclude,
     copy_float,
 )
-from qtrace.quantizing.measuring import Measurement, prepare_measured
+from qtrace.quantizing.measuring import TimingPlan, prepare_measured
 from qtrace.quantizing.reporting import LogReporter, Reporter
 from qtrace.quantizing.times import Times
 from qtrace.storage.outputs import argument, resumable_folder
@@ -161,7 +161,7 @@ def calibrate_to_folder(
         # A run that goes on takes the choice of the one that was interrupted.
         taken = Times.open(checkpoints / _TIMES if times is None else Path(times))
         held_back = chosen.read(traced) if measure else ()
-        measurement = Measurement(taken) if measure else None
+        measurement = TimingPlan(taken) if measure else None
         prepared = prepare_measured(traced, qconfig, _Samples(source), held_back, measurement, reporter)
         taken.write()
         label = os.fspath(data) if isinstance(data, (str, os.PathLike)) else source.source

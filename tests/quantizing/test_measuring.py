@@ -20,7 +20,7 @@ from qtrace.preparation.placement.problem import Energy, Problem, Unit, evaluate
 from qtrace.preparation.placement.trials import LabellingTrial
 from qtrace.preparation.prepare import SearchOutcome
 from qtrace.quantizing import measuring
-from qtrace.quantizing.measuring import Measurement, choose_labelling, find_labellings, prepare_measured
+from qtrace.quantizing.measuring import TimingPlan, choose_labelling, find_labellings, prepare_measured
 from qtrace.quantizing.reporting import LogReporter
 from qtrace.quantizing.times import MeasuredLabelling, Times
 from qtrace.storage.cache import read_cached, write_cached
@@ -93,7 +93,7 @@ def test_given_times_decide_and_nothing_is_measured(tmp_path: Path, caplog) -> N
     times = Times.open(path)
     assert times.fixed
     with caplog.at_level(logging.INFO, "qtrace"):
-        prepared = prepare_measured(traced, config, batches, (), Measurement(times), LogReporter())
+        prepared = prepare_measured(traced, config, batches, (), TimingPlan(times), LogReporter())
     notes = {note.name: note.state for note in QuantizedModel(prepared).annotation.notes}
     assert [notes[name] for name in ("a_out", "b_out", "c_out")] == ["float", "int", "float"]
     assert any("between is chosen" in line for line in caplog.messages)
@@ -123,7 +123,7 @@ def test_what_is_measured_decides_and_is_written(tmp_path: Path, monkeypatch) ->
         return [Speed(1e-3, 1.0, 1.0, 1.0, 9), *[Speed(1e-3, 0.5, 0.5, 0.5, 9)] * (len(paths) - 1)]
 
     times = Times(tmp_path / "times.json")
-    measurement = Measurement(times, timer)
+    measurement = TimingPlan(times, timer)
     prepared = prepare_measured(traced, config, [DATA[:4]], [DATA[4:]], measurement, LogReporter())
     assert asked == [len(times.labellings)]
     by_name = {labelling.name: labelling for labelling in times.labellings}
